@@ -1,0 +1,350 @@
+"""Speed of nvrtc_attn beside torch's own attention kernels, on one GPU, in one process.
+
+    python benchmarks/attention.py [--out DIRECTORY] [--part grid,features,start] [--quick]
+
+``seed`` is SDPA's memory-efficient kernel, ``flash2`` and ``cudnn`` its other two. TFLOP/s are 4 B H Mq Mk D / time
+forward (halved when causal) and 2.5 times that backward. Ratios are times of the other over
+ours: above 1 is faster than it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from measure import in_turn, print_table, save
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import nvrtc_attn.torch as na
+
+BACKENDS = {
+    "seed": SDPBackend.EFFICIENT_ATTENTION,
+    "flash2": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+Pair = tuple[Callable[[], Any], Callable[[], Any]]
+
+
+def randn(*shape: int, dtype: torch.dtype, grad: bool = True) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=grad)
+
+
+def sdpa(backend: SDPBackend, q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], **options: Any) -> Pair:
+    """(forward, backward) of one SDPA backend on [B, S, H, D] tensors; raises if it cannot."""
+    qt, kt, vt, dt = (x.transpose(1, 2) for x in (q, k, v, dout))
+    options.setdefault("enable_gqa", q.shape[2] != k.shape[2])
+
+    def forward() -> Any:
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(qt, kt, vt, **options)
+
+    with torch.no_grad():
+        forward()
+    out = forward()
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, grads, dt, retain_graph=True)
+
+    backward()
+
+    def forward_only() -> Any:
+        with torch.no_grad():
+            return forward()
+
+    return forward_only, backward
+
+
+def ours(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], **options: Any) -> Pair:
+    out = na.attention(q, k, v, **options)
+
+    def forward_only() -> Any:
+        with torch.no_grad():
+            return na.attention(q, k, v, **options)
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, grads, dout, retain_graph=True)
+
+    forward_only()
+    backward()
+    return forward_only, backward
+
+
+def measure(row: dict[str, Any], pairs: dict[str, Callable[[], Pair]], flops: float, rep_ms: int) -> dict[str, Any]:
+    """Add ``name.fwd`` and ``name.bwd`` (milliseconds), TFLOP/s of ours and the ratios to ``row``."""
+    functions: dict[str, Callable[[], Any]] = {}
+    for name, make in pairs.items():
+        try:
+            functions[f"{name}.fwd"], functions[f"{name}.bwd"] = make()
+        except Exception as error:  # a peer that cannot do the case is a dash, ours is an error
+            if name == "ours":
+                raise
+            row.setdefault("skipped", {})[name] = str(error).splitlines()[0][:120]
+    times = in_turn(functions, rep_ms=rep_ms)
+    for key, value in times.items():
+        row[key] = value["ms"]
+        row[f"{key}.spread"] = value["spread"]
+    for which, factor in (("fwd", 1.0), ("bwd", 2.5)):
+        row[f"tflops.{which}"] = factor * flops / row[f"ours.{which}"] * 1e-9
+        for name in pairs:
+            if name != "ours" and f"{name}.{which}" in row:
+                row[f"{which}/{name}"] = row[f"{name}.{which}"] / row[f"ours.{which}"]
+    return row
+
+
+def grid(quick: bool, rep_ms: int) -> list[dict[str, Any]]:
+    rows = []
+    for d, h in ((64, 32), (128, 16), (256, 8)):
+        for causal in (False, True):
+            for b, s in (
+                ((16, 1024), (4, 4096), (1, 16384))
+                if quick
+                else ((32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
+            ):
+                q, k, v = (randn(b, s, h, d, dtype=torch.bfloat16) for _ in range(3))
+                dout = randn(b, s, h, d, dtype=torch.bfloat16, grad=False)
+                grads = (q, k, v)
+                pairs: dict[str, Callable[[], Pair]] = {
+                    name: partial(sdpa, be, q, k, v, dout, grads, is_causal=causal) for name, be in BACKENDS.items()
+                }
+                pairs["ours"] = partial(ours, q, k, v, dout, grads, causal=causal)
+                flops = 4.0 * b * h * s * s * d / (2 if causal else 1)
+                rows.append(measure({"D": d, "causal": causal, "BxSxH": f"{b}x{s}x{h}"}, pairs, flops, rep_ms))
+    return rows
+
+
+def feature_cases() -> list[dict[str, Any]]:
+    bf, hf, fp = torch.bfloat16, torch.float16, torch.float32
+
+    def case(name: str, b: int, s: int, h: int, d: int, dtype: torch.dtype, **more: Any) -> dict[str, Any]:
+        return {"name": name, "b": b, "s": s, "h": h, "d": d, "dtype": dtype, **more}
+
+    return [
+        case("fp32 d64 s2048", 4, 2048, 16, 64, fp),
+        case("fp32 d128 s2048", 4, 2048, 16, 128, fp),
+        case("bias full+grad d64 s2048", 4, 2048, 16, 64, bf, bias="full"),
+        case("bias 1hqk+grad d64 s2048", 4, 2048, 16, 64, bf, bias="broadcast"),
+        case("bias full+grad d32 256x256x8", 256, 256, 8, 32, bf, bias="full"),
+        case("dropout .1 d64 s2048", 4, 2048, 16, 64, bf, dropout=0.1),
+        case("dropout .1 d128 causal s4096", 4, 4096, 16, 128, bf, dropout=0.1, causal=True),
+        case("d80 s2048", 4, 2048, 16, 80, bf),
+        case("d40 s4096", 4, 4096, 8, 40, hf),
+        case("d96 s2048", 4, 2048, 16, 96, bf),
+        case("d512 2x4096x1", 2, 4096, 1, 512, bf),
+        case("d192 dv128 causal", 2, 4096, 16, 192, bf, causal=True, dv=128),
+        case("cross 4096x77 d64", 8, 4096, 16, 64, hf, sk=77),
+        case("short 128 d64", 256, 128, 12, 64, hf),
+        case("gqa 32/8 d128 causal s4096", 4, 4096, 32, 128, bf, causal=True, hkv=8),
+        case("ragged s3000 d128", 4, 3000, 16, 128, bf),
+        case("decode 1x8192 d128", 32, 1, 32, 128, bf, sk=8192),
+    ]
+
+
+def features(rep_ms: int) -> list[dict[str, Any]]:
+    rows = []
+    for c in feature_cases():
+        b, s, h, d, dtype = (c[x] for x in ("b", "s", "h", "d", "dtype"))
+        sk, dv, hkv, causal, p = (
+            c.get("sk", s),
+            c.get("dv", d),
+            c.get("hkv", h),
+            c.get("causal", False),
+            c.get("dropout", 0.0),
+        )
+        q, k, v = randn(b, s, h, d, dtype=dtype), randn(b, sk, hkv, d, dtype=dtype), randn(b, sk, hkv, dv, dtype=dtype)
+        dout = randn(b, s, h, dv, dtype=dtype, grad=False)
+        grads: tuple[Any, ...] = (q, k, v)
+        bias = mask = None
+        if c.get("bias"):
+            bias = randn(b if c["bias"] == "full" else 1, h, s, sk, dtype=dtype)
+            mask = bias.expand(b, h, s, sk)
+            grads = (q, k, v, bias)
+        pairs: dict[str, Callable[[], Pair]] = {
+            name: partial(sdpa, be, q, k, v, dout, grads, attn_mask=mask, dropout_p=p, is_causal=causal)
+            for name, be in BACKENDS.items()
+        }
+        pairs["ours"] = partial(ours, q, k, v, dout, grads, bias=bias, dropout_p=p, causal=causal)
+        flops = 2.0 * b * h * s * sk * (d + dv) / (2 if causal else 1)
+        row = measure({"case": c["name"]}, pairs, flops, rep_ms)
+        row["peak_mb.ours"] = peak_mb(pairs["ours"])
+        if "seed.bwd" in row:
+            row["peak_mb.seed"] = peak_mb(pairs["seed"])
+        rows.append(row)
+        del pairs
+        torch.cuda.empty_cache()
+    return rows
+
+
+def peak_mb(make: Callable[[], Pair]) -> float:
+    """Peak of torch's allocator in one forward and backward pass, above what was allocated before, in 10^6 bytes."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    make()[1]()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+_SECOND_PROCESS = """
+import time, torch
+q = torch.randn(2, 256, 4, {d}, device="cuda", dtype=torch.bfloat16, requires_grad={grad})
+torch.cuda.synchronize()
+t = time.perf_counter()
+import nvrtc_attn.torch as na
+t1 = time.perf_counter()
+out = na.attention(q, q, q, causal=True)
+torch.cuda.synchronize()
+t2 = time.perf_counter()
+if q.requires_grad:
+    out.sum().backward()
+    torch.cuda.synchronize()
+t3 = time.perf_counter()
+print(1e3 * (t1 - t), 1e3 * (t2 - t1), 1e3 * (t3 - t2))
+"""
+
+
+def start_up() -> list[dict[str, Any]]:
+    """Import, cold compile, first call of a second process with a warm disk cache, host cost of a repeated call."""
+    rows = []
+    code = "import time; t = time.perf_counter(); import nvrtc_attn; print(1e3 * (time.perf_counter() - t))"
+    rows.append({"what": "import nvrtc_attn, ms", "value": min(float(child(code)) for _ in range(5))})
+    for d in (64, 128):
+        with tempfile.TemporaryDirectory() as cache:
+            cold = child(_SECOND_PROCESS.format(d=d, grad=True), NVRTC_ATTN_CACHE_DIR=cache).split()
+            rows.append({"what": f"first forward, cold cache, D {d}, ms", "value": float(cold[1])})
+            rows.append({"what": f"first backward, cold cache, D {d}, ms (all its kernels)", "value": float(cold[2])})
+            warm = [child(_SECOND_PROCESS.format(d=d, grad=True), NVRTC_ATTN_CACHE_DIR=cache).split() for _ in range(3)]
+            rows.append({"what": f"first forward, second process, D {d}, ms", "value": min(float(w[1]) for w in warm)})
+            rows.append({"what": f"first backward, second process, D {d}, ms", "value": min(float(w[2]) for w in warm)})
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+    qt = q.transpose(1, 2)
+
+    def efficient() -> Any:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(qt, qt, qt, None, False)
+
+    for name, call in (("nvrtc_attn.torch.attention", lambda: na.attention(q, q, q)), ("seed operator", efficient)):
+        rows.append({"what": f"host cost of a repeated call, {name}, us", "value": host_us(call)})
+    return rows
+
+
+def child(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    )
+    return done.stdout
+
+
+def host_us(call: Callable[[], Any], calls: int = 2000) -> float:
+    """Microseconds the host spends in one call, the best of five batches short enough not to fill the launch queue."""
+    best = float("inf")
+    for _ in range(calls // 400):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(400):
+            call()
+        best = min(best, (time.perf_counter() - start) / 400)
+        torch.cuda.synchronize()
+    return 1e6 * best
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """TFLOP/s against length: one panel per head dim, mask and direction, one line a provider."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = sorted({(row["D"], row["causal"]) for row in rows})
+    figure, axes = plt.subplots(2, len(panels), figsize=(3.2 * len(panels), 6), squeeze=False, sharex=True)
+    for column, (d, causal) in enumerate(panels):
+        chosen = [row for row in rows if (row["D"], row["causal"]) == (d, causal)]
+        for line, which in enumerate(("fwd", "bwd")):
+            axis = axes[line][column]
+            for name in ("seed", "flash2", "cudnn", "ours"):
+                points = [
+                    (
+                        int(row["BxSxH"].split("x")[1]),
+                        row[f"tflops.{which}"] * row[f"ours.{which}"] / row[f"{name}.{which}"],
+                    )
+                    for row in chosen
+                    if f"{name}.{which}" in row
+                ]
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+            axis.set_xscale("log", base=2)
+            axis.set_title(
+                f"{'forward' if which == 'fwd' else 'backward'}, D {d}{', causal' if causal else ''}", fontsize=9
+            )
+            axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("TFLOP/s")
+    axes[1][0].set_ylabel("TFLOP/s")
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=None, help="directory for JSON and plots, default benchmarks/results"
+    )
+    parser.add_argument("--part", default="grid,features,start", help="comma-separated: grid, features, start")
+    parser.add_argument("--quick", action="store_true", help="three lengths instead of six, shorter timing")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rep_ms = 30 if arguments.quick else 60
+    parts = arguments.part.split(",")
+    backend = os.environ.get("NVRTC_ATTN_BACKEND", "auto")
+    if "start" in parts:
+        rows = start_up()
+        print_table(rows, ["what", "value"])
+        save(f"start_{backend}", rows, arguments.out)
+    if "features" in parts:
+        rows = features(rep_ms)
+        columns = [
+            "case",
+            "ours.fwd",
+            "ours.bwd",
+            "tflops.fwd",
+            "tflops.bwd",
+            "fwd/seed",
+            "bwd/seed",
+            "fwd/flash2",
+            "bwd/flash2",
+            "fwd/cudnn",
+            "bwd/cudnn",
+            "peak_mb.ours",
+            "peak_mb.seed",
+        ]
+        print_table(rows, columns)
+        save(f"features_{backend}", rows, arguments.out)
+    if "grid" in parts:
+        rows = grid(arguments.quick, rep_ms)
+        columns = [
+            "D",
+            "causal",
+            "BxSxH",
+            "tflops.fwd",
+            "tflops.bwd",
+            "fwd/seed",
+            "bwd/seed",
+            "fwd/flash2",
+            "bwd/flash2",
+            "fwd/cudnn",
+            "bwd/cudnn",
+        ]
+        print_table(rows, columns)
+        path = save(f"grid_{backend}", rows, arguments.out)
+        plot(rows, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

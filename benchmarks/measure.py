@@ -1,0 +1,82 @@
+"""What every benchmark shares: timing in turn within one process, and where a number was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def in_turn(
+    functions: Mapping[str, Callable[[], Any]], rounds: int = 3, rep_ms: int = 60
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of each function: the median of ``rounds`` medians, run in turn, and their relative spread."""
+    from triton.testing import do_bench
+
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            times[name].append(do_bench(function, warmup=15, rep=rep_ms, return_mode="median"))
+    return {name: {"ms": median(t), "spread": (max(t) - min(t)) / median(t)} for name, t in times.items()}
+
+
+def provenance() -> dict[str, str]:
+    """GPU, driver, package versions, commit and command of this process."""
+    import torch
+
+    def package(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "not installed"
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+    root = Path(__file__).resolve().parent.parent
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=root)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver[0] if driver else "unknown",
+        "torch": torch.__version__,
+        "cudnn": str(torch.backends.cudnn.version()),
+        "nvrtc": package("nvidia-cuda-nvrtc"),
+        "cuda-bindings": package("cuda-bindings"),
+        "commit": head.stdout.strip() or "unknown",
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def save(name: str, rows: list[dict[str, Any]], directory: Path | None = None) -> Path:
+    """Write ``rows`` with their provenance as ``name``.json."""
+    directory = directory or RESULTS
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps({"measured_on": provenance(), "rows": rows}, indent=1) + "\n")
+    return path
+
+
+def print_table(rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """Aligned plain text; floats with three significant digits."""
+
+    def cell(x: Any) -> str:
+        return (
+            "–"
+            if x is None
+            else f"{x:.3g}"
+            if isinstance(x, float) and x < 100
+            else f"{x:.0f}"
+            if isinstance(x, float)
+            else str(x)
+        )
+
+    table = [columns, *([cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(len(line[n]) for line in table) for n in range(len(columns))]
+    for line in table:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)), flush=True)

@@ -1,0 +1,338 @@
+// From the two score-shaped products of the backward pass to dS, in registers, by one warp.
+//
+// A warp holds kM x kN accumulator tiles (16 x 8 each) of S = Q K^T and of dP = dO V^T, and turns S into dS in place:
+// P = exp(softcap(scale * s) + bias - lse), dS = P * (Z * dP - delta), masked by selection.
+// Rows without a valid key and rows beyond the sequence carry lse = +inf here, so their P is exactly zero.
+#pragma once
+#include "../common/fragment_load.cuh"
+#include "../params.cuh"
+#include "bias.cuh"
+#include "dropout.cuh"
+#include "mask.cuh"
+#include "scores.cuh"
+#include "seqlen.cuh"
+
+namespace nvrtc_attn {
+
+template <int kM, int kN>
+using WarpTile = float[kM][kN][4];
+
+template <int kM, int kN>
+NVRTC_ATTN_DEVICE void clear(WarpTile<kM, kN>& tile) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tile[m][n][i] = 0.0f;
+}
+
+// Left operand of a product with both operands [row][k]: from shared memory at each step, or kept in registers.
+template <class Tile, class Element, int kM>
+struct SharedRows {
+  Element const* tile;
+  int row0;
+  NVRTC_ATTN_DEVICE FragmentA<Element> step(int m, int k, int lane) const {
+    return load_a<Tile>(tile, row0 + 16 * m, k, lane);
+  }
+  NVRTC_ATTN_DEVICE FragmentA<Element> half_step(int m, int k, int lane) const {
+    return load_a_half_step<Tile>(tile, row0 + 16 * m, k, lane);
+  }
+};
+
+template <class Tile, class Element, int kM>
+struct RegisterRows {
+  static constexpr int kSteps = (Tile::kCols + kStepK<Element> - 1) / kStepK<Element>;
+  static constexpr bool kHalf = Tile::kCols % kStepK<Element> != 0;
+  FragmentA<Element> fragment[kM][kSteps];
+  NVRTC_ATTN_DEVICE void load(Element const* tile, int row0, int lane) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        fragment[m][k] = kHalf && k == kSteps - 1 ? load_a_half_step<Tile>(tile, row0 + 16 * m, k, lane)
+                                                  : load_a<Tile>(tile, row0 + 16 * m, k, lane);
+      }
+  }
+  NVRTC_ATTN_DEVICE FragmentA<Element> step(int m, int k, int) const { return fragment[m][k]; }
+  NVRTC_ATTN_DEVICE FragmentA<Element> half_step(int m, int k, int) const { return fragment[m][k]; }
+};
+
+// acc += A B^T: A's rows from `a`, columns of the result are rows col0.. of `b`; the contraction is the tile width.
+template <class Tile, bool kLegacy, int kUnroll, int kM, int kN, class Rows, class Element>
+NVRTC_ATTN_DEVICE void multiply_nt(WarpTile<kM, kN>& acc, Rows const& a, Element const* b, int col0, int lane) {
+  static_assert(kN % 2 == 0, "the right operand is read 16 columns at a time");
+  constexpr int kSteps = Tile::kCols / kStepK<Element>;
+#pragma unroll(kUnroll)
+  for (int k = 0; k < kSteps; ++k) {
+    FragmentA<Element> left[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) left[m] = a.step(m, k, lane);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      FragmentB<Element> right[2];
+      load_b_pair<Tile>(b, col0 + 8 * n, k, lane, right[0], right[1]);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma<Element, kLegacy>(acc[m][n], left[m], right[0]);
+        mma<Element, kLegacy>(acc[m][n + 1], left[m], right[1]);
+      }
+    }
+  }
+  if constexpr (Tile::kCols % kStepK<Element> != 0) {
+    FragmentA<Element> left[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) left[m] = a.half_step(m, kSteps, lane);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      FragmentB<Element> right[2];
+      load_b_pair_half_step<Tile>(b, col0 + 8 * n, kSteps, lane, right[0], right[1]);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma_half_step<Element, kLegacy>(acc[m][n], left[m], right[0]);
+        mma_half_step<Element, kLegacy>(acc[m][n + 1], left[m], right[1]);
+      }
+    }
+  }
+}
+
+// acc += left[.] * B over one contraction step: B's rows are k0.., its columns 8 * (tile0 + d) for the accumulator tiles d
+// that lie inside the tile (the last warp of a split head dim may have fewer than kD).
+template <class Tile, bool kLegacy, bool kPermuted, int kM, int kD, class Element>
+NVRTC_ATTN_DEVICE void multiply_step(WarpTile<kM, kD>& acc, FragmentA<Element> const (&left)[kM], Element const* b, int k0,
+                                     int tile0, int lane) {
+  constexpr int kTiles = Tile::kCols / 8;
+  if constexpr (sizeof(Element) == 2) {
+#pragma unroll
+    for (int d = 0; d + 1 < kD; d += 2) {
+      if (kTiles % kD != 0 && tile0 + d >= kTiles) break;
+      FragmentB<Element> right[2];
+      if (kTiles % 2 != 0 && tile0 + d + 1 >= kTiles) {
+        load_b_trans_single<Tile>(b, k0, tile0 + d, lane, right[0]);
+        right[1].x[0] = right[1].x[1] = 0;
+      } else {
+        load_b_trans_pair<Tile>(b, k0, tile0 + d, lane, right[0], right[1]);
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma<Element, kLegacy>(acc[m][d], left[m], right[0]);
+        mma<Element, kLegacy>(acc[m][d + 1], left[m], right[1]);
+      }
+    }
+    if constexpr (kD % 2 != 0) {
+      if (kTiles % kD == 0 || tile0 + kD - 1 < kTiles) {
+        FragmentB<Element> right;
+        load_b_trans_single<Tile>(b, k0, tile0 + kD - 1, lane, right);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) mma<Element, kLegacy>(acc[m][kD - 1], left[m], right);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int d = 0; d < kD; ++d) {
+      if (kTiles % kD != 0 && tile0 + d >= kTiles) break;
+      FragmentB<float> right;
+      load_b_trans<Tile, kPermuted>(b, k0, 8 * (tile0 + d), lane, right);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) mma<float, kLegacy>(acc[m][d], left[m], right);
+    }
+  }
+}
+
+// acc += left * B with `left` taken from accumulators: its columns are rows k0.. of B.
+template <class Tile, bool kLegacy, int kM, int kN, int kD, class Element>
+NVRTC_ATTN_DEVICE void multiply_accumulator(WarpTile<kM, kD>& acc, WarpTile<kM, kN> const& left, Element const* b, int k0,
+                                            int tile0, int lane) {
+  constexpr int kTilesPerStep = kStepK<Element> / 8;
+#pragma unroll
+  for (int n = 0; n < kN; n += kTilesPerStep) {
+    FragmentA<Element> a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      if constexpr (sizeof(Element) == 2) {
+        a[m] = accumulator_as_a<Element>(left[m][n], left[m][n + 1]);
+      } else {
+        a[m] = accumulator_as_a(left[m][n]);
+      }
+    }
+    multiply_step<Tile, kLegacy, true>(acc, a, b, k0 + 8 * n, tile0, lane);
+  }
+}
+
+// acc += left * B with `left` rows row0.. of a shared-memory tile [row][k].
+template <class LeftTile, class Tile, bool kLegacy, int kUnroll, int kM, int kD, class Element>
+NVRTC_ATTN_DEVICE void multiply_shared(WarpTile<kM, kD>& acc, Element const* left, int row0, Element const* b, int tile0,
+                                       int lane) {
+  constexpr int kSteps = LeftTile::kCols / kStepK<Element>;
+  static_assert(LeftTile::kCols % kStepK<Element> == 0, "key tiles are whole steps");
+#pragma unroll(kUnroll)
+  for (int k = 0; k < kSteps; ++k) {
+    FragmentA<Element> a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a[m] = load_a<LeftTile>(left, row0 + 16 * m, k, lane);
+    multiply_step<Tile, kLegacy, false>(acc, a, b, k * kStepK<Element>, tile0, lane);
+  }
+}
+
+// What P's exponent subtracts (ScoreMap::reference_of_lse) and delta, of the rows a thread holds: rows
+// row0 + 16 m + 8 r + lane / 4.
+template <int kM>
+struct RowStatistics {
+  float reference[kM][2];
+  float delta[kM][2];
+
+  template <class Map, class Seqlen>
+  NVRTC_ATTN_DEVICE void load(BackwardParams const& params, Map const& map, Seqlen const& seqlen, int b, int h, int row0,
+                              int lane) {
+    float const* lse = params.lse + index_t(h) * params.lse_stride_h +
+                       (params.lse_packed ? index_t(seqlen.q_row0) * params.lse_stride_m : index_t(b) * params.lse_stride_b);
+    float const* d = params.delta + index_t(seqlen.batch_index) * params.delta_stride_b +
+                     index_t(h) * params.delta_stride_h + seqlen.q_row0;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        int const i = row0 + 16 * m + 8 * r + (lane >> 2);
+        bool const valid = i < seqlen.len_q;
+        reference[m][r] = map.reference_of_lse(valid ? lse[index_t(i) * params.lse_stride_m] : infinity());
+        delta[m][r] = valid ? d[i] : 0.0f;
+      }
+  }
+};
+
+// The bias and byte mask under one thread's accumulator tiles, read ahead of their use and kept as they come (a pair of 16-bit
+// values is one register). Reads beyond the sequence are clamped into it: those scores are dropped by position or by
+// lse = +inf, so only the address matters. A tile that has work has at least one row and one key.
+template <class Element, int kM, int kN>
+struct ScorePairs {
+  ElementPair<Element> pair[kM][2][kN];
+
+  NVRTC_ATTN_DEVICE void load(ScoreTensor<Element const> const& t, int i0, int j0, int len_q, int len_k, int lane) {
+    // An even number of columns keeps the clamped pairs whole and inside the row.
+    bool const vectors = t.pairs && len_k % 2 == 0;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        int j = j0 + 2 * (lane & 3);
+        asm volatile("" : "+r"(j));  // recompute the offsets for each row: hoisting them costs more registers than it saves
+        Element const* row = t.base + index_t(min(i0 + 16 * m + 8 * r + (lane >> 2), len_q - 1)) * t.stride_m;
+        if (vectors) {
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            pair[m][r][n] = *reinterpret_cast<ElementPair<Element> const*>(row + min(j + 8 * n, len_k - 2));
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            pair[m][r][n].x = row[index_t(min(j + 8 * n, len_k - 1)) * t.stride_n];
+            pair[m][r][n].y = row[index_t(min(j + 8 * n + 1, len_k - 1)) * t.stride_n];
+          }
+        }
+      }
+  }
+};
+
+struct NoScorePairs {};
+
+struct NoDropout {
+  template <class Params>
+  NVRTC_ATTN_DEVICE NoDropout(Params const&, int, int) {}
+};
+
+// Everything that maps S and dP of one (batch, head) to dS. kSoftcapDerivative: return the gradient of scale * q.k (what
+// dq and dk need); otherwise the gradient of the bias, which is added after the softcap.
+template <class Traits, bool kSoftcapDerivative>
+struct ScoreGradient {
+  using Bias = typename Traits::Bias;
+  using DropoutPolicy = cute::conditional_t<Traits::kDropout, Dropout, NoDropout>;
+
+  PositionMask<Traits::kBand> positions;
+  ScoreTensor<Bias const> bias;
+  ScoreTensor<unsigned char const> mask;
+  DropoutPolicy dropout;
+  ScoreMap<Traits> map;
+  float multiplier;  // of kept probabilities: 1 / (1 - p)
+
+  NVRTC_ATTN_DEVICE ScoreGradient(BackwardParams const& params, int b, int h, int len_q, int len_k)
+      : positions(params, len_q, len_k),
+        bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
+             params.bias_stride_m, params.bias_stride_n),
+        mask(params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n),
+        dropout(params, b, h),
+        map(params),
+        multiplier(params.dropout_multiplier) {}
+
+  // What operator() needs from global memory: load it before the product whose result it is combined with.
+  template <int kM, int kN>
+  struct Prefetched {
+    cute::conditional_t<Traits::kHasBias, ScorePairs<Bias, kM, kN>, NoScorePairs> bias;
+    cute::conditional_t<Traits::kMask, ScorePairs<unsigned char, kM, kN>, NoScorePairs> mask;
+  };
+  template <int kM, int kN>
+  NVRTC_ATTN_DEVICE void prefetch(Prefetched<kM, kN>& tile, int i0, int j0, int lane) const {
+    if constexpr (Traits::kHasBias) tile.bias.load(bias, i0, j0, positions.len_q, positions.len_k, lane);
+    if constexpr (Traits::kMask) tile.mask.load(mask, i0, j0, positions.len_q, positions.len_k, lane);
+  }
+
+  // s becomes dS. (i0, j0): sequence-local position of the warp tile.
+  template <int kM, int kN>
+  NVRTC_ATTN_DEVICE void operator()(WarpTile<kM, kN>& s, WarpTile<kM, kN> const& dp, RowStatistics<kM> const& rows,
+                                    Prefetched<kM, kN> const& tile, int i0, int j0, int lane) const {
+    if (positions.keeps_tile(i0, 16 * kM, j0, 8 * kN)) {
+      apply<false>(s, dp, rows, tile, i0, j0, lane);
+    } else {
+      apply<true>(s, dp, rows, tile, i0, j0, lane);
+    }
+  }
+
+ private:
+  template <class E>
+  static NVRTC_ATTN_DEVICE E at(ElementPair<E> const& pair, int e) {
+    return e ? pair.y : pair.x;
+  }
+
+  template <bool kCheckPosition, int kM, int kN>
+  NVRTC_ATTN_DEVICE void apply(WarpTile<kM, kN>& s, WarpTile<kM, kN> const& dp, RowStatistics<kM> const& rows,
+                               Prefetched<kM, kN> const& tile, int i0, int j0, int lane) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        int const i = i0 + 16 * m + 8 * r + (lane >> 2);
+        // The row's own key range: two comparisons an element whatever the mask.
+        int first = 0, last = positions.len_k - 1;
+        if constexpr (Traits::kBand) {
+          first = i + positions.low;
+          last = min(last, i + positions.high);
+        }
+#pragma unroll
+        for (int n = 0; n < kN; n += 2) {
+          unsigned keep = 0;
+          if constexpr (Traits::kDropout) keep = dropout.keep_bits(i, j0 + 8 * n, lane);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            int const j = j0 + 8 * (n + half) + 2 * (lane & 3);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              float& x = s[m][n + half][2 * r + e];
+              float t;
+              float y = map.map(x, t);
+              if constexpr (Traits::kHasBias) y += to_float(at(tile.bias.pair[m][r][n + half], e));
+              float const p = map.probability(y, rows.reference[m][r]);
+              float g = dp[m][n + half][2 * r + e];
+              if constexpr (Traits::kDropout) g = keep >> (2 * half + e) & 1 ? g * multiplier : 0.0f;
+              g = p * (g - rows.delta[m][r]);
+              if constexpr (Traits::kSoftcap && kSoftcapDerivative) g *= 1.0f - t * t;
+              bool kept = true;
+              if constexpr (kCheckPosition) kept = j + e >= first && j + e <= last;
+              if constexpr (Traits::kMask) kept = kept && at(tile.mask.pair[m][r][n + half], e) != 0;
+              x = kept ? g : 0.0f;
+            }
+          }
+        }
+      }
+  }
+};
+
+}  // namespace nvrtc_attn

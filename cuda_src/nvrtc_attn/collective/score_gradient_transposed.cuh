@@ -1,0 +1,132 @@
+// From S^T = K Q^T and dP^T = V dO^T to P^T (times the dropout mask) and dS^T, in registers, by one warp.
+//
+// Rows of the accumulators are keys, columns are queries, so that P^T and dS^T are at once the left operands of
+// dV = P^T dO and dK = dS^T Q. Thread (g, t) holds keys g and g + 8 and queries 2t and 2t + 1 of each 16 x 8 tile.
+// P = exp(softcap(scale * s) + bias - lse), dS = P * (Z * dP - delta), masked by selection (never by a product).
+#pragma once
+#include "score_gradient.cuh"
+
+namespace nvrtc_attn {
+
+// Keep bits of one transposed 16 x 8 accumulator tile (16 keys from j0, 8 queries from i0): bit e for value e of the tile.
+// One Philox block per thread and tile: thread 4 * i + q draws keys 4q..4q + 3 of query i, votes carry the bits across.
+// Must be called by whole warps.
+NVRTC_ATTN_DEVICE unsigned keep_bits_transposed(Dropout const& dropout, int i0, int j0, int lane) {
+  unsigned long long const start = dropout.row0 + (unsigned long long)(i0 + (lane >> 2)) * dropout.pitch + unsigned(j0);
+  int const g = lane >> 2;
+  int const t = lane & 3;
+  unsigned bits = 0;
+  if (__all_sync(0xffffffffu, (start & 3) == 0)) {
+    uint4 const w = philox_block(dropout.seed, (start >> 2) + t);
+    unsigned const key0 = __ballot_sync(0xffffffffu, w.x > dropout.threshold);
+    unsigned const key1 = __ballot_sync(0xffffffffu, w.y > dropout.threshold);
+    unsigned const key2 = __ballot_sync(0xffffffffu, w.z > dropout.threshold);
+    unsigned const key3 = __ballot_sync(0xffffffffu, w.w > dropout.threshold);
+    // Key g is word g % 4 of quad g / 4 (and of quad 2 + g / 4 for key g + 8); query 2t is threads 8t.., 2t + 1 four later.
+    unsigned const vote = ((g & 2) ? ((g & 1) ? key3 : key2) : ((g & 1) ? key1 : key0)) >> (8 * t + (g >> 2));
+    bits = (vote & 1) | (vote >> 3 & 2) | (vote & 4) | (vote >> 3 & 8);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      unsigned long long const row = dropout.row0 + (unsigned long long)(i0 + 2 * t + (e & 1)) * dropout.pitch;
+      bits |= unsigned(dropout.keep(row + unsigned(j0 + g + 8 * (e >> 1)))) << e;
+    }
+  }
+  return bits;
+}
+
+template <class Traits>
+struct TransposedScoreGradient {
+  using Bias = typename Traits::Bias;
+  using DBias = typename Traits::DBias;
+  using DropoutPolicy = cute::conditional_t<Traits::kDropout, Dropout, NoDropout>;
+
+  PositionMask<Traits::kBand> positions;
+  ScoreTensor<Bias const> bias;
+  ScoreTensor<unsigned char const> mask;
+  ScoreTensor<DBias> dbias;
+  DropoutPolicy dropout;
+  ScoreMap<Traits> map;
+  float multiplier;  // of kept probabilities: 1 / (1 - p)
+  int dbias_cols;    // columns to write: all keys of the tensor, also those that seqused_k leaves out
+
+  NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_, int len_k)
+      : positions(params, len_q, len_k),
+        bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
+             params.bias_stride_m, params.bias_stride_n),
+        mask(params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n),
+        dbias(reinterpret_cast<DBias*>(params.dbias), b, h, params.dbias_stride_b, params.dbias_stride_h,
+              params.dbias_stride_m, params.dbias_stride_n),
+        dropout(params, b, h),
+        map(params),
+        multiplier(params.dropout_multiplier),
+        dbias_cols(dbias_cols_) {}
+
+  // s becomes P^T (times Z), dp becomes dS^T (of scale * q.k). (i0, j0): sequence-local position of the warp tile; row_lse
+  // and row_delta: shared memory, of queries i0 and on.
+  template <int kN, int kM>
+  NVRTC_ATTN_DEVICE void operator()(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, float const* row_lse, float const* row_delta,
+                                    int i0, int j0, int lane) const {
+    if (i0 + 8 * kM <= positions.len_q && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
+      apply<false>(s, dp, row_lse, row_delta, i0, j0, lane);
+    } else {
+      apply<true>(s, dp, row_lse, row_delta, i0, j0, lane);
+    }
+  }
+
+ private:
+  // The natural-log LSE, already free of -inf, in the unit that probability() subtracts.
+  static NVRTC_ATTN_DEVICE float reference_of(float lse) { return ScoreMap<Traits>::kMapped ? lse : lse * kLog2e; }
+
+  template <bool kCheckPosition, int kN, int kM>
+  NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, float const* row_lse, float const* row_delta, int i0,
+                               int j0, int lane) const {
+    int const g = lane >> 2;
+    int const t = lane & 3;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      int const i = i0 + 8 * m + 2 * t;
+      float2 const lse = *reinterpret_cast<float2 const*>(row_lse + 8 * m + 2 * t);
+      float2 const row_d = *reinterpret_cast<float2 const*>(row_delta + 8 * m + 2 * t);
+      float const reference[2] = {reference_of(lse.x), reference_of(lse.y)};
+      float const delta[2] = {row_d.x, row_d.y};
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        unsigned keep = 0;
+        if constexpr (Traits::kDropout) keep = keep_bits_transposed(dropout, i0 + 8 * m, j0 + 16 * n, lane);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          int const ie = i + (e & 1);
+          int const j = j0 + 16 * n + g + 8 * (e >> 1);
+          float tanh_value;
+          float y = map.map(s[n][m][e], tanh_value);
+          bool kept = true;
+          if constexpr (kCheckPosition) kept = ie < positions.len_q && positions.keeps(ie, j);
+          if constexpr (Traits::kHasBias) {
+            if (!kCheckPosition || kept) y += to_float(*bias.at(ie, j));
+          }
+          if constexpr (Traits::kMask) {
+            if (!kCheckPosition || kept) kept = *mask.at(ie, j) != 0;
+          }
+          float p = map.probability(y, reference[e & 1]);
+          float z_dp = dp[n][m][e];
+          if constexpr (Traits::kDropout) z_dp = (keep >> e & 1) ? z_dp * multiplier : 0.0f;
+          float ds = p * (z_dp - delta[e & 1]);
+          if constexpr (kCheckPosition || Traits::kMask) {
+            p = kept ? p : 0.0f;
+            ds = kept ? ds : 0.0f;
+          }
+          if constexpr (Traits::kDbiasStore) {
+            if (j < dbias_cols && (!kCheckPosition || ie < positions.len_q)) *dbias.at(ie, j) = from_float<DBias>(ds);
+          }
+          if constexpr (Traits::kDropout) p = (keep >> e & 1) ? p * multiplier : 0.0f;
+          if constexpr (Traits::kSoftcap) ds *= 1.0f - tanh_value * tanh_value;
+          s[n][m][e] = p;
+          dp[n][m][e] = ds;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace nvrtc_attn

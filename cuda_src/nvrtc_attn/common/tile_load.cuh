@@ -1,0 +1,91 @@
+// Global memory -> shared memory, one tile by all threads of a CTA.
+//
+// Rows at or beyond `rows` and columns at or beyond `cols` become zero, so the tile is always fully written.
+// Aligned: 16-byte cp.async (plain vector loads before compute capability 8.0). Otherwise element by element with any
+// stride, written as whole chunks: correct for every layout, several times slower.
+#pragma once
+#include <cute/arch/copy_sm80.hpp>
+
+#include "smem_tile.cuh"
+
+namespace nvrtc_attn {
+
+template <bool kLegacy>
+NVRTC_ATTN_DEVICE void cp_async_commit() {
+  if constexpr (!kLegacy) cute::cp_async_fence();
+}
+
+// Wait until at most kPending of this thread's commit groups are in flight.
+template <bool kLegacy, int kPending>
+NVRTC_ATTN_DEVICE void cp_async_wait() {
+  if constexpr (!kLegacy) cute::cp_async_wait<kPending>();
+}
+
+// One thread's part of a tile: chunk column `chunk`, rows row0, row0 + kRowsPerPass, ...
+template <class Tile, int kRowsPerPass, bool kAligned, bool kLegacy, class Element>
+NVRTC_ATTN_DEVICE void load_tile_column(Element* tile, Element const* src, index_t stride_row, index_t stride_col, int rows,
+                                        int cols, int chunk, int row0) {
+  constexpr int kVec = Tile::kVec;
+  Element const* src_chunk = src + index_t(row0) * stride_row + index_t(chunk * kVec) * stride_col;
+  constexpr int kPasses = (Tile::kRows + kRowsPerPass - 1) / kRowsPerPass;
+  if constexpr (kAligned && !kLegacy) {
+    // A tile that lies inside the tensor needs neither predicates nor address selection: 3 instructions a chunk, not 9.
+    if (rows >= Tile::kRows && cols >= Tile::kCols) {
+      index_t const step = index_t(kRowsPerPass) * stride_row;
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        if ((pass + 1) * kRowsPerPass > Tile::kRows && row0 + pass * kRowsPerPass >= Tile::kRows) break;
+        cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
+            *reinterpret_cast<cute::uint128_t const*>(src_chunk),
+            *reinterpret_cast<cute::uint128_t*>(tile + Tile::chunk_offset(row0 + pass * kRowsPerPass, chunk)));
+        src_chunk += step;
+      }
+      return;
+    }
+  }
+  // Edge tiles go round a loop: unrolled, their addresses would take the registers of the main loop. Plain loads are
+  // unrolled by four, since each waits for its data before the store.
+#pragma unroll(kAligned && !kLegacy ? 1 : kAligned ? 4 : 2)
+  for (int row = row0; row < Tile::kRows; row += kRowsPerPass, src_chunk += index_t(kRowsPerPass) * stride_row) {
+    Element* dst = tile + Tile::chunk_offset(row, chunk);
+    if constexpr (kAligned) {
+      bool const valid = row < rows && chunk * kVec < cols;
+      if constexpr (kLegacy) {
+        uint4 value = make_uint4(0, 0, 0, 0);
+        if (valid) value = *reinterpret_cast<uint4 const*>(src_chunk);
+        *reinterpret_cast<uint4*>(dst) = value;
+      } else {
+        Element const* const safe = valid ? src_chunk : src;  // never hand out an address outside the tensor
+        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<cute::uint128_t const*>(safe),
+                                                                     *reinterpret_cast<cute::uint128_t*>(dst), valid);
+      }
+    } else {
+      alignas(16) Element value[kVec];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        bool const valid = row < rows && chunk * kVec + i < cols;
+        value[i] = valid ? src_chunk[index_t(i) * stride_col] : Element(0.0f);
+      }
+      *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<uint4 const*>(value);
+    }
+  }
+}
+
+template <class Tile, int kThreads, bool kAligned, bool kLegacy, class Element>
+NVRTC_ATTN_DEVICE void load_tile(Element* tile, Element const* src, index_t stride_row, index_t stride_col, int rows, int cols,
+                                 int tid) {
+  constexpr int kChunks = Tile::kChunks;
+  if constexpr (kChunks <= kThreads) {
+    // A thread keeps one chunk column and walks down the rows; threads beyond a whole number of rows sit out.
+    constexpr int kRowsPerPass = kThreads / kChunks;
+    int const row0 = tid / kChunks;
+    if (kThreads % kChunks != 0 && row0 >= kRowsPerPass) return;
+    load_tile_column<Tile, kRowsPerPass, kAligned, kLegacy>(tile, src, stride_row, stride_col, rows, cols, tid % kChunks, row0);
+  } else {
+    for (int chunk = tid; chunk < kChunks; chunk += kThreads) {
+      load_tile_column<Tile, 1, kAligned, kLegacy>(tile, src, stride_row, stride_col, rows, cols, chunk, 0);
+    }
+  }
+}
+
+}  // namespace nvrtc_attn

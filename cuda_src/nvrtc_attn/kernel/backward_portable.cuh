@@ -1,0 +1,546 @@
+// dk and dv of one key tile, with dq added into a float32 workspace and, when asked for, dS written as dbias.
+//
+// One CTA owns kBlockN keys of one (batch, key head) and loops over the query tiles that see them, of every query head that
+// shares the key head. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, on kWarpsN x kWarpsM warps over
+// keys x queries: the accumulators of P^T and dS^T are then left operands of dV += P^T dO and dK += dS^T Q as they stand.
+// A warp accumulates its keys and 1 / kWarpsM of the head dim: with kWarpsM = 1 (head dim <= 64) P never leaves registers, otherwise
+// the warps that share keys exchange P^T and dS^T through shared memory, each starting with its own part. dq needs dS
+// of all warps: dS^T goes to shared memory and kWarpsMdQ x (rest) warps compute dS K and add it with red.global.
+//
+// Barriers of one query tile: (1) its Q, dO, statistics have landed and the previous tile is done with; (2) kWarpsM > 1: the
+// warps sharing keys have exchanged P^T and dS^T (named barrier); (3) dS^T is complete. With two dS buffers the dq product of
+// a tile follows barrier (1) of the next one and (3) is not needed.
+//
+// Shared memory: K, V, Q[kStages], dO[kStagesDout], P^T (kWarpsM > 1), dS^T[kStagesDs], row_lse[2], delta[2]. The gradients of the
+// tile leave through the K and V buffers.
+//
+// Writes every row of dk and dv in [0, len of the slot): zeros where no query sees the key. With varlen an extra, virtual
+// sequence zeroes the tokens of no sequence. Split: adds to dkv_accum (zeroed by the host) instead.
+#pragma once
+#include "../collective/gradient_accumulator.cuh"
+#include "../collective/score_gradient_transposed.cuh"
+#include "../common/tile_load.cuh"
+#include "../common/tile_store.cuh"
+#include "dkv_convert.cuh"
+
+namespace nvrtc_attn {
+
+template <class Traits>
+struct BackwardTiles {
+  using Element = typename Traits::Element;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr int kHeadDim = Traits::kHeadDim;
+  static constexpr int kHeadDimV = Traits::kHeadDimV;
+  static constexpr int kWarpsN = Traits::kWarpsNdKV;
+  static constexpr int kWarpsM = Traits::kNumWarps / kWarpsN;
+  static_assert(kWarpsM == Traits::kWarpsMSdP && kWarpsM * kWarpsN == Traits::kNumWarps);
+
+  // S^T and dP^T of a warp: kRowsN keys x kRowsM queries, kChunkM queries at a time: 64 accumulator registers at most, half
+  // of that in float32, whose operands take twice the registers once they are split.
+  static constexpr int kChunkArea = sizeof(Element) == 4 ? 32 : 64;
+  static constexpr int kRowsN = kBlockN / kWarpsN;
+  static constexpr int kRowsM = kBlockM / kWarpsM;
+  static constexpr int kTilesN = kRowsN / 16;
+  static constexpr int kChunkM = kRowsM * kTilesN <= kChunkArea ? kRowsM : kChunkArea / kTilesN;
+  static constexpr int kTilesM = kChunkM / 8;
+  static_assert(kRowsN % 16 == 0 && kRowsM % 16 == 0 && kRowsM % kChunkM == 0 && kChunkM % 16 == 0);
+
+  // dK and dV of a warp: kRowsN keys x kTilesD (kTilesDv) tiles of 8 columns. The CTA covers one of kDimSlices of the head dim.
+  static constexpr int kColumnGroups = kWarpsM * Traits::kDimSlices;
+  static constexpr int kTilesD = (kHeadDim / 8 + kColumnGroups - 1) / kColumnGroups;
+  static constexpr int kTilesDv = (kHeadDimV / 8 + kColumnGroups - 1) / kColumnGroups;
+
+  // dQ of a warp: kTilesMdQ x 16 queries, kPassesDq passes of kTilesDq tiles of 8 columns (64 accumulator registers at most).
+  static constexpr int kWarpsMdQ = Traits::kWarpsMdQ;
+  static constexpr int kWarpsDdQ = Traits::kNumWarps / kWarpsMdQ;
+  static constexpr int kTilesMdQ = kBlockM / kWarpsMdQ / 16;
+  static_assert(!Traits::kDqAtomic || (kBlockM % (16 * kWarpsMdQ) == 0 && kWarpsMdQ * kWarpsDdQ == Traits::kNumWarps));
+  static constexpr int kDqGroups = kWarpsDdQ * Traits::kDimSlices;
+  static constexpr int kTilesDqWarp = (kHeadDim / 8 + kDqGroups - 1) / kDqGroups;
+  static constexpr int kTilesDqMax = kTilesMdQ > 0 ? 16 / kTilesMdQ : 16;
+  static constexpr int kPassesDq = (kTilesDqWarp + kTilesDqMax - 1) / kTilesDqMax;
+  static constexpr int kTilesDq = (kTilesDqWarp + kPassesDq - 1) / kPassesDq;
+
+  using TileK = SmemTile<Element, kBlockN, kHeadDim>;
+  using TileV = SmemTile<Element, kBlockN, kHeadDimV>;
+  using TileQ = SmemTile<Element, kBlockM, kHeadDim>;
+  using TileDout = SmemTile<Element, kBlockM, kHeadDimV>;
+  using TileS = SmemTile<Element, kBlockN, kBlockM>;
+
+  static constexpr int kStages = Traits::kNumStages;
+  static constexpr int kStagesDout = Traits::kNumStagesDout;
+  static constexpr int kStagesDs = Traits::kNumStagesDs;
+  static constexpr bool kStoresP = kWarpsM > 1;
+  static constexpr bool kStoresDs = kWarpsM > 1 || Traits::kDqAtomic;
+  static_assert(kStagesDs == 1 || kStages * kStagesDout == 4, "a late dq product leaves no time for single buffers");
+
+  static constexpr int kOffsetV = TileK::kSize;
+  static constexpr int kOffsetQ = kOffsetV + (Traits::kVInSmem ? TileV::kSize : 0);
+  static constexpr int kOffsetDout = kOffsetQ + kStages * TileQ::kSize;
+  static constexpr int kOffsetP = kOffsetDout + kStagesDout * TileDout::kSize;
+  static constexpr int kOffsetDs = kOffsetP + (kStoresP ? TileS::kSize : 0);
+  static constexpr int kElements = kOffsetDs + (kStoresDs ? kStagesDs * TileS::kSize : 0);
+  static constexpr int kStatistics = 4 * kBlockM;  // floats: row_lse[2], delta[2]
+  static constexpr int kBytes = kElements * int(sizeof(Element)) + kStatistics * 4;
+  static_assert(kBytes == Traits::kSmemBytes, "smem_bytes of the config and the layout of the kernel differ");
+};
+
+// Left operand straight from global memory, rows beyond `rows` and columns beyond `cols` zero.
+template <class Element>
+struct GlobalRows {
+  Element const* base;
+  index_t stride_row, stride_col;
+  int row0, rows, cols;
+
+  NVRTC_ATTN_DEVICE Element at(int row, int col) const {
+    return row < rows && col < cols ? base[index_t(row) * stride_row + index_t(col) * stride_col] : Element(0.0f);
+  }
+  NVRTC_ATTN_DEVICE FragmentA<Element> step(int m, int k, int lane) const {
+    FragmentA<Element> a;
+    int const row = row0 + 16 * m + (lane >> 2);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int const r = row + 8 * (i & 1);
+      if constexpr (sizeof(Element) == 2) {
+        int const col = 16 * k + 8 * (i >> 1) + 2 * (lane & 3);
+        ElementPair<Element> const pair{at(r, col), at(r, col + 1)};
+        a.x[i] = *reinterpret_cast<uint32_t const*>(&pair);
+      } else {
+        a.x[i] = __float_as_uint(at(r, 8 * k + 4 * (i >> 1) + (lane & 3)));
+      }
+    }
+    prepare(a);
+    return a;
+  }
+  NVRTC_ATTN_DEVICE FragmentA<Element> half_step(int m, int k, int lane) const { return step(m, k, lane); }
+};
+
+template <class Traits>
+struct BackwardCta : BackwardTiles<Traits> {
+  using Tiles = BackwardTiles<Traits>;
+  using typename Tiles::Element;
+  using typename Tiles::TileDout;
+  using typename Tiles::TileK;
+  using typename Tiles::TileQ;
+  using typename Tiles::TileS;
+  using typename Tiles::TileV;
+  using Seqlen = SeqlenInfo<Traits::kVarlen, Traits::kSequsedK>;
+  static constexpr int kThreads = Traits::kNumThreads;
+  static constexpr bool kLegacy = Traits::kLegacyMma;
+  static constexpr int kStep = kStepK<Element>;
+  static constexpr int kTilesPerStep = kStep / 8;
+  // Contraction steps of a product: more only costs compile time, and in float32 registers.
+  static constexpr int kUnroll = sizeof(Element) == 4 ? 2 : 8;
+
+  BackwardParams const& params;
+  Seqlen const& seqlen;
+  int const b, hk, n0, tid, warp, lane;
+  int const warp_n, warp_m;
+  int const slice, column_group;
+  Element* const sK;
+  float* const sLse;
+  float* const sDelta;
+  WarpTile<Tiles::kTilesN, Tiles::kTilesD> dk;
+  WarpTile<Tiles::kTilesN, Tiles::kTilesDv> dv;
+
+  NVRTC_ATTN_DEVICE BackwardCta(BackwardParams const& params_, Seqlen const& seqlen_, int b_, int hk_, int n0_, int slice_,
+                                Element* smem)
+      : params(params_),
+        seqlen(seqlen_),
+        b(b_),
+        hk(hk_),
+        n0(n0_),
+        tid(int(threadIdx.x)),
+        warp(__shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0)),
+        lane(int(threadIdx.x) % 32),
+        warp_n(warp / Tiles::kWarpsM),
+        warp_m(warp % Tiles::kWarpsM),
+        slice(slice_),
+        column_group(slice_ * Tiles::kWarpsM + warp_m),
+        sK(smem),
+        sLse(reinterpret_cast<float*>(smem + Tiles::kElements)),
+        sDelta(sLse + 2 * Tiles::kBlockM) {
+    clear(dk);
+    clear(dv);
+  }
+
+  NVRTC_ATTN_DEVICE Element* sV() const { return sK + Tiles::kOffsetV; }
+  NVRTC_ATTN_DEVICE Element* sQ(int stage) const { return sK + Tiles::kOffsetQ + (stage % Tiles::kStages) * TileQ::kSize; }
+  NVRTC_ATTN_DEVICE Element* sDout(int stage) const {
+    return sK + Tiles::kOffsetDout + (stage % Tiles::kStagesDout) * TileDout::kSize;
+  }
+  NVRTC_ATTN_DEVICE Element* sP() const { return sK + Tiles::kOffsetP; }
+  NVRTC_ATTN_DEVICE Element* sDs(int stage) const { return sK + Tiles::kOffsetDs + (stage % Tiles::kStagesDs) * TileS::kSize; }
+
+  NVRTC_ATTN_DEVICE Element const* key_row0(void const* tensor, index_t stride_b, index_t stride_n, index_t stride_h) const {
+    return reinterpret_cast<Element const*>(tensor) + index_t(seqlen.batch_index) * stride_b +
+           (index_t(seqlen.k_row0) + n0) * stride_n + index_t(hk) * stride_h;
+  }
+
+  NVRTC_ATTN_DEVICE void load_keys() const {
+    load_tile<TileK, kThreads, Traits::kAligned, kLegacy>(
+        sK, key_row0(params.k, params.k_stride_b, params.k_stride_n, params.k_stride_h), params.k_stride_n,
+        params.k_stride_d, seqlen.len_k - n0, params.head_dim, tid);
+    if constexpr (Traits::kVInSmem) {
+      load_tile<TileV, kThreads, Traits::kAligned, kLegacy>(
+          sV(), key_row0(params.v, params.v_stride_b, params.v_stride_n, params.v_stride_h), params.v_stride_n,
+          params.v_stride_d, seqlen.len_k - n0, params.head_dim_v, tid);
+    }
+  }
+
+  NVRTC_ATTN_DEVICE void load_q(int h, int m0, int stage) const {
+    Element const* src = reinterpret_cast<Element const*>(params.q) + index_t(seqlen.batch_index) * params.q_stride_b +
+                         (index_t(seqlen.q_row0) + m0) * params.q_stride_m + index_t(h) * params.q_stride_h;
+    load_tile<TileQ, kThreads, Traits::kAligned, kLegacy>(sQ(stage), src, params.q_stride_m, params.q_stride_d,
+                                                          seqlen.len_q - m0, params.head_dim, tid);
+  }
+
+  NVRTC_ATTN_DEVICE void load_dout(int h, int m0, int stage) const {
+    Element const* src = reinterpret_cast<Element const*>(params.dout) + index_t(seqlen.batch_index) * params.dout_stride_b +
+                         (index_t(seqlen.q_row0) + m0) * params.dout_stride_m + index_t(h) * params.dout_stride_h;
+    load_tile<TileDout, kThreads, Traits::kAligned, kLegacy>(sDout(stage), src, params.dout_stride_m, params.dout_stride_d,
+                                                             seqlen.len_q - m0, params.head_dim_v, tid);
+  }
+
+  // row_lse and delta of a tile. Rows beyond the sequence become zero: their Q and dO are zero too, so P = 1 there is
+  // multiplied by zeros only (and edge tiles select by position anyway).
+  NVRTC_ATTN_DEVICE void load_statistics(int h, int m0, int stage) const {
+    index_t const row = index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h +
+                        seqlen.q_row0 + m0;
+#pragma unroll
+    for (int i = tid; i < Tiles::kBlockM; i += kThreads) {
+      bool const valid = m0 + i < seqlen.len_q;
+      float const* lse = params.row_lse + row + (valid ? i : 0);
+      float const* delta = params.delta + row + (valid ? i : 0);
+      float* to_lse = sLse + stage * Tiles::kBlockM + i;
+      float* to_delta = sDelta + stage * Tiles::kBlockM + i;
+      if constexpr (kLegacy) {
+        *to_lse = valid ? *lse : 0.0f;
+        *to_delta = valid ? *delta : 0.0f;
+      } else {
+        cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(*lse, *to_lse, valid);
+        cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(*delta, *to_delta, valid);
+      }
+    }
+  }
+
+  // Accumulators (keys x queries) -> a [key][query] tile in shared memory, from key row `row` and query column `col`.
+  NVRTC_ATTN_DEVICE void store_scores(Element* tile, WarpTile<Tiles::kTilesN, Tiles::kTilesM> const& c, int row, int col) const {
+#pragma unroll
+    for (int n = 0; n < Tiles::kTilesN; ++n)
+#pragma unroll
+      for (int m = 0; m < Tiles::kTilesM; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          Element* to = tile + TileS::offset(row + 16 * n + 8 * half + (lane >> 2), col + 8 * m + 2 * (lane & 3));
+          store_pair(to, c[n][m][2 * half], c[n][m][2 * half + 1]);
+        }
+  }
+
+  static NVRTC_ATTN_DEVICE void store_pair(Element* to, float x, float y) {
+    if constexpr (sizeof(Element) == 2) {
+      *reinterpret_cast<uint32_t*>(to) = pack2<Element>(x, y);
+    } else {
+      *reinterpret_cast<float2*>(to) = make_float2(x, y);
+    }
+  }
+
+  // Whether this warp's share of a head dim that does not divide evenly holds any column.
+  template <int kTiles, int kTilesWarp>
+  NVRTC_ATTN_DEVICE bool has_columns() const {
+    if constexpr (kTilesWarp * Tiles::kColumnGroups == kTiles) return true;
+    return column_group * kTilesWarp < kTiles;
+  }
+
+  // acc += left * right over the queries of the other warps that share these keys, from shared memory.
+  template <class Tile, int kTilesWarp>
+  NVRTC_ATTN_DEVICE void multiply_exchanged(WarpTile<Tiles::kTilesN, kTilesWarp>& acc, Element const* left,
+                                            Element const* right) const {
+    if (!has_columns<Tile::kCols / 8, kTilesWarp>()) return;
+    constexpr int kSteps = Tiles::kRowsM / kStep;
+    int const first = (warp_m + 1) * kSteps;
+#pragma unroll(kUnroll)
+    for (int n = 0; n < kSteps * (Tiles::kWarpsM - 1); ++n) {
+      int const step = (first + n) % (kSteps * Tiles::kWarpsM);
+      FragmentA<Element> a[Tiles::kTilesN];
+#pragma unroll
+      for (int i = 0; i < Tiles::kTilesN; ++i) {
+        a[i] = load_a<TileS>(left, warp_n * Tiles::kRowsN + 16 * i, step, lane);
+      }
+      multiply_step<Tile, kLegacy, false>(acc, a, right, step * kStep, column_group * kTilesWarp, lane);
+    }
+  }
+
+  // S^T, dP^T -> P^T, dS^T, dV and dK of one query tile; dS^T to shared memory.
+  template <class Gradient>
+  NVRTC_ATTN_DEVICE void process_tile(Gradient const& gradient, int m0, int stage) {
+    Element const* q = sQ(stage);
+    Element const* dout = sDout(stage);
+    int const row = warp_n * Tiles::kRowsN;
+#pragma unroll 1
+    for (int chunk = 0; chunk < Tiles::kRowsM / Tiles::kChunkM; ++chunk) {
+      int const col = warp_m * Tiles::kRowsM + chunk * Tiles::kChunkM;
+      WarpTile<Tiles::kTilesN, Tiles::kTilesM> s, dp;
+      clear(s);
+      clear(dp);
+      SharedRows<TileK, Element, Tiles::kTilesN> const keys{sK, row};
+      multiply_nt<TileQ, kLegacy, kUnroll>(s, keys, q, col, lane);
+      if constexpr (Traits::kVInSmem) {
+        SharedRows<TileV, Element, Tiles::kTilesN> const values{sV(), row};
+        multiply_nt<TileDout, kLegacy, kUnroll>(dp, values, dout, col, lane);
+      } else {
+        GlobalRows<Element> const values{key_row0(params.v, params.v_stride_b, params.v_stride_n, params.v_stride_h),
+                                         params.v_stride_n, params.v_stride_d, row, seqlen.len_k - n0, params.head_dim_v};
+        multiply_nt<TileDout, kLegacy, 2>(dp, values, dout, col, lane);
+      }
+      gradient(s, dp, sLse + (stage & 1) * Tiles::kBlockM + col, sDelta + (stage & 1) * Tiles::kBlockM + col, m0 + col,
+               n0 + row, lane);
+      if constexpr (Tiles::kStoresP) store_scores(sP(), s, row, col);
+      if constexpr (Tiles::kStoresDs) store_scores(sDs(stage), dp, row, col);
+      if (has_columns<Tiles::kHeadDimV / 8, Tiles::kTilesDv>()) {
+        multiply_accumulator<TileDout, kLegacy>(dv, s, dout, col, column_group * Tiles::kTilesDv, lane);
+      }
+      if (has_columns<Tiles::kHeadDim / 8, Tiles::kTilesD>()) {
+        multiply_accumulator<TileQ, kLegacy>(dk, dp, q, col, column_group * Tiles::kTilesD, lane);
+      }
+    }
+    if constexpr (Tiles::kWarpsM > 1) {
+      if constexpr (Tiles::kWarpsN > 1) {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp_n), "n"(32 * Tiles::kWarpsM) : "memory");
+      } else {
+        __syncthreads();
+      }
+      multiply_exchanged<TileDout>(dv, sP(), dout);
+      multiply_exchanged<TileQ>(dk, sDs(stage), q);
+    }
+  }
+
+  // dq_accum += dS K for the tile whose dS^T lies in buffer `stage`.
+  NVRTC_ATTN_DEVICE void add_dq(float* accum, int stage) const {
+    Element const* ds = sDs(stage);
+    int const row0 = warp % Tiles::kWarpsMdQ * (16 * Tiles::kTilesMdQ);
+    constexpr int kTiles = Tiles::kHeadDim / 8;
+#pragma unroll 1
+    for (int pass = 0; pass < Tiles::kPassesDq; ++pass) {
+      int const group = slice * Tiles::kWarpsDdQ + warp / Tiles::kWarpsMdQ;
+      int const tile0 = (group * Tiles::kPassesDq + pass) * Tiles::kTilesDq;
+      if (Tiles::kTilesDq * Tiles::kPassesDq * Tiles::kDqGroups > kTiles && tile0 >= kTiles) break;
+      WarpTile<Tiles::kTilesMdQ, Tiles::kTilesDq> dq;
+      clear(dq);
+#pragma unroll(kUnroll)
+      for (int k = 0; k < Tiles::kBlockN / kStep; ++k) {
+        FragmentA<Element> a[Tiles::kTilesMdQ];
+#pragma unroll
+        for (int m = 0; m < Tiles::kTilesMdQ; ++m) a[m] = load_a_trans<TileS>(ds, k * kStep, row0 + 16 * m, lane);
+        multiply_step<TileK, kLegacy, false>(dq, a, sK, k * kStep, tile0, lane);
+      }
+#pragma unroll
+      for (int m = 0; m < Tiles::kTilesMdQ; ++m)
+#pragma unroll
+        for (int d = 0; d < Tiles::kTilesDq; ++d) {
+          if (kTiles % Tiles::kTilesDq != 0 && tile0 + d >= kTiles) break;
+          add_block(accum + ((row0 / 16 + m) * kTiles + tile0 + d) * kAccumBlock, dq[m][d], lane);
+        }
+    }
+  }
+
+  // Write `acc` * factor to a tile in shared memory (each warp its keys and columns).
+  template <class Tile, int kTilesWarp>
+  NVRTC_ATTN_DEVICE void stage_gradient(Element* tile, WarpTile<Tiles::kTilesN, kTilesWarp> const& acc, float factor) const {
+#pragma unroll
+    for (int n = 0; n < Tiles::kTilesN; ++n)
+#pragma unroll
+      for (int d = 0; d < kTilesWarp; ++d) {
+        int const column = column_group * kTilesWarp + d;
+        if (kTilesWarp * Tiles::kColumnGroups != Tile::kCols / 8 && column >= Tile::kCols / 8) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int const row = warp_n * Tiles::kRowsN + 16 * n + 8 * half + (lane >> 2);
+          store_pair(tile + Tile::offset(row, 8 * column + 2 * (lane & 3)), acc[n][d][2 * half] * factor,
+                     acc[n][d][2 * half + 1] * factor);
+        }
+      }
+  }
+
+  // Split: add `acc` to the float32 workspace, `rows0` rows of which precede this tile.
+  template <int kCols, int kTilesWarp>
+  NVRTC_ATTN_DEVICE void add_gradient(float* accum, WarpTile<Tiles::kTilesN, kTilesWarp> const& acc) const {
+#pragma unroll
+    for (int n = 0; n < Tiles::kTilesN; ++n)
+#pragma unroll
+      for (int d = 0; d < kTilesWarp; ++d) {
+        int const column = column_group * kTilesWarp + d;
+        if (kTilesWarp * Tiles::kColumnGroups != kCols / 8 && column >= kCols / 8) break;
+        int const row = (n0 + warp_n * Tiles::kRowsN) / 16 + n;
+        add_block(accum + (index_t(row) * (kCols / 8) + column) * kAccumBlock, acc[n][d], lane);
+      }
+  }
+
+  NVRTC_ATTN_DEVICE void store_gradients() const {
+    if constexpr (Traits::kSplit) {
+      float* accum = params.dkv_accum + (index_t(b) * params.num_heads_kv + hk) * dkv_accum_size<Traits>(params);
+      add_gradient<Tiles::kHeadDim>(accum, dk);
+      add_gradient<Tiles::kHeadDimV>(accum + index_t(params.num_n_blocks) * Tiles::kBlockN * Tiles::kHeadDim, dv);
+    } else {
+      int const rows = seqlen.len_k_slot - n0;
+      auto* dk_dst = const_cast<Element*>(key_row0(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h));
+      auto* dv_dst = const_cast<Element*>(key_row0(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h));
+      // dv lies in V's buffer, or in Q's where V has none.
+      static_assert(Traits::kVInSmem || TileV::kSize <= Tiles::kElements - Tiles::kOffsetQ);
+      __syncthreads();  // K, V and dS are no longer read
+      stage_gradient<TileK>(sK, dk, params.scale);
+      stage_gradient<TileV>(sV(), dv, 1.0f);
+      __syncthreads();
+      constexpr int kColumns = Tiles::kWarpsM * Tiles::kTilesD * 8;
+      constexpr int kColumnsV = Tiles::kWarpsM * Tiles::kTilesDv * 8;
+      store_tile<TileK, kThreads, Traits::kAligned>(sK, dk_dst, params.dk_stride_n, params.dk_stride_d, rows,
+                                                    slice * kColumns, min((slice + 1) * kColumns, params.head_dim), tid);
+      store_tile<TileV, kThreads, Traits::kAligned>(sV(), dv_dst, params.dv_stride_n, params.dv_stride_d, rows,
+                                                    slice * kColumnsV, min((slice + 1) * kColumnsV, params.head_dim_v), tid);
+    }
+  }
+
+  // Zeros in dbias for this key tile and query rows [begin, end): the tiles that the loop skips.
+  NVRTC_ATTN_DEVICE void zero_dbias(int h, int begin, int end) const {
+    using DBias = typename Traits::DBias;
+    ScoreTensor<DBias> const dbias(reinterpret_cast<DBias*>(params.dbias), b, h, params.dbias_stride_b, params.dbias_stride_h,
+                                   params.dbias_stride_m, params.dbias_stride_n);
+    int const cols = min(Tiles::kBlockN, params.seqlen_k - n0);
+    for (int i = begin + warp; i < end; i += Traits::kNumWarps) {
+      for (int j = lane; j < cols; j += 32) *dbias.at(i, n0 + j) = from_float<DBias>(0.0f);
+    }
+  }
+
+  NVRTC_ATTN_DEVICE void run(int n_block, int split) {
+    PositionMask<Traits::kBand> const positions(params, seqlen.len_q, seqlen.len_k);
+    int const heads = params.num_heads / params.num_heads_kv;
+    int first_tile, last_tile;
+    positions.template query_tiles<Tiles::kBlockM>(n0, Tiles::kBlockN, first_tile, last_tile);
+    int const count = max(last_tile - first_tile, 0);
+    if constexpr (Traits::kDbiasStore) {
+      if (split == 0 && slice == 0) {
+        for (int h = hk * heads; h < (hk + 1) * heads; ++h) {
+          zero_dbias(h, 0, count > 0 ? min(first_tile * Tiles::kBlockM, seqlen.len_q) : seqlen.len_q);
+          if (count > 0) zero_dbias(h, last_tile * Tiles::kBlockM, seqlen.len_q);
+        }
+      }
+    }
+
+    // This CTA's part of the (query head, query tile) pairs.
+    int const total = count * heads;
+    int begin = 0, end = total;
+    if constexpr (Traits::kSplit) {
+      int const share = ceil_div(total, params.num_splits);
+      begin = min(split * share, total);
+      end = min(begin + share, total);
+      if (begin == end) return;
+    }
+    if (begin < end) {
+      // CTAs of one head start at different tiles, or they would all add to the same rows of dq at the same time.
+      int const rotation = Traits::kBand ? 0 : int((long long)(n_block) * count / params.num_n_blocks);
+      int next_h = hk * heads + begin / count;
+      int next_left = count - begin % count;  // tiles left of this head, the next one included
+      int next_tile = (begin % count + rotation) % count;
+      float* dq_tile = nullptr;       // of the tile in work
+      float* previous_dq = nullptr;   // of the one before
+
+      load_keys();
+      load_q(next_h, (first_tile + next_tile) * Tiles::kBlockM, 0);
+      load_dout(next_h, (first_tile + next_tile) * Tiles::kBlockM, 0);
+      load_statistics(next_h, (first_tile + next_tile) * Tiles::kBlockM, 0);
+      cp_async_commit<kLegacy>();
+
+#pragma unroll 1
+      for (int it = begin; it < end; ++it) {
+        int const stage = (it - begin) & 1;
+        int const h = next_h;
+        int const m0 = (first_tile + next_tile) * Tiles::kBlockM;
+        next_tile = next_tile + 1 == count ? 0 : next_tile + 1;
+        if (--next_left == 0) {
+          next_left = count;
+          next_tile = rotation;
+          ++next_h;
+        }
+        int const next_m0 = (first_tile + next_tile) * Tiles::kBlockM;
+        bool const more = it + 1 < end;
+
+        cp_async_wait<kLegacy, 0>();
+        __syncthreads();
+        if (more) {
+          if constexpr (Tiles::kStages == 2) load_q(next_h, next_m0, stage ^ 1);
+          if constexpr (Tiles::kStagesDout == 2) load_dout(next_h, next_m0, stage ^ 1);
+          load_statistics(next_h, next_m0, stage ^ 1);
+          cp_async_commit<kLegacy>();
+        }
+        if constexpr (Traits::kDqAtomic) {
+          if constexpr (Tiles::kStagesDs == 2) {
+            if (it > begin) add_dq(previous_dq, stage ^ 1);
+          }
+          dq_tile = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
+                    index_t(h) * params.dq_accum_stride_h +
+                    (accumulator_row0<Traits::kVarlen, Tiles::kBlockM>(seqlen.q_row0, b) + m0) * Tiles::kHeadDim;
+        }
+        TransposedScoreGradient<Traits> const gradient(params, b, h, seqlen.len_q, slice == 0 ? params.seqlen_k : 0,
+                                                       seqlen.len_k);
+        process_tile(gradient, m0, stage);
+        if constexpr (Tiles::kStagesDs == 1 && (Traits::kDqAtomic || Tiles::kStages * Tiles::kStagesDout < 4)) {
+          __syncthreads();
+          if (more) {
+            if constexpr (Tiles::kStages == 1) load_q(next_h, next_m0, 0);
+            if constexpr (Tiles::kStagesDout == 1) load_dout(next_h, next_m0, 0);
+            cp_async_commit<kLegacy>();
+          }
+          if constexpr (Traits::kDqAtomic) add_dq(dq_tile, 0);
+        }
+        previous_dq = dq_tile;
+      }
+      if constexpr (Traits::kDqAtomic && Tiles::kStagesDs == 2) {
+        __syncthreads();
+        add_dq(previous_dq, (end - begin - 1) & 1);
+      }
+    }
+    store_gradients();
+  }
+};
+
+template <class Traits>
+NVRTC_ATTN_DEVICE void backward_portable(BackwardParams const& params) {
+  using Element = typename Traits::Element;
+  extern __shared__ __align__(128) unsigned char smem[];
+
+  // Slices and splits of a key tile are neighbours, then the key tiles of one (batch, key head): they share Q, dO and dq in L2. Causal:
+  // the first key tile has the most work and comes first.
+  int block = int(blockIdx.x);
+  int const slice = block % Traits::kDimSlices;
+  block /= Traits::kDimSlices;
+  int split = 0;
+  if constexpr (Traits::kSplit) {
+    split = block % params.num_splits;
+    block /= params.num_splits;
+  }
+  int const n_block = block % params.num_n_blocks;
+  block /= params.num_n_blocks;
+  int const hk = block % params.num_heads_kv;
+  int const b = block / params.num_heads_kv;
+  if constexpr (Traits::kVarlen) {
+    if (b == params.batch) {
+      if (slice != 0) return;
+      zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dk) + index_t(hk) * params.dk_stride_h,
+                                            params.dk_stride_n, params.dk_stride_d, params.cu_seqlens_k, params.batch,
+                                            params.total_k, params.head_dim, n_block, params.num_n_blocks, int(threadIdx.x));
+      zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dv) + index_t(hk) * params.dv_stride_h,
+                                            params.dv_stride_n, params.dv_stride_d, params.cu_seqlens_k, params.batch,
+                                            params.total_k, params.head_dim_v, n_block, params.num_n_blocks,
+                                            int(threadIdx.x));
+      return;
+    }
+  }
+  SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, b);
+  int const n0 = n_block * Traits::kBlockN;
+  if (n0 >= seqlen.len_k_slot) return;
+  BackwardCta<Traits> cta(params, seqlen, b, hk, n0, slice, reinterpret_cast<Element*>(smem));
+  cta.run(n_block, split);
+}
+
+}  // namespace nvrtc_attn

@@ -1,0 +1,93 @@
+// Before the backward kernels: delta = rowsum(dO * O) - dLSE, row_lse (LSE with +inf for rows without a key, whose P is then
+// zero), and zeros in this tile's part of dq_accum when dq is accumulated there.
+//
+// One CTA per kBlockM query rows of one (batch, head); a row is read by kLanes neighbouring threads, 16 bytes at a time.
+// No shared memory, no barrier. Writes every row of every sequence, nothing for tokens of no sequence.
+#pragma once
+#include "../collective/gradient_accumulator.cuh"
+#include "../collective/scores.cuh"
+#include "../collective/seqlen.cuh"
+#include "../params.cuh"
+
+namespace nvrtc_attn {
+
+template <class Traits>
+NVRTC_ATTN_DEVICE void delta(BackwardParams const& params) {
+  using Element = typename Traits::Element;
+  constexpr int kThreads = Traits::kNumThreads;
+  constexpr int kBlockM = Traits::kBlockM;
+  constexpr int kVec = Traits::kAligned ? 16 / int(sizeof(Element)) : 1;
+  constexpr int kChunks = Traits::kHeadDimV / kVec;
+  constexpr int kLanes = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
+  constexpr int kRowsPerPass = kThreads / kLanes;
+  static_assert(kBlockM % kRowsPerPass == 0, "a tile is a whole number of passes");
+
+  int const tid = int(threadIdx.x);
+  int block = int(blockIdx.x);
+  int const m_block = block % params.num_m_blocks;
+  block /= params.num_m_blocks;
+  int const h = block % params.num_heads;
+  int const b = block / params.num_heads;
+  SeqlenInfo<Traits::kVarlen, false> const seqlen(params, b);
+  int const m0 = m_block * kBlockM;
+  if (m0 >= seqlen.len_q) return;
+
+  index_t const row0 = index_t(seqlen.q_row0) + m0;
+  Element const* out = reinterpret_cast<Element const*>(params.out) + index_t(seqlen.batch_index) * params.out_stride_b +
+                       row0 * params.out_stride_m + index_t(h) * params.out_stride_h;
+  Element const* dout = reinterpret_cast<Element const*>(params.dout) + index_t(seqlen.batch_index) * params.dout_stride_b +
+                        row0 * params.dout_stride_m + index_t(h) * params.dout_stride_h;
+  index_t const workspace = index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h + row0;
+  // Rows of lse and dlse: per sequence, or tokens when packed.
+  index_t const lse_row = params.lse_packed ? row0 : index_t(m0);
+  index_t const lse_batch = params.lse_packed ? 0 : index_t(b);
+  int const rows = seqlen.len_q - m0;
+  int const lane = tid % kLanes;
+
+#pragma unroll
+  for (int pass = 0; pass < kBlockM / kRowsPerPass; ++pass) {
+    int const row = pass * kRowsPerPass + tid / kLanes;
+    float sum = 0.0f;
+    if (row < rows) {
+#pragma unroll
+      for (int c = lane; c < kChunks; c += kLanes) {
+        Element const* o = out + index_t(row) * params.out_stride_m + index_t(c * kVec) * params.out_stride_d;
+        Element const* g = dout + index_t(row) * params.dout_stride_m + index_t(c * kVec) * params.dout_stride_d;
+        if (c * kVec >= params.head_dim_v) break;
+        if constexpr (Traits::kAligned) {
+          uint4 const o4 = *reinterpret_cast<uint4 const*>(o);
+          uint4 const g4 = *reinterpret_cast<uint4 const*>(g);
+          Element const* ov = reinterpret_cast<Element const*>(&o4);
+          Element const* gv = reinterpret_cast<Element const*>(&g4);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) sum = fmaf(to_float(ov[i]), to_float(gv[i]), sum);
+        } else {
+          sum = fmaf(to_float(*o), to_float(*g), sum);
+        }
+      }
+    }
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    if (lane == 0 && row < rows) {
+      if (params.dlse != nullptr) {
+        sum -= params.dlse[lse_batch * params.dlse_stride_b + index_t(h) * params.dlse_stride_h +
+                           (lse_row + row) * params.dlse_stride_m];
+      }
+      float const lse = params.lse[lse_batch * params.lse_stride_b + index_t(h) * params.lse_stride_h +
+                                   (lse_row + row) * params.lse_stride_m];
+      params.delta[workspace + row] = sum;
+      params.row_lse[workspace + row] = fabsf(lse) == infinity() ? infinity() : lse;
+    }
+  }
+
+  if constexpr (Traits::kDqAtomic) {
+    constexpr int kWidth = Traits::kHeadDim;
+    index_t const first = accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, b) + m0;
+    float4* accum = reinterpret_cast<float4*>(params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
+                                              index_t(h) * params.dq_accum_stride_h + first * kWidth);
+#pragma unroll 8
+    for (int n = tid; n < kBlockM * kWidth / 4; n += kThreads) accum[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
+
+}  // namespace nvrtc_attn

@@ -1,0 +1,45 @@
+// dq = scale * dq_accum, from the private float32 layout (collective/gradient_accumulator.cuh) to dq's type and strides.
+//
+// One CTA per kBlockM query rows of one (batch, head). With varlen an extra, virtual sequence zeroes dq of the tokens that
+// belong to no sequence, so every element of dq is written. No shared memory, no barrier.
+#pragma once
+#include "../collective/gradient_accumulator.cuh"
+#include "../collective/seqlen.cuh"
+#include "../params.cuh"
+
+namespace nvrtc_attn {
+
+template <class Traits>
+NVRTC_ATTN_DEVICE void dq_convert(BackwardParams const& params) {
+  using Element = typename Traits::Element;
+  constexpr int kThreads = Traits::kNumThreads;
+  constexpr int kBlockM = Traits::kBlockM;
+  constexpr int kWidth = Traits::kHeadDim;
+
+  int const tid = int(threadIdx.x);
+  int block = int(blockIdx.x);
+  int const m_block = block % params.num_m_blocks;
+  block /= params.num_m_blocks;
+  int const h = block % params.num_heads;
+  int const b = block / params.num_heads;
+  Element* const head = reinterpret_cast<Element*>(params.dq) + index_t(h) * params.dq_stride_h;
+  if constexpr (Traits::kVarlen) {
+    if (b == params.batch) {
+      zero_unused_rows<kThreads>(head, params.dq_stride_m, params.dq_stride_d, params.cu_seqlens_q, params.batch,
+                                 params.total_q, params.head_dim, m_block, params.num_m_blocks, tid);
+      return;
+    }
+  }
+  SeqlenInfo<Traits::kVarlen, false> const seqlen(params, b);
+  int const m0 = m_block * kBlockM;
+  if (m0 >= seqlen.len_q) return;
+  index_t const first = accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, b) + m0;
+  float const* accum = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
+                       index_t(h) * params.dq_accum_stride_h + first * kWidth;
+  Element* dst = head + index_t(seqlen.batch_index) * params.dq_stride_b +
+                 (index_t(seqlen.q_row0) + m0) * params.dq_stride_m;
+  convert_accumulator<kWidth, kBlockM, kThreads, Traits::kAligned>(accum, dst, params.dq_stride_m, params.dq_stride_d,
+                                                                   seqlen.len_q - m0, params.head_dim, params.scale, tid);
+}
+
+}  // namespace nvrtc_attn

@@ -1,0 +1,125 @@
+// The bytes a kernel receives: plain structs, mirrored by nvrtc_attn/params.py and checked against it by
+// static_asserts in every generated entry file. Pointers come first so that a launch rewrites one block.
+// Strides are in elements and 64-bit. "b" batch, "m" query row, "n" key row, "h" head, "d" head dim.
+#pragma once
+#include "compat.cuh"
+
+namespace nvrtc_attn {
+
+// Value of window_left / window_right that means "unbounded on that side".
+constexpr int kUnbounded = 0x7fffffff;
+
+struct ForwardParams {
+  // -- pointers -------------------------------------------------------------------------------------
+  void const* q;                   // [B, Mq, H, K] or, varlen, [1, total_q, H, K]
+  void const* k;                   // [B, Mk, Hkv, K]
+  void const* v;                   // [B, Mk, Hkv, Kv]
+  void* out;                       // [B, Mq, H, Kv]
+  float* lse;                      // null: not wanted
+  void const* bias;                // broadcast dims have stride 0
+  unsigned char const* mask;       // bytes, non-zero = keep; broadcast dims have stride 0
+  int const* cu_seqlens_q;         // [nb + 1]
+  int const* cu_seqlens_k;         // [nb + 1]
+  int const* seqused_k;            // [nb]
+  long long const* rng_seed_ptr;   // null: rng_seed / rng_offset below hold the values
+  long long const* rng_offset_ptr;
+  float* out_partial;              // split keys: [num_splits, B, H, Mq, Kv] float32
+  float* lse_partial;              // split keys: [num_splits, B, H, Mq]
+  unsigned long long rng_seed;
+  unsigned long long rng_offset;
+  // -- strides --------------------------------------------------------------------------------------
+  long long q_stride_b, q_stride_m, q_stride_h, q_stride_d;
+  long long k_stride_b, k_stride_n, k_stride_h, k_stride_d;
+  long long v_stride_b, v_stride_n, v_stride_h, v_stride_d;
+  long long out_stride_b, out_stride_m, out_stride_h, out_stride_d;
+  long long lse_stride_b, lse_stride_h, lse_stride_m;
+  long long bias_stride_b, bias_stride_h, bias_stride_m, bias_stride_n;
+  long long mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n;
+  // -- sizes ----------------------------------------------------------------------------------------
+  int batch;         // sequences: B when dense, nb when varlen
+  int seqlen_q;      // Mq, or max_seqlen_q when varlen
+  int seqlen_k;      // Mk, or max_seqlen_k when varlen
+  int num_heads;
+  int num_heads_kv;
+  int head_dim;
+  int head_dim_v;
+  int total_q;       // rows of q's token dim (varlen: packed tokens, dense: Mq)
+  int total_k;       // rows of k's token dim
+  int num_m_blocks;  // ceil(seqlen_q / kBlockM)
+  int num_splits;    // key splits, 1 = none
+  int lse_rows;      // rows of lse to write per (b, h): Mq, or the padded length of the seed's layout
+  int lse_packed;    // 1: lse rows of sequence b start at cu_seqlens_q[b]
+  // -- masks and scores -----------------------------------------------------------------------------
+  int window_left;   // keeps j >= i + off - window_left, kUnbounded = no bound
+  int window_right;  // keeps j <= i + off + window_right, kUnbounded = no bound (causal: 0)
+  int bottom_right;  // off = bottom_right ? Mk_b - Mq_b : 0
+  float scale;       // softmax scale
+  float softcap;     // > 0 when the config has softcap
+  float lse_empty;   // LSE of a row with no valid key: -inf, or 0 in the seed's layout
+  // -- dropout --------------------------------------------------------------------------------------
+  unsigned int dropout_threshold;  // keep iff philox word > threshold
+  float dropout_multiplier;        // 1 / (1 - p)
+};
+
+struct BackwardParams {
+  // -- pointers -------------------------------------------------------------------------------------
+  void const* q;
+  void const* k;
+  void const* v;
+  void const* out;
+  void const* dout;
+  float const* lse;
+  float const* dlse;               // null: zero
+  void const* bias;
+  unsigned char const* mask;
+  int const* cu_seqlens_q;
+  int const* cu_seqlens_k;
+  int const* seqused_k;
+  long long const* rng_seed_ptr;
+  long long const* rng_offset_ptr;
+  void* dq;
+  void* dk;
+  void* dv;
+  void* dbias;                     // the bias's own shape; null: not wanted
+  float* delta;                    // workspace [B, H, Mq] (varlen: [H, total_q]): rowsum(dO * O) - dLSE
+  float* row_lse;                  // workspace like delta: lse, +inf where a row has no key (so that P = 0)
+  float* dq_accum;                 // workspace float32, layout private to the kernels that use it
+  float* dkv_accum;                // workspace float32, private likewise
+  float* dbias_partial;            // workspace float32 [num_dbias_splits, numel(bias)]
+  unsigned long long rng_seed;
+  unsigned long long rng_offset;
+  // -- strides --------------------------------------------------------------------------------------
+  long long q_stride_b, q_stride_m, q_stride_h, q_stride_d;
+  long long k_stride_b, k_stride_n, k_stride_h, k_stride_d;
+  long long v_stride_b, v_stride_n, v_stride_h, v_stride_d;
+  long long out_stride_b, out_stride_m, out_stride_h, out_stride_d;
+  long long dout_stride_b, dout_stride_m, dout_stride_h, dout_stride_d;
+  long long dq_stride_b, dq_stride_m, dq_stride_h, dq_stride_d;
+  long long dk_stride_b, dk_stride_n, dk_stride_h, dk_stride_d;
+  long long dv_stride_b, dv_stride_n, dv_stride_h, dv_stride_d;
+  long long lse_stride_b, lse_stride_h, lse_stride_m;
+  long long dlse_stride_b, dlse_stride_h, dlse_stride_m;
+  long long delta_stride_b, delta_stride_h;
+  long long bias_stride_b, bias_stride_h, bias_stride_m, bias_stride_n;
+  long long mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n;
+  long long dbias_stride_b, dbias_stride_h, dbias_stride_m, dbias_stride_n;  // 0 on broadcast dims
+  long long dq_accum_stride_b, dq_accum_stride_h, dq_accum_stride_m;
+  // -- sizes ----------------------------------------------------------------------------------------
+  int batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v;
+  int total_q, total_k;
+  int num_m_blocks;                // of the kernel that is being launched
+  int num_n_blocks;
+  int lse_packed;
+  int dbias_size_b, dbias_size_h, dbias_size_m, dbias_size_n;  // shape of the bias passed in
+  int num_dbias_splits;
+  int num_splits;                  // splits of the query loop of the dk/dv kernel, 1 = none
+  // -- masks and scores -----------------------------------------------------------------------------
+  int window_left, window_right, bottom_right;
+  float scale;
+  float softcap;
+  // -- dropout --------------------------------------------------------------------------------------
+  unsigned int dropout_threshold;
+  float dropout_multiplier;
+};
+
+}  // namespace nvrtc_attn

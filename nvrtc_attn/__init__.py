@@ -1,0 +1,42 @@
+"""Attention, forward and backward, from any framework's tensors, on kernels compiled at run time with NVRTC.
+
+Importing costs nothing: no framework, no CUDA library and no file is touched before the first call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import CacheWarning, CompileError, CudaError, DeviceFaultError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .api import attention, attention_backward, attention_forward, dropout_keep_mask
+
+__version__ = "0.1.0"
+__all__ = [
+    "CacheWarning",
+    "CompileError",
+    "CudaError",
+    "DeviceFaultError",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "dropout_keep_mask",
+]
+
+_API = ("attention", "attention_backward", "attention_forward", "dropout_keep_mask")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _API:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import api
+
+    value = globals()[name] = getattr(api, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,248 @@
+"""The command line: ``python -m nvrtc_attn doctor | warmup | cache``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from . import __version__, precompile
+from .cache import KernelCache, kernel_cache
+from .config import KernelConfig
+from .dtypes import ATTENTION_DTYPES
+from .errors import UnsupportedError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="nvrtc_attn")
+def main() -> None:
+    """Attention kernels compiled at run time: diagnose the installation, compile ahead, look after the cache."""
+    for stream in (sys.stdout, sys.stderr):
+        # A path or a variable may hold bytes that the terminal's encoding does not have.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(as_json: bool) -> None:
+    """Show driver, GPUs, NVRTC, headers, cache and frameworks. Exit code 0: attention runs on a GPU here."""
+    from .collect_env import collect
+
+    report = collect()
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        for line in _report_lines(report):
+            click.echo(line)
+        click.echo()
+        for problem in report["problems"]:
+            click.echo(f"problem: {problem}")
+        if not report["problems"]:
+            click.echo("no problem found")
+    sys.exit(1 if report["problems"] else 0)
+
+
+def _report_lines(value: Any, name: str = "", depth: int = -1) -> Iterable[str]:
+    indent = "  " * max(depth, 0)
+    if isinstance(value, dict):
+        if name:
+            yield f"{indent}{name}:" + ("" if value else " none")
+        for key, item in value.items():
+            if not (depth == -1 and key == "problems"):
+                yield from _report_lines(item, key, depth + 1)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for index, item in enumerate(value):
+            yield f"{indent}{name}[{index}]: " + ", ".join(f"{k} {v}" for k, v in item.items())
+    else:
+        text = " ".join(map(str, value)) if isinstance(value, list) else value
+        yield f"{indent}{name}: {'none' if text in (None, '') else text}"
+
+
+@main.command()
+@click.option("--arch", multiple=True, help="Compile target, for example sm_90a. Repeatable.")
+@click.option("--head-dim", multiple=True, type=click.IntRange(1, 512), help="Repeatable. [default: 64 128]")
+@click.option("--head-dim-v", type=click.IntRange(1, 512), help="Head dim of v.  [default: that of q and k]")
+@click.option(
+    "--dtype", multiple=True, type=click.Choice(ATTENTION_DTYPES), help="Repeatable. [default: float16 bfloat16]"
+)
+@click.option("--causal/--no-causal", default=None, help="[default: both]")
+@click.option("--bias", is_flag=True, help="An additive bias.")
+@click.option("--dbias", is_flag=True, help="And its gradient.")
+@click.option("--mask", is_flag=True, help="A boolean mask.")
+@click.option("--softcap", is_flag=True)
+@click.option("--dropout", is_flag=True)
+@click.option("--varlen", is_flag=True, help="Packed sequences.")
+@click.option("--seqused-k", is_flag=True, help="A length per sequence.")
+@click.option("--deterministic", is_flag=True, help="The deterministic backward pass.")
+@click.option("--forward-only", is_flag=True, help="No backward pass.")
+@click.option("--batch", default=4, type=click.IntRange(1), show_default=True)
+@click.option("--heads", default=16, type=click.IntRange(1), show_default=True)
+@click.option("--heads-kv", type=click.IntRange(1), help="[default: --heads]")
+@click.option(
+    "--seqlen", multiple=True, metavar="M[xN]", help="Query (and key) length. Repeatable. [default: 4096 1x4096]"
+)
+@click.option("--sms", type=click.IntRange(1), help="Multiprocessors of the GPU.  [default: those of a common one]")
+@click.option(
+    "--config", "config_json", multiple=True, help="Exactly this kernel, as an error message quotes it. Repeatable."
+)
+@click.option("--jobs", "-j", type=click.IntRange(1), help="Processes.  [default: by cores and memory]")
+def warmup(
+    arch: tuple[str, ...],
+    head_dim: tuple[int, ...],
+    dtype: tuple[str, ...],
+    causal: bool | None,
+    forward_only: bool,
+    heads: int,
+    heads_kv: int | None,
+    seqlen: tuple[str, ...],
+    sms: int | None,
+    config_json: tuple[str, ...],
+    jobs: int | None,
+    **features: Any,
+) -> None:
+    """Compile forward and backward kernels into the cache, in parallel. Needs no GPU."""
+    try:
+        kernels = [precompile.config_from_json(text) for text in config_json]
+        if arch or not kernels:
+            requests = [
+                precompile.Request(
+                    arch=one_arch,
+                    head_dim=one_head_dim,
+                    dtype=one_dtype,
+                    causal=one_causal,
+                    num_heads=heads,
+                    num_heads_kv=heads_kv,
+                    seqlens=tuple(map(_seqlens, seqlen)) or precompile.DEFAULT_SEQLENS,
+                    backward=not forward_only,
+                    num_sms=sms,
+                    **features,
+                )
+                for one_arch, one_head_dim, one_dtype, one_causal in itertools.product(
+                    arch or _local_archs(),
+                    head_dim or (64, 128),
+                    dtype or ("float16", "bfloat16"),
+                    (False, True) if causal is None else (causal,),
+                )
+            ]
+            kernels += precompile.configs(requests)
+    except (UnsupportedError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    reports = _compile_with_progress(kernels, jobs)
+    Console().print(_kernel_table(reports))
+    failed = [report for report in reports if report.error]
+    for report in failed:
+        click.echo(f"failed: {report.config.kernel} for {report.config.arch}: {report.error}", err=True)
+    sys.exit(1 if failed else 0)
+
+
+def _seqlens(text: str) -> tuple[int, int]:
+    query, _, key = text.partition("x")
+    try:
+        lengths = int(query), int(key or query)
+    except ValueError:
+        lengths = (0, 0)
+    if min(lengths) < 1:
+        raise ValueError(f"--seqlen {text!r} is not a positive length M or a pair MxN")
+    return lengths
+
+
+def _local_archs() -> tuple[str, ...]:
+    from .collect_env import collect
+
+    gpus = collect().get("gpus") or ()
+    archs = dict.fromkeys("sm_" + gpu["compute_capability"].replace(".", "") for gpu in gpus)
+    if not archs:
+        raise ValueError("there is no GPU here: name the target, for example --arch sm_90a")
+    return tuple(archs)
+
+
+def _compile_with_progress(kernels: list[KernelConfig], jobs: int | None) -> list[precompile.KernelReport]:
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    reports = []
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(kernels))
+        for report in precompile.compile_configs(kernels, jobs):
+            reports.append(report)
+            progress.advance(task)
+    order = {config: index for index, config in enumerate(kernels)}
+    return sorted(reports, key=lambda report: order[report.config])
+
+
+def _kernel_table(reports: Iterable[precompile.KernelReport]) -> Table:
+    table = Table("kernel", "arch", "dtype", "head dim", "tile", "features")
+    for name in ("registers", "spill B", "stack B", "code B", "ms"):
+        table.add_column(name, justify="right")
+    for report in reports:
+        config = report.config
+        switches = {name: getattr(config.features, name) for name in config.features.__slots__}
+        table.add_row(
+            config.kernel,
+            config.arch,
+            config.dtype,
+            f"{config.head_dim}" if config.head_dim == config.head_dim_v else f"{config.head_dim}, {config.head_dim_v}",
+            f"{config.block_m}x{config.block_n}",
+            " ".join(name for name, on in switches.items() if on) or "-",
+            *("?" if n is None else str(n) for n in (report.num_regs, report.spill_bytes, report.stack_bytes)),
+            f"{report.code_bytes}",
+            "failed" if report.error else f"{report.compile_ms:.0f}{' (cached)' if report.cached else ''}",
+        )
+    return table
+
+
+@main.group()
+def cache() -> None:
+    """Look after the directory of compiled kernels."""
+
+
+@cache.command("path")
+def cache_path() -> None:
+    """Print the directory."""
+    click.echo(_kernel_cache().path or "none: kernels stay in memory")
+
+
+@cache.command("list")
+def cache_list() -> None:
+    """Print every entry, most recently used first."""
+    entries = _kernel_cache().entries()
+    for entry in entries:
+        kernel = f"{entry.metadata.get('kernel') or '?'} {entry.metadata.get('arch') or '?'}"
+        click.echo(
+            f"{entry.key[:16]}  {entry.size_bytes:>9}  {kernel}{'  damaged: ' + entry.problem if entry.problem else ''}"
+        )
+    click.echo(f"{len(entries)} entries, {sum(entry.size_bytes for entry in entries)} bytes")
+
+
+@cache.command("clear")
+def cache_clear() -> None:
+    """Delete every entry."""
+    click.echo(f"{_kernel_cache().clear()} entries deleted")
+
+
+@cache.command("verify")
+def cache_verify() -> None:
+    """Check every entry, remove the damaged ones (the next call compiles them again). Exit code 1: there were some."""
+    damaged = _kernel_cache().verify()
+    for entry in damaged:
+        click.echo(f"removed {entry.path}: {entry.problem}")
+    click.echo(f"{len(damaged)} damaged entries")
+    sys.exit(1 if damaged else 0)
+
+
+def _kernel_cache() -> KernelCache:
+
+    try:
+        return kernel_cache()
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m nvrtc_attn")

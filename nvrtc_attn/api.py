@@ -1,0 +1,400 @@
+"""The public functions: arguments -> problem -> plan -> launch. No policy.
+
+All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anything with DLPack) in the layout
+``[batch, seqlen, heads, head_dim]`` with any strides. CPU memory is computed on the CPU, see `nvrtc_attn.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import philox
+from .call import Call, CallOptions, describe, rng_state
+from .lifetime import hold
+from .outputs import allocate, output_view, workspace_address
+from .plan import BackwardPlan, ForwardPlan, LseLayout, backward_plan, forward_plan
+from .problem import Causal, WindowSize, layout
+from .tensors import TensorView, framework_of
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    causal: Causal = False,
+    window_size: WindowSize = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Scaled dot-product attention, ``out = dropout(softmax(S)) v``, in memory linear in the sequence length.
+
+    ``S[i, j] = softcap(softmax_scale * q_i . k_j) + bias[i, j]`` with ``softcap(s) = c tanh(s / c)``, and -inf where a
+    mask drops the key. Not differentiable by itself: `nvrtc_attn.torch.attention` and `nvrtc_attn.jax.attention` are.
+
+    Parameters
+    ----------
+    q : ``[B, Mq, H, K]``
+    k : ``[B, Mk, Hkv, K]``
+    v : ``[B, Mk, Hkv, Kv]``
+        float16, bfloat16 or float32, any strides (0 included). Hkv divides H: query head h reads key head
+        ``h // (H / Hkv)``.
+    bias : ``[1|B, 1|H, 1|Mq, 1|Mk]``, optional
+        dtype of q, or float32. Added to the scaled scores in float32.
+    mask : ``[1|B, 1|H, 1|Mq, 1|Mk]``, optional
+        bool or uint8, non-zero keeps the key. Read as bytes, never expanded.
+    causal
+        ``True`` or ``"bottom_right"`` keeps ``j <= i + Mk - Mq``; ``"top_left"`` keeps ``j <= i``.
+    window_size
+        (left, right): keeps ``i + off - left <= j <= i + off + right`` with the same alignment; None or -1 = no bound.
+    softmax_scale
+        Default ``1 / sqrt(K)``.
+    softcap
+        c, 0 = none.
+    dropout_p
+        Probability of dropping an element of P, in [0, 1]. Kept ones are multiplied by ``1 / (1 - p)``.
+    rng
+        None (a fresh seed), a seed, or (seed, offset); ints in [0, 2**64), or int64 tensors with one element on q's
+        device, which a CUDA graph reads anew at every replay. The keep mask is `dropout_keep_mask`.
+    cu_seqlens_q, cu_seqlens_k : int32 ``[nb + 1]``, optional
+        Sequences packed on the token dim of q and of k, v (then B = 1): sequence b is rows ``cu[b]`` to ``cu[b + 1]``.
+    max_seqlen_q, max_seqlen_k
+        Longest sequence; needed with cu_seqlens.
+    seqused_k : int32 ``[nb]``, optional
+        Keys of each sequence that take part.
+    return_lse
+        Return (out, lse); lse is float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), the natural log of the sum of
+        ``exp(S)``, -inf for a row with no valid key.
+    deterministic
+        Only matters to the backward pass. The forward pass is always bitwise reproducible.
+    out : ``[B, Mq, H, Kv]``, optional
+        Written and returned. Must not overlap an input. Not possible for JAX arrays, which are immutable.
+    stream
+        CUDA stream to run on: an object of torch or CuPy, anything with ``__cuda_stream__``, or a handle. Default: the
+        current stream of q's framework; the legacy default stream for JAX and other DLPack producers.
+
+    Returns
+    -------
+    out, or (out, lse)
+        In q's framework. Rows with no valid key are 0. The call is asynchronous on ``stream``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any launch; the message names the argument, what was given and what is accepted.
+    UnsupportedError
+        A valid request that no kernel serves, with every reason.
+
+    Notes
+    -----
+    The algorithm is FlashAttention-2's (T. Dao, 2023) on the interface of PyTorch's memory-efficient attention.
+    """
+    options = CallOptions(
+        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, deterministic=deterministic,
+    )  # fmt: skip
+    call = describe(
+        q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
+        options=options, stream=stream,
+    )  # fmt: skip
+    framework = framework_of(q)
+
+    def new(shape: tuple[int, ...], dtype: str) -> Any:
+        return allocate(q, framework, shape, dtype, call.device, call.launch_stream)
+
+    given = out
+    if out is None:
+        out = new(call.out_shape, call.problem.dtype)
+    lse = new(call.lse_shape, "float32") if return_lse else None
+    _forward(call, out, lse, rng, None, new_workspace=lambda size: new((size,), "uint8"))
+    if framework == "jax":
+        from .device_buffer import to_jax
+
+        out, lse = (to_jax(x) if x is not None and x is not given else x for x in (out, lse))
+    return (out, lse) if return_lse else out
+
+
+def attention_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    *,
+    lse: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    causal: Causal = False,
+    window_size: WindowSize = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Any = None,
+    workspace: Any = None,
+    stream: Any = None,
+) -> None:
+    """`attention` into given outputs; allocates nothing.
+
+    Parameters
+    ----------
+    out : ``[B, Mq, H, Kv]``
+        dtype of q, any strides that give every element an address of its own. Every element is written.
+    lse : float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), optional
+        Written when given.
+    workspace
+        Memory of at least `forward_workspace_bytes` bytes on q's device, 16-byte aligned; not needed when that is 0.
+
+    The others are those of `attention`, and so are the errors. Backward needs the same ``rng``: pass one with dropout.
+    """
+    options = CallOptions(
+        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=lse is not None,
+    )  # fmt: skip
+    call = describe(
+        q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
+        options=options, stream=stream,
+    )  # fmt: skip
+    _forward(call, out, lse, rng, workspace)
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    *,
+    dlse: Any = None,
+    dbias: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    causal: Causal = False,
+    window_size: WindowSize = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Any = None,
+    deterministic: bool = False,
+    workspace: Any = None,
+    stream: Any = None,
+) -> None:
+    """Gradients of `attention` into given outputs; allocates nothing.
+
+    With Z the keep mask times ``1 / (1 - p)``, ``P = exp(S - lse)`` and ``D = rowsum(dout * out)``:
+    ``dv = (P * Z)^T dout``, ``dP = Z * (dout v^T)``, ``dS = P * (dP - D + dlse)``, ``dbias = dS`` summed over the dims
+    that the bias broadcasts, ``dT = dS * softcap'``, ``dq = softmax_scale * dT k``, ``dk = softmax_scale * dT^T q``.
+
+    Parameters
+    ----------
+    dout, out : ``[B, Mq, H, Kv]``
+    lse : float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``)
+        What the forward pass wrote.
+    dq, dk, dv
+        Shapes and dtype of q, k, v; any strides, slices of one packed buffer included. Every element is written.
+    dlse : float32, shape of lse, optional
+        Gradient with respect to lse, None = 0.
+    dbias : shape and dtype of bias, optional
+        Written when given; broadcast dims are summed in float32 without a temporary of ``[B, H, Mq, Mk]``.
+    rng
+        The values the forward pass used; needed with dropout.
+    deterministic
+        Bitwise reproducible, at about 1.4 times the matrix products (dq gets a kernel of its own instead of atomics).
+    workspace
+        At least `backward_workspace_bytes` bytes on q's device, 16-byte aligned.
+
+    The others are those of `attention`, and so are the errors.
+    """
+    options = CallOptions(
+        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=True, deterministic=deterministic,
+        dbias=dbias is not None,
+    )  # fmt: skip
+    call = describe(
+        q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
+        options=options, stream=stream,
+    )  # fmt: skip
+    if dropout_p > 0 and rng is None:
+        raise ValueError("rng: None, but dropout_p > 0. Pass the (seed, offset) that the forward pass used.")
+    _backward(call, dout, out, lse, dq, dk, dv, dlse, dbias, rng, workspace)
+
+
+def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
+    """Bytes that `attention_forward` needs in ``workspace`` for these arguments (keyword arguments as there); often 0.
+
+    Compiles and loads the kernels, so that the next call finds them.
+    """
+    call = _describe_for_query(q, k, v, options)
+    return 0 if call.on_cpu else _forward_plan(call, None, None).workspace_bytes
+
+
+def backward_workspace_bytes(q: Any, k: Any, v: Any, *, dbias: bool = False, **options: Any) -> int:
+    """Bytes that `attention_backward` needs in ``workspace`` for dense, aligned gradients (arguments as there).
+
+    ``dbias`` says whether the gradient of the bias is wanted. Compiles and loads the kernels.
+    """
+    call = _describe_for_query(q, k, v, {**options, "dbias": dbias, "return_lse": True})
+    if call.on_cpu:
+        return 0
+    return plan_backward(call, {"dbias": call.bias} if dbias and call.bias is not None else {}).workspace_bytes
+
+
+def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: tuple[int, int] | int) -> Any:
+    """The elements of P that dropout keeps, as a NumPy bool array ``[B, H, Mq, Mk]``.
+
+    Element (b, h, i, j) is kept iff Philox4x32-10 output number ``offset + ((b * H + h) * Mq + i) * Mk + j`` of the
+    stream ``seed``, as a uniform in (0, 1], exceeds p. Independent of GPU, kernel, framework; dense problems draw the
+    same mask as PyTorch's memory-efficient attention. For packed sequences Mq, Mk are max_seqlen_q and max_seqlen_k.
+    """
+    seed, offset = philox.normalise_rng(rng)
+    return philox.keep_mask(shape, dropout_p, seed, offset)
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _describe_for_query(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Call:
+    tensors = {name: options.pop(name, None) for name in ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
+    stream = options.pop("stream", None)
+    for ignored in ("rng", "workspace"):
+        options.pop(ignored, None)
+    return describe(q, k, v, **tensors, options=CallOptions(**options), stream=stream)
+
+
+def _forward_plan(call: Call, out: TensorView | None, lse: TensorView | None) -> ForwardPlan:
+    layout = LseLayout(
+        strides=lse.strides if lse is not None else (0, 0, 0),  # type: ignore[arg-type]
+        rows=call.problem.seqlen_q,
+        packed=call.problem.varlen,
+    )
+    return forward_plan(call.with_outputs(out=out), call.device.index, layout)
+
+
+def _forward(
+    call: Call, out: Any, lse: Any, rng: Any, workspace: Any, *, new_workspace: Callable[[int], Any] | None = None
+) -> None:
+    inputs = call.inputs()
+    stream = call.producer_stream
+    out_view = output_view(out, "out", call.out_shape, call.problem.dtype, call.device, inputs, stream=stream)
+    lse_view = None
+    if lse is not None:
+        lse_view = output_view(
+            lse, "lse", call.lse_shape, "float32", call.device, [*inputs, ("out", out_view)], stream=stream
+        )
+    if call.on_cpu:
+        from .cpu import forward
+
+        forward(call, out_view, lse_view, rng)
+        return
+    plan = _forward_plan(call, out_view, lse_view)
+    if new_workspace is not None and plan.workspace_bytes:
+        workspace = new_workspace(plan.workspace_bytes)
+    address = workspace_address(workspace, plan.workspace_bytes, call.device, stream=stream)
+    state, rng_views = rng_state(rng, call)
+    if 0 not in call.out_shape:
+        plan.run(
+            call.launch_stream, call.q.ptr, call.k.ptr, call.v.ptr, out_view.ptr,
+            lse=_ptr(lse_view), bias=_ptr(call.bias), mask=_ptr(call.mask), cu_seqlens_q=_ptr(call.cu_seqlens_q),
+            cu_seqlens_k=_ptr(call.cu_seqlens_k), seqused_k=_ptr(call.seqused_k), rng=state, workspace=address,
+        )  # fmt: skip
+        if call.hold_owners:
+            hold(call.device.index, call.launch_stream, (call, out, lse, workspace, rng_views))
+
+
+def plan_backward(call: Call, views: dict[str, TensorView]) -> BackwardPlan:
+    """The plan for ``call`` with the backward pass's tensors in ``views`` (out, lse, dq, ...; missing = dense)."""
+    rows, packed = call.problem.seqlen_q, call.problem.varlen
+
+    def statistic(name: str) -> LseLayout:
+        x = views.get(name)
+        strides = x.strides if x is not None else (0, 0, 0)
+        return LseLayout(strides=strides, rows=rows, packed=packed)  # type: ignore[arg-type]
+
+    dbias = views.get("dbias")
+    return backward_plan(
+        call.with_outputs(**{name: views.get(name) for name in ("out", "dout", "dq", "dk", "dv")}),
+        call.device.index,
+        statistic("lse"),
+        statistic("dlse") if "dlse" in views else None,
+        None if dbias is None else layout(dbias),
+    )
+
+
+def _backward(
+    call: Call,
+    dout: Any,
+    out: Any,
+    lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    dlse: Any,
+    dbias: Any,
+    rng: Any,
+    workspace: Any,
+) -> None:
+    stream = call.producer_stream
+    dtype = call.problem.dtype
+    reads = {
+        "dout": call.input_view(dout, "dout", call.out_shape, dtype),
+        "out": call.input_view(out, "out", call.out_shape, dtype),
+        "lse": call.input_view(lse, "lse", call.lse_shape, "float32"),
+    }
+    if dlse is not None:
+        reads["dlse"] = call.input_view(dlse, "dlse", call.lse_shape, "float32")
+    taken: list[tuple[str, TensorView | None]] = [*call.inputs(), *reads.items()]
+    writes: dict[str, TensorView] = {}
+    for name, x, like in (("dq", dq, call.q), ("dk", dk, call.k), ("dv", dv, call.v), ("dbias", dbias, call.bias)):
+        if x is None and name == "dbias":
+            continue
+        if like is None:
+            raise ValueError("dbias: given, but bias is None. Pass the bias that the forward pass used.")
+        writes[name] = output_view(x, name, like.shape, like.dtype, call.device, taken, stream=stream)
+        taken.append((name, writes[name]))
+    if call.on_cpu:
+        from .cpu import backward
+
+        backward(call, reads, writes, rng)
+        return
+    plan = plan_backward(call, {**reads, **writes})
+    address = workspace_address(workspace, plan.workspace_bytes, call.device, stream=stream)
+    state, rng_views = rng_state(rng, call)
+    plan.run(
+        call.launch_stream, call.q.ptr, call.k.ptr, call.v.ptr, reads["out"].ptr, reads["dout"].ptr, reads["lse"].ptr,
+        writes["dq"].ptr, writes["dk"].ptr, writes["dv"].ptr, address,
+        dlse=_ptr(reads.get("dlse")), bias=_ptr(call.bias), dbias=_ptr(writes.get("dbias")), mask=_ptr(call.mask),
+        cu_seqlens_q=_ptr(call.cu_seqlens_q), cu_seqlens_k=_ptr(call.cu_seqlens_k), seqused_k=_ptr(call.seqused_k),
+        rng=state,
+    )  # fmt: skip
+    if call.hold_owners:
+        hold(call.device.index, call.launch_stream, (call, reads, writes, workspace, rng_views))
+
+
+def _ptr(x: TensorView | None) -> int:
+    return 0 if x is None else x.ptr

@@ -1,0 +1,257 @@
+"""The seed's two entry points: stand-ins for ``aten::_efficient_attention_forward`` and ``_backward`` on CUDA tensors.
+
+Parameters, defaults and returned values are the operators' own, padded log-sum-exp and Philox state included. Where the
+operators have known defects (windows and offsets in the backward pass, rows without a key, variable lengths with
+dropout, uninitialised padding) these functions follow `nvrtc_attn.attention` instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from .call import Call, CallOptions, describe
+from .plan import LseLayout, backward_plan, forward_plan
+from .problem import Causal, layout
+from .tensors import view
+from .torch import draw_rng, raw_stream, rng_words
+
+_CAUSAL: Final[tuple[Causal, ...]] = (False, "top_left", "bottom_right")
+LSE_ALIGNMENT: Final = 32
+"""Rows of the log-sum-exp are padded to a multiple of this with +inf, so that ``exp(s - lse)`` is 0 there."""
+
+
+def efficient_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    custom_mask_type: int,
+    compute_log_sumexp: bool = False,
+    *,
+    scale: float | None = None,
+    seqlen_k: torch.Tensor | None = None,
+    window_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    """Attention as ``aten::_efficient_attention_forward`` computes it.
+
+    Parameters
+    ----------
+    query : ``[B, Mq, H, K]``
+    key, value : ``[B, Mk, Hkv, K]``, ``[B, Mk, Hkv, Kv]``
+        float16, bfloat16 or float32, any strides; with cu_seqlens B = 1 and tokens packed on dim 1.
+    bias : ``[B, H, Mq, Mk]`` or broadcast, optional
+        dtype of query or float32, any strides and alignment.
+    custom_mask_type
+        0 none, 1 causal from the top left, 2 causal from the bottom right.
+    compute_log_sumexp
+        Whether to return the log-sum-exp.
+    seqlen_k : int32 ``[nb]``, optional
+        Keys used of each sequence; read only with cu_seqlens.
+    window_size
+        W > 0 keeps the last W keys up to the diagonal (only with mask types 1 and 2); None and 0 = no window.
+
+    Returns
+    -------
+    output : ``[B, Mq, H, Kv]``, dense
+    logsumexp : float32 ``[B or nb, H, ceil(max_seqlen_q / 32) * 32]``
+        Natural log; 0 for rows with no key, +inf in the padding. Last dim 0 without ``compute_log_sumexp``.
+    philox_seed, philox_offset : int64, 0-dim
+        On the CPU; on the GPU while a CUDA graph is captured.
+    max_seqlen_batch_q, max_seqlen_batch_k : int
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `nvrtc_attn.attention`.
+    """
+    call = _describe(
+        (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k),
+        (max_seqlen_q, max_seqlen_k),
+        custom_mask_type,
+        window_size,
+        scale,
+        dropout_p,
+    )
+    if call.problem.varlen and dropout_p > 0 and max_seqlen_k is None:
+        raise ValueError(
+            "max_seqlen_k: None, but the dropout mask of packed sequences is indexed by it. Pass the longest."
+        )
+    packed = (call.problem.batch, call.problem.seqlen_q, call.problem.seqlen_k) if call.problem.varlen else None
+    device = query.device
+    seed, offset = draw_rng(query, key, packed) if dropout_p > 0 else (0, 0)
+    rows = -(-call.problem.seqlen_q // LSE_ALIGNMENT) * LSE_ALIGNMENT
+    heads = query.shape[2]
+    out = torch.empty(call.out_shape, dtype=query.dtype, device=device)
+    lse = torch.empty(
+        (call.problem.batch, heads, rows if compute_log_sumexp else 0), dtype=torch.float32, device=device
+    )
+    if out.numel():
+        plan = forward_plan(call.with_outputs(), call.device.index, _lse_layout(heads, rows))
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+        plan.run(
+            raw_stream(device), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            lse.data_ptr() if compute_log_sumexp else 0, **_addresses(call),
+            rng=rng_words((seed, offset), dropout_p), workspace=workspace.data_ptr(),
+        )  # fmt: skip
+    else:
+        lse.fill_(float("inf"))
+    k_length = (max_seqlen_k or 0) if call.problem.varlen else key.shape[1]
+    return out, lse, _as_tensor(seed), _as_tensor(offset), call.problem.seqlen_q, k_length
+
+
+def efficient_attention_backward(
+    grad_out_: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    logsumexp: torch.Tensor,
+    dropout_p: float,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    custom_mask_type: int,
+    bias_requires_grad: bool,
+    *,
+    scale: float | None = None,
+    num_splits_key: int | None = None,
+    window_size: int | None = None,
+    shared_storage_dqdkdv: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients as ``aten::_efficient_attention_backward`` computes them.
+
+    ``logsumexp`` and the Philox state are what the forward function returned; a state on the GPU is read by the
+    kernels, so a captured forward pass and an eager backward pass mix freely.
+
+    Parameters
+    ----------
+    num_splits_key
+        Accepted for compatibility: the key loop is always split over thread blocks. More than 1 is refused while
+        ``torch.use_deterministic_algorithms(True)`` is in force, as in torch.
+    shared_storage_dqdkdv
+        Return grad_q, grad_k, grad_v as slices of one ``[B, M, 3, H, K]`` tensor (needs equal shapes).
+
+    Returns
+    -------
+    grad_query, grad_key, grad_value, grad_bias
+        grad_bias has the shape of ``bias``, None without ``bias_requires_grad``. All None for ``grad_out_=None``.
+    """
+    if grad_out_ is None:
+        return None, None, None, None
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    if deterministic and num_splits_key is not None and num_splits_key > 1:
+        raise RuntimeError(
+            f"num_splits_key: got {num_splits_key}, which makes the algorithm non-deterministic, while deterministic "
+            f"algorithms are in force. Pass None or 1."
+        )
+    call = _describe(
+        (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, None),
+        (max_seqlen_q, max_seqlen_k),
+        custom_mask_type,
+        window_size,
+        scale,
+        dropout_p,
+        deterministic=deterministic,
+        dbias=bias_requires_grad,
+    )
+    if shared_storage_dqdkdv:
+        if query.shape != key.shape or key.shape != value.shape:
+            raise ValueError(
+                f"shared_storage_dqdkdv: needs query, key and value of one shape, got {tuple(query.shape)}, "
+                f"{tuple(key.shape)}, {tuple(value.shape)}. Pass False."
+            )
+        b, m, h, d = query.shape
+        grads = torch.empty((b, m, 3, h, d), dtype=query.dtype, device=query.device).unbind(2)
+    else:
+        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    grad_bias = None
+    if bias_requires_grad and bias is not None:
+        grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+    dq, dk, dv = grads
+    tensors = {"dq": dq, "dk": dk, "dv": dv, "out": out, "dout": grad_out_}
+    views = {name: view(x.detach(), name) for name, x in tensors.items()}
+    plan = backward_plan(
+        call.with_outputs(**views),
+        call.device.index,
+        LseLayout(strides=tuple(logsumexp.stride()), rows=call.problem.seqlen_q, packed=False),
+        None,
+        None if grad_bias is None else layout(view(grad_bias, "grad_bias")),
+    )
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=query.device)
+    plan.run(
+        raw_stream(query.device), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+        grad_out_.data_ptr(), logsumexp.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), workspace.data_ptr(),
+        dbias=0 if grad_bias is None else grad_bias.data_ptr(), **_addresses(call),
+        rng=rng_words((philox_seed, philox_offset), dropout_p),
+    )  # fmt: skip
+    return dq, dk, dv, grad_bias
+
+
+def _describe(
+    tensors: tuple[torch.Tensor | None, ...],
+    max_seqlens: tuple[int | None, int | None],
+    custom_mask_type: int,
+    window_size: int | None,
+    scale: float | None,
+    dropout_p: float,
+    **more: bool,
+) -> Call:
+    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k = (x if x is None else x.detach() for x in tensors)
+    if custom_mask_type not in (0, 1, 2):
+        raise ValueError(f"custom_mask_type: got {custom_mask_type}; 0 none, 1 causal top left, 2 causal bottom right.")
+    window: tuple[int | None, int | None] = (None, None)
+    if window_size:
+        if window_size < 0 or custom_mask_type == 0:
+            raise ValueError(
+                f"window_size: got {window_size} with custom_mask_type {custom_mask_type}; needs type 1 or 2."
+            )
+        window = (window_size - 1, 0)
+    if query is not None and not query.is_cuda:
+        raise ValueError(
+            f"query: on {query.device}. These entry points stand in for CUDA operators: use nvrtc_attn.attention."
+        )
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    max_q, max_k = max_seqlens
+    options: dict[str, Any] = {}
+    if varlen:
+        # The seed needs no longest key length in the forward pass; every sequence fits in all tokens.
+        options = {"max_seqlen_q": max_q, "max_seqlen_k": max_k or (key.shape[1] if key is not None else None)}
+    return describe(
+        query, key, value, bias=bias, mask=None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqlen_k if varlen else None,
+        options=CallOptions(
+            causal=_CAUSAL[custom_mask_type], window_size=window, softmax_scale=scale, dropout_p=dropout_p,
+            **options, **more,
+        ),
+        stream=None,
+    )  # fmt: skip
+
+
+def _lse_layout(heads: int, rows: int) -> LseLayout:
+    return LseLayout(strides=(heads * rows, rows, 1), rows=rows, packed=False, empty=0.0)
+
+
+def _addresses(call: Call) -> dict[str, Any]:
+    """The optional inputs of a plan by name."""
+    names = ("bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    return {name: x.ptr for name, x in call.inputs() if x is not None and name in names}
+
+
+def _as_tensor(word: Any) -> torch.Tensor:
+    """The seed's form of a Philox word: int64, unsigned values above 2**63 wrapped."""
+    if isinstance(word, torch.Tensor):
+        return word
+    return torch.tensor(word - 2**64 if word >= 2**63 else word, dtype=torch.int64)

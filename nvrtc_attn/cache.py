@@ -1,0 +1,387 @@
+"""The disk cache of compiled kernels: one checked file per entry, safe against crashes, races and strangers.
+
+A file is ``<directory>/<key>.nvat``::
+
+    b"NVAT"  u16 schema  u16 flags  u32 header_len  u64 payload_len      little endian
+    header   JSON: the key and what is known of the kernel
+    payload  the cubin
+    sha256   over everything before it
+
+A GPU image can read and write all GPU memory of its process, so an entry counts as code. It is used only if the
+directory and all its parents belong to us or root and nobody else can write to them (sticky ``/tmp``-like parents
+excepted), and the file is a regular one, ours, unwritable by others, whole, and about the key that was asked for.
+Everything else is a miss. Where the cache cannot be used the process goes on in memory, after one ``CacheWarning``.
+
+``cuda.core.utils.FileStreamProgramCache`` is not the storage: importing it costs more (0.2 s) than the whole budget of
+a warm start (0.15 s); it follows symbolic links, would hang on a FIFO, does not look at owners or modes, and raises
+when the disk is full.
+
+Concurrency: writers publish with ``os.replace``, so a reader sees an old or a new entry and never a part; there is no
+lock to break. Two processes that compile the same kernel at once both publish, and the bytes are equivalent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import stat
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from . import env
+from .errors import CacheWarning
+
+MAGIC: Final = b"NVAT"
+SCHEMA: Final = 1
+SUFFIX: Final = ".nvat"
+_HEAD: Final = struct.Struct("<4sHHIQ")
+_DIGEST_BYTES: Final = 32
+_MAX_ENTRY_BYTES: Final = 256 << 20
+_STALE_TEMP_S: Final = 3600.0
+_TOUCH_INTERVAL_S: Final = 60.0
+"""Age of the access time from which a hit renews it: least-recently-used order needs minutes, not every read."""
+_FATAL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM})
+"""After these, writing is not tried again in this process."""
+_POSIX: Final = os.name == "posix"
+
+
+class Entry(NamedTuple):
+    """A cubin and what is recorded about it."""
+
+    code: bytes
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """One line of ``cache list``; ``problem`` is empty for a good entry."""
+
+    key: str
+    path: Path
+    size_bytes: int
+    last_used: float
+    metadata: Mapping[str, Any]
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.problem or 'good'}, {self.size_bytes} bytes"
+
+
+def encode_entry(key: str, metadata: Mapping[str, Any], code: bytes) -> bytes:
+    """The bytes of an entry file."""
+    header = json.dumps({**metadata, "key": key}, sort_keys=True, separators=(",", ":")).encode()
+    body = _HEAD.pack(MAGIC, SCHEMA, 0, len(header), len(code)) + header + code
+    return body + hashlib.sha256(body, usedforsecurity=False).digest()
+
+
+def decode_entry(data: bytes, key: str) -> Entry:
+    """Check and take apart an entry file.
+
+    Raises
+    ------
+    ValueError
+        It is not a whole entry for ``key``; the message says why.
+    """
+    if len(data) < _HEAD.size + _DIGEST_BYTES:
+        raise ValueError(f"truncated: {len(data)} bytes")
+    magic, schema, flags, header_len, payload_len = _HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise ValueError("not a kernel cache entry")
+    if schema != SCHEMA or flags != 0:
+        raise ValueError(f"schema {schema} flags {flags}, this version reads schema {SCHEMA} flags 0")
+    end = _HEAD.size + header_len + payload_len
+    if end + _DIGEST_BYTES != len(data):
+        raise ValueError(f"length {len(data)}, the head says {end + _DIGEST_BYTES}")
+    view = memoryview(data)
+    if hashlib.sha256(view[:end], usedforsecurity=False).digest() != data[end:]:
+        raise ValueError("checksum mismatch")
+    metadata = json.loads(bytes(view[_HEAD.size : _HEAD.size + header_len]))
+    if metadata.get("key") != key:
+        raise ValueError(f"it is the entry of key {metadata.get('key')}")
+    return Entry(bytes(view[_HEAD.size + header_len : end]), metadata)
+
+
+def _trusted_owner(status: os.stat_result) -> bool:
+    return not _POSIX or status.st_uid in (os.geteuid(), 0)
+
+
+def _why_unsafe(status: os.stat_result, path: str, *, sticky_ok: bool) -> str:
+    """Why others could change what is at ``path``; empty if they cannot."""
+    if not _POSIX:
+        return ""
+    if not _trusted_owner(status):
+        return f"{path} belongs to uid {status.st_uid}, not to uid {os.geteuid()} or root"
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if writable and not (sticky_ok and status.st_mode & stat.S_ISVTX):
+        return f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, others can write to it (chmod go-w {path})"
+    return ""
+
+
+def _why_unusable(directory: Path) -> str:
+    """Why ``directory`` must not be used; empty if it may be, or if it does not exist yet below safe parents."""
+    literal = os.path.abspath(directory)
+    # A link may be swapped by whoever can write to the directory that holds it, so both spellings count.
+    resolved = Path(os.path.realpath(os.path.dirname(literal)))
+    for parent in sorted({os.fspath(p) for p in (*Path(literal).parents, resolved, *resolved.parents)}):
+        try:
+            status = os.stat(parent)
+        except FileNotFoundError:
+            continue
+        why = _why_unsafe(status, parent, sticky_ok=True)
+        if why:
+            return why
+    try:
+        status = os.lstat(literal)
+    except FileNotFoundError:
+        return ""
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{literal} is {'a symbolic link' if stat.S_ISLNK(status.st_mode) else 'not a directory'}"
+    return _why_unsafe(status, literal, sticky_ok=False)
+
+
+class KernelCache:
+    """Entries below one directory. ``path`` is ``None`` where the user has no place for a cache.
+
+    No method raises for anything that the file system does; ``read_only`` also stops the renewal of access times.
+    """
+
+    def __init__(self, path: Path | None, max_bytes: int, *, read_only: bool = False) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        self.read_only = read_only
+        self._write_disabled = False
+        # Taken once by the first warning and never given back: no state to repair after a fork.
+        self._warning_ticket = threading.Lock()
+
+    # -- lookup ------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> Entry | None:
+        """The entry for ``key``, ``None`` if there is no good one."""
+        directory = self._usable_directory()
+        if directory is None:
+            return None
+        path = self._entry_path(directory, key)
+        try:
+            data, status = self._read(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            # A link, a socket, somebody's file: writing the rebuilt entry replaces it.
+            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EMLINK, errno.EISDIR, errno.ESTALE):
+                self._warn(f"{path}: {error.strerror or error}")
+            return None
+        except ValueError:
+            return None
+        try:
+            entry = decode_entry(data, key)
+        except ValueError:
+            self._remove_if_unchanged(path, status)
+            return None
+        self._touch(path, status)
+        return entry
+
+    def _read(self, path: str) -> tuple[bytes, os.stat_result]:
+        # O_NOFOLLOW: a link is not ours. O_NONBLOCK: opening a FIFO would wait for a writer.
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(path, flags)
+        with open(descriptor, "rb", buffering=0) as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_ENTRY_BYTES:
+                raise ValueError("not a regular file of a plausible size")
+            why = _why_unsafe(status, path, sticky_ok=False)
+            if why:
+                raise ValueError(why)
+            return file.readall() or b"", status
+
+    def _touch(self, path: str, status: os.stat_result) -> None:
+        now = time.time()
+        if not self.read_only and now - status.st_atime > _TOUCH_INTERVAL_S:
+            # noatime and relatime mounts do not keep it, so it is set by hand; the modification time stays.
+            with contextlib.suppress(OSError):
+                os.utime(path, ns=(int(now * 1e9), status.st_mtime_ns), follow_symlinks=not _POSIX)
+
+    # -- change ------------------------------------------------------------------------------------
+
+    def put(self, key: str, metadata: Mapping[str, Any], code: bytes) -> bool:
+        """Publish an entry; ``False`` (after one warning) if that was not possible."""
+        if self.read_only or self._write_disabled:
+            return False
+        data = encode_entry(key, metadata, code)
+        if len(data) > min(self.max_bytes, _MAX_ENTRY_BYTES):
+            self._warn(f"an entry of {len(data)} bytes is larger than NVRTC_ATTN_CACHE_SIZE={self.max_bytes}")
+            return False
+        directory = self._usable_directory(create=True)
+        if directory is None:
+            return False
+        import tempfile  # 3 ms that a warm start does not need
+
+        temporary = ""
+        try:
+            descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=directory)
+            with open(descriptor, "wb", buffering=0) as file:
+                remaining = memoryview(data)
+                while remaining:  # a raw file may write a part
+                    remaining = remaining[file.write(remaining) :]
+                # Without it a power failure may leave the new name with old or no contents.
+                os.fsync(descriptor)
+            self._make_room(directory, len(data))
+            os.replace(temporary, self._entry_path(directory, key))
+            temporary = ""
+        except OSError as error:
+            if error.errno in _FATAL_ERRNOS:
+                self._write_disabled = True
+            self._warn(f"{directory}: {error.strerror or error}; compiled kernels are kept in memory")
+            return False
+        finally:
+            if temporary:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+        return True
+
+    def discard(self, key: str) -> None:
+        """Remove the entry for ``key`` if there is one."""
+        directory = self._usable_directory()
+        if directory is not None and not self.read_only:
+            with contextlib.suppress(OSError):
+                os.unlink(self._entry_path(directory, key))
+
+    def clear(self) -> int:
+        """Remove all entries and leftovers; the number of entries removed."""
+        removed = 0
+        directory = self._usable_directory()
+        for item in self._scan(directory):
+            with contextlib.suppress(OSError):
+                os.unlink(item.path)
+                removed += item.name.endswith(SUFFIX)
+        return removed
+
+    # -- inspection --------------------------------------------------------------------------------
+
+    def entries(self) -> list[EntryInfo]:
+        """Every entry, most recently used first, bad ones with their ``problem``."""
+        found = []
+        for item in self._scan(self._usable_directory()):
+            if not item.name.endswith(SUFFIX):
+                continue
+            key = item.name[: -len(SUFFIX)]
+            metadata: Mapping[str, Any] = {}
+            problem = ""
+            size, last_used = 0, 0.0
+            try:
+                status = item.stat(follow_symlinks=False)
+                size, last_used = status.st_size, status.st_atime
+                metadata = decode_entry(self._read(item.path)[0], key).metadata
+            except FileNotFoundError:
+                continue  # evicted by another process while we look
+            except (OSError, ValueError) as error:
+                problem = str(error)
+            found.append(EntryInfo(key, Path(item.path), size, last_used, metadata, problem))
+        return sorted(found, key=lambda info: -info.last_used)
+
+    def verify(self) -> list[EntryInfo]:
+        """Remove every entry that would be a miss; what was removed, with the reasons."""
+        bad = [info for info in self.entries() if info.problem]
+        for info in bad:
+            with contextlib.suppress(OSError):
+                os.unlink(info.path)
+        return bad
+
+    def size_bytes(self) -> int:
+        """Sum of the entry sizes."""
+        return sum(info.size_bytes for info in self.entries())
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _entry_path(directory: str, key: str) -> str:
+        if not key.isalnum():
+            raise ValueError(f"key {key!r} is not a hexadecimal digest")
+        return os.path.join(directory, key + SUFFIX)
+
+    def _usable_directory(self, *, create: bool = False) -> str | None:
+        if self.path is None:
+            self._warn("there is no home directory for a cache; set NVRTC_ATTN_CACHE_DIR to a private directory")
+            return None
+        try:
+            why = _why_unusable(self.path)
+            home = self.path.parent.parent
+            if self.path.parent.name == ".cache" and not home.is_dir():
+                why = f"the home directory {home} does not exist"  # and is not ours to create
+            if not why and create:
+                # Path.mkdir(parents=True) gives parents the umask's mode, which may let the group write.
+                for directory in reversed((self.path, *self.path.parents)):
+                    with contextlib.suppress(FileExistsError):
+                        if not directory.is_dir():
+                            os.mkdir(directory, 0o700)
+                why = _why_unusable(self.path)
+        except OSError as error:
+            why = f"{self.path}: {error.strerror or error}"
+            self._write_disabled = self._write_disabled or create
+        if why:
+            self._warn(f"{why}; or set NVRTC_ATTN_CACHE_DIR to a private directory")
+            return None
+        return os.fspath(self.path)
+
+    def _scan(self, directory: str | None) -> Iterator[os.DirEntry[str]]:
+        """Entries and our temporary files."""
+        if directory is None:
+            return
+        try:
+            with os.scandir(directory) as items:
+                yield from [item for item in items if item.name.endswith((SUFFIX, ".tmp"))]
+        except OSError:
+            return
+
+    def _make_room(self, directory: str, needed: int) -> None:
+        """Evict least recently used entries until ``needed`` more bytes fit; sweep the leftovers of dead writers."""
+        now = time.time()
+        known: list[tuple[float, str, os.stat_result]] = []
+        total = needed
+        for item in self._scan(directory):
+            with contextlib.suppress(OSError):
+                status = item.stat(follow_symlinks=False)
+                if item.name.endswith(SUFFIX):
+                    known.append((status.st_atime, item.path, status))
+                    total += status.st_size
+                elif now - status.st_mtime > _STALE_TEMP_S:
+                    os.unlink(item.path)
+        for _, path, status in sorted(known, key=lambda row: row[:2]):
+            if total <= self.max_bytes:
+                break
+            self._remove_if_unchanged(path, status)
+            total -= status.st_size
+
+    def _remove_if_unchanged(self, path: str, status: os.stat_result) -> None:
+        if self.read_only:
+            return
+        with contextlib.suppress(OSError):
+            current = os.lstat(path)
+            if (current.st_ino, current.st_size, current.st_mtime_ns) == (
+                status.st_ino,
+                status.st_size,
+                status.st_mtime_ns,
+            ):
+                os.unlink(path)
+
+    def _warn(self, why: str) -> None:
+        if self._warning_ticket.acquire(blocking=False):
+            warnings.warn(f"the kernel cache is not fully used: {why}", CacheWarning, stacklevel=2)
+
+
+_caches: dict[tuple[Path | None, int, bool], KernelCache] = {}
+
+
+def kernel_cache() -> KernelCache:
+    """The cache that the environment variables name now. Creates and reads nothing."""
+    settings = (env.cache_dir(), env.cache_size_bytes(), env.no_compile())
+    return _caches.setdefault(settings, KernelCache(settings[0], settings[1], read_only=settings[2]))

@@ -1,0 +1,219 @@
+"""The arguments of one public call, viewed and validated: what `api` hands to a plan or to the CPU path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from . import env, philox
+from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, layout
+from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, stream_handle, view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """The arguments that are not tensors; meanings and defaults of `nvrtc_attn.attention`."""
+
+    causal: Causal = False
+    window_size: WindowSize = (None, None)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    return_lse: bool = False
+    deterministic: bool = False
+    dbias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Views of the input tensors, the problem they make, and the streams.
+
+    ``producer_stream`` is what other tensors of this call are ordered against (`tensors.view`), ``launch_stream`` the
+    handle to launch on. ``hold_owners``: the inputs must be kept alive until the kernels are done.
+    """
+
+    q: TensorView
+    k: TensorView
+    v: TensorView
+    bias: TensorView | None
+    mask: TensorView | None
+    cu_seqlens_q: TensorView | None
+    cu_seqlens_k: TensorView | None
+    seqused_k: TensorView | None
+    options: CallOptions
+    problem: AttentionProblem
+    producer_stream: int | None
+    launch_stream: int
+    hold_owners: bool
+    owners: tuple[object, ...] = field(repr=False, default=())
+
+    @property
+    def device(self) -> Device:
+        return self.q.device
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.q.device.type == "cpu"
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        b, m, h, _ = self.q.shape
+        return b, m, h, self.v.shape[3]
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        b, m, h, _ = self.q.shape
+        return b, h, m
+
+    def inputs(self) -> list[tuple[str, TensorView | None]]:
+        """Every input with its argument name."""
+        names = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+        return [(name, getattr(self, name)) for name in names]
+
+    def input_view(self, x: object, name: str, shape: Sequence[int], dtype: str) -> TensorView:
+        """A view of a further input of the backward pass."""
+        result = view(x, name, stream=self.producer_stream)
+        faults = []
+        if result.shape != tuple(shape):
+            faults.append(f"{name}: shape {result.shape}, needed is {tuple(shape)}")
+        if result.dtype != dtype:
+            faults.append(f"{name}: dtype {result.dtype}, needed is {dtype}")
+        if result.device != self.device:
+            faults.append(f"{name}: on {result.device}, needed is {self.device}, where q is")
+        if faults:
+            raise ValueError("; ".join(faults) + ". Pass what the forward pass returned, or its gradient.")
+        return result
+
+    def with_outputs(self, **views: TensorView | None) -> AttentionProblem:
+        """The problem with the layouts of out, dout, dq, dk, dv; dense where none is given."""
+        shapes = {
+            "out": self.out_shape, "dout": self.out_shape, "dq": self.q.shape, "dk": self.k.shape, "dv": self.v.shape,
+        }  # fmt: skip
+        layouts: dict[str, Any] = {}
+        for name, shape in shapes.items():
+            x = views.get(name)
+            layouts[name] = layout(x) if x is not None else dense_layout(shape, self.problem.dtype)
+        return replace(self.problem, **layouts)
+
+
+def dense_layout(shape: Sequence[int], dtype: str) -> OperandLayout:
+    """Row-major and 16-byte aligned; strides of dims of size 1 are 0 as in a view."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(0 if size == 1 else step)
+        step *= max(size, 1)
+    return OperandLayout(shape=tuple(shape), strides=tuple(reversed(strides)), dtype=dtype)
+
+
+def describe(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any,
+    mask: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    seqused_k: Any,
+    options: CallOptions,
+    stream: Any,
+) -> Call:
+    """View the tensors, order them before the launch stream, and validate everything. No CUDA call but the ordering."""
+    framework = framework_of(q)
+    handle = None if stream is None else stream_handle(stream)
+    # torch and CuPy have a current stream of the tensor's device; others are ordered by their DLPack export, made once.
+    streams_of_its_own = framework in ("torch", "cupy")
+    first = view(q, "q", stream=None if streams_of_its_own else handle)
+    on_gpu = first.device.type == "cuda"
+    own = current_stream(framework, first.device.index) if on_gpu else 0
+    producer_stream = None
+    launch_stream = 0
+    hold_owners = False
+    if on_gpu:
+        launch_stream = own if handle is None else handle
+        producer_stream = launch_stream
+        # torch's and CuPy's allocators reuse memory in the order of their current stream: nothing to hold there.
+        hold_owners = not streams_of_its_own or (launch_stream or 1) != (own or 1)
+        if streams_of_its_own and launch_stream != own:
+            first = view(q, "q", stream=launch_stream)
+    elif stream is not None:
+        raise ValueError(f"stream: got {stream!r}, but q is on the CPU. Streams belong to GPUs: pass stream=None.")
+
+    def optional(x: Any, name: str) -> TensorView | None:
+        return None if x is None else view(x, name, stream=producer_stream)
+
+    tensors: dict[str, Any] = {
+        "bias": optional(bias, "bias"),
+        "mask": optional(mask, "mask"),
+        "cu_seqlens_q": optional(cu_seqlens_q, "cu_seqlens_q"),
+        "cu_seqlens_k": optional(cu_seqlens_k, "cu_seqlens_k"),
+        "seqused_k": optional(seqused_k, "seqused_k"),
+    }
+    views = [first, *(view(x, name, stream=producer_stream) for x, name in ((k, "k"), (v, "v")))]
+    problem = build_problem(
+        *views,
+        **tensors,
+        causal=options.causal,
+        window_size=options.window_size,
+        softmax_scale=options.softmax_scale,
+        softcap=options.softcap,
+        dropout_p=options.dropout_p,
+        max_seqlen_q=options.max_seqlen_q,
+        max_seqlen_k=options.max_seqlen_k,
+        return_lse=options.return_lse,
+        deterministic=options.deterministic,
+        dbias=options.dbias,
+    )
+    if problem.dropout_p > 0 and philox.threshold(problem.dropout_p) < 0:
+        # Below 2**-33 no 32-bit uniform is small enough to drop anything, and the multiplier rounds to 1.
+        problem = replace(problem, dropout_p=0.0)
+    call = Call(
+        q=views[0], k=views[1], v=views[2], **tensors, options=options, problem=problem,
+        producer_stream=producer_stream, launch_stream=launch_stream, hold_owners=hold_owners,
+        owners=(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k),
+    )  # fmt: skip
+    if on_gpu and problem.varlen and env.debug():
+        from .debug import check_device_lengths
+
+        check_device_lengths(call)
+    return call
+
+
+def rng_state(rng: Any, call: Call) -> tuple[tuple[int, int, int, int], object]:
+    """``rng`` as (seed address, offset address, seed, offset), and what must stay alive for the addresses.
+
+    Values on the CPU are read now, values on the GPU by the kernel. Signed 64-bit holders are read as unsigned.
+    """
+    if call.options.dropout_p == 0:
+        return (0, 0, 0, 0), None
+    if not isinstance(rng, (tuple, list)) or len(rng) != 2:
+        if rng is not None and not isinstance(rng, (int, np.integer)):
+            rng = (rng, 0)
+        else:
+            seed, offset = philox.normalise_rng(rng)
+            return (0, 0, seed, offset), None
+    words, addresses, owners = [0, 0], [0, 0], []
+    for index, (x, name) in enumerate(zip(rng, ("rng seed", "rng offset"), strict=True)):
+        if isinstance(x, (int, np.integer)):
+            words[index] = philox.normalise_rng((int(x), 0) if index == 0 else (0, int(x)))[index]
+            continue
+        word = view(x, name, stream=call.producer_stream)
+        if word.dtype not in ("int64", "uint64") or any(n != 1 for n in word.shape):
+            raise ValueError(
+                f"{name}: got {word.dtype} of shape {word.shape}. A tensor must hold one int64: pass that, or an int."
+            )
+        if word.device.type == "cpu":
+            words[index] = int(as_numpy(word).reshape(())) & (2**64 - 1)
+        elif word.device == call.device:
+            addresses[index] = word.ptr
+            owners.append(word)
+        else:
+            raise ValueError(
+                f"{name}: on {word.device}, but q is on {call.device}. Pass it on {call.device}, or as an int."
+            )
+    return (addresses[0], addresses[1], words[0], words[1]), owners

@@ -1,0 +1,231 @@
+"""What ``python -m nvrtc_attn doctor`` shows: everything a bug report needs, and nothing private.
+
+Collecting never raises, never creates a CUDA context and never imports a framework: what fails becomes a line in
+``problems``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from . import __version__, env
+from .cache import KernelCache
+from .errors import CacheWarning
+
+FRAMEWORKS: Final = {"torch": "torch", "jax": "jax", "cupy": "cupy", "ml_dtypes": "ml_dtypes", "tvm_ffi": "jax-tvm-ffi"}
+"""Import name and a distribution that brings it. CuPy is published under one name per CUDA major."""
+
+_ACCESSORS: Final[dict[str, Callable[[], object]]] = {
+    "NVRTC_ATTN_CACHE_DIR": env.cache_dir,
+    "NVRTC_ATTN_CACHE_SIZE": env.cache_size_bytes,
+    "NVRTC_ATTN_NO_COMPILE": env.no_compile,
+    "NVRTC_ATTN_ASSERT_CACHED": env.assert_cached,
+    "NVRTC_ATTN_CUTLASS_DIR": env.cutlass_dir,
+    "NVRTC_ATTN_BACKEND": env.backend,
+    "NVRTC_ATTN_DEBUG": env.debug,
+    "NVRTC_ATTN_AUTOTUNE": env.autotune,
+}
+
+
+def collect() -> dict[str, Any]:
+    """Return the whole report as plain JSON values; ``problems`` is empty where attention can run on a GPU."""
+    problems: list[str] = []
+    report: dict[str, Any] = {"problems": problems}
+    for name, section in (
+        ("package", _package),
+        ("environment", _environment),
+        ("driver", _driver),
+        ("gpus", _gpus),
+        ("nvrtc", _nvrtc),
+        ("headers", _headers),
+        ("cache", _cache),
+        ("frameworks", _frameworks),
+    ):
+        try:
+            report[name] = section(report, problems)
+        except Exception as error:  # a doctor that dies of the disease is no doctor
+            report[name] = None
+            problems.append(f"{name}: {type(error).__name__}: {error}")
+    return report
+
+
+def _package(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    requirements = {}
+    for name in ("numpy", "cuda-bindings", "cuda-pathfinder", "click", "rich"):
+        requirements[name] = _version(name)
+        if requirements[name] is None:
+            problems.append(f"{name} is not installed: pip install {name}")
+    return {
+        "version": __version__,
+        "path": str(Path(__file__).resolve().parent),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "requirements": requirements,
+    }
+
+
+def _environment(report: dict[str, Any], problems: list[str]) -> dict[str, str]:
+    for name, accessor in _ACCESSORS.items():
+        try:
+            accessor()
+        except Exception as error:
+            problems.append(f"environment: {error}" if name in str(error) else f"environment: {name}: {error}")
+    names = [*(variable.name for variable in env.VARIABLES), "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"]
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _driver(report: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
+    from cuda.bindings import driver
+
+    try:
+        result, version = driver.cuDriverGetVersion()
+    except Exception as error:
+        problems.append(f"driver: no NVIDIA driver ({error}): only the CPU path and `warmup` work")
+        return None
+    if int(result) != 0:
+        problems.append(f"driver: cuDriverGetVersion: {result!s}")
+        return None
+    return {"cuda_version": f"{version // 1000}.{version % 1000 // 10}"}
+
+
+def _gpus(report: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
+    if not report.get("driver"):
+        return []
+    from cuda.bindings import driver
+
+    (result,) = driver.cuInit(0)
+    count = 0
+    if int(result) == 0:
+        result, count = driver.cuDeviceGetCount()
+    if int(result) != 0 or count == 0:
+        problems.append(f"gpus: none ({result!s}): only the CPU path and `warmup` work")
+        return []
+    gpus = []
+    attribute = driver.CUdevice_attribute
+    for index in range(count):
+        _, device = driver.cuDeviceGet(index)
+
+        def read(which: Any, device: Any = device) -> int:
+            result, value = driver.cuDeviceGetAttribute(which, device)
+            if int(result) != 0:
+                raise RuntimeError(f"cuDeviceGetAttribute: {result!s}")
+            return int(value)
+
+        major = read(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = read(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        _, name = driver.cuDeviceGetName(256, device)
+        _, memory_bytes = driver.cuDeviceTotalMem(device)
+        gpus.append(
+            {
+                "index": index,
+                "name": name.split(b"\0")[0].decode(errors="replace"),
+                "compute_capability": f"{major}.{minor}",
+                "num_sms": read(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+                "smem_bytes": read(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+                "memory_bytes": int(memory_bytes),
+            }
+        )
+        if (major, minor) < (7, 5):
+            problems.append(f"gpus: {gpus[-1]['name']} has compute capability {major}.{minor}, the kernels need 7.5")
+    return gpus
+
+
+def _nvrtc(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    from . import headers
+
+    library = headers.nvrtc()
+    section: dict[str, Any] = {"version": f"{library.version[0]}.{library.version[1]}", "path": library.path}
+    driver = report.get("driver")
+    have = driver["cuda_version"] if driver else section["version"]
+    if int(have.split(".")[0]) < library.version[0]:
+        problems.append(
+            f"nvrtc: NVRTC {section['version']} makes code for drivers of CUDA {library.version[0]} and later, this "
+            f'one is of CUDA {have}: pip install "nvrtc-attn[cu{have.split(".")[0]}]"'
+        )
+    from cuda.bindings import nvrtc
+
+    _, archs = nvrtc.nvrtcGetSupportedArchs()[:2]
+    section["archs"] = [f"sm_{arch}" for arch in archs]
+    section["compiles"] = _compiles(nvrtc, section["archs"][0])
+    if not section["compiles"]:
+        problems.append(
+            f"nvrtc: {library.path} cannot compile an empty kernel; libnvrtc-builtins is missing or of another version"
+            f': pip install --force-reinstall "nvrtc-attn[cu{library.version[0]}]"'
+        )
+    return section
+
+
+def _compiles(nvrtc: Any, arch: str) -> bool:
+    _, program = nvrtc.nvrtcCreateProgram(b'extern "C" __global__ void kernel() {}', b"doctor.cu", 0, None, None)
+    option = f"--gpu-architecture={arch}".encode()
+    (result,) = nvrtc.nvrtcCompileProgram(program, 1, [option])
+    nvrtc.nvrtcDestroyProgram(program)
+    return int(result) == 0
+
+
+def _headers(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    from . import headers
+
+    section: dict[str, Any] = {"bundled": headers.bundle_versions(), "modified": headers.modified_headers()}
+    if section["modified"]:
+        problems.append(
+            f"headers: {len(section['modified'])} bundled files differ from the build: {section['modified'][0]}"
+        )
+    section["roots"] = [
+        {"name": root.name, "path": str(root.directories[0]), "origin": root.origin} for root in headers.roots()
+    ]
+    section["digest"] = headers.header_digest()
+    return section
+
+
+def _cache(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    directory = env.cache_dir()
+    section: dict[str, Any] = {"path": None if directory is None else str(directory), "state": "absent"}
+    section["entries"] = section["bytes"] = section["damaged"] = 0
+    if directory is None:
+        section["state"] = "no home directory"
+        problems.append("cache: no home directory: kernels stay in memory; set NVRTC_ATTN_CACHE_DIR")
+        return section
+    # The cache tells in a warning why it does not use its directory. A fresh object has not warned yet.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CacheWarning)
+        entries = KernelCache(directory, env.cache_size_bytes(), read_only=True).entries()
+    section["entries"], section["bytes"] = len(entries), sum(entry.size_bytes for entry in entries)
+    section["damaged"] = sum(bool(entry.problem) for entry in entries)
+    if caught:
+        section["state"] = str(caught[0].message)
+    elif directory.is_dir():
+        section["state"] = "ok" if os.access(directory, os.R_OK | os.W_OK | os.X_OK) else "not readable and writable"
+    if section["state"] not in ("ok", "absent"):
+        problems.append(f"cache: {directory}: {section['state']}")
+    return section
+
+
+def _frameworks(report: dict[str, Any], problems: list[str]) -> dict[str, str]:
+    found = {}
+    for name, distribution in FRAMEWORKS.items():
+        try:
+            if importlib.util.find_spec(name) is None:
+                continue
+        except (ImportError, ValueError):  # a broken or half-imported package
+            problems.append(f"frameworks: {name} is present and cannot be found by the import system")
+            continue
+        names = (distribution, f"{distribution}-cuda13x", f"{distribution}-cuda12x")
+        found[name] = next((version for version in map(_version, names) if version), "unknown version")
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

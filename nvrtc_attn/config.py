@@ -1,0 +1,131 @@
+"""What is compiled: every compile-time value of a kernel and nothing else.
+
+A config is frozen and hashable. Changing any field changes the generated entry source, hence the cache key
+(a test checks every field). Nothing here imports CUDA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .dtypes import DTYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """The switches that every attention kernel shares; each one is a policy in ``cuda_src/nvrtc_attn/collective``."""
+
+    band: bool = False
+    """Keep only keys inside ``[i + off - window_left, i + off + window_right]`` (causal is ``window_right = 0``)."""
+    bias: str | None = None
+    """Element type of the additive bias, ``None`` for no bias."""
+    mask: bool = False
+    """Read a byte mask, non-zero = keep."""
+    softcap: bool = False
+    prescale: bool = False
+    """Multiply scores by the softmax scale before the row maximum: needed when the scale is not positive."""
+    dropout: bool = False
+    varlen: bool = False
+    """Sequences are packed and delimited by ``cu_seqlens_q`` / ``cu_seqlens_k``."""
+    seqused_k: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """Fields common to all kernels. ``kernel`` names the header in ``cuda_src/nvrtc_attn/kernel`` and its function."""
+
+    kernel: str
+    arch: str
+    """Compile target, for example ``sm_80`` or ``sm_90a``."""
+    dtype: str
+    """Element type of q, k, v, out."""
+    head_dim: int
+    """Tile width of q and k: a multiple of 8, at least the problem's head dim; columns beyond it read as zero."""
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int = 1
+    min_blocks_per_sm: int = 1
+    aligned: bool = True
+    """Rows of q, k, v, (out, dout, and the gradients) can be moved in 16-byte vectors."""
+    legacy_mma: bool = False
+    """Compute capability 7.5 instruction set: no ``cp.async``, m16n8k8 matrix multiplies, float16 and float32 only."""
+    features: Features = Features()
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardConfig(KernelConfig):
+    """The forward kernel and, with ``split``, the kernel that writes partial results for ``combine``."""
+
+    split: bool = False
+    preload_q: bool = False
+    """Keep the query tile in registers for the whole key loop."""
+    warps_n: int = 1
+    """Warps along the keys of a tile: more than one when there are few query rows (decode)."""
+    warps_d: int = 1
+    """Warps along ``head_dim_v``: more than one when the output of a row block does not fit in registers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardConfig(KernelConfig):
+    """Any kernel of the backward pass; ``kernel`` says which.
+
+    ``warps_*`` is the number of warps along the first dimension of each product, ``dq`` is ``"atomic"`` (accumulate
+    into a float32 workspace) or ``"none"``, ``dbias`` is ``"store"`` (one write per score) or ``"none"``.
+    """
+
+    warps_m_sdp: int = 4
+    warps_n_dkv: int = 4
+    warps_m_dq: int = 4
+    dq: str = "atomic"
+    dbias: str = "none"
+    dbias_dtype: str | None = None
+    num_stages_dout: int = 1
+    num_stages_ds: int = 1
+    """Two: dq of a tile is computed beside the scores of the next one, with one barrier less a tile."""
+    split: bool = False
+    """Several thread blocks share the query loop of one key tile and add into a float32 workspace."""
+    dim_slices: int = 1
+    """Thread blocks that share one key tile, each with a slice of the gradients' head dim; scores are recomputed."""
+    v_in_smem: bool = True
+    """Otherwise the value tile is read from global memory: where head dim 512 would not fit."""
+    smem_bytes: int = 0
+    """Dynamic shared memory of the dk/dv kernel, which checks that its own layout has the same size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DqConfig(KernelConfig):
+    """The dq kernel without atomics: ``warps_m`` row groups by ``num_warps / warps_m`` warps that share the head dim."""
+
+    warps_m: int
+    chunk_n: int
+    """Key columns whose scores a warp holds at once; divides ``block_n``. Read when one warp holds a whole dq row."""
+    preload: bool = False
+    """Keep the q and dout tiles in registers for the whole key loop."""
+    streamed: bool = False
+    """Bring every operand in slices of ``slice_d`` columns: for head dims whose tiles do not fit shared memory."""
+    slice_d: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DbiasConfig(KernelConfig):
+    """The dbias kernel (``warps_m`` by ``num_warps / warps_m`` warps), and the sum of its partial results."""
+
+    warps_m: int = 1
+    slice_d: int = 64
+    """Columns of the head dim that one shared-memory slot holds."""
+    reduce_m: bool = False
+    """The bias has one row: sum over the queries."""
+    reduce_n: bool = False
+    split: bool = False
+    """Write float32 partial sums, one per share of the reduced tiles, for ``dbias_reduce``."""
+    dbias_dtype: str = "float32"

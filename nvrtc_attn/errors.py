@@ -1,0 +1,46 @@
+"""Every exception and warning of the package. All of them survive pickling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class UnsupportedError(NotImplementedError):
+    """A valid request that no kernel serves. ``reasons`` lists every condition that was not met."""
+
+    def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
+        super().__init__(message, tuple(reasons))
+        self.reasons = tuple(reasons)
+
+    def __str__(self) -> str:
+        return "\n  - ".join([self.args[0], *self.reasons])
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel. Carries the whole ``log``, the generated ``source`` and the ``options``."""
+
+    def __init__(self, message: str, log: str = "", source: str = "", options: Sequence[str] = ()) -> None:
+        super().__init__(message, log, source, tuple(options))
+        self.log, self.source, self.options = log, source, tuple(options)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CudaError(RuntimeError):
+    """The driver refused a call. ``code`` and ``name`` are the driver's."""
+
+    def __init__(self, message: str, code: int = 0, name: str = "") -> None:
+        super().__init__(message, code, name)
+        self.code, self.name = code, name
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class DeviceFaultError(CudaError):
+    """The context was already broken by an earlier fault: only a new process helps."""
+
+
+class CacheWarning(UserWarning):
+    """The disk cache is not used, and why."""

@@ -1,0 +1,356 @@
+"""Backward pass of the portable family: delta, the dk/dv kernel, conversions; which tile, and when to split queries.
+
+Workspaces (float32, addresses aligned to 16 bytes; strides and counts are in ``Workspace.params``):
+
+* ``delta`` and ``row_lse``: ``[B, H, Mq]`` dense, ``[H, total_q]`` varlen; written by the delta kernel.
+* ``dq_accum``: per (batch, head) the query rows padded to whole tiles, ``head_dim`` of the config wide, in 16 x 8
+  blocks (``collective/gradient_accumulator.cuh``). Varlen: sequence b starts at row
+  ``(cu_seqlens_q[b] // block_m + b) * block_m``. Zeroed by the delta kernel.
+* ``dkv_accum``: per (batch, key head) dk rows then dv rows, padded to whole tiles; zeroed by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ..config import BackwardConfig, Features
+from ..errors import UnsupportedError
+from ..problem import AttentionProblem
+from .plan import BackwardPlanSpec, Launch, Workspace
+from .portable_forward import features_of, is_vectorizable
+
+MAX_HEAD_DIM: Final = 512
+MAX_SPLITS: Final = 32
+MIN_TILES_PER_SPLIT: Final = 4
+"""Query tiles that a split must have left: fewer do not pay for adding dk and dv in float32 and converting them."""
+_REGISTERS_PER_SM: Final = 65536
+_SMEM_RESERVED: Final = 1024
+"""Shared memory that the driver keeps per thread block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One row of the tile table: serves head dims up to ``width`` (the larger of K and Kv) if shared memory allows."""
+
+    width: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    warps_n: int
+    warps_m_dq: int
+    num_stages: int = 1
+    num_stages_dout: int = 1
+    num_stages_ds: int = 1
+    dim_slices: int = 1
+    v_in_smem: bool = True
+    blocks_per_sm: int = 1
+    """Wanted, and required of the GPU's shared memory for the row to be taken."""
+
+
+# In order of preference within a width. A warp accumulates block_n / warps_n keys x (K + Kv) / (warps_m * dim_slices)
+# columns: 128 registers a thread at most in every row.
+TILES_16BIT: Final = (
+    Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
+         num_stages_ds=2, blocks_per_sm=2),
+    Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
+         blocks_per_sm=2),
+    Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
+         num_stages_ds=2),
+    Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2),
+    Tile(width=128, block_m=64, block_n=128, num_warps=8, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
+         num_stages_ds=2),
+    Tile(width=128, block_m=64, block_n=128, num_warps=8, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2),
+    Tile(width=128, block_m=64, block_n=64, num_warps=4, warps_n=2, warps_m_dq=2, num_stages=2),
+    Tile(width=128, block_m=32, block_n=64, num_warps=4, warps_n=2, warps_m_dq=2),
+    Tile(width=256, block_m=64, block_n=64, num_warps=8, warps_n=2, warps_m_dq=2, num_stages=2, num_stages_dout=2),
+    Tile(width=256, block_m=64, block_n=64, num_warps=8, warps_n=2, warps_m_dq=2),
+    Tile(width=256, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2),
+    Tile(width=256, block_m=32, block_n=16, num_warps=2, warps_n=1, warps_m_dq=2),
+    Tile(width=512, block_m=64, block_n=32, num_warps=8, warps_n=2, warps_m_dq=2),
+    Tile(width=512, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2, dim_slices=2),
+    Tile(width=512, block_m=16, block_n=32, num_warps=2, warps_n=2, warps_m_dq=1, dim_slices=4),
+    Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=4, v_in_smem=False),
+)  # fmt: skip
+TILES_32BIT: Final = (
+    Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
+         blocks_per_sm=2),
+    Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2),
+    Tile(width=128, block_m=32, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2, blocks_per_sm=2),
+    Tile(width=128, block_m=32, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2),
+    Tile(width=128, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2),
+    Tile(width=256, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2),
+    Tile(width=256, block_m=16, block_n=32, num_warps=2, warps_n=2, warps_m_dq=1, dim_slices=2),
+    Tile(width=512, block_m=32, block_n=16, num_warps=2, warps_n=1, warps_m_dq=2, dim_slices=2),
+    Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=4),
+    Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=4, v_in_smem=False),
+)  # fmt: skip
+DELTA_WARPS: Final = 4
+CONVERT_WARPS: Final = 4
+
+
+def smem_bytes(config: BackwardConfig) -> int:
+    """Dynamic shared memory of the dk/dv kernel; the map is at the head of ``backward_portable.cuh``."""
+    shares_keys = config.num_warps > config.warps_n_dkv
+    scores = config.block_m * config.block_n
+    elements = config.block_n * (config.head_dim + (config.head_dim_v if config.v_in_smem else 0))
+    elements += config.block_m * (config.num_stages * config.head_dim + config.num_stages_dout * config.head_dim_v)
+    elements += scores if shares_keys else 0
+    elements += scores * config.num_stages_ds if shares_keys or config.dq == "atomic" else 0
+    return elements * config.itemsize + 16 * config.block_m
+
+
+def tile_config(
+    tile: Tile,
+    *,
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    aligned: bool,
+    legacy_mma: bool,
+    features: Features,
+    dq: str,
+    dbias_dtype: str | None,
+) -> BackwardConfig:
+    """The dk/dv kernel on one row of the tile table. Without dq nothing follows a tile, so its dS has one buffer."""
+    config = BackwardConfig(
+        kernel="backward_portable",
+        arch=arch,
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        num_stages_dout=tile.num_stages_dout,
+        num_stages_ds=tile.num_stages_ds if dq == "atomic" else 1,
+        min_blocks_per_sm=tile.blocks_per_sm,
+        aligned=aligned,
+        legacy_mma=legacy_mma,
+        features=features,
+        warps_m_sdp=tile.num_warps // tile.warps_n,
+        warps_n_dkv=tile.warps_n,
+        warps_m_dq=tile.warps_m_dq,
+        dq=dq,
+        dbias="store" if dbias_dtype is not None else "none",
+        dbias_dtype=dbias_dtype,
+        dim_slices=tile.dim_slices,
+        v_in_smem=tile.v_in_smem,
+    )
+    return replace(config, smem_bytes=smem_bytes(config))
+
+
+def choose_backward(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, legacy_mma: bool = False
+) -> BackwardPlanSpec:
+    """Launches and workspaces of the backward pass.
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel serves the problem; carries every reason.
+    """
+    from . import portable_dq
+
+    _check_supported(problem, legacy_mma)
+    # Broadcast dims of the bias are summed by a kernel of their own; a full-shape gradient is one store per score.
+    stores_dbias = problem.dbias and problem.bias is not None and is_full_shape(problem)
+    config = _choose_config(
+        problem,
+        arch=arch,
+        smem_limit=smem_limit,
+        legacy_mma=legacy_mma,
+        dq="none" if problem.deterministic else "atomic",
+        dbias_dtype=problem.bias.dtype if stores_dbias and problem.bias is not None else None,
+    )
+    num_m_blocks = -(-problem.seqlen_q // config.block_m)
+    num_n_blocks = -(-problem.seqlen_k // config.block_n)
+    num_splits = _choose_splits(problem, config, num_sms, smem_limit, num_m_blocks, num_n_blocks)
+    config = replace(config, split=num_splits > 1)
+
+    launches = [_delta(problem, config, num_m_blocks), _dkv(problem, config, num_n_blocks, num_splits)]
+    if num_splits > 1:
+        launches.append(_dkv_convert(problem, config, num_n_blocks))
+    workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
+    arguments = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit, "legacy_mma": legacy_mma}
+    if problem.deterministic:
+        launches.append(portable_dq.choose_dq(problem, **arguments))
+    else:
+        launches.append(_dq_convert(problem, config, num_m_blocks))
+    if problem.dbias and not stores_dbias:
+        dbias = portable_dq.choose_dbias(problem, **arguments)
+        launches += dbias.launches
+        workspaces += dbias.workspaces
+    return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
+
+
+def is_full_shape(problem: AttentionProblem) -> bool:
+    """Whether the bias has one element per score."""
+    shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    return problem.bias is not None and problem.bias.shape == shape
+
+
+def is_aligned(problem: AttentionProblem) -> bool:
+    """Whether rows of all eight tensors can be moved in 16-byte vectors; tensors without a layout are dense."""
+    itemsize = 4 if problem.dtype == "float32" else 2
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return False
+    operands = (problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv)
+    return all(operand is None or is_vectorizable(operand, itemsize) for operand in operands)
+
+
+def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
+    reasons = []
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        reasons.append(
+            f"head_dim: q has {problem.head_dim} and v {problem.head_dim_v} - the largest backward tile is "
+            f"{MAX_HEAD_DIM} - split the heads into parts of at most {MAX_HEAD_DIM}"
+        )
+    if legacy_mma and problem.dtype != "float16":
+        reasons.append(f"dtype: {problem.dtype} - compute capability 7.5 multiplies float16 only - convert to float16")
+    if problem.varlen and problem.bias is not None:
+        reasons.append("bias: given with cu_seqlens - packed sequences share no key index - run the batch padded")
+    if reasons:
+        raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
+
+
+def _choose_config(
+    problem: AttentionProblem, *, arch: str, smem_limit: int, legacy_mma: bool, dq: str, dbias_dtype: str | None
+) -> BackwardConfig:
+    head_dim, head_dim_v = (-(-d // 8) * 8 for d in (problem.head_dim, problem.head_dim_v))
+    tiles = TILES_32BIT if problem.dtype == "float32" else TILES_16BIT
+    if legacy_mma:
+        smem_limit = min(smem_limit, 64 << 10)  # what a GPU that needs these instructions has
+    reasons = []
+    for tile in tiles:
+        if tile.width < max(head_dim, head_dim_v):
+            continue
+        if legacy_mma and tile.num_stages * tile.num_stages_dout * tile.num_stages_ds > 1:
+            continue  # without cp.async a second buffer hides nothing
+        config = tile_config(
+            tile,
+            arch=arch,
+            dtype=problem.dtype,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            aligned=is_aligned(problem),
+            legacy_mma=legacy_mma,
+            features=features_of(problem),
+            dq=dq,
+            dbias_dtype=dbias_dtype,
+        )
+        if config.smem_bytes <= smem_limit and tile.blocks_per_sm <= _blocks_per_sm(config, smem_limit):
+            return config
+        reasons.append(
+            f"tile {tile.block_m} x {tile.block_n} at head dims {head_dim}, {head_dim_v}: {config.smem_bytes} bytes of "
+            f"shared memory, {tile.blocks_per_sm} blocks per multiprocessor - {arch} has {smem_limit} per block"
+        )
+    raise UnsupportedError("no tile of the dk/dv kernel fits", reasons)
+
+
+def _blocks_per_sm(config: BackwardConfig, smem_limit: int) -> int:
+    """Thread blocks of 255 registers a thread that fit one multiprocessor, whose shared memory is the limit + 1 KiB."""
+    by_smem = (smem_limit + _SMEM_RESERVED) // (config.smem_bytes + _SMEM_RESERVED)
+    return min(by_smem, _REGISTERS_PER_SM // (256 * config.num_threads))
+
+
+def _choose_splits(
+    problem: AttentionProblem,
+    config: BackwardConfig,
+    num_sms: int,
+    smem_limit: int,
+    num_m_blocks: int,
+    num_n_blocks: int,
+) -> int:
+    """Parts of the query loop: more than one where key tiles alone leave multiprocessors idle."""
+    if problem.deterministic or problem.varlen:
+        return 1
+    blocks = num_n_blocks * problem.batch * problem.num_heads_kv * config.dim_slices
+    slots = num_sms * max(_blocks_per_sm(config, smem_limit), 1)
+    tiles = num_m_blocks * (problem.num_heads // problem.num_heads_kv)
+    if blocks == 0:
+        return 1
+    return max(1, min(slots // blocks, tiles // MIN_TILES_PER_SPLIT, MAX_SPLITS))
+
+
+def _plain(config: BackwardConfig, kernel: str, num_warps: int) -> BackwardConfig:
+    """Config of a kernel without products: only what it reads, so that problems share it."""
+    return BackwardConfig(
+        kernel=kernel,
+        arch=config.arch,
+        dtype=config.dtype,
+        head_dim=config.head_dim,
+        head_dim_v=config.head_dim_v,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        num_warps=num_warps,
+        aligned=config.aligned,
+        features=Features(varlen=config.features.varlen),
+        dq=config.dq,
+    )
+
+
+def _delta(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
+    delta = _plain(config, "delta", DELTA_WARPS)
+    grid = num_m_blocks * problem.num_heads * problem.batch
+    return Launch(
+        config=delta, grid=grid, block=delta.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
+    )
+
+
+def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, num_splits: int) -> Launch:
+    sequences = problem.batch + problem.varlen  # one more, virtual, owns the tokens of no sequence
+    grid = num_n_blocks * problem.num_heads_kv * sequences * num_splits * config.dim_slices
+    return Launch(
+        config=config,
+        grid=grid,
+        block=config.num_threads,
+        smem_bytes=config.smem_bytes,
+        params=(("num_n_blocks", num_n_blocks), ("num_splits", num_splits)),
+    )
+
+
+def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int) -> Launch:
+    convert = _plain(config, "dkv_convert", CONVERT_WARPS)
+    grid = num_n_blocks * problem.num_heads_kv * problem.batch
+    return Launch(
+        config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_n_blocks", num_n_blocks),)
+    )
+
+
+def _dq_convert(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
+    convert = _plain(config, "dq_convert", CONVERT_WARPS)
+    grid = num_m_blocks * problem.num_heads * (problem.batch + problem.varlen)
+    return Launch(
+        config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
+    )
+
+
+def _workspaces(
+    problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, num_splits: int
+) -> Iterator[Workspace]:
+    heads = problem.num_heads
+    entries = 1 if problem.varlen else problem.batch
+    rows = problem.q.shape[1] if problem.varlen else problem.seqlen_q
+    strides = (("delta_stride_b", heads * rows), ("delta_stride_h", rows))
+    yield Workspace(field="delta", nbytes=4 * entries * heads * rows, params=strides)
+    yield Workspace(field="row_lse", nbytes=4 * entries * heads * rows)
+    if config.dq == "atomic":
+        # Varlen: each sequence begins in a tile of its own.
+        tiles = rows // config.block_m + problem.batch + 1 if problem.varlen else -(-rows // config.block_m)
+        head = tiles * config.block_m * config.head_dim
+        yield Workspace(
+            field="dq_accum",
+            nbytes=4 * entries * heads * head,
+            params=(
+                ("dq_accum_stride_b", heads * head),
+                ("dq_accum_stride_h", head),
+                ("dq_accum_stride_m", config.head_dim),
+            ),
+        )
+    if num_splits > 1:
+        head = num_n_blocks * config.block_n * (config.head_dim + config.head_dim_v)
+        yield Workspace(field="dkv_accum", nbytes=4 * entries * problem.num_heads_kv * head, zeroed=True)

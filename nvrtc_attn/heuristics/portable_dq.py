@@ -1,0 +1,196 @@
+"""Tiles of the kernels that make dq and dbias without atomics: ``backward_dq``, ``backward_dbias``, ``dbias_reduce``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import Final
+
+from ..config import DbiasConfig, DqConfig, KernelConfig
+from ..dtypes import DTYPES
+from ..problem import AttentionProblem, OperandLayout
+from .plan import Launch
+from .portable_forward import features_of, is_vectorizable
+
+MAX_PARTIAL_BYTES: Final = 256 << 20
+"""Bound of the dbias partial sums. A bias that large has output tiles enough to fill any GPU without a split."""
+_OP_BYTES: Final = 32
+"""A ring slot's note, ``DbiasOp`` in ``backward_dbias.cuh``."""
+_REDUCE_WARPS: Final = 8
+
+
+def smem_bytes(config: KernelConfig) -> int:
+    """Dynamic shared memory of one thread block; the maps are at the heads of the kernels' files."""
+    rows = config.block_m + config.block_n
+    if isinstance(config, DqConfig):
+        ds = config.block_m * config.block_n if config.num_warps > config.warps_m else 0
+        if config.streamed:
+            return config.itemsize * (config.num_stages * rows * config.slice_d + ds)
+        rows = config.block_m + config.num_stages * config.block_n
+        return config.itemsize * (rows * (config.head_dim + config.head_dim_v) + ds)
+    assert isinstance(config, DbiasConfig)
+    if config.kernel == "dbias_reduce":
+        return 0
+    line = config.block_n if config.reduce_m else config.block_m
+    sums = 4 * line * config.num_warps if config.reduce_m or config.reduce_n else 0
+    return config.num_stages * (config.itemsize * rows * config.slice_d + _OP_BYTES) + sums
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _tile_dim(head_dim: int) -> int:
+    return 8 * _ceil_div(head_dim, 8)
+
+
+def _aligned(problem: AttentionProblem, *written: OperandLayout | None) -> bool:
+    itemsize = DTYPES[problem.dtype].itemsize
+    operands = (problem.q, problem.k, problem.v, problem.dout, *written)
+    return all(operand is None or is_vectorizable(operand, itemsize) for operand in operands)
+
+
+def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
+    """The dq tile table, best first. Numbers: register counts of NVRTC 13 for sm_90, no spills."""
+    widest = max(base.head_dim, base.head_dim_v)
+    features = base.features
+    heavy = features.bias is not None or features.mask or features.dropout or features.softcap
+    stages = 1 if base.legacy_mma else 2  # without cp.async a second stage hides nothing
+
+    def tile(block_m: int, block_n: int, warps_m: int, warps_d: int = 1, num_stages: int = stages) -> DqConfig:
+        chunk_n = block_n if num_stages == 1 else min(block_n, 32)
+        return replace(
+            base, block_m=block_m, block_n=block_n, num_warps=warps_m * warps_d, warps_m=warps_m, chunk_n=chunk_n,
+            num_stages=num_stages,
+        )  # fmt: skip
+
+    if base.itemsize == 4:
+        # 3xTF32 keeps two registers an operand word: one accumulator row block a warp, 160 registers at head dim 128.
+        if widest <= 128:
+            yield tile(64, 32, 4)
+            yield tile(64, 32, 4, num_stages=1)
+    elif widest <= 64 and not heavy and not base.legacy_mma:
+        # Two row blocks a warp halve the reads of K and V from shared memory (244 registers; with bias 254).
+        yield tile(128, 64, 4)
+    if base.itemsize == 2 and widest <= 128:
+        if not base.legacy_mma:
+            yield tile(64, 64, 4)  # 196 registers at head dim 128, two blocks a multiprocessor in 96 KiB each
+        yield tile(64, 32, 4)
+    elif base.itemsize == 2 and widest <= 256:
+        if widest > 192:
+            yield tile(128, 32, 8)  # 192 KiB: the q and dout tiles are half of it, so eight warps share them
+        yield tile(64, 32, 4)
+        yield tile(64, 32, 4, num_stages=1)
+    elif base.itemsize == 2:
+        # dq rows need two warps. S and dP are shared, not recomputed: a round trip of dS through shared memory costs
+        # 1/16 of the products.
+        yield tile(64, 32, 4, warps_d=2, num_stages=1)
+    warps_d = 2 if widest > 256 or base.itemsize == 4 else 1
+    slice_d = 128 // base.itemsize
+    for block_n, num_stages in ((64, 3), (64, 2), (32, 2)):
+        yield replace(tile(64, block_n, 4, warps_d, num_stages), streamed=True, slice_d=slice_d)
+
+
+def choose_dq(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, legacy_mma: bool = False
+) -> Launch:
+    """The deterministic dq kernel. It needs ``delta`` and nothing else in the workspace.
+
+    Parameters
+    ----------
+    num_sms, smem_limit
+        Multiprocessors, and bytes of shared memory that one block may ask for.
+    legacy_mma
+        Use the instruction set of compute capability 7.5.
+    """
+    base = DqConfig(
+        kernel="backward_dq", arch=arch, dtype=problem.dtype, head_dim=_tile_dim(problem.head_dim),
+        head_dim_v=_tile_dim(problem.head_dim_v), block_m=64, block_n=32, num_warps=4, warps_m=4, chunk_n=32,
+        aligned=_aligned(problem, problem.dq), legacy_mma=legacy_mma, features=features_of(problem),
+    )  # fmt: skip
+    config = next(c for c in _dq_candidates(base) if smem_bytes(c) <= smem_limit)
+    num_m_blocks = _ceil_div(problem.seqlen_q, config.block_m)
+    batch = problem.batch + problem.varlen  # one more: tokens outside every sequence
+    if problem.varlen:
+        num_m_blocks = max(num_m_blocks, 1)
+    return Launch(
+        config=config, grid=batch * problem.num_heads * num_m_blocks, block=config.num_threads,
+        smem_bytes=smem_bytes(config), params=(("num_m_blocks", num_m_blocks),),
+    )  # fmt: skip
+
+
+def _slice_of(head_dim: int, itemsize: int) -> int:
+    """Columns of a ring slot: the fewest slices of at most 192 bytes whose sum exceeds ``head_dim`` least."""
+    widest = 192 // itemsize
+    counts = range(_ceil_div(head_dim, widest), _ceil_div(head_dim, widest) + 2)
+    return min((n * _tile_dim(_ceil_div(head_dim, n)), n, _tile_dim(_ceil_div(head_dim, n))) for n in counts)[2]
+
+
+def _dbias_candidates(base: DbiasConfig) -> Iterator[DbiasConfig]:
+    """The dbias tile table, best first. A warp computes 32 x 32 scores: dS, S, dP take 96 of 168 registers."""
+    if not base.legacy_mma:
+        yield replace(base, block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=3, min_blocks_per_sm=3)
+    yield replace(base, block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=2)
+
+
+def _dbias_splits(tiles: int, reduced: int, slots: int, numel: int) -> int:
+    """Shares of the reduced score tiles such that every slot has work and the partial sums stay small."""
+    if tiles == 0 or tiles >= slots:
+        return 1
+    # A share under 4 score tiles pays more for its prologue and its partial sums than it gains.
+    most = min(_ceil_div(reduced, 4), max(MAX_PARTIAL_BYTES // (4 * numel), 1))
+    splits = max(min(_ceil_div(slots, tiles), most), 1)
+    return _ceil_div(reduced, _ceil_div(reduced, splits)) if reduced else 1
+
+
+def choose_dbias(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, legacy_mma: bool = False
+) -> tuple[tuple[Launch, ...], int, int]:
+    """Kernels of the gradient of ``problem.bias``, for every shape of it; arguments as in `choose_dq`.
+
+    Returns
+    -------
+    launches
+        In launch order; empty for a bias without elements.
+    num_dbias_splits
+        For the params.
+    partial_bytes
+        Size of ``dbias_partial``, 0 without a split.
+    """
+    assert problem.bias is not None
+    assert not problem.varlen
+    shape = problem.bias.shape
+    numel = prod(shape)
+    if numel == 0:
+        return (), 1, 0
+    itemsize = DTYPES[problem.dtype].itemsize
+    head_dims = _tile_dim(problem.head_dim), _tile_dim(problem.head_dim_v)
+    reduce_m = shape[2] == 1 and problem.seqlen_q != 1
+    reduce_n = shape[3] == 1 and problem.seqlen_k != 1
+    base = DbiasConfig(
+        kernel="backward_dbias", arch=arch, dtype=problem.dtype, head_dim=head_dims[0], head_dim_v=head_dims[1],
+        block_m=64, block_n=64, num_warps=4, warps_m=2, slice_d=_slice_of(max(head_dims), itemsize),
+        reduce_m=reduce_m, reduce_n=reduce_n, dbias_dtype=problem.bias.dtype, aligned=_aligned(problem),
+        legacy_mma=legacy_mma, features=features_of(problem),
+    )  # fmt: skip
+    config = next(c for c in _dbias_candidates(base) if smem_bytes(c) <= smem_limit)
+    num_m, num_n = _ceil_div(problem.seqlen_q, config.block_m), _ceil_div(problem.seqlen_k, config.block_n)
+    tiles = shape[0] * shape[1] * (1 if reduce_m else num_m) * (1 if reduce_n else num_n)
+    reduced = (problem.batch if shape[0] == 1 else 1) * (problem.num_heads if shape[1] == 1 else 1)
+    reduced *= (num_m if reduce_m else 1) * (num_n if reduce_n else 1)
+    slots = num_sms * config.min_blocks_per_sm
+    splits = _dbias_splits(tiles, reduced, slots, numel)
+    config = replace(config, split=splits > 1)
+    launches = [
+        Launch(config=config, grid=min(tiles * splits, slots), block=config.num_threads, smem_bytes=smem_bytes(config))
+    ]
+    if splits > 1:
+        # Nothing of the problem but the bias's element type: one compile serves all.
+        reduce = DbiasConfig(
+            kernel="dbias_reduce", arch=arch, dtype=problem.dtype, head_dim=8, head_dim_v=8, block_m=16, block_n=16,
+            num_warps=_REDUCE_WARPS, dbias_dtype=problem.bias.dtype, legacy_mma=legacy_mma,
+        )  # fmt: skip
+        grid = min(_ceil_div(numel, 32), 32 * num_sms)
+        launches.append(Launch(config=reduce, grid=grid, block=reduce.num_threads, smem_bytes=0))
+    return tuple(launches), splits, 4 * splits * numel if splits > 1 else 0

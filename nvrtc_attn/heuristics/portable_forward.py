@@ -1,0 +1,244 @@
+"""Forward pass of the portable family: which tile for which problem, and when to split keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from ..config import Features, ForwardConfig
+from ..errors import UnsupportedError
+from ..problem import AttentionProblem, OperandLayout
+from .plan import ForwardPlanSpec, Launch
+
+MAX_HEAD_DIM: Final = 512
+MAX_SPLITS: Final = 64
+MAX_PARTIAL_BYTES: Final = 256 << 20
+"""Bound of the split-keys workspace: past it there are enough query blocks to fill any GPU without splitting."""
+DECODE_ROWS: Final = 16
+"""Up to this many query rows the warps of a block divide the keys instead of the rows."""
+COMBINE_WARPS: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One row of the tile table."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int = 1
+    min_blocks_per_sm: int = 1
+    preload_q: bool = False
+    warps_n: int = 1
+    warps_d: int = 1
+
+
+def smem_bytes(config: ForwardConfig) -> int:
+    """Dynamic shared memory of one thread block; the map is at the head of ``forward_portable.cuh``."""
+    if config.kernel == "combine":
+        return 0
+    tiles = config.block_m * config.head_dim
+    tiles += config.num_stages * config.block_n * (config.head_dim + config.head_dim_v)
+    if config.warps_n > 1:
+        epilogue = 4 * config.warps_n * config.block_m * (config.head_dim_v + 2)
+    else:
+        epilogue = config.itemsize * config.block_m * config.head_dim_v
+    return max(config.itemsize * tiles, epilogue)
+
+
+def is_vectorizable(layout: OperandLayout, itemsize: int) -> bool:
+    """Whether every row of the last dim is contiguous and starts and ends at a multiple of 16 bytes."""
+    if layout.offset_alignment < 16 or layout.shape[-1] * itemsize % 16:
+        return False
+    if layout.strides[-1] != 1:
+        return False
+    outer = zip(layout.shape[:-1], layout.strides[:-1], strict=True)
+    return all(size == 1 or stride * itemsize % 16 == 0 for size, stride in outer)
+
+
+def features_of(problem: AttentionProblem) -> Features:
+    """Policies that the kernel needs for ``problem``."""
+    return Features(
+        band=problem.band,
+        bias=problem.bias.dtype if problem.bias is not None else None,
+        mask=problem.mask is not None,
+        softcap=problem.softcap > 0,
+        # Folding the scale into the exponent keeps the order of scores only when it is positive.
+        prescale=problem.softmax_scale <= 0,
+        dropout=problem.dropout_p > 0,
+        varlen=problem.varlen,
+        seqused_k=problem.seqused_k,
+    )
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return _ceil_div(value, multiple) * multiple
+
+
+def _tiles(config: ForwardConfig, num_rows: int) -> Iterator[Tile]:
+    """The tile table: choices for ``config`` (whose tile fields are placeholders), best first."""
+    heavy = config.features.bias is not None or config.features.mask or config.features.dropout
+    widest = max(config.head_dim, config.head_dim_v)
+    if config.head_dim_v > 256:
+        # A row's output does not fit in one warp's registers: 2 or 4 warps share it and recompute its scores.
+        yield Tile(block_m=64, block_n=32, num_warps=8, warps_d=2)
+        yield Tile(block_m=32, block_n=32, num_warps=4, warps_d=2)
+        yield Tile(block_m=32, block_n=16, num_warps=4, warps_d=2)
+        yield Tile(block_m=16, block_n=16, num_warps=4, warps_d=4)
+        return
+    if num_rows <= DECODE_ROWS:
+        yield Tile(block_m=16, block_n=64, num_warps=4, num_stages=2, warps_n=4)
+        yield Tile(block_m=16, block_n=64, num_warps=4, num_stages=1, warps_n=4)
+        yield Tile(block_m=16, block_n=32, num_warps=2, num_stages=1, warps_n=2)
+        yield Tile(block_m=16, block_n=16, num_warps=1)
+        return
+    if config.itemsize == 4:
+        if config.head_dim_v <= 64 and not heavy:
+            yield Tile(block_m=128, block_n=32, num_warps=4, min_blocks_per_sm=2)
+        yield Tile(block_m=64, block_n=32, num_warps=4)
+        yield Tile(block_m=64, block_n=16, num_warps=4)
+        yield Tile(block_m=32, block_n=16, num_warps=2)
+        yield Tile(block_m=16, block_n=16, num_warps=1)
+        return
+    if config.aligned and not config.legacy_mma and not heavy:
+        if config.head_dim_v <= 64 and widest <= 128:
+            yield Tile(block_m=128, block_n=128 if widest <= 64 else 64, num_warps=4, min_blocks_per_sm=2)
+        elif config.head_dim_v <= 128:
+            yield Tile(block_m=128, block_n=64, num_warps=4, min_blocks_per_sm=2)
+    if config.aligned and not config.legacy_mma:
+        if config.head_dim_v <= 192:
+            yield Tile(block_m=128, block_n=64, num_warps=8)
+        yield Tile(block_m=64, block_n=64, num_warps=4)
+    yield Tile(block_m=64, block_n=64 if widest <= 128 else 32, num_warps=4)
+    yield Tile(block_m=64, block_n=32, num_warps=4)
+    yield Tile(block_m=32, block_n=32, num_warps=2)
+    yield Tile(block_m=16, block_n=16, num_warps=1)
+
+
+def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) -> int:
+    """Splits of the keys that minimise waves times key tiles per block; ``slots`` blocks run at once.
+
+    A block costs its key tiles plus about 3 tiles of prologue and epilogue, and combining about 2 more.
+    """
+    if blocks >= 4 * slots or num_key_tiles < 4:
+        return 1
+    best, best_cost = 1, float(_ceil_div(blocks, slots) * (num_key_tiles + 3))
+    for splits in range(2, min(max_splits, num_key_tiles // 2) + 1):
+        cost = _ceil_div(blocks * splits, slots) * (_ceil_div(num_key_tiles, splits) + 3) + 2
+        if cost < 0.95 * best_cost:
+            best, best_cost = splits, cost
+    return best
+
+
+def choose_forward(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, legacy_mma: bool = False
+) -> ForwardPlanSpec:
+    """Kernels of the forward pass; see ``heuristics.choose_forward``.
+
+    Raises
+    ------
+    UnsupportedError
+        With every reason why no kernel serves the problem.
+    """
+    reasons = []
+    for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if head_dim > MAX_HEAD_DIM:
+            reasons.append(f"{name} is {head_dim}; kernels exist up to {MAX_HEAD_DIM}")
+    if legacy_mma and problem.dtype != "float16":
+        reasons.append(f"dtype is {problem.dtype}; compute capability 7.5 has matrix instructions for float16 only")
+    if reasons:
+        raise UnsupportedError(f"no forward kernel on {arch} for this problem", reasons)
+
+    itemsize = 4 if problem.dtype == "float32" else 2
+    warps_d_unit = 64 if problem.head_dim_v > 256 else 8
+    base = ForwardConfig(
+        kernel="forward_portable",
+        arch=arch,
+        dtype=problem.dtype,
+        head_dim=_round_up(problem.head_dim, 8),
+        head_dim_v=_round_up(problem.head_dim_v, warps_d_unit),
+        block_m=16,
+        block_n=16,
+        num_warps=1,
+        aligned=all(is_vectorizable(x, itemsize) for x in (problem.q, problem.k, problem.v)),
+        legacy_mma=legacy_mma,
+        features=features_of(problem),
+    )
+    config = next(c for c in (_with_tile(base, t) for t in _tiles(base, problem.seqlen_q)) if smem_bytes(c) <= smem_limit)
+
+    # A varlen problem whose sequences are all empty still has tokens to zero.
+    num_m_blocks = max(_ceil_div(problem.seqlen_q, config.block_m), int(problem.varlen))
+    heads = problem.batch * problem.num_heads
+    row_bytes = 4 * heads * problem.seqlen_q * (config.head_dim_v + 1)
+    # Blocks that share a multiprocessor: by shared memory (1 KB of each is the system's) and by the launch bound.
+    by_smem = (smem_limit + 1024) // (smem_bytes(config) + 1024)
+    resident = min(max(by_smem, 1), max(config.min_blocks_per_sm, 16 // config.num_warps))
+    num_splits = 1
+    if row_bytes > 0:
+        num_splits = _num_splits(
+            heads * num_m_blocks,
+            _ceil_div(problem.seqlen_k, config.block_n),
+            num_sms * resident,
+            min(MAX_SPLITS, MAX_PARTIAL_BYTES // row_bytes),
+        )
+    sequences = problem.batch + int(problem.varlen)
+    if num_splits == 1:
+        launch = Launch(
+            config=config,
+            grid=sequences * problem.num_heads * num_m_blocks,
+            block=config.num_threads,
+            smem_bytes=smem_bytes(config),
+            params=(("num_m_blocks", num_m_blocks), ("num_splits", 1)),
+        )
+        return ForwardPlanSpec(launches=(launch,))
+
+    split_config = _with(config, split=True)
+    combine_config = ForwardConfig(
+        kernel="combine",
+        arch=arch,
+        dtype=problem.dtype,
+        head_dim=config.head_dim_v,
+        head_dim_v=config.head_dim_v,
+        block_m=COMBINE_WARPS,
+        block_n=16,
+        num_warps=COMBINE_WARPS,
+        legacy_mma=legacy_mma,
+        features=Features(varlen=problem.varlen),
+    )
+    num_rows = heads * problem.seqlen_q
+    return ForwardPlanSpec(
+        launches=(
+            Launch(
+                config=split_config,
+                grid=heads * num_splits * num_m_blocks,
+                block=config.num_threads,
+                smem_bytes=smem_bytes(split_config),
+                params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits)),
+            ),
+            Launch(
+                config=combine_config,
+                grid=_ceil_div(num_rows, COMBINE_WARPS) + (problem.num_heads if problem.varlen else 0),
+                block=combine_config.num_threads,
+                smem_bytes=0,
+                params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits)),
+            ),
+        ),
+        num_splits=num_splits,
+        out_partial_bytes=4 * num_splits * num_rows * config.head_dim_v,
+        lse_partial_bytes=4 * num_splits * num_rows,
+    )
+
+
+def _with(config: ForwardConfig, **changes: object) -> ForwardConfig:
+    from dataclasses import replace
+
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def _with_tile(config: ForwardConfig, tile: Tile) -> ForwardConfig:
+    return _with(config, **{name: getattr(tile, name) for name in Tile.__slots__})

@@ -1,0 +1,281 @@
+"""A plan binds a problem to loaded kernels: the params bytes that never change, and the launches in order.
+
+Making a plan compiles and loads; running one copies its params template, writes the pointers and launches. Plans are
+cached per (problem, device) and immutable, so any number of threads may run the same one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, TypeVar
+
+from . import device, env, philox
+from .compile import compile_kernel
+from .heuristics import choose_backward, choose_forward
+from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec, Launch
+from .launch import launch, memset_async
+from .module import load_kernel
+from .params import UNBOUNDED, BackwardParams, ForwardParams
+from .problem import AttentionProblem, OperandLayout
+
+_Plan = TypeVar("_Plan", "ForwardPlan", "BackwardPlan")
+_WORKSPACE_ALIGNMENT: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LseLayout:
+    """Where log-sum-exp values go. ``strides`` are (batch, head, row) in elements.
+
+    ``packed``: varlen rows of sequence b start at ``cu_seqlens_q[b]``; otherwise at ``b * strides[0]``. ``rows`` beyond
+    a sequence's length are written as +inf. ``empty`` is the value of a row with no valid key.
+    """
+
+    strides: tuple[int, int, int]
+    rows: int
+    packed: bool
+    empty: float = float("-inf")
+
+
+class _Step:
+    """One launch with its own copy of the params."""
+
+    __slots__ = ("block", "buffer_type", "grid", "kernel", "smem_bytes", "template")
+
+    def __init__(self, spec: Launch, device_index: int, params: ctypes.Structure) -> None:
+        for name, value in spec.params:
+            setattr(params, name, value)
+        self.grid, self.block, self.smem_bytes = spec.grid, spec.block, spec.smem_bytes
+        self.kernel = load_kernel(compile_kernel(spec.config), device_index, smem_bytes=spec.smem_bytes)
+        self.template = bytes(params)
+        self.buffer_type = ctypes.c_char * len(self.template)
+
+
+class _PlanBase:
+    """Loaded kernels and the workspace between them. ``workspace_bytes`` is what ``run`` needs in ``workspace``."""
+
+    __slots__ = ("_offsets", "_steps", "_zeroed", "workspace_bytes")
+
+    def __init__(
+        self, spec: ForwardPlanSpec | BackwardPlanSpec, device_index: int, params: ForwardParams | BackwardParams
+    ) -> None:
+        offsets, zeroed, end = {}, [], 0
+        for buffer in spec.workspaces:
+            offsets[buffer.field] = end
+            if buffer.zeroed and buffer.nbytes:
+                zeroed.append((end, buffer.nbytes))
+            end += -(-buffer.nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+            for name, value in buffer.params:
+                setattr(params, name, value)
+        self.workspace_bytes = end
+        # A buffer that the plan does not use has offset 0: its pointer is never followed.
+        self._offsets = tuple(offsets.get(name, 0) for name in self._BUFFERS)
+        self._zeroed = tuple(zeroed)
+        self._steps = tuple(
+            _Step(launch_spec, device_index, type(params).from_buffer_copy(params))
+            for launch_spec in spec.launches
+            if launch_spec.grid
+        )
+
+    _BUFFERS: ClassVar[tuple[str, ...]]
+    _POINTERS: ClassVar[struct.Struct]
+
+    def _run(self, stream: int, workspace: int, pointers: tuple[int, ...]) -> None:
+        for offset, nbytes in self._zeroed:
+            memset_async(self._steps[0].kernel.device, workspace + offset, nbytes, stream)
+        for step in self._steps:
+            params = step.buffer_type.from_buffer_copy(step.template)
+            self._POINTERS.pack_into(params, 0, *pointers)
+            launch(step.kernel, step.grid, step.block, step.smem_bytes, params, stream)
+
+
+class ForwardPlan(_PlanBase):
+    """The forward pass of one problem on one device."""
+
+    __slots__ = ()
+    _BUFFERS = ("out_partial", "lse_partial")
+    _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
+
+    def __init__(self, problem: AttentionProblem, device_index: int, lse: LseLayout) -> None:
+        spec = choose_forward(problem, **_chooser_arguments(device_index))
+        params = _forward_params(problem, lse)
+        super().__init__(spec, device_index, params)
+
+    def run(
+        self,
+        stream: int,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int = 0,
+        bias: int = 0,
+        mask: int = 0,
+        cu_seqlens_q: int = 0,
+        cu_seqlens_k: int = 0,
+        seqused_k: int = 0,
+        rng: tuple[int, int, int, int] = (0, 0, 0, 0),
+        workspace: int = 0,
+    ) -> None:
+        """Launch. Arguments are device addresses; ``rng`` is (seed address, offset address, seed, offset)."""
+        out_partial, lse_partial = self._offsets
+        self._run(stream, workspace, (
+            q, k, v, out, lse, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
+            rng[0], rng[1], workspace + out_partial, workspace + lse_partial, rng[2], rng[3],
+        ))  # fmt: skip
+
+
+class BackwardPlan(_PlanBase):
+    """The backward pass of one problem on one device."""
+
+    __slots__ = ()
+    _BUFFERS = ("delta", "row_lse", "dq_accum", "dkv_accum", "dbias_partial")
+    _POINTERS = struct.Struct(f"<{len(BackwardParams.POINTERS)}Q")
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        device_index: int,
+        lse: LseLayout,
+        dlse: LseLayout | None,
+        dbias: OperandLayout | None,
+    ) -> None:
+        spec = choose_backward(problem, **_chooser_arguments(device_index))
+        super().__init__(spec, device_index, _backward_params(problem, lse, dlse, dbias))
+
+    def run(
+        self,
+        stream: int,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        dout: int,
+        lse: int,
+        dq: int,
+        dk: int,
+        dv: int,
+        workspace: int,
+        dlse: int = 0,
+        bias: int = 0,
+        dbias: int = 0,
+        mask: int = 0,
+        cu_seqlens_q: int = 0,
+        cu_seqlens_k: int = 0,
+        seqused_k: int = 0,
+        rng: tuple[int, int, int, int] = (0, 0, 0, 0),
+    ) -> None:
+        """Launch. Arguments as in `ForwardPlan.run`."""
+        delta, row_lse, dq_accum, dkv_accum, dbias_partial = self._offsets
+        self._run(stream, workspace, (
+            q, k, v, out, dout, lse, dlse, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, rng[0], rng[1],
+            dq, dk, dv, dbias, workspace + delta, workspace + row_lse, workspace + dq_accum, workspace + dkv_accum,
+            workspace + dbias_partial, rng[2], rng[3],
+        ))  # fmt: skip
+
+
+def _chooser_arguments(device_index: int) -> dict[str, Any]:
+    props = device.properties(device_index)
+    return {
+        "arch": device.arch_of(props),
+        "num_sms": props.num_sms,
+        "smem_limit": props.smem_per_block_optin,
+        "backend": env.backend(),
+    }
+
+
+def forward_plan(problem: AttentionProblem, device_index: int, lse: LseLayout) -> ForwardPlan:
+    """The cached plan for ``problem``; compiles and loads on the first call."""
+    key = ("forward", problem, device_index, lse, env.backend())
+    return _cached(key, lambda: ForwardPlan(problem, device_index, lse))
+
+
+def backward_plan(
+    problem: AttentionProblem,
+    device_index: int,
+    lse: LseLayout,
+    dlse: LseLayout | None,
+    dbias: OperandLayout | None,
+) -> BackwardPlan:
+    """The cached plan for the backward pass of ``problem``."""
+    key = ("backward", problem, device_index, lse, dlse, dbias, env.backend())
+    return _cached(key, lambda: BackwardPlan(problem, device_index, lse, dlse, dbias))
+
+
+# Plans are a few kilobytes each; a training job with ever-changing lengths would still grow without a bound.
+_MAX_PLANS: Final = 4096
+_plans: dict[Hashable, Any] = {}
+_plans_lock = threading.Lock()
+
+
+def _cached(key: Hashable, make: Callable[[], _Plan]) -> _Plan:
+    plan: _Plan | None = _plans.get(key)
+    if plan is None:
+        # Two threads may make the same plan; compiling and loading underneath happen once.
+        plan = make()
+        with _plans_lock:
+            while len(_plans) >= _MAX_PLANS:
+                del _plans[next(iter(_plans))]
+            plan = _plans.setdefault(key, plan)
+    return plan
+
+
+def _set_strides(params: ctypes.Structure, name: str, dims: str, strides: Sequence[int]) -> None:
+    for dim, stride in zip(dims, strides, strict=True):
+        setattr(params, f"{name}_stride_{dim}", stride)
+
+
+def _set_common(params: Any, problem: AttentionProblem, lse: LseLayout) -> None:
+    _set_strides(params, "q", "bmhd", problem.q.strides)
+    _set_strides(params, "k", "bnhd", problem.k.strides)
+    _set_strides(params, "v", "bnhd", problem.v.strides)
+    assert problem.out is not None
+    _set_strides(params, "out", "bmhd", problem.out.strides)
+    _set_strides(params, "lse", "bhm", lse.strides)
+    for name, operand in (("bias", problem.bias), ("mask", problem.mask)):
+        if operand is not None:
+            _set_strides(params, name, "bhmn", broadcast_strides(operand))
+    for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v"):
+        setattr(params, name, getattr(problem, name))
+    params.total_q, params.total_k = problem.q.shape[1], problem.k.shape[1]
+    params.lse_packed = lse.packed
+    params.window_left = UNBOUNDED if problem.window_left is None else problem.window_left
+    params.window_right = UNBOUNDED if problem.window_right is None else problem.window_right
+    params.bottom_right = problem.bottom_right
+    params.scale, params.softcap = problem.softmax_scale, problem.softcap
+    if problem.dropout_p > 0:
+        params.dropout_threshold = philox.threshold(problem.dropout_p)
+        params.dropout_multiplier = philox.multiplier(problem.dropout_p)
+
+
+def broadcast_strides(operand: OperandLayout) -> tuple[int, ...]:
+    """Strides with which a kernel walks a broadcast operand: 0 on dims of size 1."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(operand.shape, operand.strides, strict=True))
+
+
+def _forward_params(problem: AttentionProblem, lse: LseLayout) -> ForwardParams:
+    params = ForwardParams()
+    _set_common(params, problem, lse)
+    params.lse_rows, params.lse_empty = lse.rows, lse.empty
+    return params
+
+
+def _backward_params(
+    problem: AttentionProblem, lse: LseLayout, dlse: LseLayout | None, dbias: OperandLayout | None
+) -> BackwardParams:
+    params = BackwardParams()
+    _set_common(params, problem, lse)
+    for name, dims in (("dout", "bmhd"), ("dq", "bmhd"), ("dk", "bnhd"), ("dv", "bnhd")):
+        operand = getattr(problem, name)
+        _set_strides(params, name, dims, operand.strides)
+    if dlse is not None:
+        _set_strides(params, "dlse", "bhm", dlse.strides)
+    if dbias is not None:
+        _set_strides(params, "dbias", "bhmn", broadcast_strides(dbias))
+        for dim, size in zip("bhmn", dbias.shape, strict=True):
+            setattr(params, f"dbias_size_{dim}", size)
+    params.num_splits = 1
+    return params

@@ -1,0 +1,260 @@
+"""Compiling ahead of time: from what a user will run to the kernels it needs, compiled in parallel without a GPU.
+
+The kernels are the ones that the heuristics choose for a synthetic problem, so what ``warmup`` puts into the cache is
+what a call looks up. ``python -m nvrtc_attn warmup`` is this module with a progress bar.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Final
+
+from . import device, env
+from .config import BackwardConfig, Features, ForwardConfig, KernelConfig
+from .errors import CompileError
+from .problem import AttentionProblem, OperandLayout
+
+REFERENCE_SMS: Final[dict[str, int]] = {
+    "sm_75": 40,  # T4
+    "sm_80": 108,  # A100
+    "sm_86": 84,  # RTX A6000
+    "sm_87": 16,  # AGX Orin
+    "sm_89": 128,  # RTX 4090
+    "sm_90": 132,  # H100, H200
+    "sm_100": 148,  # B200
+    "sm_103": 148,  # B300
+    "sm_110": 20,  # AGX Thor
+    "sm_120": 170,  # RTX 5090
+    "sm_121": 48,  # GB10
+}
+"""Multiprocessors of a common GPU of each target; a choice that depends on the number takes ``num_sms``."""
+
+COMPILE_MEMORY_BYTES: Final = 700 << 20
+"""Peak resident size of one compile process, rounded up (forward, head dim 128: about 500 MB with NVRTC 13.0)."""
+
+DEFAULT_SEQLENS: Final = ((4096, 4096), (1, 4096))
+"""Training or prefill, and decode: lengths between them choose among the same kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What will be run: one combination of the options of ``warmup``."""
+
+    arch: str
+    head_dim: int
+    dtype: str
+    head_dim_v: int | None = None
+    batch: int = 4
+    num_heads: int = 16
+    num_heads_kv: int | None = None
+    seqlens: tuple[tuple[int, int], ...] = DEFAULT_SEQLENS
+    causal: bool = False
+    bias: bool = False
+    dbias: bool = False
+    mask: bool = False
+    softcap: bool = False
+    dropout: bool = False
+    varlen: bool = False
+    seqused_k: bool = False
+    deterministic: bool = False
+    backward: bool = True
+    num_sms: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelReport:
+    """One compiled kernel, or why it is not. ``compile_ms`` is the time in the worker, cache look-up included."""
+
+    config: KernelConfig
+    cached: bool = False
+    compile_ms: float = 0.0
+    num_regs: int | None = None
+    spill_bytes: int | None = None
+    stack_bytes: int | None = None
+    code_bytes: int = 0
+    error: str | None = None
+
+
+def problems(request: Request) -> list[AttentionProblem]:
+    """Synthetic problems of a request: dense tensors, aligned to 16 bytes, one per pair of lengths."""
+    found = []
+    for seqlen_q, seqlen_k in request.seqlens:
+        batch, heads = request.batch, request.num_heads
+        heads_kv = request.num_heads_kv or heads
+        head_dim_v = request.head_dim_v or request.head_dim
+        lead = (1, batch * seqlen_q) if request.varlen else (batch, seqlen_q)
+        lead_k = (1, batch * seqlen_k) if request.varlen else (batch, seqlen_k)
+        scores = (1, heads, seqlen_q, seqlen_k)
+        found.append(
+            AttentionProblem(
+                dtype=request.dtype,
+                batch=batch,
+                seqlen_q=seqlen_q,
+                seqlen_k=seqlen_k,
+                num_heads=heads,
+                num_heads_kv=heads_kv,
+                head_dim=request.head_dim,
+                head_dim_v=head_dim_v,
+                q=_dense((*lead, heads, request.head_dim), request.dtype),
+                k=_dense((*lead_k, heads_kv, request.head_dim), request.dtype),
+                v=_dense((*lead_k, heads_kv, head_dim_v), request.dtype),
+                window_right=0 if request.causal else None,
+                softmax_scale=request.head_dim**-0.5,
+                softcap=30.0 if request.softcap else 0.0,
+                dropout_p=0.1 if request.dropout else 0.0,
+                bias=_dense(scores, request.dtype) if request.bias or request.dbias else None,
+                mask=_dense(scores, "bool") if request.mask else None,
+                varlen=request.varlen,
+                seqused_k=request.seqused_k,
+                return_lse=request.backward,
+                deterministic=request.deterministic,
+                dbias=request.dbias and request.backward,
+            )
+        )
+    return found
+
+
+def _dense(shape: tuple[int, ...], dtype: str) -> OperandLayout:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return OperandLayout(shape=shape, strides=tuple(reversed(strides)), dtype=dtype)
+
+
+def configs(requests: Sequence[Request]) -> list[KernelConfig]:
+    """Kernels that the requests need, each once, the slowest to compile first.
+
+    Raises
+    ------
+    ValueError
+        An unknown architecture.
+    UnsupportedError
+        No kernel serves a request; carries every reason.
+    """
+    from .heuristics import choose_backward, choose_forward
+
+    backend = env.backend()
+    chosen: dict[KernelConfig, None] = {}
+    for request in requests:
+        target = device.ARCHITECTURES.get(request.arch)
+        if target is None:
+            raise ValueError(f"arch {request.arch!r} is not one of {', '.join(device.ARCHITECTURES)}")
+        # sm_90 and sm_90a are the same GPU: what a device of that compute capability would look up is compiled.
+        arch = device.arch_of(target.compute_capability)
+        num_sms = request.num_sms or REFERENCE_SMS[arch]
+        smem_limit = target.smem_per_block_optin
+        for problem in problems(request):
+            forward = choose_forward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
+            chosen.update((launch.config, None) for launch in forward.launches)
+            if request.backward and problem.seqlen_q > 1:
+                spec = choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
+                chosen.update((launch.config, None) for launch in spec.launches)
+    return sorted(chosen, key=lambda c: (isinstance(c, BackwardConfig), c.head_dim), reverse=True)
+
+
+def worker_count(num_kernels: int) -> int:
+    """Processes to compile with: one per usable core, as far as memory allows."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(num_kernels, cores, available_memory_bytes() // COMPILE_MEMORY_BYTES))
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process may still use: what the kernel calls available, within the limit of the container."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        available = int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return 4 * COMPILE_MEMORY_BYTES  # not Linux
+    try:
+        with (
+            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
+            open("/sys/fs/cgroup/memory.current", encoding="ascii") as current,
+        ):
+            available = min(available, int(limit.read()) - int(current.read()))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        pass
+    return available
+
+
+def compile_configs(kernels: Sequence[KernelConfig], workers: int | None = None) -> Iterator[KernelReport]:
+    """Compile ``kernels`` into the cache and yield a report of each as it finishes. A failure is a report too.
+
+    Workers are spawned processes: a compile that runs out of memory takes no caller along. A script that calls this
+    needs the usual ``if __name__ == "__main__":``.
+    """
+    workers = worker_count(len(kernels)) if workers is None else max(1, min(workers, len(kernels)))
+    if workers == 1:
+        yield from map(_compile_one, kernels)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        pending = {pool.submit(_compile_one, config): config for config in kernels}
+        try:
+            for future in as_completed(pending):
+                try:
+                    yield future.result()
+                except BrokenProcessPool:
+                    yield KernelReport(config=pending[future], error="the worker process died (out of memory?)")
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _compile_one(config: KernelConfig) -> KernelReport:
+    from .compile import compile_kernel
+
+    start = time.perf_counter()
+    try:
+        compiled = compile_kernel(config)
+    except (CompileError, OSError) as error:
+        return KernelReport(config=config, error=str(error))
+    return KernelReport(
+        config=config,
+        cached=compiled.cached,
+        compile_ms=1e3 * (time.perf_counter() - start),
+        num_regs=compiled.num_regs,
+        spill_bytes=compiled.spill_bytes,
+        stack_bytes=compiled.stack_bytes,
+        code_bytes=len(compiled.code),
+    )
+
+
+def config_to_json(config: KernelConfig) -> str:
+    """One line of JSON that names a kernel exactly: only the fields that differ from their defaults."""
+    values: dict[str, Any] = {"type": type(config).__name__}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            values[field.name] = dataclasses.asdict(value) if isinstance(value, Features) else value
+    return json.dumps(values, separators=(",", ":"))
+
+
+def config_from_json(text: str) -> KernelConfig:
+    """Inverse of `config_to_json`.
+
+    Raises
+    ------
+    ValueError
+        The text is not the JSON of a config.
+    """
+    types = {cls.__name__: cls for cls in (ForwardConfig, BackwardConfig, KernelConfig)}
+    try:
+        values = json.loads(text)
+        cls = types[values.pop("type")]
+        return cls(**{**values, "features": Features(**values.get("features", {}))})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{text!r} is not a kernel config: {type(error).__name__}: {error}") from error
+
+
+def warmup_command(config: KernelConfig) -> str:
+    """Return the command that puts exactly this kernel into the cache; quoted in the error of a missing one."""
+    return f"python -m nvrtc_attn warmup --config {shlex.quote(config_to_json(config))}"

@@ -1,0 +1,238 @@
+"""PyTorch: `attention` with autograd, on torch's current stream, allocator and random generator."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import api, env
+from .call import Call, CallOptions, describe
+from .plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
+from .problem import Causal, WindowSize
+from .tensors import view
+
+_raw_stream: Final = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
+_MAX_ENTRIES: Final = 4096
+Tensors = tuple[torch.Tensor | None, ...]  # q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k
+# Everything of a call but its addresses -> plan and shapes: the steady state is one lookup here.
+_forward_plans: dict[Any, tuple[ForwardPlan, tuple[int, ...], tuple[int, ...]]] = {}
+_backward_plans: dict[Any, BackwardPlan] = {}
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    causal: Causal = False,
+    window_size: WindowSize = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Any:
+    """`nvrtc_attn.attention`, differentiable in q, k, v, bias and, through a returned lse, in the lse.
+
+    Parameters as there, but:
+
+    rng
+        Default: torch's generator of the device, which advances by the number of scores as it does for torch's own
+        memory-efficient attention; while a CUDA graph is captured, a seed that torch draws anew at every replay.
+    deterministic
+        Whether the backward pass is bitwise reproducible. Default: ``torch.are_deterministic_algorithms_enabled()``.
+
+    Gradients have the shapes of their inputs; that of a broadcast bias is summed inside the kernels. Outputs and
+    gradients are dense. Runs on torch's current stream and allocates from torch's allocator.
+    """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = (
+        causal,
+        tuple(window_size or (None, None)),
+        softmax_scale,
+        softcap,
+        dropout_p,
+        max_seqlen_q,
+        max_seqlen_k,
+    )
+    tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors[:4]):
+        tensors = (*(x if x is None else x.resolve_neg() for x in tensors[:4]), *tensors[4:])
+    if dropout_p > 0 and rng is None and q.is_cuda:
+        rng = draw_rng(q, k, None if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:4]):
+        out, lse = _Attention.apply(options, deterministic, rng, *tensors)
+    else:
+        out, lse = forward(tensors, options, rng, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, int | None] | None) -> tuple[Any, Any]:
+    """(seed, offset) from torch's generator of q's device, and advance it past the numbers of this problem."""
+    index = q.get_device()
+    if torch.cuda.is_current_stream_capturing():
+        seed = torch.empty((), dtype=torch.int64, device=q.device).random_()
+        return seed, torch.zeros((), dtype=torch.int64, device=q.device)
+    torch.cuda.init()
+    generator = torch.cuda.default_generators[index]
+    seed, offset = generator.initial_seed() & (2**64 - 1), generator.get_offset()
+    batch, rows, columns = packed or (q.shape[0], q.shape[1], k.shape[1])
+    numbers = batch * q.shape[2] * (rows or 0) * (columns or 0)
+    generator.set_offset(offset + -(-numbers // 4) * 4)
+    return seed, offset
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(ctx: Any, options: Any, deterministic: bool, rng: Any, *tensors: Any) -> Any:
+        out, lse = forward(tensors, options, rng, True)
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.options, ctx.deterministic, ctx.rng = options, deterministic, rng
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        out, lse, *tensors = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        with_dbias = ctx.needs_input_grad[6]
+        gradients = backward(tuple(tensors), out, lse, dout, dlse, ctx.options, ctx.rng, ctx.deterministic, with_dbias)
+        return (None, None, None, *gradients, None, None, None, None)
+
+
+def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool) -> Any:
+    """(out, lse or None) of detached tensors; ``options`` are the fields of `CallOptions` in their order."""
+    key = (with_lse, options, env.backend(), *map(_signature, tensors))
+    entry = _forward_plans.get(key)
+    if entry is None:
+        call = _describe(tensors, options, with_lse)
+        if call.on_cpu:
+            result = api.attention(
+                *_call_arguments(tensors), **_keywords(tensors, options), rng=rng, return_lse=with_lse
+            )
+            return result if with_lse else (result, None)
+        _, h, m = call.lse_shape
+        layout = LseLayout(strides=(h * m, m, 1), rows=call.problem.seqlen_q, packed=call.problem.varlen)
+        plan = forward_plan(call.with_outputs(), call.device.index, layout)
+        entry = _remember(_forward_plans, key, (plan, call.out_shape, call.lse_shape))
+    plan, out_shape, lse_shape = entry
+    q, k, v, bias, mask, cu_q, cu_k, used = tensors
+    assert q is not None and k is not None and v is not None  # noqa: PT018
+    device = q.device
+    out = torch.empty(out_shape, dtype=q.dtype, device=device)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if with_lse else None
+    if out.numel():
+        size = plan.workspace_bytes
+        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        plan.run(
+            raw_stream(device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), _ptr(lse), _ptr(bias),
+            _ptr(mask), _ptr(cu_q), _ptr(cu_k), _ptr(used), rng_words(rng, options[4]), _ptr(workspace),
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+    options: tuple[Any, ...], rng: Any, deterministic: bool, with_dbias: bool,
+) -> Any:  # fmt: skip
+    """(dq, dk, dv, dbias or None), dense, of detached tensors."""
+    q, k, v, bias, mask, cu_q, cu_k, used = tensors
+    assert q is not None and k is not None and v is not None  # noqa: PT018
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device) if with_dbias and bias is not None else None
+    extra = (out, lse, dout, dlse)
+    key = (deterministic, with_dbias, options, env.backend(), *map(_signature, tensors), *map(_signature, extra))
+    plan = _backward_plans.get(key)
+    if plan is None:
+        call = _describe(tensors, (*options, True, deterministic, with_dbias))
+        if call.on_cpu:
+            api.attention_backward(
+                dout, q.detach(), k.detach(), v.detach(), out, lse, dq, dk, dv, dlse=dlse, dbias=dbias, rng=rng,
+                **_keywords(tensors, options),
+            )  # fmt: skip
+            return dq, dk, dv, dbias
+        views = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}
+        plan = api.plan_backward(call, {n: view(x.detach(), n) for n, x in views.items() if x is not None})
+        _remember(_backward_plans, key, plan)
+    size = plan.workspace_bytes
+    workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    plan.run(
+        raw_stream(q.device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(),
+        dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), workspace.data_ptr(), _ptr(dlse), _ptr(bias), _ptr(dbias),
+        _ptr(mask), _ptr(cu_q), _ptr(cu_k), _ptr(used), rng_words(rng, options[4]),
+    )  # fmt: skip
+    return dq, dk, dv, dbias
+
+
+def _describe(tensors: Tensors, values: tuple[Any, ...], *more: bool) -> Call:
+    options = CallOptions(**dict(zip(CallOptions.__dataclass_fields__, (*values, *more), strict=False)))
+    names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    q, k, v, *others = (x.detach() if isinstance(x, torch.Tensor) else x for x in tensors)
+    return describe(q, k, v, **dict(zip(names, others, strict=True)), options=options, stream=None)
+
+
+def _call_arguments(tensors: Tensors) -> tuple[Any, ...]:
+    return tuple(x.detach() if x is not None else None for x in tensors[:3])
+
+
+def _keywords(tensors: Tensors, options: tuple[Any, ...]) -> dict[str, Any]:
+    names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    others = (x.detach() if x is not None else None for x in tensors[3:])
+    return {
+        **dict(zip(CallOptions.__dataclass_fields__, options, strict=False)),
+        **dict(zip(names, others, strict=True)),
+    }
+
+
+def _signature(x: Any) -> Any:
+    """What of a tensor decides the kernel: everything but the address beyond its alignment."""
+    if x is None:
+        return None
+    try:
+        return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15
+    except (AttributeError, RuntimeError):
+        return x  # not a plain tensor: validation, on the way to the plan, says what it is
+
+
+def _remember(table: dict[Any, Any], key: Any, value: Any) -> Any:
+    while len(table) >= _MAX_ENTRIES:
+        table.pop(next(iter(table)), None)
+    table[key] = value
+    return value
+
+
+def _ptr(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def raw_stream(device: torch.device) -> int:
+    """Handle of torch's current stream on ``device``."""
+    if _raw_stream is not None:
+        return int(_raw_stream(device.index))
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def rng_words(rng: Any, dropout_p: float) -> tuple[int, int, int, int]:
+    """(seed address, offset address, seed, offset)."""
+    if dropout_p == 0:
+        return 0, 0, 0, 0
+    seed, offset = rng if isinstance(rng, (tuple, list)) else (rng, 0)
+    addresses, words = [0, 0], [0, 0]
+    for i, x in enumerate((seed, offset)):
+        if isinstance(x, torch.Tensor) and x.is_cuda:
+            addresses[i] = x.data_ptr()
+        else:
+            words[i] = int(x) & (2**64 - 1)
+    return addresses[0], addresses[1], words[0], words[1]

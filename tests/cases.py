@@ -1,0 +1,574 @@
+"""The one generator of attention problems for tests, precompilation and benchmarks, and the math they are held to.
+
+A `Case` says everything about a problem except its numbers; `make_arrays` draws those. Nothing here imports a
+framework: callers cast the float32 arrays and place them where they want (`placement` describes awkward strides).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nvrtc_attn import philox
+
+Array = npt.NDArray[Any]
+
+LAYOUTS = ("contiguous", "bhmk", "packed", "padded_rows", "last_strided", "unaligned", "expanded", "random")
+"""``bhmk``: heads outside tokens. ``packed``: q, k, v of one ``[B, M, 3, H, K]`` buffer. ``padded_rows``: rows are 2
+elements longer than the head dim. ``last_strided``: every second element. ``unaligned``: the base address lies one
+element past a 16-byte boundary. ``expanded``: k and v have batch stride 0. ``random``: permuted dims, random padding
+and offset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One attention problem. Build it with `make_case`, which fills the dependent fields."""
+
+    name: str
+    dtype: str
+    batch: int
+    """Number of sequences; the leading dim of the tensors is 1 when ``seqlens`` is given."""
+    seqlen_q: int
+    """Mq, or max_seqlen_q."""
+    seqlen_k: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool | str = False
+    window_size: tuple[int | None, int | None] = (None, None)
+    bias: str | None = None
+    """Shape: one letter per full dim of "bhqk", "1" where it broadcasts, for example "1h1k"."""
+    bias_dtype: str = "same"
+    """"same" (as q) or "float32"."""
+    mask: str | None = None
+    """Shape as for ``bias``. True with probability 3/4; every fifth row along q (or all of them, if q broadcasts
+    and ``mask_empty``) drops everything when ``mask_empty``."""
+    mask_empty: bool = False
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: int = 1234
+    offset: int = 0
+    seqlens: tuple[tuple[int, int], ...] = ()
+    """Varlen: (query, key) length of each sequence; the second is the length of the slot."""
+    tail: tuple[int, int] = (0, 0)
+    """Varlen: (query, key) tokens behind the last sequence."""
+    seqused_k: tuple[int, ...] = ()
+    softmax_scale: float | None = None
+    layout: str = "contiguous"
+    dlse: bool = False
+    """A gradient also arrives through lse."""
+    deterministic: bool = False
+
+    @property
+    def varlen(self) -> bool:
+        return bool(self.seqlens)
+
+    @property
+    def bias_grad(self) -> bool:
+        return self.bias is not None
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds of the forward products, times two, masks not subtracted. The backward is 2.5 times that."""
+        pairs = sum(m * n for m, n in self.seqlens) if self.varlen else self.batch * self.seqlen_q * self.seqlen_k
+        return 2 * self.num_heads * pairs * (self.head_dim + self.head_dim_v)
+
+
+def make_case(name: str, **fields: Any) -> Case:
+    """A `Case` whose unnamed fields are small, square and float16; heads, value width and lengths follow each other."""
+    fields.setdefault("dtype", "float16")
+    if seqlens := fields.get("seqlens"):
+        fields["batch"] = len(seqlens)
+        fields["seqlen_q"] = max(m for m, _ in seqlens)
+        fields["seqlen_k"] = max(n for _, n in seqlens)
+    for field, default in (("batch", 2), ("seqlen_q", 113), ("seqlen_k", 203), ("num_heads", 2), ("head_dim", 64)):
+        fields.setdefault(field, default)
+    fields.setdefault("num_heads_kv", fields["num_heads"])
+    fields.setdefault("head_dim_v", fields["head_dim"])
+    return Case(name=name, **fields)
+
+
+def shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    """Shapes of every float operand and result; "bias", "mask" and "dbias" only if the case has them."""
+    batch, seqlen_q, seqlen_k = case.batch, case.seqlen_q, case.seqlen_k
+    if case.varlen:
+        batch = 1
+        seqlen_q = sum(m for m, _ in case.seqlens) + case.tail[0]
+        seqlen_k = sum(n for _, n in case.seqlens) + case.tail[1]
+    q = (batch, seqlen_q, case.num_heads, case.head_dim)
+    k = (batch, seqlen_k, case.num_heads_kv, case.head_dim)
+    v = (batch, seqlen_k, case.num_heads_kv, case.head_dim_v)
+    out, lse = (batch, seqlen_q, case.num_heads, case.head_dim_v), (batch, case.num_heads, seqlen_q)
+    found = {"q": q, "k": k, "v": v, "out": out, "dout": out, "lse": lse, "dlse": lse, "dq": q, "dk": k, "dv": v}
+    full = dict(zip("bhqk", (batch, case.num_heads, seqlen_q, seqlen_k), strict=True))
+    for name, spec in (("bias", case.bias), ("dbias", case.bias), ("mask", case.mask)):
+        if spec is not None:
+            found[name] = tuple(1 if letter == "1" else full[letter] for letter in spec)
+    return found
+
+
+def make_arrays(case: Case, rng: np.random.Generator | None = None) -> dict[str, Array]:
+    """Random inputs: float32 normal q, k, v, dout and, where the case has them, dlse, bias, bool mask, int32 lengths.
+
+    Without ``rng`` the numbers depend on the case's name only.
+    """
+    rng = np.random.default_rng(zlib.crc32(case.name.encode())) if rng is None else rng
+    shape = shapes(case)
+    names = ["q", "k", "v", "dout"] + ["dlse"] * case.dlse + ["bias"] * (case.bias is not None)
+    arrays: dict[str, Array] = {name: rng.standard_normal(shape[name], np.float32) for name in names}
+    if case.layout == "expanded":
+        for name in ("k", "v"):
+            arrays[name] = np.ascontiguousarray(np.broadcast_to(arrays[name][:1], shape[name]))
+    if case.mask is not None:
+        mask = rng.random(shape["mask"]) < 0.75
+        if case.mask_empty:
+            mask[:, :, ::5] = False
+        arrays["mask"] = mask
+    if case.varlen:
+        for name, part in (("cu_seqlens_q", 0), ("cu_seqlens_k", 1)):
+            arrays[name] = np.cumsum([0, *(pair[part] for pair in case.seqlens)]).astype(np.int32)
+    if case.seqused_k:
+        arrays["seqused_k"] = np.array(case.seqused_k, np.int32)
+    return arrays
+
+
+def call_options(case: Case) -> dict[str, Any]:
+    """The scalar keyword arguments of ``nvrtc_attn.attention`` for this case, apart from ``rng``."""
+    options: dict[str, Any] = {
+        "causal": case.causal,
+        "window_size": case.window_size,
+        "softmax_scale": case.softmax_scale,
+        "softcap": case.softcap,
+        "dropout_p": case.dropout_p,
+    }
+    if case.varlen:
+        options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+    return options
+
+
+def reference_options(case: Case, arrays: dict[str, Array]) -> dict[str, Any]:
+    """All keyword arguments of ``nvrtc_attn.reference.attention_forward`` for this case."""
+    names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    operands = {name: arrays[name] for name in names if name in arrays}
+    return {**call_options(case), **operands, "seed": case.seed, "offset": case.offset}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Strides
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a tensor lies in a flat buffer: ``size`` of the buffer, ``offset``, ``strides``, all in elements."""
+
+    size: int
+    offset: int
+    strides: tuple[int, ...]
+
+
+def placement(name: str, shape: tuple[int, ...], layout: str, rng: np.random.Generator | None = None) -> Placement:
+    """Strides of operand ``name`` under ``layout``, for ``torch.as_strided`` and its like."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}; accepted are {LAYOUTS}")
+    rank = len(shape)
+    order, pads, offset, step = list(range(rank)), [0] * rank, 0, 1
+    is_token_tensor = rank == 4 and name not in ("bias", "mask", "dbias")
+    if layout == "bhmk" and is_token_tensor:
+        order = [0, 2, 1, 3]
+    elif layout == "packed" and name in ("q", "k", "v", "dq", "dk", "dv") and is_token_tensor:
+        pads[1] = 2 * shape[2] * shape[3]
+        offset = "qkv".index(name[-1]) * shape[2] * shape[3]
+    elif layout == "padded_rows":
+        pads[rank - 2] = 2
+    elif layout == "last_strided":
+        step = 2
+    elif layout == "unaligned":
+        offset = 1
+    elif layout == "random":
+        rng = np.random.default_rng(0) if rng is None else rng
+        order[: rank - 1] = rng.permutation(rank - 1).tolist()
+        if rng.random() < 0.25:
+            order = rng.permutation(rank).tolist()
+        pads = [int(rng.integers(0, 4)) if rng.random() < 0.5 else 0 for _ in range(rank)]
+        offset = int(rng.integers(0, 9))
+        step = int(rng.integers(1, 3)) if rng.random() < 0.2 else 1
+    strides = [0] * rank
+    pitch = step
+    for axis in reversed(order):
+        strides[axis] = pitch + (pads[axis] if axis != order[-1] else 0)
+        pitch = strides[axis] * max(1, shape[axis])
+    if layout == "expanded" and name in ("k", "v"):
+        strides[0] = 0
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+    return Placement(offset + extent, offset, tuple(strides))
+
+
+def place(x: Array, where: Placement) -> Array:
+    """Copy ``x`` into a fresh buffer laid out as ``where``; floats around it are NaN."""
+    storage = np.full(where.size, np.nan if x.dtype.kind == "f" else 1, x.dtype)
+    strides = tuple(stride * x.itemsize for stride in where.strides)
+    view: Array = np.lib.stride_tricks.as_strided(storage[where.offset :], x.shape, strides)
+    view[...] = x
+    return view
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plain math
+
+
+def round_to(x: Array, dtype: str) -> Array:
+    """``x`` rounded to nearest even in ``dtype``; bfloat16 values are returned in a float32 array."""
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return x.astype(dtype)
+    single = np.ascontiguousarray(x, np.float32)
+    bits = single.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(single), rounded.view(np.float32), single)
+
+
+def cast_inputs(case: Case, arrays: dict[str, Array], to: npt.DTypeLike = np.float64) -> dict[str, Array]:
+    """The inputs as a kernel of ``case.dtype`` sees them (rounded to it), widened to ``to``."""
+    cast = dict(arrays)
+    for name in ("q", "k", "v", "dout", "bias"):
+        if name in cast:
+            dtype = "float32" if name == "bias" and case.bias_dtype == "float32" else case.dtype
+            cast[name] = round_to(cast[name], dtype).astype(to)
+    if "dlse" in cast:
+        cast["dlse"] = cast["dlse"].astype(to)
+    return cast
+
+
+def attention_dense(case: Case, arrays: dict[str, Array], precision: str = "float64") -> dict[str, Array]:
+    """out, lse, dq, dk, dv and dbias by the textbook, with whole [Mq, Mk] matrices: small problems only.
+
+    With a ``precision`` below float64 every intermediate result is rounded to it (products and softmax accumulate in
+    float32), which is the same math as a framework does it in that precision.
+    """
+    exact = precision == "float64"
+    work = np.float64 if exact else np.float32
+
+    def rnd(x: Array) -> Array:
+        return x if exact else round_to(x, precision).astype(work)
+
+    shape = shapes(case)
+    results: dict[str, Array] = {
+        name: np.zeros(shape[name], work) for name in ("out", "dq", "dk", "dv", "dbias") if name in shape
+    }
+    results["lse"] = np.full(shape["lse"], -np.inf, work)
+    for sequence, batch, rows, keys in _sequences(case):
+        q, dout = (arrays[name][batch, rows].astype(work).swapaxes(0, 1) for name in ("q", "dout"))
+        group = case.num_heads // max(1, case.num_heads_kv)
+        k, v = (np.repeat(arrays[name][batch, keys].astype(work).swapaxes(0, 1), group, 0) for name in ("k", "v"))
+        num_rows, num_keys = q.shape[1], k.shape[1]
+        scale = work(case.head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale)
+
+        s = rnd(rnd(q @ k.swapaxes(1, 2)) * scale)
+        slope: Array | float = 1.0
+        if case.softcap:
+            t = np.tanh(s / work(case.softcap))
+            s, slope = rnd(work(case.softcap) * t), 1 - t * t
+        if "bias" in arrays:
+            s = rnd(s + _of_batch(arrays["bias"].astype(work), batch))
+        visible = np.broadcast_to(_visible(case, num_rows, num_keys), s.shape)
+        if "mask" in arrays:
+            visible = visible & _of_batch(arrays["mask"], batch)
+        s = np.where(visible, s, -np.inf)
+        top = s.max(-1, keepdims=True, initial=-np.inf)
+        e = np.exp(s - np.where(np.isfinite(top), top, 0))
+        total = e.sum(-1, keepdims=True)
+        seen = total > 0
+        p = rnd(np.divide(e, total, out=np.zeros_like(e), where=seen))
+        z = _dropout_weights(case, sequence, num_rows, num_keys).astype(work)
+        p_dropped = rnd(p * z)
+        results["out"][batch, rows] = rnd(p_dropped @ v).swapaxes(0, 1)
+        lse = np.log(total, out=np.full_like(total, -np.inf), where=seen) + np.where(seen, top, 0)
+        results["lse"][batch, :, rows] = lse[..., 0]
+
+        dp = rnd(rnd(dout @ v.swapaxes(1, 2)) * z)
+        inner = (p * dp).sum(-1, keepdims=True)
+        if "dlse" in arrays:
+            inner = inner - arrays["dlse"][batch, :, rows, None].astype(work)
+        ds = rnd(p * (dp - inner))
+        if "dbias" in results:
+            part = results["dbias"][batch if results["dbias"].shape[0] > 1 else 0]
+            part += ds.sum(tuple(axis for axis, size in enumerate(part.shape) if size == 1), keepdims=True)
+        ds = rnd(ds * slope)
+        results["dq"][batch, rows] = rnd(rnd(ds @ k) * scale).swapaxes(0, 1)
+        for name, weights, x in (("dk", ds, q * scale), ("dv", p_dropped, dout)):
+            per_head = rnd(weights.swapaxes(1, 2) @ x)
+            summed = per_head.reshape(case.num_heads_kv, group, *per_head.shape[1:]).sum(1)
+            results[name][batch, keys] = rnd(summed).swapaxes(0, 1)
+    if "dbias" in results:
+        results["dbias"] = results["dbias"] if case.bias_dtype == "float32" else rnd(results["dbias"])
+    return results
+
+
+def attention_low_precision(case: Case, arrays: dict[str, Array]) -> dict[str, Array]:
+    """`attention_dense` in the case's own precision: the yardstick of the error rule."""
+    return attention_dense(case, arrays, case.dtype)
+
+
+def error_bound(exact: Array, low_precision: Array, dtype: str, factor: float = 2.0) -> float:
+    """Largest error allowed: ``factor`` times that of the same math in the input precision, plus rounding.
+
+    Adds 1e-5 for float32, and for 16-bit types the error of rounding the exact result itself once, which keeps the
+    rule meaningful where the low-precision result happens to be exact.
+    """
+    finite = np.isfinite(exact) & np.isfinite(low_precision)
+    if not finite.any():
+        return 0.0
+    truth = exact[finite].astype(np.float64)
+    error = float(np.abs(low_precision[finite].astype(np.float64) - truth).max())
+    floor = 1e-5 if dtype == "float32" else float(np.abs(round_to(truth, dtype).astype(np.float64) - truth).max())
+    return factor * error + floor
+
+
+def _sequences(case: Case) -> Iterator[tuple[int, int, slice, slice]]:
+    """(b, index of the leading dim, query tokens, key tokens) of each sequence."""
+    if not case.num_heads:
+        return
+    if not case.varlen:
+        for b in range(case.batch):
+            yield b, b, slice(0, case.seqlen_q), slice(0, case.seqused_k[b] if case.seqused_k else case.seqlen_k)
+        return
+    start_q = start_k = 0
+    for b, (m, n) in enumerate(case.seqlens):
+        yield b, 0, slice(start_q, start_q + m), slice(start_k, start_k + (case.seqused_k[b] if case.seqused_k else n))
+        start_q, start_k = start_q + m, start_k + n
+
+
+def _of_batch(x: Array, batch: int) -> Array:
+    part: Array = x[batch if x.shape[0] > 1 else 0]
+    return part
+
+
+def _visible(case: Case, num_rows: int, num_keys: int) -> Array:
+    i, j = np.arange(num_rows)[:, None], np.arange(num_keys)[None, :]
+    off = 0 if case.causal == "top_left" else num_keys - num_rows
+    left, right = case.window_size
+    keep: Array = np.ones((num_rows, num_keys), np.bool_)
+    if case.causal:
+        keep &= j <= i + off
+    if left is not None:
+        keep &= j >= i + off - left
+    if right is not None:
+        keep &= j <= i + off + right
+    return keep
+
+
+def _dropout_weights(case: Case, sequence: int, num_rows: int, num_keys: int) -> Array:
+    keep = philox.keep_mask(
+        (1, case.num_heads, num_rows, num_keys), case.dropout_p, case.seed, case.offset, origin=(sequence, 0, 0, 0),
+        num_heads=case.num_heads, max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k,
+    )  # fmt: skip
+    weights: Array = keep[0] * np.float32(philox.multiplier(case.dropout_p))
+    return weights
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The lists
+
+HEAD_DIMS = (8, 16, 24, 32, 40, 59, 64, 72, 80, 96, 111, 128, 160, 192, 224, 256, 257, 320, 512)
+LENGTHS = (
+    (113, 203), (127, 512), (127, 513), (108, 256), (1023, 1024), (1, 239), (3, 799), (64, 64), (128, 128), (1, 1),
+    (200, 1), (129, 127), (257, 65),
+)  # fmt: skip
+BIAS_SHAPES = tuple("".join(c if n >> i & 1 else "1" for i, c in enumerate("bhqk")) for n in range(16))
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def named_cases() -> list[Case]:
+    """The curated list: each feature alone, the pairs that have gone wrong elsewhere, and everything at once."""
+    cases = [make_case(f"basic-{dtype}", dtype=dtype, causal=causal, dlse=True) for dtype, causal in _basic()]
+    for n, d in enumerate(HEAD_DIMS):
+        cases.append(make_case(f"head_dim-{d}", batch=1, head_dim=d, dtype=_DTYPES[n % 3], causal=n % 2 == 1))
+    for d, dv in ((192, 128), (64, 256), (128, 64), (40, 72), (16, 512), (111, 59), (512, 64)):
+        cases.append(make_case(f"head_dim-{d}-{dv}", batch=1, head_dim=d, head_dim_v=dv, dtype="bfloat16"))
+    for m, n in LENGTHS:
+        for causal in (False, True, "top_left"):
+            name = f"length-{m}-{n}-{causal}"
+            cases.append(make_case(name, batch=1, seqlen_q=m, seqlen_k=n, causal=causal, dtype="bfloat16"))
+    cases.append(make_case("decode", batch=1, num_heads=4, num_heads_kv=1, seqlen_q=1, seqlen_k=8192, head_dim=128))
+    for heads, heads_kv in ((8, 2), (6, 1), (9, 3)):
+        for causal in (False, True):
+            name = f"gqa-{heads}-{heads_kv}-{causal}"
+            cases.append(make_case(name, num_heads=heads, num_heads_kv=heads_kv, causal=causal, head_dim=32, dlse=True))
+    cases += _mask_cases()
+    cases += _bias_cases()
+    for n, p in enumerate((1e-6, 0.1, 0.5, 0.999, 1.0)):
+        cases.append(make_case(f"dropout-{p}", dropout_p=p, dtype=_DTYPES[n % 3], offset=n, dlse=n % 2 == 1))
+    cases += [
+        make_case("dropout-gqa", dropout_p=0.2, num_heads=8, num_heads_kv=2, head_dim=32, causal=True),
+        make_case("dropout-wide-state", dropout_p=0.3, seed=2**63 + 5, offset=2**33 + 1, seqlen_k=205),
+        make_case("dropout-wrap", dropout_p=0.3, seed=2**64 - 1, offset=2**64 - 1001),
+        make_case("softcap", softcap=5.0, dtype="bfloat16", dlse=True),
+        make_case("softcap-causal-float32", softcap=1.5, dtype="float32", causal=True),
+        make_case("scale-zero", softmax_scale=0.0),
+        make_case("scale-negative", softmax_scale=-0.2),
+        make_case("scale-large", softmax_scale=4.0, dtype="bfloat16"),
+        make_case("deterministic", deterministic=True, causal=True, num_heads=4, num_heads_kv=2),
+        make_case("empty-batch", batch=0),
+        make_case("empty-queries", seqlen_q=0, bias="bh1k"),
+        make_case("empty-keys", seqlen_k=0, dlse=True, bias="bhq1"),
+        make_case("empty-heads", num_heads=0),
+    ]
+    cases += _varlen_cases()
+    for layout in LAYOUTS[1:]:
+        for dtype in ("float16", "float32"):
+            case = make_case(
+                f"layout-{layout}-{dtype}", layout=layout, dtype=dtype, seqlen_q=203, bias="bhqk", mask="b1qk"
+            )
+            cases.append(case)
+    cases.append(
+        make_case(
+            "everything", num_heads=6, num_heads_kv=2, head_dim=72, head_dim_v=40, causal=True, window_size=(90, 3),
+            bias="1hqk", mask="b11k", softcap=8.0, dropout_p=0.15, offset=77, dlse=True, softmax_scale=0.2,
+        )
+    )  # fmt: skip
+    return cases
+
+
+def _basic() -> Iterator[tuple[str, bool | str]]:
+    yield from zip(_DTYPES, (False, True, "top_left"), strict=True)
+
+
+def _mask_cases() -> list[Case]:
+    cases = []
+    for m, n in ((113, 203), (203, 113)):
+        for causal in (False, True, "top_left"):
+            for window in ((17, 5), (0, 0), (64, None), (None, 30), (200, 200)):
+                name = f"window-{m}-{n}-{causal}-{window[0]}-{window[1]}"
+                cases.append(make_case(name, batch=1, seqlen_q=m, seqlen_k=n, causal=causal, window_size=window))
+    for causal in (True, "top_left"):
+        cases.append(make_case(f"causal-tall-{causal}", seqlen_q=203, seqlen_k=113, causal=causal, dlse=True))
+    cases += [
+        # Bottom right puts rows 0..185 before key 0; top left leaves rows 20.. behind the last key.
+        make_case("window-no-key-above", seqlen_q=203, seqlen_k=17, window_size=(4, 0), dlse=True),
+        make_case("window-no-key-below", seqlen_q=203, seqlen_k=17, causal="top_left", window_size=(3, 0), dlse=True),
+    ]
+    for n, spec in enumerate(("bhqk", "b11k", "11qk", "1h1k", "bhq1", "1111")):
+        cases.append(make_case(f"mask-{spec}", mask=spec, dtype=_DTYPES[n % 3]))
+    cases += [
+        make_case("mask-empty-rows", mask="bhqk", mask_empty=True, dlse=True, bias="11qk"),
+        make_case("mask-empty-batch", mask="b11k", mask_empty=True, dlse=True),
+        make_case("mask-causal", mask="b11k", causal=True, num_heads=4, num_heads_kv=2),
+    ]
+    return cases
+
+
+def _bias_cases() -> list[Case]:
+    cases = [
+        make_case(f"bias-{spec}", bias=spec, dtype=_DTYPES[n % 3], dlse=n % 4 == 0)
+        for n, spec in enumerate(BIAS_SHAPES)
+    ]
+    for spec in ("bhqk", "1h1k"):
+        cases.append(make_case(f"bias-float32-{spec}", bias=spec, bias_dtype="float32", dtype="bfloat16", seqlen_k=204))
+    cases += [
+        make_case("bias-causal-tall", bias="bhqk", causal=True, seqlen_q=203, seqlen_k=113),
+        make_case("bias-window", bias="1hqk", window_size=(20, 20), num_heads=4, num_heads_kv=2),
+        make_case("bias-dropout", bias="1hqk", dropout_p=0.1, softcap=10.0),
+        make_case("bias-aligned", bias="bhqk", seqlen_q=128, seqlen_k=256, head_dim=128, dtype="bfloat16"),
+    ]
+    return cases
+
+
+def _varlen_cases() -> list[Case]:
+    lengths = ((113, 203), (1, 239), (64, 64), (0, 50), (50, 0), (127, 31))
+    used = (200, 7, 64, 0, 0, 30)
+    cases = []
+    for causal in (False, True, "top_left"):
+        cases += [
+            make_case(f"varlen-{causal}", seqlens=lengths, causal=causal, dlse=True, tail=(5, 9)),
+            make_case(
+                f"varlen-seqused-{causal}", seqlens=lengths, seqused_k=used, causal=causal, dtype="bfloat16", dlse=True
+            ),
+        ]
+    cases += [
+        make_case("varlen-window", seqlens=lengths, window_size=(40, 10), seqused_k=used, num_heads=4, num_heads_kv=2),
+        make_case("varlen-dropout", seqlens=lengths, dropout_p=0.25, offset=3, head_dim=40, num_heads=3),
+        make_case("varlen-everything", seqlens=lengths, seqused_k=used, dropout_p=0.25, softcap=6.0, causal=True,
+                  dlse=True, window_size=(70, 0), num_heads=4, num_heads_kv=2, head_dim=32, head_dim_v=80, tail=(3, 0)),
+        make_case("varlen-float32", seqlens=lengths, dtype="float32", causal=True, deterministic=True),
+        make_case("varlen-many", seqlens=tuple((1 + n % 7, 1 + n % 11) for n in range(64)), head_dim=16, causal=True),
+    ]  # fmt: skip
+    return cases
+
+
+def random_case(seed: int, index: int, max_flops: float = 20e6) -> Case:
+    """Case number ``index`` of the sweep ``seed``, drawn from the product of all features; replays exactly."""
+    rng = np.random.default_rng([seed, index])
+
+    def choose(*options: Any, weights: tuple[float, ...] | None = None) -> Any:
+        p = None if weights is None else np.array(weights) / sum(weights)
+        return options[int(rng.choice(len(options), p=p))]
+
+    def length() -> int:
+        edge = int(choose(16, 32, 64, 128, 256)) + int(rng.integers(-1, 2))
+        return edge if rng.random() < 0.4 else int(rng.integers(1, 300))
+
+    fields: dict[str, Any] = {"dtype": choose(*_DTYPES)}
+    fields["head_dim"] = choose(*HEAD_DIMS, int(rng.integers(1, 160)))
+    if rng.random() < 0.3:
+        fields["head_dim_v"] = choose(*HEAD_DIMS, int(rng.integers(1, 160)))
+    heads_kv, group = int(rng.integers(1, 4)), int(choose(1, 1, 2, 3, 4))
+    fields |= {"num_heads": heads_kv * group, "num_heads_kv": heads_kv}
+    fields["causal"] = choose(False, True, "top_left")
+    if rng.random() < 0.3:
+        fields["window_size"] = tuple(choose(None, 0, int(rng.integers(0, 200))) for _ in range(2))
+    if rng.random() < 0.25:
+        fields["seqlens"] = tuple(
+            (length() if rng.random() < 0.9 else 0, length() if rng.random() < 0.9 else 0)
+            for _ in range(int(rng.integers(1, 5)))
+        )
+        fields["tail"] = choose((0, 0), (3, 0), (2, 7))
+        if rng.random() < 0.5:
+            fields["seqused_k"] = tuple(int(rng.integers(0, n + 1)) for _, n in fields["seqlens"])
+    else:
+        fields |= {"batch": int(rng.integers(1, 4)), "seqlen_q": length(), "seqlen_k": length()}
+        if rng.random() < 0.4:
+            fields["bias"] = choose(*BIAS_SHAPES)
+            fields["bias_dtype"] = choose("same", "float32")
+        if rng.random() < 0.3:
+            fields["mask"] = choose(*BIAS_SHAPES)
+            fields["mask_empty"] = bool(rng.random() < 0.3)
+    if rng.random() < 0.25:
+        fields["softcap"] = float(choose(1.0, 5.0, 30.0))
+    if rng.random() < 0.3:
+        fields |= {"dropout_p": float(choose(0.1, 0.5, 0.9)), "seed": int(rng.integers(0, 2**63))}
+        fields["offset"] = int(rng.integers(0, 2**40))
+    if rng.random() < 0.2:
+        fields["softmax_scale"] = float(choose(0.05, 0.3, -0.1, 1.0))
+    fields["layout"] = choose("contiguous", "random", *LAYOUTS[1:-1], weights=(4, 3, 1, 1, 1, 1, 1, 1))
+    fields |= {"dlse": bool(rng.random() < 0.3), "deterministic": bool(rng.random() < 0.3)}
+
+    case = make_case(f"random-{seed}-{index}", **fields)
+    while case.flops > max_flops and (case.num_heads > case.num_heads_kv or case.num_heads_kv > 1 or case.batch > 1):
+        if case.num_heads_kv > 1:
+            group = case.num_heads // case.num_heads_kv
+            case = dataclasses.replace(case, num_heads_kv=1, num_heads=group)
+        elif case.batch > 1 and not case.varlen:
+            case = dataclasses.replace(case, batch=1)
+        elif case.batch > 1:
+            keep: dict[str, Any] = {
+                "seqlens": case.seqlens[:-1],
+                "seqused_k": case.seqused_k[:-1],
+                "batch": case.batch - 1,
+            }
+            keep |= {f"seqlen_{name}": max(pair[n] for pair in case.seqlens[:-1]) for n, name in enumerate("qk")}
+            case = dataclasses.replace(case, **keep)
+        else:
+            case = dataclasses.replace(case, num_heads=case.num_heads_kv)
+    return case
+
+
+def random_cases(seed: int, count: int, max_flops: float = 20e6) -> list[Case]:
+    """The first ``count`` cases of the sweep ``seed``; ``max_flops`` bounds all but the largest single-head ones."""
+    return [random_case(seed, index, max_flops) for index in range(count)]

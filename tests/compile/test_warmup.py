@@ -1,0 +1,102 @@
+"""Compiling ahead of time without a GPU, and finding the result again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvrtc_attn import precompile
+from nvrtc_attn.cache import KernelCache
+from nvrtc_attn.config import BackwardConfig, ForwardConfig
+
+pytest.importorskip("cuda.bindings.nvrtc")
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--arch", "sm_80", "--head-dim", "64", "--dtype", "float16", "--no-causal", "--seqlen", "512")
+
+
+def warmup(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NVRTC_ATTN_CACHE_DIR": str(directory), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "nvrtc_attn", "warmup", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**environment, **variables}, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.reliability(93, 94)
+def test_what_warmup_compiles_is_found_elsewhere(tmp_path: Path) -> None:
+    first = warmup(tmp_path / "here", *SMALL, "--jobs", "2")
+    assert first.returncode == 0, first.stderr
+    expected = precompile.configs(
+        [precompile.Request(arch="sm_80", head_dim=64, dtype="float16", seqlens=((512, 512),))]
+    )
+    assert len(KernelCache(tmp_path / "here", 1 << 30).entries()) == len(expected)
+    assert "(cached)" not in first.stdout
+    for config in expected:
+        assert config.kernel in first.stdout
+    # Another machine, another place, and not allowed to compile.
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    second = warmup(tmp_path / "there", *SMALL, NVRTC_ATTN_NO_COMPILE="1")
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.count("(cached)") == len(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.reliability(93)
+def test_the_command_in_the_error_makes_the_kernel_available(tmp_path: Path) -> None:
+    directory = tmp_path / "kernels"
+    missing = warmup(directory, *SMALL, "--forward-only", "--jobs", "1", NVRTC_ATTN_NO_COMPILE="1")
+    assert missing.returncode == 1
+    assert "NVRTC_ATTN_NO_COMPILE is set" in missing.stderr
+    assert not directory.exists()
+    commands = re.findall(r"^python -m nvrtc_attn warmup (.*)$", missing.stderr, re.MULTILINE)
+    assert commands
+    for command in commands:
+        done = warmup(directory, *shlex.split(command))
+        assert done.returncode == 0, done.stderr
+    assert warmup(directory, *SMALL, "--forward-only", NVRTC_ATTN_NO_COMPILE="1").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_failed_kernel_is_reported_and_the_others_compile(tmp_path: Path) -> None:
+    [good, *_] = precompile.configs(
+        [precompile.Request(arch="sm_80", head_dim=64, dtype="float16", seqlens=((512, 512),), backward=False)]
+    )
+    assert isinstance(good, ForwardConfig)
+    bad = precompile.config_to_json(good).replace("sm_80", "sm_999")
+    done = warmup(tmp_path / "kernels", "--config", bad, "--config", precompile.config_to_json(good), "--jobs", "2")
+    assert done.returncode == 1
+    assert "sm_999" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(KernelCache(tmp_path / "kernels", 1 << 30).entries()) == 1
+
+
+def test_configs_are_unique_and_slow_ones_come_first() -> None:
+    requests = [
+        precompile.Request(arch=arch, head_dim=head_dim, dtype="bfloat16", causal=causal)
+        for arch in ("sm_90", "sm_90a")  # one GPU, two names of targets
+        for head_dim in (64, 128)
+        for causal in (False, True)
+    ]
+    kernels = precompile.configs(requests)
+    assert len(set(kernels)) == len(kernels)
+    assert kernels == list(dict.fromkeys(precompile.configs(requests[: len(requests) // 2]) + kernels))
+    assert isinstance(kernels[0], BackwardConfig)
+    assert isinstance(kernels[-1], ForwardConfig)
+
+
+@pytest.mark.parametrize(
+    "name", ["bias", "dbias", "mask", "softcap", "dropout", "varlen", "seqused_k", "deterministic"]
+)
+def test_every_option_changes_the_kernels(name: str) -> None:
+    plain = precompile.Request(arch="sm_90", head_dim=64, dtype="float16", varlen=name == "seqused_k")
+    options: dict[str, Any] = {name: True}
+    changed = dataclasses.replace(plain, **options)
+    assert set(precompile.configs([changed])) != set(precompile.configs([plain]))

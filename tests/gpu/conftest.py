@@ -1,0 +1,31 @@
+"""What GPU tests share: the GPU or a reason to skip, and poisoned runs of one case checked against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+
+def _why_not() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed: GPU tests make their tensors with it"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no CUDA GPU: torch.cuda.is_available() is False"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < (7, 5):
+        return f"compute capability {major}.{minor} is below 7.5"
+    return ""
+
+
+_REASON = _why_not()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip everything here where it cannot run, saying why."""
+    if _REASON:
+        for item in items:
+            if "tests/gpu/" in item.nodeid.replace("\\", "/"):
+                item.add_marker(pytest.mark.skip(reason=_REASON))

@@ -1,0 +1,160 @@
+"""One case on the GPU: strided, NaN-poisoned tensors in, every result checked against the float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+from cases import Array, Case
+
+torch = pytest.importorskip("torch", reason="torch is not installed: GPU tests make their tensors with it")
+
+import nvrtc_attn  # noqa: E402 - after the skip
+from nvrtc_attn import api  # noqa: E402
+
+DEVICE = "cuda"
+OUTPUT_LAYOUTS = ("contiguous", "bhmk", "packed", "padded_rows", "last_strided", "unaligned", "random")
+
+
+def torch_dtype(name: str) -> Any:
+    return getattr(torch, name)
+
+
+def upload(name: str, x: Array, dtype: str | None, layout: str, rng: np.random.Generator) -> Any:
+    """``x`` on the GPU in ``layout``; the memory around it is NaN (floats) or one (others)."""
+    value = torch.from_numpy(np.ascontiguousarray(x)).to(DEVICE)
+    if dtype is not None:
+        value = value.to(torch_dtype(dtype))
+    tensor = blank(
+        name, tuple(x.shape), value.dtype, layout, rng, poison=float("nan") if value.is_floating_point() else 1
+    )
+    tensor.copy_(value) if layout != "expanded" else tensor[:1].copy_(value[:1])
+    return tensor
+
+
+def blank(
+    name: str, shape: tuple[int, ...], dtype: Any, layout: str, rng: np.random.Generator, poison: float = float("nan")
+) -> Any:
+    """A poisoned tensor in ``layout``."""
+    where = cases.placement(name, shape, layout, rng)
+    storage = torch.full((max(where.size, 1),), poison, dtype=dtype, device=DEVICE)
+    return torch.as_strided(storage, shape, where.strides, where.offset)
+
+
+class Run:
+    """The tensors of one case; ``forward`` and ``backward`` overwrite poisoned outputs."""
+
+    def __init__(self, case: Case, arrays: dict[str, Array] | None = None, seed: int = 0) -> None:
+        self.case = case
+        self.rng = np.random.default_rng([seed, case.seed & 0xFFFF])
+        self.arrays = cases.make_arrays(case) if arrays is None else arrays
+        shape = cases.shapes(case)
+        layout = case.layout
+        self.inputs = {
+            name: upload(name, self.arrays[name], case.dtype, layout, self.rng) for name in ("q", "k", "v", "dout")
+        }
+        if "bias" in self.arrays:
+            dtype = case.dtype if case.bias_dtype == "same" else "float32"
+            bias_layout = "contiguous" if layout == "expanded" else layout
+            self.inputs["bias"] = upload("bias", self.arrays["bias"], dtype, bias_layout, self.rng)
+        if "mask" in self.arrays:
+            mask_layout = "contiguous" if layout == "expanded" else layout
+            self.inputs["mask"] = upload("mask", self.arrays["mask"], None, mask_layout, self.rng)
+        if "dlse" in self.arrays:
+            self.inputs["dlse"] = upload("dlse", self.arrays["dlse"], None, "contiguous", self.rng)
+        self.lengths = {
+            name: torch.from_numpy(self.arrays[name]).to(DEVICE)
+            for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+            if name in self.arrays
+        }
+        self.shape = shape
+        self.output_layout = layout if layout in OUTPUT_LAYOUTS else "contiguous"
+        self.rng_words = (case.seed, case.offset)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        score = {name: self.inputs[name] for name in ("bias", "mask") if name in self.inputs}
+        return {**cases.call_options(self.case), **score, **self.lengths, "rng": self.rng_words}
+
+    def _blank(self, name: str, dtype: str) -> Any:
+        return blank(name, self.shape[name], torch_dtype(dtype), self.output_layout, self.rng)
+
+    def forward(self) -> dict[str, Any]:
+        """out and lse."""
+        i = self.inputs
+        out, lse = self._blank("out", self.case.dtype), self._blank("lse", "float32")
+        options = self.options
+        size = api.forward_workspace_bytes(i["q"], i["k"], i["v"], **options)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)  # NaN as float32
+        nvrtc_attn.attention_forward(i["q"], i["k"], i["v"], out, lse=lse, workspace=workspace, **options)
+        return {"out": out, "lse": lse}
+
+    def backward(self, forward: dict[str, Any], *, deterministic: bool | None = None) -> dict[str, Any]:
+        """dq, dk, dv and dbias."""
+        i = self.inputs
+        grads = {name: self._blank(name, self.case.dtype) for name in ("dq", "dk", "dv")}
+        if "bias" in i:
+            dtype = self.case.dtype if self.case.bias_dtype == "same" else "float32"
+            grads["dbias"] = self._blank("dbias", dtype)
+        options = {
+            **self.options,
+            "deterministic": self.case.deterministic if deterministic is None else deterministic,
+        }
+        size = api.backward_workspace_bytes(i["q"], i["k"], i["v"], dbias="bias" in i, **options)
+        # Strided gradients may ask for other kernels than dense ones, hence for some more.
+        workspace = torch.full((size + (1 << 20),), 255, dtype=torch.uint8, device=DEVICE)
+        nvrtc_attn.attention_backward(
+            i["dout"], i["q"], i["k"], i["v"], forward["out"], forward["lse"],
+            grads["dq"], grads["dk"], grads["dv"], dbias=grads.get("dbias"), dlse=i.get("dlse"),
+            workspace=workspace, **options,
+        )  # fmt: skip
+        return grads
+
+
+def to_numpy(x: Any) -> Array:
+    array: Array = x.detach().to(torch.float64).cpu().numpy()
+    return array
+
+
+def oracle(case: Case, arrays: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """(float64 results, results of the same math in the input precision) of the inputs as the kernel sees them."""
+    exact = cases.attention_dense(case, cases.cast_inputs(case, arrays))
+    low = cases.attention_low_precision(case, cases.cast_inputs(case, arrays, np.float32))
+    return exact, low
+
+
+def failures(case: Case, found: dict[str, Any], exact: dict[str, Array], low: dict[str, Array]) -> list[str]:
+    """What breaks the error rule (SEMANTICS A10): one line a tensor."""
+    lines = []
+    for name, tensor in found.items():
+        value, truth = to_numpy(tensor), exact[name].astype(np.float64)
+        if not value.size:
+            continue
+        finite = np.isfinite(truth)
+        if not np.array_equal(value[~finite], truth[~finite]):
+            lines.append(f"{name}: infinities differ from the oracle's")
+            continue
+        error = np.abs(value[finite] - truth[finite])
+        if not np.isfinite(error).all():
+            lines.append(f"{name}: {int((~np.isfinite(error)).sum())} elements of {value.size} are NaN or infinite")
+            continue
+        dtype = "float32" if name == "lse" else case.dtype
+        bound = cases.error_bound(truth, low[name], dtype)
+        if name == "lse":  # its inputs are rounded scores in the yardstick; ours is float32 throughout
+            bound = max(bound, 1e-5)
+        worst = float(error.max(initial=0.0))
+        if worst > bound:
+            lines.append(f"{name}: max error {worst:.3e}, allowed {bound:.3e}")
+    return lines
+
+
+def check(case: Case, seed: int = 0) -> None:
+    """Run ``case`` forward and backward and fail with every line of `failures`."""
+    run = Run(case, seed=seed)
+    exact, low = oracle(case, run.arrays)
+    forward = run.forward()
+    lines = failures(case, forward, exact, low)
+    lines += failures(case, run.backward(forward), exact, low)
+    assert not lines, "\n".join([f"{case}", f"stride seed {seed}", *lines])

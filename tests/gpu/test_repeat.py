@@ -1,0 +1,64 @@
+"""Races and determinism: the same inputs must give the same bits, many times, with many blocks in flight."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+from harness import Run
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+
+def equal(a: dict[str, object], b: dict[str, object], names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if name in a and not torch.equal(_bits(a[name]), _bits(b[name]))]
+
+
+def _bits(x: object) -> object:
+    return x.contiguous().view(torch.uint8)  # type: ignore[attr-defined]
+
+
+@pytest.mark.reliability(35)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_250_repeats_at_batch_60(head_dim: int, causal: bool, dtype: str) -> None:
+    case = cases.make_case(
+        f"race-{head_dim}-{causal}-{dtype}", batch=60, seqlen_q=239, seqlen_k=257, num_heads=4, head_dim=head_dim,
+        causal=causal, dtype=dtype,
+    )  # fmt: skip
+    run = Run(case)
+    forward = run.forward()
+    first = run.backward(forward)
+    spread = 0.0
+    for repeat in range(250):
+        again = run.forward()
+        assert not equal(forward, again, ("out", "lse")), f"forward, repeat {repeat}"
+        grads = run.backward(forward)
+        assert not equal(first, grads, ("dk", "dv")), f"backward, repeat {repeat}"
+        spread = max(spread, float((grads["dq"].float() - first["dq"].float()).abs().max()))
+    # dq adds float32 numbers in any order: the spread is rounding, of the output type at the most.
+    size = float(first["dq"].float().abs().max())
+    assert spread <= size * (2**-7 if dtype == "bfloat16" else 2**-18)
+
+
+@pytest.mark.reliability(36)
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("bias", [None, "1h1k", "bhqk"])
+def test_50_repeats_of_the_deterministic_backward(varlen: bool, bias: str | None) -> None:
+    if varlen and bias:
+        pytest.skip("a bias with packed sequences is refused")
+    lengths = {"seqlens": tuple((100 + n, 90 + 2 * n) for n in range(30))} if varlen else {"batch": 30}
+    case = cases.make_case("det", num_heads=4, num_heads_kv=2, deterministic=True, causal=True, bias=bias, **lengths)
+    run = Run(case)
+    forward = run.forward()
+    first = run.backward(forward)
+    for repeat in range(50):
+        assert not equal(first, run.backward(forward), ("dq", "dk", "dv", "dbias")), f"repeat {repeat}"
+
+
+@pytest.mark.reliability(25)
+def test_q_k_v_may_be_one_tensor() -> None:
+    import nvrtc_attn
+
+    x = torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.float16)
+    assert torch.equal(nvrtc_attn.attention(x, x, x), nvrtc_attn.attention(x, x.clone(), x.clone()))

@@ -1,0 +1,298 @@
+"""The PyTorch adapter: autograd, streams, devices, CUDA graphs, memory, threads."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import nvrtc_attn  # noqa: E402
+import nvrtc_attn.torch as na  # noqa: E402
+
+
+def qkv(b: int = 2, m: int = 128, n: int = 128, h: int = 4, hkv: int = 4, d: int = 64, dtype: Any = None) -> list[Any]:
+    dtype = dtype or torch.float16
+    shapes = ((b, m, h, d), (b, n, hkv, d), (b, n, hkv, d))
+    return [torch.randn(s, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
+
+
+def dense(q: Any, k: Any, v: Any, bias: Any = None, keep: Any = None, multiplier: float = 1.0) -> tuple[Any, Any]:
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+    s = s if bias is None else s + bias.double()
+    p = s.softmax(-1)
+    p = p if keep is None else p * keep * multiplier
+    return (p @ v).transpose(1, 2), s.logsumexp(-1)
+
+
+@pytest.mark.parametrize("bias_shape", [(2, 4, 128, 96), (1, 4, 128, 96), (1, 1, 1, 96), (2, 1, 128, 1), (1, 1, 1, 1)])
+def test_gradients_through_out_lse_and_bias(bias_shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    q, k, v = qkv(n=96, hkv=2, dtype=torch.float32)
+    bias = torch.randn(bias_shape, device="cuda", requires_grad=True)
+    out, lse = na.attention(q, k, v, bias=bias, return_lse=True)
+    w, u = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad((out * w).sum() + (lse * u).sum(), (q, k, v, bias))
+    expected_out, expected_lse = dense(q, k, v, bias)
+    expected = torch.autograd.grad((expected_out * w).sum() + (expected_lse * u).sum(), (q, k, v, bias))
+    assert grads[3].shape == bias.shape
+    torch.testing.assert_close(out.double(), expected_out, atol=2e-5, rtol=2e-5)
+    for mine, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(mine.double(), other.double(), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.reliability(40)
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded"])
+def test_dout_of_any_stride(kind: str) -> None:
+    q, k, v = qkv()
+    out = na.attention(q, k, v)
+    shape = out.shape
+    if kind == "transposed":
+        dout = torch.randn(shape[0], shape[2], shape[1], shape[3], device="cuda", dtype=out.dtype).transpose(1, 2)
+    elif kind == "sliced":
+        dout = torch.randn(shape[0], 2 * shape[1], *shape[2:], device="cuda", dtype=out.dtype)[:, ::2]
+    else:
+        dout = torch.ones((), device="cuda", dtype=out.dtype).expand(shape)
+    a = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    b = torch.autograd.grad(out, (q, k, v), dout.contiguous())
+    for x, y in zip(a[1:], b[1:], strict=True):
+        torch.testing.assert_close(x, y, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(a[0], b[0], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.reliability(33)
+def test_dropout_is_the_exported_mask_in_both_directions() -> None:
+    q, k, v = qkv(dtype=torch.float32)
+    rng = (77, 5)
+    out = na.attention(q, k, v, dropout_p=0.3, rng=rng)
+    keep = torch.from_numpy(nvrtc_attn.dropout_keep_mask((2, 4, 128, 128), 0.3, rng)).cuda()
+    expected, _ = dense(q, k, v, keep=keep, multiplier=1 / 0.7)
+    w = torch.randn_like(out)
+    mine = torch.autograd.grad((out * w).sum(), (q, k, v))
+    other = torch.autograd.grad((expected * w).sum(), (q, k, v))
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
+    for x, y in zip(mine, other, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-4, rtol=2e-4)
+    device_rng = (torch.tensor(77, device="cuda"), torch.tensor([5], device="cuda"))
+    with torch.no_grad():
+        assert torch.equal(na.attention(q, k, v, dropout_p=0.3, rng=device_rng), out)
+
+
+@pytest.mark.reliability(61)
+def test_graph_capture_with_dropout_draws_a_new_mask_at_each_replay() -> None:
+    q, k, v = qkv()
+    ones = torch.ones_like(v)
+
+    def step() -> tuple[Any, ...]:
+        out = na.attention(q, k, ones + 0 * v, dropout_p=0.5)
+        return (out, *torch.autograd.grad(out.sum(), (q, k, v)))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()  # compiles and loads: a capture must find everything ready
+        nvrtc_attn.torch.attention(q, k, v, dropout_p=0.5, rng=(torch.zeros((), dtype=torch.int64, device="cuda"),) * 2)
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    seen = []
+    for _ in range(100):
+        graph.replay()
+        seen.append(captured[0].clone())
+    assert not torch.equal(seen[0], seen[1])
+    means = torch.stack([x.float().mean() for x in seen])
+    assert abs(float(means.mean()) - 1.0) < 0.01
+    # An eager backward pass reads the device-resident state that a captured forward pass used.
+    seed = torch.tensor(9, device="cuda")
+    offset = torch.tensor(0, device="cuda")
+    with torch.no_grad():
+        na.attention(q, k, v, dropout_p=0.5, rng=(seed, offset))
+        with torch.cuda.graph(graph2 := torch.cuda.CUDAGraph()):
+            out = na.attention(q, k, v, dropout_p=0.5, rng=(seed, offset))
+        for value in (9, 10, 11):
+            seed.fill_(value)
+            graph2.replay()
+            assert torch.equal(out, na.attention(q, k, v, dropout_p=0.5, rng=(value, 0)))
+
+
+@pytest.mark.reliability(61)
+def test_capture_without_warm_up_is_refused_and_leaves_the_capture_valid() -> None:
+    q, k, v = (x.detach() for x in qkv(d=88))
+    x = torch.zeros(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match="captur"):
+            na.attention(q, k, v, softcap=3.25)
+        x += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert float(x[0]) == 1.0
+
+
+@pytest.mark.reliability(46, 47)
+def test_runs_on_the_current_stream_after_its_work() -> None:
+    q, k, v = (x.detach() for x in qkv(m=512, n=512))
+    expected = na.attention(q * 2, k, v)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    for _ in range(10):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)
+            late = q * 2
+            out = na.attention(late, k, v)
+            del late
+            torch.full_like(q, float("nan"))
+        side.synchronize()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.reliability(48)
+def test_explicit_stream_keeps_the_memory_until_done() -> None:
+    q, k, v = (x.detach() for x in qkv(m=512, n=512))
+    expected = nvrtc_attn.attention(q, k, v)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    for _ in range(10):
+        a, b, c = q.clone(), k.clone(), v.clone()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)
+        out = nvrtc_attn.attention(a, b, c, stream=side)
+        del a, b, c
+        garbage = [torch.full_like(q, float("nan")) for _ in range(3)]
+        side.synchronize()
+        assert torch.equal(out, expected)
+        del garbage
+
+
+@pytest.mark.reliability(57)
+def test_ten_thousand_calls_leave_nothing_behind() -> None:
+    q, k, v = (x.detach() for x in qkv(m=32, n=32))
+    for _ in range(100):
+        na.attention(q, k, v)
+    torch.cuda.synchronize()
+    gc.collect()
+    objects, memory = len(gc.get_objects()), torch.cuda.memory_allocated()
+    for _ in range(10_000):
+        na.attention(q, k, v)
+    torch.cuda.synchronize()
+    gc.collect()
+    assert torch.cuda.memory_allocated() == memory
+    assert len(gc.get_objects()) < objects + 200
+
+
+@pytest.mark.reliability(59)
+@pytest.mark.parametrize("order", ["ours-first", "torch-first", "thread"])
+def test_contexts_are_shared_with_torch(order: str) -> None:
+    script = {
+        "ours-first": "import torch, nvrtc_attn.driver as d; d.primary_context(0); x = torch.ones(8, device='cuda')",
+        "torch-first": "import torch; torch.ones(1, device='cuda'); x = torch.ones(8, device='cuda')",
+        "thread": "import torch; x = torch.ones(8, device='cuda')",
+    }[order]
+    body = (
+        "import threading, nvrtc_attn.torch as na\n"
+        "def f():\n"
+        "    q = torch.randn(1, 64, 2, 64, device='cuda', dtype=torch.float16)\n"
+        "    assert bool(torch.isfinite(na.attention(q, q, q)).all())\n"
+        + ("t = threading.Thread(target=f); t.start(); t.join()\n" if order == "thread" else "f()\n")
+        + "assert float(x.sum()) == 8.0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", f"{script}\n{body}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.reliability(58)
+def test_exit_with_live_outputs_is_silent() -> None:
+    script = (
+        "import torch, nvrtc_attn.torch as na\n"
+        "q = torch.randn(1, 64, 2, 64, device='cuda', dtype=torch.float16)\nout = na.attention(q, q, q)\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.reliability(70)
+def test_threads_share_plans() -> None:
+    inputs = [[x.detach() for x in qkv(m=m, n=m, d=d)] for m, d in ((64, 64), (128, 128), (96, 32))]
+    expected = [na.attention(*x) for x in inputs]
+    torch.cuda.synchronize()
+    faults: list[str] = []
+
+    def work(n: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(300):
+                which = (n + i) % len(inputs)
+                if not torch.equal(na.attention(*inputs[which]), expected[which]):
+                    faults.append(f"thread {n} call {i}")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+
+
+@pytest.mark.reliability(44, 60)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_devices_in_one_process() -> None:
+    torch.cuda.set_device(0)
+    inputs = {n: [torch.randn(2, 64, 4, 64, device=f"cuda:{n}", dtype=torch.float16) for _ in range(3)] for n in (0, 1)}
+    expected = {n: dense(*inputs[n])[0] for n in (0, 1)}
+
+    def work(n: int) -> None:
+        for i in range(1000):
+            index = (n + i) % 2
+            out = na.attention(*inputs[index])
+            if i % 100 == 0:
+                assert out.device.index == index
+                torch.testing.assert_close(out.double(), expected[index], atol=2e-3, rtol=2e-3)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.reliability(45)
+def test_negated_views_keep_their_sign() -> None:
+    q, k, v = (x.detach() for x in qkv(dtype=torch.float32))
+    z = torch.complex(torch.zeros_like(q), q).conj().imag
+    assert z.is_neg()
+    torch.testing.assert_close(na.attention(z, k, v), na.attention(-q, k, v))
+
+
+@pytest.mark.reliability(26)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_poison_in_masked_keys_changes_nothing(poison: float) -> None:
+    q, k, v = (x.detach() for x in qkv())
+    mask = torch.ones(1, 1, 1, 128, dtype=torch.bool, device="cuda")
+    mask[..., 40] = False
+    clean = na.attention(q, k, v, mask=mask)
+    k[:, 40] = poison
+    assert torch.equal(na.attention(q, k, v, mask=mask), clean)
+
+
+@pytest.mark.reliability(27)
+def test_largest_float16_values_stay_finite() -> None:
+    q, k, v = (torch.full((1, 64, 1, 64), x, device="cuda", dtype=torch.float16) for x in (200.0, 200.0, 65504.0))
+    out = na.attention(q, k, v)
+    assert bool((out == 65504.0).all())
+
+
+@pytest.mark.reliability(34)
+def test_mask_does_not_depend_on_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 130, 2, 64, device="cuda", dtype=torch.float16)
+    v = torch.eye(64, device="cuda", dtype=torch.float16).repeat(3, 1)[None, :130, None].expand(1, 130, 2, 64)
+    first = na.attention(q, q, v, dropout_p=0.5, rng=3)
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "legacy")
+    torch.testing.assert_close(na.attention(q, q, v, dropout_p=0.5, rng=3), first, atol=1e-3, rtol=0)

@@ -1,0 +1,282 @@
+"""The command line, above all on machines where something is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from nvrtc_attn import collect_env, device, precompile
+from nvrtc_attn.__main__ import main
+from nvrtc_attn.cache import kernel_cache
+from nvrtc_attn.config import BackwardConfig, Features, ForwardConfig, KernelConfig
+
+SECTIONS = {"package", "environment", "driver", "gpus", "nvrtc", "headers", "cache", "frameworks", "problems"}
+
+
+def invoke(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    return result
+
+
+def doctor(**variables: str) -> dict[str, Any]:
+    """``doctor --json`` in a process of its own; an empty value removes the variable."""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), **variables}
+    environment = {name: value for name, value in environment.items() if value}
+    command = [sys.executable, "-m", "nvrtc_attn", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert b"Traceback" not in done.stderr, done.stderr.decode(errors="replace")
+    report: dict[str, Any] = json.loads(done.stdout.decode("ascii"))
+    assert set(report) == SECTIONS
+    assert done.returncode == (1 if report["problems"] else 0)
+    return report
+
+
+@pytest.mark.reliability(73, 101)
+def test_doctor_without_a_gpu_is_a_problem_not_a_crash() -> None:
+    report = doctor(CUDA_VISIBLE_DEVICES="-1")
+    assert report["gpus"] == []
+    assert any("only the CPU path" in problem for problem in report["problems"])
+    assert report["package"]["version"]
+
+
+@pytest.mark.reliability(101)
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"NVRTC_ATTN_CACHE_SIZE": "a lot"}, "NVRTC_ATTN_CACHE_SIZE='a lot'"),
+        ({"NVRTC_ATTN_NO_COMPILE": "perhaps", "NVRTC_ATTN_BACKEND": "?"}, "NVRTC_ATTN_BACKEND='?'"),
+        ({"NVRTC_ATTN_CACHE_DIR": "relative"}, "NVRTC_ATTN_CACHE_DIR='relative'"),
+        ({"NVRTC_ATTN_CUTLASS_DIR": "/nonexistent"}, "NVRTC_ATTN_CUTLASS_DIR='/nonexistent'"),
+        ({"HOME": "/", "XDG_CACHE_HOME": "", "NVRTC_ATTN_CACHE_DIR": ""}, "no home directory"),
+        ({"NVRTC_ATTN_CACHE_DIR": "/dev/null"}, "not a directory"),
+        ({"NVRTC_ATTN_CACHE_DIR": "/dev/null/kernels"}, "cache: /dev/null/kernels"),
+        ({"NVRTC_ATTN_CACHE_DIR": "/" + "x" * 5000}, "cache"),
+    ],
+)
+def test_doctor_with_a_broken_environment(variables: dict[str, str], expected: str) -> None:
+    report = doctor(**variables)
+    assert any(expected in problem for problem in report["problems"]), report["problems"]
+
+
+@pytest.mark.reliability(101)
+def test_doctor_with_bytes_that_are_no_text() -> None:
+    report = doctor(NVRTC_ATTN_BACKEND=os.fsdecode(b"\xff\xfe"), PYTHONIOENCODING="ascii")
+    assert report["environment"]["NVRTC_ATTN_BACKEND"] == os.fsdecode(b"\xff\xfe")
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "NVRTC_ATTN_BACKEND": os.fsdecode(b"\xff")}
+    for encoding in ("ascii", "utf-8"):
+        command = [sys.executable, "-m", "nvrtc_attn", "doctor"]
+        environment["PYTHONIOENCODING"] = encoding
+        done = subprocess.run(command, capture_output=True, env=environment, check=False)
+        assert done.returncode == 1
+        assert b"NVRTC_ATTN_BACKEND" in done.stdout
+        assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.reliability(101)
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads every directory")
+def test_doctor_with_an_unreadable_cache(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o000)
+    report = doctor(NVRTC_ATTN_CACHE_DIR=str(closed))
+    assert report["cache"]["state"] == "not readable and writable"
+
+
+@pytest.mark.reliability(101)
+def test_doctor_with_a_cache_that_others_may_write(tmp_path: Path) -> None:
+    opened = tmp_path / "open"
+    opened.mkdir()
+    opened.chmod(0o777)
+    report = doctor(NVRTC_ATTN_CACHE_DIR=str(opened))
+    assert "others can write" in report["cache"]["state"]
+    assert any(str(opened) in problem for problem in report["problems"])
+
+
+@pytest.mark.reliability(101)
+def test_doctor_with_damaged_entries(tmp_path: Path) -> None:
+    directory = tmp_path / "kernels"
+    directory.mkdir(mode=0o700)
+    (directory / f"{'0' * 64}.nvat").write_bytes(b"damaged")
+    report = doctor(NVRTC_ATTN_CACHE_DIR=str(directory))
+    assert (report["cache"]["entries"], report["cache"]["damaged"], report["cache"]["state"]) == (1, 1, "ok")
+    assert (directory / f"{'0' * 64}.nvat").exists()  # a doctor looks and does not touch
+
+
+@pytest.mark.reliability(98, 101)
+def test_doctor_with_a_false_cuda_package(tmp_path: Path) -> None:
+    """A module that shadows cuda-bindings: every section that needs it fails on its own."""
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "__init__.py").write_text("raise OSError('not the real one')\n")
+    root = Path(__file__).resolve().parents[2]
+    report = doctor(PYTHONPATH=f"{tmp_path}{os.pathsep}{root}")
+    assert report["driver"] is None
+    assert report["nvrtc"] is None
+    assert any("not the real one" in problem for problem in report["problems"])
+    assert report["package"]["requirements"]["numpy"]
+
+
+@pytest.mark.reliability(101)
+def test_no_failing_section_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(report: dict[str, Any], problems: list[str]) -> None:
+        raise MemoryError("section")
+
+    for name in ("_package", "_environment", "_driver", "_gpus", "_nvrtc", "_headers", "_cache", "_frameworks"):
+        monkeypatch.setattr(collect_env, name, fail)
+    report = collect_env.collect()
+    assert set(report) == SECTIONS
+    assert len(report["problems"]) == len(SECTIONS) - 1
+
+
+@pytest.mark.reliability(66)
+def test_doctor_compares_driver_and_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    from nvrtc_attn import headers
+
+    monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 0), "libnvrtc.so.13"))
+    monkeypatch.setattr(nvrtc, "nvrtcGetSupportedArchs", lambda: (0, [90]))
+    monkeypatch.setattr(collect_env, "_compiles", lambda module, arch: True)
+    problems: list[str] = []
+    collect_env._nvrtc({"driver": {"cuda_version": "12.4"}}, problems)
+    assert len(problems) == 1
+    assert "CUDA 12.4" in problems[0]
+    assert "nvrtc-attn[cu12]" in problems[0]
+    problems.clear()
+    collect_env._nvrtc({"driver": {"cuda_version": "13.0"}}, problems)
+    assert problems == []
+
+
+@pytest.mark.reliability(96)
+def test_doctor_notices_an_nvrtc_that_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setattr(collect_env, "_compiles", lambda module, arch: False)
+    problems: list[str] = []
+    collect_env._nvrtc({}, problems)
+    assert "libnvrtc-builtins" in problems[0]
+
+
+def test_doctor_does_not_import_frameworks() -> None:
+    code = (
+        "import sys; from nvrtc_attn import collect_env; collect_env.collect(); "
+        "print({'torch', 'jax', 'cupy'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout.strip() == "set()"
+
+
+def some_configs() -> list[KernelConfig]:
+    common: dict[str, Any] = {"arch": "sm_90", "dtype": "float16", "head_dim": 64, "head_dim_v": 64}
+    tile: dict[str, Any] = {"block_m": 64, "block_n": 64, "num_warps": 4}
+    return [
+        ForwardConfig(kernel="forward_portable", **common, **tile),
+        ForwardConfig(kernel="forward_portable", **common, **tile, features=Features(band=True, bias="float32")),
+        BackwardConfig(kernel="backward_portable", **common, **tile, dbias="store", dbias_dtype="float32"),
+        KernelConfig(kernel="delta", **common, **tile, aligned=False),
+    ]
+
+
+@pytest.mark.reliability(93)
+@pytest.mark.parametrize("config", some_configs(), ids=lambda c: c.kernel)
+def test_config_survives_json(config: KernelConfig) -> None:
+    text = precompile.config_to_json(config)
+    assert precompile.config_from_json(text) == config
+    assert type(precompile.config_from_json(text)) is type(config)
+    assert "\n" not in text
+    assert precompile.warmup_command(config).startswith("python -m nvrtc_attn warmup --config '{")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "{}", '{"type":"Config"}', '{"type":"ForwardConfig","kernel":"x"}', "null"]
+)
+def test_config_from_bad_json(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a kernel config"):
+        precompile.config_from_json(text)
+
+
+def test_every_architecture_has_a_reference_gpu() -> None:
+    assert set(precompile.REFERENCE_SMS) == set(device.PORTABLE_ARCHITECTURES)
+
+
+def test_worker_count_is_bounded_by_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    for available, kernels, expected in (
+        (1 << 40, 100, 16),
+        (1 << 40, 3, 3),
+        (1500 << 20, 100, 2),
+        (0, 100, 1),
+        (-5, 9, 1),
+    ):
+        monkeypatch.setattr(precompile, "available_memory_bytes", lambda available=available: available)
+        assert precompile.worker_count(kernels) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "sm_60"], "'sm_60' is not one of sm_75"),
+        (["--arch", "sm_90", "--seqlen", "12y"], "--seqlen '12y'"),
+        (["--arch", "sm_90", "--seqlen", "0"], "--seqlen '0'"),
+        (["--config", "{}"], "is not a kernel config"),
+        (["--arch", "sm_90", "--dtype", "float64"], "float64"),
+        (["--arch", "sm_90", "--head-dim", "0"], "head-dim"),
+    ],
+)
+def test_warmup_refuses_bad_options(arguments: list[str], message: str) -> None:
+    result = invoke("warmup", *arguments)
+    assert result.exit_code in (1, 2)
+    assert message in result.output
+
+
+def test_help_needs_neither_gpu_nor_nvrtc() -> None:
+    for command in ((), ("doctor",), ("warmup",), ("cache",)):
+        result = invoke(*command, "--help")
+        assert result.exit_code == 0
+        assert "Usage" in result.output
+
+
+@pytest.fixture
+def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "kernels"
+    monkeypatch.setenv("NVRTC_ATTN_CACHE_DIR", str(directory))
+    return directory
+
+
+def test_cache_commands(cache_directory: Path) -> None:
+    assert invoke("cache", "path").output.strip() == str(cache_directory)
+    assert invoke("cache", "list").output.splitlines()[-1] == "0 entries, 0 bytes"
+    assert not cache_directory.exists()  # looking creates nothing
+    kernels = kernel_cache()
+    for key in ("a" * 64, "b" * 64):
+        assert kernels.put(key, {"kernel": "forward_portable", "arch": "sm_90"}, b"cubin")
+    listing = invoke("cache", "list").output
+    assert "forward_portable sm_90" in listing
+    assert "2 entries" in listing
+    assert invoke("cache", "verify").exit_code == 0
+    damaged = cache_directory / f"{'a' * 64}.nvat"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert "damaged: " in invoke("cache", "list").output
+    verified = invoke("cache", "verify")
+    assert verified.exit_code == 1
+    assert str(damaged) in verified.output
+    assert invoke("cache", "clear").output.strip() == "1 entries deleted"
+    assert list(cache_directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["path", "list", "clear", "verify"])
+def test_cache_commands_refuse_a_bad_variable_without_a_traceback(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVRTC_ATTN_CACHE_SIZE", "huge")
+    result = invoke("cache", command)
+    assert result.exit_code == 1
+    assert "NVRTC_ATTN_CACHE_SIZE='huge'" in result.output

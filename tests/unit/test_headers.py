@@ -1,0 +1,235 @@
+"""The headers of a compile: where they come from, what the digest sees, and what is said when they are missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nvrtc_attn import headers
+from nvrtc_attn.errors import CompileError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import hatch_build
+
+pytestmark = pytest.mark.skipif(
+    not (headers.INCLUDE_DIR / "manifest.json").is_file(), reason='no bundled headers: pip install -e ".[cu13]"'
+)
+
+
+@pytest.fixture
+def library() -> headers.Nvrtc:
+    try:
+        return headers.nvrtc()
+    except CompileError as error:
+        pytest.skip(f"no NVRTC: {error}")
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: headers.Nvrtc) -> Path:
+    """A private copy of all headers, laid out as in a wheel; `headers` uses it."""
+    roots = {root.name: root.directories[0] for root in headers.roots()}
+    shutil.copytree(headers.INCLUDE_DIR, tmp_path / "_include")
+    shutil.copytree(roots["nvrtc_attn"] / "nvrtc_attn", tmp_path / "_include" / "nvrtc_attn", dirs_exist_ok=True)
+    cuda = tmp_path / "cuda"
+    for name in headers.CUDA_HEADERS:
+        if (roots["cuda"] / name).is_file():
+            (cuda / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(roots["cuda"] / name, cuda / name)
+    monkeypatch.setattr(headers, "INCLUDE_DIR", tmp_path / "_include")
+    monkeypatch.setattr(headers, "_cuda_candidates", lambda library: [(cuda, "test")])
+    monkeypatch.setattr(headers, "_cuda_roots", {})
+    return tmp_path
+
+
+@pytest.mark.reliability(88)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_include/nvrtc_attn/params.cuh",
+        "_include/cutlass/cute/layout.hpp",
+        "_include/cutlass/cutlass/numeric_types.h",
+        "_include/nvidia/cccl/cuda/std/cstdint",
+        "_include/nvidia/cccl/nv/target",
+        "cuda/cuda_fp16.h",
+        "cuda/cuda_fp16.hpp",
+        "cuda/cuda_bf16.h",
+    ],
+)
+def test_one_edited_byte_changes_the_digest_and_a_touch_does_not(name: str, install: Path) -> None:
+    path = install / name
+    before = headers.header_digest()
+    os.utime(path, (1, 1))
+    assert headers.header_digest() == before
+    content = path.read_bytes()
+    stamp = path.stat()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # size and modification time as before
+    assert headers.header_digest() != before
+    path.write_bytes(content)
+    assert headers.header_digest() == before
+
+
+@pytest.mark.reliability(88)
+def test_a_new_or_removed_header_changes_the_digest(install: Path) -> None:
+    before = headers.header_digest()
+    extra = install / "_include" / "nvrtc_attn" / "extra.cuh"
+    extra.write_text("#pragma once\n")
+    assert headers.header_digest() != before
+    extra.unlink()
+    assert headers.header_digest() == before
+    (install / "_include" / "nvidia" / "cccl" / "cuda" / "std" / "cstdint").rename(install / "moved")
+    with pytest.raises(CompileError, match="cccl headers are missing"):
+        headers.header_digest()
+
+
+@pytest.mark.reliability(89)
+def test_digest_does_not_depend_on_the_prefix(install: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_wheel = headers.header_digest()
+    moved = install / "another" / "prefix"
+    shutil.copytree(install / "_include", moved)
+    monkeypatch.setattr(headers, "INCLUDE_DIR", moved)
+    assert headers.header_digest() == in_wheel
+    monkeypatch.undo()
+    assert headers.header_digest() == in_wheel  # this checkout or wheel, another layout of the same bytes
+
+
+def test_digest_of_the_bundle_is_the_manifest_s(install: Path) -> None:
+    for name, package in headers._manifest()["packages"].items():
+        base = install / "_include" / package["path"]
+        files = headers._digest_files(base, headers._files_below(base))
+        assert files == package["files"], name
+        assert hatch_build.tree_digest(files) == package["digest"]
+
+
+def test_modified_headers_are_found(install: Path) -> None:
+    assert headers.modified_headers() == []
+    with (install / "_include" / "cutlass" / "cute" / "layout.hpp").open("a") as file:
+        file.write("\n")
+    (install / "_include" / "nvidia" / "cccl" / "nv" / "target").unlink()
+    assert headers.modified_headers() == ["cutlass/cute/layout.hpp", "nvidia/cccl/nv/target"]
+
+
+def test_digest_is_fast(library: headers.Nvrtc) -> None:
+    def measure() -> float:
+        headers._file_digests.clear()
+        start = time.perf_counter()
+        headers.header_digest()
+        return time.perf_counter() - start
+
+    # 13 ms on two cores. Twice the budget of a start with a warm cache, because tests share the machine.
+    assert min(measure() for _ in range(10)) < 0.040
+    start = time.perf_counter()
+    for _ in range(10):
+        headers.header_digest()
+    assert (time.perf_counter() - start) / 10 < 0.020
+
+
+def test_cuda_headers_cover_what_the_bundle_may_include(library: headers.Nvrtc) -> None:
+    """The hand-written list against the include closure of the installed CUDA headers."""
+    bundle = [root.directories[0] for root in headers.roots()[:3]]
+    sources = [path for root in bundle for path in root.rglob("*") if path.suffix in (".h", ".hpp", ".cuh", "")]
+    cuda = headers.cuda_root(library).directories[0].resolve()
+    files, _ = hatch_build.closure([path for path in sources if path.is_file()], [*bundle, cuda])
+    found = {path.relative_to(cuda).as_posix() for path in files if path.is_relative_to(cuda)}
+    # A toolkit has crt/, whose own includes are device code that NVRTC brings built in.
+    assert {name for name in found if not name.startswith("crt/")} <= set(headers.CUDA_HEADERS)
+    assert "cuda_bf16.hpp" in found
+
+
+@pytest.mark.reliability(96)
+def test_missing_nvrtc_says_where_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    monkeypatch.setattr(headers, "_nvrtc", None)
+
+    def not_found(name: str) -> None:
+        raise RuntimeError("No such file: libnvrtc.so*; searched in: /somewhere/nvidia/cu13/lib")
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", not_found)
+    with pytest.raises(CompileError, match="/somewhere/nvidia/cu13/lib") as caught:
+        headers.include_roots()
+    assert 'pip install "nvrtc-attn[cu13]"' in str(caught.value)
+
+
+def _fake_cuda(directory: Path, version: int) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "cuda_fp16.h").write_text("")
+    (directory / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
+    return directory
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without any CUDA headers."""
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    monkeypatch.setattr(headers, "_cuda_roots", {})
+    monkeypatch.setattr(headers.site, "getsitepackages", lambda: [str(tmp_path / "site")])
+    monkeypatch.setattr(headers.site, "getusersitepackages", lambda: str(tmp_path / "user"))
+    monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda name: None)
+    for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.reliability(96)
+def test_missing_cuda_headers_list_the_searched_places_and_the_extra(nowhere: Path) -> None:
+    library = headers.Nvrtc((12, 9), str(nowhere / "site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"))
+    with pytest.raises(CompileError, match=r"NVRTC 12\.9") as caught:
+        headers.cuda_root(library)
+    message = str(caught.value)
+    assert str(nowhere / "site/nvidia/cuda_runtime/include") in message
+    assert str(nowhere / "user/nvidia/cuda_runtime/include") in message
+    assert 'pip install "nvrtc-attn[cu12]"' in message
+
+
+@pytest.mark.reliability(96)
+def test_two_installed_majors_are_told_apart(nowhere: Path) -> None:
+    packages = nowhere / "site" / "nvidia"
+    thirteen = _fake_cuda(packages / "cu13" / "include", 13000)
+    twelve = _fake_cuda(packages / "cuda_runtime" / "include", 12090)
+    assert headers.cuda_root(headers.Nvrtc((13, 0), f"{packages}/cu13/lib/libnvrtc.so.13")).directories == (thirteen,)
+    assert headers.cuda_root(headers.Nvrtc((12, 9), f"{packages}/cuda_nvrtc/lib/libnvrtc.so.12")).directories == (
+        twelve,
+    )
+
+
+@pytest.mark.reliability(96)
+def test_headers_of_the_wrong_major_are_refused_by_name(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit = _fake_cuda(nowhere / "toolkit" / "include", 12090)
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.parent))
+    with pytest.raises(CompileError, match="CUDA 12") as caught:
+        headers.cuda_root(headers.Nvrtc((13, 0), "/elsewhere/a/b/libnvrtc.so.13"))
+    assert f"{toolkit} (CUDA_HOME): CUDA 12" in str(caught.value)
+
+
+def test_toolkit_of_the_system_is_found_through_cuda_home(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit = _fake_cuda(nowhere / "toolkit" / "include", 13010)
+    library = headers.Nvrtc((13, 1), "/elsewhere/a/b/libnvrtc.so.13")
+    monkeypatch.setenv("CUDA_PATH", str(toolkit.parent))
+    assert headers.cuda_root(library) == headers.Root("cuda", (toolkit,), "CUDA_PATH")
+    beside = headers.Nvrtc((13, 1), str(toolkit.parent / "lib64" / "libnvrtc.so.13"))
+    assert headers.cuda_root(beside).origin == "beside NVRTC"
+
+
+def test_cutlass_dir_replaces_the_bundled_headers(
+    install: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = headers.header_digest()
+    other = tmp_path / "checkout" / "include"
+    shutil.copytree(install / "_include" / "cutlass", other)
+    monkeypatch.setenv("NVRTC_ATTN_CUTLASS_DIR", str(other.parent))
+    assert other in headers.include_roots()
+    assert headers.header_digest() == before  # the same bytes are the same headers
+    (other / "cute" / "layout.hpp").write_text("// another version\n")
+    assert headers.header_digest() != before
+
+
+def test_a_damaged_install_says_so(install: Path) -> None:
+    shutil.rmtree(install / "_include" / "nvrtc_attn")
+    with pytest.raises(CompileError, match="device code is missing"):
+        headers.roots()
