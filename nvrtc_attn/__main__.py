@@ -136,7 +136,8 @@ def warmup(
     except (UnsupportedError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     reports = _compile_with_progress(kernels, jobs)
-    Console().print(_kernel_table(reports))
+    # rich would squeeze a table into 80 columns where the output is no terminal; a long row may wrap instead.
+    Console(width=max(Console().width, 140)).print(_kernel_table(reports))
     failed = [report for report in reports if report.error]
     for report in failed:
         click.echo(f"failed: {report.config.kernel} for {report.config.arch}: {report.error}", err=True)
@@ -177,22 +178,28 @@ def _compile_with_progress(kernels: list[KernelConfig], jobs: int | None) -> lis
 
 
 def _kernel_table(reports: Iterable[precompile.KernelReport]) -> Table:
-    table = Table("kernel", "arch", "dtype", "head dim", "tile", "features")
-    for name in ("registers", "spill B", "stack B", "code B", "ms"):
-        table.add_column(name, justify="right")
+    # No borders, and the long column last: most rows fit into 80 columns.
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for name in ("kernel", "arch", "dtype", "tile m x n x d"):
+        table.add_column(name, no_wrap=True)
+    for name in ("regs", "spill B", "stack B", "KB", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("features")
     for report in reports:
         config = report.config
         switches = {name: getattr(config.features, name) for name in config.features.__slots__}
+        head_dims = dict.fromkeys((config.head_dim, config.head_dim_v))
         table.add_row(
             config.kernel,
             config.arch,
             config.dtype,
-            f"{config.head_dim}" if config.head_dim == config.head_dim_v else f"{config.head_dim}, {config.head_dim_v}",
-            f"{config.block_m}x{config.block_n}",
-            " ".join(name for name, on in switches.items() if on) or "-",
+            f"{config.block_m}x{config.block_n}x{','.join(map(str, head_dims))}",
             *("?" if n is None else str(n) for n in (report.num_regs, report.spill_bytes, report.stack_bytes)),
-            f"{report.code_bytes}",
-            "failed" if report.error else f"{report.compile_ms:.0f}{' (cached)' if report.cached else ''}",
+            f"{report.code_bytes / 1024:.0f}",
+            "failed" if report.error else f"{report.compile_ms:.0f}",
+            " ".join(
+                ["cached"] * report.cached + [n if on is True else f"{n}:{on}" for n, on in switches.items() if on]
+            ),
         )
     return table
 

@@ -293,7 +293,7 @@ def _forward_plan(call: Call, out: TensorView | None, lse: TensorView | None) ->
         rows=call.problem.seqlen_q,
         packed=call.problem.varlen,
     )
-    return forward_plan(call.with_outputs(out=out), call.device.index, layout)
+    return forward_plan(call.with_outputs(out=out), call.device.index, layout, call.launch_stream)
 
 
 def _forward(
@@ -343,6 +343,7 @@ def plan_backward(call: Call, views: dict[str, TensorView]) -> BackwardPlan:
         statistic("lse"),
         statistic("dlse") if "dlse" in views else None,
         None if dbias is None else layout(dbias),
+        call.launch_stream,
     )
 
 

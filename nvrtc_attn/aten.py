@@ -93,7 +93,7 @@ def efficient_attention_forward(
         (call.problem.batch, heads, rows if compute_log_sumexp else 0), dtype=torch.float32, device=device
     )
     if out.numel():
-        plan = forward_plan(call.with_outputs(), call.device.index, _lse_layout(heads, rows))
+        plan = forward_plan(call.with_outputs(), call.device.index, _lse_layout(heads, rows), raw_stream(device))
         workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
         plan.run(
             raw_stream(device), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
@@ -189,6 +189,7 @@ def efficient_attention_backward(
         LseLayout(strides=tuple(logsumexp.stride()), rows=call.problem.seqlen_q, packed=False),
         None,
         None if grad_bias is None else layout(view(grad_bias, "grad_bias")),
+        raw_stream(query.device),
     )
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=query.device)
     plan.run(

@@ -11,9 +11,9 @@ import re
 from dataclasses import fields
 from typing import Any, Final
 
-from .config import BackwardConfig, DbiasConfig, DqConfig, Features, KernelConfig
+from .config import Features, ForwardConfig, HopperForwardConfig, KernelConfig
 from .dtypes import DTYPES
-from .params import BackwardParams, ForwardParams
+from .params import BackwardParams, ForwardParams, HopperForwardParams
 
 ENTRY_NAME: Final = "attention_entry"
 """The ``extern "C"`` name of the kernel in every generated file."""
@@ -35,7 +35,9 @@ def constant_name(field: str) -> str:
 
 def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct that the kernel of ``config`` takes by value."""
-    return BackwardParams if isinstance(config, (BackwardConfig, DqConfig, DbiasConfig)) else ForwardParams
+    if isinstance(config, HopperForwardConfig):
+        return HopperForwardParams
+    return ForwardParams if isinstance(config, ForwardConfig) else BackwardParams
 
 
 def _trait_lines(name: str, value: Any) -> list[str]:
@@ -84,9 +86,11 @@ def _layout_asserts(struct: type[ctypes.Structure]) -> list[str]:
         '  static_assert(__INTADDR__(&((type*)0)->field) == bytes, #type "::" #field)',
         f'static_assert(sizeof({qualified}) == {ctypes.sizeof(struct)}, "sizeof({name})");',
     ]
-    for field in struct._fields_:
-        offset = getattr(struct, field[0]).offset
-        lines.append(f"OFFSET({qualified}, {field[0]}, {offset});")
+    # Base classes first; names with an underscore are padding that only the ctypes mirror has to spell.
+    bases = [base for base in reversed(struct.__mro__) if "_fields_" in vars(base)]
+    for name in (field[0] for base in bases for field in vars(base)["_fields_"]):
+        if not name.startswith("_"):
+            lines.append(f"OFFSET({qualified}, {name}, {getattr(struct, name).offset});")
     return lines
 
 

@@ -76,6 +76,16 @@ class ForwardConfig(KernelConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HopperForwardConfig(KernelConfig):
+    """The forward kernel on TMA and WGMMA: a loading warp-group and one consumer warp-group per 64 query rows."""
+
+    ping_pong: bool = True
+    """Consumers take turns at issuing matrix products, so that one computes its softmax under the other's products."""
+    poly_exp: int = 0
+    """Eighths of the exponentials that are polynomials on the FMA units instead of MUFU instructions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardConfig(KernelConfig):
     """Any kernel of the backward pass; ``kernel`` says which.
 

@@ -133,6 +133,16 @@ def backend() -> str:
     return value
 
 
+def raw_backend() -> str | None:
+    """``NVRTC_ATTN_BACKEND`` as it is, not validated: a key for the fast paths, which look up what `backend` led to."""
+    return os.environ.get("NVRTC_ATTN_BACKEND")
+
+
+def backend_setting() -> str | None:
+    """The variable as it stands, for keys that only have to notice a change (a microsecond less than `backend`)."""
+    return os.environ.get("NVRTC_ATTN_BACKEND")
+
+
 def debug() -> bool:
     """Whether values in device memory are checked before a launch."""
     return _boolean("NVRTC_ATTN_DEBUG")

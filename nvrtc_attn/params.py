@@ -32,7 +32,7 @@ class ForwardParams(ctypes.Structure):
         *_strides("lse", "bhm"), *_strides("bias", "bhmn"), *_strides("mask", "bhmn"),
         *[(name, _I32) for name in (
             "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v",
-            "total_q", "total_k", "num_m_blocks", "num_splits", "lse_rows", "lse_packed",
+            "total_q", "total_k", "num_m_blocks", "num_splits", "head_group", "lse_rows", "lse_packed",
             "window_left", "window_right", "bottom_right",
         )],
         ("scale", _F32), ("softcap", _F32), ("lse_empty", _F32),
@@ -62,4 +62,20 @@ class BackwardParams(ctypes.Structure):
             "window_left", "window_right", "bottom_right",
         )],
         ("scale", _F32), ("softcap", _F32), ("dropout_threshold", _U32), ("dropout_multiplier", _F32),
+    ]  # fmt: skip
+
+
+TENSOR_MAP_BYTES: Final = 128
+
+
+class HopperForwardParams(ForwardParams):
+    """Arguments of the Hopper forward kernel: ForwardParams, then its schedule and three tensor maps.
+
+    The padding says where the compiler puts the maps, which it aligns to 64 bytes.
+    """
+
+    _fields_ = [
+        ("num_tiles", _I32), ("section_heads", _I32),
+        ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 8) % 64)),
+        *[(f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8)) for name in ("q", "k", "v")],
     ]  # fmt: skip

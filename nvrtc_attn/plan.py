@@ -13,14 +13,17 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
-from . import device, env, philox
+from . import device, driver, env, philox
+from .codegen import params_class
 from .compile import compile_kernel
+from .config import KernelConfig
 from .heuristics import choose_backward, choose_forward
 from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec, Launch
 from .launch import launch, memset_async
-from .module import load_kernel
+from .module import Kernel, load_kernel
 from .params import UNBOUNDED, BackwardParams, ForwardParams
 from .problem import AttentionProblem, OperandLayout
+from .tma import TensorMapEncoder
 
 _Plan = TypeVar("_Plan", "ForwardPlan", "BackwardPlan")
 _WORKSPACE_ALIGNMENT: Final = 256
@@ -43,15 +46,35 @@ class LseLayout:
 class _Step:
     """One launch with its own copy of the params."""
 
-    __slots__ = ("block", "buffer_type", "grid", "kernel", "smem_bytes", "template")
+    __slots__ = ("block", "buffer_type", "grid", "kernel", "smem_bytes", "template", "tensor_maps")
 
-    def __init__(self, spec: Launch, device_index: int, params: ctypes.Structure) -> None:
+    def __init__(self, spec: Launch, device_index: int, params: ForwardParams | BackwardParams, stream: int) -> None:
+        pointers, struct_type = type(params).POINTERS, params_class(spec.config)
+        values: Any = params
+        if struct_type is not type(params):  # a struct that begins with the pass's own
+            values = struct_type.from_buffer_copy(bytes(params).ljust(ctypes.sizeof(struct_type), b"\0"))
+        self.tensor_maps = TensorMapEncoder(spec.tensor_maps, struct_type, pointers) if spec.tensor_maps else None
         for name, value in spec.params:
-            setattr(params, name, value)
+            setattr(values, name, value)
         self.grid, self.block, self.smem_bytes = spec.grid, spec.block, spec.smem_bytes
-        self.kernel = load_kernel(compile_kernel(spec.config), device_index, smem_bytes=spec.smem_bytes)
-        self.template = bytes(params)
+        self.kernel = _kernel(spec, device_index, stream)
+        self.template = bytes(values)
         self.buffer_type = ctypes.c_char * len(self.template)
+
+
+# Plans of many shapes share a kernel: a new shape must not pay for generating and hashing its source again.
+_kernels: dict[tuple[KernelConfig, int], Kernel] = {}
+
+
+def _kernel(spec: Launch, device_index: int, stream: int) -> Kernel:
+    key = (spec.config, device_index)
+    kernel = _kernels.get(key)
+    if kernel is None or kernel.smem_bytes < spec.smem_bytes:
+        with driver.device_context(device_index):  # a thread of autograd's has none of its own yet
+            driver.refuse_capture(stream, f"kernel {spec.config.kernel}")
+        kernel = load_kernel(compile_kernel(spec.config), device_index, smem_bytes=spec.smem_bytes)
+        _kernels[key] = kernel
+    return kernel
 
 
 class _PlanBase:
@@ -60,7 +83,11 @@ class _PlanBase:
     __slots__ = ("_offsets", "_steps", "_zeroed", "workspace_bytes")
 
     def __init__(
-        self, spec: ForwardPlanSpec | BackwardPlanSpec, device_index: int, params: ForwardParams | BackwardParams
+        self,
+        spec: ForwardPlanSpec | BackwardPlanSpec,
+        device_index: int,
+        params: ForwardParams | BackwardParams,
+        stream: int,
     ) -> None:
         offsets, zeroed, end = {}, [], 0
         for buffer in spec.workspaces:
@@ -75,7 +102,7 @@ class _PlanBase:
         self._offsets = tuple(offsets.get(name, 0) for name in self._BUFFERS)
         self._zeroed = tuple(zeroed)
         self._steps = tuple(
-            _Step(launch_spec, device_index, type(params).from_buffer_copy(params))
+            _Step(launch_spec, device_index, type(params).from_buffer_copy(params), stream)
             for launch_spec in spec.launches
             if launch_spec.grid
         )
@@ -85,10 +112,12 @@ class _PlanBase:
 
     def _run(self, stream: int, workspace: int, pointers: tuple[int, ...]) -> None:
         for offset, nbytes in self._zeroed:
-            memset_async(self._steps[0].kernel.device, workspace + offset, nbytes, stream)
+            memset_async(workspace + offset, 0, nbytes, stream, self._steps[0].kernel.device)
         for step in self._steps:
             params = step.buffer_type.from_buffer_copy(step.template)
             self._POINTERS.pack_into(params, 0, *pointers)
+            if step.tensor_maps is not None:
+                step.tensor_maps.write(params, pointers)
             launch(step.kernel, step.grid, step.block, step.smem_bytes, params, stream)
 
 
@@ -99,10 +128,10 @@ class ForwardPlan(_PlanBase):
     _BUFFERS = ("out_partial", "lse_partial")
     _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
 
-    def __init__(self, problem: AttentionProblem, device_index: int, lse: LseLayout) -> None:
+    def __init__(self, problem: AttentionProblem, device_index: int, lse: LseLayout, stream: int) -> None:
         spec = choose_forward(problem, **_chooser_arguments(device_index))
         params = _forward_params(problem, lse)
-        super().__init__(spec, device_index, params)
+        super().__init__(spec, device_index, params, stream)
 
     def run(
         self,
@@ -142,9 +171,10 @@ class BackwardPlan(_PlanBase):
         lse: LseLayout,
         dlse: LseLayout | None,
         dbias: OperandLayout | None,
+        stream: int,
     ) -> None:
         spec = choose_backward(problem, **_chooser_arguments(device_index))
-        super().__init__(spec, device_index, _backward_params(problem, lse, dlse, dbias))
+        super().__init__(spec, device_index, _backward_params(problem, lse, dlse, dbias), stream)
 
     def run(
         self,
@@ -187,10 +217,10 @@ def _chooser_arguments(device_index: int) -> dict[str, Any]:
     }
 
 
-def forward_plan(problem: AttentionProblem, device_index: int, lse: LseLayout) -> ForwardPlan:
-    """The cached plan for ``problem``; compiles and loads on the first call."""
+def forward_plan(problem: AttentionProblem, device_index: int, lse: LseLayout, stream: int) -> ForwardPlan:
+    """The cached plan for ``problem``; compiles and loads on the first call, which a capturing ``stream`` refuses."""
     key = ("forward", problem, device_index, lse, env.backend())
-    return _cached(key, lambda: ForwardPlan(problem, device_index, lse))
+    return _cached(key, lambda: ForwardPlan(problem, device_index, lse, stream))
 
 
 def backward_plan(
@@ -199,10 +229,11 @@ def backward_plan(
     lse: LseLayout,
     dlse: LseLayout | None,
     dbias: OperandLayout | None,
+    stream: int,
 ) -> BackwardPlan:
-    """The cached plan for the backward pass of ``problem``."""
+    """The cached plan for the backward pass of ``problem``; as `forward_plan`."""
     key = ("backward", problem, device_index, lse, dlse, dbias, env.backend())
-    return _cached(key, lambda: BackwardPlan(problem, device_index, lse, dlse, dbias))
+    return _cached(key, lambda: BackwardPlan(problem, device_index, lse, dlse, dbias, stream))
 
 
 # Plans are a few kilobytes each; a training job with ever-changing lengths would still grow without a bound.

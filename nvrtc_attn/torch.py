@@ -67,11 +67,11 @@ def attention(
         max_seqlen_k,
     )
     tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors[:4]):
-        tensors = (*(x if x is None else x.resolve_neg() for x in tensors[:4]), *tensors[4:])
-    if dropout_p > 0 and rng is None and q.is_cuda:
+    if dropout_p > 0 and rng is None:
         rng = draw_rng(q, k, None if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:4]):
+    if torch.is_grad_enabled() and _wants_gradient(q, k, v, bias):
+        if any(x is not None and x.is_neg() for x in tensors[:4]):
+            tensors = (*(x if x is None else x.resolve_neg() for x in tensors[:4]), *tensors[4:])
         out, lse = _Attention.apply(options, deterministic, rng, *tensors)
     else:
         out, lse = forward(tensors, options, rng, return_lse)
@@ -80,6 +80,8 @@ def attention(
 
 def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, int | None] | None) -> tuple[Any, Any]:
     """(seed, offset) from torch's generator of q's device, and advance it past the numbers of this problem."""
+    if not q.is_cuda:
+        return int(torch.randint(2**63 - 1, ())), 0
     index = q.get_device()
     if torch.cuda.is_current_stream_capturing():
         seed = torch.empty((), dtype=torch.int64, device=q.device).random_()
@@ -114,9 +116,14 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 
 def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool) -> Any:
     """(out, lse or None) of detached tensors; ``options`` are the fields of `CallOptions` in their order."""
-    key = (with_lse, options, env.backend(), *map(_signature, tensors))
+    q, k, v, bias, mask, cu_q, cu_k, used = tensors
+    key: Any = (with_lse, options, env.backend_setting(), _signature(q), _signature(k), _signature(v))
+    if not (bias is mask is cu_q is None):
+        key = (*key, *map(_signature, tensors[3:]))
     entry = _forward_plans.get(key)
     if entry is None:
+        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors):
+            return forward(tuple(x if x is None else x.resolve_neg() for x in tensors), options, rng, with_lse)
         call = _describe(tensors, options, with_lse)
         if call.on_cpu:
             result = api.attention(
@@ -125,15 +132,14 @@ def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool
             return result if with_lse else (result, None)
         _, h, m = call.lse_shape
         layout = LseLayout(strides=(h * m, m, 1), rows=call.problem.seqlen_q, packed=call.problem.varlen)
-        plan = forward_plan(call.with_outputs(), call.device.index, layout)
+        plan = forward_plan(call.with_outputs(), call.device.index, layout, call.launch_stream)
         entry = _remember(_forward_plans, key, (plan, call.out_shape, call.lse_shape))
     plan, out_shape, lse_shape = entry
-    q, k, v, bias, mask, cu_q, cu_k, used = tensors
     assert q is not None and k is not None and v is not None  # noqa: PT018
     device = q.device
     out = torch.empty(out_shape, dtype=q.dtype, device=device)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if with_lse else None
-    if out.numel():
+    if 0 not in out_shape:
         size = plan.workspace_bytes
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
         plan.run(
@@ -153,7 +159,14 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device) if with_dbias and bias is not None else None
     extra = (out, lse, dout, dlse)
-    key = (deterministic, with_dbias, options, env.backend(), *map(_signature, tensors), *map(_signature, extra))
+    key = (
+        deterministic,
+        with_dbias,
+        options,
+        env.backend_setting(),
+        *map(_signature, tensors),
+        *map(_signature, extra),
+    )
     plan = _backward_plans.get(key)
     if plan is None:
         call = _describe(tensors, (*options, True, deterministic, with_dbias))
@@ -196,12 +209,16 @@ def _keywords(tensors: Tensors, options: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
+def _wants_gradient(*tensors: Any) -> bool:
+    return any([getattr(x, "requires_grad", False) for x in tensors])  # noqa: C419 - half the time of a generator
+
+
 def _signature(x: Any) -> Any:
     """What of a tensor decides the kernel: everything but the address beyond its alignment."""
     if x is None:
         return None
     try:
-        return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15
+        return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg()
     except (AttributeError, RuntimeError):
         return x  # not a plain tensor: validation, on the way to the plan, says what it is
 

@@ -47,6 +47,7 @@ struct ForwardParams {
   int total_k;       // rows of k's token dim
   int num_m_blocks;  // ceil(seqlen_q / kBlockM)
   int num_splits;    // key splits, 1 = none
+  int head_group;    // heads whose query tiles are interleaved, longest first; at least 1
   int lse_rows;      // rows of lse to write per (b, h): Mq, or the padded length of the seed's layout
   int lse_packed;    // 1: lse rows of sequence b start at cu_seqlens_q[b]
   // -- masks and scores -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import KernelConfig
+from ..tma import TensorMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class Launch:
     block: int
     smem_bytes: int
     params: tuple[tuple[str, int], ...] = ()
+    tensor_maps: tuple[TensorMap, ...] = ()
+    """What the copy engine reads, encoded into the params for the addresses of each run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

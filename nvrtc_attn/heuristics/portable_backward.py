@@ -50,7 +50,7 @@ class Tile:
 
 
 # In order of preference within a width. A warp accumulates block_n / warps_n keys x (K + Kv) / (warps_m * dim_slices)
-# columns: 128 registers a thread at most in every row.
+# columns: 128 registers a thread at most with 16-bit operands, 64 in float32 (split operands need the rest).
 TILES_16BIT: Final = (
     Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
          num_stages_ds=2, blocks_per_sm=2),
@@ -77,14 +77,13 @@ TILES_32BIT: Final = (
     Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
          blocks_per_sm=2),
     Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2),
-    Tile(width=128, block_m=32, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2, blocks_per_sm=2),
-    Tile(width=128, block_m=32, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2),
+    Tile(width=128, block_m=64, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2),
     Tile(width=128, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2),
-    Tile(width=256, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2),
-    Tile(width=256, block_m=16, block_n=32, num_warps=2, warps_n=2, warps_m_dq=1, dim_slices=2),
-    Tile(width=512, block_m=32, block_n=16, num_warps=2, warps_n=1, warps_m_dq=2, dim_slices=2),
-    Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=4),
-    Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=4, v_in_smem=False),
+    Tile(width=256, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2, dim_slices=2),
+    Tile(width=256, block_m=16, block_n=32, num_warps=2, warps_n=2, warps_m_dq=1, dim_slices=4),
+    Tile(width=512, block_m=32, block_n=16, num_warps=2, warps_n=1, warps_m_dq=2, dim_slices=4),
+    Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=8),
+    Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=8, v_in_smem=False),
 )  # fmt: skip
 DELTA_WARPS: Final = 4
 CONVERT_WARPS: Final = 4
@@ -181,9 +180,11 @@ def choose_backward(
     else:
         launches.append(_dq_convert(problem, config, num_m_blocks))
     if problem.dbias and not stores_dbias:
-        dbias = portable_dq.choose_dbias(problem, **arguments)
-        launches += dbias.launches
-        workspaces += dbias.workspaces
+        dbias_launches, num_dbias_splits, partial_bytes = portable_dq.choose_dbias(problem, **arguments)
+        launches += dbias_launches
+        workspaces.append(
+            Workspace(field="dbias_partial", nbytes=partial_bytes, params=(("num_dbias_splits", num_dbias_splits),))
+        )
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
 
@@ -270,9 +271,9 @@ def _choose_splits(
         return 1
     blocks = num_n_blocks * problem.batch * problem.num_heads_kv * config.dim_slices
     slots = num_sms * max(_blocks_per_sm(config, smem_limit), 1)
-    tiles = num_m_blocks * (problem.num_heads // problem.num_heads_kv)
     if blocks == 0:
         return 1
+    tiles = num_m_blocks * (problem.num_heads // problem.num_heads_kv)
     return max(1, min(slots // blocks, tiles // MIN_TILES_PER_SPLIT, MAX_SPLITS))
 
 

@@ -34,7 +34,7 @@ def smem_bytes(config: KernelConfig) -> int:
         return 0
     line = config.block_n if config.reduce_m else config.block_m
     sums = 4 * line * config.num_warps if config.reduce_m or config.reduce_n else 0
-    return config.num_stages * (config.itemsize * rows * config.slice_d + _OP_BYTES) + sums
+    return config.num_stages * (2 * config.itemsize * rows * config.slice_d + _OP_BYTES) + sums
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -121,17 +121,23 @@ def choose_dq(
 
 
 def _slice_of(head_dim: int, itemsize: int) -> int:
-    """Columns of a ring slot: the fewest slices of at most 192 bytes whose sum exceeds ``head_dim`` least."""
-    widest = 192 // itemsize
+    """Columns of a ring slot: the fewest slices of at most 144 bytes whose sum exceeds ``head_dim`` least.
+
+    Three blocks of two 64 KiB stages fill a 227 KiB multiprocessor; wider slices leave room for two blocks only.
+    """
+    widest = 144 // itemsize // 8 * 8
     counts = range(_ceil_div(head_dim, widest), _ceil_div(head_dim, widest) + 2)
     return min((n * _tile_dim(_ceil_div(head_dim, n)), n, _tile_dim(_ceil_div(head_dim, n))) for n in counts)[2]
 
 
 def _dbias_candidates(base: DbiasConfig) -> Iterator[DbiasConfig]:
     """The dbias tile table, best first. A warp computes 32 x 32 scores: dS, S, dP take 96 of 168 registers."""
-    if not base.legacy_mma:
-        yield replace(base, block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=3, min_blocks_per_sm=3)
-    yield replace(base, block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=2)
+    features = base.features
+    heavy = features.mask or features.dropout or features.softcap or base.itemsize == 4 or features.bias == "float32"
+    if not base.legacy_mma and not heavy:
+        yield replace(base, block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=2, min_blocks_per_sm=3)
+    yield replace(base, block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=2, min_blocks_per_sm=2)
+    yield replace(base, block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=2, slice_d=64 // base.itemsize)
 
 
 def _dbias_splits(tiles: int, reduced: int, slots: int, numel: int) -> int:
@@ -179,7 +185,9 @@ def choose_dbias(
     tiles = shape[0] * shape[1] * (1 if reduce_m else num_m) * (1 if reduce_n else num_n)
     reduced = (problem.batch if shape[0] == 1 else 1) * (problem.num_heads if shape[1] == 1 else 1)
     reduced *= (num_m if reduce_m else 1) * (num_n if reduce_n else 1)
-    slots = num_sms * config.min_blocks_per_sm
+    # A multiprocessor has 1 KiB more than one block may use, and reserves 1 KiB for each block.
+    resident = min(config.min_blocks_per_sm, (smem_limit + 1024) // (smem_bytes(config) + 1024))
+    slots = num_sms * max(resident, 1)
     splits = _dbias_splits(tiles, reduced, slots, numel)
     config = replace(config, split=splits > 1)
     launches = [

@@ -30,7 +30,10 @@ def upload(name: str, x: Array, dtype: str | None, layout: str, rng: np.random.G
     tensor = blank(
         name, tuple(x.shape), value.dtype, layout, rng, poison=float("nan") if value.is_floating_point() else 1
     )
-    tensor.copy_(value) if layout != "expanded" else tensor[:1].copy_(value[:1])
+    if layout == "expanded" and name in ("k", "v"):  # one batch entry backs them all
+        tensor[:1].copy_(value[:1])
+    else:
+        tensor.copy_(value)
     return tensor
 
 

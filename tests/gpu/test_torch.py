@@ -106,7 +106,7 @@ def test_graph_capture_with_dropout_draws_a_new_mask_at_each_replay() -> None:
     seen = []
     for _ in range(100):
         graph.replay()
-        seen.append(captured[0].clone())
+        seen.append(captured[0].detach().clone())
     assert not torch.equal(seen[0], seen[1])
     means = torch.stack([x.float().mean() for x in seen])
     assert abs(float(means.mean()) - 1.0) < 0.01
@@ -286,7 +286,8 @@ def test_poison_in_masked_keys_changes_nothing(poison: float) -> None:
 def test_largest_float16_values_stay_finite() -> None:
     q, k, v = (torch.full((1, 64, 1, 64), x, device="cuda", dtype=torch.float16) for x in (200.0, 200.0, 65504.0))
     out = na.attention(q, k, v)
-    assert bool((out == 65504.0).all())
+    assert bool(torch.isfinite(out).all())
+    torch.testing.assert_close(out, v, atol=0, rtol=1e-3)  # P is rounded to float16
 
 
 @pytest.mark.reliability(34)

@@ -25,6 +25,7 @@ import pytest
 
 from nvrtc_attn import cache as cache_module
 from nvrtc_attn import compile as compiler
+from nvrtc_attn import headers
 from nvrtc_attn.cache import KernelCache, decode_entry, encode_entry, kernel_cache
 from nvrtc_attn.errors import CacheWarning
 
@@ -458,7 +459,8 @@ def test_a_compile_does_not_need_what_it_published(monkeypatch: pytest.MonkeyPat
 
 
 def fake_nvrtc(patch: pytest.MonkeyPatch) -> None:
-    """A compiler that takes no time, and an empty memory."""
+    """A compiler that takes no time, headers that stand still, and an empty memory."""
+    patch.setattr(headers, "header_digest", lambda: "0" * 64)
     patch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
     patch.setattr(compiler, "_memory", type(compiler._memory)())
     patch.setattr(compiler, "_run_nvrtc", lambda source, arch, options: (f"code of {source}".encode(), ""))

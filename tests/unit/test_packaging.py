@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -27,19 +28,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
         return Path(given)
     if not (repository / "pyproject.toml").is_file():
         pytest.skip("not a checkout")
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("pip is not installed here")
     target = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--quiet",
-        "--wheel-dir",
-        str(target),
-        str(repository),
-    ]
-    subprocess.run(command, check=True)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(target), str(repository)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "Could not find a version that satisfies" in done.stderr:
+        pytest.skip("the build requirements cannot be fetched here")  # no network; CI passes a wheel and cannot skip
+    assert done.returncode == 0, done.stderr
     return next(target.glob("nvrtc_attn-*.whl"))
 
 
@@ -140,6 +136,7 @@ def test_vendored_headers_are_closed_under_include(wheel: Path, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.reliability(88, 89, 106)
 def test_wheel_installs_without_dependencies_and_imports(wheel: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pip")
     digests = set()
     for prefix in (tmp_path / "one", tmp_path / "two" / "deeper"):
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", str(prefix), str(wheel)]

@@ -6,17 +6,26 @@
 
 namespace nvrtc_attn {
 
+// As one instruction: ptxas follows the 64-bit product of the C++ expression by an addition of zero.
+NVRTC_ATTN_DEVICE void multiply_wide(unsigned a, unsigned b, unsigned& high, unsigned& low) {
+  unsigned long long product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  high = unsigned(product >> 32);
+  low = unsigned(product);
+}
+
 NVRTC_ATTN_DEVICE uint4 philox_block(unsigned long long seed, unsigned long long counter) {
   unsigned c0 = unsigned(counter), c1 = unsigned(counter >> 32), c2 = 0, c3 = 0;
   unsigned k0 = unsigned(seed), k1 = unsigned(seed >> 32);
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    unsigned long long const p0 = 0xD2511F53ull * c0;
-    unsigned long long const p1 = 0xCD9E8D57ull * c2;
-    c0 = unsigned(p1 >> 32) ^ c1 ^ k0;
-    c1 = unsigned(p1);
-    c2 = unsigned(p0 >> 32) ^ c3 ^ k1;
-    c3 = unsigned(p0);
+    unsigned high0, low0, high1, low1;
+    multiply_wide(c0, 0xD2511F53u, high0, low0);
+    multiply_wide(c2, 0xCD9E8D57u, high1, low1);
+    c0 = high1 ^ c1 ^ k0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ k1;
+    c3 = low0;
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
@@ -35,6 +44,12 @@ struct Dropout {
       : seed(params.rng_seed_ptr ? (unsigned long long)*params.rng_seed_ptr : params.rng_seed),
         pitch((unsigned long long)params.seqlen_k),
         threshold(params.dropout_threshold) {
+#if __CUDA_ARCH__ >= 800
+    // A warp reduction leaves its result in uniform registers: the ten round keys then are computed there and not by every
+    // lane again for every block, a fifth of all instructions of a kernel with dropout.
+    seed = (unsigned long long)__reduce_or_sync(0xffffffffu, unsigned(seed >> 32)) << 32 |
+           __reduce_or_sync(0xffffffffu, unsigned(seed));
+#endif
     unsigned long long const offset =
         params.rng_offset_ptr ? (unsigned long long)*params.rng_offset_ptr : params.rng_offset;
     row0 = offset + ((unsigned long long)b * params.num_heads + h) * (unsigned long long)params.seqlen_q * pitch;
@@ -50,27 +65,24 @@ struct Dropout {
   // Keep bits of 16 consecutive columns (two accumulator tiles) of one row, for the four threads that share the row.
   // j0 is the first of the 16 columns (a multiple of 8); bits 0, 1: columns 2t, 2t + 1 of the first tile,
   // bits 2, 3: of the second. Must be called by whole warps.
-  // When the row starts at a multiple of four, thread t computes block t of the four and the words travel by shuffle: one
-  // Philox block per four scores. Otherwise every thread computes the blocks of its own columns.
+  // The 16 columns lie in four Philox blocks, thread t computes block t, and the bits travel by shuffle: one block per
+  // four scores. A row that does not start at a multiple of four reaches into a fifth block.
   NVRTC_ATTN_DEVICE unsigned keep_bits(int i, int j0, int lane) const {
     unsigned long long const start = row0 + (unsigned long long)i * pitch + (unsigned long long)j0;
     int const t = lane & 3;
-    // Alignment is the same for all rows when pitch is a multiple of four; the vote keeps the branch uniform when not.
-    if (__all_sync(0xffffffffu, (start & 3) == 0)) {
-      uint4 const w = philox_block(seed, (start >> 2) + t);
-      unsigned const mine = unsigned(w.x > threshold) | unsigned(w.y > threshold) << 1 | unsigned(w.z > threshold) << 2 |
-                            unsigned(w.w > threshold) << 3;
-      unsigned const first = __shfl_sync(0xffffffffu, mine, (lane & ~3) | (t >> 1));
-      unsigned const second = __shfl_sync(0xffffffffu, mine, (lane & ~3) | 2 | (t >> 1));
-      int const shift = (t & 1) * 2;
-      return ((first >> shift) & 3) | ((second >> shift) & 3) << 2;
-    }
-    unsigned bits = 0;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      bits |= unsigned(keep(start + (unsigned long long)((n >> 1) * 8 + 2 * t + (n & 1)))) << n;
-    }
-    return bits;
+    unsigned bits = block_bits((start >> 2) + t) << (4 * t);
+    bits |= __shfl_xor_sync(0xffffffffu, bits, 1);
+    bits |= __shfl_xor_sync(0xffffffffu, bits, 2);
+    unsigned const shift = unsigned(start) & 3;
+    if (__any_sync(0xffffffffu, shift != 0)) bits = (bits | block_bits((start >> 2) + 4) << 16) >> shift;
+    return ((bits >> (2 * t)) & 3) | ((bits >> (8 + 2 * t)) & 3) << 2;
+  }
+
+  // Keep bits of the four stream positions of one Philox block.
+  NVRTC_ATTN_DEVICE unsigned block_bits(unsigned long long counter) const {
+    uint4 const w = philox_block(seed, counter);
+    return unsigned(w.x > threshold) | unsigned(w.y > threshold) << 1 | unsigned(w.z > threshold) << 2 |
+           unsigned(w.w > threshold) << 3;
   }
 };
 

@@ -32,6 +32,10 @@ struct PositionMask {
     return j < len_k;
   }
 
+  // The keys that row i sees are first_key(i) <= j <= last_key(i).
+  NVRTC_ATTN_DEVICE int first_key(int i) const { return kBand ? i + low : 0; }
+  NVRTC_ATTN_DEVICE int last_key(int i) const { return kBand ? min(i + high, len_k - 1) : len_k - 1; }
+
   // Key tiles [first, last) that rows [m0, m0 + rows) can see. Empty when last <= first.
   template <int kBlockN>
   NVRTC_ATTN_DEVICE void key_tiles(int m0, int rows, int& first, int& last) const {

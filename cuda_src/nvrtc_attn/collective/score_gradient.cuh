@@ -1,10 +1,11 @@
 // From the two score-shaped products of the backward pass to dS, in registers, by one warp.
 //
-// A warp holds kM x kN accumulator tiles (16 x 8 each) of S = Q K^T and of dP = dO V^T, and turns S into dS in place:
+// A warp holds kM x kN accumulator tiles (16 x 8 each) of S = Q K^T and of dP = dO V^T, keys in KeyOrder, and turns S into dS in place:
 // P = exp(softcap(scale * s) + bias - lse), dS = P * (Z * dP - delta), masked by selection.
 // Rows without a valid key and rows beyond the sequence carry lse = +inf here, so their P is exactly zero.
 #pragma once
 #include "../common/fragment_load.cuh"
+#include "../common/key_order.cuh"
 #include "../params.cuh"
 #include "bias.cuh"
 #include "dropout.cuh"
@@ -200,40 +201,59 @@ struct RowStatistics {
   }
 };
 
-// The bias and byte mask under one thread's accumulator tiles, read ahead of their use and kept as they come (a pair of 16-bit
-// values is one register). Reads beyond the sequence are clamped into it: those scores are dropped by position or by
-// lse = +inf, so only the address matters. A tile that has work has at least one row and one key.
+// kCount neighbouring elements of a score-shaped tensor, moved in vectors of up to 16 bytes.
+template <class Element, int kCount>
+struct alignas(kCount * sizeof(Element) < 16 ? kCount * sizeof(Element) : 16) ScoreRun {
+  Element x[kCount];
+
+  // Whether every run that starts at a multiple of kCount columns can be moved whole, in a tensor of `cols` columns.
+  static NVRTC_ATTN_DEVICE bool allowed(ScoreTensor<Element> const& t, int cols) {
+    unsigned long long const address =
+        reinterpret_cast<unsigned long long>(t.base) | (unsigned long long)t.stride_m * sizeof(Element);
+    return t.stride_n == 1 && address % alignof(ScoreRun) == 0 && cols % kCount == 0;
+  }
+};
+
+// The bias or byte mask under one thread's accumulator tiles, read ahead of its use and kept as it comes. Reads beyond the
+// sequence are clamped into it: those scores are dropped by position or by lse = +inf, so only the address matters. A tile
+// that has work has at least one row and one key.
 template <class Element, int kM, int kN>
-struct ScorePairs {
-  ElementPair<Element> pair[kM][2][kN];
+struct ScoreRuns {
+  using Order = KeyOrderOf<kN>;
+  static constexpr int kRuns = 8 * kN / Order::kKeys;
+  ScoreRun<Element, Order::kRun> run[kM][2][kRuns];
 
   NVRTC_ATTN_DEVICE void load(ScoreTensor<Element const> const& t, int i0, int j0, int len_q, int len_k, int lane) {
-    // An even number of columns keeps the clamped pairs whole and inside the row.
-    bool const vectors = t.pairs && len_k % 2 == 0;
+    bool const vectors = ScoreRun<Element const, Order::kRun>::allowed(t, len_k);
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        int j = j0 + 2 * (lane & 3);
+        int j = j0 + Order::kRun * (lane & 3);
         asm volatile("" : "+r"(j));  // recompute the offsets for each row: hoisting them costs more registers than it saves
-        Element const* row = t.base + index_t(min(i0 + 16 * m + 8 * r + (lane >> 2), len_q - 1)) * t.stride_m;
-        if (vectors) {
+        Element const* const row = t.base + index_t(min(i0 + 16 * m + 8 * r + (lane >> 2), len_q - 1)) * t.stride_m;
 #pragma unroll
-          for (int n = 0; n < kN; ++n) {
-            pair[m][r][n] = *reinterpret_cast<ElementPair<Element> const*>(row + min(j + 8 * n, len_k - 2));
-          }
-        } else {
+        for (int x = 0; x < kRuns; ++x, j += Order::kKeys) {
+          if (vectors) {
+            run[m][r][x] = *reinterpret_cast<ScoreRun<Element, Order::kRun> const*>(row + min(j, len_k - Order::kRun));
+          } else {
 #pragma unroll
-          for (int n = 0; n < kN; ++n) {
-            pair[m][r][n].x = row[index_t(min(j + 8 * n, len_k - 1)) * t.stride_n];
-            pair[m][r][n].y = row[index_t(min(j + 8 * n + 1, len_k - 1)) * t.stride_n];
+            for (int e = 0; e < Order::kRun; ++e) run[m][r][x].x[e] = row[index_t(min(j + e, len_k - 1)) * t.stride_n];
           }
         }
       }
   }
+
+  NVRTC_ATTN_DEVICE float value(int m, int r, int n, int e) const {
+    return to_float(run[m][r][8 * n / Order::kKeys].x[key_in_run(n, e)]);
+  }
+  NVRTC_ATTN_DEVICE bool is_set(int m, int r, int n, int e) const {
+    return run[m][r][8 * n / Order::kKeys].x[key_in_run(n, e)] != 0;
+  }
+  static constexpr NVRTC_ATTN_DEVICE int key_in_run(int n, int e) { return 2 * n % Order::kRun + e; }
 };
 
-struct NoScorePairs {};
+struct NoScores {};
 
 struct NoDropout {
   template <class Params>
@@ -266,8 +286,8 @@ struct ScoreGradient {
   // What operator() needs from global memory: load it before the product whose result it is combined with.
   template <int kM, int kN>
   struct Prefetched {
-    cute::conditional_t<Traits::kHasBias, ScorePairs<Bias, kM, kN>, NoScorePairs> bias;
-    cute::conditional_t<Traits::kMask, ScorePairs<unsigned char, kM, kN>, NoScorePairs> mask;
+    cute::conditional_t<Traits::kHasBias, ScoreRuns<Bias, kM, kN>, NoScores> bias;
+    cute::conditional_t<Traits::kMask, ScoreRuns<unsigned char, kM, kN>, NoScores> mask;
   };
   template <int kM, int kN>
   NVRTC_ATTN_DEVICE void prefetch(Prefetched<kM, kN>& tile, int i0, int j0, int lane) const {
@@ -287,14 +307,29 @@ struct ScoreGradient {
   }
 
  private:
-  template <class E>
-  static NVRTC_ATTN_DEVICE E at(ElementPair<E> const& pair, int e) {
-    return e ? pair.y : pair.x;
+  // Keep bits of kCount consecutive keys from j (a multiple of four) of row i.
+  template <int kCount>
+  NVRTC_ATTN_DEVICE unsigned keep_bits(int i, int j) const {
+    unsigned long long const start = dropout.row0 + (unsigned long long)i * dropout.pitch + (unsigned long long)j;
+    unsigned bits = 0;
+#pragma unroll
+    for (int x = 0; x < kCount / 4; ++x) bits |= keep_bits_of_block((start >> 2) + x) << (4 * x);
+    unsigned const skipped = unsigned(start) & 3;
+    // A row pitch that is no multiple of four starts rows inside a block.
+    if (skipped != 0) bits = (bits | keep_bits_of_block((start >> 2) + kCount / 4) << kCount) >> skipped;
+    return bits;
+  }
+  NVRTC_ATTN_DEVICE unsigned keep_bits_of_block(unsigned long long counter) const {
+    uint4 const w = philox_block(dropout.seed, counter);
+    unsigned const least = dropout.threshold;
+    return unsigned(w.x > least) | unsigned(w.y > least) << 1 | unsigned(w.z > least) << 2 | unsigned(w.w > least) << 3;
   }
 
   template <bool kCheckPosition, int kM, int kN>
   NVRTC_ATTN_DEVICE void apply(WarpTile<kM, kN>& s, WarpTile<kM, kN> const& dp, RowStatistics<kM> const& rows,
                                Prefetched<kM, kN> const& tile, int i0, int j0, int lane) const {
+    using Order = KeyOrderOf<kN>;
+    constexpr int kGroup = Order::kKeys / 8;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -307,28 +342,26 @@ struct ScoreGradient {
           last = min(last, i + positions.high);
         }
 #pragma unroll
-        for (int n = 0; n < kN; n += 2) {
+        for (int group = 0; group < kN; group += kGroup) {
+          int const j = j0 + Order::key(group, lane & 3, 0);
           unsigned keep = 0;
-          if constexpr (Traits::kDropout) keep = dropout.keep_bits(i, j0 + 8 * n, lane);
+          if constexpr (Traits::kDropout) keep = keep_bits<Order::kRun>(i, j);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            int const j = j0 + 8 * (n + half) + 2 * (lane & 3);
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              float& x = s[m][n + half][2 * r + e];
-              float t;
-              float y = map.map(x, t);
-              if constexpr (Traits::kHasBias) y += to_float(at(tile.bias.pair[m][r][n + half], e));
-              float const p = map.probability(y, rows.reference[m][r]);
-              float g = dp[m][n + half][2 * r + e];
-              if constexpr (Traits::kDropout) g = keep >> (2 * half + e) & 1 ? g * multiplier : 0.0f;
-              g = p * (g - rows.delta[m][r]);
-              if constexpr (Traits::kSoftcap && kSoftcapDerivative) g *= 1.0f - t * t;
-              bool kept = true;
-              if constexpr (kCheckPosition) kept = j + e >= first && j + e <= last;
-              if constexpr (Traits::kMask) kept = kept && at(tile.mask.pair[m][r][n + half], e) != 0;
-              x = kept ? g : 0.0f;
-            }
+          for (int at = 0; at < Order::kRun; ++at) {
+            int const n = group + at / 2, e = at % 2;
+            float& x = s[m][n][2 * r + e];
+            float t;
+            float y = map.map(x, t);
+            if constexpr (Traits::kHasBias) y += tile.bias.value(m, r, n, e);
+            float const p = map.probability(y, rows.reference[m][r]);
+            float g = dp[m][n][2 * r + e];
+            if constexpr (Traits::kDropout) g = keep >> at & 1 ? g * multiplier : 0.0f;
+            g = p * (g - rows.delta[m][r]);
+            if constexpr (Traits::kSoftcap && kSoftcapDerivative) g *= 1.0f - t * t;
+            bool kept = true;
+            if constexpr (kCheckPosition) kept = j + at >= first && j + at <= last;
+            if constexpr (Traits::kMask) kept = kept && tile.mask.is_set(m, r, n, e);
+            x = kept ? g : 0.0f;
           }
         }
       }

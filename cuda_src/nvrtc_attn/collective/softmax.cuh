@@ -25,17 +25,21 @@ NVRTC_ATTN_DEVICE float quad_sum(float x) {
 template <class Traits, int kTilesM>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kTilesM;
-  float row_max[kRows];    // of scores, in their own unit; -inf: no key yet
-  float row_sum[kRows];    // this thread's share
-  float reference[kRows];  // what probability() subtracts; finite
+  float row_max[kRows];  // of scores, in their own unit; -inf: no key yet
+  float row_sum[kRows];  // this thread's share
 
   NVRTC_ATTN_DEVICE OnlineSoftmax() {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = -infinity();
       row_sum[r] = 0.0f;
-      reference[r] = 0.0f;
     }
+  }
+
+  // What probability() subtracts for row r; finite. Not kept: registers are scarce during Q K^T, where it is not needed.
+  NVRTC_ATTN_DEVICE float reference(int r, ScoreMap<Traits> const& map) const { return finite_reference(row_max[r], map); }
+  static NVRTC_ATTN_DEVICE float finite_reference(float m, ScoreMap<Traits> const& map) {
+    return m == -infinity() ? 0.0f : map.reference(m);
   }
 
   // Take in the maxima of one tile of scores s[kTilesM][kTilesN]; multiplies o[kTilesM][kTilesD] when the reference moves.
@@ -55,8 +59,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float const new_max = fmaxf(row_max[r], tile_max[r]);
-      reference[r] = new_max == -infinity() ? 0.0f : map.reference(new_max);
-      float const factor = map.probability(row_max[r], reference[r]);
+      float const factor = map.probability(row_max[r], finite_reference(new_max, map));
       row_max[r] = new_max;
       row_sum[r] *= factor;
 #pragma unroll

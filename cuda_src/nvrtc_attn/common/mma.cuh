@@ -96,10 +96,14 @@ NVRTC_ATTN_DEVICE void mma(AccTile& c, FragmentA<Element> const& a, FragmentB<El
     multiply_fma(c, a, b);
   } else if constexpr (sizeof(Element) == 4) {
     using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
-    // Small products first: they are added while the accumulator's error is still theirs.
-    Atom::fma(c[0], c[1], c[2], c[3], a.low[0], a.low[1], a.low[2], a.low[3], b.x[0], b.x[1], c[0], c[1], c[2], c[3]);
-    Atom::fma(c[0], c[1], c[2], c[3], a.x[0], a.x[1], a.x[2], a.x[3], b.low[0], b.low[1], c[0], c[1], c[2], c[3]);
-    Atom::fma(c[0], c[1], c[2], c[3], a.x[0], a.x[1], a.x[2], a.x[3], b.x[0], b.x[1], c[0], c[1], c[2], c[3]);
+    // The tensor core truncates when it adds to an accumulator, an error that grows with the contraction. So one step is
+    // summed from zero, small products first, and added with a rounded float32 addition: four FADD beside three HMMA.
+    float t[4];
+    Atom::fma(t[0], t[1], t[2], t[3], a.low[0], a.low[1], a.low[2], a.low[3], b.x[0], b.x[1], 0.0f, 0.0f, 0.0f, 0.0f);
+    Atom::fma(t[0], t[1], t[2], t[3], a.x[0], a.x[1], a.x[2], a.x[3], b.low[0], b.low[1], t[0], t[1], t[2], t[3]);
+    Atom::fma(t[0], t[1], t[2], t[3], a.x[0], a.x[1], a.x[2], a.x[3], b.x[0], b.x[1], t[0], t[1], t[2], t[3]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] += t[i];
   } else if constexpr (kLegacy) {
     using Atom = cute::SM75_16x8x8_F32F16F16F32_TN;
     Atom::fma(c[0], c[1], c[2], c[3], a.x[0], a.x[1], b.x[0], c[0], c[1], c[2], c[3]);

@@ -5,6 +5,7 @@
 // stride, written as whole chunks: correct for every layout, several times slower.
 #pragma once
 #include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/util.hpp>
 
 #include "smem_tile.cuh"
 
@@ -87,5 +88,68 @@ NVRTC_ATTN_DEVICE void load_tile(Element* tile, Element const* src, index_t stri
     }
   }
 }
+
+// load_tile() for a main loop that walks over tiles from the last to the first: a thread keeps the address of its next
+// chunk and walks down through the rows of one tile after the other, so a tile costs three instructions a chunk and
+// nothing else (load_tile() works its addresses out anew, some 40 instructions more).
+template <class Tile, int kThreads, bool kAligned, bool kLegacy, class Element>
+struct DescendingTileLoader {
+  static constexpr int kRowsPerPass = kThreads / Tile::kChunks;
+  static_assert(kRowsPerPass > 0, "a tile row has at most one chunk per thread");
+  static constexpr int kPasses = (Tile::kRows + kRowsPerPass - 1) / kRowsPerPass;
+  static constexpr int kOverhang = kPasses * kRowsPerPass - Tile::kRows;  // rows of the first pass beyond the tile
+  static constexpr int kElementBytes = int(sizeof(Element));
+  Element const* source;  // this thread's chunk of the first pass, that with the highest rows, of the next tile
+  uint32_t destination;   // shared-memory address of this thread's chunk of row tid / kChunks
+
+  // `tile` is stage 0, `last_tile` the first row of the tile that is loaded first.
+  NVRTC_ATTN_DEVICE DescendingTileLoader(Element* tile, Element const* last_tile, index_t stride_row, index_t stride_col,
+                                         int tid) {
+    int const row0 = tid / Tile::kChunks;
+    int const chunk = tid % Tile::kChunks;
+    source = last_tile + index_t(row0 + (kPasses - 1) * kRowsPerPass) * stride_row + index_t(chunk * Tile::kVec) * stride_col;
+    destination = cute::cast_smem_ptr_to_uint(tile) + kElementBytes * Tile::chunk_offset(row0, chunk);
+  }
+
+  // Load one tile into the stage that starts `bytes` after `tile`. `rows` and `cols` as in load_tile().
+  NVRTC_ATTN_DEVICE void load(Element* tile, int bytes, index_t stride_row, index_t stride_col, int rows, int cols, int tid) {
+    int const row0 = tid / Tile::kChunks;
+    int const chunk = tid % Tile::kChunks;
+    if (kThreads % Tile::kChunks != 0 && row0 >= kRowsPerPass) return;
+    index_t const step = index_t(kRowsPerPass) * stride_row;
+    if constexpr (kAligned && !kLegacy) {
+      if (rows >= Tile::kRows && cols >= Tile::kCols) {
+#pragma unroll
+        for (int pass = kPasses - 1; pass >= 0; --pass) {
+          int const row = row0 + pass * kRowsPerPass;
+          // The swizzle repeats every eight rows: then all passes are a constant distance apart.
+          uint32_t const to = kRowsPerPass % 8 == 0
+                                  ? destination + pass * kRowsPerPass * Tile::kCols * kElementBytes
+                                  : cute::cast_smem_ptr_to_uint(tile) + kElementBytes * Tile::chunk_offset(row, chunk);
+          if ((pass + 1) * kRowsPerPass <= Tile::kRows || row < Tile::kRows) {
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + bytes), "l"(source));
+          }
+          source -= step;
+        }
+      } else {
+#pragma unroll 1
+        for (int row = row0 + (kPasses - 1) * kRowsPerPass; row >= 0; row -= kRowsPerPass, source -= step) {
+          if (kOverhang > 0 && row >= Tile::kRows) continue;
+          uint32_t const to = cute::cast_smem_ptr_to_uint(tile) + kElementBytes * Tile::chunk_offset(row, chunk) + bytes;
+          // No byte is read when the size is zero, so the address may lie outside the tensor.
+          int const size = row < rows && chunk * Tile::kVec < cols ? 16 : 0;
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(size));
+        }
+      }
+    } else {
+      Element const* const first_row = source - index_t(row0 + (kPasses - 1) * kRowsPerPass) * stride_row -
+                                       index_t(chunk * Tile::kVec) * stride_col;
+      load_tile<Tile, kThreads, kAligned, kLegacy>(tile + bytes / kElementBytes, first_row, stride_row, stride_col, rows, cols,
+                                                   tid);
+      source -= kPasses * step;
+    }
+    if constexpr (kOverhang > 0) source += kOverhang * stride_row;
+  }
+};
 
 }  // namespace nvrtc_attn

@@ -7,9 +7,9 @@
 // dbias_reduce adds in order.
 //
 // The CTAs are persistent (grid <= tiles): the copies of the next score tile, of the same output tile or the next, are in
-// flight while one is computed. Both products contract over the head dim, so operands come in slices of kSliceD columns:
-// (dO | V) slices, then (Q | K) slices, through one ring, each slot with a note that tells the compute side what it is.
-// Shared memory: ring of (M slice | N slice) x stages | notes x stages | sums over warps.
+// flight while one is computed. Both products contract over the head dim, so operands come in slices of kSliceD columns
+// through one ring, each slot with a note that tells the compute side what it is: shared memory does not grow with the
+// head dim. Its map: ring of (dO | V | Q | K slice) x stages | notes x stages | sums over warps.
 #pragma once
 #include "../collective/score_gradient.cuh"
 #include "../common/tile_load.cuh"
@@ -139,7 +139,7 @@ struct DbiasWalk {
 // What the compute side has to know about one ring slot; lives in shared memory beside it.
 struct alignas(16) DbiasOp {
   int tile;  // output tile, -1 = no more work
-  int op;    // slice of the score tile: (dO | V) slices come first; kNothing = an output tile without score tiles
+  int op;    // slice of the score tile; kNothing = an output tile without score tiles
   int last;  // whether this score tile is the last of its output tile
   int b;
   int h, m, n, unused;
@@ -163,9 +163,14 @@ struct BackwardDbias {
   static_assert(kM * 16 * kWarpsM == kBlockM && kN * 8 * kWarpsN == kBlockN && kN % 2 == 0, "warps tile the block");
   using TileM = SmemTile<Element, kBlockM, kSlice>;
   using TileN = SmemTile<Element, kBlockN, kSlice>;
-  static constexpr int kSlot = TileM::kSize + TileN::kSize;
+  using Order = KeyOrderOf<kN>;
+  static constexpr int kOffsetV = TileM::kSize;  // a slot is dO | V | Q | K
+  static constexpr int kOffsetQ = kOffsetV + TileN::kSize;
+  static constexpr int kOffsetK = kOffsetQ + TileM::kSize;
+  static constexpr int kSlot = kOffsetK + TileN::kSize;
   static constexpr int kSlicesQ = (Traits::kHeadDim + kSlice - 1) / kSlice;
   static constexpr int kSlicesV = (Traits::kHeadDimV + kSlice - 1) / kSlice;
+  static constexpr int kOps = kSlicesQ > kSlicesV ? kSlicesQ : kSlicesV;  // slots of one score tile
   static constexpr bool kReduceM = Traits::kReduceM;
   static constexpr bool kReduceN = Traits::kReduceN;
   static constexpr int kUnroll = sizeof(Element) == 2 ? 8 : 4;
@@ -187,27 +192,35 @@ struct BackwardDbias {
         col0((tid >> 5) % kWarpsN * 8 * kN), ring(smem), ops(reinterpret_cast<DbiasOp*>(smem + kStages * kSlot)),
         sums(reinterpret_cast<float*>(ops + kStages)) {}
 
-  // Copy operation `op` of one score tile: slices of (dO, V), then of (Q, K).
+  // Slice `op` of the four operands of one score tile.
   NVRTC_ATTN_DEVICE void load(DbiasWalk<Traits> const& w, int op, Element* slot) const {
-    bool const is_v = op < kSlicesV;
-    int const d0 = (is_v ? op : op - kSlicesV) * kSlice;
-    int const cols = (is_v ? params.head_dim_v : params.head_dim) - d0;
-    int const m0 = w.m * kBlockM, n0 = w.n * kBlockN;
+    int const d0 = op * kSlice;
     int const hkv = w.h / (params.num_heads / params.num_heads_kv);
-    auto const pick = [is_v](index_t v, index_t q) { return is_v ? v : q; };
-    Element const* left = reinterpret_cast<Element const*>(is_v ? params.dout : params.q);
-    index_t const stride_m = pick(params.dout_stride_m, params.q_stride_m);
-    index_t const left_d = pick(params.dout_stride_d, params.q_stride_d);
-    left += w.b * pick(params.dout_stride_b, params.q_stride_b) + w.h * pick(params.dout_stride_h, params.q_stride_h) +
-            m0 * stride_m + d0 * left_d;
-    load_tile<TileM, kThreads, Traits::kAligned, kLegacy>(slot, left, stride_m, left_d, params.seqlen_q - m0, cols, tid);
-    Element const* right = reinterpret_cast<Element const*>(is_v ? params.v : params.k);
-    index_t const stride_n = pick(params.v_stride_n, params.k_stride_n);
-    index_t const right_d = pick(params.v_stride_d, params.k_stride_d);
-    right += w.b * pick(params.v_stride_b, params.k_stride_b) + hkv * pick(params.v_stride_h, params.k_stride_h) +
-             n0 * stride_n + d0 * right_d;
-    load_tile<TileN, kThreads, Traits::kAligned, kLegacy>(slot + TileM::kSize, right, stride_n, right_d, w.len_k() - n0, cols,
-                                                          tid);
+    int const m0 = w.m * kBlockM, n0 = w.n * kBlockN;
+    int const rows_m = params.seqlen_q - m0, rows_n = w.len_k() - n0;
+    auto at = [](void const* base, index_t b, index_t stride_b, index_t h, index_t stride_h, index_t row, index_t stride_row,
+                 index_t d, index_t stride_d) {
+      return reinterpret_cast<Element const*>(base) + b * stride_b + h * stride_h + row * stride_row + d * stride_d;
+    };
+    BackwardParams const& p = params;
+    if (op < kSlicesV) {
+      int const cols = p.head_dim_v - d0;
+      load_tile<TileM, kThreads, Traits::kAligned, kLegacy>(
+          slot, at(p.dout, w.b, p.dout_stride_b, w.h, p.dout_stride_h, m0, p.dout_stride_m, d0, p.dout_stride_d),
+          p.dout_stride_m, p.dout_stride_d, rows_m, cols, tid);
+      load_key_tile<TileN, Order, kThreads, Traits::kAligned, kLegacy>(
+          slot + kOffsetV, at(p.v, w.b, p.v_stride_b, hkv, p.v_stride_h, n0, p.v_stride_n, d0, p.v_stride_d), p.v_stride_n,
+          p.v_stride_d, rows_n, cols, tid);
+    }
+    if (op < kSlicesQ) {
+      int const cols = p.head_dim - d0;
+      load_tile<TileM, kThreads, Traits::kAligned, kLegacy>(
+          slot + kOffsetQ, at(p.q, w.b, p.q_stride_b, w.h, p.q_stride_h, m0, p.q_stride_m, d0, p.q_stride_d), p.q_stride_m,
+          p.q_stride_d, rows_m, cols, tid);
+      load_key_tile<TileN, Order, kThreads, Traits::kAligned, kLegacy>(
+          slot + kOffsetK, at(p.k, w.b, p.k_stride_b, hkv, p.k_stride_h, n0, p.k_stride_n, d0, p.k_stride_d), p.k_stride_n,
+          p.k_stride_d, rows_n, cols, tid);
+    }
   }
 
   // Fill one slot and move the walk on.
@@ -218,7 +231,7 @@ struct BackwardDbias {
     }
     if (!none) {
       load(walk, op, ring + slot * kSlot);
-      if (++op < kSlicesV + kSlicesQ) return;
+      if (++op < kOps) return;
       op = 0;
       walk.advance();
     }
@@ -247,17 +260,21 @@ struct BackwardDbias {
       DbiasOp const& now = ops[slot];
       if (now.tile < 0) break;
       if (now.op != DbiasOp::kNothing) {
-        SharedRows<TileM, Element, kM> const left{ring + slot * kSlot, row0};
-        Element const* const right = ring + slot * kSlot + TileM::kSize;
+        Element const* const full = ring + slot * kSlot;
         // Cleared where they start, not where they ended: registers are shortest while copies are issued.
-        if (now.op < kSlicesV) {
-          if (kSlicesV == 1 || now.op == 0) clear(dp);
-          multiply_nt<TileN, kLegacy, kUnroll>(dp, left, right, col0, lane);
-          continue;
+        if (kOps == 1 || now.op == 0) {
+          clear(dp);
+          clear(s);
         }
-        if (kSlicesQ == 1 || now.op == kSlicesV) clear(s);
-        multiply_nt<TileN, kLegacy, kUnroll>(s, left, right, col0, lane);
-        if (now.op < kSlicesV + kSlicesQ - 1) continue;
+        if (now.op < kSlicesV) {
+          SharedRows<TileM, Element, kM> const dout{full, row0};
+          multiply_nt<TileN, kLegacy, kUnroll>(dp, dout, full + kOffsetV, col0, lane);
+        }
+        if (now.op < kSlicesQ) {
+          SharedRows<TileM, Element, kM> const q{full + kOffsetQ, row0};
+          multiply_nt<TileN, kLegacy, kUnroll>(s, q, full + kOffsetK, col0, lane);
+        }
+        if (now.op < kOps - 1) continue;
         add_score_tile(sum, s, dp, now);
       }
       if (now.last) {
@@ -304,8 +321,7 @@ struct BackwardDbias {
     ScoreTensor<Out> const out = output(t);
     int const m0 = t.m * kBlockM, n0 = t.n * kBlockN;
     if constexpr (!kReduceM && !kReduceN) {
-      int const j = n0 + col0 + 2 * (lane & 3);
-      bool const vectors = out.pairs && n0 + col0 + 8 * kN <= params.seqlen_k;
+      bool const vectors = ScoreRun<Out, Order::kRun>::allowed(out, params.seqlen_k);
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -313,21 +329,20 @@ struct BackwardDbias {
           int const i = m0 + row0 + 16 * m + 8 * r + (lane >> 2);
           if (i >= params.seqlen_q) continue;
           Out* const row = out.base + i * out.stride_m;
-          if (vectors) {
 #pragma unroll
-            for (int n = 0; n < kN; ++n) {
-              *reinterpret_cast<ElementPair<Out>*>(row + j + 8 * n) =
-                  ElementPair<Out>{from_float<Out>(sum[m][n][2 * r]), from_float<Out>(sum[m][n][2 * r + 1])};
-            }
-          } else {
+          for (int group = 0; group < kN; group += Order::kKeys / 8) {
+            int const j = n0 + col0 + Order::key(group, lane & 3, 0);
+            ScoreRun<Out, Order::kRun> run;
 #pragma unroll
-            for (int n = 0; n < kN; ++n)
+            for (int x = 0; x < Order::kRun; ++x) run.x[x] = from_float<Out>(sum[m][group + x / 2][2 * r + x % 2]);
+            if (vectors) {
+              if (j < params.seqlen_k) *reinterpret_cast<ScoreRun<Out, Order::kRun>*>(row + j) = run;
+            } else {
 #pragma unroll
-              for (int e = 0; e < 2; ++e) {
-                if (j + 8 * n + e < params.seqlen_k) {
-                  row[(j + 8 * n + e) * out.stride_n] = from_float<Out>(sum[m][n][2 * r + e]);
-                }
+              for (int x = 0; x < Order::kRun; ++x) {
+                if (j + x < params.seqlen_k) row[(j + x) * out.stride_n] = run.x[x];
               }
+            }
           }
         }
     } else {
@@ -349,7 +364,7 @@ struct BackwardDbias {
             for (int apart = kReduceN ? 1 : 4; apart < (kReduceM ? 32 : 4); apart *= 2) {
               x += __shfl_xor_sync(0xffffffffu, x, apart);
             }
-            int const at = kReduceM ? (kReduceN ? 0 : col0 + 8 * n + 2 * lane + e)
+            int const at = kReduceM ? (kReduceN ? 0 : col0 + Order::key(n, lane & 3, e))
                                     : row0 + 16 * m + 4 * e + (lane >> 2);  // e is 0 or 2: row + 0 or + 8
             if (writes) sums[line * kLine + at] = x;
           }

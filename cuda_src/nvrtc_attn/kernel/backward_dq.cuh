@@ -70,6 +70,13 @@ struct BackwardDq {
     load_tile<Tile, kThreads, Traits::kAligned, kLegacy>(tile, src, stride_row, stride_d, rows, cols, tid);
   }
 
+  using Order = KeyOrderOf<kN>;
+  template <class Tile>
+  NVRTC_ATTN_DEVICE void load_keys(Element* tile, Element const* src, index_t stride_row, index_t stride_d, int rows,
+                                   int cols) const {
+    load_key_tile<Tile, Order, kThreads, Traits::kAligned, kLegacy>(tile, src, stride_row, stride_d, rows, cols, tid);
+  }
+
   // The warp's dS into the shared tile, as the element type.
   template <class Tile>
   NVRTC_ATTN_DEVICE void store_ds(Element* tile, WarpTile<kM, kN> const& ds, int row0, int col0) const {
@@ -143,12 +150,12 @@ struct BackwardDq {
     gradient.positions.template key_tiles<kBlockN>(m0, kBlockM, first, last);
     auto load_k = [&](int t) {
       int const n0 = t * kBlockN;
-      load<TileK>(sK + (kStages == 2 ? (t & 1) * TileK::kSize : 0), gK + index_t(n0) * params.k_stride_n,
+      load_keys<TileK>(sK + (kStages == 2 ? (t & 1) * TileK::kSize : 0), gK + index_t(n0) * params.k_stride_n,
                   params.k_stride_n, params.k_stride_d, seqlen.len_k - n0, params.head_dim);
     };
     auto load_v = [&](int t) {
       int const n0 = t * kBlockN;
-      load<TileV>(sV + (kStages == 2 ? (t & 1) * TileV::kSize : 0), gV + index_t(n0) * params.v_stride_n,
+      load_keys<TileV>(sV + (kStages == 2 ? (t & 1) * TileV::kSize : 0), gV + index_t(n0) * params.v_stride_n,
                   params.v_stride_n, params.v_stride_d, seqlen.len_k - n0, params.head_dim_v);
     };
 
@@ -275,7 +282,7 @@ struct BackwardDq {
         }
         index_t const stride_n = is_v ? params.v_stride_n : params.k_stride_n;
         index_t const stride_d = is_v ? params.v_stride_d : params.k_stride_d;
-        load<TileN>(slot + TileM::kSize, (is_v ? gV : gK) + n0 * stride_n + d0 * stride_d, stride_n, stride_d,
+        load_keys<TileN>(slot + TileM::kSize, (is_v ? gV : gK) + n0 * stride_n + d0 * stride_d, stride_n, stride_d,
                     seqlen.len_k - n0, cols);
         if (++load_op == kOps) {
           load_op = 0;

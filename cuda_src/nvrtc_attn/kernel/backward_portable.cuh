@@ -51,14 +51,14 @@ struct BackwardTiles {
   static constexpr int kTilesD = (kHeadDim / 8 + kColumnGroups - 1) / kColumnGroups;
   static constexpr int kTilesDv = (kHeadDimV / 8 + kColumnGroups - 1) / kColumnGroups;
 
-  // dQ of a warp: kTilesMdQ x 16 queries, kPassesDq passes of kTilesDq tiles of 8 columns (64 accumulator registers at most).
+  // dQ of a warp: kTilesMdQ x 16 queries, kPassesDq passes of kTilesDq tiles of 8 columns (kChunkArea registers at most).
   static constexpr int kWarpsMdQ = Traits::kWarpsMdQ;
   static constexpr int kWarpsDdQ = Traits::kNumWarps / kWarpsMdQ;
   static constexpr int kTilesMdQ = kBlockM / kWarpsMdQ / 16;
   static_assert(!Traits::kDqAtomic || (kBlockM % (16 * kWarpsMdQ) == 0 && kWarpsMdQ * kWarpsDdQ == Traits::kNumWarps));
   static constexpr int kDqGroups = kWarpsDdQ * Traits::kDimSlices;
   static constexpr int kTilesDqWarp = (kHeadDim / 8 + kDqGroups - 1) / kDqGroups;
-  static constexpr int kTilesDqMax = kTilesMdQ > 0 ? 16 / kTilesMdQ : 16;
+  static constexpr int kTilesDqMax = kChunkArea / 4 / (kTilesMdQ > 0 ? kTilesMdQ : 1);
   static constexpr int kPassesDq = (kTilesDqWarp + kTilesDqMax - 1) / kTilesDqMax;
   static constexpr int kTilesDq = (kTilesDqWarp + kPassesDq - 1) / kPassesDq;
 

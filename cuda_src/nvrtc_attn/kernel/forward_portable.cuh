@@ -62,6 +62,40 @@ struct ForwardShape {
   static_assert(Traits::kWarpsN == 1 || Traits::kWarpsD == 1, "merging warps own all value columns");
 };
 
+// Which piece of the work this thread has. Units (sequence, head, split) come in groups of `head_group`; within a group the
+// query tiles run from the last, which sees the most keys under a causal mask, to the first, each for all units of the
+// group. The host makes groups as large as their K and V fit in L2 when tiles differ in length, and 1 otherwise.
+template <class Traits>
+struct Position {
+  using Shape = ForwardShape<Traits>;
+  int tid, lane, warp_row0, warp_n, warp_d;
+  int m_block, split, h, b;
+
+  // Read anew from the special registers (volatile), so that the epilogue can work everything out again: kept through
+  // the main loop, these values spill.
+  NVRTC_ATTN_DEVICE explicit Position(ForwardParams const& params) {
+    int block;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    lane = tid & 31;
+    int const warp = __shfl_sync(0xffffffffu, tid >> 5, 0);  // tells ptxas that branches on it are uniform
+    warp_row0 = warp % Shape::kWarpsM * Shape::kWarpRows;
+    warp_n = Traits::kWarpsN > 1 ? warp / Shape::kWarpsM : 0;
+    warp_d = Traits::kWarpsD > 1 ? warp / Shape::kWarpsM : 0;
+    int const num_splits = Traits::kSplit ? params.num_splits : 1;
+    int const num_units = (params.batch + (Traits::kVarlen && !Traits::kSplit)) * params.num_heads * num_splits;
+    int const group = block / (params.head_group * params.num_m_blocks);
+    int const in_group = block - group * params.head_group * params.num_m_blocks;
+    int const units = min(params.head_group, num_units - group * params.head_group);
+    m_block = params.num_m_blocks - 1 - in_group / units;
+    block = group * params.head_group + in_group % units;
+    split = block % num_splits;
+    block /= num_splits;
+    h = block % params.num_heads;
+    b = block / params.num_heads;
+  }
+};
+
 // Q fragments: in registers for the whole key loop, or read again for every tile.
 template <class Shape, bool kPreload>
 struct QueryOperand {
@@ -177,14 +211,12 @@ NVRTC_ATTN_DEVICE void multiply_qk(AccTile (&s)[Shape::kTilesM][Shape::kTilesN],
       for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
     }
   }
-  FragmentA<Element> a[2][Shape::kTilesM];
+  FragmentA<Element> a[Shape::kTilesM];
   FragmentB<Element> b[2][2];
-  if constexpr (Shape::kStepsQK > 0) {
-    query.get(a[0], 0);
-    key.get(b[0], 0, 0, stage_bytes);
-  }
+  if constexpr (Shape::kStepsQK > 0) key.get(b[0], 0, 0, stage_bytes);
 #pragma unroll
   for (int step = 0; step < Shape::kStepsQK; ++step) {
+    query.get(a, step);
 #pragma unroll
     for (int pair = 0; pair < Shape::kPairsN; ++pair) {
       int const now = (step * Shape::kPairsN + pair) & 1;
@@ -192,24 +224,41 @@ NVRTC_ATTN_DEVICE void multiply_qk(AccTile (&s)[Shape::kTilesM][Shape::kTilesN],
         key.get(b[now ^ 1], step, pair + 1, stage_bytes);
       } else if (step + 1 < Shape::kStepsQK) {
         key.get(b[now ^ 1], step + 1, 0, stage_bytes);
-        query.get(a[(step + 1) & 1], step + 1);
       }
 #pragma unroll
       for (int m = 0; m < Shape::kTilesM; ++m) {
-        mma<Element, Shape::kLegacy>(s[m][2 * pair], a[step & 1][m], b[now][0]);
-        mma<Element, Shape::kLegacy>(s[m][2 * pair + 1], a[step & 1][m], b[now][1]);
+        mma<Element, Shape::kLegacy>(s[m][2 * pair], a[m], b[now][0]);
+        mma<Element, Shape::kLegacy>(s[m][2 * pair + 1], a[m], b[now][1]);
       }
     }
   }
   if constexpr (Shape::kHalfStepQK) {
-    query.get(a[0], Shape::kStepsQK);
+    query.get(a, Shape::kStepsQK);
 #pragma unroll
     for (int pair = 0; pair < Shape::kPairsN; ++pair) {
       key.get_half_step(b[0], pair, stage_bytes);
 #pragma unroll
       for (int m = 0; m < Shape::kTilesM; ++m) {
-        mma_half_step<Element, Shape::kLegacy>(s[m][2 * pair], a[0][m], b[0][0]);
-        mma_half_step<Element, Shape::kLegacy>(s[m][2 * pair + 1], a[0][m], b[0][1]);
+        mma_half_step<Element, Shape::kLegacy>(s[m][2 * pair], a[m], b[0][0]);
+        mma_half_step<Element, Shape::kLegacy>(s[m][2 * pair + 1], a[m], b[0][1]);
+      }
+    }
+  }
+}
+
+// -inf for what the position mask drops; i and j are this thread's first row and column.
+template <class Shape, bool kBand>
+NVRTC_ATTN_DEVICE void apply_position_mask(AccTile (&s)[Shape::kTilesM][Shape::kTilesN], PositionMask<kBand> const& mask,
+                                           int i, int j) {
+#pragma unroll
+  for (int r = 0; r < 2 * Shape::kTilesM; ++r) {
+    int const first = mask.first_key(i + 8 * r) - j;
+    int const last = mask.last_key(i + 8 * r) - j;
+#pragma unroll
+    for (int n = 0; n < Shape::kTilesN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (8 * n + e > last || (kBand && 8 * n + e < first)) s[r / 2][n][2 * (r % 2) + e] = -infinity();
       }
     }
   }
@@ -263,6 +312,9 @@ NVRTC_ATTN_DEVICE void multiply_pv(AccTile (&o)[Shape::kTilesM][Shape::kTilesD],
   constexpr bool kHalf = sizeof(Element) == 2;
   constexpr int kTilesPerStep = kHalf ? 2 : 1;
   unsigned keep[Shape::kTilesM][2];
+  float reference[Softmax::kRows];
+#pragma unroll
+  for (int r = 0; r < Softmax::kRows; ++r) reference[r] = softmax.reference(r, map);
 #pragma unroll
   for (int step = 0; step < Shape::kTilesN / kTilesPerStep; ++step) {
     FragmentA<Element> a[Shape::kTilesM];
@@ -283,7 +335,7 @@ NVRTC_ATTN_DEVICE void multiply_pv(AccTile (&o)[Shape::kTilesM][Shape::kTilesD],
         AccTile& c = s[m][step * kTilesPerStep + t];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float const p = map.probability(c[e], softmax.reference[2 * m + (e >> 1)]);
+          float const p = map.probability(c[e], reference[2 * m + (e >> 1)]);
           softmax.row_sum[2 * m + (e >> 1)] += p;
           c[e] = p;
           if constexpr (Traits::kDropout) {
@@ -371,30 +423,31 @@ struct OutputRows {
 // Write out the warp's rows: o is not yet normalised, softmax is finished.
 template <class Traits, class Shape, class Softmax>
 NVRTC_ATTN_DEVICE void write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD], Softmax const& softmax,
-                                    ScoreMap<Traits> const& map, OutputRows<Traits> const& rows, unsigned char* smem, int m0,
-                                    int warp_row0, int warp_d, int tid, int lane) {
+                                    ScoreMap<Traits> const& map, OutputRows<Traits> const& rows, unsigned char* smem,
+                                    Position<Traits> const& here) {
   using Element = typename Shape::Element;
   using TileO = typename Shape::TileO;
-  int const g = lane >> 2;
-  int const t = lane & 3;
+  int const g = here.lane >> 2;
+  int const t = here.lane & 3;
+  int const m0 = here.m_block * Shape::kBlockM;
   float const multiplier = Traits::kDropout ? rows.params.dropout_multiplier : 1.0f;
   Element* const sO = reinterpret_cast<Element*>(smem);
 #pragma unroll
   for (int r = 0; r < Softmax::kRows; ++r) {
-    int const row = warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
+    int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
     bool const valid = m0 + row < rows.len_q;
     float const sum = softmax.row_sum[r];
     float const factor = sum == 0.0f ? 0.0f : multiplier / sum;
-    if (t == 0 && warp_d == 0 && valid) rows.write_lse(m0 + row, softmax.row_max[r], sum, map);
+    if (t == 0 && here.warp_d == 0 && valid) rows.write_lse(m0 + row, softmax.row_max[r], sum, map);
     float* const partial = Traits::kSplit ? rows.partial(m0 + row) + 2 * t : nullptr;
 #pragma unroll
     for (int d = 0; d < Shape::kTilesD; ++d) {
       float const x = o[r / 2][d][2 * (r % 2)] * factor;
       float const y = o[r / 2][d][2 * (r % 2) + 1] * factor;
       if constexpr (Traits::kSplit) {
-        if (valid) *reinterpret_cast<float2*>(partial + Shape::column(d, warp_d)) = make_float2(x, y);
+        if (valid) *reinterpret_cast<float2*>(partial + Shape::column(d, here.warp_d)) = make_float2(x, y);
       } else {
-        Element* const to = sO + TileO::offset(row, Shape::column(d, warp_d) + 2 * t);
+        Element* const to = sO + TileO::offset(row, Shape::column(d, here.warp_d) + 2 * t);
         if constexpr (sizeof(Element) == 2) {
           *reinterpret_cast<uint32_t*>(to) = pack2<Element>(x, y);
         } else {
@@ -406,7 +459,7 @@ NVRTC_ATTN_DEVICE void write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD]
   if constexpr (!Traits::kSplit) {
     __syncthreads();
 #pragma unroll 1
-    for (int n = tid; n < Shape::kBlockM * TileO::kChunks; n += Shape::kThreads) {
+    for (int n = here.tid; n < Shape::kBlockM * TileO::kChunks; n += Shape::kThreads) {
       int const row = n / TileO::kChunks;
       int const chunk = n % TileO::kChunks;
       if (m0 + row >= rows.len_q) break;  // rows only grow
@@ -419,46 +472,47 @@ NVRTC_ATTN_DEVICE void write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD]
 template <class Traits, class Shape, class Softmax>
 NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD], Softmax const& softmax,
                                               ScoreMap<Traits> const& map, OutputRows<Traits> const& rows,
-                                              unsigned char* smem, int m0, int warp_row0, int warp_n, int tid, int lane) {
+                                              unsigned char* smem, Position<Traits> const& here) {
   using Element = typename Shape::Element;
   constexpr int kColumns = Traits::kHeadDimV;
-  int const g = lane >> 2;
-  int const t = lane & 3;
+  int const g = here.lane >> 2;
+  int const t = here.lane & 3;
+  int const m0 = here.m_block * Shape::kBlockM;
   float const multiplier = Traits::kDropout ? rows.params.dropout_multiplier : 1.0f;
   float* const sMax = reinterpret_cast<float*>(smem);                 // [kWarpsN][kBlockM]
   float* const sSum = sMax + Traits::kWarpsN * Shape::kBlockM;        // [kWarpsN][kBlockM]
   float* const sO = sSum + Traits::kWarpsN * Shape::kBlockM;          // [kWarpsN][kBlockM][kColumns]
 #pragma unroll
   for (int r = 0; r < Softmax::kRows; ++r) {
-    int const row = warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
+    int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
     if (t == 0) {
-      sMax[warp_n * Shape::kBlockM + row] = softmax.row_max[r];
-      sSum[warp_n * Shape::kBlockM + row] = softmax.row_sum[r];
+      sMax[here.warp_n * Shape::kBlockM + row] = softmax.row_max[r];
+      sSum[here.warp_n * Shape::kBlockM + row] = softmax.row_sum[r];
     }
   }
   __syncthreads();
 #pragma unroll
   for (int r = 0; r < Softmax::kRows; ++r) {
-    int const row = warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
+    int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
     float row_max = -infinity();
 #pragma unroll
     for (int w = 0; w < Traits::kWarpsN; ++w) row_max = fmaxf(row_max, sMax[w * Shape::kBlockM + row]);
-    float const reference = row_max == -infinity() ? 0.0f : map.reference(row_max);
+    float const reference = Softmax::finite_reference(row_max, map);
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < Traits::kWarpsN; ++w) {
       sum += sSum[w * Shape::kBlockM + row] * map.probability(sMax[w * Shape::kBlockM + row], reference);
     }
-    if (t == 0 && warp_n == 0 && m0 + row < rows.len_q) rows.write_lse(m0 + row, row_max, sum, map);
+    if (t == 0 && here.warp_n == 0 && m0 + row < rows.len_q) rows.write_lse(m0 + row, row_max, sum, map);
     float const factor = sum == 0.0f ? 0.0f : multiplier / sum * map.probability(softmax.row_max[r], reference);
 #pragma unroll
     for (int d = 0; d < Shape::kTilesD; ++d) {
-      *reinterpret_cast<float2*>(sO + (warp_n * Shape::kBlockM + row) * kColumns + 8 * d + 2 * t) =
+      *reinterpret_cast<float2*>(sO + (here.warp_n * Shape::kBlockM + row) * kColumns + 8 * d + 2 * t) =
           make_float2(o[r / 2][d][2 * (r % 2)] * factor, o[r / 2][d][2 * (r % 2) + 1] * factor);
     }
   }
   __syncthreads();
-  for (int n = tid; n < Shape::kBlockM * kColumns / 4; n += Shape::kThreads) {
+  for (int n = here.tid; n < Shape::kBlockM * kColumns / 4; n += Shape::kThreads) {
     int const row = n / (kColumns / 4);
     int const col = n % (kColumns / 4) * 4;
     if (m0 + row >= rows.len_q) break;  // rows only grow
@@ -496,23 +550,16 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   Element* const sK = sQ + Shape::TileQ::kSize;
   Element* const sV = sK + kStages * Shape::TileK::kSize;
 
-  // Which piece of work: query tiles vary fastest (they share K and V in L2), longest first, since with a causal mask the
-  // last query tile sees the most keys.
-  int const tid = int(threadIdx.x);
-  int const lane = tid & 31;
-  int const warp = tid >> 5;
-  int block = int(blockIdx.x);
-  int const m_block = params.num_m_blocks - 1 - block % params.num_m_blocks;
-  block /= params.num_m_blocks;
-  int const split = Traits::kSplit ? block % params.num_splits : 0;
-  if constexpr (Traits::kSplit) block /= params.num_splits;
-  int const h = block % params.num_heads;
-  int const b = block / params.num_heads;
-  int const m0 = m_block * kBlockM;
+  Position<Traits> const here(params);
+  int const tid = here.tid;
+  int const lane = here.lane;
+  int const b = here.b;
+  int const h = here.h;
+  int const m0 = here.m_block * kBlockM;
   if constexpr (Traits::kVarlen) {
     if (b == params.batch) {  // the virtual sequence of all tokens outside the others; combine does it with split keys
       if constexpr (!Traits::kSplit) {
-        zero_rows_of_no_sequence<Element, kThreads>(params, h, m_block, params.num_m_blocks, tid);
+        zero_rows_of_no_sequence<Element, kThreads>(params, h, here.m_block, params.num_m_blocks, tid);
       }
       return;
     }
@@ -521,23 +568,20 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   int const len_q = seqlen.len_q;
   int const len_k = seqlen.len_k;
   if constexpr (!Traits::kSplit) {
-    pad_lse<kThreads>(params, b, h, len_q, m0, kBlockM, m_block == params.num_m_blocks - 1, tid);
+    pad_lse<kThreads>(params, b, h, len_q, m0, kBlockM, here.m_block == params.num_m_blocks - 1, tid);
   }
   if (m0 >= len_q) return;
 
   // This warp's part of the tile.
-  int const warp_m = warp % Shape::kWarpsM;
-  int const warp_n = Traits::kWarpsN > 1 ? warp / Shape::kWarpsM : 0;
-  int const warp_d = Traits::kWarpsD > 1 ? warp / Shape::kWarpsM : 0;
-  int const warp_row0 = warp_m * Shape::kWarpRows;
-  int const warp_col0 = warp_n * Shape::kWarpCols;
+  int const warp_row0 = here.warp_row0;
+  int const warp_col0 = here.warp_n * Shape::kWarpCols;
 
   PositionMask<Traits::kBand> const mask(params, len_q, len_k);
   int first, last;
   mask.template key_tiles<kBlockN>(m0, kBlockM, first, last);
   if constexpr (Traits::kSplit) {
     int const share = ceil_div(max(last - first, 0), params.num_splits);
-    first += split * share;
+    first += here.split * share;
     last = min(last, first + share);
   }
 
@@ -552,15 +596,18 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     load_tile<typename Shape::TileQ, kThreads, Traits::kAligned, kLegacy>(sQ, gQ, params.q_stride_m, params.q_stride_d,
                                                                           len_q - m0, params.head_dim, tid);
   };
+  // Key tiles are loaded strictly from the last to the first.
+  using LoadK = DescendingTileLoader<typename Shape::TileK, kThreads, Traits::kAligned, kLegacy, Element>;
+  using LoadV = DescendingTileLoader<typename Shape::TileV, kThreads, Traits::kAligned, kLegacy, Element>;
+  LoadK loader_k(sK, gK + index_t(last - 1) * kBlockN * params.k_stride_n, params.k_stride_n, params.k_stride_d, tid);
+  LoadV loader_v(sV, gV + index_t(last - 1) * kBlockN * params.v_stride_n, params.v_stride_n, params.v_stride_d, tid);
   auto load_k = [&](int tile, int stage) {
-    load_tile<typename Shape::TileK, kThreads, Traits::kAligned, kLegacy>(
-        sK + stage * Shape::TileK::kSize, gK + index_t(tile) * kBlockN * params.k_stride_n, params.k_stride_n,
-        params.k_stride_d, len_k - tile * kBlockN, params.head_dim, tid);
+    loader_k.load(sK, stage * Shape::TileK::kBytes, params.k_stride_n, params.k_stride_d, len_k - tile * kBlockN,
+                  params.head_dim, tid);
   };
   auto load_v = [&](int tile, int stage) {
-    load_tile<typename Shape::TileV, kThreads, Traits::kAligned, kLegacy>(
-        sV + stage * Shape::TileV::kSize, gV + index_t(tile) * kBlockN * params.v_stride_n, params.v_stride_n,
-        params.v_stride_d, len_k - tile * kBlockN, params.head_dim_v, tid);
+    loader_v.load(sV, stage * Shape::TileV::kBytes, params.v_stride_n, params.v_stride_d, len_k - tile * kBlockN,
+                  params.head_dim_v, tid);
   };
 
   ScoreMap<Traits> const map(params);
@@ -588,7 +635,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     QueryOperand<Shape, Traits::kPreloadQ> query;
     query.address = lane_address_a<typename Shape::TileQ>(sQ, warp_row0, lane);
     KeyOperand<Shape> const key(sK, warp_col0, lane);
-    ValueOperand<Shape> const value(sV, warp_col0, warp_d, lane);
+    ValueOperand<Shape> const value(sV, warp_col0, here.warp_d, lane);
     if constexpr (kStages == 1) {
       load_k(last - 1, 0);
       cp_async_commit<kLegacy>();
@@ -656,11 +703,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
           }
         }
         if (!mask.keeps_tile(m0 + warp_row0, Shape::kWarpRows, n0 + warp_col0, Shape::kWarpCols)) {
-#pragma unroll
-          for (int m = 0; m < Shape::kTilesM; ++m) {
-#pragma unroll
-            for (int n = 0; n < Shape::kTilesN; ++n) apply_position_mask(s[m][n], mask, i0 + 16 * m, n0 + j0 + 8 * n);
-          }
+          apply_position_mask<Shape>(s, mask, i0, n0 + j0);
         }
       }
 
@@ -682,12 +725,14 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   }
 
   softmax.finish();
-  OutputRows<Traits> const rows{params, split, b, h, seqlen.batch_index, seqlen.q_row0, len_q,
-                                out_is_vectorizable<Element>(params)};
+  Position<Traits> const there(params);
+  SeqlenInfo<Traits::kVarlen, false> const rows_of(params, there.b);
+  OutputRows<Traits> const rows{params,         there.split,    there.b, there.h, rows_of.batch_index,
+                                rows_of.q_row0, rows_of.len_q, out_is_vectorizable<Element>(params)};
   if constexpr (Traits::kWarpsN > 1) {
-    merge_and_write_output<Traits, Shape>(o, softmax, map, rows, smem, m0, warp_row0, warp_n, tid, lane);
+    merge_and_write_output<Traits, Shape>(o, softmax, map, rows, smem, there);
   } else {
-    write_output<Traits, Shape>(o, softmax, map, rows, smem, m0, warp_row0, warp_d, tid, lane);
+    write_output<Traits, Shape>(o, softmax, map, rows, smem, there);
   }
 }
 

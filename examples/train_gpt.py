@@ -1,0 +1,238 @@
+"""Train a small character-level GPT on the text of this repository, with attention from nvrtc_attn or from torch.
+
+    python examples/train_gpt.py                      # train with nvrtc_attn
+    python examples/train_gpt.py --attention sdpa     # the same run on torch's scaled_dot_product_attention
+    python examples/train_gpt.py --compare            # both, and SDPA again on another backend; checks, plots, saves
+
+The model is float32; q, k and v are cast to bfloat16 for attention on a GPU. Dropout is off and the seed is fixed, so
+runs differ by the rounding inside attention alone. Training amplifies that, so curves are compared to what two backends
+of SDPA differ by: smoothed over 5 % of the run, nvrtc_attn may be off by twice their largest difference plus 0.01 nats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+try:
+    import torch
+    from torch import nn
+    from torch.nn import functional
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    import nvrtc_attn.torch
+except ImportError as error:
+    print(f'skipped: torch is not installed ({error}). pip install "nvrtc-attn[torch]"')
+    sys.exit(0)
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+SUFFIXES = {".md", ".py", ".cuh", ".toml", ".txt", ""}
+FLOOR = 0.01  # nats; a mini-batch's loss varies by 0.02 to 0.05 from one step to the next
+
+
+def nvrtc(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = nvrtc_attn.torch.attention(q, k, v, causal=True)
+    return out
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int, heads: int, attention: Attention, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads, self.attention, self.dtype = heads, attention, dtype
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).to(self.dtype).view(batch, length, 3, self.heads, width // self.heads)
+        out = self.attention(*qkv.unbind(2))  # three strided views of one tensor, read where they are
+        x = x + self.project(out.reshape(batch, length, width).to(x.dtype))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Characters in, logits of the next character out."""
+
+    def __init__(self, vocabulary: int, options: argparse.Namespace, attention: Attention, dtype: torch.dtype) -> None:
+        super().__init__()
+        width = options.width
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(options.context, width)
+        self.blocks = nn.Sequential(*(Block(width, options.heads, attention, dtype) for _ in range(options.layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        logits: torch.Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def corpus(limit: int = 2_000_000) -> str:
+    """The repository's own text: documents first, then sources."""
+    root = Path(__file__).resolve().parent.parent
+    files = sorted(
+        (path for path in root.rglob("*") if path.is_file() and path.suffix in SUFFIXES),
+        key=lambda path: (path.suffix not in (".md", ""), path),
+    )
+    kept = [p for p in files if not any(part.startswith((".", "_include", "__")) for part in p.relative_to(root).parts)]
+    return "\n".join(path.read_text(encoding="utf-8", errors="ignore") for path in kept)[:limit]
+
+
+def train(name: str, options: argparse.Namespace, text: str) -> dict[str, Any]:
+    """One run: its losses, its validation loss and its speed."""
+    device = torch.device(options.device)
+    on_gpu = device.type == "cuda"
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")  # TF32 outside attention, the same in every run
+    characters = sorted(set(text))
+    index = {c: i for i, c in enumerate(characters)}
+    data = torch.tensor([index[c] for c in text], device=device)
+    split = len(data) * 9 // 10
+    order = torch.Generator().manual_seed(options.seed)
+
+    def batch(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = torch.randint(len(part) - options.context - 1, (options.batch, 1), generator=order).to(device)
+        window = part[starts + torch.arange(options.context + 1, device=device)]
+        return window[:, :-1], window[:, 1:]
+
+    attention = nvrtc if name == "nvrtc_attn" else sdpa
+    backends = {
+        "sdpa": SDPBackend.FLASH_ATTENTION,
+        "sdpa, other backend": SDPBackend.EFFICIENT_ATTENTION if on_gpu else SDPBackend.MATH,
+    }
+    backend = sdpa_kernel(backends[name]) if name in backends else contextlib.nullcontext()
+    model = GPT(len(characters), options, attention, torch.bfloat16 if on_gpu else torch.float32).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95))
+    warmup = max(options.steps // 20, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / warmup, 1.0) * (1 - 0.9 * i / options.steps)
+    )
+
+    def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    losses, start = [], time.perf_counter()
+    with backend:
+        for step in range(options.steps):
+            if step == min(10, options.steps // 2):  # kernels are compiled and loaded by now
+                _synchronise(device)
+                start, counted = time.perf_counter(), options.steps - step
+            value = loss(*batch(data[:split]))
+            optimizer.zero_grad(set_to_none=True)
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(value.detach())
+        _synchronise(device)
+        seconds = (time.perf_counter() - start) / counted
+        with torch.no_grad():
+            validation = torch.stack([loss(*batch(data[split:])) for _ in range(10)]).mean().item()
+    curve = torch.stack(losses).cpu().tolist()
+    speed = options.batch * options.context / seconds
+    print(
+        f"{name:20s} loss {curve[0]:.3f} -> {sum(curve[-10:]) / len(curve[-10:]):.3f}, validation {validation:.3f}, "
+        f"{1e3 * seconds:.1f} ms per step, {speed:,.0f} characters/s",
+        flush=True,
+    )
+    return {"losses": curve, "validation": validation, "ms_per_step": 1e3 * seconds}
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def smooth(curve: list[float], window: int) -> torch.Tensor:
+    return torch.tensor(curve, dtype=torch.float64).unfold(0, window, 1).mean(1)
+
+
+def compare(options: argparse.Namespace, text: str) -> int:
+    runs = {name: train(name, options, text) for name in ("sdpa", "nvrtc_attn", "sdpa, other backend")}
+    window = max(options.steps // 20, 1)
+    curves = {name: smooth(run["losses"], window) for name, run in runs.items()}
+    noise = float((curves["sdpa"] - curves["sdpa, other backend"]).abs().max())
+    difference = float((curves["sdpa"] - curves["nvrtc_attn"]).abs().max())
+    tolerance = 2 * noise + FLOOR
+    passed = difference <= tolerance  # False for NaN as well
+    print(
+        f"largest difference of the curves (mean of {window} steps): nvrtc_attn {difference:.2g}, "
+        f"the two SDPA backends {noise:.2g}; tolerance {tolerance:.2g}: {'passed' if passed else 'FAILED'}"
+    )
+    directory = Path(options.out)
+    directory.mkdir(parents=True, exist_ok=True)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    summary = {"device": where, "torch": torch.__version__, "options": vars(options), "window": window}
+    result = {"difference": difference, "noise": noise, "tolerance": tolerance, "passed": passed}
+    (directory / "train_gpt.json").write_text(json.dumps({**summary, **result, "runs": runs}, indent=1) + "\n")
+    plot(directory / "train_gpt.png", runs, curves, f"character GPT on {where}, {options.steps} steps", window)
+    return 0 if passed else 1
+
+
+def plot(path: Path, runs: dict[str, Any], curves: dict[str, torch.Tensor], title: str, window: int) -> None:
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1))
+    for name, curve in curves.items():
+        steps = range(window - 1, window - 1 + len(curve))
+        top.plot(steps, curve, label=f"{name} (validation {runs[name]['validation']:.3f})")
+        if name != "sdpa":
+            bottom.plot(steps, curve - curves["sdpa"], label=name)
+    top.set(ylabel=f"loss (nats), mean of {window} steps", title=title)
+    bottom.set(xlabel="step", ylabel="minus sdpa")
+    top.legend()
+    bottom.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    print(f"saved {path} and {path.with_suffix('.json')}")
+
+
+def main() -> int:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention", choices=("nvrtc", "sdpa"), default="nvrtc")
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
+    parser.add_argument("--out", default="train_gpt_results", help="directory of the plot and the numbers")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    sizes = {"steps": (1500, 30), "layers": (6, 2), "width": (384, 64), "heads": (6, 4), "context": (256, 64)}
+    for name, (on_gpu, on_cpu) in {**sizes, "batch": (64, 8)}.items():
+        parser.add_argument(f"--{name}", type=int, help=f"default {on_gpu}, on the CPU {on_cpu}")
+        parser.set_defaults(**{name: (on_gpu, on_cpu)})
+    options = parser.parse_args()
+    for name, value in vars(options).items():
+        if isinstance(value, tuple):
+            setattr(options, name, value[options.device == "cpu"])
+    text = corpus()
+    print(f"{len(text):,} characters, {len(set(text))} different; {vars(options)}")
+    if options.compare:
+        return compare(options, text)
+    train("nvrtc_attn" if options.attention == "nvrtc" else "sdpa", options, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""CuPy: `attention` and its gradients on CuPy's current stream, from CuPy's allocator.
+
+CuPy has no autograd: the gradients are a call of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+
+from . import api
+
+
+def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """`nvrtc_attn.attention` of CuPy arrays; same arguments, ``out`` and ``lse`` are CuPy arrays.
+
+    `attention_backward` needs the lse, so ask for ``return_lse=True``, and with dropout the same ``rng``.
+    """
+    _check(q, k, v)
+    with cupy.cuda.Device(q.device.id):
+        return api.attention(q, k, v, **options)
+
+
+def attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, with_dbias: bool = True, **options: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Gradients of `attention`, allocated here: ``(dq, dk, dv, dbias)``.
+
+    Parameters
+    ----------
+    dout, out, lse
+        The gradient with respect to out, and what `attention` returned.
+    dlse
+        The gradient with respect to lse, None = 0.
+    with_dbias
+        False: do not compute the gradient of the bias, which costs time and memory.
+    **options
+        Those of the forward call (``bias``, ``mask``, ``causal``, ``dropout_p``, ``rng``, ...), and ``deterministic``.
+
+    Returns
+    -------
+    dq, dk, dv, dbias
+        Row-major, in the shapes and dtypes of q, k, v and bias; dbias is None without a bias, or where not wanted.
+    """
+    _check(q, k, v)
+    for ignored in ("return_lse", "out"):
+        options.pop(ignored, None)
+    bias = options.get("bias")
+    with cupy.cuda.Device(q.device.id):
+        dq, dk, dv = (cupy.empty(x.shape, x.dtype) for x in (q, k, v))
+        dbias = cupy.empty(bias.shape, bias.dtype) if bias is not None and with_dbias else None
+        size = api.backward_workspace_bytes(q, k, v, dbias=dbias is not None, **options)
+        api.attention_backward(
+            _dense(dout), q, k, v, _dense(out), lse, dq, dk, dv,
+            dlse=dlse, dbias=dbias, workspace=cupy.empty(size, cupy.uint8), **options,
+        )  # fmt: skip
+    return dq, dk, dv, dbias
+
+
+def _dense(x: Any) -> Any:
+    """What the workspace is sized for: row-major and aligned to 16 bytes. A copy only of other layouts."""
+    x = cupy.ascontiguousarray(x)
+    return x.copy() if x.data.ptr % 16 else x
+
+
+def _check(*arrays: Any) -> None:
+    for name, x in zip("qkv", arrays, strict=True):
+        if not isinstance(x, cupy.ndarray):
+            raise TypeError(
+                f"{name}: got {type(x).__module__}.{type(x).__qualname__}. nvrtc_attn.cupy takes CuPy arrays; "
+                f"nvrtc_attn.attention takes those of any framework."
+            )

@@ -1,0 +1,78 @@
+"""The examples run as scripts: on the CPU here, and politely where their framework is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(repository: Path, name: str, *arguments: str, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(repository), "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(repository / "examples" / name), *arguments],
+        capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def installed(*modules: str) -> bool:
+    return all(importlib.util.find_spec(module) is not None for module in modules)
+
+
+def test_quickstart(repository: Path, tmp_path: Path) -> None:
+    out = run(repository, "quickstart.py", "--arch", "sm_80", "--seqlen", "512", cwd=tmp_path)
+    assert "float32, causal: forward and backward in" in out
+    assert re.search(r"relative error out \S+, dq \S+, dk \S+, dv", out)
+    assert "Kernels for sm_80" in out
+    assert re.search(r"\d+ registers, \d+ bytes spilled, \d+ KiB of machine code", out)
+    assert "3. On the GPU\n   skipped: " in out
+
+
+def test_quickstart_names_its_architectures(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"invalid choice: '?sm_70'?"):
+        run(repository, "quickstart.py", "--arch", "sm_70", cwd=tmp_path)
+
+
+def test_numpy_attention(repository: Path, tmp_path: Path) -> None:
+    out = run(repository, "numpy_attention.py", cwd=tmp_path)
+    assert "directional derivative" in out
+    assert "repeatable: True" in out
+    assert "equal to one call each" in out
+
+
+def test_jax_attention(repository: Path, tmp_path: Path) -> None:
+    out = run(repository, "jax_attention.py", cwd=tmp_path)
+    if not installed("jax"):
+        assert out.startswith("skipped: JAX is not installed")
+        return
+    first, last = map(float, re.findall(r"loss (\S+) -> (\S+) after", out)[0])
+    assert last < 0.5 * first
+    assert "equal to the batched call: True" in out
+
+
+def test_cupy_attention_without_a_gpu(repository: Path, tmp_path: Path) -> None:
+    assert run(repository, "cupy_attention.py", cwd=tmp_path).startswith("skipped: ")
+
+
+def test_train_gpt(repository: Path, tmp_path: Path) -> None:
+    sizes = ("--steps", "6", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "2")
+    out = run(repository, "train_gpt.py", "--compare", *sizes, cwd=tmp_path)
+    if not installed("torch"):
+        assert out.startswith("skipped: torch is not installed")
+        return
+    assert ": passed" in out
+    result = json.loads((tmp_path / "train_gpt_results" / "train_gpt.json").read_text())
+    assert set(result["runs"]) == {"sdpa", "nvrtc_attn", "sdpa, other backend"}
+    assert result["difference"] <= result["tolerance"]
+    losses = result["runs"]["nvrtc_attn"]["losses"]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "train_gpt_results" / "train_gpt.png").exists() == installed("matplotlib")

@@ -1,0 +1,325 @@
+"""The JAX adapter on JAX's CPU platform: values, gradients, transformations, errors; and the bridge's argument list."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+import jax.numpy as jnp  # noqa: E402 - after the skip
+
+import nvrtc_attn  # noqa: E402
+from nvrtc_attn import jax as adapter  # noqa: E402
+from nvrtc_attn.call import CallOptions  # noqa: E402
+from nvrtc_attn.jax import attention  # noqa: E402
+
+B, M, N, H, HKV, K, KV = 2, 40, 56, 4, 2, 16, 24
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu() -> Any:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
+def arrays(dtype: Any = np.float32) -> list[Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((B, M, H, K), (B, N, HKV, K), (B, N, HKV, KV), (1, H, M, N))
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def dense(q: Any, k: Any, v: Any, bias: Any = 0.0, causal: bool = False, keep: Any = True) -> Any:
+    """(out, lse) with JAX's own operations."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = jnp.einsum("bmhd,bnhd->bhmn", q, k) / np.sqrt(q.shape[-1]) + bias
+    m, n = scores.shape[2:]
+    if causal:
+        keep = keep & (jnp.arange(n) <= jnp.arange(m)[:, None] + n - m)
+    scores = jnp.where(keep, scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, -1)
+    return jnp.einsum("bhmn,bnhd->bmhd", jnp.exp(scores - lse[..., None]), v), lse
+
+
+def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), found, expected)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_forward(jit: bool) -> None:
+    q, k, v, bias = arrays()
+    mask = jax.random.bernoulli(jax.random.key(9), 0.8, (B, 1, 1, N))
+
+    def call(*x: Any) -> Any:
+        return attention(*x[:3], bias=x[3], mask=mask, causal=True, return_lse=True)
+
+    out, lse = (jax.jit(call) if jit else call)(q, k, v, bias)
+    assert (out.shape, lse.shape, lse.dtype) == ((B, M, H, KV), (B, H, M), np.float32)
+    close((out, lse), dense(q, k, v, bias, True, mask))
+
+
+def test_gradients_through_out_lse_and_bias() -> None:
+    weight = jax.random.normal(jax.random.key(5), (B, M, H, KV))
+
+    def loss(call: Any) -> Any:
+        def value(*x: Any) -> Any:
+            out, lse = call(*x)
+            return (out * weight).sum() + (lse**2).sum()
+
+        return value
+
+    def call(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return attention(q, k, v, bias=bias, causal=True, return_lse=True)
+
+    found = jax.jit(jax.grad(loss(call), (0, 1, 2, 3)))(*arrays())
+    expected = jax.grad(loss(lambda *x: dense(*x, causal=True)), (0, 1, 2, 3))(*arrays())
+    assert [x.shape for x in found] == [x.shape for x in arrays()]
+    close(found, expected, 1e-4)
+
+
+def test_gradient_of_the_bias_is_computed_only_when_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, bias = arrays()
+    wanted = []
+    real = adapter._on_cpu
+
+    def spy(bound: Any, *operands: Any) -> Any:
+        if bound.kind.backward:
+            wanted.append((bound.kind.options.dbias, "dlse" in [name for name, _, _ in bound.operands]))
+        return real(bound, *operands)
+
+    monkeypatch.setattr(adapter, "_on_cpu", spy)
+    jax.clear_caches()
+    jax.grad(lambda q: attention(q, k, v, bias=bias).sum())(q)
+    jax.grad(lambda b: attention(q, k, v, bias=b, return_lse=True)[0].sum())(bias)
+    jax.grad(lambda q: attention(q, k, v, return_lse=True)[1].sum())(q)
+    jax.clear_caches()
+    assert wanted == [(False, False), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
+def test_vmap_of_gradients(axes: tuple[int | None, int | None]) -> None:
+    q, k, v, bias = arrays()
+    x = [jnp.stack([a, 2 * a, a - 1]) if axis == 0 else a for a, axis in zip((q, bias), axes, strict=True)]
+
+    def gradient(call: Any) -> Any:
+        return jax.vmap(jax.value_and_grad(lambda q, b: (call(q, b) ** 2).sum(), (0, 1)), axes)
+
+    found = jax.jit(gradient(lambda q, b: attention(q, k, v, bias=b, causal=True)))(*x)
+    close(found, gradient(lambda q, b: dense(q, k, v, b, True)[0])(*x), 2e-4)
+
+
+def test_gradient_of_vmap_and_scan() -> None:
+    q, k, v, _ = arrays()
+    stacked = jnp.stack([q, 2 * q])
+
+    def value(call: Any) -> Any:
+        def loss(x: Any) -> Any:
+            mapped = jax.vmap(lambda q: call(q, k, v))(x)
+            _, scanned = jax.lax.scan(lambda carry, q: (carry, call(q, k, v)), 0.0, x)
+            return (mapped**2).sum() + (scanned**3).sum()
+
+        return jax.grad(loss)
+
+    close(value(attention)(stacked), value(lambda *x: dense(*x)[0])(stacked), 2e-4)
+
+
+def test_folding_the_mapped_axis_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, bias = arrays()
+    seen = []
+    real = adapter._on_cpu
+    monkeypatch.setattr(adapter, "_on_cpu", lambda bound, *x: (seen.append(bound.operands[0][1]), real(bound, *x))[1])
+    jax.clear_caches()
+    stacked = jnp.stack([q, q, q])
+    jax.vmap(lambda q: attention(q, k, v, bias=bias))(stacked)
+    jax.vmap(lambda q: attention(q, k, v, dropout_p=0.5, rng=1))(stacked)
+    jax.clear_caches()
+    assert seen == [(3 * B, M, H, K)] + [(B, M, H, K)] * 3
+
+
+def test_dropout_is_the_core_calls_whatever_holds_the_words() -> None:
+    q, k, v, _ = (np.asarray(x) for x in arrays())
+    seed, offset = (7 << 32) + 5, 9
+    expected = nvrtc_attn.attention(q, k, v, dropout_p=0.3, rng=(seed, offset))
+    words = jnp.asarray([5, 7], np.uint32)
+    for rng in ((seed, offset), (words, offset), (words, jnp.asarray(9, np.int32)), (seed, jnp.uint32(9))):
+        np.testing.assert_array_equal(attention(q, k, v, dropout_p=0.3, rng=rng), expected)
+    call = jax.jit(lambda key: attention(q, k, v, dropout_p=0.3, rng=key))
+    first, again, other = call(jax.random.key(1)), call(jax.random.key(1)), call(jax.random.key(2))
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+def test_gradient_with_dropout_uses_the_forward_mask() -> None:
+    q, k, v, _ = arrays()
+
+    def loss(v: Any) -> Any:
+        return attention(q, k, v, dropout_p=0.4, rng=(3, 0)).sum()
+
+    direction = jax.random.normal(jax.random.key(8), v.shape)
+    slope = float((jax.grad(loss)(v) * direction).sum())  # linear in v
+    assert slope == pytest.approx(float(loss(v + direction) - loss(v)), rel=1e-3, abs=1e-2)
+
+
+def test_packed_sequences() -> None:
+    x = arrays()[0][:1]
+    offsets = jnp.asarray([0, 10, M], np.int32)
+
+    def packed(x: Any) -> Any:
+        return attention(
+            x, x, x, causal=True, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=30, max_seqlen_k=30
+        )
+
+    def apart(x: Any) -> Any:
+        return jnp.concatenate([dense(y, y, y, causal=True)[0] for y in (x[:, :10], x[:, 10:])], 1)
+
+    close(jax.jit(packed)(x), apart(x))
+    close(jax.jit(jax.grad(lambda x: (packed(x) ** 2).sum()))(x), jax.grad(lambda x: (apart(x) ** 2).sum())(x), 1e-4)
+
+
+def test_bfloat16_and_empty() -> None:
+    q, k, v, _ = arrays(jnp.bfloat16)
+    assert jax.grad(lambda q: attention(q, k, v).astype(np.float32).sum())(q).dtype == jnp.bfloat16
+    out, lse = attention(q[:, :0], k, v, return_lse=True)
+    assert (out.shape, out.dtype, lse.shape) == ((B, 0, H, KV), jnp.bfloat16, (B, H, 0))
+
+
+@pytest.mark.reliability(56)
+def test_inputs_are_unchanged() -> None:
+    operands = arrays()
+    before = [np.array(x) for x in operands]
+    jax.grad(lambda q, k, v, b: attention(q, k, v, bias=b).sum(), (0, 1, 2, 3))(*operands)
+    nvrtc_attn.attention(*operands[:3])
+    for x, y in zip(operands, before, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.reliability(55)
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32])
+def test_eager_core_call_returns_jax_arrays_with_the_numbers_of_numpy(dtype: Any) -> None:
+    q, k, v, _ = arrays(dtype)
+    out, lse = nvrtc_attn.attention(q, k, v, return_lse=True)
+    assert isinstance(out, jax.Array)
+    assert (out.dtype, lse.dtype) == (dtype, np.float32)
+    host, _ = nvrtc_attn.attention(*(np.asarray(x) for x in (q, k, v)), return_lse=True)
+    np.testing.assert_array_equal(np.asarray(out), host)
+    np.testing.assert_array_equal(np.asarray(attention(q, k, v)), host)
+
+
+@pytest.mark.reliability(56)
+def test_raw_call_under_jit_names_the_adapter() -> None:
+    q, k, v, _ = arrays()
+    with pytest.raises(TypeError, match=r"nvrtc_attn\.jax\.attention"):
+        jax.jit(nvrtc_attn.attention)(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"q": np.zeros((M, H, K), np.float32)}, ValueError, "rank 4"),
+        ({"v": np.zeros((B, 3, HKV, KV), np.float32)}, ValueError, "lengths"),
+        ({"bias": np.zeros((1, H, M, 3), np.float32)}, ValueError, "broadcast"),
+        ({"dropout_p": 0.5}, ValueError, "rng"),
+        ({"dropout_p": 0.5, "rng": np.zeros(3, np.uint32)}, ValueError, r"uint32\[2\]"),
+        ({"dropout_p": 2.0, "rng": 1}, ValueError, "dropout_p"),
+        ({"k": None}, TypeError, "k: got None"),
+        ({"causal": "left"}, (ValueError, TypeError), "causal"),
+    ],
+)
+def test_errors_come_while_tracing(change: dict[str, Any], error: Any, text: str) -> None:
+    q, k, v, _ = arrays()
+    with pytest.raises(error, match=text):
+        jax.jit(lambda: attention(**{"q": q, "k": k, "v": v, **change})).lower()
+
+
+def test_missing_bridge_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_registered", False)
+    monkeypatch.setitem(sys.modules, "jax_tvm_ffi", None)
+    with pytest.raises(ImportError, match=r'pip install "nvrtc-attn\[jax\]"'):
+        adapter._register_target()
+
+
+def test_import_leaves_the_bridge_and_torch_alone() -> None:
+    code = "import sys, nvrtc_attn.jax; print([n for n in ('jax_tvm_ffi', 'tvm_ffi', 'torch') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+class FakePlan:
+    """Looks at what a plan is called with, and writes ``out`` through its address."""
+
+    workspace_bytes = 256
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def run(self, stream: int, **pointers: Any) -> None:
+        self.calls.append({"stream": stream, **pointers})
+        assert pointers["workspace"]
+        for name, address in pointers.items():
+            if name in ("out", "lse"):
+                shape = (B, M, H, KV) if name == "out" else (B, H, M)
+                array = np.ctypeslib.as_array((ctypes.c_float * int(np.prod(shape))).from_address(address))
+                array[:] = 3.0 if name == "out" else 4.0
+
+
+@pytest.fixture
+def bridge(monkeypatch: pytest.MonkeyPatch) -> FakePlan:
+    """The real handler behind the real bridge, on the CPU, with a plan that only looks."""
+    jax_tvm_ffi = pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
+    plan = FakePlan()
+    monkeypatch.setattr(adapter, "_plan", lambda _bound, _index: plan)
+    monkeypatch.setattr(adapter, "_TARGET", "nvrtc_attn.test_launch")
+    jax_tvm_ffi.register_ffi_target(
+        "nvrtc_attn.test_launch", adapter._launch, ["args", "rets", "ctx.stream"], platform="cpu"
+    )
+    return plan
+
+
+def test_custom_call_reaches_the_plan(bridge: FakePlan) -> None:
+    q, k, v, bias = arrays()
+    operands = {"q": q, "k": k, "v": v, "bias": bias, "seed": jnp.zeros(2, np.uint32)}
+    bound = adapter._bind(adapter._Kind(CallOptions(return_lse=True, dropout_p=0.1), (0, 99)), operands)
+    call = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x))
+    for _ in range(3):
+        out, lse = call(*operands.values())
+    assert (out == 3).all()
+    assert (lse == 4).all()
+    seen = bridge.calls[-1]
+    assert set(seen) == {"stream", "q", "k", "v", "bias", "out", "lse", "workspace", "rng"}
+    assert seen["rng"][0] != 0
+    assert seen["rng"][1:] == (0, 0, 99)
+
+
+def test_unknown_program_is_an_error_not_a_wrong_launch(bridge: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = adapter._bind(adapter._Kind(CallOptions(), (0, 0)), dict(zip("qkv", arrays(), strict=False)))
+    call = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x))
+    compiled = call.lower(*arrays()[:3]).compile()
+    monkeypatch.setattr(adapter, "_passes", {})
+    with pytest.raises(Exception, match="compiled in another process"):
+        jax.block_until_ready(compiled(*arrays()[:3]))
+    assert not bridge.calls
+
+
+def test_key_is_the_same_in_every_process_and_differs_in_every_detail() -> None:
+    operands = dict(zip("qkv", arrays(), strict=False))
+    kinds = [
+        adapter._Kind(CallOptions(), (0, 0)),
+        adapter._Kind(CallOptions(causal=True), (0, 0)),
+        adapter._Kind(CallOptions(), (0, 1)),
+        adapter._Kind(CallOptions(softmax_scale=0.5), (0, 0)),
+        adapter._Kind(CallOptions(), (0, 0), backward=True),
+    ]
+    keys = [adapter._bind(kind, operands).key for kind in kinds]
+    keys.append(adapter._bind(kinds[0], {**operands, "q": operands["q"][:1]}).key)
+    assert len(set(keys)) == len(keys)
+    code = (
+        "from nvrtc_attn.jax import _Kind, _Pass; from nvrtc_attn.call import CallOptions;"
+        f"print(_Pass(_Kind(CallOptions(), (0, 0)), {adapter._bind(kinds[0], operands).operands!r}).key)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(keys[0])
