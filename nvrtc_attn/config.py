@@ -124,6 +124,8 @@ class DqConfig(KernelConfig):
     streamed: bool = False
     """Bring every operand in slices of ``slice_d`` columns: for head dims whose tiles do not fit shared memory."""
     slice_d: int = 64
+    vector_scores: bool = False
+    """Bias and mask can be read eight columns at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,10 @@ class DbiasConfig(KernelConfig):
     warps_m: int = 1
     slice_d: int = 64
     """Columns of the head dim that one shared-memory slot holds."""
+    chunk_n: int = 32
+    """Key columns whose scores a warp holds at once, when one slot holds the whole head dim."""
+    vector_scores: bool = False
+    """Bias and mask can be read eight columns at a time."""
     reduce_m: bool = False
     """The bias has one row: sum over the queries."""
     reduce_n: bool = False

@@ -138,11 +138,6 @@ def raw_backend() -> str | None:
     return os.environ.get("NVRTC_ATTN_BACKEND")
 
 
-def backend_setting() -> str | None:
-    """The variable as it stands, for keys that only have to notice a change (a microsecond less than `backend`)."""
-    return os.environ.get("NVRTC_ATTN_BACKEND")
-
-
 def debug() -> bool:
     """Whether values in device memory are checked before a launch."""
     return _boolean("NVRTC_ATTN_DEBUG")

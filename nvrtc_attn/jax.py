@@ -258,7 +258,7 @@ def _rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ plans and launch
 
 
-def _describe(bound: _Pass, where: Device) -> Call:
+def _describe(bound: _Pass, where: Device, stream: int = 0) -> Call:
     """The validated call, over memory that is known at run time only."""
     views = {}
     for name, shape, dtype in bound.operands:
@@ -270,16 +270,16 @@ def _describe(bound: _Pass, where: Device) -> Call:
     problem = build_problem(q, k, v, **others, **fields)
     return Call(
         q=q, k=k, v=v, **others, options=options, problem=problem,
-        producer_stream=None, launch_stream=0, hold_owners=False,
+        producer_stream=None, launch_stream=stream, hold_owners=False,
     )  # fmt: skip
 
 
-def _plan(bound: _Pass, index: int) -> ForwardPlan | BackwardPlan:
+def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPlan:
     """The plan for a pass on a device; compiles and loads on the first call."""
     plan = _plans.get((bound, index))
     if plan is None:
         where = Device("cuda", index)
-        call = _describe(bound, where)
+        call = _describe(bound, where, stream)
         if bound.kind.backward:
             views = {}
             for name, shape, dtype in (*bound.operands, *bound.results):
@@ -289,7 +289,7 @@ def _plan(bound: _Pass, index: int) -> ForwardPlan | BackwardPlan:
         else:
             _, heads, rows = call.lse_shape
             lse = LseLayout((heads * rows, rows, 1), rows=call.problem.seqlen_q, packed=call.problem.varlen)
-            plan = forward_plan(call.with_outputs(), index, lse)
+            plan = forward_plan(call.with_outputs(), index, lse, stream)
         plan = _plans.setdefault((bound, index), plan)
     return plan
 
@@ -304,7 +304,7 @@ def _launch(*arguments: Any) -> None:
     names = [name for name, _, _ in (*bound.operands, *bound.results)]
     pointers = {name: x.data_ptr() or 0 for name, x in zip((*names, "workspace"), buffers, strict=True)}
     rng = (pointers.pop("seed", 0), pointers.pop("offset", 0), *bound.kind.rng)
-    _plan(bound, buffers[0].device.index).run(stream, **pointers, rng=rng)
+    _plan(bound, buffers[0].device.index, stream).run(stream, **pointers, rng=rng)
 
 
 def _on_cpu(bound: _Pass, *arrays: Any) -> list[np.ndarray[Any, Any]]:

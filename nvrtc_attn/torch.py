@@ -117,7 +117,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool) -> Any:
     """(out, lse or None) of detached tensors; ``options`` are the fields of `CallOptions` in their order."""
     q, k, v, bias, mask, cu_q, cu_k, used = tensors
-    key: Any = (with_lse, options, env.backend_setting(), _signature(q), _signature(k), _signature(v))
+    key: Any = (with_lse, options, env.raw_backend(), _signature(q), _signature(k), _signature(v))
     if not (bias is mask is cu_q is None):
         key = (*key, *map(_signature, tensors[3:]))
     entry = _forward_plans.get(key)
@@ -163,7 +163,7 @@ def backward(
         deterministic,
         with_dbias,
         options,
-        env.backend_setting(),
+        env.raw_backend(),
         *map(_signature, tensors),
         *map(_signature, extra),
     )

@@ -62,6 +62,20 @@ struct ForwardParams {
   float dropout_multiplier;        // 1 / (1 - p)
 };
 
+// CUtensorMap: what the copy engine (TMA) knows of a tensor. Opaque, made by the driver.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+// The Hopper forward kernel: the pass's own fields first.
+struct HopperForwardParams : ForwardParams {
+  int num_tiles;           // query tiles of all heads and batch entries (varlen: and of the virtual last sequence)
+  int section_heads;       // heads whose K and V fit L2 together
+  TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
+  TensorMap tensor_map_k;
+  TensorMap tensor_map_v;
+};
+
 struct BackwardParams {
   // -- pointers -------------------------------------------------------------------------------------
   void const* q;

@@ -51,31 +51,57 @@ def _aligned(problem: AttentionProblem, *written: OperandLayout | None) -> bool:
     return all(operand is None or is_vectorizable(operand, itemsize) for operand in operands)
 
 
+def _vector_scores(problem: AttentionProblem) -> bool:
+    """Whether rows of bias and mask are whole 16-byte vectors (mask: 8-byte), each of eight columns or four."""
+    for operand in (problem.bias, problem.mask):
+        if operand is None:
+            continue
+        itemsize = DTYPES[operand.dtype].itemsize
+        vector = min(8 * itemsize, 16)
+        outer = zip(operand.shape[:-1], operand.strides[:-1], strict=True)
+        if operand.shape[-1] % 8 or operand.strides[-1] != 1 or operand.offset_alignment < vector:
+            return False
+        if any(size > 1 and stride * itemsize % vector for size, stride in outer):
+            return False
+    return True
+
+
 def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
-    """The dq tile table, best first. Numbers: register counts of NVRTC 13 for sm_90, no spills."""
+    """The dq tile table, best first. Times: H200, bfloat16, 4 x 2048 x 16 heads, 2026-11; none of the variants spills."""
     widest = max(base.head_dim, base.head_dim_v)
     features = base.features
-    heavy = features.bias is not None or features.mask or features.dropout or features.softcap
+    policies = sum((features.bias is not None, features.mask, features.dropout, features.softcap))
     stages = 1 if base.legacy_mma else 2  # without cp.async a second stage hides nothing
 
-    def tile(block_m: int, block_n: int, warps_m: int, warps_d: int = 1, num_stages: int = stages) -> DqConfig:
-        chunk_n = block_n if num_stages == 1 else min(block_n, 32)
+    def tile(
+        block_m: int, block_n: int, warps_m: int, *, chunk_n: int = 32, warps_d: int = 1, num_stages: int = stages,
+        preload: bool = False,
+    ) -> DqConfig:  # fmt: skip
         return replace(
-            base, block_m=block_m, block_n=block_n, num_warps=warps_m * warps_d, warps_m=warps_m, chunk_n=chunk_n,
-            num_stages=num_stages,
+            base, block_m=block_m, block_n=block_n, num_warps=warps_m * warps_d, warps_m=warps_m, preload=preload,
+            chunk_n=block_n if num_stages == 1 else min(block_n, chunk_n), num_stages=num_stages,
         )  # fmt: skip
 
     if base.itemsize == 4:
-        # 3xTF32 keeps two registers an operand word: one accumulator row block a warp, 160 registers at head dim 128.
+        # 3xTF32 keeps two registers for a word of an operand.
+        if widest <= 64 and policies == 0 and not base.legacy_mma:
+            yield tile(128, 32, 4, chunk_n=16)  # 2.25 ms; one row block a warp 2.41
         if widest <= 128:
-            yield tile(64, 32, 4)
-            yield tile(64, 32, 4, num_stages=1)
-    elif widest <= 64 and not heavy and not base.legacy_mma:
-        # Two row blocks a warp halve the reads of K and V from shared memory (244 registers; with bias 254).
-        yield tile(128, 64, 4)
+            if policies == 0 and widest > 64:
+                yield tile(128, 32, 8, num_stages=1)  # 4.93 ms at head dim 128; 64 rows and two stages 6.35
+            yield tile(64, 32, 4, chunk_n=16)
+            yield tile(64, 16, 4)
+    elif widest <= 64 and policies < 2 and not base.legacy_mma:
+        # Two row blocks a warp halve the reads of K and V from shared memory. Registers for q and dout (0.314 ms instead
+        # of 0.334) are there only in the plainest variant.
+        yield tile(128, 64, 4, preload=policies == 0 and not features.band)
     if base.itemsize == 2 and widest <= 128:
+        if not base.legacy_mma and policies == 0 and (widest <= 96 or not features.band):
+            yield tile(128, 32, 4)  # 0.606 ms at head dim 128; one row block a warp 0.688
+        if not base.legacy_mma and policies == 0:
+            yield tile(64, 32, 4, preload=True)
         if not base.legacy_mma:
-            yield tile(64, 64, 4)  # 196 registers at head dim 128, two blocks a multiprocessor in 96 KiB each
+            yield tile(64, 64, 4)
         yield tile(64, 32, 4)
     elif base.itemsize == 2 and widest <= 256:
         if widest > 192:
@@ -84,12 +110,12 @@ def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
         yield tile(64, 32, 4, num_stages=1)
     elif base.itemsize == 2:
         # dq rows need two warps. S and dP are shared, not recomputed: a round trip of dS through shared memory costs
-        # 1/16 of the products.
+        # 1/16 of the products. 0.51 ms at 2 x 4096 x 1 head, head dim 512; streamed 0.68.
         yield tile(64, 32, 4, warps_d=2, num_stages=1)
     warps_d = 2 if widest > 256 or base.itemsize == 4 else 1
-    slice_d = 128 // base.itemsize
-    for block_n, num_stages in ((64, 3), (64, 2), (32, 2)):
-        yield replace(tile(64, block_n, 4, warps_d, num_stages), streamed=True, slice_d=slice_d)
+    for slice_bytes, block_n, num_stages in ((256, 64, 3), (128, 64, 2), (128, 32, 2)):
+        config = tile(64, block_n, 4, warps_d=warps_d, num_stages=num_stages)
+        yield replace(config, streamed=True, slice_d=slice_bytes // base.itemsize)
 
 
 def choose_dq(
@@ -108,6 +134,7 @@ def choose_dq(
         kernel="backward_dq", arch=arch, dtype=problem.dtype, head_dim=_tile_dim(problem.head_dim),
         head_dim_v=_tile_dim(problem.head_dim_v), block_m=64, block_n=32, num_warps=4, warps_m=4, chunk_n=32,
         aligned=_aligned(problem, problem.dq), legacy_mma=legacy_mma, features=features_of(problem),
+        vector_scores=_vector_scores(problem),
     )  # fmt: skip
     config = next(c for c in _dq_candidates(base) if smem_bytes(c) <= smem_limit)
     num_m_blocks = _ceil_div(problem.seqlen_q, config.block_m)
@@ -178,7 +205,7 @@ def choose_dbias(
         kernel="backward_dbias", arch=arch, dtype=problem.dtype, head_dim=head_dims[0], head_dim_v=head_dims[1],
         block_m=64, block_n=64, num_warps=4, warps_m=2, slice_d=_slice_of(max(head_dims), itemsize),
         reduce_m=reduce_m, reduce_n=reduce_n, dbias_dtype=problem.bias.dtype, aligned=_aligned(problem),
-        legacy_mma=legacy_mma, features=features_of(problem),
+        legacy_mma=legacy_mma, features=features_of(problem), vector_scores=_vector_scores(problem),
     )  # fmt: skip
     config = next(c for c in _dbias_candidates(base) if smem_bytes(c) <= smem_limit)
     num_m, num_n = _ceil_div(problem.seqlen_q, config.block_m), _ceil_div(problem.seqlen_k, config.block_n)

@@ -18,6 +18,8 @@ MAX_PARTIAL_BYTES: Final = 256 << 20
 DECODE_ROWS: Final = 16
 """Up to this many query rows the warps of a block divide the keys instead of the rows."""
 COMBINE_WARPS: Final = 4
+L2_BYTES: Final = 24 << 20
+"""K and V of the heads that are worked on at a time: half the L2 of an H200 (50 MB) or an A100 (40 MB)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,14 @@ def _tiles(config: ForwardConfig, num_rows: int) -> Iterator[Tile]:
     yield Tile(block_m=16, block_n=16, num_warps=1)
 
 
+def _head_group(problem: AttentionProblem, config: ForwardConfig) -> int:
+    """Heads whose query tiles are interleaved, the longest tiles first; 1 keeps the tiles of a head together."""
+    if not problem.band:
+        return 1
+    bytes_per_head = max(config.itemsize * problem.seqlen_k * (config.head_dim + config.head_dim_v), 1)
+    return max(1, min(problem.batch * problem.num_heads, L2_BYTES // bytes_per_head))
+
+
 def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) -> int:
     """Splits of the keys that minimise waves times key tiles per block; ``slots`` blocks run at once.
 
@@ -169,7 +179,8 @@ def choose_forward(
         legacy_mma=legacy_mma,
         features=features_of(problem),
     )
-    config = next(c for c in (_with_tile(base, t) for t in _tiles(base, problem.seqlen_q)) if smem_bytes(c) <= smem_limit)
+    candidates = (_with_tile(base, tile) for tile in _tiles(base, problem.seqlen_q))
+    config = next(c for c in candidates if smem_bytes(c) <= smem_limit)
 
     # A varlen problem whose sequences are all empty still has tokens to zero.
     num_m_blocks = max(_ceil_div(problem.seqlen_q, config.block_m), int(problem.varlen))
@@ -193,7 +204,7 @@ def choose_forward(
             grid=sequences * problem.num_heads * num_m_blocks,
             block=config.num_threads,
             smem_bytes=smem_bytes(config),
-            params=(("num_m_blocks", num_m_blocks), ("num_splits", 1)),
+            params=(("num_m_blocks", num_m_blocks), ("num_splits", 1), ("head_group", _head_group(problem, config))),
         )
         return ForwardPlanSpec(launches=(launch,))
 
@@ -218,7 +229,7 @@ def choose_forward(
                 grid=heads * num_splits * num_m_blocks,
                 block=config.num_threads,
                 smem_bytes=smem_bytes(split_config),
-                params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits)),
+                params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits), ("head_group", 1)),
             ),
             Launch(
                 config=combine_config,

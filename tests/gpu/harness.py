@@ -24,7 +24,7 @@ def torch_dtype(name: str) -> Any:
 
 def upload(name: str, x: Array, dtype: str | None, layout: str, rng: np.random.Generator) -> Any:
     """``x`` on the GPU in ``layout``; the memory around it is NaN (floats) or one (others)."""
-    value = torch.from_numpy(np.ascontiguousarray(x)).to(DEVICE)
+    value = torch.from_numpy(np.array(x)).to(DEVICE)
     if dtype is not None:
         value = value.to(torch_dtype(dtype))
     tensor = blank(

@@ -16,7 +16,7 @@ from config_variants import config_variants
 from nvrtc_attn import codegen, precompile
 from nvrtc_attn.codegen import ENTRY_NAME, entry_source
 from nvrtc_attn.compile import compile_source
-from nvrtc_attn.config import BackwardConfig, DbiasConfig, DqConfig, Features, ForwardConfig, KernelConfig
+from nvrtc_attn.config import BackwardConfig, DbiasConfig, DqConfig, Features, ForwardConfig, HopperForwardConfig, KernelConfig
 from nvrtc_attn.errors import CompileError
 from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.params import BackwardParams, ForwardParams
@@ -29,7 +29,8 @@ FORWARD = ForwardConfig(kernel="forward_portable", **COMMON)
 BACKWARD = BackwardConfig(kernel="backward_portable", **COMMON)
 DQ = DqConfig(kernel="backward_dq", **COMMON, warps_m=4, chunk_n=32)
 DBIAS = DbiasConfig(kernel="backward_dbias", **COMMON)
-CONFIGS = [FORWARD, BACKWARD, DQ, DBIAS]
+HOPPER = HopperForwardConfig(kernel="forward_hopper", **{**COMMON, "num_warps": 12})
+CONFIGS = [FORWARD, BACKWARD, DQ, DBIAS, HOPPER]
 
 
 @pytest.mark.reliability(90)

@@ -42,9 +42,7 @@ def test_no_other_file_reads_the_variables(repository: Path) -> None:
     for path in (repository / "nvrtc_attn").rglob("*.py"):
         if path.name != "env.py":
             for line in path.read_text(encoding="utf-8").splitlines():
-                assert not ("environ." in line and "NVRTC_ATTN_" in line), (
-                    f"{path}: {line}"
-                )
+                assert not ("environ." in line and "NVRTC_ATTN_" in line), f"{path}: {line}"
 
 
 @pytest.mark.reliability(102)

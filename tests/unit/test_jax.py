@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import subprocess
 import sys
 from typing import Any
@@ -15,6 +16,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402 - after the skip
 
 import nvrtc_attn  # noqa: E402
+from nvrtc_attn import api, plan  # noqa: E402
 from nvrtc_attn import jax as adapter  # noqa: E402
 from nvrtc_attn.call import CallOptions  # noqa: E402
 from nvrtc_attn.jax import attention  # noqa: E402
@@ -132,7 +134,12 @@ def test_folding_the_mapped_axis_is_one_call(monkeypatch: pytest.MonkeyPatch) ->
     q, k, v, bias = arrays()
     seen = []
     real = adapter._on_cpu
-    monkeypatch.setattr(adapter, "_on_cpu", lambda bound, *x: (seen.append(bound.operands[0][1]), real(bound, *x))[1])
+
+    def spy(bound: Any, *operands: Any) -> Any:
+        seen.extend(shape for name, shape, _ in bound.operands if name == "q")
+        return real(bound, *operands)
+
+    monkeypatch.setattr(adapter, "_on_cpu", spy)
     jax.clear_caches()
     stacked = jnp.stack([q, q, q])
     jax.vmap(lambda q: attention(q, k, v, bias=bias))(stacked)
@@ -267,17 +274,22 @@ class FakePlan:
                 array[:] = 3.0 if name == "out" else 4.0
 
 
-@pytest.fixture
-def bridge(monkeypatch: pytest.MonkeyPatch) -> FakePlan:
-    """The real handler behind the real bridge, on the CPU, with a plan that only looks."""
+@pytest.fixture(scope="module")
+def cpu_target() -> str:
+    """The real handler behind the real bridge, on the CPU. XLA registers a name once."""
     jax_tvm_ffi = pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
-    plan = FakePlan()
-    monkeypatch.setattr(adapter, "_plan", lambda _bound, _index: plan)
-    monkeypatch.setattr(adapter, "_TARGET", "nvrtc_attn.test_launch")
-    jax_tvm_ffi.register_ffi_target(
-        "nvrtc_attn.test_launch", adapter._launch, ["args", "rets", "ctx.stream"], platform="cpu"
-    )
-    return plan
+    name = "nvrtc_attn.test_launch"
+    jax_tvm_ffi.register_ffi_target(name, adapter._launch, ["args", "rets", "ctx.stream"], platform="cpu")
+    return name
+
+
+@pytest.fixture
+def bridge(cpu_target: str, monkeypatch: pytest.MonkeyPatch) -> FakePlan:
+    """A plan that only looks."""
+    fake = FakePlan()
+    monkeypatch.setattr(adapter, "_plan", lambda _bound, _index, _stream: fake)
+    monkeypatch.setattr(adapter, "_TARGET", cpu_target)
+    return fake
 
 
 def test_custom_call_reaches_the_plan(bridge: FakePlan) -> None:
@@ -303,6 +315,41 @@ def test_unknown_program_is_an_error_not_a_wrong_launch(bridge: FakePlan, monkey
     with pytest.raises(Exception, match="compiled in another process"):
         jax.block_until_ready(compiled(*arrays()[:3]))
     assert not bridge.calls
+
+
+def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tracing on a GPU asks for: all layouts dense and aligned, float32 statistics."""
+    seen = []
+
+    def spy(real: Any) -> Any:
+        def plan(*arguments: Any, **named: Any) -> str:
+            seen.append(inspect.signature(real).bind(*arguments, **named).arguments)
+            return "plan"
+
+        return plan
+
+    monkeypatch.setattr(adapter, "forward_plan", spy(plan.forward_plan))
+    monkeypatch.setattr(api, "backward_plan", spy(plan.backward_plan))
+    monkeypatch.setattr(adapter, "_plans", {})
+    q, k, v, bias = arrays(np.float16)
+    operands = {"bias": bias, "k": k, "q": q, "v": v}
+    kind = adapter._Kind(CallOptions(causal=True, return_lse=True, dbias=False), (0, 0))
+    assert adapter._plan(adapter._bind(kind, operands), 3, 77) == "plan"
+    out, lse = jnp.zeros((B, M, H, KV), np.float16), jnp.zeros((B, H, M))
+    operands |= {"dout": out, "out": out, "lse": lse, "dlse": lse}
+    kind = adapter._Kind(CallOptions(causal=True, return_lse=True, dbias=True), (0, 0), backward=True)
+    assert adapter._plan(adapter._bind(kind, operands), 3, 77) == "plan"
+    forward, backward = seen
+    for asked in seen:
+        assert asked["device_index"] == 3
+        assert asked["stream"] == 77
+        assert asked["lse"].strides == (H * M, M, 1)
+        assert asked["problem"].q.strides == (M * H * K, H * K, K, 1)
+        assert asked["problem"].window_right == 0
+    assert forward["problem"].out.shape == (B, M, H, KV)
+    assert backward["dlse"].strides == (H * M, M, 1)
+    assert backward["dbias"].shape == (1, H, M, N)
+    assert backward["problem"].dk.shape == (B, N, HKV, K)
 
 
 def test_key_is_the_same_in_every_process_and_differs_in_every_detail() -> None:

@@ -217,14 +217,14 @@ struct alignas(kCount * sizeof(Element) < 16 ? kCount * sizeof(Element) : 16) Sc
 // The bias or byte mask under one thread's accumulator tiles, read ahead of its use and kept as it comes. Reads beyond the
 // sequence are clamped into it: those scores are dropped by position or by lse = +inf, so only the address matters. A tile
 // that has work has at least one row and one key.
-template <class Element, int kM, int kN>
+// kVectors: known at compile time that runs can be moved whole.
+template <class Element, bool kVectors, int kM, int kN>
 struct ScoreRuns {
   using Order = KeyOrderOf<kN>;
   static constexpr int kRuns = 8 * kN / Order::kKeys;
   ScoreRun<Element, Order::kRun> run[kM][2][kRuns];
 
-  NVRTC_ATTN_DEVICE void load(ScoreTensor<Element const> const& t, int i0, int j0, int len_q, int len_k, int lane) {
-    bool const vectors = ScoreRun<Element const, Order::kRun>::allowed(t, len_k);
+  NVRTC_ATTN_DEVICE void load(ScoreTensor<Element const> const& t, int i0, int j0, int len_q, int cols, int lane) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -234,11 +234,11 @@ struct ScoreRuns {
         Element const* const row = t.base + index_t(min(i0 + 16 * m + 8 * r + (lane >> 2), len_q - 1)) * t.stride_m;
 #pragma unroll
         for (int x = 0; x < kRuns; ++x, j += Order::kKeys) {
-          if (vectors) {
-            run[m][r][x] = *reinterpret_cast<ScoreRun<Element, Order::kRun> const*>(row + min(j, len_k - Order::kRun));
+          if constexpr (kVectors) {
+            run[m][r][x] = *reinterpret_cast<ScoreRun<Element, Order::kRun> const*>(row + min(j, cols - Order::kRun));
           } else {
 #pragma unroll
-            for (int e = 0; e < Order::kRun; ++e) run[m][r][x].x[e] = row[index_t(min(j + e, len_k - 1)) * t.stride_n];
+            for (int e = 0; e < Order::kRun; ++e) run[m][r][x].x[e] = row[index_t(min(j + e, cols - 1)) * t.stride_n];
           }
         }
       }
@@ -273,6 +273,7 @@ struct ScoreGradient {
   DropoutPolicy dropout;
   ScoreMap<Traits> map;
   float multiplier;  // of kept probabilities: 1 / (1 - p)
+  int cols;          // of bias and mask: more than positions.len_k with seqused_k
 
   NVRTC_ATTN_DEVICE ScoreGradient(BackwardParams const& params, int b, int h, int len_q, int len_k)
       : positions(params, len_q, len_k),
@@ -281,18 +282,19 @@ struct ScoreGradient {
         mask(params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n),
         dropout(params, b, h),
         map(params),
-        multiplier(params.dropout_multiplier) {}
+        multiplier(params.dropout_multiplier),
+        cols(params.seqlen_k) {}
 
   // What operator() needs from global memory: load it before the product whose result it is combined with.
   template <int kM, int kN>
   struct Prefetched {
-    cute::conditional_t<Traits::kHasBias, ScoreRuns<Bias, kM, kN>, NoScores> bias;
-    cute::conditional_t<Traits::kMask, ScoreRuns<unsigned char, kM, kN>, NoScores> mask;
+    cute::conditional_t<Traits::kHasBias, ScoreRuns<Bias, Traits::kVectorScores, kM, kN>, NoScores> bias;
+    cute::conditional_t<Traits::kMask, ScoreRuns<unsigned char, Traits::kVectorScores, kM, kN>, NoScores> mask;
   };
   template <int kM, int kN>
   NVRTC_ATTN_DEVICE void prefetch(Prefetched<kM, kN>& tile, int i0, int j0, int lane) const {
-    if constexpr (Traits::kHasBias) tile.bias.load(bias, i0, j0, positions.len_q, positions.len_k, lane);
-    if constexpr (Traits::kMask) tile.mask.load(mask, i0, j0, positions.len_q, positions.len_k, lane);
+    if constexpr (Traits::kHasBias) tile.bias.load(bias, i0, j0, positions.len_q, cols, lane);
+    if constexpr (Traits::kMask) tile.mask.load(mask, i0, j0, positions.len_q, cols, lane);
   }
 
   // s becomes dS. (i0, j0): sequence-local position of the warp tile.

@@ -62,15 +62,54 @@ struct TransposedScoreGradient {
         multiplier(params.dropout_multiplier),
         dbias_cols(dbias_cols_) {}
 
+  // The 16-bit bias of a warp tile before it is used: word [n][m][half] holds query i0 + 8 m + g and keys 2t, 2t + 1 of the 8
+  // from j0 + 16 n + 8 half on. Four bytes a load and the registers' own transpose (movmatrix) instead of a load a score.
+  static constexpr bool kBiasWords = Traits::kHasBias && sizeof(Bias) == 2;
+  static constexpr bool kDbiasWords = Traits::kDbiasStore && sizeof(DBias) == 2;
+  template <int kN, int kM>
+  struct BiasWords {
+    uint32_t x[kBiasWords ? kN : 1][kBiasWords ? kM : 1][2];
+  };
+
+  // Before the products, so that their time covers the loads' latency.
+  template <int kN, int kM>
+  NVRTC_ATTN_DEVICE void load_bias(BiasWords<kN, kM>& words, int i0, int j0, int lane) const {
+    if constexpr (kBiasWords) {
+      int const i = i0 + (lane >> 2);
+      int const j = j0 + 2 * (lane & 3);
+      bool const vector = bias.pairs && i0 + 8 * kM <= positions.len_q && j0 + 16 * kN <= positions.len_k;
+      Bias const* row = bias.at(i, j);
+#pragma unroll
+      for (int m = 0; m < kM; ++m, row += 8 * bias.stride_m)
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            int const key = 16 * n + 8 * half;
+            uint32_t& word = words.x[n][m][half];
+            if (vector) {
+              word = *reinterpret_cast<uint32_t const*>(row + key);
+            } else {
+              bool const valid = i + 8 * m < positions.len_q;
+              Bias const* at = row + key * bias.stride_n;
+              ElementPair<Bias> pair{Bias(0.0f), Bias(0.0f)};
+              if (valid && j + key < positions.len_k) pair.x = at[0];
+              if (valid && j + key + 1 < positions.len_k) pair.y = at[bias.stride_n];
+              word = *reinterpret_cast<uint32_t const*>(&pair);
+            }
+          }
+    }
+  }
+
   // s becomes P^T (times Z), dp becomes dS^T (of scale * q.k). (i0, j0): sequence-local position of the warp tile; row_lse
   // and row_delta: shared memory, of queries i0 and on.
   template <int kN, int kM>
-  NVRTC_ATTN_DEVICE void operator()(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, float const* row_lse, float const* row_delta,
-                                    int i0, int j0, int lane) const {
+  NVRTC_ATTN_DEVICE void operator()(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
+                                    float const* row_lse, float const* row_delta, int i0, int j0, int lane) const {
     if (i0 + 8 * kM <= positions.len_q && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
-      apply<false>(s, dp, row_lse, row_delta, i0, j0, lane);
+      apply<false>(s, dp, words, row_lse, row_delta, i0, j0, lane);
     } else {
-      apply<true>(s, dp, row_lse, row_delta, i0, j0, lane);
+      apply<true>(s, dp, words, row_lse, row_delta, i0, j0, lane);
     }
   }
 
@@ -78,9 +117,28 @@ struct TransposedScoreGradient {
   // The natural-log LSE, already free of -inf, in the unit that probability() subtracts.
   static NVRTC_ATTN_DEVICE float reference_of(float lse) { return ScoreMap<Traits>::kMapped ? lse : lse * kLog2e; }
 
+  // One transposed 16 x 8 tile of 16-bit dbias: this thread writes query i, keys j, j + 1 and j + 8, j + 9.
+  NVRTC_ATTN_DEVICE void store_dbias(float const (&value)[4], int i, int j) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t word;
+      cute::SM75_U32x1_MOVM_T::copy(pack2<DBias>(value[2 * half], value[2 * half + 1]), word);
+      int const key = j + 8 * half;
+      if (i >= positions.len_q) continue;
+      DBias* to = dbias.at(i, key);
+      if (dbias.pairs && key + 1 < dbias_cols) {
+        *reinterpret_cast<uint32_t*>(to) = word;
+      } else {
+        ElementPair<DBias> const pair = *reinterpret_cast<ElementPair<DBias> const*>(&word);
+        if (key < dbias_cols) to[0] = pair.x;
+        if (key + 1 < dbias_cols) to[dbias.stride_n] = pair.y;
+      }
+    }
+  }
+
   template <bool kCheckPosition, int kN, int kM>
-  NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, float const* row_lse, float const* row_delta, int i0,
-                               int j0, int lane) const {
+  NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
+                               float const* row_lse, float const* row_delta, int i0, int j0, int lane) const {
     int const g = lane >> 2;
     int const t = lane & 3;
 #pragma unroll
@@ -94,6 +152,18 @@ struct TransposedScoreGradient {
       for (int n = 0; n < kN; ++n) {
         unsigned keep = 0;
         if constexpr (Traits::kDropout) keep = keep_bits_transposed(dropout, i0 + 8 * m, j0 + 16 * n, lane);
+        float tile_bias[4];  // as the accumulators: query e % 2, key half e / 2
+        if constexpr (kBiasWords) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t word;
+            cute::SM75_U32x1_MOVM_T::copy(words.x[n][m][half], word);
+            ElementPair<Bias> const pair = *reinterpret_cast<ElementPair<Bias> const*>(&word);
+            tile_bias[2 * half] = to_float(pair.x);
+            tile_bias[2 * half + 1] = to_float(pair.y);
+          }
+        }
+        float tile_dbias[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           int const ie = i + (e & 1);
@@ -102,7 +172,9 @@ struct TransposedScoreGradient {
           float y = map.map(s[n][m][e], tanh_value);
           bool kept = true;
           if constexpr (kCheckPosition) kept = ie < positions.len_q && positions.keeps(ie, j);
-          if constexpr (Traits::kHasBias) {
+          if constexpr (kBiasWords) {
+            y += tile_bias[e];
+          } else if constexpr (Traits::kHasBias) {
             if (!kCheckPosition || kept) y += to_float(*bias.at(ie, j));
           }
           if constexpr (Traits::kMask) {
@@ -116,7 +188,8 @@ struct TransposedScoreGradient {
             p = kept ? p : 0.0f;
             ds = kept ? ds : 0.0f;
           }
-          if constexpr (Traits::kDbiasStore) {
+          tile_dbias[e] = ds;
+          if constexpr (Traits::kDbiasStore && !kDbiasWords) {
             if (j < dbias_cols && (!kCheckPosition || ie < positions.len_q)) *dbias.at(ie, j) = from_float<DBias>(ds);
           }
           if constexpr (Traits::kDropout) p = (keep >> e & 1) ? p * multiplier : 0.0f;
@@ -124,6 +197,7 @@ struct TransposedScoreGradient {
           s[n][m][e] = p;
           dp[n][m][e] = ds;
         }
+        if constexpr (kDbiasWords) store_dbias(tile_dbias, i0 + 8 * m + g, j0 + 16 * n + 2 * t);
       }
     }
   }

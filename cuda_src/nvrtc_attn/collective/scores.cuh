@@ -74,6 +74,8 @@ struct ScoreMap {
     if constexpr (kMapped) return fast_exp2((s - reference) * exponent_scale);
     return fast_exp2(fmaf(s, exponent_scale, -reference));
   }
+  // P(a) / P(b) of two scores, b finite: exact where products with the scale are too large to be told apart.
+  NVRTC_ATTN_DEVICE float ratio(float a, float b) const { return fast_exp2((a - b) * exponent_scale); }
   // The same reference from an LSE (natural units). Rows without keys (-inf, or +inf in padding) give P = 0.
   NVRTC_ATTN_DEVICE float reference_of_lse(float lse) const {
     float const finite = fabsf(lse) == infinity() ? infinity() : lse;

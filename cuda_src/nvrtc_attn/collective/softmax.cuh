@@ -37,10 +37,8 @@ struct OnlineSoftmax {
   }
 
   // What probability() subtracts for row r; finite. Not kept: registers are scarce during Q K^T, where it is not needed.
-  NVRTC_ATTN_DEVICE float reference(int r, ScoreMap<Traits> const& map) const { return finite_reference(row_max[r], map); }
-  static NVRTC_ATTN_DEVICE float finite_reference(float m, ScoreMap<Traits> const& map) {
-    return m == -infinity() ? 0.0f : map.reference(m);
-  }
+  NVRTC_ATTN_DEVICE float reference(int r, ScoreMap<Traits> const& map) const { return map.reference(finite(row_max[r])); }
+  static NVRTC_ATTN_DEVICE float finite(float m) { return m == -infinity() ? 0.0f : m; }
 
   // Take in the maxima of one tile of scores s[kTilesM][kTilesN]; multiplies o[kTilesM][kTilesD] when the reference moves.
   template <int kTilesN, int kTilesD>
@@ -59,13 +57,39 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float const new_max = fmaxf(row_max[r], tile_max[r]);
-      float const factor = map.probability(row_max[r], finite_reference(new_max, map));
+      float const factor = map.ratio(row_max[r], finite(new_max));
       row_max[r] = new_max;
       row_sum[r] *= factor;
 #pragma unroll
       for (int d = 0; d < kTilesD; ++d) {
         o[r / 2][d][2 * (r % 2)] *= factor;
         o[r / 2][d][2 * (r % 2) + 1] *= factor;
+      }
+    }
+  }
+
+  // Scores whose product with the scale exceeds 2^24 cannot be subtracted after scaling: the product's rounding error alone
+  // would be a factor of 2 and, from 2^31 on, an overflow (float16 inputs near 65504 get there). Such tiles, which are rare
+  // enough for a branch, have the maximum subtracted beforehand. Called between update() and the first probability().
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE void get_references(AccTile (&s)[kTilesM][kTilesN], ScoreMap<Traits> const& map, float (&result)[kRows]) const {
+    bool huge = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      result[r] = reference(r, map);
+      huge |= fabsf(result[r]) > 0x1p24f;
+    }
+    if constexpr (!ScoreMap<Traits>::kMapped) {
+      if (!__any_sync(0xffffffffu, huge)) return;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float const m = finite(row_max[r]);
+        result[r] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+          s[r / 2][n][2 * (r % 2)] -= m;
+          s[r / 2][n][2 * (r % 2) + 1] -= m;
+        }
       }
     }
   }

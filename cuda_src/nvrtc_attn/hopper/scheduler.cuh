@@ -5,7 +5,7 @@
 // last query tiles (the longest, when causal) come first, and every other round runs backwards, which evens out the
 // sums: a block that had the longest tile of one round has the shortest of the next.
 #pragma once
-#include "params.cuh"
+#include "../params.cuh"
 
 namespace nvrtc_attn {
 

@@ -1,13 +1,8 @@
 // The bulk tensor copy engine: tiles from global to shared memory through a tensor map made on the host.
 #pragma once
-#include "../compat.cuh"
+#include "../params.cuh"
 
 namespace nvrtc_attn {
-
-// CUtensorMap: opaque, passed inside a __grid_constant__ struct.
-struct alignas(64) TensorMap {
-  unsigned long long opaque[16];
-};
 
 // L2 eviction priorities, as createpolicy makes them for whole accesses.
 constexpr unsigned long long kEvictFirst = 0x12F0000000000000ull;

@@ -163,14 +163,17 @@ struct BackwardDbias {
   static_assert(kM * 16 * kWarpsM == kBlockM && kN * 8 * kWarpsN == kBlockN && kN % 2 == 0, "warps tile the block");
   using TileM = SmemTile<Element, kBlockM, kSlice>;
   using TileN = SmemTile<Element, kBlockN, kSlice>;
-  using Order = KeyOrderOf<kN>;
+  static constexpr int kSlicesQ = (Traits::kHeadDim + kSlice - 1) / kSlice;
+  static constexpr int kSlicesV = (Traits::kHeadDimV + kSlice - 1) / kSlice;
+  static constexpr int kOps = kSlicesQ > kSlicesV ? kSlicesQ : kSlicesV;  // slots of one score tile
+  // With the whole head dim in one slot, S and dP of kChunkN columns at a time are enough; otherwise both grow slice by slice.
+  static constexpr int kC = kOps == 1 ? Traits::kChunkN / 8 : kN;
+  static_assert(kC % 2 == 0 && kN % kC == 0, "a warp's columns are whole chunks");
+  using Order = KeyOrderOf<kC>;
   static constexpr int kOffsetV = TileM::kSize;  // a slot is dO | V | Q | K
   static constexpr int kOffsetQ = kOffsetV + TileN::kSize;
   static constexpr int kOffsetK = kOffsetQ + TileM::kSize;
   static constexpr int kSlot = kOffsetK + TileN::kSize;
-  static constexpr int kSlicesQ = (Traits::kHeadDim + kSlice - 1) / kSlice;
-  static constexpr int kSlicesV = (Traits::kHeadDimV + kSlice - 1) / kSlice;
-  static constexpr int kOps = kSlicesQ > kSlicesV ? kSlicesQ : kSlicesV;  // slots of one score tile
   static constexpr bool kReduceM = Traits::kReduceM;
   static constexpr bool kReduceN = Traits::kReduceN;
   static constexpr int kUnroll = sizeof(Element) == 2 ? 8 : 4;
@@ -246,7 +249,7 @@ struct BackwardDbias {
     int op = 0, slot = 0;
     Accumulator sum;
     clear(sum);
-    WarpTile<kM, kN> s, dp;
+    WarpTile<kM, kC> s, dp;
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
       // The slot filled kStages - 1 turns ago has landed; the one computed a turn ago is free, and is the one to fill.
@@ -261,21 +264,42 @@ struct BackwardDbias {
       if (now.tile < 0) break;
       if (now.op != DbiasOp::kNothing) {
         Element const* const full = ring + slot * kSlot;
-        // Cleared where they start, not where they ended: registers are shortest while copies are issued.
-        if (kOps == 1 || now.op == 0) {
-          clear(dp);
-          clear(s);
+        SharedRows<TileM, Element, kM> const dout{full, row0}, q{full + kOffsetQ, row0};
+        int const i0 = now.m * kBlockM + row0, j0 = now.n * kBlockN + col0;
+        if constexpr (kOps == 1) {
+          SeqlenInfo<false, Traits::kSequsedK> const seqlen(params, now.b);
+          Gradient const gradient(params, now.b, now.h, seqlen.len_q, seqlen.len_k);
+          RowStatistics<kM> rows;
+          rows.load(params, gradient.map, seqlen, now.b, now.h, i0, lane);
+#pragma unroll
+          for (int c = 0; c < kN; c += kC) {
+            typename Gradient::template Prefetched<kM, kC> tile;
+            gradient.prefetch(tile, i0, j0 + 8 * c, lane);
+            clear(dp);
+            clear(s);
+            multiply_nt<TileN, kLegacy, kUnroll>(dp, dout, full + kOffsetV, col0 + 8 * c, lane);
+            multiply_nt<TileN, kLegacy, kUnroll>(s, q, full + kOffsetK, col0 + 8 * c, lane);
+            gradient(s, dp, rows, tile, i0, j0 + 8 * c, lane);
+            add(sum, s, c);
+          }
+        } else {
+          // Cleared where they start, not where they ended: registers are shortest while copies are issued.
+          if (now.op == 0) {
+            clear(dp);
+            clear(s);
+          }
+          if (now.op < kSlicesV) multiply_nt<TileN, kLegacy, kUnroll>(dp, dout, full + kOffsetV, col0, lane);
+          if (now.op < kSlicesQ) multiply_nt<TileN, kLegacy, kUnroll>(s, q, full + kOffsetK, col0, lane);
+          if (now.op < kOps - 1) continue;
+          SeqlenInfo<false, Traits::kSequsedK> const seqlen(params, now.b);
+          Gradient const gradient(params, now.b, now.h, seqlen.len_q, seqlen.len_k);
+          typename Gradient::template Prefetched<kM, kC> tile;
+          gradient.prefetch(tile, i0, j0, lane);
+          RowStatistics<kM> rows;
+          rows.load(params, gradient.map, seqlen, now.b, now.h, i0, lane);
+          gradient(s, dp, rows, tile, i0, j0, lane);
+          add(sum, s, 0);
         }
-        if (now.op < kSlicesV) {
-          SharedRows<TileM, Element, kM> const dout{full, row0};
-          multiply_nt<TileN, kLegacy, kUnroll>(dp, dout, full + kOffsetV, col0, lane);
-        }
-        if (now.op < kSlicesQ) {
-          SharedRows<TileM, Element, kM> const q{full + kOffsetQ, row0};
-          multiply_nt<TileN, kLegacy, kUnroll>(s, q, full + kOffsetK, col0, lane);
-        }
-        if (now.op < kOps - 1) continue;
-        add_score_tile(sum, s, dp, now);
       }
       if (now.last) {
         store(DbiasTile<Traits>(params, now.tile), sum);
@@ -284,22 +308,14 @@ struct BackwardDbias {
     }
   }
 
-  NVRTC_ATTN_DEVICE void add_score_tile(Accumulator& sum, WarpTile<kM, kN>& s, WarpTile<kM, kN> const& dp,
-                                        DbiasOp const& now) const {
-    int const i0 = now.m * kBlockM + row0, j0 = now.n * kBlockN + col0;
-    SeqlenInfo<false, Traits::kSequsedK> const seqlen(params, now.b);
-    Gradient const gradient(params, now.b, now.h, seqlen.len_q, seqlen.len_k);
-    typename Gradient::template Prefetched<kM, kN> tile;
-    gradient.prefetch(tile, i0, j0, lane);
-    RowStatistics<kM> rows;
-    rows.load(params, gradient.map, seqlen, now.b, now.h, i0, lane);
-    gradient(s, dp, rows, tile, i0, j0, lane);
+  // sum += dS of the warp's accumulator tiles n0, n0 + 1, ...
+  static NVRTC_ATTN_DEVICE void add(Accumulator& sum, WarpTile<kM, kC> const& ds, int n0) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
+      for (int n = 0; n < kC; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[kReduceM ? 0 : m][kReduceN ? 0 : n][folded(e)] += s[m][n][e];
+        for (int e = 0; e < 4; ++e) sum[kReduceM ? 0 : m][kReduceN ? 0 : n0 + n][folded(e)] += ds[m][n][e];
   }
 
   static constexpr NVRTC_ATTN_DEVICE int folded(int e) { return (kReduceM ? 0 : e & 2) + (kReduceN ? 0 : e & 1); }

@@ -18,6 +18,7 @@
 // sequence zeroes the tokens of no sequence. Split: adds to dkv_accum (zeroed by the host) instead.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
+#include "../collective/grouped_products.cuh"
 #include "../collective/score_gradient_transposed.cuh"
 #include "../common/tile_load.cuh"
 #include "../common/tile_store.cuh"
@@ -116,6 +117,13 @@ struct GlobalRows {
   NVRTC_ATTN_DEVICE FragmentA<Element> half_step(int m, int k, int lane) const { return step(m, k, lane); }
 };
 
+// The same value, but one that the compiler must not know in advance: addresses made from it are computed where they are used
+// (some twenty instructions a tile) instead of being kept in registers, or spilled, across the loop over query tiles.
+NVRTC_ATTN_DEVICE int recompute(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 template <class Traits>
 struct BackwardCta : BackwardTiles<Traits> {
   using Tiles = BackwardTiles<Traits>;
@@ -135,7 +143,8 @@ struct BackwardCta : BackwardTiles<Traits> {
 
   BackwardParams const& params;
   Seqlen const& seqlen;
-  int const b, hk, n0, tid, warp, lane;
+  int const b, hk, n0, tid, warp;
+  int lane;
   int const warp_n, warp_m;
   int const slice, column_group;
   Element* const sK;
@@ -190,6 +199,7 @@ struct BackwardCta : BackwardTiles<Traits> {
   }
 
   NVRTC_ATTN_DEVICE void load_q(int h, int m0, int stage) const {
+    int const tid = recompute(this->tid);
     Element const* src = reinterpret_cast<Element const*>(params.q) + index_t(seqlen.batch_index) * params.q_stride_b +
                          (index_t(seqlen.q_row0) + m0) * params.q_stride_m + index_t(h) * params.q_stride_h;
     load_tile<TileQ, kThreads, Traits::kAligned, kLegacy>(sQ(stage), src, params.q_stride_m, params.q_stride_d,
@@ -197,6 +207,7 @@ struct BackwardCta : BackwardTiles<Traits> {
   }
 
   NVRTC_ATTN_DEVICE void load_dout(int h, int m0, int stage) const {
+    int const tid = recompute(this->tid);
     Element const* src = reinterpret_cast<Element const*>(params.dout) + index_t(seqlen.batch_index) * params.dout_stride_b +
                          (index_t(seqlen.q_row0) + m0) * params.dout_stride_m + index_t(h) * params.dout_stride_h;
     load_tile<TileDout, kThreads, Traits::kAligned, kLegacy>(sDout(stage), src, params.dout_stride_m, params.dout_stride_d,
@@ -259,6 +270,22 @@ struct BackwardCta : BackwardTiles<Traits> {
                                             Element const* right) const {
     if (!has_columns<Tile::kCols / 8, kTilesWarp>()) return;
     constexpr int kSteps = Tiles::kRowsM / kStep;
+    if constexpr (sizeof(Element) == 4) {
+      constexpr int kGroup = 2;
+#pragma unroll 1
+      for (int n = 0; n < kSteps * (Tiles::kWarpsM - 1); n += kGroup) {
+        int const step = ((warp_m + 1) * kSteps + n) % (kSteps * Tiles::kWarpsM);
+        FragmentA<float> a[kGroup][Tiles::kTilesN];
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k)
+#pragma unroll
+          for (int i = 0; i < Tiles::kTilesN; ++i) {
+            a[k][i] = load_a<TileS>(left, warp_n * Tiles::kRowsN + 16 * i, step + k, lane);
+          }
+        multiply_group<Tile, false>(acc, a, right, step * kStep, column_group * kTilesWarp, lane);
+      }
+      return;
+    }
     int const first = (warp_m + 1) * kSteps;
 #pragma unroll(kUnroll)
     for (int n = 0; n < kSteps * (Tiles::kWarpsM - 1); ++n) {
@@ -272,6 +299,29 @@ struct BackwardCta : BackwardTiles<Traits> {
     }
   }
 
+  // S^T or dP^T of this warp: keys (or values) times the queries (or dO) from row `col` of their tile.
+  template <class Tile, class Rows>
+  NVRTC_ATTN_DEVICE void multiply_scores(WarpTile<Tiles::kTilesN, Tiles::kTilesM>& acc, Rows const& keys, Element const* queries,
+                                         int col) const {
+    if constexpr (sizeof(Element) == 4) {
+      multiply_nt_grouped<Tile>(acc, keys, queries, col, lane);
+    } else {
+      multiply_nt<Tile, kLegacy, Traits::kVInSmem ? kUnroll : 2>(acc, keys, queries, col, lane);
+    }
+  }
+
+  // dV or dK: acc += scores * queries, over the queries whose scores this warp holds.
+  template <class Tile, int kTilesWarp>
+  NVRTC_ATTN_DEVICE void multiply_own(WarpTile<Tiles::kTilesN, kTilesWarp>& acc,
+                                      WarpTile<Tiles::kTilesN, Tiles::kTilesM> const& scores, Element const* queries, int col,
+                                      int tile0) const {
+    if constexpr (sizeof(Element) == 4) {
+      multiply_accumulator_grouped<Tile, 2>(acc, scores, queries, col, tile0, lane);
+    } else {
+      multiply_accumulator<Tile, kLegacy>(acc, scores, queries, col, tile0, lane);
+    }
+  }
+
   // S^T, dP^T -> P^T, dS^T, dV and dK of one query tile; dS^T to shared memory.
   template <class Gradient>
   NVRTC_ATTN_DEVICE void process_tile(Gradient const& gradient, int m0, int stage) {
@@ -280,29 +330,34 @@ struct BackwardCta : BackwardTiles<Traits> {
     int const row = warp_n * Tiles::kRowsN;
 #pragma unroll 1
     for (int chunk = 0; chunk < Tiles::kRowsM / Tiles::kChunkM; ++chunk) {
+      lane = recompute(lane);
       int const col = warp_m * Tiles::kRowsM + chunk * Tiles::kChunkM;
       WarpTile<Tiles::kTilesN, Tiles::kTilesM> s, dp;
+      typename Gradient::template BiasWords<Tiles::kTilesN, Tiles::kTilesM> bias;
       clear(s);
       clear(dp);
+      gradient.load_bias(bias, m0 + col, n0 + row, lane);
       SharedRows<TileK, Element, Tiles::kTilesN> const keys{sK, row};
-      multiply_nt<TileQ, kLegacy, kUnroll>(s, keys, q, col, lane);
+      multiply_scores<TileQ>(s, keys, q, col);
       if constexpr (Traits::kVInSmem) {
         SharedRows<TileV, Element, Tiles::kTilesN> const values{sV(), row};
-        multiply_nt<TileDout, kLegacy, kUnroll>(dp, values, dout, col, lane);
+        multiply_scores<TileDout>(dp, values, dout, col);
       } else {
         GlobalRows<Element> const values{key_row0(params.v, params.v_stride_b, params.v_stride_n, params.v_stride_h),
                                          params.v_stride_n, params.v_stride_d, row, seqlen.len_k - n0, params.head_dim_v};
-        multiply_nt<TileDout, kLegacy, 2>(dp, values, dout, col, lane);
+        multiply_scores<TileDout>(dp, values, dout, col);
       }
-      gradient(s, dp, sLse + (stage & 1) * Tiles::kBlockM + col, sDelta + (stage & 1) * Tiles::kBlockM + col, m0 + col,
+      gradient(s, dp, bias, sLse + (stage & 1) * Tiles::kBlockM + col, sDelta + (stage & 1) * Tiles::kBlockM + col, m0 + col,
                n0 + row, lane);
       if constexpr (Tiles::kStoresP) store_scores(sP(), s, row, col);
       if constexpr (Tiles::kStoresDs) store_scores(sDs(stage), dp, row, col);
+      if constexpr (sizeof(Element) == 4) lane = recompute(lane);
       if (has_columns<Tiles::kHeadDimV / 8, Tiles::kTilesDv>()) {
-        multiply_accumulator<TileDout, kLegacy>(dv, s, dout, col, column_group * Tiles::kTilesDv, lane);
+        multiply_own<TileDout>(dv, s, dout, col, column_group * Tiles::kTilesDv);
       }
+      if constexpr (sizeof(Element) == 4) lane = recompute(lane);
       if (has_columns<Tiles::kHeadDim / 8, Tiles::kTilesD>()) {
-        multiply_accumulator<TileQ, kLegacy>(dk, dp, q, col, column_group * Tiles::kTilesD, lane);
+        multiply_own<TileQ>(dk, dp, q, col, column_group * Tiles::kTilesD);
       }
     }
     if constexpr (Tiles::kWarpsM > 1) {
@@ -317,7 +372,8 @@ struct BackwardCta : BackwardTiles<Traits> {
   }
 
   // dq_accum += dS K for the tile whose dS^T lies in buffer `stage`.
-  NVRTC_ATTN_DEVICE void add_dq(float* accum, int stage) const {
+  NVRTC_ATTN_DEVICE void add_dq(float* accum, int stage) {
+    lane = recompute(lane);
     Element const* ds = sDs(stage);
     int const row0 = warp % Tiles::kWarpsMdQ * (16 * Tiles::kTilesMdQ);
     constexpr int kTiles = Tiles::kHeadDim / 8;

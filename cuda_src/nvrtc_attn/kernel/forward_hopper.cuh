@@ -20,6 +20,7 @@
 #include "../collective/softmax.cuh"
 #include "../hopper/barrier.cuh"
 #include "../hopper/scheduler.cuh"
+#include "../hopper/tma.cuh"
 #include "../hopper/wgmma.cuh"
 
 namespace nvrtc_attn {
@@ -50,6 +51,7 @@ struct HopperShape {
 
   static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
+  static_assert(kStages >= 2, "a consumer waits for the next K before it gives back a V");
   static_assert(kBlockN % 16 == 0 && Traits::kHeadDim % 16 == 0 && Traits::kHeadDimV % 16 == 0, "matrix product shapes");
 };
 
@@ -485,9 +487,9 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       scores.exponentiate(s, softmax, n * kBlockN);
       pack_probabilities<Element>(p, s);
 
+      if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
 #pragma unroll 1
       for (--n; n >= first; --n) {
-        barriers.full_k(k_slot.stage).wait(k_slot.parity);
         wait_turn();
         start_scores(s);
         barriers.full_v(v_slot.stage).wait(v_slot.parity);
@@ -506,6 +508,10 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         bool const raised = softmax.raise(s, map);
         scores.exponentiate(s, softmax, n * kBlockN);
 
+        // ptxas moves a wait for products ahead of independent arithmetic, and the softmax would run after P V instead of
+        // beside it. It does not move it over the loop of an mbarrier wait: this one is for the next tile's keys.
+        pin_registers(s);
+        if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
         wait_products<0>();
         pin_registers(o);
         pin_registers(p);

@@ -313,8 +313,7 @@ NVRTC_ATTN_DEVICE void multiply_pv(AccTile (&o)[Shape::kTilesM][Shape::kTilesD],
   constexpr int kTilesPerStep = kHalf ? 2 : 1;
   unsigned keep[Shape::kTilesM][2];
   float reference[Softmax::kRows];
-#pragma unroll
-  for (int r = 0; r < Softmax::kRows; ++r) reference[r] = softmax.reference(r, map);
+  softmax.get_references(s, map, reference);
 #pragma unroll
   for (int step = 0; step < Shape::kTilesN / kTilesPerStep; ++step) {
     FragmentA<Element> a[Shape::kTilesM];
@@ -497,14 +496,14 @@ NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape
     float row_max = -infinity();
 #pragma unroll
     for (int w = 0; w < Traits::kWarpsN; ++w) row_max = fmaxf(row_max, sMax[w * Shape::kBlockM + row]);
-    float const reference = Softmax::finite_reference(row_max, map);
+    float const finite_max = Softmax::finite(row_max);
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < Traits::kWarpsN; ++w) {
-      sum += sSum[w * Shape::kBlockM + row] * map.probability(sMax[w * Shape::kBlockM + row], reference);
+      sum += sSum[w * Shape::kBlockM + row] * map.ratio(sMax[w * Shape::kBlockM + row], finite_max);
     }
     if (t == 0 && here.warp_n == 0 && m0 + row < rows.len_q) rows.write_lse(m0 + row, row_max, sum, map);
-    float const factor = sum == 0.0f ? 0.0f : multiplier / sum * map.probability(softmax.row_max[r], reference);
+    float const factor = sum == 0.0f ? 0.0f : multiplier / sum * map.ratio(softmax.row_max[r], finite_max);
 #pragma unroll
     for (int d = 0; d < Shape::kTilesD; ++d) {
       *reinterpret_cast<float2*>(sO + (here.warp_n * Shape::kBlockM + row) * kColumns + 8 * d + 2 * t) =

@@ -1,0 +1,49 @@
+"""A covering set of kernels for compute-sanitizer: every feature and every kernel once or more, small.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitizer.py
+
+Without torch's caching allocator every tensor is an allocation of its own, so that an access past its end is seen.
+With ``--tool initcheck`` an element that a kernel was meant to write and did not shows as the poison of the harness.
+Exit code 0 and a last line ``N cases ok`` when results are right too.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
+
+import cases  # noqa: E402
+import harness  # noqa: E402
+
+NAMES = (
+    "basic-float16", "basic-bfloat16", "basic-float32", "head_dim-40", "head_dim-59", "head_dim-128",
+    "head_dim-192-128", "head_dim-256", "head_dim-512", "decode", "gqa-8-2-True", "window-113-203-True-17-5",
+    "mask-empty-rows", "bias-bhqk", "bias-1h1k", "bias-11q1", "bias-float32-bhqk", "dropout-0.5",
+    "softcap-causal-float32", "deterministic", "varlen-seqused-True", "varlen-everything", "varlen-float32",
+    "layout-random-float16", "layout-unaligned-float16", "everything", "empty-keys",
+)  # fmt: skip
+
+
+def main() -> int:
+    named = {case.name: case for case in cases.named_cases()}
+    bad = 0
+    for name in NAMES:
+        case = named[name]
+        run = harness.Run(case)
+        exact, low = harness.oracle(case, run.arrays)
+        forward = run.forward()
+        lines = harness.failures(case, forward, exact, low)
+        lines += harness.failures(case, run.backward(forward), exact, low)
+        harness.torch.cuda.synchronize()
+        for line in lines:
+            print(f"{name}: {line}", flush=True)
+        bad += bool(lines)
+    print(f"{len(NAMES) - bad} cases ok, {bad} wrong", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""JAX on the GPU: the eager core call, and the adapter inside jit and grad, against the torch adapter."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch lives in the same process
+torch = pytest.importorskip("torch", reason="torch is not installed: its adapter is the yardstick here")
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+import jax.numpy as jnp  # noqa: E402 - after the skips
+
+import nvrtc_attn  # noqa: E402
+import nvrtc_attn.torch  # noqa: E402
+from nvrtc_attn import device_buffer  # noqa: E402
+from nvrtc_attn.jax import attention  # noqa: E402
+
+
+def _gpu_of_jax() -> str:
+    try:
+        return "" if jax.devices("gpu") else "JAX sees no GPU"
+    except RuntimeError as error:
+        return f"JAX sees no GPU: {str(error).splitlines()[0]}"
+
+
+pytestmark = pytest.mark.skipif(bool(_gpu_of_jax()), reason=_gpu_of_jax() or "has a GPU")
+SHAPES = ((2, 300, 4, 64), (2, 333, 2, 64), (2, 333, 2, 64), (1, 4, 300, 333))
+
+
+@pytest.fixture
+def bridge() -> None:
+    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: no launch from inside jit")
+
+
+def make(dtype: str = "float16", seed: int = 0) -> tuple[list[Any], list[Any]]:
+    """The same q, k, v and bias in JAX and in torch."""
+    rng = np.random.default_rng(seed)
+    host = [rng.standard_normal(shape, dtype=np.float32) for shape in SHAPES]
+    ours = [jnp.asarray(x, dtype) for x in host]
+    return ours, [torch.from_numpy(x).cuda().to(getattr(torch, dtype)) for x in host]
+
+
+def numbers(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.detach().double().cpu().numpy()
+    return np.asarray(x).astype(np.float64)
+
+
+@pytest.mark.reliability(55, 56)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_eager_core_call_gives_torchs_numbers_and_leaves_its_inputs(dtype: str) -> None:
+    (q, k, v, bias), theirs = make(dtype)
+    before = [numbers(x) for x in (q, k, v, bias)]
+    out, lse = nvrtc_attn.attention(q, k, v, bias=bias, causal=True, return_lse=True)
+    expected, expected_lse = nvrtc_attn.attention(*theirs[:3], bias=theirs[3], causal=True, return_lse=True)
+    assert isinstance(out, jax.Array)
+    assert out.devices() == q.devices()
+    assert (str(out.dtype), str(lse.dtype)) == (dtype, "float32")
+    np.testing.assert_array_equal(numbers(out), numbers(expected))
+    np.testing.assert_array_equal(numbers(lse), numbers(expected_lse))
+    for x, y in zip((q, k, v, bias), before, strict=True):
+        np.testing.assert_array_equal(numbers(x), y)
+
+
+@pytest.mark.reliability(56)
+def test_raw_call_under_jit_names_the_adapter() -> None:
+    (q, k, v, _), _ = make()
+    with pytest.raises(TypeError, match=r"nvrtc_attn\.jax\.attention"):
+        jax.jit(nvrtc_attn.attention)(q, k, v)
+
+
+@pytest.mark.reliability(47)
+def test_inputs_that_jax_is_still_computing() -> None:
+    (q, k, v, _), theirs = make()
+    expected = numbers(nvrtc_attn.attention(*theirs[:3]))
+    heavy = jax.jit(
+        lambda x, q: q + 0 * jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x).mean().astype(q.dtype)
+    )
+    block = jnp.ones((2048, 2048), jnp.float32) / 2048
+    jax.block_until_ready(heavy(block, q))
+    for _ in range(5):
+        np.testing.assert_array_equal(numbers(nvrtc_attn.attention(heavy(block, q), k, v)), expected)
+
+
+@pytest.mark.reliability(48)
+def test_arrays_dropped_right_after_the_call() -> None:
+    """Inputs and results go out of scope while the GPU works; their memory is asked for again and overwritten."""
+    expected, results = [], []
+    for seed in range(20):
+        (q, k, v, _), theirs = make(seed=seed)
+        expected.append(numbers(2 * nvrtc_attn.attention(*theirs[:3])))
+        out = nvrtc_attn.attention(q, k, v)
+        results.append(out * 2)  # queued by JAX, which may forget ``out`` at once
+        del q, k, v, out, theirs
+        jnp.full(SHAPES[0], jnp.nan, jnp.float16)
+        nvrtc_attn.attention(*(x + 1 for x in make(seed=seed + 100)[0][:3]))  # may be given the same memory
+    for found, truth in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(numbers(found), truth)
+
+
+@pytest.mark.reliability(46)
+def test_stream_argument() -> None:
+    (q, k, v, _), theirs = make()
+    expected = numbers(nvrtc_attn.attention(*theirs[:3]))
+    side = torch.cuda.Stream()
+    for stream in (None, 0, 1, 2, side, side.cuda_stream):
+        np.testing.assert_array_equal(numbers(nvrtc_attn.attention(q, k, v, stream=stream)), expected)
+
+
+def test_memory_of_results_is_given_back() -> None:
+    q = jnp.ones((4, 2048, 8, 64), jnp.float16)  # 8 MiB a result
+
+    def free_bytes() -> int:
+        gc.collect()
+        jax.block_until_ready(q + 1)
+        device_buffer.reclaim(0)
+        jax.block_until_ready(q + 1)
+        device_buffer.reclaim(0)
+        torch.cuda.synchronize()
+        return int(torch.cuda.mem_get_info()[0])
+
+    for _ in range(20):
+        nvrtc_attn.attention(q, q, q)
+    before = free_bytes()
+    for _ in range(300):
+        nvrtc_attn.attention(q, q, q)
+    assert before - free_bytes() < 200 << 20
+    assert len(device_buffer._exports) < 10
+
+
+@pytest.mark.reliability(55)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_under_jit_are_torchs(bridge: None, dtype: str) -> None:
+    """Both adapters run the same kernels; the deterministic ones give the same bits."""
+    ours, theirs = make(dtype)
+    weight = jax.random.normal(jax.random.key(1), SHAPES[0], dtype)
+
+    def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        out, lse = attention(q, k, v, bias=bias, causal=True, return_lse=True, deterministic=True)
+        return (out * weight).astype(np.float32).sum() + 0.5 * lse.sum(), out
+
+    (_, out), found = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(*ours)
+    leaves = [x.clone().requires_grad_() for x in theirs]
+    expected, lse = nvrtc_attn.torch.attention(
+        *leaves[:3], bias=leaves[3], causal=True, return_lse=True, deterministic=True
+    )
+    dout = torch.from_numpy(np.array(numbers(weight), np.float32)).cuda().to(expected.dtype)
+    torch.autograd.backward([expected, lse], [dout, torch.full_like(lse, 0.5)])
+    np.testing.assert_array_equal(numbers(out), numbers(expected))
+    for mine, leaf in zip(found, leaves, strict=True):
+        np.testing.assert_array_equal(numbers(mine), numbers(leaf.grad))
+
+
+def test_eager_adapter_and_jit_agree_with_the_core_call(bridge: None) -> None:
+    (q, k, v, _), _ = make()
+    expected = numbers(nvrtc_attn.attention(q, k, v, window_size=(50, 3), softcap=10.0))
+    call = jax.jit(lambda q, k, v: attention(q, k, v, window_size=(50, 3), softcap=10.0))
+    np.testing.assert_array_equal(numbers(call(q, k, v)), expected)
+    np.testing.assert_array_equal(numbers(attention(q, k, v, window_size=(50, 3), softcap=10.0)), expected)
+
+
+def test_jit_keeps_the_order_of_its_stream(bridge: None) -> None:
+    """Attention between matrix products of one program, many times: each sees what the one before has written."""
+    (q, k, v, _), _ = make("float32")
+
+    def chain(call: Any) -> Any:
+        def run(q: Any) -> Any:
+            for _ in range(6):
+                q = jnp.tanh(call(q, k, v) @ jnp.eye(64) * 3)
+            return q
+
+        return jax.jit(run)
+
+    def dense(q: Any, k: Any, v: Any) -> Any:
+        k, v = (jnp.repeat(x, 2, 2) for x in (k, v))
+        p = jax.nn.softmax(jnp.einsum("bmhd,bnhd->bhmn", q, k, precision="highest") / 8, -1)
+        return jnp.einsum("bhmn,bnhd->bmhd", p, v, precision="highest")
+
+    mine, truth = chain(attention), numbers(chain(dense)(q))
+    first = numbers(mine(q))
+    np.testing.assert_allclose(first, truth, atol=5e-3)
+    for _ in range(20):
+        np.testing.assert_array_equal(numbers(mine(q)), first)
+
+
+def test_dropout_words_on_the_device(bridge: None) -> None:
+    (q, k, v, _), theirs = make()
+    seed, offset = (3 << 32) + 11, 8
+    expected = numbers(nvrtc_attn.attention(*theirs[:3], dropout_p=0.2, rng=(seed, offset)))
+    words = (jnp.asarray([11, 3], np.uint32), jnp.asarray([8, 0], np.uint32))
+    found = jax.jit(lambda words: attention(q, k, v, dropout_p=0.2, rng=words))(words)
+    np.testing.assert_array_equal(numbers(found), expected)
+    slope = jax.jit(jax.grad(lambda v, key: attention(q, k, v, dropout_p=0.2, rng=key).astype(np.float32).sum()))
+    first, again, other = (numbers(slope(v, jax.random.key(n))) for n in (1, 1, 2))
+    np.testing.assert_allclose(first, again, atol=1e-2)
+    assert abs(first - other).max() > 0.1
+
+
+def test_vmap_scan_and_the_other_platform(bridge: None) -> None:
+    (q, k, v, _), _ = make("float32")
+    expected = numbers(attention(q, k, v))
+    stacked = jnp.stack([q, q])
+    np.testing.assert_array_equal(numbers(jax.jit(jax.vmap(lambda q: attention(q, k, v)))(stacked))[1], expected)
+    _, scanned = jax.jit(lambda x: jax.lax.scan(lambda c, q: (c, attention(q, k, v)), 0, x))(stacked)
+    np.testing.assert_array_equal(numbers(scanned)[1], expected)
+    with jax.default_device(jax.devices("cpu")[0]):
+        host = [jnp.asarray(np.asarray(x)) for x in (q, k, v)]
+        np.testing.assert_allclose(numbers(attention(*host)), expected, atol=1e-4)
+
+
+def test_donated_input(bridge: None) -> None:
+    (q, k, v, _), _ = make()
+    expected = numbers(attention(q, k, v))
+    found = jax.jit(attention, donate_argnums=0)(q + 0, k, v)
+    np.testing.assert_array_equal(numbers(found), expected)
