@@ -289,7 +289,7 @@ def _describe_for_query(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Call
 
 def _forward_plan(call: Call, out: TensorView | None, lse: TensorView | None) -> ForwardPlan:
     layout = LseLayout(
-        strides=lse.strides if lse is not None else (0, 0, 0),  # type: ignore[arg-type]
+        strides=lse.strides if lse is not None else (0, 0, 0),
         rows=call.problem.seqlen_q,
         packed=call.problem.varlen,
     )
@@ -334,7 +334,7 @@ def plan_backward(call: Call, views: dict[str, TensorView]) -> BackwardPlan:
     def statistic(name: str) -> LseLayout:
         x = views.get(name)
         strides = x.strides if x is not None else (0, 0, 0)
-        return LseLayout(strides=strides, rows=rows, packed=packed)  # type: ignore[arg-type]
+        return LseLayout(strides=strides, rows=rows, packed=packed)
 
     dbias = views.get("dbias")
     return backward_plan(

@@ -15,7 +15,7 @@ from .call import Call, CallOptions, describe
 from .plan import LseLayout, backward_plan, forward_plan
 from .problem import Causal, layout
 from .tensors import view
-from .torch import draw_rng, raw_stream, rng_words
+from .torch import checked_rng, draw_rng, raw_stream, rng_words
 
 _CAUSAL: Final[tuple[Causal, ...]] = (False, "top_left", "bottom_right")
 LSE_ALIGNMENT: Final = 32
@@ -71,6 +71,8 @@ def efficient_attention_forward(
     ValueError, TypeError, UnsupportedError
         As `nvrtc_attn.attention`.
     """
+    query, key, value = (_plain(x) for x in (query, key, value))
+    bias = None if bias is None else _plain(bias)
     call = _describe(
         (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k),
         (max_seqlen_q, max_seqlen_k),
@@ -157,6 +159,8 @@ def efficient_attention_backward(
             f"num_splits_key: got {num_splits_key}, which makes the algorithm non-deterministic, while deterministic "
             f"algorithms are in force. Pass None or 1."
         )
+    query, key, value, out, grad_out_, logsumexp = (_plain(x) for x in (query, key, value, out, grad_out_, logsumexp))
+    bias = None if bias is None else _plain(bias)
     call = _describe(
         (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, None),
         (max_seqlen_q, max_seqlen_k),
@@ -165,8 +169,22 @@ def efficient_attention_backward(
         scale,
         dropout_p,
         deterministic=deterministic,
-        dbias=bias_requires_grad,
+        dbias=bias_requires_grad and bias is not None,
     )
+    dtype = call.problem.dtype
+    views = {
+        "out": call.input_view(out, "out", call.out_shape, dtype),
+        "dout": call.input_view(grad_out_, "grad_out_", call.out_shape, dtype),
+    }
+    lse_view = view(logsumexp, "logsumexp")
+    wanted = (call.problem.batch, query.shape[2], call.problem.seqlen_q)
+    rows_fit = len(lse_view.shape) == 3 and lse_view.shape[:2] == wanted[:2] and lse_view.shape[2] >= wanted[2]
+    if lse_view.dtype != "float32" or lse_view.device != call.device or not rows_fit:
+        raise ValueError(
+            f"logsumexp: got {lse_view.dtype} of shape {lse_view.shape} on {lse_view.device}. Needed is float32 of "
+            f"shape {wanted}, or longer in the last dim, on {call.device}: what the forward function returned."
+        )
+    rng = checked_rng((philox_seed, philox_offset), query) if dropout_p > 0 else None
     if shared_storage_dqdkdv:
         if query.shape != key.shape or key.shape != value.shape:
             raise ValueError(
@@ -181,12 +199,11 @@ def efficient_attention_backward(
     if bias_requires_grad and bias is not None:
         grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     dq, dk, dv = grads
-    tensors = {"dq": dq, "dk": dk, "dv": dv, "out": out, "dout": grad_out_}
-    views = {name: view(x.detach(), name) for name, x in tensors.items()}
+    views |= {name: view(x, name) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
     plan = backward_plan(
         call.with_outputs(**views),
         call.device.index,
-        LseLayout(strides=tuple(logsumexp.stride()), rows=call.problem.seqlen_q, packed=False),
+        LseLayout(strides=lse_view.strides, rows=call.problem.seqlen_q, packed=False),
         None,
         None if grad_bias is None else layout(view(grad_bias, "grad_bias")),
         raw_stream(query.device),
@@ -196,7 +213,7 @@ def efficient_attention_backward(
         raw_stream(query.device), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
         grad_out_.data_ptr(), logsumexp.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), workspace.data_ptr(),
         dbias=0 if grad_bias is None else grad_bias.data_ptr(), **_addresses(call),
-        rng=rng_words((philox_seed, philox_offset), dropout_p),
+        rng=rng_words(rng, dropout_p),
     )  # fmt: skip
     return dq, dk, dv, grad_bias
 
@@ -239,6 +256,11 @@ def _describe(
         ),
         stream=None,
     )  # fmt: skip
+
+
+def _plain(x: Any) -> Any:
+    """Without autograd history, and with the sign of a lazily negated view applied."""
+    return x.detach().resolve_neg() if isinstance(x, torch.Tensor) else x
 
 
 def _lse_layout(heads: int, rows: int) -> LseLayout:

@@ -126,6 +126,8 @@ def describe(
     """View the tensors, order them before the launch stream, and validate everything. No CUDA call but the ordering."""
     framework = framework_of(q)
     handle = None if stream is None else stream_handle(stream)
+    if handle is not None and handle < 0:
+        raise ValueError(f"stream: got {handle}. A kernel needs a stream to run on: pass its handle, at least 0.")
     # torch and CuPy have a current stream of the tensor's device; others are ordered by their DLPack export, made once.
     streams_of_its_own = framework in ("torch", "cupy")
     first = view(q, "q", stream=None if streams_of_its_own else handle)
@@ -169,9 +171,6 @@ def describe(
         deterministic=options.deterministic,
         dbias=options.dbias,
     )
-    if problem.dropout_p > 0 and philox.threshold(problem.dropout_p) < 0:
-        # Below 2**-33 no 32-bit uniform is small enough to drop anything, and the multiplier rounds to 1.
-        problem = replace(problem, dropout_p=0.0)
     call = Call(
         q=views[0], k=views[1], v=views[2], **tensors, options=options, problem=problem,
         producer_stream=producer_stream, launch_stream=launch_stream, hold_owners=hold_owners,

@@ -31,7 +31,6 @@ _ACCESSORS: Final[dict[str, Callable[[], object]]] = {
     "NVRTC_ATTN_CUTLASS_DIR": env.cutlass_dir,
     "NVRTC_ATTN_BACKEND": env.backend,
     "NVRTC_ATTN_DEBUG": env.debug,
-    "NVRTC_ATTN_AUTOTUNE": env.autotune,
 }
 
 

@@ -81,6 +81,8 @@ class HopperForwardConfig(KernelConfig):
 
     ping_pong: bool = True
     """Consumers take turns at issuing matrix products, so that one computes its softmax under the other's products."""
+    lazy_max: bool = False
+    """After the first key tile, keep the reference of the exponentials until a sum gets out of range."""
     poly_exp: int = 0
     """Eighths of the exponentials that are polynomials on the FMA units instead of MUFU instructions."""
 
@@ -114,7 +116,7 @@ class BackwardConfig(KernelConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DqConfig(KernelConfig):
-    """The dq kernel without atomics: ``warps_m`` row groups by ``num_warps / warps_m`` warps that share the head dim."""
+    """The dq kernel without atomics: ``warps_m`` row groups of ``num_warps / warps_m`` warps which share dq's row."""
 
     warps_m: int
     chunk_n: int

@@ -41,7 +41,6 @@ VARIABLES: Final = (
     Variable("NVRTC_ATTN_CUTLASS_DIR", "the bundled headers", "a directory", "another CUTLASS checkout or include dir"),
     Variable("NVRTC_ATTN_BACKEND", "auto", f"one of {', '.join(BACKENDS)}", "kernel family"),
     Variable("NVRTC_ATTN_DEBUG", "0", _BOOLEAN, "check values that live on the device (synchronises)"),
-    Variable("NVRTC_ATTN_AUTOTUNE", "0", _BOOLEAN, "time the candidate tiles of a new problem once"),
 )
 _BY_NAME: Final = {variable.name: variable for variable in VARIABLES}
 
@@ -141,8 +140,3 @@ def raw_backend() -> str | None:
 def debug() -> bool:
     """Whether values in device memory are checked before a launch."""
     return _boolean("NVRTC_ATTN_DEBUG")
-
-
-def autotune() -> bool:
-    """Whether a new problem times its candidate configurations."""
-    return _boolean("NVRTC_ATTN_AUTOTUNE")

@@ -15,12 +15,19 @@ from typing import Any
 from . import driver
 
 _pending: deque[tuple[int, Any, tuple[object, ...]]] = deque()
+_captured: list[tuple[object, ...]] = []
 _lock = threading.Lock()
 
 
 def hold(device_index: int, stream: int, owners: tuple[object, ...]) -> None:
-    """Keep ``owners`` until the work queued on ``stream`` so far is done, and release what is done already."""
+    """Keep ``owners`` until the work queued on ``stream`` so far is done, and release what is done already.
+
+    A captured graph may be replayed at any time: what it uses is kept for good.
+    """
     with driver.device_context(device_index):
+        if driver.is_capturing(stream):
+            _captured.append(owners)
+            return
         flags = int(driver.api().CUevent_flags.CU_EVENT_DISABLE_TIMING)
         event = driver.call("cuEventCreate", flags, device=device_index)
         driver.call("cuEventRecord", event, stream, device=device_index)
@@ -35,7 +42,14 @@ def _sweep() -> None:
         while _pending:
             device_index, event, _ = _pending[0]
             with driver.device_context(device_index):
-                if module.cuEventQuery(event)[0] == module.CUresult.CUDA_ERROR_NOT_READY:
-                    return
-                module.cuEventDestroy(event)
+                # A query is harmless to a capture that another thread has under way, but only a relaxed one is allowed.
+                _, mode = module.cuThreadExchangeStreamCaptureMode(
+                    module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+                )
+                try:
+                    if module.cuEventQuery(event)[0] != module.CUresult.CUDA_SUCCESS:
+                        return
+                    module.cuEventDestroy(event)
+                finally:
+                    module.cuThreadExchangeStreamCaptureMode(mode)
             _pending.popleft()

@@ -95,6 +95,12 @@ def workspace_address(x: object, needed_bytes: int, device: Device, *, stream: i
     for n in result.shape:
         size *= n
     faults = []
+    step = 1
+    for n, stride in reversed(list(zip(result.shape, result.strides, strict=True))):
+        if n > 1 and stride != step:
+            faults.append(f"workspace: strides {result.strides} of shape {result.shape} leave gaps, it must be dense")
+            break
+        step *= n
     if size < needed_bytes:
         faults.append(f"workspace: {size} bytes, needed are {needed_bytes}")
     if result.device != device:

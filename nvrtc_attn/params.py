@@ -75,7 +75,10 @@ class HopperForwardParams(ForwardParams):
     """
 
     _fields_ = [
-        ("num_tiles", _I32), ("section_heads", _I32),
-        ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 8) % 64)),
+        *[(name, _I32) for name in (
+            "num_tiles", "heads_per_group", "pair_rounds", "head_pairs", "tail_first_head", "tail_done",
+            "tail_whole_heads",
+        )],
+        ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 28) % 64)),
         *[(f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8)) for name in ("q", "k", "v")],
     ]  # fmt: skip

@@ -37,7 +37,7 @@ class LseLayout:
     a sequence's length are written as +inf. ``empty`` is the value of a row with no valid key.
     """
 
-    strides: tuple[int, int, int]
+    strides: tuple[int, ...]
     rows: int
     packed: bool
     empty: float = float("-inf")

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from . import philox
 from .tensorview import TensorView
 from .validation import (
     FLOAT32_MAX,
@@ -195,6 +196,9 @@ def build_problem(
             found.kind(f"{name}: got {flag!r} of type {type(flag).__name__}. It is True or False.")
     found.stop()
 
+    if dropout and philox.threshold(dropout) < 0:
+        # Below 2**-33 no 32-bit uniform is small enough to drop anything, and the multiplier rounds to 1.
+        dropout = 0.0
     _, tokens_q, num_heads, head_dim = q.shape
     _, tokens_k, num_heads_kv, head_dim_v = v.shape
     batch, seqlen_q, seqlen_k = lengths if varlen else (q.shape[0], tokens_q, tokens_k)

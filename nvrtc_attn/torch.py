@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Final
 
 import torch
@@ -9,12 +10,16 @@ from torch.autograd.function import once_differentiable
 
 from . import api, env
 from .call import Call, CallOptions, describe
+from .philox import normalise_rng
 from .plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
 from .problem import Causal, WindowSize
 from .tensors import view
 
 _raw_stream: Final = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
 _MAX_ENTRIES: Final = 4096
+_CPU: Final = torch.device("cpu")
+_generator_lock = threading.Lock()
+_table_lock = threading.Lock()
 Tensors = tuple[torch.Tensor | None, ...]  # q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k
 # Everything of a call but its addresses -> plan and shapes: the steady state is one lookup here.
 _forward_plans: dict[Any, tuple[ForwardPlan, tuple[int, ...], tuple[int, ...]]] = {}
@@ -67,11 +72,13 @@ def attention(
         max_seqlen_k,
     )
     tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if dropout_p > 0 and rng is None:
+    if dropout_p > 0 and rng is not None:
+        rng = checked_rng(rng, q)
+    elif dropout_p > 0 and all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k)):
         rng = draw_rng(q, k, None if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
     if torch.is_grad_enabled() and _wants_gradient(q, k, v, bias):
-        if any(x is not None and x.is_neg() for x in tensors[:4]):
-            tensors = (*(x if x is None else x.resolve_neg() for x in tensors[:4]), *tensors[4:])
+        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors[:4]):
+            tensors = (*map(_resolved, tensors[:4]), *tensors[4:])
         out, lse = _Attention.apply(options, deterministic, rng, *tensors)
     else:
         out, lse = forward(tensors, options, rng, return_lse)
@@ -88,11 +95,35 @@ def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, in
         return seed, torch.zeros((), dtype=torch.int64, device=q.device)
     torch.cuda.init()
     generator = torch.cuda.default_generators[index]
-    seed, offset = generator.initial_seed() & (2**64 - 1), generator.get_offset()
     batch, rows, columns = packed or (q.shape[0], q.shape[1], k.shape[1])
     numbers = batch * q.shape[2] * (rows or 0) * (columns or 0)
-    generator.set_offset(offset + -(-numbers // 4) * 4)
+    with _generator_lock:  # two threads must not draw the same numbers
+        seed, offset = generator.initial_seed() & (2**64 - 1), generator.get_offset()
+        generator.set_offset(offset + -(-numbers // 4) * 4)
     return seed, offset
+
+
+def checked_rng(rng: Any, q: torch.Tensor) -> tuple[Any, Any]:
+    """``rng`` as (seed, offset), each an int in [0, 2**64) or an int64 tensor with one element on q's device.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Anything else; tensors on the CPU are read, signed values as unsigned.
+    """
+    seed, offset = rng if isinstance(rng, (tuple, list)) and len(rng) == 2 else (rng, 0)
+    words: list[Any] = []
+    for x, name in ((seed, "rng seed"), (offset, "rng offset")):
+        if not isinstance(x, torch.Tensor):
+            words.append(normalise_rng((x, 0)).seed)
+            continue
+        if x.dtype not in (torch.int64, torch.uint64) or x.numel() != 1 or x.device not in (q.device, _CPU):
+            raise ValueError(
+                f"{name}: got {x.dtype} of shape {tuple(x.shape)} on {x.device}. A tensor must hold one int64 on "
+                f"{q.device} (read by the kernels) or on the CPU. Pass such a tensor, or an int."
+            )
+        words.append(x if x.is_cuda else int(x) & (2**64 - 1))
+    return words[0], words[1]
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
@@ -117,13 +148,15 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool) -> Any:
     """(out, lse or None) of detached tensors; ``options`` are the fields of `CallOptions` in their order."""
     q, k, v, bias, mask, cu_q, cu_k, used = tensors
+    if cu_q is not None and env.debug():
+        _describe(tensors, options, with_lse)  # checks the lengths, which no plan knows
     key: Any = (with_lse, options, env.raw_backend(), _signature(q), _signature(k), _signature(v))
     if not (bias is mask is cu_q is None):
         key = (*key, *map(_signature, tensors[3:]))
     entry = _forward_plans.get(key)
     if entry is None:
         if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors):
-            return forward(tuple(x if x is None else x.resolve_neg() for x in tensors), options, rng, with_lse)
+            return forward(tuple(map(_resolved, tensors)), options, rng, with_lse)
         call = _describe(tensors, options, with_lse)
         if call.on_cpu:
             result = api.attention(
@@ -154,6 +187,11 @@ def backward(
     options: tuple[Any, ...], rng: Any, deterministic: bool, with_dbias: bool,
 ) -> Any:  # fmt: skip
     """(dq, dk, dv, dbias or None), dense, of detached tensors."""
+    dout = dout.resolve_neg()
+    dlse = None if dlse is None else dlse.resolve_neg()
+    if dout.stride(-1) != 1 or 0 in dout.stride():
+        # An expanded gradient (of a sum, say): one packed copy costs less than reading elements one by one.
+        dout = dout.contiguous()
     q, k, v, bias, mask, cu_q, cu_k, used = tensors
     assert q is not None and k is not None and v is not None  # noqa: PT018
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -209,6 +247,11 @@ def _keywords(tensors: Tensors, options: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
+def _resolved(x: Any) -> Any:
+    """The tensor with the sign of a lazily negated view applied; anything else as it is."""
+    return x.resolve_neg() if isinstance(x, torch.Tensor) else x
+
+
 def _wants_gradient(*tensors: Any) -> bool:
     return any([getattr(x, "requires_grad", False) for x in tensors])  # noqa: C419 - half the time of a generator
 
@@ -219,14 +262,15 @@ def _signature(x: Any) -> Any:
         return None
     try:
         return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg()
-    except (AttributeError, RuntimeError):
-        return x  # not a plain tensor: validation, on the way to the plan, says what it is
+    except (AttributeError, RuntimeError, TypeError):
+        return type(x), id(x)  # not a plain tensor: validation, on the way to the plan, says what it is
 
 
 def _remember(table: dict[Any, Any], key: Any, value: Any) -> Any:
-    while len(table) >= _MAX_ENTRIES:
-        table.pop(next(iter(table)), None)
-    table[key] = value
+    with _table_lock:
+        while len(table) >= _MAX_ENTRIES:
+            del table[next(iter(table))]
+        table[key] = value
     return value
 
 
@@ -242,14 +286,13 @@ def raw_stream(device: torch.device) -> int:
 
 
 def rng_words(rng: Any, dropout_p: float) -> tuple[int, int, int, int]:
-    """(seed address, offset address, seed, offset)."""
+    """(seed address, offset address, seed, offset) of what `draw_rng` or `checked_rng` returned."""
     if dropout_p == 0:
         return 0, 0, 0, 0
-    seed, offset = rng if isinstance(rng, (tuple, list)) else (rng, 0)
     addresses, words = [0, 0], [0, 0]
-    for i, x in enumerate((seed, offset)):
-        if isinstance(x, torch.Tensor) and x.is_cuda:
+    for i, x in enumerate(rng):
+        if isinstance(x, torch.Tensor):
             addresses[i] = x.data_ptr()
         else:
-            words[i] = int(x) & (2**64 - 1)
+            words[i] = x
     return addresses[0], addresses[1], words[0], words[1]

@@ -214,9 +214,11 @@ def check_varlen(
                     f"max_seqlen_{side}: got None with {name}. It sizes the launch, and reading it from the device "
                     f"would wait for the GPU. Pass the longest sequence, or a bound of it."
                 )
-        elif length < 0:
-            # A loose bound (the model's longest sequence) is what callers have: no upper limit.
-            found.value(f"max_seqlen_{side}: got {length}. It is the longest sequence, or a bound of it.")
+        elif not 0 <= length < 2**31:
+            # A loose bound (the model's longest sequence) is what callers have: no limit but the kernels' int32.
+            found.value(
+                f"max_seqlen_{side}: got {length}. It is the longest sequence, or a bound of it, and less than 2**31."
+            )
         if len(cu_seqlens.shape) == 1:
             counts[name] = cu_seqlens.shape[0] - 1
             if counts[name] < 0:

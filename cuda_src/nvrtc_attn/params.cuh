@@ -70,7 +70,12 @@ struct alignas(64) TensorMap {
 // The Hopper forward kernel: the pass's own fields first.
 struct HopperForwardParams : ForwardParams {
   int num_tiles;           // query tiles of all heads and batch entries (varlen: and of the virtual last sequence)
-  int section_heads;       // heads whose K and V fit L2 together
+  int heads_per_group;     // num_heads / num_heads_kv
+  int pair_rounds;         // the schedule with a band, see hopper/scheduler.cuh
+  int head_pairs;          // ceil(num_m_blocks / 2)
+  int tail_first_head;     // after the pairs: the first head that is not finished,
+  int tail_done;           // how many of its pairs are, and
+  int tail_whole_heads;    // how many heads are not begun
   TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;

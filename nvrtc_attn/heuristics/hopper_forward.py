@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from ..config import HopperForwardConfig
 from ..problem import AttentionProblem
@@ -11,12 +14,15 @@ from ..tma import reasons_against, tensor_map
 from .plan import ForwardPlanSpec, Launch
 from .portable_forward import features_of, is_vectorizable
 
+Array: TypeAlias = npt.NDArray[Any]
+
 MAX_HEAD_DIM: Final = 256
 MIN_QUERY_ROWS: Final = 64
 """Fewer rows leave most of a 128-row tile empty: the portable family's small tiles and key splits serve them."""
-SECTION_BYTES: Final = 32 << 20
-"""K and V of the heads that are worked on at a time: what stays in an L2 of 50 to 60 MB beside everything else."""
 BARRIER_BYTES: Final = 8
+TILE_OVERHEAD_COLUMNS: Final = 128.0
+"""What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
+2026-11, from lengths 512 to 16384."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +33,7 @@ class Tile:
     block_n: int
     num_stages: int = 2
     ping_pong: bool = True
+    lazy_max: bool = False
     poly_exp: int = 0
 
 
@@ -92,15 +99,51 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         num_stages=tile.num_stages,
         features=features_of(problem),
         ping_pong=tile.ping_pong,
+        lazy_max=tile.lazy_max,
         poly_exp=tile.poly_exp,
     )
 
 
-def section_heads(problem: AttentionProblem) -> int:
-    """Query heads whose K and V fit the L2 together; whole groups of the query heads that share a key head."""
-    group = problem.num_heads // problem.num_heads_kv
-    head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return max(SECTION_BYTES // max(head_bytes, 1), 1) * group
+def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
+    """Key tiles that each query tile sees, plus what a query tile costs beside them."""
+    first_row = np.arange(0, problem.seqlen_q, tile.block_m)
+    last_row = np.minimum(first_row + tile.block_m, problem.seqlen_q) - 1
+    offset = problem.seqlen_k - problem.seqlen_q if problem.bottom_right else 0
+    low, high = np.zeros_like(first_row), np.full_like(first_row, problem.seqlen_k)
+    if problem.window_left is not None:
+        low = np.clip(first_row + offset - problem.window_left, 0, problem.seqlen_k)
+    if problem.window_right is not None:
+        high = np.clip(last_row + offset + problem.window_right + 1, 0, problem.seqlen_k)
+    key_tiles = np.maximum(-(-high // tile.block_n) - low // tile.block_n, 0)
+    return key_tiles + TILE_OVERHEAD_COLUMNS / tile.block_n
+
+
+def pair_rounds(costs: Array, all_heads: int, width: int) -> int:
+    """Rounds of the schedule in ``hopper/scheduler.cuh`` that hand out pairs: the choice with the smallest largest sum."""
+    num_m_blocks = len(costs)
+    head_pairs = (num_m_blocks + 1) // 2
+    most = all_heads * head_pairs // width
+    by_rank = costs[::-1]
+    pairs = by_rank[:head_pairs] + costs[:head_pairs]
+    if num_m_blocks % 2:
+        pairs[-1] /= 2  # the middle tile is alone
+    best, best_sum = 0, float("inf")
+    # More than three rounds of single tiles gain nothing and cost locality.
+    for rounds in range(most, max(most - 4, -1), -1):
+        first, done = divmod(rounds * width, head_pairs)
+        partial = int(done > 0)
+        whole = all_heads - first - partial
+        sums = np.zeros(width)
+        if rounds:
+            sums += pairs[np.arange(rounds * width) % head_pairs].reshape(rounds, width).sum(0)
+        ranks = np.arange(num_m_blocks)
+        heads = np.where((ranks >= done) & (ranks < num_m_blocks - done), whole + partial, whole)
+        singles = np.repeat(by_rank, heads)
+        singles = np.concatenate([singles, np.zeros(-len(singles) % (2 * width))]).reshape(-1, 2, width)
+        sums += singles[:, 0].sum(0) + singles[:, 1, ::-1].sum(0)
+        if sums.max() < 0.998 * best_sum:
+            best, best_sum = rounds, float(sums.max())
+    return best
 
 
 def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:
@@ -109,18 +152,28 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     num_m_blocks = max(_ceil_div(problem.seqlen_q, tile.block_m), 1)
     all_heads = (problem.batch + int(problem.varlen)) * problem.num_heads
     num_tiles = all_heads * num_m_blocks
+    grid = min(num_sms, num_tiles)
+    # The model is for sequences of one length; scheduling costs of 10^5 tiles take 1 ms.
+    rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid) if problem.band else 0
+    head_pairs = _ceil_div(num_m_blocks, 2)
+    first_head, done = divmod(rounds * grid, head_pairs)
     return ForwardPlanSpec(
         launches=(
             Launch(
                 config=config,
-                grid=min(num_sms, num_tiles),
+                grid=grid,
                 block=config.num_threads,
                 smem_bytes=smem_bytes(config),
                 params=(
                     ("num_m_blocks", num_m_blocks),
                     ("num_splits", 1),
                     ("num_tiles", num_tiles),
-                    ("section_heads", min(section_heads(problem), all_heads)),
+                    ("heads_per_group", problem.num_heads // problem.num_heads_kv),
+                    ("pair_rounds", rounds),
+                    ("head_pairs", head_pairs),
+                    ("tail_first_head", first_head),
+                    ("tail_done", done),
+                    ("tail_whole_heads", all_heads - first_head - int(done > 0)),
                 ),
                 tensor_maps=(
                     tensor_map("tensor_map_q", "q", problem.q, 2, tile.block_m),

@@ -1,4 +1,4 @@
-"""Tiles of the kernels that make dq and dbias without atomics: ``backward_dq``, ``backward_dbias``, ``dbias_reduce``."""
+"""Tiles of the kernels that make dq and dbias without atomics: backward_dq, backward_dbias, dbias_reduce."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _vector_scores(problem: AttentionProblem) -> bool:
 
 
 def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
-    """The dq tile table, best first. Times: H200, bfloat16, 4 x 2048 x 16 heads, 2026-11; none of the variants spills."""
+    """The dq tile table, best first. Times: H200, bfloat16, 4 x 2048 x 16 heads, 2026-11; no variant spills."""
     widest = max(base.head_dim, base.head_dim_v)
     features = base.features
     policies = sum((features.bias is not None, features.mask, features.dropout, features.softcap))
@@ -92,8 +92,8 @@ def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
             yield tile(64, 32, 4, chunk_n=16)
             yield tile(64, 16, 4)
     elif widest <= 64 and policies < 2 and not base.legacy_mma:
-        # Two row blocks a warp halve the reads of K and V from shared memory. Registers for q and dout (0.314 ms instead
-        # of 0.334) are there only in the plainest variant.
+        # Two row blocks a warp halve the reads of K and V from shared memory. There are registers for q and dout
+        # (0.314 ms instead of 0.334) only in the plainest variant.
         yield tile(128, 64, 4, preload=policies == 0 and not features.band)
     if base.itemsize == 2 and widest <= 128:
         if not base.legacy_mma and policies == 0 and (widest <= 96 or not features.band):
@@ -158,13 +158,24 @@ def _slice_of(head_dim: int, itemsize: int) -> int:
 
 
 def _dbias_candidates(base: DbiasConfig) -> Iterator[DbiasConfig]:
-    """The dbias tile table, best first. A warp computes 32 x 32 scores: dS, S, dP take 96 of 168 registers."""
+    """The dbias tile table, best first; ``min_blocks_per_sm`` blocks have to fit a multiprocessor.
+
+    Warps of 32 x 32 scores (dS, S, dP take 96 registers) in blocks of four, three to a multiprocessor: 168 registers a
+    thread. H200, bfloat16, bias [1, 16, 2048, 2048], batch 4, head dim 64, 2026-11: 0.51 ms. Lost: 96 x 128 (12 warps)
+    0.73, 64 x 128 with warps of 32 x 64 0.54, two blocks a multiprocessor 0.62.
+    """
     features = base.features
-    heavy = features.mask or features.dropout or features.softcap or base.itemsize == 4 or features.bias == "float32"
-    if not base.legacy_mma and not heavy:
-        yield replace(base, block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=2, min_blocks_per_sm=3)
-    yield replace(base, block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=2, min_blocks_per_sm=2)
-    yield replace(base, block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=2, slice_d=64 // base.itemsize)
+    # These need more registers than a third of a multiprocessor has.
+    heavy = features.mask or features.dropout or features.softcap or base.itemsize == 4
+    heavy = heavy or (features.bias == "float32" and not base.vector_scores)
+    most = 2 if heavy or base.legacy_mma else 3
+    half = _tile_dim(_ceil_div(base.slice_d, 2))
+    for slice_d, min_blocks in [
+        *((s, n) for s in (base.slice_d, half) for n in range(most, 1, -1)),
+        (base.slice_d, 1),
+        (half, 1),
+    ]:
+        yield replace(base, slice_d=slice_d, min_blocks_per_sm=min_blocks)
 
 
 def _dbias_splits(tiles: int, reduced: int, slots: int, numel: int) -> int:
@@ -203,18 +214,19 @@ def choose_dbias(
     reduce_n = shape[3] == 1 and problem.seqlen_k != 1
     base = DbiasConfig(
         kernel="backward_dbias", arch=arch, dtype=problem.dtype, head_dim=head_dims[0], head_dim_v=head_dims[1],
-        block_m=64, block_n=64, num_warps=4, warps_m=2, slice_d=_slice_of(max(head_dims), itemsize),
+        block_m=64, block_n=64, num_warps=4, warps_m=2, num_stages=2, slice_d=_slice_of(max(head_dims), itemsize),
         reduce_m=reduce_m, reduce_n=reduce_n, dbias_dtype=problem.bias.dtype, aligned=_aligned(problem),
         legacy_mma=legacy_mma, features=features_of(problem), vector_scores=_vector_scores(problem),
     )  # fmt: skip
-    config = next(c for c in _dbias_candidates(base) if smem_bytes(c) <= smem_limit)
+    # A multiprocessor has 1 KiB more than one block may use, and reserves 1 KiB for each block.
+    config = next(
+        c for c in _dbias_candidates(base) if c.min_blocks_per_sm * (smem_bytes(c) + 1024) <= smem_limit + 1024
+    )
     num_m, num_n = _ceil_div(problem.seqlen_q, config.block_m), _ceil_div(problem.seqlen_k, config.block_n)
     tiles = shape[0] * shape[1] * (1 if reduce_m else num_m) * (1 if reduce_n else num_n)
     reduced = (problem.batch if shape[0] == 1 else 1) * (problem.num_heads if shape[1] == 1 else 1)
     reduced *= (num_m if reduce_m else 1) * (num_n if reduce_n else 1)
-    # A multiprocessor has 1 KiB more than one block may use, and reserves 1 KiB for each block.
-    resident = min(config.min_blocks_per_sm, (smem_limit + 1024) // (smem_bytes(config) + 1024))
-    slots = num_sms * max(resident, 1)
+    slots = num_sms * config.min_blocks_per_sm
     splits = _dbias_splits(tiles, reduced, slots, numel)
     config = replace(config, split=splits > 1)
     launches = [

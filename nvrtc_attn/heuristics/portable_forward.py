@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from ..config import Features, ForwardConfig
@@ -82,41 +82,67 @@ def _round_up(value: int, multiple: int) -> int:
     return _ceil_div(value, multiple) * multiple
 
 
-def _tiles(config: ForwardConfig, num_rows: int) -> Iterator[Tile]:
-    """The tile table: choices for ``config`` (whose tile fields are placeholders), best first."""
-    heavy = config.features.bias is not None or config.features.mask or config.features.dropout
-    widest = max(config.head_dim, config.head_dim_v)
-    if config.head_dim_v > 256:
+def _tiles(config: ForwardConfig, seqlen_q: int, seqlen_k: int) -> Iterator[Tile]:
+    """The tile table: choices for ``config`` (whose tile fields are placeholders), best first.
+
+    Times are those of one NVIDIA H200, 2026-11-20, bfloat16 unless stated, against the tile that lost.
+    """
+    for tile in _tiles_by_shape(config, seqlen_q):
+        # Few keys (cross-attention to 77 tokens): a tile need not be wider than they are.
+        yield replace(tile, block_n=max(16 * tile.warps_n, min(tile.block_n, _round_up(seqlen_k, 16))))
+
+
+def _tiles_by_shape(config: ForwardConfig, seqlen_q: int) -> Iterator[Tile]:
+    features = config.features
+    dim, dim_v = config.head_dim, config.head_dim_v
+    fast_loads = config.aligned and not config.legacy_mma
+    if dim_v > 256:
         # A row's output does not fit in one warp's registers: 2 or 4 warps share it and recompute its scores.
-        yield Tile(block_m=64, block_n=32, num_warps=8, warps_d=2)
-        yield Tile(block_m=32, block_n=32, num_warps=4, warps_d=2)
+        # D 512, B2 S4096 H1: 0.329 ms; block_n 32: 0.403; 2 stages of 32: 0.392; block_m 32 with warps_d 4: 0.731.
+        if config.itemsize == 2:
+            yield Tile(block_m=64, block_n=64, num_warps=8, warps_d=2)
+            yield Tile(block_m=64, block_n=32, num_warps=8, warps_d=2)
+            yield Tile(block_m=32, block_n=32, num_warps=4, warps_d=2)
         yield Tile(block_m=32, block_n=16, num_warps=4, warps_d=2)
         yield Tile(block_m=16, block_n=16, num_warps=4, warps_d=4)
         return
-    if num_rows <= DECODE_ROWS:
+    if seqlen_q <= DECODE_ROWS:
+        # Mq 1, 8192 keys, B32 H32, D 128: 0.967 ms = 4.4 TB/s, all there is; 1 stage: 0.996, block_n 128: 0.975.
         yield Tile(block_m=16, block_n=64, num_warps=4, num_stages=2, warps_n=4)
-        yield Tile(block_m=16, block_n=64, num_warps=4, num_stages=1, warps_n=4)
-        yield Tile(block_m=16, block_n=32, num_warps=2, num_stages=1, warps_n=2)
+        yield Tile(block_m=16, block_n=64, num_warps=4, warps_n=4)
+        yield Tile(block_m=16, block_n=32, num_warps=2, warps_n=2)
         yield Tile(block_m=16, block_n=16, num_warps=1)
         return
     if config.itemsize == 4:
-        if config.head_dim_v <= 64 and not heavy:
-            yield Tile(block_m=128, block_n=32, num_warps=4, min_blocks_per_sm=2)
+        if fast_loads and seqlen_q > 64:
+            if dim_v <= 64 and dim <= 128:
+                yield Tile(block_m=128, block_n=32, num_warps=4, min_blocks_per_sm=2)
+            elif dim_v <= 128:
+                yield Tile(block_m=128, block_n=32, num_warps=4)
         yield Tile(block_m=64, block_n=32, num_warps=4)
         yield Tile(block_m=64, block_n=16, num_warps=4)
         yield Tile(block_m=32, block_n=16, num_warps=2)
         yield Tile(block_m=16, block_n=16, num_warps=1)
         return
-    if config.aligned and not config.legacy_mma and not heavy:
-        if config.head_dim_v <= 64 and widest <= 128:
-            yield Tile(block_m=128, block_n=128 if widest <= 64 else 64, num_warps=4, min_blocks_per_sm=2)
-        elif config.head_dim_v <= 128:
+    if fast_loads and seqlen_q > 64 and not features.dropout:
+        reads_scores = features.bias is not None or features.mask
+        if dim_v <= 64 and dim <= 64 and not (reads_scores or features.softcap or features.prescale):
+            # D 64, B4 S4096 H32: 351 TFLOP/s; 128 x 64: 331 with 3 blocks, 320 with 2; 256 x 128 with 8 warps: 318.
+            # D 40 (float16): 232; 128 x 64: 203. With softcap or a bias 128 columns spill.
+            yield Tile(block_m=128, block_n=128, num_warps=4, min_blocks_per_sm=2)
+        elif dim_v <= 64 or (dim_v <= 128 and not reads_scores):
+            # D 128, B4 S4096 H16: 399 TFLOP/s; 2 stages: 396; 128 x 32: 343; 64 x 64: 315; 128 x 128 with 8 warps: 320,
+            # 256 x 64 with 8 warps: 379. D 80: 305, 128 x 128: 288. D 192 and 128: 302, 64 x 64: 266.
+            # Bias, D 64, B4 S2048 H16: 0.421 ms; 64 x 64: 0.472; 128 x 64 with 8 warps: 0.632.
             yield Tile(block_m=128, block_n=64, num_warps=4, min_blocks_per_sm=2)
-    if config.aligned and not config.legacy_mma:
-        if config.head_dim_v <= 192:
-            yield Tile(block_m=128, block_n=64, num_warps=8)
-        yield Tile(block_m=64, block_n=64, num_warps=4)
-    yield Tile(block_m=64, block_n=64 if widest <= 128 else 32, num_warps=4)
+        elif dim_v <= 160 and not reads_scores:
+            # D 160, B2 S4096 H16: 344 TFLOP/s; 64 x 64: 305; 128 x 64 with 8 warps: 271.
+            yield Tile(block_m=128, block_n=32, num_warps=4)
+    if fast_loads:
+        # D 256, B4 S4096 H8: 325 TFLOP/s; 128 x 64 with 8 warps: 311; 64 x 32 with 2 stages: 280.
+        # Dropout, D 64, B4 S2048 H16: 0.567 ms; 128 x 64: 0.599; 128 x 128: 0.705.
+        yield Tile(block_m=64, block_n=64, num_warps=4, min_blocks_per_sm=2)
+    yield Tile(block_m=64, block_n=64 if max(dim, dim_v) <= 128 else 32, num_warps=4)
     yield Tile(block_m=64, block_n=32, num_warps=4)
     yield Tile(block_m=32, block_n=32, num_warps=2)
     yield Tile(block_m=16, block_n=16, num_warps=1)
@@ -133,13 +159,13 @@ def _head_group(problem: AttentionProblem, config: ForwardConfig) -> int:
 def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) -> int:
     """Splits of the keys that minimise waves times key tiles per block; ``slots`` blocks run at once.
 
-    A block costs its key tiles plus about 3 tiles of prologue and epilogue, and combining about 2 more.
+    In units of one key tile (2.8 us at D 128), a block costs its tiles plus 3 for prologue and epilogue, and splitting
+    6 more for the partial results and the second kernel: Mq 512, 8192 keys, H8: 228, 123, 72, 61 us with 1, 2, 4, 8
+    splits; Mq = Mk = 2048, H4: 65, 46, 42, 51 us (H200, 2026-11-20).
     """
-    if blocks >= 4 * slots or num_key_tiles < 4:
-        return 1
-    best, best_cost = 1, float(_ceil_div(blocks, slots) * (num_key_tiles + 3))
+    best, best_cost = 1, _ceil_div(blocks, slots) * (num_key_tiles + 3)
     for splits in range(2, min(max_splits, num_key_tiles // 2) + 1):
-        cost = _ceil_div(blocks * splits, slots) * (_ceil_div(num_key_tiles, splits) + 3) + 2
+        cost = _ceil_div(blocks * splits, slots) * (_ceil_div(num_key_tiles, splits) + 3) + 6
         if cost < 0.95 * best_cost:
             best, best_cost = splits, cost
     return best
@@ -179,16 +205,24 @@ def choose_forward(
         legacy_mma=legacy_mma,
         features=features_of(problem),
     )
-    candidates = (_with_tile(base, tile) for tile in _tiles(base, problem.seqlen_q))
-    config = next(c for c in candidates if smem_bytes(c) <= smem_limit)
+    candidates = [_with_tile(base, tile) for tile in _tiles(base, problem.seqlen_q, problem.seqlen_k)]
+    config = next((c for c in candidates if smem_bytes(c) <= smem_limit), None)
+    if config is None:
+        least = min(smem_bytes(c) for c in candidates)
+        reason = (
+            f"the smallest tile of {problem.dtype} with head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} "
+            f"needs {least} bytes of shared memory; a block gets {smem_limit}"
+        )
+        raise UnsupportedError(f"no forward kernel on {arch} for this problem", [reason])
 
     # A varlen problem whose sequences are all empty still has tokens to zero.
     num_m_blocks = max(_ceil_div(problem.seqlen_q, config.block_m), int(problem.varlen))
     heads = problem.batch * problem.num_heads
     row_bytes = 4 * heads * problem.seqlen_q * (config.head_dim_v + 1)
-    # Blocks that share a multiprocessor: by shared memory (1 KB of each is the system's) and by the launch bound.
+    # Blocks that share a multiprocessor: by shared memory (1 KB of each is the system's) and by registers.
     by_smem = (smem_limit + 1024) // (smem_bytes(config) + 1024)
-    resident = min(max(by_smem, 1), max(config.min_blocks_per_sm, 16 // config.num_warps))
+    by_registers = 3 if config.block_m <= DECODE_ROWS else config.min_blocks_per_sm
+    resident = max(1, min(by_smem, by_registers))
     num_splits = 1
     if row_bytes > 0:
         num_splits = _num_splits(
@@ -208,7 +242,7 @@ def choose_forward(
         )
         return ForwardPlanSpec(launches=(launch,))
 
-    split_config = _with(config, split=True)
+    split_config = replace(config, split=True)
     combine_config = ForwardConfig(
         kernel="combine",
         arch=arch,
@@ -245,11 +279,5 @@ def choose_forward(
     )
 
 
-def _with(config: ForwardConfig, **changes: object) -> ForwardConfig:
-    from dataclasses import replace
-
-    return replace(config, **changes)  # type: ignore[arg-type]
-
-
 def _with_tile(config: ForwardConfig, tile: Tile) -> ForwardConfig:
-    return _with(config, **{name: getattr(tile, name) for name in Tile.__slots__})
+    return replace(config, **asdict(tile))

@@ -13,7 +13,6 @@ BOOLEANS = {
     "NVRTC_ATTN_NO_COMPILE": env.no_compile,
     "NVRTC_ATTN_ASSERT_CACHED": env.assert_cached,
     "NVRTC_ATTN_DEBUG": env.debug,
-    "NVRTC_ATTN_AUTOTUNE": env.autotune,
 }
 ACCESSORS: dict[str, Callable[[], object]] = {
     **BOOLEANS,
@@ -65,7 +64,6 @@ def test_boolean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVRTC_ATTN_NO_COMPILE", "2", "one of 1, true"),
         ("NVRTC_ATTN_ASSERT_CACHED", "yess", "one of 1, true"),
         ("NVRTC_ATTN_DEBUG", "-1", "one of 1, true"),
-        ("NVRTC_ATTN_AUTOTUNE", "None", "one of 1, true"),
         ("NVRTC_ATTN_BACKEND", "cudnn", "auto, portable"),
         ("NVRTC_ATTN_CACHE_SIZE", "1GB", "a positive number of bytes"),
         ("NVRTC_ATTN_CACHE_SIZE", "0", "a positive number of bytes"),

@@ -34,8 +34,8 @@ NVRTC_ATTN_DEVICE uint4 philox_block(unsigned long long seed, unsigned long long
 
 struct Dropout {
   unsigned long long seed;
-  unsigned long long row0;  // stream position of (i = 0, j = 0) of this (batch, head)
-  unsigned long long pitch; // max_k
+  unsigned long long row0;   // stream position of (i = 0, j = 0) of this (batch, head)
+  unsigned long long pitch;  // max_k
   unsigned threshold;
 
   Dropout() = default;  // of kernels without dropout: never asked

@@ -26,7 +26,8 @@ NVRTC_ATTN_DEVICE float* lse_row(ForwardParams const& params, int b, int h, int 
 // Rows of lse that belong to no query, [len_q, lse_rows), hold +inf so that exp(s - lse) is zero there. The block of query
 // rows [m0, m0 + rows) writes its own, the last block of a sequence all that follow as well.
 template <int kThreads>
-NVRTC_ATTN_DEVICE void pad_lse(ForwardParams const& params, int b, int h, int len_q, int m0, int rows, bool last, int tid) {
+NVRTC_ATTN_DEVICE void pad_lse(ForwardParams const& params, int b, int h, int len_q, int m0, int rows, bool last,
+                               int tid) {
   if (params.lse == nullptr || params.lse_packed) return;
   int const end = last ? params.lse_rows : min(m0 + rows, params.lse_rows);
   for (int i = max(m0, len_q) + tid; i < end; i += kThreads) {

@@ -100,8 +100,8 @@ NVRTC_ATTN_DEVICE void multiply_nt(WarpTile<kM, kN>& acc, Rows const& a, Element
 // acc += left[.] * B over one contraction step: B's rows are k0.., its columns 8 * (tile0 + d) for the accumulator tiles d
 // that lie inside the tile (the last warp of a split head dim may have fewer than kD).
 template <class Tile, bool kLegacy, bool kPermuted, int kM, int kD, class Element>
-NVRTC_ATTN_DEVICE void multiply_step(WarpTile<kM, kD>& acc, FragmentA<Element> const (&left)[kM], Element const* b, int k0,
-                                     int tile0, int lane) {
+NVRTC_ATTN_DEVICE void multiply_step(WarpTile<kM, kD>& acc, FragmentA<Element> const (&left)[kM], Element const* b,
+                                     int k0, int tile0, int lane) {
   constexpr int kTiles = Tile::kCols / 8;
   if constexpr (sizeof(Element) == 2) {
 #pragma unroll
@@ -142,8 +142,8 @@ NVRTC_ATTN_DEVICE void multiply_step(WarpTile<kM, kD>& acc, FragmentA<Element> c
 
 // acc += left * B with `left` taken from accumulators: its columns are rows k0.. of B.
 template <class Tile, bool kLegacy, int kM, int kN, int kD, class Element>
-NVRTC_ATTN_DEVICE void multiply_accumulator(WarpTile<kM, kD>& acc, WarpTile<kM, kN> const& left, Element const* b, int k0,
-                                            int tile0, int lane) {
+NVRTC_ATTN_DEVICE void multiply_accumulator(WarpTile<kM, kD>& acc, WarpTile<kM, kN> const& left, Element const* b,
+                                            int k0, int tile0, int lane) {
   constexpr int kTilesPerStep = kStepK<Element> / 8;
 #pragma unroll
   for (int n = 0; n < kN; n += kTilesPerStep) {
@@ -162,8 +162,8 @@ NVRTC_ATTN_DEVICE void multiply_accumulator(WarpTile<kM, kD>& acc, WarpTile<kM, 
 
 // acc += left * B with `left` rows row0.. of a shared-memory tile [row][k].
 template <class LeftTile, class Tile, bool kLegacy, int kUnroll, int kM, int kD, class Element>
-NVRTC_ATTN_DEVICE void multiply_shared(WarpTile<kM, kD>& acc, Element const* left, int row0, Element const* b, int tile0,
-                                       int lane) {
+NVRTC_ATTN_DEVICE void multiply_shared(WarpTile<kM, kD>& acc, Element const* left, int row0, Element const* b,
+                                       int tile0, int lane) {
   constexpr int kSteps = LeftTile::kCols / kStepK<Element>;
   static_assert(LeftTile::kCols % kStepK<Element> == 0, "key tiles are whole steps");
 #pragma unroll(kUnroll)
@@ -183,10 +183,11 @@ struct RowStatistics {
   float delta[kM][2];
 
   template <class Map, class Seqlen>
-  NVRTC_ATTN_DEVICE void load(BackwardParams const& params, Map const& map, Seqlen const& seqlen, int b, int h, int row0,
-                              int lane) {
-    float const* lse = params.lse + index_t(h) * params.lse_stride_h +
-                       (params.lse_packed ? index_t(seqlen.q_row0) * params.lse_stride_m : index_t(b) * params.lse_stride_b);
+  NVRTC_ATTN_DEVICE void load(BackwardParams const& params, Map const& map, Seqlen const& seqlen, int b, int h,
+                              int row0, int lane) {
+    float const* lse =
+        params.lse + index_t(h) * params.lse_stride_h +
+        (params.lse_packed ? index_t(seqlen.q_row0) * params.lse_stride_m : index_t(b) * params.lse_stride_b);
     float const* d = params.delta + index_t(seqlen.batch_index) * params.delta_stride_b +
                      index_t(h) * params.delta_stride_h + seqlen.q_row0;
 #pragma unroll
@@ -230,7 +231,9 @@ struct ScoreRuns {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int j = j0 + Order::kRun * (lane & 3);
-        asm volatile("" : "+r"(j));  // recompute the offsets for each row: hoisting them costs more registers than it saves
+        asm volatile(
+            ""
+            : "+r"(j));  // recompute the offsets for each row: hoisting them costs more registers than it saves
         Element const* const row = t.base + index_t(min(i0 + 16 * m + 8 * r + (lane >> 2), len_q - 1)) * t.stride_m;
 #pragma unroll
         for (int x = 0; x < kRuns; ++x, j += Order::kKeys) {

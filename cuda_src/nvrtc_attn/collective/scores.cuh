@@ -42,7 +42,7 @@ constexpr bool kMapsScores = Traits::kSoftcap || Traits::kHasBias || Traits::kPr
 template <class Traits>
 struct ScoreMap {
   static constexpr bool kMapped = kMapsScores<Traits>;
-  float scale;           // mapped: what a raw product is multiplied by (with softcap: scale / softcap)
+  float scale;  // mapped: what a raw product is multiplied by (with softcap: scale / softcap)
   float softcap;
   float exponent_scale;  // what P's exponent multiplies scores by: base 2
 
@@ -113,8 +113,8 @@ NVRTC_ATTN_DEVICE void apply_position_mask(AccTile& c, PositionMask<kBand> const
 }
 
 // -inf for what the byte mask drops.
-NVRTC_ATTN_DEVICE void apply_byte_mask(AccTile& c, ScoreTensor<unsigned char const> const& mask, int i, int j, int len_q,
-                                       int len_k) {
+NVRTC_ATTN_DEVICE void apply_byte_mask(AccTile& c, ScoreTensor<unsigned char const> const& mask, int i, int j,
+                                       int len_q, int len_k) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     unsigned const keep = load_mask_pair(mask, i + 8 * r, j, len_q, len_k);

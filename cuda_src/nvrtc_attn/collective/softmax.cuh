@@ -37,12 +37,15 @@ struct OnlineSoftmax {
   }
 
   // What probability() subtracts for row r; finite. Not kept: registers are scarce during Q K^T, where it is not needed.
-  NVRTC_ATTN_DEVICE float reference(int r, ScoreMap<Traits> const& map) const { return map.reference(finite(row_max[r])); }
+  NVRTC_ATTN_DEVICE float reference(int r, ScoreMap<Traits> const& map) const {
+    return map.reference(finite(row_max[r]));
+  }
   static NVRTC_ATTN_DEVICE float finite(float m) { return m == -infinity() ? 0.0f : m; }
 
   // Take in the maxima of one tile of scores s[kTilesM][kTilesN]; multiplies o[kTilesM][kTilesD] when the reference moves.
   template <int kTilesN, int kTilesD>
-  NVRTC_ATTN_DEVICE void update(AccTile (&s)[kTilesM][kTilesN], AccTile (&o)[kTilesM][kTilesD], ScoreMap<Traits> const& map) {
+  NVRTC_ATTN_DEVICE void update(AccTile (&s)[kTilesM][kTilesN], AccTile (&o)[kTilesM][kTilesD],
+                                ScoreMap<Traits> const& map) {
     float tile_max[kRows];
     bool raise = false;
 #pragma unroll
@@ -72,7 +75,8 @@ struct OnlineSoftmax {
   // would be a factor of 2 and, from 2^31 on, an overflow (float16 inputs near 65504 get there). Such tiles, which are rare
   // enough for a branch, have the maximum subtracted beforehand. Called between update() and the first probability().
   template <int kTilesN>
-  NVRTC_ATTN_DEVICE void get_references(AccTile (&s)[kTilesM][kTilesN], ScoreMap<Traits> const& map, float (&result)[kRows]) const {
+  NVRTC_ATTN_DEVICE void get_references(AccTile (&s)[kTilesM][kTilesN], ScoreMap<Traits> const& map,
+                                        float (&result)[kRows]) const {
     bool huge = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

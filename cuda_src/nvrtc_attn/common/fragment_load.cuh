@@ -161,9 +161,7 @@ NVRTC_ATTN_DEVICE void ldmatrix_trans_x2(uint32_t address, uint32_t& r0, uint32_
   asm volatile("ldmatrix.sync.aligned.x2.trans.m8n8.shared.b16 {%0, %1}, [%2];" : "=r"(r0), "=r"(r1) : "r"(address));
 }
 NVRTC_ATTN_DEVICE uint32_t load_shared(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
-  return value;
+  return *static_cast<uint32_t const*>(__cvta_shared_to_generic(address));
 }
 
 }  // namespace nvrtc_attn

@@ -33,8 +33,8 @@ using KeyOrderOf = KeyOrder<kTiles % 4 == 0 ? 4 : 2>;
 
 // load_tile() with the rows in `Order`.
 template <class Tile, class Order, int kThreads, bool kAligned, bool kLegacy, class Element>
-NVRTC_ATTN_DEVICE void load_key_tile(Element* tile, Element const* src, index_t stride_row, index_t stride_col, int rows,
-                                     int cols, int tid) {
+NVRTC_ATTN_DEVICE void load_key_tile(Element* tile, Element const* src, index_t stride_row, index_t stride_col,
+                                     int rows, int cols, int tid) {
   static_assert(Tile::kRows % Order::kKeys == 0, "key tiles are whole groups");
   static_assert(Tile::kChunks <= kThreads, "a tile row has at most one chunk per thread");
   constexpr int kVec = Tile::kVec;

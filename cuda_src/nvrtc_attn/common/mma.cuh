@@ -42,10 +42,11 @@ NVRTC_ATTN_DEVICE void split_tf32(uint32_t value, uint32_t& high, uint32_t& low)
   high = value;  // no tf32 there: multiply_fma takes the number whole
   low = 0;
 #else
-  float const v = __uint_as_float(value);
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(v));
+  // Round to nearest, ties away, as cvt.rna.tf32 does, without its care for NaN and inf (two instructions instead of four):
+  // low is NaN for both.
+  high = (value + 0x1000u) & 0xffffe000u;
   // The tensor core reads the upper 19 bits only: the low part needs no rounding of its own (2^-21 relative to it).
-  low = __float_as_uint(v - __uint_as_float(high));
+  low = __float_as_uint(__uint_as_float(value) - __uint_as_float(high));
 #endif
 }
 
@@ -114,6 +115,25 @@ NVRTC_ATTN_DEVICE void mma(AccTile& c, FragmentA<Element> const& a, FragmentB<El
   } else {
     using Atom = cute::SM80_16x8x16_F32BF16BF16F32_TN;
     Atom::fma(c[0], c[1], c[2], c[3], a.x[0], a.x[1], a.x[2], a.x[3], b.x[0], b.x[1], c[0], c[1], c[2], c[3]);
+  }
+}
+
+// One of the kTerms<Element> instructions whose sum, in order, is c += a * b over one k-step. For loops that put those of
+// several tiles next to each other, since each waits for the one before it on the same tile, and that keep chains of
+// float32 steps short and sum them from zero: the tensor core truncates when it adds to an accumulator.
+template <class Element, bool kLegacy>
+constexpr int kTerms = sizeof(Element) == 4 && !kLegacy ? 3 : 1;
+
+template <class Element, bool kLegacy, int kTerm>
+NVRTC_ATTN_DEVICE void mma_term(AccTile& c, FragmentA<Element> const& a, FragmentB<Element> const& b) {
+  static_assert(kTerm < kTerms<Element, kLegacy>);
+  if constexpr (kTerms<Element, kLegacy> == 3) {
+    uint32_t const(&x)[4] = kTerm == 0 ? a.low : a.x;
+    uint32_t const(&y)[2] = kTerm == 1 ? b.low : b.x;
+    cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(c[0], c[1], c[2], c[3], x[0], x[1], x[2], x[3], y[0], y[1], c[0], c[1], c[2],
+                                             c[3]);
+  } else {
+    mma<Element, kLegacy>(c, a, b);
   }
 }
 

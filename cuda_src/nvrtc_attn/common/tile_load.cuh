@@ -24,8 +24,8 @@ NVRTC_ATTN_DEVICE void cp_async_wait() {
 
 // One thread's part of a tile: chunk column `chunk`, rows row0, row0 + kRowsPerPass, ...
 template <class Tile, int kRowsPerPass, bool kAligned, bool kLegacy, class Element>
-NVRTC_ATTN_DEVICE void load_tile_column(Element* tile, Element const* src, index_t stride_row, index_t stride_col, int rows,
-                                        int cols, int chunk, int row0) {
+NVRTC_ATTN_DEVICE void load_tile_column(Element* tile, Element const* src, index_t stride_row, index_t stride_col,
+                                        int rows, int cols, int chunk, int row0) {
   constexpr int kVec = Tile::kVec;
   Element const* src_chunk = src + index_t(row0) * stride_row + index_t(chunk * kVec) * stride_col;
   constexpr int kPasses = (Tile::kRows + kRowsPerPass - 1) / kRowsPerPass;
@@ -73,15 +73,16 @@ NVRTC_ATTN_DEVICE void load_tile_column(Element* tile, Element const* src, index
 }
 
 template <class Tile, int kThreads, bool kAligned, bool kLegacy, class Element>
-NVRTC_ATTN_DEVICE void load_tile(Element* tile, Element const* src, index_t stride_row, index_t stride_col, int rows, int cols,
-                                 int tid) {
+NVRTC_ATTN_DEVICE void load_tile(Element* tile, Element const* src, index_t stride_row, index_t stride_col, int rows,
+                                 int cols, int tid) {
   constexpr int kChunks = Tile::kChunks;
   if constexpr (kChunks <= kThreads) {
     // A thread keeps one chunk column and walks down the rows; threads beyond a whole number of rows sit out.
     constexpr int kRowsPerPass = kThreads / kChunks;
     int const row0 = tid / kChunks;
     if (kThreads % kChunks != 0 && row0 >= kRowsPerPass) return;
-    load_tile_column<Tile, kRowsPerPass, kAligned, kLegacy>(tile, src, stride_row, stride_col, rows, cols, tid % kChunks, row0);
+    load_tile_column<Tile, kRowsPerPass, kAligned, kLegacy>(tile, src, stride_row, stride_col, rows, cols,
+                                                            tid % kChunks, row0);
   } else {
     for (int chunk = tid; chunk < kChunks; chunk += kThreads) {
       load_tile_column<Tile, 1, kAligned, kLegacy>(tile, src, stride_row, stride_col, rows, cols, chunk, 0);
@@ -103,16 +104,18 @@ struct DescendingTileLoader {
   uint32_t destination;   // shared-memory address of this thread's chunk of row tid / kChunks
 
   // `tile` is stage 0, `last_tile` the first row of the tile that is loaded first.
-  NVRTC_ATTN_DEVICE DescendingTileLoader(Element* tile, Element const* last_tile, index_t stride_row, index_t stride_col,
-                                         int tid) {
+  NVRTC_ATTN_DEVICE DescendingTileLoader(Element* tile, Element const* last_tile, index_t stride_row,
+                                         index_t stride_col, int tid) {
     int const row0 = tid / Tile::kChunks;
     int const chunk = tid % Tile::kChunks;
-    source = last_tile + index_t(row0 + (kPasses - 1) * kRowsPerPass) * stride_row + index_t(chunk * Tile::kVec) * stride_col;
+    source = last_tile + index_t(row0 + (kPasses - 1) * kRowsPerPass) * stride_row +
+             index_t(chunk * Tile::kVec) * stride_col;
     destination = cute::cast_smem_ptr_to_uint(tile) + kElementBytes * Tile::chunk_offset(row0, chunk);
   }
 
   // Load one tile into the stage that starts `bytes` after `tile`. `rows` and `cols` as in load_tile().
-  NVRTC_ATTN_DEVICE void load(Element* tile, int bytes, index_t stride_row, index_t stride_col, int rows, int cols, int tid) {
+  NVRTC_ATTN_DEVICE void load(Element* tile, int bytes, index_t stride_row, index_t stride_col, int rows, int cols,
+                              int tid) {
     int const row0 = tid / Tile::kChunks;
     int const chunk = tid % Tile::kChunks;
     if (kThreads % Tile::kChunks != 0 && row0 >= kRowsPerPass) return;
@@ -135,17 +138,18 @@ struct DescendingTileLoader {
 #pragma unroll 1
         for (int row = row0 + (kPasses - 1) * kRowsPerPass; row >= 0; row -= kRowsPerPass, source -= step) {
           if (kOverhang > 0 && row >= Tile::kRows) continue;
-          uint32_t const to = cute::cast_smem_ptr_to_uint(tile) + kElementBytes * Tile::chunk_offset(row, chunk) + bytes;
+          uint32_t const to =
+              cute::cast_smem_ptr_to_uint(tile) + kElementBytes * Tile::chunk_offset(row, chunk) + bytes;
           // No byte is read when the size is zero, so the address may lie outside the tensor.
           int const size = row < rows && chunk * Tile::kVec < cols ? 16 : 0;
           asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(size));
         }
       }
     } else {
-      Element const* const first_row = source - index_t(row0 + (kPasses - 1) * kRowsPerPass) * stride_row -
-                                       index_t(chunk * Tile::kVec) * stride_col;
-      load_tile<Tile, kThreads, kAligned, kLegacy>(tile + bytes / kElementBytes, first_row, stride_row, stride_col, rows, cols,
-                                                   tid);
+      Element const* const first_row =
+          source - index_t(row0 + (kPasses - 1) * kRowsPerPass) * stride_row - index_t(chunk * Tile::kVec) * stride_col;
+      load_tile<Tile, kThreads, kAligned, kLegacy>(tile + bytes / kElementBytes, first_row, stride_row, stride_col,
+                                                   rows, cols, tid);
       source -= kPasses * step;
     }
     if constexpr (kOverhang > 0) source += kOverhang * stride_row;

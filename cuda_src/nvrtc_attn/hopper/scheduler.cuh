@@ -1,13 +1,21 @@
-// Which query tiles a persistent thread block works on, in order. Static: tile t of a round goes to block t.
+// Which query tiles a persistent thread block works on, in order. Static: no counter in global memory, nothing to reset.
 //
 // Tiles of equal cost (no band): query tiles of a head vary fastest, so that neighbouring blocks share K and V in L2.
-// With a band the cost of a tile depends on its rows: heads are taken in sections whose K and V fit L2, inside a section the
-// last query tiles (the longest, when causal) come first, and every other round runs backwards, which evens out the
-// sums: a block that had the longest tile of one round has the shortest of the next.
+// With a band the cost of a tile depends on its rows. When causal it is affine in them, so the i-th longest and the i-th
+// shortest tile of a head make pairs of equal cost. params.pair_rounds rounds hand out one pair a block, heads in order.
+// The rest goes out tile by tile, longest first, every other round backwards: a block that had the longest tile of one
+// round has the shortest of the next. The host picks the number of rounds that comes out most even.
 #pragma once
 #include "../params.cuh"
 
 namespace nvrtc_attn {
+
+NVRTC_ATTN_DEVICE int uniform(int a) { return int(__reduce_or_sync(0xffffffffu, unsigned(a))); }
+
+// a / b for values that are equal in all lanes of a converged warp. A division goes through floating point, which has no uniform
+// registers, and everything that follows from it would live in the few vector registers of the loading warp; the
+// result of a warp reduction is uniform again.
+NVRTC_ATTN_DEVICE int uniform_quotient(int a, int b) { return int(__reduce_or_sync(0xffffffffu, unsigned(a) / unsigned(b))); }
 
 struct WorkTile {
   int m_block;
@@ -17,41 +25,73 @@ struct WorkTile {
 
 template <bool kBand>
 struct TileScheduler {
-  int num_tiles;
-  int num_m_blocks;
-  int num_heads;
-  int section_heads;
-  int all_heads;  // of all batch entries
+  HopperForwardParams const& params;
   int round = 0;
 
-  NVRTC_ATTN_DEVICE explicit TileScheduler(HopperForwardParams const& params)
-      : num_tiles(params.num_tiles),
-        num_m_blocks(params.num_m_blocks),
-        num_heads(params.num_heads),
-        section_heads(params.section_heads),
-        all_heads(params.num_tiles / params.num_m_blocks) {}
+  NVRTC_ATTN_DEVICE explicit TileScheduler(HopperForwardParams const& params_) : params(params_) {}
 
   // The next tile, false when there is none.
   NVRTC_ATTN_DEVICE bool next(WorkTile& tile) {
-    int const width = int(gridDim.x);
-    int const position = kBand && (round & 1) ? width - 1 - int(blockIdx.x) : int(blockIdx.x);
-    int const t = round * width + position;
+    int const t = round * int(gridDim.x) + int(blockIdx.x);
     ++round;
-    if (t >= num_tiles) return false;  // only in the last round
+    if (t >= params.num_tiles) return false;
+    int const head = uniform_quotient(t, params.num_m_blocks);
+    tile.m_block = t - head * params.num_m_blocks;
+    tile.b = uniform_quotient(head, params.num_heads);
+    tile.h = head - tile.b * params.num_heads;
+    return true;
+  }
+};
+
+template <>
+struct TileScheduler<true> {
+  HopperForwardParams const& params;
+  int round = 0;
+  bool second = false;  // of a pair
+
+  NVRTC_ATTN_DEVICE explicit TileScheduler(HopperForwardParams const& params_) : params(params_) {}
+
+  NVRTC_ATTN_DEVICE bool next(WorkTile& tile) {
+    int const num_m_blocks = params.num_m_blocks;
     int head;
-    if constexpr (kBand) {
-      int const section = t / (section_heads * num_m_blocks);
-      int const first = section * section_heads;
-      int const heads = min(section_heads, all_heads - first);
-      int const rest = t - first * num_m_blocks;
-      tile.m_block = num_m_blocks - 1 - rest / heads;
-      head = first + rest % heads;
+    if (round < params.pair_rounds) {
+      int const pair = round * int(gridDim.x) + int(blockIdx.x);
+      head = uniform_quotient(pair, params.head_pairs);
+      int const i = pair - head * params.head_pairs;
+      int const longest = num_m_blocks - 1 - i;
+      tile.m_block = second ? i : longest;
+      second = !second && i != longest;  // the middle tile of an odd number is alone
+      round += !second;
     } else {
-      tile.m_block = t % num_m_blocks;
-      head = t / num_m_blocks;
+      // `whole` heads are left and, when `done` > 0, one before them without its outermost `done` pairs.
+      int const done = params.tail_done;
+      int const row = round - params.pair_rounds;
+      int t = row * int(gridDim.x) + (row & 1 ? int(gridDim.x) - 1 - int(blockIdx.x) : int(blockIdx.x));
+      ++round;
+      int heads = params.tail_whole_heads;
+      int const outer = done * heads;  // tiles at either end that the partial head does not take part in
+      int const inner = (num_m_blocks - 2 * done) * (heads + (done > 0));
+      if (t >= 2 * outer + inner) return false;  // only in the last round
+      int rank = 0;                              // 0: the longest
+      head = params.tail_first_head + (done > 0);
+      if (t >= outer + inner) {
+        t -= outer + inner;
+        rank = num_m_blocks - done;
+      } else if (t >= outer) {
+        t -= outer;
+        rank = done;
+        heads += done > 0;
+        head -= done > 0;
+      }
+      int const quotient = uniform_quotient(t, heads);
+      tile.m_block = num_m_blocks - 1 - (rank + quotient);
+      head += t - quotient * heads;
     }
-    tile.b = head / num_heads;
-    tile.h = head - tile.b * num_heads;
+    head = uniform(head);
+    tile.m_block = uniform(tile.m_block);
+    round = uniform(round);
+    tile.b = uniform_quotient(head, params.num_heads);
+    tile.h = head - tile.b * params.num_heads;
     return true;
   }
 };

@@ -27,8 +27,8 @@ struct DbiasTile {
     return Traits::kReduceN ? 1 : ceil_div(params.seqlen_k, Traits::kBlockN);
   }
   static NVRTC_ATTN_DEVICE int count(BackwardParams const& params) {
-    return (Traits::kSplit ? params.num_dbias_splits : 1) * params.dbias_size_b * params.dbias_size_h * tiles_m(params) *
-           tiles_n(params);
+    return (Traits::kSplit ? params.num_dbias_splits : 1) * params.dbias_size_b * params.dbias_size_h *
+           tiles_m(params) * tiles_n(params);
   }
   NVRTC_ATTN_DEVICE DbiasTile(BackwardParams const& params, int at) {
     auto take = [&at](int size) {
@@ -51,23 +51,21 @@ struct DbiasWalk {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   BackwardParams const& params;
-  int const tiles;
-  int tile;
+  int tile;        // output tile, -1 = no more
   int left;        // score tiles of this output tile still to visit, the current one included
   int b, h, m, n;  // the current score tile
 
-  NVRTC_ATTN_DEVICE explicit DbiasWalk(BackwardParams const& p) : params(p), tiles(DbiasTile<Traits>::count(p)) {
-    start(blockIdx.x);
-  }
+  NVRTC_ATTN_DEVICE explicit DbiasWalk(BackwardParams const& p) : params(p) { start(blockIdx.x); }
 
-  NVRTC_ATTN_DEVICE bool done() const { return tile >= tiles; }
+  NVRTC_ATTN_DEVICE bool done() const { return tile < 0; }
 
   NVRTC_ATTN_DEVICE void start(int tile_) {
-    tile = tile_;
+    tile = tile_ < DbiasTile<Traits>::count(params) ? tile_ : -1;
     left = 0;
     if (done()) return;
     DbiasTile<Traits> const out(params, tile);
-    int const num_b = params.dbias_size_b == 1 ? params.batch : 1, num_h = params.dbias_size_h == 1 ? params.num_heads : 1;
+    int const num_b = params.dbias_size_b == 1 ? params.batch : 1,
+              num_h = params.dbias_size_h == 1 ? params.num_heads : 1;
     int const num_m = Traits::kReduceM ? ceil_div(params.seqlen_q, kBlockM) : 1;
     int const num_n = Traits::kReduceN ? ceil_div(params.seqlen_k, kBlockN) : 1;
     long long const count = (long long)num_b * num_h * num_m * num_n;
@@ -176,7 +174,7 @@ struct BackwardDbias {
   static constexpr int kSlot = kOffsetK + TileN::kSize;
   static constexpr bool kReduceM = Traits::kReduceM;
   static constexpr bool kReduceN = Traits::kReduceN;
-  static constexpr int kUnroll = sizeof(Element) == 2 ? 8 : 4;
+  static constexpr int kUnroll = sizeof(Element) == 2 ? 8 : 2;
   using Gradient = ScoreGradient<Traits, false>;
   // A reduced dim has one accumulator: tile index 0, and row or column 0 of the thread's pair.
   using Accumulator = float[kReduceM ? 1 : kM][kReduceN ? 1 : kN][4];
@@ -191,8 +189,13 @@ struct BackwardDbias {
   float* const sums;
 
   NVRTC_ATTN_DEVICE BackwardDbias(BackwardParams const& p, Element* smem)
-      : params(p), tid(threadIdx.x), lane(tid & 31), row0((tid >> 5) / kWarpsN * 16 * kM),
-        col0((tid >> 5) % kWarpsN * 8 * kN), ring(smem), ops(reinterpret_cast<DbiasOp*>(smem + kStages * kSlot)),
+      : params(p),
+        tid(threadIdx.x),
+        lane(tid & 31),
+        row0((tid >> 5) / kWarpsN * 16 * kM),
+        col0((tid >> 5) % kWarpsN * 8 * kN),
+        ring(smem),
+        ops(reinterpret_cast<DbiasOp*>(smem + kStages * kSlot)),
         sums(reinterpret_cast<float*>(ops + kStages)) {}
 
   // Slice `op` of the four operands of one score tile.
@@ -201,8 +204,8 @@ struct BackwardDbias {
     int const hkv = w.h / (params.num_heads / params.num_heads_kv);
     int const m0 = w.m * kBlockM, n0 = w.n * kBlockN;
     int const rows_m = params.seqlen_q - m0, rows_n = w.len_k() - n0;
-    auto at = [](void const* base, index_t b, index_t stride_b, index_t h, index_t stride_h, index_t row, index_t stride_row,
-                 index_t d, index_t stride_d) {
+    auto at = [](void const* base, index_t b, index_t stride_b, index_t h, index_t stride_h, index_t row,
+                 index_t stride_row, index_t d, index_t stride_d) {
       return reinterpret_cast<Element const*>(base) + b * stride_b + h * stride_h + row * stride_row + d * stride_d;
     };
     BackwardParams const& p = params;
@@ -212,17 +215,17 @@ struct BackwardDbias {
           slot, at(p.dout, w.b, p.dout_stride_b, w.h, p.dout_stride_h, m0, p.dout_stride_m, d0, p.dout_stride_d),
           p.dout_stride_m, p.dout_stride_d, rows_m, cols, tid);
       load_key_tile<TileN, Order, kThreads, Traits::kAligned, kLegacy>(
-          slot + kOffsetV, at(p.v, w.b, p.v_stride_b, hkv, p.v_stride_h, n0, p.v_stride_n, d0, p.v_stride_d), p.v_stride_n,
-          p.v_stride_d, rows_n, cols, tid);
+          slot + kOffsetV, at(p.v, w.b, p.v_stride_b, hkv, p.v_stride_h, n0, p.v_stride_n, d0, p.v_stride_d),
+          p.v_stride_n, p.v_stride_d, rows_n, cols, tid);
     }
     if (op < kSlicesQ) {
       int const cols = p.head_dim - d0;
       load_tile<TileM, kThreads, Traits::kAligned, kLegacy>(
-          slot + kOffsetQ, at(p.q, w.b, p.q_stride_b, w.h, p.q_stride_h, m0, p.q_stride_m, d0, p.q_stride_d), p.q_stride_m,
-          p.q_stride_d, rows_m, cols, tid);
+          slot + kOffsetQ, at(p.q, w.b, p.q_stride_b, w.h, p.q_stride_h, m0, p.q_stride_m, d0, p.q_stride_d),
+          p.q_stride_m, p.q_stride_d, rows_m, cols, tid);
       load_key_tile<TileN, Order, kThreads, Traits::kAligned, kLegacy>(
-          slot + kOffsetK, at(p.k, w.b, p.k_stride_b, hkv, p.k_stride_h, n0, p.k_stride_n, d0, p.k_stride_d), p.k_stride_n,
-          p.k_stride_d, rows_n, cols, tid);
+          slot + kOffsetK, at(p.k, w.b, p.k_stride_b, hkv, p.k_stride_h, n0, p.k_stride_n, d0, p.k_stride_d),
+          p.k_stride_n, p.k_stride_d, rows_n, cols, tid);
     }
   }
 
@@ -230,7 +233,7 @@ struct BackwardDbias {
   NVRTC_ATTN_DEVICE void issue(DbiasWalk<Traits>& walk, int& op, int slot) const {
     bool const none = walk.left == 0;
     if (tid == 0) {
-      ops[slot] = DbiasOp{walk.done() ? -1 : walk.tile, none ? DbiasOp::kNothing : op, 0, walk.b, walk.h, walk.m, walk.n, 0};
+      ops[slot] = DbiasOp{walk.tile, none ? DbiasOp::kNothing : op, 0, walk.b, walk.h, walk.m, walk.n, 0};
     }
     if (!none) {
       load(walk, op, ring + slot * kSlot);
@@ -325,11 +328,21 @@ struct BackwardDbias {
   NVRTC_ATTN_DEVICE ScoreTensor<Out> output(DbiasTile<Traits> const& t) const {
     if constexpr (Traits::kSplit) {
       index_t const size_m = params.dbias_size_m, size_n = params.dbias_size_n;
-      return {params.dbias_partial, t.split * params.dbias_size_b + t.b, t.h, params.dbias_size_h * size_m * size_n,
-              size_m * size_n, size_n, 1};
+      return {params.dbias_partial,
+              t.split * params.dbias_size_b + t.b,
+              t.h,
+              params.dbias_size_h * size_m * size_n,
+              size_m * size_n,
+              size_n,
+              1};
     } else {
-      return {reinterpret_cast<Out*>(params.dbias), t.b, t.h, params.dbias_stride_b, params.dbias_stride_h,
-              params.dbias_stride_m, params.dbias_stride_n};
+      return {reinterpret_cast<Out*>(params.dbias),
+              t.b,
+              t.h,
+              params.dbias_stride_b,
+              params.dbias_stride_h,
+              params.dbias_stride_m,
+              params.dbias_stride_n};
     }
   }
 

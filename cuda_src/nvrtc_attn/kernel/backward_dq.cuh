@@ -35,8 +35,9 @@ struct BackwardDq {
   static constexpr int kN = kChunkN / 8;
   static constexpr int kChunks = kWarpsD > 1 ? 1 : kBlockN / kChunkN;
   static_assert(kChunkN % 16 == 0 && kBlockN % kChunkN == 0, "chunks are whole 16-column steps");
-  // Unrolling all of a wide product costs compile time and instruction cache and gains nothing beyond eight steps.
-  static constexpr int kUnroll = sizeof(Element) == 2 ? 8 : 4;
+  // Unrolling all of a wide product costs compile time and instruction cache and gains nothing beyond eight steps; float32
+  // fragments take twice the registers, and above head dim 96 there are none left to load them far ahead.
+  static constexpr int kUnroll = sizeof(Element) == 2 ? 8 : Traits::kHeadDim <= 96 ? 4 : Traits::kBand ? 1 : 2;
   using Gradient = ScoreGradient<Traits, true>;
   using TileDS = SmemTile<Element, kBlockM, kBlockN>;
   using Seqlen = SeqlenInfo<Traits::kVarlen, Traits::kSequsedK>;
@@ -54,8 +55,16 @@ struct BackwardDq {
   }
 
   NVRTC_ATTN_DEVICE BackwardDq(BackwardParams const& p, Element* smem_, int b_, int h_, int m0_)
-      : params(p), seqlen(p, b_), b(b_), h(h_), m0(m0_), tid(threadIdx.x), lane(tid & 31),
-        warp_m((tid >> 5) / kWarpsD), warp_d((tid >> 5) % kWarpsD), smem(smem_) {
+      : params(p),
+        seqlen(p, b_),
+        b(b_),
+        h(h_),
+        m0(m0_),
+        tid(threadIdx.x),
+        lane(tid & 31),
+        warp_m((tid >> 5) / kWarpsD),
+        warp_d((tid >> 5) % kWarpsD),
+        smem(smem_) {
     int const hkv = h / (p.num_heads / p.num_heads_kv);
     int const e = seqlen.batch_index;
     gQ = at(p.q, e, p.q_stride_b, h, p.q_stride_h, seqlen.q_row0 + m0, p.q_stride_m);
@@ -151,12 +160,12 @@ struct BackwardDq {
     auto load_k = [&](int t) {
       int const n0 = t * kBlockN;
       load_keys<TileK>(sK + (kStages == 2 ? (t & 1) * TileK::kSize : 0), gK + index_t(n0) * params.k_stride_n,
-                  params.k_stride_n, params.k_stride_d, seqlen.len_k - n0, params.head_dim);
+                       params.k_stride_n, params.k_stride_d, seqlen.len_k - n0, params.head_dim);
     };
     auto load_v = [&](int t) {
       int const n0 = t * kBlockN;
       load_keys<TileV>(sV + (kStages == 2 ? (t & 1) * TileV::kSize : 0), gV + index_t(n0) * params.v_stride_n,
-                  params.v_stride_n, params.v_stride_d, seqlen.len_k - n0, params.head_dim_v);
+                       params.v_stride_n, params.v_stride_d, seqlen.len_k - n0, params.head_dim_v);
     };
 
     int const row0 = warp_m * 16 * kM;
@@ -173,7 +182,8 @@ struct BackwardDq {
       RowStatistics<kM> rows;
       rows.load(params, gradient.map, seqlen, b, h, m0 + row0, lane);
 
-      using RowsQ = cute::conditional_t<Traits::kPreload, RegisterRows<TileQ, Element, kM>, SharedRows<TileQ, Element, kM>>;
+      using RowsQ =
+          cute::conditional_t<Traits::kPreload, RegisterRows<TileQ, Element, kM>, SharedRows<TileQ, Element, kM>>;
       using RowsDO =
           cute::conditional_t<Traits::kPreload, RegisterRows<TileDO, Element, kM>, SharedRows<TileDO, Element, kM>>;
       constexpr int kUnrollQ = Traits::kPreload ? TileQ::kCols : kUnroll;
@@ -277,13 +287,13 @@ struct BackwardDq {
         int const n0 = load_tile_index * kBlockN;
         if (!again) {
           index_t const stride_d = is_v ? params.dout_stride_d : params.q_stride_d;
-          load<TileM>(slot, (is_v ? gDO : gQ) + d0 * stride_d, is_v ? params.dout_stride_m : params.q_stride_m, stride_d,
-                      seqlen.len_q - m0, cols);
+          load<TileM>(slot, (is_v ? gDO : gQ) + d0 * stride_d, is_v ? params.dout_stride_m : params.q_stride_m,
+                      stride_d, seqlen.len_q - m0, cols);
         }
         index_t const stride_n = is_v ? params.v_stride_n : params.k_stride_n;
         index_t const stride_d = is_v ? params.v_stride_d : params.k_stride_d;
         load_keys<TileN>(slot + TileM::kSize, (is_v ? gV : gK) + n0 * stride_n + d0 * stride_d, stride_n, stride_d,
-                    seqlen.len_k - n0, cols);
+                         seqlen.len_k - n0, cols);
         if (++load_op == kOps) {
           load_op = 0;
           ++load_tile_index;
@@ -350,7 +360,8 @@ NVRTC_ATTN_DEVICE void zero_dq_outside(BackwardParams const& params, int h, int 
   int const rows = before + params.total_q - end;
   for (int r = m; r < rows; r += params.num_m_blocks) {
     int const row = r < before ? r : end + r - before;
-    Element* p = reinterpret_cast<Element*>(params.dq) + index_t(row) * params.dq_stride_m + index_t(h) * params.dq_stride_h;
+    Element* p =
+        reinterpret_cast<Element*>(params.dq) + index_t(row) * params.dq_stride_m + index_t(h) * params.dq_stride_h;
     for (int d = threadIdx.x; d < params.head_dim; d += Traits::kNumThreads) {
       p[index_t(d) * params.dq_stride_d] = from_float<Element>(0.0f);
     }

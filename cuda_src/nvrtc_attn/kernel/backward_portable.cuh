@@ -18,7 +18,6 @@
 // sequence zeroes the tokens of no sequence. Split: adds to dkv_accum (zeroed by the host) instead.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
-#include "../collective/grouped_products.cuh"
 #include "../collective/score_gradient_transposed.cuh"
 #include "../common/tile_load.cuh"
 #include "../common/tile_store.cuh"
@@ -39,7 +38,7 @@ struct BackwardTiles {
 
   // S^T and dP^T of a warp: kRowsN keys x kRowsM queries, kChunkM queries at a time: 64 accumulator registers at most, half
   // of that in float32, whose operands take twice the registers once they are split.
-  static constexpr int kChunkArea = sizeof(Element) == 4 ? 32 : 64;
+  static constexpr int kChunkArea = sizeof(Element) == 2 ? 64 : 32;
   static constexpr int kRowsN = kBlockN / kWarpsN;
   static constexpr int kRowsM = kBlockM / kWarpsM;
   static constexpr int kTilesN = kRowsN / 16;
@@ -52,14 +51,15 @@ struct BackwardTiles {
   static constexpr int kTilesD = (kHeadDim / 8 + kColumnGroups - 1) / kColumnGroups;
   static constexpr int kTilesDv = (kHeadDimV / 8 + kColumnGroups - 1) / kColumnGroups;
 
-  // dQ of a warp: kTilesMdQ x 16 queries, kPassesDq passes of kTilesDq tiles of 8 columns (kChunkArea registers at most).
+  // dQ of a warp: kTilesMdQ x 16 queries, kPassesDq passes of kTilesDq tiles of 8 columns: 64 accumulator registers at
+  // most, 32 in float32.
   static constexpr int kWarpsMdQ = Traits::kWarpsMdQ;
   static constexpr int kWarpsDdQ = Traits::kNumWarps / kWarpsMdQ;
   static constexpr int kTilesMdQ = kBlockM / kWarpsMdQ / 16;
   static_assert(!Traits::kDqAtomic || (kBlockM % (16 * kWarpsMdQ) == 0 && kWarpsMdQ * kWarpsDdQ == Traits::kNumWarps));
   static constexpr int kDqGroups = kWarpsDdQ * Traits::kDimSlices;
   static constexpr int kTilesDqWarp = (kHeadDim / 8 + kDqGroups - 1) / kDqGroups;
-  static constexpr int kTilesDqMax = kChunkArea / 4 / (kTilesMdQ > 0 ? kTilesMdQ : 1);
+  static constexpr int kTilesDqMax = (sizeof(Element) == 4 ? 8 : 16) / (kTilesMdQ > 0 ? kTilesMdQ : 1);
   static constexpr int kPassesDq = (kTilesDqWarp + kTilesDqMax - 1) / kTilesDqMax;
   static constexpr int kTilesDq = (kTilesDqWarp + kPassesDq - 1) / kPassesDq;
 
@@ -117,13 +117,6 @@ struct GlobalRows {
   NVRTC_ATTN_DEVICE FragmentA<Element> half_step(int m, int k, int lane) const { return step(m, k, lane); }
 };
 
-// The same value, but one that the compiler must not know in advance: addresses made from it are computed where they are used
-// (some twenty instructions a tile) instead of being kept in registers, or spilled, across the loop over query tiles.
-NVRTC_ATTN_DEVICE int recompute(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 template <class Traits>
 struct BackwardCta : BackwardTiles<Traits> {
   using Tiles = BackwardTiles<Traits>;
@@ -143,10 +136,8 @@ struct BackwardCta : BackwardTiles<Traits> {
 
   BackwardParams const& params;
   Seqlen const& seqlen;
-  int const b, hk, n0, tid, warp;
-  int lane;
-  int const warp_n, warp_m;
-  int const slice, column_group;
+  int const b, hk, n0, slice;
+  int tid, lane, warp, warp_n, warp_m, column_group;  // set by identify()
   Element* const sK;
   float* const sLse;
   float* const sDelta;
@@ -160,18 +151,25 @@ struct BackwardCta : BackwardTiles<Traits> {
         b(b_),
         hk(hk_),
         n0(n0_),
-        tid(int(threadIdx.x)),
-        warp(__shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0)),
-        lane(int(threadIdx.x) % 32),
-        warp_n(warp / Tiles::kWarpsM),
-        warp_m(warp % Tiles::kWarpsM),
         slice(slice_),
-        column_group(slice_ * Tiles::kWarpsM + warp_m),
         sK(smem),
         sLse(reinterpret_cast<float*>(smem + Tiles::kElements)),
         sDelta(sLse + 2 * Tiles::kBlockM) {
     clear(dk);
     clear(dv);
+    identify();
+  }
+
+  // Who this thread is. Read anew before every phase of the loop, behind an asm that the compiler cannot look through: the
+  // addresses made from it are then computed where they are used (some twenty instructions) instead of being kept in
+  // registers, or spilled, across the loop over query tiles.
+  NVRTC_ATTN_DEVICE void identify() {
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    lane = tid % 32;
+    warp = tid / 32;
+    warp_n = warp / Tiles::kWarpsM;
+    warp_m = warp % Tiles::kWarpsM;
+    column_group = slice * Tiles::kWarpsM + warp_m;
   }
 
   NVRTC_ATTN_DEVICE Element* sV() const { return sK + Tiles::kOffsetV; }
@@ -198,16 +196,16 @@ struct BackwardCta : BackwardTiles<Traits> {
     }
   }
 
-  NVRTC_ATTN_DEVICE void load_q(int h, int m0, int stage) const {
-    int const tid = recompute(this->tid);
+  NVRTC_ATTN_DEVICE void load_q(int h, int m0, int stage) {
+    identify();
     Element const* src = reinterpret_cast<Element const*>(params.q) + index_t(seqlen.batch_index) * params.q_stride_b +
                          (index_t(seqlen.q_row0) + m0) * params.q_stride_m + index_t(h) * params.q_stride_h;
     load_tile<TileQ, kThreads, Traits::kAligned, kLegacy>(sQ(stage), src, params.q_stride_m, params.q_stride_d,
                                                           seqlen.len_q - m0, params.head_dim, tid);
   }
 
-  NVRTC_ATTN_DEVICE void load_dout(int h, int m0, int stage) const {
-    int const tid = recompute(this->tid);
+  NVRTC_ATTN_DEVICE void load_dout(int h, int m0, int stage) {
+    identify();
     Element const* src = reinterpret_cast<Element const*>(params.dout) + index_t(seqlen.batch_index) * params.dout_stride_b +
                          (index_t(seqlen.q_row0) + m0) * params.dout_stride_m + index_t(h) * params.dout_stride_h;
     load_tile<TileDout, kThreads, Traits::kAligned, kLegacy>(sDout(stage), src, params.dout_stride_m, params.dout_stride_d,
@@ -270,22 +268,6 @@ struct BackwardCta : BackwardTiles<Traits> {
                                             Element const* right) const {
     if (!has_columns<Tile::kCols / 8, kTilesWarp>()) return;
     constexpr int kSteps = Tiles::kRowsM / kStep;
-    if constexpr (sizeof(Element) == 4) {
-      constexpr int kGroup = 2;
-#pragma unroll 1
-      for (int n = 0; n < kSteps * (Tiles::kWarpsM - 1); n += kGroup) {
-        int const step = ((warp_m + 1) * kSteps + n) % (kSteps * Tiles::kWarpsM);
-        FragmentA<float> a[kGroup][Tiles::kTilesN];
-#pragma unroll
-        for (int k = 0; k < kGroup; ++k)
-#pragma unroll
-          for (int i = 0; i < Tiles::kTilesN; ++i) {
-            a[k][i] = load_a<TileS>(left, warp_n * Tiles::kRowsN + 16 * i, step + k, lane);
-          }
-        multiply_group<Tile, false>(acc, a, right, step * kStep, column_group * kTilesWarp, lane);
-      }
-      return;
-    }
     int const first = (warp_m + 1) * kSteps;
 #pragma unroll(kUnroll)
     for (int n = 0; n < kSteps * (Tiles::kWarpsM - 1); ++n) {
@@ -299,38 +281,15 @@ struct BackwardCta : BackwardTiles<Traits> {
     }
   }
 
-  // S^T or dP^T of this warp: keys (or values) times the queries (or dO) from row `col` of their tile.
-  template <class Tile, class Rows>
-  NVRTC_ATTN_DEVICE void multiply_scores(WarpTile<Tiles::kTilesN, Tiles::kTilesM>& acc, Rows const& keys, Element const* queries,
-                                         int col) const {
-    if constexpr (sizeof(Element) == 4) {
-      multiply_nt_grouped<Tile>(acc, keys, queries, col, lane);
-    } else {
-      multiply_nt<Tile, kLegacy, Traits::kVInSmem ? kUnroll : 2>(acc, keys, queries, col, lane);
-    }
-  }
-
-  // dV or dK: acc += scores * queries, over the queries whose scores this warp holds.
-  template <class Tile, int kTilesWarp>
-  NVRTC_ATTN_DEVICE void multiply_own(WarpTile<Tiles::kTilesN, kTilesWarp>& acc,
-                                      WarpTile<Tiles::kTilesN, Tiles::kTilesM> const& scores, Element const* queries, int col,
-                                      int tile0) const {
-    if constexpr (sizeof(Element) == 4) {
-      multiply_accumulator_grouped<Tile, 2>(acc, scores, queries, col, tile0, lane);
-    } else {
-      multiply_accumulator<Tile, kLegacy>(acc, scores, queries, col, tile0, lane);
-    }
-  }
-
   // S^T, dP^T -> P^T, dS^T, dV and dK of one query tile; dS^T to shared memory.
   template <class Gradient>
   NVRTC_ATTN_DEVICE void process_tile(Gradient const& gradient, int m0, int stage) {
     Element const* q = sQ(stage);
     Element const* dout = sDout(stage);
-    int const row = warp_n * Tiles::kRowsN;
 #pragma unroll 1
     for (int chunk = 0; chunk < Tiles::kRowsM / Tiles::kChunkM; ++chunk) {
-      lane = recompute(lane);
+      identify();
+      int const row = warp_n * Tiles::kRowsN;
       int const col = warp_m * Tiles::kRowsM + chunk * Tiles::kChunkM;
       WarpTile<Tiles::kTilesN, Tiles::kTilesM> s, dp;
       typename Gradient::template BiasWords<Tiles::kTilesN, Tiles::kTilesM> bias;
@@ -338,26 +297,24 @@ struct BackwardCta : BackwardTiles<Traits> {
       clear(dp);
       gradient.load_bias(bias, m0 + col, n0 + row, lane);
       SharedRows<TileK, Element, Tiles::kTilesN> const keys{sK, row};
-      multiply_scores<TileQ>(s, keys, q, col);
+      multiply_nt<TileQ, kLegacy, kUnroll>(s, keys, q, col, lane);
       if constexpr (Traits::kVInSmem) {
         SharedRows<TileV, Element, Tiles::kTilesN> const values{sV(), row};
-        multiply_scores<TileDout>(dp, values, dout, col);
+        multiply_nt<TileDout, kLegacy, kUnroll>(dp, values, dout, col, lane);
       } else {
         GlobalRows<Element> const values{key_row0(params.v, params.v_stride_b, params.v_stride_n, params.v_stride_h),
                                          params.v_stride_n, params.v_stride_d, row, seqlen.len_k - n0, params.head_dim_v};
-        multiply_scores<TileDout>(dp, values, dout, col);
+        multiply_nt<TileDout, kLegacy, 2>(dp, values, dout, col, lane);
       }
       gradient(s, dp, bias, sLse + (stage & 1) * Tiles::kBlockM + col, sDelta + (stage & 1) * Tiles::kBlockM + col, m0 + col,
                n0 + row, lane);
       if constexpr (Tiles::kStoresP) store_scores(sP(), s, row, col);
       if constexpr (Tiles::kStoresDs) store_scores(sDs(stage), dp, row, col);
-      if constexpr (sizeof(Element) == 4) lane = recompute(lane);
       if (has_columns<Tiles::kHeadDimV / 8, Tiles::kTilesDv>()) {
-        multiply_own<TileDout>(dv, s, dout, col, column_group * Tiles::kTilesDv);
+        multiply_accumulator<TileDout, kLegacy>(dv, s, dout, col, column_group * Tiles::kTilesDv, lane);
       }
-      if constexpr (sizeof(Element) == 4) lane = recompute(lane);
       if (has_columns<Tiles::kHeadDim / 8, Tiles::kTilesD>()) {
-        multiply_own<TileQ>(dk, dp, q, col, column_group * Tiles::kTilesD);
+        multiply_accumulator<TileQ, kLegacy>(dk, dp, q, col, column_group * Tiles::kTilesD, lane);
       }
     }
     if constexpr (Tiles::kWarpsM > 1) {
@@ -373,7 +330,7 @@ struct BackwardCta : BackwardTiles<Traits> {
 
   // dq_accum += dS K for the tile whose dS^T lies in buffer `stage`.
   NVRTC_ATTN_DEVICE void add_dq(float* accum, int stage) {
-    lane = recompute(lane);
+    identify();
     Element const* ds = sDs(stage);
     int const row0 = warp % Tiles::kWarpsMdQ * (16 * Tiles::kTilesMdQ);
     constexpr int kTiles = Tiles::kHeadDim / 8;
@@ -433,7 +390,8 @@ struct BackwardCta : BackwardTiles<Traits> {
       }
   }
 
-  NVRTC_ATTN_DEVICE void store_gradients() const {
+  NVRTC_ATTN_DEVICE void store_gradients() {
+    identify();
     if constexpr (Traits::kSplit) {
       float* accum = params.dkv_accum + (index_t(b) * params.num_heads_kv + hk) * dkv_accum_size<Traits>(params);
       add_gradient<Tiles::kHeadDim>(accum, dk);
@@ -496,10 +454,10 @@ struct BackwardCta : BackwardTiles<Traits> {
       // CTAs of one head start at different tiles, or they would all add to the same rows of dq at the same time.
       int const rotation = Traits::kBand ? 0 : int((long long)(n_block) * count / params.num_n_blocks);
       int next_h = hk * heads + begin / count;
-      int next_left = count - begin % count;  // tiles left of this head, the next one included
       int next_tile = (begin % count + rotation) % count;
-      float* dq_tile = nullptr;       // of the tile in work
-      float* previous_dq = nullptr;   // of the one before
+      float* dq_tile = nullptr;      // of the tile in work
+      float* previous_dq = nullptr;  // of the one before
+      int stage = 0;
 
       load_keys();
       load_q(next_h, (first_tile + next_tile) * Tiles::kBlockM, 0);
@@ -508,18 +466,13 @@ struct BackwardCta : BackwardTiles<Traits> {
       cp_async_commit<kLegacy>();
 
 #pragma unroll 1
-      for (int it = begin; it < end; ++it) {
-        int const stage = (it - begin) & 1;
+      for (int left = end - begin; left > 0; --left, stage ^= 1) {
         int const h = next_h;
         int const m0 = (first_tile + next_tile) * Tiles::kBlockM;
         next_tile = next_tile + 1 == count ? 0 : next_tile + 1;
-        if (--next_left == 0) {
-          next_left = count;
-          next_tile = rotation;
-          ++next_h;
-        }
+        if (next_tile == rotation) ++next_h;  // once round
         int const next_m0 = (first_tile + next_tile) * Tiles::kBlockM;
-        bool const more = it + 1 < end;
+        bool const more = left > 1;
 
         cp_async_wait<kLegacy, 0>();
         __syncthreads();
@@ -531,7 +484,7 @@ struct BackwardCta : BackwardTiles<Traits> {
         }
         if constexpr (Traits::kDqAtomic) {
           if constexpr (Tiles::kStagesDs == 2) {
-            if (it > begin) add_dq(previous_dq, stage ^ 1);
+            if (previous_dq != nullptr) add_dq(previous_dq, stage ^ 1);
           }
           dq_tile = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
                     index_t(h) * params.dq_accum_stride_h +
@@ -553,7 +506,7 @@ struct BackwardCta : BackwardTiles<Traits> {
       }
       if constexpr (Traits::kDqAtomic && Tiles::kStagesDs == 2) {
         __syncthreads();
-        add_dq(previous_dq, (end - begin - 1) & 1);
+        add_dq(previous_dq, stage ^ 1);
       }
     }
     store_gradients();

@@ -20,7 +20,8 @@ NVRTC_ATTN_DEVICE void combine(ForwardParams const& params) {
   int const row_blocks = int((num_rows + Traits::kNumWarps - 1) / Traits::kNumWarps);
   if constexpr (Traits::kVarlen) {
     if (int(blockIdx.x) >= row_blocks) {  // one more block per head: tokens outside every sequence
-      zero_rows_of_no_sequence<Element, Traits::kNumThreads>(params, int(blockIdx.x) - row_blocks, 0, 1, int(threadIdx.x));
+      zero_rows_of_no_sequence<Element, Traits::kNumThreads>(params, int(blockIdx.x) - row_blocks, 0, 1,
+                                                             int(threadIdx.x));
       return;
     }
   }

@@ -31,8 +31,9 @@ NVRTC_ATTN_DEVICE void dbias_reduce(BackwardParams const& params) {
 #pragma unroll
       for (int w = 0; w < Traits::kNumWarps; ++w) total += sums[w][lane];
       long long const row = at / size_n, head = row / size_m;
-      reinterpret_cast<DBias*>(params.dbias)[(head / size_h) * params.dbias_stride_b + (head % size_h) * params.dbias_stride_h +
-                                             (row % size_m) * params.dbias_stride_m + (at % size_n) * params.dbias_stride_n] =
+      reinterpret_cast<DBias*>(
+          params.dbias)[(head / size_h) * params.dbias_stride_b + (head % size_h) * params.dbias_stride_h +
+                        (row % size_m) * params.dbias_stride_m + (at % size_n) * params.dbias_stride_n] =
           from_float<DBias>(total);
     }
     __syncthreads();

@@ -18,6 +18,7 @@
 #include "../collective/epilogue.cuh"
 #include "../collective/seqlen.cuh"
 #include "../collective/softmax.cuh"
+#include "../common/fragment_load.cuh"
 #include "../hopper/barrier.cuh"
 #include "../hopper/scheduler.cuh"
 #include "../hopper/tma.cuh"
@@ -46,8 +47,8 @@ struct HopperShape {
   static constexpr int kBarriers = kBytesQ + kStages * (kBytesK + kBytesV);  // offset
   static constexpr int kSmemBytes = kBarriers + 8 * (2 + 4 * kStages);
   // 65536 registers: what the consumers need, the rest to the loading group.
-  static constexpr int kRegistersConsumer = kGroups == 1 ? 240 : kGroups == 2 ? 240 : 160;
-  static constexpr int kRegistersProducer = kGroups == 3 ? 32 : 24;
+  static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : 232;
+  static constexpr int kRegistersProducer = kGroups == 3 ? 32 : 40;
 
   static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
@@ -77,6 +78,13 @@ struct ForwardBarriers {
     fence_barrier_init();
   }
 };
+
+// With kLazyMax the maximum of a tile is not computed unless a thread's sum of P reaches this: 2^14 keeps every P inside
+// float16's range, 2^64 inside bfloat16's and keeps row sums and P V inside float32's.
+template <class Element>
+constexpr float kLazyLimit = 16384.0f;
+template <>
+constexpr float kLazyLimit<bfloat16_t> = 18446744073709551616.0f;
 
 // Online softmax whose rescale of the output waits until the product that is adding to it has finished.
 template <class Traits>
@@ -114,6 +122,16 @@ struct DeferredSoftmax {
       row_sum[r] *= factor[r];
     }
     return true;
+  }
+
+  NVRTC_ATTN_DEVICE void add(float2 sums) {
+    row_sum[0] += sums.x;
+    row_sum[1] += sums.y;
+  }
+
+  // Whether every row of the warp has seen a key, so that its reference means something.
+  NVRTC_ATTN_DEVICE bool settled() const {
+    return !__any_sync(0xffffffffu, row_max[0] == -infinity() || row_max[1] == -infinity());
   }
 
   // Reduce the sums over the quad: after the last tile.
@@ -199,10 +217,10 @@ struct ScoreTile {
     }
   }
 
-  // s -> P in place; the sums grow by the P before dropout.
+  // s -> P in place; this thread's sums of P before dropout.
   template <int kTilesN>
-  NVRTC_ATTN_DEVICE void exponentiate(AccTile (&s)[1][kTilesN], DeferredSoftmax<Traits>& softmax, int n0) const {
-    float sum[4] = {softmax.row_sum[0], 0.0f, softmax.row_sum[1], 0.0f};
+  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], DeferredSoftmax<Traits> const& softmax, int n0) const {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
@@ -220,8 +238,6 @@ struct ScoreTile {
         s[0][n][e] = p;
       }
     }
-    softmax.row_sum[0] = sum[0] + sum[1];
-    softmax.row_sum[1] = sum[2] + sum[3];
     if constexpr (Traits::kDropout) {
 #pragma unroll
       for (int pair = 0; pair < kTilesN / 2; ++pair) {
@@ -236,6 +252,7 @@ struct ScoreTile {
         }
       }
     }
+    return make_float2(sum[0] + sum[1], sum[2] + sum[3]);
   }
 };
 
@@ -244,6 +261,36 @@ template <class Element, int kTilesN>
 NVRTC_ATTN_DEVICE void pack_probabilities(FragmentA<Element> (&p)[kTilesN / 2], AccTile const (&s)[1][kTilesN]) {
 #pragma unroll
   for (int step = 0; step < kTilesN / 2; ++step) p[step] = accumulator_as_a<Element>(s[0][2 * step], s[0][2 * step + 1]);
+}
+
+// s = Q K^T once more, for one warp and without the warp-group: the rare tile whose maxima must be known after all. q and k are
+// shared addresses of the warp's first query row and of the key tile.
+template <class Shape, int kHeadDim>
+NVRTC_ATTN_DEVICE void recompute_scores(AccTile (&s)[1][Shape::kTilesN], unsigned q, unsigned k, int lane) {
+  using Element = typename Shape::Element;
+#pragma unroll
+  for (int n = 0; n < Shape::kTilesN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[0][n][e] = 0.0f;
+  }
+  int const swizzle = lane & 7;  // of the rows that this lane addresses
+  unsigned const q_row = q + (lane & 15) * kSlabRowBytes;
+  unsigned const k_row = k + ((lane & 7) + (lane >> 4) * 8) * kSlabRowBytes;
+#pragma unroll 1
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    int const slab = step / 4;
+    int const chunk = step % 4 * 2;
+    FragmentA<Element> a;
+    ldmatrix_x4(q_row + slab * Shape::kSlabQ + (((chunk + (lane >> 4)) ^ swizzle) << 4), a.x[0], a.x[1], a.x[2], a.x[3]);
+    unsigned const k_address = k_row + slab * Shape::kSlabK + (((chunk + (lane >> 3 & 1)) ^ swizzle) << 4);
+#pragma unroll
+    for (int pair = 0; pair < Shape::kTilesN / 2; ++pair) {
+      FragmentB<Element> b[2];
+      ldmatrix_x4(k_address + pair * 16 * kSlabRowBytes, b[0].x[0], b[0].x[1], b[1].x[0], b[1].x[1]);
+      mma<Element, false>(s[0][2 * pair], a, b[0]);
+      mma<Element, false>(s[0][2 * pair + 1], a, b[1]);
+    }
+  }
 }
 
 // Thread t of a quad gives word k to thread k and receives its own from all four, in order: a 4 x 4 transpose.
@@ -293,13 +340,15 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
   }
 }
 
-// The loading thread.
+// The loading warp. All lanes follow the schedule, one issues.
 template <class Traits, class Shape>
 NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarriers<Shape> const& barriers, unsigned smem) {
-  using Element = typename Shape::Element;
-  prefetch_tensor_map(params.tensor_map_q);
-  prefetch_tensor_map(params.tensor_map_k);
-  prefetch_tensor_map(params.tensor_map_v);
+  bool const issuer = threadIdx.x == 0;
+  if (issuer) {
+    prefetch_tensor_map(params.tensor_map_q);
+    prefetch_tensor_map(params.tensor_map_k);
+    prefetch_tensor_map(params.tensor_map_v);
+  }
   unsigned const sK = smem + Shape::kBytesQ;
   unsigned const sV = sK + Shape::kStages * Shape::kBytesK;
   RingPosition<Shape::kStages> k_slot, v_slot;
@@ -316,7 +365,7 @@ NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarr
     mask.template key_tiles<Shape::kBlockN>(m0, Shape::kBlockM, first, last);
     if (first >= last) continue;
     // Expanded (stride 0) dims have size 1 in the tensor maps.
-    int const h_kv = tile.h / (params.num_heads / params.num_heads_kv);
+    int const h_kv = uniform_quotient(tile.h, params.heads_per_group);
     int const q_h = params.q_stride_h == 0 ? 0 : tile.h;
     int const q_b = params.q_stride_b == 0 ? 0 : seqlen.batch_index;
     int const k_h = params.k_stride_h == 0 ? 0 : h_kv;
@@ -326,35 +375,42 @@ NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarr
     auto load_k = [&](int n) {
       Mbarrier const full = barriers.full_k(k_slot.stage);
       barriers.empty_k(k_slot.stage).wait(k_slot.parity ^ 1);
-      full.arrive_and_expect(Shape::kBytesK);
+      if (issuer) {
+        full.arrive_and_expect(Shape::kBytesK);
 #pragma unroll
-      for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
-        load_box(sK + k_slot.stage * Shape::kBytesK + slab * Shape::kSlabK, params.tensor_map_k, full.address,
-                 slab * kSlabColumns, seqlen.k_row0 + n * Shape::kBlockN, k_h, k_b, kEvictLast);
+        for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
+          load_box(sK + k_slot.stage * Shape::kBytesK + slab * Shape::kSlabK, params.tensor_map_k, full.address,
+                   slab * kSlabColumns, seqlen.k_row0 + n * Shape::kBlockN, k_h, k_b, kEvictLast);
+        }
       }
       k_slot.advance();
     };
     auto load_v = [&](int n) {
       Mbarrier const full = barriers.full_v(v_slot.stage);
       barriers.empty_v(v_slot.stage).wait(v_slot.parity ^ 1);
-      full.arrive_and_expect(Shape::kBytesV);
+      if (issuer) {
+        full.arrive_and_expect(Shape::kBytesV);
 #pragma unroll
-      for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
-        load_box(sV + v_slot.stage * Shape::kBytesV + slab * Shape::kSlabK, params.tensor_map_v, full.address,
-                 slab * kSlabColumns, seqlen.k_row0 + n * Shape::kBlockN, v_h, v_b, kEvictLast);
+        for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
+          load_box(sV + v_slot.stage * Shape::kBytesV + slab * Shape::kSlabK, params.tensor_map_v, full.address,
+                   slab * kSlabColumns, seqlen.k_row0 + n * Shape::kBlockN, v_h, v_b, kEvictLast);
+        }
       }
       v_slot.advance();
     };
     // In the order of use: a consumer asks for the K of the next tile before the V of this one.
     load_k(last - 1);
     barriers.empty_q().wait(q_parity ^ 1);
-    barriers.full_q().arrive_and_expect(Shape::kBytesQ);
+    if (issuer) {
+      barriers.full_q().arrive_and_expect(Shape::kBytesQ);
 #pragma unroll
-    for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
-      load_box(smem + slab * Shape::kSlabQ, params.tensor_map_q, barriers.full_q().address, slab * kSlabColumns,
-               seqlen.q_row0 + m0, q_h, q_b, kEvictFirst);
+      for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
+        load_box(smem + slab * Shape::kSlabQ, params.tensor_map_q, barriers.full_q().address, slab * kSlabColumns,
+                 seqlen.q_row0 + m0, q_h, q_b, kEvictFirst);
+      }
     }
     q_parity ^= 1;
+#pragma unroll 1
     for (int n = last - 2; n >= first; --n) {
       load_k(n);
       load_v(n + 1);
@@ -462,6 +518,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       if constexpr (Traits::kBand) {
         // Tiles above this group's diagonal: let them pass. One is always computed, so that all groups take equal turns.
         int const visible = (m0 + 64 * group + 63 + mask.high) / kBlockN;
+#pragma unroll 1
         for (; n > first && n > visible; --n) {
           barriers.full_k(k_slot.stage).wait(k_slot.parity);
           release(barriers.empty_k(k_slot.stage));
@@ -484,8 +541,9 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       k_slot.advance();
       scores.finish(s, n * kBlockN);
       softmax.raise(s, map);
-      scores.exponentiate(s, softmax, n * kBlockN);
+      softmax.add(scores.exponentiate(s, softmax, n * kBlockN));
       pack_probabilities<Element>(p, s);
+      bool settled = softmax.settled();
 
       if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
 #pragma unroll 1
@@ -502,11 +560,23 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
 
         wait_products<1>();
         pin_registers(s);
-        release(barriers.empty_k(k_slot.stage));
+        int const k_stage = k_slot.stage;
         k_slot.advance();
-        scores.finish(s, n * kBlockN);
-        bool const raised = softmax.raise(s, map);
-        scores.exponentiate(s, softmax, n * kBlockN);
+        bool raised = false;
+        bool redo = false;
+        float2 sums;
+        if constexpr (Traits::kLazyMax) {
+          // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
+          scores.finish(s, n * kBlockN);
+          sums = scores.exponentiate(s, softmax, n * kBlockN);
+          redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
+          if (!redo) release(barriers.empty_k(k_stage));
+        } else {
+          release(barriers.empty_k(k_stage));
+          scores.finish(s, n * kBlockN);
+          raised = softmax.raise(s, map);
+          sums = scores.exponentiate(s, softmax, n * kBlockN);
+        }
 
         // ptxas moves a wait for products ahead of independent arithmetic, and the softmax would run after P V instead of
         // beside it. It does not move it over the loop of an mbarrier wait: this one is for the next tile's keys.
@@ -517,6 +587,19 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         pin_registers(p);
         release(barriers.empty_v(v_slot.stage));
         v_slot.advance();
+        if constexpr (Traits::kLazyMax) {
+          if (redo) {
+            int n0 = n * kBlockN;
+            asm volatile("" : "+r"(n0));  // or the compiler keeps the mask's comparisons from above, a register for each
+            recompute_scores<Shape, Traits::kHeadDim>(s, smem + warp_row0 * kSlabRowBytes, sK + k_stage * Shape::kBytesK, lane);
+            release(barriers.empty_k(k_stage));
+            scores.finish(s, n0);
+            raised = softmax.raise(s, map);
+            settled = softmax.settled();
+            sums = scores.exponentiate(s, softmax, n0);
+          }
+        }
+        softmax.add(sums);
         if (raised) softmax.rescale(o);
         pack_probabilities<Element>(p, s);
       }
@@ -550,7 +633,7 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
   int const warp_group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
   if (warp_group == 0) {
     give_registers<Shape::kRegistersProducer>();
-    if (threadIdx.x == 0) load_tiles<Traits>(params, barriers, smem);
+    if (threadIdx.x < 32) load_tiles<Traits>(params, barriers, smem);
   } else {
     take_registers<Shape::kRegistersConsumer>();
     consume_tiles<Traits>(params, barriers, smem_pointer, smem, warp_group - 1);

@@ -1,0 +1,196 @@
+// Where a thread block of the portable forward kernel stands in the problem, and how it writes out and lse.
+#pragma once
+#include "epilogue.cuh"
+#include "forward_operands.cuh"
+#include "softmax.cuh"
+
+namespace nvrtc_attn {
+
+// Which piece of the work this thread has. Units (sequence, head, split) come in groups of `head_group`; within a group the
+// query tiles run from the last, which sees the most keys under a causal mask, to the first, each for all units of the
+// group. The host makes groups as large as their K and V fit in L2 when tiles differ in length, and 1 otherwise.
+template <class Traits>
+struct Position {
+  using Shape = ForwardShape<Traits>;
+  int tid, lane, warp_row0, warp_n, warp_d;
+  int m_block, split, h, b;
+
+  // Read anew from the special registers (volatile), so that the epilogue can work everything out again: kept through
+  // the main loop, these values spill.
+  NVRTC_ATTN_DEVICE explicit Position(ForwardParams const& params) {
+    int block;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    lane = tid & 31;
+    int const warp = __shfl_sync(0xffffffffu, tid >> 5, 0);  // tells ptxas that branches on it are uniform
+    warp_row0 = warp % Shape::kWarpsM * Shape::kWarpRows;
+    warp_n = Traits::kWarpsN > 1 ? warp / Shape::kWarpsM : 0;
+    warp_d = Traits::kWarpsD > 1 ? warp / Shape::kWarpsM : 0;
+    int const num_splits = Traits::kSplit ? params.num_splits : 1;
+    int const num_units = (params.batch + (Traits::kVarlen && !Traits::kSplit)) * params.num_heads * num_splits;
+    int const group = block / (params.head_group * params.num_m_blocks);
+    int const in_group = block - group * params.head_group * params.num_m_blocks;
+    int const units = min(params.head_group, num_units - group * params.head_group);
+    m_block = params.num_m_blocks - 1 - in_group / units;
+    block = group * params.head_group + in_group % units;
+    split = block % num_splits;
+    block /= num_splits;
+    h = block % params.num_heads;
+    b = block / params.num_heads;
+  }
+};
+
+// Where one output row goes: out and lse, or one split's partial results.
+template <class Traits>
+struct OutputRows {
+  using Element = typename Traits::Element;
+  ForwardParams const& params;
+  int split, b, h, batch_index, q_row0, len_q;
+  bool vectors;
+
+  NVRTC_ATTN_DEVICE Element* out(int i) const {
+    return reinterpret_cast<Element*>(params.out) + index_t(batch_index) * params.out_stride_b +
+           index_t(h) * params.out_stride_h + (index_t(q_row0) + i) * params.out_stride_m;
+  }
+  NVRTC_ATTN_DEVICE float* partial(int i) const {
+    return params.out_partial + partial_row(params, split, b, h, i) * Traits::kHeadDimV;
+  }
+  NVRTC_ATTN_DEVICE void write_lse(int i, float row_max, float row_sum, ScoreMap<Traits> const& map) const {
+    bool const empty = row_max == -infinity();
+    float const lse = row_max * (map.exponent_scale * kLn2) + logf(row_sum);
+    if constexpr (Traits::kSplit) {
+      params.lse_partial[partial_row(params, split, b, h, i)] = empty ? -infinity() : lse;
+    } else if (params.lse != nullptr) {
+      *lse_row(params, b, h, q_row0, i) = empty ? params.lse_empty : lse;
+    }
+  }
+  // 16 bytes of row i, columns d..: one store when the caller's tensor allows it.
+  NVRTC_ATTN_DEVICE void write_chunk(int i, int d, Element const* from) const {
+    constexpr int kVec = 16 / int(sizeof(Element));
+    Element* const to = out(i) + index_t(d) * params.out_stride_d;
+    if (vectors) {
+      if (d < params.head_dim_v) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(from);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        if (d + c < params.head_dim_v) to[index_t(c) * params.out_stride_d] = from[c];
+      }
+    }
+  }
+};
+
+// Write out the warp's rows: o is not yet normalised, softmax is finished.
+template <class Traits, class Shape, class Softmax>
+NVRTC_ATTN_DEVICE void write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD], Softmax const& softmax,
+                                    ScoreMap<Traits> const& map, OutputRows<Traits> const& rows, unsigned char* smem,
+                                    Position<Traits> const& here) {
+  using Element = typename Shape::Element;
+  using TileO = typename Shape::TileO;
+  int const g = here.lane >> 2;
+  int const t = here.lane & 3;
+  int const m0 = here.m_block * Shape::kBlockM;
+  float const multiplier = Traits::kDropout ? rows.params.dropout_multiplier : 1.0f;
+  Element* const sO = reinterpret_cast<Element*>(smem);
+#pragma unroll
+  for (int r = 0; r < Softmax::kRows; ++r) {
+    int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
+    bool const valid = m0 + row < rows.len_q;
+    float const sum = softmax.row_sum[r];
+    float const factor = sum == 0.0f ? 0.0f : multiplier / sum;
+    if (t == 0 && here.warp_d == 0 && valid) rows.write_lse(m0 + row, softmax.row_max[r], sum, map);
+    float* const partial = Traits::kSplit ? rows.partial(m0 + row) + 2 * t : nullptr;
+#pragma unroll
+    for (int d = 0; d < Shape::kTilesD; ++d) {
+      float const x = o[r / 2][d][2 * (r % 2)] * factor;
+      float const y = o[r / 2][d][2 * (r % 2) + 1] * factor;
+      if constexpr (Traits::kSplit) {
+        if (valid) *reinterpret_cast<float2*>(partial + Shape::column(d, here.warp_d)) = make_float2(x, y);
+      } else {
+        Element* const to = sO + TileO::offset(row, Shape::column(d, here.warp_d) + 2 * t);
+        if constexpr (sizeof(Element) == 2) {
+          *reinterpret_cast<uint32_t*>(to) = pack2<Element>(x, y);
+        } else {
+          *reinterpret_cast<float2*>(to) = make_float2(x, y);
+        }
+      }
+    }
+  }
+  if constexpr (!Traits::kSplit) {
+    __syncthreads();
+#pragma unroll 1
+    for (int n = here.tid; n < Shape::kBlockM * TileO::kChunks; n += Shape::kThreads) {
+      int const row = n / TileO::kChunks;
+      int const chunk = n % TileO::kChunks;
+      if (m0 + row >= rows.len_q) break;  // rows only grow
+      rows.write_chunk(m0 + row, chunk * TileO::kVec, sO + TileO::chunk_offset(row, chunk));
+    }
+  }
+}
+
+// kWarpsN > 1: add up the warps' outputs of the same rows, in warp order, and write them.
+template <class Traits, class Shape, class Softmax>
+NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD], Softmax const& softmax,
+                                              ScoreMap<Traits> const& map, OutputRows<Traits> const& rows,
+                                              unsigned char* smem, Position<Traits> const& here) {
+  using Element = typename Shape::Element;
+  constexpr int kColumns = Traits::kHeadDimV;
+  int const g = here.lane >> 2;
+  int const t = here.lane & 3;
+  int const m0 = here.m_block * Shape::kBlockM;
+  float const multiplier = Traits::kDropout ? rows.params.dropout_multiplier : 1.0f;
+  float* const sMax = reinterpret_cast<float*>(smem);           // [kWarpsN][kBlockM]
+  float* const sSum = sMax + Traits::kWarpsN * Shape::kBlockM;  // [kWarpsN][kBlockM]
+  float* const sO = sSum + Traits::kWarpsN * Shape::kBlockM;    // [kWarpsN][kBlockM][kColumns]
+#pragma unroll
+  for (int r = 0; r < Softmax::kRows; ++r) {
+    int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
+    if (t == 0) {
+      sMax[here.warp_n * Shape::kBlockM + row] = softmax.row_max[r];
+      sSum[here.warp_n * Shape::kBlockM + row] = softmax.row_sum[r];
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < Softmax::kRows; ++r) {
+    int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
+    float row_max = -infinity();
+#pragma unroll
+    for (int w = 0; w < Traits::kWarpsN; ++w) row_max = fmaxf(row_max, sMax[w * Shape::kBlockM + row]);
+    float const finite_max = Softmax::finite(row_max);
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < Traits::kWarpsN; ++w) {
+      sum += sSum[w * Shape::kBlockM + row] * map.ratio(sMax[w * Shape::kBlockM + row], finite_max);
+    }
+    if (t == 0 && here.warp_n == 0 && m0 + row < rows.len_q) rows.write_lse(m0 + row, row_max, sum, map);
+    float const factor = sum == 0.0f ? 0.0f : multiplier / sum * map.ratio(softmax.row_max[r], finite_max);
+#pragma unroll
+    for (int d = 0; d < Shape::kTilesD; ++d) {
+      *reinterpret_cast<float2*>(sO + (here.warp_n * Shape::kBlockM + row) * kColumns + 8 * d + 2 * t) =
+          make_float2(o[r / 2][d][2 * (r % 2)] * factor, o[r / 2][d][2 * (r % 2) + 1] * factor);
+    }
+  }
+  __syncthreads();
+  for (int n = here.tid; n < Shape::kBlockM * kColumns / 4; n += Shape::kThreads) {
+    int const row = n / (kColumns / 4);
+    int const col = n % (kColumns / 4) * 4;
+    if (m0 + row >= rows.len_q) break;  // rows only grow
+    float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int w = 0; w < Traits::kWarpsN; ++w) {
+      float4 const v = *reinterpret_cast<float4 const*>(sO + (w * Shape::kBlockM + row) * kColumns + col);
+      x[0] += v.x, x[1] += v.y, x[2] += v.z, x[3] += v.w;
+    }
+    if constexpr (Traits::kSplit) {
+      *reinterpret_cast<float4*>(rows.partial(m0 + row) + col) = make_float4(x[0], x[1], x[2], x[3]);
+    } else {
+      Element* const to = rows.out(m0 + row) + index_t(col) * rows.params.out_stride_d;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (col + c < rows.params.head_dim_v) to[index_t(c) * rows.params.out_stride_d] = from_float<Element>(x[c]);
+      }
+    }
+  }
+}
+
+}  // namespace nvrtc_attn

@@ -1,0 +1,104 @@
+"""Every variant of the Hopper kernels that is shipped compiles for sm_90a without a GPU, a spill or a warning."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from nvrtc_attn.codegen import entry_source
+from nvrtc_attn.compile import CompiledKernel, compile_source
+from nvrtc_attn.config import HopperForwardConfig
+from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.problem import AttentionProblem, OperandLayout
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+SMEM_LIMIT = 232448  # bytes a block may use on compute capability 9.0
+
+
+def dense(batch: int, length: int, heads: int, head_dim: int, dtype: str) -> OperandLayout:
+    return OperandLayout(
+        shape=(batch, length, heads, head_dim),
+        strides=(length * heads * head_dim, heads * head_dim, head_dim, 1),
+        dtype=dtype,
+    )
+
+
+def problem(
+    head_dim: int = 128, head_dim_v: int | None = None, dtype: str = "bfloat16", **changes: Any
+) -> AttentionProblem:
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    values: dict[str, Any] = {
+        "dtype": dtype, "batch": 2, "seqlen_q": 512, "seqlen_k": 512, "num_heads": 4, "num_heads_kv": 4,
+        "head_dim": head_dim, "head_dim_v": head_dim_v,
+        "q": dense(2, 512, 4, head_dim, dtype), "k": dense(2, 512, 4, head_dim, dtype),
+        "v": dense(2, 512, 4, head_dim_v, dtype),
+    }  # fmt: skip
+    return AttentionProblem(**{**values, **changes})
+
+
+def choose(asked: AttentionProblem) -> HopperForwardConfig:
+    spec = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
+    assert not isinstance(spec, list), spec
+    (launch,) = spec.launches
+    assert isinstance(launch.config, HopperForwardConfig)
+    assert launch.smem_bytes <= SMEM_LIMIT
+    assert {item.field for item in launch.tensor_maps} == {"tensor_map_q", "tensor_map_k", "tensor_map_v"}
+    return launch.config
+
+
+def compiled(config: HopperForwardConfig) -> CompiledKernel:
+    return compile_source(entry_source(config), config.arch, config=config)
+
+
+SCORES = OperandLayout(shape=(2, 4, 512, 512), strides=(4 * 512 * 512, 512 * 512, 512, 1), dtype="bfloat16")
+CAUSAL = {"window_right": 0}
+VARIANTS: dict[str, AttentionProblem] = {
+    **{f"d{d}": problem(d) for d in (40, 64, 80, 96, 128, 192, 256)},
+    **{f"d{d}_causal": problem(d, **CAUSAL) for d in (40, 64, 80, 96, 128, 192, 256)},
+    "d192_dv128_causal": problem(192, 128, **CAUSAL),
+    "d128_float16": problem(128, dtype="float16"),
+    "window": problem(128, window_left=100, window_right=20),
+    "varlen": problem(128, varlen=True, batch=1, **CAUSAL),
+    "seqused_k": problem(64, seqused_k=True),
+    "softcap": problem(128, softcap=30.0),
+    "bias": problem(64, bias=SCORES),
+    "bias_causal": problem(128, bias=SCORES, **CAUSAL),
+    "mask": problem(64, mask=SCORES),
+    "dropout": problem(64, dropout_p=0.1),
+    "dropout_causal": problem(128, dropout_p=0.1, **CAUSAL),
+    "everything": problem(256, bias=SCORES, mask=SCORES, softcap=30.0, dropout_p=0.1, **CAUSAL),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_compiles_clean(name: str) -> None:
+    kernel = compiled(choose(VARIANTS[name]))
+    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
+    assert kernel.spill_bytes == 0
+    assert kernel.stack_bytes == 0
+
+
+def test_reasons_are_all_reported() -> None:
+    layout = OperandLayout(shape=(2, 512, 4, 64), strides=(512 * 260, 260, 65, 1), dtype="bfloat16", offset_alignment=2)
+    reasons = hopper_forward.choose_forward(
+        problem(64, q=layout, seqlen_q=8), arch="sm_80", num_sms=132, smem_limit=SMEM_LIMIT
+    )
+    assert isinstance(reasons, list)
+    for part in ("sm_80", "seqlen_q is 8", "q starts at a multiple of 2", "q has stride 260", "q has stride 65"):
+        assert any(part in reason for reason in reasons), (part, reasons)
+    assert hopper_forward.choose_forward(problem(dtype="float32"), arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
+    assert hopper_forward.choose_forward(problem(264), arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
+
+
+def test_repeated_heads_have_one_element_in_the_map() -> None:
+    expanded = OperandLayout(shape=(2, 512, 4, 64), strides=(512 * 64, 64, 0, 1), dtype="bfloat16")
+    spec = hopper_forward.choose_forward(problem(64, k=expanded), arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
+    assert not isinstance(spec, list), spec
+    maps = {item.pointer: item for item in spec.launches[0].tensor_maps}
+    assert maps["k"].dims == (64, 512, 1, 2)
+    assert maps["k"].strides_bytes == (128, 16, 512 * 128)
+    assert maps["q"].dims == (64, 512, 4, 2)
