@@ -176,6 +176,15 @@ def current_context() -> int:
     return int(call("cuCtxGetCurrent"))
 
 
+def adopt_context(device: int) -> None:
+    """Make the primary context of ``device`` current in a thread that has none, and leave it so.
+
+    For threads that a framework owns and has not used yet: libraries that it calls there later expect a context.
+    """
+    if current_context() == 0:
+        call("cuCtxSetCurrent", primary_context(device), device=device)
+
+
 class device_context:  # noqa: N801 - used as a statement: with device_context(0):
     """Make the primary context of ``device`` current, and restore what was current before.
 

@@ -266,11 +266,29 @@ def _view_cupy(x: Any, name: str, stream: int | None, writable: bool) -> TensorV
     if stream is not None and stream != -1 and (stream or 1) != (current_stream("cupy", index) or 1):
         with cupy.cuda.Device(index):
             event = cupy.cuda.get_current_stream().record()
-            cupy.cuda.ExternalStream(0 if stream == 1 else stream).wait_event(event)
+            _cupy_stream(cupy, 0 if stream == 1 else stream).wait_event(event)
     shape = tuple(x.shape)
     strides = _element_strides(shape, x.strides, DTYPES[dtype].itemsize, name)
     result = TensorView(int(x.data.ptr), shape, strides, dtype, _cuda_device(index), False, x)
     return check_layout(result, name, writable)
+
+
+def _cupy_stream(cupy: Any, handle: int) -> Any:
+    """CuPy's object for a stream that it did not make."""
+    from_external = getattr(cupy.cuda.Stream, "from_external", None)
+    if from_external is None:  # before CuPy 14
+        return cupy.cuda.ExternalStream(handle)
+    return from_external(_StreamHandle(handle))
+
+
+class _StreamHandle:
+    """A stream handle behind the ``__cuda_stream__`` protocol."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
 
 
 def _view_numpy(x: np.ndarray[Any, Any], name: str, stream: int | None, writable: bool) -> TensorView:

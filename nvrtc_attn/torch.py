@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import api, env
+from . import api, driver, env
 from .call import Call, CallOptions, describe
 from .philox import normalise_rng
 from .plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
@@ -187,6 +187,8 @@ def backward(
     options: tuple[Any, ...], rng: Any, deterministic: bool, with_dbias: bool,
 ) -> Any:  # fmt: skip
     """(dq, dk, dv, dbias or None), dense, of detached tensors."""
+    if dout.is_cuda:
+        driver.adopt_context(dout.get_device())  # autograd's thread: cuBLAS warns where nothing was current before it
     dout = dout.resolve_neg()
     dlse = None if dlse is None else dlse.resolve_neg()
     if dout.stride(-1) != 1 or 0 in dout.stride():

@@ -55,7 +55,7 @@ class BackwardPlanSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPlanSpec:
-    """The forward pass: one kernel, or with ``num_splits`` > 1 a kernel over key splits and the one that combines them."""
+    """The forward pass: one kernel, or with ``num_splits`` > 1 one over key splits and one that combines them."""
 
     launches: tuple[Launch, ...]
     num_splits: int = 1

@@ -18,8 +18,12 @@ MAX_PARTIAL_BYTES: Final = 256 << 20
 DECODE_ROWS: Final = 16
 """Up to this many query rows the warps of a block divide the keys instead of the rows."""
 COMBINE_WARPS: Final = 4
-L2_BYTES: Final = 24 << 20
-"""K and V of the heads that are worked on at a time: half the L2 of an H200 (50 MB) or an A100 (40 MB)."""
+L2_BYTES: Final = 16 << 20
+"""K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
+
+Causal, D 128: S4096 (2 MB a head) 0.796, 0.790, 0.782, 0.717 ms with 1, 2, 4, 8 heads, 0.823 with 12; S16384 (8 MB)
+2.895, 2.635, 2.807 ms with 1, 2, 4. D 64: S4096 (1 MB) 0.913, 0.884, 0.869 with 1, 8, 16. H200, 2026-11-20.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +106,7 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int) -> Iterator[Tile]:
         if config.itemsize == 2:
             yield Tile(block_m=64, block_n=64, num_warps=8, warps_d=2)
             yield Tile(block_m=64, block_n=32, num_warps=8, warps_d=2)
-            yield Tile(block_m=32, block_n=32, num_warps=4, warps_d=2)
+        yield Tile(block_m=32, block_n=32, num_warps=4, warps_d=2)
         yield Tile(block_m=32, block_n=16, num_warps=4, warps_d=2)
         yield Tile(block_m=16, block_n=16, num_warps=4, warps_d=4)
         return
@@ -114,7 +118,13 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int) -> Iterator[Tile]:
         yield Tile(block_m=16, block_n=16, num_warps=1)
         return
     if config.itemsize == 4:
-        if fast_loads and seqlen_q > 64:
+        # D 64, B4 S2048 H16: 1.057 ms; 64 x 64: 1.127. D 128: 2.09 ms; 64 x 32: 2.25; 128 x 16: 2.25; 256 x 32 with
+        # 8 warps: 2.03, but on one block a multiprocessor. With any policy 128 rows spill.
+        if (
+            fast_loads
+            and seqlen_q > 64
+            and (features == Features() or (dim_v <= 64 and features == Features(band=True)))
+        ):
             if dim_v <= 64 and dim <= 128:
                 yield Tile(block_m=128, block_n=32, num_warps=4, min_blocks_per_sm=2)
             elif dim_v <= 128:
@@ -131,15 +141,16 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int) -> Iterator[Tile]:
             # D 40 (float16): 232; 128 x 64: 203. With softcap or a bias 128 columns spill.
             yield Tile(block_m=128, block_n=128, num_warps=4, min_blocks_per_sm=2)
         elif dim_v <= 64 or (dim_v <= 128 and not reads_scores):
-            # D 128, B4 S4096 H16: 399 TFLOP/s; 2 stages: 396; 128 x 32: 343; 64 x 64: 315; 128 x 128 with 8 warps: 320,
-            # 256 x 64 with 8 warps: 379. D 80: 305, 128 x 128: 288. D 192 and 128: 302, 64 x 64: 266.
+            # D 128, B4 S4096 H16: 409 TFLOP/s; 2 stages: 396; 128 x 32: 343; 64 x 64: 315; 128 x 128 with 8 warps: 320,
+            # 256 x 64 with 8 warps: 379. D 80: 305, 128 x 128: 288. D 192 and 128: 339, 64 x 64: 266.
             # Bias, D 64, B4 S2048 H16: 0.421 ms; 64 x 64: 0.472; 128 x 64 with 8 warps: 0.632.
             yield Tile(block_m=128, block_n=64, num_warps=4, min_blocks_per_sm=2)
-        elif dim_v <= 160 and not reads_scores:
-            # D 160, B2 S4096 H16: 344 TFLOP/s; 64 x 64: 305; 128 x 64 with 8 warps: 271.
+        elif dim_v <= (128 if reads_scores else 160):
+            # D 160, B2 S4096 H16: 364 TFLOP/s; 64 x 64: 305; 128 x 64 with 8 warps: 271.
+            # Bias, D 128, B4 S2048 H16: 0.661 ms; 64 x 64: 0.715; 128 x 64 with 8 warps: 0.799.
             yield Tile(block_m=128, block_n=32, num_warps=4)
     if fast_loads:
-        # D 256, B4 S4096 H8: 325 TFLOP/s; 128 x 64 with 8 warps: 311; 64 x 32 with 2 stages: 280.
+        # D 256, B4 S4096 H8: 312 TFLOP/s; 128 x 64 with 8 warps: 311; 64 x 32 with 2 stages: 288. D 192: 324.
         # Dropout, D 64, B4 S2048 H16: 0.567 ms; 128 x 64: 0.599; 128 x 128: 0.705.
         yield Tile(block_m=64, block_n=64, num_warps=4, min_blocks_per_sm=2)
     yield Tile(block_m=64, block_n=64 if max(dim, dim_v) <= 128 else 32, num_warps=4)
@@ -210,8 +221,8 @@ def choose_forward(
     if config is None:
         least = min(smem_bytes(c) for c in candidates)
         reason = (
-            f"the smallest tile of {problem.dtype} with head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} "
-            f"needs {least} bytes of shared memory; a block gets {smem_limit}"
+            f"the smallest tile of {problem.dtype} with head_dim {problem.head_dim} and head_dim_v "
+            f"{problem.head_dim_v} needs {least} bytes of shared memory; a block gets {smem_limit}"
         )
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", [reason])
 

@@ -35,8 +35,8 @@ def main() -> int:
         run = harness.Run(case)
         exact, low = harness.oracle(case, run.arrays)
         forward = run.forward()
-        lines = harness.failures(case, forward, exact, low)
-        lines += harness.failures(case, run.backward(forward), exact, low)
+        lines = harness.failures(case, forward, exact, low, run.arrays)
+        lines += harness.failures(case, run.backward(forward), exact, low, run.arrays)
         harness.torch.cuda.synchronize()
         for line in lines:
             print(f"{name}: {line}", flush=True)

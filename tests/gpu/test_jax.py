@@ -115,6 +115,9 @@ def test_stream_argument() -> None:
 def test_memory_of_results_is_given_back() -> None:
     q = jnp.ones((4, 2048, 8, 64), jnp.float16)  # 8 MiB a result
 
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("other processes allocate on the GPU meanwhile")
+
     def free_bytes() -> int:
         gc.collect()
         jax.block_until_ready(q + 1)

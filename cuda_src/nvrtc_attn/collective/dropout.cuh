@@ -15,7 +15,8 @@ NVRTC_ATTN_DEVICE void multiply_wide(unsigned a, unsigned b, unsigned& high, uns
 }
 
 NVRTC_ATTN_DEVICE uint4 philox_block(unsigned long long seed, unsigned long long counter) {
-  unsigned c0 = unsigned(counter), c1 = unsigned(counter >> 32), c2 = 0, c3 = 0;
+  // Positions are 64-bit and wrap, four of them share a counter: counters wrap at 2^62.
+  unsigned c0 = unsigned(counter), c1 = unsigned(counter >> 32) & 0x3fffffffu, c2 = 0, c3 = 0;
   unsigned k0 = unsigned(seed), k1 = unsigned(seed >> 32);
 #pragma unroll
   for (int round = 0; round < 10; ++round) {

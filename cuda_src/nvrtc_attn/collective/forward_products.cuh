@@ -50,12 +50,12 @@ template <class Shape, int kFirst, int kLast, class Query>
 NVRTC_ATTN_DEVICE void multiply_qk_steps(AccTile (&s)[Shape::kTilesM][Shape::kTilesN], Query const& query,
                                          KeyOperand<Shape> const& key, int stage_bytes) {
   using Element = typename Shape::Element;
-  FragmentA<Element> a[2][Shape::kTilesM];
+  FragmentA<Element> a[Shape::kTilesM];
   FragmentB<Element> b[2][2];
-  query.get(a[kFirst & 1], kFirst);
   key.get(b[0], kFirst, 0, stage_bytes);
 #pragma unroll
   for (int step = kFirst; step < kLast; ++step) {
+    query.get(a, step);
 #pragma unroll
     for (int pair = 0; pair < Shape::kPairsN; ++pair) {
       int const now = ((step - kFirst) * Shape::kPairsN + pair) & 1;
@@ -63,9 +63,8 @@ NVRTC_ATTN_DEVICE void multiply_qk_steps(AccTile (&s)[Shape::kTilesM][Shape::kTi
         key.get(b[now ^ 1], step, pair + 1, stage_bytes);
       } else if (step + 1 < kLast) {
         key.get(b[now ^ 1], step + 1, 0, stage_bytes);
-        query.get(a[(step + 1) & 1], step + 1);
       }
-      multiply_pair<Shape>(s, 2 * pair, a[step & 1], b[now]);
+      multiply_pair<Shape>(s, 2 * pair, a, b[now]);
     }
   }
 }

@@ -101,23 +101,24 @@ struct DescendingTileLoader {
   static constexpr int kOverhang = kPasses * kRowsPerPass - Tile::kRows;  // rows of the first pass beyond the tile
   static constexpr int kElementBytes = int(sizeof(Element));
   Element const* source;  // this thread's chunk of the first pass, that with the highest rows, of the next tile
-  uint32_t destination;   // shared-memory address of this thread's chunk of row tid / kChunks
 
-  // `tile` is stage 0, `last_tile` the first row of the tile that is loaded first.
-  NVRTC_ATTN_DEVICE DescendingTileLoader(Element* tile, Element const* last_tile, index_t stride_row,
+  // `last_tile` is the first row of the tile that is loaded first.
+  NVRTC_ATTN_DEVICE DescendingTileLoader(Element const* last_tile, index_t stride_row,
                                          index_t stride_col, int tid) {
     int const row0 = tid / Tile::kChunks;
     int const chunk = tid % Tile::kChunks;
     source = last_tile + index_t(row0 + (kPasses - 1) * kRowsPerPass) * stride_row +
              index_t(chunk * Tile::kVec) * stride_col;
-    destination = cute::cast_smem_ptr_to_uint(tile) + kElementBytes * Tile::chunk_offset(row0, chunk);
   }
 
   // Load one tile into the stage that starts `bytes` after `tile`. `rows` and `cols` as in load_tile().
-  NVRTC_ATTN_DEVICE void load(Element* tile, int bytes, index_t stride_row, index_t stride_col, int rows, int cols,
-                              int tid) {
+  NVRTC_ATTN_DEVICE void load(Element* tile, int bytes, index_t stride_row, index_t stride_col, int rows, int cols) {
+    // Read again, so that what follows from it is worked out for each tile and takes no register in between.
+    int tid;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
     int const row0 = tid / Tile::kChunks;
     int const chunk = tid % Tile::kChunks;
+    uint32_t const destination = cute::cast_smem_ptr_to_uint(tile) + bytes + kElementBytes * Tile::chunk_offset(row0, chunk);
     if (kThreads % Tile::kChunks != 0 && row0 >= kRowsPerPass) return;
     index_t const step = index_t(kRowsPerPass) * stride_row;
     if constexpr (kAligned && !kLegacy) {
@@ -125,12 +126,16 @@ struct DescendingTileLoader {
 #pragma unroll
         for (int pass = kPasses - 1; pass >= 0; --pass) {
           int const row = row0 + pass * kRowsPerPass;
-          // The swizzle repeats every eight rows: then all passes are a constant distance apart.
-          uint32_t const to = kRowsPerPass % 8 == 0
-                                  ? destination + pass * kRowsPerPass * Tile::kCols * kElementBytes
-                                  : cute::cast_smem_ptr_to_uint(tile) + kElementBytes * Tile::chunk_offset(row, chunk);
+          uint32_t to;
+          if constexpr (kRowsPerPass % 8 == 0 || (kRowsPerPass & (kRowsPerPass - 1)) == 0) {
+            // The swizzle sees the row modulo eight, in which a pass adds bits of its own: a constant xor and distance.
+            int const swizzle = Tile::swizzle(pass * kRowsPerPass);
+            to = (destination ^ uint32_t(16 * swizzle)) + pass * kRowsPerPass * Tile::kCols * kElementBytes;
+          } else {
+            to = cute::cast_smem_ptr_to_uint(tile) + bytes + kElementBytes * Tile::chunk_offset(row, chunk);
+          }
           if ((pass + 1) * kRowsPerPass <= Tile::kRows || row < Tile::kRows) {
-            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + bytes), "l"(source));
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(source));
           }
           source -= step;
         }

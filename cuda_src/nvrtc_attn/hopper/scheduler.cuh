@@ -46,28 +46,27 @@ struct TileScheduler {
 template <>
 struct TileScheduler<true> {
   HopperForwardParams const& params;
-  int round = 0;
-  bool second = false;  // of a pair
+  int step = 0;  // twice the round, plus one for the second tile of a pair
 
   NVRTC_ATTN_DEVICE explicit TileScheduler(HopperForwardParams const& params_) : params(params_) {}
 
   NVRTC_ATTN_DEVICE bool next(WorkTile& tile) {
     int const num_m_blocks = params.num_m_blocks;
+    int const round = step / 2;
     int head;
     if (round < params.pair_rounds) {
       int const pair = round * int(gridDim.x) + int(blockIdx.x);
       head = uniform_quotient(pair, params.head_pairs);
       int const i = pair - head * params.head_pairs;
       int const longest = num_m_blocks - 1 - i;
-      tile.m_block = second ? i : longest;
-      second = !second && i != longest;  // the middle tile of an odd number is alone
-      round += !second;
+      tile.m_block = step & 1 ? i : longest;
+      step += i == longest ? 2 : 1;  // the middle tile of an odd number is alone
     } else {
       // `whole` heads are left and, when `done` > 0, one before them without its outermost `done` pairs.
       int const done = params.tail_done;
       int const row = round - params.pair_rounds;
       int t = row * int(gridDim.x) + (row & 1 ? int(gridDim.x) - 1 - int(blockIdx.x) : int(blockIdx.x));
-      ++round;
+      step += 2;
       int heads = params.tail_whole_heads;
       int const outer = done * heads;  // tiles at either end that the partial head does not take part in
       int const inner = (num_m_blocks - 2 * done) * (heads + (done > 0));
@@ -87,9 +86,10 @@ struct TileScheduler<true> {
       tile.m_block = num_m_blocks - 1 - (rank + quotient);
       head += t - quotient * heads;
     }
+    // ptxas loses the uniformity of what the branches above merge.
     head = uniform(head);
     tile.m_block = uniform(tile.m_block);
-    round = uniform(round);
+    step = uniform(step);
     tile.b = uniform_quotient(head, params.num_heads);
     tile.h = head - tile.b * params.num_heads;
     return true;

@@ -132,7 +132,7 @@ struct BackwardCta : BackwardTiles<Traits> {
   static constexpr int kStep = kStepK<Element>;
   static constexpr int kTilesPerStep = kStep / 8;
   // Contraction steps of a product: more only costs compile time, and in float32 registers.
-  static constexpr int kUnroll = sizeof(Element) == 4 ? 2 : 8;
+  static constexpr int kUnroll = sizeof(Element) == 4 ? 2 : 4;
 
   BackwardParams const& params;
   Seqlen const& seqlen;

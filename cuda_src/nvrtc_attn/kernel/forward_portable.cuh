@@ -87,15 +87,15 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   // Key tiles are loaded strictly from the last to the first.
   using LoadK = DescendingTileLoader<typename Shape::TileK, kThreads, Traits::kAligned, kLegacy, Element>;
   using LoadV = DescendingTileLoader<typename Shape::TileV, kThreads, Traits::kAligned, kLegacy, Element>;
-  LoadK loader_k(sK, gK + index_t(last - 1) * kBlockN * params.k_stride_n, params.k_stride_n, params.k_stride_d, tid);
-  LoadV loader_v(sV, gV + index_t(last - 1) * kBlockN * params.v_stride_n, params.v_stride_n, params.v_stride_d, tid);
+  LoadK loader_k(gK + index_t(last - 1) * kBlockN * params.k_stride_n, params.k_stride_n, params.k_stride_d, tid);
+  LoadV loader_v(gV + index_t(last - 1) * kBlockN * params.v_stride_n, params.v_stride_n, params.v_stride_d, tid);
   auto load_k = [&](int tile, int stage) {
     loader_k.load(sK, stage * Shape::TileK::kBytes, params.k_stride_n, params.k_stride_d, len_k - tile * kBlockN,
-                  params.head_dim, tid);
+                  params.head_dim);
   };
   auto load_v = [&](int tile, int stage) {
     loader_v.load(sV, stage * Shape::TileV::kBytes, params.v_stride_n, params.v_stride_d, len_k - tile * kBlockN,
-                  params.head_dim_v, tid);
+                  params.head_dim_v);
   };
 
   ScoreMap<Traits> const map(params);
