@@ -79,8 +79,12 @@ class ForwardConfig(KernelConfig):
 class HopperForwardConfig(KernelConfig):
     """The forward kernel on TMA and WGMMA: a loading warp-group and one consumer warp-group per 64 query rows."""
 
+    num_stages_q: int = 1
+    """Two: the queries of the next tile load while this one is worked on."""
     ping_pong: bool = True
     """Consumers take turns at issuing matrix products, so that one computes its softmax under the other's products."""
+    half_tile: bool = False
+    """A second shape of the first product of a query tile, for warp-groups that see at most half of the key tile."""
     lazy_max: bool = False
     """After the first key tile, keep the reference of the exponentials until a sum gets out of range."""
     poly_exp: int = 0
@@ -102,8 +106,6 @@ class BackwardConfig(KernelConfig):
     dbias: str = "none"
     dbias_dtype: str | None = None
     num_stages_dout: int = 1
-    num_stages_ds: int = 1
-    """Two: dq of a tile is computed beside the scores of the next one, with one barrier less a tile."""
     split: bool = False
     """Several thread blocks share the query loop of one key tile and add into a float32 workspace."""
     dim_slices: int = 1

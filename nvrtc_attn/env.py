@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-BACKENDS: Final = ("auto", "portable", "legacy")
+BACKENDS: Final = ("auto", "portable", "hopper", "legacy")
 DEFAULT_CACHE_SIZE_BYTES: Final = 1 << 30
 """1 GiB holds about 20,000 kernels of 50 KB."""
 
@@ -125,7 +125,7 @@ def cutlass_dir() -> Path | None:
 
 
 def backend() -> str:
-    """Kernel family. ``"legacy"`` is the portable family with the instructions of compute capability 7.5."""
+    """Kernel family: ``"hopper"`` opts in to the Hopper kernels, ``"legacy"`` forces compute capability 7.5 code."""
     value = _read("NVRTC_ATTN_BACKEND").lower() or "auto"
     if value not in BACKENDS:
         raise _refuse("NVRTC_ATTN_BACKEND", value)

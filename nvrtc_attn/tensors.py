@@ -275,7 +275,7 @@ def _view_cupy(x: Any, name: str, stream: int | None, writable: bool) -> TensorV
 
 def _cupy_stream(cupy: Any, handle: int) -> Any:
     """CuPy's object for a stream that it did not make."""
-    from_external = getattr(cupy.cuda.Stream, "from_external", None)
+    from_external = getattr(getattr(cupy.cuda, "Stream", None), "from_external", None)
     if from_external is None:  # before CuPy 14
         return cupy.cuda.ExternalStream(handle)
     return from_external(_StreamHandle(handle))

@@ -11,20 +11,20 @@ constexpr int kUnbounded = 0x7fffffff;
 
 struct ForwardParams {
   // -- pointers -------------------------------------------------------------------------------------
-  void const* q;                   // [B, Mq, H, K] or, varlen, [1, total_q, H, K]
-  void const* k;                   // [B, Mk, Hkv, K]
-  void const* v;                   // [B, Mk, Hkv, Kv]
-  void* out;                       // [B, Mq, H, Kv]
-  float* lse;                      // null: not wanted
-  void const* bias;                // broadcast dims have stride 0
-  unsigned char const* mask;       // bytes, non-zero = keep; broadcast dims have stride 0
-  int const* cu_seqlens_q;         // [nb + 1]
-  int const* cu_seqlens_k;         // [nb + 1]
-  int const* seqused_k;            // [nb]
-  long long const* rng_seed_ptr;   // null: rng_seed / rng_offset below hold the values
+  void const* q;                  // [B, Mq, H, K] or, varlen, [1, total_q, H, K]
+  void const* k;                  // [B, Mk, Hkv, K]
+  void const* v;                  // [B, Mk, Hkv, Kv]
+  void* out;                      // [B, Mq, H, Kv]
+  float* lse;                     // null: not wanted
+  void const* bias;               // broadcast dims have stride 0
+  unsigned char const* mask;      // bytes, non-zero = keep; broadcast dims have stride 0
+  int const* cu_seqlens_q;        // [nb + 1]
+  int const* cu_seqlens_k;        // [nb + 1]
+  int const* seqused_k;           // [nb]
+  long long const* rng_seed_ptr;  // null: rng_seed / rng_offset below hold the values
   long long const* rng_offset_ptr;
-  float* out_partial;              // split keys: [num_splits, B, H, Mq, Kv] float32
-  float* lse_partial;              // split keys: [num_splits, B, H, Mq]
+  float* out_partial;  // split keys: [num_splits, B, H, Mq, Kv] float32
+  float* lse_partial;  // split keys: [num_splits, B, H, Mq]
   unsigned long long rng_seed;
   unsigned long long rng_offset;
   // -- strides --------------------------------------------------------------------------------------
@@ -36,9 +36,9 @@ struct ForwardParams {
   long long bias_stride_b, bias_stride_h, bias_stride_m, bias_stride_n;
   long long mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n;
   // -- sizes ----------------------------------------------------------------------------------------
-  int batch;         // sequences: B when dense, nb when varlen
-  int seqlen_q;      // Mq, or max_seqlen_q when varlen
-  int seqlen_k;      // Mk, or max_seqlen_k when varlen
+  int batch;     // sequences: B when dense, nb when varlen
+  int seqlen_q;  // Mq, or max_seqlen_q when varlen
+  int seqlen_k;  // Mk, or max_seqlen_k when varlen
   int num_heads;
   int num_heads_kv;
   int head_dim;
@@ -89,7 +89,7 @@ struct BackwardParams {
   void const* out;
   void const* dout;
   float const* lse;
-  float const* dlse;               // null: zero
+  float const* dlse;  // null: zero
   void const* bias;
   unsigned char const* mask;
   int const* cu_seqlens_q;
@@ -100,12 +100,12 @@ struct BackwardParams {
   void* dq;
   void* dk;
   void* dv;
-  void* dbias;                     // the bias's own shape; null: not wanted
-  float* delta;                    // workspace [B, H, Mq] (varlen: [H, total_q]): rowsum(dO * O) - dLSE
-  float* row_lse;                  // workspace like delta: lse, +inf where a row has no key (so that P = 0)
-  float* dq_accum;                 // workspace float32, layout private to the kernels that use it
-  float* dkv_accum;                // workspace float32, private likewise
-  float* dbias_partial;            // workspace float32 [num_dbias_splits, numel(bias)]
+  void* dbias;           // the bias's own shape; null: not wanted
+  float* delta;          // workspace [B, H, Mq] (varlen: [H, total_q]): rowsum(dO * O) - dLSE
+  float* row_lse;        // workspace like delta: lse, +inf where a row has no key (so that P = 0)
+  float* dq_accum;       // workspace float32, layout private to the kernels that use it
+  float* dkv_accum;      // workspace float32, private likewise
+  float* dbias_partial;  // workspace float32 [num_dbias_splits, numel(bias)]
   unsigned long long rng_seed;
   unsigned long long rng_offset;
   // -- strides --------------------------------------------------------------------------------------
@@ -127,12 +127,12 @@ struct BackwardParams {
   // -- sizes ----------------------------------------------------------------------------------------
   int batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v;
   int total_q, total_k;
-  int num_m_blocks;                // of the kernel that is being launched
+  int num_m_blocks;  // of the kernel that is being launched
   int num_n_blocks;
   int lse_packed;
   int dbias_size_b, dbias_size_h, dbias_size_m, dbias_size_n;  // shape of the bias passed in
   int num_dbias_splits;
-  int num_splits;                  // splits of the query loop of the dk/dv kernel, 1 = none
+  int num_splits;  // splits of the query loop of the dk/dv kernel, 1 = none
   // -- masks and scores -----------------------------------------------------------------------------
   int window_left, window_right, bottom_right;
   float scale;

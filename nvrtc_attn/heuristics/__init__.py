@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from ..problem import AttentionProblem
 from .plan import BackwardPlanSpec, ForwardPlanSpec
 
@@ -18,7 +20,9 @@ def choose_forward(
     num_sms, smem_limit
         Multiprocessors, and bytes of shared memory that one block may ask for.
     backend
-        ``auto`` or ``portable``; ``legacy`` forces the instruction set of compute capability 7.5 on any GPU.
+        ``auto`` and ``portable`` choose the portable family. ``hopper`` prefers the Hopper kernel where there is one
+        for the problem, and says once in the log where there is none. ``legacy`` forces the instruction set of compute
+        capability 7.5 on any GPU.
 
     Raises
     ------
@@ -27,6 +31,13 @@ def choose_forward(
     """
     from . import portable_forward
 
+    if backend == "hopper":
+        from . import hopper_forward
+
+        found = hopper_forward.choose_forward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+        if not isinstance(found, list):
+            return found
+        _log_once("forward: the portable kernel instead of the Hopper one: " + "; ".join(found))
     return portable_forward.choose_forward(
         problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
     )
@@ -41,6 +52,15 @@ def choose_backward(
     return portable_backward.choose_backward(
         problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
     )
+
+
+_logged: set[str] = set()
+
+
+def _log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        logging.getLogger("nvrtc_attn").warning(message)
 
 
 def _legacy(arch: str, backend: str) -> bool:

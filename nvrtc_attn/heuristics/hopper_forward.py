@@ -19,7 +19,9 @@ Array: TypeAlias = npt.NDArray[Any]
 MAX_HEAD_DIM: Final = 256
 MIN_QUERY_ROWS: Final = 64
 """Fewer rows leave most of a 128-row tile empty: the portable family's small tiles and key splits serve them."""
-BARRIER_BYTES: Final = 8
+L2_BYTES: Final = 40 << 20
+"""What stays in an L2 of 50 to 60 MB beside queries and outputs."""
+BLOCKS_SHARING_A_HEAD: Final = 8
 TILE_OVERHEAD_COLUMNS: Final = 128.0
 """What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
 2026-11, from lengths 512 to 16384."""
@@ -32,7 +34,9 @@ class Tile:
     block_m: int
     block_n: int
     num_stages: int = 2
+    num_stages_q: int = 1
     ping_pong: bool = True
+    half_tile: bool = False
     lazy_max: bool = False
     poly_exp: int = 0
 
@@ -40,8 +44,8 @@ class Tile:
 def smem_bytes(config: HopperForwardConfig) -> int:
     """Dynamic shared memory of one thread block; the map is at the head of ``forward_hopper.cuh``."""
     slabs_q, slabs_v = _ceil_div(config.head_dim, 64), _ceil_div(config.head_dim_v, 64)
-    rows = config.block_m * slabs_q + config.num_stages * config.block_n * (slabs_q + slabs_v)
-    return 128 * rows + BARRIER_BYTES * (2 + 4 * config.num_stages)
+    rows = config.num_stages_q * config.block_m * slabs_q + config.num_stages * config.block_n * (slabs_q + slabs_v)
+    return 128 * rows + 32 * config.num_stages_q + 32 * config.num_stages
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -49,15 +53,48 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def choose_tile(problem: AttentionProblem) -> Tile:
-    """The tile table."""
+    """The tile table. Figures: H200, 2026-11-20, bfloat16, TFLOP/s, the launch alone."""
     widest = max(_ceil_div(problem.head_dim, 64), _ceil_div(problem.head_dim_v, 64)) * 64
+    # Bias, mask and dropout are read or made ahead of the scores they belong to: their registers come out of the tile.
+    operands = score_operands(problem)
+    lazy = operands < 2
+    # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
+    diagonal = problem.window_right is not None and not problem.varlen
     if widest <= 64:
-        return Tile(block_m=192, block_n=128)
+        if operands:
+            wide = problem.bias is not None and problem.bias.dtype != "float32" and lazy
+            return Tile(block_m=128, block_n=128 if wide else 112 if lazy else 80, num_stages_q=2, lazy_max=lazy)
+        if diagonal and problem.seqlen_q <= 1024:
+            # 353 at 1024 against 344 with 192 rows, of which the last tile fills a third.
+            return Tile(block_m=128, block_n=128, num_stages_q=2, half_tile=True, lazy_max=True)
+        # Three consumers: 192 x 128 reaches 573 at 4096, 128 x 128 464, 128 x 176 482. Lengths on the device take
+        # registers.
+        return Tile(
+            block_m=192,
+            block_n=112 if problem.varlen or problem.seqused_k else 128,
+            num_stages_q=2,
+            half_tile=diagonal and not problem.seqused_k and problem.seqlen_q <= 2048,
+            lazy_max=True,
+        )
     if widest <= 128:
-        return Tile(block_m=128, block_n=128 if problem.band else 176)
+        if operands:
+            return Tile(block_m=128, block_n=96 if lazy else 64, num_stages_q=2, lazy_max=lazy)
+        # A second slot for Q leaves room for 128 keys: 708 at 4096; 176 keys and one slot 667, 144 keys 684.
+        half = diagonal and problem.seqlen_q <= 1024
+        return Tile(block_m=128, block_n=128, num_stages_q=2, half_tile=half, lazy_max=True)
     if widest <= 192:
+        if operands:
+            return Tile(block_m=128, block_n=64 if lazy else 48)
         return Tile(block_m=128, block_n=96 if problem.band else 112)
-    return Tile(block_m=128, block_n=80, ping_pong=False)
+    # 128 accumulator registers of the output leave none for lazy_max (710 against 732 at 4096), and the products are
+    # long enough not to need turns. Shorter key tiles waste less on the diagonal: 385 against 356 at 512.
+    short = problem.window_right is not None and problem.seqlen_q <= 1024
+    return Tile(block_m=128, block_n=48 if operands else 64 if short else 80, ping_pong=False)
+
+
+def score_operands(problem: AttentionProblem) -> int:
+    """How many of bias, mask and dropout a score needs."""
+    return (problem.bias is not None) + (problem.mask is not None) + (problem.dropout_p > 0)
 
 
 def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: int) -> list[str]:
@@ -71,12 +108,19 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
     for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if head_dim > MAX_HEAD_DIM or head_dim % 8:
             found.append(f"{name} is {head_dim}; accepted are multiples of 8 up to {MAX_HEAD_DIM}")
+    if problem.head_dim_v > 192 and (problem.dropout_p > 0 or score_operands(problem) > 1):
+        found.append(
+            f"head_dim_v is {problem.head_dim_v}; with dropout, or with bias and mask, the kernel would spill registers"
+        )
     if problem.seqlen_q < MIN_QUERY_ROWS:
         found.append(f"seqlen_q is {problem.seqlen_q}; fewer than {MIN_QUERY_ROWS} rows do not fill a tile")
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads):
         found.append("a dim is empty")
     for name in ("q", "k", "v"):
         found += reasons_against(name, getattr(problem, name), 2)
+    for name, operand in (("bias", problem.bias), ("mask", problem.mask)):
+        if operand is not None and (operand.shape[-1] == 1 < problem.seqlen_k or operand.strides[-1] != 1):
+            found.append(f"{name} has stride {operand.strides[-1]} along the keys; its rows must be contiguous")
     if problem.out is not None and not is_vectorizable(problem.out, 2):
         found.append("rows of out cannot be written in 16-byte vectors")
     if not found and smem_bytes(config_of(problem, choose_tile(problem))) > smem_limit:
@@ -97,8 +141,10 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         block_n=tile.block_n,
         num_warps=4 + tile.block_m // 16,
         num_stages=tile.num_stages,
+        num_stages_q=tile.num_stages_q,
         features=features_of(problem),
         ping_pong=tile.ping_pong,
+        half_tile=tile.half_tile,
         lazy_max=tile.lazy_max,
         poly_exp=tile.poly_exp,
     )
@@ -115,11 +161,18 @@ def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
     if problem.window_right is not None:
         high = np.clip(last_row + offset + problem.window_right + 1, 0, problem.seqlen_k)
     key_tiles = np.maximum(-(-high // tile.block_n) - low // tile.block_n, 0)
-    return key_tiles + TILE_OVERHEAD_COLUMNS / tile.block_n
+    # Warp-groups without rows do not compute, but those beside them gain little more than a half.
+    filled = np.maximum((last_row - first_row + 1) / tile.block_m, 0.5)
+    costs: Array = key_tiles * filled + TILE_OVERHEAD_COLUMNS / tile.block_n
+    return costs
 
 
-def pair_rounds(costs: Array, all_heads: int, width: int) -> int:
-    """Rounds of the schedule in ``hopper/scheduler.cuh`` that hand out pairs: the choice with the smallest largest sum."""
+def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> int:
+    """Rounds of the schedule in ``hopper/scheduler.cuh`` that hand out pairs.
+
+    The choice whose largest sum is smallest, among those whose single tiles keep their K and V in L2: because they fit,
+    or because enough blocks walk through the same head at the same time.
+    """
     num_m_blocks = len(costs)
     head_pairs = (num_m_blocks + 1) // 2
     most = all_heads * head_pairs // width
@@ -127,22 +180,26 @@ def pair_rounds(costs: Array, all_heads: int, width: int) -> int:
     pairs = by_rank[:head_pairs] + costs[:head_pairs]
     if num_m_blocks % 2:
         pairs[-1] /= 2  # the middle tile is alone
-    best, best_sum = 0, float("inf")
-    # More than three rounds of single tiles gain nothing and cost locality.
+    best, best_sum = most, float("inf")
     for rounds in range(most, max(most - 4, -1), -1):
         first, done = divmod(rounds * width, head_pairs)
         partial = int(done > 0)
         whole = all_heads - first - partial
-        sums = np.zeros(width)
+        tail_heads = whole + partial
+        if rounds < most and tail_heads * head_bytes > L2_BYTES and width < BLOCKS_SHARING_A_HEAD * tail_heads:
+            break
+        sums: Array = np.zeros(width)
         if rounds:
-            sums += pairs[np.arange(rounds * width) % head_pairs].reshape(rounds, width).sum(0)
+            sums = pairs[np.arange(rounds * width) % head_pairs].reshape(rounds, width).sum(0)
         ranks = np.arange(num_m_blocks)
-        heads = np.where((ranks >= done) & (ranks < num_m_blocks - done), whole + partial, whole)
+        heads = np.where((ranks >= done) & (ranks < num_m_blocks - done), tail_heads, whole)
         singles = np.repeat(by_rank, heads)
-        singles = np.concatenate([singles, np.zeros(-len(singles) % (2 * width))]).reshape(-1, 2, width)
-        sums += singles[:, 0].sum(0) + singles[:, 1, ::-1].sum(0)
-        if sums.max() < 0.998 * best_sum:
-            best, best_sum = rounds, float(sums.max())
+        padded = np.concatenate([singles, np.zeros(-len(singles) % (2 * width))])
+        both: Array = padded.reshape(-1, 2, width)  # a round forwards and a round backwards
+        sums = sums + both[:, 0].sum(0) + both[:, 1, ::-1].sum(0)
+        largest = float(np.max(sums))
+        if largest < 0.998 * best_sum:
+            best, best_sum = rounds, largest
     return best
 
 
@@ -153,8 +210,10 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     all_heads = (problem.batch + int(problem.varlen)) * problem.num_heads
     num_tiles = all_heads * num_m_blocks
     grid = min(num_sms, num_tiles)
-    # The model is for sequences of one length; scheduling costs of 10^5 tiles take 1 ms.
-    rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid) if problem.band else 0
+    group = problem.num_heads // problem.num_heads_kv
+    head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
+    # The model is for sequences of one length.
+    rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
     head_pairs = _ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
     return ForwardPlanSpec(

@@ -25,6 +25,8 @@ MAX_HEAD_DIM: Final = 512
 MAX_SPLITS: Final = 32
 MIN_TILES_PER_SPLIT: Final = 4
 """Query tiles that a split must have left: fewer do not pay for adding dk and dv in float32 and converting them."""
+DECODE_ROWS: Final = 32
+"""Up to this many query rows the loop is one tile, most of a large one would be padding."""
 _REGISTERS_PER_SM: Final = 65536
 _SMEM_RESERVED: Final = 1024
 """Shared memory that the driver keeps per thread block."""
@@ -42,7 +44,6 @@ class Tile:
     warps_m_dq: int
     num_stages: int = 1
     num_stages_dout: int = 1
-    num_stages_ds: int = 1
     dim_slices: int = 1
     v_in_smem: bool = True
     blocks_per_sm: int = 1
@@ -51,20 +52,27 @@ class Tile:
 
 # In order of preference within a width. A warp accumulates block_n / warps_n keys x (K + Kv) / (warps_m * dim_slices)
 # columns: 128 registers a thread at most with 16-bit operands, 64 in float32 (split operands need the rest).
+#
+# Times on H200, 2026-11-20, bfloat16, whole backward in ms; FA2 is PyTorch 2.11's FLASH backend in the same process:
+# * D 64 (B4 S4096 H32): 128 x 128 on 4 warps 4.52, causal 2.53; FA2 4.94, 2.79. 64 x 128 with two buffers 4.69, 2.57;
+#   8 warps of 32 keys (block_n 256) 5.03; 8 warps of 16 keys 5.93; FA2's own shape (128 x 128 on 4 x 2 warps) 5.05.
+# * D 128 (B4 S4096 H16): 128 x 128 on 8 warps 4.61, causal 2.52; FA2 4.56, 2.51. 64 x 128 with two buffers 4.74, 2.68;
+#   64 x 64 on 4 warps, two CTAs a multiprocessor 4.87, 2.61 (twice the adds to dq); 8 x 1 warps of 16 keys 4.95.
+# * D 256 (B4 S4096 H8): 128 x 64 5.36, 64 x 64 with two buffers 5.58 to 6.06; FA2 5.43.
+# * D 512 (B2 S4096 H1): 64 x 32 1.08, 32 x 64 in two slices 1.27; PyTorch's efficient kernel 8.99.
+# * float32 (B4 S2048 H16): D 64 3.86, D 128 7.79; PyTorch's efficient kernel 4.93, 9.44. 32 x 64 at D 128 8.62, two
+#   buffers at D 64 4.20.
 TILES_16BIT: Final = (
-    Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
-         num_stages_ds=2, blocks_per_sm=2),
+    Tile(width=64, block_m=128, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, blocks_per_sm=2),
     Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
          blocks_per_sm=2),
-    Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
-         num_stages_ds=2),
+    Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2),
     Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2),
-    Tile(width=128, block_m=64, block_n=128, num_warps=8, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
-         num_stages_ds=2),
+    Tile(width=128, block_m=128, block_n=128, num_warps=8, warps_n=4, warps_m_dq=4),
     Tile(width=128, block_m=64, block_n=128, num_warps=8, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2),
     Tile(width=128, block_m=64, block_n=64, num_warps=4, warps_n=2, warps_m_dq=2, num_stages=2),
     Tile(width=128, block_m=32, block_n=64, num_warps=4, warps_n=2, warps_m_dq=2),
-    Tile(width=256, block_m=64, block_n=64, num_warps=8, warps_n=2, warps_m_dq=2, num_stages=2, num_stages_dout=2),
+    Tile(width=256, block_m=128, block_n=64, num_warps=8, warps_n=2, warps_m_dq=4),
     Tile(width=256, block_m=64, block_n=64, num_warps=8, warps_n=2, warps_m_dq=2),
     Tile(width=256, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2),
     Tile(width=256, block_m=32, block_n=16, num_warps=2, warps_n=1, warps_m_dq=2),
@@ -74,8 +82,6 @@ TILES_16BIT: Final = (
     Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=4, v_in_smem=False),
 )  # fmt: skip
 TILES_32BIT: Final = (
-    Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
-         blocks_per_sm=2),
     Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2),
     Tile(width=128, block_m=64, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2),
     Tile(width=128, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2),
@@ -85,8 +91,6 @@ TILES_32BIT: Final = (
     Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=8),
     Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=8, v_in_smem=False),
 )  # fmt: skip
-DELTA_WARPS: Final = 4
-CONVERT_WARPS: Final = 4
 
 
 def smem_bytes(config: BackwardConfig) -> int:
@@ -96,7 +100,7 @@ def smem_bytes(config: BackwardConfig) -> int:
     elements = config.block_n * (config.head_dim + (config.head_dim_v if config.v_in_smem else 0))
     elements += config.block_m * (config.num_stages * config.head_dim + config.num_stages_dout * config.head_dim_v)
     elements += scores if shares_keys else 0
-    elements += scores * config.num_stages_ds if shares_keys or config.dq == "atomic" else 0
+    elements += scores if shares_keys or config.dq == "atomic" else 0
     return elements * config.itemsize + 16 * config.block_m
 
 
@@ -113,7 +117,7 @@ def tile_config(
     dq: str,
     dbias_dtype: str | None,
 ) -> BackwardConfig:
-    """The dk/dv kernel on one row of the tile table. Without dq nothing follows a tile, so its dS has one buffer."""
+    """The dk/dv kernel on one row of the tile table."""
     config = BackwardConfig(
         kernel="backward_portable",
         arch=arch,
@@ -125,7 +129,6 @@ def tile_config(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         num_stages_dout=tile.num_stages_dout,
-        num_stages_ds=tile.num_stages_ds if dq == "atomic" else 1,
         min_blocks_per_sm=tile.blocks_per_sm,
         aligned=aligned,
         legacy_mma=legacy_mma,
@@ -174,13 +177,16 @@ def choose_backward(
     if num_splits > 1:
         launches.append(_dkv_convert(problem, config, num_n_blocks))
     workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
-    arguments = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit, "legacy_mma": legacy_mma}
     if problem.deterministic:
-        launches.append(portable_dq.choose_dq(problem, **arguments))
+        launches.append(
+            portable_dq.choose_dq(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma)
+        )
     else:
         launches.append(_dq_convert(problem, config, num_m_blocks))
     if problem.dbias and not stores_dbias:
-        dbias_launches, num_dbias_splits, partial_bytes = portable_dq.choose_dbias(problem, **arguments)
+        dbias_launches, num_dbias_splits, partial_bytes = portable_dq.choose_dbias(
+            problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma
+        )
         launches += dbias_launches
         workspaces.append(
             Workspace(field="dbias_partial", nbytes=partial_bytes, params=(("num_dbias_splits", num_dbias_splits),))
@@ -210,8 +216,8 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
             f"head_dim: q has {problem.head_dim} and v {problem.head_dim_v} - the largest backward tile is "
             f"{MAX_HEAD_DIM} - split the heads into parts of at most {MAX_HEAD_DIM}"
         )
-    if legacy_mma and problem.dtype != "float16":
-        reasons.append(f"dtype: {problem.dtype} - compute capability 7.5 multiplies float16 only - convert to float16")
+    if legacy_mma and problem.dtype == "bfloat16":
+        reasons.append("dtype: bfloat16 - compute capability 7.5 has no bfloat16 arithmetic - convert to float16")
     if problem.varlen and problem.bias is not None:
         reasons.append("bias: given with cu_seqlens - packed sequences share no key index - run the batch padded")
     if reasons:
@@ -226,10 +232,10 @@ def _choose_config(
     if legacy_mma:
         smem_limit = min(smem_limit, 64 << 10)  # what a GPU that needs these instructions has
     reasons = []
-    for tile in tiles:
+    for tile in _in_order(tiles, problem.seqlen_q):
         if tile.width < max(head_dim, head_dim_v):
             continue
-        if legacy_mma and tile.num_stages * tile.num_stages_dout * tile.num_stages_ds > 1:
+        if legacy_mma and tile.num_stages * tile.num_stages_dout > 1:
             continue  # without cp.async a second buffer hides nothing
         config = tile_config(
             tile,
@@ -250,6 +256,13 @@ def _choose_config(
             f"shared memory, {tile.blocks_per_sm} blocks per multiprocessor - {arch} has {smem_limit} per block"
         )
     raise UnsupportedError("no tile of the dk/dv kernel fits", reasons)
+
+
+def _in_order(tiles: tuple[Tile, ...], seqlen_q: int) -> tuple[Tile, ...]:
+    """Tiles in order of preference: for a few query rows (decoding), those with the fewest rows first."""
+    if seqlen_q > DECODE_ROWS:
+        return tiles
+    return tuple(sorted(tiles, key=lambda tile: tile.block_m if tile.dim_slices == 1 else tile.block_m + 128))
 
 
 def _blocks_per_sm(config: BackwardConfig, smem_limit: int) -> int:
@@ -277,7 +290,7 @@ def _choose_splits(
     return max(1, min(slots // blocks, tiles // MIN_TILES_PER_SPLIT, MAX_SPLITS))
 
 
-def _plain(config: BackwardConfig, kernel: str, num_warps: int) -> BackwardConfig:
+def _plain(config: BackwardConfig, kernel: str) -> BackwardConfig:
     """Config of a kernel without products: only what it reads, so that problems share it."""
     return BackwardConfig(
         kernel=kernel,
@@ -287,7 +300,7 @@ def _plain(config: BackwardConfig, kernel: str, num_warps: int) -> BackwardConfi
         head_dim_v=config.head_dim_v,
         block_m=config.block_m,
         block_n=config.block_n,
-        num_warps=num_warps,
+        num_warps=8 if config.block_m >= 128 else 4,
         aligned=config.aligned,
         features=Features(varlen=config.features.varlen),
         dq=config.dq,
@@ -295,7 +308,7 @@ def _plain(config: BackwardConfig, kernel: str, num_warps: int) -> BackwardConfi
 
 
 def _delta(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
-    delta = _plain(config, "delta", DELTA_WARPS)
+    delta = _plain(config, "delta")
     grid = num_m_blocks * problem.num_heads * problem.batch
     return Launch(
         config=delta, grid=grid, block=delta.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
@@ -315,7 +328,7 @@ def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, n
 
 
 def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int) -> Launch:
-    convert = _plain(config, "dkv_convert", CONVERT_WARPS)
+    convert = _plain(config, "dkv_convert")
     grid = num_n_blocks * problem.num_heads_kv * problem.batch
     return Launch(
         config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_n_blocks", num_n_blocks),)
@@ -323,7 +336,7 @@ def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks
 
 
 def _dq_convert(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
-    convert = _plain(config, "dq_convert", CONVERT_WARPS)
+    convert = _plain(config, "dq_convert")
     grid = num_m_blocks * problem.num_heads * (problem.batch + problem.varlen)
     return Launch(
         config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)

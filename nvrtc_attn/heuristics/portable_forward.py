@@ -86,17 +86,17 @@ def _round_up(value: int, multiple: int) -> int:
     return _ceil_div(value, multiple) * multiple
 
 
-def _tiles(config: ForwardConfig, seqlen_q: int, seqlen_k: int) -> Iterator[Tile]:
+def _tiles(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_limit: int) -> Iterator[Tile]:
     """The tile table: choices for ``config`` (whose tile fields are placeholders), best first.
 
     Times are those of one NVIDIA H200, 2026-11-20, bfloat16 unless stated, against the tile that lost.
     """
-    for tile in _tiles_by_shape(config, seqlen_q):
+    for tile in _tiles_by_shape(config, seqlen_q, smem_limit):
         # Few keys (cross-attention to 77 tokens): a tile need not be wider than they are.
         yield replace(tile, block_n=max(16 * tile.warps_n, min(tile.block_n, _round_up(seqlen_k, 16))))
 
 
-def _tiles_by_shape(config: ForwardConfig, seqlen_q: int) -> Iterator[Tile]:
+def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, smem_limit: int) -> Iterator[Tile]:
     features = config.features
     dim, dim_v = config.head_dim, config.head_dim_v
     fast_loads = config.aligned and not config.legacy_mma
@@ -106,7 +106,7 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int) -> Iterator[Tile]:
         if config.itemsize == 2:
             yield Tile(block_m=64, block_n=64, num_warps=8, warps_d=2)
             yield Tile(block_m=64, block_n=32, num_warps=8, warps_d=2)
-        yield Tile(block_m=32, block_n=32, num_warps=4, warps_d=2)
+            yield Tile(block_m=32, block_n=32, num_warps=4, warps_d=2)  # float32 spills up to 416 bytes here
         yield Tile(block_m=32, block_n=16, num_warps=4, warps_d=2)
         yield Tile(block_m=16, block_n=16, num_warps=4, warps_d=4)
         return
@@ -144,7 +144,11 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int) -> Iterator[Tile]:
             # D 128, B4 S4096 H16: 409 TFLOP/s; 2 stages: 396; 128 x 32: 343; 64 x 64: 315; 128 x 128 with 8 warps: 320,
             # 256 x 64 with 8 warps: 379. D 80: 305, 128 x 128: 288. D 192 and 128: 339, 64 x 64: 266.
             # Bias, D 64, B4 S2048 H16: 0.421 ms; 64 x 64: 0.472; 128 x 64 with 8 warps: 0.632.
-            yield Tile(block_m=128, block_n=64, num_warps=4, min_blocks_per_sm=2)
+            block_n = 64
+            if dim_v > 64:
+                # 100 KB a multiprocessor holds two blocks only with 32 keys; for 10.x ptxas spills 76 bytes with 64.
+                block_n = 32 if smem_limit < 128 << 10 else 64 if config.arch in ("sm_80", "sm_87", "sm_90") else 48
+            yield Tile(block_m=128, block_n=block_n, num_warps=4, min_blocks_per_sm=2)
         elif dim_v <= (128 if reads_scores else 160):
             # D 160, B2 S4096 H16: 364 TFLOP/s; 64 x 64: 305; 128 x 64 with 8 warps: 271.
             # Bias, D 128, B4 S2048 H16: 0.661 ms; 64 x 64: 0.715; 128 x 64 with 8 warps: 0.799.
@@ -216,7 +220,7 @@ def choose_forward(
         legacy_mma=legacy_mma,
         features=features_of(problem),
     )
-    candidates = [_with_tile(base, tile) for tile in _tiles(base, problem.seqlen_q, problem.seqlen_k)]
+    candidates = [_with_tile(base, tile) for tile in _tiles(base, problem.seqlen_q, problem.seqlen_k, smem_limit)]
     config = next((c for c in candidates if smem_bytes(c) <= smem_limit), None)
     if config is None:
         least = min(smem_bytes(c) for c in candidates)

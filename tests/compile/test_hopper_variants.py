@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -60,6 +61,10 @@ VARIANTS: dict[str, AttentionProblem] = {
     **{f"d{d}_causal": problem(d, **CAUSAL) for d in (40, 64, 80, 96, 128, 192, 256)},
     "d192_dv128_causal": problem(192, 128, **CAUSAL),
     "d128_float16": problem(128, dtype="float16"),
+    **{f"d{d}_causal_long": problem(d, seqlen_q=4096, seqlen_k=4096, **CAUSAL) for d in (64, 128, 256)},
+    "d64_causal_2048": problem(64, seqlen_q=2048, seqlen_k=2048, **CAUSAL),
+    "d64_varlen": problem(64, varlen=True, batch=1),
+    "bias_float32_causal": problem(64, bias=dataclasses.replace(SCORES, dtype="float32"), **CAUSAL),
     "window": problem(128, window_left=100, window_right=20),
     "varlen": problem(128, varlen=True, batch=1, **CAUSAL),
     "seqused_k": problem(64, seqused_k=True),
@@ -69,7 +74,12 @@ VARIANTS: dict[str, AttentionProblem] = {
     "mask": problem(64, mask=SCORES),
     "dropout": problem(64, dropout_p=0.1),
     "dropout_causal": problem(128, dropout_p=0.1, **CAUSAL),
-    "everything": problem(256, bias=SCORES, mask=SCORES, softcap=30.0, dropout_p=0.1, **CAUSAL),
+    "everything": problem(128, bias=SCORES, mask=SCORES, softcap=30.0, dropout_p=0.1, **CAUSAL),
+    "d64_everything": problem(64, bias=SCORES, mask=SCORES, softcap=30.0, dropout_p=0.1, **CAUSAL),
+    "d192_everything": problem(192, bias=SCORES, mask=SCORES, softcap=30.0, dropout_p=0.1, **CAUSAL),
+    "d256_bias": problem(256, bias=SCORES),
+    "d256_mask_causal": problem(256, mask=SCORES, **CAUSAL),
+    "d256_bias_causal": problem(256, bias=SCORES, **CAUSAL),
 }
 
 

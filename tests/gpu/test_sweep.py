@@ -15,8 +15,8 @@ import pytest
 from cases import Case
 from harness import check
 
-STRUCTURES = int(os.environ.get("NVRTC_ATTN_TEST_SWEEP", "40"))
-PROBLEMS = 14
+STRUCTURES = int(os.environ.get("NVRTC_ATTN_TEST_SWEEP", "60"))
+PROBLEMS = 35
 SEED = 20261120
 
 

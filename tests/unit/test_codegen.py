@@ -16,7 +16,15 @@ from config_variants import config_variants
 from nvrtc_attn import codegen, precompile
 from nvrtc_attn.codegen import ENTRY_NAME, entry_source
 from nvrtc_attn.compile import compile_source
-from nvrtc_attn.config import BackwardConfig, DbiasConfig, DqConfig, Features, ForwardConfig, HopperForwardConfig, KernelConfig
+from nvrtc_attn.config import (
+    BackwardConfig,
+    DbiasConfig,
+    DqConfig,
+    Features,
+    ForwardConfig,
+    HopperForwardConfig,
+    KernelConfig,
+)
 from nvrtc_attn.errors import CompileError
 from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.params import BackwardParams, ForwardParams

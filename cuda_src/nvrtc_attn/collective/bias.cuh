@@ -16,7 +16,8 @@ struct ScoreTensor {
   NVRTC_ATTN_DEVICE ScoreTensor(Element* tensor, int b, int h, index_t stride_b, index_t stride_h, index_t stride_m_,
                                 index_t stride_n_)
       : base(tensor + index_t(b) * stride_b + index_t(h) * stride_h), stride_m(stride_m_), stride_n(stride_n_) {
-    pairs = stride_n == 1 && stride_m % 2 == 0 && reinterpret_cast<unsigned long long>(base) % (2 * sizeof(Element)) == 0;
+    pairs =
+        stride_n == 1 && stride_m % 2 == 0 && reinterpret_cast<unsigned long long>(base) % (2 * sizeof(Element)) == 0;
   }
 
   NVRTC_ATTN_DEVICE Element* at(int i, int j) const { return base + index_t(i) * stride_m + index_t(j) * stride_n; }
@@ -43,7 +44,8 @@ NVRTC_ATTN_DEVICE float2 load_score_pair(ScoreTensor<Element const> const& t, in
 }
 
 // The same two positions of a byte mask: bit 0 for column j, bit 1 for column j + 1, set = keep.
-NVRTC_ATTN_DEVICE unsigned load_mask_pair(ScoreTensor<unsigned char const> const& t, int i, int j, int len_q, int len_k) {
+NVRTC_ATTN_DEVICE unsigned load_mask_pair(ScoreTensor<unsigned char const> const& t, int i, int j, int len_q,
+                                          int len_k) {
   if (i >= len_q || j >= len_k) return 0;
   unsigned char const* p = t.at(i, j);
   if (t.pairs && j + 1 < len_k) {
@@ -57,7 +59,8 @@ NVRTC_ATTN_DEVICE unsigned load_mask_pair(ScoreTensor<unsigned char const> const
 
 // Write two neighbouring columns of a gradient, skipping what lies outside.
 template <class Element>
-NVRTC_ATTN_DEVICE void store_score_pair(ScoreTensor<Element> const& t, int i, int j, int len_q, int len_k, float x, float y) {
+NVRTC_ATTN_DEVICE void store_score_pair(ScoreTensor<Element> const& t, int i, int j, int len_q, int len_k, float x,
+                                        float y) {
   if (i >= len_q || j >= len_k) return;
   Element* p = t.at(i, j);
   if (t.pairs && j + 1 < len_k) {

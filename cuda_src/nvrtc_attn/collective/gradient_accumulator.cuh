@@ -18,8 +18,8 @@ constexpr int kAccumBlock = 128;  // floats of one 16 x 8 block
 
 NVRTC_ATTN_DEVICE void add_block(float* block, AccTile const& c, int lane) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(block + 4 * lane), "f"(c[0]), "f"(c[1]),
-               "f"(c[2]), "f"(c[3])
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(block + 4 * lane), "f"(c[0]),
+               "f"(c[1]), "f"(c[2]), "f"(c[3])
                : "memory");
 #else
 #pragma unroll
@@ -55,8 +55,8 @@ NVRTC_ATTN_DEVICE index_t accumulator_row0(int row0, int b) {
 // One tile of `rows` rows of the workspace -> gradient in its own type and layout, times `factor`.
 // `accum` starts at a multiple of 16 rows; kWidth is its width. All threads of the CTA take part.
 template <int kWidth, int kRows, int kThreads, bool kAligned, class Element>
-NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, index_t stride_row, index_t stride_col, int rows,
-                                           int cols, float factor, int tid) {
+NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, index_t stride_row, index_t stride_col,
+                                           int rows, int cols, float factor, int tid) {
   constexpr int kTiles = kWidth / 8;
   // Sixteen neighbouring threads read the sixteen rows of one block (whole lines), the next sixteen the next block.
 #pragma unroll 4
@@ -88,14 +88,15 @@ NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, ind
 // Zero the rows of one head that lie in no sequence: before cu_seqlens[0] and from cu_seqlens[batch] to `total`. `part` of
 // `num_parts` CTAs share the rows.
 template <int kThreads, class Element>
-NVRTC_ATTN_DEVICE void zero_unused_rows(Element* head, index_t stride_row, index_t stride_col, int const* cu_seqlens, int batch,
-                                        int total, int cols, int part, int num_parts, int tid) {
+NVRTC_ATTN_DEVICE void zero_unused_rows(Element* head, index_t stride_row, index_t stride_col, int const* cu_seqlens,
+                                        int batch, int total, int cols, int part, int num_parts, int tid) {
   int const before = cu_seqlens[0];
   int const after = cu_seqlens[batch];
   int const count = before + max(total - after, 0);
   for (int n = part; n < count; n += num_parts) {
     int const row = n < before ? n : after + (n - before);
-    for (int d = tid; d < cols; d += kThreads) head[index_t(row) * stride_row + index_t(d) * stride_col] = Element(0.0f);
+    for (int d = tid; d < cols; d += kThreads)
+      head[index_t(row) * stride_row + index_t(d) * stride_col] = Element(0.0f);
   }
 }
 

@@ -9,30 +9,20 @@
 namespace nvrtc_attn {
 
 // Keep bits of one transposed 16 x 8 accumulator tile (16 keys from j0, 8 queries from i0): bit e for value e of the tile.
-// One Philox block per thread and tile: thread 4 * i + q draws keys 4q..4q + 3 of query i, votes carry the bits across.
-// Must be called by whole warps.
+// Thread (g, t) draws Philox block t of the four that hold query i0 + g's keys: one block per thread and tile, and a fifth
+// where rows do not start at multiples of four. Must be called by whole warps.
 NVRTC_ATTN_DEVICE unsigned keep_bits_transposed(Dropout const& dropout, int i0, int j0, int lane) {
-  unsigned long long const start = dropout.row0 + (unsigned long long)(i0 + (lane >> 2)) * dropout.pitch + unsigned(j0);
   int const g = lane >> 2;
   int const t = lane & 3;
-  unsigned bits = 0;
-  if (__all_sync(0xffffffffu, (start & 3) == 0)) {
-    uint4 const w = philox_block(dropout.seed, (start >> 2) + t);
-    unsigned const key0 = __ballot_sync(0xffffffffu, w.x > dropout.threshold);
-    unsigned const key1 = __ballot_sync(0xffffffffu, w.y > dropout.threshold);
-    unsigned const key2 = __ballot_sync(0xffffffffu, w.z > dropout.threshold);
-    unsigned const key3 = __ballot_sync(0xffffffffu, w.w > dropout.threshold);
-    // Key g is word g % 4 of quad g / 4 (and of quad 2 + g / 4 for key g + 8); query 2t is threads 8t.., 2t + 1 four later.
-    unsigned const vote = ((g & 2) ? ((g & 1) ? key3 : key2) : ((g & 1) ? key1 : key0)) >> (8 * t + (g >> 2));
-    bits = (vote & 1) | (vote >> 3 & 2) | (vote & 4) | (vote >> 3 & 8);
-  } else {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      unsigned long long const row = dropout.row0 + (unsigned long long)(i0 + 2 * t + (e & 1)) * dropout.pitch;
-      bits |= unsigned(dropout.keep(row + unsigned(j0 + g + 8 * (e >> 1)))) << e;
-    }
-  }
-  return bits;
+  unsigned long long const start = dropout.row0 + (unsigned long long)(i0 + g) * dropout.pitch + unsigned(j0);
+  unsigned row = dropout.block_bits((start >> 2) + t) << (4 * t);
+  row |= __shfl_xor_sync(0xffffffffu, row, 1);
+  row |= __shfl_xor_sync(0xffffffffu, row, 2);
+  unsigned const shift = unsigned(start) & 3;
+  if (__any_sync(0xffffffffu, shift != 0)) row = (row | dropout.block_bits((start >> 2) + 4) << 16) >> shift;
+  unsigned const even = __shfl_sync(0xffffffffu, row, 8 * t) >> g;  // query 2t: bit 0 for key g, bit 8 for key g + 8
+  unsigned const odd = __shfl_sync(0xffffffffu, row, 8 * t + 4) >> g;
+  return (even & 1) | (odd & 1) << 1 | (even >> 6 & 4) | (odd >> 5 & 8);
 }
 
 template <class Traits>
@@ -50,7 +40,8 @@ struct TransposedScoreGradient {
   float multiplier;  // of kept probabilities: 1 / (1 - p)
   int dbias_cols;    // columns to write: all keys of the tensor, also those that seqused_k leaves out
 
-  NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_, int len_k)
+  NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_,
+                                            int len_k)
       : positions(params, len_q, len_k),
         bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
              params.bias_stride_m, params.bias_stride_n),
@@ -106,10 +97,19 @@ struct TransposedScoreGradient {
   template <int kN, int kM>
   NVRTC_ATTN_DEVICE void operator()(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
                                     float const* row_lse, float const* row_delta, int i0, int j0, int lane) const {
+    // Four bits a tile. A loop, not unrolled in full: the code of 16 Philox blocks overflows the instruction cache.
+    unsigned keep = 0;
+    if constexpr (Traits::kDropout) {
+      static_assert(kN * kM <= 8);
+#pragma unroll 2
+      for (int tile = 0; tile < kN * kM; ++tile) {
+        keep |= keep_bits_transposed(dropout, i0 + tile / kN * 8, j0 + tile % kN * 16, lane) << (4 * tile);
+      }
+    }
     if (i0 + 8 * kM <= positions.len_q && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
-      apply<false>(s, dp, words, row_lse, row_delta, i0, j0, lane);
+      apply<false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
     } else {
-      apply<true>(s, dp, words, row_lse, row_delta, i0, j0, lane);
+      apply<true>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
     }
   }
 
@@ -138,7 +138,8 @@ struct TransposedScoreGradient {
 
   template <bool kCheckPosition, int kN, int kM>
   NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
-                               float const* row_lse, float const* row_delta, int i0, int j0, int lane) const {
+                               unsigned keep_bits, float const* row_lse, float const* row_delta, int i0, int j0,
+                               int lane) const {
     int const g = lane >> 2;
     int const t = lane & 3;
 #pragma unroll
@@ -150,8 +151,7 @@ struct TransposedScoreGradient {
       float const delta[2] = {row_d.x, row_d.y};
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        unsigned keep = 0;
-        if constexpr (Traits::kDropout) keep = keep_bits_transposed(dropout, i0 + 8 * m, j0 + 16 * n, lane);
+        unsigned const keep = keep_bits >> (4 * (m * kN + n));
         float tile_bias[4];  // as the accumulators: query e % 2, key half e / 2
         if constexpr (kBiasWords) {
 #pragma unroll

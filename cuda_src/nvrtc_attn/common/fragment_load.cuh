@@ -19,8 +19,8 @@ NVRTC_ATTN_DEVICE cute::uint128_t const& as_vector(void const* p) {
 template <class Tile, class Element>
 NVRTC_ATTN_DEVICE FragmentA<Element> load_a(Element const* tile, int row0, int step, int lane) {
   FragmentA<Element> a;
-  cute::SM75_U32x4_LDSM_N::copy(as_vector(tile + Tile::chunk_offset(row0 + (lane & 15), 2 * step + (lane >> 4))), a.x[0],
-                                a.x[1], a.x[2], a.x[3]);
+  cute::SM75_U32x4_LDSM_N::copy(as_vector(tile + Tile::chunk_offset(row0 + (lane & 15), 2 * step + (lane >> 4))),
+                                a.x[0], a.x[1], a.x[2], a.x[3]);
   prepare(a);
   return a;
 }
@@ -39,8 +39,8 @@ template <class Tile, class Element>
 NVRTC_ATTN_DEVICE void load_b_pair(Element const* tile, int col0, int step, int lane, FragmentB<Element>& b0,
                                    FragmentB<Element>& b1) {
   int const row = col0 + (lane & 7) + ((lane >> 4) << 3);
-  cute::SM75_U32x4_LDSM_N::copy(as_vector(tile + Tile::chunk_offset(row, 2 * step + ((lane >> 3) & 1))), b0.x[0], b0.x[1],
-                                b1.x[0], b1.x[1]);
+  cute::SM75_U32x4_LDSM_N::copy(as_vector(tile + Tile::chunk_offset(row, 2 * step + ((lane >> 3) & 1))), b0.x[0],
+                                b0.x[1], b1.x[0], b1.x[1]);
   prepare(b0);
   prepare(b1);
 }

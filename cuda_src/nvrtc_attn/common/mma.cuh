@@ -77,8 +77,8 @@ NVRTC_ATTN_DEVICE void multiply_fma(AccTile& c, FragmentA<float> const& a, Fragm
   for (int i = 0; i < 2; ++i) bv[i] = __uint_as_float(b.x[i]) + __uint_as_float(b.low[i]);
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
-    int const row_lane = (lane & ~3) | (k & 3);              // holds column k of this thread's rows
-    int const col_lane = ((lane & 3) << 3) | (k & 3);        // holds row k of column 2t; column 2t + 1 is four lanes on
+    int const row_lane = (lane & ~3) | (k & 3);        // holds column k of this thread's rows
+    int const col_lane = ((lane & 3) << 3) | (k & 3);  // holds row k of column 2t; column 2t + 1 is four lanes on
     float const upper = __shfl_sync(0xffffffffu, av[k >> 2 << 1], row_lane);
     float const lower = __shfl_sync(0xffffffffu, av[(k >> 2 << 1) + 1], row_lane);
     float const left = __shfl_sync(0xffffffffu, bv[k >> 2], col_lane);
@@ -130,8 +130,8 @@ NVRTC_ATTN_DEVICE void mma_term(AccTile& c, FragmentA<Element> const& a, Fragmen
   if constexpr (kTerms<Element, kLegacy> == 3) {
     uint32_t const(&x)[4] = kTerm == 0 ? a.low : a.x;
     uint32_t const(&y)[2] = kTerm == 1 ? b.low : b.x;
-    cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(c[0], c[1], c[2], c[3], x[0], x[1], x[2], x[3], y[0], y[1], c[0], c[1], c[2],
-                                             c[3]);
+    cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(c[0], c[1], c[2], c[3], x[0], x[1], x[2], x[3], y[0], y[1], c[0], c[1],
+                                             c[2], c[3]);
   } else {
     mma<Element, kLegacy>(c, a, b);
   }
@@ -172,11 +172,17 @@ NVRTC_ATTN_DEVICE float to_float(float x) { return x; }
 template <class Element>
 NVRTC_ATTN_DEVICE Element from_float(float x);
 template <>
-NVRTC_ATTN_DEVICE half_t from_float<half_t>(float x) { return __float2half_rn(x); }
+NVRTC_ATTN_DEVICE half_t from_float<half_t>(float x) {
+  return __float2half_rn(x);
+}
 template <>
-NVRTC_ATTN_DEVICE bfloat16_t from_float<bfloat16_t>(float x) { return __float2bfloat16_rn(x); }
+NVRTC_ATTN_DEVICE bfloat16_t from_float<bfloat16_t>(float x) {
+  return __float2bfloat16_rn(x);
+}
 template <>
-NVRTC_ATTN_DEVICE float from_float<float>(float x) { return x; }
+NVRTC_ATTN_DEVICE float from_float<float>(float x) {
+  return x;
+}
 
 // An accumulator row block as the left operand of the next product: columns become the contraction.
 // 16-bit: two 16 x 8 tiles make one k-step in natural order. float32: one tile makes one k-step whose contraction index is

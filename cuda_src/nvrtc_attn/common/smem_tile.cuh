@@ -21,14 +21,13 @@ struct SmemTile {
   static constexpr int kSwizzleMask = (1 << kSwizzleBits) - 1;
   static constexpr int kSize = kRows * kCols;  // elements
   static constexpr int kBytes = kSize * int(sizeof(Element));
-  using Layout = cute::Layout<cute::Shape<cute::Int<kRows>, cute::Int<kCols>>, cute::Stride<cute::Int<kCols>, cute::_1>>;
+  using Layout =
+      cute::Layout<cute::Shape<cute::Int<kRows>, cute::Int<kCols>>, cute::Stride<cute::Int<kCols>, cute::_1>>;
 
   static NVRTC_ATTN_DEVICE int swizzle(int row) { return (row >> kSwizzleShift) & kSwizzleMask; }
 
   // Offset in elements of chunk `chunk` of row `row`.
-  static NVRTC_ATTN_DEVICE int chunk_offset(int row, int chunk) {
-    return Layout{}(row, (chunk ^ swizzle(row)) * kVec);
-  }
+  static NVRTC_ATTN_DEVICE int chunk_offset(int row, int chunk) { return Layout{}(row, (chunk ^ swizzle(row)) * kVec); }
 
   // Offset in elements of one element.
   static NVRTC_ATTN_DEVICE int offset(int row, int col) { return chunk_offset(row, col / kVec) + col % kVec; }

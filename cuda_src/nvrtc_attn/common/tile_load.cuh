@@ -95,16 +95,16 @@ NVRTC_ATTN_DEVICE void load_tile(Element* tile, Element const* src, index_t stri
 // nothing else (load_tile() works its addresses out anew, some 40 instructions more).
 template <class Tile, int kThreads, bool kAligned, bool kLegacy, class Element>
 struct DescendingTileLoader {
-  static constexpr int kRowsPerPass = kThreads / Tile::kChunks;
-  static_assert(kRowsPerPass > 0, "a tile row has at most one chunk per thread");
+  // A thread has one chunk column; with more chunks a row than threads, every kThreads-th one.
+  static constexpr int kRowsPerPass = kThreads / Tile::kChunks > 0 ? kThreads / Tile::kChunks : 1;
+  static constexpr int kColumns = (Tile::kChunks + kThreads - 1) / kThreads;
   static constexpr int kPasses = (Tile::kRows + kRowsPerPass - 1) / kRowsPerPass;
   static constexpr int kOverhang = kPasses * kRowsPerPass - Tile::kRows;  // rows of the first pass beyond the tile
   static constexpr int kElementBytes = int(sizeof(Element));
   Element const* source;  // this thread's chunk of the first pass, that with the highest rows, of the next tile
 
   // `last_tile` is the first row of the tile that is loaded first.
-  NVRTC_ATTN_DEVICE DescendingTileLoader(Element const* last_tile, index_t stride_row,
-                                         index_t stride_col, int tid) {
+  NVRTC_ATTN_DEVICE DescendingTileLoader(Element const* last_tile, index_t stride_row, index_t stride_col, int tid) {
     int const row0 = tid / Tile::kChunks;
     int const chunk = tid % Tile::kChunks;
     source = last_tile + index_t(row0 + (kPasses - 1) * kRowsPerPass) * stride_row +
@@ -118,8 +118,9 @@ struct DescendingTileLoader {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
     int const row0 = tid / Tile::kChunks;
     int const chunk = tid % Tile::kChunks;
-    uint32_t const destination = cute::cast_smem_ptr_to_uint(tile) + bytes + kElementBytes * Tile::chunk_offset(row0, chunk);
-    if (kThreads % Tile::kChunks != 0 && row0 >= kRowsPerPass) return;
+    uint32_t const destination =
+        cute::cast_smem_ptr_to_uint(tile) + bytes + kElementBytes * Tile::chunk_offset(row0, chunk);
+    if (kColumns == 1 && kThreads % Tile::kChunks != 0 && row0 >= kRowsPerPass) return;
     index_t const step = index_t(kRowsPerPass) * stride_row;
     if constexpr (kAligned && !kLegacy) {
       if (rows >= Tile::kRows && cols >= Tile::kCols) {
@@ -127,6 +128,7 @@ struct DescendingTileLoader {
         for (int pass = kPasses - 1; pass >= 0; --pass) {
           int const row = row0 + pass * kRowsPerPass;
           uint32_t to;
+          static_assert(kColumns == 1 || kThreads % 8 == 0, "the swizzle does not see the columns of a thread");
           if constexpr (kRowsPerPass % 8 == 0 || (kRowsPerPass & (kRowsPerPass - 1)) == 0) {
             // The swizzle sees the row modulo eight, in which a pass adds bits of its own: a constant xor and distance.
             int const swizzle = Tile::swizzle(pass * kRowsPerPass);
@@ -135,7 +137,12 @@ struct DescendingTileLoader {
             to = cute::cast_smem_ptr_to_uint(tile) + bytes + kElementBytes * Tile::chunk_offset(row, chunk);
           }
           if ((pass + 1) * kRowsPerPass <= Tile::kRows || row < Tile::kRows) {
-            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(source));
+#pragma unroll
+            for (int c = 0; c < kColumns; ++c) {
+              if (kColumns > 1 && chunk + c * kThreads >= Tile::kChunks) break;
+              asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + 16 * c * kThreads),
+                           "l"(source + c * kThreads * Tile::kVec));
+            }
           }
           source -= step;
         }
@@ -143,11 +150,17 @@ struct DescendingTileLoader {
 #pragma unroll 1
         for (int row = row0 + (kPasses - 1) * kRowsPerPass; row >= 0; row -= kRowsPerPass, source -= step) {
           if (kOverhang > 0 && row >= Tile::kRows) continue;
-          uint32_t const to =
-              cute::cast_smem_ptr_to_uint(tile) + kElementBytes * Tile::chunk_offset(row, chunk) + bytes;
-          // No byte is read when the size is zero, so the address may lie outside the tensor.
-          int const size = row < rows && chunk * Tile::kVec < cols ? 16 : 0;
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(size));
+#pragma unroll
+          for (int c = 0; c < kColumns; ++c) {
+            int const column = chunk + c * kThreads;
+            if (kColumns > 1 && column >= Tile::kChunks) break;
+            uint32_t const to =
+                cute::cast_smem_ptr_to_uint(tile) + kElementBytes * Tile::chunk_offset(row, column) + bytes;
+            // No byte is read when the size is zero, so the address may lie outside the tensor.
+            int const size = row < rows && column * Tile::kVec < cols ? 16 : 0;
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                         "l"(source + c * kThreads * Tile::kVec), "r"(size));
+          }
         }
       }
     } else {

@@ -31,7 +31,8 @@ struct Mbarrier {
         "@done bra DONE;\n"
         "bra RETRY;\n"
         "DONE:\n"
-        "}" ::"r"(address), "r"(parity)
+        "}" ::"r"(address),
+        "r"(parity)
         : "memory");
   }
 };

@@ -18,18 +18,20 @@ constexpr int kSlabColumns = 64;
 constexpr int kSlabRowBytes = 128;
 
 // Bytes of a tile of `rows` x `cols`.
-constexpr int slab_tile_bytes(int rows, int cols) { return (cols + kSlabColumns - 1) / kSlabColumns * rows * kSlabRowBytes; }
+constexpr int slab_tile_bytes(int rows, int cols) {
+  return (cols + kSlabColumns - 1) / kSlabColumns * rows * kSlabRowBytes;
+}
 
 template <class Element, int kN, MatrixMajor kMajorB>
 struct WgmmaAtoms;
-#define NVRTC_ATTN_WGMMA_ATOMS(n)                                                    \
-  template <MatrixMajor kMajorB>                                                     \
-  struct WgmmaAtoms<half_t, n, kMajorB> {                                            \
+#define NVRTC_ATTN_WGMMA_ATOMS(n)                                                         \
+  template <MatrixMajor kMajorB>                                                          \
+  struct WgmmaAtoms<half_t, n, kMajorB> {                                                 \
     using SS = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<MatrixMajor::K, kMajorB>;   \
     using RS = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<MatrixMajor::K, kMajorB>;   \
-  };                                                                                 \
-  template <MatrixMajor kMajorB>                                                     \
-  struct WgmmaAtoms<bfloat16_t, n, kMajorB> {                                        \
+  };                                                                                      \
+  template <MatrixMajor kMajorB>                                                          \
+  struct WgmmaAtoms<bfloat16_t, n, kMajorB> {                                             \
     using SS = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<MatrixMajor::K, kMajorB>; \
     using RS = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_RS<MatrixMajor::K, kMajorB>; \
   };
@@ -75,7 +77,8 @@ struct IndexRange<0, kIndex...> {
 };
 
 template <class Atom, int kTiles, int... kIndex>
-NVRTC_ATTN_DEVICE void wgmma_ss(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b, bool accumulate, IndexList<kIndex...>) {
+NVRTC_ATTN_DEVICE void wgmma_ss(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b, bool accumulate,
+                                IndexList<kIndex...>) {
   Atom::fma(a, b, c[0][kIndex / 4][kIndex % 4]...,
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
@@ -84,9 +87,9 @@ NVRTC_ATTN_DEVICE void wgmma_rs(AccTile (&c)[1][kTiles], Fragment const& a, uint
   Atom::fma(a.x[0], a.x[1], a.x[2], a.x[3], b, c[0][kIndex / 4][kIndex % 4]..., cute::SM90::GMMA::ScaleOut::One);
 }
 
-// c = A B^T: A is 64 rows of slabs of kRowsA rows, B kTiles * 8 rows of its own slabs, both kColumns wide.
+// c = A B^T: A is 64 rows of slabs of kRowsA rows, B kTiles * 8 rows of slabs of kRowsB rows, both kColumns wide.
 // Starts the products; c must not be touched before wait_products.
-template <class Element, int kRowsA, int kColumns, int kTiles>
+template <class Element, int kRowsA, int kRowsB, int kColumns, int kTiles>
 NVRTC_ATTN_DEVICE void start_product_abt(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
   using Atom = typename WgmmaAtoms<Element, 8 * kTiles, MatrixMajor::K>::SS;
   constexpr int kStepsPerSlab = kSlabColumns / 16;
@@ -94,8 +97,9 @@ NVRTC_ATTN_DEVICE void start_product_abt(AccTile (&c)[1][kTiles], uint64_t a, ui
   for (int step = 0; step < kColumns / 16; ++step) {
     int const slab = step / kStepsPerSlab;
     int const offset = step % kStepsPerSlab * (32 >> 4);
-    wgmma_ss<Atom>(c, a + slab * (kRowsA * kSlabRowBytes >> 4) + offset, b + slab * (8 * kTiles * kSlabRowBytes >> 4) + offset,
-                   step != 0, typename IndexRange<4 * kTiles>::Type{});
+    wgmma_ss<Atom>(c, a + slab * (kRowsA * kSlabRowBytes >> 4) + offset,
+                   b + slab * (kRowsB * kSlabRowBytes >> 4) + offset, step != 0,
+                   typename IndexRange<4 * kTiles>::Type{});
   }
 }
 

@@ -1,18 +1,18 @@
 // dk and dv of one key tile, with dq added into a float32 workspace and, when asked for, dS written as dbias.
 //
 // One CTA owns kBlockN keys of one (batch, key head) and loops over the query tiles that see them, of every query head that
-// shares the key head. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, on kWarpsN x kWarpsM warps over
-// keys x queries: the accumulators of P^T and dS^T are then left operands of dV += P^T dO and dK += dS^T Q as they stand.
-// A warp accumulates its keys and 1 / kWarpsM of the head dim: with kWarpsM = 1 (head dim <= 64) P never leaves registers, otherwise
-// the warps that share keys exchange P^T and dS^T through shared memory, each starting with its own part. dq needs dS
-// of all warps: dS^T goes to shared memory and kWarpsMdQ x (rest) warps compute dS K and add it with red.global.
+// shares the key head. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, on kWarpsN x kWarpsM warps over keys x
+// queries: the accumulators of P^T and dS^T are then left operands of dV += P^T dO and dK += dS^T Q as they stand. A warp
+// accumulates its keys and 1 / kWarpsM of the head dim: with kWarpsM = 1 (head dim <= 64) P never leaves registers, otherwise
+// the warps that share keys exchange P^T and dS^T through shared memory, each starting with its own part. dq needs dS of all
+// warps: dS^T goes to shared memory and kWarpsMdQ x (rest) warps compute dS K and add it with red.global.
 //
-// Barriers of one query tile: (1) its Q, dO, statistics have landed and the previous tile is done with; (2) kWarpsM > 1: the
-// warps sharing keys have exchanged P^T and dS^T (named barrier); (3) dS^T is complete. With two dS buffers the dq product of
-// a tile follows barrier (1) of the next one and (3) is not needed.
+// Barriers of one query tile: (1) its Q, dO and statistics have landed and the previous tile is done with; (2) kWarpsM > 1:
+// the warps sharing keys have exchanged P^T and dS^T (a named barrier for each such group); (3) dS^T is complete, and single
+// buffers of Q and dO are free: the next tile's loads run under the dq product.
 //
-// Shared memory: K, V, Q[kStages], dO[kStagesDout], P^T (kWarpsM > 1), dS^T[kStagesDs], row_lse[2], delta[2]. The gradients of the
-// tile leave through the K and V buffers.
+// Shared memory: K, V, Q[kStages], dO[kStagesDout], P^T (kWarpsM > 1), dS^T, row_lse[2], delta[2]. The gradients of the tile
+// leave through the K and V buffers.
 //
 // Writes every row of dk and dv in [0, len of the slot): zeros where no query sees the key. With varlen an extra, virtual
 // sequence zeroes the tokens of no sequence. Split: adds to dkv_accum (zeroed by the host) instead.
@@ -37,8 +37,8 @@ struct BackwardTiles {
   static_assert(kWarpsM == Traits::kWarpsMSdP && kWarpsM * kWarpsN == Traits::kNumWarps);
 
   // S^T and dP^T of a warp: kRowsN keys x kRowsM queries, kChunkM queries at a time: 64 accumulator registers at most, half
-  // of that in float32, whose operands take twice the registers once they are split.
-  static constexpr int kChunkArea = sizeof(Element) == 2 ? 64 : 32;
+  // of that in float32, whose operands take twice the registers once they are split, and where dQ takes more (head dim 256).
+  static constexpr int kChunkArea = sizeof(Element) == 2 && kWarpsM <= 2 ? 64 : 32;
   static constexpr int kRowsN = kBlockN / kWarpsN;
   static constexpr int kRowsM = kBlockM / kWarpsM;
   static constexpr int kTilesN = kRowsN / 16;
@@ -71,17 +71,15 @@ struct BackwardTiles {
 
   static constexpr int kStages = Traits::kNumStages;
   static constexpr int kStagesDout = Traits::kNumStagesDout;
-  static constexpr int kStagesDs = Traits::kNumStagesDs;
   static constexpr bool kStoresP = kWarpsM > 1;
   static constexpr bool kStoresDs = kWarpsM > 1 || Traits::kDqAtomic;
-  static_assert(kStagesDs == 1 || kStages * kStagesDout == 4, "a late dq product leaves no time for single buffers");
 
   static constexpr int kOffsetV = TileK::kSize;
   static constexpr int kOffsetQ = kOffsetV + (Traits::kVInSmem ? TileV::kSize : 0);
   static constexpr int kOffsetDout = kOffsetQ + kStages * TileQ::kSize;
   static constexpr int kOffsetP = kOffsetDout + kStagesDout * TileDout::kSize;
   static constexpr int kOffsetDs = kOffsetP + (kStoresP ? TileS::kSize : 0);
-  static constexpr int kElements = kOffsetDs + (kStoresDs ? kStagesDs * TileS::kSize : 0);
+  static constexpr int kElements = kOffsetDs + (kStoresDs ? TileS::kSize : 0);
   static constexpr int kStatistics = 4 * kBlockM;  // floats: row_lse[2], delta[2]
   static constexpr int kBytes = kElements * int(sizeof(Element)) + kStatistics * 4;
   static_assert(kBytes == Traits::kSmemBytes, "smem_bytes of the config and the layout of the kernel differ");
@@ -130,9 +128,9 @@ struct BackwardCta : BackwardTiles<Traits> {
   static constexpr int kThreads = Traits::kNumThreads;
   static constexpr bool kLegacy = Traits::kLegacyMma;
   static constexpr int kStep = kStepK<Element>;
-  static constexpr int kTilesPerStep = kStep / 8;
-  // Contraction steps of a product: more only costs compile time, and in float32 registers.
-  static constexpr int kUnroll = sizeof(Element) == 4 ? 2 : 4;
+  // Contraction steps unrolled, the most that ptxas schedules without spilling (16-bit) or where it was fastest (float32).
+  static constexpr int kUnroll = sizeof(Element) == 4 ? 2 : 8;
+  static constexpr int kUnrollDq = sizeof(Element) == 4 || Tiles::kHeadDim > 128 ? 2 : Tiles::kWarpsM > 1 ? 8 : 4;
 
   BackwardParams const& params;
   Seqlen const& seqlen;
@@ -144,8 +142,8 @@ struct BackwardCta : BackwardTiles<Traits> {
   WarpTile<Tiles::kTilesN, Tiles::kTilesD> dk;
   WarpTile<Tiles::kTilesN, Tiles::kTilesDv> dv;
 
-  NVRTC_ATTN_DEVICE BackwardCta(BackwardParams const& params_, Seqlen const& seqlen_, int b_, int hk_, int n0_, int slice_,
-                                Element* smem)
+  NVRTC_ATTN_DEVICE BackwardCta(BackwardParams const& params_, Seqlen const& seqlen_, int b_, int hk_, int n0_,
+                                int slice_, Element* smem)
       : params(params_),
         seqlen(seqlen_),
         b(b_),
@@ -173,14 +171,17 @@ struct BackwardCta : BackwardTiles<Traits> {
   }
 
   NVRTC_ATTN_DEVICE Element* sV() const { return sK + Tiles::kOffsetV; }
-  NVRTC_ATTN_DEVICE Element* sQ(int stage) const { return sK + Tiles::kOffsetQ + (stage % Tiles::kStages) * TileQ::kSize; }
+  NVRTC_ATTN_DEVICE Element* sQ(int stage) const {
+    return sK + Tiles::kOffsetQ + (stage % Tiles::kStages) * TileQ::kSize;
+  }
   NVRTC_ATTN_DEVICE Element* sDout(int stage) const {
     return sK + Tiles::kOffsetDout + (stage % Tiles::kStagesDout) * TileDout::kSize;
   }
   NVRTC_ATTN_DEVICE Element* sP() const { return sK + Tiles::kOffsetP; }
-  NVRTC_ATTN_DEVICE Element* sDs(int stage) const { return sK + Tiles::kOffsetDs + (stage % Tiles::kStagesDs) * TileS::kSize; }
+  NVRTC_ATTN_DEVICE Element* sDs() const { return sK + Tiles::kOffsetDs; }
 
-  NVRTC_ATTN_DEVICE Element const* key_row0(void const* tensor, index_t stride_b, index_t stride_n, index_t stride_h) const {
+  NVRTC_ATTN_DEVICE Element const* key_row0(void const* tensor, index_t stride_b, index_t stride_n,
+                                            index_t stride_h) const {
     return reinterpret_cast<Element const*>(tensor) + index_t(seqlen.batch_index) * stride_b +
            (index_t(seqlen.k_row0) + n0) * stride_n + index_t(hk) * stride_h;
   }
@@ -206,17 +207,18 @@ struct BackwardCta : BackwardTiles<Traits> {
 
   NVRTC_ATTN_DEVICE void load_dout(int h, int m0, int stage) {
     identify();
-    Element const* src = reinterpret_cast<Element const*>(params.dout) + index_t(seqlen.batch_index) * params.dout_stride_b +
+    Element const* src = reinterpret_cast<Element const*>(params.dout) +
+                         index_t(seqlen.batch_index) * params.dout_stride_b +
                          (index_t(seqlen.q_row0) + m0) * params.dout_stride_m + index_t(h) * params.dout_stride_h;
-    load_tile<TileDout, kThreads, Traits::kAligned, kLegacy>(sDout(stage), src, params.dout_stride_m, params.dout_stride_d,
-                                                             seqlen.len_q - m0, params.head_dim_v, tid);
+    load_tile<TileDout, kThreads, Traits::kAligned, kLegacy>(
+        sDout(stage), src, params.dout_stride_m, params.dout_stride_d, seqlen.len_q - m0, params.head_dim_v, tid);
   }
 
   // row_lse and delta of a tile. Rows beyond the sequence become zero: their Q and dO are zero too, so P = 1 there is
   // multiplied by zeros only (and edge tiles select by position anyway).
   NVRTC_ATTN_DEVICE void load_statistics(int h, int m0, int stage) const {
-    index_t const row = index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h +
-                        seqlen.q_row0 + m0;
+    index_t const row =
+        index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h + seqlen.q_row0 + m0;
 #pragma unroll
     for (int i = tid; i < Tiles::kBlockM; i += kThreads) {
       bool const valid = m0 + i < seqlen.len_q;
@@ -235,7 +237,8 @@ struct BackwardCta : BackwardTiles<Traits> {
   }
 
   // Accumulators (keys x queries) -> a [key][query] tile in shared memory, from key row `row` and query column `col`.
-  NVRTC_ATTN_DEVICE void store_scores(Element* tile, WarpTile<Tiles::kTilesN, Tiles::kTilesM> const& c, int row, int col) const {
+  NVRTC_ATTN_DEVICE void store_scores(Element* tile, WarpTile<Tiles::kTilesN, Tiles::kTilesM> const& c, int row,
+                                      int col) const {
 #pragma unroll
     for (int n = 0; n < Tiles::kTilesN; ++n)
 #pragma unroll
@@ -286,16 +289,19 @@ struct BackwardCta : BackwardTiles<Traits> {
   NVRTC_ATTN_DEVICE void process_tile(Gradient const& gradient, int m0, int stage) {
     Element const* q = sQ(stage);
     Element const* dout = sDout(stage);
+    if constexpr (sizeof(Element) == 2) identify();
 #pragma unroll 1
     for (int chunk = 0; chunk < Tiles::kRowsM / Tiles::kChunkM; ++chunk) {
-      identify();
+      if constexpr (sizeof(Element) == 4) identify();
       int const row = warp_n * Tiles::kRowsN;
       int const col = warp_m * Tiles::kRowsM + chunk * Tiles::kChunkM;
       WarpTile<Tiles::kTilesN, Tiles::kTilesM> s, dp;
       typename Gradient::template BiasWords<Tiles::kTilesN, Tiles::kTilesM> bias;
       clear(s);
       clear(dp);
-      gradient.load_bias(bias, m0 + col, n0 + row, lane);
+      // The products hide the latency of the bias, where there are registers to wait in.
+      constexpr bool kEarlyBias = Tiles::kWarpsM == 1 && !Traits::kDropout;
+      if constexpr (kEarlyBias) gradient.load_bias(bias, m0 + col, n0 + row, lane);
       SharedRows<TileK, Element, Tiles::kTilesN> const keys{sK, row};
       multiply_nt<TileQ, kLegacy, kUnroll>(s, keys, q, col, lane);
       if constexpr (Traits::kVInSmem) {
@@ -303,13 +309,19 @@ struct BackwardCta : BackwardTiles<Traits> {
         multiply_nt<TileDout, kLegacy, kUnroll>(dp, values, dout, col, lane);
       } else {
         GlobalRows<Element> const values{key_row0(params.v, params.v_stride_b, params.v_stride_n, params.v_stride_h),
-                                         params.v_stride_n, params.v_stride_d, row, seqlen.len_k - n0, params.head_dim_v};
+                                         params.v_stride_n,
+                                         params.v_stride_d,
+                                         row,
+                                         seqlen.len_k - n0,
+                                         params.head_dim_v};
         multiply_nt<TileDout, kLegacy, 2>(dp, values, dout, col, lane);
       }
-      gradient(s, dp, bias, sLse + (stage & 1) * Tiles::kBlockM + col, sDelta + (stage & 1) * Tiles::kBlockM + col, m0 + col,
-               n0 + row, lane);
+      if constexpr (!kEarlyBias) gradient.load_bias(bias, m0 + col, n0 + row, lane);
+      gradient(s, dp, bias, sLse + (stage & 1) * Tiles::kBlockM + col, sDelta + (stage & 1) * Tiles::kBlockM + col,
+               m0 + col, n0 + row, lane);
       if constexpr (Tiles::kStoresP) store_scores(sP(), s, row, col);
-      if constexpr (Tiles::kStoresDs) store_scores(sDs(stage), dp, row, col);
+      if constexpr (Tiles::kStoresDs) store_scores(sDs(), dp, row, col);
+      if constexpr (sizeof(Element) == 2 && Tiles::kWarpsM == 1) identify();
       if (has_columns<Tiles::kHeadDimV / 8, Tiles::kTilesDv>()) {
         multiply_accumulator<TileDout, kLegacy>(dv, s, dout, col, column_group * Tiles::kTilesDv, lane);
       }
@@ -324,14 +336,14 @@ struct BackwardCta : BackwardTiles<Traits> {
         __syncthreads();
       }
       multiply_exchanged<TileDout>(dv, sP(), dout);
-      multiply_exchanged<TileQ>(dk, sDs(stage), q);
+      multiply_exchanged<TileQ>(dk, sDs(), q);
     }
   }
 
-  // dq_accum += dS K for the tile whose dS^T lies in buffer `stage`.
-  NVRTC_ATTN_DEVICE void add_dq(float* accum, int stage) {
+  // dq_accum += dS K for the tile whose dS^T lies in shared memory.
+  NVRTC_ATTN_DEVICE void add_dq(float* accum) {
     identify();
-    Element const* ds = sDs(stage);
+    Element const* ds = sDs();
     int const row0 = warp % Tiles::kWarpsMdQ * (16 * Tiles::kTilesMdQ);
     constexpr int kTiles = Tiles::kHeadDim / 8;
 #pragma unroll 1
@@ -341,7 +353,7 @@ struct BackwardCta : BackwardTiles<Traits> {
       if (Tiles::kTilesDq * Tiles::kPassesDq * Tiles::kDqGroups > kTiles && tile0 >= kTiles) break;
       WarpTile<Tiles::kTilesMdQ, Tiles::kTilesDq> dq;
       clear(dq);
-#pragma unroll(kUnroll)
+#pragma unroll(kUnrollDq)
       for (int k = 0; k < Tiles::kBlockN / kStep; ++k) {
         FragmentA<Element> a[Tiles::kTilesMdQ];
 #pragma unroll
@@ -360,7 +372,8 @@ struct BackwardCta : BackwardTiles<Traits> {
 
   // Write `acc` * factor to a tile in shared memory (each warp its keys and columns).
   template <class Tile, int kTilesWarp>
-  NVRTC_ATTN_DEVICE void stage_gradient(Element* tile, WarpTile<Tiles::kTilesN, kTilesWarp> const& acc, float factor) const {
+  NVRTC_ATTN_DEVICE void stage_gradient(Element* tile, WarpTile<Tiles::kTilesN, kTilesWarp> const& acc,
+                                        float factor) const {
 #pragma unroll
     for (int n = 0; n < Tiles::kTilesN; ++n)
 #pragma unroll
@@ -398,8 +411,10 @@ struct BackwardCta : BackwardTiles<Traits> {
       add_gradient<Tiles::kHeadDimV>(accum + index_t(params.num_n_blocks) * Tiles::kBlockN * Tiles::kHeadDim, dv);
     } else {
       int const rows = seqlen.len_k_slot - n0;
-      auto* dk_dst = const_cast<Element*>(key_row0(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h));
-      auto* dv_dst = const_cast<Element*>(key_row0(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h));
+      auto* dk_dst =
+          const_cast<Element*>(key_row0(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h));
+      auto* dv_dst =
+          const_cast<Element*>(key_row0(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h));
       // dv lies in V's buffer, or in Q's where V has none.
       static_assert(Traits::kVInSmem || TileV::kSize <= Tiles::kElements - Tiles::kOffsetQ);
       __syncthreads();  // K, V and dS are no longer read
@@ -409,17 +424,19 @@ struct BackwardCta : BackwardTiles<Traits> {
       constexpr int kColumns = Tiles::kWarpsM * Tiles::kTilesD * 8;
       constexpr int kColumnsV = Tiles::kWarpsM * Tiles::kTilesDv * 8;
       store_tile<TileK, kThreads, Traits::kAligned>(sK, dk_dst, params.dk_stride_n, params.dk_stride_d, rows,
-                                                    slice * kColumns, min((slice + 1) * kColumns, params.head_dim), tid);
+                                                    slice * kColumns, min((slice + 1) * kColumns, params.head_dim),
+                                                    tid);
       store_tile<TileV, kThreads, Traits::kAligned>(sV(), dv_dst, params.dv_stride_n, params.dv_stride_d, rows,
-                                                    slice * kColumnsV, min((slice + 1) * kColumnsV, params.head_dim_v), tid);
+                                                    slice * kColumnsV, min((slice + 1) * kColumnsV, params.head_dim_v),
+                                                    tid);
     }
   }
 
   // Zeros in dbias for this key tile and query rows [begin, end): the tiles that the loop skips.
   NVRTC_ATTN_DEVICE void zero_dbias(int h, int begin, int end) const {
     using DBias = typename Traits::DBias;
-    ScoreTensor<DBias> const dbias(reinterpret_cast<DBias*>(params.dbias), b, h, params.dbias_stride_b, params.dbias_stride_h,
-                                   params.dbias_stride_m, params.dbias_stride_n);
+    ScoreTensor<DBias> const dbias(reinterpret_cast<DBias*>(params.dbias), b, h, params.dbias_stride_b,
+                                   params.dbias_stride_h, params.dbias_stride_m, params.dbias_stride_n);
     int const cols = min(Tiles::kBlockN, params.seqlen_k - n0);
     for (int i = begin + warp; i < end; i += Traits::kNumWarps) {
       for (int j = lane; j < cols; j += 32) *dbias.at(i, n0 + j) = from_float<DBias>(0.0f);
@@ -451,27 +468,25 @@ struct BackwardCta : BackwardTiles<Traits> {
       if (begin == end) return;
     }
     if (begin < end) {
-      // CTAs of one head start at different tiles, or they would all add to the same rows of dq at the same time.
-      int const rotation = Traits::kBand ? 0 : int((long long)(n_block) * count / params.num_n_blocks);
       int next_h = hk * heads + begin / count;
-      int next_tile = (begin % count + rotation) % count;
-      float* dq_tile = nullptr;      // of the tile in work
-      float* previous_dq = nullptr;  // of the one before
+      int next_tile = first_tile + begin % count;
       int stage = 0;
 
       load_keys();
-      load_q(next_h, (first_tile + next_tile) * Tiles::kBlockM, 0);
-      load_dout(next_h, (first_tile + next_tile) * Tiles::kBlockM, 0);
-      load_statistics(next_h, (first_tile + next_tile) * Tiles::kBlockM, 0);
+      load_q(next_h, next_tile * Tiles::kBlockM, 0);
+      load_dout(next_h, next_tile * Tiles::kBlockM, 0);
+      load_statistics(next_h, next_tile * Tiles::kBlockM, 0);
       cp_async_commit<kLegacy>();
 
 #pragma unroll 1
       for (int left = end - begin; left > 0; --left, stage ^= 1) {
         int const h = next_h;
-        int const m0 = (first_tile + next_tile) * Tiles::kBlockM;
-        next_tile = next_tile + 1 == count ? 0 : next_tile + 1;
-        if (next_tile == rotation) ++next_h;  // once round
-        int const next_m0 = (first_tile + next_tile) * Tiles::kBlockM;
+        int const m0 = next_tile * Tiles::kBlockM;
+        if (++next_tile == last_tile) {
+          next_tile = first_tile;
+          ++next_h;
+        }
+        int const next_m0 = next_tile * Tiles::kBlockM;
         bool const more = left > 1;
 
         cp_async_wait<kLegacy, 0>();
@@ -482,10 +497,8 @@ struct BackwardCta : BackwardTiles<Traits> {
           load_statistics(next_h, next_m0, stage ^ 1);
           cp_async_commit<kLegacy>();
         }
+        float* dq_tile = nullptr;
         if constexpr (Traits::kDqAtomic) {
-          if constexpr (Tiles::kStagesDs == 2) {
-            if (previous_dq != nullptr) add_dq(previous_dq, stage ^ 1);
-          }
           dq_tile = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
                     index_t(h) * params.dq_accum_stride_h +
                     (accumulator_row0<Traits::kVarlen, Tiles::kBlockM>(seqlen.q_row0, b) + m0) * Tiles::kHeadDim;
@@ -493,20 +506,15 @@ struct BackwardCta : BackwardTiles<Traits> {
         TransposedScoreGradient<Traits> const gradient(params, b, h, seqlen.len_q, slice == 0 ? params.seqlen_k : 0,
                                                        seqlen.len_k);
         process_tile(gradient, m0, stage);
-        if constexpr (Tiles::kStagesDs == 1 && (Traits::kDqAtomic || Tiles::kStages * Tiles::kStagesDout < 4)) {
+        if constexpr (Traits::kDqAtomic || Tiles::kStages * Tiles::kStagesDout < 4) {
           __syncthreads();
           if (more) {
             if constexpr (Tiles::kStages == 1) load_q(next_h, next_m0, 0);
             if constexpr (Tiles::kStagesDout == 1) load_dout(next_h, next_m0, 0);
             cp_async_commit<kLegacy>();
           }
-          if constexpr (Traits::kDqAtomic) add_dq(dq_tile, 0);
+          if constexpr (Traits::kDqAtomic) add_dq(dq_tile);
         }
-        previous_dq = dq_tile;
-      }
-      if constexpr (Traits::kDqAtomic && Tiles::kStagesDs == 2) {
-        __syncthreads();
-        add_dq(previous_dq, stage ^ 1);
       }
     }
     store_gradients();
@@ -518,8 +526,8 @@ NVRTC_ATTN_DEVICE void backward_portable(BackwardParams const& params) {
   using Element = typename Traits::Element;
   extern __shared__ __align__(128) unsigned char smem[];
 
-  // Slices and splits of a key tile are neighbours, then the key tiles of one (batch, key head): they share Q, dO and dq in L2. Causal:
-  // the first key tile has the most work and comes first.
+  // Slices and splits of a key tile are neighbours, then the key tiles of one (batch, key head): they share Q, dO and dq in
+  // L2. Causal: the first key tile has the most work and comes first.
   int block = int(blockIdx.x);
   int const slice = block % Traits::kDimSlices;
   block /= Traits::kDimSlices;
@@ -537,7 +545,8 @@ NVRTC_ATTN_DEVICE void backward_portable(BackwardParams const& params) {
       if (slice != 0) return;
       zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dk) + index_t(hk) * params.dk_stride_h,
                                             params.dk_stride_n, params.dk_stride_d, params.cu_seqlens_k, params.batch,
-                                            params.total_k, params.head_dim, n_block, params.num_n_blocks, int(threadIdx.x));
+                                            params.total_k, params.head_dim, n_block, params.num_n_blocks,
+                                            int(threadIdx.x));
       zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dv) + index_t(hk) * params.dv_stride_h,
                                             params.dv_stride_n, params.dv_stride_d, params.cu_seqlens_k, params.batch,
                                             params.total_k, params.head_dim_v, n_block, params.num_n_blocks,

@@ -33,11 +33,14 @@ NVRTC_ATTN_DEVICE void delta(BackwardParams const& params) {
   if (m0 >= seqlen.len_q) return;
 
   index_t const row0 = index_t(seqlen.q_row0) + m0;
-  Element const* out = reinterpret_cast<Element const*>(params.out) + index_t(seqlen.batch_index) * params.out_stride_b +
-                       row0 * params.out_stride_m + index_t(h) * params.out_stride_h;
-  Element const* dout = reinterpret_cast<Element const*>(params.dout) + index_t(seqlen.batch_index) * params.dout_stride_b +
-                        row0 * params.dout_stride_m + index_t(h) * params.dout_stride_h;
-  index_t const workspace = index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h + row0;
+  Element const* out = reinterpret_cast<Element const*>(params.out) +
+                       index_t(seqlen.batch_index) * params.out_stride_b + row0 * params.out_stride_m +
+                       index_t(h) * params.out_stride_h;
+  Element const* dout = reinterpret_cast<Element const*>(params.dout) +
+                        index_t(seqlen.batch_index) * params.dout_stride_b + row0 * params.dout_stride_m +
+                        index_t(h) * params.dout_stride_h;
+  index_t const workspace =
+      index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h + row0;
   // Rows of lse and dlse: per sequence, or tokens when packed.
   index_t const lse_row = params.lse_packed ? row0 : index_t(m0);
   index_t const lse_batch = params.lse_packed ? 0 : index_t(b);

@@ -28,17 +28,17 @@ NVRTC_ATTN_DEVICE void dkv_convert(BackwardParams const& params) {
   int const b = block / params.num_heads_kv;
   float const* dk_accum = params.dkv_accum + index_t(block) * dkv_accum_size<Traits>(params);
   float const* dv_accum = dk_accum + index_t(params.num_n_blocks) * kBlockN * Traits::kHeadDim;
-  Element* dk = reinterpret_cast<Element*>(params.dk) + index_t(b) * params.dk_stride_b + index_t(hk) * params.dk_stride_h +
-                index_t(n0) * params.dk_stride_n;
-  Element* dv = reinterpret_cast<Element*>(params.dv) + index_t(b) * params.dv_stride_b + index_t(hk) * params.dv_stride_h +
-                index_t(n0) * params.dv_stride_n;
+  Element* dk = reinterpret_cast<Element*>(params.dk) + index_t(b) * params.dk_stride_b +
+                index_t(hk) * params.dk_stride_h + index_t(n0) * params.dk_stride_n;
+  Element* dv = reinterpret_cast<Element*>(params.dv) + index_t(b) * params.dv_stride_b +
+                index_t(hk) * params.dv_stride_h + index_t(n0) * params.dv_stride_n;
   int const rows = params.seqlen_k - n0;
-  convert_accumulator<Traits::kHeadDim, kBlockN, kThreads, Traits::kAligned>(
-      dk_accum + index_t(n0) * Traits::kHeadDim, dk, params.dk_stride_n, params.dk_stride_d, rows, params.head_dim,
-      params.scale, tid);
+  convert_accumulator<Traits::kHeadDim, kBlockN, kThreads, Traits::kAligned>(dk_accum + index_t(n0) * Traits::kHeadDim,
+                                                                             dk, params.dk_stride_n, params.dk_stride_d,
+                                                                             rows, params.head_dim, params.scale, tid);
   convert_accumulator<Traits::kHeadDimV, kBlockN, kThreads, Traits::kAligned>(
-      dv_accum + index_t(n0) * Traits::kHeadDimV, dv, params.dv_stride_n, params.dv_stride_d, rows, params.head_dim_v, 1.0f,
-      tid);
+      dv_accum + index_t(n0) * Traits::kHeadDimV, dv, params.dv_stride_n, params.dv_stride_d, rows, params.head_dim_v,
+      1.0f, tid);
 }
 
 }  // namespace nvrtc_attn

@@ -36,10 +36,10 @@ NVRTC_ATTN_DEVICE void dq_convert(BackwardParams const& params) {
   index_t const first = accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, b) + m0;
   float const* accum = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
                        index_t(h) * params.dq_accum_stride_h + first * kWidth;
-  Element* dst = head + index_t(seqlen.batch_index) * params.dq_stride_b +
-                 (index_t(seqlen.q_row0) + m0) * params.dq_stride_m;
-  convert_accumulator<kWidth, kBlockM, kThreads, Traits::kAligned>(accum, dst, params.dq_stride_m, params.dq_stride_d,
-                                                                   seqlen.len_q - m0, params.head_dim, params.scale, tid);
+  Element* dst =
+      head + index_t(seqlen.batch_index) * params.dq_stride_b + (index_t(seqlen.q_row0) + m0) * params.dq_stride_m;
+  convert_accumulator<kWidth, kBlockM, kThreads, Traits::kAligned>(
+      accum, dst, params.dq_stride_m, params.dq_stride_d, seqlen.len_q - m0, params.head_dim, params.scale, tid);
 }
 
 }  // namespace nvrtc_attn

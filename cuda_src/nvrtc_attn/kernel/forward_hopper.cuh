@@ -7,20 +7,20 @@
 // that one group's products run under the other's softmax.
 // Key tiles run from the last to the first: those that need an element mask come first.
 //
-// Shared memory (slabs of 64 columns, see hopper/wgmma.cuh): sQ[kBlockM][kHeadDim], kNumStages x sK[kBlockN][kHeadDim],
-// kNumStages x sV[kBlockN][kHeadDimV], then the mbarriers. The output goes from registers to global memory.
+// Shared memory (slabs of 64 columns, see hopper/wgmma.cuh): kNumStagesQ x sQ[kBlockM][kHeadDim], kNumStages x
+// sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesQ x which tile it is, then the mbarriers. The output
+// goes from registers to global memory.
 //
-// Barriers: mbarriers full_q / empty_q, full_k / empty_k and full_v / empty_v per stage. `full` counts the bytes of the
-// copies, `empty` one arrival per consumer warp. empty_q completes after the last Q K^T of a tile, so the next Q loads under
-// the tail of this one. Named barriers 1 .. kGroups are the groups' turns, kGroups + 1 is all consumers.
+// Barriers: mbarriers full / empty for every slot of Q, K and V. `full` counts the bytes of the copies, `empty` one arrival
+// per consumer warp. full_q also announces the tile: the loading warp follows the schedule, the consumers read it.
+// Named barriers 1 .. kGroups are the groups' turns, kGroups + 1 is all consumers.
 #pragma once
-#include "../collective/dropout.cuh"
 #include "../collective/epilogue.cuh"
 #include "../collective/seqlen.cuh"
-#include "../collective/softmax.cuh"
 #include "../common/fragment_load.cuh"
 #include "../hopper/barrier.cuh"
 #include "../hopper/scheduler.cuh"
+#include "../hopper/softmax.cuh"
 #include "../hopper/tma.cuh"
 #include "../hopper/wgmma.cuh"
 
@@ -35,6 +35,7 @@ struct HopperShape {
   static constexpr int kGroups = kBlockM / 64;
   static constexpr int kConsumers = 128 * kGroups;
   static constexpr int kTilesN = kBlockN / 8;
+  static constexpr int kHalfN = kBlockN / 32 * 16;
   static constexpr int kTilesD = Traits::kHeadDimV / 8;
   static constexpr int kStepsN = kBlockN / 16;
   static constexpr int kSlabsQ = (Traits::kHeadDim + kSlabColumns - 1) / kSlabColumns;
@@ -44,224 +45,48 @@ struct HopperShape {
   static constexpr int kBytesQ = kSlabsQ * kSlabQ;
   static constexpr int kBytesK = kSlabsQ * kSlabK;
   static constexpr int kBytesV = kSlabsV * kSlabK;
-  static constexpr int kBarriers = kBytesQ + kStages * (kBytesK + kBytesV);  // offset
-  static constexpr int kSmemBytes = kBarriers + 8 * (2 + 4 * kStages);
+  static constexpr int kStagesQ = Traits::kNumStagesQ;
+  static constexpr int kOffsetK = kStagesQ * kBytesQ;
+  static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
+  static constexpr int kOffsetTiles = kOffsetV + kStages * kBytesV;
+  static constexpr int kOffsetBarriers = kOffsetTiles + 16 * kStagesQ;
   // 65536 registers: what the consumers need, the rest to the loading group.
-  static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : 232;
-  static constexpr int kRegistersProducer = kGroups == 3 ? 32 : 40;
+  static constexpr bool kSmallTile = Traits::kHasBias || Traits::kMask || Traits::kDropout;
+  static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : kSmallTile ? 232 : 240;
+  static constexpr int kRegistersProducer = kGroups == 3 ? 32 : kSmallTile ? 40 : 24;
 
   static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
   static_assert(kStages >= 2, "a consumer waits for the next K before it gives back a V");
-  static_assert(kBlockN % 16 == 0 && Traits::kHeadDim % 16 == 0 && Traits::kHeadDimV % 16 == 0, "matrix product shapes");
+  static_assert(kBlockN % 16 == 0 && Traits::kHeadDim % 16 == 0 && Traits::kHeadDimV % 16 == 0,
+                "matrix product shapes");
 };
 
 template <class Shape>
 struct ForwardBarriers {
   unsigned base;  // shared address
-  NVRTC_ATTN_DEVICE Mbarrier full_q() const { return {base}; }
-  NVRTC_ATTN_DEVICE Mbarrier empty_q() const { return {base + 8}; }
-  NVRTC_ATTN_DEVICE Mbarrier full_k(int stage) const { return {base + 16 + 8 * stage}; }
-  NVRTC_ATTN_DEVICE Mbarrier full_v(int stage) const { return {base + 16 + 8 * (Shape::kStages + stage)}; }
-  NVRTC_ATTN_DEVICE Mbarrier empty_k(int stage) const { return {base + 16 + 8 * (2 * Shape::kStages + stage)}; }
-  NVRTC_ATTN_DEVICE Mbarrier empty_v(int stage) const { return {base + 16 + 8 * (3 * Shape::kStages + stage)}; }
+  NVRTC_ATTN_DEVICE Mbarrier at(int i) const { return {base + 8 * i}; }
+  NVRTC_ATTN_DEVICE Mbarrier full_k(int stage) const { return at(stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_v(int stage) const { return at(Shape::kStages + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_k(int stage) const { return at(2 * Shape::kStages + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_v(int stage) const { return at(3 * Shape::kStages + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(4 * Shape::kStages + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(4 * Shape::kStages + Shape::kStagesQ + stage); }
 
   NVRTC_ATTN_DEVICE void init() const {
-    full_q().init(1);
-    empty_q().init(4 * Shape::kGroups);
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       full_k(stage).init(1);
       full_v(stage).init(1);
       empty_k(stage).init(4 * Shape::kGroups);
       empty_v(stage).init(4 * Shape::kGroups);
     }
+    for (int stage = 0; stage < Shape::kStagesQ; ++stage) {
+      full_q(stage).init(1);
+      empty_q(stage).init(4 * Shape::kGroups);
+    }
     fence_barrier_init();
   }
 };
-
-// With kLazyMax the maximum of a tile is not computed unless a thread's sum of P reaches this: 2^14 keeps every P inside
-// float16's range, 2^64 inside bfloat16's and keeps row sums and P V inside float32's.
-template <class Element>
-constexpr float kLazyLimit = 16384.0f;
-template <>
-constexpr float kLazyLimit<bfloat16_t> = 18446744073709551616.0f;
-
-// Online softmax whose rescale of the output waits until the product that is adding to it has finished.
-template <class Traits>
-struct DeferredSoftmax {
-  float row_max[2] = {-infinity(), -infinity()};  // of scores, in their own unit; -inf: no key yet
-  float row_sum[2] = {0.0f, 0.0f};                // this thread's share
-  float reference[2] = {0.0f, 0.0f};              // what probability() subtracts; finite
-  float factor[2];                                // of the last raise
-
-  // Take in the maxima of one tile; true when the output must be multiplied by `factor`. Uniform over the warp.
-  template <int kTilesN>
-  NVRTC_ATTN_DEVICE bool raise(AccTile const (&s)[1][kTilesN], ScoreMap<Traits> const& map) {
-    float tile_max[2];
-    bool any = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // Two chains a row: one warp of a group runs on each scheduler, so latency is hidden inside the thread.
-      float x = s[0][0][2 * r];
-      float y = s[0][0][2 * r + 1];
-#pragma unroll
-      for (int n = 1; n < kTilesN; ++n) {
-        x = fmaxf(x, s[0][n][2 * r]);
-        y = fmaxf(y, s[0][n][2 * r + 1]);
-      }
-      tile_max[r] = quad_max(fmaxf(x, y));
-      any |= (tile_max[r] - row_max[r]) * map.exponent_scale > kRescaleThreshold;  // false for -inf - -inf
-    }
-    if (!__any_sync(0xffffffffu, any)) return false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float const new_max = fmaxf(row_max[r], tile_max[r]);
-      reference[r] = new_max == -infinity() ? 0.0f : map.reference(new_max);
-      factor[r] = map.probability(row_max[r], reference[r]);
-      row_max[r] = new_max;
-      row_sum[r] *= factor[r];
-    }
-    return true;
-  }
-
-  NVRTC_ATTN_DEVICE void add(float2 sums) {
-    row_sum[0] += sums.x;
-    row_sum[1] += sums.y;
-  }
-
-  // Whether every row of the warp has seen a key, so that its reference means something.
-  NVRTC_ATTN_DEVICE bool settled() const {
-    return !__any_sync(0xffffffffu, row_max[0] == -infinity() || row_max[1] == -infinity());
-  }
-
-  // Reduce the sums over the quad: after the last tile.
-  NVRTC_ATTN_DEVICE void finish() {
-    row_sum[0] = quad_sum(row_sum[0]);
-    row_sum[1] = quad_sum(row_sum[1]);
-  }
-
-  template <int kTilesD>
-  NVRTC_ATTN_DEVICE void rescale(AccTile (&o)[1][kTilesD]) const {
-#pragma unroll
-    for (int d = 0; d < kTilesD; ++d) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[0][d][e] *= factor[e >> 1];
-    }
-  }
-};
-
-// 2^x on the FMA units, for x <= 127: the MUFU unit makes 16 exponentials a cycle and multiprocessor, which at head dim 64 is
-// as long as both matrix products take. 2^round(x) comes from the exponent bits, the rest from a cubic whose relative error
-// of 7.5e-5 is a fraction of what rounding P to 16 bits adds. Below 2^-126 the result is some tiny positive number; NaN stays.
-NVRTC_ATTN_DEVICE float polynomial_exp2(float x) {
-  asm("max.NaN.f32 %0, %0, 0fC2FC0000;" : "+f"(x));  // -126
-  constexpr float kRound = 12582912.0f + 127.0f;     // adding it leaves round(x) + 127 in the low bits
-  float const shifted = x + kRound;
-  float const f = x - (shifted - kRound);
-  float const p = fmaf(fmaf(fmaf(0.0551716691f, f, 0.242611122f), f, 0.693260985f), f, 0.999928074f);
-  return p * __uint_as_float(__float_as_uint(shifted) << 23);
-}
-
-// Which of the score columns' exponentials are polynomials: kEighths of every eight tiles of 8 columns, spread evenly.
-template <int kEighths>
-constexpr bool is_polynomial(int n) {
-  return n * kEighths % 8 < kEighths;
-}
-
-// What turns a tile of raw products into masked scores, and scores into probabilities.
-template <class Traits>
-struct ScoreTile {
-  using Bias = typename Traits::Bias;
-  ScoreMap<Traits> const& map;
-  PositionMask<Traits::kBand> const& mask;
-  ScoreTensor<Bias const> const& bias;
-  ScoreTensor<unsigned char const> const& byte_mask;
-  Dropout const& dropout;
-  int row0;  // first row of the warp-group
-  int i;     // this thread's first row; the other is i + 8
-  int lane;
-
-  template <int kTilesN>
-  NVRTC_ATTN_DEVICE void finish(AccTile (&s)[1][kTilesN], int n0) const {
-    int const j0 = n0 + 2 * (lane & 3);
-    if constexpr (kMapsScores<Traits> || Traits::kMask) {
-#pragma unroll
-      for (int n = 0; n < kTilesN; ++n) {
-        map_scores<Traits>(s[0][n], map);
-        if constexpr (Traits::kHasBias) add_bias(s[0][n], bias, i, j0 + 8 * n, mask.len_q, mask.len_k);
-        if constexpr (Traits::kMask) apply_byte_mask(s[0][n], byte_mask, i, j0 + 8 * n, mask.len_q, mask.len_k);
-      }
-    }
-    if (!mask.keeps_tile(row0, 64, n0, 8 * kTilesN)) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        // Columns of this tile, counted from the thread's first, that the row keeps: [low, high).
-        int high = mask.len_k - j0;
-        if constexpr (Traits::kBand) high = min(high, i + 8 * r + mask.high + 1 - j0);
-#pragma unroll
-        for (int n = 0; n < kTilesN; ++n) {
-          if (8 * n >= high) s[0][n][2 * r] = -infinity();
-          if (8 * n + 1 >= high) s[0][n][2 * r + 1] = -infinity();
-        }
-        if constexpr (Traits::kBand) {
-          if (mask.low > -kFarAway) {
-            int const low = i + 8 * r + mask.low - j0;
-#pragma unroll
-            for (int n = 0; n < kTilesN; ++n) {
-              if (8 * n < low) s[0][n][2 * r] = -infinity();
-              if (8 * n + 1 < low) s[0][n][2 * r + 1] = -infinity();
-            }
-          }
-        }
-      }
-    }
-  }
-
-  // s -> P in place; this thread's sums of P before dropout.
-  template <int kTilesN>
-  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], DeferredSoftmax<Traits> const& softmax, int n0) const {
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float const reference = softmax.reference[e >> 1];
-        float p;
-        if (is_polynomial<Traits::kPolyExp>(n)) {
-          float const x = s[0][n][e];
-          p = polynomial_exp2(kMapsScores<Traits> ? (x - reference) * map.exponent_scale
-                                                  : fmaf(x, map.exponent_scale, -reference));
-        } else {
-          p = map.probability(s[0][n][e], reference);
-        }
-        sum[e] += p;
-        s[0][n][e] = p;
-      }
-    }
-    if constexpr (Traits::kDropout) {
-#pragma unroll
-      for (int pair = 0; pair < kTilesN / 2; ++pair) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          unsigned const keep = dropout.keep_bits(i + 8 * r, n0 + 16 * pair, lane);
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            float& p = s[0][2 * pair + (c >> 1)][2 * r + (c & 1)];
-            p = (keep >> c) & 1 ? p : 0.0f;  // the multiplier waits for the normalisation
-          }
-        }
-      }
-    }
-    return make_float2(sum[0] + sum[1], sum[2] + sum[3]);
-  }
-};
-
-// P as the left operand of P V.
-template <class Element, int kTilesN>
-NVRTC_ATTN_DEVICE void pack_probabilities(FragmentA<Element> (&p)[kTilesN / 2], AccTile const (&s)[1][kTilesN]) {
-#pragma unroll
-  for (int step = 0; step < kTilesN / 2; ++step) p[step] = accumulator_as_a<Element>(s[0][2 * step], s[0][2 * step + 1]);
-}
 
 // s = Q K^T once more, for one warp and without the warp-group: the rare tile whose maxima must be known after all. q and k are
 // shared addresses of the warp's first query row and of the key tile.
@@ -281,7 +106,8 @@ NVRTC_ATTN_DEVICE void recompute_scores(AccTile (&s)[1][Shape::kTilesN], unsigne
     int const slab = step / 4;
     int const chunk = step % 4 * 2;
     FragmentA<Element> a;
-    ldmatrix_x4(q_row + slab * Shape::kSlabQ + (((chunk + (lane >> 4)) ^ swizzle) << 4), a.x[0], a.x[1], a.x[2], a.x[3]);
+    ldmatrix_x4(q_row + slab * Shape::kSlabQ + (((chunk + (lane >> 4)) ^ swizzle) << 4), a.x[0], a.x[1], a.x[2],
+                a.x[3]);
     unsigned const k_address = k_row + slab * Shape::kSlabK + (((chunk + (lane >> 3 & 1)) ^ swizzle) << 4);
 #pragma unroll
     for (int pair = 0; pair < Shape::kTilesN / 2; ++pair) {
@@ -310,8 +136,8 @@ NVRTC_ATTN_DEVICE uint4 transpose_quad(uint32_t w0, uint32_t w1, uint32_t w2, ui
 // Normalise and write out and lse of this warp's 16 rows. Whole sectors: four threads of a row write 64 bytes.
 template <class Traits, int kTilesD>
 NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftmax<Traits> const& softmax,
-                                  ScoreMap<Traits> const& map, ForwardParams const& params, int b, int h, int batch_index,
-                                  int q_row0, int len_q, int i, int lane) {
+                                  ScoreMap<Traits> const& map, ForwardParams const& params, int b, int h,
+                                  int batch_index, int q_row0, int len_q, int i, int lane) {
   using Element = typename Traits::Element;
   int const t = lane & 3;
 #pragma unroll
@@ -340,30 +166,53 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
   }
 }
 
+// What the loading warp announced, in uniform registers.
+NVRTC_ATTN_DEVICE WorkTile read_tile(unsigned address) {
+  int m_block, h, b;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(m_block), "=r"(h) : "r"(address) : "memory");
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
+  return {uniform(m_block), uniform(h), uniform(b)};
+}
+
 // The loading warp. All lanes follow the schedule, one issues.
 template <class Traits, class Shape>
-NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarriers<Shape> const& barriers, unsigned smem) {
+NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarriers<Shape> const& barriers,
+                                  unsigned smem) {
   bool const issuer = threadIdx.x == 0;
   if (issuer) {
     prefetch_tensor_map(params.tensor_map_q);
     prefetch_tensor_map(params.tensor_map_k);
     prefetch_tensor_map(params.tensor_map_v);
   }
-  unsigned const sK = smem + Shape::kBytesQ;
-  unsigned const sV = sK + Shape::kStages * Shape::kBytesK;
+  unsigned const sK = smem + Shape::kOffsetK;
+  unsigned const sV = smem + Shape::kOffsetV;
   RingPosition<Shape::kStages> k_slot, v_slot;
-  unsigned q_parity = 0;
+  RingPosition<Shape::kStagesQ> q_slot;
+  // Which tile it is travels in front of the barrier that its queries complete.
+  auto announce = [&](int m_block, int h, int b) {
+    barriers.empty_q(q_slot.stage).wait(q_slot.parity ^ 1);
+    if (issuer) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTiles + 16 * q_slot.stage),
+                   "r"(m_block), "r"(h), "r"(b), "r"(0)
+                   : "memory");
+    }
+  };
   TileScheduler<Traits::kBand> scheduler(params);
   WorkTile tile;
   while (scheduler.next(tile)) {
-    if (Traits::kVarlen && tile.b == params.batch) continue;
-    SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, tile.b);
+    bool loads = !(Traits::kVarlen && tile.b == params.batch);
+    SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, loads ? tile.b : 0);
     int const m0 = tile.m_block * Shape::kBlockM;
-    if (m0 >= seqlen.len_q) continue;
     PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
     int first, last;
     mask.template key_tiles<Shape::kBlockN>(m0, Shape::kBlockM, first, last);
-    if (first >= last) continue;
+    loads = loads && m0 < seqlen.len_q && first < last;
+    if (!loads) {
+      announce(tile.m_block, tile.h, tile.b);
+      if (issuer) barriers.full_q(q_slot.stage).arrive();
+      q_slot.advance();
+      continue;
+    }
     // Expanded (stride 0) dims have size 1 in the tensor maps.
     int const h_kv = uniform_quotient(tile.h, params.heads_per_group);
     int const q_h = params.q_stride_h == 0 ? 0 : tile.h;
@@ -400,16 +249,17 @@ NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarr
     };
     // In the order of use: a consumer asks for the K of the next tile before the V of this one.
     load_k(last - 1);
-    barriers.empty_q().wait(q_parity ^ 1);
+    announce(tile.m_block, tile.h, tile.b);
     if (issuer) {
-      barriers.full_q().arrive_and_expect(Shape::kBytesQ);
+      Mbarrier const full = barriers.full_q(q_slot.stage);
+      full.arrive_and_expect(Shape::kBytesQ);
 #pragma unroll
       for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
-        load_box(smem + slab * Shape::kSlabQ, params.tensor_map_q, barriers.full_q().address, slab * kSlabColumns,
-                 seqlen.q_row0 + m0, q_h, q_b, kEvictFirst);
+        load_box(smem + q_slot.stage * Shape::kBytesQ + slab * Shape::kSlabQ, params.tensor_map_q, full.address,
+                 slab * kSlabColumns, seqlen.q_row0 + m0, q_h, q_b, kEvictFirst);
       }
     }
-    q_parity ^= 1;
+    q_slot.advance();
 #pragma unroll 1
     for (int n = last - 2; n >= first; --n) {
       load_k(n);
@@ -417,6 +267,8 @@ NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarr
     }
     load_v(first);
   }
+  announce(-1, 0, 0);
+  if (issuer) barriers.full_q(q_slot.stage).arrive();
 }
 
 // One consumer warp-group.
@@ -429,8 +281,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
   int const tid = int(threadIdx.x) - 128;
   int const lane = tid & 31;
   int const warp_row0 = 64 * group + 16 * ((tid >> 5) & 3);
-  unsigned const sK = smem + Shape::kBytesQ;
-  unsigned const sV = sK + Shape::kStages * Shape::kBytesK;
+  unsigned const sK = smem + Shape::kOffsetK;
+  unsigned const sV = smem + Shape::kOffsetV;
   uint64_t const q_operand = descriptor_k_major(smem + group * 64 * kSlabRowBytes);
   uint64_t const k_operand = descriptor_k_major(sK);
   uint64_t const v_operand = descriptor_mn_major(sV, Shape::kSlabK);
@@ -446,23 +298,29 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
   if (kTurns && group == Shape::kGroups - 1) pass_turn();
 
   RingPosition<Shape::kStages> k_slot, v_slot;
+  RingPosition<Shape::kStagesQ> q_slot;
   auto release = [&](Mbarrier const& barrier) {
     if (lane == 0) barrier.arrive();
   };
-  auto start_scores = [&](AccTile(&s)[1][Shape::kTilesN]) {
+  auto start_scores = [&](auto& s) {  // of as many keys as s has columns
     pin_registers(s);
     begin_products();
-    start_product_abt<Element, Shape::kBlockM, Traits::kHeadDim>(s, q_operand,
-                                                                 k_operand + k_slot.stage * (Shape::kBytesK >> 4));
+    start_product_abt<Element, Shape::kBlockM, kBlockN, Traits::kHeadDim>(
+        s, q_operand + q_slot.stage * (Shape::kBytesQ >> 4), k_operand + k_slot.stage * (Shape::kBytesK >> 4));
     commit_products();
   };
+  auto release_q = [&] {
+    release(barriers.empty_q(q_slot.stage));
+    q_slot.advance();
+  };
 
-  unsigned q_parity = 0;
-  TileScheduler<Traits::kBand> scheduler(params);
-  WorkTile tile;
-  while (scheduler.next(tile)) {
+  while (true) {
+    barriers.full_q(q_slot.stage).wait(q_slot.parity);
+    WorkTile const tile = read_tile(smem + Shape::kOffsetTiles + 16 * q_slot.stage);
+    if (tile.m_block < 0) break;
     if constexpr (Traits::kVarlen) {
       if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
+        release_q();
         zero_rows_of_no_sequence<Element, Shape::kConsumers>(params, tile.h, tile.m_block, params.num_m_blocks, tid);
         continue;
       }
@@ -470,9 +328,12 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, tile.b);
     int const len_q = seqlen.len_q;
     int const m0 = tile.m_block * Shape::kBlockM;
-    pad_lse<Shape::kConsumers>(params, tile.b, tile.h, len_q, m0, Shape::kBlockM, tile.m_block == params.num_m_blocks - 1,
-                               tid);
-    if (m0 >= len_q) continue;
+    pad_lse<Shape::kConsumers>(params, tile.b, tile.h, len_q, m0, Shape::kBlockM,
+                               tile.m_block == params.num_m_blocks - 1, tid);
+    if (m0 >= len_q) {
+      release_q();
+      continue;
+    }
     PositionMask<Traits::kBand> const mask(params, len_q, seqlen.len_k);
     int first, last;
     mask.template key_tiles<kBlockN>(m0, Shape::kBlockM, first, last);
@@ -515,33 +376,47 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
           named_barrier_sync(Shape::kGroups + 1, Shape::kConsumers);
         }
       }
-      if constexpr (Traits::kBand) {
-        // Tiles above this group's diagonal: let them pass. One is always computed, so that all groups take equal turns.
-        int const visible = (m0 + 64 * group + 63 + mask.high) / kBlockN;
+      // Tiles of which this group sees nothing, above its diagonal or because it has no rows: let them pass. One is always
+      // computed, so that all groups take equal turns.
+      int const group_row = m0 + 64 * group;
+      int columns = len_q > group_row ? seqlen.len_k : 0;  // that some row of the group sees
+      if constexpr (Traits::kBand) columns = min(columns, group_row + 64 + mask.high);
 #pragma unroll 1
-        for (; n > first && n > visible; --n) {
-          barriers.full_k(k_slot.stage).wait(k_slot.parity);
-          release(barriers.empty_k(k_slot.stage));
-          k_slot.advance();
-          barriers.full_v(v_slot.stage).wait(v_slot.parity);
-          release(barriers.empty_v(v_slot.stage));
-          v_slot.advance();
-          wait_turn();
-          pass_turn();
-        }
+      for (; n > first && n * kBlockN >= columns; --n) {
+        barriers.full_k(k_slot.stage).wait(k_slot.parity);
+        release(barriers.empty_k(k_slot.stage));
+        k_slot.advance();
+        barriers.full_v(v_slot.stage).wait(v_slot.parity);
+        release(barriers.empty_v(v_slot.stage));
+        v_slot.advance();
+        wait_turn();
+        pass_turn();
       }
 
-      barriers.full_q().wait(q_parity);
-      q_parity ^= 1;
       barriers.full_k(k_slot.stage).wait(k_slot.parity);
-      start_scores(s);
-      wait_products<0>();
-      pin_registers(s);
-      release(barriers.empty_k(k_slot.stage));
-      k_slot.advance();
-      scores.finish(s, n * kBlockN);
-      softmax.raise(s, map);
-      softmax.add(scores.exponentiate(s, softmax, n * kBlockN));
+      auto first_tile = [&](auto& s) {
+        typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
+        start_scores(s);
+        scores.load(operands, n * kBlockN);
+        wait_products<0>();
+        pin_registers(s);
+        release(barriers.empty_k(k_slot.stage));
+        k_slot.advance();
+        scores.finish(s, operands, n * kBlockN);
+        softmax.raise(s, map);
+        softmax.add(scores.exponentiate(s, softmax, n * kBlockN));
+      };
+      // On the diagonal every other group sees at most half of the tile.
+      if (Traits::kHalfTile && columns - n * kBlockN <= Shape::kHalfN) {
+        first_tile(reinterpret_cast<AccTile(&)[1][Shape::kHalfN / 8]>(s));
+#pragma unroll
+        for (int tile_n = Shape::kHalfN / 8; tile_n < Shape::kTilesN; ++tile_n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[0][tile_n][e] = 0.0f;
+        }
+      } else {
+        first_tile(s);
+      }
       pack_probabilities<Element>(p, s);
       bool settled = softmax.settled();
 
@@ -557,6 +432,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         start_product_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
         commit_products();
         pass_turn();
+        typename ScoreTile<Traits>::template Operands<Shape::kTilesN> operands;
+        scores.load(operands, n * kBlockN);
 
         wait_products<1>();
         pin_registers(s);
@@ -567,13 +444,13 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         float2 sums;
         if constexpr (Traits::kLazyMax) {
           // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
-          scores.finish(s, n * kBlockN);
+          scores.finish(s, operands, n * kBlockN);
           sums = scores.exponentiate(s, softmax, n * kBlockN);
           redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
           if (!redo) release(barriers.empty_k(k_stage));
         } else {
           release(barriers.empty_k(k_stage));
-          scores.finish(s, n * kBlockN);
+          scores.finish(s, operands, n * kBlockN);
           raised = softmax.raise(s, map);
           sums = scores.exponentiate(s, softmax, n * kBlockN);
         }
@@ -590,10 +467,13 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         if constexpr (Traits::kLazyMax) {
           if (redo) {
             int n0 = n * kBlockN;
-            asm volatile("" : "+r"(n0));  // or the compiler keeps the mask's comparisons from above, a register for each
-            recompute_scores<Shape, Traits::kHeadDim>(s, smem + warp_row0 * kSlabRowBytes, sK + k_stage * Shape::kBytesK, lane);
+            asm volatile(""
+                         : "+r"(n0));  // or the compiler keeps the mask's comparisons from above, a register for each
+            unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + warp_row0 * kSlabRowBytes;
+            recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, lane);
             release(barriers.empty_k(k_stage));
-            scores.finish(s, n0);
+            scores.load(operands, n0);
+            scores.finish(s, operands, n0);
             raised = softmax.raise(s, map);
             settled = softmax.settled();
             sums = scores.exponentiate(s, softmax, n0);
@@ -603,7 +483,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         if (raised) softmax.rescale(o);
         pack_probabilities<Element>(p, s);
       }
-      release(barriers.empty_q());
+      release_q();
 
       barriers.full_v(v_slot.stage).wait(v_slot.parity);
       pin_registers(o);
@@ -616,6 +496,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       pin_registers(o);
       release(barriers.empty_v(v_slot.stage));
       v_slot.advance();
+    } else {
+      release_q();
     }
     write_rows<Traits>(o, softmax, map, params, tile.b, tile.h, seqlen.batch_index, seqlen.q_row0, len_q, i, lane);
   }
@@ -626,7 +508,7 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
   using Shape = HopperShape<Traits>;
   extern __shared__ __align__(1024) unsigned char smem_pointer[];
   unsigned const smem = shared_address(smem_pointer);
-  ForwardBarriers<Shape> const barriers{smem + Shape::kBarriers};
+  ForwardBarriers<Shape> const barriers{smem + Shape::kOffsetBarriers};
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   // A broadcast tells the compiler that the role is uniform over the warp.

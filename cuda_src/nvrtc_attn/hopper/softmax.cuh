@@ -1,0 +1,244 @@
+// What a consumer warp-group does between Q K^T and P V: masked scores, online softmax, P as an operand. The policies are those
+// of the portable family (collective/); what differs is when things happen, because products run beside this.
+#pragma once
+#include "../collective/dropout.cuh"
+#include "../collective/softmax.cuh"
+
+namespace nvrtc_attn {
+
+// With kLazyMax the maximum of a tile is not computed unless a thread's sum of P reaches this: 2^14 keeps every P inside
+// float16's range, 2^64 inside bfloat16's and keeps row sums and P V inside float32's.
+template <class Element>
+constexpr float kLazyLimit = 16384.0f;
+template <>
+constexpr float kLazyLimit<bfloat16_t> = 18446744073709551616.0f;
+
+// Online softmax whose rescale of the output waits until the product that is adding to it has finished.
+template <class Traits>
+struct DeferredSoftmax {
+  float row_max[2] = {-infinity(), -infinity()};  // of scores, in their own unit; -inf: no key yet
+  float row_sum[2] = {0.0f, 0.0f};                // this thread's share
+  float reference[2] = {0.0f, 0.0f};              // what probability() subtracts; finite
+  float factor[2];                                // of the last raise
+
+  // Take in the maxima of one tile; true when the output must be multiplied by `factor`. Uniform over the warp.
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE bool raise(AccTile const (&s)[1][kTilesN], ScoreMap<Traits> const& map) {
+    float tile_max[2];
+    bool any = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Two chains a row: one warp of a group runs on each scheduler, so latency is hidden inside the thread.
+      float x = s[0][0][2 * r];
+      float y = s[0][0][2 * r + 1];
+#pragma unroll
+      for (int n = 1; n < kTilesN; ++n) {
+        x = fmaxf(x, s[0][n][2 * r]);
+        y = fmaxf(y, s[0][n][2 * r + 1]);
+      }
+      tile_max[r] = quad_max(fmaxf(x, y));
+      any |= (tile_max[r] - row_max[r]) * map.exponent_scale > kRescaleThreshold;  // false for -inf - -inf
+    }
+    if (!__any_sync(0xffffffffu, any)) return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float const new_max = fmaxf(row_max[r], tile_max[r]);
+      reference[r] = new_max == -infinity() ? 0.0f : map.reference(new_max);
+      factor[r] = map.probability(row_max[r], reference[r]);
+      row_max[r] = new_max;
+      row_sum[r] *= factor[r];
+    }
+    return true;
+  }
+
+  NVRTC_ATTN_DEVICE void add(float2 sums) {
+    row_sum[0] += sums.x;
+    row_sum[1] += sums.y;
+  }
+
+  // Whether every row of the warp has seen a key, so that its reference means something.
+  NVRTC_ATTN_DEVICE bool settled() const {
+    return !__any_sync(0xffffffffu, row_max[0] == -infinity() || row_max[1] == -infinity());
+  }
+
+  // Reduce the sums over the quad: after the last tile.
+  NVRTC_ATTN_DEVICE void finish() {
+    row_sum[0] = quad_sum(row_sum[0]);
+    row_sum[1] = quad_sum(row_sum[1]);
+  }
+
+  template <int kTilesD>
+  NVRTC_ATTN_DEVICE void rescale(AccTile (&o)[1][kTilesD]) const {
+#pragma unroll
+    for (int d = 0; d < kTilesD; ++d) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[0][d][e] *= factor[e >> 1];
+    }
+  }
+};
+
+// 2^x on the FMA units, for x <= 127: the MUFU unit makes 16 exponentials a cycle and multiprocessor, which at head dim 64 is
+// as long as both matrix products take. 2^round(x) comes from the exponent bits, the rest from a cubic whose relative error
+// of 7.5e-5 is a fraction of what rounding P to 16 bits adds. Below 2^-126 the result is some tiny positive number; NaN stays.
+NVRTC_ATTN_DEVICE float polynomial_exp2(float x) {
+  asm("max.NaN.f32 %0, %0, 0fC2FC0000;" : "+f"(x));  // -126
+  constexpr float kRound = 12582912.0f + 127.0f;     // adding it leaves round(x) + 127 in the low bits
+  float const shifted = x + kRound;
+  float const f = x - (shifted - kRound);
+  float const p = fmaf(fmaf(fmaf(0.0551716691f, f, 0.242611122f), f, 0.693260985f), f, 0.999928074f);
+  return p * __uint_as_float(__float_as_uint(shifted) << 23);
+}
+
+// Which of the score columns' exponentials are polynomials: kEighths of every eight tiles of 8 columns, spread evenly.
+template <int kEighths>
+constexpr bool is_polynomial(int n) {
+  return n * kEighths % 8 < kEighths;
+}
+
+// Raw bias or mask values of one tile's scores, as this thread holds them; read before the wait for Q K^T, which hides them.
+template <class Element, bool kEnabled, int kTilesN>
+struct ScoreOperands {
+  static constexpr int kN = kEnabled ? kTilesN : 1;
+  ElementPair<Element> value[kN][2];
+
+  NVRTC_ATTN_DEVICE void load(ScoreTensor<Element const> const& t, int i, int j, int len_q, int len_k) {
+    if constexpr (kEnabled) {
+      Element const* const rows[2] = {t.at(i, j), t.at(i + 8, j)};
+      if (__all_sync(0xffffffffu, t.pairs && i + 8 < len_q && j + 8 * kTilesN - 7 < len_k)) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+          for (int n = 0; n < kN; ++n) value[n][r] = *reinterpret_cast<ElementPair<Element> const*>(rows[r] + 8 * n);
+        }
+      } else {
+        // The host sends only operands whose keys are contiguous: two addresses and immediate offsets.
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          int const columns = i + 8 * r < len_q ? len_k - j : 0;
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            value[n][r] = ElementPair<Element>{};
+            if (8 * n < columns) value[n][r].x = rows[r][8 * n];
+            if (8 * n + 1 < columns) value[n][r].y = rows[r][8 * n + 1];
+          }
+        }
+      }
+    }
+  }
+  NVRTC_ATTN_DEVICE Element at(int n, int e) const { return e & 1 ? value[n][e >> 1].y : value[n][e >> 1].x; }
+};
+
+// What turns a tile of raw products into masked scores, and scores into probabilities.
+template <class Traits>
+struct ScoreTile {
+  using Bias = typename Traits::Bias;
+  ScoreMap<Traits> const& map;
+  PositionMask<Traits::kBand> const& mask;
+  ScoreTensor<Bias const> const& bias;
+  ScoreTensor<unsigned char const> const& byte_mask;
+  Dropout const& dropout;
+  int row0;  // first row of the warp-group
+  int i;     // this thread's first row; the other is i + 8
+  int lane;
+
+  template <int kTilesN>
+  struct Operands {
+    ScoreOperands<Bias, Traits::kHasBias, kTilesN> bias;
+    ScoreOperands<unsigned char, Traits::kMask, kTilesN> byte_mask;
+  };
+
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE void load(Operands<kTilesN>& operands, int n0) const {
+    int const j0 = n0 + 2 * (lane & 3);
+    operands.bias.load(bias, i, j0, mask.len_q, mask.len_k);
+    operands.byte_mask.load(byte_mask, i, j0, mask.len_q, mask.len_k);
+  }
+
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE void finish(AccTile (&s)[1][kTilesN], Operands<kTilesN> const& operands, int n0) const {
+    int const j0 = n0 + 2 * (lane & 3);
+#pragma unroll
+    for (int n = 0; n < kTilesN; ++n) {
+      map_scores<Traits>(s[0][n], map);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (Traits::kHasBias) s[0][n][e] += to_float(operands.bias.at(n, e));
+        if constexpr (Traits::kMask) {
+          if (!operands.byte_mask.at(n, e)) s[0][n][e] = -infinity();
+        }
+      }
+    }
+    if (!mask.keeps_tile(row0, 64, n0, 8 * kTilesN)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // Columns of this tile, counted from the thread's first, that the row keeps: [low, high).
+        int high = mask.len_k - j0;
+        if constexpr (Traits::kBand) high = min(high, i + 8 * r + mask.high + 1 - j0);
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+          if (8 * n >= high) s[0][n][2 * r] = -infinity();
+          if (8 * n + 1 >= high) s[0][n][2 * r + 1] = -infinity();
+        }
+        if constexpr (Traits::kBand) {
+          if (mask.low > -kFarAway) {
+            int const low = i + 8 * r + mask.low - j0;
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+              if (8 * n < low) s[0][n][2 * r] = -infinity();
+              if (8 * n + 1 < low) s[0][n][2 * r + 1] = -infinity();
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // s -> P in place; this thread's sums of P before dropout.
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], DeferredSoftmax<Traits> const& softmax,
+                                        int n0) const {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float const reference = softmax.reference[e >> 1];
+        float p;
+        if (is_polynomial<Traits::kPolyExp>(n)) {
+          float const x = s[0][n][e];
+          p = polynomial_exp2(kMapsScores<Traits> ? (x - reference) * map.exponent_scale
+                                                  : fmaf(x, map.exponent_scale, -reference));
+        } else {
+          p = map.probability(s[0][n][e], reference);
+        }
+        sum[e] += p;
+        s[0][n][e] = p;
+      }
+    }
+    if constexpr (Traits::kDropout) {
+#pragma unroll
+      for (int pair = 0; pair < kTilesN / 2; ++pair) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          unsigned const keep = dropout.keep_bits(i + 8 * r, n0 + 16 * pair, lane);
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            float& p = s[0][2 * pair + (c >> 1)][2 * r + (c & 1)];
+            p = (keep >> c) & 1 ? p : 0.0f;  // the multiplier waits for the normalisation
+          }
+        }
+      }
+    }
+    return make_float2(sum[0] + sum[1], sum[2] + sum[3]);
+  }
+};
+
+// P as the left operand of P V.
+template <class Element, int kTilesN>
+NVRTC_ATTN_DEVICE void pack_probabilities(FragmentA<Element> (&p)[kTilesN / 2], AccTile const (&s)[1][kTilesN]) {
+#pragma unroll
+  for (int step = 0; step < kTilesN / 2; ++step)
+    p[step] = accumulator_as_a<Element>(s[0][2 * step], s[0][2 * step + 1]);
+}
+
+}  // namespace nvrtc_attn

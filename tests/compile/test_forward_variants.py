@@ -1,0 +1,286 @@
+"""The portable forward kernel: what is chosen fits every architecture, compiles for it, and does not spill when hot."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from nvrtc_attn.config import Features, ForwardConfig
+from nvrtc_attn.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
+from nvrtc_attn.errors import UnsupportedError
+from nvrtc_attn.heuristics.plan import ForwardPlanSpec
+from nvrtc_attn.heuristics.portable_forward import (
+    MAX_PARTIAL_BYTES,
+    choose_forward,
+    features_of,
+    is_vectorizable,
+    smem_bytes,
+)
+from nvrtc_attn.problem import AttentionProblem, OperandLayout
+
+PARKED_BYTES = 64
+"""Of hot variants on GPUs that they were not tuned on: ptxas parks a few loop invariants when the accumulators take
+nearly all 255 registers."""
+ALLOWED_SPILL_BYTES = 256
+"""Of variants that are not hot."""
+
+
+def layout(shape: tuple[int, ...], dtype: str, padding: int = 0) -> OperandLayout:
+    strides = [1]
+    for size in (shape[-1] + padding, *shape[-2:0:-1]):
+        strides.insert(0, strides[0] * size)
+    return OperandLayout(shape=shape, strides=tuple(strides), dtype=dtype, offset_alignment=2 if padding else 16)
+
+
+def problem(**changes: Any) -> AttentionProblem:
+    """B 4, S 2048, H 16, D 64; ``bias`` is a dtype, ``mask`` a bool, ``padding`` the elements between rows."""
+    p: dict[str, Any] = {
+        "dtype": "bfloat16", "batch": 4, "seqlen_q": 2048, "seqlen_k": 2048, "num_heads": 16, "num_heads_kv": 16,
+        "head_dim": 64, "return_lse": True, **changes,
+    }  # fmt: skip
+    p.setdefault("head_dim_v", p["head_dim"])
+    padding, bias, mask = p.pop("padding", 0), p.pop("bias", None), p.pop("mask", False)
+    b, m, n, h, kv, dtype = (
+        p[name] for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "dtype")
+    )
+    tokens_q, tokens_k = ((1, b * m), (1, b * n)) if p.get("varlen") else ((b, m), (b, n))
+    return AttentionProblem(
+        **p,
+        q=layout((*tokens_q, h, p["head_dim"]), dtype, padding),
+        k=layout((*tokens_k, kv, p["head_dim"]), dtype, padding),
+        v=layout((*tokens_k, kv, p["head_dim_v"]), dtype, padding),
+        bias=layout((b, h, m, n), bias) if bias else None,
+        mask=layout((b, 1, m, n), "bool") if mask else None,
+    )
+
+
+def choose(arch: str, what: AttentionProblem, **changes: Any) -> ForwardPlanSpec:
+    target = {"num_sms": 132, "smem_limit": ARCHITECTURES[arch].smem_per_block_optin, "legacy_mma": arch == "sm_75"}
+    return choose_forward(what, arch=arch, **(target | changes))
+
+
+CAUSAL: dict[str, Any] = {"window_right": 0}
+WINDOW: dict[str, Any] = {"window_left": 100, "window_right": 20}
+PACKED: dict[str, Any] = {"varlen": True, "seqused_k": True}
+HOT: dict[str, dict[str, Any]] = {
+    "d64": {},
+    "d64-causal": CAUSAL,
+    "d64-f16": {"dtype": "float16"},
+    "d128": {"head_dim": 128},
+    "d128-causal": {"head_dim": 128, **CAUSAL},
+    "d128-causal-f16": {"head_dim": 128, "dtype": "float16", **CAUSAL},
+    "d96": {"head_dim": 96},
+    "d256": {"head_dim": 256},
+    "d64-bias": {"bias": "bfloat16"},
+    "d64-dropout": {"dropout_p": 0.1},
+    "f32-d64": {"dtype": "float32"},
+    "f32-d128": {"dtype": "float32", "head_dim": 128},
+    "decode": {"head_dim": 128, "seqlen_q": 1, "seqlen_k": 8192},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "d8": {"head_dim": 8},
+    "d24": {"head_dim": 24, **WINDOW},
+    "d40-f16": {"head_dim": 40, "dtype": "float16"},
+    "d72-causal": {"head_dim": 72, **CAUSAL},
+    "d80": {"head_dim": 80},
+    "d160": {"head_dim": 160},
+    "d192-dv128-causal": {"head_dim": 192, "head_dim_v": 128, **CAUSAL},
+    "d192": {"head_dim": 192, **CAUSAL},
+    "d264": {"head_dim": 264, "dtype": "float16"},
+    "d512": {"head_dim": 512},
+    "f32-d512-dv8": {"head_dim": 512, "head_dim_v": 8, "dtype": "float32"},
+    "d64-dv512": {"head_dim_v": 512, "dtype": "float16"},
+    "f32-d40-causal": {"dtype": "float32", "head_dim": 40, **CAUSAL},
+    "f32-d128-causal": {"dtype": "float32", "head_dim": 128, **CAUSAL},
+    "f32-d256": {"dtype": "float32", "head_dim": 256},
+    "f32-d512": {"dtype": "float32", "head_dim": 512},
+    "f32-bias-dropout": {"dtype": "float32", "bias": "float32", "dropout_p": 0.2},
+    "d59": {"head_dim": 59, "dtype": "float16"},
+    "d128-unaligned-causal": {"head_dim": 128, "padding": 3, **CAUSAL},
+    "f32-d111": {"head_dim": 111, "dtype": "float32"},
+    "packed": {**PACKED, **CAUSAL},
+    "packed-d128": {"head_dim": 128, **PACKED, **CAUSAL},
+    "packed-decode": {"head_dim": 128, "seqlen_q": 1, "seqlen_k": 8192, "batch": 2, **PACKED},
+    "softcap": {"softcap": 30.0, **CAUSAL},
+    "negative-scale": {"softmax_scale": -0.1},
+    "mask": {"mask": True, "dtype": "float16"},
+    "bias-f32-window": {"bias": "float32", "head_dim": 128, **WINDOW},
+    "dropout-d128-causal": {"dropout_p": 0.1, "head_dim": 128, **CAUSAL},
+    "cross-77": {"seqlen_k": 77, "dtype": "float16"},
+    "few-queries-split": {"seqlen_q": 512, "seqlen_k": 8192, "batch": 1, "num_heads": 8, "num_heads_kv": 8},
+    "everything": {
+        "dtype": "float16", "bias": "float32", "mask": True, "softcap": 20.0, "dropout_p": 0.1, "head_dim": 128,
+        **WINDOW,
+    },
+    "everything-unaligned": {
+        "dtype": "float16", "bias": "float16", "mask": True, "softcap": 20.0, "dropout_p": 0.1, "padding": 1, **CAUSAL,
+    },
+}  # fmt: skip
+SAMPLES = [
+    # Hot variants for every architecture; of the others each for three, all architectures in turn.
+    *[(name, arch) for name in HOT for arch in PORTABLE_ARCHITECTURES],
+    *[
+        (name, PORTABLE_ARCHITECTURES[(3 * i + j) % len(PORTABLE_ARCHITECTURES)])
+        for i, name in enumerate(OTHERS)
+        for j in range(3)
+    ],
+]
+
+
+def supported(what: AttentionProblem, arch: str) -> bool:
+    return arch != "sm_75" or what.dtype in ("float16", "bfloat16")
+
+
+def for_arch(name: str, arch: str) -> AttentionProblem:
+    """The named problem; compute capability 7.5 knows float16 only."""
+    what = problem(**{**HOT, **OTHERS}[name])
+    return dataclasses.replace(what, dtype="float16") if arch == "sm_75" and what.dtype == "bfloat16" else what
+
+
+def known_to_nvrtc(arch: str) -> bool:
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    return int(arch.removeprefix("sm_")) in nvrtc.nvrtcGetSupportedArchs()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.reliability(92)
+@pytest.mark.parametrize(("name", "arch"), SAMPLES, ids=lambda value: value)
+def test_compiles_without_spills_or_warnings(name: str, arch: str) -> None:
+    if not known_to_nvrtc(arch):
+        pytest.skip(f"the installed NVRTC does not know {arch}")
+    from nvrtc_attn.compile import compile_kernel
+
+    what = for_arch(name, arch)
+    if not supported(what, arch):
+        pytest.skip("float32 has no matrix instructions on compute capability 7.5: refused, see below")
+    for launch in choose(arch, what).launches:
+        compiled = compile_kernel(launch.config)
+        assert "warning" not in compiled.log
+        assert compiled.num_regs is not None
+        assert compiled.spill_bytes is not None
+        assert compiled.num_regs * launch.block * launch.config.min_blocks_per_sm <= 65536
+        allowed = ALLOWED_SPILL_BYTES if name not in HOT else 0 if arch == "sm_90" else PARKED_BYTES
+        assert compiled.spill_bytes <= allowed, f"{launch.config} spills {compiled.spill_bytes} bytes"
+        assert compiled.static_smem_bytes == 0
+
+
+FEATURES: list[dict[str, Any]] = [
+    {}, CAUSAL, WINDOW, PACKED, {**PACKED, **CAUSAL}, {"bias": "float32"}, {"mask": True}, {"dropout_p": 0.5},
+    {"softcap": 10.0}, {"softmax_scale": 0.0}, {"padding": 1}, {"padding": 1, "bias": "float32", "dropout_p": 0.1},
+]  # fmt: skip
+LENGTHS = ((2048, 2048), (1, 8192), (16, 100), (64, 64), (100, 77), (0, 10), (10, 0), (1, 1))
+
+
+def check_fits(spec: ForwardPlanSpec, what: AttentionProblem, smem_limit: int) -> None:
+    for launch in spec.launches:
+        config = launch.config
+        assert isinstance(config, ForwardConfig)
+        assert launch.smem_bytes == smem_bytes(config) <= smem_limit
+        assert launch.block == config.num_threads <= 1024
+        assert 0 <= launch.grid < 2**31
+        assert config.head_dim_v % 8 == 0
+        assert config.head_dim_v >= what.head_dim_v
+        if config.kernel == "combine":
+            continue
+        # What the kernel's static_asserts demand.
+        warps_m, rest = divmod(config.num_warps, config.warps_n * config.warps_d)
+        assert rest == 0
+        assert config.block_m % (16 * warps_m) == 0
+        assert config.block_n % (16 * config.warps_n) == 0
+        assert config.head_dim_v % (8 * config.warps_d * (2 if config.warps_d > 1 else 1)) == 0
+    assert (spec.num_splits > 1) == (len(spec.launches) == 2)
+    if spec.num_splits > 1:
+        rows = spec.num_splits * what.batch * what.num_heads * what.seqlen_q
+        assert spec.lse_partial_bytes == 4 * rows
+        assert spec.out_partial_bytes == 4 * rows * spec.launches[0].config.head_dim_v
+        assert spec.out_partial_bytes <= MAX_PARTIAL_BYTES
+
+
+@pytest.mark.reliability(69)
+@pytest.mark.parametrize("arch", PORTABLE_ARCHITECTURES)
+def test_every_choice_fits_the_architecture(arch: str) -> None:
+    limit = ARCHITECTURES[arch].smem_per_block_optin
+    dims = (1, 8, 40, 59, 64, 72, 96, 111, 128, 160, 192, 200, 256, 257, 320, 384, 512)
+    dtypes = ("float16",) if arch == "sm_75" else ("float16", "float32")
+    for dtype, dim, changes, (m, n) in itertools.product(dtypes, dims, FEATURES, LENGTHS):
+        what = problem(dtype=dtype, head_dim=dim, seqlen_q=m, seqlen_k=n, **changes)
+        check_fits(choose(arch, what), what, limit)
+    for dim, dim_v in itertools.permutations((8, 64, 128, 256, 512), 2):
+        what = problem(dtype=dtypes[-1], head_dim=dim, head_dim_v=dim_v)
+        check_fits(choose(arch, what), what, limit)
+
+
+@pytest.mark.reliability(69)
+def test_a_smaller_limit_gives_a_smaller_tile_or_both_numbers() -> None:
+    what = problem(head_dim=128)
+    whole = choose("sm_90", what).launches[0]
+    small = choose("sm_90", what, smem_limit=40 << 10).launches[0]
+    assert small.smem_bytes <= 40 << 10 < whole.smem_bytes
+    with pytest.raises(UnsupportedError, match=r"needs \d+ bytes of shared memory; a block gets 1024"):
+        choose("sm_90", what, smem_limit=1024)
+
+
+@pytest.mark.reliability(5, 68)
+def test_all_reasons_are_given_together() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        choose("sm_75", problem(dtype="bfloat16", head_dim=520, head_dim_v=1024))
+    assert len(caught.value.reasons) == 3
+    for word in ("head_dim is 520", "head_dim_v is 1024", "dtype is bfloat16"):
+        assert word in str(caught.value)
+    with pytest.raises(UnsupportedError, match="dtype is float32"):
+        choose("sm_75", problem(dtype="float32"))
+
+
+@pytest.mark.reliability(9, 10, 13)
+def test_vectors_are_used_only_where_every_row_allows_them() -> None:
+    rows = layout((2, 8, 4, 64), "float16")
+    assert is_vectorizable(rows, 2)
+    assert not is_vectorizable(dataclasses.replace(rows, offset_alignment=8), 2)
+    assert not is_vectorizable(dataclasses.replace(rows, strides=(8 * 260, 260, 65, 1)), 2)
+    assert not is_vectorizable(dataclasses.replace(rows, strides=(64 * 32, 4 * 64, 1, 4)), 2)
+    assert not is_vectorizable(layout((2, 8, 4, 60), "float16"), 2)
+    assert is_vectorizable(layout((2, 8, 4, 60), "float32"), 4)
+    # The stride of a dim of size 1 is never followed.
+    assert is_vectorizable(OperandLayout(shape=(1, 8, 1, 64), strides=(3, 64, 5, 1), dtype="float16"), 2)
+    assert is_vectorizable(dataclasses.replace(rows, strides=(0, 64, 0, 1)), 2)
+    assert not choose("sm_90", problem(padding=1)).launches[0].config.aligned
+
+
+def test_features_follow_the_problem() -> None:
+    assert features_of(problem()) == Features()
+    assert features_of(problem(window_left=3)) == Features(band=True)
+    assert features_of(problem(softmax_scale=-1.0, softcap=2.0)) == Features(prescale=True, softcap=True)
+    assert features_of(problem(bias="float32", mask=True, dropout_p=0.1, **PACKED)) == Features(
+        bias="float32", mask=True, dropout=True, varlen=True, seqused_k=True
+    )
+
+
+def test_keys_are_split_only_when_the_gpu_would_idle() -> None:
+    assert choose("sm_90", problem()).num_splits == 1
+    assert choose("sm_90", problem(batch=64, seqlen_q=1, seqlen_k=8192)).num_splits == 1
+    decode = choose("sm_90", problem(batch=1, num_heads=8, num_heads_kv=8, seqlen_q=1, seqlen_k=65536, head_dim=128))
+    assert decode.num_splits > 16
+    assert choose("sm_90", problem(batch=1, num_heads=1, num_heads_kv=1, seqlen_q=1, seqlen_k=64)).num_splits == 1
+    few = choose("sm_90", problem(batch=1, num_heads=4, num_heads_kv=4, head_dim=128))
+    assert few.num_splits == 4
+    # The partial results are bounded whatever the lengths.
+    long = choose("sm_90", problem(batch=1, num_heads=1, num_heads_kv=1, seqlen_q=10_000, seqlen_k=1 << 20))
+    assert long.out_partial_bytes <= MAX_PARTIAL_BYTES
+
+
+def test_a_tile_is_not_wider_than_the_keys() -> None:
+    assert choose("sm_90", problem(seqlen_k=77)).launches[0].config.block_n == 80
+    assert choose("sm_90", problem(seqlen_k=5)).launches[0].config.block_n == 16
+
+
+@pytest.mark.reliability(14)
+def test_empty_problems_launch_what_must_be_written() -> None:
+    assert choose("sm_90", problem(seqlen_q=0)).launches[0].grid == 0
+    assert choose("sm_90", problem(batch=0)).launches[0].grid == 0
+    assert choose("sm_90", problem(seqlen_k=0)).launches[0].grid > 0
+    # Packed tokens that belong to no sequence are zeroed by blocks of their own.
+    assert choose("sm_90", problem(batch=0, varlen=True)).launches[0].grid > 0
+    assert choose("sm_90", problem(seqlen_q=0, varlen=True)).launches[0].grid > 0
