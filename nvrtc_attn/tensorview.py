@@ -10,7 +10,7 @@ import numpy as np
 from .dtypes import DTYPES
 
 # NumPy's exact overlap search is exponential in the worst case: beyond this many candidates two layouts overlap.
-_OVERLAP_WORK: Final = 100_000
+_OVERLAP_WORK: Any = 100_000  # Any: some stubs of NumPy allow only its two special values
 
 
 class Device(NamedTuple):

@@ -78,8 +78,10 @@ NVRTC_ATTN_DEVICE void delta(BackwardParams const& params) {
       }
       float const lse = params.lse[lse_batch * params.lse_stride_b + index_t(h) * params.lse_stride_h +
                                    (lse_row + row) * params.lse_stride_m];
-      params.delta[workspace + row] = sum;
-      params.row_lse[workspace + row] = fabsf(lse) == infinity() ? infinity() : lse;
+      bool const has_key = fabsf(lse) != infinity();
+      // A row without a key has P = 0 and no gradient, whatever arrives through its lse: 0 times NaN must not.
+      params.delta[workspace + row] = has_key ? sum : 0.0f;
+      params.row_lse[workspace + row] = has_key ? lse : infinity();
     }
   }
 
