@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measure as measure_module
 import torch
 import torch.nn.functional as F  # noqa: N812
 from measure import in_turn, print_table, save
@@ -298,7 +299,9 @@ def main() -> None:
     )
     parser.add_argument("--part", default="grid,features,start", help="comma-separated: grid, features, start")
     parser.add_argument("--quick", action="store_true", help="three lengths instead of six, shorter timing")
+    parser.add_argument("--commit", default="", help="of the measured tree, where that is a copy without git history")
     arguments = parser.parse_args()
+    measure_module.COMMIT = arguments.commit
     torch.manual_seed(0)
     rep_ms = 30 if arguments.quick else 60
     parts = arguments.part.split(",")

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+COMMIT = ""
+"""Set where the measured tree is a copy without its git history."""
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -48,7 +50,7 @@ def provenance() -> dict[str, str]:
         "cudnn": str(torch.backends.cudnn.version()),
         "nvrtc": package("nvidia-cuda-nvrtc"),
         "cuda-bindings": package("cuda-bindings"),
-        "commit": head.stdout.strip() or "unknown",
+        "commit": COMMIT or (head.stdout.strip() if head.returncode == 0 else "unknown"),
         "command": " ".join(["python", *sys.argv]),
     }
 
