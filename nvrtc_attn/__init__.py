@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from .errors import CacheWarning, CompileError, CudaError, DeviceFaultError, UnsupportedError
 
 if TYPE_CHECKING:
-    from .api import attention, attention_backward, attention_forward, dropout_keep_mask
+    from .api import (
+        attention,
+        attention_backward,
+        attention_forward,
+        backward_workspace_bytes,
+        dropout_keep_mask,
+        forward_workspace_bytes,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,10 +30,12 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
+    "backward_workspace_bytes",
     "dropout_keep_mask",
+    "forward_workspace_bytes",
 ]
 
-_API = ("attention", "attention_backward", "attention_forward", "dropout_keep_mask")
+_API = tuple(name for name in __all__ if name[0].islower())
 
 
 def __getattr__(name: str) -> Any:
