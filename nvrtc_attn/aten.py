@@ -15,7 +15,7 @@ from .call import Call, CallOptions, describe
 from .plan import LseLayout, backward_plan, forward_plan
 from .problem import Causal, layout
 from .tensors import view
-from .torch import checked_rng, draw_rng, raw_stream, rng_words
+from .torch import checked_rng, detached, draw_rng, raw_stream, resolved, rng_words
 
 _CAUSAL: Final[tuple[Causal, ...]] = (False, "top_left", "bottom_right")
 LSE_ALIGNMENT: Final = 32
@@ -71,8 +71,7 @@ def efficient_attention_forward(
     ValueError, TypeError, UnsupportedError
         As `nvrtc_attn.attention`.
     """
-    query, key, value = (_plain(x) for x in (query, key, value))
-    bias = None if bias is None else _plain(bias)
+    query, key, value, bias = (_plain(x) for x in (query, key, value, bias))
     call = _describe(
         (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k),
         (max_seqlen_q, max_seqlen_k),
@@ -159,8 +158,8 @@ def efficient_attention_backward(
             f"num_splits_key: got {num_splits_key}, which makes the algorithm non-deterministic, while deterministic "
             f"algorithms are in force. Pass None or 1."
         )
-    query, key, value, out, grad_out_, logsumexp = (_plain(x) for x in (query, key, value, out, grad_out_, logsumexp))
-    bias = None if bias is None else _plain(bias)
+    query, key, value, bias = (_plain(x) for x in (query, key, value, bias))
+    out, grad_out_, logsumexp = (_plain(x) for x in (out, grad_out_, logsumexp))
     call = _describe(
         (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, None),
         (max_seqlen_q, max_seqlen_k),
@@ -227,7 +226,7 @@ def _describe(
     dropout_p: float,
     **more: bool,
 ) -> Call:
-    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k = (x if x is None else x.detach() for x in tensors)
+    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k = tensors
     if custom_mask_type not in (0, 1, 2):
         raise ValueError(f"custom_mask_type: got {custom_mask_type}; 0 none, 1 causal top left, 2 causal bottom right.")
     window: tuple[int | None, int | None] = (None, None)
@@ -259,8 +258,8 @@ def _describe(
 
 
 def _plain(x: Any) -> Any:
-    """Without autograd history, and with the sign of a lazily negated view applied."""
-    return x.detach().resolve_neg() if isinstance(x, torch.Tensor) else x
+    """Without autograd history, and with the sign of a lazily negated view applied; anything else as it is."""
+    return resolved(detached(x))
 
 
 def _lse_layout(heads: int, rows: int) -> LseLayout:

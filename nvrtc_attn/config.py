@@ -87,8 +87,6 @@ class HopperForwardConfig(KernelConfig):
     """A second shape of the first product of a query tile, for warp-groups that see at most half of the key tile."""
     lazy_max: bool = False
     """After the first key tile, keep the reference of the exponentials until a sum gets out of range."""
-    poly_exp: int = 0
-    """Eighths of the exponentials that are polynomials on the FMA units instead of MUFU instructions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

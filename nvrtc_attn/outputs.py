@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .call import dense_layout
 from .dtypes import DTYPES
 from .tensors import Device, TensorView, may_overlap, view
 
@@ -95,12 +96,8 @@ def workspace_address(x: object, needed_bytes: int, device: Device, *, stream: i
     for n in result.shape:
         size *= n
     faults = []
-    step = 1
-    for n, stride in reversed(list(zip(result.shape, result.strides, strict=True))):
-        if n > 1 and stride != step:
-            faults.append(f"workspace: strides {result.strides} of shape {result.shape} leave gaps, it must be dense")
-            break
-        step *= n
+    if result.strides != dense_layout(result.shape, result.dtype).strides:
+        faults.append(f"workspace: strides {result.strides} of shape {result.shape} leave gaps, it must be dense")
     if size < needed_bytes:
         faults.append(f"workspace: {size} bytes, needed are {needed_bytes}")
     if result.device != device:

@@ -17,6 +17,7 @@ from .tensors import view
 
 _raw_stream: Final = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
 _MAX_ENTRIES: Final = 4096
+_OPTIONAL: Final = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _CPU: Final = torch.device("cpu")
 _generator_lock = threading.Lock()
 _table_lock = threading.Lock()
@@ -78,7 +79,7 @@ def attention(
         rng = draw_rng(q, k, None if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
     if torch.is_grad_enabled() and _wants_gradient(q, k, v, bias):
         if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors[:4]):
-            tensors = (*map(_resolved, tensors[:4]), *tensors[4:])
+            tensors = (*map(resolved, tensors[:4]), *tensors[4:])
         out, lse = _Attention.apply(options, deterministic, rng, *tensors)
     else:
         out, lse = forward(tensors, options, rng, return_lse)
@@ -151,18 +152,17 @@ def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool
     if cu_q is not None and env.debug():
         _describe(tensors, options, with_lse)  # checks the lengths, which no plan knows
     key: Any = (with_lse, options, env.raw_backend(), _signature(q), _signature(k), _signature(v))
-    if not (bias is mask is cu_q is None):
+    if not (bias is mask is cu_q is cu_k is used is None):
         key = (*key, *map(_signature, tensors[3:]))
     entry = _forward_plans.get(key)
     if entry is None:
         if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors):
-            return forward(tuple(map(_resolved, tensors)), options, rng, with_lse)
-        call = _describe(tensors, options, with_lse)
-        if call.on_cpu:
-            result = api.attention(
-                *_call_arguments(tensors), **_keywords(tensors, options), rng=rng, return_lse=with_lse
-            )
+            return forward(tuple(map(resolved, tensors)), options, rng, with_lse)
+        if isinstance(q, torch.Tensor) and not q.is_cuda:
+            inputs = map(detached, tensors[:3])
+            result = api.attention(*inputs, **_keywords(tensors, options), rng=rng, return_lse=with_lse)
             return result if with_lse else (result, None)
+        call = _describe(tensors, options, with_lse)
         _, h, m = call.lse_shape
         layout = LseLayout(strides=(h * m, m, 1), rows=call.problem.seqlen_q, packed=call.problem.varlen)
         plan = forward_plan(call.with_outputs(), call.device.index, layout, call.launch_stream)
@@ -209,13 +209,13 @@ def backward(
     )
     plan = _backward_plans.get(key)
     if plan is None:
-        call = _describe(tensors, (*options, True, deterministic, with_dbias))
-        if call.on_cpu:
+        if not q.is_cuda:
             api.attention_backward(
                 dout, q.detach(), k.detach(), v.detach(), out, lse, dq, dk, dv, dlse=dlse, dbias=dbias, rng=rng,
                 **_keywords(tensors, options),
             )  # fmt: skip
             return dq, dk, dv, dbias
+        call = _describe(tensors, (*options, True, deterministic, with_dbias))
         views = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}
         plan = api.plan_backward(call, {n: view(x.detach(), n) for n, x in views.items() if x is not None})
         _remember(_backward_plans, key, plan)
@@ -231,25 +231,24 @@ def backward(
 
 def _describe(tensors: Tensors, values: tuple[Any, ...], *more: bool) -> Call:
     options = CallOptions(**dict(zip(CallOptions.__dataclass_fields__, (*values, *more), strict=False)))
-    names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-    q, k, v, *others = (x.detach() if isinstance(x, torch.Tensor) else x for x in tensors)
-    return describe(q, k, v, **dict(zip(names, others, strict=True)), options=options, stream=None)
-
-
-def _call_arguments(tensors: Tensors) -> tuple[Any, ...]:
-    return tuple(x.detach() if x is not None else None for x in tensors[:3])
+    q, k, v, *others = map(detached, tensors)
+    return describe(q, k, v, **dict(zip(_OPTIONAL, others, strict=True)), options=options, stream=None)
 
 
 def _keywords(tensors: Tensors, options: tuple[Any, ...]) -> dict[str, Any]:
-    names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-    others = (x.detach() if x is not None else None for x in tensors[3:])
+    """The keyword arguments of the core functions."""
     return {
         **dict(zip(CallOptions.__dataclass_fields__, options, strict=False)),
-        **dict(zip(names, others, strict=True)),
+        **dict(zip(_OPTIONAL, map(detached, tensors[3:]), strict=True)),
     }
 
 
-def _resolved(x: Any) -> Any:
+def detached(x: Any) -> Any:
+    """A tensor without its autograd history; anything else as it is, for validation to name."""
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def resolved(x: Any) -> Any:
     """The tensor with the sign of a lazily negated view applied; anything else as it is."""
     return x.resolve_neg() if isinstance(x, torch.Tensor) else x
 

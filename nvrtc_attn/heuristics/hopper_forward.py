@@ -38,7 +38,6 @@ class Tile:
     ping_pong: bool = True
     half_tile: bool = False
     lazy_max: bool = False
-    poly_exp: int = 0
 
 
 def smem_bytes(config: HopperForwardConfig) -> int:
@@ -146,7 +145,6 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         ping_pong=tile.ping_pong,
         half_tile=tile.half_tile,
         lazy_max=tile.lazy_max,
-        poly_exp=tile.poly_exp,
     )
 
 

@@ -77,24 +77,6 @@ struct DeferredSoftmax {
   }
 };
 
-// 2^x on the FMA units, for x <= 127: the MUFU unit makes 16 exponentials a cycle and multiprocessor, which at head dim 64 is
-// as long as both matrix products take. 2^round(x) comes from the exponent bits, the rest from a cubic whose relative error
-// of 7.5e-5 is a fraction of what rounding P to 16 bits adds. Below 2^-126 the result is some tiny positive number; NaN stays.
-NVRTC_ATTN_DEVICE float polynomial_exp2(float x) {
-  asm("max.NaN.f32 %0, %0, 0fC2FC0000;" : "+f"(x));  // -126
-  constexpr float kRound = 12582912.0f + 127.0f;     // adding it leaves round(x) + 127 in the low bits
-  float const shifted = x + kRound;
-  float const f = x - (shifted - kRound);
-  float const p = fmaf(fmaf(fmaf(0.0551716691f, f, 0.242611122f), f, 0.693260985f), f, 0.999928074f);
-  return p * __uint_as_float(__float_as_uint(shifted) << 23);
-}
-
-// Which of the score columns' exponentials are polynomials: kEighths of every eight tiles of 8 columns, spread evenly.
-template <int kEighths>
-constexpr bool is_polynomial(int n) {
-  return n * kEighths % 8 < kEighths;
-}
-
 // Raw bias or mask values of one tile's scores, as this thread holds them; read before the wait for Q K^T, which hides them.
 template <class Element, bool kEnabled, int kTilesN>
 struct ScoreOperands {
@@ -202,15 +184,7 @@ struct ScoreTile {
     for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float const reference = softmax.reference[e >> 1];
-        float p;
-        if (is_polynomial<Traits::kPolyExp>(n)) {
-          float const x = s[0][n][e];
-          p = polynomial_exp2(kMapsScores<Traits> ? (x - reference) * map.exponent_scale
-                                                  : fmaf(x, map.exponent_scale, -reference));
-        } else {
-          p = map.probability(s[0][n][e], reference);
-        }
+        float const p = map.probability(s[0][n][e], softmax.reference[e >> 1]);
         sum[e] += p;
         s[0][n][e] = p;
       }
