@@ -316,7 +316,7 @@ def _forward(
     if new_workspace is not None and plan.workspace_bytes:
         workspace = new_workspace(plan.workspace_bytes)
     address = workspace_address(workspace, plan.workspace_bytes, call.device, stream=stream)
-    state, rng_views = rng_state(rng, call)
+    state, rng_views = _rng_state(call, rng)
     if 0 not in call.out_shape:
         plan.run(
             call.launch_stream, call.q.ptr, call.k.ptr, call.v.ptr, out_view.ptr,
@@ -385,7 +385,7 @@ def _backward(
         return
     plan = plan_backward(call, {**reads, **writes})
     address = workspace_address(workspace, plan.workspace_bytes, call.device, stream=stream)
-    state, rng_views = rng_state(rng, call)
+    state, rng_views = _rng_state(call, rng)
     plan.run(
         call.launch_stream, call.q.ptr, call.k.ptr, call.v.ptr, reads["out"].ptr, reads["dout"].ptr, reads["lse"].ptr,
         writes["dq"].ptr, writes["dk"].ptr, writes["dv"].ptr, address,
@@ -395,6 +395,12 @@ def _backward(
     )  # fmt: skip
     if call.hold_owners:
         hold(call.device.index, call.launch_stream, (call, reads, writes, workspace, rng_views))
+
+
+def _rng_state(call: Call, rng: Any) -> tuple[tuple[int, int, int, int], list[Any]]:
+    if call.options.dropout_p == 0:
+        return (0, 0, 0, 0), []
+    return rng_state(rng, call.device, call.producer_stream)
 
 
 def _ptr(x: TensorView | None) -> int:

@@ -183,36 +183,38 @@ def describe(
     return call
 
 
-def rng_state(rng: Any, call: Call) -> tuple[tuple[int, int, int, int], object]:
+def rng_state(rng: Any, where: Device, producer_stream: int | None) -> tuple[tuple[int, int, int, int], list[Any]]:
     """``rng`` as (seed address, offset address, seed, offset), and what must stay alive for the addresses.
 
-    Values on the CPU are read now, values on the GPU by the kernel. Signed 64-bit holders are read as unsigned.
+    Values on the CPU are read now, values on the GPU ``where`` by the kernel. Signed 64-bit holders are read as
+    unsigned. One value instead of a pair is the seed, of offset 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Anything but None, an int, a tensor that holds one int64 on the CPU or on ``where``, or a pair of these.
     """
-    if call.options.dropout_p == 0:
-        return (0, 0, 0, 0), None
-    if not isinstance(rng, (tuple, list)) or len(rng) != 2:
-        if rng is not None and not isinstance(rng, (int, np.integer)):
-            rng = (rng, 0)
-        else:
-            seed, offset = philox.normalise_rng(rng)
-            return (0, 0, seed, offset), None
+    if rng is None:
+        rng = philox.normalise_rng(None)
+    elif not isinstance(rng, (tuple, list)) or len(rng) != 2:
+        numbers: Any = rng if isinstance(rng, (int, np.integer, tuple, list)) else None
+        rng = (rng, 0) if numbers is None else philox.normalise_rng(numbers)
     words, addresses, owners = [0, 0], [0, 0], []
     for index, (x, name) in enumerate(zip(rng, ("rng seed", "rng offset"), strict=True)):
         if isinstance(x, (int, np.integer)):
-            words[index] = philox.normalise_rng((int(x), 0) if index == 0 else (0, int(x)))[index]
+            pair: Any = (x, 0) if index == 0 else (0, x)
+            words[index] = philox.normalise_rng(pair)[index]
             continue
-        word = view(x, name, stream=call.producer_stream)
+        word = view(x, name, stream=producer_stream)
         if word.dtype not in ("int64", "uint64") or any(n != 1 for n in word.shape):
             raise ValueError(
                 f"{name}: got {word.dtype} of shape {word.shape}. A tensor must hold one int64: pass that, or an int."
             )
         if word.device.type == "cpu":
             words[index] = int(as_numpy(word).reshape(())) & (2**64 - 1)
-        elif word.device == call.device:
+        elif word.device == where:
             addresses[index] = word.ptr
             owners.append(word)
         else:
-            raise ValueError(
-                f"{name}: on {word.device}, but q is on {call.device}. Pass it on {call.device}, or as an int."
-            )
+            raise ValueError(f"{name}: on {word.device}, but q is on {where}. Pass it on {where}, or as an int.")
     return (addresses[0], addresses[1], words[0], words[1]), owners

@@ -40,9 +40,9 @@ def backward(call: Call, reads: Mapping[str, TensorView], writes: Mapping[str, T
 
 
 def _options(call: Call, rng: Any) -> dict[str, Any]:
-    (_, _, seed, offset), _ = rng_state(rng, call)
     options = call.options
     problem = call.problem
+    seed, offset = rng_state(rng, call.device, None)[0][2:] if problem.dropout_p > 0 else (0, 0)
     tensors = {
         name: None if x is None else _read(x)
         for name, x in call.inputs()

@@ -7,6 +7,7 @@ cached per (problem, device) and immutable, so any number of threads may run the
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -77,6 +78,21 @@ def _kernel(spec: Launch, device_index: int, stream: int) -> Kernel:
     return kernel
 
 
+_logged: set[str] = set()
+
+
+def _log_slow_path(pass_name: str, spec: ForwardPlanSpec | BackwardPlanSpec) -> None:
+    """Say once a pass that a layout is read by the element, which nothing else shows but the time."""
+    if pass_name not in _logged and any(not launch.config.aligned for launch in spec.launches):
+        _logged.add(pass_name)
+        logging.getLogger("nvrtc_attn").warning(
+            "%s: a tensor is read or written one element at a time, which can cost several times the run time. For "
+            "16-byte accesses the head dim must be a multiple of 8 and have stride 1, and addresses and other strides "
+            "must be multiples of 16 bytes.",
+            pass_name,
+        )
+
+
 class _PlanBase:
     """Loaded kernels and the workspace between them. ``workspace_bytes`` is what ``run`` needs in ``workspace``."""
 
@@ -89,6 +105,7 @@ class _PlanBase:
         params: ForwardParams | BackwardParams,
         stream: int,
     ) -> None:
+        _log_slow_path("forward" if isinstance(spec, ForwardPlanSpec) else "backward", spec)
         offsets, zeroed, end = {}, [], 0
         for buffer in spec.workspaces:
             offsets[buffer.field] = end

@@ -40,7 +40,6 @@ __all__ = [
     "framework_of",
     "may_overlap",
     "stream_handle",
-    "torch_signature",
     "view",
 ]
 
@@ -125,14 +124,6 @@ def stream_handle(stream: object, name: str = "stream") -> int:
     if handle < -1:
         raise ValueError(f"{name}: got {handle}. A stream handle is at least 0, and -1 means no ordering.")
     return handle
-
-
-def torch_signature(t: Any) -> tuple[object, ...]:
-    """Everything of a torch tensor that decides which kernel can read it, as a dictionary key (under a microsecond).
-
-    ``(shape, stride, dtype, device index, requires_grad, neg bit)``; the address is not part of it.
-    """
-    return t.shape, t.stride(), t.dtype, t.get_device(), t.requires_grad, t.is_neg()
 
 
 # ---------------------------------------------------------------------------------------------------- frameworks

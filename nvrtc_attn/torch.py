@@ -9,16 +9,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import api, driver, env
-from .call import Call, CallOptions, describe
-from .philox import normalise_rng
+from .call import Call, CallOptions, describe, rng_state
 from .plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
 from .problem import Causal, WindowSize
-from .tensors import view
+from .tensors import CPU, Device, view
 
 _raw_stream: Final = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
 _MAX_ENTRIES: Final = 4096
 _OPTIONAL: Final = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-_CPU: Final = torch.device("cpu")
 _generator_lock = threading.Lock()
 _table_lock = threading.Lock()
 Tensors = tuple[torch.Tensor | None, ...]  # q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k
@@ -105,26 +103,14 @@ def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, in
 
 
 def checked_rng(rng: Any, q: torch.Tensor) -> tuple[Any, Any]:
-    """``rng`` as (seed, offset), each an int in [0, 2**64) or an int64 tensor with one element on q's device.
+    """``rng`` as (seed, offset): ints in [0, 2**64), and what the kernels read, int64 tensors on q's device, as it is.
 
-    Raises
-    ------
-    ValueError, TypeError
-        Anything else; tensors on the CPU are read, signed values as unsigned.
+    Errors are those of `nvrtc_attn.call.rng_state`.
     """
-    seed, offset = rng if isinstance(rng, (tuple, list)) and len(rng) == 2 else (rng, 0)
-    words: list[Any] = []
-    for x, name in ((seed, "rng seed"), (offset, "rng offset")):
-        if not isinstance(x, torch.Tensor):
-            words.append(normalise_rng((x, 0)).seed)
-            continue
-        if x.dtype not in (torch.int64, torch.uint64) or x.numel() != 1 or x.device not in (q.device, _CPU):
-            raise ValueError(
-                f"{name}: got {x.dtype} of shape {tuple(x.shape)} on {x.device}. A tensor must hold one int64 on "
-                f"{q.device} (read by the kernels) or on the CPU. Pass such a tensor, or an int."
-            )
-        words.append(x if x.is_cuda else int(x) & (2**64 - 1))
-    return words[0], words[1]
+    device = Device("cuda", q.get_device()) if q.is_cuda else CPU
+    (*addresses, seed, offset), _ = rng_state(rng, device, None)
+    given = rng if isinstance(rng, (tuple, list)) else (rng, 0)
+    return given[0] if addresses[0] else seed, given[1] if addresses[1] else offset
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
+from nvrtc_attn import plan  # noqa: E402
 
 
 def qkv(b: int = 2, m: int = 128, n: int = 128, h: int = 4, hkv: int = 4, d: int = 64, dtype: Any = None) -> list[Any]:
@@ -255,12 +257,22 @@ def test_two_devices_in_one_process() -> None:
                 assert out.device.index == index
                 torch.testing.assert_close(out.double(), expected[index], atol=2e-3, rtol=2e-3)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (0, 1)))  # raises what a thread raised
     assert torch.cuda.current_device() == 0
+
+
+def test_element_wise_layouts_are_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plan, "_logged", set())
+    for m in (77, 78):
+        with torch.no_grad():
+            na.attention(*qkv(m=m, d=60))
+            na.attention(*qkv(m=m))
+    messages = [record.message for record in caplog.records if "one element at a time" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith("forward")
 
 
 @pytest.mark.reliability(45)

@@ -22,7 +22,6 @@ from nvrtc_attn.tensors import (
     framework_of,
     may_overlap,
     stream_handle,
-    torch_signature,
     view,
 )
 
@@ -236,17 +235,6 @@ class TestTorch:
     def test_no_elements(self) -> None:
         v = view(_torch().zeros(2, 0, 4), "out", writable=True)
         assert (v.ptr, v.shape, as_numpy(v).shape) == (0, (2, 0, 4), (2, 0, 4))
-
-    def test_signature(self) -> None:
-        torch = _torch()
-        t = torch.zeros(2, 3)
-        assert torch_signature(t) == ((2, 3), (3, 1), torch.float32, -1, False, False)
-        signatures = {
-            torch_signature(x)
-            for x in (t, t.t(), t[:1], t.half(), t.clone().requires_grad_(), torch.zeros(2, 3, dtype=torch.int32))
-        }
-        assert len(signatures) == 6
-        assert hash(torch_signature(torch.ones(2, 3))) == hash(torch_signature(t))
 
     @pytest.mark.reliability(57)
     def test_ten_thousand_views_leave_nothing(self) -> None:
