@@ -2,14 +2,16 @@
 
     python benchmarks/attention.py [--out DIRECTORY] [--part grid,features,start] [--quick]
 
-``seed`` is SDPA's memory-efficient kernel, ``flash2`` and ``cudnn`` its other two. TFLOP/s are 4 B H Mq Mk D / time
-forward (halved when causal) and 2.5 times that backward. Ratios are times of the other over
-ours: above 1 is faster than it.
+``seed`` is SDPA's memory-efficient kernel, ``flash2`` and ``cudnn`` its other two; ``fa3`` (package fa3-fwd, forward
+only) and ``fa4`` (flash-attn-4) take part where they are installed. TFLOP/s are 4 B H Mq Mk D / time forward (halved
+when causal) and 2.5 times that backward. Ratios are times of the other over ours: above 1 is faster than it.
+``NVRTC_ATTN_BACKEND`` chooses the kernel family of ours and names the files.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -65,6 +67,50 @@ def sdpa(backend: SDPBackend, q: Any, k: Any, v: Any, dout: Any, grads: tuple[An
     return forward_only, backward
 
 
+def fa3(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], *, is_causal: bool) -> Pair:
+    import fa3_fwd_interface
+
+    detached = [x.detach() for x in (q, k, v)]
+
+    def forward() -> Any:
+        return fa3_fwd_interface.flash_attn_func(*detached, causal=is_causal)
+
+    def backward() -> Any:
+        raise NotImplementedError("fa3-fwd has no backward pass")
+
+    forward()
+    return forward, backward
+
+
+def fa4(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], *, is_causal: bool) -> Pair:
+    from flash_attn.cute import flash_attn_func
+
+    def forward() -> Any:
+        result = flash_attn_func(q, k, v, causal=is_causal)
+        return result[0] if isinstance(result, tuple) else result
+
+    def forward_only() -> Any:
+        with torch.no_grad():
+            return forward()
+
+    out = forward()
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, grads, dout, retain_graph=True)
+
+    forward_only()
+    backward()
+    return forward_only, backward
+
+
+FLASH_PACKAGES = {"fa3": ("fa3_fwd_interface", fa3), "fa4": ("flash_attn", fa4)}
+"""Peers that may be installed: the module that each is found by, and how it is called."""
+
+
+def installed_peers() -> dict[str, Callable[..., Pair]]:
+    return {name: make for name, (module, make) in FLASH_PACKAGES.items() if importlib.util.find_spec(module)}
+
+
 def ours(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], **options: Any) -> Pair:
     out = na.attention(q, k, v, **options)
 
@@ -90,15 +136,16 @@ def measure(row: dict[str, Any], pairs: dict[str, Callable[[], Pair]], flops: fl
             if name == "ours":
                 raise
             row.setdefault("skipped", {})[name] = str(error).splitlines()[0][:120]
+    functions.pop("fa3.bwd", None)  # a forward pass only
     times = in_turn(functions, rep_ms=rep_ms)
     for key, value in times.items():
         row[key] = value["ms"]
         row[f"{key}.spread"] = value["spread"]
     for which, factor in (("fwd", 1.0), ("bwd", 2.5)):
         row[f"tflops.{which}"] = factor * flops / row[f"ours.{which}"] * 1e-9
-        for name in pairs:
-            if name != "ours" and f"{name}.{which}" in row:
-                row[f"{which}/{name}"] = row[f"{name}.{which}"] / row[f"ours.{which}"]
+        ratios = {n: row[f"{n}.{which}"] / row[f"ours.{which}"] for n in pairs if n != "ours" and f"{n}.{which}" in row}
+        row.update({f"{which}/{name}": ratio for name, ratio in ratios.items()})
+        row[f"{which}/best"] = min(ratios.values(), default=None)
     return row
 
 
@@ -117,6 +164,8 @@ def grid(quick: bool, rep_ms: int) -> list[dict[str, Any]]:
                 pairs: dict[str, Callable[[], Pair]] = {
                     name: partial(sdpa, be, q, k, v, dout, grads, is_causal=causal) for name, be in BACKENDS.items()
                 }
+                for name, make in installed_peers().items():
+                    pairs[name] = partial(make, q, k, v, dout, grads, is_causal=causal)
                 pairs["ours"] = partial(ours, q, k, v, dout, grads, causal=causal)
                 flops = 4.0 * b * h * s * s * d / (2 if causal else 1)
                 rows.append(measure({"D": d, "causal": causal, "BxSxH": f"{b}x{s}x{h}"}, pairs, flops, rep_ms))
@@ -270,7 +319,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         chosen = [row for row in rows if (row["D"], row["causal"]) == (d, causal)]
         for line, which in enumerate(("fwd", "bwd")):
             axis = axes[line][column]
-            for name in ("seed", "flash2", "cudnn", "ours"):
+            for name in ("seed", "flash2", "cudnn", "fa3", "fa4", "ours"):
                 points = [
                     (
                         int(row["BxSxH"].split("x")[1]),
@@ -279,7 +328,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                     for row in chosen
                     if f"{name}.{which}" in row
                 ]
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
             axis.set_xscale("log", base=2)
             axis.set_title(
                 f"{'forward' if which == 'fwd' else 'backward'}, D {d}{', causal' if causal else ''}", fontsize=9
@@ -331,19 +381,9 @@ def main() -> None:
         save(f"features_{backend}", rows, arguments.out)
     if "grid" in parts:
         rows = grid(arguments.quick, rep_ms)
-        columns = [
-            "D",
-            "causal",
-            "BxSxH",
-            "tflops.fwd",
-            "tflops.bwd",
-            "fwd/seed",
-            "bwd/seed",
-            "fwd/flash2",
-            "bwd/flash2",
-            "fwd/cudnn",
-            "bwd/cudnn",
-        ]
+        peers = ("seed", "flash2", "cudnn", *installed_peers(), "best")
+        columns = ["D", "causal", "BxSxH", "tflops.fwd", "tflops.bwd"]
+        columns += [f"{which}/{name}" for name in peers for which in ("fwd", "bwd")]
         print_table(rows, columns)
         path = save(f"grid_{backend}", rows, arguments.out)
         plot(rows, path.with_suffix(".png"))

@@ -1,0 +1,78 @@
+"""The tables of README.md from the saved results of `attention.py`, as Markdown on standard output.
+
+python benchmarks/table.py grid_auto features_auto start_auto
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS
+
+Row = dict[str, Any]
+PEERS = ("seed", "flash2", "cudnn", "fa3", "fa4")
+
+
+def number(x: float | None, digits: int = 3) -> str:
+    """``digits`` significant digits, a dash for what was not measured."""
+    if x is None:
+        return "–"
+    return f"{x:.0f}" if abs(x) >= 10 ** (digits - 1) else f"{x:.{digits}g}"
+
+
+def ratio(x: float | None) -> str:
+    return "–" if x is None else f"{x:.2f}"
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
+
+
+def grid(rows: list[Row]) -> str:
+    """TFLOP/s of ours and the time of each peer over ours, forward then backward."""
+    head, shown = ["B x S x H", "D", "causal"], {}
+    for which, title in (("fwd", "forward"), ("bwd", "backward")):
+        shown[which] = [name for name in PEERS if any(f"{which}/{name}" in row for row in rows)]
+        head += [f"{title} TFLOP/s", *(f"/ {name}" for name in shown[which])]
+    lines = []
+    for row in rows:
+        line = [row["BxSxH"].replace("x", " x "), str(row["D"]), "yes" if row["causal"] else "no"]
+        for which, names in shown.items():
+            line += [number(row[f"tflops.{which}"]), *(ratio(row.get(f"{which}/{name}")) for name in names)]
+        lines.append(line)
+    return markdown(head, lines)
+
+
+def features(rows: list[Row]) -> str:
+    """Milliseconds, the time of the seed and of the fastest peer over ours, and the memory that a step takes."""
+    head = ["case", "forward ms", "/ seed", "/ best", "backward ms", "/ seed", "/ best", "peak MB", "seed's"]
+    lines = []
+    for row in rows:
+        line = [row["case"]]
+        for which in ("fwd", "bwd"):
+            line += [number(row[f"ours.{which}"]), ratio(row.get(f"{which}/seed")), ratio(row.get(f"{which}/best"))]
+        lines.append([*line, number(row["peak_mb.ours"]), number(row.get("peak_mb.seed"))])
+    return markdown(head, lines)
+
+
+def start(rows: list[Row]) -> str:
+    return markdown(["what", "value"], [[row["what"], number(row["value"])] for row in rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", help="files of the results folder, without .json")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        saved = json.loads((arguments.results / f"{name}.json").read_text())
+        measured = saved["measured_on"]
+        print(f"<!-- {name}: {measured['gpu']}, driver {measured['driver']}, commit {measured['commit']} -->")
+        print({"grid": grid, "features": features, "start": start}[name.split("_")[0]](saved["rows"]), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
