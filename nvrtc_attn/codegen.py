@@ -11,9 +11,9 @@ import re
 from dataclasses import fields
 from typing import Any, Final
 
-from .config import Features, ForwardConfig, HopperForwardConfig, KernelConfig
+from .config import Features, ForwardConfig, HopperBackwardConfig, HopperForwardConfig, KernelConfig
 from .dtypes import DTYPES
-from .params import BackwardParams, ForwardParams, HopperForwardParams
+from .params import BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
 
 ENTRY_NAME: Final = "attention_entry"
 """The ``extern "C"`` name of the kernel in every generated file."""
@@ -37,6 +37,8 @@ def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct that the kernel of ``config`` takes by value."""
     if isinstance(config, HopperForwardConfig):
         return HopperForwardParams
+    if isinstance(config, HopperBackwardConfig):
+        return HopperBackwardParams
     return ForwardParams if isinstance(config, ForwardConfig) else BackwardParams
 
 

@@ -87,6 +87,9 @@ class HopperForwardConfig(KernelConfig):
     """A second shape of the first product of a query tile, for warp-groups that see at most half of the key tile."""
     lazy_max: bool = False
     """After the first key tile, keep the reference of the exponentials until a sum gets out of range."""
+    score_tiles: bool = False
+    """The copy engine brings bias and mask as tiles; otherwise every thread reads its own elements."""
+    num_stages_scores: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +113,22 @@ class BackwardConfig(KernelConfig):
     """Thread blocks that share one key tile, each with a slice of the gradients' head dim; scores are recomputed."""
     v_in_smem: bool = True
     """Otherwise the value tile is read from global memory: where head dim 512 would not fit."""
+    skip_hidden: bool = False
+    """Warps leave out their part of a tile above the diagonal, at some cost for every other tile."""
     smem_bytes: int = 0
     """Dynamic shared memory of the dk/dv kernel, which checks that its own layout has the same size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperBackwardConfig(KernelConfig):
+    """The backward kernel on TMA and WGMMA, a loading warp-group and two consumers, and the kernel that prepares it."""
+
+    log2_lse: bool = True
+    """The workspace holds LSE in base 2, for scores whose scale is folded in the exponent."""
+    dbias: str = "none"
+    dbias_dtype: str | None = None
+    smem_bytes: int = 0
+    """Dynamic shared memory, which the kernel checks against its own layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,7 @@ def cutlass_dir() -> Path | None:
 
 
 def backend() -> str:
-    """Kernel family: ``"hopper"`` opts in to the Hopper kernels, ``"legacy"`` forces compute capability 7.5 code."""
+    """Kernel family: ``"auto"`` the faster one, the others by name; ``"legacy"`` is compute capability 7.5 code."""
     value = _read("NVRTC_ATTN_BACKEND").lower() or "auto"
     if value not in BACKENDS:
         raise _refuse("NVRTC_ATTN_BACKEND", value)

@@ -59,7 +59,7 @@ class BackwardParams(ctypes.Structure):
             "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v",
             "total_q", "total_k", "num_m_blocks", "num_n_blocks", "lse_packed",
             "dbias_size_b", "dbias_size_h", "dbias_size_m", "dbias_size_n", "num_dbias_splits", "num_splits",
-            "window_left", "window_right", "bottom_right",
+            "head_group", "window_left", "window_right", "bottom_right",
         )],
         ("scale", _F32), ("softcap", _F32), ("dropout_threshold", _U32), ("dropout_multiplier", _F32),
     ]  # fmt: skip
@@ -69,7 +69,7 @@ TENSOR_MAP_BYTES: Final = 128
 
 
 class HopperForwardParams(ForwardParams):
-    """Arguments of the Hopper forward kernel: ForwardParams, then its schedule and three tensor maps.
+    """Arguments of the Hopper forward kernel: ForwardParams, then its schedule and the tensor maps.
 
     The padding says where the compiler puts the maps, which it aligns to 64 bytes.
     """
@@ -80,5 +80,16 @@ class HopperForwardParams(ForwardParams):
             "tail_whole_heads",
         )],
         ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 28) % 64)),
-        *[(f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8)) for name in ("q", "k", "v")],
+        *[(f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8)) for name in ("q", "k", "v", "bias", "mask")],
+    ]  # fmt: skip
+
+
+class HopperBackwardParams(BackwardParams):
+    """Arguments of the Hopper backward kernels: BackwardParams, then their schedule and four tensor maps."""
+
+    _fields_ = [
+        ("counter_offset", _I64),
+        *[(name, _I32) for name in ("num_tiles", "heads_per_group", "query_step")],
+        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 20) % 64)),
+        *[(f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8)) for name in ("q", "k", "v", "dout")],
     ]  # fmt: skip

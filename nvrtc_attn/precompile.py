@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from . import config as config_types
 from . import device, env
-from .config import Features, ForwardConfig, KernelConfig
+from .config import Features, ForwardConfig, HopperForwardConfig, KernelConfig
 from .errors import CompileError
 from .problem import AttentionProblem, OperandLayout
 
@@ -42,8 +42,9 @@ REFERENCE_SMS: Final[dict[str, int]] = {
 COMPILE_MEMORY_BYTES: Final = 700 << 20
 """Room for one compile process: the backward kernels peak at 260 MB with NVRTC 13.0 and at 420 MB with 13.5."""
 
-DEFAULT_SEQLENS: Final = ((4096, 4096), (1, 4096))
-"""Training or prefill, and decode: lengths between them choose among the same kernels."""
+_FORWARD: Final = (ForwardConfig, HopperForwardConfig)
+DEFAULT_SEQLENS: Final = ((4096, 4096), (1024, 1024), (1, 4096))
+"""Training or prefill, long and short, and decode: other lengths choose among the same kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ def configs(requests: Sequence[Request]) -> list[KernelConfig]:
             if request.backward and problem.seqlen_q > 1:
                 spec = choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
                 chosen.update((launch.config, None) for launch in spec.launches)
-    return sorted(chosen, key=lambda c: (not isinstance(c, ForwardConfig), c.head_dim), reverse=True)
+    return sorted(chosen, key=lambda c: (not isinstance(c, _FORWARD), c.head_dim), reverse=True)
 
 
 def worker_count(num_kernels: int) -> int:

@@ -421,7 +421,7 @@ def named_cases() -> list[Case]:
         make_case("empty-keys", seqlen_k=0, dlse=True, bias="bhq1"),
         make_case("empty-heads", num_heads=0),
     ]
-    cases += _varlen_cases()
+    cases += _varlen_cases() + _several_tile_cases()
     for layout in LAYOUTS[1:]:
         for dtype in ("float16", "float32"):
             case = make_case(
@@ -435,6 +435,35 @@ def named_cases() -> list[Case]:
         )
     )  # fmt: skip
     return cases
+
+
+def _several_tile_cases() -> list[Case]:
+    """Bias, mask and dropout over several tiles of 128 rows and keys, the last rows less than half a tile."""
+    boundary = 2**34 - 20000  # the upper half of the dropout counter changes in the middle
+    fields: list[dict[str, Any]] = [
+        {"head_dim": 64, "bias": "bhqk", "causal": True},
+        {"head_dim": 64, "bias": "bh1k", "bias_dtype": "float32", "mask": "11qk"},
+        {"head_dim": 64, "dropout_p": 0.2, "offset": boundary},
+        {"head_dim": 64, "dropout_p": 0.2, "seqlen_k": 301, "offset": boundary + 1, "causal": True},
+        {"head_dim": 128, "bias": "1hqk", "mask": "b1qk", "dropout_p": 0.1},
+        {"head_dim": 128, "bias": "bhqk", "bias_dtype": "float32", "causal": True},
+        {"head_dim": 128, "dropout_p": 0.1, "seqlen_k": 302, "offset": 3, "causal": True},
+        {"head_dim": 192, "dropout_p": 0.1, "seqlen_k": 303},
+        {"head_dim": 192, "bias": "bhqk", "mask": "bhqk", "causal": True},
+        {"head_dim": 256, "bias": "bhqk", "causal": True},
+        {"head_dim": 256, "dropout_p": 0.1, "offset": boundary},
+    ]
+    return [
+        make_case(
+            f"tiles-{n}-d{case['head_dim']}",
+            **{"seqlen_k": 400, **case},
+            batch=1,
+            num_heads=2,
+            seqlen_q=300,
+            dtype=_DTYPES[n % 2],
+        )
+        for n, case in enumerate(fields)
+    ]
 
 
 def _basic() -> Iterator[tuple[str, bool | str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,12 +41,14 @@ class FakeDriver:
     launches: list[tuple[Any, ...]] = field(default_factory=list)
     attributes_set: list[tuple[int, int]] = field(default_factory=list)
     memsets: list[tuple[int, ...]] = field(default_factory=list)
+    tensor_maps: list[tuple[Any, ...]] = field(default_factory=list)
+    """Arguments of every tensor map that was encoded; here a map is its address and then a number."""
     static_smem: int = 0
     registers: int = 100
     local: threading.local = field(default_factory=threading.local)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("cu"):
+        if name.startswith("cu") and not name.startswith("cuuint"):
             return self._function(name)
         return getattr(real, name)
 
@@ -136,6 +140,15 @@ class FakeDriver:
 
     def do_LaunchKernel(self, *arguments: Any) -> None:
         self.launches.append((self.stack[-1], *arguments))
+
+    def do_TensorMapEncodeTiled(self, *arguments: Any) -> Any:
+        self.tensor_maps.append(arguments)
+        encoded = real.CUtensorMap()
+        ctypes.memmove(int(encoded.getPtr()), struct.pack("<2Q", arguments[2], len(self.tensor_maps)), 16)
+        return encoded
+
+    def do_TensorMapReplaceAddress(self, encoded: Any, address: int) -> None:
+        ctypes.memmove(int(encoded.getPtr()), struct.pack("<Q", address), 8)
 
     def do_StreamIsCapturing(self, stream: Any) -> int:
         return int(int(stream) in self.capturing)

@@ -1,15 +1,21 @@
 // The only file that knows which compiler reads it. Under NVRTC there is no host pass and no standard library;
-// fixed-width integers and limits come from the compiler's built-ins.
+// fixed-width integers come from libcu++.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #if defined(__CUDACC_RTC__)
-#define NVRTC_ATTN_DEVICE __device__ __forceinline__
+#include <cuda/std/cstdint>
+
+using cuda::std::int32_t;
+using cuda::std::uint32_t;
+using cuda::std::uint64_t;
+
 #else
 #include <cstdint>
-#define NVRTC_ATTN_DEVICE __device__ __forceinline__
 #endif
+
+#define NVRTC_ATTN_DEVICE __device__ __forceinline__
 
 namespace nvrtc_attn {
 

@@ -79,6 +79,8 @@ struct HopperForwardParams : ForwardParams {
   TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;
+  TensorMap tensor_map_bias;  // [batch][head][row][key], boxes of one slab (hopper/score_tile.cuh)
+  TensorMap tensor_map_mask;
 };
 
 struct BackwardParams {
@@ -133,6 +135,7 @@ struct BackwardParams {
   int dbias_size_b, dbias_size_h, dbias_size_m, dbias_size_n;  // shape of the bias passed in
   int num_dbias_splits;
   int num_splits;  // splits of the query loop of the dk/dv kernel, 1 = none
+  int head_group;  // key heads whose key tiles the dk/dv kernel interleaves, longest first; at least 1
   // -- masks and scores -----------------------------------------------------------------------------
   int window_left, window_right, bottom_right;
   float scale;
@@ -140,6 +143,19 @@ struct BackwardParams {
   // -- dropout --------------------------------------------------------------------------------------
   unsigned int dropout_threshold;
   float dropout_multiplier;
+};
+
+// The kernels of the Hopper backward pass: the pass's own fields first.
+struct HopperBackwardParams : BackwardParams {
+  // Where the counter of key tiles lies, in floats from row_lse (hopper/backward_schedule.cuh).
+  long long counter_offset;
+  int num_tiles;           // key tiles of all key heads and batch entries (varlen: and of the virtual last sequence)
+  int heads_per_group;     // num_heads / num_heads_kv
+  int query_step;          // dense: by how many query tiles a key tile begins after the one before it
+  TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
+  TensorMap tensor_map_k;
+  TensorMap tensor_map_v;
+  TensorMap tensor_map_dout;
 };
 
 }  // namespace nvrtc_attn

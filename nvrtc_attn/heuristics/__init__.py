@@ -20,9 +20,10 @@ def choose_forward(
     num_sms, smem_limit
         Multiprocessors, and bytes of shared memory that one block may ask for.
     backend
-        ``auto`` and ``portable`` choose the portable family. ``hopper`` prefers the Hopper kernel where there is one
-        for the problem, and says once in the log where there is none. ``legacy`` forces the instruction set of compute
-        capability 7.5 on any GPU.
+        ``auto`` chooses the Hopper kernel on compute capability 9.0 where there is one for the problem and it is the
+        faster one, and the portable family elsewhere; why not the Hopper kernel is logged once a reason, at debug
+        level. ``hopper`` prefers the Hopper kernel wherever there is one, and warns once where there is none.
+        ``portable`` forces the portable family, ``legacy`` its instruction set of compute capability 7.5 on any GPU.
 
     Raises
     ------
@@ -31,13 +32,18 @@ def choose_forward(
     """
     from . import portable_forward
 
-    if backend == "hopper":
+    reasons: list[str] = []
+    if backend == "hopper" or (backend == "auto" and arch == "sm_90"):
         from . import hopper_forward
 
         found = hopper_forward.choose_forward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
-        if not isinstance(found, list):
-            return found
-        _log_once("forward: the portable kernel instead of the Hopper one: " + "; ".join(found))
+        if isinstance(found, ForwardPlanSpec):
+            if backend == "hopper" or not (reasons := hopper_forward.slower(problem, found, num_sms=num_sms)):
+                return found
+        else:
+            reasons = found
+        level = logging.WARNING if backend == "hopper" else logging.DEBUG
+        _log_once("forward: the portable kernel instead of the Hopper one: " + "; ".join(reasons), level)
     return portable_forward.choose_forward(
         problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
     )
@@ -46,9 +52,19 @@ def choose_forward(
 def choose_backward(
     problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
 ) -> BackwardPlanSpec:
-    """Kernels of the backward pass; arguments as in `choose_forward`."""
+    """Kernels of the backward pass; arguments as in `choose_forward`. Only ``hopper`` asks for the Hopper kernel."""
     from . import portable_backward
 
+    if backend == "hopper" or (backend == "auto" and arch == "sm_90"):
+        from . import hopper_backward
+
+        found = hopper_backward.choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+        reasons = found if isinstance(found, list) else []
+        if isinstance(found, BackwardPlanSpec):
+            if backend == "hopper" or not (reasons := hopper_backward.slower(problem)):
+                return found
+        level = logging.WARNING if backend == "hopper" else logging.DEBUG
+        _log_once("backward: the portable kernels instead of the Hopper one: " + "; ".join(reasons), level)
     return portable_backward.choose_backward(
         problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
     )
@@ -57,10 +73,11 @@ def choose_backward(
 _logged: set[str] = set()
 
 
-def _log_once(message: str) -> None:
-    if message not in _logged:
+def _log_once(message: str, level: int = logging.WARNING) -> None:
+    logger = logging.getLogger("nvrtc_attn")
+    if logger.isEnabledFor(level) and message not in _logged:
         _logged.add(message)
-        logging.getLogger("nvrtc_attn").warning(message)
+        logger.log(level, message)
 
 
 def _legacy(arch: str, backend: str) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..config import HopperForwardConfig
+from ..dtypes import DTYPES
 from ..problem import AttentionProblem
-from ..tma import reasons_against, tensor_map
+from ..tma import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
 from .plan import ForwardPlanSpec, Launch
 from .portable_forward import features_of, is_vectorizable
 
@@ -19,6 +20,8 @@ Array: TypeAlias = npt.NDArray[Any]
 MAX_HEAD_DIM: Final = 256
 MIN_QUERY_ROWS: Final = 64
 """Fewer rows leave most of a 128-row tile empty: the portable family's small tiles and key splits serve them."""
+SMEM_LIMIT: Final = 232448
+"""Bytes of shared memory a block may use on compute capability 9.0."""
 L2_BYTES: Final = 40 << 20
 """What stays in an L2 of 50 to 60 MB beside queries and outputs."""
 BLOCKS_SHARING_A_HEAD: Final = 8
@@ -38,13 +41,26 @@ class Tile:
     ping_pong: bool = True
     half_tile: bool = False
     lazy_max: bool = False
+    score_tiles: bool = False
+    num_stages_scores: int = 2
 
 
 def smem_bytes(config: HopperForwardConfig) -> int:
     """Dynamic shared memory of one thread block; the map is at the head of ``forward_hopper.cuh``."""
     slabs_q, slabs_v = _ceil_div(config.head_dim, 64), _ceil_div(config.head_dim_v, 64)
     rows = config.num_stages_q * config.block_m * slabs_q + config.num_stages * config.block_n * (slabs_q + slabs_v)
-    return 128 * rows + 32 * config.num_stages_q + 32 * config.num_stages
+    scores = _score_bytes(config)
+    barriers = 16 * config.num_stages_scores if scores else 0
+    return 128 * rows + scores + 32 * config.num_stages_q + 32 * config.num_stages + barriers
+
+
+def _score_bytes(config: HopperForwardConfig) -> int:
+    """Shared memory of bias and mask tiles; ``cuda_src/nvrtc_attn/hopper/score_tile.cuh``."""
+    if not config.score_tiles:
+        return 0
+    bias = config.features.bias
+    row = (DTYPES[bias].itemsize if bias else 0) + int(config.features.mask)
+    return config.num_stages_scores * config.block_m * config.block_n * row
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -54,41 +70,92 @@ def _ceil_div(a: int, b: int) -> int:
 def choose_tile(problem: AttentionProblem) -> Tile:
     """The tile table. Figures: H200, 2026-11-20, bfloat16, TFLOP/s, the launch alone."""
     widest = max(_ceil_div(problem.head_dim, 64), _ceil_div(problem.head_dim_v, 64)) * 64
-    # Bias, mask and dropout are read or made ahead of the scores they belong to: their registers come out of the tile.
+    tile = _score_tile(problem, widest)
+    if tile is not None:
+        return tile
     operands = score_operands(problem)
+    # Bias and mask that every thread reads for itself wait in registers, which come out of the tile.
+    direct = problem.bias is not None or problem.mask is not None
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
     diagonal = problem.window_right is not None and not problem.varlen
     if widest <= 64:
-        if operands:
+        if direct:
             wide = problem.bias is not None and problem.bias.dtype != "float32" and lazy
             return Tile(block_m=128, block_n=128 if wide else 112 if lazy else 80, num_stages_q=2, lazy_max=lazy)
+        if operands:
+            # Dropout, B4 S2048 H16: 0.408 ms; 128 x 96: 0.441, 192 x 64: 0.456.
+            lengths = problem.varlen or problem.seqused_k
+            return Tile(block_m=128, block_n=112 if lengths else 128, num_stages_q=2, lazy_max=True)
         if diagonal and problem.seqlen_q <= 1024:
             # 353 at 1024 against 344 with 192 rows, of which the last tile fills a third.
             return Tile(block_m=128, block_n=128, num_stages_q=2, half_tile=True, lazy_max=True)
         # Three consumers: 192 x 128 reaches 573 at 4096, 128 x 128 464, 128 x 176 482. Lengths on the device take
-        # registers.
+        # registers. Few keys (cross-attention to 77 tokens): a tile is no wider than they are, 0.055 against 0.066 ms.
+        rows = _rows_of_narrow(problem)
+        lengths = problem.varlen or problem.seqused_k
+        columns = 112 if rows == 192 and lengths else 128
+        if not lengths:
+            columns = min(columns, max(32, _ceil_div(problem.seqlen_k, 16) * 16))
         return Tile(
-            block_m=192,
-            block_n=112 if problem.varlen or problem.seqused_k else 128,
+            block_m=rows,
+            block_n=columns,
             num_stages_q=2,
-            half_tile=diagonal and not problem.seqused_k and problem.seqlen_q <= 2048,
+            half_tile=diagonal and not problem.seqused_k and problem.seqlen_q <= 2048 and columns == 128,
             lazy_max=True,
         )
     if widest <= 128:
-        if operands:
+        if direct:
             return Tile(block_m=128, block_n=96 if lazy else 64, num_stages_q=2, lazy_max=lazy)
         # A second slot for Q leaves room for 128 keys: 708 at 4096; 176 keys and one slot 667, 144 keys 684.
-        half = diagonal and problem.seqlen_q <= 1024
-        return Tile(block_m=128, block_n=128, num_stages_q=2, half_tile=half, lazy_max=True)
+        half = diagonal and problem.seqlen_q <= 1024 and not operands
+        # With dropout and 80 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
+        columns = 112 if operands and _ceil_div(problem.head_dim_v, 16) == 5 else 128
+        return Tile(block_m=128, block_n=columns, num_stages_q=2, half_tile=half, lazy_max=True)
     if widest <= 192:
-        if operands:
+        if direct:
             return Tile(block_m=128, block_n=64 if lazy else 48)
-        return Tile(block_m=128, block_n=96 if problem.band else 112)
+        return Tile(block_m=128, block_n=96 if problem.band or operands else 112)
     # 128 accumulator registers of the output leave none for lazy_max (710 against 732 at 4096), and the products are
     # long enough not to need turns. Shorter key tiles waste less on the diagonal: 385 against 356 at 512.
     short = problem.window_right is not None and problem.seqlen_q <= 1024
-    return Tile(block_m=128, block_n=48 if operands else 64 if short else 80, ping_pong=False)
+    if operands:
+        # With dropout and softcap 48 columns spill four bytes.
+        return Tile(block_m=128, block_n=32 if problem.dropout_p > 0 and problem.softcap > 0 else 48, ping_pong=False)
+    return Tile(block_m=128, block_n=64 if short else 80, ping_pong=False)
+
+
+def _rows_of_narrow(problem: AttentionProblem) -> int:
+    """Query rows of a tile at head dim 64: 192 are faster by what the table above says, unless they stay empty."""
+    rows = problem.seqlen_q
+    return 192 if 464 * _ceil_div(rows, 192) * 192 <= 573 * _ceil_div(rows, 128) * 128 else 128
+
+
+def _score_tile(problem: AttentionProblem, widest: int) -> Tile | None:
+    """The tile when the copy engine brings bias and mask; ``None`` when it does not."""
+    if (problem.bias is None and problem.mask is None) or score_reasons(problem):
+        return None
+    if problem.head_dim_v > 192 and problem.dropout_p > 0:
+        return None  # spills registers
+    tiles = [Tile(block_m=128, block_n=64, ping_pong=widest <= 192, score_tiles=True)]
+    if widest <= 128:
+        # Bias, B4 S2048 H16, D 64: 0.206 ms, of which the bias alone takes 0.125; 128 x 64: 0.256, 192 x 64: 0.243
+        # (192 x 128 spills); every thread reading its own: 0.317. D 128: 0.251; 128 x 64 and two slots for Q: 0.291;
+        # 128 x 128 with those and one slot for the bias: 0.343.
+        shared = Tile(block_m=128, block_n=64, num_stages_q=2, lazy_max=True, score_tiles=True)
+        tiles = [replace(shared, block_n=128), replace(shared, block_n=128, num_stages_q=1), shared]
+    return next((tile for tile in tiles if smem_bytes(config_of(problem, tile)) <= SMEM_LIMIT), None)
+
+
+def score_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the copy engine cannot bring bias and mask; empty when it can, or when there is neither."""
+    found = []
+    for name, operand in (("bias", problem.bias), ("mask", problem.mask)):
+        if operand is not None:
+            found += score_reasons_against(name, operand, DTYPES[operand.dtype].itemsize)
+    if found or not problem.varlen:
+        return found
+    return ["rows of bias and mask are not those of packed queries"]
 
 
 def score_operands(problem: AttentionProblem) -> int:
@@ -107,12 +174,16 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
     for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if head_dim > MAX_HEAD_DIM or head_dim % 8:
             found.append(f"{name} is {head_dim}; accepted are multiples of 8 up to {MAX_HEAD_DIM}")
-    if problem.head_dim_v > 192 and (problem.dropout_p > 0 or score_operands(problem) > 1):
+    if problem.head_dim_v > 192 and score_operands(problem) > 1 and not choose_tile(problem).score_tiles:
         found.append(
-            f"head_dim_v is {problem.head_dim_v}; with dropout, or with bias and mask, the kernel would spill registers"
+            f"head_dim_v is {problem.head_dim_v}; with two of bias, mask and dropout the kernel would spill registers"
         )
+    if problem.head_dim_v > 192 and problem.dropout_p > 0 and (problem.varlen or problem.seqused_k):
+        found.append(f"head_dim_v is {problem.head_dim_v}; with dropout and lengths on the device likewise")
     if problem.seqlen_q < MIN_QUERY_ROWS:
         found.append(f"seqlen_q is {problem.seqlen_q}; fewer than {MIN_QUERY_ROWS} rows do not fill a tile")
+    if (problem.batch + 1) * problem.num_heads * (_ceil_div(problem.seqlen_q, 64) + 1) >= 2**31:
+        found.append("there are 2^31 query tiles")
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads):
         found.append("a dim is empty")
     for name in ("q", "k", "v"):
@@ -145,6 +216,8 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         ping_pong=tile.ping_pong,
         half_tile=tile.half_tile,
         lazy_max=tile.lazy_max,
+        score_tiles=tile.score_tiles,
+        num_stages_scores=tile.num_stages_scores,
     )
 
 
@@ -236,10 +309,43 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                     tensor_map("tensor_map_q", "q", problem.q, 2, tile.block_m),
                     tensor_map("tensor_map_k", "k", problem.k, 2, tile.block_n),
                     tensor_map("tensor_map_v", "v", problem.v, 2, tile.block_n),
+                    *_score_maps(problem, tile),
                 ),
             ),
         )
     )
+
+
+def _score_maps(problem: AttentionProblem, tile: Tile) -> list[TensorMap]:
+    """Maps of bias and mask, when they come as tiles."""
+    if not tile.score_tiles:
+        return []
+    return [
+        score_map(f"tensor_map_{name}", name, operand, DTYPES[operand.dtype].itemsize, tile.block_m)
+        for name, operand in (("bias", problem.bias), ("mask", problem.mask))
+        if operand is not None
+    ]
+
+
+def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) -> list[str]:
+    """Why the portable family is faster than the plan ``spec``; empty when it is not."""
+    (launch,) = spec.launches
+    if problem.seqlen_q <= MIN_QUERY_ROWS and max(problem.head_dim, problem.head_dim_v) <= 64:
+        # 64 rows and keys, B64 H16, D 64: 18 against 25 us.
+        return [f"{problem.seqlen_q} query rows fill half a tile"]
+    tiles = dict(launch.params)["num_tiles"]
+    if tiles <= num_sms and not problem.varlen:
+        # A tile alone on its multiprocessor takes 10.7 ns a key (D up to 128); the portable kernel splits the keys and
+        # reaches 280 TFLOP/s. Mq 128, 8192 keys, H8, D 128: 86 against 35 us; Mq 4096, Mk 4096, H1: 47 and 41; Mq 512,
+        # 4096 keys, H16, D 64: 48 and 42; Mq 2048, Mk 2048, H4, D 128: 28 and 43.
+        widest = max(problem.head_dim, problem.head_dim_v)
+        scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
+        flops = 2 * scores * (problem.head_dim + problem.head_dim_v) / (2 if problem.window_right is not None else 1)
+        hopper_us = 4 + 0.0107 * problem.seqlen_k * max(1, widest / 128)
+        portable_us = 12 + flops / 280e6
+        if portable_us < hopper_us and problem.window_left is None:
+            return [f"{tiles} query tiles leave most of {num_sms} multiprocessors idle; split keys fill them"]
+    return []
 
 
 def choose_forward(

@@ -27,6 +27,8 @@ MIN_TILES_PER_SPLIT: Final = 4
 """Query tiles that a split must have left: fewer do not pay for adding dk and dv in float32 and converting them."""
 DECODE_ROWS: Final = 32
 """Up to this many query rows the loop is one tile, most of a large one would be padding."""
+SKIP_HIDDEN_ROWS: Final = 768
+"""Up to this many query rows under a key tile its part above the diagonal is worth leaving out."""
 _REGISTERS_PER_SM: Final = 65536
 _SMEM_RESERVED: Final = 1024
 """Shared memory that the driver keeps per thread block."""
@@ -58,10 +60,11 @@ class Tile:
 #   8 warps of 32 keys (block_n 256) 5.03; 8 warps of 16 keys 5.93; FA2's own shape (128 x 128 on 4 x 2 warps) 5.05.
 # * D 128 (B4 S4096 H16): 128 x 128 on 8 warps 4.61, causal 2.52; FA2 4.56, 2.51. 64 x 128 with two buffers 4.74, 2.68;
 #   64 x 64 on 4 warps, two CTAs a multiprocessor 4.87, 2.61 (twice the adds to dq); 8 x 1 warps of 16 keys 4.95.
+#   A second buffer of Q or of dO, 3 % slower (2026-11-21).
 # * D 256 (B4 S4096 H8): 128 x 64 5.36, 64 x 64 with two buffers 5.58 to 6.06; FA2 5.43.
 # * D 512 (B2 S4096 H1): 64 x 32 1.08, 32 x 64 in two slices 1.27; PyTorch's efficient kernel 8.99.
-# * float32 (B4 S2048 H16): D 64 3.86, D 128 7.79; PyTorch's efficient kernel 4.93, 9.44. 32 x 64 at D 128 8.62, two
-#   buffers at D 64 4.20.
+# * float32 (B4 S2048 H16): D 64 3.15, D 128 6.49; PyTorch's efficient kernel 4.90, 9.41. At D 64 32 x 128 takes 3.22,
+#   64 x 128 and 64 x 64 on 4 x 2 warps and 32 x 64 with three CTAs a multiprocessor 3.28, 128 x 64 on 4 x 2 warps 3.41.
 TILES_16BIT: Final = (
     Tile(width=64, block_m=128, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, blocks_per_sm=2),
     Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
@@ -170,10 +173,11 @@ def choose_backward(
     )
     num_m_blocks = -(-problem.seqlen_q // config.block_m)
     num_n_blocks = -(-problem.seqlen_k // config.block_n)
-    num_splits = _choose_splits(problem, config, num_sms, smem_limit, num_m_blocks, num_n_blocks)
-    config = replace(config, split=num_splits > 1)
+    slots = num_sms * max(_blocks_per_sm(config, smem_limit), 1)  # thread blocks that run at once
+    num_splits = _choose_splits(problem, config, slots, num_m_blocks, num_n_blocks)
+    config = replace(config, split=num_splits > 1, skip_hidden=_skips_hidden(problem, config))
 
-    launches = [_delta(problem, config, num_m_blocks), _dkv(problem, config, num_n_blocks, num_splits)]
+    launches = [_delta(problem, config, num_m_blocks), _dkv(problem, config, num_n_blocks, num_splits, slots)]
     if num_splits > 1:
         launches.append(_dkv_convert(problem, config, num_n_blocks))
     workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
@@ -274,8 +278,7 @@ def _blocks_per_sm(config: BackwardConfig, smem_limit: int) -> int:
 def _choose_splits(
     problem: AttentionProblem,
     config: BackwardConfig,
-    num_sms: int,
-    smem_limit: int,
+    slots: int,
     num_m_blocks: int,
     num_n_blocks: int,
 ) -> int:
@@ -283,11 +286,24 @@ def _choose_splits(
     if problem.deterministic or problem.varlen:
         return 1
     blocks = num_n_blocks * problem.batch * problem.num_heads_kv * config.dim_slices
-    slots = num_sms * max(_blocks_per_sm(config, smem_limit), 1)
     if blocks == 0:
         return 1
     tiles = num_m_blocks * (problem.num_heads // problem.num_heads_kv)
     return max(1, min(slots // blocks, tiles // MIN_TILES_PER_SPLIT, MAX_SPLITS))
+
+
+def _skips_hidden(problem: AttentionProblem, config: BackwardConfig) -> bool:
+    """Whether diagonal tiles are so large a part that leaving out half of their work pays for the branches.
+
+    H200, 2026-11-21, time of the whole causal backward at D 64, 128, 256: S 1024 -3.7, -1.6, -2.7 %, S 4096 0, +2.4,
+    +1.0 %. With dropout, whose keep bits fill the registers, +4 to +9 % even at S 1024.
+    """
+    if config.dtype == "float32" or config.dbias == "store" or problem.dropout_p > 0 or problem.window_right is None:
+        return False
+    rows = problem.seqlen_q // 2  # that see a key tile, on average
+    if problem.window_left is not None:
+        rows = min(rows, problem.window_left + problem.window_right)
+    return rows <= SKIP_HIDDEN_ROWS
 
 
 def _plain(config: BackwardConfig, kernel: str) -> BackwardConfig:
@@ -315,7 +331,17 @@ def _delta(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int)
     )
 
 
-def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, num_splits: int) -> Launch:
+def _head_group(problem: AttentionProblem, num_n_blocks: int, slots: int) -> int:
+    """Key heads whose key tiles are interleaved, those with the most work under a causal mask first.
+
+    Two waves of thread blocks: fewer heads leave long tiles for the end, many more do not fit in L2 (dq, Q and dO of a
+    head are used again by each of its key tiles). Without a band all tiles are alike and those of a head stay together.
+    One head after the other, one wave, two, four, all heads: 2.54, 2.47, 2.42, 2.43, 2.62 ms (D 64 B4 S4096 H32).
+    """
+    return max(2 * slots // max(num_n_blocks, 1), 1) if problem.band else 1
+
+
+def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, num_splits: int, slots: int) -> Launch:
     sequences = problem.batch + problem.varlen  # one more, virtual, owns the tokens of no sequence
     grid = num_n_blocks * problem.num_heads_kv * sequences * num_splits * config.dim_slices
     return Launch(
@@ -323,7 +349,11 @@ def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, n
         grid=grid,
         block=config.num_threads,
         smem_bytes=config.smem_bytes,
-        params=(("num_n_blocks", num_n_blocks), ("num_splits", num_splits)),
+        params=(
+            ("num_n_blocks", num_n_blocks),
+            ("num_splits", num_splits),
+            ("head_group", _head_group(problem, num_n_blocks, slots)),
+        ),
     )
 
 

@@ -94,13 +94,16 @@ HOT: list[dict[str, Any]] = [
     {"head_dim": 256, "window_right": 0},
     {"softcap": 30.0},
     {"dropout_p": 0.1},
+    {"dtype": "float32"},
+    {"dtype": "float32", "head_dim": 128},
+    {"dtype": "float32", "head_dim": 128, "window_right": 0},
+    *({"head_dim": d, "window_right": 0, "seqlen_q": 1024, "seqlen_k": 1024} for d in (64, 96, 128, 256)),
 ]
 # These spill addresses around the loop's products: measured faster than the variants that do not (tile table).
 WARM: list[tuple[dict[str, Any], int]] = [
     ({"bias": FULL_BIAS, "dbias": True}, 64),
     ({"mask": (4, 1, 2048, 2048)}, 96),
-    ({"dtype": "float32"}, 400),
-    ({"dtype": "float32", "head_dim": 128, "window_right": 0}, 96),
+    ({"head_dim": 128, "varlen": True, "window_right": 0, "num_heads_kv": 4, "seqlen_q": 1024, "seqlen_k": 1024}, 48),
 ]
 RARE: list[dict[str, Any]] = [
     ALL_FEATURES,
@@ -160,6 +163,41 @@ def test_helpers_do_not_spill(kernel: str, changes: dict[str, Any]) -> None:
     check(helper)
 
 
+def helper_shape(config: BackwardConfig) -> tuple[object, ...]:
+    """What decides how delta and the conversions divide a tile among their threads."""
+    width = config.head_dim_v if config.kernel == "delta" else config.head_dim
+    rows = config.block_n if config.kernel == "dkv_convert" else config.block_m
+    return config.kernel, config.itemsize, width, rows, config.num_warps, config.aligned
+
+
+def helper_configs(dtype: str) -> list[BackwardConfig]:
+    """The kernels without products, of every small head dim and some large ones, with few and many query rows."""
+    found: dict[tuple[object, ...], BackwardConfig] = {}
+    for arch in ("sm_90", "sm_86", "sm_75"):
+        for head_dim in (8, 16, 24, 32, 40, 64, 72, 128, 512 if arch != "sm_75" else 256):
+            for more in ({"varlen": True}, {"batch": 1, "num_heads": 2, "num_heads_kv": 1}, {"alignment": 2}):
+                for rows in (16, 2048):
+                    if more == {"alignment": 2} and (head_dim, rows) not in ((8, 16), (128, 2048)):
+                        continue
+                    for launch in plan(arch, dtype=dtype, head_dim=head_dim, seqlen_q=rows, **more).launches:
+                        if launch.config.kernel in HELPERS:
+                            assert isinstance(launch.config, BackwardConfig)
+                            found.setdefault(helper_shape(launch.config), launch.config)
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.reliability(69)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_shape_of_the_helpers_compiles(dtype: str) -> None:
+    configs = helper_configs(dtype)
+    assert {config.kernel for config in configs} == set(HELPERS)
+    # A tile may have fewer rows than the threads of one pass would take.
+    assert any(config.block_m < config.num_threads // 2 and config.head_dim_v == 8 for config in configs)
+    for config in configs:
+        check(config)
+
+
 @pytest.mark.reliability(69)
 @pytest.mark.parametrize("arch", PORTABLE_ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -198,6 +236,26 @@ def test_few_key_tiles_split_the_query_loop() -> None:
     (accumulator,) = (w for w in spec.workspaces if w.field == "dkv_accum")
     assert accumulator.zeroed
     assert accumulator.nbytes == 4 * 2 * 16 * 128 * (64 + 64)
+
+
+def test_causal_key_tiles_are_interleaved_by_two_waves() -> None:
+    def group(**changes: Any) -> int:
+        return dict(plan("sm_90", **changes).launches[1].params)["head_group"]
+
+    assert group(batch=16, seqlen_q=1024, seqlen_k=1024) == 1
+    # 8 key tiles a head; D 64 runs two thread blocks a multiprocessor.
+    assert group(window_right=0, batch=16, seqlen_q=1024, seqlen_k=1024) == 2 * 2 * NUM_SMS // 8
+    assert group(window_right=0, head_dim=128) == 2 * NUM_SMS // 16
+    assert group(window_right=0, head_dim=128, seqlen_q=65536, seqlen_k=65536) == 1
+
+
+def test_short_causal_kernels_leave_out_what_is_above_the_diagonal() -> None:
+    short: dict[str, Any] = {"window_right": 0, "seqlen_q": 1024, "seqlen_k": 1024}
+    assert dkv(plan("sm_90", **short)).skip_hidden
+    assert dkv(plan("sm_90", window_left=256, window_right=0)).skip_hidden
+    bias = {"bias": (4, 16, 1024, 1024), "dbias": True}
+    for other in ({"seqlen_q": 4096}, {"window_right": None}, {"dropout_p": 0.1}, {"dtype": "float32"}, bias):
+        assert not dkv(plan("sm_90", **(short | other))).skip_hidden
 
 
 @pytest.mark.reliability(36)

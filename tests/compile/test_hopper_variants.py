@@ -46,7 +46,9 @@ def choose(asked: AttentionProblem) -> HopperForwardConfig:
     (launch,) = spec.launches
     assert isinstance(launch.config, HopperForwardConfig)
     assert launch.smem_bytes <= SMEM_LIMIT
-    assert {item.field for item in launch.tensor_maps} == {"tensor_map_q", "tensor_map_k", "tensor_map_v"}
+    tiles = [name for name in ("bias", "mask") if launch.config.score_tiles and getattr(asked, name) is not None]
+    assert [item.pointer for item in launch.tensor_maps] == ["q", "k", "v", *tiles]
+    assert all(item.field == f"tensor_map_{item.pointer}" for item in launch.tensor_maps)
     return launch.config
 
 
@@ -55,7 +57,13 @@ def compiled(config: HopperForwardConfig) -> CompiledKernel:
 
 
 SCORES = OperandLayout(shape=(2, 4, 512, 512), strides=(4 * 512 * 512, 512 * 512, 512, 1), dtype="bfloat16")
+MASK = dataclasses.replace(SCORES, dtype="bool")
+FLOAT = dataclasses.replace(SCORES, dtype="float32")
+UNALIGNED = dataclasses.replace(SCORES, offset_alignment=2)  # of which every thread reads its own elements
+UNALIGNED_MASK = dataclasses.replace(MASK, offset_alignment=1)
 CAUSAL = {"window_right": 0}
+EVERYTHING = {"bias": SCORES, "mask": MASK, "softcap": 30.0, "dropout_p": 0.1, **CAUSAL}
+UNALIGNED_EVERYTHING = {**EVERYTHING, "bias": UNALIGNED, "mask": UNALIGNED_MASK}
 VARIANTS: dict[str, AttentionProblem] = {
     **{f"d{d}": problem(d) for d in (40, 64, 80, 96, 128, 192, 256)},
     **{f"d{d}_causal": problem(d, **CAUSAL) for d in (40, 64, 80, 96, 128, 192, 256)},
@@ -64,22 +72,42 @@ VARIANTS: dict[str, AttentionProblem] = {
     **{f"d{d}_causal_long": problem(d, seqlen_q=4096, seqlen_k=4096, **CAUSAL) for d in (64, 128, 256)},
     "d64_causal_2048": problem(64, seqlen_q=2048, seqlen_k=2048, **CAUSAL),
     "d64_varlen": problem(64, varlen=True, batch=1),
-    "bias_float32_causal": problem(64, bias=dataclasses.replace(SCORES, dtype="float32"), **CAUSAL),
+    "cross_77": problem(64, seqlen_q=4096, seqlen_k=77),
+    "cross_20_causal": problem(64, seqlen_q=1100, seqlen_k=20, **CAUSAL),
+    "cross_1": problem(40, seqlen_q=1100, seqlen_k=1),
+    "d64_short": problem(64, seqlen_q=128, seqlen_k=128),
+    **{f"d{d}_bias_float32_causal": problem(d, bias=FLOAT, **CAUSAL) for d in (64, 128, 256)},
+    "bias_float32_causal_unaligned": problem(64, bias=dataclasses.replace(FLOAT, offset_alignment=4), **CAUSAL),
     "window": problem(128, window_left=100, window_right=20),
     "varlen": problem(128, varlen=True, batch=1, **CAUSAL),
     "seqused_k": problem(64, seqused_k=True),
     "softcap": problem(128, softcap=30.0),
     "bias": problem(64, bias=SCORES),
     "bias_causal": problem(128, bias=SCORES, **CAUSAL),
-    "mask": problem(64, mask=SCORES),
-    "dropout": problem(64, dropout_p=0.1),
-    "dropout_causal": problem(128, dropout_p=0.1, **CAUSAL),
-    "everything": problem(128, bias=SCORES, mask=SCORES, softcap=30.0, dropout_p=0.1, **CAUSAL),
-    "d64_everything": problem(64, bias=SCORES, mask=SCORES, softcap=30.0, dropout_p=0.1, **CAUSAL),
-    "d192_everything": problem(192, bias=SCORES, mask=SCORES, softcap=30.0, dropout_p=0.1, **CAUSAL),
+    "bias_short": problem(64, bias=SCORES, seqlen_q=256, seqlen_k=256),
+    "mask": problem(64, mask=MASK),
+    "mask_causal": problem(128, mask=MASK, **CAUSAL),
+    "dropout_short": problem(64, dropout_p=0.1, seqlen_q=128),
+    "dropout_varlen": problem(64, dropout_p=0.1, varlen=True, batch=1, **CAUSAL),
+    **{f"d{d}_dropout": problem(d, dropout_p=0.1) for d in (64, 128, 192, 256)},
+    **{f"d{d}_dropout_causal": problem(d, dropout_p=0.1, **CAUSAL) for d in (64, 80, 96, 128, 192, 256)},
+    **{f"d{d}_dropout_softcap": problem(d, dropout_p=0.1, softcap=30.0, **CAUSAL) for d in (64, 128, 192, 256)},
+    **{f"d{d}_dropout_bias_causal": problem(d, dropout_p=0.1, bias=SCORES, **CAUSAL) for d in (64, 128, 192)},
+    "dropout_mask": problem(64, dropout_p=0.1, mask=MASK),
+    "dropout_bias_float32": problem(128, dropout_p=0.1, bias=FLOAT),
+    "d192_dropout_varlen": problem(192, dropout_p=0.1, varlen=True, batch=1, seqused_k=True, **CAUSAL),
+    **{f"d{d}_everything": problem(d, **EVERYTHING) for d in (64, 128, 192)},
+    **{f"d{d}_everything_unaligned": problem(d, **UNALIGNED_EVERYTHING) for d in (64, 128, 192)},
+    "bias_unaligned": problem(64, bias=UNALIGNED),
+    "bias_causal_unaligned": problem(128, bias=UNALIGNED, **CAUSAL),
+    "mask_unaligned": problem(64, mask=UNALIGNED_MASK),
     "d256_bias": problem(256, bias=SCORES),
-    "d256_mask_causal": problem(256, mask=SCORES, **CAUSAL),
+    "d256_mask_causal": problem(256, mask=MASK, **CAUSAL),
     "d256_bias_causal": problem(256, bias=SCORES, **CAUSAL),
+    "d192_bias_mask_causal": problem(192, bias=FLOAT, mask=MASK, softcap=30.0, **CAUSAL),
+    "d64_bias_mask": problem(64, bias=FLOAT, mask=MASK),
+    "d256_mask_causal_unaligned": problem(256, mask=UNALIGNED_MASK, **CAUSAL),
+    "d256_bias_causal_unaligned": problem(256, bias=UNALIGNED, **CAUSAL),
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from nvrtc_attn import precompile
 from nvrtc_attn.cache import KernelCache
-from nvrtc_attn.config import BackwardConfig, ForwardConfig
+from nvrtc_attn.config import BackwardConfig, ForwardConfig, HopperForwardConfig
 
 pytest.importorskip("cuda.bindings.nvrtc")
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,8 @@ def test_configs_are_unique_and_slow_ones_come_first() -> None:
     assert len(set(kernels)) == len(kernels)
     assert kernels == list(dict.fromkeys(precompile.configs(requests[: len(requests) // 2]) + kernels))
     assert isinstance(kernels[0], BackwardConfig)
-    assert isinstance(kernels[-1], ForwardConfig)
+    assert isinstance(kernels[-1], ForwardConfig | HopperForwardConfig)
+    assert any(kernel.kernel == "forward_hopper" and kernel.arch == "sm_90a" for kernel in kernels)
 
 
 @pytest.mark.parametrize(

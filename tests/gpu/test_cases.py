@@ -1,4 +1,4 @@
-"""Every curated case, forward and backward, on both instruction sets of the portable family."""
+"""Every curated case, forward and backward, in every kernel family, on both instruction sets of the portable one."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from nvrtc_attn.config import (
     DqConfig,
     Features,
     ForwardConfig,
+    HopperBackwardConfig,
     HopperForwardConfig,
     KernelConfig,
 )
@@ -38,7 +39,8 @@ BACKWARD = BackwardConfig(kernel="backward_portable", **COMMON)
 DQ = DqConfig(kernel="backward_dq", **COMMON, warps_m=4, chunk_n=32)
 DBIAS = DbiasConfig(kernel="backward_dbias", **COMMON)
 HOPPER = HopperForwardConfig(kernel="forward_hopper", **{**COMMON, "num_warps": 12})
-CONFIGS = [FORWARD, BACKWARD, DQ, DBIAS, HOPPER]
+HOPPER_BACKWARD = HopperBackwardConfig(kernel="backward_hopper", **{**COMMON, "num_warps": 12})
+CONFIGS = [FORWARD, BACKWARD, DQ, DBIAS, HOPPER, HOPPER_BACKWARD]
 
 
 @pytest.mark.reliability(90)

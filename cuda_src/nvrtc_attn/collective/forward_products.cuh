@@ -69,9 +69,6 @@ NVRTC_ATTN_DEVICE void multiply_qk_steps(AccTile (&s)[Shape::kTilesM][Shape::kTi
   }
 }
 
-// float32: this many k-steps are summed inside the tensor core, which truncates, before a rounded float32 addition.
-constexpr int kChainSteps = 8;
-
 // s += Q K^T over the k-steps from kFirst on, in chains.
 template <class Shape, int kFirst, class Query>
 NVRTC_ATTN_DEVICE void add_qk_chains(AccTile (&s)[Shape::kTilesM][Shape::kTilesN], Query const& query,

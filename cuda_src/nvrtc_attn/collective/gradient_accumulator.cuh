@@ -4,7 +4,7 @@
 // warp adds one block with one instruction over contiguous memory. From compute capability 9.0 a lane's four values are
 // neighbours (red.v4.f32: a quarter of the instructions), before that they lie 32 apart (four full-line scalar reds).
 #pragma once
-#include "../common/mma.cuh"
+#include "../common/numbers.cuh"
 
 namespace nvrtc_attn {
 
@@ -16,7 +16,7 @@ constexpr bool kVectorReduction = false;
 
 constexpr int kAccumBlock = 128;  // floats of one 16 x 8 block
 
-NVRTC_ATTN_DEVICE void add_block(float* block, AccTile const& c, int lane) {
+NVRTC_ATTN_DEVICE void add_block(float* block, float const (&c)[4], int lane) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(block + 4 * lane), "f"(c[0]),
                "f"(c[1]), "f"(c[2]), "f"(c[3])
@@ -27,23 +27,11 @@ NVRTC_ATTN_DEVICE void add_block(float* block, AccTile const& c, int lane) {
 #endif
 }
 
-// Row `row` (0..15) of one block.
-NVRTC_ATTN_DEVICE void read_block_row(float const* block, int row, float (&value)[8]) {
-  int const g = row & 7;
-  int const half = row >> 3;
-  if constexpr (kVectorReduction) {
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      float2 const v = *reinterpret_cast<float2 const*>(block + (4 * g + t) * 4 + 2 * half);
-      value[2 * t] = v.x;
-      value[2 * t + 1] = v.y;
-    }
-  } else {
-    float4 const even = *reinterpret_cast<float4 const*>(block + 64 * half + 4 * g);
-    float4 const odd = *reinterpret_cast<float4 const*>(block + 64 * half + 32 + 4 * g);
-    value[0] = even.x, value[2] = even.y, value[4] = even.z, value[6] = even.w;
-    value[1] = odd.x, value[3] = odd.y, value[5] = odd.z, value[7] = odd.w;
-  }
+// This lane's four values of one block, which are read this once.
+NVRTC_ATTN_DEVICE float4 read_block(float const* block, int lane) {
+  if constexpr (kVectorReduction) return __ldcs(reinterpret_cast<float4 const*>(block) + lane);
+  return make_float4(__ldcs(block + lane), __ldcs(block + 32 + lane), __ldcs(block + 64 + lane),
+                     __ldcs(block + 96 + lane));
 }
 
 // First row of sequence b in a workspace padded to whole tiles of kBlock rows: sequences never share a tile.
@@ -52,34 +40,81 @@ NVRTC_ATTN_DEVICE index_t accumulator_row0(int row0, int b) {
   return kVarlen ? index_t(row0 / kBlock + b) * kBlock : 0;
 }
 
+// Words w[i] of lane t of a quad become words t of lane i: a 4 x 4 transpose.
+NVRTC_ATTN_DEVICE void transpose_quad(uint32_t (&w)[4], int lane) {
+  bool const odd = lane & 1;
+  bool const high = lane & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    uint32_t const other = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
+    w[i] = odd ? other : w[i];
+    w[i + 1] = odd ? w[i + 1] : other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t const other = __shfl_xor_sync(0xffffffffu, high ? w[i] : w[i + 2], 2);
+    w[i] = high ? other : w[i];
+    w[i + 2] = high ? w[i + 2] : other;
+  }
+}
+
 // One tile of `rows` rows of the workspace -> gradient in its own type and layout, times `factor`.
 // `accum` starts at a multiple of 16 rows; kWidth is its width. All threads of the CTA take part.
 template <int kWidth, int kRows, int kThreads, bool kAligned, class Element>
 NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, index_t stride_row, index_t stride_col,
                                            int rows, int cols, float factor, int tid) {
+  static_assert(kRows % 16 == 0 && kThreads % 32 == 0);
   constexpr int kTiles = kWidth / 8;
-  // Sixteen neighbouring threads read the sixteen rows of one block (whole lines), the next sixteen the next block.
-#pragma unroll 4
-  for (int n = tid; n < kRows * kTiles; n += kThreads) {
-    int const block = n / 16;
-    int const row = block / kTiles * 16 + n % 16;
-    int const col = block % kTiles * 8;
-    if (row >= rows || col >= cols) continue;
-    float value[8];
-    read_block_row(accum + index_t(block) * kAccumBlock, n % 16, value);
-    Element* to = dst + index_t(row) * stride_row + index_t(col) * stride_col;
-    if constexpr (kAligned) {
-      alignas(16) Element out[8];
+  constexpr int kGroups = (kTiles + 3) / 4;
+  constexpr int kPasses = (kRows / 16 * kGroups + kThreads / 32 - 1) / (kThreads / 32);
+  int const lane = tid % 32;
+  int const g = lane >> 2;
+  int const t = lane & 3;
+  // A warp takes four neighbouring blocks at a time, 2 KiB, and its quads exchange words so that a lane has eight columns of a
+  // row of the block that is its own. Two turns unrolled: enough bytes in flight.
+#pragma unroll 2
+  for (int pass = 0; pass < kPasses; ++pass) {
+    int const n = pass * (kThreads / 32) + tid / 32;
+    int const row0 = n / kGroups * 16;
+    int const tile0 = n % kGroups * 4;
+    if (row0 >= min(rows, kRows)) break;
+    float const* block = accum + index_t(n / kGroups * kTiles + tile0) * kAccumBlock;
+    float4 c[4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) out[i] = from_float<Element>(value[i] * factor);
+    for (int i = 0; i < 4; ++i) {
+      c[i] = kTiles % 4 == 0 || tile0 + i < kTiles ? read_block(block + i * kAccumBlock, lane)
+                                                   : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      c[i].x *= factor, c[i].y *= factor, c[i].z *= factor, c[i].w *= factor;
+    }
 #pragma unroll
-      for (int i = 0; i < int(sizeof(Element)) / 2; ++i) {
-        reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<uint4 const*>(out)[i];
-      }
-    } else {
+    for (int half = 0; half < 2; ++half) {
+      int const row = row0 + 8 * half + g;
+      Element* const to = dst + index_t(row) * stride_row;
+      if constexpr (kAligned && sizeof(Element) == 2) {
+        uint32_t w[4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (col + i < cols) to[index_t(i) * stride_col] = from_float<Element>(value[i] * factor);
+        for (int i = 0; i < 4; ++i) {
+          w[i] = half == 0 ? pack2<Element>(c[i].x, c[i].y) : pack2<Element>(c[i].z, c[i].w);
+        }
+        transpose_quad(w, lane);
+        int const col = 8 * (tile0 + t);
+        if (row < rows && col < cols) {
+          *reinterpret_cast<uint4*>(to + index_t(col) * stride_col) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float const x = half == 0 ? c[i].x : c[i].z;
+          float const y = half == 0 ? c[i].y : c[i].w;
+          int const col = 8 * (tile0 + i) + 2 * t;
+          if (row >= rows) continue;
+          if constexpr (kAligned) {
+            if (col < cols) *reinterpret_cast<float2*>(to + index_t(col) * stride_col) = make_float2(x, y);
+          } else {
+            if (col < cols) to[index_t(col) * stride_col] = from_float<Element>(x);
+            if (col + 1 < cols) to[index_t(col + 1) * stride_col] = from_float<Element>(y);
+          }
+        }
       }
     }
   }

@@ -36,6 +36,9 @@ struct PositionMask {
   NVRTC_ATTN_DEVICE int first_key(int i) const { return kBand ? i + low : 0; }
   NVRTC_ATTN_DEVICE int last_key(int i) const { return kBand ? min(i + high, len_k - 1) : len_k - 1; }
 
+  // Rows before this one see no key from j on.
+  NVRTC_ATTN_DEVICE int first_row(int j) const { return kBand ? j - high : 0; }
+
   // Key tiles [first, last) that rows [m0, m0 + rows) can see. Empty when last <= first.
   template <int kBlockN>
   NVRTC_ATTN_DEVICE void key_tiles(int m0, int rows, int& first, int& last) const {

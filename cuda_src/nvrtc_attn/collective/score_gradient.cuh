@@ -9,24 +9,12 @@
 #include "../params.cuh"
 #include "bias.cuh"
 #include "dropout.cuh"
+#include "float32_products.cuh"
 #include "mask.cuh"
 #include "scores.cuh"
 #include "seqlen.cuh"
 
 namespace nvrtc_attn {
-
-template <int kM, int kN>
-using WarpTile = float[kM][kN][4];
-
-template <int kM, int kN>
-NVRTC_ATTN_DEVICE void clear(WarpTile<kM, kN>& tile) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) tile[m][n][i] = 0.0f;
-}
 
 // Left operand of a product with both operands [row][k]: from shared memory at each step, or kept in registers.
 template <class Tile, class Element, int kM>
@@ -39,6 +27,7 @@ struct SharedRows {
   NVRTC_ATTN_DEVICE FragmentA<Element> half_step(int m, int k, int lane) const {
     return load_a_half_step<Tile>(tile, row0 + 16 * m, k, lane);
   }
+  NVRTC_ATTN_DEVICE LaneRows<Tile> of_lane(int lane) const { return {lane_address_a<Tile>(tile, row0, lane)}; }
 };
 
 template <class Tile, class Element, int kM>
@@ -57,11 +46,12 @@ struct RegisterRows {
   }
   NVRTC_ATTN_DEVICE FragmentA<Element> step(int m, int k, int) const { return fragment[m][k]; }
   NVRTC_ATTN_DEVICE FragmentA<Element> half_step(int m, int k, int) const { return fragment[m][k]; }
+  NVRTC_ATTN_DEVICE RegisterRows const& of_lane(int) const { return *this; }
 };
 
-// acc += A B^T: A's rows from `a`, columns of the result are rows col0.. of `b`; the contraction is the tile width.
+// multiply_nt in single steps: 16-bit types, and float32 without tensor cores.
 template <class Tile, bool kLegacy, int kUnroll, int kM, int kN, class Rows, class Element>
-NVRTC_ATTN_DEVICE void multiply_nt(WarpTile<kM, kN>& acc, Rows const& a, Element const* b, int col0, int lane) {
+NVRTC_ATTN_DEVICE void multiply_nt_plain(WarpTile<kM, kN>& acc, Rows const& a, Element const* b, int col0, int lane) {
   static_assert(kN % 2 == 0, "the right operand is read 16 columns at a time");
   constexpr int kSteps = Tile::kCols / kStepK<Element>;
 #pragma unroll(kUnroll)
@@ -94,6 +84,18 @@ NVRTC_ATTN_DEVICE void multiply_nt(WarpTile<kM, kN>& acc, Rows const& a, Element
         mma_half_step<Element, kLegacy>(acc[m][n + 1], left[m], right[1]);
       }
     }
+  }
+}
+
+// acc += A B^T: A's rows from `a`, columns of the result are rows col0.. of `b`; the contraction is the tile width.
+// kTransposed: of S^T and dP^T, whose float32 terms come in the order of S and dP. kFromZero: acc is zero.
+template <class Tile, bool kLegacy, int kUnroll, bool kTransposed, bool kFromZero, int kM, int kN, class Rows,
+          class Element>
+NVRTC_ATTN_DEVICE void multiply_nt(WarpTile<kM, kN>& acc, Rows const& a, Element const* b, int col0, int lane) {
+  if constexpr (kTerms<Element, kLegacy> == 3) {
+    multiply_nt_chains<Tile, kUnroll, kTransposed, kFromZero>(acc, a, b, col0, lane);
+  } else {
+    multiply_nt_plain<Tile, kLegacy, kUnroll>(acc, a, b, col0, lane);
   }
 }
 
@@ -144,20 +146,41 @@ NVRTC_ATTN_DEVICE void multiply_step(WarpTile<kM, kD>& acc, FragmentA<Element> c
 template <class Tile, bool kLegacy, int kM, int kN, int kD, class Element>
 NVRTC_ATTN_DEVICE void multiply_accumulator(WarpTile<kM, kD>& acc, WarpTile<kM, kN> const& left, Element const* b,
                                             int k0, int tile0, int lane) {
-  constexpr int kTilesPerStep = kStepK<Element> / 8;
+  if constexpr (kTerms<Element, kLegacy> == 3) {
+    FragmentA<float> a[kN][kM];
 #pragma unroll
-  for (int n = 0; n < kN; n += kTilesPerStep) {
-    FragmentA<Element> a[kM];
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      if constexpr (sizeof(Element) == 2) {
-        a[m] = accumulator_as_a<Element>(left[m][n], left[m][n + 1]);
-      } else {
-        a[m] = accumulator_as_a(left[m][n]);
+      for (int m = 0; m < kM; ++m) a[n][m] = accumulator_as_a(left[m][n]);
+    multiply_chains<Tile, true>(acc, a, b, k0, tile0, lane);
+  } else {
+    constexpr int kTilesPerStep = kStepK<Element> / 8;
+#pragma unroll
+    for (int n = 0; n < kN; n += kTilesPerStep) {
+      FragmentA<Element> a[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        if constexpr (sizeof(Element) == 2) {
+          a[m] = accumulator_as_a<Element>(left[m][n], left[m][n + 1]);
+        } else {
+          a[m] = accumulator_as_a(left[m][n]);
+        }
       }
+      multiply_step<Tile, kLegacy, true>(acc, a, b, k0 + 8 * n, tile0, lane);
     }
-    multiply_step<Tile, kLegacy, true>(acc, a, b, k0 + 8 * n, tile0, lane);
   }
+}
+
+// float32: acc += left * B over kSteps steps from `step` on, one chain; `left` as in multiply_shared.
+template <class LeftTile, class Tile, int kSteps, int kM, int kD>
+NVRTC_ATTN_DEVICE void multiply_shared_chain(WarpTile<kM, kD>& acc, float const* left, int row0, int step,
+                                             float const* b, int tile0, int lane) {
+  FragmentA<float> a[kSteps][kM];
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a[k][m] = load_a<LeftTile>(left, row0 + 16 * m, step + k, lane);
+  multiply_chains<Tile, false>(acc, a, b, step * kStepK<float>, tile0, lane);
 }
 
 // acc += left * B with `left` rows row0.. of a shared-memory tile [row][k].
@@ -166,12 +189,21 @@ NVRTC_ATTN_DEVICE void multiply_shared(WarpTile<kM, kD>& acc, Element const* lef
                                        int tile0, int lane) {
   constexpr int kSteps = LeftTile::kCols / kStepK<Element>;
   static_assert(LeftTile::kCols % kStepK<Element> == 0, "key tiles are whole steps");
+  if constexpr (kTerms<Element, kLegacy> == 3) {
+    constexpr int kChain = kSteps % kChainSteps == 0 ? kChainSteps : 2;
+    static_assert(kSteps % kChain == 0);
+#pragma unroll 1
+    for (int k = 0; k < kSteps; k += kChain) {
+      multiply_shared_chain<LeftTile, Tile, kChain>(acc, left, row0, k, b, tile0, lane);
+    }
+  } else {
 #pragma unroll(kUnroll)
-  for (int k = 0; k < kSteps; ++k) {
-    FragmentA<Element> a[kM];
+    for (int k = 0; k < kSteps; ++k) {
+      FragmentA<Element> a[kM];
 #pragma unroll
-    for (int m = 0; m < kM; ++m) a[m] = load_a<LeftTile>(left, row0 + 16 * m, k, lane);
-    multiply_step<Tile, kLegacy, false>(acc, a, b, k * kStepK<Element>, tile0, lane);
+      for (int m = 0; m < kM; ++m) a[m] = load_a<LeftTile>(left, row0 + 16 * m, k, lane);
+      multiply_step<Tile, kLegacy, false>(acc, a, b, k * kStepK<Element>, tile0, lane);
+    }
   }
 }
 

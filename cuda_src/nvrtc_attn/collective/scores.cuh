@@ -8,22 +8,11 @@
 //   (finfo.min, the common way to write a mask) must not overflow to -inf, it is an ordinary softmax.
 // Masked scores are replaced by -inf, never added to, so that NaN and inf in masked keys do not survive.
 #pragma once
+#include "../common/numbers.cuh"
 #include "bias.cuh"
 #include "mask.cuh"
 
 namespace nvrtc_attn {
-
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
-NVRTC_ATTN_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
-
-// 2^x with one MUFU instruction; exp2f() spends three more on denormal results, which are zero here.
-NVRTC_ATTN_DEVICE float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // tanh with float32 accuracy for float32 inputs and with absolute error 2^-22 for 16-bit ones (two MUFU instructions).
 // tanh.approx.f32 is not an option: its 5e-4 times a cap of 50 shifts scores by 0.025.

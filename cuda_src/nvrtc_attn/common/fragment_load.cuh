@@ -164,4 +164,28 @@ NVRTC_ATTN_DEVICE uint32_t load_shared(uint32_t address) {
   return *static_cast<uint32_t const*>(__cvta_shared_to_generic(address));
 }
 
+// load_b_trans for main loops: columns 8 * (tile0 + d), d < kD, of rows k0 + 8 * step. The address of a column is made once,
+// steps are immediate offsets.
+template <class Tile, bool kPermuted, int kD>
+struct TransposedColumns {
+  // With shares that are whole swizzle spans the place of column d is known at compile time relative to that of tile0.
+  static constexpr bool kWholeSpans = 2 * kD % (Tile::kSwizzleMask + 1) == 0;
+  LaneAddress<Tile> even, odd;  // the two rows of a fragment
+  int chunk0;
+
+  NVRTC_ATTN_DEVICE TransposedColumns(float const* tile, int k0, int tile0, int lane) {
+    int const t = lane & 3;
+    int const column = lane >> 2;
+    int const chunk = (kWholeSpans ? 2 * tile0 : 0) + (column >> 2);
+    chunk0 = kWholeSpans ? 0 : 2 * tile0;
+    even = LaneAddress<Tile>(tile, k0 + (kPermuted ? 2 * t : t), chunk).moved(4 * (column & 3));
+    odd = LaneAddress<Tile>(tile, k0 + (kPermuted ? 2 * t + 1 : t + 4), chunk).moved(4 * (column & 3));
+  }
+  NVRTC_ATTN_DEVICE void load(FragmentB<float>& b, int step, int d) const {
+    b.x[0] = load_shared(even.at(8 * step, chunk0 + 2 * d));
+    b.x[1] = load_shared(odd.at(8 * step, chunk0 + 2 * d));
+    prepare(b);
+  }
+};
+
 }  // namespace nvrtc_attn

@@ -7,11 +7,25 @@
 #include <cute/arch/mma_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
 
-#include "../compat.cuh"
+#include "numbers.cuh"
 
 namespace nvrtc_attn {
 
 using AccTile = float[4];
+
+// Accumulators of a warp: kM x kN tiles.
+template <int kM, int kN>
+using WarpTile = float[kM][kN][4];
+
+template <int kM, int kN>
+NVRTC_ATTN_DEVICE void clear(WarpTile<kM, kN>& tile) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tile[m][n][i] = 0.0f;
+}
 
 template <class Element>
 constexpr int kStepK = 32 / int(sizeof(Element));
@@ -90,21 +104,21 @@ NVRTC_ATTN_DEVICE void multiply_fma(AccTile& c, FragmentA<float> const& a, Fragm
   }
 }
 
-// c += a * b over one k-step.
+// float32: at most this many k-steps are summed inside the tensor core, which truncates when it adds to an accumulator,
+// before a rounded float32 addition. Q K^T of the forward and of the backward kernels have the same chains: the latter
+// make P from their scores and the LSE of the former.
+constexpr int kChainSteps = 4;
+
+// c += a * b over one k-step. float32: c is a chain.
 template <class Element, bool kLegacy>
 NVRTC_ATTN_DEVICE void mma(AccTile& c, FragmentA<Element> const& a, FragmentB<Element> const& b) {
   if constexpr (sizeof(Element) == 4 && kLegacy) {
     multiply_fma(c, a, b);
   } else if constexpr (sizeof(Element) == 4) {
     using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
-    // The tensor core truncates when it adds to an accumulator, an error that grows with the contraction. So one step is
-    // summed from zero, small products first, and added with a rounded float32 addition: four FADD beside three HMMA.
-    float t[4];
-    Atom::fma(t[0], t[1], t[2], t[3], a.low[0], a.low[1], a.low[2], a.low[3], b.x[0], b.x[1], 0.0f, 0.0f, 0.0f, 0.0f);
-    Atom::fma(t[0], t[1], t[2], t[3], a.x[0], a.x[1], a.x[2], a.x[3], b.low[0], b.low[1], t[0], t[1], t[2], t[3]);
-    Atom::fma(t[0], t[1], t[2], t[3], a.x[0], a.x[1], a.x[2], a.x[3], b.x[0], b.x[1], t[0], t[1], t[2], t[3]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c[i] += t[i];
+    Atom::fma(c[0], c[1], c[2], c[3], a.low[0], a.low[1], a.low[2], a.low[3], b.x[0], b.x[1], c[0], c[1], c[2], c[3]);
+    Atom::fma(c[0], c[1], c[2], c[3], a.x[0], a.x[1], a.x[2], a.x[3], b.low[0], b.low[1], c[0], c[1], c[2], c[3]);
+    Atom::fma(c[0], c[1], c[2], c[3], a.x[0], a.x[1], a.x[2], a.x[3], b.x[0], b.x[1], c[0], c[1], c[2], c[3]);
   } else if constexpr (kLegacy) {
     using Atom = cute::SM75_16x8x8_F32F16F16F32_TN;
     Atom::fma(c[0], c[1], c[2], c[3], a.x[0], a.x[1], b.x[0], c[0], c[1], c[2], c[3]);
@@ -151,37 +165,6 @@ NVRTC_ATTN_DEVICE void mma_half_step(AccTile& c, FragmentA<Element> const& a, Fr
     using Atom = cute::SM80_16x8x8_F32BF16BF16F32_TN;
     Atom::fma(c[0], c[1], c[2], c[3], a.x[0], a.x[1], b.x[0], c[0], c[1], c[2], c[3]);
   }
-}
-
-template <class Element>
-NVRTC_ATTN_DEVICE uint32_t pack2(float x, float y);
-template <>
-NVRTC_ATTN_DEVICE uint32_t pack2<half_t>(float x, float y) {
-  __half2 const v = __floats2half2_rn(x, y);
-  return *reinterpret_cast<uint32_t const*>(&v);
-}
-template <>
-NVRTC_ATTN_DEVICE uint32_t pack2<bfloat16_t>(float x, float y) {
-  __nv_bfloat162 const v = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<uint32_t const*>(&v);
-}
-
-NVRTC_ATTN_DEVICE float to_float(half_t x) { return __half2float(x); }
-NVRTC_ATTN_DEVICE float to_float(bfloat16_t x) { return __bfloat162float(x); }
-NVRTC_ATTN_DEVICE float to_float(float x) { return x; }
-template <class Element>
-NVRTC_ATTN_DEVICE Element from_float(float x);
-template <>
-NVRTC_ATTN_DEVICE half_t from_float<half_t>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-NVRTC_ATTN_DEVICE bfloat16_t from_float<bfloat16_t>(float x) {
-  return __float2bfloat16_rn(x);
-}
-template <>
-NVRTC_ATTN_DEVICE float from_float<float>(float x) {
-  return x;
 }
 
 // An accumulator row block as the left operand of the next product: columns become the contraction.

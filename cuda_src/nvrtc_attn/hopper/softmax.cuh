@@ -1,13 +1,15 @@
-// What a consumer warp-group does between Q K^T and P V: masked scores, online softmax, P as an operand. The policies are those
-// of the portable family (collective/); what differs is when things happen, because products run beside this.
+// What a consumer warp-group does between Q K^T and P V: masked scores, online softmax, P as an operand. The policies
+// are those of the portable family (collective/); what differs is when things happen, because products run beside this.
 #pragma once
-#include "../collective/dropout.cuh"
 #include "../collective/softmax.cuh"
+#include "../common/fragment_load.cuh"
+#include "keep_words.cuh"
+#include "score_tile.cuh"
 
 namespace nvrtc_attn {
 
-// With kLazyMax the maximum of a tile is not computed unless a thread's sum of P reaches this: 2^14 keeps every P inside
-// float16's range, 2^64 inside bfloat16's and keeps row sums and P V inside float32's.
+// With kLazyMax the maximum of a tile is not computed unless a thread's sum of P reaches this: 2^14 keeps every P
+// inside float16's range, 2^64 inside bfloat16's and keeps row sums and P V inside float32's.
 template <class Element>
 constexpr float kLazyLimit = 16384.0f;
 template <>
@@ -77,7 +79,8 @@ struct DeferredSoftmax {
   }
 };
 
-// Raw bias or mask values of one tile's scores, as this thread holds them; read before the wait for Q K^T, which hides them.
+// Bias and mask that the copy engine cannot read: raw values of one tile's scores, as this thread holds them, read
+// before the wait for Q K^T, which hides them.
 template <class Element, bool kEnabled, int kTilesN>
 struct ScoreOperands {
   static constexpr int kN = kEnabled ? kTilesN : 1;
@@ -123,10 +126,13 @@ struct ScoreTile {
   int i;     // this thread's first row; the other is i + 8
   int lane;
 
+  ScoreTileAccess<Traits> const& tiles;
+
   template <int kTilesN>
   struct Operands {
-    ScoreOperands<Bias, Traits::kHasBias, kTilesN> bias;
-    ScoreOperands<unsigned char, Traits::kMask, kTilesN> byte_mask;
+    unsigned tile;  // kScoreTiles: the slot's shared address
+    ScoreOperands<Bias, Traits::kHasBias && !Traits::kScoreTiles, kTilesN> bias;
+    ScoreOperands<unsigned char, Traits::kMask && !Traits::kScoreTiles, kTilesN> byte_mask;
   };
 
   template <int kTilesN>
@@ -139,14 +145,18 @@ struct ScoreTile {
   template <int kTilesN>
   NVRTC_ATTN_DEVICE void finish(AccTile (&s)[1][kTilesN], Operands<kTilesN> const& operands, int n0) const {
     int const j0 = n0 + 2 * (lane & 3);
+    if constexpr (Traits::kScoreTiles) {
+      tiles.apply(s, map, operands.tile);
+    } else {
 #pragma unroll
-    for (int n = 0; n < kTilesN; ++n) {
-      map_scores<Traits>(s[0][n], map);
+      for (int n = 0; n < kTilesN; ++n) {
+        map_scores<Traits>(s[0][n], map);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if constexpr (Traits::kHasBias) s[0][n][e] += to_float(operands.bias.at(n, e));
-        if constexpr (Traits::kMask) {
-          if (!operands.byte_mask.at(n, e)) s[0][n][e] = -infinity();
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (Traits::kHasBias) s[0][n][e] += to_float(operands.bias.at(n, e));
+          if constexpr (Traits::kMask) {
+            if (!operands.byte_mask.at(n, e)) s[0][n][e] = -infinity();
+          }
         }
       }
     }
@@ -175,13 +185,14 @@ struct ScoreTile {
     }
   }
 
-  // s -> P in place; this thread's sums of P before dropout.
-  template <int kTilesN>
+  // s -> P in place; this thread's sums of P, which dropout does not change. beside() is called before every two tiles.
+  template <int kTilesN, class Beside>
   NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], DeferredSoftmax<Traits> const& softmax,
-                                        int n0) const {
+                                        Beside&& beside) const {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
+      if (n % 2 == 0) beside();
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float const p = map.probability(s[0][n][e], softmax.reference[e >> 1]);
@@ -189,30 +200,51 @@ struct ScoreTile {
         s[0][n][e] = p;
       }
     }
-    if constexpr (Traits::kDropout) {
-#pragma unroll
-      for (int pair = 0; pair < kTilesN / 2; ++pair) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          unsigned const keep = dropout.keep_bits(i + 8 * r, n0 + 16 * pair, lane);
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            float& p = s[0][2 * pair + (c >> 1)][2 * r + (c & 1)];
-            p = (keep >> c) & 1 ? p : 0.0f;  // the multiplier waits for the normalisation
-          }
-        }
-      }
-    }
     return make_float2(sum[0] + sum[1], sum[2] + sum[3]);
   }
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], DeferredSoftmax<Traits> const& softmax) const {
+    return exponentiate(s, softmax, [] {});
+  }
+
+  // The same, and what dropout keeps of the tile from n0: its integer arithmetic runs beside that of the exponentials
+  // on other pipes. One after the other they would take the sum of their times, with two warps a scheduler.
+  template <int kTilesN, int kGroups>
+  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], DeferredSoftmax<Traits> const& softmax, int n0,
+                                        KeepWords<kGroups>& keep) const {
+    if constexpr (Traits::kDropout && kKeepBeside) {
+      KeepMaker<kGroups> maker(dropout, i, n0, lane);
+      if (maker.one_upper_half) {
+        float2 const sums = exponentiate(s, softmax, [&] { maker.add(dropout.seed); });
+        keep = maker.template finish<false>();
+        return sums;
+      }
+      keep = maker.words_of_any();
+    }
+    return exponentiate(s, softmax);
+  }
+  // Registers must suffice for both.
+  static constexpr bool kKeepBeside =
+      Traits::kHeadDimV <= 128 && !Traits::kSoftcap && !Traits::kHasBias && !Traits::kMask;
 };
 
-// P as the left operand of P V.
-template <class Element, int kTilesN>
-NVRTC_ATTN_DEVICE void pack_probabilities(FragmentA<Element> (&p)[kTilesN / 2], AccTile const (&s)[1][kTilesN]) {
+// P as the left operand of P V, what dropout drops as zeros; its multiplier waits for the normalisation.
+template <class Traits, int kTilesN>
+NVRTC_ATTN_DEVICE void pack_probabilities(FragmentA<typename Traits::Element> (&p)[kTilesN / 2],
+                                          AccTile const (&s)[1][kTilesN], KeepWords<kTilesN / 2> const& keep) {
 #pragma unroll
-  for (int step = 0; step < kTilesN / 2; ++step)
-    p[step] = accumulator_as_a<Element>(s[0][2 * step], s[0][2 * step + 1]);
+  for (int step = 0; step < kTilesN / 2; ++step) {
+    p[step] = accumulator_as_a<typename Traits::Element>(s[0][2 * step], s[0][2 * step + 1]);
+    if constexpr (Traits::kDropout) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        unsigned first, second;
+        keep.masks(r, step, first, second);
+        p[step].x[r] &= first;
+        p[step].x[2 + r] &= second;
+      }
+    }
+  }
 }
 
 }  // namespace nvrtc_attn

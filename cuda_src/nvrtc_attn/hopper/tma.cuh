@@ -5,6 +5,7 @@
 namespace nvrtc_attn {
 
 // L2 eviction priorities, as createpolicy makes them for whole accesses.
+constexpr unsigned long long kEvictNormal = 0x1000000000000000ull;
 constexpr unsigned long long kEvictFirst = 0x12F0000000000000ull;
 constexpr unsigned long long kEvictLast = 0x14F0000000000000ull;
 
@@ -12,8 +13,8 @@ NVRTC_ATTN_DEVICE void prefetch_tensor_map(TensorMap const& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<unsigned long long>(&map)) : "memory");
 }
 
-// Copy the box at column d, row m, head h, batch b to shared address `to`; elements outside the tensor arrive as zeros and
-// count as bytes too. Issued by one thread; completion is counted by the mbarrier at `barrier`.
+// Copy the box at column d, row m, head h, batch b to shared address `to`; elements outside the tensor arrive as zeros
+// and count as bytes too. Issued by one thread; completion is counted by the mbarrier at `barrier`.
 NVRTC_ATTN_DEVICE void load_box(unsigned to, TensorMap const& map, unsigned barrier, int d, int m, int h, int b,
                                 unsigned long long policy) {
   asm volatile(

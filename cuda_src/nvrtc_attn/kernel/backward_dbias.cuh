@@ -175,6 +175,9 @@ struct BackwardDbias {
   static constexpr bool kReduceM = Traits::kReduceM;
   static constexpr bool kReduceN = Traits::kReduceN;
   static constexpr int kUnroll = sizeof(Element) == 2 ? 8 : 2;
+  // float32: where slices are not whole chains of S, a chain goes on from slice to slice.
+  static constexpr int kStepsSlice = kSlice / kStepK<Element>;
+  static constexpr bool kCarriesChain = kTerms<Element, kLegacy> == 3 && kSlicesQ > 1 && kStepsSlice % kChainSteps != 0;
   using Gradient = ScoreGradient<Traits, false>;
   // A reduced dim has one accumulator: tile index 0, and row or column 0 of the thread's pair.
   using Accumulator = float[kReduceM ? 1 : kM][kReduceN ? 1 : kN][4];
@@ -253,6 +256,7 @@ struct BackwardDbias {
     Accumulator sum;
     clear(sum);
     WarpTile<kM, kC> s, dp;
+    WarpTile<kM, kCarriesChain ? kC : 1> chain;
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
       // The slot filled kStages - 1 turns ago has landed; the one computed a turn ago is free, and is the one to fill.
@@ -280,8 +284,8 @@ struct BackwardDbias {
             gradient.prefetch(tile, i0, j0 + 8 * c, lane);
             clear(dp);
             clear(s);
-            multiply_nt<TileN, kLegacy, kUnroll>(dp, dout, full + kOffsetV, col0 + 8 * c, lane);
-            multiply_nt<TileN, kLegacy, kUnroll>(s, q, full + kOffsetK, col0 + 8 * c, lane);
+            multiply_nt<TileN, kLegacy, kUnroll, false, true>(dp, dout, full + kOffsetV, col0 + 8 * c, lane);
+            multiply_nt<TileN, kLegacy, kUnroll, false, true>(s, q, full + kOffsetK, col0 + 8 * c, lane);
             gradient(s, dp, rows, tile, i0, j0 + 8 * c, lane);
             add(sum, s, c);
           }
@@ -290,10 +294,20 @@ struct BackwardDbias {
           if (now.op == 0) {
             clear(dp);
             clear(s);
+            if constexpr (kCarriesChain) clear(chain);
           }
-          if (now.op < kSlicesV) multiply_nt<TileN, kLegacy, kUnroll>(dp, dout, full + kOffsetV, col0, lane);
-          if (now.op < kSlicesQ) multiply_nt<TileN, kLegacy, kUnroll>(s, q, full + kOffsetK, col0, lane);
+          if (now.op < kSlicesV) {
+            multiply_nt<TileN, kLegacy, kUnroll, false, false>(dp, dout, full + kOffsetV, col0, lane);
+          }
+          if (now.op < kSlicesQ) {
+            if constexpr (kCarriesChain) {
+              multiply_nt_carried<TileN, false>(s, chain, q, full + kOffsetK, col0, now.op * kStepsSlice, lane);
+            } else {
+              multiply_nt<TileN, kLegacy, kUnroll, false, false>(s, q, full + kOffsetK, col0, lane);
+            }
+          }
           if (now.op < kOps - 1) continue;
+          if constexpr (kCarriesChain) nvrtc_attn::add(s, chain);
           SeqlenInfo<false, Traits::kSequsedK> const seqlen(params, now.b);
           Gradient const gradient(params, now.b, now.h, seqlen.len_q, seqlen.len_k);
           typename Gradient::template Prefetched<kM, kC> tile;

@@ -223,7 +223,7 @@ struct BackwardDq {
           if (kWarpsD == 1 && kStages == 2 && unseen(gradient.positions, m0 + row0, t * kBlockN + col0)) continue;
           WarpTile<kM, kN> dp, s;
           clear(dp);
-          multiply_nt<TileV, kLegacy, kUnrollDO>(dp, dout, tV, col0, lane);
+          multiply_nt<TileV, kLegacy, kUnrollDO, false, true>(dp, dout, tV, col0, lane);
           if constexpr (kStages == 1) {
             cp_async_wait<kLegacy, 0>();
             __syncthreads();  // K has landed, V is free
@@ -233,7 +233,7 @@ struct BackwardDq {
           typename Gradient::template Prefetched<kM, kN> tile;
           gradient.prefetch(tile, m0 + row0, t * kBlockN + col0, lane);
           clear(s);
-          multiply_nt<TileK, kLegacy, kUnrollQ>(s, q, tK, col0, lane);
+          multiply_nt<TileK, kLegacy, kUnrollQ, false, true>(s, q, tK, col0, lane);
           gradient(s, dp, rows, tile, m0 + row0, t * kBlockN + col0, lane);
           if constexpr (kWarpsD == 1) {
             multiply_accumulator<TileK, kLegacy>(dq, s, tK, col0, tile0, lane);
@@ -324,9 +324,9 @@ struct BackwardDq {
         slot_index = slot_index + 1 == kStages ? 0 : slot_index + 1;
         SharedRows<TileM, Element, kM> const left{slot, row0};
         if (op < kSlicesV) {
-          multiply_nt<TileN, kLegacy, kUnroll>(dp, left, tile_n, col0, lane);
+          multiply_nt<TileN, kLegacy, kUnroll, false, false>(dp, left, tile_n, col0, lane);
         } else if (op < kSlicesV + kSlicesQ) {
-          multiply_nt<TileN, kLegacy, kUnroll>(s, left, tile_n, col0, lane);
+          multiply_nt<TileN, kLegacy, kUnroll, false, false>(s, left, tile_n, col0, lane);
           if (op == kSlicesV + kSlicesQ - 1) {
             typename Gradient::template Prefetched<kM, kN> tile;
             gradient.prefetch(tile, m0 + row0, t * kBlockN + col0, lane);

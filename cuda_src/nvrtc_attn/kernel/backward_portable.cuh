@@ -113,6 +113,7 @@ struct GlobalRows {
     return a;
   }
   NVRTC_ATTN_DEVICE FragmentA<Element> half_step(int m, int k, int lane) const { return step(m, k, lane); }
+  NVRTC_ATTN_DEVICE GlobalRows const& of_lane(int) const { return *this; }
 };
 
 template <class Traits>
@@ -131,6 +132,13 @@ struct BackwardCta : BackwardTiles<Traits> {
   // Contraction steps unrolled, the most that ptxas schedules without spilling (16-bit) or where it was fastest (float32).
   static constexpr int kUnroll = sizeof(Element) == 4 ? 2 : 8;
   static constexpr int kUnrollDq = sizeof(Element) == 4 || Tiles::kHeadDim > 128 ? 2 : Tiles::kWarpsM > 1 ? 8 : 4;
+
+  // Warps leave out the part of a tile above the diagonal, half of the diagonal tile. Its dS^T is then not written, or zero
+  // where the row blocks of dq cannot leave out the same part.
+  static constexpr bool kSkipsHidden = Traits::kSkipHidden;
+  static_assert(!kSkipsHidden || (Traits::kBand && !Traits::kDbiasStore), "a dbias is written above the diagonal too");
+  static constexpr bool kZeroesHidden =
+      kSkipsHidden && Traits::kDqAtomic && Tiles::kChunkM % (16 * Tiles::kTilesMdQ) != 0;
 
   BackwardParams const& params;
   Seqlen const& seqlen;
@@ -165,6 +173,9 @@ struct BackwardCta : BackwardTiles<Traits> {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
     lane = tid % 32;
     warp = tid / 32;
+    // Warps w and w + 4 share a scheduler: give it one of the first, which have the most to do on the diagonal, and one of
+    // the last.
+    if constexpr (kSkipsHidden && Traits::kNumWarps == 8) warp = warp < 4 ? warp : 11 - warp;
     warp_n = warp / Tiles::kWarpsM;
     warp_m = warp % Tiles::kWarpsM;
     column_group = slice * Tiles::kWarpsM + warp_m;
@@ -265,22 +276,32 @@ struct BackwardCta : BackwardTiles<Traits> {
     return column_group * kTilesWarp < kTiles;
   }
 
-  // acc += left * right over the queries of the other warps that share these keys, from shared memory.
-  template <class Tile, int kTilesWarp>
+  // acc += left * right over kSteps steps of the queries of another warp that shares these keys, from shared memory.
+  template <class Tile, int kSteps, int kTilesWarp>
   NVRTC_ATTN_DEVICE void multiply_exchanged(WarpTile<Tiles::kTilesN, kTilesWarp>& acc, Element const* left,
-                                            Element const* right) const {
+                                            Element const* right, int first) const {
     if (!has_columns<Tile::kCols / 8, kTilesWarp>()) return;
-    constexpr int kSteps = Tiles::kRowsM / kStep;
-    int const first = (warp_m + 1) * kSteps;
+    int const row = warp_n * Tiles::kRowsN;
+    if constexpr (kTerms<Element, kLegacy> == 3) {
+      multiply_shared_chain<TileS, Tile, kSteps>(acc, left, row, first, right, column_group * kTilesWarp, lane);
+    } else {
 #pragma unroll(kUnroll)
-    for (int n = 0; n < kSteps * (Tiles::kWarpsM - 1); ++n) {
-      int const step = (first + n) % (kSteps * Tiles::kWarpsM);
-      FragmentA<Element> a[Tiles::kTilesN];
+      for (int step = first; step < first + kSteps; ++step) {
+        FragmentA<Element> a[Tiles::kTilesN];
 #pragma unroll
-      for (int i = 0; i < Tiles::kTilesN; ++i) {
-        a[i] = load_a<TileS>(left, warp_n * Tiles::kRowsN + 16 * i, step, lane);
+        for (int i = 0; i < Tiles::kTilesN; ++i) a[i] = load_a<TileS>(left, row + 16 * i, step, lane);
+        multiply_step<Tile, kLegacy, false>(acc, a, right, step * kStep, column_group * kTilesWarp, lane);
       }
-      multiply_step<Tile, kLegacy, false>(acc, a, right, step * kStep, column_group * kTilesWarp, lane);
+    }
+  }
+
+  // Leading chunks of a part (kRowsM rows) of the query tile that see none of this warp's keys: above the diagonal.
+  NVRTC_ATTN_DEVICE int hidden_chunks(PositionMask<Traits::kBand> const& positions, int m0, int part) const {
+    if constexpr (kSkipsHidden) {
+      int const rows = positions.first_row(n0 + warp_n * Tiles::kRowsN) - m0 - part * Tiles::kRowsM;
+      return max(min(rows, Tiles::kRowsM), 0) / Tiles::kChunkM;
+    } else {
+      return 0;
     }
   }
 
@@ -290,8 +311,17 @@ struct BackwardCta : BackwardTiles<Traits> {
     Element const* q = sQ(stage);
     Element const* dout = sDout(stage);
     if constexpr (sizeof(Element) == 2) identify();
+    int chunk = hidden_chunks(gradient.positions, m0, warp_m);
+    if constexpr (kZeroesHidden) {
 #pragma unroll 1
-    for (int chunk = 0; chunk < Tiles::kRowsM / Tiles::kChunkM; ++chunk) {
+      for (int c = 0; c < chunk; ++c) {
+        WarpTile<Tiles::kTilesN, Tiles::kTilesM> zero;
+        clear(zero);
+        store_scores(sDs(), zero, warp_n * Tiles::kRowsN, warp_m * Tiles::kRowsM + c * Tiles::kChunkM);
+      }
+    }
+#pragma unroll 1
+    for (; chunk < Tiles::kRowsM / Tiles::kChunkM; ++chunk) {
       if constexpr (sizeof(Element) == 4) identify();
       int const row = warp_n * Tiles::kRowsN;
       int const col = warp_m * Tiles::kRowsM + chunk * Tiles::kChunkM;
@@ -303,10 +333,10 @@ struct BackwardCta : BackwardTiles<Traits> {
       constexpr bool kEarlyBias = Tiles::kWarpsM == 1 && !Traits::kDropout;
       if constexpr (kEarlyBias) gradient.load_bias(bias, m0 + col, n0 + row, lane);
       SharedRows<TileK, Element, Tiles::kTilesN> const keys{sK, row};
-      multiply_nt<TileQ, kLegacy, kUnroll>(s, keys, q, col, lane);
+      multiply_nt<TileQ, kLegacy, kUnroll, true, true>(s, keys, q, col, lane);
       if constexpr (Traits::kVInSmem) {
         SharedRows<TileV, Element, Tiles::kTilesN> const values{sV(), row};
-        multiply_nt<TileDout, kLegacy, kUnroll>(dp, values, dout, col, lane);
+        multiply_nt<TileDout, kLegacy, kUnroll, true, true>(dp, values, dout, col, lane);
       } else {
         GlobalRows<Element> const values{key_row0(params.v, params.v_stride_b, params.v_stride_n, params.v_stride_h),
                                          params.v_stride_n,
@@ -314,7 +344,7 @@ struct BackwardCta : BackwardTiles<Traits> {
                                          row,
                                          seqlen.len_k - n0,
                                          params.head_dim_v};
-        multiply_nt<TileDout, kLegacy, 2>(dp, values, dout, col, lane);
+        multiply_nt<TileDout, kLegacy, 2, true, true>(dp, values, dout, col, lane);
       }
       if constexpr (!kEarlyBias) gradient.load_bias(bias, m0 + col, n0 + row, lane);
       gradient(s, dp, bias, sLse + (stage & 1) * Tiles::kBlockM + col, sDelta + (stage & 1) * Tiles::kBlockM + col,
@@ -335,17 +365,49 @@ struct BackwardCta : BackwardTiles<Traits> {
       } else {
         __syncthreads();
       }
-      multiply_exchanged<TileDout>(dv, sP(), dout);
-      multiply_exchanged<TileQ>(dk, sDs(), q);
+      constexpr int kSteps = Tiles::kRowsM / kStep;
+#pragma unroll
+      for (int part = 1; part < Tiles::kWarpsM; ++part) {
+        int const other = (warp_m + part) % Tiles::kWarpsM;
+        int const hidden = hidden_chunks(gradient.positions, m0, other) * (Tiles::kChunkM / kStep);
+        if (kSkipsHidden && hidden > 0) {
+#pragma unroll 1
+          for (int step = other * kSteps + hidden; step < (other + 1) * kSteps; ++step) {
+            multiply_exchanged<TileDout, 1>(dv, sP(), dout, step);
+            multiply_exchanged<TileQ, 1>(dk, sDs(), q, step);
+          }
+        } else {
+          multiply_exchanged<TileDout, kSteps>(dv, sP(), dout, other * kSteps);
+          multiply_exchanged<TileQ, kSteps>(dk, sDs(), q, other * kSteps);
+        }
+      }
     }
   }
 
+  // One contraction step of dS K: keys kStep * k and on.
+  NVRTC_ATTN_DEVICE void multiply_dq(WarpTile<Tiles::kTilesMdQ, Tiles::kTilesDq>& dq, Element const* ds, int k,
+                                     int row0, int tile0) const {
+    FragmentA<Element> a[Tiles::kTilesMdQ];
+#pragma unroll
+    for (int m = 0; m < Tiles::kTilesMdQ; ++m) a[m] = load_a_trans<TileS>(ds, k * kStep, row0 + 16 * m, lane);
+    multiply_step<TileK, kLegacy, false>(dq, a, sK, k * kStep, tile0, lane);
+  }
+
   // dq_accum += dS K for the tile whose dS^T lies in shared memory.
-  NVRTC_ATTN_DEVICE void add_dq(float* accum) {
+  NVRTC_ATTN_DEVICE void add_dq(PositionMask<Traits::kBand> const& positions, int h, int m0) {
     identify();
+    float* accum = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
+                   index_t(h) * params.dq_accum_stride_h +
+                   (accumulator_row0<Traits::kVarlen, Tiles::kBlockM>(seqlen.q_row0, b) + m0) * Tiles::kHeadDim;
     Element const* ds = sDs();
     int const row0 = warp % Tiles::kWarpsMdQ * (16 * Tiles::kTilesMdQ);
     constexpr int kTiles = Tiles::kHeadDim / 8;
+    constexpr int kSteps = Tiles::kBlockN / kStep;
+    int end = kSteps;  // after the last key that a query of this warp sees
+    if constexpr (kSkipsHidden) {
+      end = min(m0 + row0 + 16 * Tiles::kTilesMdQ - 1 + positions.high - n0 + kStep, Tiles::kBlockN) / kStep;
+      if (end <= 0) return;
+    }
 #pragma unroll 1
     for (int pass = 0; pass < Tiles::kPassesDq; ++pass) {
       int const group = slice * Tiles::kWarpsDdQ + warp / Tiles::kWarpsMdQ;
@@ -353,12 +415,13 @@ struct BackwardCta : BackwardTiles<Traits> {
       if (Tiles::kTilesDq * Tiles::kPassesDq * Tiles::kDqGroups > kTiles && tile0 >= kTiles) break;
       WarpTile<Tiles::kTilesMdQ, Tiles::kTilesDq> dq;
       clear(dq);
+      static_assert(kTerms<Element, kLegacy> == 1 || Tiles::kBlockN / kStep <= 2 * kChainSteps, "one chain");
+      if (kSkipsHidden && end < kSteps) {
+#pragma unroll 1
+        for (int k = 0; k < end; ++k) multiply_dq(dq, ds, k, row0, tile0);
+      } else {
 #pragma unroll(kUnrollDq)
-      for (int k = 0; k < Tiles::kBlockN / kStep; ++k) {
-        FragmentA<Element> a[Tiles::kTilesMdQ];
-#pragma unroll
-        for (int m = 0; m < Tiles::kTilesMdQ; ++m) a[m] = load_a_trans<TileS>(ds, k * kStep, row0 + 16 * m, lane);
-        multiply_step<TileK, kLegacy, false>(dq, a, sK, k * kStep, tile0, lane);
+        for (int k = 0; k < kSteps; ++k) multiply_dq(dq, ds, k, row0, tile0);
       }
 #pragma unroll
       for (int m = 0; m < Tiles::kTilesMdQ; ++m)
@@ -468,52 +531,51 @@ struct BackwardCta : BackwardTiles<Traits> {
       if (begin == end) return;
     }
     if (begin < end) {
-      int next_h = hk * heads + begin / count;
-      int next_tile = first_tile + begin % count;
-      int stage = 0;
-
+      int h = hk * heads + begin / count;
+      int tile = first_tile + begin % count;
+      auto const advance = [&](int& of_h, int& of_tile) {
+        if (++of_tile == last_tile) {
+          of_tile = first_tile;
+          ++of_h;
+        }
+      };
+      int left = end - begin;
       load_keys();
-      load_q(next_h, next_tile * Tiles::kBlockM, 0);
-      load_dout(next_h, next_tile * Tiles::kBlockM, 0);
-      load_statistics(next_h, next_tile * Tiles::kBlockM, 0);
+      load_q(h, tile * Tiles::kBlockM, left & 1);
+      load_dout(h, tile * Tiles::kBlockM, left & 1);
+      load_statistics(h, tile * Tiles::kBlockM, left & 1);
       cp_async_commit<kLegacy>();
 
+      constexpr bool kLoadsEarly = Tiles::kStages == 2 || Tiles::kStagesDout == 2;
 #pragma unroll 1
-      for (int left = end - begin; left > 0; --left, stage ^= 1) {
-        int const h = next_h;
-        int const m0 = next_tile * Tiles::kBlockM;
-        if (++next_tile == last_tile) {
-          next_tile = first_tile;
-          ++next_h;
-        }
-        int const next_m0 = next_tile * Tiles::kBlockM;
+      for (; left > 0; --left) {
+        int const stage = left & 1;  // of double buffers
+        int const m0 = tile * Tiles::kBlockM;
         bool const more = left > 1;
-
         cp_async_wait<kLegacy, 0>();
         __syncthreads();
-        if (more) {
-          if constexpr (Tiles::kStages == 2) load_q(next_h, next_m0, stage ^ 1);
-          if constexpr (Tiles::kStagesDout == 2) load_dout(next_h, next_m0, stage ^ 1);
-          load_statistics(next_h, next_m0, stage ^ 1);
+        if (kLoadsEarly && more) {
+          int next_h = h, next_tile = tile;
+          advance(next_h, next_tile);
+          if constexpr (Tiles::kStages == 2) load_q(next_h, next_tile * Tiles::kBlockM, stage ^ 1);
+          if constexpr (Tiles::kStagesDout == 2) load_dout(next_h, next_tile * Tiles::kBlockM, stage ^ 1);
+          load_statistics(next_h, next_tile * Tiles::kBlockM, stage ^ 1);
           cp_async_commit<kLegacy>();
-        }
-        float* dq_tile = nullptr;
-        if constexpr (Traits::kDqAtomic) {
-          dq_tile = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
-                    index_t(h) * params.dq_accum_stride_h +
-                    (accumulator_row0<Traits::kVarlen, Tiles::kBlockM>(seqlen.q_row0, b) + m0) * Tiles::kHeadDim;
         }
         TransposedScoreGradient<Traits> const gradient(params, b, h, seqlen.len_q, slice == 0 ? params.seqlen_k : 0,
                                                        seqlen.len_k);
         process_tile(gradient, m0, stage);
+        int const h_done = h;
+        advance(h, tile);
         if constexpr (Traits::kDqAtomic || Tiles::kStages * Tiles::kStagesDout < 4) {
           __syncthreads();
           if (more) {
-            if constexpr (Tiles::kStages == 1) load_q(next_h, next_m0, 0);
-            if constexpr (Tiles::kStagesDout == 1) load_dout(next_h, next_m0, 0);
+            if constexpr (Tiles::kStages == 1) load_q(h, tile * Tiles::kBlockM, 0);
+            if constexpr (Tiles::kStagesDout == 1) load_dout(h, tile * Tiles::kBlockM, 0);
+            if constexpr (!kLoadsEarly) load_statistics(h, tile * Tiles::kBlockM, stage ^ 1);
             cp_async_commit<kLegacy>();
           }
-          if constexpr (Traits::kDqAtomic) add_dq(dq_tile);
+          if constexpr (Traits::kDqAtomic) add_dq(gradient.positions, h_done, m0);
         }
       }
     }
@@ -526,8 +588,9 @@ NVRTC_ATTN_DEVICE void backward_portable(BackwardParams const& params) {
   using Element = typename Traits::Element;
   extern __shared__ __align__(128) unsigned char smem[];
 
-  // Slices and splits of a key tile are neighbours, then the key tiles of one (batch, key head): they share Q, dO and dq in
-  // L2. Causal: the first key tile has the most work and comes first.
+  // Slices and splits of a key tile are neighbours, then the key tiles of head_group (batch, key head) pairs, which share Q,
+  // dO and dq of a head in L2. In a group the first key tiles, which have the most work under a causal mask, come first for
+  // all heads. The last group takes the heads that make no group of their own: begun last, a long tile would end last.
   int block = int(blockIdx.x);
   int const slice = block % Traits::kDimSlices;
   block /= Traits::kDimSlices;
@@ -536,10 +599,16 @@ NVRTC_ATTN_DEVICE void backward_portable(BackwardParams const& params) {
     split = block % params.num_splits;
     block /= params.num_splits;
   }
-  int const n_block = block % params.num_n_blocks;
-  block /= params.num_n_blocks;
-  int const hk = block % params.num_heads_kv;
-  int const b = block / params.num_heads_kv;
+  int const heads = params.num_heads_kv * (params.batch + Traits::kVarlen);
+  int const groups = max(heads / params.head_group, 1);
+  int const group = min(block / (params.head_group * params.num_n_blocks), groups - 1);
+  int const first_head = group * params.head_group;
+  int const in_group = block - first_head * params.num_n_blocks;
+  int const group_size = group == groups - 1 ? heads - first_head : params.head_group;
+  int const n_block = in_group / group_size;
+  int const head = first_head + in_group % group_size;
+  int const hk = head % params.num_heads_kv;
+  int const b = head / params.num_heads_kv;
   if constexpr (Traits::kVarlen) {
     if (b == params.batch) {
       if (slice != 0) return;

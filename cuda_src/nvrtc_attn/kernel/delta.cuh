@@ -5,8 +5,8 @@
 // No shared memory, no barrier. Writes every row of every sequence, nothing for tokens of no sequence.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
-#include "../collective/scores.cuh"
 #include "../collective/seqlen.cuh"
+#include "../common/numbers.cuh"
 #include "../params.cuh"
 
 namespace nvrtc_attn {
@@ -19,8 +19,13 @@ NVRTC_ATTN_DEVICE void delta(BackwardParams const& params) {
   constexpr int kVec = Traits::kAligned ? 16 / int(sizeof(Element)) : 1;
   constexpr int kChunks = Traits::kHeadDimV / kVec;
   constexpr int kLanes = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
+  constexpr int kChunksLane = (kChunks + kLanes - 1) / kLanes;
   constexpr int kRowsPerPass = kThreads / kLanes;
-  static_assert(kBlockM % kRowsPerPass == 0, "a tile is a whole number of passes");
+  constexpr int kPasses = (kBlockM + kRowsPerPass - 1) / kRowsPerPass;
+  // Passes whose loads are in flight together: 32 registers of data, what it takes to keep the memory busy.
+  constexpr int kBatch = !Traits::kAligned || kChunksLane >= 4 ? 1
+                         : kPasses < 4 / kChunksLane           ? kPasses
+                                                               : 4 / kChunksLane;
 
   int const tid = int(threadIdx.x);
   int block = int(blockIdx.x);
@@ -44,47 +49,10 @@ NVRTC_ATTN_DEVICE void delta(BackwardParams const& params) {
   // Rows of lse and dlse: per sequence, or tokens when packed.
   index_t const lse_row = params.lse_packed ? row0 : index_t(m0);
   index_t const lse_batch = params.lse_packed ? 0 : index_t(b);
-  int const rows = seqlen.len_q - m0;
+  int const rows = min(seqlen.len_q - m0, kBlockM);
   int const lane = tid % kLanes;
 
-#pragma unroll
-  for (int pass = 0; pass < kBlockM / kRowsPerPass; ++pass) {
-    int const row = pass * kRowsPerPass + tid / kLanes;
-    float sum = 0.0f;
-    if (row < rows) {
-#pragma unroll
-      for (int c = lane; c < kChunks; c += kLanes) {
-        Element const* o = out + index_t(row) * params.out_stride_m + index_t(c * kVec) * params.out_stride_d;
-        Element const* g = dout + index_t(row) * params.dout_stride_m + index_t(c * kVec) * params.dout_stride_d;
-        if (c * kVec >= params.head_dim_v) break;
-        if constexpr (Traits::kAligned) {
-          uint4 const o4 = *reinterpret_cast<uint4 const*>(o);
-          uint4 const g4 = *reinterpret_cast<uint4 const*>(g);
-          Element const* ov = reinterpret_cast<Element const*>(&o4);
-          Element const* gv = reinterpret_cast<Element const*>(&g4);
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) sum = fmaf(to_float(ov[i]), to_float(gv[i]), sum);
-        } else {
-          sum = fmaf(to_float(*o), to_float(*g), sum);
-        }
-      }
-    }
-#pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (lane == 0 && row < rows) {
-      if (params.dlse != nullptr) {
-        sum -= params.dlse[lse_batch * params.dlse_stride_b + index_t(h) * params.dlse_stride_h +
-                           (lse_row + row) * params.dlse_stride_m];
-      }
-      float const lse = params.lse[lse_batch * params.lse_stride_b + index_t(h) * params.lse_stride_h +
-                                   (lse_row + row) * params.lse_stride_m];
-      bool const has_key = fabsf(lse) != infinity();
-      // A row without a key has P = 0 and no gradient, whatever arrives through its lse: 0 times NaN must not.
-      params.delta[workspace + row] = has_key ? sum : 0.0f;
-      params.row_lse[workspace + row] = has_key ? lse : infinity();
-    }
-  }
-
+  // First the stores that wait for nothing.
   if constexpr (Traits::kDqAtomic) {
     constexpr int kWidth = Traits::kHeadDim;
     index_t const first = accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, b) + m0;
@@ -92,6 +60,69 @@ NVRTC_ATTN_DEVICE void delta(BackwardParams const& params) {
                                               index_t(h) * params.dq_accum_stride_h + first * kWidth);
 #pragma unroll 8
     for (int n = tid; n < kBlockM * kWidth / 4; n += kThreads) accum[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+
+#pragma unroll 1
+  for (int pass0 = 0; pass0 < kPasses; pass0 += kBatch) {
+    float sum[kBatch];
+    if constexpr (Traits::kAligned) {
+      uint4 o4[kBatch][kChunksLane], g4[kBatch][kChunksLane];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        int const row = (pass0 + i) * kRowsPerPass + tid / kLanes;
+        Element const* const o = out + index_t(row) * params.out_stride_m;
+        Element const* const g = dout + index_t(row) * params.dout_stride_m;
+#pragma unroll
+        for (int x = 0; x < kChunksLane; ++x) {
+          int const col = (lane + x * kLanes) * kVec;
+          bool const valid = row < rows && col < params.head_dim_v;
+          o4[i][x] = valid ? __ldcs(reinterpret_cast<uint4 const*>(o + index_t(col) * params.out_stride_d))
+                           : make_uint4(0, 0, 0, 0);
+          g4[i][x] = valid ? __ldg(reinterpret_cast<uint4 const*>(g + index_t(col) * params.dout_stride_d))
+                           : make_uint4(0, 0, 0, 0);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        sum[i] = 0.0f;
+#pragma unroll
+        for (int x = 0; x < kChunksLane; ++x) {
+          Element const* const ov = reinterpret_cast<Element const*>(&o4[i][x]);
+          Element const* const gv = reinterpret_cast<Element const*>(&g4[i][x]);
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) sum[i] = fmaf(to_float(ov[e]), to_float(gv[e]), sum[i]);
+        }
+      }
+    } else {
+      int const row = pass0 * kRowsPerPass + tid / kLanes;
+      sum[0] = 0.0f;
+      if (row < rows) {
+#pragma unroll 4
+        for (int col = lane; col < params.head_dim_v; col += kLanes) {
+          sum[0] =
+              fmaf(to_float(out[index_t(row) * params.out_stride_m + index_t(col) * params.out_stride_d]),
+                   to_float(dout[index_t(row) * params.dout_stride_m + index_t(col) * params.dout_stride_d]), sum[0]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      int const row = (pass0 + i) * kRowsPerPass + tid / kLanes;
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], offset);
+      if (lane == 0 && row < rows) {
+        float const lse = params.lse[lse_batch * params.lse_stride_b + index_t(h) * params.lse_stride_h +
+                                     (lse_row + row) * params.lse_stride_m];
+        bool const has_key = fabsf(lse) != infinity();
+        if (params.dlse != nullptr) {
+          sum[i] -= params.dlse[lse_batch * params.dlse_stride_b + index_t(h) * params.dlse_stride_h +
+                                (lse_row + row) * params.dlse_stride_m];
+        }
+        // A row without a key has P = 0 and no gradient, whatever arrives through its lse: 0 times NaN must not.
+        params.delta[workspace + row] = has_key ? sum[i] : 0.0f;
+        params.row_lse[workspace + row] = has_key ? lse : infinity();
+      }
+    }
   }
 }
 

@@ -17,7 +17,7 @@ NVRTC_ATTN_DEVICE void dq_convert(BackwardParams const& params) {
   constexpr int kWidth = Traits::kHeadDim;
 
   int const tid = int(threadIdx.x);
-  int block = int(blockIdx.x);
+  int block = int(gridDim.x - 1 - blockIdx.x);  // the tiles that were added to last are still in L2
   int const m_block = block % params.num_m_blocks;
   block /= params.num_m_blocks;
   int const h = block % params.num_heads;

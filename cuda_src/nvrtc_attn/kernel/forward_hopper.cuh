@@ -8,10 +8,10 @@
 // Key tiles run from the last to the first: those that need an element mask come first.
 //
 // Shared memory (slabs of 64 columns, see hopper/wgmma.cuh): kNumStagesQ x sQ[kBlockM][kHeadDim], kNumStages x
-// sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesQ x which tile it is, then the mbarriers. The output
-// goes from registers to global memory.
+// sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesScores x bias and mask (hopper/score_tile.cuh),
+// kNumStagesQ x which tile it is, then the mbarriers. The output goes from registers to global memory.
 //
-// Barriers: mbarriers full / empty for every slot of Q, K and V. `full` counts the bytes of the copies, `empty` one arrival
+// Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the copies, `empty` one arrival
 // per consumer warp. full_q also announces the tile: the loading warp follows the schedule, the consumers read it.
 // Named barriers 1 .. kGroups are the groups' turns, kGroups + 1 is all consumers.
 #pragma once
@@ -48,15 +48,19 @@ struct HopperShape {
   static constexpr int kStagesQ = Traits::kNumStagesQ;
   static constexpr int kOffsetK = kStagesQ * kBytesQ;
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
-  static constexpr int kOffsetTiles = kOffsetV + kStages * kBytesV;
+  using Scores = ScoreTileShape<Traits>;
+  static constexpr int kStagesScores = Scores::kStages;
+  static constexpr int kOffsetScores = kOffsetV + kStages * kBytesV;
+  static constexpr int kOffsetTiles = kOffsetScores + kStagesScores * Scores::kBytes;
   static constexpr int kOffsetBarriers = kOffsetTiles + 16 * kStagesQ;
   // 65536 registers: what the consumers need, the rest to the loading group.
-  static constexpr bool kSmallTile = Traits::kHasBias || Traits::kMask || Traits::kDropout;
+  static constexpr bool kSmallTile = Traits::kHasBias || Traits::kMask;
   static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : kSmallTile ? 232 : 240;
   static constexpr int kRegistersProducer = kGroups == 3 ? 32 : kSmallTile ? 40 : 24;
 
   static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
+  static_assert(!(Traits::kHalfTile && Traits::kDropout), "the first tile makes the flags of a whole one");
   static_assert(kStages >= 2, "a consumer waits for the next K before it gives back a V");
   static_assert(kBlockN % 16 == 0 && Traits::kHeadDim % 16 == 0 && Traits::kHeadDimV % 16 == 0,
                 "matrix product shapes");
@@ -72,6 +76,12 @@ struct ForwardBarriers {
   NVRTC_ATTN_DEVICE Mbarrier empty_v(int stage) const { return at(3 * Shape::kStages + stage); }
   NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(4 * Shape::kStages + stage); }
   NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(4 * Shape::kStages + Shape::kStagesQ + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_scores(int stage) const {
+    return at(4 * Shape::kStages + 2 * Shape::kStagesQ + stage);
+  }
+  NVRTC_ATTN_DEVICE Mbarrier empty_scores(int stage) const {
+    return at(4 * Shape::kStages + 2 * Shape::kStagesQ + Shape::kStagesScores + stage);
+  }
 
   NVRTC_ATTN_DEVICE void init() const {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
@@ -83,6 +93,10 @@ struct ForwardBarriers {
     for (int stage = 0; stage < Shape::kStagesQ; ++stage) {
       full_q(stage).init(1);
       empty_q(stage).init(4 * Shape::kGroups);
+    }
+    for (int stage = 0; stage < Shape::kStagesScores; ++stage) {
+      full_scores(stage).init(1);
+      empty_scores(stage).init(4 * Shape::kGroups);
     }
     fence_barrier_init();
   }
@@ -183,11 +197,14 @@ NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarr
     prefetch_tensor_map(params.tensor_map_q);
     prefetch_tensor_map(params.tensor_map_k);
     prefetch_tensor_map(params.tensor_map_v);
+    if constexpr (Shape::Scores::kSlabsBias > 0) prefetch_tensor_map(params.tensor_map_bias);
+    if constexpr (Shape::Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
   }
   unsigned const sK = smem + Shape::kOffsetK;
   unsigned const sV = smem + Shape::kOffsetV;
   RingPosition<Shape::kStages> k_slot, v_slot;
   RingPosition<Shape::kStagesQ> q_slot;
+  RingPosition<Shape::kStagesScores> score_slot;
   // Which tile it is travels in front of the barrier that its queries complete.
   auto announce = [&](int m_block, int h, int b) {
     barriers.empty_q(q_slot.stage).wait(q_slot.parity ^ 1);
@@ -247,6 +264,34 @@ NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarr
       }
       v_slot.advance();
     };
+    auto load_scores = [&](int n) {
+      using Scores = typename Shape::Scores;
+      if constexpr (Shape::kStagesScores > 0) {
+        Mbarrier const full = barriers.full_scores(score_slot.stage);
+        unsigned const slot = smem + Shape::kOffsetScores + score_slot.stage * Scores::kBytes;
+        barriers.empty_scores(score_slot.stage).wait(score_slot.parity ^ 1);
+        if (issuer) {
+          int const rows_bias = params.bias_stride_m == 0 ? 1 : Shape::kBlockM;
+          int const rows_mask = params.mask_stride_m == 0 ? 1 : Shape::kBlockM;
+          full.arrive_and_expect(Scores::kSlabsBias * 128 * rows_bias + Scores::kSlabsMask * 64 * rows_mask);
+#pragma unroll
+          for (int slab = 0; slab < Scores::kSlabsBias; ++slab) {
+            bool const shared = params.bias_stride_b == 0 || params.bias_stride_h == 0 || params.bias_stride_m == 0;
+            load_box(slot + slab * Scores::kSlabBias, params.tensor_map_bias, full.address,
+                     n * Shape::kBlockN + slab * Scores::kColumnsBias, params.bias_stride_m == 0 ? 0 : m0,
+                     params.bias_stride_h == 0 ? 0 : tile.h, params.bias_stride_b == 0 ? 0 : tile.b,
+                     shared ? kEvictLast : kEvictFirst);
+          }
+#pragma unroll
+          for (int slab = 0; slab < Scores::kSlabsMask; ++slab) {
+            load_box(slot + Scores::kOffsetMask + slab * Scores::kSlabMask, params.tensor_map_mask, full.address,
+                     n * Shape::kBlockN + slab * Scores::kColumnsMask, params.mask_stride_m == 0 ? 0 : m0,
+                     params.mask_stride_h == 0 ? 0 : tile.h, params.mask_stride_b == 0 ? 0 : tile.b, kEvictNormal);
+          }
+        }
+        score_slot.advance();
+      }
+    };
     // In the order of use: a consumer asks for the K of the next tile before the V of this one.
     load_k(last - 1);
     announce(tile.m_block, tile.h, tile.b);
@@ -260,9 +305,11 @@ NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarr
       }
     }
     q_slot.advance();
+    load_scores(last - 1);
 #pragma unroll 1
     for (int n = last - 2; n >= first; --n) {
       load_k(n);
+      load_scores(n);
       load_v(n + 1);
     }
     load_v(first);
@@ -299,6 +346,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
 
   RingPosition<Shape::kStages> k_slot, v_slot;
   RingPosition<Shape::kStagesQ> q_slot;
+  RingPosition<Shape::kStagesScores> score_slot;
+  ScoreTileAccess<Traits> const tiles(params, warp_row0, lane);
   auto release = [&](Mbarrier const& barrier) {
     if (lane == 0) barrier.arrive();
   };
@@ -308,6 +357,20 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     start_product_abt<Element, Shape::kBlockM, kBlockN, Traits::kHeadDim>(
         s, q_operand + q_slot.stage * (Shape::kBytesQ >> 4), k_operand + k_slot.stage * (Shape::kBytesK >> 4));
     commit_products();
+  };
+  // Bias and mask of the tile whose product is running: their slot, once they are there.
+  auto await_scores = [&](auto& operands) {
+    if constexpr (Shape::kStagesScores > 0) {
+      barriers.full_scores(score_slot.stage).wait(score_slot.parity);
+      operands.tile = smem + Shape::kOffsetScores + score_slot.stage * Shape::Scores::kBytes;
+    }
+  };
+  auto release_scores = [&] {
+    if constexpr (Shape::kStagesScores > 0) {
+      __syncwarp();  // all lanes have read
+      release(barriers.empty_scores(score_slot.stage));
+      score_slot.advance();
+    }
   };
   auto release_q = [&] {
     release(barriers.empty_q(q_slot.stage));
@@ -345,7 +408,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     ScoreTensor<unsigned char const> const byte_mask(params.mask, tile.b, tile.h, params.mask_stride_b,
                                                      params.mask_stride_h, params.mask_stride_m, params.mask_stride_n);
     int const i = m0 + warp_row0 + (lane >> 2);
-    ScoreTile<Traits> const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, i, lane};
+    ScoreTile<Traits> const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, i, lane, tiles};
 
     DeferredSoftmax<Traits> softmax;
     AccTile o[1][Shape::kTilesD];
@@ -389,22 +452,31 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         barriers.full_v(v_slot.stage).wait(v_slot.parity);
         release(barriers.empty_v(v_slot.stage));
         v_slot.advance();
+        if constexpr (Shape::kStagesScores > 0) {
+          barriers.full_scores(score_slot.stage).wait(score_slot.parity);
+          release_scores();
+        }
         wait_turn();
         pass_turn();
       }
 
       barriers.full_k(k_slot.stage).wait(k_slot.parity);
+      constexpr bool kKeepAhead = Traits::kDropout && !ScoreTile<Traits>::kKeepBeside;
+      KeepWords<Shape::kStepsN> keep;
       auto first_tile = [&](auto& s) {
         typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
         start_scores(s);
+        if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
         scores.load(operands, n * kBlockN);
+        await_scores(operands);
         wait_products<0>();
         pin_registers(s);
         release(barriers.empty_k(k_slot.stage));
         k_slot.advance();
         scores.finish(s, operands, n * kBlockN);
+        release_scores();
         softmax.raise(s, map);
-        softmax.add(scores.exponentiate(s, softmax, n * kBlockN));
+        softmax.add(scores.exponentiate(s, softmax, n * kBlockN, keep));
       };
       // On the diagonal every other group sees at most half of the tile.
       if (Traits::kHalfTile && columns - n * kBlockN <= Shape::kHalfN) {
@@ -417,7 +489,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       } else {
         first_tile(s);
       }
-      pack_probabilities<Element>(p, s);
+      pack_probabilities<Traits>(p, s, keep);
       bool settled = softmax.settled();
 
       if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
@@ -433,7 +505,9 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         commit_products();
         pass_turn();
         typename ScoreTile<Traits>::template Operands<Shape::kTilesN> operands;
+        if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
         scores.load(operands, n * kBlockN);
+        await_scores(operands);
 
         wait_products<1>();
         pin_registers(s);
@@ -445,14 +519,18 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         if constexpr (Traits::kLazyMax) {
           // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
           scores.finish(s, operands, n * kBlockN);
-          sums = scores.exponentiate(s, softmax, n * kBlockN);
+          sums = scores.exponentiate(s, softmax, n * kBlockN, keep);
           redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
-          if (!redo) release(barriers.empty_k(k_stage));
+          if (!redo) {
+            release(barriers.empty_k(k_stage));
+            release_scores();
+          }
         } else {
           release(barriers.empty_k(k_stage));
           scores.finish(s, operands, n * kBlockN);
+          release_scores();
           raised = softmax.raise(s, map);
-          sums = scores.exponentiate(s, softmax, n * kBlockN);
+          sums = scores.exponentiate(s, softmax, n * kBlockN, keep);
         }
 
         // ptxas moves a wait for products ahead of independent arithmetic, and the softmax would run after P V instead of
@@ -474,14 +552,15 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
             release(barriers.empty_k(k_stage));
             scores.load(operands, n0);
             scores.finish(s, operands, n0);
+            release_scores();
             raised = softmax.raise(s, map);
             settled = softmax.settled();
-            sums = scores.exponentiate(s, softmax, n0);
+            sums = scores.exponentiate(s, softmax);
           }
         }
         softmax.add(sums);
         if (raised) softmax.rescale(o);
-        pack_probabilities<Element>(p, s);
+        pack_probabilities<Traits>(p, s, keep);
       }
       release_q();
 

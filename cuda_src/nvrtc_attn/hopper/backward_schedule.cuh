@@ -1,0 +1,42 @@
+// Which key tiles a persistent thread block of the Hopper backward kernel works on.
+//
+// Key tiles of `head_group` key heads are neighbours, those with the lowest keys (causal: the longest) first; one head a group
+// without a band, so that neighbouring blocks share Q, dO and dq in L2. Every block takes the tile of its own index first
+// and then the next that nobody has taken, from a counter in global memory that the kernel before this one has set to zero.
+// Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it.
+#pragma once
+#include "../params.cuh"
+
+namespace nvrtc_attn {
+
+NVRTC_ATTN_DEVICE int* tile_counter(HopperBackwardParams const& params) {
+  return reinterpret_cast<int*>(params.row_lse + params.counter_offset);
+}
+
+struct KeyTile {
+  int n_block;
+  int h;  // key head
+  int b;
+};
+
+// a / b for values that are equal in all lanes of a converged warp: through a warp reduction, whose result is uniform, so that
+// what follows lives in uniform registers. The loading warp has few others.
+NVRTC_ATTN_DEVICE int uniform_value(int a) { return int(__reduce_or_sync(0xffffffffu, unsigned(a))); }
+NVRTC_ATTN_DEVICE int divide_uniform(int a, int b) {
+  return int(__reduce_or_sync(0xffffffffu, unsigned(a) / unsigned(b)));
+}
+
+// Tile number t < num_tiles.
+NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
+  int const group_tiles = params.head_group * params.num_n_blocks;
+  int const group = divide_uniform(t, group_tiles);
+  int const rest = t - group * group_tiles;
+  int const first_head = group * params.head_group;
+  int const heads = min(params.head_group, divide_uniform(params.num_tiles, params.num_n_blocks) - first_head);
+  int const n_block = divide_uniform(rest, heads);
+  int const head = first_head + rest - n_block * heads;
+  int const b = divide_uniform(head, params.num_heads_kv);
+  return {n_block, head - b * params.num_heads_kv, b};
+}
+
+}  // namespace nvrtc_attn

@@ -1,0 +1,73 @@
+// What the Hopper backward kernel needs beside hopper/wgmma.cuh: dS^T as an operand in shared memory and its product with K,
+// dK and dV to global memory.
+#pragma once
+#include "wgmma.cuh"
+
+namespace nvrtc_attn {
+
+// dS^T of a warp's 16 keys and 16 * kSteps queries -> rows of queries in a slab of 64 keys (see hopper/wgmma.cuh), which
+// makes dS a left operand with contiguous keys. `slab` is a shared address, `warp` the warp's place in its group.
+template <class Element, int kSteps>
+NVRTC_ATTN_DEVICE void store_transposed(unsigned slab, FragmentA<Element> const (&ds)[kSteps], int warp, int lane) {
+  // Matrix lane / 8 of a fragment: keys 0..7 or 8..15 (bit 0), queries 0..7 or 8..15 (bit 1); this lane names one query row.
+  int const row = (lane & 7) + (lane >> 4 << 3);
+  int const chunk = 2 * warp + (lane >> 3 & 1);
+  unsigned const to = slab + row * kSlabRowBytes + ((chunk ^ (lane & 7)) << 4);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + step * 16 * kSlabRowBytes),
+        "r"(ds[step].x[0]), "r"(ds[step].x[1]), "r"(ds[step].x[2]), "r"(ds[step].x[3])
+        : "memory");
+  }
+}
+
+// c = A B: A is 64 rows of slabs of kSlabA bytes whose columns are contracted, B kSteps * 16 rows of slabs, kTiles * 8 wide.
+template <class Element, int kSlabA, int kColumns, int kTiles>
+NVRTC_ATTN_DEVICE void start_product_shared(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
+  using Atom = typename WgmmaAtoms<Element, 8 * kTiles, MatrixMajor::MN>::SS;
+  constexpr int kStepsPerSlab = kSlabColumns / 16;
+#pragma unroll
+  for (int step = 0; step < kColumns / 16; ++step) {
+    wgmma_ss<Atom>(c, a + step / kStepsPerSlab * (kSlabA >> 4) + step % kStepsPerSlab * (32 >> 4),
+                   b + step * (16 * kSlabRowBytes >> 4), step != 0, typename IndexRange<4 * kTiles>::Type{});
+  }
+}
+
+// Thread t of a quad gives word k to thread k and receives its own from all four, in order: a 4 x 4 transpose.
+NVRTC_ATTN_DEVICE uint4 exchange_words(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int t) {
+  bool const odd = t & 1;
+  bool const upper = t & 2;
+  uint32_t const got0 = __shfl_xor_sync(0xffffffffu, odd ? w0 : w1, 1);
+  uint32_t const got1 = __shfl_xor_sync(0xffffffffu, odd ? w2 : w3, 1);
+  uint32_t const a0 = odd ? got0 : w0, a1 = odd ? w1 : got0;
+  uint32_t const b0 = odd ? got1 : w2, b1 = odd ? w3 : got1;
+  uint32_t const far0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
+  uint32_t const far1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
+  return upper ? make_uint4(far0, far1, b0, b1) : make_uint4(a0, a1, far0, far1);
+}
+
+// A warp's 16 x 8 kTiles accumulators times `factor` -> rows of a gradient whose columns are contiguous and whose rows are
+// aligned to 16 bytes. `to`: row 0 of the warp; rows at or beyond `rows` and columns beyond `cols` are left out.
+template <class Element, int kTiles>
+NVRTC_ATTN_DEVICE void store_rows(Element* to, index_t stride_row, AccTile const (&c)[1][kTiles], float factor,
+                                  int rows, int cols, int lane) {
+  int const t = lane & 3;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int const row = (lane >> 2) + 8 * r;
+    Element* const line = to + index_t(row) * stride_row + 8 * t;
+#pragma unroll
+    for (int d = 0; d < kTiles; d += 4) {
+      uint32_t w[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (d + k < kTiles) w[k] = pack2<Element>(c[0][d + k][2 * r] * factor, c[0][d + k][2 * r + 1] * factor);
+      }
+      uint4 const words = exchange_words(w[0], w[1], w[2], w[3], t);
+      if (row < rows && 8 * (d + t) < cols) *reinterpret_cast<uint4*>(line + 8 * d) = words;
+    }
+  }
+}
+
+}  // namespace nvrtc_attn

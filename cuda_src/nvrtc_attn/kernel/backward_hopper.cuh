@@ -1,0 +1,706 @@
+// Attention backward on Hopper (sm_90a): dk and dv of one key tile at a time, dq added into a float32 workspace.
+//
+// Roles: warp-group 0 loads (one thread issues all copies); each of the other two warp-groups owns 64 of the tile's 128 keys.
+// Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV += P^T dO and
+// dK += dS^T Q without leaving registers. dS goes to shared memory too: dQ = dS K needs all keys, so the groups meet once a
+// query tile, and each computes its share of dQ (64 rows of 128, or 64 columns of 128) and adds it to dq_accum.
+//
+// The products of a query tile are started so that the tensor cores have one to work on while the warps compute:
+//   start S, dP -> P under dP -> start dV -> dS under dV -> meet -> start dQ, dK -> add dQ to dq_accum under dK.
+// The last one takes as long as dK: red.global is the narrowest path of this kernel, and what runs beside it is free.
+//
+// Shared memory (slabs of 64 columns, see hopper/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x dS[query][key],
+// row_lse and delta for each slot, which tile it is, mbarriers. Everything that a tile writes leaves from registers.
+//
+// Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty` one
+// arrival per consumer warp. full_k also announces the tile. Named barrier 1 is all consumers: dS is complete. Two slots of
+// dS make one meeting a tile enough: who writes slot j % 2 has met the other group after its product with tile j - 2.
+#pragma once
+#include "../collective/gradient_accumulator.cuh"
+#include "../collective/score_gradient_transposed.cuh"
+#include "../hopper/backward_schedule.cuh"
+#include "../hopper/barrier.cuh"
+#include "../hopper/bulk.cuh"
+#include "../hopper/gradient_store.cuh"
+#include "../hopper/tma.cuh"
+
+namespace nvrtc_attn {
+
+template <class Traits>
+struct HopperBackwardShape {
+  using Element = typename Traits::Element;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr int kHeadDim = Traits::kHeadDim;
+  static constexpr int kHeadDimV = Traits::kHeadDimV;
+  static constexpr int kStages = Traits::kNumStages;
+  static constexpr int kGroups = kBlockN / 64;
+  static constexpr int kConsumers = 128 * kGroups;
+  static constexpr int kTilesM = kBlockM / 8;
+  static constexpr int kStepsM = kBlockM / 16;
+  static constexpr int kTilesD = kHeadDim / 8;
+  static constexpr int kTilesDv = kHeadDimV / 8;
+  static constexpr int kSlabs = (kHeadDim + kSlabColumns - 1) / kSlabColumns;
+  static constexpr int kSlabsV = (kHeadDimV + kSlabColumns - 1) / kSlabColumns;
+  static constexpr int kSlabQ = kBlockM * kSlabRowBytes;
+  static constexpr int kSlabK = kBlockN * kSlabRowBytes;
+  static constexpr int kBytesQ = kSlabs * kSlabQ;
+  static constexpr int kBytesDout = kSlabsV * kSlabQ;
+  static constexpr int kBytesK = kSlabs * kSlabK;
+  static constexpr int kBytesV = kSlabsV * kSlabK;
+  static constexpr int kBytesDs = kGroups * kSlabQ;
+  static constexpr int kBytesStatistic = kBlockM * 4;
+
+  // dQ of a group: 64 query rows and all columns, or all 64 rows and one slab, or half a slab, of columns.
+  static constexpr bool kSplitRows = kBlockM == 128;
+  static constexpr int kTilesDq = kSplitRows ? kTilesD : kSlabs * 4;
+
+  static constexpr int kOffsetV = kBytesK;
+  static constexpr int kOffsetQ = kOffsetV + kBytesV;
+  static constexpr int kOffsetDout = kOffsetQ + kStages * kBytesQ;
+  static constexpr int kOffsetDs = kOffsetDout + kStages * kBytesDout;
+  static constexpr int kOffsetLse = kOffsetDs + 2 * kBytesDs;
+  static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
+  static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
+  static constexpr int kOffsetBarriers = kOffsetTile + 16;
+  static constexpr int kBytes = kOffsetBarriers + 8 * (4 + 4 * kStages);
+  static_assert(kBytes == Traits::kSmemBytes, "smem_bytes of the config and the layout of the kernel differ");
+
+  static_assert(kGroups == 2 && Traits::kNumThreads == 128 + kConsumers, "two groups share the products of dQ");
+  static_assert(kStages == 2, "slots of dS go with those of Q");
+  static_assert(kBlockM == 64 || kBlockM == 128, "a group computes 64 rows of dQ");
+  static_assert(kSplitRows ? kSlabs == 1 : kSlabs <= kGroups, "columns of dQ");
+  static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
+};
+
+template <class Shape>
+struct BackwardBarriers {
+  unsigned base;  // shared address
+  NVRTC_ATTN_DEVICE Mbarrier at(int i) const { return {base + 8 * i}; }
+  NVRTC_ATTN_DEVICE Mbarrier full_k() const { return at(0); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_k() const { return at(1); }
+  NVRTC_ATTN_DEVICE Mbarrier full_v() const { return at(2); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_v() const { return at(3); }
+  NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(4 + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(4 + Shape::kStages + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_dout(int stage) const { return at(4 + 2 * Shape::kStages + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_dout(int stage) const { return at(4 + 3 * Shape::kStages + stage); }
+
+  NVRTC_ATTN_DEVICE void init() const {
+    constexpr int kWarps = 4 * Shape::kGroups;
+    full_k().init(1);
+    full_v().init(1);
+    empty_k().init(kWarps);
+    empty_v().init(kWarps);
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      full_q(stage).init(1);
+      empty_q(stage).init(kWarps);
+    }
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      full_dout(stage).init(1);
+      empty_dout(stage).init(kWarps);
+    }
+    fence_barrier_init();
+  }
+};
+
+// The work of one key tile: `count` query tiles from `first` on, of every query head of the group. They begin at `start` and
+// go round, so that thread blocks that work on the same head at the same time add to different rows of dq.
+template <class Traits>
+struct QueryRange {
+  int first, count, start;
+  NVRTC_ATTN_DEVICE QueryRange(HopperBackwardParams const& params, PositionMask<Traits::kBand> const& mask,
+                               int n_block) {
+    int last;
+    mask.template query_tiles<Traits::kBlockM>(n_block * Traits::kBlockN, Traits::kBlockN, first, last);
+    count = max(last - first, 0);
+    start = first;
+    if constexpr (!Traits::kBand && !Traits::kVarlen) start = min(n_block * params.query_step, max(count - 1, 0));
+  }
+  NVRTC_ATTN_DEVICE void next(int& h, int& m) const {
+    if (++m == first + count) m = first;
+    if (m == start) ++h;
+  }
+};
+
+// The loading warp. All lanes follow the schedule, one issues.
+template <class Traits, class Shape>
+NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, BackwardBarriers<Shape> const& barriers,
+                                     unsigned smem) {
+  bool const issuer = threadIdx.x == 0;
+  if (issuer) {
+    prefetch_tensor_map(params.tensor_map_q);
+    prefetch_tensor_map(params.tensor_map_k);
+    prefetch_tensor_map(params.tensor_map_v);
+    prefetch_tensor_map(params.tensor_map_dout);
+  }
+  RingPosition<Shape::kStages> q_slot;
+  RingPosition<Shape::kStages> dout_slot;
+  unsigned parity = 0;
+  auto announce = [&](int n_block, int h, int b) {
+    barriers.empty_k().wait(parity ^ 1);
+    if (issuer) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTile), "r"(n_block), "r"(h),
+                   "r"(b), "r"(parity ^ 1)
+                   : "memory");
+    }
+  };
+  int t = int(blockIdx.x);
+  while (t < params.num_tiles) {
+    KeyTile const tile = key_tile(params, t);
+    bool const is_real = !(Traits::kVarlen && tile.b == params.batch);
+    SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, is_real ? tile.b : 0);
+    int const n0 = tile.n_block * Shape::kBlockN;
+    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+    QueryRange<Traits> const range(params, mask, tile.n_block);
+    if (!is_real || range.count == 0) {
+      announce(tile.n_block, tile.h, tile.b);
+      if (issuer) barriers.full_k().arrive();
+      barriers.empty_v().wait(parity ^ 1);
+      if (issuer) barriers.full_v().arrive();
+    } else {
+      // Expanded (stride 0) dims have size 1 in the tensor maps.
+      int const q_b = params.q_stride_b == 0 ? 0 : seqlen.batch_index;
+      int const dout_b = params.dout_stride_b == 0 ? 0 : seqlen.batch_index;
+      int h = tile.h * params.heads_per_group;
+      int m = range.start;
+      // Of the statistics, in floats: both workspaces have the same strides.
+      index_t const sequence = index_t(seqlen.batch_index) * params.delta_stride_b +
+                               accumulator_row0<Traits::kVarlen, Shape::kBlockM>(seqlen.q_row0, tile.b);
+      auto load_q = [&] {
+        int const s = q_slot.stage;
+        Mbarrier const full = barriers.full_q(s);
+        barriers.empty_q(s).wait(q_slot.parity ^ 1);
+        if (issuer) {
+          full.arrive_and_expect(Shape::kBytesQ + Shape::kBytesStatistic);
+#pragma unroll
+          for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+            load_box(smem + Shape::kOffsetQ + s * Shape::kBytesQ + slab * Shape::kSlabQ, params.tensor_map_q,
+                     full.address, slab * kSlabColumns, seqlen.q_row0 + m * Shape::kBlockM,
+                     params.q_stride_h == 0 ? 0 : h, q_b, kEvictLast);
+          }
+          bulk_load(smem + Shape::kOffsetLse + s * Shape::kBytesStatistic,
+                    params.row_lse + (sequence + index_t(h) * params.delta_stride_h + m * Shape::kBlockM),
+                    Shape::kBytesStatistic, full.address);
+        }
+        q_slot.advance();
+      };
+      auto load_dout = [&] {
+        int const s = dout_slot.stage;
+        Mbarrier const full = barriers.full_dout(s);
+        barriers.empty_dout(s).wait(dout_slot.parity ^ 1);
+        if (issuer) {
+          full.arrive_and_expect(Shape::kBytesDout + Shape::kBytesStatistic);
+#pragma unroll
+          for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
+            load_box(smem + Shape::kOffsetDout + s * Shape::kBytesDout + slab * Shape::kSlabQ, params.tensor_map_dout,
+                     full.address, slab * kSlabColumns, seqlen.q_row0 + m * Shape::kBlockM,
+                     params.dout_stride_h == 0 ? 0 : h, dout_b, kEvictLast);
+          }
+          bulk_load(smem + Shape::kOffsetDelta + s * Shape::kBytesStatistic,
+                    params.delta + (sequence + index_t(h) * params.delta_stride_h + m * Shape::kBlockM),
+                    Shape::kBytesStatistic, full.address);
+        }
+        dout_slot.advance();
+      };
+      // Slots become free in this order at the end of the tile before.
+      barriers.empty_v().wait(parity ^ 1);
+      if (issuer) {
+        barriers.full_v().arrive_and_expect(Shape::kBytesV);
+#pragma unroll
+        for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
+          load_box(smem + Shape::kOffsetV + slab * Shape::kSlabK, params.tensor_map_v, barriers.full_v().address,
+                   slab * kSlabColumns, seqlen.k_row0 + n0, params.v_stride_h == 0 ? 0 : tile.h,
+                   params.v_stride_b == 0 ? 0 : seqlen.batch_index, kEvictFirst);
+        }
+      }
+      load_q();
+      load_dout();
+      announce(tile.n_block, tile.h, tile.b);
+      if (issuer) {
+        barriers.full_k().arrive_and_expect(Shape::kBytesK);
+#pragma unroll
+        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+          load_box(smem + slab * Shape::kSlabK, params.tensor_map_k, barriers.full_k().address, slab * kSlabColumns,
+                   seqlen.k_row0 + n0, params.k_stride_h == 0 ? 0 : tile.h,
+                   params.k_stride_b == 0 ? 0 : seqlen.batch_index, kEvictFirst);
+        }
+      }
+#pragma unroll 1
+      for (int left = range.count * params.heads_per_group - 1; left > 0; --left) {
+        range.next(h, m);
+        load_q();
+        load_dout();
+      }
+    }
+    parity ^= 1;
+    int taken = 0;
+    if (issuer) taken = int(gridDim.x) + atomicAdd(tile_counter(params), 1);
+    t = uniform_value(taken);
+  }
+  announce(-1, 0, 0);
+  if (issuer) barriers.full_k().arrive();
+}
+
+// Volatile: not before the wait in front of it, or the floats would be alive while a product runs.
+template <class Element>
+NVRTC_ATTN_DEVICE float2 unpack2(uint32_t both) {
+  float2 result;
+  if constexpr (cute::is_same_v<Element, half_t>) {
+    asm volatile(
+        "{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n"
+        "}"
+        : "=f"(result.x), "=f"(result.y)
+        : "r"(both));
+  } else {
+    asm volatile("shl.b32 %0, %1, 16;" : "=f"(result.x) : "r"(both));
+    asm volatile("and.b32 %0, %1, 0xffff0000;" : "=f"(result.y) : "r"(both));
+  }
+  return result;
+}
+
+// Masked scores and their gradient in registers, for problems without bias, byte mask and dropout: P is known before dP, so
+// that its product can start before dP is there.
+template <class Traits, class Shape>
+struct ScoreBlock {
+  static constexpr int kTilesM = Shape::kTilesM;
+  ScoreMap<Traits> const& map;
+  PositionMask<Traits::kBand> const& mask;
+  int j;  // this thread's first key; the other is j + 8
+  int t;  // lane % 4
+
+  // Raw products -> P (with softcap times its derivative, after `pack` has taken P itself).
+  NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
+                                       FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
+                                       int m0, bool masked) const {
+    if (masked) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // Queries of this tile, counted from the thread's first, that keep the key: [low, high].
+        int const i = m0 + 2 * t;
+        int high = mask.len_q - 1 - i;
+        int low = 0;
+        if constexpr (Traits::kBand) {
+          high = min(high, j + 8 * r - mask.low - i);
+          low = j + 8 * r - mask.high - i;
+        }
+        if (j + 8 * r >= mask.len_k) high = -1;
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[0][m][2 * r + e];
+            bool dropped = 8 * m + e > high;
+            if constexpr (Traits::kBand) dropped = dropped || 8 * m + e < low;
+            x = dropped ? -infinity() : x;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+      float reference[2];
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(reference[0]), "=f"(reference[1])
+                   : "r"(row_lse + 32 * m + 8 * t));
+      float derivative[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float tanh_value;
+        float y = map.map(s[0][m][e], tanh_value);
+        // A masked score stays -inf, whatever the map makes of it.
+        if constexpr (ScoreMap<Traits>::kMapped) y = s[0][m][e] == -infinity() ? -infinity() : y;
+        s[0][m][e] = map.probability(y, reference[e & 1]);
+        if constexpr (Traits::kSoftcap) derivative[e] = 1.0f - tanh_value * tanh_value;
+      }
+      p[m / 2].x[m % 2 * 2] = pack2<typename Shape::Element>(s[0][m][0], s[0][m][1]);
+      p[m / 2].x[m % 2 * 2 + 1] = pack2<typename Shape::Element>(s[0][m][2], s[0][m][3]);
+      if constexpr (Traits::kSoftcap) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[0][m][e] *= derivative[e];
+      }
+    }
+  }
+
+  // With 128 queries S, dP, dK, dV and P as an operand would take all registers there are: P is kept in 16 bits only,
+  // twice, because registers that a product in flight reads must be left alone.
+  static constexpr bool kPacked = kTilesM == 16 && !Traits::kSoftcap;
+  struct KeptP {
+    uint32_t x[kPacked ? kTilesM : 1][2];
+  };
+  NVRTC_ATTN_DEVICE void keep(KeptP& kept, FragmentA<typename Shape::Element> const (&p)[Shape::kStepsM]) const {
+    if constexpr (kPacked) {
+#pragma unroll
+      for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          asm volatile("mov.b32 %0, %1;" : "=r"(kept.x[m][r]) : "r"(p[m / 2].x[m % 2 * 2 + r]));
+      }
+    }
+  }
+
+  // dP -> dS.
+  template <bool kMasked>
+  NVRTC_ATTN_DEVICE void gradients(AccTile (&s)[1][kTilesM], KeptP const& kept, AccTile (&dp)[1][kTilesM],
+                                   unsigned row_delta) const {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+      if constexpr (kPacked) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float2 const both = unpack2<typename Shape::Element>(kept.x[m][r]);
+          s[0][m][2 * r] = both.x;
+          s[0][m][2 * r + 1] = both.y;
+        }
+      }
+      float delta[2];
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(delta[0]), "=f"(delta[1])
+                   : "r"(row_delta + 32 * m + 8 * t));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float const ds = s[0][m][e] * (dp[0][m][e] - delta[e & 1]);
+        dp[0][m][e] = kMasked && s[0][m][e] == 0.0f ? 0.0f : ds;  // dP of a dropped score may be anything
+      }
+    }
+  }
+};
+
+template <class Element, int kTiles>
+NVRTC_ATTN_DEVICE void pack_fragments(FragmentA<Element> (&a)[kTiles / 2], AccTile const (&c)[1][kTiles]) {
+#pragma unroll
+  for (int step = 0; step < kTiles / 2; ++step) a[step] = accumulator_as_a<Element>(c[0][2 * step], c[0][2 * step + 1]);
+}
+
+template <int kTiles>
+NVRTC_ATTN_DEVICE void clear(AccTile (&c)[1][kTiles]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[0][n][e] = 0.0f;
+  }
+}
+
+NVRTC_ATTN_DEVICE KeyTile read_key_tile(unsigned address) {
+  int n_block, h, b;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(n_block), "=r"(h) : "r"(address) : "memory");
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
+  return {uniform_value(n_block), uniform_value(h), uniform_value(b)};
+}
+
+// Rows [first, kRows) of a tile in shared memory become zero; `threads` threads take part. The caller fences.
+template <int kRows, int kSlabs>
+NVRTC_ATTN_DEVICE void zero_tile_rows(unsigned tile, int first, int end, int tid, int threads) {
+  int const count = (end - first) * 8 * kSlabs;
+  for (int c = tid; c < count; c += threads) {
+    int const row = first + c / (8 * kSlabs);
+    int const chunk = c % (8 * kSlabs);
+    unsigned const to = tile + chunk / 8 * (kRows * kSlabRowBytes) + row * kSlabRowBytes + chunk % 8 * 16;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+  }
+}
+
+// Zeros in dbias for keys [n0, n0 + cols) and queries [begin, end) of query head h: what no product reaches.
+template <class Traits, int kWarps>
+NVRTC_ATTN_DEVICE void zero_dbias(HopperBackwardParams const& params, int b, int h, int n0, int cols, int begin,
+                                  int end, int tid) {
+  using DBias = typename Traits::DBias;
+  ScoreTensor<DBias> const dbias(reinterpret_cast<DBias*>(params.dbias), b, h, params.dbias_stride_b,
+                                 params.dbias_stride_h, params.dbias_stride_m, params.dbias_stride_n);
+  for (int i = begin + tid / 32; i < end; i += kWarps) {
+    for (int j = n0 + tid % 32; j < n0 + cols; j += 32) *dbias.at(i, j) = from_float<DBias>(0.0f);
+  }
+}
+
+// One consumer warp-group.
+template <class Traits, class Shape>
+NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, BackwardBarriers<Shape> const& barriers,
+                                         unsigned char* smem_pointer, unsigned smem, int group) {
+  using Element = typename Shape::Element;
+  constexpr int kBlockM = Shape::kBlockM;
+  // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
+  // than the other loop leaves.
+  constexpr bool kRich = Traits::kHasBias || Traits::kMask || Traits::kDropout || (kBlockM == 64 && Traits::kSoftcap);
+  constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
+  constexpr bool kEarlyStore = !kLengthsOnDevice || kBlockM == 128;  // of dv, under the last product; takes registers
+  int const tid = int(threadIdx.x) - 128;
+  int const lane = tid & 31;
+  int const warp = tid >> 5 & 3;  // of the group
+  uint64_t const k_left = descriptor_k_major(smem + group * 64 * kSlabRowBytes);
+  uint64_t const v_left = descriptor_k_major(smem + Shape::kOffsetV + group * 64 * kSlabRowBytes);
+  uint64_t const q_right = descriptor_k_major(smem + Shape::kOffsetQ);
+  uint64_t const dout_right = descriptor_k_major(smem + Shape::kOffsetDout);
+  uint64_t const q_rows = descriptor_mn_major(smem + Shape::kOffsetQ, Shape::kSlabQ);
+  uint64_t const dout_rows = descriptor_mn_major(smem + Shape::kOffsetDout, Shape::kSlabQ);
+  uint64_t const ds_left =
+      descriptor_k_major(smem + Shape::kOffsetDs + (Shape::kSplitRows ? group * 64 * kSlabRowBytes : 0));
+  uint64_t const k_rows = descriptor_mn_major(
+      smem + (Shape::kSplitRows ? 0 : group * (Shape::kSlabs == 1 ? kSlabRowBytes / 2 : Shape::kSlabK)), Shape::kSlabK);
+
+  RingPosition<Shape::kStages> slot;  // of Q, dO and dS
+  unsigned parity = 0;
+  auto release = [&](Mbarrier const& barrier) {
+    if (lane == 0) barrier.arrive();
+  };
+
+  while (true) {
+    barriers.full_k().wait(parity);
+    KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);
+    if (tile.n_block < 0) break;
+    int const n0 = tile.n_block * Shape::kBlockN;
+    if constexpr (Traits::kVarlen) {
+      if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
+        barriers.full_v().wait(parity);
+        parity ^= 1;
+        release(barriers.empty_k());
+        release(barriers.empty_v());
+        zero_unused_rows<Shape::kConsumers>(
+            reinterpret_cast<Element*>(params.dk) + index_t(tile.h) * params.dk_stride_h, params.dk_stride_n,
+            params.dk_stride_d, params.cu_seqlens_k, params.batch, params.total_k, params.head_dim, tile.n_block,
+            params.num_n_blocks, tid);
+        zero_unused_rows<Shape::kConsumers>(
+            reinterpret_cast<Element*>(params.dv) + index_t(tile.h) * params.dv_stride_h, params.dv_stride_n,
+            params.dv_stride_d, params.cu_seqlens_k, params.batch, params.total_k, params.head_dim_v, tile.n_block,
+            params.num_n_blocks, tid);
+        continue;
+      }
+    }
+    SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, tile.b);
+    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+    QueryRange<Traits> const range(params, mask, tile.n_block);
+    int left = range.count * params.heads_per_group;
+    if constexpr (Traits::kDbiasStore) {
+      int const first = left > 0 ? range.first * kBlockM : seqlen.len_q;
+      int const last = (range.first + range.count) * kBlockM;
+      int const cols = min(Shape::kBlockN, params.seqlen_k - n0);
+      for (int head = tile.h * params.heads_per_group; head < (tile.h + 1) * params.heads_per_group; ++head) {
+        zero_dbias<Traits, Shape::kConsumers / 32>(params, tile.b, head, n0, cols, 0, min(first, seqlen.len_q), tid);
+        if (left > 0) {
+          zero_dbias<Traits, Shape::kConsumers / 32>(params, tile.b, head, n0, cols, last, seqlen.len_q, tid);
+        }
+      }
+    }
+
+    AccTile dk[1][Shape::kTilesD], dv[1][Shape::kTilesDv];
+    clear(dk);
+    clear(dv);
+    if (left == 0) {
+      barriers.full_v().wait(parity);
+      parity ^= 1;
+      release(barriers.empty_k());
+      release(barriers.empty_v());
+    } else {
+      int const n_group = n0 + 64 * group;  // first key of the group
+      ScoreMap<Traits> const map(params);
+      ScoreBlock<Traits, Shape> const scores{map, mask, n_group + 16 * warp + (lane >> 2), lane & 3};
+      int m = range.start;
+      int h = tile.h * params.heads_per_group;
+      if constexpr (Traits::kVarlen || Traits::kSequsedK) {
+        // Keys beyond the sequence belong to another one or to nobody: they may hold NaN, and dQ multiplies them by zero.
+        int const valid = max(seqlen.len_k - n0, 0);
+        if (valid < Shape::kBlockN) {
+          zero_tile_rows<Shape::kBlockN, Shape::kSlabs>(smem, max(valid, 64 * group), 64 * group + 64, tid & 127, 128);
+          fence_async_proxy();
+          named_barrier_sync(2 + group, 128);
+        }
+      }
+      barriers.full_v().wait(parity);
+      auto start_s = [&](auto& s) {
+        pin_registers(s);
+        begin_products();
+        start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(
+            s, k_left, q_right + slot.stage * (Shape::kBytesQ >> 4));
+        commit_products();
+      };
+      auto start_dp = [&](auto& dp) {
+        pin_registers(dp);
+        begin_products();
+        start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDimV>(
+            dp, v_left, dout_right + slot.stage * (Shape::kBytesDout >> 4));
+        commit_products();
+      };
+      auto start_dv = [&](auto& p) {
+        pin_registers(dv);
+        pin_registers(p);
+        begin_products();
+        start_product_ab<Element>(dv, p, dout_rows + slot.stage * (Shape::kBytesDout >> 4));
+        commit_products();
+      };
+      auto start_dk = [&](auto& ds) {
+        pin_registers(dk);
+        pin_registers(ds);
+        begin_products();
+        start_product_ab<Element>(dk, ds, q_rows + slot.stage * (Shape::kBytesQ >> 4));
+        commit_products();
+      };
+      auto start_dq = [&](auto& dq) {
+        pin_registers(dq);
+        begin_products();
+        start_product_shared<Element, Shape::kSlabQ, Shape::kBlockN>(dq, ds_left + slot.stage * (Shape::kBytesDs >> 4),
+                                                                     k_rows);
+        commit_products();
+      };
+      // Of this group's keys, for the products of both groups with K.
+      auto share_ds = [&](auto const& ds) {
+        store_transposed<Element>(smem + Shape::kOffsetDs + slot.stage * Shape::kBytesDs + group * Shape::kSlabQ, ds,
+                                  warp, lane);
+        fence_async_proxy();
+      };
+      auto statistics = [&](int offset) { return smem + offset + slot.stage * Shape::kBytesStatistic; };
+      auto release_k = [&] {
+        // Read again: over the loop there is no register for it.
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(parity) : "r"(smem + Shape::kOffsetTile + 12) : "memory");
+        __syncwarp();
+        release(barriers.empty_k());
+      };
+      auto zero_tail = [&](int m0) {
+        // Queries beyond the sequence belong to another one: dV and dK multiply them by zero, and they may hold NaN.
+        if constexpr (Traits::kVarlen) {
+          int const valid = seqlen.len_q - m0;
+          if (valid < kBlockM) {
+            zero_tile_rows<kBlockM, Shape::kSlabs>(smem + Shape::kOffsetQ + slot.stage * Shape::kBytesQ, valid, kBlockM,
+                                                   tid, Shape::kConsumers);
+            zero_tile_rows<kBlockM, Shape::kSlabsV>(smem + Shape::kOffsetDout + slot.stage * Shape::kBytesDout, valid,
+                                                    kBlockM, tid, Shape::kConsumers);
+            fence_async_proxy();
+            named_barrier_sync(1, Shape::kConsumers);
+          }
+        }
+      };
+      auto add_dq = [&](auto& dq, int head, int m0) {
+        int const row_block = (Shape::kSplitRows ? 4 * group : 0) + warp;
+        int const tile0 = Shape::kSplitRows ? 0 : group * Shape::kTilesDq;
+        float* const to = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
+                          index_t(head) * params.dq_accum_stride_h +
+                          (accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, tile.b) + m0) * Traits::kHeadDim +
+                          (row_block * Shape::kTilesD + tile0) * kAccumBlock;
+        int const tiles = min(Shape::kTilesDq, Shape::kTilesD - tile0);
+#pragma unroll
+        for (int d = 0; d < Shape::kTilesDq; ++d) {
+          if (Shape::kSplitRows || Shape::kTilesD == 2 * Shape::kTilesDq || d < tiles) {
+            add_block(to + d * kAccumBlock, dq[0][d], lane);
+          }
+        }
+      };
+      auto store_dv = [&] {
+        int const key = n_group + 16 * warp;
+        store_rows<Element>(reinterpret_cast<Element*>(params.dv) + index_t(seqlen.batch_index) * params.dv_stride_b +
+                                (index_t(seqlen.k_row0) + key) * params.dv_stride_n +
+                                index_t(tile.h) * params.dv_stride_h,
+                            params.dv_stride_n, dv, 1.0f, seqlen.len_k_slot - key, params.head_dim_v, lane);
+      };
+
+#pragma unroll 1
+      for (; left > 0; --left) {
+        int const m0 = m * kBlockM;
+        FragmentA<Element> p[Shape::kStepsM], ds[Shape::kStepsM];
+        AccTile s[1][Shape::kTilesM], dp[1][Shape::kTilesM];
+        barriers.full_q(slot.stage).wait(slot.parity);
+        start_s(s);
+        barriers.full_dout(slot.stage).wait(slot.parity);
+        start_dp(dp);
+        if constexpr (kRich) {
+          wait_products<0>();
+          pin_registers(s);
+          pin_registers(dp);
+          // As many queries at a time as leave registers for what they read: bias words or mask bytes, Philox blocks.
+          constexpr int kChunk = Traits::kDropout ? 4 : Shape::kSlabs == 1 && Shape::kSlabsV == 1 ? 8 : 2;
+          TransposedScoreGradient<Traits> const gradient(params, tile.b, h, seqlen.len_q, params.seqlen_k,
+                                                         seqlen.len_k);
+          float const* const lse =
+              reinterpret_cast<float const*>(smem_pointer + (statistics(Shape::kOffsetLse) - smem));
+          float const* const delta =
+              reinterpret_cast<float const*>(smem_pointer + (statistics(Shape::kOffsetDelta) - smem));
+#pragma unroll
+          for (int c = 0; c < Shape::kTilesM / kChunk; ++c) {
+            auto& s_chunk = reinterpret_cast<WarpTile<1, kChunk>&>(s[0][c * kChunk]);
+            auto& dp_chunk = reinterpret_cast<WarpTile<1, kChunk>&>(dp[0][c * kChunk]);
+            typename TransposedScoreGradient<Traits>::template BiasWords<1, kChunk> bias;
+            int const i0 = m0 + 8 * kChunk * c;
+            gradient.load_bias(bias, i0, n_group + 16 * warp, lane);
+            gradient(s_chunk, dp_chunk, bias, lse + 8 * kChunk * c, delta + 8 * kChunk * c, i0, n_group + 16 * warp,
+                     lane);
+          }
+          pack_fragments<Element>(p, s);
+          zero_tail(m0);
+          start_dv(p);
+        } else {
+          bool const masked =
+              (Traits::kVarlen && m0 + kBlockM > seqlen.len_q) || !mask.keeps_tile(m0, kBlockM, n_group, 64);
+          wait_products<1>();
+          pin_registers(s);
+          scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked);
+          zero_tail(m0);
+          typename ScoreBlock<Traits, Shape>::KeptP kept;
+          scores.keep(kept, p);
+          start_dv(p);
+          wait_products<1>();
+          pin_registers(dp);
+          if (masked) {
+            scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta));
+          } else {
+            scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta));
+          }
+        }
+        if (left == 1) release(barriers.empty_v());
+        pack_fragments<Element>(ds, dp);
+        share_ds(ds);
+        named_barrier_sync(1, Shape::kConsumers);
+        AccTile dq[1][Shape::kTilesDq];
+        start_dq(dq);
+        start_dk(ds);
+        wait_products<1>();
+        pin_registers(dq);
+        pin_registers(dv);
+        pin_registers(p);
+        release(barriers.empty_dout(slot.stage));
+        if (left == 1) release_k();
+        add_dq(dq, h, m0);
+        if (kEarlyStore && left == 1) store_dv();
+        range.next(h, m);
+        // Nothing stays in flight over the end of the loop: ptxas runs out of registers otherwise.
+        wait_products<0>();
+        pin_registers(dk);
+        pin_registers(ds);
+        release(barriers.empty_q(slot.stage));
+        slot.advance();
+      }
+    }
+
+    int const key = n0 + 64 * group + 16 * warp;
+    index_t const row = index_t(seqlen.k_row0) + key;
+    store_rows<Element>(reinterpret_cast<Element*>(params.dk) + index_t(seqlen.batch_index) * params.dk_stride_b +
+                            row * params.dk_stride_n + index_t(tile.h) * params.dk_stride_h,
+                        params.dk_stride_n, dk, params.scale, seqlen.len_k_slot - key, params.head_dim, lane);
+    if (range.count == 0 || !kEarlyStore) {
+      store_rows<Element>(reinterpret_cast<Element*>(params.dv) + index_t(seqlen.batch_index) * params.dv_stride_b +
+                              row * params.dv_stride_n + index_t(tile.h) * params.dv_stride_h,
+                          params.dv_stride_n, dv, 1.0f, seqlen.len_k_slot - key, params.head_dim_v, lane);
+    }
+  }
+}
+
+template <class Traits>
+NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
+  using Shape = HopperBackwardShape<Traits>;
+  extern __shared__ __align__(1024) unsigned char smem_pointer[];
+  unsigned const smem = shared_address(smem_pointer);
+  BackwardBarriers<Shape> const barriers{smem + Shape::kOffsetBarriers};
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+  // A broadcast tells the compiler that the role is uniform over the warp.
+  int const warp_group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
+  if (warp_group == 0) {
+    give_registers<24>();
+    if (threadIdx.x < 32) load_operands<Traits>(params, barriers, smem);
+  } else {
+    take_registers<240>();
+    consume_key_tiles<Traits>(params, barriers, smem_pointer, smem, warp_group - 1);
+  }
+}
+
+}  // namespace nvrtc_attn

@@ -1,0 +1,257 @@
+"""Backward pass of the Hopper family: which tile for which problem, or why the portable family must do it.
+
+Workspaces: ``delta`` and ``row_lse`` are ``[B, H, rows]`` with rows padded to whole query tiles (varlen:
+``[H, rows]``, a sequence begins in a tile of its own), so that the copy engine can bring a tile; the counter of key
+tiles follows ``row_lse``. ``dq_accum`` has the layout of the portable family (``collective/gradient_accumulator.cuh``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ..config import BackwardConfig, Features, HopperBackwardConfig
+from ..problem import AttentionProblem, OperandLayout
+from ..tma import reasons_against, tensor_map
+from . import portable_dq
+from .plan import BackwardPlanSpec, Launch, Workspace
+from .portable_backward import is_aligned, is_full_shape
+from .portable_forward import features_of
+
+MIN_HEAD_DIM: Final = 40
+"""Smaller ones leave half of a 64-column slab empty; the portable family has exact tiles for them."""
+MAX_HEAD_DIM: Final = 128
+"""Beyond it dk and dv of 64 keys do not fit in a warp-group's registers."""
+MIN_QUERY_ROWS: Final = 64
+BLOCK_N: Final = 128
+NUM_STAGES: Final = 2
+L2_BYTES: Final = 32 << 20
+"""What stays in an L2 of 50 to 60 MB beside what streams through."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One row of the tile table."""
+
+    block_m: int
+
+
+def smem_bytes(config: HopperBackwardConfig) -> int:
+    """Dynamic shared memory of one thread block; the map is at the head of ``backward_hopper.cuh``."""
+    slabs, slabs_v, groups = _ceil_div(config.head_dim, 64), _ceil_div(config.head_dim_v, 64), config.block_n // 64
+    rows = config.block_n * (slabs + slabs_v) + 2 * groups * config.block_m
+    rows += config.block_m * config.num_stages * (slabs + slabs_v)
+    return 128 * rows + config.num_stages * (8 * config.block_m + 32) + 16 + 32
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def choose_tile(problem: AttentionProblem) -> Tile:
+    """The tile table. Figures: H200, 2026-11-21, bfloat16, TFLOP/s of all three launches; cuDNN 9.19 beside it.
+
+    D 64, B4 S4096 H32: 128 queries 501 (cuDNN 455). D 128, B4 S4096 H16: 64 queries 607 (cuDNN 571); 128 queries do not
+    fit in registers. The other order of products (dk before dq, so that nothing runs under the addition of dq) is 10 to
+    13 % slower at both, additions by the copy engine are up to 6 % slower.
+    """
+    # What a score needs beside its product takes the registers of half of the queries.
+    if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and score_operands(problem) == 0:
+        return Tile(block_m=128)
+    return Tile(block_m=64)
+
+
+def score_operands(problem: AttentionProblem) -> int:
+    """How many of bias, mask and dropout a score needs."""
+    return (problem.bias is not None) + (problem.mask is not None) + (problem.dropout_p > 0)
+
+
+def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: int) -> list[str]:
+    """Every reason why this family cannot serve ``problem``; empty when it can."""
+    found = []
+    if arch not in ("sm_90", "sm_90a"):
+        found.append(f"the target is {arch}; warp-group matrix products exist on sm_90a alone")
+    if problem.dtype not in ("float16", "bfloat16"):
+        found.append(f"dtype is {problem.dtype}; accepted are float16 and bfloat16")
+        return found
+    for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+            found.append(f"{name} is {head_dim}; accepted are multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+    if (problem.head_dim > 64) != (problem.head_dim_v > 64):
+        found.append(f"head_dim is {problem.head_dim} and head_dim_v {problem.head_dim_v}, one of them beyond 64")
+    if problem.deterministic:
+        found.append("deterministic: dq is summed in the order in which thread blocks finish")
+    if max(problem.head_dim, problem.head_dim_v) > 64 and score_operands(problem) > 1:
+        found.append("two of bias, mask and dropout beyond head dim 64, where the kernel would spill registers")
+    if problem.varlen and problem.bias is not None:
+        found.append("bias with cu_seqlens")
+    if problem.seqlen_q < MIN_QUERY_ROWS:
+        found.append(f"seqlen_q is {problem.seqlen_q}; fewer than {MIN_QUERY_ROWS} rows do not fill a tile")
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads):
+        found.append("a dim is empty")
+    for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("dout", dout_layout(problem))):
+        found += reasons_against(name, operand, 2)
+    if not is_aligned(problem):
+        found.append("rows of some tensor cannot be moved in 16-byte vectors")
+    if not found and config_of(problem, choose_tile(problem)).smem_bytes > smem_limit:
+        found.append(f"a thread block may use {smem_limit} bytes of shared memory")
+    return found
+
+
+def slower(problem: AttentionProblem) -> list[str]:
+    """Why the portable family is faster for ``problem``; empty when it is not."""
+    return []
+
+
+def dout_layout(problem: AttentionProblem) -> OperandLayout:
+    """The layout of dout, dense where the problem names none."""
+    if problem.dout is not None:
+        return problem.dout
+    batch, rows, heads, _ = problem.q.shape
+    width = problem.head_dim_v
+    return OperandLayout(
+        shape=(batch, rows, heads, width),
+        strides=(rows * heads * width, heads * width, width, 1),
+        dtype=problem.dtype,
+    )
+
+
+def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
+    """The config of the dk/dv kernel of ``problem`` with ``tile``."""
+    features = features_of(problem)
+    stores_dbias = problem.dbias and problem.bias is not None and is_full_shape(problem)
+    config = HopperBackwardConfig(
+        kernel="backward_hopper",
+        arch="sm_90a",
+        dtype=problem.dtype,
+        # Products step over 16 columns; what lies beyond the tensor's head dim arrives as zeros.
+        head_dim=_ceil_div(problem.head_dim, 16) * 16,
+        head_dim_v=_ceil_div(problem.head_dim_v, 16) * 16,
+        block_m=tile.block_m,
+        block_n=BLOCK_N,
+        num_warps=4 + BLOCK_N // 16,
+        num_stages=NUM_STAGES,
+        features=features,
+        log2_lse=score_operands(problem) == 0 and not (features.softcap or features.prescale),
+        dbias="store" if stores_dbias else "none",
+        dbias_dtype=problem.bias.dtype if stores_dbias and problem.bias is not None else None,
+    )
+    return replace(config, smem_bytes=smem_bytes(config))
+
+
+def head_group(problem: AttentionProblem) -> int:
+    """Key heads whose key tiles are handed out together, longest first: as many as stay in L2; 1 without a band."""
+    if not problem.band:
+        return 1
+    group = problem.num_heads // problem.num_heads_kv
+    bytes_per_head = group * problem.seqlen_q * (2 * problem.head_dim_v + 6 * problem.head_dim)
+    return max(1, min(problem.batch * problem.num_heads_kv, L2_BYTES // max(bytes_per_head, 1)))
+
+
+def plan_spec(
+    problem: AttentionProblem, tile: Tile, *, num_sms: int, arch: str = "sm_90", smem_limit: int = 232448
+) -> BackwardPlanSpec:
+    """The launches of ``problem`` with ``tile``; ``arch`` and ``smem_limit`` are for kernels of the portable family."""
+    config = config_of(problem, tile)
+    varlen = int(problem.varlen)
+    num_m_blocks = _ceil_div(problem.seqlen_q, config.block_m)
+    num_n_blocks = max(_ceil_div(problem.seqlen_k, config.block_n), 1)
+    num_tiles = (problem.batch + varlen) * problem.num_heads_kv * num_n_blocks
+    entries = 1 if varlen else problem.batch
+    # Varlen: each sequence begins in a tile of its own.
+    tiles = problem.q.shape[1] // config.block_m + problem.batch + 1 if varlen else num_m_blocks
+    rows = tiles * config.block_m
+    statistics = entries * problem.num_heads * rows
+    schedule = (
+        ("num_n_blocks", num_n_blocks),
+        ("num_tiles", num_tiles),
+        ("heads_per_group", problem.num_heads // problem.num_heads_kv),
+        ("query_step", num_m_blocks // num_n_blocks),
+        ("head_group", head_group(problem)),
+        ("counter_offset", statistics),
+    )
+    prepare = HopperBackwardConfig(
+        kernel="backward_hopper_prepare",
+        arch=config.arch,
+        dtype=config.dtype,
+        head_dim=config.head_dim,
+        head_dim_v=config.head_dim_v,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        num_warps=8,
+        log2_lse=config.log2_lse,
+        features=Features(varlen=problem.varlen),
+    )
+    convert = BackwardConfig(
+        kernel="dq_convert",
+        arch=config.arch,
+        dtype=config.dtype,
+        head_dim=config.head_dim,
+        head_dim_v=config.head_dim_v,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        num_warps=8,
+        features=Features(varlen=problem.varlen),
+    )
+    m_params = (("num_m_blocks", num_m_blocks),)
+    launches = [
+        Launch(
+            config=prepare,
+            grid=num_m_blocks * problem.num_heads * problem.batch,
+            block=prepare.num_threads,
+            smem_bytes=0,
+            params=(*m_params, *schedule),
+        ),
+        Launch(
+            config=config,
+            grid=min(num_sms, num_tiles),
+            block=config.num_threads,
+            smem_bytes=config.smem_bytes,
+            params=(*m_params, *schedule),
+            tensor_maps=(
+                tensor_map("tensor_map_q", "q", problem.q, 2, config.block_m),
+                tensor_map("tensor_map_k", "k", problem.k, 2, config.block_n),
+                tensor_map("tensor_map_v", "v", problem.v, 2, config.block_n),
+                tensor_map("tensor_map_dout", "dout", dout_layout(problem), 2, config.block_m),
+            ),
+        ),
+        Launch(
+            config=convert,
+            grid=num_m_blocks * problem.num_heads * (problem.batch + varlen),
+            block=convert.num_threads,
+            smem_bytes=0,
+            params=m_params,
+        ),
+    ]
+    head = rows * config.head_dim
+    workspaces = [
+        Workspace(
+            field="delta",
+            nbytes=4 * statistics,
+            params=(("delta_stride_b", problem.num_heads * rows), ("delta_stride_h", rows)),
+        ),
+        Workspace(field="row_lse", nbytes=4 * statistics + 4),
+        Workspace(
+            field="dq_accum",
+            nbytes=4 * entries * problem.num_heads * head,
+            params=(
+                ("dq_accum_stride_b", problem.num_heads * head),
+                ("dq_accum_stride_h", head),
+                ("dq_accum_stride_m", config.head_dim),
+            ),
+        ),
+    ]
+    if problem.dbias and config.dbias == "none":
+        # Broadcast dims of the bias are summed by a kernel of the portable family.
+        more, splits, nbytes = portable_dq.choose_dbias(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+        launches += more
+        workspaces.append(Workspace(field="dbias_partial", nbytes=nbytes, params=(("num_dbias_splits", splits),)))
+    return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
+
+
+def choose_backward(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
+) -> BackwardPlanSpec | list[str]:
+    """The plan of the backward pass, or every reason why the portable family has to serve ``problem``."""
+    reasons = reasons_for_portable(problem, arch=arch, smem_limit=smem_limit)
+    return reasons or plan_spec(problem, choose_tile(problem), num_sms=num_sms, arch="sm_90", smem_limit=smem_limit)

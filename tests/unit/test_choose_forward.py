@@ -1,0 +1,121 @@
+"""Which family serves a forward problem, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from nvrtc_attn import heuristics
+from nvrtc_attn.heuristics import choose_forward
+from nvrtc_attn.problem import AttentionProblem, OperandLayout
+
+
+def dense(shape: tuple[int, ...], dtype: str) -> OperandLayout:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return OperandLayout(shape=shape, strides=tuple(reversed(strides)), dtype=dtype)
+
+
+def problem(
+    batch: int = 4, seqlen_q: int = 2048, seqlen_k: int = 2048, heads: int = 16, head_dim: int = 128, **changes: Any
+) -> AttentionProblem:
+    dtype = changes.get("dtype", "bfloat16")
+    values: dict[str, Any] = {
+        "dtype": dtype, "batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_heads": heads,
+        "num_heads_kv": heads, "head_dim": head_dim, "head_dim_v": head_dim,
+        "q": dense((batch, seqlen_q, heads, head_dim), dtype), "k": dense((batch, seqlen_k, heads, head_dim), dtype),
+        "v": dense((batch, seqlen_k, heads, head_dim), dtype), "softmax_scale": head_dim**-0.5,
+    }  # fmt: skip
+    return AttentionProblem(**{**values, **changes})
+
+
+def kernel(asked: AttentionProblem, arch: str = "sm_90", backend: str = "auto") -> str:
+    """Name of the first kernel."""
+    smem_limit = 232448 if arch == "sm_90" else 166912
+    spec = choose_forward(asked, arch=arch, num_sms=132, smem_limit=smem_limit, backend=backend)
+    return spec.launches[0].config.kernel
+
+
+@pytest.mark.parametrize(
+    ("arch", "backend", "expected"),
+    [
+        ("sm_90", "auto", "forward_hopper"),
+        ("sm_90", "hopper", "forward_hopper"),
+        ("sm_90", "portable", "forward_portable"),
+        ("sm_80", "auto", "forward_portable"),
+        ("sm_100", "auto", "forward_portable"),
+        ("sm_120", "hopper", "forward_portable"),
+    ],
+)
+def test_family_by_target_and_backend(arch: str, backend: str, expected: str) -> None:
+    assert kernel(problem(), arch, backend) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float32"},
+        {"head_dim": 512},
+        {"head_dim": 60},
+        {"seqlen_q": 1},
+        {"q": OperandLayout(shape=(4, 2048, 16, 128), strides=(2048 * 2080, 2080, 130, 1), dtype="bfloat16")},
+        {"k": OperandLayout(
+            shape=(4, 2048, 16, 128), strides=(2048 * 2048, 2048, 128, 1), dtype="bfloat16", offset_alignment=2
+        )},
+        {"bias": OperandLayout(shape=(4, 16, 2048, 1), strides=(16 * 2048, 2048, 1, 1), dtype="bfloat16")},
+    ],
+)  # fmt: skip
+def test_what_the_copy_engine_cannot_read_is_served(changes: dict[str, Any]) -> None:
+    assert kernel(problem(**changes)) == "forward_portable"
+    assert kernel(problem(**changes), backend="hopper") == "forward_portable"
+
+
+# (batch, queries, keys, heads, head dim): microseconds of the portable and of the Hopper kernel on an H200.
+MEASURED = {
+    (1, 64, 64, 8, 64): (7.6, 8.4),
+    (64, 64, 64, 16, 64): (18.0, 25.1),
+    (8, 100, 100, 16, 128): (13.5, 10.6),
+    (1, 1024, 1024, 8, 128): (31.6, 18.3),
+    (1, 2048, 2048, 4, 128): (42.6, 27.9),
+    (1, 2048, 2048, 2, 128): (30.1, 27.3),
+    (1, 4096, 4096, 1, 128): (41.0, 46.7),
+    (1, 128, 8192, 8, 128): (35.0, 86.3),
+    (1, 128, 8192, 32, 128): (66.8, 90.2),
+    (4, 64, 4096, 32, 128): (90.8, 77.8),
+    (1, 512, 4096, 8, 64): (27.6, 46.9),
+    (1, 512, 4096, 16, 64): (41.9, 47.8),
+    (1, 256, 4096, 16, 128): (41.7, 48.5),
+    (8, 64, 1024, 32, 128): (49.4, 46.6),
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED)
+def test_small_grids_take_the_family_that_was_measured_faster(shape: tuple[int, int, int, int, int]) -> None:
+    portable, hopper = MEASURED[shape]
+    assert kernel(problem(*shape)) == ("forward_portable" if portable < hopper else "forward_hopper")
+    assert kernel(problem(*shape), backend="hopper") == "forward_hopper"
+
+
+def test_reasons_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heuristics, "_logged", set())
+    for backend, level in (("auto", logging.DEBUG), ("hopper", logging.WARNING)):
+        monkeypatch.setattr(heuristics, "_logged", set())
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, logger="nvrtc_attn"):
+            for _ in range(2):
+                kernel(problem(dtype="float32"), backend=backend)
+        assert [(r.levelno, "float32" in r.getMessage()) for r in caplog.records] == [(level, True)]
+
+
+def test_bias_comes_as_tiles_where_its_rows_allow_it() -> None:
+    scores = dense((4, 16, 2048, 2048), "bfloat16")
+    spec = choose_forward(problem(bias=scores), arch="sm_90", num_sms=132, smem_limit=232448)
+    assert [item.pointer for item in spec.launches[0].tensor_maps] == ["q", "k", "v", "bias"]
+    odd = dense((4, 16, 2048, 2047), "bfloat16")  # rows of 4094 bytes
+    asked = problem(seqlen_k=2047, bias=odd)
+    spec = choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=232448)
+    assert spec.launches[0].config.kernel == "forward_hopper"
+    assert [item.pointer for item in spec.launches[0].tensor_maps] == ["q", "k", "v"]
