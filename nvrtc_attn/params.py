@@ -80,7 +80,10 @@ class HopperForwardParams(ForwardParams):
             "tail_whole_heads",
         )],
         ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 28) % 64)),
-        *[(f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8)) for name in ("q", "k", "v", "bias", "mask")],
+        *[
+            (f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8))
+            for name in ("q", "k", "v", "bias", "mask")
+        ],
     ]  # fmt: skip
 
 

@@ -43,6 +43,8 @@ COMPILE_MEMORY_BYTES: Final = 700 << 20
 """Room for one compile process: the backward kernels peak at 260 MB with NVRTC 13.0 and at 420 MB with 13.5."""
 
 _FORWARD: Final = (ForwardConfig, HopperForwardConfig)
+_SMALL: Final = ("delta", "dq_convert", "dkv_convert", "backward_hopper_prepare", "combine", "dbias_reduce")
+"""Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""
 DEFAULT_SEQLENS: Final = ((4096, 4096), (1024, 1024), (1, 4096))
 """Training or prefill, long and short, and decode: other lengths choose among the same kernels."""
 
@@ -160,7 +162,7 @@ def configs(requests: Sequence[Request]) -> list[KernelConfig]:
             if request.backward and problem.seqlen_q > 1:
                 spec = choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
                 chosen.update((launch.config, None) for launch in spec.launches)
-    return sorted(chosen, key=lambda c: (not isinstance(c, _FORWARD), c.head_dim), reverse=True)
+    return sorted(chosen, key=lambda c: (c.kernel not in _SMALL, not isinstance(c, _FORWARD), c.head_dim), reverse=True)
 
 
 def worker_count(num_kernels: int) -> int:

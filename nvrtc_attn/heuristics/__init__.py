@@ -52,17 +52,19 @@ def choose_forward(
 def choose_backward(
     problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
 ) -> BackwardPlanSpec:
-    """Kernels of the backward pass; arguments as in `choose_forward`. Only ``hopper`` asks for the Hopper kernel."""
+    """Kernels of the backward pass; arguments, errors and what ``backend`` means as in `choose_forward`."""
     from . import portable_backward
 
     if backend == "hopper" or (backend == "auto" and arch == "sm_90"):
         from . import hopper_backward
 
         found = hopper_backward.choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
-        reasons = found if isinstance(found, list) else []
         if isinstance(found, BackwardPlanSpec):
-            if backend == "hopper" or not (reasons := hopper_backward.slower(problem)):
+            reasons = hopper_backward.slower(problem, found, num_sms=num_sms, smem_limit=smem_limit)
+            if backend == "hopper" or not reasons:
                 return found
+        else:
+            reasons = found
         level = logging.WARNING if backend == "hopper" else logging.DEBUG
         _log_once("backward: the portable kernels instead of the Hopper one: " + "; ".join(reasons), level)
     return portable_backward.choose_backward(
