@@ -1,6 +1,7 @@
 // What the Hopper backward kernel needs beside hopper/wgmma.cuh: dS^T as an operand in shared memory and its product with K,
 // dK and dV to global memory.
 #pragma once
+#include "../common/quad_transpose.cuh"
 #include "wgmma.cuh"
 
 namespace nvrtc_attn {
@@ -34,19 +35,6 @@ NVRTC_ATTN_DEVICE void start_product_shared(AccTile (&c)[1][kTiles], uint64_t a,
   }
 }
 
-// Thread t of a quad gives word k to thread k and receives its own from all four, in order: a 4 x 4 transpose.
-NVRTC_ATTN_DEVICE uint4 exchange_words(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int t) {
-  bool const odd = t & 1;
-  bool const upper = t & 2;
-  uint32_t const got0 = __shfl_xor_sync(0xffffffffu, odd ? w0 : w1, 1);
-  uint32_t const got1 = __shfl_xor_sync(0xffffffffu, odd ? w2 : w3, 1);
-  uint32_t const a0 = odd ? got0 : w0, a1 = odd ? w1 : got0;
-  uint32_t const b0 = odd ? got1 : w2, b1 = odd ? w3 : got1;
-  uint32_t const far0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
-  uint32_t const far1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
-  return upper ? make_uint4(far0, far1, b0, b1) : make_uint4(a0, a1, far0, far1);
-}
-
 // A warp's 16 x 8 kTiles accumulators times `factor` -> rows of a gradient whose columns are contiguous and whose rows are
 // aligned to 16 bytes. `to`: row 0 of the warp; rows at or beyond `rows` and columns beyond `cols` are left out.
 template <class Element, int kTiles>
@@ -64,7 +52,7 @@ NVRTC_ATTN_DEVICE void store_rows(Element* to, index_t stride_row, AccTile const
       for (int k = 0; k < 4; ++k) {
         if (d + k < kTiles) w[k] = pack2<Element>(c[0][d + k][2 * r] * factor, c[0][d + k][2 * r + 1] * factor);
       }
-      uint4 const words = exchange_words(w[0], w[1], w[2], w[3], t);
+      uint4 const words = transpose_quad(w[0], w[1], w[2], w[3], t);
       if (row < rows && 8 * (d + t) < cols) *reinterpret_cast<uint4*>(line + 8 * d) = words;
     }
   }

@@ -18,6 +18,7 @@
 #include "../collective/epilogue.cuh"
 #include "../collective/seqlen.cuh"
 #include "../common/fragment_load.cuh"
+#include "../common/quad_transpose.cuh"
 #include "../hopper/barrier.cuh"
 #include "../hopper/scheduler.cuh"
 #include "../hopper/softmax.cuh"
@@ -131,20 +132,6 @@ NVRTC_ATTN_DEVICE void recompute_scores(AccTile (&s)[1][Shape::kTilesN], unsigne
       mma<Element, false>(s[0][2 * pair + 1], a, b[1]);
     }
   }
-}
-
-// Thread t of a quad gives word k to thread k and receives its own from all four, in order: a 4 x 4 transpose.
-NVRTC_ATTN_DEVICE uint4 transpose_quad(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int t) {
-  bool const odd = t & 1;
-  bool const upper = t & 2;
-  // Neighbours: an even thread keeps words 0 and 2, an odd one 1 and 3.
-  uint32_t const got0 = __shfl_xor_sync(0xffffffffu, odd ? w0 : w1, 1);
-  uint32_t const got1 = __shfl_xor_sync(0xffffffffu, odd ? w2 : w3, 1);
-  uint32_t const a0 = odd ? got0 : w0, a1 = odd ? w1 : got0;  // the lower half's word of the pair's two threads
-  uint32_t const b0 = odd ? got1 : w2, b1 = odd ? w3 : got1;
-  uint32_t const far0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
-  uint32_t const far1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
-  return upper ? make_uint4(far0, far1, b0, b1) : make_uint4(a0, a1, far0, far1);
 }
 
 // Normalise and write out and lse of this warp's 16 rows. Whole sectors: four threads of a row write 64 bytes.
