@@ -42,29 +42,33 @@ def randn(*shape: int, dtype: torch.dtype, grad: bool = True) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=grad)
 
 
+def timed_pair(call: Callable[[], Any], grads: tuple[Any, ...], dout: Any) -> Pair:
+    """(forward, backward) of ``call``, the first without a graph; both run once, so what ``call`` cannot do raises."""
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call()
+
+    forward()
+    out = call()
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, grads, dout, retain_graph=True)
+
+    backward()
+    return forward, backward
+
+
 def sdpa(backend: SDPBackend, q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], **options: Any) -> Pair:
     """(forward, backward) of one SDPA backend on [B, S, H, D] tensors; raises if it cannot."""
     qt, kt, vt, dt = (x.transpose(1, 2) for x in (q, k, v, dout))
     options.setdefault("enable_gqa", q.shape[2] != k.shape[2])
 
-    def forward() -> Any:
+    def call() -> Any:
         with sdpa_kernel([backend]):
             return F.scaled_dot_product_attention(qt, kt, vt, **options)
 
-    with torch.no_grad():
-        forward()
-    out = forward()
-
-    def backward() -> Any:
-        return torch.autograd.grad(out, grads, dt, retain_graph=True)
-
-    backward()
-
-    def forward_only() -> Any:
-        with torch.no_grad():
-            return forward()
-
-    return forward_only, backward
+    return timed_pair(call, grads, dt)
 
 
 def fa3(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], *, is_causal: bool) -> Pair:
@@ -85,22 +89,11 @@ def fa3(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], *, is_causal:
 def fa4(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], *, is_causal: bool) -> Pair:
     from flash_attn.cute import flash_attn_func
 
-    def forward() -> Any:
+    def call() -> Any:
         result = flash_attn_func(q, k, v, causal=is_causal)
         return result[0] if isinstance(result, tuple) else result
 
-    def forward_only() -> Any:
-        with torch.no_grad():
-            return forward()
-
-    out = forward()
-
-    def backward() -> Any:
-        return torch.autograd.grad(out, grads, dout, retain_graph=True)
-
-    forward_only()
-    backward()
-    return forward_only, backward
+    return timed_pair(call, grads, dout)
 
 
 FLASH_PACKAGES = {"fa3": ("fa3_fwd_interface", fa3), "fa4": ("flash_attn", fa4)}
@@ -112,18 +105,7 @@ def installed_peers() -> dict[str, Callable[..., Pair]]:
 
 
 def ours(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], **options: Any) -> Pair:
-    out = na.attention(q, k, v, **options)
-
-    def forward_only() -> Any:
-        with torch.no_grad():
-            return na.attention(q, k, v, **options)
-
-    def backward() -> Any:
-        return torch.autograd.grad(out, grads, dout, retain_graph=True)
-
-    forward_only()
-    backward()
-    return forward_only, backward
+    return timed_pair(lambda: na.attention(q, k, v, **options), grads, dout)
 
 
 def measure(row: dict[str, Any], pairs: dict[str, Callable[[], Pair]], flops: float, rep_ms: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import env, philox
-from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, layout
+from .problem import AttentionProblem, Causal, WindowSize, build_problem, dense_layout, layout
 from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, stream_handle, view
 
 
@@ -99,15 +99,6 @@ class Call:
             x = views.get(name)
             layouts[name] = layout(x) if x is not None else dense_layout(shape, self.problem.dtype)
         return replace(self.problem, **layouts)
-
-
-def dense_layout(shape: Sequence[int], dtype: str) -> OperandLayout:
-    """Row-major and 16-byte aligned; strides of dims of size 1 are 0 as in a view."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(0 if size == 1 else step)
-        step *= max(size, 1)
-    return OperandLayout(shape=tuple(shape), strides=tuple(reversed(strides)), dtype=dtype)
 
 
 def describe(

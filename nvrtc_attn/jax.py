@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import api, device, philox
-from .call import Call, CallOptions, dense_layout
+from .call import Call, CallOptions
 from .plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
-from .problem import Causal, WindowSize, build_problem
+from .problem import Causal, WindowSize, build_problem, dense_layout
 from .tensors import Device, TensorView
 
 _TARGET: Final = "nvrtc_attn.launch"

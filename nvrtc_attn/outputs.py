@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .call import dense_layout
 from .dtypes import DTYPES
+from .problem import dense_layout
 from .tensors import Device, TensorView, may_overlap, view
 
 

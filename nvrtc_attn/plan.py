@@ -7,7 +7,6 @@ cached per (problem, device) and immutable, so any number of threads may run the
 from __future__ import annotations
 
 import ctypes
-import logging
 import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -21,6 +20,7 @@ from .config import KernelConfig
 from .heuristics import choose_backward, choose_forward
 from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec, Launch
 from .launch import launch, memset_async
+from .log import log_once
 from .module import Kernel, load_kernel
 from .params import UNBOUNDED, BackwardParams, ForwardParams
 from .problem import AttentionProblem, OperandLayout
@@ -78,18 +78,13 @@ def _kernel(spec: Launch, device_index: int, stream: int) -> Kernel:
     return kernel
 
 
-_logged: set[str] = set()
-
-
 def _log_slow_path(pass_name: str, spec: ForwardPlanSpec | BackwardPlanSpec) -> None:
     """Say once a pass that a layout is read by the element, which nothing else shows but the time."""
-    if pass_name not in _logged and any(not launch.config.aligned for launch in spec.launches):
-        _logged.add(pass_name)
-        logging.getLogger("nvrtc_attn").warning(
-            "%s: a tensor is read or written one element at a time, which can cost several times the run time. For "
-            "16-byte accesses the head dim must be a multiple of 8 and have stride 1, and addresses and other strides "
-            "must be multiples of 16 bytes.",
-            pass_name,
+    if any(not launch.config.aligned for launch in spec.launches):
+        log_once(
+            f"{pass_name}: a tensor is read or written one element at a time, which can cost several times the run "
+            "time. For 16-byte accesses the head dim must be a multiple of 8 and have stride 1, and addresses and "
+            "other strides must be multiples of 16 bytes."
         )
 
 

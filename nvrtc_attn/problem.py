@@ -242,3 +242,12 @@ def layout(view: TensorView) -> OperandLayout:
     # The lowest set bit of the address, at most 16; a null pointer (no elements) is aligned to everything.
     alignment = min(view.ptr & -view.ptr or 16, 16)
     return OperandLayout(shape=view.shape, strides=view.strides, dtype=view.dtype, offset_alignment=alignment)
+
+
+def dense_layout(shape: Sequence[int], dtype: str) -> OperandLayout:
+    """Row-major and 16-byte aligned; strides of dims of size 1 are 0 as in a view."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(0 if size == 1 else step)
+        step *= max(size, 1)
+    return OperandLayout(shape=tuple(shape), strides=tuple(reversed(strides)), dtype=dtype)

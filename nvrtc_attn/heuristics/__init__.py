@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ..log import log_once
 from ..problem import AttentionProblem
 from .plan import BackwardPlanSpec, ForwardPlanSpec
 
@@ -32,18 +33,15 @@ def choose_forward(
     """
     from . import portable_forward
 
-    reasons: list[str] = []
-    if backend == "hopper" or (backend == "auto" and arch == "sm_90"):
+    if _asks_for_hopper(arch, backend):
         from . import hopper_forward
 
         found = hopper_forward.choose_forward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
-        if isinstance(found, ForwardPlanSpec):
-            if backend == "hopper" or not (reasons := hopper_forward.slower(problem, found, num_sms=num_sms)):
-                return found
-        else:
-            reasons = found
-        level = logging.WARNING if backend == "hopper" else logging.DEBUG
-        _log_once("forward: the portable kernel instead of the Hopper one: " + "; ".join(reasons), level)
+        if not isinstance(found, list) and backend == "auto":
+            found = hopper_forward.slower(problem, found, num_sms=num_sms) or found
+        if not isinstance(found, list):
+            return found
+        _log_portable("forward: the portable kernel", found, backend)
     return portable_forward.choose_forward(
         problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
     )
@@ -55,31 +53,27 @@ def choose_backward(
     """Kernels of the backward pass; arguments, errors and what ``backend`` means as in `choose_forward`."""
     from . import portable_backward
 
-    if backend == "hopper" or (backend == "auto" and arch == "sm_90"):
+    if _asks_for_hopper(arch, backend):
         from . import hopper_backward
 
         found = hopper_backward.choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
-        if isinstance(found, BackwardPlanSpec):
-            reasons = hopper_backward.slower(problem, found, num_sms=num_sms, smem_limit=smem_limit)
-            if backend == "hopper" or not reasons:
-                return found
-        else:
-            reasons = found
-        level = logging.WARNING if backend == "hopper" else logging.DEBUG
-        _log_once("backward: the portable kernels instead of the Hopper one: " + "; ".join(reasons), level)
+        if not isinstance(found, list) and backend == "auto":
+            found = hopper_backward.slower(problem, found, num_sms=num_sms, smem_limit=smem_limit) or found
+        if not isinstance(found, list):
+            return found
+        _log_portable("backward: the portable kernels", found, backend)
     return portable_backward.choose_backward(
         problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
     )
 
 
-_logged: set[str] = set()
+def _asks_for_hopper(arch: str, backend: str) -> bool:
+    return backend == "hopper" or (backend == "auto" and arch == "sm_90")
 
 
-def _log_once(message: str, level: int = logging.WARNING) -> None:
-    logger = logging.getLogger("nvrtc_attn")
-    if logger.isEnabledFor(level) and message not in _logged:
-        _logged.add(message)
-        logger.log(level, message)
+def _log_portable(chosen: str, reasons: list[str], backend: str) -> None:
+    level = logging.WARNING if backend == "hopper" else logging.DEBUG
+    log_once(f"{chosen} instead of the Hopper one: {'; '.join(reasons)}", level)
 
 
 def _legacy(arch: str, backend: str) -> bool:

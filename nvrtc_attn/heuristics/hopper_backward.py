@@ -8,12 +8,20 @@ tiles follows ``row_lse``. ``dq_accum`` has the layout of the portable family (`
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from ..config import BackwardConfig, Features, HopperBackwardConfig
-from ..problem import AttentionProblem, OperandLayout
+from ..problem import AttentionProblem, OperandLayout, dense_layout
 from ..tma import reasons_against, tensor_map
 from . import portable_backward, portable_dq
+from .hopper import (
+    DTYPES_16BIT,
+    ceil_div,
+    product_width,
+    reasons_against_size,
+    reasons_against_target,
+    score_operands,
+)
 from .plan import BackwardPlanSpec, Launch, Workspace
 from .portable_backward import is_aligned, is_full_shape
 from .portable_forward import features_of
@@ -22,7 +30,6 @@ MIN_HEAD_DIM: Final = 40
 """Smaller ones leave half of a 64-column slab empty; the portable family has exact tiles for them."""
 MAX_HEAD_DIM: Final = 128
 """Beyond it dk and dv of 64 keys do not fit in a warp-group's registers."""
-MIN_QUERY_ROWS: Final = 64
 BLOCK_N: Final = 128
 NUM_STAGES: Final = 2
 L2_BYTES: Final = 32 << 20
@@ -38,14 +45,10 @@ class Tile:
 
 def smem_bytes(config: HopperBackwardConfig) -> int:
     """Dynamic shared memory of one thread block; the map is at the head of ``backward_hopper.cuh``."""
-    slabs, slabs_v, groups = _ceil_div(config.head_dim, 64), _ceil_div(config.head_dim_v, 64), config.block_n // 64
+    slabs, slabs_v, groups = ceil_div(config.head_dim, 64), ceil_div(config.head_dim_v, 64), config.block_n // 64
     rows = config.block_n * (slabs + slabs_v) + 2 * groups * config.block_m
     rows += config.block_m * config.num_stages * (slabs + slabs_v)
     return 128 * rows + config.num_stages * (8 * config.block_m + 32) + 16 + 32
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def choose_tile(problem: AttentionProblem) -> Tile:
@@ -61,18 +64,10 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     return Tile(block_m=64)
 
 
-def score_operands(problem: AttentionProblem) -> int:
-    """How many of bias, mask and dropout a score needs."""
-    return (problem.bias is not None) + (problem.mask is not None) + (problem.dropout_p > 0)
-
-
 def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: int) -> list[str]:
     """Every reason why this family cannot serve ``problem``; empty when it can."""
-    found = []
-    if arch not in ("sm_90", "sm_90a"):
-        found.append(f"the target is {arch}; warp-group matrix products exist on sm_90a alone")
-    if problem.dtype not in ("float16", "bfloat16"):
-        found.append(f"dtype is {problem.dtype}; accepted are float16 and bfloat16")
+    found = reasons_against_target(problem, arch)
+    if problem.dtype not in DTYPES_16BIT:
         return found
     for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
@@ -85,10 +80,7 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         found.append("two of bias, mask and dropout beyond head dim 64, where the kernel would spill registers")
     if problem.varlen and problem.bias is not None:
         found.append("bias with cu_seqlens")
-    if problem.seqlen_q < MIN_QUERY_ROWS:
-        found.append(f"seqlen_q is {problem.seqlen_q}; fewer than {MIN_QUERY_ROWS} rows do not fill a tile")
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads):
-        found.append("a dim is empty")
+    found += reasons_against_size(problem)
     for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("dout", dout_layout(problem))):
         found += reasons_against(name, operand, 2)
     if not is_aligned(problem):
@@ -117,15 +109,7 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
 
 def dout_layout(problem: AttentionProblem) -> OperandLayout:
     """The layout of dout, dense where the problem names none."""
-    if problem.dout is not None:
-        return problem.dout
-    batch, rows, heads, _ = problem.q.shape
-    width = problem.head_dim_v
-    return OperandLayout(
-        shape=(batch, rows, heads, width),
-        strides=(rows * heads * width, heads * width, width, 1),
-        dtype=problem.dtype,
-    )
+    return problem.dout or dense_layout((*problem.q.shape[:3], problem.head_dim_v), problem.dtype)
 
 
 def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
@@ -136,9 +120,8 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         kernel="backward_hopper",
         arch="sm_90a",
         dtype=problem.dtype,
-        # Products step over 16 columns; what lies beyond the tensor's head dim arrives as zeros.
-        head_dim=_ceil_div(problem.head_dim, 16) * 16,
-        head_dim_v=_ceil_div(problem.head_dim_v, 16) * 16,
+        head_dim=product_width(problem.head_dim),
+        head_dim_v=product_width(problem.head_dim_v),
         block_m=tile.block_m,
         block_n=BLOCK_N,
         num_warps=4 + BLOCK_N // 16,
@@ -166,8 +149,8 @@ def plan_spec(
     """The launches of ``problem`` with ``tile``; ``arch`` and ``smem_limit`` are for kernels of the portable family."""
     config = config_of(problem, tile)
     varlen = int(problem.varlen)
-    num_m_blocks = _ceil_div(problem.seqlen_q, config.block_m)
-    num_n_blocks = max(_ceil_div(problem.seqlen_k, config.block_n), 1)
+    num_m_blocks = ceil_div(problem.seqlen_q, config.block_m)
+    num_n_blocks = max(ceil_div(problem.seqlen_k, config.block_n), 1)
     num_tiles = (problem.batch + varlen) * problem.num_heads_kv * num_n_blocks
     entries = 1 if varlen else problem.batch
     # Varlen: each sequence begins in a tile of its own.
@@ -182,29 +165,13 @@ def plan_spec(
         ("head_group", head_group(problem)),
         ("counter_offset", statistics),
     )
-    prepare = HopperBackwardConfig(
-        kernel="backward_hopper_prepare",
-        arch=config.arch,
-        dtype=config.dtype,
-        head_dim=config.head_dim,
-        head_dim_v=config.head_dim_v,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        num_warps=8,
-        log2_lse=config.log2_lse,
-        features=Features(varlen=problem.varlen),
-    )
-    convert = BackwardConfig(
-        kernel="dq_convert",
-        arch=config.arch,
-        dtype=config.dtype,
-        head_dim=config.head_dim,
-        head_dim_v=config.head_dim_v,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        num_warps=8,
-        features=Features(varlen=problem.varlen),
-    )
+    # The kernels beside it read only the shape of its tiles.
+    shape: dict[str, Any] = {
+        name: getattr(config, name) for name in ("arch", "dtype", "head_dim", "head_dim_v", "block_m", "block_n")
+    }
+    shape |= {"num_warps": 8, "features": Features(varlen=problem.varlen)}
+    prepare = HopperBackwardConfig(kernel="backward_hopper_prepare", log2_lse=config.log2_lse, **shape)
+    convert = BackwardConfig(kernel="dq_convert", **shape)
     m_params = (("num_m_blocks", num_m_blocks),)
     launches = [
         Launch(

@@ -12,14 +12,21 @@ from ..config import HopperForwardConfig
 from ..dtypes import DTYPES
 from ..problem import AttentionProblem
 from ..tma import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
+from .hopper import (
+    DTYPES_16BIT,
+    MIN_QUERY_ROWS,
+    ceil_div,
+    product_width,
+    reasons_against_size,
+    reasons_against_target,
+    score_operands,
+)
 from .plan import ForwardPlanSpec, Launch
 from .portable_forward import features_of, is_vectorizable
 
 Array: TypeAlias = npt.NDArray[Any]
 
 MAX_HEAD_DIM: Final = 256
-MIN_QUERY_ROWS: Final = 64
-"""Fewer rows leave most of a 128-row tile empty: the portable family's small tiles and key splits serve them."""
 SMEM_LIMIT: Final = 232448
 """Bytes of shared memory a block may use on compute capability 9.0."""
 L2_BYTES: Final = 40 << 20
@@ -47,7 +54,7 @@ class Tile:
 
 def smem_bytes(config: HopperForwardConfig) -> int:
     """Dynamic shared memory of one thread block; the map is at the head of ``forward_hopper.cuh``."""
-    slabs_q, slabs_v = _ceil_div(config.head_dim, 64), _ceil_div(config.head_dim_v, 64)
+    slabs_q, slabs_v = ceil_div(config.head_dim, 64), ceil_div(config.head_dim_v, 64)
     rows = config.num_stages_q * config.block_m * slabs_q + config.num_stages * config.block_n * (slabs_q + slabs_v)
     scores = _score_bytes(config)
     barriers = 16 * config.num_stages_scores if scores else 0
@@ -63,13 +70,9 @@ def _score_bytes(config: HopperForwardConfig) -> int:
     return config.num_stages_scores * config.block_m * config.block_n * row
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def choose_tile(problem: AttentionProblem) -> Tile:
     """The tile table. Figures: H200, 2026-11-20, bfloat16, TFLOP/s, the launch alone."""
-    widest = max(_ceil_div(problem.head_dim, 64), _ceil_div(problem.head_dim_v, 64)) * 64
+    widest = max(ceil_div(problem.head_dim, 64), ceil_div(problem.head_dim_v, 64)) * 64
     tile = _score_tile(problem, widest)
     if tile is not None:
         return tile
@@ -96,7 +99,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
         lengths = problem.varlen or problem.seqused_k
         columns = 112 if rows == 192 and lengths else 128
         if not lengths:
-            columns = min(columns, max(32, _ceil_div(problem.seqlen_k, 16) * 16))
+            columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
         return Tile(
             block_m=rows,
             block_n=columns,
@@ -110,7 +113,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
         # A second slot for Q leaves room for 128 keys: 708 at 4096; 176 keys and one slot 667, 144 keys 684.
         half = diagonal and problem.seqlen_q <= 1024 and not operands
         # With dropout and 80 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
-        columns = 112 if operands and _ceil_div(problem.head_dim_v, 16) == 5 else 128
+        columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else 128
         return Tile(block_m=128, block_n=columns, num_stages_q=2, half_tile=half, lazy_max=True)
     if widest <= 192:
         if direct:
@@ -128,7 +131,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
 def _rows_of_narrow(problem: AttentionProblem) -> int:
     """Query rows of a tile at head dim 64: 192 are faster by what the table above says, unless they stay empty."""
     rows = problem.seqlen_q
-    return 192 if 464 * _ceil_div(rows, 192) * 192 <= 573 * _ceil_div(rows, 128) * 128 else 128
+    return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
 
 
 def _score_tile(problem: AttentionProblem, widest: int) -> Tile | None:
@@ -158,18 +161,10 @@ def score_reasons(problem: AttentionProblem) -> list[str]:
     return ["rows of bias and mask are not those of packed queries"]
 
 
-def score_operands(problem: AttentionProblem) -> int:
-    """How many of bias, mask and dropout a score needs."""
-    return (problem.bias is not None) + (problem.mask is not None) + (problem.dropout_p > 0)
-
-
 def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: int) -> list[str]:
     """Every reason why this family cannot serve ``problem``; empty when it can."""
-    found = []
-    if arch not in ("sm_90", "sm_90a"):
-        found.append(f"the target is {arch}; warp-group matrix products exist on sm_90a alone")
-    if problem.dtype not in ("float16", "bfloat16"):
-        found.append(f"dtype is {problem.dtype}; accepted are float16 and bfloat16")
+    found = reasons_against_target(problem, arch)
+    if problem.dtype not in DTYPES_16BIT:
         return found
     for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if head_dim > MAX_HEAD_DIM or head_dim % 8:
@@ -180,12 +175,9 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         )
     if problem.head_dim_v > 192 and problem.dropout_p > 0 and (problem.varlen or problem.seqused_k):
         found.append(f"head_dim_v is {problem.head_dim_v}; with dropout and lengths on the device likewise")
-    if problem.seqlen_q < MIN_QUERY_ROWS:
-        found.append(f"seqlen_q is {problem.seqlen_q}; fewer than {MIN_QUERY_ROWS} rows do not fill a tile")
-    if (problem.batch + 1) * problem.num_heads * (_ceil_div(problem.seqlen_q, 64) + 1) >= 2**31:
+    if (problem.batch + 1) * problem.num_heads * (ceil_div(problem.seqlen_q, 64) + 1) >= 2**31:
         found.append("there are 2^31 query tiles")
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads):
-        found.append("a dim is empty")
+    found += reasons_against_size(problem)
     for name in ("q", "k", "v"):
         found += reasons_against(name, getattr(problem, name), 2)
     for name, operand in (("bias", problem.bias), ("mask", problem.mask)):
@@ -204,9 +196,8 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         kernel="forward_hopper",
         arch="sm_90a",
         dtype=problem.dtype,
-        # Products step over 16 columns; what lies beyond the tensor's head dim arrives as zeros.
-        head_dim=_ceil_div(problem.head_dim, 16) * 16,
-        head_dim_v=_ceil_div(problem.head_dim_v, 16) * 16,
+        head_dim=product_width(problem.head_dim),
+        head_dim_v=product_width(problem.head_dim_v),
         block_m=tile.block_m,
         block_n=tile.block_n,
         num_warps=4 + tile.block_m // 16,
@@ -277,7 +268,7 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
 def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:
     """The launch of ``problem`` with ``tile``."""
     config = config_of(problem, tile)
-    num_m_blocks = max(_ceil_div(problem.seqlen_q, tile.block_m), 1)
+    num_m_blocks = max(ceil_div(problem.seqlen_q, tile.block_m), 1)
     all_heads = (problem.batch + int(problem.varlen)) * problem.num_heads
     num_tiles = all_heads * num_m_blocks
     grid = min(num_sms, num_tiles)
@@ -285,7 +276,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
     # The model is for sequences of one length.
     rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
-    head_pairs = _ceil_div(num_m_blocks, 2)
+    head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
     return ForwardPlanSpec(
         launches=(

@@ -13,7 +13,7 @@ from nvrtc_attn.compile import CompiledKernel, compile_source
 from nvrtc_attn.config import KernelConfig
 from nvrtc_attn.heuristics import choose_backward, hopper_backward
 from nvrtc_attn.heuristics.plan import BackwardPlanSpec
-from nvrtc_attn.problem import AttentionProblem, OperandLayout
+from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -21,17 +21,9 @@ SMEM_LIMIT = 232448  # bytes a block may use on compute capability 9.0
 TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": SMEM_LIMIT}
 
 
-def dense(batch: int, length: int, heads: int, head_dim: int, dtype: str) -> OperandLayout:
-    return OperandLayout(
-        shape=(batch, length, heads, head_dim),
-        strides=(length * heads * head_dim, heads * head_dim, head_dim, 1),
-        dtype=dtype,
-    )
-
-
 def problem(head_dim: int = 128, dtype: str = "bfloat16", **changes: Any) -> AttentionProblem:
     batch = 1 if changes.get("varlen") else 2
-    layout = dense(batch, 512, 4, head_dim, dtype)
+    layout = dense_layout((batch, 512, 4, head_dim), dtype)
     values: dict[str, Any] = {
         "dtype": dtype, "batch": 2, "seqlen_q": 512, "seqlen_k": 512, "num_heads": 4, "num_heads_kv": 4,
         "head_dim": head_dim, "head_dim_v": head_dim, "softmax_scale": head_dim**-0.5,
@@ -116,12 +108,16 @@ def test_blocks_are_no_more_than_multiprocessors() -> None:
 def test_what_is_left_to_the_portable_family() -> None:
     for name, asked in VARIANTS.items():
         assert isinstance(hopper_backward.choose_backward(asked, **TARGET), BackwardPlanSpec), name
+    unaligned = dataclasses.replace(dense_layout((2, 512, 4, 128), "bfloat16"), offset_alignment=2)
     for changes, part in (
         ({"deterministic": True}, "deterministic"),
         ({"seqlen_q": 32}, "seqlen_q is 32"),
         ({"bias": SCORES, "dropout_p": 0.1}, "two of bias, mask and dropout"),
-        ({"head_dim_v": 64, "v": dense(2, 512, 4, 64, "bfloat16")}, "beyond 64"),
-        ({"q": dataclasses.replace(dense(2, 512, 4, 128, "bfloat16"), offset_alignment=2)}, "q starts at a multiple"),
+        ({"head_dim_v": 64, "v": dense_layout((2, 512, 4, 64), "bfloat16")}, "beyond 64"),
+        (
+            {"q": dataclasses.replace(dense_layout((2, 512, 4, 128), "bfloat16"), offset_alignment=2)},
+            "q starts at a multiple",
+        ),
     ):
         reasons = hopper_backward.choose_backward(problem(128, **changes), **TARGET)
         assert isinstance(reasons, list)
@@ -131,7 +127,7 @@ def test_what_is_left_to_the_portable_family() -> None:
 
 
 def test_backend_chooses_the_family() -> None:
-    layout = dense(2, 512, 4, 64, "bfloat16")
+    layout = dense_layout((2, 512, 4, 64), "bfloat16")
     asked = problem(64, out=layout, dout=layout, dq=layout, dk=layout, dv=layout)
     assert choose_backward(asked, **TARGET, backend="hopper").launches[1].config.kernel == "backward_hopper"
     assert choose_backward(asked, **TARGET, backend="portable").launches[1].config.kernel == "backward_portable"
@@ -143,7 +139,7 @@ def test_few_key_tiles_go_to_the_family_that_splits_queries() -> None:
     """One head, 77 keys: one multiprocessor would do all the work."""
 
     def kernel(seqlen_q: int, heads: int) -> str:
-        q, k = dense(1, seqlen_q, heads, 64, "bfloat16"), dense(1, 77, heads, 64, "bfloat16")
+        q, k = dense_layout((1, seqlen_q, heads, 64), "bfloat16"), dense_layout((1, 77, heads, 64), "bfloat16")
         asked = problem(
             64, batch=1, seqlen_q=seqlen_q, seqlen_k=77, num_heads=heads, num_heads_kv=heads, q=q, k=k, v=k,
             out=q, dout=q, dq=q, dk=k, dv=k,

@@ -12,19 +12,11 @@ from nvrtc_attn.codegen import entry_source
 from nvrtc_attn.compile import CompiledKernel, compile_source
 from nvrtc_attn.config import HopperForwardConfig
 from nvrtc_attn.heuristics import hopper_forward
-from nvrtc_attn.problem import AttentionProblem, OperandLayout
+from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
 SMEM_LIMIT = 232448  # bytes a block may use on compute capability 9.0
-
-
-def dense(batch: int, length: int, heads: int, head_dim: int, dtype: str) -> OperandLayout:
-    return OperandLayout(
-        shape=(batch, length, heads, head_dim),
-        strides=(length * heads * head_dim, heads * head_dim, head_dim, 1),
-        dtype=dtype,
-    )
 
 
 def problem(
@@ -34,8 +26,8 @@ def problem(
     values: dict[str, Any] = {
         "dtype": dtype, "batch": 2, "seqlen_q": 512, "seqlen_k": 512, "num_heads": 4, "num_heads_kv": 4,
         "head_dim": head_dim, "head_dim_v": head_dim_v,
-        "q": dense(2, 512, 4, head_dim, dtype), "k": dense(2, 512, 4, head_dim, dtype),
-        "v": dense(2, 512, 4, head_dim_v, dtype),
+        "q": dense_layout((2, 512, 4, head_dim), dtype), "k": dense_layout((2, 512, 4, head_dim), dtype),
+        "v": dense_layout((2, 512, 4, head_dim_v), dtype),
     }  # fmt: skip
     return AttentionProblem(**{**values, **changes})
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
-from nvrtc_attn import plan  # noqa: E402
+from nvrtc_attn import log  # noqa: E402
 
 
 def qkv(b: int = 2, m: int = 128, n: int = 128, h: int = 4, hkv: int = 4, d: int = 64, dtype: Any = None) -> list[Any]:
@@ -265,7 +265,7 @@ def test_two_devices_in_one_process() -> None:
 def test_element_wise_layouts_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(plan, "_logged", set())
+    monkeypatch.setattr(log, "_said", set())
     for m in (77, 78):
         with torch.no_grad():
             na.attention(*qkv(m=m, d=60))

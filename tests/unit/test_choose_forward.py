@@ -7,16 +7,9 @@ from typing import Any
 
 import pytest
 
-from nvrtc_attn import heuristics
+from nvrtc_attn import log
 from nvrtc_attn.heuristics import choose_forward
-from nvrtc_attn.problem import AttentionProblem, OperandLayout
-
-
-def dense(shape: tuple[int, ...], dtype: str) -> OperandLayout:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return OperandLayout(shape=shape, strides=tuple(reversed(strides)), dtype=dtype)
+from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
 
 
 def problem(
@@ -26,8 +19,9 @@ def problem(
     values: dict[str, Any] = {
         "dtype": dtype, "batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_heads": heads,
         "num_heads_kv": heads, "head_dim": head_dim, "head_dim_v": head_dim,
-        "q": dense((batch, seqlen_q, heads, head_dim), dtype), "k": dense((batch, seqlen_k, heads, head_dim), dtype),
-        "v": dense((batch, seqlen_k, heads, head_dim), dtype), "softmax_scale": head_dim**-0.5,
+        "q": dense_layout((batch, seqlen_q, heads, head_dim), dtype),
+        "k": dense_layout((batch, seqlen_k, heads, head_dim), dtype),
+        "v": dense_layout((batch, seqlen_k, heads, head_dim), dtype), "softmax_scale": head_dim**-0.5,
     }  # fmt: skip
     return AttentionProblem(**{**values, **changes})
 
@@ -100,9 +94,9 @@ def test_small_grids_take_the_family_that_was_measured_faster(shape: tuple[int, 
 
 
 def test_reasons_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heuristics, "_logged", set())
+    monkeypatch.setattr(log, "_said", set())
     for backend, level in (("auto", logging.DEBUG), ("hopper", logging.WARNING)):
-        monkeypatch.setattr(heuristics, "_logged", set())
+        monkeypatch.setattr(log, "_said", set())
         caplog.clear()
         with caplog.at_level(logging.DEBUG, logger="nvrtc_attn"):
             for _ in range(2):
@@ -111,10 +105,10 @@ def test_reasons_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: 
 
 
 def test_bias_comes_as_tiles_where_its_rows_allow_it() -> None:
-    scores = dense((4, 16, 2048, 2048), "bfloat16")
+    scores = dense_layout((4, 16, 2048, 2048), "bfloat16")
     spec = choose_forward(problem(bias=scores), arch="sm_90", num_sms=132, smem_limit=232448)
     assert [item.pointer for item in spec.launches[0].tensor_maps] == ["q", "k", "v", "bias"]
-    odd = dense((4, 16, 2048, 2047), "bfloat16")  # rows of 4094 bytes
+    odd = dense_layout((4, 16, 2048, 2047), "bfloat16")  # rows of 4094 bytes
     asked = problem(seqlen_k=2047, bias=odd)
     spec = choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=232448)
     assert spec.launches[0].config.kernel == "forward_hopper"

@@ -1,0 +1,45 @@
+"""What the choices of the Hopper family's forward and backward pass have in common."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..problem import AttentionProblem
+
+DTYPES_16BIT: Final = ("float16", "bfloat16")
+MIN_QUERY_ROWS: Final = 64
+"""Fewer rows leave most of a tile empty: the portable family's small tiles and key splits serve them."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def product_width(head_dim: int) -> int:
+    """Products step over 16 columns; what lies beyond the tensor's head dim arrives as zeros."""
+    return ceil_div(head_dim, 16) * 16
+
+
+def score_operands(problem: AttentionProblem) -> int:
+    """How many of bias, mask and dropout a score needs."""
+    return (problem.bias is not None) + (problem.mask is not None) + (problem.dropout_p > 0)
+
+
+def reasons_against_target(problem: AttentionProblem, arch: str) -> list[str]:
+    """Why no kernel of the family serves the GPU or the element type."""
+    found = []
+    if arch not in ("sm_90", "sm_90a"):
+        found.append(f"the target is {arch}; warp-group matrix products exist on sm_90a alone")
+    if problem.dtype not in DTYPES_16BIT:
+        found.append(f"dtype is {problem.dtype}; accepted are float16 and bfloat16")
+    return found
+
+
+def reasons_against_size(problem: AttentionProblem) -> list[str]:
+    """Why no kernel of the family serves so few rows."""
+    found = []
+    if problem.seqlen_q < MIN_QUERY_ROWS:
+        found.append(f"seqlen_q is {problem.seqlen_q}; fewer than {MIN_QUERY_ROWS} rows do not fill a tile")
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads):
+        found.append("a dim is empty")
+    return found
