@@ -14,6 +14,11 @@ NVRTC_ATTN_DEVICE void multiply_wide(unsigned a, unsigned b, unsigned& high, uns
   low = unsigned(product);
 }
 
+constexpr unsigned kPhiloxMultiplier0 = 0xD2511F53u;
+constexpr unsigned kPhiloxMultiplier1 = 0xCD9E8D57u;
+constexpr unsigned kPhiloxWeyl0 = 0x9E3779B9u;  // what a round adds to the key
+constexpr unsigned kPhiloxWeyl1 = 0xBB67AE85u;
+
 NVRTC_ATTN_DEVICE uint4 philox_block(unsigned long long seed, unsigned long long counter) {
   // Positions are 64-bit and wrap, four of them share a counter: counters wrap at 2^62.
   unsigned c0 = unsigned(counter), c1 = unsigned(counter >> 32) & 0x3fffffffu, c2 = 0, c3 = 0;
@@ -21,14 +26,14 @@ NVRTC_ATTN_DEVICE uint4 philox_block(unsigned long long seed, unsigned long long
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
     unsigned high0, low0, high1, low1;
-    multiply_wide(c0, 0xD2511F53u, high0, low0);
-    multiply_wide(c2, 0xCD9E8D57u, high1, low1);
+    multiply_wide(c0, kPhiloxMultiplier0, high0, low0);
+    multiply_wide(c2, kPhiloxMultiplier1, high1, low1);
     c0 = high1 ^ c1 ^ k0;
     c1 = low1;
     c2 = high0 ^ c3 ^ k1;
     c3 = low0;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    k0 += kPhiloxWeyl0;
+    k1 += kPhiloxWeyl1;
   }
   return make_uint4(c0, c1, c2, c3);
 }

@@ -6,6 +6,7 @@
 // Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it.
 #pragma once
 #include "../params.cuh"
+#include "uniform.cuh"
 
 namespace nvrtc_attn {
 
@@ -19,23 +20,16 @@ struct KeyTile {
   int b;
 };
 
-// a / b for values that are equal in all lanes of a converged warp: through a warp reduction, whose result is uniform, so that
-// what follows lives in uniform registers. The loading warp has few others.
-NVRTC_ATTN_DEVICE int uniform_value(int a) { return int(__reduce_or_sync(0xffffffffu, unsigned(a))); }
-NVRTC_ATTN_DEVICE int divide_uniform(int a, int b) {
-  return int(__reduce_or_sync(0xffffffffu, unsigned(a) / unsigned(b)));
-}
-
 // Tile number t < num_tiles.
 NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
   int const group_tiles = params.head_group * params.num_n_blocks;
-  int const group = divide_uniform(t, group_tiles);
+  int const group = uniform_quotient(t, group_tiles);
   int const rest = t - group * group_tiles;
   int const first_head = group * params.head_group;
-  int const heads = min(params.head_group, divide_uniform(params.num_tiles, params.num_n_blocks) - first_head);
-  int const n_block = divide_uniform(rest, heads);
+  int const heads = min(params.head_group, uniform_quotient(params.num_tiles, params.num_n_blocks) - first_head);
+  int const n_block = uniform_quotient(rest, heads);
   int const head = first_head + rest - n_block * heads;
-  int const b = divide_uniform(head, params.num_heads_kv);
+  int const b = uniform_quotient(head, params.num_heads_kv);
   return {n_block, head - b * params.num_heads_kv, b};
 }
 

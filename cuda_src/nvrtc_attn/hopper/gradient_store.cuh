@@ -1,7 +1,7 @@
 // What the Hopper backward kernel needs beside hopper/wgmma.cuh: dS^T as an operand in shared memory and its product with K,
 // dK and dV to global memory.
 #pragma once
-#include "../common/quad_transpose.cuh"
+#include "row_store.cuh"
 #include "wgmma.cuh"
 
 namespace nvrtc_attn {
@@ -45,16 +45,7 @@ NVRTC_ATTN_DEVICE void store_rows(Element* to, index_t stride_row, AccTile const
   for (int r = 0; r < 2; ++r) {
     int const row = (lane >> 2) + 8 * r;
     Element* const line = to + index_t(row) * stride_row + 8 * t;
-#pragma unroll
-    for (int d = 0; d < kTiles; d += 4) {
-      uint32_t w[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (d + k < kTiles) w[k] = pack2<Element>(c[0][d + k][2 * r] * factor, c[0][d + k][2 * r + 1] * factor);
-      }
-      uint4 const words = transpose_quad(w[0], w[1], w[2], w[3], t);
-      if (row < rows && 8 * (d + t) < cols) *reinterpret_cast<uint4*>(line + 8 * d) = words;
-    }
+    store_row<Element>(line, c, r, factor, row < rows, cols, t);
   }
 }
 

@@ -46,10 +46,10 @@ struct PhiloxStream {
 
   NVRTC_ATTN_DEVICE PhiloxStream(unsigned long long seed, unsigned upper) {
     unsigned high, low;
-    multiply_wide(upper ^ unsigned(seed), 0xD2511F53u, high, low);
+    multiply_wide(upper ^ unsigned(seed), kPhiloxMultiplier0, high, low);
     unsigned const k1 = unsigned(seed >> 32);
-    third2 = high ^ (k1 + 0xBB67AE85u);
-    third3 = low ^ (k1 + 2 * 0xBB67AE85u);
+    third2 = high ^ (k1 + kPhiloxWeyl1);
+    third3 = low ^ (k1 + 2 * kPhiloxWeyl1);
   }
 
   // A block as four flags: bit 7 of byte c is set when number c is above the threshold. `product` is that of the lower
@@ -57,23 +57,23 @@ struct PhiloxStream {
   NVRTC_ATTN_DEVICE unsigned flags(unsigned long long seed, unsigned threshold, unsigned long long product) const {
     unsigned k0 = unsigned(seed), k1 = unsigned(seed >> 32);
     unsigned high0, low0, high1, low1;
-    multiply_wide(unsigned(product >> 32) ^ k1, 0xCD9E8D57u, high1, low1);
-    k0 += 0x9E3779B9u;
+    multiply_wide(unsigned(product >> 32) ^ k1, kPhiloxMultiplier1, high1, low1);
+    k0 += kPhiloxWeyl0;
     unsigned c0 = high1 ^ k0, c1 = low1, c2 = third2 ^ unsigned(product), c3;
-    multiply_wide(c0, 0xD2511F53u, high0, low0);
-    multiply_wide(c2, 0xCD9E8D57u, high1, low1);
-    k0 += 0x9E3779B9u;
-    k1 += 2 * 0xBB67AE85u;
+    multiply_wide(c0, kPhiloxMultiplier0, high0, low0);
+    multiply_wide(c2, kPhiloxMultiplier1, high1, low1);
+    k0 += kPhiloxWeyl0;
+    k1 += 2 * kPhiloxWeyl1;
     c0 = high1 ^ c1 ^ k0;
     c1 = low1;
     c2 = high0 ^ third3;
     c3 = low0;
 #pragma unroll
     for (int round = 3; round < 10; ++round) {
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
-      multiply_wide(c0, 0xD2511F53u, high0, low0);
-      multiply_wide(c2, 0xCD9E8D57u, high1, low1);
+      k0 += kPhiloxWeyl0;
+      k1 += kPhiloxWeyl1;
+      multiply_wide(c0, kPhiloxMultiplier0, high0, low0);
+      multiply_wide(c2, kPhiloxMultiplier1, high1, low1);
       c0 = high1 ^ c1 ^ k0;
       c1 = low1;
       c2 = high0 ^ c3 ^ k1;
@@ -103,7 +103,7 @@ struct KeepMaker {
       : dropout(dropout_), i(i_), n0(n0_), lane(lane_), stream(dropout.seed, unsigned(counter(0) >> 32)) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      product[r] = (unsigned long long)unsigned(counter(r) + (lane & 3)) * 0xD2511F53u;
+      product[r] = (unsigned long long)unsigned(counter(r) + (lane & 3)) * kPhiloxMultiplier0;
       shift[r] = unsigned(start(r)) & 3;
       word[r] = 0;
     }
@@ -124,7 +124,7 @@ struct KeepMaker {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       word[r] = word[r] >> 1 | stream.flags(seed, dropout.threshold, product[r]);
-      product[r] += 4 * 0xD2511F53ull;
+      product[r] += 4 * (unsigned long long)kPhiloxMultiplier0;
     }
   }
 
@@ -145,8 +145,8 @@ struct KeepMaker {
       // and the last ones belong to the next group's first block, which the first thread of the quad has.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        unsigned const last =
-            stream.flags(dropout.seed, dropout.threshold, product[r] - (unsigned long long)unsigned(t) * 0xD2511F53u);
+        unsigned const last = stream.flags(dropout.seed, dropout.threshold,
+                                           product[r] - (unsigned long long)unsigned(t) * kPhiloxMultiplier0);
         unsigned const next = __shfl_sync(0xffffffffu, (word[r] >> 1 & 0x7f7f7f7fu) | last, 0, 4);
         unsigned bytes[4];
 #pragma unroll

@@ -7,17 +7,9 @@
 // round has the shortest of the next. The host picks the number of rounds that comes out most even.
 #pragma once
 #include "../params.cuh"
+#include "uniform.cuh"
 
 namespace nvrtc_attn {
-
-NVRTC_ATTN_DEVICE int uniform(int a) { return int(__reduce_or_sync(0xffffffffu, unsigned(a))); }
-
-// a / b for values that are equal in all lanes of a converged warp. A division goes through floating point, which has no uniform
-// registers, and everything that follows from it would live in the few vector registers of the loading warp; the
-// result of a warp reduction is uniform again.
-NVRTC_ATTN_DEVICE int uniform_quotient(int a, int b) {
-  return int(__reduce_or_sync(0xffffffffu, unsigned(a) / unsigned(b)));
-}
 
 struct WorkTile {
   int m_block;

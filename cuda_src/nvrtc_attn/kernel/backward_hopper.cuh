@@ -236,7 +236,7 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
     parity ^= 1;
     int taken = 0;
     if (issuer) taken = int(gridDim.x) + atomicAdd(tile_counter(params), 1);
-    t = uniform_value(taken);
+    t = uniform(taken);
   }
   announce(-1, 0, 0);
   if (issuer) barriers.full_k().arrive();
@@ -376,23 +376,14 @@ NVRTC_ATTN_DEVICE void pack_fragments(FragmentA<Element> (&a)[kTiles / 2], AccTi
   for (int step = 0; step < kTiles / 2; ++step) a[step] = accumulator_as_a<Element>(c[0][2 * step], c[0][2 * step + 1]);
 }
 
-template <int kTiles>
-NVRTC_ATTN_DEVICE void clear(AccTile (&c)[1][kTiles]) {
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) c[0][n][e] = 0.0f;
-  }
-}
-
 NVRTC_ATTN_DEVICE KeyTile read_key_tile(unsigned address) {
   int n_block, h, b;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(n_block), "=r"(h) : "r"(address) : "memory");
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
-  return {uniform_value(n_block), uniform_value(h), uniform_value(b)};
+  return {uniform(n_block), uniform(h), uniform(b)};
 }
 
-// Rows [first, kRows) of a tile in shared memory become zero; `threads` threads take part. The caller fences.
+// Rows [first, end) of a tile in shared memory become zero; `threads` threads take part. The caller fences.
 template <int kRows, int kSlabs>
 NVRTC_ATTN_DEVICE void zero_tile_rows(unsigned tile, int first, int end, int tid, int threads) {
   int const count = (end - first) * 8 * kSlabs;

@@ -18,8 +18,8 @@
 #include "../collective/epilogue.cuh"
 #include "../collective/seqlen.cuh"
 #include "../common/fragment_load.cuh"
-#include "../common/quad_transpose.cuh"
 #include "../hopper/barrier.cuh"
+#include "../hopper/row_store.cuh"
 #include "../hopper/scheduler.cuh"
 #include "../hopper/softmax.cuh"
 #include "../hopper/tma.cuh"
@@ -154,16 +154,7 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
     }
     Element* const to = reinterpret_cast<Element*>(params.out) + index_t(batch_index) * params.out_stride_b +
                         index_t(h) * params.out_stride_h + (index_t(q_row0) + row) * params.out_stride_m + 8 * t;
-#pragma unroll
-    for (int d = 0; d < kTilesD; d += 4) {
-      uint32_t w[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (d + k < kTilesD) w[k] = pack2<Element>(o[0][d + k][2 * r] * factor, o[0][d + k][2 * r + 1] * factor);
-      }
-      uint4 const words = transpose_quad(w[0], w[1], w[2], w[3], t);
-      if (valid && 8 * (d + t) < params.head_dim_v) *reinterpret_cast<uint4*>(to + 8 * d) = words;
-    }
+    store_row<Element>(to, o, r, factor, valid, params.head_dim_v, t);
   }
 }
 
