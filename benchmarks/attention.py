@@ -1,6 +1,6 @@
 """Speed of nvrtc_attn beside torch's own attention kernels, on one GPU, in one process.
 
-    python benchmarks/attention.py [--out DIRECTORY] [--part grid,features,start] [--quick]
+    python benchmarks/attention.py [--out DIRECTORY] [--part grid,features,sizes,start] [--quick]
 
 ``seed`` is SDPA's memory-efficient kernel, ``flash2`` and ``cudnn`` its other two; ``fa3`` (package fa3-fwd, forward
 only) and ``fa4`` (flash-attn-4) take part where they are installed. TFLOP/s are 4 B H Mq Mk D / time forward (halved
@@ -131,6 +131,31 @@ def measure(row: dict[str, Any], pairs: dict[str, Callable[[], Pair]], flops: fl
     return row
 
 
+def measure_shape(
+    row: dict[str, Any],
+    b: int,
+    s: int,
+    h: int,
+    h_kv: int,
+    d: int,
+    dtype: torch.dtype,
+    causal: bool,
+    backends: tuple[str, ...],
+    rep_ms: int,
+) -> dict[str, Any]:
+    """``row`` with the times of plain self-attention: ours, torch's ``backends`` and every installed peer."""
+    q, k, v = randn(b, s, h, d, dtype=dtype), randn(b, s, h_kv, d, dtype=dtype), randn(b, s, h_kv, d, dtype=dtype)
+    dout = randn(b, s, h, d, dtype=dtype, grad=False)
+    grads = (q, k, v)
+    pairs: dict[str, Callable[[], Pair]] = {
+        name: partial(sdpa, BACKENDS[name], q, k, v, dout, grads, is_causal=causal) for name in backends
+    }
+    for name, make in installed_peers().items():
+        pairs[name] = partial(make, q, k, v, dout, grads, is_causal=causal)
+    pairs["ours"] = partial(ours, q, k, v, dout, grads, causal=causal)
+    return measure(row, pairs, 4.0 * b * h * s * s * d / (2 if causal else 1), rep_ms)
+
+
 def grid(quick: bool, rep_ms: int) -> list[dict[str, Any]]:
     rows = []
     for d, h in ((64, 32), (128, 16), (256, 8)):
@@ -140,17 +165,31 @@ def grid(quick: bool, rep_ms: int) -> list[dict[str, Any]]:
                 if quick
                 else ((32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
             ):
-                q, k, v = (randn(b, s, h, d, dtype=torch.bfloat16) for _ in range(3))
-                dout = randn(b, s, h, d, dtype=torch.bfloat16, grad=False)
-                grads = (q, k, v)
-                pairs: dict[str, Callable[[], Pair]] = {
-                    name: partial(sdpa, be, q, k, v, dout, grads, is_causal=causal) for name, be in BACKENDS.items()
-                }
-                for name, make in installed_peers().items():
-                    pairs[name] = partial(make, q, k, v, dout, grads, is_causal=causal)
-                pairs["ours"] = partial(ours, q, k, v, dout, grads, causal=causal)
-                flops = 4.0 * b * h * s * s * d / (2 if causal else 1)
-                rows.append(measure({"D": d, "causal": causal, "BxSxH": f"{b}x{s}x{h}"}, pairs, flops, rep_ms))
+                row = {"D": d, "causal": causal, "BxSxH": f"{b}x{s}x{h}"}
+                rows.append(measure_shape(row, b, s, h, h, d, torch.bfloat16, causal, tuple(BACKENDS), rep_ms))
+    return rows
+
+
+def size_cases() -> list[tuple[str, int, int, int, int, int, torch.dtype]]:
+    """(group, batch, length, heads, key heads, head dim, dtype): what no power of two is, and what is few or shared."""
+    bf, hf = torch.bfloat16, torch.float16
+    ragged = [
+        ("ragged", 16384 // s, s, 2048 // d, 2048 // d, d, bf)
+        for d in (64, 128)
+        for s in (1000, 1024, 3000, 3072, 5000, 5120)
+    ]
+    few = [("few heads", 1, s, h, h, d, bf) for s, h, d in ((1024, 16, 64), (2048, 8, 128), (4096, 4, 128))]
+    shared = [("key heads shared", 4, 4096, 32, 8, 128, bf), ("key heads shared", 1, 16384, 32, 8, 128, bf)]
+    half = [("float16", 4, 4096, 2048 // d, 2048 // d, d, hf) for d in (64, 128, 256)]
+    return ragged + few + shared + half
+
+
+def sizes(rep_ms: int) -> list[dict[str, Any]]:
+    rows = []
+    for group, b, s, h, h_kv, d, dtype in size_cases():
+        for causal in (False, True):
+            row = {"group": group, "D": d, "causal": causal, "BxSxH": f"{b}x{s}x{h}", "Hkv": h_kv}
+            rows.append(measure_shape(row, b, s, h, h_kv, d, dtype, causal, ("flash2", "cudnn"), rep_ms))
     return rows
 
 
@@ -288,6 +327,11 @@ def host_us(call: Callable[[], Any], calls: int = 2000) -> float:
     return 1e6 * best
 
 
+def ratio_columns(names: tuple[str, ...]) -> list[str]:
+    peers = (*names, *installed_peers(), "best")
+    return ["tflops.fwd", "tflops.bwd", *(f"{which}/{name}" for name in peers for which in ("fwd", "bwd"))]
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """TFLOP/s against length: one panel per head dim, mask and direction, one line a provider."""
     import matplotlib as mpl
@@ -329,7 +373,8 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=None, help="directory for JSON and plots, default benchmarks/results"
     )
-    parser.add_argument("--part", default="grid,features,start", help="comma-separated: grid, features, start")
+    parts = "grid,features,sizes,start"
+    parser.add_argument("--part", default=parts, help=f"comma-separated, default {parts}")
     parser.add_argument("--quick", action="store_true", help="three lengths instead of six, shorter timing")
     parser.add_argument("--commit", default="", help="of the measured tree, where that is a copy without git history")
     arguments = parser.parse_args()
@@ -361,12 +406,13 @@ def main() -> None:
         ]
         print_table(rows, columns)
         save(f"features_{backend}", rows, arguments.out)
+    if "sizes" in parts:
+        rows = sizes(rep_ms)
+        print_table(rows, ["group", "D", "causal", "BxSxH", "Hkv", *ratio_columns(("flash2", "cudnn"))])
+        save(f"sizes_{backend}", rows, arguments.out)
     if "grid" in parts:
         rows = grid(arguments.quick, rep_ms)
-        peers = ("seed", "flash2", "cudnn", *installed_peers(), "best")
-        columns = ["D", "causal", "BxSxH", "tflops.fwd", "tflops.bwd"]
-        columns += [f"{which}/{name}" for name in peers for which in ("fwd", "bwd")]
-        print_table(rows, columns)
+        print_table(rows, ["D", "causal", "BxSxH", *ratio_columns(("seed", "flash2", "cudnn"))])
         path = save(f"grid_{backend}", rows, arguments.out)
         plot(rows, path.with_suffix(".png"))
 

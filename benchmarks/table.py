@@ -1,12 +1,13 @@
 """The tables of README.md from the saved results of `attention.py`, as Markdown on standard output.
 
-python benchmarks/table.py grid_auto features_auto start_auto
+python benchmarks/table.py grid_auto features_auto sizes_auto start_auto
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,38 @@ def markdown(head: list[str], lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
 
 
-def grid(rows: list[Row]) -> str:
-    """TFLOP/s of ours and the time of each peer over ours, forward then backward."""
-    head, shown = ["B x S x H", "D", "causal"], {}
+def grid(rows: list[Row], first: tuple[str, ...] = ("BxSxH", "D", "causal")) -> str:
+    """TFLOP/s of ours and the time of each peer over ours, forward then backward; means below."""
+    titles = {"BxSxH": "B x S x H", "Hkv": "key heads", "group": ""}
+    head, shown = [titles.get(name, name) for name in first], {}
     for which, title in (("fwd", "forward"), ("bwd", "backward")):
         shown[which] = [name for name in PEERS if any(f"{which}/{name}" in row for row in rows)]
         head += [f"{title} TFLOP/s", *(f"/ {name}" for name in shown[which])]
     lines = []
     for row in rows:
-        line = [row["BxSxH"].replace("x", " x "), str(row["D"]), "yes" if row["causal"] else "no"]
+        line = [plain(row[name]) for name in first]
         for which, names in shown.items():
             line += [number(row[f"tflops.{which}"]), *(ratio(row.get(f"{which}/{name}")) for name in names)]
         lines.append(line)
-    return markdown(head, lines)
+    return markdown(head, lines) + "".join(f"\n\n{mean_over_best(rows, *which)}" for which in DIRECTIONS)
+
+
+DIRECTIONS = (("fwd", "Forward"), ("bwd", "Backward"))
+
+
+def mean_over_best(rows: list[Row], which: str, title: str) -> str:
+    """One sentence: the time of the fastest peer over ours, over all rows that have one."""
+    ratios = [row[f"{which}/best"] for row in rows if row.get(f"{which}/best") is not None]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{title}, fastest peer in each row over ours: geometric mean {mean:.2f}, from {min(ratios):.2f} up."
+
+
+def plain(x: object) -> str:
+    return {True: "yes", False: "no"}[x] if isinstance(x, bool) else str(x).replace("x", " x ")
+
+
+def sizes(rows: list[Row]) -> str:
+    return grid(rows, ("group", "BxSxH", "Hkv", "D", "causal"))
 
 
 def features(rows: list[Row]) -> str:
@@ -62,6 +82,9 @@ def start(rows: list[Row]) -> str:
     return markdown(["what", "value"], [[row["what"], number(row["value"])] for row in rows])
 
 
+TABLES = {"grid": grid, "features": features, "sizes": sizes, "start": start}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", help="files of the results folder, without .json")
@@ -71,7 +94,10 @@ def main() -> None:
         saved = json.loads((arguments.results / f"{name}.json").read_text())
         measured = saved["measured_on"]
         print(f"<!-- {name}: {measured['gpu']}, driver {measured['driver']}, commit {measured['commit']} -->")
-        print({"grid": grid, "features": features, "start": start}[name.split("_")[0]](saved["rows"]), end="\n\n")
+        print(
+            {"grid": grid, "features": features, "sizes": sizes, "start": start}[name.split("_")[0]](saved["rows"]),
+            end="\n\n",
+        )
 
 
 if __name__ == "__main__":
