@@ -125,6 +125,8 @@ class HopperBackwardConfig(KernelConfig):
 
     log2_lse: bool = True
     """The workspace holds LSE in base 2, for scores whose scale is folded in the exponent."""
+    one_key_tile: bool = False
+    """One tile holds all keys: dq is stored when it is complete, instead of added to a workspace and converted."""
     dbias: str = "none"
     dbias_dtype: str | None = None
     smem_bytes: int = 0

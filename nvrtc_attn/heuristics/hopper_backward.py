@@ -128,6 +128,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         num_stages=NUM_STAGES,
         features=features,
         log2_lse=score_operands(problem) == 0 and not (features.softcap or features.prescale),
+        one_key_tile=problem.seqlen_k <= BLOCK_N and not problem.varlen,
         dbias="store" if stores_dbias else "none",
         dbias_dtype=problem.bias.dtype if stores_dbias and problem.bias is not None else None,
     )
@@ -170,7 +171,9 @@ def plan_spec(
         name: getattr(config, name) for name in ("arch", "dtype", "head_dim", "head_dim_v", "block_m", "block_n")
     }
     shape |= {"num_warps": 8, "features": Features(varlen=problem.varlen)}
-    prepare = HopperBackwardConfig(kernel="backward_hopper_prepare", log2_lse=config.log2_lse, **shape)
+    prepare = HopperBackwardConfig(
+        kernel="backward_hopper_prepare", log2_lse=config.log2_lse, one_key_tile=config.one_key_tile, **shape
+    )
     convert = BackwardConfig(kernel="dq_convert", **shape)
     m_params = (("num_m_blocks", num_m_blocks),)
     launches = [
@@ -194,13 +197,6 @@ def plan_spec(
                 tensor_map("tensor_map_dout", "dout", dout_layout(problem), 2, config.block_m),
             ),
         ),
-        Launch(
-            config=convert,
-            grid=num_m_blocks * problem.num_heads * (problem.batch + varlen),
-            block=convert.num_threads,
-            smem_bytes=0,
-            params=m_params,
-        ),
     ]
     head = rows * config.head_dim
     workspaces = [
@@ -210,16 +206,28 @@ def plan_spec(
             params=(("delta_stride_b", problem.num_heads * rows), ("delta_stride_h", rows)),
         ),
         Workspace(field="row_lse", nbytes=4 * statistics + 4),
-        Workspace(
-            field="dq_accum",
-            nbytes=4 * entries * problem.num_heads * head,
-            params=(
-                ("dq_accum_stride_b", problem.num_heads * head),
-                ("dq_accum_stride_h", head),
-                ("dq_accum_stride_m", config.head_dim),
-            ),
-        ),
     ]
+    if not config.one_key_tile:
+        launches.append(
+            Launch(
+                config=convert,
+                grid=num_m_blocks * problem.num_heads * (problem.batch + varlen),
+                block=convert.num_threads,
+                smem_bytes=0,
+                params=m_params,
+            )
+        )
+        workspaces.append(
+            Workspace(
+                field="dq_accum",
+                nbytes=4 * entries * problem.num_heads * head,
+                params=(
+                    ("dq_accum_stride_b", problem.num_heads * head),
+                    ("dq_accum_stride_h", head),
+                    ("dq_accum_stride_m", config.head_dim),
+                ),
+            )
+        )
     if problem.dbias and config.dbias == "none":
         # Broadcast dims of the bias are summed by a kernel of the portable family.
         more, splits, nbytes = portable_dq.choose_dbias(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)

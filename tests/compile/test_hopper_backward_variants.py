@@ -60,6 +60,9 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d128_bias_float32": problem(128, bias=dataclasses.replace(SCORES, dtype="float32")),
     "d128_mask": problem(128, mask=MASK),
     "d128_dropout_causal": problem(128, dropout_p=0.1, **CAUSAL),
+    "d64_one_key_tile": problem(64, seqlen_k=77),
+    "d96_one_key_tile_causal": problem(96, seqlen_k=128, **CAUSAL),
+    "d128_one_key_tile_softcap_causal": problem(128, seqlen_k=128, softcap=30.0, seqused_k=True, **CAUSAL),
     "d64_everything": problem(64, bias=SCORES, mask=MASK, softcap=30.0, dropout_p=0.1, **CAUSAL),
 }
 
@@ -99,6 +102,15 @@ def test_plan_of_a_dense_problem() -> None:
     assert buffers["delta"].nbytes == 4 * 2 * 4 * 512
     # The counter of key tiles lies behind the last row.
     assert dict(main.params)["counter_offset"] * 4 + 4 == buffers["row_lse"].nbytes
+
+
+def test_dq_of_one_key_tile_needs_no_workspace() -> None:
+    """All keys in one tile: no sum over tiles, so neither its workspace nor the launch that converts it."""
+    spec = plan(problem(64, seqlen_k=77))
+    assert [launch.config.kernel for launch in spec.launches] == ["backward_hopper_prepare", "backward_hopper"]
+    assert "dq_accum" not in {item.field for item in spec.workspaces}
+    for more in (problem(64, seqlen_k=129), problem(64, seqlen_k=77, varlen=True)):
+        assert plan(more).launches[2].config.kernel == "dq_convert"
 
 
 def test_blocks_are_no_more_than_multiprocessors() -> None:

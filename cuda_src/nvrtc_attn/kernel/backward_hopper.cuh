@@ -1,4 +1,5 @@
-// Attention backward on Hopper (sm_90a): dk and dv of one key tile at a time, dq added into a float32 workspace.
+// Attention backward on Hopper (sm_90a): dk and dv of one key tile at a time, dq added into a float32 workspace. Where one
+// tile holds all keys (kOneKeyTile), dq is complete and goes to its own tensor.
 //
 // Roles: warp-group 0 loads (one thread issues all copies); each of the other two warp-groups owns 64 of the tile's 128 keys.
 // Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV += P^T dO and
@@ -68,6 +69,7 @@ struct HopperBackwardShape {
 
   static_assert(kGroups == 2 && Traits::kNumThreads == 128 + kConsumers, "two groups share the products of dQ");
   static_assert(kStages == 2, "slots of dS go with those of Q");
+  static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
   static_assert(kBlockM == 64 || kBlockM == 128, "a group computes 64 rows of dQ");
   static_assert(kSplitRows ? kSlabs == 1 : kSlabs <= kGroups, "columns of dQ");
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
@@ -113,6 +115,10 @@ struct QueryRange {
                                int n_block) {
     int last;
     mask.template query_tiles<Traits::kBlockM>(n_block * Traits::kBlockN, Traits::kBlockN, first, last);
+    if constexpr (Traits::kOneKeyTile) {  // dq of rows that see nothing is written too
+      first = 0;
+      last = ceil_div(mask.len_q, Traits::kBlockM);
+    }
     count = max(last - first, 0);
     start = first;
     if constexpr (!Traits::kBand && !Traits::kVarlen) start = min(n_block * params.query_step, max(count - 1, 0));
@@ -565,6 +571,14 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
       auto add_dq = [&](auto& dq, int head, int m0) {
         int const row_block = (Shape::kSplitRows ? 4 * group : 0) + warp;
         int const tile0 = Shape::kSplitRows ? 0 : group * Shape::kTilesDq;
+        if constexpr (Traits::kOneKeyTile) {
+          int const row = m0 + 16 * row_block;
+          store_rows<Element>(reinterpret_cast<Element*>(params.dq) + index_t(tile.b) * params.dq_stride_b +
+                                  index_t(row) * params.dq_stride_m + index_t(head) * params.dq_stride_h + 8 * tile0,
+                              params.dq_stride_m, dq, params.scale, seqlen.len_q - row, params.head_dim - 8 * tile0,
+                              lane);
+          return;
+        }
         float* const to = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
                           index_t(head) * params.dq_accum_stride_h +
                           (accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, tile.b) + m0) * Traits::kHeadDim +

@@ -87,6 +87,7 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
     }
   }
 
+  if constexpr (Traits::kOneKeyTile) return;  // nothing is added up
   float4* accum = reinterpret_cast<float4*>(params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
                                             index_t(h) * params.dq_accum_stride_h + first * Traits::kHeadDim);
 #pragma unroll 8
