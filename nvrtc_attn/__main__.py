@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +18,8 @@ from . import __version__, precompile
 from .cache import KernelCache, kernel_cache
 from .config import KernelConfig
 from .dtypes import ATTENTION_DTYPES
-from .errors import UnsupportedError
+from .errors import CudaError, UnsupportedError
+from .log import LOGGER
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -93,6 +95,7 @@ def _report_lines(value: Any, name: str = "", depth: int = -1) -> Iterable[str]:
 @click.option(
     "--config", "config_json", multiple=True, help="Exactly this kernel, as an error message quotes it. Repeatable."
 )
+@click.option("--tune", is_flag=True, help="Then measure on this machine's GPUs which kernels are fastest.")
 @click.option("--jobs", "-j", type=click.IntRange(1), help="Processes.  [default: by cores and memory]")
 def warmup(
     arch: tuple[str, ...],
@@ -105,13 +108,21 @@ def warmup(
     seqlen: tuple[str, ...],
     sms: int | None,
     config_json: tuple[str, ...],
+    tune: bool,
     jobs: int | None,
     **features: Any,
 ) -> None:
-    """Compile forward and backward kernels into the cache, in parallel. Needs no GPU."""
+    """Compile forward and backward kernels into the cache, in parallel. Needs no GPU.
+
+    With --tune the kernels of every candidate plan are compiled, and for the lengths given (with the batch and the
+    heads) the fastest plan is measured and remembered in the cache. That needs the GPU.
+    """
+    requests: list[precompile.Request] = []
     try:
         kernels = [precompile.config_from_json(text) for text in config_json]
         if arch or not kernels:
+            if tune:
+                _check_local(arch)
             requests = [
                 precompile.Request(
                     arch=one_arch,
@@ -132,7 +143,7 @@ def warmup(
                     (False, True) if causal is None else (causal,),
                 )
             ]
-            kernels += precompile.configs(requests)
+            kernels += precompile.configs(requests, candidates=tune)
     except (UnsupportedError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     reports = _compile_with_progress(kernels, jobs)
@@ -141,7 +152,29 @@ def warmup(
     failed = [report for report in reports if report.error]
     for report in failed:
         click.echo(f"failed: {report.config.kernel} for {report.config.arch}: {report.error}", err=True)
+    if tune:
+        _tune(requests)
     sys.exit(1 if failed else 0)
+
+
+def _tune(requests: list[precompile.Request]) -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        passes = precompile.tune(requests)
+    except CudaError as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        LOGGER.removeHandler(handler)
+    click.echo(f"{passes} passes; {sum(entry.tuned for entry in _kernel_cache().entries())} choices in the cache")
+
+
+def _check_local(archs: tuple[str, ...]) -> None:
+    local = _local_archs()
+    absent = [arch for arch in archs if arch.rstrip("af") not in local]
+    if absent:
+        raise ValueError(f"--tune measures on the GPUs of this machine, {', '.join(local)}; not on {', '.join(absent)}")
 
 
 def _seqlens(text: str) -> tuple[int, int]:
@@ -161,7 +194,7 @@ def _local_archs() -> tuple[str, ...]:
     gpus = collect().get("gpus") or ()
     archs = dict.fromkeys("sm_" + gpu["compute_capability"].replace(".", "") for gpu in gpus)
     if not archs:
-        raise ValueError("there is no GPU here: name the target, for example --arch sm_90a")
+        raise ValueError("there is no GPU here: name the target, for example --arch sm_90a, and leave out --tune")
     return tuple(archs)
 
 
@@ -221,15 +254,21 @@ def cache_list() -> None:
     entries = _kernel_cache().entries()
     for entry in entries:
         kernel = f"{entry.metadata.get('kernel') or '?'} {entry.metadata.get('arch') or '?'}"
+        if entry.tuned:
+            kernel += f": {entry.metadata.get('problem')}: {entry.metadata.get('choice')}"
         click.echo(
             f"{entry.key[:16]}  {entry.size_bytes:>9}  {kernel}{'  damaged: ' + entry.problem if entry.problem else ''}"
         )
-    click.echo(f"{len(entries)} entries, {sum(entry.size_bytes for entry in entries)} bytes")
+    tuned = sum(entry.tuned for entry in entries)
+    click.echo(
+        f"{len(entries)} entries, {sum(entry.size_bytes for entry in entries)} bytes"
+        + (f"; {tuned} are choices of autotune" if tuned else "")
+    )
 
 
 @cache.command("clear")
 def cache_clear() -> None:
-    """Delete every entry."""
+    """Delete every entry, kernels and choices of autotune."""
     click.echo(f"{_kernel_cache().clear()} entries deleted")
 
 

@@ -26,6 +26,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import stat
 import struct
@@ -39,10 +40,13 @@ from typing import Any, Final, NamedTuple
 
 from . import env
 from .errors import CacheWarning
+from .log import log_once
 
 MAGIC: Final = b"NVAT"
 SCHEMA: Final = 1
 SUFFIX: Final = ".nvat"
+TUNED: Final = "autotune"
+"""What stands for the kernel's name in the metadata of a choice that was measured; such an entry has no payload."""
 _HEAD: Final = struct.Struct("<4sHHIQ")
 _DIGEST_BYTES: Final = 32
 _MAX_ENTRY_BYTES: Final = 256 << 20
@@ -71,6 +75,11 @@ class EntryInfo:
     last_used: float
     metadata: Mapping[str, Any]
     problem: str = ""
+
+    @property
+    def tuned(self) -> bool:
+        """Whether it is a choice of `autotune` and not a kernel."""
+        return self.metadata.get("kernel") == TUNED
 
     def __str__(self) -> str:
         return f"{self.key}: {self.problem or 'good'}, {self.size_bytes} bytes"
@@ -183,11 +192,16 @@ class KernelCache:
             return None
         try:
             entry = decode_entry(data, key)
-        except ValueError:
+        except ValueError as error:
+            log_once(f"{path} is damaged and not used: {error}", logging.INFO)
             self._remove_if_unchanged(path, status)
             return None
         self._touch(path, status)
         return entry
+
+    def may_have(self, key: str) -> bool:
+        """Whether `get` need look at all: one ``stat``, without the checks of a directory that is going to be used."""
+        return self.path is not None and os.path.lexists(self._entry_path(os.fspath(self.path), key))
 
     def _read(self, path: str) -> tuple[bytes, os.stat_result]:
         # O_NOFOLLOW: a link is not ours. O_NONBLOCK: opening a FIFO would wait for a writer.

@@ -30,6 +30,7 @@ _ACCESSORS: Final[dict[str, Callable[[], object]]] = {
     "NVRTC_ATTN_ASSERT_CACHED": env.assert_cached,
     "NVRTC_ATTN_CUTLASS_DIR": env.cutlass_dir,
     "NVRTC_ATTN_BACKEND": env.backend,
+    "NVRTC_ATTN_AUTOTUNE": env.autotune,
     "NVRTC_ATTN_DEBUG": env.debug,
 }
 
@@ -189,7 +190,7 @@ def _headers(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 def _cache(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     directory = env.cache_dir()
     section: dict[str, Any] = {"path": None if directory is None else str(directory), "state": "absent"}
-    section["entries"] = section["bytes"] = section["damaged"] = 0
+    section["entries"] = section["bytes"] = section["damaged"] = section["tuned"] = 0
     if directory is None:
         section["state"] = "no home directory"
         problems.append("cache: no home directory: kernels stay in memory; set NVRTC_ATTN_CACHE_DIR")
@@ -200,6 +201,7 @@ def _cache(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
         entries = KernelCache(directory, env.cache_size_bytes(), read_only=True).entries()
     section["entries"], section["bytes"] = len(entries), sum(entry.size_bytes for entry in entries)
     section["damaged"] = sum(bool(entry.problem) for entry in entries)
+    section["tuned"] = sum(entry.tuned for entry in entries)
     if caught:
         section["state"] = str(caught[0].message)
     elif directory.is_dir():

@@ -40,6 +40,12 @@ VARIABLES: Final = (
     Variable("NVRTC_ATTN_ASSERT_CACHED", "0", _BOOLEAN, "a compile where a cache hit was expected is an error"),
     Variable("NVRTC_ATTN_CUTLASS_DIR", "the bundled headers", "a directory", "another CUTLASS checkout or include dir"),
     Variable("NVRTC_ATTN_BACKEND", "auto", f"one of {', '.join(BACKENDS)}", "kernel family"),
+    Variable(
+        "NVRTC_ATTN_AUTOTUNE",
+        "unset: plans measured earlier",
+        _BOOLEAN,
+        "1 measures candidate plans of a new problem and remembers the fastest, 0 always takes the built-in table",
+    ),
     Variable("NVRTC_ATTN_DEBUG", "0", _BOOLEAN, "check values that live on the device (synchronises)"),
 )
 _BY_NAME: Final = {variable.name: variable for variable in VARIABLES}
@@ -55,13 +61,17 @@ def _refuse(name: str, value: str, why: str = "") -> ValueError:
     return ValueError(f"{name}={value!r} is not {allowed}{why}; see `python -m nvrtc_attn doctor`")
 
 
-def _boolean(name: str) -> bool:
+def _boolean_or_unset(name: str) -> bool | None:
     value = _read(name)
     if value.lower() in _TRUE:
         return True
     if value and value.lower() not in _FALSE:
         raise _refuse(name, value)
-    return False
+    return False if value else None
+
+
+def _boolean(name: str) -> bool:
+    return _boolean_or_unset(name) is True
 
 
 def cache_dir() -> Path | None:
@@ -140,3 +150,8 @@ def raw_backend() -> str | None:
 def debug() -> bool:
     """Whether values in device memory are checked before a launch."""
     return _boolean("NVRTC_ATTN_DEBUG")
+
+
+def autotune() -> bool | None:
+    """Whether plans are chosen by measurement; ``None`` where the user leaves it open, see `nvrtc_attn.autotune`."""
+    return _boolean_or_unset("NVRTC_ATTN_AUTOTUNE")

@@ -333,7 +333,7 @@ def _local_devices() -> list[int]:
     kinds: dict[tuple[object, ...], int] = {}
     for found in jax.local_devices(backend="gpu"):
         props = device.properties(found.local_hardware_id)
-        kinds.setdefault((props.compute_capability, props.num_sms), props.index)
+        kinds.setdefault((props.name, props.compute_capability, props.num_sms), props.index)
     return list(kinds.values())
 
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
-from . import device, driver, env, philox
+from . import autotune, driver, env, philox
 from .codegen import params_class
 from .compile import compile_kernel
 from .config import KernelConfig
-from .heuristics import choose_backward, choose_forward
 from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec, Launch
 from .launch import launch, memset_async
 from .log import log_once
@@ -119,6 +118,11 @@ class _PlanBase:
             if launch_spec.grid
         )
 
+    @property
+    def local_bytes(self) -> int:
+        """Stack and spills of a thread, in the kernel that has the most."""
+        return max((step.kernel.local_bytes for step in self._steps), default=0)
+
     _BUFFERS: ClassVar[tuple[str, ...]]
     _POINTERS: ClassVar[struct.Struct]
 
@@ -140,10 +144,10 @@ class ForwardPlan(_PlanBase):
     _BUFFERS = ("out_partial", "lse_partial")
     _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
 
-    def __init__(self, problem: AttentionProblem, device_index: int, lse: LseLayout, stream: int) -> None:
-        spec = choose_forward(problem, **_chooser_arguments(device_index))
-        params = _forward_params(problem, lse)
-        super().__init__(spec, device_index, params, stream)
+    def __init__(
+        self, spec: ForwardPlanSpec, problem: AttentionProblem, device_index: int, lse: LseLayout, stream: int
+    ) -> None:
+        super().__init__(spec, device_index, _forward_params(problem, lse), stream)
 
     def run(
         self,
@@ -178,6 +182,7 @@ class BackwardPlan(_PlanBase):
 
     def __init__(
         self,
+        spec: BackwardPlanSpec,
         problem: AttentionProblem,
         device_index: int,
         lse: LseLayout,
@@ -185,7 +190,6 @@ class BackwardPlan(_PlanBase):
         dbias: OperandLayout | None,
         stream: int,
     ) -> None:
-        spec = choose_backward(problem, **_chooser_arguments(device_index))
         super().__init__(spec, device_index, _backward_params(problem, lse, dlse, dbias), stream)
 
     def run(
@@ -219,20 +223,23 @@ class BackwardPlan(_PlanBase):
         ))  # fmt: skip
 
 
-def _chooser_arguments(device_index: int) -> dict[str, Any]:
-    props = device.properties(device_index)
-    return {
-        "arch": device.arch_of(props),
-        "num_sms": props.num_sms,
-        "smem_limit": props.smem_per_block_optin,
-        "backend": env.backend(),
-    }
+def forward_plan(
+    problem: AttentionProblem, device_index: int, lse: LseLayout, stream: int, *, tune: bool | None = None
+) -> ForwardPlan:
+    """The cached plan for ``problem``; compiles and loads on the first call, which a capturing ``stream`` refuses.
 
-
-def forward_plan(problem: AttentionProblem, device_index: int, lse: LseLayout, stream: int) -> ForwardPlan:
-    """The cached plan for ``problem``; compiles and loads on the first call, which a capturing ``stream`` refuses."""
+    ``tune`` is what `env.autotune` says by default.
+    """
     key = ("forward", problem, device_index, lse, env.backend())
-    return _cached(key, lambda: ForwardPlan(problem, device_index, lse, stream))
+
+    def make() -> ForwardPlan:
+        def of(spec: ForwardPlanSpec) -> ForwardPlan:
+            return ForwardPlan(spec, problem, device_index, lse, stream)
+
+        extra = {"lse": _statistic(problem, lse)} if any(lse.strides) else {}
+        return of(autotune.choose_forward(problem, device_index, stream, of, extra, tune))
+
+    return _cached(key, make)
 
 
 def backward_plan(
@@ -242,10 +249,30 @@ def backward_plan(
     dlse: LseLayout | None,
     dbias: OperandLayout | None,
     stream: int,
+    *,
+    tune: bool | None = None,
 ) -> BackwardPlan:
     """The cached plan for the backward pass of ``problem``; as `forward_plan`."""
     key = ("backward", problem, device_index, lse, dlse, dbias, env.backend())
-    return _cached(key, lambda: BackwardPlan(problem, device_index, lse, dlse, dbias, stream))
+
+    def make() -> BackwardPlan:
+        def of(spec: BackwardPlanSpec) -> BackwardPlan:
+            return BackwardPlan(spec, problem, device_index, lse, dlse, dbias, stream)
+
+        extra = {"lse": _statistic(problem, lse)}
+        if dlse is not None:
+            extra["dlse"] = _statistic(problem, dlse)
+        if dbias is not None:
+            extra["dbias"] = dbias
+        return of(autotune.choose_backward(problem, device_index, stream, of, extra, tune))
+
+    return _cached(key, make)
+
+
+def _statistic(problem: AttentionProblem, lse: LseLayout) -> OperandLayout:
+    """``lse`` as an operand with a shape."""
+    batch, rows = (1, problem.q.shape[1]) if lse.packed else (problem.batch, lse.rows)
+    return OperandLayout(shape=(batch, problem.num_heads, rows), strides=tuple(lse.strides), dtype="float32")
 
 
 # Plans are a few kilobytes each; a training job with ever-changing lengths would still grow without a bound.

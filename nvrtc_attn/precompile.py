@@ -7,6 +7,7 @@ what a call looks up. ``python -m nvrtc_attn warmup`` is this module with a prog
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,7 +23,8 @@ from . import config as config_types
 from . import device, env
 from .config import Features, ForwardConfig, HopperForwardConfig, KernelConfig
 from .errors import CompileError
-from .problem import AttentionProblem, OperandLayout
+from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec
+from .problem import AttentionProblem, dense_layout
 
 REFERENCE_SMS: Final[dict[str, int]] = {
     "sm_75": 40,  # T4
@@ -108,15 +110,15 @@ def problems(request: Request) -> list[AttentionProblem]:
                 num_heads_kv=heads_kv,
                 head_dim=request.head_dim,
                 head_dim_v=head_dim_v,
-                q=_dense((*lead, heads, request.head_dim), request.dtype),
-                k=_dense((*lead_k, heads_kv, request.head_dim), request.dtype),
-                v=_dense((*lead_k, heads_kv, head_dim_v), request.dtype),
+                q=dense_layout((*lead, heads, request.head_dim), request.dtype),
+                k=dense_layout((*lead_k, heads_kv, request.head_dim), request.dtype),
+                v=dense_layout((*lead_k, heads_kv, head_dim_v), request.dtype),
                 window_right=0 if request.causal else None,
                 softmax_scale=request.head_dim**-0.5,
                 softcap=30.0 if request.softcap else 0.0,
                 dropout_p=0.1 if request.dropout else 0.0,
-                bias=_dense(scores, request.dtype) if request.bias or request.dbias else None,
-                mask=_dense(scores, "bool") if request.mask else None,
+                bias=dense_layout(scores, request.dtype) if request.bias or request.dbias else None,
+                mask=dense_layout(scores, "bool") if request.mask else None,
                 varlen=request.varlen,
                 seqused_k=request.seqused_k,
                 return_lse=request.backward,
@@ -127,15 +129,10 @@ def problems(request: Request) -> list[AttentionProblem]:
     return found
 
 
-def _dense(shape: tuple[int, ...], dtype: str) -> OperandLayout:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return OperandLayout(shape=shape, strides=tuple(reversed(strides)), dtype=dtype)
-
-
-def configs(requests: Sequence[Request]) -> list[KernelConfig]:
+def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[KernelConfig]:
     """Kernels that the requests need, each once, the slowest to compile first.
+
+    ``candidates``: of every plan that `tune` measures, too.
 
     Raises
     ------
@@ -144,7 +141,7 @@ def configs(requests: Sequence[Request]) -> list[KernelConfig]:
     UnsupportedError
         No kernel serves a request; carries every reason.
     """
-    from .heuristics import choose_backward, choose_forward
+    from .heuristics import backward_candidates, choose_backward, choose_forward, forward_candidates
 
     backend = env.backend()
     chosen: dict[KernelConfig, None] = {}
@@ -156,13 +153,49 @@ def configs(requests: Sequence[Request]) -> list[KernelConfig]:
         arch = device.arch_of(target.compute_capability)
         num_sms = request.num_sms or REFERENCE_SMS[arch]
         smem_limit = target.smem_per_block_optin
+        target_of: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit, "backend": backend}
         for problem in problems(request):
-            forward = choose_forward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
-            chosen.update((launch.config, None) for launch in forward.launches)
-            if request.backward and problem.seqlen_q > 1:
-                spec = choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
-                chosen.update((launch.config, None) for launch in spec.launches)
+            specs: list[ForwardPlanSpec | BackwardPlanSpec] = [choose_forward(problem, **target_of)]
+            backward = request.backward and problem.seqlen_q > 1
+            if backward:
+                specs.append(choose_backward(problem, **target_of))
+            if candidates:
+                specs += forward_candidates(problem, **target_of).values()
+                specs += backward_candidates(problem, **target_of).values() if backward else ()
+            chosen.update((launch.config, None) for spec in specs for launch in spec.launches)
     return sorted(chosen, key=lambda c: (c.kernel not in _SMALL, not isinstance(c, _FORWARD), c.head_dim), reverse=True)
+
+
+def tune(requests: Sequence[Request]) -> int:
+    """Measure on the GPUs of this machine what the requests can choose between; the number of passes looked at.
+
+    Of several GPUs of one kind the first is used. What is remembered already is not measured again. Results go to the
+    log and the cache, see `autotune`.
+    """
+    from . import driver
+    from .plan import LseLayout, backward_plan, forward_plan
+
+    kinds: dict[tuple[object, ...], int] = {}
+    for index in range(driver.device_count()):
+        props = device.properties(index)
+        kinds.setdefault((props.name, props.compute_capability, props.num_sms), index)
+    passes = 0
+    for index, request in itertools.product(kinds.values(), requests):
+        if device.ARCHITECTURES[request.arch].compute_capability != device.properties(index).compute_capability:
+            continue
+        for problem in problems(request):
+            out = dense_layout((*problem.q.shape[:3], problem.head_dim_v), problem.dtype)
+            p = dataclasses.replace(problem, out=out, dout=out, dq=problem.q, dk=problem.k, dv=problem.v)
+            if p.seqlen_q == 1:  # sees every key: a call describes it without a mask
+                p = dataclasses.replace(p, window_right=None)
+            heads, rows = p.num_heads, p.q.shape[1]
+            lse = LseLayout((heads * rows, rows, 1), rows=p.seqlen_q, packed=p.varlen)
+            forward_plan(p, index, lse, 0, tune=True)
+            passes += 1
+            if request.backward and p.seqlen_q > 1:
+                backward_plan(p, index, lse, None, p.bias if p.dbias else None, 0, tune=True)
+                passes += 1
+    return passes
 
 
 def worker_count(num_kernels: int) -> int:

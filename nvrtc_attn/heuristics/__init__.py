@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import Final, TypeVar
 
 from ..log import log_once
 from ..problem import AttentionProblem
-from .plan import BackwardPlanSpec, ForwardPlanSpec
+from .plan import BackwardPlanSpec, ForwardPlanSpec, label
+
+MAX_CANDIDATES: Final = 8
+"""Plans of one pass that are measured: each may have kernels of its own to compile, 1 to 5 s the first time."""
+_MAX_HOPPER: Final = 5
+_Spec = TypeVar("_Spec", ForwardPlanSpec, BackwardPlanSpec)
 
 
 def choose_forward(
@@ -65,6 +71,61 @@ def choose_backward(
     return portable_backward.choose_backward(
         problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
     )
+
+
+def forward_candidates(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
+) -> dict[str, ForwardPlanSpec]:
+    """Plans that may be the fastest for ``problem``, by `plan.label`: the choice of `choose_forward`, then others.
+
+    All are rows of the tables and compute the same: what ``deterministic`` promises, the dropout mask and which rows
+    are empty do not depend on the plan; roundings do. Arguments and errors as in `choose_forward`.
+    """
+    from . import portable_forward
+
+    chosen = choose_forward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
+    hopper: list[ForwardPlanSpec] = []
+    if _asks_for_hopper(arch, backend):
+        from . import hopper_forward
+
+        hopper = hopper_forward.candidates(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+    portable: list[ForwardPlanSpec] = []
+    if backend != "hopper" or not hopper:
+        portable = portable_forward.candidates(
+            problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
+        )
+    return _by_label(chosen, hopper, portable)
+
+
+def backward_candidates(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
+) -> dict[str, BackwardPlanSpec]:
+    """Plans for the backward pass, as `forward_candidates`."""
+    from . import portable_backward
+
+    chosen = choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
+    hopper: list[BackwardPlanSpec] = []
+    if _asks_for_hopper(arch, backend):
+        from . import hopper_backward
+
+        hopper = hopper_backward.candidates(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+    portable: list[BackwardPlanSpec] = []
+    if backend != "hopper" or not hopper:
+        portable = portable_backward.candidates(
+            problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
+        )
+    return _by_label(chosen, hopper, portable)
+
+
+def _by_label(chosen: _Spec, hopper: list[_Spec], portable: list[_Spec]) -> dict[str, _Spec]:
+    found: dict[str, _Spec] = {label(chosen): chosen}
+    if hopper and next(iter(found)).startswith("hopper"):
+        portable = portable[:1]  # 1.2 to 1.9 times the time, wherever it was measured (H200, 2026-11-21)
+    for spec in hopper[:_MAX_HOPPER] + portable:
+        name = label(spec)
+        if name not in found and len(found) < MAX_CANDIDATES:
+            found[name] = spec
+    return found
 
 
 def _asks_for_hopper(arch: str, backend: str) -> bool:

@@ -345,3 +345,27 @@ def choose_forward(
     """The plan of the forward pass, or every reason why the portable family has to serve ``problem``."""
     reasons = reasons_for_portable(problem, arch=arch, smem_limit=smem_limit)
     return reasons or plan_spec(problem, choose_tile(problem), num_sms=num_sms)
+
+
+def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[ForwardPlanSpec]:
+    """The table's plan and some whose tile differs from it as rows of the table differ; none where it has no plan."""
+    if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):
+        return []
+    tile = choose_tile(problem)
+    tiles = [tile]
+    lengths = problem.varlen or problem.seqused_k
+    if score_operands(problem) == 0 and max(problem.head_dim, problem.head_dim_v) <= 64 and tile.block_n >= 112:
+        rows, columns = (128, 128) if tile.block_m == 192 else (192, 112 if lengths else 128)
+        tiles.append(replace(tile, block_m=rows, block_n=columns, half_tile=False))
+    diagonal = problem.window_right is not None and score_operands(problem) == 0 and not lengths
+    if tile.half_tile or (diagonal and tile.block_n == 128):
+        tiles.append(replace(tile, half_tile=not tile.half_tile))
+    if tile.score_tiles and tile.num_stages_q == 2:
+        tiles.append(replace(tile, num_stages_q=1))
+    # Fewer keys: 112 are slower than 96 in four of five cases and spill with dropout. Scores come in slabs of 64.
+    step = 64 if tile.score_tiles else 32
+    columns = (tile.block_n - 1) // step * step
+    if columns >= 64:
+        tiles.append(replace(tile, block_n=columns, half_tile=False))
+    fitting = [x for x in tiles if smem_bytes(config_of(problem, x)) <= smem_limit]
+    return [plan_spec(problem, x, num_sms=num_sms) for x in fitting]

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from typing import Final
 
 from ..config import KernelConfig
 from ..tma import TensorMap
+
+_FOLLOWS_FROM_PROBLEM: Final = frozenset(
+    (
+        "kernel", "arch", "dtype", "head_dim", "head_dim_v", "block_m", "block_n", "aligned", "legacy_mma", "features",
+        "split", "dq", "dbias", "dbias_dtype", "log2_lse", "smem_bytes",
+    )
+)  # fmt: skip
+"""Fields of a config that do not tell two plans of one problem apart, or are spelled out by `label`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +80,22 @@ class ForwardPlanSpec:
             Workspace(field="out_partial", nbytes=self.out_partial_bytes, params=(("num_splits", self.num_splits),)),
             Workspace(field="lse_partial", nbytes=self.lse_partial_bytes),
         )
+
+
+def label(spec: ForwardPlanSpec | BackwardPlanSpec) -> str:
+    """What tells the plans of one problem apart: family, tile, and all that differs from its default in the config.
+
+    For example ``hopper 192x128 num_warps=16 num_stages=2 lazy_max``. It names the same choice at other lengths.
+    """
+    main = next((x for x in spec.launches if x.config.kernel.startswith(("forward_", "backward_portable"))), None)
+    main = main or next((x for x in spec.launches if x.config.kernel == "backward_hopper"), spec.launches[0])
+    config = main.config
+    words = ["hopper" if "hopper" in config.kernel else "portable", f"{config.block_m}x{config.block_n}"]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _FOLLOWS_FROM_PROBLEM and (field.default is MISSING or value != field.default):
+            words.append(
+                f"{'' if value else 'no '}{field.name}" if isinstance(value, bool) else f"{field.name}={value}"
+            )
+    splits = dict(main.params).get("num_splits", 1)
+    return " ".join(words if splits == 1 else [*words, f"splits={splits}"])

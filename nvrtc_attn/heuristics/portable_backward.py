@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from ..config import BackwardConfig, Features
 from ..errors import UnsupportedError
@@ -149,9 +149,19 @@ def tile_config(
 
 
 def choose_backward(
-    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, legacy_mma: bool = False
+    problem: AttentionProblem,
+    *,
+    arch: str,
+    num_sms: int,
+    smem_limit: int,
+    legacy_mma: bool = False,
+    rank: int = 0,
+    num_splits: int | None = None,
 ) -> BackwardPlanSpec:
     """Launches and workspaces of the backward pass.
+
+    ``rank`` takes a later row of the table among those that fit (the last, where there are fewer), ``num_splits``
+    another number of splits: both for `candidates`.
 
     Raises
     ------
@@ -170,11 +180,13 @@ def choose_backward(
         legacy_mma=legacy_mma,
         dq="none" if problem.deterministic else "atomic",
         dbias_dtype=problem.bias.dtype if stores_dbias and problem.bias is not None else None,
+        rank=rank,
     )
     num_m_blocks = -(-problem.seqlen_q // config.block_m)
     num_n_blocks = -(-problem.seqlen_k // config.block_n)
     slots = num_sms * max(_blocks_per_sm(config, smem_limit), 1)  # thread blocks that run at once
-    num_splits = _choose_splits(problem, config, slots, num_m_blocks, num_n_blocks)
+    if num_splits is None:
+        num_splits = _choose_splits(problem, config, slots, num_m_blocks, num_n_blocks)
     config = replace(config, split=num_splits > 1, skip_hidden=_skips_hidden(problem, config))
 
     launches = [_delta(problem, config, num_m_blocks), _dkv(problem, config, num_n_blocks, num_splits, slots)]
@@ -228,14 +240,35 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 
 
+def candidates(problem: AttentionProblem, **target: Any) -> list[BackwardPlanSpec]:
+    """The first rows of the tile table that fit, then the first row with half and with twice its splits, if any.
+
+    ``target`` are the arguments of `choose_backward`.
+    """
+    first = choose_backward(problem, **target)
+    found = [first, *(choose_backward(problem, **target, rank=rank) for rank in (1, 2))]
+    num_splits = dict(first.launches[1].params)["num_splits"]
+    if num_splits > 1:
+        splits = (num_splits // 2, min(2 * num_splits, MAX_SPLITS))
+        found += [choose_backward(problem, **target, num_splits=count) for count in splits]
+    return found
+
+
 def _choose_config(
-    problem: AttentionProblem, *, arch: str, smem_limit: int, legacy_mma: bool, dq: str, dbias_dtype: str | None
+    problem: AttentionProblem,
+    *,
+    arch: str,
+    smem_limit: int,
+    legacy_mma: bool,
+    dq: str,
+    dbias_dtype: str | None,
+    rank: int,
 ) -> BackwardConfig:
     head_dim, head_dim_v = (-(-d // 8) * 8 for d in (problem.head_dim, problem.head_dim_v))
     tiles = TILES_32BIT if problem.dtype == "float32" else TILES_16BIT
     if legacy_mma:
         smem_limit = min(smem_limit, 64 << 10)  # what a GPU that needs these instructions has
-    reasons = []
+    reasons, fitting = [], []
     for tile in _in_order(tiles, problem.seqlen_q):
         if tile.width < max(head_dim, head_dim_v):
             continue
@@ -254,11 +287,16 @@ def _choose_config(
             dbias_dtype=dbias_dtype,
         )
         if config.smem_bytes <= smem_limit and tile.blocks_per_sm <= _blocks_per_sm(config, smem_limit):
-            return config
+            fitting.append(config)
+            if len(fitting) > rank:
+                break
+            continue
         reasons.append(
             f"tile {tile.block_m} x {tile.block_n} at head dims {head_dim}, {head_dim_v}: {config.smem_bytes} bytes of "
             f"shared memory, {tile.blocks_per_sm} blocks per multiprocessor - {arch} has {smem_limit} per block"
         )
+    if fitting:
+        return fitting[-1]
     raise UnsupportedError("no tile of the dk/dv kernel fits", reasons)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from ..config import Features, ForwardConfig
 from ..errors import UnsupportedError
@@ -187,9 +187,19 @@ def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) ->
 
 
 def choose_forward(
-    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, legacy_mma: bool = False
+    problem: AttentionProblem,
+    *,
+    arch: str,
+    num_sms: int,
+    smem_limit: int,
+    legacy_mma: bool = False,
+    rank: int = 0,
+    num_splits: int | None = None,
 ) -> ForwardPlanSpec:
     """Kernels of the forward pass; see ``heuristics.choose_forward``.
+
+    ``rank`` takes a later row of the table among those that fit (the last, where there are fewer), ``num_splits``
+    another number of splits: both for `candidates`.
 
     Raises
     ------
@@ -221,14 +231,15 @@ def choose_forward(
         features=features_of(problem),
     )
     candidates = [_with_tile(base, tile) for tile in _tiles(base, problem.seqlen_q, problem.seqlen_k, smem_limit)]
-    config = next((c for c in candidates if smem_bytes(c) <= smem_limit), None)
-    if config is None:
+    fitting = [c for c in candidates if smem_bytes(c) <= smem_limit]
+    if not fitting:
         least = min(smem_bytes(c) for c in candidates)
         reason = (
             f"the smallest tile of {problem.dtype} with head_dim {problem.head_dim} and head_dim_v "
             f"{problem.head_dim_v} needs {least} bytes of shared memory; a block gets {smem_limit}"
         )
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", [reason])
+    config = fitting[min(rank, len(fitting) - 1)]
 
     # A varlen problem whose sequences are all empty still has tokens to zero.
     num_m_blocks = max(_ceil_div(problem.seqlen_q, config.block_m), int(problem.varlen))
@@ -238,14 +249,12 @@ def choose_forward(
     by_smem = (smem_limit + 1024) // (smem_bytes(config) + 1024)
     by_registers = 3 if config.block_m <= DECODE_ROWS else config.min_blocks_per_sm
     resident = max(1, min(by_smem, by_registers))
-    num_splits = 1
-    if row_bytes > 0:
-        num_splits = _num_splits(
-            heads * num_m_blocks,
-            _ceil_div(problem.seqlen_k, config.block_n),
-            num_sms * resident,
-            min(MAX_SPLITS, MAX_PARTIAL_BYTES // row_bytes),
-        )
+    most_splits = min(MAX_SPLITS, MAX_PARTIAL_BYTES // row_bytes) if row_bytes > 0 else 1
+    num_key_tiles = _ceil_div(problem.seqlen_k, config.block_n)
+    if num_splits is None:
+        num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, num_sms * resident, most_splits)
+    else:
+        num_splits = max(1, min(num_splits, most_splits, num_key_tiles // 2))
     sequences = problem.batch + int(problem.varlen)
     if num_splits == 1:
         launch = Launch(
@@ -296,3 +305,17 @@ def choose_forward(
 
 def _with_tile(config: ForwardConfig, tile: Tile) -> ForwardConfig:
     return replace(config, **asdict(tile))
+
+
+def candidates(problem: AttentionProblem, **target: Any) -> list[ForwardPlanSpec]:
+    """The first rows of the tile table that fit, then the first row with half and with twice its splits.
+
+    ``target`` are the arguments of `choose_forward`. Splits are varied where there are some, or where one block each
+    leaves half of the multiprocessors idle.
+    """
+    first = choose_forward(problem, **target)
+    found = [first, *(choose_forward(problem, **target, rank=rank) for rank in (1, 2))]
+    if first.num_splits > 1 or 2 * first.launches[0].grid <= target["num_sms"]:
+        splits = (first.num_splits // 2, 2 * first.num_splits)
+        found += [choose_forward(problem, **target, num_splits=count) for count in splits if count]
+    return found

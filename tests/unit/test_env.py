@@ -20,6 +20,7 @@ ACCESSORS: dict[str, Callable[[], object]] = {
     "NVRTC_ATTN_CACHE_SIZE": env.cache_size_bytes,
     "NVRTC_ATTN_CUTLASS_DIR": env.cutlass_dir,
     "NVRTC_ATTN_BACKEND": env.backend,
+    "NVRTC_ATTN_AUTOTUNE": env.autotune,
 }
 
 
@@ -64,6 +65,7 @@ def test_boolean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVRTC_ATTN_NO_COMPILE", "2", "one of 1, true"),
         ("NVRTC_ATTN_ASSERT_CACHED", "yess", "one of 1, true"),
         ("NVRTC_ATTN_DEBUG", "-1", "one of 1, true"),
+        ("NVRTC_ATTN_AUTOTUNE", "fast", "one of 1, true"),
         ("NVRTC_ATTN_BACKEND", "cudnn", "auto, portable"),
         ("NVRTC_ATTN_CACHE_SIZE", "1GB", "a positive number of bytes"),
         ("NVRTC_ATTN_CACHE_SIZE", "0", "a positive number of bytes"),
@@ -83,6 +85,13 @@ def test_invalid_value_names_variable_value_and_allowed(
         ACCESSORS[name]()
     assert repr(value) in str(caught.value)
     assert allowed in str(caught.value)
+
+
+@pytest.mark.reliability(102)
+def test_autotune_may_be_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, meaning in (("", None), (" ", None), ("1", True), ("on", True), ("0", False), ("No", False)):
+        monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", value)
+        assert env.autotune() is meaning, value
 
 
 @pytest.mark.reliability(102)
