@@ -217,6 +217,7 @@ def feature_cases() -> list[dict[str, Any]]:
         case("gqa 32/8 d128 causal s4096", 4, 4096, 32, 128, bf, causal=True, hkv=8),
         case("ragged s3000 d128", 4, 3000, 16, 128, bf),
         case("decode 1x8192 d128", 32, 1, 32, 128, bf, sk=8192),
+        case("decode gqa 32/8", 32, 1, 32, 128, bf, sk=8192, hkv=8),
     ]
 
 
@@ -246,6 +247,9 @@ def features(rep_ms: int) -> list[dict[str, Any]]:
         pairs["ours"] = partial(ours, q, k, v, dout, grads, bias=bias, dropout_p=p, causal=causal)
         flops = 2.0 * b * h * s * sk * (d + dv) / (2 if causal else 1)
         row = measure({"case": c["name"]}, pairs, flops, rep_ms)
+        if s == 1:  # decoding reads K and V and computes little
+            row["GB/s"] = 1e-6 * (k.nbytes + v.nbytes) / row["ours.fwd"]
+            row["of copy"] = row["GB/s"] / copy_gb_per_s()
         row["peak_mb.ours"] = peak_mb(pairs["ours"])
         if "seed.bwd" in row:
             row["peak_mb.seed"] = peak_mb(pairs["seed"])
@@ -253,6 +257,14 @@ def features(rep_ms: int) -> list[dict[str, Any]]:
         del pairs
         torch.cuda.empty_cache()
     return rows
+
+
+def copy_gb_per_s() -> float:
+    """Bandwidth of a copy of 2 GB on the GPU, bytes read and bytes written."""
+    source = torch.empty(2 * 10**9, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    ms = in_turn({"copy": lambda: target.copy_(source)})["copy"]["ms"]
+    return 1e-6 * 2 * source.nbytes / ms
 
 
 def peak_mb(make: Callable[[], Pair]) -> float:
@@ -401,6 +413,8 @@ def main() -> None:
             "bwd/flash2",
             "fwd/cudnn",
             "bwd/cudnn",
+            "GB/s",
+            "of copy",
             "peak_mb.ours",
             "peak_mb.seed",
         ]

@@ -67,6 +67,8 @@ class ForwardConfig(KernelConfig):
     """The forward kernel and, with ``split``, the kernel that writes partial results for ``combine``."""
 
     split: bool = False
+    packed_heads: bool = False
+    """The query heads of a key head are rows of one tile, so that they share a pass over K and V."""
     preload_q: bool = False
     """Keep the query tile in registers for the whole key loop."""
     warps_n: int = 1

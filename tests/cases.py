@@ -421,7 +421,7 @@ def named_cases() -> list[Case]:
         make_case("empty-keys", seqlen_k=0, dlse=True, bias="bhq1"),
         make_case("empty-heads", num_heads=0),
     ]
-    cases += _varlen_cases() + _several_tile_cases()
+    cases += _varlen_cases() + _several_tile_cases() + _few_query_cases()
     for layout in LAYOUTS[1:]:
         for dtype in ("float16", "float32"):
             case = make_case(
@@ -464,6 +464,45 @@ def _several_tile_cases() -> list[Case]:
         )
         for n, case in enumerate(fields)
     ]
+
+
+def _few_query_cases() -> list[Case]:
+    """Up to 63 queries of heads that share a key head: the rows of one tile are (query, head)."""
+    grouped: dict[str, Any] = {"num_heads": 8, "num_heads_kv": 2}
+    one: dict[str, Any] = {**grouped, "seqlen_q": 1}
+    few: dict[str, Any] = {**grouped, "seqlen_q": 5}
+    long: dict[str, Any] = {"batch": 1, "seqlen_k": 5003, "head_dim": 128, "dtype": "bfloat16"}
+    lengths = ((1, 203), (1, 0), (0, 64), (1, 1), (1, 700))
+    short = ((7, 203), (1, 64), (0, 50), (5, 3), (3, 0))
+    fields: list[dict[str, Any]] = [
+        {**one, **long, "dlse": True},
+        {**few, **long, "causal": True, "dtype": "float16"},
+        {**few, **long, "window_size": (1000, 0), "num_heads": 6, "dtype": "float32"},
+        {**one, **long, "num_heads": 5, "num_heads_kv": 1, "bias": "bhqk", "mask": "bhqk", "mask_empty": True},
+        {**one, **long, "seqlens": ((1, 5003),) * 3, "seqused_k": (5003, 0, 77), "head_dim": 40},
+        {**one, "num_heads": 32, "num_heads_kv": 1, "head_dim": 64},
+        {**one, "causal": "top_left", "dtype": "bfloat16"},
+        {**one, "window_size": (17, None), "bias": "1h1k"},
+        {**one, "head_dim": 256, "mask": "b11k", "dtype": "bfloat16"},
+        {**one, "head_dim": 64, "head_dim_v": 320},
+        {**one, "dropout_p": 0.3, "dtype": "float32", "offset": 5},
+        {**few, "causal": True, "dropout_p": 0.3, "seqlen_k": 205, "offset": 3},
+        {**few, "causal": "top_left", "bias": "bhqk", "bias_dtype": "float32", "softcap": 4.0},
+        {**few, "window_size": (20, 3), "mask": "bhqk", "head_dim": 59},
+        {**few, "seqlen_k": 3, "causal": True, "dlse": True},
+        {**few, "num_heads": 7, "num_heads_kv": 1, "seqlen_q": 9, "causal": True, "softmax_scale": -0.2},
+        {**few, "num_heads": 9, "num_heads_kv": 3, "seqlen_q": 40, "causal": True, "head_dim": 96},
+        {**grouped, "seqlen_q": 63, "causal": True, "window_size": (30, 0), "head_dim": 128},
+        {**grouped, "seqlen_q": 17, "batch": 1, "seqlen_k": 4099, "causal": True, "head_dim": 256, "bias": "1hqk"},
+        {**grouped, "seqlens": lengths, "seqused_k": (100, 0, 3, 1, 699), "tail": (3, 0), "dlse": True},
+        {**grouped, "seqlens": short, "causal": True, "dropout_p": 0.2, "tail": (2, 5), "dtype": "bfloat16"},
+        {**grouped, "seqlens": ((4, 6000), (2, 300)), "causal": True, "head_dim": 128, "tail": (1, 0)},
+    ]  # fmt: skip
+    cases = [make_case(f"few-queries-{n}", **case) for n, case in enumerate(fields)]
+    for n, layout in enumerate(LAYOUTS[1:]):
+        case = few if n % 2 else one
+        cases.append(make_case(f"few-queries-{layout}", layout=layout, dtype=_DTYPES[n % 3], bias="bhqk", **case))
+    return cases
 
 
 def _basic() -> Iterator[tuple[str, bool | str]]:

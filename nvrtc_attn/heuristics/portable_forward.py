@@ -12,11 +12,23 @@ from ..problem import AttentionProblem, OperandLayout
 from .plan import ForwardPlanSpec, Launch
 
 MAX_HEAD_DIM: Final = 512
-MAX_SPLITS: Final = 64
+MAX_SPLITS: Final = 256
 MAX_PARTIAL_BYTES: Final = 256 << 20
 """Bound of the split-keys workspace: past it there are enough query blocks to fill any GPU without splitting."""
 DECODE_ROWS: Final = 16
 """Up to this many query rows the warps of a block divide the keys instead of the rows."""
+PACKED_QUERIES: Final = 64
+"""Below this many queries, the heads that share a key head share a tile; from here on a head fills one of its own."""
+STREAMED_KEYS: Final = 1024
+"""From here on up to 64 query rows wait for K and V, and their tiles load in two stages."""
+IN_FLIGHT_BYTES: Final = 30 << 10
+"""Of K and V on the way to each multiprocessor, around which memory begins to idle, see `_stream_keys`."""
+SPLIT_BYTES: Final = 30 << 20
+"""What splitting costs, in bytes that could have been read: 7 us of an H200, most of it the second kernel.
+
+Bringing that up early (programmatic dependent launch) gains 1 us with 2048 or 8192 keys, nothing beyond, and loses 2 us
+with 256 splits.
+"""
 COMBINE_WARPS: Final = 4
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
@@ -43,7 +55,7 @@ class Tile:
 def smem_bytes(config: ForwardConfig) -> int:
     """Dynamic shared memory of one thread block; the map is at the head of ``forward_portable.cuh``."""
     if config.kernel == "combine":
-        return 0
+        return 4 * MAX_SPLITS * config.block_m + 16 * config.num_threads
     tiles = config.block_m * config.head_dim
     tiles += config.num_stages * config.block_n * (config.head_dim + config.head_dim_v)
     if config.warps_n > 1:
@@ -91,12 +103,12 @@ def _tiles(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_limit: int)
 
     Times are those of one NVIDIA H200, 2026-11-20, bfloat16 unless stated, against the tile that lost.
     """
-    for tile in _tiles_by_shape(config, seqlen_q, smem_limit):
+    for tile in _tiles_by_shape(config, seqlen_q, seqlen_k, smem_limit):
         # Few keys (cross-attention to 77 tokens): a tile need not be wider than they are.
         yield replace(tile, block_n=max(16 * tile.warps_n, min(tile.block_n, _round_up(seqlen_k, 16))))
 
 
-def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, smem_limit: int) -> Iterator[Tile]:
+def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_limit: int) -> Iterator[Tile]:
     features = config.features
     dim, dim_v = config.head_dim, config.head_dim_v
     fast_loads = config.aligned and not config.legacy_mma
@@ -117,6 +129,13 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, smem_limit: int) -> It
         yield Tile(block_m=16, block_n=32, num_warps=2, warps_n=2)
         yield Tile(block_m=16, block_n=16, num_warps=1)
         return
+    if fast_loads and config.itemsize == 2 and seqlen_q <= 64 and seqlen_k >= STREAMED_KEYS:
+        # 8192 keys, B32 H32/8, D 128, GB/s of K and V. 32 rows: 4230; 8 warps: 4200; a tile of 64: 4160; two of 16:
+        # 3170. 64 rows: 4085; 1 stage: 3770; 8 warps: 3890; two tiles of 32: 3080.
+        if seqlen_q <= 32:
+            yield Tile(block_m=32, block_n=64, num_warps=4, num_stages=2, warps_n=2)
+        elif max(dim, dim_v) <= 128 and smem_limit >= 128 << 10:
+            yield Tile(block_m=64, block_n=64, num_warps=4, num_stages=2)
     if config.itemsize == 4:
         # D 64, B4 S2048 H16: 1.057 ms; 64 x 64: 1.127. D 128: 2.09 ms; 64 x 32: 2.25; 128 x 16: 2.25; 256 x 32 with
         # 8 warps: 2.03, but on one block a multiprocessor. With any policy 128 rows spill.
@@ -171,6 +190,11 @@ def _head_group(problem: AttentionProblem, config: ForwardConfig) -> int:
     return max(1, min(problem.batch * problem.num_heads, L2_BYTES // bytes_per_head))
 
 
+def packs_heads(problem: AttentionProblem) -> bool:
+    """Whether the query heads of a key head are rows of one tile."""
+    return 0 < problem.num_heads_kv < problem.num_heads and problem.seqlen_q < PACKED_QUERIES
+
+
 def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) -> int:
     """Splits of the keys that minimise waves times key tiles per block; ``slots`` blocks run at once.
 
@@ -184,6 +208,69 @@ def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) ->
         if cost < 0.95 * best_cost:
             best, best_cost = splits, cost
     return best
+
+
+def _resident(config: ForwardConfig, smem_limit: int, by_registers: int) -> int:
+    """Blocks that share a multiprocessor: by shared memory (1 KB of each is the system's) and by registers."""
+    return max(1, min((smem_limit + 1024) // (smem_bytes(config) + 1024), by_registers))
+
+
+def _stream_keys(
+    config: ForwardConfig,
+    blocks: int,
+    num_key_tiles: int,
+    *,
+    num_sms: int,
+    smem_limit: int,
+    row_bytes: int,
+    max_splits: int,
+    ragged: bool,
+) -> tuple[ForwardConfig, int]:
+    """``config`` and its splits of the keys for few query rows, whose time is that of reading K and V.
+
+    ``blocks`` is their number without splits, ``row_bytes`` what one split writes and the second kernel reads. With
+    ``ragged``, several sequences have lengths on the device.
+
+    Blocks that run together share the memory's bandwidth, if they are enough to keep it busy, which those of the last
+    wave may not be. Ragged lengths are taken to end in such a wave, one block long. In us, H200, 2026-11-21, H32/8 at D
+    128, 8192 keys, B32: 252, 273, 261, 264, 264 with 1, 2, 3, 4, 6 splits; 32768 keys, B4: 145, 136, 130, 127, 129 with
+    4, 5, 6, 8, 12; H64/8 at D 64, B4: 77, 70, 68, 81 with 8, 12, 16, 24; lengths 512 to 8192, B32: 170, 151, 151, 154
+    with 1, 4, 8, 16.
+    """
+    tile_bytes = config.itemsize * config.block_n * (config.head_dim + config.head_dim_v)
+    most = min(max_splits, max(num_key_tiles // 2, 1))
+
+    # One block on nearly every multiprocessor and a third stage to keep the memory busy: half the splits of two blocks
+    # each. D 128, H32/8: 32768 keys, B1: 37 us, with twice the blocks 39; B4: 126 and 127; H64/8, 8192 keys, B16, where
+    # it spares the splitting: 124 and 133. With 64 KB a stage two stages do (D 256), with 16 KB (D 64) three would not.
+    one_each = num_sms // max(blocks, 1)
+    deeper = replace(config, num_stages=config.num_stages + 1)
+    if (
+        0 < one_each <= most
+        and 10 * blocks * one_each >= 9 * num_sms
+        and not ragged
+        and config.block_m <= DECODE_ROWS
+        and 32 << 10 <= tile_bytes * (config.num_stages - 1) < 64 << 10
+        and smem_bytes(deeper) <= smem_limit
+    ):
+        return deeper, one_each
+
+    # 81, 133 and 227 registers at D 64, 128 and 256.
+    registers = min(255, 40 + 3 * config.head_dim_v // 4)
+    slots = num_sms * _resident(config, smem_limit, 65536 // (config.num_threads * registers))
+    busy = num_sms * IN_FLIGHT_BYTES / (tile_bytes * (config.num_stages - 1))
+    best, best_cost = 1, 0.0
+    for splits in range(1, most + 1):
+        waves, rest = divmod(blocks * splits, slots)
+        together = blocks * splits + busy
+        if not ragged:
+            together = waves * slots + ((rest**4 + busy**4) ** 0.25 if rest else 0)
+        cost = (_ceil_div(num_key_tiles, splits) + 0.25) * tile_bytes * together  # a block starts and ends, too
+        if splits > 1:
+            cost += SPLIT_BYTES + 2 * splits * row_bytes
+        if splits == 1 or cost < 0.99 * best_cost:
+            best, best_cost = splits, cost
+    return config, best
 
 
 def choose_forward(
@@ -215,6 +302,9 @@ def choose_forward(
     if reasons:
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", reasons)
 
+    group = problem.num_heads // problem.num_heads_kv if packs_heads(problem) else 1
+    rows = problem.seqlen_q * group  # of one (batch, head) that the tiles divide
+    heads = problem.batch * problem.num_heads // group
     itemsize = 4 if problem.dtype == "float32" else 2
     warps_d_unit = 64 if problem.head_dim_v > 256 else 8
     base = ForwardConfig(
@@ -229,8 +319,9 @@ def choose_forward(
         aligned=all(is_vectorizable(x, itemsize) for x in (problem.q, problem.k, problem.v)),
         legacy_mma=legacy_mma,
         features=features_of(problem),
+        packed_heads=group > 1,
     )
-    candidates = [_with_tile(base, tile) for tile in _tiles(base, problem.seqlen_q, problem.seqlen_k, smem_limit)]
+    candidates = [_with_tile(base, tile) for tile in _tiles(base, rows, problem.seqlen_k, smem_limit)]
     fitting = [c for c in candidates if smem_bytes(c) <= smem_limit]
     if not fitting:
         least = min(smem_bytes(c) for c in candidates)
@@ -242,24 +333,33 @@ def choose_forward(
     config = fitting[min(rank, len(fitting) - 1)]
 
     # A varlen problem whose sequences are all empty still has tokens to zero.
-    num_m_blocks = max(_ceil_div(problem.seqlen_q, config.block_m), int(problem.varlen))
-    heads = problem.batch * problem.num_heads
-    row_bytes = 4 * heads * problem.seqlen_q * (config.head_dim_v + 1)
-    # Blocks that share a multiprocessor: by shared memory (1 KB of each is the system's) and by registers.
-    by_smem = (smem_limit + 1024) // (smem_bytes(config) + 1024)
-    by_registers = 3 if config.block_m <= DECODE_ROWS else config.min_blocks_per_sm
-    resident = max(1, min(by_smem, by_registers))
-    most_splits = min(MAX_SPLITS, MAX_PARTIAL_BYTES // row_bytes) if row_bytes > 0 else 1
+    num_m_blocks = max(_ceil_div(rows, config.block_m), int(problem.varlen))
+    num_rows = heads * rows
+    row_bytes = 4 * num_rows * (config.head_dim_v + 1)
     num_key_tiles = _ceil_div(problem.seqlen_k, config.block_n)
-    if num_splits is None:
-        num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, num_sms * resident, most_splits)
+    max_splits = min(MAX_SPLITS, MAX_PARTIAL_BYTES // row_bytes) if row_bytes else 1
+    if num_splits is not None:
+        num_splits = max(1, min(num_splits, max_splits, num_key_tiles // 2))
+    elif config.num_stages > 1 and config.aligned and not legacy_mma:
+        config, num_splits = _stream_keys(
+            config,
+            heads * num_m_blocks,
+            num_key_tiles,
+            num_sms=num_sms,
+            smem_limit=smem_limit,
+            row_bytes=row_bytes,
+            max_splits=max_splits,
+            ragged=problem.batch > 1 and (problem.varlen or problem.seqused_k),
+        )
     else:
-        num_splits = max(1, min(num_splits, most_splits, num_key_tiles // 2))
-    sequences = problem.batch + int(problem.varlen)
+        by_registers = 3 if config.block_m <= DECODE_ROWS else config.min_blocks_per_sm
+        slots = num_sms * _resident(config, smem_limit, by_registers)
+        num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, slots, max_splits)
     if num_splits == 1:
+        virtual_heads = problem.num_heads // group if problem.varlen else 0
         launch = Launch(
             config=config,
-            grid=sequences * problem.num_heads * num_m_blocks,
+            grid=(heads + virtual_heads) * num_m_blocks,
             block=config.num_threads,
             smem_bytes=smem_bytes(config),
             params=(("num_m_blocks", num_m_blocks), ("num_splits", 1), ("head_group", _head_group(problem, config))),
@@ -273,13 +373,12 @@ def choose_forward(
         dtype=problem.dtype,
         head_dim=config.head_dim_v,
         head_dim_v=config.head_dim_v,
-        block_m=COMBINE_WARPS,
+        block_m=COMBINE_WARPS if num_rows >= 8 * num_sms else 1,
         block_n=16,
-        num_warps=COMBINE_WARPS,
+        num_warps=COMBINE_WARPS if num_rows >= 8 * num_sms else 2 * COMBINE_WARPS,
         legacy_mma=legacy_mma,
         features=Features(varlen=problem.varlen),
     )
-    num_rows = heads * problem.seqlen_q
     return ForwardPlanSpec(
         launches=(
             Launch(
@@ -291,9 +390,9 @@ def choose_forward(
             ),
             Launch(
                 config=combine_config,
-                grid=_ceil_div(num_rows, COMBINE_WARPS) + (problem.num_heads if problem.varlen else 0),
+                grid=_ceil_div(num_rows, combine_config.block_m) + (problem.num_heads if problem.varlen else 0),
                 block=combine_config.num_threads,
-                smem_bytes=0,
+                smem_bytes=smem_bytes(combine_config),
                 params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits)),
             ),
         ),

@@ -155,7 +155,8 @@ struct ScoreOperand {
   static constexpr int kN = kEnabled ? kTilesN : 1;
   ElementPair<Element> value[kM][kN][2];
 
-  NVRTC_ATTN_DEVICE void load(ScoreTensor<Element const> const& t, int i, int j, int len_q, int len_k) {
+  template <class Tensor>
+  NVRTC_ATTN_DEVICE void load(Tensor const& t, int i, int j, int len_q, int len_k) {
     // Whole warp: all rows and columns of the tile lie inside and pairs are vectors.
     bool const inside = t.pairs && i + 16 * (kTilesM - 1) + 8 < len_q && j + 8 * (kTilesN - 1) + 1 < len_k;
     if (__all_sync(0xffffffffu, inside)) {

@@ -2,6 +2,7 @@
 #pragma once
 #include "epilogue.cuh"
 #include "forward_operands.cuh"
+#include "packed_heads.cuh"
 #include "softmax.cuh"
 
 namespace nvrtc_attn {
@@ -13,7 +14,7 @@ template <class Traits>
 struct Position {
   using Shape = ForwardShape<Traits>;
   int tid, lane, warp_row0, warp_n, warp_d;
-  int m_block, split, h, b;
+  int m_block, split, h, b;  // packed heads: h is the first of the tile's
 
   // Read anew from the special registers (volatile), so that the epilogue can work everything out again: kept through
   // the main loop, these values spill.
@@ -27,7 +28,8 @@ struct Position {
     warp_n = Traits::kWarpsN > 1 ? warp / Shape::kWarpsM : 0;
     warp_d = Traits::kWarpsD > 1 ? warp / Shape::kWarpsM : 0;
     int const num_splits = Traits::kSplit ? params.num_splits : 1;
-    int const num_units = (params.batch + (Traits::kVarlen && !Traits::kSplit)) * params.num_heads * num_splits;
+    int const heads = Traits::kPackedHeads ? params.num_heads_kv : params.num_heads;
+    int const num_units = (params.batch + (Traits::kVarlen && !Traits::kSplit)) * heads * num_splits;
     int const group = block / (params.head_group * params.num_m_blocks);
     int const in_group = block - group * params.head_group * params.num_m_blocks;
     int const units = min(params.head_group, num_units - group * params.head_group);
@@ -35,8 +37,9 @@ struct Position {
     block = group * params.head_group + in_group % units;
     split = block % num_splits;
     block /= num_splits;
-    h = block % params.num_heads;
-    b = block / params.num_heads;
+    h = block % heads;
+    b = block / heads;
+    if constexpr (Traits::kPackedHeads) h *= params.num_heads / heads;
   }
 };
 
@@ -45,23 +48,28 @@ template <class Traits>
 struct OutputRows {
   using Element = typename Traits::Element;
   ForwardParams const& params;
-  int split, b, h, batch_index, q_row0, len_q;
+  RowMap<Traits::kPackedHeads> row_map;
+  int split, b, h, batch_index, q_row0;
+  int count;  // rows of the sequence
   bool vectors;
 
   NVRTC_ATTN_DEVICE Element* out(int i) const {
     return reinterpret_cast<Element*>(params.out) + index_t(batch_index) * params.out_stride_b +
-           index_t(h) * params.out_stride_h + (index_t(q_row0) + i) * params.out_stride_m;
+           index_t(h + row_map.head(i)) * params.out_stride_h +
+           (index_t(q_row0) + row_map.query(i)) * params.out_stride_m;
   }
   NVRTC_ATTN_DEVICE float* partial(int i) const {
-    return params.out_partial + partial_row(params, split, b, h, i) * Traits::kHeadDimV;
+    return params.out_partial +
+           partial_row(params, split, b, h + row_map.head(i), row_map.query(i)) * Traits::kHeadDimV;
   }
   NVRTC_ATTN_DEVICE void write_lse(int i, float row_max, float row_sum, ScoreMap<Traits> const& map) const {
     bool const empty = row_max == -infinity();
     float const lse = row_max * (map.exponent_scale * kLn2) + logf(row_sum);
     if constexpr (Traits::kSplit) {
-      params.lse_partial[partial_row(params, split, b, h, i)] = empty ? -infinity() : lse;
+      params.lse_partial[partial_row(params, split, b, h + row_map.head(i), row_map.query(i))] =
+          empty ? -infinity() : lse;
     } else if (params.lse != nullptr) {
-      *lse_row(params, b, h, q_row0, i) = empty ? params.lse_empty : lse;
+      *lse_row(params, b, h + row_map.head(i), q_row0, row_map.query(i)) = empty ? params.lse_empty : lse;
     }
   }
   // 16 bytes of row i, columns d..: one store when the caller's tensor allows it.
@@ -94,7 +102,7 @@ NVRTC_ATTN_DEVICE void write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD]
 #pragma unroll
   for (int r = 0; r < Softmax::kRows; ++r) {
     int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
-    bool const valid = m0 + row < rows.len_q;
+    bool const valid = m0 + row < rows.count;
     float const sum = softmax.row_sum[r];
     float const factor = sum == 0.0f ? 0.0f : multiplier / sum;
     if (t == 0 && here.warp_d == 0 && valid) rows.write_lse(m0 + row, softmax.row_max[r], sum, map);
@@ -121,7 +129,7 @@ NVRTC_ATTN_DEVICE void write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD]
     for (int n = here.tid; n < Shape::kBlockM * TileO::kChunks; n += Shape::kThreads) {
       int const row = n / TileO::kChunks;
       int const chunk = n % TileO::kChunks;
-      if (m0 + row >= rows.len_q) break;  // rows only grow
+      if (m0 + row >= rows.count) break;  // rows only grow
       rows.write_chunk(m0 + row, chunk * TileO::kVec, sO + TileO::chunk_offset(row, chunk));
     }
   }
@@ -162,7 +170,7 @@ NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape
     for (int w = 0; w < Traits::kWarpsN; ++w) {
       sum += sSum[w * Shape::kBlockM + row] * map.ratio(sMax[w * Shape::kBlockM + row], finite_max);
     }
-    if (t == 0 && here.warp_n == 0 && m0 + row < rows.len_q) rows.write_lse(m0 + row, row_max, sum, map);
+    if (t == 0 && here.warp_n == 0 && m0 + row < rows.count) rows.write_lse(m0 + row, row_max, sum, map);
     float const factor = sum == 0.0f ? 0.0f : multiplier / sum * map.ratio(softmax.row_max[r], finite_max);
 #pragma unroll
     for (int d = 0; d < Shape::kTilesD; ++d) {
@@ -174,7 +182,7 @@ NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape
   for (int n = here.tid; n < Shape::kBlockM * kColumns / 4; n += Shape::kThreads) {
     int const row = n / (kColumns / 4);
     int const col = n % (kColumns / 4) * 4;
-    if (m0 + row >= rows.len_q) break;  // rows only grow
+    if (m0 + row >= rows.count) break;  // rows only grow
     float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int w = 0; w < Traits::kWarpsN; ++w) {

@@ -2,6 +2,7 @@
 #pragma once
 #include "dropout.cuh"
 #include "forward_operands.cuh"
+#include "packed_heads.cuh"
 #include "softmax.cuh"
 
 namespace nvrtc_attn {
@@ -120,13 +121,15 @@ NVRTC_ATTN_DEVICE void multiply_qk(AccTile (&s)[Shape::kTilesM][Shape::kTilesN],
 }
 
 // -inf for what the position mask drops; i and j are this thread's first row and column.
-template <class Shape, bool kBand>
+template <class Shape, bool kBand, bool kPacked>
 NVRTC_ATTN_DEVICE void apply_position_mask(AccTile (&s)[Shape::kTilesM][Shape::kTilesN],
-                                           PositionMask<kBand> const& mask, int i, int j) {
+                                           PositionMask<kBand> const& mask, RowMap<kPacked> const& row_map, int i,
+                                           int j) {
 #pragma unroll
   for (int r = 0; r < 2 * Shape::kTilesM; ++r) {
-    int const first = mask.first_key(i + 8 * r) - j;
-    int const last = mask.last_key(i + 8 * r) - j;
+    int const query = kBand ? row_map.query(i + 8 * r) : 0;
+    int const first = mask.first_key(query) - j;
+    int const last = mask.last_key(query) - j;
 #pragma unroll
     for (int n = 0; n < Shape::kTilesN; ++n) {
 #pragma unroll
@@ -143,6 +146,8 @@ struct Probabilities {
   Softmax& softmax;
   ScoreMap<Traits> const& map;
   Dropout const& dropout;
+  RowMap<Traits::kPackedHeads> const& row_map;
+  int seqlen_q;     // which a head is apart from the next in the stream of dropout, in rows
   int i, n0, lane;  // row of this thread, first key of the warp's part of the tile
   float reference[Softmax::kRows];
 
@@ -153,7 +158,10 @@ struct Probabilities {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         unsigned keep = 0;
-        if constexpr (Traits::kDropout) keep = dropout.keep_bits(i + 16 * m + 8 * r, n0 + 16 * pair, lane);
+        if constexpr (Traits::kDropout) {
+          int const row = i + 16 * m + 8 * r;
+          keep = dropout.keep_bits(row_map.query(row) + row_map.head(row) * seqlen_q, n0 + 16 * pair, lane);
+        }
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           float& x = s[m][2 * pair + c / 2][2 * r + c % 2];

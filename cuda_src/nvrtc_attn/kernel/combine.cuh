@@ -1,8 +1,13 @@
 // Merge the partial results of split keys: out = sum over splits of exp(lse_s - lse) * out_s, lse = log of the sum.
 //
-// One warp per output row (sequence, head, query), kNumWarps rows a thread block; splits are added in order, so the result
-// does not depend on timing. Every element of out and lse is written here: the kernel over splits writes the workspace only,
-// and a split without keys only its lse (-inf), so its out_partial is never read. No shared memory, no barriers.
+// A thread block has kBlockM output rows (sequence, head, query), a warp or the whole block for each: few rows of many
+// splits (decoding) need the threads. A thread has four value columns; threads beyond a row of those divide the splits
+// into groups. Splits are added in a fixed order, so the result does not depend on timing. Every element of out and lse is
+// written here: the kernel over splits writes the workspace only, and a split without keys only its lse (-inf), so its
+// out_partial is never read.
+//
+// Shared memory: weights[kBlockM][num_splits], rounded up to 16 bytes; a float4 of each thread. Barriers, of the threads of
+// a row: weights, sums.
 #pragma once
 #include "../collective/epilogue.cuh"
 #include "../collective/scores.cuh"
@@ -13,11 +18,29 @@ namespace nvrtc_attn {
 template <class Traits>
 NVRTC_ATTN_DEVICE void combine(ForwardParams const& params) {
   using Element = typename Traits::Element;
-  int const lane = int(threadIdx.x) & 31;
-  int const warp = int(threadIdx.x) >> 5;
+  constexpr int kRows = Traits::kBlockM;
+  constexpr int kThreads = Traits::kNumThreads / kRows;  // of a row
+  constexpr int kVectors = Traits::kHeadDimV / 4;
+  constexpr int kGroups = kThreads > kVectors ? kThreads / kVectors : 1;
+  static_assert(kThreads == 32 || kRows == 1, "the threads of a row are a warp or the block");
+  static_assert(Traits::kHeadDimV % 4 == 0, "a thread has four columns");
+  extern __shared__ __align__(16) unsigned char smem[];
+  int const tid = int(threadIdx.x) % kThreads;
+  int const row_in_block = int(threadIdx.x) / kThreads;
+  int const lane = tid & 31;
+  float* const weights = reinterpret_cast<float*>(smem) + row_in_block * params.num_splits;
+  float4* const sums = reinterpret_cast<float4*>(smem + (kRows * params.num_splits * sizeof(float) + 15) / 16 * 16) +
+                       row_in_block * kThreads;
+  auto sync = [] {
+    if constexpr (kRows == 1) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+  };
   int const rows_per_head = params.seqlen_q;
-  index_t const num_rows = index_t(params.batch) * params.num_heads * rows_per_head;
-  int const row_blocks = int((num_rows + Traits::kNumWarps - 1) / Traits::kNumWarps);
+  int const num_rows = params.batch * params.num_heads * rows_per_head;
+  int const row_blocks = (num_rows + kRows - 1) / kRows;
   if constexpr (Traits::kVarlen) {
     if (int(blockIdx.x) >= row_blocks) {  // one more block per head: tokens outside every sequence
       zero_rows_of_no_sequence<Element, Traits::kNumThreads>(params, int(blockIdx.x) - row_blocks, 0, 1,
@@ -25,52 +48,75 @@ NVRTC_ATTN_DEVICE void combine(ForwardParams const& params) {
       return;
     }
   }
-  index_t const row = index_t(blockIdx.x) * Traits::kNumWarps + warp;
+  int const row = int(blockIdx.x) * kRows + row_in_block;
   if (row >= num_rows) return;
-  int const i = int(row % rows_per_head);
-  int const h = int(row / rows_per_head % params.num_heads);
-  int const b = int(row / rows_per_head / params.num_heads);
+  int const i = row % rows_per_head;
+  int const h = row / rows_per_head % params.num_heads;
+  int const b = row / rows_per_head / params.num_heads;
   SeqlenInfo<Traits::kVarlen, false> const seqlen(params, b);
-  pad_lse<32>(params, b, h, seqlen.len_q, i, 1, i == rows_per_head - 1, lane);
+  pad_lse<kThreads>(params, b, h, seqlen.len_q, i, 1, i == rows_per_head - 1, tid);
   if (i >= seqlen.len_q) return;
 
   index_t const split_stride = num_rows;
   float const* const lse_partial = params.lse_partial + partial_row(params, 0, b, h, i);
-  float const* const out_partial = params.out_partial + partial_row(params, 0, b, h, i) * Traits::kHeadDimV;
   float max_lse = -infinity();
   for (int s = lane; s < params.num_splits; s += 32) max_lse = fmaxf(max_lse, lse_partial[s * split_stride]);
 #pragma unroll
   for (int delta = 16; delta > 0; delta /= 2) max_lse = fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, delta));
   bool const empty = max_lse == -infinity();
   float const reference = empty ? 0.0f : max_lse;
-  float sum = 0.0f;
-  for (int s = lane; s < params.num_splits; s += 32) sum += expf(lse_partial[s * split_stride] - reference);
+  float sum = 0.0f;  // which every warp adds up for itself
+  for (int s = lane; s < params.num_splits; s += 32) {
+    float const weight = expf(lse_partial[s * split_stride] - reference);
+    if (tid < 32) weights[s] = weight;
+    sum += weight;
+  }
 #pragma unroll
   for (int delta = 16; delta > 0; delta /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, delta);
-  if (lane == 0 && params.lse != nullptr) {
+  if (tid == 0 && params.lse != nullptr) {
     *lse_row(params, b, h, seqlen.q_row0, i) = empty ? params.lse_empty : max_lse + logf(sum);
   }
+  sync();
 
   float const factor = empty ? 0.0f : 1.0f / sum;
+  float const* const out_partial = params.out_partial + partial_row(params, 0, b, h, i) * Traits::kHeadDimV;
   Element* const out = reinterpret_cast<Element*>(params.out) + index_t(seqlen.batch_index) * params.out_stride_b +
                        index_t(h) * params.out_stride_h + (index_t(seqlen.q_row0) + i) * params.out_stride_m;
-  for (int d = 4 * lane; d < Traits::kHeadDimV; d += 128) {
+  int const group = kGroups > 1 ? tid / kVectors : 0;
+#pragma unroll 1
+  for (int vector = tid - group * kVectors; vector < kVectors; vector += kThreads) {  // once, with several groups
+    int const d = 4 * vector;
     float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-    for (int s = 0; s < params.num_splits; ++s) {
-      float const lse = lse_partial[s * split_stride];
-      if (lse == -infinity()) continue;
-      float const weight = expf(lse - reference) * factor;
-      float4 const x = *reinterpret_cast<float4 const*>(out_partial + s * split_stride * Traits::kHeadDimV + d);
-      acc.x += weight * x.x;
-      acc.y += weight * x.y;
-      acc.z += weight * x.z;
-      acc.w += weight * x.w;
+    if (group < kGroups) {
+#pragma unroll 8
+      for (int s = group; s < params.num_splits; s += kGroups) {
+        float const weight = weights[s];
+        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (weight > 0.0f) x = *reinterpret_cast<float4 const*>(out_partial + s * split_stride * Traits::kHeadDimV + d);
+        acc.x += weight * x.x;
+        acc.y += weight * x.y;
+        acc.z += weight * x.z;
+        acc.w += weight * x.w;
+      }
+    }
+    if constexpr (kGroups > 1) {
+      sums[tid] = acc;
+      sync();
+      if (group > 0) return;
+#pragma unroll
+      for (int g = 1; g < kGroups; ++g) {
+        float4 const x = sums[tid + g * kVectors];
+        acc.x += x.x;
+        acc.y += x.y;
+        acc.z += x.z;
+        acc.w += x.w;
+      }
     }
     float const values[4] = {acc.x, acc.y, acc.z, acc.w};
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      if (d + c < params.head_dim_v) out[index_t(d + c) * params.out_stride_d] = from_float<Element>(values[c]);
+      if (d + c < params.head_dim_v)
+        out[index_t(d + c) * params.out_stride_d] = from_float<Element>(factor * values[c]);
     }
   }
 }

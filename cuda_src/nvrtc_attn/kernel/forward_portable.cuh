@@ -15,7 +15,6 @@
 #include "../collective/forward_output.cuh"
 #include "../collective/forward_products.cuh"
 #include "../collective/seqlen.cuh"
-#include "../common/tile_load.cuh"
 
 namespace nvrtc_attn {
 
@@ -41,39 +40,53 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   int const b = here.b;
   int const h = here.h;
   int const m0 = here.m_block * kBlockM;
+  RowMap<Traits::kPackedHeads> const row_map(params);
   if constexpr (Traits::kVarlen) {
     if (b == params.batch) {  // the virtual sequence of all tokens outside the others; combine does it with split keys
       if constexpr (!Traits::kSplit) {
-        zero_rows_of_no_sequence<Element, kThreads>(params, h, here.m_block, params.num_m_blocks, tid);
+        for (int g = 0; g < row_map.group; ++g) {
+          zero_rows_of_no_sequence<Element, kThreads>(params, h + g, here.m_block, params.num_m_blocks, tid);
+        }
       }
       return;
     }
   }
   SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, b);
-  int const len_q = seqlen.len_q;
+  int const num_rows = row_map.rows(seqlen.len_q);
   int const len_k = seqlen.len_k;
   if constexpr (!Traits::kSplit) {
-    pad_lse<kThreads>(params, b, h, len_q, m0, kBlockM, here.m_block == params.num_m_blocks - 1, tid);
+    bool const last_block = here.m_block == params.num_m_blocks - 1;
+    if constexpr (!Traits::kPackedHeads) {
+      pad_lse<kThreads>(params, b, h, seqlen.len_q, m0, kBlockM, last_block, tid);
+    } else if (last_block) {
+      for (int g = 0; g < row_map.group; ++g) pad_lse<kThreads>(params, b, h + g, seqlen.len_q, 0, 0, true, tid);
+    }
   }
-  if (m0 >= len_q) return;
+  if (m0 >= num_rows) return;
 
   // This warp's part of the tile.
   int const warp_row0 = here.warp_row0;
   int const warp_col0 = here.warp_n * Shape::kWarpCols;
 
-  PositionMask<Traits::kBand> const mask(params, len_q, len_k);
+  PositionMask<Traits::kBand> const mask(params, seqlen.len_q, len_k);
   int first, last;
-  mask.template key_tiles<kBlockN>(m0, kBlockM, first, last);
+  mask.template key_tiles<kBlockN>(row_map.query(m0), row_map.queries(m0, kBlockM), first, last);
   if constexpr (Traits::kSplit) {
     int const share = ceil_div(max(last - first, 0), params.num_splits);
     first += here.split * share;
     last = min(last, first + share);
+    if (first >= last) {  // fewer key tiles than splits, or keys that are not in use: the partial output is never read
+      for (int row = m0 + tid; row < min(m0 + kBlockM, num_rows); row += kThreads) {
+        params.lse_partial[partial_row(params, here.split, b, h + row_map.head(row), row_map.query(row))] = -infinity();
+      }
+      return;
+    }
   }
 
   int const h_kv = h / (params.num_heads / params.num_heads_kv);
-  Element const* const gQ = reinterpret_cast<Element const*>(params.q) +
-                            index_t(seqlen.batch_index) * params.q_stride_b +
-                            (index_t(seqlen.q_row0) + m0) * params.q_stride_m + index_t(h) * params.q_stride_h;
+  Element const* const gQ =
+      reinterpret_cast<Element const*>(params.q) + index_t(seqlen.batch_index) * params.q_stride_b +
+      (index_t(seqlen.q_row0) + (Traits::kPackedHeads ? 0 : m0)) * params.q_stride_m + index_t(h) * params.q_stride_h;
   Element const* const gK = reinterpret_cast<Element const*>(params.k) +
                             index_t(seqlen.batch_index) * params.k_stride_b +
                             index_t(seqlen.k_row0) * params.k_stride_n + index_t(h_kv) * params.k_stride_h;
@@ -81,8 +94,18 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
                             index_t(seqlen.batch_index) * params.v_stride_b +
                             index_t(seqlen.k_row0) * params.v_stride_n + index_t(h_kv) * params.v_stride_h;
   auto load_q = [&]() {
-    load_tile<typename Shape::TileQ, kThreads, Traits::kAligned, kLegacy>(sQ, gQ, params.q_stride_m, params.q_stride_d,
-                                                                          len_q - m0, params.head_dim, tid);
+    using TileQ = typename Shape::TileQ;
+    if constexpr (Traits::kPackedHeads) {
+      auto row_address = [&](int row) {
+        return gQ + index_t(row_map.query(m0 + row)) * params.q_stride_m +
+               index_t(row_map.head(m0 + row)) * params.q_stride_h;
+      };
+      load_rows<TileQ, kThreads, Traits::kAligned, kLegacy>(sQ, row_address, params.q_stride_d, num_rows - m0,
+                                                            params.head_dim, tid);
+    } else {
+      load_tile<TileQ, kThreads, Traits::kAligned, kLegacy>(sQ, gQ, params.q_stride_m, params.q_stride_d, num_rows - m0,
+                                                            params.head_dim, tid);
+    }
   };
   // Key tiles are loaded strictly from the last to the first.
   using LoadK = DescendingTileLoader<typename Shape::TileK, kThreads, Traits::kAligned, kLegacy, Element>;
@@ -106,10 +129,13 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   int const i0 = m0 + warp_row0 + (lane >> 2);
   int const j0 = warp_col0 + 2 * (lane & 3);
   Dropout const dropout = Traits::kDropout ? Dropout(params, b, h) : Dropout();
-  ScoreTensor<Bias const> const bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b,
-                                     params.bias_stride_h, params.bias_stride_m, params.bias_stride_n);
-  ScoreTensor<unsigned char const> const byte_mask(params.mask, b, h, params.mask_stride_b, params.mask_stride_h,
-                                                   params.mask_stride_m, params.mask_stride_n);
+  RowScores<Bias const, Traits::kPackedHeads> const bias(
+      {reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
+       params.bias_stride_m, params.bias_stride_n},
+      row_map, params.bias_stride_h);
+  RowScores<unsigned char const, Traits::kPackedHeads> const byte_mask(
+      {params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n},
+      row_map, params.mask_stride_h);
 
   if (first < last) {
     load_q();
@@ -144,10 +170,11 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       int const n0 = tile * kBlockN;
       // Tiles that this warp's rows see nothing of (above the diagonal of a causal block) need no work, only barriers.
       bool visible = true;
+      int const query0 = row_map.query(m0 + warp_row0);
+      int const queries = row_map.queries(m0 + warp_row0, Shape::kWarpRows);
       if constexpr (Traits::kBand) {
-        int const row = m0 + warp_row0;
-        visible = n0 + warp_col0 <= row + Shape::kWarpRows - 1 + mask.high &&
-                  n0 + warp_col0 + Shape::kWarpCols > row + mask.low;
+        visible =
+            n0 + warp_col0 <= query0 + queries - 1 + mask.high && n0 + warp_col0 + Shape::kWarpCols > query0 + mask.low;
       }
 
       cp_async_wait<kLegacy, kStages == 1 ? 1 : kStages - 2>();
@@ -169,8 +196,8 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       if (visible) {
         ScoreOperand<Bias, Traits::kHasBias, Shape::kTilesM, Shape::kTilesN> bias_tile;
         ScoreOperand<unsigned char, Traits::kMask, Shape::kTilesM, Shape::kTilesN> mask_tile;
-        if constexpr (Traits::kHasBias) bias_tile.load(bias, i0, n0 + j0, len_q, len_k);
-        if constexpr (Traits::kMask) mask_tile.load(byte_mask, i0, n0 + j0, len_q, len_k);
+        if constexpr (Traits::kHasBias) bias_tile.load(bias, i0, n0 + j0, num_rows, len_k);
+        if constexpr (Traits::kMask) mask_tile.load(byte_mask, i0, n0 + j0, num_rows, len_k);
         multiply_qk<Shape>(s, query, key, stage * Shape::TileK::kBytes);
 #pragma unroll
         for (int m = 0; m < Shape::kTilesM; ++m) {
@@ -189,8 +216,8 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
             }
           }
         }
-        if (!mask.keeps_tile(m0 + warp_row0, Shape::kWarpRows, n0 + warp_col0, Shape::kWarpCols)) {
-          apply_position_mask<Shape>(s, mask, i0, n0 + j0);
+        if (!mask.keeps_tile(query0, queries, n0 + warp_col0, Shape::kWarpCols)) {
+          apply_position_mask<Shape>(s, mask, row_map, i0, n0 + j0);
         }
       }
 
@@ -203,8 +230,8 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       }
       if (visible) {
         softmax.update(s, o, map);
-        Probabilities<Traits, Shape, OnlineSoftmax<Traits, Shape::kTilesM>> p{softmax,        map, dropout, i0,
-                                                                              n0 + warp_col0, lane};
+        Probabilities<Traits, Shape, OnlineSoftmax<Traits, Shape::kTilesM>> p{
+            softmax, map, dropout, row_map, params.seqlen_q, i0, n0 + warp_col0, lane};
         softmax.get_references(s, map, p.reference);
         if constexpr (sizeof(Element) == 4) {
           multiply_pv_chains<Shape>(o, s, p, value, stage * Shape::TileV::kBytes);
@@ -222,12 +249,13 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   Position<Traits> const there(params);
   SeqlenInfo<Traits::kVarlen, false> const rows_of(params, there.b);
   OutputRows<Traits> const rows{params,
+                                row_map,
                                 there.split,
                                 there.b,
                                 there.h,
                                 rows_of.batch_index,
                                 rows_of.q_row0,
-                                rows_of.len_q,
+                                row_map.rows(rows_of.len_q),
                                 out_is_vectorizable<Element>(params)};
   if constexpr (Traits::kWarpsN > 1) {
     merge_and_write_output<Traits, Shape>(o, softmax, map, rows, smem, there);
