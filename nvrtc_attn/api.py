@@ -7,6 +7,7 @@ All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anythin
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from . import philox
@@ -14,7 +15,7 @@ from .call import Call, CallOptions, describe, rng_state
 from .lifetime import hold
 from .outputs import allocate, output_view, workspace_address
 from .plan import BackwardPlan, ForwardPlan, LseLayout, backward_plan, forward_plan
-from .problem import Causal, WindowSize, layout
+from .problem import Causal, WindowSize, dense_layout, layout
 from .tensors import TensorView, framework_of
 
 
@@ -262,7 +263,11 @@ def backward_workspace_bytes(q: Any, k: Any, v: Any, *, dbias: bool = False, **o
     call = _describe_for_query(q, k, v, {**options, "dbias": dbias, "return_lse": True})
     if call.on_cpu:
         return 0
-    return plan_backward(call, {"dbias": call.bias} if dbias and call.bias is not None else {}).workspace_bytes
+    views = {}
+    if dbias and call.bias is not None:
+        dense = dense_layout(call.bias.shape, call.bias.dtype)
+        views["dbias"] = replace(call.bias, ptr=0, strides=dense.strides)
+    return plan_backward(call, views).workspace_bytes
 
 
 def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: tuple[int, int] | int) -> Any:

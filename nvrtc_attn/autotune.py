@@ -211,7 +211,7 @@ def _essence(problem: AttentionProblem, backward: bool) -> AttentionProblem:
         return dataclasses.replace(x, shape=shape, strides=strides)
 
     changes: dict[str, Any] = {name: layout(name) for name in ("q", "k", "v", "bias", "mask")}
-    changes |= dict.fromkeys(("out", "dout", "dq", "dk", "dv"))
+    changes |= dict.fromkeys(("out", "dout", "dq", "dk", "dv", "dbias_layout"))
     if problem.varlen:
         changes |= {name: _round_up(getattr(problem, name)) for name in ("batch", "seqlen_q", "seqlen_k")}
     return dataclasses.replace(

@@ -11,7 +11,14 @@ import re
 from dataclasses import fields
 from typing import Any, Final
 
-from .config import Features, ForwardConfig, HopperBackwardConfig, HopperForwardConfig, KernelConfig
+from .config import (
+    Features,
+    ForwardConfig,
+    HopperBackwardConfig,
+    HopperDbiasConfig,
+    HopperForwardConfig,
+    KernelConfig,
+)
 from .dtypes import DTYPES
 from .params import BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
 
@@ -37,7 +44,7 @@ def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct that the kernel of ``config`` takes by value."""
     if isinstance(config, HopperForwardConfig):
         return HopperForwardParams
-    if isinstance(config, HopperBackwardConfig):
+    if isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
         return HopperBackwardParams
     return ForwardParams if isinstance(config, ForwardConfig) else BackwardParams
 

@@ -131,6 +131,19 @@ class HopperBackwardConfig(KernelConfig):
     """One tile holds all keys: dq is stored when it is complete, instead of added to a workspace and converted."""
     dbias: str = "none"
     dbias_dtype: str | None = None
+    bias_tiles: bool = False
+    """The copy engine brings the bias and takes a full-shape dbias away; otherwise every thread moves its own."""
+    smem_bytes: int = 0
+    """Dynamic shared memory, which the kernel checks against its own layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperDbiasConfig(KernelConfig):
+    """The Hopper kernel that sums the gradient of a bias over the batch entries or heads that share it."""
+
+    split: bool = False
+    """Write float32 partial sums, one per share of the pairs of batch entry and head, for ``dbias_reduce``."""
+    dbias_dtype: str = "bfloat16"
     smem_bytes: int = 0
     """Dynamic shared memory, which the kernel checks against its own layout."""
 

@@ -88,11 +88,14 @@ class HopperForwardParams(ForwardParams):
 
 
 class HopperBackwardParams(BackwardParams):
-    """Arguments of the Hopper backward kernels: BackwardParams, then their schedule and four tensor maps."""
+    """Arguments of the Hopper backward kernels: BackwardParams, then their schedule and the tensor maps."""
 
     _fields_ = [
         ("counter_offset", _I64),
         *[(name, _I32) for name in ("num_tiles", "heads_per_group", "query_step")],
         ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 20) % 64)),
-        *[(f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8)) for name in ("q", "k", "v", "dout")],
+        *[
+            (f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8))
+            for name in ("q", "k", "v", "dout", "bias", "dbias")
+        ],
     ]  # fmt: skip

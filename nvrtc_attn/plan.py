@@ -10,7 +10,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, TypeVar
 
 from . import autotune, driver, env, philox
@@ -256,15 +256,17 @@ def backward_plan(
     key = ("backward", problem, device_index, lse, dlse, dbias, env.backend())
 
     def make() -> BackwardPlan:
+        asked = replace(problem, dbias_layout=dbias)
+
         def of(spec: BackwardPlanSpec) -> BackwardPlan:
-            return BackwardPlan(spec, problem, device_index, lse, dlse, dbias, stream)
+            return BackwardPlan(spec, asked, device_index, lse, dlse, dbias, stream)
 
         extra = {"lse": _statistic(problem, lse)}
         if dlse is not None:
             extra["dlse"] = _statistic(problem, dlse)
         if dbias is not None:
             extra["dbias"] = dbias
-        return of(autotune.choose_backward(problem, device_index, stream, of, extra, tune))
+        return of(autotune.choose_backward(asked, device_index, stream, of, extra, tune))
 
     return _cached(key, make)
 

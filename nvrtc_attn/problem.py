@@ -95,6 +95,8 @@ class AttentionProblem:
     return_lse: bool = False
     deterministic: bool = False
     dbias: bool = False
+    dbias_layout: OperandLayout | None = None
+    """Of the gradient of the bias; None = dense, 16-byte aligned."""
 
     @property
     def band(self) -> bool:

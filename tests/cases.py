@@ -421,7 +421,7 @@ def named_cases() -> list[Case]:
         make_case("empty-keys", seqlen_k=0, dlse=True, bias="bhq1"),
         make_case("empty-heads", num_heads=0),
     ]
-    cases += _varlen_cases() + _several_tile_cases() + _few_query_cases()
+    cases += _varlen_cases() + _several_tile_cases() + _few_query_cases() + _bias_tile_cases()
     for layout in LAYOUTS[1:]:
         for dtype in ("float16", "float32"):
             case = make_case(
@@ -503,6 +503,39 @@ def _few_query_cases() -> list[Case]:
         case = few if n % 2 else one
         cases.append(make_case(f"few-queries-{layout}", layout=layout, dtype=_DTYPES[n % 3], bias="bhqk", **case))
     return cases
+
+
+def _bias_tile_cases() -> list[Case]:
+    """A bias whose rows are multiples of 16 bytes, over several tiles of 128 rows and keys that it does not fill."""
+    fields: list[dict[str, Any]] = [
+        {"bias": "bhqk"},
+        {"bias": "bhqk", "causal": True, "num_heads": 4, "num_heads_kv": 2, "dlse": True},
+        {"bias": "bhqk", "window_size": (70, 30)},
+        {"bias": "bhqk", "causal": "top_left"},
+        {"bias": "bhqk", "seqlen_q": 400, "seqlen_k": 304, "causal": True},
+        {"bias": "bhqk", "head_dim": 32},
+        {"bias": "bhqk", "head_dim": 40, "head_dim_v": 56, "causal": True},
+        {"bias": "bhqk", "head_dim": 96, "head_dim_v": 80},
+        {"bias": "bhqk", "head_dim": 128, "window_size": (150, 0), "num_heads": 4, "num_heads_kv": 2},
+        {"bias": "bhqk", "softmax_scale": -0.2},
+        {"bias": "bhqk", "softcap": 5.0},
+        {"bias": "bhqk", "mask": "b1qk"},
+        {"bias": "bhqk", "dropout_p": 0.2},
+        {"bias": "1hqk"},
+        {"bias": "1hqk", "head_dim": 128, "causal": True, "num_heads": 4, "num_heads_kv": 2},
+        {"bias": "1hqk", "head_dim": 32, "batch": 9},
+        {"bias": "11qk", "window_size": (70, 30)},
+        {"bias": "b1qk", "causal": "top_left", "num_heads": 4, "num_heads_kv": 2},
+        {"bias": "1hqk", "mask": "b11k", "softcap": 5.0},
+        {"bias": "bh1k"},
+        {"bias": "b11k", "head_dim": 128, "causal": True},
+    ]
+    return [
+        make_case(
+            f"bias-tiles-{n}-{case['bias']}", **{"seqlen_q": 300, "seqlen_k": 400, "dtype": _DTYPES[n % 2], **case}
+        )
+        for n, case in enumerate(fields)
+    ]
 
 
 def _basic() -> Iterator[tuple[str, bool | str]]:

@@ -156,6 +156,8 @@ struct HopperBackwardParams : BackwardParams {
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;
   TensorMap tensor_map_dout;
+  TensorMap tensor_map_bias;  // [batch][head][row][key], boxes of 64 keys (hopper/score_tile_transposed.cuh)
+  TensorMap tensor_map_dbias;
 };
 
 }  // namespace nvrtc_attn

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..config import BackwardConfig, Features, HopperBackwardConfig
+from ..dtypes import DTYPES
 from ..problem import AttentionProblem, OperandLayout, dense_layout
-from ..tma import reasons_against, tensor_map
-from . import portable_backward, portable_dq
+from ..tma import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
+from . import hopper_dbias, portable_backward, portable_dq
 from .hopper import (
     DTYPES_16BIT,
     ceil_div,
@@ -22,12 +23,16 @@ from .hopper import (
     reasons_against_target,
     score_operands,
 )
+from .hopper_dbias import dbias_layout
 from .plan import BackwardPlanSpec, Launch, Workspace
 from .portable_backward import is_aligned, is_full_shape
 from .portable_forward import features_of
 
 MIN_HEAD_DIM: Final = 40
 """Smaller ones leave half of a 64-column slab empty; the portable family has exact tiles for them."""
+MIN_HEAD_DIM_BIAS: Final = 32
+"""Where the copy engine moves the bias: [256, 8, 256, 256] with gradient 0.350 ms, portable 0.554; a bias that the
+batch shares 0.378 and 0.736 (H200, 2026-11-21)."""
 MAX_HEAD_DIM: Final = 128
 """Beyond it dk and dv of 64 keys do not fit in a warp-group's registers."""
 BLOCK_N: Final = 128
@@ -48,7 +53,10 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
     slabs, slabs_v, groups = ceil_div(config.head_dim, 64), ceil_div(config.head_dim_v, 64), config.block_n // 64
     rows = config.block_n * (slabs + slabs_v) + 2 * groups * config.block_m
     rows += config.block_m * config.num_stages * (slabs + slabs_v)
-    return 128 * rows + config.num_stages * (8 * config.block_m + 32) + 16 + 32
+    if config.bias_tiles and config.dbias == "store" and config.features.band:
+        rows += config.block_m  # zeros
+    barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
+    return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers
 
 
 def choose_tile(problem: AttentionProblem) -> Tile:
@@ -59,9 +67,35 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     13 % slower at both, additions by the copy engine are up to 6 % slower.
     """
     # What a score needs beside its product takes the registers of half of the queries.
-    if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and score_operands(problem) == 0:
+    plain = score_operands(problem) == 0 or bias_as_tiles(problem)
+    if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and plain:
         return Tile(block_m=128)
     return Tile(block_m=64)
+
+
+def bias_as_tiles(problem: AttentionProblem) -> bool:
+    """Whether the copy engine moves the bias and, where it is wanted and has its shape, the gradient of it.
+
+    Both are in the slots of dS, so they have its type, and no softcap stands between dS and the gradient. With a mask
+    or dropout, P waits for both products, and every thread reads its own.
+    """
+    bias = problem.bias
+    if bias is None or score_operands(problem) > 1 or problem.softcap or bias.dtype != problem.dtype:
+        return False
+    moved = [bias]
+    if stores_dbias(problem):
+        moved.append(dbias_layout(problem))
+    for layout in moved:
+        if layout.shape[-1] != problem.seqlen_k or (layout.shape[-1] > 1 and layout.strides[-1] != 1):
+            return False
+        if score_reasons_against("bias", layout, DTYPES[layout.dtype].itemsize):
+            return False
+    return True
+
+
+def stores_dbias(problem: AttentionProblem) -> bool:
+    """Whether dbias is one value a score; broadcast dims are summed by another kernel."""
+    return problem.dbias and is_full_shape(problem)
 
 
 def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: int) -> list[str]:
@@ -69,9 +103,10 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
     found = reasons_against_target(problem, arch)
     if problem.dtype not in DTYPES_16BIT:
         return found
+    least = MIN_HEAD_DIM_BIAS if bias_as_tiles(problem) else MIN_HEAD_DIM
     for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-            found.append(f"{name} is {head_dim}; accepted are multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+        if not least <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+            found.append(f"{name} is {head_dim}; accepted are multiples of 8 from {least} to {MAX_HEAD_DIM}")
     if (problem.head_dim > 64) != (problem.head_dim_v > 64):
         found.append(f"head_dim is {problem.head_dim} and head_dim_v {problem.head_dim_v}, one of them beyond 64")
     if problem.deterministic:
@@ -116,7 +151,6 @@ def dout_layout(problem: AttentionProblem) -> OperandLayout:
 def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     """The config of the dk/dv kernel of ``problem`` with ``tile``."""
     features = features_of(problem)
-    stores_dbias = problem.dbias and problem.bias is not None and is_full_shape(problem)
     config = HopperBackwardConfig(
         kernel="backward_hopper",
         arch="sm_90a",
@@ -130,8 +164,9 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         features=features,
         log2_lse=score_operands(problem) == 0 and not (features.softcap or features.prescale),
         one_key_tile=problem.seqlen_k <= BLOCK_N and not problem.varlen,
-        dbias="store" if stores_dbias else "none",
-        dbias_dtype=problem.bias.dtype if stores_dbias and problem.bias is not None else None,
+        dbias="store" if stores_dbias(problem) else "none",
+        dbias_dtype=problem.bias.dtype if stores_dbias(problem) and problem.bias is not None else None,
+        bias_tiles=bias_as_tiles(problem),
     )
     return replace(config, smem_bytes=smem_bytes(config))
 
@@ -196,6 +231,7 @@ def plan_spec(
                 tensor_map("tensor_map_k", "k", problem.k, 2, config.block_n),
                 tensor_map("tensor_map_v", "v", problem.v, 2, config.block_n),
                 tensor_map("tensor_map_dout", "dout", dout_layout(problem), 2, config.block_m),
+                *_bias_maps(problem, config),
             ),
         ),
     ]
@@ -230,11 +266,26 @@ def plan_spec(
             )
         )
     if problem.dbias and config.dbias == "none":
-        # Broadcast dims of the bias are summed by a kernel of the portable family.
-        more, splits, nbytes = portable_dq.choose_dbias(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+        # Broadcast dims of the bias are summed by a kernel of their own, or where it cannot by the portable family's.
+        if hopper_dbias.serves(problem):
+            more, partial = hopper_dbias.choose_dbias(problem, dout_layout(problem), arch=arch, num_sms=num_sms)
+        else:
+            more, splits, nbytes = portable_dq.choose_dbias(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+            partial = Workspace(field="dbias_partial", nbytes=nbytes, params=(("num_dbias_splits", splits),))
         launches += more
-        workspaces.append(Workspace(field="dbias_partial", nbytes=nbytes, params=(("num_dbias_splits", splits),)))
+        workspaces.append(partial)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
+
+
+def _bias_maps(problem: AttentionProblem, config: HopperBackwardConfig) -> list[TensorMap]:
+    """Maps of bias and dbias, where they move as tiles."""
+    if not config.bias_tiles:
+        return []
+    assert problem.bias is not None
+    maps = [score_map("tensor_map_bias", "bias", problem.bias, 2, config.block_m)]
+    if config.dbias == "store":
+        maps.append(score_map("tensor_map_dbias", "dbias", dbias_layout(problem), 2, config.block_m))
+    return maps
 
 
 def choose_backward(

@@ -11,7 +11,7 @@ from ..tma import TensorMap
 _FOLLOWS_FROM_PROBLEM: Final = frozenset(
     (
         "kernel", "arch", "dtype", "head_dim", "head_dim_v", "block_m", "block_n", "aligned", "legacy_mma", "features",
-        "split", "dq", "dbias", "dbias_dtype", "log2_lse", "smem_bytes",
+        "split", "dq", "dbias", "dbias_dtype", "log2_lse", "smem_bytes", "one_key_tile", "bias_tiles", "packed_heads",
     )
 )  # fmt: skip
 """Fields of a config that do not tell two plans of one problem apart, or are spelled out by `label`."""

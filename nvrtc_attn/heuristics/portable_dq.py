@@ -233,11 +233,17 @@ def choose_dbias(
         Launch(config=config, grid=min(tiles * splits, slots), block=config.num_threads, smem_bytes=smem_bytes(config))
     ]
     if splits > 1:
-        # Nothing of the problem but the bias's element type: one compile serves all.
-        reduce = DbiasConfig(
-            kernel="dbias_reduce", arch=arch, dtype=problem.dtype, head_dim=8, head_dim_v=8, block_m=16, block_n=16,
-            num_warps=_REDUCE_WARPS, dbias_dtype=problem.bias.dtype, legacy_mma=legacy_mma,
-        )  # fmt: skip
-        grid = min(_ceil_div(numel, 32), 32 * num_sms)
-        launches.append(Launch(config=reduce, grid=grid, block=reduce.num_threads, smem_bytes=0))
+        launches.append(dbias_reduce(problem, arch=arch, num_sms=num_sms, legacy_mma=legacy_mma))
     return tuple(launches), splits, 4 * splits * numel if splits > 1 else 0
+
+
+def dbias_reduce(problem: AttentionProblem, *, arch: str, num_sms: int, legacy_mma: bool = False) -> Launch:
+    """The sum of the partial results of a split dbias."""
+    assert problem.bias is not None
+    # Nothing of the problem but the bias's element type: one compile serves all.
+    config = DbiasConfig(
+        kernel="dbias_reduce", arch=arch, dtype=problem.dtype, head_dim=8, head_dim_v=8, block_m=16, block_n=16,
+        num_warps=_REDUCE_WARPS, dbias_dtype=problem.bias.dtype, legacy_mma=legacy_mma,
+    )  # fmt: skip
+    grid = min(_ceil_div(prod(problem.bias.shape), 32), 32 * num_sms)
+    return Launch(config=config, grid=grid, block=config.num_threads, smem_bytes=0)

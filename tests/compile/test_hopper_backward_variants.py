@@ -11,7 +11,7 @@ import pytest
 from nvrtc_attn.codegen import entry_source
 from nvrtc_attn.compile import CompiledKernel, compile_source
 from nvrtc_attn.config import KernelConfig
-from nvrtc_attn.heuristics import choose_backward, hopper_backward
+from nvrtc_attn.heuristics import choose_backward, hopper_backward, hopper_dbias
 from nvrtc_attn.heuristics.plan import BackwardPlanSpec
 from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
 
@@ -42,6 +42,9 @@ def compiled(config: KernelConfig) -> CompiledKernel:
 
 SCORES = OperandLayout(shape=(2, 4, 512, 512), strides=(4 * 512 * 512, 512 * 512, 512, 1), dtype="bfloat16")
 MASK = dataclasses.replace(SCORES, dtype="bool")
+HALF = dataclasses.replace(SCORES, dtype="float16")
+BATCH_SHARED = OperandLayout(shape=(1, 4, 512, 512), strides=(0, 512 * 512, 512, 1), dtype="bfloat16")
+ONE_ROW = OperandLayout(shape=(2, 1, 1, 512), strides=(512, 0, 0, 1), dtype="bfloat16")
 CAUSAL = {"window_right": 0}
 VARIANTS: dict[str, AttentionProblem] = {
     **{f"d{d}": problem(d) for d in (40, 64, 80, 96, 128)},
@@ -57,10 +60,26 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d64_negative_scale": problem(64, softmax_scale=-0.1),
     "d64_dbias_causal": problem(64, bias=SCORES, dbias=True, **CAUSAL),
     "d128_dbias_causal": problem(128, bias=SCORES, dbias=True, **CAUSAL),
+    "d32_dbias": problem(32, bias=SCORES, dbias=True),
+    "d64_dbias": problem(64, bias=SCORES, dbias=True),
+    "d64_dbias_float16_window": problem(64, "float16", bias=HALF, dbias=True, window_left=100, window_right=20),
+    "d64_bias_one_row": problem(64, bias=ONE_ROW, dbias=True),
+    "d64_bias_float32_dbias": problem(64, bias=dataclasses.replace(SCORES, dtype="float32"), dbias=True),
+    "d96_dbias": problem(96, bias=SCORES, dbias=True),
+    "d128_dbias_window": problem(128, bias=SCORES, dbias=True, window_left=100, window_right=20),
+    "d64_softcap_dbias": problem(64, bias=SCORES, dbias=True, softcap=30.0),
+    "d64_dbias_negative_scale": problem(64, bias=SCORES, dbias=True, softmax_scale=-0.1),
     "d128_bias_float32": problem(128, bias=dataclasses.replace(SCORES, dtype="float32")),
     "d128_mask": problem(128, mask=MASK),
     "d128_dropout_causal": problem(128, dropout_p=0.1, **CAUSAL),
     "d64_one_key_tile": problem(64, seqlen_k=77),
+    "d64_one_key_tile_dbias_causal": problem(
+        64,
+        seqlen_k=128,
+        bias=dataclasses.replace(SCORES, shape=(2, 4, 512, 128), strides=(4 << 16, 1 << 16, 128, 1)),
+        dbias=True,
+        **CAUSAL,
+    ),
     "d96_one_key_tile_causal": problem(96, seqlen_k=128, **CAUSAL),
     "d128_one_key_tile_softcap_causal": problem(128, seqlen_k=128, softcap=30.0, seqused_k=True, **CAUSAL),
     "d64_everything": problem(64, bias=SCORES, mask=MASK, softcap=30.0, dropout_p=0.1, **CAUSAL),
@@ -71,6 +90,29 @@ VARIANTS: dict[str, AttentionProblem] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_compiles_clean(name: str) -> None:
     kernel = compiled(plan(VARIANTS[name]).launches[1].config)
+    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
+    assert kernel.spill_bytes == 0
+    assert kernel.stack_bytes == 0
+
+
+SHARED: dict[str, AttentionProblem] = {
+    **{f"d{d}": problem(d, bias=BATCH_SHARED, dbias=True) for d in (32, 64, 96, 128)},
+    "d64_split": problem(64, bias=BATCH_SHARED, dbias=True, batch=64),
+    "d64_causal": problem(64, bias=BATCH_SHARED, dbias=True, **CAUSAL),
+    "d128_window": problem(128, bias=BATCH_SHARED, dbias=True, window_left=100, window_right=20),
+    "d128_float16_causal": problem(
+        128, "float16", bias=dataclasses.replace(BATCH_SHARED, dtype="float16"), dbias=True, **CAUSAL
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+def test_kernel_of_a_shared_bias_compiles_clean(name: str) -> None:
+    launch = plan(SHARED[name]).launches[3]
+    assert launch.config.kernel == "backward_hopper_dbias"
+    assert launch.smem_bytes <= SMEM_LIMIT
+    kernel = compiled(launch.config)
     assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
     assert kernel.spill_bytes == 0
     assert kernel.stack_bytes == 0
@@ -111,6 +153,57 @@ def test_dq_of_one_key_tile_needs_no_workspace() -> None:
     assert "dq_accum" not in {item.field for item in spec.workspaces}
     for more in (problem(64, seqlen_k=129), problem(64, seqlen_k=77, varlen=True)):
         assert plan(more).launches[2].config.kernel == "dq_convert"
+
+
+def test_what_the_copy_engine_moves_of_a_bias() -> None:
+    """The bias as tiles where it has q's type and rows of 16-byte multiples, dbias where it has one value a score."""
+
+    def moved(**changes: Any) -> tuple[list[str], bool, int]:
+        launch = plan(problem(64, **changes)).launches[1]
+        config: Any = launch.config
+        return [item.field[11:] for item in launch.tensor_maps[4:]], config.bias_tiles, config.block_m
+
+    assert moved(bias=SCORES) == (["bias"], True, 128)
+    assert moved(bias=SCORES, dbias=True) == (["bias", "dbias"], True, 128)
+    assert moved(bias=BATCH_SHARED, dbias=True) == (["bias"], True, 128)
+    assert moved(bias=ONE_ROW) == (["bias"], True, 128)
+    odd = dataclasses.replace(SCORES, strides=(4 * 512 * 513, 512 * 513, 513, 1))
+    by_threads = ([], False, 64)
+    assert moved(bias=odd) == by_threads
+    assert moved(bias=SCORES, dbias=True, dbias_layout=odd) == by_threads
+    assert moved(bias=SCORES, dbias_layout=odd) == (["bias"], True, 128)
+    assert moved(bias=dataclasses.replace(SCORES, offset_alignment=8)) == by_threads
+    assert moved(bias=dataclasses.replace(SCORES, dtype="float32")) == by_threads
+    assert moved(bias=dataclasses.replace(SCORES, shape=(2, 4, 512, 1))) == by_threads
+    for other in ({"mask": MASK}, {"dropout_p": 0.1}, {"softcap": 5.0}):
+        assert moved(bias=SCORES, **other) == by_threads, other
+
+
+def test_who_sums_the_gradient_of_a_shared_bias() -> None:
+    def kernels(**changes: Any) -> list[str]:
+        return [launch.config.kernel for launch in plan(problem(64, dbias=True, **changes)).launches[3:]]
+
+    assert kernels(bias=SCORES) == []
+    assert kernels(bias=BATCH_SHARED) == ["backward_hopper_dbias"]
+    assert kernels(bias=BATCH_SHARED, batch=64) == ["backward_hopper_dbias", "dbias_reduce"]
+    assert kernels(bias=ONE_ROW)[0] == "backward_dbias"
+    for other in ({"mask": MASK}, {"dropout_p": 0.1}, {"softcap": 5.0}):
+        assert kernels(bias=BATCH_SHARED, **other)[0] == "backward_dbias", other
+    odd = dataclasses.replace(BATCH_SHARED, strides=(0, 512 * 513, 513, 1))
+    assert kernels(bias=BATCH_SHARED, dbias_layout=odd)[0] == "backward_dbias"
+    assert kernels(bias=odd) == ["backward_hopper_dbias"]  # every thread reads its own bias
+
+
+def test_shares_of_a_shared_bias() -> None:
+    assert hopper_dbias.choose_splits(4096, 4, 132, 16 << 22) == 1  # tiles enough
+    assert (
+        hopper_dbias.choose_splits(32, 256, 132, 8 << 16) == 4
+    )  # 128 blocks of 64 pairs; 5 shares would be two rounds
+    assert hopper_dbias.choose_splits(1, 1, 132, 1 << 14) == 1
+    for tiles, pairs in ((1, 7), (3, 100), (40, 9)):
+        splits = hopper_dbias.choose_splits(tiles, pairs, 132, 1 << 14)
+        share = -(-pairs // splits)
+        assert (splits - 1) * share < pairs  # no share is empty
 
 
 def test_blocks_are_no_more_than_multiprocessors() -> None:

@@ -23,6 +23,7 @@ from nvrtc_attn.config import (
     Features,
     ForwardConfig,
     HopperBackwardConfig,
+    HopperDbiasConfig,
     HopperForwardConfig,
     KernelConfig,
 )
@@ -40,7 +41,8 @@ DQ = DqConfig(kernel="backward_dq", **COMMON, warps_m=4, chunk_n=32)
 DBIAS = DbiasConfig(kernel="backward_dbias", **COMMON)
 HOPPER = HopperForwardConfig(kernel="forward_hopper", **{**COMMON, "num_warps": 12})
 HOPPER_BACKWARD = HopperBackwardConfig(kernel="backward_hopper", **{**COMMON, "num_warps": 12})
-CONFIGS = [FORWARD, BACKWARD, DQ, DBIAS, HOPPER, HOPPER_BACKWARD]
+HOPPER_DBIAS = HopperDbiasConfig(kernel="backward_hopper_dbias", **{**COMMON, "num_warps": 12})
+CONFIGS = [FORWARD, BACKWARD, DQ, DBIAS, HOPPER, HOPPER_BACKWARD, HOPPER_DBIAS]
 
 
 @pytest.mark.reliability(90)

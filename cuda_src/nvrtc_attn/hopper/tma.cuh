@@ -13,6 +13,14 @@ NVRTC_ATTN_DEVICE void prefetch_tensor_map(TensorMap const& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<unsigned long long>(&map)) : "memory");
 }
 
+// Bring the box at column d, row m, head h, batch b into L2. Issued by one thread; nobody waits for it.
+NVRTC_ATTN_DEVICE void prefetch_box(TensorMap const& map, int d, int m, int h, int b) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(
+                   reinterpret_cast<unsigned long long>(&map)),
+               "r"(d), "r"(m), "r"(h), "r"(b)
+               : "memory");
+}
+
 // Copy the box at column d, row m, head h, batch b to shared address `to`; elements outside the tensor arrive as zeros
 // and count as bytes too. Issued by one thread; completion is counted by the mbarrier at `barrier`.
 NVRTC_ATTN_DEVICE void load_box(unsigned to, TensorMap const& map, unsigned barrier, int d, int m, int h, int b,

@@ -11,7 +11,9 @@
 // The last one takes as long as dK: red.global is the narrowest path of this kernel, and what runs beside it is free.
 //
 // Shared memory (slabs of 64 columns, see hopper/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x dS[query][key],
-// row_lse and delta for each slot, which tile it is, mbarriers. Everything that a tile writes leaves from registers.
+// row_lse and delta for each slot, which tile it is, mbarriers. Everything that a tile writes leaves from registers, but for a
+// dbias: with kBiasTiles the slots of dS also bring the bias and take its gradient away (hopper/score_tile_transposed.cuh),
+// and zeros for query tiles that no product reaches leave from a slab of zeros.
 //
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty` one
 // arrival per consumer warp. full_k also announces the tile. Named barrier 1 is all consumers: dS is complete. Two slots of
@@ -23,7 +25,9 @@
 #include "../hopper/barrier.cuh"
 #include "../hopper/bulk.cuh"
 #include "../hopper/gradient_store.cuh"
+#include "../hopper/score_tile_transposed.cuh"
 #include "../hopper/tma.cuh"
+#include "../hopper/unpack.cuh"
 
 namespace nvrtc_attn {
 
@@ -51,6 +55,9 @@ struct HopperBackwardShape {
   static constexpr int kBytesV = kSlabsV * kSlabK;
   static constexpr int kBytesDs = kGroups * kSlabQ;
   static constexpr int kBytesStatistic = kBlockM * 4;
+  static constexpr bool kBiasTiles = Traits::kBiasTiles;
+  static constexpr bool kStoresTiles = kBiasTiles && Traits::kDbiasStore;
+  static constexpr int kBytesZeros = kStoresTiles && Traits::kBand ? kSlabQ : 0;
 
   // dQ of a group: 64 query rows and all columns, or all 64 rows and one slab, or half a slab, of columns.
   static constexpr bool kSplitRows = kBlockM == 128;
@@ -60,11 +67,12 @@ struct HopperBackwardShape {
   static constexpr int kOffsetQ = kOffsetV + kBytesV;
   static constexpr int kOffsetDout = kOffsetQ + kStages * kBytesQ;
   static constexpr int kOffsetDs = kOffsetDout + kStages * kBytesDout;
-  static constexpr int kOffsetLse = kOffsetDs + 2 * kBytesDs;
+  static constexpr int kOffsetZeros = kOffsetDs + 2 * kBytesDs;
+  static constexpr int kOffsetLse = kOffsetZeros + kBytesZeros;
   static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
   static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
   static constexpr int kOffsetBarriers = kOffsetTile + 16;
-  static constexpr int kBytes = kOffsetBarriers + 8 * (4 + 4 * kStages);
+  static constexpr int kBytes = kOffsetBarriers + 8 * (4 + (kBiasTiles ? 6 : 4) * kStages);
   static_assert(kBytes == Traits::kSmemBytes, "smem_bytes of the config and the layout of the kernel differ");
 
   static_assert(kGroups == 2 && Traits::kNumThreads == 128 + kConsumers, "two groups share the products of dQ");
@@ -73,6 +81,8 @@ struct HopperBackwardShape {
   static_assert(kBlockM == 64 || kBlockM == 128, "a group computes 64 rows of dQ");
   static_assert(kSplitRows ? kSlabs == 1 : kSlabs <= kGroups, "columns of dQ");
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
+  static_assert(!kBiasTiles || (sizeof(typename Traits::Bias) == 2 && !Traits::kSoftcap && !Traits::kVarlen),
+                "what the tiles of bias and dS have in common");
 };
 
 template <class Shape>
@@ -87,6 +97,8 @@ struct BackwardBarriers {
   NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(4 + Shape::kStages + stage); }
   NVRTC_ATTN_DEVICE Mbarrier full_dout(int stage) const { return at(4 + 2 * Shape::kStages + stage); }
   NVRTC_ATTN_DEVICE Mbarrier empty_dout(int stage) const { return at(4 + 3 * Shape::kStages + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_bias(int stage) const { return at(4 + 4 * Shape::kStages + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_bias(int stage) const { return at(4 + 5 * Shape::kStages + stage); }
 
   NVRTC_ATTN_DEVICE void init() const {
     constexpr int kWarps = 4 * Shape::kGroups;
@@ -101,6 +113,12 @@ struct BackwardBarriers {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       full_dout(stage).init(1);
       empty_dout(stage).init(kWarps);
+    }
+    if constexpr (Shape::kBiasTiles) {
+      for (int stage = 0; stage < Shape::kStages; ++stage) {
+        full_bias(stage).init(1);
+        empty_bias(stage).init(kWarps);
+      }
     }
     fence_barrier_init();
   }
@@ -121,7 +139,9 @@ struct QueryRange {
     }
     count = max(last - first, 0);
     start = first;
-    if constexpr (!Traits::kBand && !Traits::kVarlen) start = min(n_block * params.query_step, max(count - 1, 0));
+    // With tiles of bias and dbias neighbouring blocks had better be at the same rows of those: 0.7 % at S 2048, 1.6 % at 256.
+    constexpr bool kTogether = Traits::kBand || Traits::kVarlen || (Traits::kBiasTiles && Traits::kDbiasStore);
+    if constexpr (!kTogether) start = min(n_block * params.query_step, max(count - 1, 0));
   }
   NVRTC_ATTN_DEVICE void next(int& h, int& m) const {
     if (++m == first + count) m = first;
@@ -139,6 +159,8 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
     prefetch_tensor_map(params.tensor_map_k);
     prefetch_tensor_map(params.tensor_map_v);
     prefetch_tensor_map(params.tensor_map_dout);
+    if constexpr (Shape::kBiasTiles) prefetch_tensor_map(params.tensor_map_bias);
+    if constexpr (Shape::kStoresTiles) prefetch_tensor_map(params.tensor_map_dbias);
   }
   RingPosition<Shape::kStages> q_slot;
   RingPosition<Shape::kStages> dout_slot;
@@ -173,6 +195,14 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
       // Of the statistics, in floats: both workspaces have the same strides.
       index_t const sequence = index_t(seqlen.batch_index) * params.delta_stride_b +
                                accumulator_row0<Traits::kVarlen, Shape::kBlockM>(seqlen.q_row0, tile.b);
+      auto prefetch_bias = [&](int h, int m) {
+#pragma unroll
+        for (int slab = 0; slab < Shape::kGroups; ++slab) {
+          prefetch_box(params.tensor_map_bias, n0 + slab * kSlabColumns,
+                       params.bias_stride_m == 0 ? 0 : m * Shape::kBlockM, params.bias_stride_h == 0 ? 0 : h,
+                       params.bias_stride_b == 0 ? 0 : seqlen.batch_index);
+        }
+      };
       auto load_q = [&] {
         int const s = q_slot.stage;
         Mbarrier const full = barriers.full_q(s);
@@ -188,6 +218,20 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
           bulk_load(smem + Shape::kOffsetLse + s * Shape::kBytesStatistic,
                     params.row_lse + (sequence + index_t(h) * params.delta_stride_h + m * Shape::kBlockM),
                     Shape::kBytesStatistic, full.address);
+        }
+        if constexpr (Shape::kBiasTiles) {
+          barriers.empty_bias(s).wait(q_slot.parity ^ 1);
+          if (issuer) {
+            Mbarrier const full_bias = barriers.full_bias(s);
+            full_bias.arrive_and_expect(params.bias_stride_m == 0 ? Shape::kGroups * kSlabRowBytes : Shape::kBytesDs);
+#pragma unroll
+            for (int slab = 0; slab < Shape::kGroups; ++slab) {
+              load_box(smem + Shape::kOffsetDs + s * Shape::kBytesDs + slab * Shape::kSlabQ, params.tensor_map_bias,
+                       full_bias.address, n0 + slab * kSlabColumns, params.bias_stride_m == 0 ? 0 : m * Shape::kBlockM,
+                       params.bias_stride_h == 0 ? 0 : h, params.bias_stride_b == 0 ? 0 : seqlen.batch_index,
+                       kEvictFirst);
+            }
+          }
         }
         q_slot.advance();
       };
@@ -209,6 +253,22 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
         }
         dout_slot.advance();
       };
+      if constexpr (Shape::kBiasTiles) {
+        // Into L2 while the slots are still another tile's: what nobody has read yet would be waited for. With two query tiles
+        // to a key tile that is 3.6 % of the time; with sixteen it costs 1.3 %.
+        if (issuer && range.count <= 4) {
+#pragma unroll
+          for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+            prefetch_box(params.tensor_map_k, slab * kSlabColumns, n0, params.k_stride_h == 0 ? 0 : tile.h,
+                         params.k_stride_b == 0 ? 0 : seqlen.batch_index);
+          }
+          int next_h = h, next_m = m;
+          for (int left = min(range.count, 2); left > 0; --left) {
+            prefetch_bias(next_h, next_m);
+            range.next(next_h, next_m);
+          }
+        }
+      }
       // Slots become free in this order at the end of the tile before.
       barriers.empty_v().wait(parity ^ 1);
       if (issuer) {
@@ -239,6 +299,22 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
         load_dout();
       }
     }
+    if constexpr (Shape::kBytesZeros > 0) {
+      // Query tiles of every head that no product reaches.
+      if (issuer && is_real) {
+        for (int head = tile.h * params.heads_per_group; head < (tile.h + 1) * params.heads_per_group; ++head) {
+          for (int m = 0; m < params.num_m_blocks; ++m) {
+            if (m >= range.first && m < range.first + range.count) continue;
+#pragma unroll
+            for (int slab = 0; slab < Shape::kGroups; ++slab) {
+              store_box(params.tensor_map_dbias, smem + Shape::kOffsetZeros, n0 + slab * kSlabColumns,
+                        m * Shape::kBlockM, head, tile.b);
+            }
+          }
+        }
+        commit_stores();
+      }
+    }
     parity ^= 1;
     int taken = 0;
     if (issuer) taken = int(gridDim.x) + atomicAdd(tile_counter(params), 1);
@@ -246,31 +322,11 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
   }
   announce(-1, 0, 0);
   if (issuer) barriers.full_k().arrive();
+  if constexpr (Shape::kBytesZeros > 0) wait_stores_read();  // before the block's shared memory becomes another's
 }
 
-// Volatile: not before the wait in front of it, or the floats would be alive while a product runs.
-template <class Element>
-NVRTC_ATTN_DEVICE float2 unpack2(uint32_t both) {
-  float2 result;
-  if constexpr (cute::is_same_v<Element, half_t>) {
-    asm volatile(
-        "{\n"
-        ".reg .b16 low, high;\n"
-        "mov.b32 {low, high}, %2;\n"
-        "cvt.f32.f16 %0, low;\n"
-        "cvt.f32.f16 %1, high;\n"
-        "}"
-        : "=f"(result.x), "=f"(result.y)
-        : "r"(both));
-  } else {
-    asm volatile("shl.b32 %0, %1, 16;" : "=f"(result.x) : "r"(both));
-    asm volatile("and.b32 %0, %1, 0xffff0000;" : "=f"(result.y) : "r"(both));
-  }
-  return result;
-}
-
-// Masked scores and their gradient in registers, for problems without bias, byte mask and dropout: P is known before dP, so
-// that its product can start before dP is there.
+// Masked scores and their gradient in registers, for problems without byte mask and dropout, with a bias only as tiles: P is
+// known before dP, so that its product can start before dP is there.
 template <class Traits, class Shape>
 struct ScoreBlock {
   static constexpr int kTilesM = Shape::kTilesM;
@@ -278,11 +334,14 @@ struct ScoreBlock {
   PositionMask<Traits::kBand> const& mask;
   int j;  // this thread's first key; the other is j + 8
   int t;  // lane % 4
+  TransposedBias<Traits> bias;
 
   // Raw products -> P (with softcap times its derivative, after `pack` has taken P itself).
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
                                        FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
-                                       int m0, bool masked) const {
+                                       int m0, bool masked, unsigned bias_slab) const {
+    // Before the mask, by whose keys the bias may be anything.
+    if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map.scale);
     if (masked) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -317,9 +376,12 @@ struct ScoreBlock {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float tanh_value;
-        float y = map.map(s[0][m][e], tanh_value);
-        // A masked score stays -inf, whatever the map makes of it.
-        if constexpr (ScoreMap<Traits>::kMapped) y = s[0][m][e] == -infinity() ? -infinity() : y;
+        float y = s[0][m][e];
+        if constexpr (!Shape::kBiasTiles) {
+          y = map.map(s[0][m][e], tanh_value);
+          // A masked score stays -inf, whatever the map makes of it.
+          if constexpr (ScoreMap<Traits>::kMapped) y = s[0][m][e] == -infinity() ? -infinity() : y;
+        }
         s[0][m][e] = map.probability(y, reference[e & 1]);
         if constexpr (Traits::kSoftcap) derivative[e] = 1.0f - tanh_value * tanh_value;
       }
@@ -421,7 +483,8 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
   constexpr int kBlockM = Shape::kBlockM;
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other loop leaves.
-  constexpr bool kRich = Traits::kHasBias || Traits::kMask || Traits::kDropout || (kBlockM == 64 && Traits::kSoftcap);
+  constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || Traits::kMask || Traits::kDropout ||
+                         (kBlockM == 64 && Traits::kSoftcap);
   constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   constexpr bool kEarlyStore = !kLengthsOnDevice || kBlockM == 128;  // of dv, under the last product; takes registers
   int const tid = int(threadIdx.x) - 128;
@@ -470,7 +533,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
     PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
     QueryRange<Traits> const range(params, mask, tile.n_block);
     int left = range.count * params.heads_per_group;
-    if constexpr (Traits::kDbiasStore) {
+    if constexpr (Traits::kDbiasStore && !Shape::kBiasTiles) {
       int const first = left > 0 ? range.first * kBlockM : seqlen.len_q;
       int const last = (range.first + range.count) * kBlockM;
       int const cols = min(Shape::kBlockN, params.seqlen_k - n0);
@@ -493,7 +556,8 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
     } else {
       int const n_group = n0 + 64 * group;  // first key of the group
       ScoreMap<Traits> const map(params);
-      ScoreBlock<Traits, Shape> const scores{map, mask, n_group + 16 * warp + (lane >> 2), lane & 3};
+      ScoreBlock<Traits, Shape> const scores{map, mask, n_group + 16 * warp + (lane >> 2), lane & 3,
+                                             TransposedBias<Traits>(params, warp, lane)};
       int m = range.start;
       int h = tile.h * params.heads_per_group;
       if constexpr (Traits::kVarlen || Traits::kSequsedK) {
@@ -541,10 +605,10 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
                                                                      k_rows);
         commit_products();
       };
+      auto ds_slab = [&] { return smem + Shape::kOffsetDs + slot.stage * Shape::kBytesDs + group * Shape::kSlabQ; };
       // Of this group's keys, for the products of both groups with K.
       auto share_ds = [&](auto const& ds) {
-        store_transposed<Element>(smem + Shape::kOffsetDs + slot.stage * Shape::kBytesDs + group * Shape::kSlabQ, ds,
-                                  warp, lane);
+        store_transposed<Element>(ds_slab(), ds, warp, lane);
         fence_async_proxy();
       };
       auto statistics = [&](int offset) { return smem + offset + slot.stage * Shape::kBytesStatistic; };
@@ -599,6 +663,13 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
                             params.dv_stride_n, dv, 1.0f, seqlen.len_k_slot - key, params.head_dim_v, lane);
       };
 
+      bool stored = false;
+      auto release_stored = [&] {
+        if (warp == 0) {
+          wait_stores_read();
+          release(barriers.empty_bias(slot.stage ^ 1));
+        }
+      };
 #pragma unroll 1
       for (; left > 0; --left) {
         int const m0 = m * kBlockM;
@@ -608,6 +679,9 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         start_s(s);
         barriers.full_dout(slot.stage).wait(slot.parity);
         start_dp(dp);
+        if constexpr (Shape::kStoresTiles) {
+          if (stored) release_stored();
+        }
         if constexpr (kRich) {
           wait_products<0>();
           pin_registers(s);
@@ -638,7 +712,8 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
               (Traits::kVarlen && m0 + kBlockM > seqlen.len_q) || !mask.keeps_tile(m0, kBlockM, n_group, 64);
           wait_products<1>();
           pin_registers(s);
-          scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked);
+          if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);
+          scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab());
           zero_tail(m0);
           typename ScoreBlock<Traits, Shape>::KeptP kept;
           scores.keep(kept, p);
@@ -658,6 +733,12 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         AccTile dq[1][Shape::kTilesDq];
         start_dq(dq);
         start_dk(ds);
+        if constexpr (Shape::kStoresTiles) {
+          if ((tid & 127) == 0) {
+            store_box(params.tensor_map_dbias, ds_slab(), n_group, m0, h, tile.b);
+            commit_stores();
+          }
+        }
         wait_products<1>();
         pin_registers(dq);
         pin_registers(dv);
@@ -672,8 +753,15 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         pin_registers(dk);
         pin_registers(ds);
         release(barriers.empty_q(slot.stage));
+        if constexpr (Shape::kStoresTiles) {
+          if (warp != 0) release(barriers.empty_bias(slot.stage));
+          stored = true;
+        } else if constexpr (Shape::kBiasTiles) {
+          release(barriers.empty_bias(slot.stage));
+        }
         slot.advance();
       }
+      if constexpr (Shape::kStoresTiles) release_stored();
     }
 
     int const key = n0 + 64 * group + 16 * warp;
@@ -696,6 +784,12 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
   unsigned const smem = shared_address(smem_pointer);
   BackwardBarriers<Shape> const barriers{smem + Shape::kOffsetBarriers};
   if (threadIdx.x == 0) barriers.init();
+  if constexpr (Shape::kBytesZeros > 0) {
+    for (int i = int(threadIdx.x) * 16; i < Shape::kBytesZeros; i += Traits::kNumThreads * 16) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(smem + Shape::kOffsetZeros + i), "r"(0) : "memory");
+    }
+    fence_async_proxy();
+  }
   __syncthreads();
   // A broadcast tells the compiler that the role is uniform over the warp.
   int const warp_group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
