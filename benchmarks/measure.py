@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,18 +14,26 @@ from typing import Any
 
 COMMIT = ""
 """Set where the measured tree is a copy without its git history."""
+REST_SECONDS = 0.02
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def in_turn(
     functions: Mapping[str, Callable[[], Any]], rounds: int = 3, rep_ms: int = 60
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds of each function: the median of ``rounds`` medians, run in turn, and their relative spread."""
+    """Milliseconds of each function: the median of ``rounds`` medians, run in turn, and their relative spread.
+
+    The order rotates and the GPU rests before each, because its clock remembers what ran before: one kernel of 0.72
+    ms took 0.84 after a long one that draws much power (H200, 2026-11-21).
+    """
     from triton.testing import do_bench
 
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
+    order = list(functions.items())
+    for number in range(rounds):
+        shift = number * len(order) // rounds
+        for name, function in order[shift:] + order[:shift]:
+            time.sleep(REST_SECONDS)
             times[name].append(do_bench(function, warmup=15, rep=rep_ms, return_mode="median"))
     return {name: {"ms": median(t), "spread": (max(t) - min(t)) / median(t)} for name, t in times.items()}
 

@@ -32,6 +32,8 @@ SMEM_LIMIT: Final = 232448
 L2_BYTES: Final = 40 << 20
 """What stays in an L2 of 50 to 60 MB beside queries and outputs."""
 BLOCKS_SHARING_A_HEAD: Final = 8
+MEASURED_SMS: Final = 132
+"""Multiprocessors of the GPU that the tile table was measured on."""
 TILE_OVERHEAD_COLUMNS: Final = 128.0
 """What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
 2026-11, from lengths 512 to 16384."""
@@ -71,7 +73,7 @@ def _score_bytes(config: HopperForwardConfig) -> int:
 
 
 def choose_tile(problem: AttentionProblem) -> Tile:
-    """The tile table. Figures: H200, 2026-11-20, bfloat16, TFLOP/s, the launch alone."""
+    """The tile table. Figures: H200, 2026-11-20 and 21, bfloat16, TFLOP/s, the launch alone."""
     widest = max(ceil_div(problem.head_dim, 64), ceil_div(problem.head_dim_v, 64)) * 64
     tile = _score_tile(problem, widest)
     if tile is not None:
@@ -90,19 +92,22 @@ def choose_tile(problem: AttentionProblem) -> Tile:
             # Dropout, B4 S2048 H16: 0.408 ms; 128 x 96: 0.441, 192 x 64: 0.456.
             lengths = problem.varlen or problem.seqused_k
             return Tile(block_m=128, block_n=112 if lengths else 128, num_stages_q=2, lazy_max=True)
-        if diagonal and problem.seqlen_q <= 1024:
-            # 353 at 1024 against 344 with 192 rows, of which the last tile fills a third.
-            return Tile(block_m=128, block_n=128, num_stages_q=2, half_tile=True, lazy_max=True)
         # Three consumers: 192 x 128 reaches 573 at 4096, 128 x 128 464, 128 x 176 482. Lengths on the device take
-        # registers. Few keys (cross-attention to 77 tokens): a tile is no wider than they are, 0.055 against 0.066 ms.
+        # registers, and so do scores that are more than products. Few keys (cross-attention to 77 tokens): a tile is no
+        # wider than they are, 0.055 against 0.066 ms.
         rows = _rows_of_narrow(problem)
         lengths = problem.varlen or problem.seqused_k
-        columns = 112 if rows == 192 and lengths else 128
+        columns = 112 if rows == 192 and (lengths or problem.softcap > 0 or problem.softmax_scale <= 0) else 128
         if not lengths:
             columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
+        # A third slot for K and V brings keys of the next query tile in time: 432 to 407 at 512, 507 to 484 at
+        # 1024, 539 to 525 at 2048; a fourth is no faster. With a half tile ptxas serialises products (C7511): 297
+        # against 347 at 1024, 128 rows. Causal, 192 rows: 271 at 512 and 360 at 1024, against 256 and 347 with 128.
+        third = rows == 192 and columns == 128 and not lengths and not problem.band
         return Tile(
             block_m=rows,
             block_n=columns,
+            num_stages=3 if third else 2,
             num_stages_q=2,
             half_tile=diagonal and not problem.seqused_k and problem.seqlen_q <= 2048 and columns == 128,
             lazy_max=True,
@@ -111,6 +116,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
         if direct:
             return Tile(block_m=128, block_n=96 if lazy else 64, num_stages_q=2, lazy_max=lazy)
         # A second slot for Q leaves room for 128 keys: 708 at 4096; 176 keys and one slot 667, 144 keys 684.
+        # One slot and a third for K and V: 612 against 643 at 1024.
         half = diagonal and problem.seqlen_q <= 1024 and not operands
         # With dropout and 80 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
         columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else 128
@@ -125,12 +131,19 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     if operands:
         # With dropout and softcap 48 columns spill four bytes.
         return Tile(block_m=128, block_n=32 if problem.dropout_p > 0 and problem.softcap > 0 else 48, ping_pong=False)
-    return Tile(block_m=128, block_n=64 if short else 80, ping_pong=False)
+    # 512 keys are 6.4 tiles of 80: 565 with 64 against 553; 1024 are 12.8 of them: 641 against 662.
+    fits = 1.06 * 64 * ceil_div(problem.seqlen_k, 64) < 80 * ceil_div(problem.seqlen_k, 80)
+    return Tile(block_m=128, block_n=64 if short or fits else 80, ping_pong=False)
 
 
 def _rows_of_narrow(problem: AttentionProblem) -> int:
-    """Query rows of a tile at head dim 64: 192 are faster by what the table above says, unless they stay empty."""
+    """Query rows of a tile at head dim 64: 192 are faster by what the table above says, unless they stay empty.
+
+    Or unless every smaller tile has a multiprocessor to itself: B1 H8, S 2048 takes 25.1 us in 128 tiles, 28.7 in 88.
+    """
     rows = problem.seqlen_q
+    if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= MEASURED_SMS:
+        return 128
     return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
 
 
@@ -243,6 +256,7 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
     if num_m_blocks % 2:
         pairs[-1] /= 2  # the middle tile is alone
     best, best_sum = most, float("inf")
+    turn = np.arange(all_heads) * head_pairs // width  # by which the pairs of a head are moved on
     for rounds in range(most, max(most - 4, -1), -1):
         first, done = divmod(rounds * width, head_pairs)
         partial = int(done > 0)
@@ -252,7 +266,9 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
             break
         sums: Array = np.zeros(width)
         if rounds:
-            sums = pairs[np.arange(rounds * width) % head_pairs].reshape(rounds, width).sum(0)
+            head, pair = np.divmod(np.arange(rounds * width), head_pairs)
+            moved = (pair + np.where(head < first, turn[head], 0)) % head_pairs
+            sums = pairs[moved].reshape(rounds, width).sum(0)
         ranks = np.arange(num_m_blocks)
         heads = np.where((ranks >= done) & (ranks < num_m_blocks - done), tail_heads, whole)
         singles = np.repeat(by_rank, heads)

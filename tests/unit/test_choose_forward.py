@@ -113,3 +113,21 @@ def test_bias_comes_as_tiles_where_its_rows_allow_it() -> None:
     spec = choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=232448)
     assert spec.launches[0].config.kernel == "forward_hopper"
     assert [item.pointer for item in spec.launches[0].tensor_maps] == ["q", "k", "v"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "expected"),
+    [
+        ((16, 1024, 1024, 32, 64), False, (192, 128, 3)),
+        ((16, 1024, 1024, 32, 64), True, (192, 128, 2)),
+        ((1, 2048, 2048, 8, 64), False, (128, 128, 2)),  # 88 tiles of 192 rows would leave a third of the GPU idle
+        ((32, 512, 512, 8, 256), False, (128, 64, 2)),  # 512 keys are 6.4 tiles of 80
+        ((16, 1024, 1024, 8, 256), False, (128, 80, 2)),
+    ],
+)
+def test_tile_follows_the_lengths(
+    shape: tuple[int, int, int, int, int], causal: bool, expected: tuple[int, int, int]
+) -> None:
+    asked = problem(*shape, window_right=0 if causal else None)
+    config = choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=232448).launches[0].config
+    assert (config.block_m, config.block_n, config.num_stages) == expected

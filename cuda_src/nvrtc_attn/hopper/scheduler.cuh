@@ -17,6 +17,13 @@ struct WorkTile {
   int b;
 };
 
+// Number i of `count` things of a head, moved on by one in every round: where `count` divides the number of blocks, a block
+// would otherwise always have the same one, and with it the tile that is only partly filled, or always a full one.
+NVRTC_ATTN_DEVICE int moved_on(int i, int head, int count) {
+  int const sum = i + uniform_quotient(head * count, int(gridDim.x));
+  return sum - uniform_quotient(sum, count) * count;
+}
+
 template <bool kBand>
 struct TileScheduler {
   HopperForwardParams const& params;
@@ -30,7 +37,7 @@ struct TileScheduler {
     ++round;
     if (t >= params.num_tiles) return false;
     int const head = uniform_quotient(t, params.num_m_blocks);
-    tile.m_block = t - head * params.num_m_blocks;
+    tile.m_block = moved_on(t - head * params.num_m_blocks, head, params.num_m_blocks);
     tile.b = uniform_quotient(head, params.num_heads);
     tile.h = head - tile.b * params.num_heads;
     return true;
@@ -51,7 +58,9 @@ struct TileScheduler<true> {
     if (round < params.pair_rounds) {
       int const pair = round * int(gridDim.x) + int(blockIdx.x);
       head = uniform_quotient(pair, params.head_pairs);
-      int const i = pair - head * params.head_pairs;
+      // Pairs cost the same only up to rounding. The head that the single tiles finish keeps its outermost pairs first.
+      int i = pair - head * params.head_pairs;
+      if (head < params.tail_first_head) i = moved_on(i, head, params.head_pairs);
       int const longest = num_m_blocks - 1 - i;
       tile.m_block = step & 1 ? i : longest;
       step += i == longest ? 2 : 1;  // the middle tile of an odd number is alone

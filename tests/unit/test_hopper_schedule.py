@@ -1,0 +1,83 @@
+"""The static schedule of the Hopper forward kernel: every query tile once, and as much work for every thread block."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.problem import AttentionProblem, dense_layout
+
+NUM_SMS = 132
+
+
+def problem(batch: int, seqlen: int, heads: int, head_dim: int, causal: bool) -> AttentionProblem:
+    layout = dense_layout((batch, seqlen, heads, head_dim), "bfloat16")
+    return AttentionProblem(
+        dtype="bfloat16", batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_kv=heads,
+        head_dim=head_dim, head_dim_v=head_dim, q=layout, k=layout, v=layout, window_right=0 if causal else None,
+    )  # fmt: skip
+
+
+def moved_on(i: int, head: int, count: int, width: int) -> int:
+    return (i + head * count // width) % count
+
+
+def dealt(asked: AttentionProblem) -> list[list[tuple[int, int]]]:
+    """(head of all heads, query tile) of each thread block in order: ``hopper/scheduler.cuh`` in Python."""
+    spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
+    (launch,) = spec.launches
+    p, width = dict(launch.params), launch.grid
+    blocks = p["num_m_blocks"]
+    found: list[list[tuple[int, int]]] = [[] for _ in range(width)]
+    if not asked.band:
+        for t in range(p["num_tiles"]):
+            head, i = divmod(t, blocks)
+            found[t % width].append((head, moved_on(i, head, blocks, width)))
+        return found
+    for t in range(p["pair_rounds"] * width):
+        head, i = divmod(t, p["head_pairs"])
+        if head < p["tail_first_head"]:
+            i = moved_on(i, head, p["head_pairs"], width)
+        found[t % width] += [(head, m) for m in dict.fromkeys((blocks - 1 - i, i))]
+    done, whole, first = p["tail_done"], p["tail_whole_heads"], p["tail_first_head"]
+    outer, inner = done * whole, (blocks - 2 * done) * (whole + (done > 0))
+    for t in range(2 * outer + inner):
+        rank, heads, head, rest = 0, whole, first + (done > 0), t
+        if t >= outer + inner:
+            rank, rest = blocks - done, t - outer - inner
+        elif t >= outer:
+            rank, rest, heads, head = done, t - outer, whole + (done > 0), first
+        row, column = divmod(t, width)
+        block = width - 1 - column if row % 2 else column
+        found[block].append((head + rest % heads, blocks - 1 - rank - rest // heads))
+    return found
+
+
+GRID = [(16384 // s, s, 2048 // d, d) for d in (64, 128, 256) for s in (512, 1024, 2048, 4096, 8192, 16384)]
+SHAPES = [*GRID, (1, 2048, 8, 64), (3, 1000, 7, 64), (61, 200, 4, 64), (5, 3000, 16, 128), (2, 77, 3, 128)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_tile_is_dealt_once(shape: tuple[int, int, int, int], causal: bool) -> None:
+    asked = problem(*shape, causal)
+    blocks = -(-asked.seqlen_q // hopper_forward.choose_tile(asked).block_m)
+    count = Counter(tile for tiles in dealt(asked) for tile in tiles)
+    heads = asked.batch * asked.num_heads
+    assert count == Counter({(head, m): 1 for head in range(heads) for m in range(blocks)})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_work_is_even(shape: tuple[int, int, int, int], causal: bool) -> None:
+    # 132 blocks are 12 times 11: where the query tiles of a head divide that, a block would always have the same one.
+    asked = problem(*shape, causal)
+    costs = hopper_forward.tile_costs(asked, hopper_forward.choose_tile(asked))
+    sums = [sum(costs[m] for _, m in tiles) for tiles in dealt(asked)]
+    # No block can have less than a whole number of full tiles.
+    best = max(sum(sums) / len(sums), 0 if causal else costs.max() * (shape[0] * shape[2] * len(costs) // NUM_SMS))
+    assert max(sums) < 1.06 * best + (0 if causal else costs.max())
+    if shape[3] == 64 and shape[1] == 1024 and not causal:  # a sixth of the tiles has one row block of three
+        assert max(sums) < 0.94 * costs.max() * max(map(len, dealt(asked)))
