@@ -114,6 +114,7 @@ def entry_source(config: KernelConfig) -> str:
                 traits += _trait_lines(field.name, getattr(part, field.name))
     traits.append(f"static constexpr int kNumThreads = {config.num_threads};")
     struct = params_class(config)
+    cluster = "__cluster_dims__(Traits::kCluster, 1, 1) " if getattr(config, "cluster", 1) > 1 else ""
     return "\n".join(
         [
             *_arch_guard(config.arch),
@@ -126,7 +127,7 @@ def entry_source(config: KernelConfig) -> str:
             "",
             *_layout_asserts(struct),
             "",
-            'extern "C" __global__ void __launch_bounds__(Traits::kNumThreads, Traits::kMinBlocksPerSm)',
+            f'extern "C" __global__ void {cluster}__launch_bounds__(Traits::kNumThreads, Traits::kMinBlocksPerSm)',
             f"{ENTRY_NAME}(__grid_constant__ nvrtc_attn::{struct.__name__} const params) {{",
             f"  nvrtc_attn::{config.kernel}<Traits>(params);",
             "}",

@@ -133,6 +133,10 @@ class HopperBackwardConfig(KernelConfig):
     dbias_dtype: str | None = None
     bias_tiles: bool = False
     """The copy engine brings the bias and takes a full-shape dbias away; otherwise every thread moves its own."""
+    num_stages_dout: int = 2
+    """Slots of dout; ``num_stages`` are those of q."""
+    cluster: int = 1
+    """Thread blocks that share a key tile and run at the same time."""
     smem_bytes: int = 0
     """Dynamic shared memory, which the kernel checks against its own layout."""
 

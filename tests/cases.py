@@ -421,7 +421,8 @@ def named_cases() -> list[Case]:
         make_case("empty-keys", seqlen_k=0, dlse=True, bias="bhq1"),
         make_case("empty-heads", num_heads=0),
     ]
-    cases += _varlen_cases() + _several_tile_cases() + _few_query_cases() + _bias_tile_cases()
+    cases += _varlen_cases() + _several_tile_cases()
+    cases += _few_query_cases() + _bias_tile_cases() + _wide_head_cases()
     for layout in LAYOUTS[1:]:
         for dtype in ("float16", "float32"):
             case = make_case(
@@ -533,6 +534,48 @@ def _bias_tile_cases() -> list[Case]:
     return [
         make_case(
             f"bias-tiles-{n}-{case['bias']}", **{"seqlen_q": 300, "seqlen_k": 400, "dtype": _DTYPES[n % 2], **case}
+        )
+        for n, case in enumerate(fields)
+    ]
+
+
+def _wide_head_cases() -> list[Case]:
+    """Head dims beyond 128, and one width alone beyond 64, over several tiles of 64 queries and 128 keys."""
+    lengths = ((113, 203), (1, 239), (64, 64), (0, 50), (50, 0), (300, 301))
+    used = (200, 7, 64, 0, 0, 270)
+    fields: list[dict[str, Any]] = [
+        {"head_dim": 256, "batch": 3, "num_heads": 8, "num_heads_kv": 2, "seqlen_k": 1100},
+        {"head_dim": 256, "batch": 3, "num_heads": 8, "num_heads_kv": 4, "seqlen_q": 640, "causal": True},
+        {"head_dim": 192, "head_dim_v": 128, "causal": True, "dlse": True},
+        {"head_dim": 136, "dtype": "float16"},
+        {"head_dim": 160, "causal": "top_left", "num_heads": 4, "num_heads_kv": 1},
+        {"head_dim": 224, "head_dim_v": 72},
+        {"head_dim": 256, "head_dim_v": 64, "causal": True},
+        {"head_dim": 64, "head_dim_v": 200},
+        {"head_dim": 128, "head_dim_v": 64, "causal": True},
+        {"head_dim": 40, "head_dim_v": 72},
+        {"head_dim": 256, "seqlens": lengths, "causal": True, "dlse": True, "tail": (5, 9)},
+        {"head_dim": 192, "head_dim_v": 128, "seqlens": lengths, "seqused_k": used, "num_heads": 4, "num_heads_kv": 2},
+        {"head_dim": 256, "softcap": 5.0, "causal": True},
+        {"head_dim": 256, "window_size": (70, 20)},
+        {"head_dim": 256, "softmax_scale": -0.1},
+        {"head_dim": 256, "seqlen_q": 500, "seqlen_k": 113, "causal": True, "bias": "bhqk"},
+        {"head_dim": 256, "layout": "expanded", "batch": 2},
+        {"head_dim": 256, "bias": "bhqk", "bias_dtype": "float32"},
+        {"head_dim": 192, "head_dim_v": 128, "bias": "bhqk", "causal": True, "seqlen_k": 401, "num_heads_kv": 1},
+        {"head_dim": 256, "bias": "bhqk", "window_size": (70, 20)},
+        {"head_dim": 256, "mask": "bhqk", "mask_empty": True},
+        {"head_dim": 256, "dropout_p": 0.5, "seqlen_k": 303, "offset": 3, "dtype": "float16", "num_heads_kv": 1},
+        {"head_dim": 256, "seqlens": lengths, "dropout_p": 0.25, "causal": True},
+        {"head_dim": 256, "softcap": 5.0, "dropout_p": 0.1},
+        {"head_dim": 256, "softcap": 5.0, "mask": "11qk", "causal": True},
+        {"head_dim": 256, "bias": "bhqk", "mask": "b1qk", "causal": True},
+    ]
+    dense = {"batch": 1, "seqlen_q": 300, "seqlen_k": 400}
+    return [
+        make_case(
+            f"wide-{n}-d{case['head_dim']}-{case.get('head_dim_v', case['head_dim'])}",
+            **{"dtype": "bfloat16", **({} if "seqlens" in case else dense), **case},
         )
         for n, case in enumerate(fields)
     ]

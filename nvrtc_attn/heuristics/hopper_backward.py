@@ -23,6 +23,7 @@ from .hopper import (
     reasons_against_target,
     score_operands,
 )
+from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_dbias import dbias_layout
 from .plan import BackwardPlanSpec, Launch, Workspace
 from .portable_backward import is_aligned, is_full_shape
@@ -33,8 +34,8 @@ MIN_HEAD_DIM: Final = 40
 MIN_HEAD_DIM_BIAS: Final = 32
 """Where the copy engine moves the bias: [256, 8, 256, 256] with gradient 0.350 ms, portable 0.554; a bias that the
 batch shares 0.378 and 0.736 (H200, 2026-11-21)."""
-MAX_HEAD_DIM: Final = 128
-"""Beyond it dk and dv of 64 keys do not fit in a warp-group's registers."""
+MAX_HEAD_DIM: Final = 256
+"""Beyond it dk and dv of 64 keys do not fit in a thread block's registers."""
 BLOCK_N: Final = 128
 NUM_STAGES: Final = 2
 L2_BYTES: Final = 32 << 20
@@ -46,6 +47,8 @@ class Tile:
     """One row of the tile table."""
 
     block_m: int
+    wide: bool = False
+    """Two thread blocks share a key tile (``backward_hopper_wide``)."""
 
 
 def smem_bytes(config: HopperBackwardConfig) -> int:
@@ -66,6 +69,8 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     fit in registers. The other order of products (dk before dq, so that nothing runs under the addition of dq) is 10 to
     13 % slower at both, additions by the copy engine are up to 6 % slower.
     """
+    if is_wide(problem):
+        return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
     # What a score needs beside its product takes the registers of half of the queries.
     plain = score_operands(problem) == 0 or bias_as_tiles(problem)
     if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and plain:
@@ -80,7 +85,9 @@ def bias_as_tiles(problem: AttentionProblem) -> bool:
     or dropout, P waits for both products, and every thread reads its own.
     """
     bias = problem.bias
-    if bias is None or score_operands(problem) > 1 or problem.softcap or bias.dtype != problem.dtype:
+    if bias is None or is_wide(problem):
+        return False
+    if score_operands(problem) > 1 or problem.softcap or bias.dtype != problem.dtype:
         return False
     moved = [bias]
     if stores_dbias(problem):
@@ -107,11 +114,11 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
     for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not least <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
             found.append(f"{name} is {head_dim}; accepted are multiples of 8 from {least} to {MAX_HEAD_DIM}")
-    if (problem.head_dim > 64) != (problem.head_dim_v > 64):
-        found.append(f"head_dim is {problem.head_dim} and head_dim_v {problem.head_dim_v}, one of them beyond 64")
     if problem.deterministic:
         found.append("deterministic: dq is summed in the order in which thread blocks finish")
-    if max(problem.head_dim, problem.head_dim_v) > 64 and score_operands(problem) > 1:
+    if is_wide(problem):
+        found += reasons_against_wide(problem)
+    elif max(problem.head_dim, problem.head_dim_v) > 64 and score_operands(problem) > 1:
         found.append("two of bias, mask and dropout beyond head dim 64, where the kernel would spill registers")
     if problem.varlen and problem.bias is not None:
         found.append("bias with cu_seqlens")
@@ -129,12 +136,12 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     """Why the portable family is faster than the plan ``spec``; empty when it is not.
 
     Where multiprocessors are busy this family takes 0.45 to 0.9 of the portable one's time in every case measured
-    (H200, 2026-11-21: D 40 to 128, lengths 77 to 16384, bias, dropout). But it does not split queries: below half as
-    many key tiles as multiprocessors a portable kernel that does has the more of them at work. Split in two it is
-    still behind (B 1, S 2048, H 4, D 128, 64 key tiles: 108 microseconds, this family 88).
+    (H200, 2026-11-21: D 40 to 256, lengths 77 to 16384, bias, dropout). But it does not split queries: with thread
+    blocks for less than half of the multiprocessors a portable kernel that does has the more of them at work. Split in
+    two it is still behind (B 1, S 2048, H 4, D 128, 64 key tiles: 108 microseconds, this family 88).
     """
     tiles = dict(spec.launches[1].params)["num_tiles"]
-    if 2 * tiles >= num_sms:
+    if 2 * spec.launches[1].grid >= num_sms:
         return []
     portable = portable_backward.choose_backward(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
     splits = dict(portable.launches[1].params)["num_splits"]
@@ -163,11 +170,13 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         num_stages=NUM_STAGES,
         features=features,
         log2_lse=score_operands(problem) == 0 and not (features.softcap or features.prescale),
-        one_key_tile=problem.seqlen_k <= BLOCK_N and not problem.varlen,
+        one_key_tile=problem.seqlen_k <= BLOCK_N and not problem.varlen and not is_wide(problem),
         dbias="store" if stores_dbias(problem) else "none",
         dbias_dtype=problem.bias.dtype if stores_dbias(problem) and problem.bias is not None else None,
         bias_tiles=bias_as_tiles(problem),
     )
+    if tile.wide:
+        return wide_config(problem, config)
     return replace(config, smem_bytes=smem_bytes(config))
 
 
@@ -177,7 +186,8 @@ def head_group(problem: AttentionProblem) -> int:
         return 1
     group = problem.num_heads // problem.num_heads_kv
     bytes_per_head = group * problem.seqlen_q * (2 * problem.head_dim_v + 6 * problem.head_dim)
-    return max(1, min(problem.batch * problem.num_heads_kv, L2_BYTES // max(bytes_per_head, 1)))
+    l2_bytes = WIDE_L2_BYTES if is_wide(problem) else L2_BYTES
+    return max(1, min(problem.batch * problem.num_heads_kv, l2_bytes // max(bytes_per_head, 1)))
 
 
 def plan_spec(
@@ -222,15 +232,15 @@ def plan_spec(
         ),
         Launch(
             config=config,
-            grid=min(num_sms, num_tiles),
+            grid=config.cluster * min(num_sms // config.cluster, num_tiles),
             block=config.num_threads,
             smem_bytes=config.smem_bytes,
             params=(*m_params, *schedule),
             tensor_maps=(
-                tensor_map("tensor_map_q", "q", problem.q, 2, config.block_m),
-                tensor_map("tensor_map_k", "k", problem.k, 2, config.block_n),
-                tensor_map("tensor_map_v", "v", problem.v, 2, config.block_n),
-                tensor_map("tensor_map_dout", "dout", dout_layout(problem), 2, config.block_m),
+                tensor_map("tensor_map_q", "q", problem.q, 2, config.block_m // config.cluster),
+                tensor_map("tensor_map_k", "k", problem.k, 2, config.block_n // config.cluster),
+                tensor_map("tensor_map_v", "v", problem.v, 2, config.block_n // config.cluster),
+                tensor_map("tensor_map_dout", "dout", dout_layout(problem), 2, config.block_m // config.cluster),
                 *_bias_maps(problem, config),
             ),
         ),
@@ -300,5 +310,6 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
     """The plans with the table's tile and with its smallest one; none where it has no plan."""
     if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):
         return []
-    tiles = dict.fromkeys((choose_tile(problem), Tile(block_m=64)))
+    tile = choose_tile(problem)
+    tiles = dict.fromkeys((tile, replace(tile, block_m=64)))
     return [plan_spec(problem, x, num_sms=num_sms, smem_limit=smem_limit) for x in tiles]

@@ -10,6 +10,7 @@ from ..config import HopperDbiasConfig
 from ..problem import AttentionProblem, OperandLayout, dense_layout
 from ..tma import tensor_map
 from .hopper import ceil_div, product_width, score_operands
+from .hopper_backward_wide import is_wide
 from .plan import Launch, Workspace
 from .portable_dq import MAX_PARTIAL_BYTES, dbias_reduce
 from .portable_forward import features_of, is_vectorizable
@@ -26,7 +27,9 @@ TILE_OVERHEAD: Final = 1
 def serves(problem: AttentionProblem) -> bool:
     """Whether the kernel can make dbias; q, k, v, dout and head dims are those of ``backward_hopper``."""
     bias = problem.bias
-    if bias is None or bias.dtype != problem.dtype or score_operands(problem) > 1 or problem.softcap:
+    if bias is None or is_wide(problem):
+        return False
+    if bias.dtype != problem.dtype or score_operands(problem) > 1 or problem.softcap:
         return False
     if bias.shape[2:] != (problem.seqlen_q, problem.seqlen_k):
         return False

@@ -11,10 +11,13 @@ from ..tma import TensorMap
 _FOLLOWS_FROM_PROBLEM: Final = frozenset(
     (
         "kernel", "arch", "dtype", "head_dim", "head_dim_v", "block_m", "block_n", "aligned", "legacy_mma", "features",
-        "split", "dq", "dbias", "dbias_dtype", "log2_lse", "smem_bytes", "one_key_tile", "bias_tiles", "packed_heads",
+        "split", "dq", "dbias", "dbias_dtype", "log2_lse", "smem_bytes",
+        "one_key_tile", "bias_tiles", "packed_heads", "cluster",
     )
 )  # fmt: skip
 """Fields of a config that do not tell two plans of one problem apart, or are spelled out by `label`."""
+
+_HOPPER_BACKWARD: Final = ("backward_hopper", "backward_hopper_wide")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,7 @@ def label(spec: ForwardPlanSpec | BackwardPlanSpec) -> str:
     For example ``hopper 192x128 num_warps=16 num_stages=2 lazy_max``. It names the same choice at other lengths.
     """
     main = next((x for x in spec.launches if x.config.kernel.startswith(("forward_", "backward_portable"))), None)
-    main = main or next((x for x in spec.launches if x.config.kernel == "backward_hopper"), spec.launches[0])
+    main = main or next((x for x in spec.launches if x.config.kernel in _HOPPER_BACKWARD), spec.launches[0])
     config = main.config
     words = ["hopper" if "hopper" in config.kernel else "portable", f"{config.block_m}x{config.block_n}"]
     for field in fields(config):

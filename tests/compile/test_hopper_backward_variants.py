@@ -10,7 +10,7 @@ import pytest
 
 from nvrtc_attn.codegen import entry_source
 from nvrtc_attn.compile import CompiledKernel, compile_source
-from nvrtc_attn.config import KernelConfig
+from nvrtc_attn.config import HopperBackwardConfig, KernelConfig
 from nvrtc_attn.heuristics import choose_backward, hopper_backward, hopper_dbias
 from nvrtc_attn.heuristics.plan import BackwardPlanSpec
 from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
@@ -30,6 +30,11 @@ def problem(head_dim: int = 128, dtype: str = "bfloat16", **changes: Any) -> Att
         "q": layout, "k": layout, "v": layout,
     }  # fmt: skip
     return AttentionProblem(**{**values, **changes})
+
+
+def wide(head_dim: int, head_dim_v: int, **changes: Any) -> AttentionProblem:
+    batch = 1 if changes.get("varlen") else 2
+    return problem(head_dim, head_dim_v=head_dim_v, v=dense_layout((batch, 512, 4, head_dim_v), "bfloat16"), **changes)
 
 
 def plan(asked: AttentionProblem) -> BackwardPlanSpec:
@@ -83,6 +88,24 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d96_one_key_tile_causal": problem(96, seqlen_k=128, **CAUSAL),
     "d128_one_key_tile_softcap_causal": problem(128, seqlen_k=128, softcap=30.0, seqused_k=True, **CAUSAL),
     "d64_everything": problem(64, bias=SCORES, mask=MASK, softcap=30.0, dropout_p=0.1, **CAUSAL),
+    # Beyond 128 columns, and where one width alone is beyond 64.
+    **{f"d{d}": problem(d) for d in (136, 160, 192, 224, 256)},
+    **{f"d{d}_causal": problem(d, **CAUSAL) for d in (160, 256)},
+    **{f"d{d}_{dv}": wide(d, dv, **CAUSAL) for d, dv in ((192, 128), (256, 64), (64, 256), (128, 64), (40, 72))},
+    "d256_float16_causal": problem(256, "float16", **CAUSAL),
+    "d256_window": problem(256, window_left=100, window_right=20),
+    "d256_varlen": problem(256, varlen=True, **CAUSAL),
+    "d192_128_varlen_seqused_k": wide(192, 128, varlen=True, seqused_k=True),
+    "d256_negative_scale": problem(256, softmax_scale=-0.1),
+    "d256_softcap": problem(256, softcap=30.0, **CAUSAL),
+    "d256_softcap_varlen": problem(256, softcap=30.0, varlen=True, seqused_k=True, window_left=100, window_right=20),
+    "d256_dbias_causal": problem(256, bias=SCORES, dbias=True, **CAUSAL),
+    "d192_128_dbias_causal": wide(192, 128, bias=SCORES, dbias=True, **CAUSAL),
+    "d256_bias_float32": problem(256, bias=dataclasses.replace(SCORES, dtype="float32"), dbias=True),
+    "d256_mask": problem(256, mask=MASK),
+    "d256_dropout_causal": problem(256, dropout_p=0.1, **CAUSAL),
+    "d256_dropout_varlen": problem(256, dropout_p=0.1, varlen=True, seqused_k=True, **CAUSAL),
+    "d256_bias_mask": problem(256, bias=SCORES, mask=MASK, dbias=True, **CAUSAL),
 }
 
 
@@ -206,6 +229,33 @@ def test_shares_of_a_shared_bias() -> None:
         assert (splits - 1) * share < pairs  # no share is empty
 
 
+def test_plan_of_wide_heads() -> None:
+    """Pairs of thread blocks: an even grid, boxes of half a tile, dout's second slot where it fits."""
+    main = plan(problem(256, seqlen_k=700)).launches[1]
+    assert main.config.kernel == "backward_hopper_wide"
+    assert "__cluster_dims__(Traits::kCluster, 1, 1)" in entry_source(main.config)
+    assert main.grid == 2 * 6 * 4 * 2
+    many = problem(256, batch=64)
+    assert hopper_backward.plan_spec(many, hopper_backward.choose_tile(many), num_sms=131).launches[1].grid == 130
+    boxes = {item.field: item.box for item in main.tensor_maps}
+    # Keys of a block; half of the queries, which each block brings to both.
+    rows = {"q": 32, "k": 64, "v": 64, "dout": 32}
+    assert boxes == {f"tensor_map_{name}": (64, count) for name, count in rows.items()}
+    assert main.smem_bytes <= SMEM_LIMIT
+    assert isinstance(main.config, HopperBackwardConfig)
+    assert main.config.num_stages_dout == 1
+    # Two heads in work at a time: more did not stay in L2 (the narrow kernel's budget would be four).
+    long = dense_layout((2, 4096, 4, 256), "bfloat16")
+    asked = problem(256, seqlen_q=4096, seqlen_k=4096, q=long, k=long, v=long, **CAUSAL)
+    assert dict(plan(asked).launches[1].params)["head_group"] == 2
+    config = plan(wide(192, 128)).launches[1].config
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.num_stages_dout == 2
+    # One of two widths beyond 64 is this kernel's too, both beyond 64 up to 128 the other's.
+    for d, dv, kernel in ((128, 64, "wide"), (40, 72, "wide"), (128, 72, ""), (40, 64, "")):
+        assert plan(wide(d, dv)).launches[1].config.kernel == "_".join(filter(None, ("backward_hopper", kernel)))
+
+
 def test_blocks_are_no_more_than_multiprocessors() -> None:
     assert plan(problem(64, batch=64)).launches[1].grid == 132
 
@@ -218,13 +268,19 @@ def test_what_is_left_to_the_portable_family() -> None:
         ({"deterministic": True}, "deterministic"),
         ({"seqlen_q": 32}, "seqlen_q is 32"),
         ({"bias": SCORES, "dropout_p": 0.1}, "two of bias, mask and dropout"),
-        ({"head_dim_v": 64, "v": dense_layout((2, 512, 4, 64), "bfloat16")}, "beyond 64"),
         ({"q": unaligned}, "q starts at a multiple"),
     ):
         reasons = hopper_backward.choose_backward(problem(128, **changes), **TARGET)
         assert isinstance(reasons, list)
         assert any(part in reason for reason in reasons), (changes, reasons)
-    for head_dim in (32, 136, 256):
+    for changes, part in (
+        ({"deterministic": True}, "deterministic"),
+        ({"bias": SCORES, "dbias": True, "softcap": 5.0}, "with softcap"),
+    ):
+        reasons = hopper_backward.choose_backward(problem(256, **changes), **TARGET)
+        assert isinstance(reasons, list)
+        assert any(part in reason for reason in reasons), (changes, reasons)
+    for head_dim in (32, 264):
         assert isinstance(hopper_backward.choose_backward(problem(head_dim), **TARGET), list)
 
 

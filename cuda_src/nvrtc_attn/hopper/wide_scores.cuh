@@ -1,0 +1,257 @@
+// What the two consumer groups of the Hopper backward kernel for wide heads do with their products, in the registers of a
+// transposed tile: 16 keys a warp, 64 queries.
+//
+// Group 0: scores -> P, the left operand of dV, and the factor of dS: P, with softcap times its derivative, negative where
+// dropout has dropped it (dS = P * (Z * dP - delta) is not zero there). Group 1: dP and that factor -> dS, and dbias.
+#pragma once
+#include "../collective/score_gradient_transposed.cuh"
+#include "gradient_store.cuh"
+#include "wide_products.cuh"
+
+namespace nvrtc_attn {
+
+// Volatile: in order, or the floats of all steps would be alive at once.
+template <class Element>
+NVRTC_ATTN_DEVICE float2 widen_pair(uint32_t both) {
+  float2 wide;
+  if constexpr (cute::is_same_v<Element, half_t>) {
+    asm volatile(
+        "{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n"
+        "}"
+        : "=f"(wide.x), "=f"(wide.y)
+        : "r"(both));
+  } else {
+    asm volatile("shl.b32 %0, %1, 16;" : "=f"(wide.x) : "r"(both));
+    asm volatile("and.b32 %0, %1, 0xffff0000;" : "=f"(wide.y) : "r"(both));
+  }
+  return wide;
+}
+
+template <class Traits>
+constexpr bool kHasScoreOperands = Traits::kHasBias || Traits::kMask || Traits::kDropout;
+
+// What a score needs beside its product: read, or drawn, while the product runs.
+template <class Traits, bool kAny = kHasScoreOperands<Traits>>
+struct WideScoreOperands {
+  NVRTC_ATTN_DEVICE WideScoreOperands(BackwardParams const&, int, int, int, int, int, int, int) {}
+};
+template <class Traits>
+struct WideScoreOperands<Traits, true> {
+  using Tensors = TransposedScoreGradient<Traits>;
+  using Bias = typename Traits::Bias;
+  Tensors tensors;
+  typename Tensors::template BiasWords<1, 8> words;
+  unsigned keep = 0;  // bit 4 m + e: value e of tile m
+
+  NVRTC_ATTN_DEVICE WideScoreOperands(BackwardParams const& params, int b, int h, int len_q, int len_k, int i0, int j0,
+                                      int lane)
+      : tensors(params, b, h, len_q, params.seqlen_k, len_k) {
+    tensors.load_bias(words, i0, j0, lane);
+    if constexpr (Traits::kDropout) {
+      // Not unrolled in full: the code of Philox blocks overflows the instruction cache.
+#pragma unroll 2
+      for (int m = 0; m < 8; ++m) keep |= keep_bits_transposed(tensors.dropout, i0 + 8 * m, j0, lane) << (4 * m);
+    }
+  }
+
+  // The bias of tile m, as the accumulators lie.
+  NVRTC_ATTN_DEVICE void unpack_bias(float (&to)[4], int m) const {
+    if constexpr (Tensors::kBiasWords) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t word;
+        cute::SM75_U32x1_MOVM_T::copy(words.x[0][m][half], word);
+        ElementPair<Bias> const pair = *reinterpret_cast<ElementPair<Bias> const*>(&word);
+        to[2 * half] = to_float(pair.x);
+        to[2 * half + 1] = to_float(pair.y);
+      }
+    }
+  }
+};
+
+template <class Traits, class Shape>
+struct WideScores {
+  using Element = typename Shape::Element;
+  static constexpr int kTilesM = Shape::kTilesM;
+  ScoreMap<Traits> const& map;
+  PositionMask<Traits::kBand> const& mask;
+  int j;  // this thread's first key; the other is j + 8
+  int t;  // lane % 4
+
+  // Raw products -> P as operand of dV, and at `factor`, where it is another thing, what dS multiplies.
+  NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM], FragmentA<Element> (&p)[Shape::kStepsM],
+                                       WideScoreOperands<Traits> const& operands, unsigned factor, unsigned row_lse,
+                                       int m0, bool masked) const {
+    if (masked) drop_positions(s, m0);
+#pragma unroll
+    for (int step = 0; step < Shape::kStepsM; ++step) {
+      FragmentA<Element> slope;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int const m = 2 * step + half;
+        float reference[2];
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(reference[0]), "=f"(reference[1])
+                     : "r"(row_lse + 32 * m + 8 * t));
+        float bias[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if constexpr (Traits::kHasBias) operands.unpack_bias(bias, m);
+        float probability[4], product[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          // A masked score stays -inf, whatever bias and map make of it.
+          bool kept = s[0][m][e] != -infinity();
+          [[maybe_unused]] int const i = m0 + 8 * m + 2 * t + (e & 1);
+          [[maybe_unused]] int const key = j + 8 * (e >> 1);
+          float tanh_value;
+          float y = map.map(s[0][m][e], tanh_value);
+          if constexpr (Traits::kHasBias) {
+            if constexpr (!WideScoreOperands<Traits>::Tensors::kBiasWords) {
+              if (kept) bias[e] = to_float(*operands.tensors.bias.at(i, key));
+            }
+            y += bias[e];
+          }
+          if constexpr (Traits::kMask) {
+            if (kept) kept = *operands.tensors.mask.at(i, key) != 0;
+          }
+          if constexpr (ScoreMap<Traits>::kMapped || Traits::kMask) y = kept ? y : -infinity();
+          probability[e] = map.probability(y, reference[e & 1]);
+          product[e] = probability[e] * (1.0f - tanh_value * tanh_value);
+          if constexpr (Traits::kDropout) {
+            bool const stays = operands.keep >> (4 * m + e) & 1;
+            probability[e] = stays ? probability[e] : 0.0f;
+            product[e] = stays ? product[e] : -product[e];
+          }
+        }
+        p[step].x[2 * half] = pack2<Element>(probability[0], probability[1]);
+        p[step].x[2 * half + 1] = pack2<Element>(probability[2], probability[3]);
+        if constexpr (Shape::kTwoP) {
+          slope.x[2 * half] = pack2<Element>(product[0], product[1]);
+          slope.x[2 * half + 1] = pack2<Element>(product[2], product[3]);
+        }
+      }
+      if constexpr (Shape::kTwoP) give_fragment(factor, step, slope);
+    }
+  }
+
+ private:
+  NVRTC_ATTN_DEVICE void drop_positions(AccTile (&s)[1][kTilesM], int m0) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Queries of this tile, counted from the thread's first, that keep the key: [low, high].
+      int const i = m0 + 2 * t;
+      int high = mask.len_q - 1 - i;
+      int low = 0;
+      if constexpr (Traits::kBand) {
+        high = min(high, j + 8 * r - mask.low - i);
+        low = j + 8 * r - mask.high - i;
+      }
+      if (j + 8 * r >= mask.len_k) high = -1;
+#pragma unroll
+      for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[0][m][2 * r + e];
+          bool dropped = 8 * m + e > high;
+          if constexpr (Traits::kBand) dropped = dropped || 8 * m + e < low;
+          x = dropped ? -infinity() : x;
+        }
+      }
+    }
+  }
+};
+
+// dP -> dS.
+template <class Traits>
+struct WideGradients {
+  using Element = typename Traits::Element;
+  using DBias = typename Traits::DBias;
+  BackwardParams const& params;
+  int b, h, len_q;
+  int i0, j0;  // of the warp's tile
+  int lane;
+  FragmentA<Element> factors[4];
+  float delta[8][2];
+
+  // `factor`: what group 0 has left for this thread. Read while dP is on its way: in the loop below, where every read waits for
+  // the one before it, it took 900 of a tile's 4300 cycles (H200, 2026-11-21, D 256).
+  NVRTC_ATTN_DEVICE WideGradients(BackwardParams const& params_, int b_, int h_, int len_q_, int i0_, int j0_,
+                                  int lane_, unsigned factor, unsigned row_delta)
+      : params(params_), b(b_), h(h_), len_q(len_q_), i0(i0_), j0(j0_), lane(lane_) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) factors[step] = get_fragment<Element>(factor, step);
+#pragma unroll
+    for (int m = 0; m < 8; ++m) {
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(delta[m][0]), "=f"(delta[m][1])
+                   : "r"(row_delta + 32 * m + 8 * (lane & 3)));
+    }
+  }
+
+  // kMasked: a factor may be zero where dP is anything.
+  template <bool kMasked, int kTilesM>
+  NVRTC_ATTN_DEVICE void apply(AccTile (&dp)[1][kTilesM]) const {
+#pragma unroll
+    for (int step = 0; step < kTilesM / 2; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int const m = 2 * step + half;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float2 const both = widen_pair<Element>(factors[step].x[2 * half + r]);
+          float const weight[2] = {both.x, both.y};
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = dp[0][m][2 * r + e];
+            float ds = weight[e] * (x - delta[m][e]);
+            if constexpr (Traits::kDropout) {
+              bool const dropped = __float_as_int(weight[e]) < 0;
+              ds = weight[e] * (dropped ? delta[m][e] : fmaf(x, params.dropout_multiplier, -delta[m][e]));
+            }
+            x = kMasked && weight[e] == 0.0f ? 0.0f : ds;
+          }
+        }
+        if constexpr (Traits::kDbiasStore) store_dbias(dp[0][m], i0 + 8 * m);
+      }
+    }
+  }
+
+ private:
+  // One tile of 16 keys and 8 queries from i on.
+  NVRTC_ATTN_DEVICE void store_dbias(AccTile const& value, int i) const {
+    int const g = lane >> 2;
+    int const t = lane & 3;
+    ScoreTensor<DBias> const dbias(reinterpret_cast<DBias*>(params.dbias), b, h, params.dbias_stride_b,
+                                   params.dbias_stride_h, params.dbias_stride_m, params.dbias_stride_n);
+    if constexpr (sizeof(DBias) == 2) {
+      // After the registers' own transpose a thread has two neighbouring keys of one query.
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t word;
+        cute::SM75_U32x1_MOVM_T::copy(pack2<DBias>(value[2 * half], value[2 * half + 1]), word);
+        int const key = j0 + 2 * t + 8 * half;
+        if (i + g >= len_q) continue;
+        DBias* to = dbias.at(i + g, key);
+        if (dbias.pairs && key + 1 < params.seqlen_k) {
+          *reinterpret_cast<uint32_t*>(to) = word;
+        } else {
+          ElementPair<DBias> const pair = *reinterpret_cast<ElementPair<DBias> const*>(&word);
+          if (key < params.seqlen_k) to[0] = pair.x;
+          if (key + 1 < params.seqlen_k) to[dbias.stride_n] = pair.y;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        int const query = i + 2 * t + (e & 1);
+        int const key = j0 + g + 8 * (e >> 1);
+        if (query < len_q && key < params.seqlen_k) *dbias.at(query, key) = from_float<DBias>(value[e]);
+      }
+    }
+  }
+};
+
+}  // namespace nvrtc_attn

@@ -1,0 +1,69 @@
+"""The Hopper backward kernel for wide heads: for which problems, and its config.
+
+H200, 2026-11-21, bfloat16, TFLOP/s of all three launches, cuDNN 9.19 in the same process in brackets: D 256,
+B4 S4096 H8 553 (382), causal 502 (346); D 192, value 128, B2 S4096 H16 439 (295), causal 399 (418). The order of the
+products hardly matters: dK and dQ a query tile late, dK at once, S early or not, all take 2.49 to 2.60 ms at D 256,
+except where the load of Q is exposed (3.1 ms). Bringing Q and dO once for both blocks gave 2 %.
+
+Two thread blocks share a tile of 128 keys and each owns 64: dk and dv of 64 keys fill the registers of two warp-groups,
+and dq, which every key tile adds to in float32, wants many keys a tile. The head of ``backward_hopper_wide.cuh`` says
+why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from ..config import HopperBackwardConfig
+from ..problem import AttentionProblem
+from .hopper import ceil_div, score_operands
+
+NARROW_HEAD_DIM: Final = 128
+"""Beyond it dk and dv of 64 keys do not fit in one warp-group's registers, which ``backward_hopper`` wants."""
+SMEM_BYTES: Final = 232448
+"""What a thread block may use on compute capability 9.0."""
+CLUSTER: Final = 2
+WIDE_L2_BYTES: Final = 16 << 20
+"""What the heads in work at a time may take of L2 (with a band): 2 heads of S 4096.
+
+H200, 2026-11-21, causal, B2 H16, D 192, value 128: 2 heads 1.120 ms, 3 heads 1.158, 5 heads 1.170; B4 H8, D 256: 1 head
+1.420, 2 and 4 heads 1.37.
+"""
+
+
+def is_wide(problem: AttentionProblem) -> bool:
+    """Whether this kernel serves ``problem``: it also takes widths of which one alone is beyond 64."""
+    widths = (problem.head_dim, problem.head_dim_v)
+    return max(widths) > NARROW_HEAD_DIM or (widths[0] > 64) != (widths[1] > 64)
+
+
+def reasons_against_wide(problem: AttentionProblem) -> list[str]:
+    """What this kernel cannot do and ``backward_hopper`` can."""
+    found = []
+    if score_operands(problem) > 2:
+        found.append("bias, mask and dropout at once, where the kernel would spill registers")
+    if problem.dbias and problem.softcap:
+        found.append("the gradient of a bias with softcap: dS leaves the scores with the softcap's derivative in it")
+    return found
+
+
+def smem_bytes(config: HopperBackwardConfig) -> int:
+    """Dynamic shared memory of one thread block; the map is at the head of ``backward_hopper_wide.cuh``."""
+    slabs, slabs_v = ceil_div(config.head_dim, 64), ceil_div(config.head_dim_v, 64)
+    stages, stages_dout = config.num_stages, config.num_stages_dout
+    two_p = config.features.softcap or config.features.dropout
+    # In tiles of 64 x 64: K, V, half of the other block's K, Q, dO, dS, P.
+    tiles = slabs + slabs_v + ceil_div(slabs, 2) + stages * slabs + stages_dout * slabs_v + 4 + 1 + two_p
+    barriers = 10 + 2 * stages + 2 * stages_dout
+    return 8192 * tiles + 256 * (stages + stages_dout) + 32 + 8 * barriers
+
+
+def wide_config(problem: AttentionProblem, config: HopperBackwardConfig) -> HopperBackwardConfig:
+    """``config``, made for ``backward_hopper``, for this kernel, with as many slots of dout and then of q as fit."""
+    features = config.features
+    mapped = features.softcap or features.prescale or features.bias is not None
+    wide = replace(config, kernel="backward_hopper_wide", cluster=CLUSTER, log2_lse=not mapped)
+    trials = (replace(wide, num_stages=3), wide, replace(wide, num_stages_dout=1))
+    fitting = next(trial for trial in trials if smem_bytes(trial) <= SMEM_BYTES)
+    return replace(fitting, smem_bytes=smem_bytes(fitting))
