@@ -133,6 +133,10 @@ class HopperBackwardConfig(KernelConfig):
     dbias_dtype: str | None = None
     bias_tiles: bool = False
     """The copy engine brings the bias and takes a full-shape dbias away; otherwise every thread moves its own."""
+    keep_words: bool = False
+    """Warps of the loading group make dropout's decisions ahead of the consumers."""
+    ordered: bool = False
+    """Key tiles add to dq in a fixed order: the deterministic pass."""
     num_stages_dout: int = 2
     """Slots of dout; ``num_stages`` are those of q."""
     cluster: int = 1

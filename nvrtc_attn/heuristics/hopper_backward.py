@@ -56,10 +56,24 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
     slabs, slabs_v, groups = ceil_div(config.head_dim, 64), ceil_div(config.head_dim_v, 64), config.block_n // 64
     rows = config.block_n * (slabs + slabs_v) + 2 * groups * config.block_m
     rows += config.block_m * config.num_stages * (slabs + slabs_v)
+    helpers = 0
+    if config.keep_words or config.ordered:
+        helpers = 16 + 8 * (4 + 2 * config.num_stages) + 16 * config.keep_words * config.num_stages * config.block_n
     if config.bias_tiles and config.dbias == "store" and config.features.band:
         rows += config.block_m  # zeros
     barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
-    return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers
+    return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers + helpers
+
+
+def uses_keep_words(problem: AttentionProblem) -> bool:
+    """Whether dropout's decisions come from warps of their own; beside a bias, mask or softcap consumers make them.
+
+    H200, 2026-11-21, bfloat16, ms of all launches, decisions by consumers and by their own warps: D 64 B4 S2048 H16
+    0.86, 0.66; D 128 B4 S4096 H16 causal 2.26, 1.84. With one block at a time: D 64 0.74, of four warps only 0.91.
+    """
+    if is_wide(problem):
+        return False
+    return problem.dropout_p > 0 and score_operands(problem) == 1 and not problem.softcap
 
 
 def choose_tile(problem: AttentionProblem) -> Tile:
@@ -72,7 +86,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     if is_wide(problem):
         return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
     # What a score needs beside its product takes the registers of half of the queries.
-    plain = score_operands(problem) == 0 or bias_as_tiles(problem)
+    plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem)
     if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and plain:
         return Tile(block_m=128)
     return Tile(block_m=64)
@@ -114,12 +128,7 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
     for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not least <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
             found.append(f"{name} is {head_dim}; accepted are multiples of 8 from {least} to {MAX_HEAD_DIM}")
-    if problem.deterministic:
-        found.append("deterministic: dq is summed in the order in which thread blocks finish")
-    if is_wide(problem):
-        found += reasons_against_wide(problem)
-    elif max(problem.head_dim, problem.head_dim_v) > 64 and score_operands(problem) > 1:
-        found.append("two of bias, mask and dropout beyond head dim 64, where the kernel would spill registers")
+    found += reasons_against_wide(problem) if is_wide(problem) else reasons_against_spills(problem)
     if problem.varlen and problem.bias is not None:
         found.append("bias with cu_seqlens")
     found += reasons_against_size(problem)
@@ -129,6 +138,20 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         found.append("rows of some tensor cannot be moved in 16-byte vectors")
     if not found and config_of(problem, choose_tile(problem)).smem_bytes > smem_limit:
         found.append(f"a thread block may use {smem_limit} bytes of shared memory")
+    return found
+
+
+def reasons_against_spills(problem: AttentionProblem) -> list[str]:
+    """What the kernel cannot do beyond head dim 64 without spilling registers (NVRTC 13.0: 8 to 28 bytes)."""
+    if max(problem.head_dim, problem.head_dim_v) <= 64:
+        return []
+    found = []
+    if score_operands(problem) > 1:
+        found.append("two of bias, mask and dropout beyond head dim 64, where the kernel would spill registers")
+    if problem.dropout_p > 0 and problem.softcap:
+        found.append("softcap and dropout beyond head dim 64, where the kernel would spill registers")
+    if problem.deterministic and (problem.mask or (problem.bias and problem.bias.dtype == "float32")):
+        found.append("deterministic, with a mask or a float32 bias beyond head dim 64: it would spill registers")
     return found
 
 
@@ -158,6 +181,8 @@ def dout_layout(problem: AttentionProblem) -> OperandLayout:
 def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     """The config of the dk/dv kernel of ``problem`` with ``tile``."""
     features = features_of(problem)
+    keep_words = uses_keep_words(problem)
+    one_key_tile = problem.seqlen_k <= BLOCK_N and not problem.varlen and not is_wide(problem)
     config = HopperBackwardConfig(
         kernel="backward_hopper",
         arch="sm_90a",
@@ -166,14 +191,16 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         head_dim_v=product_width(problem.head_dim_v),
         block_m=tile.block_m,
         block_n=BLOCK_N,
-        num_warps=4 + BLOCK_N // 16,
+        num_warps=4 + BLOCK_N // 16 + 4 * keep_words,
         num_stages=NUM_STAGES,
         features=features,
-        log2_lse=score_operands(problem) == 0 and not (features.softcap or features.prescale),
-        one_key_tile=problem.seqlen_k <= BLOCK_N and not problem.varlen and not is_wide(problem),
+        log2_lse=(score_operands(problem) == 0 or keep_words) and not (features.softcap or features.prescale),
+        one_key_tile=one_key_tile,
         dbias="store" if stores_dbias(problem) else "none",
         dbias_dtype=problem.bias.dtype if stores_dbias(problem) and problem.bias is not None else None,
         bias_tiles=bias_as_tiles(problem),
+        keep_words=keep_words,
+        ordered=problem.deterministic and not one_key_tile,
     )
     if tile.wide:
         return wide_config(problem, config)
@@ -181,8 +208,11 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
 
 
 def head_group(problem: AttentionProblem) -> int:
-    """Key heads whose key tiles are handed out together, longest first: as many as stay in L2; 1 without a band."""
-    if not problem.band:
+    """Key heads whose key tiles are handed out together, longest first: as many as stay in L2; 1 without a band.
+
+    In the deterministic pass neighbouring key tiles of a head wait for each other: there other heads come between them.
+    """
+    if not problem.band and not problem.deterministic:
         return 1
     group = problem.num_heads // problem.num_heads_kv
     bytes_per_head = group * problem.seqlen_q * (2 * problem.head_dim_v + 6 * problem.head_dim)
@@ -217,9 +247,8 @@ def plan_spec(
         name: getattr(config, name) for name in ("arch", "dtype", "head_dim", "head_dim_v", "block_m", "block_n")
     }
     shape |= {"num_warps": 8, "features": Features(varlen=problem.varlen)}
-    prepare = HopperBackwardConfig(
-        kernel="backward_hopper_prepare", log2_lse=config.log2_lse, one_key_tile=config.one_key_tile, **shape
-    )
+    switches = {name: getattr(config, name) for name in ("log2_lse", "one_key_tile", "keep_words", "ordered")}
+    prepare = HopperBackwardConfig(kernel="backward_hopper_prepare", **switches, **shape)
     convert = BackwardConfig(kernel="dq_convert", **shape)
     m_params = (("num_m_blocks", num_m_blocks),)
     launches = [
@@ -252,7 +281,8 @@ def plan_spec(
             nbytes=4 * statistics,
             params=(("delta_stride_b", problem.num_heads * rows), ("delta_stride_h", rows)),
         ),
-        Workspace(field="row_lse", nbytes=4 * statistics + 4),
+        # Behind it the counter of key tiles, and one for each query tile.
+        Workspace(field="row_lse", nbytes=4 * (statistics + 1 + config.ordered * statistics // config.block_m)),
     ]
     if not config.one_key_tile:
         launches.append(

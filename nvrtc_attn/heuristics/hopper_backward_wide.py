@@ -41,6 +41,8 @@ def is_wide(problem: AttentionProblem) -> bool:
 def reasons_against_wide(problem: AttentionProblem) -> list[str]:
     """What this kernel cannot do and ``backward_hopper`` can."""
     found = []
+    if problem.deterministic:
+        found.append("deterministic: dq of wide heads is summed in the order in which thread blocks finish")
     if score_operands(problem) > 2:
         found.append("bias, mask and dropout at once, where the kernel would spill registers")
     if problem.dbias and problem.softcap:

@@ -12,7 +12,7 @@ _FOLLOWS_FROM_PROBLEM: Final = frozenset(
     (
         "kernel", "arch", "dtype", "head_dim", "head_dim_v", "block_m", "block_n", "aligned", "legacy_mma", "features",
         "split", "dq", "dbias", "dbias_dtype", "log2_lse", "smem_bytes",
-        "one_key_tile", "bias_tiles", "packed_heads", "cluster",
+        "one_key_tile", "bias_tiles", "packed_heads", "cluster", "keep_words", "ordered",
     )
 )  # fmt: skip
 """Fields of a config that do not tell two plans of one problem apart, or are spelled out by `label`."""

@@ -87,6 +87,18 @@ VARIANTS: dict[str, AttentionProblem] = {
     ),
     "d96_one_key_tile_causal": problem(96, seqlen_k=128, **CAUSAL),
     "d128_one_key_tile_softcap_causal": problem(128, seqlen_k=128, softcap=30.0, seqused_k=True, **CAUSAL),
+    "d64_dropout": problem(64, dropout_p=0.1),
+    "d64_dropout_varlen_seqused_k": problem(64, dropout_p=0.1, varlen=True, seqused_k=True, **CAUSAL),
+    "d96_dropout": problem(96, dropout_p=0.1),
+    "d128_dropout_float16": problem(128, "float16", dropout_p=0.1),
+    "d128_dropout_varlen": problem(128, dropout_p=0.1, varlen=True, **CAUSAL),
+    "d64_deterministic": problem(64, deterministic=True),
+    "d64_deterministic_varlen": problem(64, deterministic=True, varlen=True, **CAUSAL),
+    "d64_deterministic_dropout_varlen": problem(64, deterministic=True, dropout_p=0.1, varlen=True, **CAUSAL),
+    "d128_deterministic_window": problem(128, deterministic=True, window_left=100, window_right=20),
+    "d128_deterministic_dbias_causal": problem(128, deterministic=True, bias=SCORES, dbias=True, **CAUSAL),
+    "d128_deterministic_dropout": problem(128, deterministic=True, dropout_p=0.1),
+    "d64_deterministic_mask_causal": problem(64, deterministic=True, mask=MASK, **CAUSAL),
     "d64_everything": problem(64, bias=SCORES, mask=MASK, softcap=30.0, dropout_p=0.1, **CAUSAL),
     # Beyond 128 columns, and where one width alone is beyond 64.
     **{f"d{d}": problem(d) for d in (136, 160, 192, 224, 256)},
@@ -142,7 +154,9 @@ def test_kernel_of_a_shared_bias_compiles_clean(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["d64", "d128", "d80", "d128_varlen"])
+@pytest.mark.parametrize(
+    "name", ["d64", "d128", "d80", "d128_varlen", "d64_dropout", "d64_deterministic_dropout_varlen"]
+)
 def test_kernel_before_it_compiles_clean(name: str) -> None:
     kernel = compiled(plan(VARIANTS[name]).launches[0].config)
     assert "warning" not in kernel.log
@@ -256,6 +270,46 @@ def test_plan_of_wide_heads() -> None:
         assert plan(wide(d, dv)).launches[1].config.kernel == "_".join(filter(None, ("backward_hopper", kernel)))
 
 
+def test_dropout_has_warps_of_its_own() -> None:
+    for changes, threads in (
+        ({}, 384),
+        ({"dropout_p": 0.1}, 512),
+        # What else a score needs takes the registers that these warps need: consumers make the decisions.
+        ({"dropout_p": 0.1, "mask": MASK}, 384),
+        ({"dropout_p": 0.1, "softcap": 30.0}, 384),
+    ):
+        prepare, main, _ = plan(problem(64, **changes)).launches
+        assert main.block == threads, changes
+        assert main.config.keep_words == prepare.config.keep_words == (threads == 512)
+        assert main.smem_bytes <= SMEM_LIMIT
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_deterministic_plan_counts_additions_to_each_query_tile(varlen: bool) -> None:
+    asked = problem(64, seqlen_q=500, seqlen_k=700, varlen=varlen)
+    size = {b: {x.field: x.nbytes for x in plan(a).workspaces} for b, a in (
+        (False, asked), (True, dataclasses.replace(asked, deterministic=True)),
+    )}  # fmt: skip
+    query_tiles = size[True]["delta"] // 4 // 128  # of 128 rows, of all heads
+    assert query_tiles * 128 * 4 == size[True]["delta"]
+    assert size[True]["row_lse"] - size[False]["row_lse"] == 4 * query_tiles
+    prepare, main, _ = plan(dataclasses.replace(asked, deterministic=True)).launches
+    assert prepare.config.ordered
+    assert main.config.ordered
+
+
+def test_deterministic_key_tiles_of_a_head_are_apart() -> None:
+    """They wait for each other: other heads, as many as stay in L2, come between them."""
+
+    def heads(**changes: Any) -> int:
+        asked = problem(64, batch=4, num_heads=16, num_heads_kv=16, **changes)
+        return dict(plan(asked).launches[1].params)["head_group"]
+
+    assert heads() == 1
+    assert heads(deterministic=True) == heads(**CAUSAL) == 64
+    assert heads(deterministic=True, seqlen_q=8192) == 8
+
+
 def test_blocks_are_no_more_than_multiprocessors() -> None:
     assert plan(problem(64, batch=64)).launches[1].grid == 132
 
@@ -265,8 +319,9 @@ def test_what_is_left_to_the_portable_family() -> None:
         assert isinstance(hopper_backward.choose_backward(asked, **TARGET), BackwardPlanSpec), name
     unaligned = dataclasses.replace(dense_layout((2, 512, 4, 128), "bfloat16"), offset_alignment=2)
     for changes, part in (
-        ({"deterministic": True}, "deterministic"),
         ({"seqlen_q": 32}, "seqlen_q is 32"),
+        ({"deterministic": True, "mask": MASK}, "deterministic, with a mask"),
+        ({"softcap": 30.0, "dropout_p": 0.1}, "softcap and dropout"),
         ({"bias": SCORES, "dropout_p": 0.1}, "two of bias, mask and dropout"),
         ({"q": unaligned}, "q starts at a multiple"),
     ):

@@ -49,6 +49,28 @@ def test_repeats_at_batch_60(
     assert spread <= size * (2**-7 if dtype == "bfloat16" else 2**-18)
 
 
+@pytest.mark.reliability(35, 36)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_1000_repeats_of_the_deterministic_hopper_backward(
+    head_dim: int, causal: bool, dropout_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight key tiles a head, more tiles than multiprocessors: blocks wait for each other, not always the same."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper kernels need compute capability 9.0")
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
+    case = cases.make_case(
+        f"ordered-{head_dim}-{causal}", batch=6, seqlen_q=1001, seqlen_k=1000, num_heads=8, num_heads_kv=4,
+        head_dim=head_dim, causal=causal, dropout_p=dropout_p, dtype="bfloat16", deterministic=True,
+    )  # fmt: skip
+    run = Run(case)
+    forward = run.forward()
+    first = run.backward(forward)
+    for repeat in range(1000):
+        assert not equal(first, run.backward(forward), ("dq", "dk", "dv")), f"repeat {repeat}"
+
+
 @pytest.mark.reliability(36)
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("bias", [None, "1h1k", "bhqk"])

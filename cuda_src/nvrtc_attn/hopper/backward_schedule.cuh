@@ -20,7 +20,8 @@ struct KeyTile {
   int b;
 };
 
-// Tile number t < num_tiles.
+// Tile number t < num_tiles; kDescending: those with the highest keys of a group first.
+template <bool kDescending>
 NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
   int const group_tiles = params.head_group * params.num_n_blocks;
   int const group = uniform_quotient(t, group_tiles);
@@ -30,7 +31,15 @@ NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
   int const n_block = uniform_quotient(rest, heads);
   int const head = first_head + rest - n_block * heads;
   int const b = uniform_quotient(head, params.num_heads_kv);
-  return {n_block, head - b * params.num_heads_kv, b};
+  return {kDescending ? params.num_n_blocks - 1 - n_block : n_block, head - b * params.num_heads_kv, b};
+}
+
+// What was announced at a shared address, in uniform registers.
+NVRTC_ATTN_DEVICE KeyTile read_key_tile(unsigned address) {
+  int n_block, h, b;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(n_block), "=r"(h) : "r"(address) : "memory");
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
+  return {uniform(n_block), uniform(h), uniform(b)};
 }
 
 }  // namespace nvrtc_attn

@@ -22,6 +22,20 @@ struct Mbarrier {
   NVRTC_ATTN_DEVICE void arrive_and_expect(int bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
   }
+  // Whether the phase is complete.
+  NVRTC_ATTN_DEVICE bool test(unsigned parity) const {
+    unsigned done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+    return done != 0;
+  }
   NVRTC_ATTN_DEVICE void wait(unsigned parity) const {
     asm volatile(
         "{\n"

@@ -10,10 +10,13 @@
 //   start S, dP -> P under dP -> start dV -> dS under dV -> meet -> start dQ, dK -> add dQ to dq_accum under dK.
 // The last one takes as long as dK: red.global is the narrowest path of this kernel, and what runs beside it is free.
 //
+// Dropout's decisions and the order of additions in the deterministic pass are made by warps of the loading group that load
+// nothing, the former with a fourth warp-group: hopper/backward_helpers.cuh.
+//
 // Shared memory (slabs of 64 columns, see hopper/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x dS[query][key],
-// row_lse and delta for each slot, which tile it is, mbarriers. Everything that a tile writes leaves from registers, but for a
-// dbias: with kBiasTiles the slots of dS also bring the bias and take its gradient away (hopper/score_tile_transposed.cuh),
-// and zeros for query tiles that no product reaches leave from a slab of zeros.
+// row_lse and delta for each slot, which tile it is, mbarriers, what the helpers need. Everything that a tile writes leaves
+// from registers, but for a dbias: with kBiasTiles the slots of dS also bring the bias and take its gradient away
+// (hopper/score_tile_transposed.cuh), and zeros for query tiles that no product reaches leave from a slab of zeros.
 //
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty` one
 // arrival per consumer warp. full_k also announces the tile. Named barrier 1 is all consumers: dS is complete. Two slots of
@@ -25,6 +28,8 @@
 #include "../hopper/barrier.cuh"
 #include "../hopper/bulk.cuh"
 #include "../hopper/gradient_store.cuh"
+#include "../hopper/keep_words_transposed.cuh"
+#include "../hopper/ordered_dq.cuh"
 #include "../hopper/score_tile_transposed.cuh"
 #include "../hopper/tma.cuh"
 #include "../hopper/unpack.cuh"
@@ -72,12 +77,16 @@ struct HopperBackwardShape {
   static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
   static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
   static constexpr int kOffsetBarriers = kOffsetTile + 16;
-  static constexpr int kBytes = kOffsetBarriers + 8 * (4 + (kBiasTiles ? 6 : 4) * kStages);
+  static constexpr int kOffsetHelpers = kOffsetBarriers + 8 * (4 + (kBiasTiles ? 6 : 4) * kStages);
+  static constexpr int kBytes = kOffsetHelpers + HelperShape<Traits>::kBytes;
   static_assert(kBytes == Traits::kSmemBytes, "smem_bytes of the config and the layout of the kernel differ");
 
-  static_assert(kGroups == 2 && Traits::kNumThreads == 128 + kConsumers, "two groups share the products of dQ");
+  static_assert(kGroups == 2 && Traits::kNumThreads == 128 + kConsumers + HelperShape<Traits>::kThreads,
+                "two groups share the products of dQ");
   static_assert(kStages == 2, "slots of dS go with those of Q");
   static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
+  static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
+  static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");
   static_assert(kBlockM == 64 || kBlockM == 128, "a group computes 64 rows of dQ");
   static_assert(kSplitRows ? kSlabs == 1 : kSlabs <= kGroups, "columns of dQ");
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
@@ -140,7 +149,8 @@ struct QueryRange {
     count = max(last - first, 0);
     start = first;
     // With tiles of bias and dbias neighbouring blocks had better be at the same rows of those: 0.7 % at S 2048, 1.6 % at 256.
-    constexpr bool kTogether = Traits::kBand || Traits::kVarlen || (Traits::kBiasTiles && Traits::kDbiasStore);
+    constexpr bool kTogether =
+        Traits::kBand || Traits::kVarlen || Traits::kOrdered || (Traits::kBiasTiles && Traits::kDbiasStore);
     if constexpr (!kTogether) start = min(n_block * params.query_step, max(count - 1, 0));
   }
   NVRTC_ATTN_DEVICE void next(int& h, int& m) const {
@@ -165,6 +175,7 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
   RingPosition<Shape::kStages> q_slot;
   RingPosition<Shape::kStages> dout_slot;
   unsigned parity = 0;
+  HelperBarriers<Traits> const helpers{smem + Shape::kOffsetHelpers};
   auto announce = [&](int n_block, int h, int b) {
     barriers.empty_k().wait(parity ^ 1);
     if (issuer) {
@@ -173,9 +184,16 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
                    : "memory");
     }
   };
-  int t = int(blockIdx.x);
+  // Ordered additions: a block that runs must not wait for one that does not, so that even the first tile is taken.
+  auto take_tile = [&] {
+    int taken = 0;
+    if (issuer) taken = (Traits::kOrdered ? 0 : int(gridDim.x)) + atomicAdd(tile_counter(params), 1);
+    return uniform(taken);
+  };
+  int t = Traits::kOrdered ? take_tile() : int(blockIdx.x);
   while (t < params.num_tiles) {
-    KeyTile const tile = key_tile(params, t);
+    KeyTile const tile = key_tile<Traits::kOrdered>(params, t);
+    helpers.announce(tile, parity, issuer);
     bool const is_real = !(Traits::kVarlen && tile.b == params.batch);
     SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, is_real ? tile.b : 0);
     int const n0 = tile.n_block * Shape::kBlockN;
@@ -316,17 +334,17 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
       }
     }
     parity ^= 1;
-    int taken = 0;
-    if (issuer) taken = int(gridDim.x) + atomicAdd(tile_counter(params), 1);
-    t = uniform(taken);
+    t = take_tile();
   }
+  helpers.announce({-1, 0, 0}, parity, issuer);
   announce(-1, 0, 0);
   if (issuer) barriers.full_k().arrive();
   if constexpr (Shape::kBytesZeros > 0) wait_stores_read();  // before the block's shared memory becomes another's
 }
 
-// Masked scores and their gradient in registers, for problems without byte mask and dropout, with a bias only as tiles: P is
-// known before dP, so that its product can start before dP is there.
+// Masked scores and their gradient in registers, for problems without byte mask, with a bias only as tiles: P is known before
+// dP, so that its product can start before dP is there. With keep words P comes times dropout's multiplier, and delta divided
+// by it (backward_hopper_prepare): dV takes P where it is kept, dS = P * kept dP - P * delta.
 template <class Traits, class Shape>
 struct ScoreBlock {
   static constexpr int kTilesM = Shape::kTilesM;
@@ -396,7 +414,7 @@ struct ScoreBlock {
 
   // With 128 queries S, dP, dK, dV and P as an operand would take all registers there are: P is kept in 16 bits only,
   // twice, because registers that a product in flight reads must be left alone.
-  static constexpr bool kPacked = kTilesM == 16 && !Traits::kSoftcap;
+  static constexpr bool kPacked = (kTilesM == 16 || Traits::kKeepWords) && !Traits::kSoftcap;
   struct KeptP {
     uint32_t x[kPacked ? kTilesM : 1][2];
   };
@@ -408,6 +426,17 @@ struct ScoreBlock {
         for (int r = 0; r < 2; ++r)
           asm volatile("mov.b32 %0, %1;" : "=r"(kept.x[m][r]) : "r"(p[m / 2].x[m % 2 * 2 + r]));
       }
+    }
+  }
+
+  // The same, p without what dropout drops; the other keeps it, negative.
+  NVRTC_ATTN_DEVICE void keep(KeptP& kept, FragmentA<typename Shape::Element> (&p)[Shape::kStepsM],
+                              TransposedKeepWords const& words) const {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        words.template mark<typename Shape::Element, kTilesM>(kept.x[m][r], p[m / 2].x[m % 2 * 2 + r], m, r);
     }
   }
 
@@ -431,7 +460,12 @@ struct ScoreBlock {
                    : "r"(row_delta + 32 * m + 8 * t));
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float const ds = s[0][m][e] * (dp[0][m][e] - delta[e & 1]);
+        float ds;
+        if constexpr (Traits::kKeepWords) {
+          ds = fmaf(fmaxf(s[0][m][e], 0.0f), dp[0][m][e], -(fabsf(s[0][m][e]) * delta[e & 1]));
+        } else {
+          ds = s[0][m][e] * (dp[0][m][e] - delta[e & 1]);
+        }
         dp[0][m][e] = kMasked && s[0][m][e] == 0.0f ? 0.0f : ds;  // dP of a dropped score may be anything
       }
     }
@@ -442,13 +476,6 @@ template <class Element, int kTiles>
 NVRTC_ATTN_DEVICE void pack_fragments(FragmentA<Element> (&a)[kTiles / 2], AccTile const (&c)[1][kTiles]) {
 #pragma unroll
   for (int step = 0; step < kTiles / 2; ++step) a[step] = accumulator_as_a<Element>(c[0][2 * step], c[0][2 * step + 1]);
-}
-
-NVRTC_ATTN_DEVICE KeyTile read_key_tile(unsigned address) {
-  int n_block, h, b;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(n_block), "=r"(h) : "r"(address) : "memory");
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
-  return {uniform(n_block), uniform(h), uniform(b)};
 }
 
 // Rows [first, end) of a tile in shared memory become zero; `threads` threads take part. The caller fences.
@@ -483,10 +510,12 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
   constexpr int kBlockM = Shape::kBlockM;
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other loop leaves.
-  constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || Traits::kMask || Traits::kDropout ||
+  constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || Traits::kMask ||
+                         (Traits::kDropout && !Traits::kKeepWords) ||
                          (kBlockM == 64 && Traits::kSoftcap);
   constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
-  constexpr bool kEarlyStore = !kLengthsOnDevice || kBlockM == 128;  // of dv, under the last product; takes registers
+  // Of dv, under the last product; takes registers.
+  constexpr bool kEarlyStore = !kLengthsOnDevice || (kBlockM == 128 && !Traits::kKeepWords);
   int const tid = int(threadIdx.x) - 128;
   int const lane = tid & 31;
   int const warp = tid >> 5 & 3;  // of the group
@@ -501,7 +530,8 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
   uint64_t const k_rows = descriptor_mn_major(
       smem + (Shape::kSplitRows ? 0 : group * (Shape::kSlabs == 1 ? kSlabRowBytes / 2 : Shape::kSlabK)), Shape::kSlabK);
 
-  RingPosition<Shape::kStages> slot;  // of Q, dO and dS
+  RingPosition<Shape::kStages> slot;  // of Q, dO and dS, and of keep words
+  HelperBarriers<Traits> const helpers{smem + Shape::kOffsetHelpers};
   unsigned parity = 0;
   auto release = [&](Mbarrier const& barrier) {
     if (lane == 0) barrier.arrive();
@@ -633,6 +663,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         }
       };
       auto add_dq = [&](auto& dq, int head, int m0) {
+        if constexpr (Traits::kOrdered) helpers.turn().wait(slot.stage);  // one phase a query tile, two slots
         int const row_block = (Shape::kSplitRows ? 4 * group : 0) + warp;
         int const tile0 = Shape::kSplitRows ? 0 : group * Shape::kTilesDq;
         if constexpr (Traits::kOneKeyTile) {
@@ -653,6 +684,10 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
           if (Shape::kSplitRows || Shape::kTilesD == 2 * Shape::kTilesDq || d < tiles) {
             add_block(to + d * kAccumBlock, dq[0][d], lane);
           }
+        }
+        if constexpr (Traits::kOrdered) {
+          __syncwarp();
+          release(helpers.added());
         }
       };
       auto store_dv = [&] {
@@ -708,6 +743,13 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
           zero_tail(m0);
           start_dv(p);
         } else {
+          TransposedKeepWords words;
+          if constexpr (Traits::kKeepWords) {
+            helpers.full_keep(slot.stage).wait(slot.parity);
+            words.load(helpers.keep(slot.stage), 64 * group + 16 * warp, lane);
+            __syncwarp();
+            release(helpers.empty_keep(slot.stage));
+          }
           bool const masked =
               (Traits::kVarlen && m0 + kBlockM > seqlen.len_q) || !mask.keeps_tile(m0, kBlockM, n_group, 64);
           wait_products<1>();
@@ -716,7 +758,11 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
           scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab());
           zero_tail(m0);
           typename ScoreBlock<Traits, Shape>::KeptP kept;
-          scores.keep(kept, p);
+          if constexpr (Traits::kKeepWords) {
+            scores.keep(kept, p, words);
+          } else {
+            scores.keep(kept, p);
+          }
           start_dv(p);
           wait_products<1>();
           pin_registers(dp);
@@ -783,7 +829,11 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
   extern __shared__ __align__(1024) unsigned char smem_pointer[];
   unsigned const smem = shared_address(smem_pointer);
   BackwardBarriers<Shape> const barriers{smem + Shape::kOffsetBarriers};
-  if (threadIdx.x == 0) barriers.init();
+  HelperBarriers<Traits> const helpers{smem + Shape::kOffsetHelpers};
+  if (threadIdx.x == 0) {
+    helpers.init(Shape::kConsumers / 32);
+    barriers.init();
+  }
   if constexpr (Shape::kBytesZeros > 0) {
     for (int i = int(threadIdx.x) * 16; i < Shape::kBytesZeros; i += Traits::kNumThreads * 16) {
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(smem + Shape::kOffsetZeros + i), "r"(0) : "memory");
@@ -793,11 +843,18 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
   __syncthreads();
   // A broadcast tells the compiler that the role is uniform over the warp.
   int const warp_group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
-  if (warp_group == 0) {
-    give_registers<24>();
-    if (threadIdx.x < 32) load_operands<Traits>(params, barriers, smem);
+  if (warp_group == 0 || warp_group > Shape::kGroups) {
+    give_registers<Traits::kKeepWords ? 32 : 24>();
+    int const warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
+    if (warp == 0) {
+      load_operands<Traits>(params, barriers, smem);
+    } else if (Traits::kOrdered && warp == 3) {
+      if constexpr (Traits::kOrdered) order_additions<Traits, QueryRange<Traits>>(params, helpers);
+    } else if constexpr (Traits::kKeepWords) {
+      make_keep_words<Traits, QueryRange<Traits>>(params, helpers, warp < 4 ? warp + 3 : warp - 12);
+    }
   } else {
-    take_registers<240>();
+    take_registers<Traits::kKeepWords ? 224 : 240>();
     consume_key_tiles<Traits>(params, barriers, smem_pointer, smem, warp_group - 1);
   }
 }

@@ -1,5 +1,5 @@
 // Before backward_hopper: delta = rowsum(dO * O) - dLSE and the reference that P's exponent subtracts, both padded to whole
-// query tiles so that the copy engine can bring them; zeros in dq_accum; the counter of key tiles set to zero.
+// query tiles so that the copy engine can bring them; zeros in dq_accum; the counter of key tiles, and those of additions, set to zero.
 //
 // One CTA per kBlockM query rows of one (batch, head); a row is read by kLanes neighbouring threads, 16 bytes at a time.
 // Rows without a key, and padding, get an infinite reference: their P is zero. Rows of the workspaces: collective/
@@ -8,7 +8,7 @@
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/scores.cuh"
 #include "../collective/seqlen.cuh"
-#include "../hopper/backward_schedule.cuh"
+#include "../hopper/ordered_dq.cuh"
 
 namespace nvrtc_attn {
 
@@ -50,6 +50,9 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
   index_t const lse_batch = params.lse_packed ? 0 : index_t(b);
   int const rows = seqlen.len_q - m0;
   int const lane = tid % kLanes;
+  if constexpr (Traits::kOrdered) {
+    if (tid == 0) *additions_to<kBlockM>(params, workspace) = 0;
+  }
 
 #pragma unroll
   for (int pass = 0; pass < kBlockM / kRowsPerPass; ++pass) {
@@ -82,8 +85,15 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
       }
       bool const has_key = fabsf(lse) != infinity();
       // A row without a key has P = 0 and no gradient, whatever arrives through its lse: 0 times NaN must not.
+      float reference = Traits::kLog2Lse ? lse * kLog2e : lse;
+      if constexpr (Traits::kKeepWords) {
+        // P times dropout's multiplier, and so P * delta unchanged. Where nothing is kept there is none.
+        float const multiplier = params.dropout_multiplier == 0.0f ? 1.0f : params.dropout_multiplier;
+        reference -= Traits::kLog2Lse ? log2f(multiplier) : logf(multiplier);
+        sum /= multiplier;
+      }
       params.delta[workspace + row] = has_key ? sum : 0.0f;
-      params.row_lse[workspace + row] = has_key ? (Traits::kLog2Lse ? lse * kLog2e : lse) : infinity();
+      params.row_lse[workspace + row] = has_key ? reference : infinity();
     }
   }
 
