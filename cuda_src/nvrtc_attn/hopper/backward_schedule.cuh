@@ -1,10 +1,11 @@
-// Which key tiles a persistent thread block of the Hopper backward kernel works on.
+// Which key tiles a persistent thread block of the Hopper backward kernels works on, and which query tiles go with one.
 //
 // Key tiles of `head_group` key heads are neighbours, those with the lowest keys (causal: the longest) first; one head a group
 // without a band, so that neighbouring blocks share Q, dO and dq in L2. Every block takes the tile of its own index first
 // and then the next that nobody has taken, from a counter in global memory that the kernel before this one has set to zero.
 // Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it.
 #pragma once
+#include "../collective/mask.cuh"
 #include "../params.cuh"
 #include "uniform.cuh"
 
@@ -41,5 +42,31 @@ NVRTC_ATTN_DEVICE KeyTile read_key_tile(unsigned address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
   return {uniform(n_block), uniform(h), uniform(b)};
 }
+
+// The work of one key tile: `count` query tiles from `first` on, of every query head of the group. They begin at `start` and
+// go round, so that thread blocks that work on the same head at the same time add to different rows of dq.
+template <class Traits>
+struct QueryRange {
+  int first, count, start;
+  NVRTC_ATTN_DEVICE QueryRange(HopperBackwardParams const& params, PositionMask<Traits::kBand> const& mask,
+                               int n_block) {
+    int last;
+    mask.template query_tiles<Traits::kBlockM>(n_block * Traits::kBlockN, Traits::kBlockN, first, last);
+    if constexpr (Traits::kOneKeyTile) {  // dq of rows that see nothing is written too
+      first = 0;
+      last = ceil_div(mask.len_q, Traits::kBlockM);
+    }
+    count = max(last - first, 0);
+    start = first;
+    // With tiles of bias and dbias neighbouring blocks had better be at the same rows of those: 0.7 % at S 2048, 1.6 % at 256.
+    constexpr bool kTogether =
+        Traits::kBand || Traits::kVarlen || Traits::kOrdered || (Traits::kBiasTiles && Traits::kDbiasStore);
+    if constexpr (!kTogether) start = min(n_block * params.query_step, max(count - 1, 0));
+  }
+  NVRTC_ATTN_DEVICE void next(int& h, int& m) const {
+    if (++m == first + count) m = first;
+    if (m == start) ++h;
+  }
+};
 
 }  // namespace nvrtc_attn

@@ -5,31 +5,11 @@
 // dropout has dropped it (dS = P * (Z * dP - delta) is not zero there). Group 1: dP and that factor -> dS, and dbias.
 #pragma once
 #include "../collective/score_gradient_transposed.cuh"
+#include "backward_scores.cuh"
 #include "gradient_store.cuh"
 #include "wide_products.cuh"
 
 namespace nvrtc_attn {
-
-// Volatile: in order, or the floats of all steps would be alive at once.
-template <class Element>
-NVRTC_ATTN_DEVICE float2 widen_pair(uint32_t both) {
-  float2 wide;
-  if constexpr (cute::is_same_v<Element, half_t>) {
-    asm volatile(
-        "{\n"
-        ".reg .b16 low, high;\n"
-        "mov.b32 {low, high}, %2;\n"
-        "cvt.f32.f16 %0, low;\n"
-        "cvt.f32.f16 %1, high;\n"
-        "}"
-        : "=f"(wide.x), "=f"(wide.y)
-        : "r"(both));
-  } else {
-    asm volatile("shl.b32 %0, %1, 16;" : "=f"(wide.x) : "r"(both));
-    asm volatile("and.b32 %0, %1, 0xffff0000;" : "=f"(wide.y) : "r"(both));
-  }
-  return wide;
-}
 
 template <class Traits>
 constexpr bool kHasScoreOperands = Traits::kHasBias || Traits::kMask || Traits::kDropout;
@@ -86,7 +66,7 @@ struct WideScores {
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM], FragmentA<Element> (&p)[Shape::kStepsM],
                                        WideScoreOperands<Traits> const& operands, unsigned factor, unsigned row_lse,
                                        int m0, bool masked) const {
-    if (masked) drop_positions(s, m0);
+    if (masked) drop_positions<Traits>(s, mask, m0, j, t);
 #pragma unroll
     for (int step = 0; step < Shape::kStepsM; ++step) {
       FragmentA<Element> slope;
@@ -136,32 +116,6 @@ struct WideScores {
       if constexpr (Shape::kTwoP) give_fragment(factor, step, slope);
     }
   }
-
- private:
-  NVRTC_ATTN_DEVICE void drop_positions(AccTile (&s)[1][kTilesM], int m0) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // Queries of this tile, counted from the thread's first, that keep the key: [low, high].
-      int const i = m0 + 2 * t;
-      int high = mask.len_q - 1 - i;
-      int low = 0;
-      if constexpr (Traits::kBand) {
-        high = min(high, j + 8 * r - mask.low - i);
-        low = j + 8 * r - mask.high - i;
-      }
-      if (j + 8 * r >= mask.len_k) high = -1;
-#pragma unroll
-      for (int m = 0; m < kTilesM; ++m) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[0][m][2 * r + e];
-          bool dropped = 8 * m + e > high;
-          if constexpr (Traits::kBand) dropped = dropped || 8 * m + e < low;
-          x = dropped ? -infinity() : x;
-        }
-      }
-    }
-  }
 };
 
 // dP -> dS.
@@ -201,7 +155,7 @@ struct WideGradients {
         int const m = 2 * step + half;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          float2 const both = widen_pair<Element>(factors[step].x[2 * half + r]);
+          float2 const both = unpack2<Element>(factors[step].x[2 * half + r]);
           float const weight[2] = {both.x, both.y};
 #pragma unroll
           for (int e = 0; e < 2; ++e) {

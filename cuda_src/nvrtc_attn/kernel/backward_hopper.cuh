@@ -25,14 +25,12 @@
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/score_gradient_transposed.cuh"
 #include "../hopper/backward_schedule.cuh"
+#include "../hopper/backward_scores.cuh"
 #include "../hopper/barrier.cuh"
 #include "../hopper/bulk.cuh"
 #include "../hopper/gradient_store.cuh"
-#include "../hopper/keep_words_transposed.cuh"
 #include "../hopper/ordered_dq.cuh"
-#include "../hopper/score_tile_transposed.cuh"
 #include "../hopper/tma.cuh"
-#include "../hopper/unpack.cuh"
 
 namespace nvrtc_attn {
 
@@ -130,32 +128,6 @@ struct BackwardBarriers {
       }
     }
     fence_barrier_init();
-  }
-};
-
-// The work of one key tile: `count` query tiles from `first` on, of every query head of the group. They begin at `start` and
-// go round, so that thread blocks that work on the same head at the same time add to different rows of dq.
-template <class Traits>
-struct QueryRange {
-  int first, count, start;
-  NVRTC_ATTN_DEVICE QueryRange(HopperBackwardParams const& params, PositionMask<Traits::kBand> const& mask,
-                               int n_block) {
-    int last;
-    mask.template query_tiles<Traits::kBlockM>(n_block * Traits::kBlockN, Traits::kBlockN, first, last);
-    if constexpr (Traits::kOneKeyTile) {  // dq of rows that see nothing is written too
-      first = 0;
-      last = ceil_div(mask.len_q, Traits::kBlockM);
-    }
-    count = max(last - first, 0);
-    start = first;
-    // With tiles of bias and dbias neighbouring blocks had better be at the same rows of those: 0.7 % at S 2048, 1.6 % at 256.
-    constexpr bool kTogether =
-        Traits::kBand || Traits::kVarlen || Traits::kOrdered || (Traits::kBiasTiles && Traits::kDbiasStore);
-    if constexpr (!kTogether) start = min(n_block * params.query_step, max(count - 1, 0));
-  }
-  NVRTC_ATTN_DEVICE void next(int& h, int& m) const {
-    if (++m == first + count) m = first;
-    if (m == start) ++h;
   }
 };
 
@@ -342,166 +314,6 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
   if constexpr (Shape::kBytesZeros > 0) wait_stores_read();  // before the block's shared memory becomes another's
 }
 
-// Masked scores and their gradient in registers, for problems without byte mask, with a bias only as tiles: P is known before
-// dP, so that its product can start before dP is there. With keep words P comes times dropout's multiplier, and delta divided
-// by it (backward_hopper_prepare): dV takes P where it is kept, dS = P * kept dP - P * delta.
-template <class Traits, class Shape>
-struct ScoreBlock {
-  static constexpr int kTilesM = Shape::kTilesM;
-  ScoreMap<Traits> const& map;
-  PositionMask<Traits::kBand> const& mask;
-  int j;  // this thread's first key; the other is j + 8
-  int t;  // lane % 4
-  TransposedBias<Traits> bias;
-
-  // Raw products -> P (with softcap times its derivative, after `pack` has taken P itself).
-  NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
-                                       FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
-                                       int m0, bool masked, unsigned bias_slab) const {
-    // Before the mask, by whose keys the bias may be anything.
-    if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map.scale);
-    if (masked) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        // Queries of this tile, counted from the thread's first, that keep the key: [low, high].
-        int const i = m0 + 2 * t;
-        int high = mask.len_q - 1 - i;
-        int low = 0;
-        if constexpr (Traits::kBand) {
-          high = min(high, j + 8 * r - mask.low - i);
-          low = j + 8 * r - mask.high - i;
-        }
-        if (j + 8 * r >= mask.len_k) high = -1;
-#pragma unroll
-        for (int m = 0; m < kTilesM; ++m) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[0][m][2 * r + e];
-            bool dropped = 8 * m + e > high;
-            if constexpr (Traits::kBand) dropped = dropped || 8 * m + e < low;
-            x = dropped ? -infinity() : x;
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kTilesM; ++m) {
-      float reference[2];
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(reference[0]), "=f"(reference[1])
-                   : "r"(row_lse + 32 * m + 8 * t));
-      float derivative[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float tanh_value;
-        float y = s[0][m][e];
-        if constexpr (!Shape::kBiasTiles) {
-          y = map.map(s[0][m][e], tanh_value);
-          // A masked score stays -inf, whatever the map makes of it.
-          if constexpr (ScoreMap<Traits>::kMapped) y = s[0][m][e] == -infinity() ? -infinity() : y;
-        }
-        s[0][m][e] = map.probability(y, reference[e & 1]);
-        if constexpr (Traits::kSoftcap) derivative[e] = 1.0f - tanh_value * tanh_value;
-      }
-      p[m / 2].x[m % 2 * 2] = pack2<typename Shape::Element>(s[0][m][0], s[0][m][1]);
-      p[m / 2].x[m % 2 * 2 + 1] = pack2<typename Shape::Element>(s[0][m][2], s[0][m][3]);
-      if constexpr (Traits::kSoftcap) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[0][m][e] *= derivative[e];
-      }
-    }
-  }
-
-  // With 128 queries S, dP, dK, dV and P as an operand would take all registers there are: P is kept in 16 bits only,
-  // twice, because registers that a product in flight reads must be left alone.
-  static constexpr bool kPacked = (kTilesM == 16 || Traits::kKeepWords) && !Traits::kSoftcap;
-  struct KeptP {
-    uint32_t x[kPacked ? kTilesM : 1][2];
-  };
-  NVRTC_ATTN_DEVICE void keep(KeptP& kept, FragmentA<typename Shape::Element> const (&p)[Shape::kStepsM]) const {
-    if constexpr (kPacked) {
-#pragma unroll
-      for (int m = 0; m < kTilesM; ++m) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-          asm volatile("mov.b32 %0, %1;" : "=r"(kept.x[m][r]) : "r"(p[m / 2].x[m % 2 * 2 + r]));
-      }
-    }
-  }
-
-  // The same, p without what dropout drops; the other keeps it, negative.
-  NVRTC_ATTN_DEVICE void keep(KeptP& kept, FragmentA<typename Shape::Element> (&p)[Shape::kStepsM],
-                              TransposedKeepWords const& words) const {
-#pragma unroll
-    for (int m = 0; m < kTilesM; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        words.template mark<typename Shape::Element, kTilesM>(kept.x[m][r], p[m / 2].x[m % 2 * 2 + r], m, r);
-    }
-  }
-
-  // dP -> dS.
-  template <bool kMasked>
-  NVRTC_ATTN_DEVICE void gradients(AccTile (&s)[1][kTilesM], KeptP const& kept, AccTile (&dp)[1][kTilesM],
-                                   unsigned row_delta) const {
-#pragma unroll
-    for (int m = 0; m < kTilesM; ++m) {
-      if constexpr (kPacked) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float2 const both = unpack2<typename Shape::Element>(kept.x[m][r]);
-          s[0][m][2 * r] = both.x;
-          s[0][m][2 * r + 1] = both.y;
-        }
-      }
-      float delta[2];
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(delta[0]), "=f"(delta[1])
-                   : "r"(row_delta + 32 * m + 8 * t));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float ds;
-        if constexpr (Traits::kKeepWords) {
-          ds = fmaf(fmaxf(s[0][m][e], 0.0f), dp[0][m][e], -(fabsf(s[0][m][e]) * delta[e & 1]));
-        } else {
-          ds = s[0][m][e] * (dp[0][m][e] - delta[e & 1]);
-        }
-        dp[0][m][e] = kMasked && s[0][m][e] == 0.0f ? 0.0f : ds;  // dP of a dropped score may be anything
-      }
-    }
-  }
-};
-
-template <class Element, int kTiles>
-NVRTC_ATTN_DEVICE void pack_fragments(FragmentA<Element> (&a)[kTiles / 2], AccTile const (&c)[1][kTiles]) {
-#pragma unroll
-  for (int step = 0; step < kTiles / 2; ++step) a[step] = accumulator_as_a<Element>(c[0][2 * step], c[0][2 * step + 1]);
-}
-
-// Rows [first, end) of a tile in shared memory become zero; `threads` threads take part. The caller fences.
-template <int kRows, int kSlabs>
-NVRTC_ATTN_DEVICE void zero_tile_rows(unsigned tile, int first, int end, int tid, int threads) {
-  int const count = (end - first) * 8 * kSlabs;
-  for (int c = tid; c < count; c += threads) {
-    int const row = first + c / (8 * kSlabs);
-    int const chunk = c % (8 * kSlabs);
-    unsigned const to = tile + chunk / 8 * (kRows * kSlabRowBytes) + row * kSlabRowBytes + chunk % 8 * 16;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
-  }
-}
-
-// Zeros in dbias for keys [n0, n0 + cols) and queries [begin, end) of query head h: what no product reaches.
-template <class Traits, int kWarps>
-NVRTC_ATTN_DEVICE void zero_dbias(HopperBackwardParams const& params, int b, int h, int n0, int cols, int begin,
-                                  int end, int tid) {
-  using DBias = typename Traits::DBias;
-  ScoreTensor<DBias> const dbias(reinterpret_cast<DBias*>(params.dbias), b, h, params.dbias_stride_b,
-                                 params.dbias_stride_h, params.dbias_stride_m, params.dbias_stride_n);
-  for (int i = begin + tid / 32; i < end; i += kWarps) {
-    for (int j = n0 + tid % 32; j < n0 + cols; j += 32) *dbias.at(i, j) = from_float<DBias>(0.0f);
-  }
-}
-
 // One consumer warp-group.
 template <class Traits, class Shape>
 NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, BackwardBarriers<Shape> const& barriers,
@@ -511,8 +323,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other loop leaves.
   constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || Traits::kMask ||
-                         (Traits::kDropout && !Traits::kKeepWords) ||
-                         (kBlockM == 64 && Traits::kSoftcap);
+                         (Traits::kDropout && !Traits::kKeepWords) || (kBlockM == 64 && Traits::kSoftcap);
   constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // Of dv, under the last product; takes registers.
   constexpr bool kEarlyStore = !kLengthsOnDevice || (kBlockM == 128 && !Traits::kKeepWords);
