@@ -39,6 +39,9 @@ struct PositionMask {
   // Rows before this one see no key from j on.
   NVRTC_ATTN_DEVICE int first_row(int j) const { return kBand ? j - high : 0; }
 
+  // Rows after this one do not see key j.
+  NVRTC_ATTN_DEVICE int last_row(int j) const { return kBand ? j - low : len_q - 1; }
+
   // Key tiles [first, last) that rows [m0, m0 + rows) can see. Empty when last <= first.
   template <int kBlockN>
   NVRTC_ATTN_DEVICE void key_tiles(int m0, int rows, int& first, int& last) const {

@@ -21,8 +21,8 @@ NVRTC_ATTN_DEVICE void drop_positions(AccTile (&s)[1][kTiles], PositionMask<Trai
     int high = mask.len_q - 1 - i;
     int low = 0;
     if constexpr (Traits::kBand) {
-      high = min(high, j + 8 * r - mask.low - i);
-      low = j + 8 * r - mask.high - i;
+      high = min(high, mask.last_row(j + 8 * r) - i);
+      low = mask.first_row(j + 8 * r) - i;
     }
     if (j + 8 * r >= mask.len_k) high = -1;
 #pragma unroll
