@@ -26,6 +26,7 @@ import measure as measure_module
 import torch
 import torch.nn.functional as F  # noqa: N812
 from measure import in_turn, print_table, save
+from plot import plot
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nvrtc_attn.torch as na
@@ -342,42 +343,6 @@ def host_us(call: Callable[[], Any], calls: int = 2000) -> float:
 def ratio_columns(names: tuple[str, ...]) -> list[str]:
     peers = (*names, *installed_peers(), "best")
     return ["tflops.fwd", "tflops.bwd", *(f"{which}/{name}" for name in peers for which in ("fwd", "bwd"))]
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """TFLOP/s against length: one panel per head dim, mask and direction, one line a provider."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = sorted({(row["D"], row["causal"]) for row in rows})
-    figure, axes = plt.subplots(2, len(panels), figsize=(3.2 * len(panels), 6), squeeze=False, sharex=True)
-    for column, (d, causal) in enumerate(panels):
-        chosen = [row for row in rows if (row["D"], row["causal"]) == (d, causal)]
-        for line, which in enumerate(("fwd", "bwd")):
-            axis = axes[line][column]
-            for name in ("seed", "flash2", "cudnn", "fa3", "fa4", "ours"):
-                points = [
-                    (
-                        int(row["BxSxH"].split("x")[1]),
-                        row[f"tflops.{which}"] * row[f"ours.{which}"] / row[f"{name}.{which}"],
-                    )
-                    for row in chosen
-                    if f"{name}.{which}" in row
-                ]
-                if points:
-                    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-            axis.set_xscale("log", base=2)
-            axis.set_title(
-                f"{'forward' if which == 'fwd' else 'backward'}, D {d}{', causal' if causal else ''}", fontsize=9
-            )
-            axis.set_ylim(bottom=0)
-    axes[0][0].set_ylabel("TFLOP/s")
-    axes[1][0].set_ylabel("TFLOP/s")
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def main() -> None:

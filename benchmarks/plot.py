@@ -1,0 +1,71 @@
+"""TFLOP/s against length, from the saved results of `attention.py`, as a PNG beside them.
+
+python benchmarks/plot.py grid_auto
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS
+
+COLOURS = {
+    "ours": "black", "fa4": "tab:red", "fa3": "tab:orange",
+    "cudnn": "tab:green", "flash2": "tab:blue", "seed": "tab:grey",
+}  # fmt: skip
+"""One a provider, whether or not it takes part in a panel."""
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """One panel per head dim, mask and direction, one line a provider."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = sorted({(row["D"], row["causal"]) for row in rows})
+    figure, axes = plt.subplots(2, len(panels), figsize=(3.2 * len(panels), 6.4), squeeze=False, sharex=True)
+    for column, (d, causal) in enumerate(panels):
+        chosen = [row for row in rows if (row["D"], row["causal"]) == (d, causal)]
+        for line, (which, title) in enumerate((("fwd", "forward"), ("bwd", "backward"))):
+            axis = axes[line][column]
+            for name, colour in COLOURS.items():
+                points = [
+                    (length(row), row[f"tflops.{which}"] * row[f"ours.{which}"] / row[f"{name}.{which}"])
+                    for row in chosen
+                    if f"{name}.{which}" in row
+                ]
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, color=colour)
+            axis.set_xscale("log", base=2)
+            axis.set_title(f"{title}, D {d}{', causal' if causal else ''}", fontsize=9)
+            axis.set_ylim(bottom=0)
+    for line in (0, 1):
+        axes[line][0].set_ylabel("TFLOP/s")
+    for axis in axes[1]:
+        axis.set_xlabel("length")
+    lines, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="lower center", ncols=len(names), fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(path, dpi=120)
+
+
+def length(row: dict[str, Any]) -> int:
+    return int(row["BxSxH"].split("x")[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", help="files of the results folder, without .json")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        path = arguments.results / f"{name}.json"
+        plot(json.loads(path.read_text())["rows"], path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
