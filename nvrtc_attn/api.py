@@ -226,8 +226,8 @@ def attention_backward(
     rng
         The values the forward pass used; needed with dropout.
     deterministic
-        Bitwise reproducible. On compute capability 9.0 up to head dim 128 dq is added up in a fixed order (1 to 16 % more
-        time); elsewhere dq gets a kernel of its own instead of atomics, about 1.4 times the matrix products.
+        Bitwise reproducible. On compute capability 9.0 up to head dim 128 dq is added up in a fixed order (1 to 16 %
+        more time); elsewhere dq gets a kernel of its own instead of atomics, about 1.4 times the matrix products.
     workspace
         At least `backward_workspace_bytes` bytes on q's device, 16-byte aligned.
 
