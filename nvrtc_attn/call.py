@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+import threading
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from . import env, philox
-from .problem import AttentionProblem, Causal, WindowSize, build_problem, dense_layout, layout
+from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, dense_layout, layout
 from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, stream_handle, view
 
 
@@ -91,14 +94,22 @@ class Call:
 
     def with_outputs(self, **views: TensorView | None) -> AttentionProblem:
         """The problem with the layouts of out, dout, dq, dk, dv; dense where none is given."""
-        shapes = {
-            "out": self.out_shape, "dout": self.out_shape, "dq": self.q.shape, "dk": self.k.shape, "dv": self.v.shape,
-        }  # fmt: skip
-        layouts: dict[str, Any] = {}
-        for name, shape in shapes.items():
-            x = views.get(name)
-            layouts[name] = layout(x) if x is not None else dense_layout(shape, self.problem.dtype)
-        return replace(self.problem, **layouts)
+        shapes = (self.out_shape, self.out_shape, self.q.shape, self.k.shape, self.v.shape)
+        given = (views.get(name) for name in ("out", "dout", "dq", "dk", "dv"))
+        layouts = (None if x is None else layout(x) for x in given)
+        return _with_outputs(self.problem, shapes, *layouts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_outputs(
+    problem: AttentionProblem, shapes: tuple[tuple[int, ...], ...], *given: OperandLayout | None
+) -> AttentionProblem:
+    names = ("out", "dout", "dq", "dk", "dv")
+    layouts: dict[str, Any] = {
+        name: dense_layout(shape, problem.dtype) if x is None else x
+        for name, shape, x in zip(names, shapes, given, strict=True)
+    }
+    return replace(problem, **layouts)
 
 
 def describe(
@@ -148,20 +159,7 @@ def describe(
         "seqused_k": optional(seqused_k, "seqused_k"),
     }
     views = [first, *(view(x, name, stream=producer_stream) for x, name in ((k, "k"), (v, "v")))]
-    problem = build_problem(
-        *views,
-        **tensors,
-        causal=options.causal,
-        window_size=options.window_size,
-        softmax_scale=options.softmax_scale,
-        softcap=options.softcap,
-        dropout_p=options.dropout_p,
-        max_seqlen_q=options.max_seqlen_q,
-        max_seqlen_k=options.max_seqlen_k,
-        return_lse=options.return_lse,
-        deterministic=options.deterministic,
-        dbias=options.dbias,
-    )
+    problem = _problem(views, tensors, options)
     call = Call(
         q=views[0], k=views[1], v=views[2], **tensors, options=options, problem=problem,
         producer_stream=producer_stream, launch_stream=launch_stream, hold_owners=hold_owners,
@@ -172,6 +170,53 @@ def describe(
 
         check_device_lengths(call)
     return call
+
+
+_MAX_PROBLEMS: Final = 4096
+_problems: dict[Hashable, AttentionProblem] = {}
+_problems_lock = threading.Lock()
+_option_values = operator.attrgetter(*CallOptions.__dataclass_fields__)
+
+
+def _problem(views: list[TensorView], tensors: dict[str, Any], options: CallOptions) -> AttentionProblem:
+    """`build_problem` of a call, remembered by what it looks at: validation takes as long as all else of a call."""
+    key = _problem_key([*views, *tensors.values()], options)
+    problem = None if key is None else _problems.get(key)
+    if problem is None:
+        names = ("causal", "window_size", "softmax_scale", "softcap", "dropout_p", "max_seqlen_q", "max_seqlen_k")
+        flags = ("return_lse", "deterministic", "dbias")
+        arguments: dict[str, Any] = {name: getattr(options, name) for name in names + flags}
+        problem = build_problem(views[0], views[1], views[2], **tensors, **arguments)
+        if key is not None:
+            with _problems_lock:
+                while len(_problems) >= _MAX_PROBLEMS:
+                    del _problems[next(iter(_problems))]
+                _problems[key] = problem
+    return problem
+
+
+def _problem_key(tensors: list[TensorView | None], options: CallOptions) -> Hashable:
+    """None where the outcome depends on more: on lengths in host memory, or on options that cannot be hashed.
+
+    Types of options are part of it, because 1 equals True and 1.0 and is accepted for neither.
+    """
+    facts: list[Hashable] = []
+    for index, x in enumerate(tensors):
+        if x is None:
+            facts.append(None)
+            continue
+        if index > 4 and x.device.type == "cpu":  # cu_seqlens_q, cu_seqlens_k, seqused_k
+            return None
+        facts.append((x.shape, x.strides, x.dtype, x.device, x.ptr & 15))
+    values = _option_values(options)
+    window = options.window_size
+    inner = tuple(map(type, window)) if isinstance(window, tuple) else ()
+    key = (*facts, values, tuple(map(type, values)), inner)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def rng_state(rng: Any, where: Device, producer_stream: int | None) -> tuple[tuple[int, int, int, int], list[Any]]:

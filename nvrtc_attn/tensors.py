@@ -345,10 +345,18 @@ def _element_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     return tuple([stride // itemsize for stride in strides])
 
 
+# NumPy puts a dtype's name together each time: four microseconds of a call.
+_dtype_names: dict[Any, str] = {}
+
+
 def _numpy_dtype_name(dtype: Any, name: str) -> str:
-    if dtype.name not in DTYPES or not dtype.isnative:
-        raise dlpack.unsupported_dtype(name, f"{dtype.name}{'' if dtype.isnative else ' in foreign byte order'}")
-    return str(dtype.name)
+    known = _dtype_names.get(dtype)
+    if known is None:
+        known = str(dtype.name)
+        if known not in DTYPES or not dtype.isnative:
+            raise dlpack.unsupported_dtype(name, f"{known}{'' if dtype.isnative else ' in foreign byte order'}")
+        _dtype_names[dtype] = known
+    return known
 
 
 def _readonly(name: str, reason: str) -> ValueError:
