@@ -103,6 +103,8 @@ def bias_as_tiles(problem: AttentionProblem) -> bool:
         return False
     if score_operands(problem) > 1 or problem.softcap or bias.dtype != problem.dtype:
         return False
+    if problem.softmax_scale <= 0 and max(problem.head_dim, problem.head_dim_v) > 64:
+        return False  # spills 8 bytes
     moved = [bias]
     if stores_dbias(problem):
         moved.append(dbias_layout(problem))

@@ -46,6 +46,7 @@ def compiled(config: KernelConfig) -> CompiledKernel:
 
 
 SCORES = OperandLayout(shape=(2, 4, 512, 512), strides=(4 * 512 * 512, 512 * 512, 512, 1), dtype="bfloat16")
+FLOAT16_SCORES, FLOAT32_SCORES = (dataclasses.replace(SCORES, dtype=name) for name in ("float16", "float32"))
 MASK = dataclasses.replace(SCORES, dtype="bool")
 HALF = dataclasses.replace(SCORES, dtype="float16")
 BATCH_SHARED = OperandLayout(shape=(1, 4, 512, 512), strides=(0, 512 * 512, 512, 1), dtype="bfloat16")
@@ -115,6 +116,9 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d192_128_dbias_causal": wide(192, 128, bias=SCORES, dbias=True, **CAUSAL),
     "d256_bias_float32": problem(256, bias=dataclasses.replace(SCORES, dtype="float32"), dbias=True),
     "d256_mask": problem(256, mask=MASK),
+    "d128_bias_negative_scale": problem(128, "float16", bias=FLOAT16_SCORES, dbias=True, softmax_scale=-0.1, **CAUSAL),
+    "d64_bias_mask_softcap_causal": problem(64, bias=SCORES, mask=MASK, softcap=30.0, **CAUSAL),
+    "d40_bias_float32_mask_softcap": problem(40, bias=FLOAT32_SCORES, mask=MASK, softcap=30.0),
     "d256_dropout_causal": problem(256, dropout_p=0.1, **CAUSAL),
     "d256_dropout_varlen": problem(256, dropout_p=0.1, varlen=True, seqused_k=True, **CAUSAL),
     "d256_bias_mask": problem(256, bias=SCORES, mask=MASK, dbias=True, **CAUSAL),
@@ -335,6 +339,9 @@ def test_what_is_left_to_the_portable_family() -> None:
         reasons = hopper_backward.choose_backward(problem(256, **changes), **TARGET)
         assert isinstance(reasons, list)
         assert any(part in reason for reason in reasons), (changes, reasons)
+    reasons = hopper_backward.choose_backward(wide(160, 256, bias=FLOAT32_SCORES), **TARGET)
+    assert isinstance(reasons, list)
+    assert any("float32 bias" in reason for reason in reasons)
     for head_dim in (32, 264):
         assert isinstance(hopper_backward.choose_backward(problem(head_dim), **TARGET), list)
 
