@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -101,6 +102,15 @@ def properties(index: int) -> DeviceProperties:
             if found is None:
                 found = _properties[index] = _query(index)
     return found
+
+
+def one_of_each_kind(indices: Iterable[int]) -> list[int]:
+    """The first of the CUDA ordinals ``indices`` of every kind of GPU: kinds differ in their plans and workspaces."""
+    kinds: dict[tuple[object, ...], int] = {}
+    for index in indices:
+        found = properties(index)
+        kinds.setdefault((found.name, found.compute_capability, found.num_sms), index)
+    return list(kinds.values())
 
 
 def _query(index: int) -> DeviceProperties:

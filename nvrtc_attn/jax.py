@@ -329,12 +329,8 @@ def _on_gpu() -> bool:
 
 
 def _local_devices() -> list[int]:
-    """One CUDA ordinal of every kind of GPU that JAX may run on: kinds differ in the workspace that they need."""
-    kinds: dict[tuple[object, ...], int] = {}
-    for found in jax.local_devices(backend="gpu"):
-        props = device.properties(found.local_hardware_id)
-        kinds.setdefault((props.name, props.compute_capability, props.num_sms), props.index)
-    return list(kinds.values())
+    """One CUDA ordinal of every kind of GPU that JAX may run on."""
+    return device.one_of_each_kind(found.local_hardware_id for found in jax.local_devices(backend="gpu"))
 
 
 def _register_target() -> None:

@@ -155,13 +155,15 @@ def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[Ke
         smem_limit = target.smem_per_block_optin
         target_of: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit, "backend": backend}
         for problem in problems(request):
-            specs: list[ForwardPlanSpec | BackwardPlanSpec] = [choose_forward(problem, **target_of)]
+            specs: list[ForwardPlanSpec | BackwardPlanSpec] = []
             backward = request.backward and problem.seqlen_q > 1
-            if backward:
-                specs.append(choose_backward(problem, **target_of))
-            if candidates:
+            if candidates:  # the choice is the first of them
                 specs += forward_candidates(problem, **target_of).values()
                 specs += backward_candidates(problem, **target_of).values() if backward else ()
+            else:
+                specs.append(choose_forward(problem, **target_of))
+                if backward:
+                    specs.append(choose_backward(problem, **target_of))
             chosen.update((launch.config, None) for spec in specs for launch in spec.launches)
     return sorted(chosen, key=lambda c: (c.kernel not in _SMALL, not isinstance(c, _FORWARD), c.head_dim), reverse=True)
 
@@ -175,12 +177,8 @@ def tune(requests: Sequence[Request]) -> int:
     from . import driver
     from .plan import LseLayout, backward_plan, forward_plan
 
-    kinds: dict[tuple[object, ...], int] = {}
-    for index in range(driver.device_count()):
-        props = device.properties(index)
-        kinds.setdefault((props.name, props.compute_capability, props.num_sms), index)
     passes = 0
-    for index, request in itertools.product(kinds.values(), requests):
+    for index, request in itertools.product(device.one_of_each_kind(range(driver.device_count())), requests):
         if device.ARCHITECTURES[request.arch].compute_capability != device.properties(index).compute_capability:
             continue
         for problem in problems(request):

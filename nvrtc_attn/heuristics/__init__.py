@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Final, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 from ..log import log_once
 from ..problem import AttentionProblem
@@ -81,43 +82,37 @@ def forward_candidates(
     All are rows of the tables and compute the same: what ``deterministic`` promises, the dropout mask and which rows
     are empty do not depend on the plan; roundings do. Arguments and errors as in `choose_forward`.
     """
-    from . import portable_forward
+    from . import hopper_forward, portable_forward
 
-    chosen = choose_forward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
-    hopper: list[ForwardPlanSpec] = []
-    if _asks_for_hopper(arch, backend):
-        from . import hopper_forward
-
-        hopper = hopper_forward.candidates(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
-    portable: list[ForwardPlanSpec] = []
-    if backend != "hopper" or not hopper:
-        portable = portable_forward.candidates(
-            problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
-        )
-    return _by_label(chosen, hopper, portable)
+    target: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit}
+    chosen = choose_forward(problem, **target, backend=backend)
+    return _by_label(chosen, hopper_forward.candidates, portable_forward.candidates, problem, target, backend)
 
 
 def backward_candidates(
     problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
 ) -> dict[str, BackwardPlanSpec]:
     """Plans for the backward pass, as `forward_candidates`."""
-    from . import portable_backward
+    from . import hopper_backward, portable_backward
 
-    chosen = choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
-    hopper: list[BackwardPlanSpec] = []
-    if _asks_for_hopper(arch, backend):
-        from . import hopper_backward
+    target: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit}
+    chosen = choose_backward(problem, **target, backend=backend)
+    return _by_label(chosen, hopper_backward.candidates, portable_backward.candidates, problem, target, backend)
 
-        hopper = hopper_backward.candidates(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
-    portable: list[BackwardPlanSpec] = []
+
+def _by_label(
+    chosen: _Spec,
+    hopper_candidates: Callable[..., list[_Spec]],
+    portable_candidates: Callable[..., list[_Spec]],
+    problem: AttentionProblem,
+    target: dict[str, Any],
+    backend: str,
+) -> dict[str, _Spec]:
+    arch = target["arch"]
+    hopper = hopper_candidates(problem, **target) if _asks_for_hopper(arch, backend) else []
+    portable: list[_Spec] = []
     if backend != "hopper" or not hopper:
-        portable = portable_backward.candidates(
-            problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
-        )
-    return _by_label(chosen, hopper, portable)
-
-
-def _by_label(chosen: _Spec, hopper: list[_Spec], portable: list[_Spec]) -> dict[str, _Spec]:
+        portable = portable_candidates(problem, **target, legacy_mma=_legacy(arch, backend))
     found: dict[str, _Spec] = {label(chosen): chosen}
     if hopper and next(iter(found)).startswith("hopper"):
         portable = portable[:1]  # 1.2 to 1.9 times the time, wherever it was measured (H200, 2026-11-21)
