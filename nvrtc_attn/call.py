@@ -183,9 +183,8 @@ def _problem(views: list[TensorView], tensors: dict[str, Any], options: CallOpti
     key = _problem_key([*views, *tensors.values()], options)
     problem = None if key is None else _problems.get(key)
     if problem is None:
-        names = ("causal", "window_size", "softmax_scale", "softcap", "dropout_p", "max_seqlen_q", "max_seqlen_k")
-        flags = ("return_lse", "deterministic", "dbias")
-        arguments: dict[str, Any] = {name: getattr(options, name) for name in names + flags}
+        # The options have the names of its arguments.
+        arguments: dict[str, Any] = dict(zip(CallOptions.__dataclass_fields__, _option_values(options), strict=True))
         problem = build_problem(views[0], views[1], views[2], **tensors, **arguments)
         if key is not None:
             with _problems_lock:
