@@ -24,7 +24,7 @@ class ForwardParams(ctypes.Structure):
 
     POINTERS: Final = (
         "q", "k", "v", "out", "lse", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
-        "rng_seed_ptr", "rng_offset_ptr", "out_partial", "lse_partial", "rng_seed", "rng_offset",
+        "rng_seed_ptr", "rng_offset_ptr", "out_partial", "softmax_partial", "rng_seed", "rng_offset",
     )  # fmt: skip
     _fields_ = [
         *[(name, _P) for name in POINTERS],

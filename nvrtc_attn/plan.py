@@ -141,7 +141,7 @@ class ForwardPlan(_PlanBase):
     """The forward pass of one problem on one device."""
 
     __slots__ = ()
-    _BUFFERS = ("out_partial", "lse_partial")
+    _BUFFERS = ("out_partial", "softmax_partial")
     _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
 
     def __init__(
@@ -166,10 +166,10 @@ class ForwardPlan(_PlanBase):
         workspace: int = 0,
     ) -> None:
         """Launch. Arguments are device addresses; ``rng`` is (seed address, offset address, seed, offset)."""
-        out_partial, lse_partial = self._offsets
+        out_partial, softmax_partial = self._offsets
         self._run(stream, workspace, (
             q, k, v, out, lse, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
-            rng[0], rng[1], workspace + out_partial, workspace + lse_partial, rng[2], rng[3],
+            rng[0], rng[1], workspace + out_partial, workspace + softmax_partial, rng[2], rng[3],
         ))  # fmt: skip
 
 

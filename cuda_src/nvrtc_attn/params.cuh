@@ -23,8 +23,8 @@ struct ForwardParams {
   int const* seqused_k;           // [nb]
   long long const* rng_seed_ptr;  // null: rng_seed / rng_offset below hold the values
   long long const* rng_offset_ptr;
-  float* out_partial;  // split keys: [num_splits, B, H, Mq, Kv] float32
-  float* lse_partial;  // split keys: [num_splits, B, H, Mq]
+  float* out_partial;       // split keys: [num_splits, B, H, Mq, Kv] float32
+  float2* softmax_partial;  // split keys: [num_splits, B, H, Mq] (largest score, sum of exponentials below it)
   unsigned long long rng_seed;
   unsigned long long rng_offset;
   // -- strides --------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class ForwardPlanSpec:
     launches: tuple[Launch, ...]
     num_splits: int = 1
     out_partial_bytes: int = 0
-    lse_partial_bytes: int = 0
+    softmax_partial_bytes: int = 0
 
     @property
     def workspaces(self) -> tuple[Workspace, ...]:
@@ -81,7 +81,7 @@ class ForwardPlanSpec:
             return ()
         return (
             Workspace(field="out_partial", nbytes=self.out_partial_bytes, params=(("num_splits", self.num_splits),)),
-            Workspace(field="lse_partial", nbytes=self.lse_partial_bytes),
+            Workspace(field="softmax_partial", nbytes=self.softmax_partial_bytes),
         )
 
 

@@ -398,7 +398,7 @@ def choose_forward(
         ),
         num_splits=num_splits,
         out_partial_bytes=4 * num_splits * num_rows * config.head_dim_v,
-        lse_partial_bytes=4 * num_splits * num_rows,
+        softmax_partial_bytes=8 * num_splits * num_rows,
     )
 
 

@@ -203,7 +203,7 @@ def check_fits(spec: ForwardPlanSpec, what: AttentionProblem, smem_limit: int) -
     assert (spec.num_splits > 1) == (len(spec.launches) == 2)
     if spec.num_splits > 1:
         rows = spec.num_splits * what.batch * what.num_heads * what.seqlen_q
-        assert spec.lse_partial_bytes == 4 * rows
+        assert spec.softmax_partial_bytes == 8 * rows
         assert spec.out_partial_bytes == 4 * rows * spec.launches[0].config.head_dim_v
         assert spec.out_partial_bytes <= MAX_PARTIAL_BYTES
 
@@ -300,7 +300,7 @@ def test_few_queries_make_rows_of_the_heads_that_share_a_key_head(queries: int, 
             assert dict(launch.params)["num_m_blocks"] == num_m_blocks
             assert launch.grid == sequences * units * num_m_blocks * spec.num_splits
             # The partial results are those of the query heads, whoever computes them.
-            assert spec.lse_partial_bytes == (4 * spec.num_splits * 4 * 16 * queries if spec.num_splits > 1 else 0)
+            assert spec.softmax_partial_bytes == (8 * spec.num_splits * 4 * 16 * queries if spec.num_splits > 1 else 0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A covering set of kernels for compute-sanitizer: every feature and every kernel once or more, small.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitizer.py
+    ... python tests/gpu/sanitizer.py decode wide-0-d256-256    # these cases of tests/cases.py alone
 
 Without torch's caching allocator every tensor is an allocation of its own, so that an access past its end is seen.
 With ``--tool initcheck`` an element that a kernel was meant to write and did not shows as the poison of the harness.
@@ -23,21 +24,24 @@ NAMES = (
     "head_dim-192-128", "head_dim-256", "head_dim-512", "decode", "gqa-8-2-True", "window-113-203-True-17-5",
     "mask-empty-rows", "bias-bhqk", "bias-1h1k", "bias-11q1", "bias-float32-bhqk", "dropout-0.5",
     "softcap-causal-float32", "deterministic", "varlen-seqused-True", "varlen-everything", "varlen-float32",
-    "layout-random-float16", "layout-unaligned-float16", "everything", "empty-keys",
+    "layout-random-float16", "layout-unaligned-float16", "everything", "empty-keys", "tiles-0-d64", "tiles-4-d128",
+    "bias-tiles-0-bhqk", "bias-tiles-13-1hqk", "bias-tiles-19-bh1k", "wide-0-d256-256", "wide-2-d192-128",
+    "wide-10-d256-256", "few-queries-0", "few-queries-packed", "few-queries-unaligned", "dropout-gqa", "varlen-many",
 )  # fmt: skip
 
 
 def main() -> int:
     named = {case.name: case for case in cases.named_cases()}
+    names = sys.argv[1:] or NAMES
     bad = 0
-    for name in NAMES:
+    for name in names:
         try:
             harness.check(named[name])
         except AssertionError as error:
             print(f"{name}: {error}", flush=True)
             bad += 1
         harness.torch.cuda.synchronize()
-    print(f"{len(NAMES) - bad} cases ok, {bad} wrong", flush=True)
+    print(f"{len(names) - bad} cases ok, {bad} wrong", flush=True)
     return int(bad > 0)
 
 

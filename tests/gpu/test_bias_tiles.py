@@ -83,7 +83,7 @@ def test_dbias_that_the_copy_engine_cannot_write() -> None:
     assert (storage[..., KEYS] == 7.0).all()
 
 
-@pytest.mark.reliability(9, 18)
+@pytest.mark.reliability(21)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("shared", [False, True])
 def test_infinite_and_huge_biases(head_dim: int, shared: bool) -> None:

@@ -40,6 +40,21 @@ def test_packed_heads_are_what_each_head_is_alone(queries: int, keys: int) -> No
         torch.testing.assert_close(lse[:, head : head + 1], alone[1], atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("queries", [1, 6])
+def test_lowest_finite_bias_in_keys_of_unequal_splits(queries: int) -> None:
+    """All scores of a row are the lowest finite number: an ordinary softmax, the mean of v; its lse is that number."""
+    q, k, v = tensors(2, queries, 5003)
+    lowest = torch.finfo(torch.bfloat16).min
+    bias = torch.full((2, 8, queries, 5003), lowest, device=DEVICE, dtype=torch.bfloat16)
+    bias[1, :, :, :77] = float("-inf")
+    assert api.forward_workspace_bytes(q, k, v, bias=bias) > 0, "the keys are to be split"
+    out, lse = na.attention(q, k, v, bias=bias, return_lse=True)
+    for batch, first in ((0, 0), (1, 77)):
+        mean = v[batch, first:].double().mean(0).repeat_interleave(4, 0)
+        torch.testing.assert_close(out[batch].double(), mean.expand_as(out[batch]), atol=2e-4, rtol=1e-2)
+    torch.testing.assert_close(lse, torch.full_like(lse, lowest))
+
+
 @pytest.mark.reliability(61)
 def test_split_keys_in_a_graph_and_back_to_back() -> None:
     sets = [tensors(1, 1, 16384) for _ in range(3)]

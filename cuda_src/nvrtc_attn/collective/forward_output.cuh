@@ -64,12 +64,13 @@ struct OutputRows {
   }
   NVRTC_ATTN_DEVICE void write_lse(int i, float row_max, float row_sum, ScoreMap<Traits> const& map) const {
     bool const empty = row_max == -infinity();
-    float const lse = row_max * (map.exponent_scale * kLn2) + logf(row_sum);
+    float const largest = empty ? -infinity() : row_max * (map.exponent_scale * kLn2);
     if constexpr (Traits::kSplit) {
-      params.lse_partial[partial_row(params, split, b, h + row_map.head(i), row_map.query(i))] =
-          empty ? -infinity() : lse;
+      params.softmax_partial[partial_row(params, split, b, h + row_map.head(i), row_map.query(i))] =
+          make_float2(largest, row_sum);
     } else if (params.lse != nullptr) {
-      *lse_row(params, b, h + row_map.head(i), q_row0, row_map.query(i)) = empty ? params.lse_empty : lse;
+      *lse_row(params, b, h + row_map.head(i), q_row0, row_map.query(i)) =
+          empty ? params.lse_empty : largest + logf(row_sum);
     }
   }
   // 16 bytes of row i, columns d..: one store when the caller's tensor allows it.

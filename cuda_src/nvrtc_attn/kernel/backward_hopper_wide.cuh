@@ -24,7 +24,7 @@
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO as in backward_hopper.cuh. full_ds counts the bytes that
 // the other block sends, empty_ds the other block's consumer warps that are done with what this one has sent. Block 0 takes tiles
 // from the counter and mails their numbers to block 1 (full_mail, empty_mail). Named barriers: 1 P is there, 2 dS is complete,
-// 3 tails are zeroed, 4 group 1 has stored its dS.
+// 3 and 4 rows of keys beyond the sequence are zeroed, 5 group 1 has stored its dS, 6 to 9 rows of queries are zeroed.
 #pragma once
 #include "../hopper/cluster.cuh"
 #include "../hopper/wide_products.cuh"
@@ -285,6 +285,14 @@ NVRTC_ATTN_DEVICE int consumer_thread() {
   return thread - 128;
 }
 
+// Both groups come here, each by code of its own, and wait at a barrier of its own (`id` + kGroup): synccheck takes one barrier
+// at two places of the code for divergence. Before they meet with this id again one must have waited for the other elsewhere.
+template <int kGroup, int kConsumers>
+NVRTC_ATTN_DEVICE void meet_other_group(int id) {
+  named_barrier_arrive(id + (kGroup ^ 1), kConsumers);
+  named_barrier_sync(id + kGroup, kConsumers);
+}
+
 // One consumer warp-group.
 template <int kGroup, class Traits, class Shape>
 NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
@@ -425,7 +433,7 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
                                               Shape::kConsumers);
         }
         fence_async_proxy();
-        named_barrier_sync(3, Shape::kConsumers);
+        meet_other_group<kGroup, Shape::kConsumers>(3);
       }
     }
     if constexpr (kGroup == 1) barriers.full_v().wait(parity);
@@ -524,7 +532,7 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
           zero_tile_rows<kBlockM, Shape::kSlabs>(smem + Shape::kOffsetQ + q_slot.stage * Shape::kBytesQ, valid, kBlockM,
                                                  consumer_thread() & 127, 128);
           fence_async_proxy();
-          named_barrier_sync(3, Shape::kConsumers);
+          meet_other_group<kGroup, Shape::kConsumers>(6 + 2 * slot.stage);
         }
         pin_registers(p);
         start_dv([&] { start_product_ab<Element>(dv, p, dout_tile); });
@@ -561,7 +569,7 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
           zero_tile_rows<kBlockM, Shape::kSlabsV>(smem + Shape::kOffsetDout + dout_slot.stage * Shape::kBytesDout,
                                                   valid, kBlockM, consumer_thread() & 127, 128);
           fence_async_proxy();
-          named_barrier_sync(3, Shape::kConsumers);
+          meet_other_group<kGroup, Shape::kConsumers>(6 + 2 * slot.stage);
         }
         named_barrier_sync(1, Shape::kConsumers);
         start_dv([&] { start_product_slab<Element>(dv, p_left, dout_tile, true); });
@@ -586,7 +594,7 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
         unsigned const own_ds = smem + Shape::kOffsetDs + slot.stage * Shape::kBytesDs;
         store_transposed<Element>(own_ds, ds, warp, lane);
         fence_async_proxy();
-        named_barrier_sync(4, 128);
+        named_barrier_sync(5, 128);
         named_barrier_arrive(2, Shape::kConsumers);
         if (thread == 0) {
           bulk_send(other_smem + (own_ds + Shape::kSlab - smem), own_ds, Shape::kSlab,

@@ -1,9 +1,11 @@
-// Merge the partial results of split keys: out = sum over splits of exp(lse_s - lse) * out_s, lse = log of the sum.
+// Merge the partial results of split keys: with the largest score m_s of a split, its sum of exponentials l_s, and m the
+// largest m_s, out = sum over splits of exp(m_s - m) l_s out_s / l, lse = m + log(l), l = sum over splits of exp(m_s - m) l_s.
+// The lse of each split would not do: where m_s is the lowest finite value it has no room for log(l_s).
 //
 // A thread block has kBlockM output rows (sequence, head, query), a warp or the whole block for each: few rows of many
 // splits (decoding) need the threads. A thread has four value columns; threads beyond a row of those divide the splits
 // into groups. Splits are added in a fixed order, so the result does not depend on timing. Every element of out and lse is
-// written here: the kernel over splits writes the workspace only, and a split without keys only its lse (-inf), so its
+// written here: the kernel over splits writes the workspace only, and a split without keys only (-inf, 0), so its
 // out_partial is never read.
 //
 // Shared memory: weights[kBlockM][num_splits], rounded up to 16 bytes; a float4 of each thread. Barriers, of the threads of
@@ -58,23 +60,24 @@ NVRTC_ATTN_DEVICE void combine(ForwardParams const& params) {
   if (i >= seqlen.len_q) return;
 
   index_t const split_stride = num_rows;
-  float const* const lse_partial = params.lse_partial + partial_row(params, 0, b, h, i);
-  float max_lse = -infinity();
-  for (int s = lane; s < params.num_splits; s += 32) max_lse = fmaxf(max_lse, lse_partial[s * split_stride]);
+  float2 const* const partial = params.softmax_partial + partial_row(params, 0, b, h, i);
+  float largest = -infinity();
+  for (int s = lane; s < params.num_splits; s += 32) largest = fmaxf(largest, partial[s * split_stride].x);
 #pragma unroll
-  for (int delta = 16; delta > 0; delta /= 2) max_lse = fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, delta));
-  bool const empty = max_lse == -infinity();
-  float const reference = empty ? 0.0f : max_lse;
+  for (int delta = 16; delta > 0; delta /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, delta));
+  bool const empty = largest == -infinity();
+  float const reference = empty ? 0.0f : largest;
   float sum = 0.0f;  // which every warp adds up for itself
   for (int s = lane; s < params.num_splits; s += 32) {
-    float const weight = expf(lse_partial[s * split_stride] - reference);
+    float2 const of_split = partial[s * split_stride];
+    float const weight = expf(of_split.x - reference) * of_split.y;
     if (tid < 32) weights[s] = weight;
     sum += weight;
   }
 #pragma unroll
   for (int delta = 16; delta > 0; delta /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, delta);
   if (tid == 0 && params.lse != nullptr) {
-    *lse_row(params, b, h, seqlen.q_row0, i) = empty ? params.lse_empty : max_lse + logf(sum);
+    *lse_row(params, b, h, seqlen.q_row0, i) = empty ? params.lse_empty : largest + logf(sum);
   }
   sync();
 

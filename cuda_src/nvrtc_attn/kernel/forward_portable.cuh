@@ -77,7 +77,8 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     last = min(last, first + share);
     if (first >= last) {  // fewer key tiles than splits, or keys that are not in use: the partial output is never read
       for (int row = m0 + tid; row < min(m0 + kBlockM, num_rows); row += kThreads) {
-        params.lse_partial[partial_row(params, here.split, b, h + row_map.head(row), row_map.query(row))] = -infinity();
+        params.softmax_partial[partial_row(params, here.split, b, h + row_map.head(row), row_map.query(row))] =
+            make_float2(-infinity(), 0.0f);
       }
       return;
     }
