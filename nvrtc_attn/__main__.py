@@ -89,7 +89,7 @@ def _report_lines(value: Any, name: str = "", depth: int = -1) -> Iterable[str]:
 @click.option("--heads", default=16, type=click.IntRange(1), show_default=True)
 @click.option("--heads-kv", type=click.IntRange(1), help="[default: --heads]")
 @click.option(
-    "--seqlen", multiple=True, metavar="M[xN]", help="Query (and key) length. Repeatable. [default: 4096 1024 1x4096]"
+    "--seqlen", multiple=True, metavar="M[xN]", help="Query (and key) length; repeat. [default: 4096 1024 8192 1x4096]"
 )
 @click.option("--sms", type=click.IntRange(1), help="Multiprocessors of the GPU.  [default: those of a common one]")
 @click.option(

@@ -46,7 +46,8 @@ class BackwardParams(ctypes.Structure):
     POINTERS: Final = (
         "q", "k", "v", "out", "dout", "lse", "dlse", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
         "rng_seed_ptr", "rng_offset_ptr", "dq", "dk", "dv", "dbias",
-        "delta", "row_lse", "dq_accum", "dkv_accum", "dbias_partial", "rng_seed", "rng_offset",
+        "delta", "row_lse", "dq_accum", "dkv_accum", "dbias_partial", "counters",
+        "rng_seed", "rng_offset",
     )  # fmt: skip
     _fields_ = [
         *[(name, _P) for name in POINTERS],

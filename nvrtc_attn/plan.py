@@ -177,7 +177,7 @@ class BackwardPlan(_PlanBase):
     """The backward pass of one problem on one device."""
 
     __slots__ = ()
-    _BUFFERS = ("delta", "row_lse", "dq_accum", "dkv_accum", "dbias_partial")
+    _BUFFERS = ("delta", "row_lse", "dq_accum", "dkv_accum", "dbias_partial", "counters")
     _POINTERS = struct.Struct(f"<{len(BackwardParams.POINTERS)}Q")
 
     def __init__(
@@ -215,11 +215,11 @@ class BackwardPlan(_PlanBase):
         rng: tuple[int, int, int, int] = (0, 0, 0, 0),
     ) -> None:
         """Launch. Arguments as in `ForwardPlan.run`."""
-        delta, row_lse, dq_accum, dkv_accum, dbias_partial = self._offsets
+        delta, row_lse, dq_accum, dkv_accum, dbias_partial, counters = self._offsets
         self._run(stream, workspace, (
             q, k, v, out, dout, lse, dlse, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, rng[0], rng[1],
             dq, dk, dv, dbias, workspace + delta, workspace + row_lse, workspace + dq_accum, workspace + dkv_accum,
-            workspace + dbias_partial, rng[2], rng[3],
+            workspace + dbias_partial, workspace + counters, rng[2], rng[3],
         ))  # fmt: skip
 
 

@@ -47,8 +47,8 @@ COMPILE_MEMORY_BYTES: Final = 700 << 20
 _FORWARD: Final = (ForwardConfig, HopperForwardConfig)
 _SMALL: Final = ("delta", "dq_convert", "dkv_convert", "backward_hopper_prepare", "combine", "dbias_reduce")
 """Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""
-DEFAULT_SEQLENS: Final = ((4096, 4096), (1024, 1024), (1, 4096))
-"""Training or prefill, long and short, and decode: other lengths choose among the same kernels."""
+DEFAULT_SEQLENS: Final = ((4096, 4096), (1024, 1024), (8192, 8192), (1, 4096))
+"""Training or prefill, middling, short and long, and decode: other lengths choose among the same kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

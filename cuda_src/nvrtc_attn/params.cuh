@@ -108,6 +108,7 @@ struct BackwardParams {
   float* dq_accum;       // workspace float32, layout private to the kernels that use it
   float* dkv_accum;      // workspace float32, private likewise
   float* dbias_partial;  // workspace float32 [num_dbias_splits, numel(bias)]
+  int* counters;         // workspace of zeros, private likewise
   unsigned long long rng_seed;
   unsigned long long rng_offset;
   // -- strides --------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from .hopper import (
 )
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_dbias import dbias_layout
-from .plan import BackwardPlanSpec, Launch, Workspace
+from .plan import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .portable_backward import is_aligned, is_full_shape
 from .portable_forward import features_of
 
@@ -49,6 +49,10 @@ class Tile:
     block_m: int
     wide: bool = False
     """Two thread blocks share a key tile (``backward_hopper_wide``)."""
+    fused: bool = False
+    """Idle warps of the kernel prepare the rows, instead of a kernel before it."""
+    pipelined: bool = False
+    """S of a query tile is started at the end of the turn before, and dQ runs one turn late."""
 
 
 def smem_bytes(config: HopperBackwardConfig) -> int:
@@ -61,7 +65,9 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
         helpers = 16 + 8 * (4 + 2 * config.num_stages) + 16 * config.keep_words * config.num_stages * config.block_n
     if config.bias_tiles and config.dbias == "store" and config.features.band:
         rows += config.block_m  # zeros
-    barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
+    if config.fused:  # three warps, 32 rows of out and of dout each, and mbarriers
+        helpers = 3 * 2 * 32 * (2 * config.head_dim_v + 16) + 8 * 4
+    barriers = 4 + (6 if config.bias_tiles else 5 if config.pipelined else 4) * config.num_stages
     return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers + helpers
 
 
@@ -77,19 +83,55 @@ def uses_keep_words(problem: AttentionProblem) -> bool:
 
 
 def choose_tile(problem: AttentionProblem) -> Tile:
-    """The tile table. Figures: H200, 2026-11-21, bfloat16, TFLOP/s of all three launches; cuDNN 9.19 beside it.
+    """The tile table. Figures: H200, 2026-11-21, bfloat16, TFLOP/s of all launches; cuDNN 9.19 beside it.
 
     D 64, B4 S4096 H32: 128 queries 501 (cuDNN 455). D 128, B4 S4096 H16: 64 queries 607 (cuDNN 571); 128 queries do not
     fit in registers. The other order of products (dk before dq, so that nothing runs under the addition of dq) is 10 to
     13 % slower at both, additions by the copy engine are up to 6 % slower.
+
+    ``fused`` saves a kernel before the main one, which then starts later and has less of the multiprocessors;
+    ``pipelined`` pays for one more S and dQ a key tile. 16384 tokens, neither / fused / pipelined / both:
+
+    ===  =====  =======================  =======================  ================  ================
+    D           64, dense                64, causal               128, dense        128, causal
+    ===  =====  =======================  =======================  ================  ================
+    S    512    323 / 366 / 300 / 325    204 / 210 / 185 / 197    381 / 398         233 / 235
+    S    1024   410 / 441 / 396 / 409    307 / 314 / 287 / 298    467 / 485         359 / 363
+    S    2048   459 / 464 / 457 / 473    397 / 411 / 379 / 395    525 / 535         464 / 445
+    S    4096   477 / 479 / 495 / 494    455 / 476 / 455 / 454    564 / 551         522 / 542
+    S    8192   487 / 490 / 511 / 503    476 / 481 / 498 / 495    565 / 559         564 / 548
+    S    16384  494 / 501 / 515 / 500    495 / 498 / 513 / 506    561 / 555         565 / 560
+    ===  =====  =======================  =======================  ================  ================
+
+    Key tiles wait at the start for the rows of their heads, so that with few keys a kernel before is better (D 64, 4096
+    queries: 2048 keys 460 against 457, 1024 keys 383 against 405). Conversion of dq by such warps too, by the block
+    that adds last, loses (one warp takes longer for a tile than the consumers do: D 128 S1024 causal 268 against 362).
+    Pipelined products at D 128 are too short (S4096 507 against 555).
     """
     if is_wide(problem):
         return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
     # What a score needs beside its product takes the registers of half of the queries.
     plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem)
-    if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and plain:
-        return Tile(block_m=128)
-    return Tile(block_m=64)
+    block_m = 128 if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and plain else 64
+    tile = Tile(block_m=block_m)
+    if not is_plain(problem):
+        return tile
+    longest = 4096 if problem.band else 2048
+    return replace(
+        tile,
+        fused=problem.seqlen_q <= min(longest, 2 * problem.seqlen_k),
+        pipelined=block_m == 128 and problem.seqlen_q >= (8192 if problem.band else 2048),
+    )
+
+
+def is_plain(problem: AttentionProblem) -> bool:
+    """Whether ``fused`` and ``pipelined`` are possible: registers suffice, and no other work is with the idle warps.
+
+    Lengths on the device take registers too, one key tile has no zeros to prepare, an order of additions has a warp.
+    """
+    on_device = problem.varlen or problem.seqused_k
+    summed = problem.seqlen_k > BLOCK_N and not problem.deterministic and not is_wide(problem)
+    return summed and score_operands(problem) == 0 and not (problem.softcap or on_device)
 
 
 def bias_as_tiles(problem: AttentionProblem) -> bool:
@@ -165,14 +207,20 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     blocks for less than half of the multiprocessors a portable kernel that does has the more of them at work. Split in
     two it is still behind (B 1, S 2048, H 4, D 128, 64 key tiles: 108 microseconds, this family 88).
     """
-    tiles = dict(spec.launches[1].params)["num_tiles"]
-    if 2 * spec.launches[1].grid >= num_sms:
+    main = kernel_of(spec)
+    tiles = dict(main.params)["num_tiles"]
+    if 2 * main.grid >= num_sms:
         return []
     portable = portable_backward.choose_backward(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
     splits = dict(portable.launches[1].params)["num_splits"]
     if splits <= 2:
         return []
     return [f"{tiles} key tiles leave most of {num_sms} multiprocessors idle; queries split in {splits} fill more"]
+
+
+def kernel_of(spec: BackwardPlanSpec) -> Launch:
+    """The launch of the dk/dv kernel."""
+    return next(launch for launch in spec.launches if launch.config.kernel in HOPPER_BACKWARD)
 
 
 def dout_layout(problem: AttentionProblem) -> OperandLayout:
@@ -203,6 +251,8 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         bias_tiles=bias_as_tiles(problem),
         keep_words=keep_words,
         ordered=problem.deterministic and not one_key_tile,
+        fused=tile.fused,
+        pipelined=tile.pipelined,
     )
     if tile.wide:
         return wide_config(problem, config)
@@ -253,14 +303,18 @@ def plan_spec(
     prepare = HopperBackwardConfig(kernel="backward_hopper_prepare", **switches, **shape)
     convert = BackwardConfig(kernel="dq_convert", **shape)
     m_params = (("num_m_blocks", num_m_blocks),)
-    launches = [
-        Launch(
-            config=prepare,
-            grid=num_m_blocks * problem.num_heads * problem.batch,
-            block=prepare.num_threads,
-            smem_bytes=0,
-            params=(*m_params, *schedule),
-        ),
+    launches = []
+    if not config.fused:
+        launches.append(
+            Launch(
+                config=prepare,
+                grid=num_m_blocks * problem.num_heads * problem.batch,
+                block=prepare.num_threads,
+                smem_bytes=0,
+                params=(*m_params, *schedule),
+            )
+        )
+    launches.append(
         Launch(
             config=config,
             grid=config.cluster * min(num_sms // config.cluster, num_tiles),
@@ -274,8 +328,8 @@ def plan_spec(
                 tensor_map("tensor_map_dout", "dout", dout_layout(problem), 2, config.block_m // config.cluster),
                 *_bias_maps(problem, config),
             ),
-        ),
-    ]
+        )
+    )
     head = rows * config.head_dim
     workspaces = [
         Workspace(
@@ -307,6 +361,9 @@ def plan_spec(
                 ),
             )
         )
+    if config.fused:  # key tiles and pieces of rows that were handed out, finished pieces of each head
+        heads = problem.batch * problem.num_heads
+        workspaces.append(Workspace(field="counters", nbytes=4 * (2 + heads), zeroed=True))
     if problem.dbias and config.dbias == "none":
         # Broadcast dims of the bias are summed by a kernel of their own, or where it cannot by the portable family's.
         if hopper_dbias.serves(problem):
@@ -339,9 +396,13 @@ def choose_backward(
 
 
 def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[BackwardPlanSpec]:
-    """The plans with the table's tile and with its smallest one; none where it has no plan."""
+    """Plans with the table's tile, its smallest one, rows prepared the other way, the other loop; none without one."""
     if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):
         return []
     tile = choose_tile(problem)
-    tiles = dict.fromkeys((tile, replace(tile, block_m=64)))
+    tiles = dict.fromkeys((tile, replace(tile, block_m=64, pipelined=False)))
+    if is_plain(problem):
+        tiles[replace(tile, fused=not tile.fused)] = None
+        if tile.block_m == 128 and not problem.band:
+            tiles[replace(tile, pipelined=not tile.pipelined)] = None
     return [plan_spec(problem, x, num_sms=num_sms, smem_limit=smem_limit) for x in tiles]

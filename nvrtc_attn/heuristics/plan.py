@@ -17,7 +17,8 @@ _FOLLOWS_FROM_PROBLEM: Final = frozenset(
 )  # fmt: skip
 """Fields of a config that do not tell two plans of one problem apart, or are spelled out by `label`."""
 
-_HOPPER_BACKWARD: Final = ("backward_hopper", "backward_hopper_wide")
+HOPPER_BACKWARD: Final = ("backward_hopper", "backward_hopper_wide")
+"""The dk/dv kernels of the Hopper family. A plan of theirs need not begin with another launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def label(spec: ForwardPlanSpec | BackwardPlanSpec) -> str:
     For example ``hopper 192x128 num_warps=16 num_stages=2 lazy_max``. It names the same choice at other lengths.
     """
     main = next((x for x in spec.launches if x.config.kernel.startswith(("forward_", "backward_portable"))), None)
-    main = main or next((x for x in spec.launches if x.config.kernel in _HOPPER_BACKWARD), spec.launches[0])
+    main = main or next((x for x in spec.launches if x.config.kernel in HOPPER_BACKWARD), spec.launches[0])
     config = main.config
     words = ["hopper" if "hopper" in config.kernel else "portable", f"{config.block_m}x{config.block_n}"]
     for field in fields(config):

@@ -12,7 +12,8 @@ from nvrtc_attn.codegen import entry_source
 from nvrtc_attn.compile import CompiledKernel, compile_source
 from nvrtc_attn.config import HopperBackwardConfig, KernelConfig
 from nvrtc_attn.heuristics import choose_backward, hopper_backward, hopper_dbias
-from nvrtc_attn.heuristics.plan import BackwardPlanSpec
+from nvrtc_attn.heuristics.hopper_backward import kernel_of
+from nvrtc_attn.heuristics.plan import BackwardPlanSpec, label
 from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -37,8 +38,9 @@ def wide(head_dim: int, head_dim_v: int, **changes: Any) -> AttentionProblem:
     return problem(head_dim, head_dim_v=head_dim_v, v=dense_layout((batch, 512, 4, head_dim_v), "bfloat16"), **changes)
 
 
-def plan(asked: AttentionProblem) -> BackwardPlanSpec:
-    return hopper_backward.plan_spec(asked, hopper_backward.choose_tile(asked), num_sms=132)
+def plan(asked: AttentionProblem, **tile: Any) -> BackwardPlanSpec:
+    chosen = dataclasses.replace(hopper_backward.choose_tile(asked), **tile)
+    return hopper_backward.plan_spec(asked, chosen, num_sms=132)
 
 
 def compiled(config: KernelConfig) -> CompiledKernel:
@@ -52,6 +54,7 @@ HALF = dataclasses.replace(SCORES, dtype="float16")
 BATCH_SHARED = OperandLayout(shape=(1, 4, 512, 512), strides=(0, 512 * 512, 512, 1), dtype="bfloat16")
 ONE_ROW = OperandLayout(shape=(2, 1, 1, 512), strides=(512, 0, 0, 1), dtype="bfloat16")
 CAUSAL = {"window_right": 0}
+SEQLENS_4096 = {"seqlen_q": 4096, "seqlen_k": 4096}
 VARIANTS: dict[str, AttentionProblem] = {
     **{f"d{d}": problem(d) for d in (40, 64, 80, 96, 128)},
     **{f"d{d}_causal": problem(d, **CAUSAL) for d in (40, 64, 80, 96, 128)},
@@ -78,6 +81,14 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d128_bias_float32": problem(128, bias=dataclasses.replace(SCORES, dtype="float32")),
     "d128_mask": problem(128, mask=MASK),
     "d128_dropout_causal": problem(128, dropout_p=0.1, **CAUSAL),
+    # Lengths at which the loop or who prepares the rows is another one.
+    **{f"d{d}_4096": problem(d, **SEQLENS_4096) for d in (40, 64)},
+    "d64_4096_float16": problem(64, "float16", **SEQLENS_4096),
+    "d64_4096_negative_scale": problem(64, softmax_scale=-0.1, **SEQLENS_4096),
+    **{f"d{d}_8192": problem(d, seqlen_q=8192) for d in (40, 64, 80, 128)},
+    **{f"d{d}_8192_causal": problem(d, seqlen_q=8192, **CAUSAL) for d in (64, 128)},
+    "d64_8192_negative_scale": problem(64, seqlen_q=8192, softmax_scale=-0.1),
+    "d64_8192_varlen_causal": problem(64, seqlen_q=8192, varlen=True, **CAUSAL),
     "d64_one_key_tile": problem(64, seqlen_k=77),
     "d64_one_key_tile_dbias_causal": problem(
         64,
@@ -128,7 +139,7 @@ VARIANTS: dict[str, AttentionProblem] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_compiles_clean(name: str) -> None:
-    kernel = compiled(plan(VARIANTS[name]).launches[1].config)
+    kernel = compiled(kernel_of(plan(VARIANTS[name])).config)
     assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
     assert kernel.spill_bytes == 0
     assert kernel.stack_bytes == 0
@@ -162,13 +173,23 @@ def test_kernel_of_a_shared_bias_compiles_clean(name: str) -> None:
     "name", ["d64", "d128", "d80", "d128_varlen", "d64_dropout", "d64_deterministic_dropout_varlen"]
 )
 def test_kernel_before_it_compiles_clean(name: str) -> None:
-    kernel = compiled(plan(VARIANTS[name]).launches[0].config)
+    kernel = compiled(plan(VARIANTS[name], fused=False).launches[0].config)
     assert "warning" not in kernel.log
     assert kernel.spill_bytes == 0
 
 
 def test_plan_of_a_dense_problem() -> None:
+    """Two launches, one buffer that the host clears: counters of key tiles, of pieces of rows, of 2 x 4 heads."""
     spec = plan(problem(128, seqlen_q=500, seqlen_k=700, num_heads_kv=2))
+    assert [launch.config.kernel for launch in spec.launches] == ["backward_hopper", "dq_convert"]
+    assert [(item.field, item.nbytes) for item in spec.workspaces if item.zeroed] == [("counters", 4 * (2 + 8))]
+    assert label(spec) == "hopper 64x128 num_warps=12 num_stages=2 fused"
+
+
+def test_plan_in_three_launches() -> None:
+    spec = plan(problem(128, seqlen_q=500, seqlen_k=700, num_heads_kv=2), fused=False)
+    assert not any(item.zeroed for item in spec.workspaces)
+    assert label(spec) == "hopper 64x128 num_warps=12 num_stages=2"
     prepare, main, convert = spec.launches
     assert [launch.config.kernel for launch in spec.launches] == [
         "backward_hopper_prepare", "backward_hopper", "dq_convert",
@@ -187,13 +208,59 @@ def test_plan_of_a_dense_problem() -> None:
     assert dict(main.params)["counter_offset"] * 4 + 4 == buffers["row_lse"].nbytes
 
 
+def test_loop_and_preparation_by_length() -> None:
+    """What the figures at ``choose_tile`` say; neither where something else is done with registers or idle warps."""
+
+    def chosen(head_dim: int, seqlen_q: int, **changes: Any) -> tuple[bool, bool]:
+        changes = {"seqlen_k": seqlen_q, **changes}
+        config = kernel_of(plan(problem(head_dim, seqlen_q=seqlen_q, **changes))).config
+        assert isinstance(config, HopperBackwardConfig)
+        return config.fused, config.pipelined
+
+    assert chosen(64, 1024) == chosen(64, 1024, **CAUSAL) == (True, False)
+    assert chosen(64, 2048) == (True, True)
+    assert chosen(64, 4096) == (False, True)
+    assert chosen(64, 4096, **CAUSAL) == (True, False)
+    assert chosen(64, 16384) == chosen(64, 16384, **CAUSAL) == (False, True)
+    assert chosen(128, 2048) == chosen(128, 4096, **CAUSAL) == (True, False)
+    assert chosen(128, 4096) == chosen(128, 16384) == (False, False)
+    # Few keys: the start of the kernel would be spent waiting for rows.
+    assert chosen(64, 2048, seqlen_k=1024) == (True, True)
+    assert chosen(64, 2048, seqlen_k=1000) == (False, True)
+    assert chosen(128, 1024, seqlen_k=300) == (False, False)
+    for head_dim in (64, 128):
+        for changes in (
+            {"varlen": True}, {"seqused_k": True}, {"deterministic": True}, {"seqlen_k": 128}, {"softcap": 30.0},
+            {"bias": SCORES}, {"mask": MASK}, {"dropout_p": 0.1},
+        ):  # fmt: skip
+            assert chosen(head_dim, 4096, **changes) == (False, False), changes
+    assert chosen(256, 4096) == (False, False)
+
+
+def test_candidates_have_the_other_loop_and_the_other_preparation() -> None:
+    def switches(head_dim: int, **changes: Any) -> list[tuple[int, bool, bool]]:
+        specs = hopper_backward.candidates(problem(head_dim, **changes), **TARGET)
+        assert len({label(spec) for spec in specs}) == len(specs)
+        configs = [kernel_of(spec).config for spec in specs]
+        assert all(kernel_of(spec).smem_bytes <= SMEM_LIMIT for spec in specs)
+        return [(x.block_m, x.fused, x.pipelined) for x in configs if isinstance(x, HopperBackwardConfig)]
+
+    long = {"seqlen_q": 16384}
+    assert switches(64) == [(128, True, False), (64, True, False), (128, False, False), (128, True, True)]
+    assert switches(64, **long) == [(128, False, True), (64, False, False), (128, True, True), (128, False, False)]
+    assert switches(64, **CAUSAL) == [(128, True, False), (64, True, False), (128, False, False)]
+    assert switches(128, **long) == [(64, False, False), (64, True, False)]
+    assert switches(128, dropout_p=0.1) == [(64, False, False)]
+    assert switches(256) == [(64, False, False)]
+
+
 def test_dq_of_one_key_tile_needs_no_workspace() -> None:
     """All keys in one tile: no sum over tiles, so neither its workspace nor the launch that converts it."""
     spec = plan(problem(64, seqlen_k=77))
     assert [launch.config.kernel for launch in spec.launches] == ["backward_hopper_prepare", "backward_hopper"]
     assert "dq_accum" not in {item.field for item in spec.workspaces}
     for more in (problem(64, seqlen_k=129), problem(64, seqlen_k=77, varlen=True)):
-        assert plan(more).launches[2].config.kernel == "dq_convert"
+        assert plan(more).launches[-1].config.kernel == "dq_convert"
 
 
 def test_what_the_copy_engine_moves_of_a_bias() -> None:
@@ -271,7 +338,7 @@ def test_plan_of_wide_heads() -> None:
     assert config.num_stages_dout == 2
     # One of two widths beyond 64 is this kernel's too, both beyond 64 up to 128 the other's.
     for d, dv, kernel in ((128, 64, "wide"), (40, 72, "wide"), (128, 72, ""), (40, 64, "")):
-        assert plan(wide(d, dv)).launches[1].config.kernel == "_".join(filter(None, ("backward_hopper", kernel)))
+        assert kernel_of(plan(wide(d, dv))).config.kernel == "_".join(filter(None, ("backward_hopper", kernel)))
 
 
 def test_dropout_has_warps_of_its_own() -> None:
@@ -282,7 +349,7 @@ def test_dropout_has_warps_of_its_own() -> None:
         ({"dropout_p": 0.1, "mask": MASK}, 384),
         ({"dropout_p": 0.1, "softcap": 30.0}, 384),
     ):
-        prepare, main, _ = plan(problem(64, **changes)).launches
+        prepare, main, _ = plan(problem(64, **changes), fused=False).launches
         assert main.block == threads, changes
         assert main.config.keep_words == prepare.config.keep_words == (threads == 512)
         assert main.smem_bytes <= SMEM_LIMIT
@@ -307,7 +374,7 @@ def test_deterministic_key_tiles_of_a_head_are_apart() -> None:
 
     def heads(**changes: Any) -> int:
         asked = problem(64, batch=4, num_heads=16, num_heads_kv=16, **changes)
-        return dict(plan(asked).launches[1].params)["head_group"]
+        return dict(kernel_of(plan(asked)).params)["head_group"]
 
     assert heads() == 1
     assert heads(deterministic=True) == heads(**CAUSAL) == 64
@@ -315,7 +382,7 @@ def test_deterministic_key_tiles_of_a_head_are_apart() -> None:
 
 
 def test_blocks_are_no_more_than_multiprocessors() -> None:
-    assert plan(problem(64, batch=64)).launches[1].grid == 132
+    assert kernel_of(plan(problem(64, batch=64))).grid == 132
 
 
 def test_what_is_left_to_the_portable_family() -> None:
@@ -349,9 +416,9 @@ def test_what_is_left_to_the_portable_family() -> None:
 def test_backend_chooses_the_family() -> None:
     layout = dense_layout((2, 512, 4, 64), "bfloat16")
     asked = problem(64, out=layout, dout=layout, dq=layout, dk=layout, dv=layout)
-    assert choose_backward(asked, **TARGET, backend="hopper").launches[1].config.kernel == "backward_hopper"
+    assert choose_backward(asked, **TARGET, backend="hopper").launches[0].config.kernel == "backward_hopper"
     assert choose_backward(asked, **TARGET, backend="portable").launches[1].config.kernel == "backward_portable"
-    assert choose_backward(asked, **TARGET, backend="auto").launches[1].config.kernel == "backward_hopper"
+    assert choose_backward(asked, **TARGET, backend="auto").launches[0].config.kernel == "backward_hopper"
     assert choose_backward(asked, **{**TARGET, "arch": "sm_100"}).launches[1].config.kernel == "backward_portable"
 
 

@@ -2,7 +2,8 @@
 //
 // Key tiles of `head_group` key heads are neighbours, those with the lowest keys (causal: the longest) first; one head a group
 // without a band, so that neighbouring blocks share Q, dO and dq in L2. Every block takes the tile of its own index first
-// and then the next that nobody has taken, from a counter in global memory that the kernel before this one has set to zero.
+// and then the next that nobody has taken, from a counter in global memory that the kernel before this one, or the host, has
+// set to zero.
 // Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it.
 #pragma once
 #include "../collective/mask.cuh"

@@ -143,7 +143,58 @@ struct ScoreBlock {
       }
     }
   }
+
+  // One tile of 8 queries, masked: raw products -> P as an operand.
+  NVRTC_ATTN_DEVICE void probability(AccTile& s, FragmentA<typename Shape::Element>& p, int m, unsigned row_lse) const {
+    float reference[2];
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(reference[0]), "=f"(reference[1])
+                 : "r"(row_lse + 32 * m + 8 * t));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float y = map.map(s[e]);
+      if constexpr (ScoreMap<Traits>::kMapped) y = s[e] == -infinity() ? -infinity() : y;
+      s[e] = map.probability(y, reference[e & 1]);
+    }
+    p.x[m % 2 * 2] = pack2<typename Shape::Element>(s[0], s[1]);
+    p.x[m % 2 * 2 + 1] = pack2<typename Shape::Element>(s[2], s[3]);
+    asm volatile("" : "+r"(p.x[m % 2 * 2]), "+r"(p.x[m % 2 * 2 + 1]));
+  }
+
+  // dP -> dS. P is the operand of a product that has not begun.
+  template <bool kMasked>
+  NVRTC_ATTN_DEVICE void gradients(FragmentA<typename Shape::Element> const (&p)[Shape::kStepsM],
+                                   AccTile (&dp)[1][kTilesM], unsigned row_delta) const {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+      float delta[2];
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(delta[0]), "=f"(delta[1])
+                   : "r"(row_delta + 32 * m + 8 * t));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float2 const both = unpack2<typename Shape::Element>(p[m / 2].x[m % 2 * 2 + r]);
+        float const p_of[2] = {both.x, both.y};
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = dp[0][m][2 * r + e];
+          float const ds = p_of[e] * (x - delta[e]);
+          x = kMasked && p_of[e] == 0.0f ? 0.0f : ds;  // dP of a dropped score may be anything
+        }
+      }
+    }
+  }
 };
+
+// Accumulators that a product will overwrite: what they hold need not be kept until then.
+template <int kTiles>
+NVRTC_ATTN_DEVICE void forget_registers(AccTile (&c)[1][kTiles]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "=f"(c[0][n][e]));
+  }
+}
 
 template <class Element, int kTiles>
 NVRTC_ATTN_DEVICE void pack_fragments(FragmentA<Element> (&a)[kTiles / 2], AccTile const (&c)[1][kTiles]) {

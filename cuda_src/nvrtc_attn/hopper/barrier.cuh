@@ -57,6 +57,13 @@ NVRTC_ATTN_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.
 // Orders this thread's ordinary shared-memory writes before later reads by the tensor cores or the copy engine.
 NVRTC_ATTN_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// What another block has released, with all that it wrote before.
+NVRTC_ATTN_DEVICE int load_acquire(int const* from) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // Hardware barrier `id` (0 is __syncthreads) among `threads` threads; arrive does not wait.
 NVRTC_ATTN_DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

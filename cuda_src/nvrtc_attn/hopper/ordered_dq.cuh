@@ -30,12 +30,6 @@ NVRTC_ATTN_DEVICE int additions_before(PositionMask<Traits::kBand> const& mask, 
   return last - n_block;
 }
 
-NVRTC_ATTN_DEVICE int additions_so_far(int const* counter) {
-  int found;
-  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
-  return found;
-}
-
 // While the consumers work on one query tile the turn for the next one is awaited already: a fence and the way to L2 and back
 // take as long as a query tile does at head dim 128.
 template <class Traits, class Range>
@@ -57,7 +51,7 @@ NVRTC_ATTN_DEVICE void order_additions(HopperBackwardParams const& params, Helpe
           };
           if (!announced) {
             int const* const at = counter(h, m);
-            while (additions_so_far(at) != before(m)) {
+            while (load_acquire(at) != before(m)) {
             }
             barriers.turn().arrive();
           }
@@ -67,7 +61,7 @@ NVRTC_ATTN_DEVICE void order_additions(HopperBackwardParams const& params, Helpe
             range.next(next_h, next_m);
             int const* const at = counter(next_h, next_m);
             int const wanted = before(next_m);
-            while (!barriers.added().test(parity)) announced = announced || additions_so_far(at) == wanted;
+            while (!barriers.added().test(parity)) announced = announced || load_acquire(at) == wanted;
           } else {
             barriers.added().wait(parity);
           }

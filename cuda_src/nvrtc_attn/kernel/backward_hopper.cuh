@@ -11,7 +11,8 @@
 // The last one takes as long as dK: red.global is the narrowest path of this kernel, and what runs beside it is free.
 //
 // Dropout's decisions and the order of additions in the deterministic pass are made by warps of the loading group that load
-// nothing, the former with a fourth warp-group: hopper/backward_helpers.cuh.
+// nothing, the former with a fourth warp-group: hopper/backward_helpers.cuh. With kFused, where these have nothing to do, they
+// do the work of backward_hopper_prepare instead: hopper/prepare_rows.cuh.
 //
 // Shared memory (slabs of 64 columns, see hopper/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x dS[query][key],
 // row_lse and delta for each slot, which tile it is, mbarriers, what the helpers need. Everything that a tile writes leaves
@@ -21,298 +22,18 @@
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty` one
 // arrival per consumer warp. full_k also announces the tile. Named barrier 1 is all consumers: dS is complete. Two slots of
 // dS make one meeting a tile enough: who writes slot j % 2 has met the other group after its product with tile j - 2.
+// With kPipelined the mbarriers full_ds, one arrival per consumer warp, take its place, so that groups may drift apart.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/score_gradient_transposed.cuh"
+#include "../hopper/backward_load.cuh"
 #include "../hopper/backward_schedule.cuh"
 #include "../hopper/backward_scores.cuh"
 #include "../hopper/barrier.cuh"
-#include "../hopper/bulk.cuh"
 #include "../hopper/gradient_store.cuh"
 #include "../hopper/ordered_dq.cuh"
-#include "../hopper/tma.cuh"
 
 namespace nvrtc_attn {
-
-template <class Traits>
-struct HopperBackwardShape {
-  using Element = typename Traits::Element;
-  static constexpr int kBlockM = Traits::kBlockM;
-  static constexpr int kBlockN = Traits::kBlockN;
-  static constexpr int kHeadDim = Traits::kHeadDim;
-  static constexpr int kHeadDimV = Traits::kHeadDimV;
-  static constexpr int kStages = Traits::kNumStages;
-  static constexpr int kGroups = kBlockN / 64;
-  static constexpr int kConsumers = 128 * kGroups;
-  static constexpr int kTilesM = kBlockM / 8;
-  static constexpr int kStepsM = kBlockM / 16;
-  static constexpr int kTilesD = kHeadDim / 8;
-  static constexpr int kTilesDv = kHeadDimV / 8;
-  static constexpr int kSlabs = (kHeadDim + kSlabColumns - 1) / kSlabColumns;
-  static constexpr int kSlabsV = (kHeadDimV + kSlabColumns - 1) / kSlabColumns;
-  static constexpr int kSlabQ = kBlockM * kSlabRowBytes;
-  static constexpr int kSlabK = kBlockN * kSlabRowBytes;
-  static constexpr int kBytesQ = kSlabs * kSlabQ;
-  static constexpr int kBytesDout = kSlabsV * kSlabQ;
-  static constexpr int kBytesK = kSlabs * kSlabK;
-  static constexpr int kBytesV = kSlabsV * kSlabK;
-  static constexpr int kBytesDs = kGroups * kSlabQ;
-  static constexpr int kBytesStatistic = kBlockM * 4;
-  static constexpr bool kBiasTiles = Traits::kBiasTiles;
-  static constexpr bool kStoresTiles = kBiasTiles && Traits::kDbiasStore;
-  static constexpr int kBytesZeros = kStoresTiles && Traits::kBand ? kSlabQ : 0;
-
-  // dQ of a group: 64 query rows and all columns, or all 64 rows and one slab, or half a slab, of columns.
-  static constexpr bool kSplitRows = kBlockM == 128;
-  static constexpr int kTilesDq = kSplitRows ? kTilesD : kSlabs * 4;
-
-  static constexpr int kOffsetV = kBytesK;
-  static constexpr int kOffsetQ = kOffsetV + kBytesV;
-  static constexpr int kOffsetDout = kOffsetQ + kStages * kBytesQ;
-  static constexpr int kOffsetDs = kOffsetDout + kStages * kBytesDout;
-  static constexpr int kOffsetZeros = kOffsetDs + 2 * kBytesDs;
-  static constexpr int kOffsetLse = kOffsetZeros + kBytesZeros;
-  static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
-  static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
-  static constexpr int kOffsetBarriers = kOffsetTile + 16;
-  static constexpr int kOffsetHelpers = kOffsetBarriers + 8 * (4 + (kBiasTiles ? 6 : 4) * kStages);
-  static constexpr int kBytes = kOffsetHelpers + HelperShape<Traits>::kBytes;
-  static_assert(kBytes == Traits::kSmemBytes, "smem_bytes of the config and the layout of the kernel differ");
-
-  static_assert(kGroups == 2 && Traits::kNumThreads == 128 + kConsumers + HelperShape<Traits>::kThreads,
-                "two groups share the products of dQ");
-  static_assert(kStages == 2, "slots of dS go with those of Q");
-  static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
-  static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
-  static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");
-  static_assert(kBlockM == 64 || kBlockM == 128, "a group computes 64 rows of dQ");
-  static_assert(kSplitRows ? kSlabs == 1 : kSlabs <= kGroups, "columns of dQ");
-  static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
-  static_assert(!kBiasTiles || (sizeof(typename Traits::Bias) == 2 && !Traits::kSoftcap && !Traits::kVarlen),
-                "what the tiles of bias and dS have in common");
-};
-
-template <class Shape>
-struct BackwardBarriers {
-  unsigned base;  // shared address
-  NVRTC_ATTN_DEVICE Mbarrier at(int i) const { return {base + 8 * i}; }
-  NVRTC_ATTN_DEVICE Mbarrier full_k() const { return at(0); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_k() const { return at(1); }
-  NVRTC_ATTN_DEVICE Mbarrier full_v() const { return at(2); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_v() const { return at(3); }
-  NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(4 + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(4 + Shape::kStages + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_dout(int stage) const { return at(4 + 2 * Shape::kStages + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_dout(int stage) const { return at(4 + 3 * Shape::kStages + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_bias(int stage) const { return at(4 + 4 * Shape::kStages + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_bias(int stage) const { return at(4 + 5 * Shape::kStages + stage); }
-
-  NVRTC_ATTN_DEVICE void init() const {
-    constexpr int kWarps = 4 * Shape::kGroups;
-    full_k().init(1);
-    full_v().init(1);
-    empty_k().init(kWarps);
-    empty_v().init(kWarps);
-    for (int stage = 0; stage < Shape::kStages; ++stage) {
-      full_q(stage).init(1);
-      empty_q(stage).init(kWarps);
-    }
-    for (int stage = 0; stage < Shape::kStages; ++stage) {
-      full_dout(stage).init(1);
-      empty_dout(stage).init(kWarps);
-    }
-    if constexpr (Shape::kBiasTiles) {
-      for (int stage = 0; stage < Shape::kStages; ++stage) {
-        full_bias(stage).init(1);
-        empty_bias(stage).init(kWarps);
-      }
-    }
-    fence_barrier_init();
-  }
-};
-
-// The loading warp. All lanes follow the schedule, one issues.
-template <class Traits, class Shape>
-NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, BackwardBarriers<Shape> const& barriers,
-                                     unsigned smem) {
-  bool const issuer = threadIdx.x == 0;
-  if (issuer) {
-    prefetch_tensor_map(params.tensor_map_q);
-    prefetch_tensor_map(params.tensor_map_k);
-    prefetch_tensor_map(params.tensor_map_v);
-    prefetch_tensor_map(params.tensor_map_dout);
-    if constexpr (Shape::kBiasTiles) prefetch_tensor_map(params.tensor_map_bias);
-    if constexpr (Shape::kStoresTiles) prefetch_tensor_map(params.tensor_map_dbias);
-  }
-  RingPosition<Shape::kStages> q_slot;
-  RingPosition<Shape::kStages> dout_slot;
-  unsigned parity = 0;
-  HelperBarriers<Traits> const helpers{smem + Shape::kOffsetHelpers};
-  auto announce = [&](int n_block, int h, int b) {
-    barriers.empty_k().wait(parity ^ 1);
-    if (issuer) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTile), "r"(n_block), "r"(h),
-                   "r"(b), "r"(parity ^ 1)
-                   : "memory");
-    }
-  };
-  // Ordered additions: a block that runs must not wait for one that does not, so that even the first tile is taken.
-  auto take_tile = [&] {
-    int taken = 0;
-    if (issuer) taken = (Traits::kOrdered ? 0 : int(gridDim.x)) + atomicAdd(tile_counter(params), 1);
-    return uniform(taken);
-  };
-  int t = Traits::kOrdered ? take_tile() : int(blockIdx.x);
-  while (t < params.num_tiles) {
-    KeyTile const tile = key_tile<Traits::kOrdered>(params, t);
-    helpers.announce(tile, parity, issuer);
-    bool const is_real = !(Traits::kVarlen && tile.b == params.batch);
-    SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, is_real ? tile.b : 0);
-    int const n0 = tile.n_block * Shape::kBlockN;
-    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
-    QueryRange<Traits> const range(params, mask, tile.n_block);
-    if (!is_real || range.count == 0) {
-      announce(tile.n_block, tile.h, tile.b);
-      if (issuer) barriers.full_k().arrive();
-      barriers.empty_v().wait(parity ^ 1);
-      if (issuer) barriers.full_v().arrive();
-    } else {
-      // Expanded (stride 0) dims have size 1 in the tensor maps.
-      int const q_b = params.q_stride_b == 0 ? 0 : seqlen.batch_index;
-      int const dout_b = params.dout_stride_b == 0 ? 0 : seqlen.batch_index;
-      int h = tile.h * params.heads_per_group;
-      int m = range.start;
-      // Of the statistics, in floats: both workspaces have the same strides.
-      index_t const sequence = index_t(seqlen.batch_index) * params.delta_stride_b +
-                               accumulator_row0<Traits::kVarlen, Shape::kBlockM>(seqlen.q_row0, tile.b);
-      auto prefetch_bias = [&](int h, int m) {
-#pragma unroll
-        for (int slab = 0; slab < Shape::kGroups; ++slab) {
-          prefetch_box(params.tensor_map_bias, n0 + slab * kSlabColumns,
-                       params.bias_stride_m == 0 ? 0 : m * Shape::kBlockM, params.bias_stride_h == 0 ? 0 : h,
-                       params.bias_stride_b == 0 ? 0 : seqlen.batch_index);
-        }
-      };
-      auto load_q = [&] {
-        int const s = q_slot.stage;
-        Mbarrier const full = barriers.full_q(s);
-        barriers.empty_q(s).wait(q_slot.parity ^ 1);
-        if (issuer) {
-          full.arrive_and_expect(Shape::kBytesQ + Shape::kBytesStatistic);
-#pragma unroll
-          for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-            load_box(smem + Shape::kOffsetQ + s * Shape::kBytesQ + slab * Shape::kSlabQ, params.tensor_map_q,
-                     full.address, slab * kSlabColumns, seqlen.q_row0 + m * Shape::kBlockM,
-                     params.q_stride_h == 0 ? 0 : h, q_b, kEvictLast);
-          }
-          bulk_load(smem + Shape::kOffsetLse + s * Shape::kBytesStatistic,
-                    params.row_lse + (sequence + index_t(h) * params.delta_stride_h + m * Shape::kBlockM),
-                    Shape::kBytesStatistic, full.address);
-        }
-        if constexpr (Shape::kBiasTiles) {
-          barriers.empty_bias(s).wait(q_slot.parity ^ 1);
-          if (issuer) {
-            Mbarrier const full_bias = barriers.full_bias(s);
-            full_bias.arrive_and_expect(params.bias_stride_m == 0 ? Shape::kGroups * kSlabRowBytes : Shape::kBytesDs);
-#pragma unroll
-            for (int slab = 0; slab < Shape::kGroups; ++slab) {
-              load_box(smem + Shape::kOffsetDs + s * Shape::kBytesDs + slab * Shape::kSlabQ, params.tensor_map_bias,
-                       full_bias.address, n0 + slab * kSlabColumns, params.bias_stride_m == 0 ? 0 : m * Shape::kBlockM,
-                       params.bias_stride_h == 0 ? 0 : h, params.bias_stride_b == 0 ? 0 : seqlen.batch_index,
-                       kEvictFirst);
-            }
-          }
-        }
-        q_slot.advance();
-      };
-      auto load_dout = [&] {
-        int const s = dout_slot.stage;
-        Mbarrier const full = barriers.full_dout(s);
-        barriers.empty_dout(s).wait(dout_slot.parity ^ 1);
-        if (issuer) {
-          full.arrive_and_expect(Shape::kBytesDout + Shape::kBytesStatistic);
-#pragma unroll
-          for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
-            load_box(smem + Shape::kOffsetDout + s * Shape::kBytesDout + slab * Shape::kSlabQ, params.tensor_map_dout,
-                     full.address, slab * kSlabColumns, seqlen.q_row0 + m * Shape::kBlockM,
-                     params.dout_stride_h == 0 ? 0 : h, dout_b, kEvictLast);
-          }
-          bulk_load(smem + Shape::kOffsetDelta + s * Shape::kBytesStatistic,
-                    params.delta + (sequence + index_t(h) * params.delta_stride_h + m * Shape::kBlockM),
-                    Shape::kBytesStatistic, full.address);
-        }
-        dout_slot.advance();
-      };
-      if constexpr (Shape::kBiasTiles) {
-        // Into L2 while the slots are still another tile's: what nobody has read yet would be waited for. With two query tiles
-        // to a key tile that is 3.6 % of the time; with sixteen it costs 1.3 %.
-        if (issuer && range.count <= 4) {
-#pragma unroll
-          for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-            prefetch_box(params.tensor_map_k, slab * kSlabColumns, n0, params.k_stride_h == 0 ? 0 : tile.h,
-                         params.k_stride_b == 0 ? 0 : seqlen.batch_index);
-          }
-          int next_h = h, next_m = m;
-          for (int left = min(range.count, 2); left > 0; --left) {
-            prefetch_bias(next_h, next_m);
-            range.next(next_h, next_m);
-          }
-        }
-      }
-      // Slots become free in this order at the end of the tile before.
-      barriers.empty_v().wait(parity ^ 1);
-      if (issuer) {
-        barriers.full_v().arrive_and_expect(Shape::kBytesV);
-#pragma unroll
-        for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
-          load_box(smem + Shape::kOffsetV + slab * Shape::kSlabK, params.tensor_map_v, barriers.full_v().address,
-                   slab * kSlabColumns, seqlen.k_row0 + n0, params.v_stride_h == 0 ? 0 : tile.h,
-                   params.v_stride_b == 0 ? 0 : seqlen.batch_index, kEvictFirst);
-        }
-      }
-      load_q();
-      load_dout();
-      announce(tile.n_block, tile.h, tile.b);
-      if (issuer) {
-        barriers.full_k().arrive_and_expect(Shape::kBytesK);
-#pragma unroll
-        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-          load_box(smem + slab * Shape::kSlabK, params.tensor_map_k, barriers.full_k().address, slab * kSlabColumns,
-                   seqlen.k_row0 + n0, params.k_stride_h == 0 ? 0 : tile.h,
-                   params.k_stride_b == 0 ? 0 : seqlen.batch_index, kEvictFirst);
-        }
-      }
-#pragma unroll 1
-      for (int left = range.count * params.heads_per_group - 1; left > 0; --left) {
-        range.next(h, m);
-        load_q();
-        load_dout();
-      }
-    }
-    if constexpr (Shape::kBytesZeros > 0) {
-      // Query tiles of every head that no product reaches.
-      if (issuer && is_real) {
-        for (int head = tile.h * params.heads_per_group; head < (tile.h + 1) * params.heads_per_group; ++head) {
-          for (int m = 0; m < params.num_m_blocks; ++m) {
-            if (m >= range.first && m < range.first + range.count) continue;
-#pragma unroll
-            for (int slab = 0; slab < Shape::kGroups; ++slab) {
-              store_box(params.tensor_map_dbias, smem + Shape::kOffsetZeros, n0 + slab * kSlabColumns,
-                        m * Shape::kBlockM, head, tile.b);
-            }
-          }
-        }
-        commit_stores();
-      }
-    }
-    parity ^= 1;
-    t = take_tile();
-  }
-  helpers.announce({-1, 0, 0}, parity, issuer);
-  announce(-1, 0, 0);
-  if (issuer) barriers.full_k().arrive();
-  if constexpr (Shape::kBytesZeros > 0) wait_stores_read();  // before the block's shared memory becomes another's
-}
 
 // One consumer warp-group.
 template <class Traits, class Shape>
@@ -324,6 +45,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
   // than the other loop leaves.
   constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || Traits::kMask ||
                          (Traits::kDropout && !Traits::kKeepWords) || (kBlockM == 64 && Traits::kSoftcap);
+  constexpr bool kPipelined = Shape::kPipelined;
   constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // Of dv, under the last product; takes registers.
   constexpr bool kEarlyStore = !kLengthsOnDevice || (kBlockM == 128 && !Traits::kKeepWords);
@@ -389,6 +111,13 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
     AccTile dk[1][Shape::kTilesD], dv[1][Shape::kTilesDv];
     clear(dk);
     clear(dv);
+    auto store_dk = [&] {
+      int const key = n0 + 64 * group + 16 * warp;
+      store_rows<Element>(reinterpret_cast<Element*>(params.dk) + index_t(seqlen.batch_index) * params.dk_stride_b +
+                              (index_t(seqlen.k_row0) + key) * params.dk_stride_n +
+                              index_t(tile.h) * params.dk_stride_h,
+                          params.dk_stride_n, dk, params.scale, seqlen.len_k_slot - key, params.head_dim, lane);
+    };
     if (left == 0) {
       barriers.full_v().wait(parity);
       parity ^= 1;
@@ -412,14 +141,22 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
       }
       barriers.full_v().wait(parity);
       auto start_s = [&](auto& s) {
-        pin_registers(s);
+        if constexpr (kPipelined) {
+          forget_registers(s);
+        } else {
+          pin_registers(s);
+        }
         begin_products();
         start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(
             s, k_left, q_right + slot.stage * (Shape::kBytesQ >> 4));
         commit_products();
       };
       auto start_dp = [&](auto& dp) {
-        pin_registers(dp);
+        if constexpr (kPipelined) {
+          forget_registers(dp);
+        } else {
+          pin_registers(dp);
+        }
         begin_products();
         start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDimV>(
             dp, v_left, dout_right + slot.stage * (Shape::kBytesDout >> 4));
@@ -473,11 +210,28 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
           }
         }
       };
-      auto add_dq = [&](auto& dq, int head, int m0) {
-        if constexpr (Traits::kOrdered) helpers.turn().wait(slot.stage);  // one phase a query tile, two slots
+      auto dq_rows = [&](int head, int m0) {
         int const row_block = (Shape::kSplitRows ? 4 * group : 0) + warp;
         int const tile0 = Shape::kSplitRows ? 0 : group * Shape::kTilesDq;
+        return params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
+               index_t(head) * params.dq_accum_stride_h +
+               (accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, tile.b) + m0) * Traits::kHeadDim +
+               (row_block * Shape::kTilesD + tile0) * kAccumBlock;
+      };
+      auto add_dq_to = [&](auto& dq, float* to) {
+        int const tiles = min(Shape::kTilesDq, Shape::kTilesD - (Shape::kSplitRows ? 0 : group * Shape::kTilesDq));
+#pragma unroll
+        for (int d = 0; d < Shape::kTilesDq; ++d) {
+          if (Shape::kSplitRows || Shape::kTilesD == 2 * Shape::kTilesDq || d < tiles) {
+            add_block(to + d * kAccumBlock, dq[0][d], lane);
+          }
+        }
+      };
+      auto add_dq = [&](auto& dq, int head, int m0) {
+        if constexpr (Traits::kOrdered) helpers.turn().wait(slot.stage);  // one phase a query tile, two slots
         if constexpr (Traits::kOneKeyTile) {
+          int const row_block = (Shape::kSplitRows ? 4 * group : 0) + warp;
+          int const tile0 = Shape::kSplitRows ? 0 : group * Shape::kTilesDq;
           int const row = m0 + 16 * row_block;
           store_rows<Element>(reinterpret_cast<Element*>(params.dq) + index_t(tile.b) * params.dq_stride_b +
                                   index_t(row) * params.dq_stride_m + index_t(head) * params.dq_stride_h + 8 * tile0,
@@ -485,17 +239,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
                               lane);
           return;
         }
-        float* const to = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
-                          index_t(head) * params.dq_accum_stride_h +
-                          (accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, tile.b) + m0) * Traits::kHeadDim +
-                          (row_block * Shape::kTilesD + tile0) * kAccumBlock;
-        int const tiles = min(Shape::kTilesDq, Shape::kTilesD - tile0);
-#pragma unroll
-        for (int d = 0; d < Shape::kTilesDq; ++d) {
-          if (Shape::kSplitRows || Shape::kTilesD == 2 * Shape::kTilesDq || d < tiles) {
-            add_block(to + d * kAccumBlock, dq[0][d], lane);
-          }
-        }
+        add_dq_to(dq, dq_rows(head, m0));
         if constexpr (Traits::kOrdered) {
           __syncwarp();
           release(helpers.added());
@@ -509,6 +253,92 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
                             params.dv_stride_n, dv, 1.0f, seqlen.len_k_slot - key, params.head_dim_v, lane);
       };
 
+      if constexpr (kPipelined) {
+        // The same turn, moved: S is started in the turn before, dP when S is there (so that the exponentials run between the
+        // instructions of its product: to issue them all at once would hold the warp until most of them are done), dQ a
+        // turn later. At the end of a turn dK and S are on their way, and the next one begins by waiting for all: ptxas
+        // serialises every product if part of what crosses the loop's end may stay on its way (C7514), or if one is in
+        // a branch (C7515). So there is one dQ too many in the first turn and one S in the last, of whatever is in the slots.
+        auto start_dq_of = [&](auto& dq, int stage) {
+          forget_registers(dq);
+          begin_products();
+          start_product_shared<Element, Shape::kSlabQ, Shape::kBlockN>(dq, ds_left + stage * (Shape::kBytesDs >> 4),
+                                                                       k_rows);
+          commit_products();
+        };
+        AccTile s[1][Shape::kTilesM];
+        FragmentA<Element> ds[Shape::kStepsM];
+        float* dq_to = nullptr;  // of the tile whose dQ is due
+        barriers.full_q(slot.stage).wait(slot.parity);
+        pin_registers(dk);
+        pin_registers(dv);
+        start_s(s);
+#pragma unroll 1
+        while (true) {
+          int const m0 = m * kBlockM;
+          int const other = slot.stage ^ 1;
+          FragmentA<Element> p[Shape::kStepsM];
+          AccTile dp[1][Shape::kTilesM], dq[1][Shape::kTilesDq];
+          bool const masked = !mask.keeps_tile(m0, kBlockM, n_group, 64);
+          wait_products<0>();
+          pin_registers(s);
+          pin_registers(dk);
+          pin_registers(ds);
+          if (dq_to != nullptr) release(barriers.empty_q(other));
+          if (masked) drop_positions<Traits>(s, mask, m0, scores.j, scores.t);
+          barriers.full_dout(slot.stage).wait(slot.parity);
+          start_dp(dp);
+#pragma unroll
+          for (int i = 0; i < Shape::kTilesM; ++i) {
+            scores.probability(s[0][i], p[i / 2], i, statistics(Shape::kOffsetLse));
+          }
+          if (dq_to != nullptr) barriers.full_ds(other).wait(slot.parity ^ unsigned(other));
+          start_dq_of(dq, other);
+          wait_products<1>();
+          pin_registers(dp);
+          if (masked) {
+            scores.template gradients<true>(p, dp, statistics(Shape::kOffsetDelta));
+          } else {
+            scores.template gradients<false>(p, dp, statistics(Shape::kOffsetDelta));
+          }
+          pack_fragments<Element>(ds, dp);
+          // dQ too: who has announced dS of a tile has read that of the tile before, whose slot is written next.
+          wait_products<0>();
+          pin_registers(dq);
+          if (left == 1) release(barriers.empty_v());
+          share_ds(ds);
+          __syncwarp();
+          release(barriers.full_ds(slot.stage));
+          start_dv(p);
+          if (dq_to != nullptr) add_dq_to(dq, dq_to);
+          dq_to = dq_rows(h, m0);
+          start_dk(ds);
+          wait_products<1>();
+          pin_registers(dv);
+          pin_registers(p);
+          release(barriers.empty_dout(slot.stage));
+          range.next(h, m);
+          slot.advance();
+          if (--left > 0) barriers.full_q(slot.stage).wait(slot.parity);
+          start_s(s);
+          if (left == 0) break;
+        }
+        wait_products<0>();
+        pin_registers(s);
+        pin_registers(dk);
+        pin_registers(ds);
+        int const last = slot.stage ^ 1;
+        release(barriers.empty_q(last));
+        barriers.full_ds(last).wait(slot.parity ^ unsigned(last));
+        AccTile dq[1][Shape::kTilesDq];
+        start_dq_of(dq, last);
+        store_dv();
+        store_dk();
+        wait_products<0>();
+        pin_registers(dq);
+        release_k();
+        add_dq_to(dq, dq_to);
+      }
       bool stored = false;
       auto release_stored = [&] {
         if (warp == 0) {
@@ -517,7 +347,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         }
       };
 #pragma unroll 1
-      for (; left > 0; --left) {
+      for (; !kPipelined && left > 0; --left) {
         int const m0 = m * kBlockM;
         FragmentA<Element> p[Shape::kStepsM], ds[Shape::kStepsM];
         AccTile s[1][Shape::kTilesM], dp[1][Shape::kTilesM];
@@ -622,11 +452,10 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
       if constexpr (Shape::kStoresTiles) release_stored();
     }
 
+    if (kPipelined && range.count > 0) continue;  // stored
+    store_dk();
     int const key = n0 + 64 * group + 16 * warp;
     index_t const row = index_t(seqlen.k_row0) + key;
-    store_rows<Element>(reinterpret_cast<Element*>(params.dk) + index_t(seqlen.batch_index) * params.dk_stride_b +
-                            row * params.dk_stride_n + index_t(tile.h) * params.dk_stride_h,
-                        params.dk_stride_n, dk, params.scale, seqlen.len_k_slot - key, params.head_dim, lane);
     if (range.count == 0 || !kEarlyStore) {
       store_rows<Element>(reinterpret_cast<Element*>(params.dv) + index_t(seqlen.batch_index) * params.dv_stride_b +
                               row * params.dv_stride_n + index_t(tile.h) * params.dv_stride_h,
@@ -644,6 +473,7 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
   HelperBarriers<Traits> const helpers{smem + Shape::kOffsetHelpers};
   if (threadIdx.x == 0) {
     helpers.init(Shape::kConsumers / 32);
+    if constexpr (Traits::kFused) init_pieces<Traits>(smem + Shape::kOffsetHelpers);
     barriers.init();
   }
   if constexpr (Shape::kBytesZeros > 0) {
@@ -662,6 +492,8 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
       load_operands<Traits>(params, barriers, smem);
     } else if (Traits::kOrdered && warp == 3) {
       if constexpr (Traits::kOrdered) order_additions<Traits, QueryRange<Traits>>(params, helpers);
+    } else if constexpr (Traits::kFused) {
+      prepare_rows<Traits>(params, smem + Shape::kOffsetHelpers, int(threadIdx.x) & 31);
     } else if constexpr (Traits::kKeepWords) {
       make_keep_words<Traits, QueryRange<Traits>>(params, helpers, warp < 4 ? warp + 3 : warp - 12);
     }

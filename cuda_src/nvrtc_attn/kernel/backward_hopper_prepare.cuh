@@ -9,6 +9,7 @@
 #include "../collective/scores.cuh"
 #include "../collective/seqlen.cuh"
 #include "../hopper/ordered_dq.cuh"
+#include "../hopper/row_statistics.cuh"
 
 namespace nvrtc_attn {
 
@@ -73,28 +74,7 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
     }
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (lane == 0) {
-      float lse = infinity();
-      if (row < rows) {
-        if (params.dlse != nullptr) {
-          sum -= params.dlse[lse_batch * params.dlse_stride_b + index_t(h) * params.dlse_stride_h +
-                             (lse_row + row) * params.dlse_stride_m];
-        }
-        lse = params.lse[lse_batch * params.lse_stride_b + index_t(h) * params.lse_stride_h +
-                         (lse_row + row) * params.lse_stride_m];
-      }
-      bool const has_key = fabsf(lse) != infinity();
-      // A row without a key has P = 0 and no gradient, whatever arrives through its lse: 0 times NaN must not.
-      float reference = Traits::kLog2Lse ? lse * kLog2e : lse;
-      if constexpr (Traits::kKeepWords) {
-        // P times dropout's multiplier, and so P * delta unchanged. Where nothing is kept there is none.
-        float const multiplier = params.dropout_multiplier == 0.0f ? 1.0f : params.dropout_multiplier;
-        reference -= Traits::kLog2Lse ? log2f(multiplier) : logf(multiplier);
-        sum /= multiplier;
-      }
-      params.delta[workspace + row] = has_key ? sum : 0.0f;
-      params.row_lse[workspace + row] = has_key ? reference : infinity();
-    }
+    if (lane == 0) store_row_statistics<Traits>(params, sum, row < rows, row, h, lse_batch, lse_row, workspace);
   }
 
   if constexpr (Traits::kOneKeyTile) return;  // nothing is added up

@@ -1,0 +1,136 @@
+"""Each loop of the Hopper backward kernel and each way to prepare its rows, also where the table has another one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cases
+import pytest
+from harness import DEVICE, Run, backend, failures, oracle, torch
+
+import nvrtc_attn
+from nvrtc_attn import api, plan
+from nvrtc_attn.heuristics import hopper_backward
+from nvrtc_attn.problem import AttentionProblem
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the Hopper kernels need compute capability 9.0",
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "tails": {"batch": 3, "seqlen_q": 333, "seqlen_k": 411, "num_heads": 4, "num_heads_kv": 2},
+    "one_query_tile": {"batch": 2, "seqlen_q": 64, "seqlen_k": 700, "num_heads": 3, "num_heads_kv": 3},
+    # More key tiles than multiprocessors; two key tiles, whose thread blocks prepare 396 pieces of rows.
+    "many_tiles": {"batch": 9, "seqlen_q": 200, "seqlen_k": 257, "num_heads": 8, "num_heads_kv": 8},
+    "many_rows": {"batch": 1, "seqlen_q": 2100, "seqlen_k": 130, "num_heads": 6, "num_heads_kv": 1},
+}
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the table answer with these switches, for plans made from here on."""
+    choose_tile = hopper_backward.choose_tile
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
+
+    def forced(**switches: bool) -> None:
+        def tile(problem: AttentionProblem) -> hopper_backward.Tile:
+            assert hopper_backward.is_plain(problem)
+            return dataclasses.replace(choose_tile(problem), **switches)
+
+        monkeypatch.setattr(plan, "_plans", {})
+        monkeypatch.setattr(hopper_backward, "choose_tile", tile)
+
+    return forced
+
+
+@pytest.mark.reliability(31)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("head_dim", "pipelined", "options"),
+    [
+        (64, False, {}),
+        (64, False, {"causal": True}),
+        (64, True, {}),
+        (64, True, {"dtype": "float16", "dlse": True}),
+        # Masked scores stay masked when the map turns -inf into +inf, or into NaN.
+        (64, True, {"softmax_scale": -0.2}),
+        (64, True, {"softmax_scale": 0.0}),
+        (40, True, {}),
+        (128, False, {}),
+        (96, False, {"causal": True, "dlse": True}),
+    ],
+)
+def test_gradients(
+    head_dim: int, pipelined: bool, options: dict[str, Any], shape: str, fused: bool, force: Any
+) -> None:
+    fields: dict[str, Any] = {"dtype": "bfloat16", "head_dim": head_dim, **SHAPES[shape], **options}
+    case = cases.make_case(f"loops-{shape}", **fields)
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    force(fused=fused, pipelined=pipelined)
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+
+
+@pytest.mark.reliability(35)
+@pytest.mark.parametrize(("head_dim", "pipelined"), [(64, False), (64, True), (128, False)])
+def test_1000_repeats_beside_other_work(head_dim: int, pipelined: bool, force: Any) -> None:
+    """Blocks that become resident late, because a matrix product on another stream has their multiprocessors."""
+    case = cases.make_case(
+        f"loops-repeat-{head_dim}", dtype="bfloat16", batch=12, seqlen_q=500, seqlen_k=650, num_heads=8, num_heads_kv=4,
+        head_dim=head_dim,
+    )  # fmt: skip
+    run = Run(case)
+    force(fused=True, pipelined=pipelined)
+    forward = run.forward()
+    first = run.backward(forward)
+    side, x = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+    for repeat in range(1000):
+        if repeat % 4 == 0:
+            with torch.cuda.stream(side):
+                torch.mm(x, x)
+        again = run.backward(forward)
+        for name in ("dk", "dv"):
+            assert torch.equal(again[name], first[name]), f"{name}, repeat {repeat}"
+        spread = float((again["dq"].float() - first["dq"].float()).abs().max())
+        assert spread <= 2**-7 * float(first["dq"].float().abs().max()), f"dq, repeat {repeat}"
+
+
+@pytest.mark.reliability(61)
+def test_counters_of_a_graph_and_of_calls_that_share_a_workspace(force: Any) -> None:
+    """The host clears the counters before each launch, in a graph too; whatever the workspace holds."""
+    force(fused=True)
+    with backend("hopper"):
+        sets = []
+        for seed, (rows, keys) in enumerate(((300, 400), (700, 513))):
+            torch.manual_seed(seed)
+            q, dout = (torch.randn(2, rows, 4, 64, device=DEVICE, dtype=torch.float16) for _ in range(2))
+            k, v = (torch.randn(2, keys, 4, 64, device=DEVICE, dtype=torch.float16) for _ in range(2))
+            out, lse = torch.empty_like(q), torch.empty(2, 4, rows, device=DEVICE)
+            scratch = torch.empty(api.forward_workspace_bytes(q, k, v), dtype=torch.uint8, device=DEVICE)
+            nvrtc_attn.attention_forward(q, k, v, out, lse=lse, workspace=scratch)
+            sets.append((dout, q, k, v, out, lse))
+        size = max(api.backward_workspace_bytes(*x[1:4]) for x in sets)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+
+        def gradients() -> list[list[Any]]:
+            found = []
+            for x in sets:
+                grads = [torch.full_like(y, float("nan")) for y in x[1:4]]
+                nvrtc_attn.attention_backward(*x, *grads, workspace=workspace)
+                found.append(grads)
+            return found
+
+        expected = gradients()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = gradients()
+        for _ in range(20):
+            workspace.fill_(255)
+            graph.replay()
+            for grads, exact in zip(found, expected, strict=True):
+                torch.testing.assert_close(grads[0], exact[0], atol=2e-3, rtol=1e-2)
+                assert torch.equal(grads[1], exact[1])
+                assert torch.equal(grads[2], exact[2])
