@@ -97,19 +97,21 @@ def choose_tile(problem: AttentionProblem) -> Tile:
         # wider than they are, 0.055 against 0.066 ms.
         rows = _rows_of_narrow(problem)
         lengths = problem.varlen or problem.seqused_k
-        columns = 112 if rows == 192 and (lengths or problem.softcap > 0 or problem.softmax_scale <= 0) else 128
+        mapped = problem.softcap > 0 or problem.softmax_scale <= 0
+        columns = 112 if rows == 192 and (lengths or mapped) else 128
         if not lengths:
             columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
         # A third slot for K and V brings keys of the next query tile in time: 432 to 407 at 512, 507 to 484 at
         # 1024, 539 to 525 at 2048; a fourth is no faster. With a half tile ptxas serialises products (C7511): 297
-        # against 347 at 1024, 128 rows. Causal, 192 rows: 271 at 512 and 360 at 1024, against 256 and 347 with 128.
+        # against 347 at 1024, 128 rows. So it does with a half tile and mapped scores. Causal, 192 rows: 271 at 512 and
+        # 360 at 1024, against 256 and 347 with 128.
         third = rows == 192 and columns == 128 and not lengths and not problem.band
         return Tile(
             block_m=rows,
             block_n=columns,
             num_stages=3 if third else 2,
             num_stages_q=2,
-            half_tile=diagonal and not problem.seqused_k and problem.seqlen_q <= 2048 and columns == 128,
+            half_tile=diagonal and not (problem.seqused_k or mapped) and problem.seqlen_q <= 2048 and columns == 128,
             lazy_max=True,
         )
     if widest <= 128:

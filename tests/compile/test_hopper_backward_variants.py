@@ -131,6 +131,10 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d256_mask": problem(256, mask=MASK),
     "d128_bias_negative_scale": problem(128, "float16", bias=FLOAT16_SCORES, dbias=True, softmax_scale=-0.1, **CAUSAL),
     "d64_bias_mask_softcap_causal": problem(64, bias=SCORES, mask=MASK, softcap=30.0, **CAUSAL),
+    "d64_bias_mask_causal": problem(64, bias=SCORES, mask=MASK, **CAUSAL),
+    "d64_bias_float32_mask_dropout_softcap": problem(
+        64, bias=FLOAT32_SCORES, dbias=True, mask=MASK, dropout_p=0.1, softcap=30.0, **CAUSAL
+    ),
     "d40_bias_float32_mask_softcap": problem(40, bias=FLOAT32_SCORES, mask=MASK, softcap=30.0),
     "d256_dropout_causal": problem(256, dropout_p=0.1, **CAUSAL),
     "d256_dropout_varlen": problem(256, dropout_p=0.1, varlen=True, seqused_k=True, **CAUSAL),

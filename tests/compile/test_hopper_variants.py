@@ -70,6 +70,8 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d64_softcap_many": problem(64, batch=64, softcap=30.0),
     "d64_softcap_causal_many": problem(64, batch=64, softcap=30.0, **CAUSAL),
     "d64_negative_scale_many": problem(64, batch=64, softmax_scale=-0.1),
+    "d64_negative_scale_causal": problem(64, softmax_scale=-0.1, **CAUSAL),
+    "d64_softcap_causal": problem(64, softcap=30.0, **CAUSAL),
     "d64_seqused_k_many": problem(64, batch=64, seqused_k=True),
     "d256_1024": problem(256, seqlen_q=1024, seqlen_k=1024),
     "d64_varlen": problem(64, varlen=True, batch=1),

@@ -363,8 +363,9 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
           pin_registers(s);
           pin_registers(dp);
           // As many queries at a time as leave registers for what they read: bias words or mask bytes, Philox blocks.
-          constexpr bool kAll = Traits::kHasBias && Traits::kMask && Traits::kSoftcap;
-          constexpr int kChunk = Traits::kDropout || kAll ? 4 : Shape::kSlabs == 1 && Shape::kSlabsV == 1 ? 8 : 2;
+          constexpr bool kNarrow = Shape::kSlabs == 1 && Shape::kSlabsV == 1;
+          constexpr int kRead = int(Traits::kHasBias && Traits::kMask) + int(Traits::kDropout);
+          constexpr int kChunk = kNarrow ? 8 >> kRead : Traits::kDropout ? 4 : 2;
           TransposedScoreGradient<Traits> const gradient(params, tile.b, h, seqlen.len_q, params.seqlen_k,
                                                          seqlen.len_k);
           float const* const lse =
