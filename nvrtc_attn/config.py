@@ -117,6 +117,8 @@ class BackwardConfig(KernelConfig):
     """Otherwise the value tile is read from global memory: where head dim 512 would not fit."""
     skip_hidden: bool = False
     """Warps leave out their part of a tile above the diagonal, at some cost for every other tile."""
+    transposed_blocks: bool = False
+    """The float32 workspace of dq has blocks of 16 columns and 8 rows, instead of 16 rows and 8 columns."""
     smem_bytes: int = 0
     """Dynamic shared memory of the dk/dv kernel, which checks that its own layout has the same size."""
 

@@ -2,7 +2,8 @@
 
 Workspaces: ``delta`` and ``row_lse`` are ``[B, H, rows]`` with rows padded to whole query tiles (varlen:
 ``[H, rows]``, a sequence begins in a tile of its own), so that the copy engine can bring a tile; the counter of key
-tiles follows ``row_lse``. ``dq_accum`` has the layout of the portable family (``collective/gradient_accumulator.cuh``).
+tiles follows ``row_lse``. ``dq_accum`` has the layout of the portable family (``collective/gradient_accumulator.cuh``),
+with tiles of 80 queries a transposed one.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Tile:
     """One row of the tile table."""
 
     block_m: int
+    """64; 128 with head dims up to 64; 80 beyond, of plain scores (``is_plain``) and without ``fused``."""
     wide: bool = False
     """Two thread blocks share a key tile (``backward_hopper_wide``)."""
     fused: bool = False
@@ -87,7 +89,23 @@ def choose_tile(problem: AttentionProblem) -> Tile:
 
     D 64, B4 S4096 H32: 128 queries 501 (cuDNN 455). D 128, B4 S4096 H16: 64 queries 607 (cuDNN 571); 128 queries do not
     fit in registers. The other order of products (dk before dq, so that nothing runs under the addition of dq) is 10 to
-    13 % slower at both, additions by the copy engine are up to 6 % slower.
+    13 % slower at both. Additions by the copy engine, from shared memory that each warp has for them alone: with 80
+    queries no difference, with 64 up to 4 % slower, with 128 from 2 % faster to 4 % slower, ``pipelined`` 3 to 9 %.
+
+    80 queries read 7.5 % less shared memory for a query and take fewer turns. D 128, three launches, 64 / 80 queries:
+
+    ======  =========  =========  =========  =========  =========
+    S       1024       2048       4096       8192       16384
+    ======  =========  =========  =========  =========  =========
+    dense   466 / 486  524 / 532  566 / 580  556 / 575  571 / 587
+    causal  358 / 345  456 / 438  531 / 527  550 / 554  578 / 586
+    ======  =========  =========  =========  =========  =========
+
+    (Means of one to three runs.) Where ``fused`` is chosen, 64 with it are as fast or faster; everywhere else it is 80,
+    so that two kernels serve all lengths. 80 with ``fused``, in pieces of 16 rows, are 1 to 2 % faster than 64 with it
+    up to 2048 queries, with a band 4 % slower, and short of registers. At D 80 and 96, 80 queries gain nothing. Other
+    turns at D 128: one group starts S and dP before the other, -3 to 1 %; S of the next tile at the end of the turn, -2
+    to 2 % (80 queries: no registers); there behind dK and dQ, -3 to -9 %.
 
     ``fused`` saves a kernel before the main one, which then starts later and has less of the multiprocessors;
     ``pipelined`` pays for one more S and dQ a key tile. 16384 tokens, neither / fused / pipelined / both:
@@ -117,15 +135,18 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     if not is_plain(problem):
         return tile
     longest = 4096 if problem.band else 2048
+    fused = problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
+    full_width = product_width(min(problem.head_dim, problem.head_dim_v)) == 128
     return replace(
         tile,
-        fused=problem.seqlen_q <= min(longest, 2 * problem.seqlen_k),
+        block_m=80 if full_width and not fused else block_m,
+        fused=fused,
         pipelined=block_m == 128 and problem.seqlen_q >= (8192 if problem.band else 2048),
     )
 
 
 def is_plain(problem: AttentionProblem) -> bool:
-    """Whether ``fused`` and ``pipelined`` are possible: registers suffice, and no other work is with the idle warps.
+    """Whether ``fused``, ``pipelined`` and 80 queries are possible: registers suffice, idle warps have no other work.
 
     Lengths on the device take registers too, one key tile has no zeros to prepare, an order of additions has a warp.
     With a bias as tiles ``fused`` gains nothing (B 256, S 256, H 8, D 32: 391 microseconds instead of 348; B 4, S 2048,
@@ -312,7 +333,7 @@ def plan_spec(
     shape |= {"num_warps": 8, "features": Features(varlen=problem.varlen)}
     switches = {name: getattr(config, name) for name in ("log2_lse", "one_key_tile", "keep_words", "ordered")}
     prepare = HopperBackwardConfig(kernel="backward_hopper_prepare", **switches, **shape)
-    convert = BackwardConfig(kernel="dq_convert", **shape)
+    convert = BackwardConfig(kernel="dq_convert", transposed_blocks=config.block_m == 80, **shape)
     m_params = (("num_m_blocks", num_m_blocks),)
     launches = []
     if not config.fused:
@@ -407,13 +428,16 @@ def choose_backward(
 
 
 def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[BackwardPlanSpec]:
-    """Plans with the table's tile, its smallest one, rows prepared the other way, the other loop; none without one."""
+    """Plans with the table's tile, other sizes, rows prepared the other way, the other loop; none without one."""
     if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):
         return []
     tile = choose_tile(problem)
     tiles = dict.fromkeys((tile, replace(tile, block_m=64, pipelined=False)))
     if is_plain(problem):
-        tiles[replace(tile, fused=not tile.fused)] = None
+        fused_size = 64 if tile.block_m == 80 else tile.block_m
+        tiles[replace(tile, block_m=fused_size, fused=not tile.fused)] = None
+        if max(problem.head_dim, problem.head_dim_v) > 64:
+            tiles[replace(tile, block_m=80, fused=False)] = None
         if tile.block_m == 128 and not problem.band:
             tiles[replace(tile, pipelined=not tile.pipelined)] = None
     return [plan_spec(problem, x, num_sms=num_sms, smem_limit=smem_limit) for x in tiles]

@@ -10,7 +10,7 @@ import pytest
 
 from nvrtc_attn.codegen import entry_source
 from nvrtc_attn.compile import CompiledKernel, compile_source
-from nvrtc_attn.config import HopperBackwardConfig, KernelConfig
+from nvrtc_attn.config import BackwardConfig, HopperBackwardConfig, KernelConfig
 from nvrtc_attn.heuristics import choose_backward, hopper_backward, hopper_dbias
 from nvrtc_attn.heuristics.hopper_backward import kernel_of
 from nvrtc_attn.heuristics.plan import BackwardPlanSpec, label
@@ -84,7 +84,13 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d128_mask": problem(128, mask=MASK),
     "d128_dropout_causal": problem(128, dropout_p=0.1, **CAUSAL),
     # Lengths at which the loop or who prepares the rows is another one.
-    **{f"d{d}_4096": problem(d, **SEQLENS_4096) for d in (40, 64)},
+    **{f"d{d}_4096": problem(d, **SEQLENS_4096) for d in (40, 64, 128)},
+    "d128_4096_float16": problem(128, "float16", **SEQLENS_4096),
+    "d128_4096_negative_scale": problem(128, softmax_scale=-0.1, **SEQLENS_4096),
+    "d128_16384_causal": problem(128, seqlen_q=16384, **CAUSAL),
+    "d128_16384_negative_scale_window": problem(
+        128, "float16", seqlen_q=16384, softmax_scale=-0.1, window_left=100, window_right=20
+    ),
     "d64_4096_float16": problem(64, "float16", **SEQLENS_4096),
     "d64_4096_negative_scale": problem(64, softmax_scale=-0.1, **SEQLENS_4096),
     **{f"d{d}_8192": problem(d, seqlen_q=8192) for d in (40, 64, 80, 128)},
@@ -149,6 +155,19 @@ def test_variant_compiles_clean(name: str) -> None:
     assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
     assert kernel.spill_bytes == 0
     assert kernel.stack_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, CAUSAL], ids=["dense", "causal"])
+@pytest.mark.parametrize("head_dim", [72, 96, 112, 128])
+def test_tiles_of_80_queries_compile_clean(head_dim: int, changes: dict[str, Any]) -> None:
+    """All three launches, also where the table has another tile."""
+    spec = plan(problem(head_dim, **changes), block_m=80, fused=False)
+    assert kernel_of(spec).smem_bytes <= SMEM_LIMIT
+    for launch in spec.launches:
+        kernel = compiled(launch.config)
+        assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
+        assert kernel.spill_bytes == kernel.stack_bytes == 0
 
 
 SHARED: dict[str, AttentionProblem] = {
@@ -243,6 +262,44 @@ def test_loop_and_preparation_by_length() -> None:
     assert chosen(64, 512, bias=SCORES) == (False, False)
 
 
+def test_queries_of_a_tile_by_length() -> None:
+    """80 of plain scores at head dim 128, where the rows have a kernel of their own."""
+
+    def chosen(head_dim: int, seqlen_q: int, **changes: Any) -> tuple[int, bool]:
+        changes = {"seqlen_k": seqlen_q, **changes}
+        config = kernel_of(plan(problem(head_dim, seqlen_q=seqlen_q, **changes))).config
+        assert isinstance(config, HopperBackwardConfig)
+        return config.block_m, config.fused
+
+    assert chosen(128, 2048) == chosen(128, 4096, **CAUSAL) == (64, True)
+    assert chosen(128, 2049) == chosen(120, 4096) == chosen(128, 4097, **CAUSAL) == (80, False)
+    assert chosen(128, 1024, seqlen_k=300) == (80, False)
+    assert chosen(112, 16384) == chosen(96, 16384) == (64, False)
+    assert chosen(64, 16384) == chosen(64, 16384, **CAUSAL) == (128, False)
+    for changes in (
+        {"varlen": True}, {"seqused_k": True}, {"deterministic": True}, {"softcap": 30.0}, {"bias": SCORES},
+        {"mask": MASK}, {"dropout_p": 0.1},
+    ):  # fmt: skip
+        assert chosen(128, 4096, **changes) == (64, False), changes
+
+
+def test_plan_with_80_queries() -> None:
+    prepare, main, convert = (spec := plan(problem(128, seqlen_q=4096, seqlen_k=4096))).launches
+    assert label(spec) == "hopper 80x128 num_warps=12 num_stages=2"
+    assert prepare.grid == convert.grid == 52 * 4 * 2
+    assert {item.field: item.box[1] for item in main.tensor_maps} == {
+        "tensor_map_q": 80, "tensor_map_k": 128, "tensor_map_v": 128, "tensor_map_dout": 80,
+    }  # fmt: skip
+    buffers = {item.field: item for item in spec.workspaces}
+    assert buffers["dq_accum"].nbytes == 4 * 2 * 4 * 52 * 80 * 128
+    assert buffers["delta"].nbytes == 4 * 2 * 4 * 52 * 80
+    # The two kernels must agree on the blocks of the workspace.
+    for tile, transposed in (({}, True), ({"block_m": 64}, False)):
+        config = plan(problem(128, seqlen_q=4096), **tile).launches[-1].config
+        assert isinstance(config, BackwardConfig)
+        assert config.transposed_blocks == transposed
+
+
 def test_candidates_have_the_other_loop_and_the_other_preparation() -> None:
     def switches(head_dim: int, **changes: Any) -> list[tuple[int, bool, bool]]:
         specs = hopper_backward.candidates(problem(head_dim, **changes), **TARGET)
@@ -255,7 +312,9 @@ def test_candidates_have_the_other_loop_and_the_other_preparation() -> None:
     assert switches(64) == [(128, True, False), (64, True, False), (128, False, False), (128, True, True)]
     assert switches(64, **long) == [(128, False, True), (64, False, False), (128, True, True), (128, False, False)]
     assert switches(64, **CAUSAL) == [(128, True, False), (64, True, False), (128, False, False)]
-    assert switches(128, **long) == [(64, False, False), (64, True, False)]
+    assert switches(128) == [(64, True, False), (64, False, False), (80, False, False)]
+    assert switches(128, **long) == [(80, False, False), (64, False, False), (64, True, False)]
+    assert switches(96, **long, **CAUSAL) == [(64, False, False), (64, True, False), (80, False, False)]
     assert switches(128, dropout_p=0.1) == [(64, False, False)]
     assert switches(256) == [(64, False, False)]
 

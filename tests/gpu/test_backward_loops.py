@@ -1,4 +1,4 @@
-"""Each loop of the Hopper backward kernel and each way to prepare its rows, also where the table has another one."""
+"""Each loop and tile of the Hopper backward kernel, each way to prepare its rows, also where the table has another."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
 
-    def forced(**switches: bool) -> None:
+    def forced(**switches: int) -> None:
         def tile(problem: AttentionProblem) -> hopper_backward.Tile:
             assert hopper_backward.is_plain(problem)
             return dataclasses.replace(choose_tile(problem), **switches)
@@ -70,20 +70,50 @@ def test_gradients(
     case = cases.make_case(f"loops-{shape}", **fields)
     run = Run(case)
     exact, low = oracle(case, run.arrays)
-    force(fused=fused, pipelined=pipelined)
+    force(block_m=128 if head_dim <= 64 else 64, fused=fused, pipelined=pipelined)
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+
+
+@pytest.mark.reliability(31)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [
+        (128, {}),
+        (128, {"dtype": "float16", "causal": True, "dlse": True}),
+        (128, {"causal": "top_left", "softmax_scale": -0.2}),
+        # Columns of the second slab that some warps, or all but one, do not have.
+        (96, {}),
+        (72, {"causal": True}),
+    ],
+)
+def test_gradients_of_tiles_of_80_queries(head_dim: int, options: dict[str, Any], shape: str, force: Any) -> None:
+    fields: dict[str, Any] = {"dtype": "bfloat16", "head_dim": head_dim, **SHAPES[shape], **options}
+    case = cases.make_case(f"loops-{shape}", **fields)
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    force(block_m=80, fused=False)
     assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
 
 
 @pytest.mark.reliability(35)
-@pytest.mark.parametrize(("head_dim", "pipelined"), [(64, False), (64, True), (128, False)])
-def test_1000_repeats_beside_other_work(head_dim: int, pipelined: bool, force: Any) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "switches"),
+    [
+        (64, {"fused": True, "pipelined": False}),
+        (64, {"fused": True, "pipelined": True}),
+        (128, {"block_m": 64, "fused": True}),
+        (128, {"block_m": 80, "fused": False}),
+    ],
+)
+def test_1000_repeats_beside_other_work(head_dim: int, switches: dict[str, int], force: Any) -> None:
     """Blocks that become resident late, because a matrix product on another stream has their multiprocessors."""
     case = cases.make_case(
         f"loops-repeat-{head_dim}", dtype="bfloat16", batch=12, seqlen_q=500, seqlen_k=650, num_heads=8, num_heads_kv=4,
         head_dim=head_dim,
     )  # fmt: skip
     run = Run(case)
-    force(fused=True, pipelined=pipelined)
+    force(**switches)
     forward = run.forward()
     first = run.backward(forward)
     side, x = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
@@ -99,15 +129,18 @@ def test_1000_repeats_beside_other_work(head_dim: int, pipelined: bool, force: A
 
 
 @pytest.mark.reliability(61)
-def test_counters_of_a_graph_and_of_calls_that_share_a_workspace(force: Any) -> None:
-    """The host clears the counters before each launch, in a graph too; whatever the workspace holds."""
-    force(fused=True)
+@pytest.mark.parametrize(("head_dim", "switches"), [(64, {"fused": True}), (128, {"block_m": 80, "fused": False})])
+def test_counters_of_a_graph_and_of_calls_that_share_a_workspace(
+    head_dim: int, switches: dict[str, int], force: Any
+) -> None:
+    """Who clears the counters does it before each launch, in a graph too; whatever the workspace holds."""
+    force(**switches)
     with backend("hopper"):
         sets = []
         for seed, (rows, keys) in enumerate(((300, 400), (700, 513))):
             torch.manual_seed(seed)
-            q, dout = (torch.randn(2, rows, 4, 64, device=DEVICE, dtype=torch.float16) for _ in range(2))
-            k, v = (torch.randn(2, keys, 4, 64, device=DEVICE, dtype=torch.float16) for _ in range(2))
+            q, dout = (torch.randn(2, rows, 4, head_dim, device=DEVICE, dtype=torch.float16) for _ in range(2))
+            k, v = (torch.randn(2, keys, 4, head_dim, device=DEVICE, dtype=torch.float16) for _ in range(2))
             out, lse = torch.empty_like(q), torch.empty(2, 4, rows, device=DEVICE)
             scratch = torch.empty(api.forward_workspace_bytes(q, k, v), dtype=torch.uint8, device=DEVICE)
             nvrtc_attn.attention_forward(q, k, v, out, lse=lse, workspace=scratch)

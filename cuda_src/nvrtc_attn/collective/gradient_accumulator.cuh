@@ -2,7 +2,8 @@
 //
 // Layout: 16 x 8 blocks, row-major over (row / 16, column / 8), 128 floats each in the order of mma accumulators, so that a
 // warp adds one block with one instruction over contiguous memory. From compute capability 9.0 a lane's four values are
-// neighbours (red.v4.f32: a quarter of the instructions), before that they lie 32 apart (four full-line scalar reds).
+// neighbours (red.v4.f32: a quarter of the instructions), before that they lie 32 apart (four full-line scalar reds). Query
+// tiles of 80 rows have transposed blocks (convert_transposed).
 #pragma once
 #include "../common/numbers.cuh"
 
@@ -116,6 +117,47 @@ NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, ind
           }
         }
       }
+    }
+  }
+}
+
+// Of 8 x 8 elements of 16 bits, a row in each quad.
+NVRTC_ATTN_DEVICE uint32_t transpose_matrix(uint32_t word) {
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
+  return word;
+}
+
+// The same from transposed blocks, 16 columns x 8 rows, row-major over (column / 16, row / 8): a gradient of 16-bit type whose
+// rows are aligned to 16 bytes. `accum` starts at a multiple of kRows rows.
+template <int kWidth, int kRows, int kThreads, class Element>
+NVRTC_ATTN_DEVICE void convert_transposed(float const* accum, Element* dst, index_t stride_row, int rows, int cols,
+                                          float factor, int tid) {
+  static_assert(kRows % 8 == 0 && kThreads % 32 == 0);
+  constexpr int kTiles = kWidth / 16;
+  constexpr int kUnits = kRows / 8 * ((kTiles + 1) / 2);
+  int const lane = tid % 32;
+  int const g = lane >> 2;
+  int const t = lane & 3;
+  // A warp takes 8 rows of 32 columns at a time. Words turned round hold two columns of row g, and quads exchange them.
+#pragma unroll 3
+  for (int n = tid / 32; n < kUnits; n += kThreads / 32) {
+    int const row_tile = n % (kRows / 8);
+    int const tile0 = n / (kRows / 8) * 2;
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float4 c = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (kTiles % 2 == 0 || tile0 + i < kTiles) {
+        c = read_block(accum + ((tile0 + i) * (kRows / 8) + row_tile) * kAccumBlock, lane);
+      }
+      w[2 * i] = transpose_matrix(pack2<Element>(c.x * factor, c.y * factor));
+      w[2 * i + 1] = transpose_matrix(pack2<Element>(c.z * factor, c.w * factor));
+    }
+    transpose_quad(w, lane);
+    int const row = 8 * row_tile + g;
+    int const col = 16 * tile0 + 8 * t;
+    if (row < rows && col < cols) {
+      *reinterpret_cast<uint4*>(dst + index_t(row) * stride_row + col) = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
 }

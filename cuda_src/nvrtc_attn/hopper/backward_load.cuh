@@ -40,9 +40,11 @@ struct HopperBackwardShape {
   static constexpr bool kStoresTiles = kBiasTiles && Traits::kDbiasStore;
   static constexpr int kBytesZeros = kStoresTiles && Traits::kBand ? kSlabQ : 0;
 
-  // dQ of a group: 64 query rows and all columns, or all 64 rows and one slab, or half a slab, of columns.
+  // dQ of a group: 64 query rows and all columns, or all 64 rows and one slab, or half a slab, of columns. Of 80 queries dQ^T:
+  // one slab of columns, in multiples of 16 for a warp, and all queries.
   static constexpr bool kSplitRows = kBlockM == 128;
-  static constexpr int kTilesDq = kSplitRows ? kTilesD : kSlabs * 4;
+  static constexpr bool kTransposedDq = kBlockM == 80;
+  static constexpr int kTilesDq = kTransposedDq ? kTilesM : kSplitRows ? kTilesD : kSlabs * 4;
 
   static constexpr int kOffsetV = kBytesK;
   static constexpr int kOffsetQ = kOffsetV + kBytesV;
@@ -72,8 +74,10 @@ struct HopperBackwardShape {
         Traits::kSequsedK || Traits::kOneKeyTile || Traits::kOrdered);
   static_assert(kPlain || !(Traits::kFused || Traits::kPipelined), "registers, and the warps that prepare rows");
   static_assert(!Traits::kPipelined || kBlockM == 128, "at 64 queries it is slower");
-  static_assert(kBlockM == 64 || kBlockM == 128, "a group computes 64 rows of dQ");
-  static_assert(kSplitRows ? kSlabs == 1 : kSlabs <= kGroups, "columns of dQ");
+  static_assert(kBlockM == 64 || kTransposedDq || kBlockM == 128, "a group computes 64 rows of dQ or of dQ^T");
+  static_assert(kSplitRows ? kSlabs == 1 : kTransposedDq ? kSlabs == kGroups : kSlabs <= kGroups, "columns of dQ");
+  static_assert(kPlain || !kTransposedDq, "registers");
+  static_assert(!(Traits::kFused && kTransposedDq), "shared memory, and a tile is no whole number of pieces");
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
   static_assert(!kBiasTiles || (sizeof(typename Traits::Bias) == 2 && !Traits::kSoftcap && !Traits::kVarlen),
                 "what the tiles of bias and dS have in common");

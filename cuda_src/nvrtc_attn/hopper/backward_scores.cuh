@@ -85,9 +85,9 @@ struct ScoreBlock {
     }
   }
 
-  // With 128 queries S, dP, dK, dV and P as an operand would take all registers there are: P is kept in 16 bits only,
-  // twice, because registers that a product in flight reads must be left alone.
-  static constexpr bool kPacked = (kTilesM == 16 || Traits::kKeepWords) && !Traits::kSoftcap;
+  // With 128 queries, or 80 of a larger head dim, S, dP, dK, dV and P as an operand would take all registers there are: P is
+  // kept in 16 bits only, twice, because registers that a product in flight reads must be left alone.
+  static constexpr bool kPacked = (kTilesM > 8 || Traits::kKeepWords) && !Traits::kSoftcap;
   struct KeptP {
     uint32_t x[kPacked ? kTilesM : 1][2];
   };

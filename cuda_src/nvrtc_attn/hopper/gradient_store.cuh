@@ -35,6 +35,19 @@ NVRTC_ATTN_DEVICE void start_product_shared(AccTile (&c)[1][kTiles], uint64_t a,
   }
 }
 
+// c = A^T B^T: A is kColumns rows of one slab, B kTiles * 8 rows of slabs of kSlabB bytes, kColumns wide.
+template <class Element, int kSlabB, int kColumns, int kTiles>
+NVRTC_ATTN_DEVICE void start_product_transposed(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
+  using Atom = typename WgmmaAtoms<Element, 8 * kTiles, MatrixMajor::K>::template SSOf<MatrixMajor::MN>;
+  constexpr int kStepsPerSlab = kSlabColumns / 16;
+#pragma unroll
+  for (int step = 0; step < kColumns / 16; ++step) {
+    wgmma_ss<Atom>(c, a + step * (16 * kSlabRowBytes >> 4),
+                   b + step / kStepsPerSlab * (kSlabB >> 4) + step % kStepsPerSlab * (32 >> 4), step != 0,
+                   typename IndexRange<4 * kTiles>::Type{});
+  }
+}
+
 // A warp's 16 x 8 kTiles accumulators times `factor` -> rows of a gradient whose columns are contiguous and whose rows are
 // aligned to 16 bytes. `to`: row 0 of the warp; rows at or beyond `rows` and columns beyond `cols` are left out.
 template <class Element, int kTiles>

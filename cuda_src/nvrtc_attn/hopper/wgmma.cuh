@@ -27,12 +27,16 @@ struct WgmmaAtoms;
 #define NVRTC_ATTN_WGMMA_ATOMS(n)                                                         \
   template <MatrixMajor kMajorB>                                                          \
   struct WgmmaAtoms<half_t, n, kMajorB> {                                                 \
-    using SS = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<MatrixMajor::K, kMajorB>;   \
+    template <MatrixMajor kMajorA>                                                        \
+    using SSOf = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<kMajorA, kMajorB>;        \
+    using SS = SSOf<MatrixMajor::K>;                                                      \
     using RS = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<MatrixMajor::K, kMajorB>;   \
   };                                                                                      \
   template <MatrixMajor kMajorB>                                                          \
   struct WgmmaAtoms<bfloat16_t, n, kMajorB> {                                             \
-    using SS = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<MatrixMajor::K, kMajorB>; \
+    template <MatrixMajor kMajorA>                                                        \
+    using SSOf = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<kMajorA, kMajorB>;      \
+    using SS = SSOf<MatrixMajor::K>;                                                      \
     using RS = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_RS<MatrixMajor::K, kMajorB>; \
   };
 NVRTC_ATTN_WGMMA_ATOMS(16)

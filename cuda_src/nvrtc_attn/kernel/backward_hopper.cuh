@@ -4,7 +4,9 @@
 // Roles: warp-group 0 loads (one thread issues all copies); each of the other two warp-groups owns 64 of the tile's 128 keys.
 // Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV += P^T dO and
 // dK += dS^T Q without leaving registers. dS goes to shared memory too: dQ = dS K needs all keys, so the groups meet once a
-// query tile, and each computes its share of dQ (64 rows of 128, or 64 columns of 128) and adds it to dq_accum.
+// query tile, and each computes its share of dQ (64 rows of 128, or 64 columns of 128) and adds it to dq_accum. A query tile has
+// 64 rows, or 128 where both head dims are up to 64; of 80, which are no whole number of times 64, dQ^T = K^T dS^T is computed,
+// 64 rows of 128.
 //
 // The products of a query tile are started so that the tensor cores have one to work on while the warps compute:
 //   start S, dP -> P under dP -> start dV -> dS under dV -> meet -> start dQ, dK -> add dQ to dq_accum under dK.
@@ -58,7 +60,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
   uint64_t const dout_right = descriptor_k_major(smem + Shape::kOffsetDout);
   uint64_t const q_rows = descriptor_mn_major(smem + Shape::kOffsetQ, Shape::kSlabQ);
   uint64_t const dout_rows = descriptor_mn_major(smem + Shape::kOffsetDout, Shape::kSlabQ);
-  uint64_t const ds_left =
+  uint64_t const ds_operand =
       descriptor_k_major(smem + Shape::kOffsetDs + (Shape::kSplitRows ? group * 64 * kSlabRowBytes : 0));
   uint64_t const k_rows = descriptor_mn_major(
       smem + (Shape::kSplitRows ? 0 : group * (Shape::kSlabs == 1 ? kSlabRowBytes / 2 : Shape::kSlabK)), Shape::kSlabK);
@@ -179,8 +181,12 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
       auto start_dq = [&](auto& dq) {
         pin_registers(dq);
         begin_products();
-        start_product_shared<Element, Shape::kSlabQ, Shape::kBlockN>(dq, ds_left + slot.stage * (Shape::kBytesDs >> 4),
-                                                                     k_rows);
+        uint64_t const ds = ds_operand + slot.stage * (Shape::kBytesDs >> 4);
+        if constexpr (Shape::kTransposedDq) {
+          start_product_transposed<Element, Shape::kSlabQ, Shape::kBlockN>(dq, k_rows, ds);
+        } else {
+          start_product_shared<Element, Shape::kSlabQ, Shape::kBlockN>(dq, ds, k_rows);
+        }
         commit_products();
       };
       auto ds_slab = [&] { return smem + Shape::kOffsetDs + slot.stage * Shape::kBytesDs + group * Shape::kSlabQ; };
@@ -216,15 +222,19 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         return params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
                index_t(head) * params.dq_accum_stride_h +
                (accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, tile.b) + m0) * Traits::kHeadDim +
-               (row_block * Shape::kTilesD + tile0) * kAccumBlock;
+               (Shape::kTransposedDq ? (4 * group + warp) * Shape::kTilesDq : row_block * Shape::kTilesD + tile0) *
+                   kAccumBlock;
       };
       auto add_dq_to = [&](auto& dq, float* to) {
-        int const tiles = min(Shape::kTilesDq, Shape::kTilesD - (Shape::kSplitRows ? 0 : group * Shape::kTilesDq));
+        // Not of columns that dq does not have.
+        int tiles = min(Shape::kTilesDq, Shape::kTilesD - (Shape::kSplitRows ? 0 : group * Shape::kTilesDq));
+        if constexpr (Shape::kTransposedDq) {
+          tiles = 64 * group + 16 * warp < Traits::kHeadDim ? Shape::kTilesDq : 0;
+        }
+        constexpr bool kAll = Shape::kTilesD == (Shape::kTransposedDq ? 16 : 2 * Shape::kTilesDq);
 #pragma unroll
         for (int d = 0; d < Shape::kTilesDq; ++d) {
-          if (Shape::kSplitRows || Shape::kTilesD == 2 * Shape::kTilesDq || d < tiles) {
-            add_block(to + d * kAccumBlock, dq[0][d], lane);
-          }
+          if (Shape::kSplitRows || kAll || d < tiles) add_block(to + d * kAccumBlock, dq[0][d], lane);
         }
       };
       auto add_dq = [&](auto& dq, int head, int m0) {
@@ -262,7 +272,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         auto start_dq_of = [&](auto& dq, int stage) {
           forget_registers(dq);
           begin_products();
-          start_product_shared<Element, Shape::kSlabQ, Shape::kBlockN>(dq, ds_left + stage * (Shape::kBytesDs >> 4),
+          start_product_shared<Element, Shape::kSlabQ, Shape::kBlockN>(dq, ds_operand + stage * (Shape::kBytesDs >> 4),
                                                                        k_rows);
           commit_products();
         };

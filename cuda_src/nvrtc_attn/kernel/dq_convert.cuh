@@ -38,8 +38,14 @@ NVRTC_ATTN_DEVICE void dq_convert(BackwardParams const& params) {
                        index_t(h) * params.dq_accum_stride_h + first * kWidth;
   Element* dst =
       head + index_t(seqlen.batch_index) * params.dq_stride_b + (index_t(seqlen.q_row0) + m0) * params.dq_stride_m;
-  convert_accumulator<kWidth, kBlockM, kThreads, Traits::kAligned>(
-      accum, dst, params.dq_stride_m, params.dq_stride_d, seqlen.len_q - m0, params.head_dim, params.scale, tid);
+  if constexpr (Traits::kTransposedBlocks) {
+    static_assert(Traits::kAligned && sizeof(Element) == 2, "a family of kernels with 16-bit operands alone");
+    convert_transposed<kWidth, kBlockM, kThreads>(accum, dst, params.dq_stride_m, seqlen.len_q - m0, params.head_dim,
+                                                  params.scale, tid);
+  } else {
+    convert_accumulator<kWidth, kBlockM, kThreads, Traits::kAligned>(
+        accum, dst, params.dq_stride_m, params.dq_stride_d, seqlen.len_q - m0, params.head_dim, params.scale, tid);
+  }
 }
 
 }  // namespace nvrtc_attn
