@@ -570,6 +570,10 @@ def _wide_head_cases() -> list[Case]:
         {"head_dim": 256, "softcap": 5.0, "dropout_p": 0.1},
         {"head_dim": 256, "softcap": 5.0, "mask": "11qk", "causal": True},
         {"head_dim": 256, "bias": "bhqk", "mask": "b1qk", "causal": True},
+        # P a query tile ahead: masks, drops and maps are those of the next tile, also of the next head of a group.
+        {"head_dim": 192, "head_dim_v": 128, "softcap": 5.0, "dropout_p": 0.25, "num_heads_kv": 1},
+        {"head_dim": 192, "window_size": (70, 20), "num_heads_kv": 1},
+        {"head_dim": 160, "seqlens": lengths, "dropout_p": 0.25, "causal": True},
     ]
     dense = {"batch": 1, "seqlen_q": 300, "seqlen_k": 400}
     return [

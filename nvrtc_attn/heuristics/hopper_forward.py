@@ -84,6 +84,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
     diagonal = problem.window_right is not None and not problem.varlen
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0
     if widest <= 64:
         if direct:
             wide = problem.bias is not None and problem.bias.dtype != "float32" and lazy
@@ -97,7 +98,6 @@ def choose_tile(problem: AttentionProblem) -> Tile:
         # wider than they are, 0.055 against 0.066 ms.
         rows = _rows_of_narrow(problem)
         lengths = problem.varlen or problem.seqused_k
-        mapped = problem.softcap > 0 or problem.softmax_scale <= 0
         columns = 112 if rows == 192 and (lengths or mapped) else 128
         if not lengths:
             columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
@@ -119,7 +119,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
             return Tile(block_m=128, block_n=96 if lazy else 64, num_stages_q=2, lazy_max=lazy)
         # A second slot for Q leaves room for 128 keys: 708 at 4096; 176 keys and one slot 667, 144 keys 684.
         # One slot and a third for K and V: 612 against 643 at 1024.
-        half = diagonal and problem.seqlen_q <= 1024 and not operands
+        half = diagonal and problem.seqlen_q <= 1024 and not (operands or mapped)
         # With dropout and 80 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
         columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else 128
         return Tile(block_m=128, block_n=columns, num_stages_q=2, half_tile=half, lazy_max=True)

@@ -130,13 +130,17 @@ struct WideGradients {
   FragmentA<Element> factors[4];
   float delta[8][2];
 
-  // `factor`: what group 0 has left for this thread. Read while dP is on its way: in the loop below, where every read waits for
-  // the one before it, it took 900 of a tile's 4300 cycles (H200, 2026-11-21, D 256).
   NVRTC_ATTN_DEVICE WideGradients(BackwardParams const& params_, int b_, int h_, int len_q_, int i0_, int j0_,
-                                  int lane_, unsigned factor, unsigned row_delta)
-      : params(params_), b(b_), h(h_), len_q(len_q_), i0(i0_), j0(j0_), lane(lane_) {
+                                  int lane_)
+      : params(params_), b(b_), h(h_), len_q(len_q_), i0(i0_), j0(j0_), lane(lane_) {}
+
+  // What group 0 has left for this thread. Read while dP is on its way: in the loop below, where every read waits for the one
+  // before it, it took 900 of a tile's 4300 cycles (H200, 2026-11-21, D 256).
+  NVRTC_ATTN_DEVICE void read_factors(unsigned factor) {
 #pragma unroll
     for (int step = 0; step < 4; ++step) factors[step] = get_fragment<Element>(factor, step);
+  }
+  NVRTC_ATTN_DEVICE void read_delta(unsigned row_delta) {
 #pragma unroll
     for (int m = 0; m < 8; ++m) {
       asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"

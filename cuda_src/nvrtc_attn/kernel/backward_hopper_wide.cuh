@@ -8,10 +8,17 @@
 //
 // Roles: warp-group 0 loads (one thread issues all copies). Of the consumers group 0 computes scores, S^T = K Q^T, and P;
 // group 1 computes dP^T = V dO^T and dS. P and dS go from one to the other through shared memory. Both have columns of
-// dV += P^T dO and dK += dS^T Q, and 64 columns of dQ, which is one query tile late (dQ'): the other block's dS has arrived by
-// then. S is one query tile early (S+), so that it runs beside dS.
+// dV += P^T dO and dK += dS^T Q, and of dQ, which is one query tile late (dQ'): the other block's dS has arrived by then. S is
+// one query tile early (S+), so that it runs beside dS. With six slabs of dk and dv at most (kOverlapped) so is P (P+):
 //
-//   group 0: P, to the other -> start dQ' -> start dV -> add dQ' to dq_accum -> start S+ -> wait for dS -> start dK
+//   group 0: start dQ', dV, S+ -> add dQ' to dq_accum -> wait for dS -> start dK -> P+, to the other
+//   group 1: start dQ', dP -> wait for P -> start dV -> dS, to both -> start dK -> add dQ' to dq_accum
+//
+// Additions leave by the queue that shared memory is reached through: what is read behind them is 250 to 500 cycles late, which
+// under dK nobody waits for, and P is published under dK too, 700 cycles. Registers for both are missing with more slabs, with a
+// mask, or with dropout and packed lengths:
+//
+//   group 0: P, to the other -> start dQ', dV -> add dQ' to dq_accum -> start S+ -> wait for dS -> start dK
 //   group 1: start dQ', dP -> add dQ' to dq_accum -> wait for P -> start dV -> dS, to both -> start dK
 //
 // At head dim 256 dO has one slot, and how long it is occupied decides the time of a query tile: dP and dV follow its arrival at
@@ -49,8 +56,7 @@ struct WideBackwardShape {
   static constexpr int kTilesDv = kHeadDimV / 8;
   static constexpr int kSlabs = (kHeadDim + kSlabColumns - 1) / kSlabColumns;
   static constexpr int kSlabsV = (kHeadDimV + kSlabColumns - 1) / kSlabColumns;
-  static constexpr int kSlabsDq = (kSlabs + 1) / 2;       // of one block
-  static constexpr int kTilesDq = kSlabsDq == 1 ? 4 : 8;  // of one group: a slab or half of one
+  static constexpr int kSlabsDq = (kSlabs + 1) / 2;  // that one block reads for its half of dQ's columns
   static constexpr int kSlab = 64 * kSlabRowBytes;
   static constexpr int kBytesQ = kSlabs * kSlab;
   static constexpr int kBytesDout = kSlabsV * kSlab;
@@ -61,6 +67,10 @@ struct WideBackwardShape {
   static constexpr int kBytesStatistic = kBlockM * 4;
   // dV's operand and dS's factor are two things when the score has a derivative or some of P is dropped.
   static constexpr bool kTwoP = Traits::kSoftcap || Traits::kDropout;
+  // The order of a turn that wants scores, P and dQ in registers at the same time: see above.
+  static constexpr bool kOverlapped = kSlabs + kSlabsV <= 6 && !Traits::kMask && !(Traits::kDropout && Traits::kVarlen);
+  // The group that has a whole slab of dQ where there are three; with a mask the other choice spills 16 to 20 bytes.
+  static constexpr int kWholeSlabGroup = Traits::kMask ? 0 : 1;
 
   static constexpr int kOffsetV = kBytesK;
   static constexpr int kOffsetOtherK = kOffsetV + kBytesV;
@@ -90,6 +100,21 @@ struct OwnColumns {
   static constexpr int kCount = (kTiles < 8 * kEndSlab ? kTiles : 8 * kEndSlab) - 8 * kFirstSlab;  // tiles of 8
   static constexpr bool kAny = kEndSlab > kFirstSlab;
   static constexpr int kRegisterTiles = kAny ? kCount : 2;
+};
+
+// Columns of dQ that a consumer group computes, all in one slab: a quarter, but of three slabs one group of each block has a whole
+// one and the other half of the middle one, so that no product is thrown away. Group 0 has the larger products of dK and S: the
+// whole slab there is 3 % slower (D 192, value 128, causal).
+template <class Shape, int kGroup>
+struct DqColumns {
+  static constexpr bool kWhole = Shape::kSlabs == 3 && kGroup == Shape::kWholeSlabGroup;
+  static constexpr int kTiles = Shape::kSlabs == 3 ? (kWhole ? 8 : 4) : 2 * Shape::kSlabs;
+  static NVRTC_ATTN_DEVICE int first_tile(int rank) {
+    if constexpr (Shape::kSlabs == 3) return kWhole ? 16 * rank : 8 + 4 * rank;
+    return (2 * rank + kGroup) * kTiles;
+  }
+  // Of the slabs that the block has of the other's K.
+  static NVRTC_ATTN_DEVICE int first_slab(int rank) { return rank * (Shape::kSlabs - Shape::kSlabsDq); }
 };
 
 template <class Shape>
@@ -245,8 +270,8 @@ NVRTC_ATTN_DEVICE void load_wide_operands(HopperBackwardParams const& params,
 #pragma unroll
         for (int slab = 0; slab < Shape::kSlabsDq; ++slab) {
           load_box(smem + Shape::kOffsetOtherK + slab * Shape::kSlab, params.tensor_map_k, barriers.full_k().address,
-                   (rank * Shape::kSlabsDq + slab) * kSlabColumns, k_row + (rank == 0 ? Shape::kKeys : -Shape::kKeys),
-                   k_h, k_b, kEvictFirst);
+                   (DqColumns<Shape, 0>::first_slab(rank) + slab) * kSlabColumns,
+                   k_row + (rank == 0 ? Shape::kKeys : -Shape::kKeys), k_h, k_b, kEvictFirst);
         }
       }
 #pragma unroll 1
@@ -285,6 +310,12 @@ NVRTC_ATTN_DEVICE int consumer_thread() {
   return thread - 128;
 }
 
+// `x`, of which the compiler does not keep what it has computed before.
+NVRTC_ATTN_DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Both groups come here, each by code of its own, and wait at a barrier of its own (`id` + kGroup): synccheck takes one barrier
 // at two places of the code for divergence. Before they meet with this id again one must have waited for the other elsewhere.
 template <int kGroup, int kConsumers>
@@ -316,10 +347,12 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
   uint64_t const dout_rows = descriptor_mn_major(smem + Shape::kOffsetDout + OwnV::kFirst * Shape::kSlab, Shape::kSlab);
   uint64_t const ds_left = descriptor_k_major(smem + Shape::kOffsetDs);
   uint64_t const ds_transposed = descriptor_mn_major(smem + Shape::kOffsetDs, Shape::kSlab);
-  int const dq_tile0 = rank * Shape::kSlabsDq * 8 + kGroup * Shape::kTilesDq;
-  constexpr int kColumnsDq = kGroup * (Shape::kTilesDq == 8 ? Shape::kSlab : kSlabRowBytes / 2);
-  uint64_t const k_rows = descriptor_mn_major(smem + rank * Shape::kBytesOtherK + kColumnsDq, Shape::kSlab);
-  uint64_t const other_k_rows = descriptor_mn_major(smem + Shape::kOffsetOtherK + kColumnsDq, Shape::kSlab);
+  using OwnDq = DqColumns<Shape, kGroup>;
+  int const dq_tile0 = OwnDq::first_tile(rank);
+  unsigned const dq_columns = smem + dq_tile0 / 8 * Shape::kSlab + dq_tile0 % 8 * 16;
+  uint64_t const k_rows = descriptor_mn_major(dq_columns, Shape::kSlab);
+  uint64_t const other_k_rows =
+      descriptor_mn_major(dq_columns + Shape::kOffsetOtherK - OwnDq::first_slab(rank) * Shape::kSlab, Shape::kSlab);
   uint64_t const p_left = descriptor_k_major(smem + Shape::kOffsetP);
   unsigned const p_words = smem + Shape::kOffsetP + fragment_offset(warp, lane);
   unsigned const factor_words = Shape::kTwoP ? p_words + Shape::kSlab : p_words;
@@ -478,12 +511,14 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
       if (lane == 0) arrive_remote(other_smem + (barriers.empty_ds(before.stage).address - smem));
       index_t const row0 =
           accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, tile.b) + index_t(m_before) * kBlockM;
+      // Reading the thread's index again waits for all that is queued for shared memory, 150 to 250 cycles.
+      int const row_warp = (Shape::kOverlapped ? opaque(tid) : consumer_thread()) >> 5 & 3;
       float* const to = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
                         index_t(h_before) * params.dq_accum_stride_h + row0 * Traits::kHeadDim +
-                        ((consumer_thread() >> 5 & 3) * Shape::kTilesD + dq_tile0) * kAccumBlock;
+                        (row_warp * Shape::kTilesD + dq_tile0) * kAccumBlock;
 #pragma unroll
-      for (int d = 0; d < Shape::kTilesDq; ++d) {
-        if (Shape::kTilesD == 16 * Shape::kSlabsDq || dq_tile0 + d < Shape::kTilesD) {
+      for (int d = 0; d < OwnDq::kTiles; ++d) {
+        if (Shape::kTilesD % 8 == 0 || dq_tile0 + d < Shape::kTilesD) {
           add_block(to + d * kAccumBlock, dq[0][d], lane);
         }
       }
@@ -500,31 +535,37 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
     };
 
     AccTile s[1][Shape::kTilesM];
+    [[maybe_unused]] FragmentA<Element> p[Shape::kStepsM];
+    // Group 0: P of query tile m of head h, whose scores are in s, in p and for the other group.
+    [[maybe_unused]] auto give_probabilities = [&](int h, int m, int stage) {
+      int const m0 = m * kBlockM;
+      bool const masked = (kReadsRows && seqlen.len_q - m0 < kBlockM) || !mask.keeps_tile(m0, kBlockM, n_own, 64);
+      WideScoreOperands<Traits> const operands(params, tile.b, h, seqlen.len_q, seqlen.len_k, m0, n_own + 16 * warp,
+                                               lane);
+      scores.probabilities(s, p, operands, factor_words, smem + Shape::kOffsetLse + stage * Shape::kBytesStatistic, m0,
+                           masked);
+#pragma unroll
+      for (int step = 0; step < Shape::kStepsM; ++step) give_fragment(p_words, step, p[step]);
+      fence_async_proxy();
+      named_barrier_arrive(1, Shape::kConsumers);
+    };
     if constexpr (kGroup == 0) {
       barriers.full_q(q_slot.stage).wait(q_slot.parity);
       start_scores(s, q_slot.stage);
       wait_products<0>();
       pin_registers(s);
+      if constexpr (Shape::kOverlapped) give_probabilities(h, m, q_slot.stage);
     }
 #pragma unroll 1
     for (; tiles_left > 0; --tiles_left) {
       int const m0 = m * kBlockM;
       int const valid = Traits::kVarlen ? seqlen.len_q - m0 : kBlockM;
-      bool const masked = (kReadsRows && seqlen.len_q - m0 < kBlockM) || !mask.keeps_tile(m0, kBlockM, n_own, 64);
-      AccTile dq[1][Shape::kTilesDq];
+      AccTile dq[1][OwnDq::kTiles];
       uint64_t const q_tile = q_rows + q_slot.stage * (Shape::kBytesQ >> 4);
       uint64_t const dout_tile = dout_rows + dout_slot.stage * (Shape::kBytesDout >> 4);
       if constexpr (kGroup == 0) {
         if (tid == 0) barriers.full_ds(slot.stage).arrive_and_expect(Shape::kSlab);
-        FragmentA<Element> p[Shape::kStepsM];
-        WideScoreOperands<Traits> const operands(params, tile.b, h, seqlen.len_q, seqlen.len_k, m0, n_own + 16 * warp,
-                                                 lane);
-        scores.probabilities(s, p, operands, factor_words,
-                             smem + Shape::kOffsetLse + q_slot.stage * Shape::kBytesStatistic, m0, masked);
-#pragma unroll
-        for (int step = 0; step < Shape::kStepsM; ++step) give_fragment(p_words, step, p[step]);
-        fence_async_proxy();
-        named_barrier_arrive(1, Shape::kConsumers);
+        if constexpr (!Shape::kOverlapped) give_probabilities(h, m, q_slot.stage);
         start_dq(dq);
         barriers.full_dout(dout_slot.stage).wait(dout_slot.parity);
         if (valid < kBlockM) {
@@ -536,34 +577,58 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
         }
         pin_registers(p);
         start_dv([&] { start_product_ab<Element>(dv, p, dout_tile); });
-        wait_products<1>();
-        pin_registers(dq);
-        add_dq(dq);
-        wait_products<0>();
-        pin_registers(dv);
-        pin_registers(p);
-        release_to_both(barriers.empty_dout(dout_slot.stage));
         // Of the next tile, if there is one.
         RingPosition<Shape::kStages> next = q_slot;
         next.advance();
-        if (tiles_left > 1) barriers.full_q(next.stage).wait(next.parity);
-        start_scores(s, next.stage);
+        if constexpr (Shape::kOverlapped) {
+          if (tiles_left > 1) barriers.full_q(next.stage).wait(next.parity);
+          start_scores(s, next.stage);
+          wait_products<2>();
+          pin_registers(dq);
+          add_dq(dq);
+          wait_products<1>();
+        } else {
+          wait_products<1>();
+          pin_registers(dq);
+          add_dq(dq);
+          wait_products<0>();
+        }
+        pin_registers(dv);
+        pin_registers(p);
+        release_to_both(barriers.empty_dout(dout_slot.stage));
+        if constexpr (!Shape::kOverlapped) {
+          if (tiles_left > 1) barriers.full_q(next.stage).wait(next.parity);
+          start_scores(s, next.stage);
+        }
         named_barrier_sync(2, Shape::kConsumers);
         start_dk([&] {
           start_product_transposed<Element, Shape::kStepsM>(dk, ds_transposed + slot.stage * (Shape::kBytesDs >> 4),
                                                             q_tile);
         });
+        if constexpr (Shape::kOverlapped) {
+          wait_products<1>();
+          pin_registers(s);
+          if (tiles_left > 1) {
+            int next_h = h, next_m = m;
+            range.next(next_h, next_m);
+            give_probabilities(next_h, next_m, next.stage);
+          }
+        }
         // Nothing stays in flight over the end of the loop: ptxas runs out of registers otherwise.
         wait_products<0>();
         pin_registers(s);
         pin_registers(dk);
       } else {
+        bool const masked = (kReadsRows && seqlen.len_q - m0 < kBlockM) || !mask.keeps_tile(m0, kBlockM, n_own, 64);
         start_dq(dq);
         barriers.full_dout(dout_slot.stage).wait(dout_slot.parity);
         start_scores(s, dout_slot.stage);
+        WideGradients<Traits> gradients(params, tile.b, h, seqlen.len_q, m0, n_own + 16 * warp, lane);
+        unsigned const row_delta = smem + Shape::kOffsetDelta + dout_slot.stage * Shape::kBytesStatistic;
+        if constexpr (Shape::kOverlapped) gradients.read_delta(row_delta);
         wait_products<1>();
         pin_registers(dq);
-        add_dq(dq);
+        if constexpr (!Shape::kOverlapped) add_dq(dq);
         if (valid < kBlockM) {
           wait_products<0>();
           zero_tile_rows<kBlockM, Shape::kSlabsV>(smem + Shape::kOffsetDout + dout_slot.stage * Shape::kBytesDout,
@@ -573,9 +638,8 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
         }
         named_barrier_sync(1, Shape::kConsumers);
         start_dv([&] { start_product_slab<Element>(dv, p_left, dout_tile, true); });
-        WideGradients<Traits> const gradients(params, tile.b, h, seqlen.len_q, m0, n_own + 16 * warp, lane,
-                                              factor_words,
-                                              smem + Shape::kOffsetDelta + dout_slot.stage * Shape::kBytesStatistic);
+        gradients.read_factors(factor_words);
+        if constexpr (!Shape::kOverlapped) gradients.read_delta(row_delta);
         wait_products<1>();
         pin_registers(s);
         if (tiles_left == 1) release(barriers.empty_v());
@@ -590,7 +654,7 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
         pin_registers(dv);
         release_to_both(barriers.empty_dout(dout_slot.stage));
         // The other block is done with what this one sent two tiles ago, hence so is the copy.
-        wait_remote(barriers.empty_ds(slot.stage), slot.parity ^ 1);
+        wait_for_room(barriers.empty_ds(slot.stage), slot.parity ^ 1);
         unsigned const own_ds = smem + Shape::kOffsetDs + slot.stage * Shape::kBytesDs;
         store_transposed<Element>(own_ds, ds, warp, lane);
         fence_async_proxy();
@@ -604,6 +668,7 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
         barriers.full_q(q_slot.stage).wait(q_slot.parity);
         pin_registers(ds);
         start_dk([&] { start_product_ab<Element>(dk, ds, q_tile); });
+        if constexpr (Shape::kOverlapped) add_dq(dq);
         wait_products<0>();
         pin_registers(dk);
         pin_registers(ds);
@@ -611,7 +676,7 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
       release_to_both(barriers.empty_q(q_slot.stage));
       end_tile();
     }
-    AccTile dq[1][Shape::kTilesDq];
+    AccTile dq[1][OwnDq::kTiles];
     start_dq(dq);
     store_dv();
     store_dk();
