@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -71,6 +72,17 @@ def save(name: str, rows: list[dict[str, Any]], directory: Path | None = None) -
     path = directory / f"{name}.json"
     path.write_text(json.dumps({"measured_on": provenance(), "rows": rows}, indent=1) + "\n")
     return path
+
+
+def saved_results(description: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Path and content of every result that the command line names; ``description`` is the program's help."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", help="files of the results folder, without .json")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        path = arguments.results / f"{name}.json"
+        yield path, json.loads(path.read_text())
 
 
 def print_table(rows: list[dict[str, Any]], columns: list[str]) -> None:

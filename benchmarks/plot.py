@@ -5,12 +5,10 @@ python benchmarks/plot.py grid_auto
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from measure import RESULTS
+from measure import saved_results
 
 COLOURS = {
     "ours": "black", "fa4": "tab:red", "fa3": "tab:orange",
@@ -58,13 +56,8 @@ def length(row: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", help="files of the results folder, without .json")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    for name in arguments.names:
-        path = arguments.results / f"{name}.json"
-        plot(json.loads(path.read_text())["rows"], path.with_suffix(".png"))
+    for path, saved in saved_results(__doc__):
+        plot(saved["rows"], path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

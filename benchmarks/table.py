@@ -5,13 +5,10 @@ python benchmarks/table.py grid_auto features_auto sizes_auto start_auto
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-from pathlib import Path
 from typing import Any
 
-from measure import RESULTS
+from measure import saved_results
 
 Row = dict[str, Any]
 PEERS = ("seed", "flash2", "cudnn", "fa3", "fa4")
@@ -86,18 +83,10 @@ TABLES = {"grid": grid, "features": features, "sizes": sizes, "start": start}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", help="files of the results folder, without .json")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    for name in arguments.names:
-        saved = json.loads((arguments.results / f"{name}.json").read_text())
+    for path, saved in saved_results(__doc__):
         measured = saved["measured_on"]
-        print(f"<!-- {name}: {measured['gpu']}, driver {measured['driver']}, commit {measured['commit']} -->")
-        print(
-            {"grid": grid, "features": features, "sizes": sizes, "start": start}[name.split("_")[0]](saved["rows"]),
-            end="\n\n",
-        )
+        print(f"<!-- {path.stem}: {measured['gpu']}, driver {measured['driver']}, commit {measured['commit']} -->")
+        print(TABLES[path.stem.split("_")[0]](saved["rows"]), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 #include "prepare_rows.cuh"
 #include "score_tile_transposed.cuh"
 #include "tma.cuh"
+#include "uniform.cuh"
 #include "wgmma.cuh"
 
 namespace nvrtc_attn {
@@ -165,7 +166,7 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
     KeyTile tile = key_tile<Traits::kOrdered>(params, t);
     if constexpr (Traits::kFused) {
       wait_for_rows<Traits>(params, tile.b, tile.h);
-      asm volatile("" : "+r"(t));
+      t = opaque(t);
       tile = key_tile<Traits::kOrdered>(params, t);  // computed again: nothing of it stays alive over the wait
     }
     helpers.announce(tile, parity, issuer);

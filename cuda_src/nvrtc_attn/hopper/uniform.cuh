@@ -1,4 +1,5 @@
-// Values that all lanes of a converged warp share, told to the compiler as such: they live in uniform registers.
+// What the compiler is told of a value: that all lanes of a converged warp share it, so that it lives in a uniform register, or
+// nothing.
 #pragma once
 #include "../compat.cuh"
 
@@ -11,6 +12,12 @@ NVRTC_ATTN_DEVICE int uniform(int a) { return int(__reduce_or_sync(0xffffffffu, 
 // result of a warp reduction is uniform again.
 NVRTC_ATTN_DEVICE int uniform_quotient(int a, int b) {
   return int(__reduce_or_sync(0xffffffffu, unsigned(a) / unsigned(b)));
+}
+
+// `x`, of which the compiler does not keep what it has computed before.
+NVRTC_ATTN_DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 }  // namespace nvrtc_attn

@@ -34,6 +34,7 @@
 // 3 and 4 rows of keys beyond the sequence are zeroed, 5 group 1 has stored its dS, 6 to 9 rows of queries are zeroed.
 #pragma once
 #include "../hopper/cluster.cuh"
+#include "../hopper/uniform.cuh"
 #include "../hopper/wide_products.cuh"
 #include "../hopper/wide_scores.cuh"
 #include "backward_hopper.cuh"
@@ -308,12 +309,6 @@ NVRTC_ATTN_DEVICE int consumer_thread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread - 128;
-}
-
-// `x`, of which the compiler does not keep what it has computed before.
-NVRTC_ATTN_DEVICE int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
 }
 
 // Both groups come here, each by code of its own, and wait at a barrier of its own (`id` + kGroup): synccheck takes one barrier
