@@ -141,8 +141,6 @@ class HopperBackwardConfig(KernelConfig):
     """Key tiles add to dq in a fixed order: the deterministic pass."""
     fused: bool = False
     """Idle warps of the kernel do what ``backward_hopper_prepare`` else does before it."""
-    pipelined: bool = False
-    """S of a query tile is started at the end of the turn before, dQ is computed one turn late."""
     num_stages_dout: int = 2
     """Slots of dout; ``num_stages`` are those of q."""
     cluster: int = 1

@@ -48,8 +48,7 @@ _FORWARD: Final = (ForwardConfig, HopperForwardConfig)
 _SMALL: Final = ("delta", "dq_convert", "dkv_convert", "backward_hopper_prepare", "combine", "dbias_reduce")
 """Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""
 DEFAULT_SEQLENS: Final = ((4096, 4096), (1024, 1024), (8192, 8192), (1, 4096))
-"""Training or prefill, middling, short and long, and decode. Most other lengths choose among the same kernels; at head
-dim 64 the backward pass has one more at 2048 dense queries and one at 4097 to 8191 causal ones."""
+"""Training or prefill, middling, short and long, and decode. Other lengths choose among the same kernels mostly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,8 +53,6 @@ class Tile:
     """Two thread blocks share a key tile (``backward_hopper_wide``)."""
     fused: bool = False
     """Idle warps of the kernel prepare the rows, instead of a kernel before it."""
-    pipelined: bool = False
-    """S of a query tile is started at the end of the turn before, and dQ runs one turn late."""
 
 
 def smem_bytes(config: HopperBackwardConfig) -> int:
@@ -69,7 +67,7 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
         rows += config.block_m  # zeros
     if config.fused:  # three warps, 32 rows of out and of dout each, and mbarriers
         helpers = 3 * 2 * 32 * (2 * config.head_dim_v + 16) + 8 * 4
-    barriers = 4 + (6 if config.bias_tiles else 5 if config.pipelined else 4) * config.num_stages
+    barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
     return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers + helpers
 
 
@@ -90,7 +88,12 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     D 64, B4 S4096 H32: 128 queries 501 (cuDNN 455). D 128, B4 S4096 H16: 64 queries 607 (cuDNN 571); 128 queries do not
     fit in registers. The other order of products (dk before dq, so that nothing runs under the addition of dq) is 10 to
     13 % slower at both. Additions by the copy engine, from shared memory that each warp has for them alone: with 80
-    queries no difference, with 64 up to 4 % slower, with 128 from 2 % faster to 4 % slower, ``pipelined`` 3 to 9 %.
+    queries no difference, with 64 up to 4 % slower, with 128 from 2 % faster to 7 % slower.
+
+    dV is started when dS is announced, and with 80 queries before dS is computed. The former against the latter, 128
+    queries: 415 / 421 (S 1024), 485 / 501 (4096), 447 / 459 (causal); 64: 437 / 450 (causal 2048); 80: 560 / 546.
+    Behind it were tried, and lost, at both sizes (sm cycles of B4 S4096 H16 D 128 in thousands, 3559 without): LSE read
+    between S and dP 3770, at the end of the turn before 3826, additions before dK or amid it 3743 and 3731.
 
     80 queries read 7.5 % less shared memory for a query and take fewer turns. D 128, three launches, 64 / 80 queries:
 
@@ -107,24 +110,25 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     turns at D 128: one group starts S and dP before the other, -3 to 1 %; S of the next tile at the end of the turn, -2
     to 2 % (80 queries: no registers); there behind dK and dQ, -3 to -9 %.
 
-    ``fused`` saves a kernel before the main one, which then starts later and has less of the multiprocessors;
-    ``pipelined`` pays for one more S and dQ a key tile. 16384 tokens, neither / fused / pipelined / both:
+    ``fused`` saves a kernel before the main one, which then starts later and has less of the multiprocessors. 16384
+    tokens, without / with it:
 
-    ===  =====  =======================  =======================  ================  ================
-    D           64, dense                64, causal               128, dense        128, causal
-    ===  =====  =======================  =======================  ================  ================
-    S    512    323 / 366 / 300 / 325    204 / 210 / 185 / 197    381 / 398         233 / 235
-    S    1024   410 / 441 / 396 / 409    307 / 314 / 287 / 298    467 / 485         359 / 363
-    S    2048   459 / 464 / 457 / 473    397 / 411 / 379 / 395    525 / 535         464 / 445
-    S    4096   477 / 479 / 495 / 494    455 / 476 / 455 / 454    564 / 551         522 / 542
-    S    8192   487 / 490 / 511 / 503    476 / 481 / 498 / 495    565 / 559         564 / 548
-    S    16384  494 / 501 / 515 / 500    495 / 498 / 513 / 506    561 / 555         565 / 560
-    ===  =====  =======================  =======================  ================  ================
+    =======  =========  ==========  ==========  ===========
+    D        64, dense  64, causal  128, dense  128, causal
+    =======  =========  ==========  ==========  ===========
+    S   512  321 / 359  204 / 210   381 / 398   233 / 235
+    S  1024  395 / 427  317 / 321   467 / 485   359 / 363
+    S  2048  440 / 448  389 / 400   525 / 535   464 / 445
+    S  4096  481 / 478  440 / 436   564 / 551   522 / 542
+    S  8192  499 / 490  478 / 480   565 / 559   564 / 548
+    S 16384  499 / 504  501 / 504   561 / 555   565 / 560
+    =======  =========  ==========  ==========  ===========
 
     Key tiles wait at the start for the rows of their heads, so that with few keys a kernel before is better (D 64, 4096
     queries: 2048 keys 460 against 457, 1024 keys 383 against 405). Conversion of dq by such warps too, by the block
     that adds last, loses (one warp takes longer for a tile than the consumers do: D 128 S1024 causal 268 against 362).
-    Pipelined products at D 128 are too short (S4096 507 against 555).
+    A turn with S started in the turn before and dQ a turn late is 1 to 3 % faster than dV before dS at D 64, no faster
+    than dV behind it, and slower at D 128 (S4096 507 against 555).
     """
     if is_wide(problem):
         return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
@@ -137,16 +141,11 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     longest = 4096 if problem.band else 2048
     fused = problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
     full_width = product_width(min(problem.head_dim, problem.head_dim_v)) == 128
-    return replace(
-        tile,
-        block_m=80 if full_width and not fused else block_m,
-        fused=fused,
-        pipelined=block_m == 128 and problem.seqlen_q >= (8192 if problem.band else 2048),
-    )
+    return replace(tile, block_m=80 if full_width and not fused else block_m, fused=fused)
 
 
 def is_plain(problem: AttentionProblem) -> bool:
-    """Whether ``fused``, ``pipelined`` and 80 queries are possible: registers suffice, idle warps have no other work.
+    """Whether ``fused`` and 80 queries are possible: registers suffice, idle warps have no other work.
 
     Lengths on the device take registers too, one key tile has no zeros to prepare, an order of additions has a warp.
     With a bias as tiles ``fused`` gains nothing (B 256, S 256, H 8, D 32: 391 microseconds instead of 348; B 4, S 2048,
@@ -284,7 +283,6 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         keep_words=keep_words,
         ordered=problem.deterministic and not one_key_tile,
         fused=tile.fused,
-        pipelined=tile.pipelined,
     )
     if tile.wide:
         return wide_config(problem, config)
@@ -432,12 +430,10 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
     if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):
         return []
     tile = choose_tile(problem)
-    tiles = dict.fromkeys((tile, replace(tile, block_m=64, pipelined=False)))
+    tiles = dict.fromkeys((tile, replace(tile, block_m=64)))
     if is_plain(problem):
         fused_size = 64 if tile.block_m == 80 else tile.block_m
         tiles[replace(tile, block_m=fused_size, fused=not tile.fused)] = None
         if max(problem.head_dim, problem.head_dim_v) > 64:
             tiles[replace(tile, block_m=80, fused=False)] = None
-        if tile.block_m == 128 and not problem.band:
-            tiles[replace(tile, pipelined=not tile.pipelined)] = None
     return [plan_spec(problem, x, num_sms=num_sms, smem_limit=smem_limit) for x in tiles]

@@ -240,34 +240,29 @@ def test_plan_in_three_launches() -> None:
     assert dict(main.params)["counter_offset"] * 4 + 4 == buffers["row_lse"].nbytes
 
 
-def test_loop_and_preparation_by_length() -> None:
-    """What the figures at ``choose_tile`` say; neither where something else is done with registers or idle warps."""
+def test_preparation_by_length() -> None:
+    """What the figures at ``choose_tile`` say; never where something else is done with registers or idle warps."""
 
-    def chosen(head_dim: int, seqlen_q: int, **changes: Any) -> tuple[bool, bool]:
+    def chosen(head_dim: int, seqlen_q: int, **changes: Any) -> bool:
         changes = {"seqlen_k": seqlen_q, **changes}
         config = kernel_of(plan(problem(head_dim, seqlen_q=seqlen_q, **changes))).config
         assert isinstance(config, HopperBackwardConfig)
-        return config.fused, config.pipelined
+        return config.fused
 
-    assert chosen(64, 1024) == chosen(64, 1024, **CAUSAL) == (True, False)
-    assert chosen(64, 2048) == (True, True)
-    assert chosen(64, 4096) == (False, True)
-    assert chosen(64, 4096, **CAUSAL) == (True, False)
-    assert chosen(64, 16384) == chosen(64, 16384, **CAUSAL) == (False, True)
-    assert chosen(128, 2048) == chosen(128, 4096, **CAUSAL) == (True, False)
-    assert chosen(128, 4096) == chosen(128, 16384) == (False, False)
+    for head_dim in (64, 128):
+        assert [chosen(head_dim, n) for n in (1024, 2048, 2049)] == [True, True, False]
+        assert [chosen(head_dim, n, **CAUSAL) for n in (4096, 4097)] == [True, False]
     # Few keys: the start of the kernel would be spent waiting for rows.
-    assert chosen(64, 2048, seqlen_k=1024) == (True, True)
-    assert chosen(64, 2048, seqlen_k=1000) == (False, True)
-    assert chosen(128, 1024, seqlen_k=300) == (False, False)
+    assert [chosen(64, 2048, seqlen_k=n) for n in (1024, 1000)] == [True, False]
+    assert not chosen(128, 1024, seqlen_k=300)
     for head_dim in (64, 128):
         for changes in (
             {"varlen": True}, {"seqused_k": True}, {"deterministic": True}, {"seqlen_k": 128}, {"softcap": 30.0},
             {"bias": FLOAT32_SCORES}, {"mask": MASK}, {"dropout_p": 0.1},
         ):  # fmt: skip
-            assert chosen(head_dim, 2048, **changes) == (False, False), changes
-    assert chosen(256, 4096) == (False, False)
-    assert chosen(64, 512, bias=SCORES) == (False, False)
+            assert not chosen(head_dim, 2048, **changes), changes
+    assert not chosen(256, 4096)
+    assert not chosen(64, 512, bias=SCORES)
 
 
 def test_queries_of_a_tile_by_length() -> None:
@@ -308,23 +303,22 @@ def test_plan_with_80_queries() -> None:
         assert config.transposed_blocks == transposed
 
 
-def test_candidates_have_the_other_loop_and_the_other_preparation() -> None:
-    def switches(head_dim: int, **changes: Any) -> list[tuple[int, bool, bool]]:
+def test_candidates_have_the_other_preparation_and_other_tiles() -> None:
+    def switches(head_dim: int, **changes: Any) -> list[tuple[int, bool]]:
         specs = hopper_backward.candidates(problem(head_dim, **changes), **TARGET)
         assert len({label(spec) for spec in specs}) == len(specs)
         configs = [kernel_of(spec).config for spec in specs]
         assert all(kernel_of(spec).smem_bytes <= SMEM_LIMIT for spec in specs)
-        return [(x.block_m, x.fused, x.pipelined) for x in configs if isinstance(x, HopperBackwardConfig)]
+        return [(x.block_m, x.fused) for x in configs if isinstance(x, HopperBackwardConfig)]
 
     long = {"seqlen_q": 16384}
-    assert switches(64) == [(128, True, False), (64, True, False), (128, False, False), (128, True, True)]
-    assert switches(64, **long) == [(128, False, True), (64, False, False), (128, True, True), (128, False, False)]
-    assert switches(64, **CAUSAL) == [(128, True, False), (64, True, False), (128, False, False)]
-    assert switches(128) == [(64, True, False), (64, False, False), (80, False, False)]
-    assert switches(128, **long) == [(80, False, False), (64, False, False), (64, True, False)]
-    assert switches(96, **long, **CAUSAL) == [(64, False, False), (64, True, False), (80, False, False)]
-    assert switches(128, dropout_p=0.1) == [(64, False, False)]
-    assert switches(256) == [(64, False, False)]
+    assert switches(64) == switches(64, **CAUSAL) == [(128, True), (64, True), (128, False)]
+    assert switches(64, **long) == [(128, False), (64, False), (128, True)]
+    assert switches(128) == [(64, True), (64, False), (80, False)]
+    assert switches(128, **long) == [(80, False), (64, False), (64, True)]
+    assert switches(96, **long, **CAUSAL) == [(64, False), (64, True), (80, False)]
+    assert switches(128, dropout_p=0.1) == [(64, False)]
+    assert switches(256) == [(64, False)]
 
 
 def test_dq_of_one_key_tile_needs_no_workspace() -> None:

@@ -49,28 +49,25 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("head_dim", "pipelined", "options"),
+    ("head_dim", "options"),
     [
-        (64, False, {}),
-        (64, False, {"causal": True}),
-        (64, True, {}),
-        (64, True, {"dtype": "float16", "dlse": True}),
+        (64, {}),
+        (64, {"causal": True}),
+        (64, {"dtype": "float16", "dlse": True}),
         # Masked scores stay masked when the map turns -inf into +inf, or into NaN.
-        (64, True, {"softmax_scale": -0.2}),
-        (64, True, {"softmax_scale": 0.0}),
-        (40, True, {}),
-        (128, False, {}),
-        (96, False, {"causal": True, "dlse": True}),
+        (64, {"softmax_scale": -0.2}),
+        (64, {"softmax_scale": 0.0}),
+        (40, {}),
+        (128, {}),
+        (96, {"causal": True, "dlse": True}),
     ],
 )
-def test_gradients(
-    head_dim: int, pipelined: bool, options: dict[str, Any], shape: str, fused: bool, force: Any
-) -> None:
+def test_gradients(head_dim: int, options: dict[str, Any], shape: str, fused: bool, force: Any) -> None:
     fields: dict[str, Any] = {"dtype": "bfloat16", "head_dim": head_dim, **SHAPES[shape], **options}
     case = cases.make_case(f"loops-{shape}", **fields)
     run = Run(case)
     exact, low = oracle(case, run.arrays)
-    force(block_m=128 if head_dim <= 64 else 64, fused=fused, pipelined=pipelined)
+    force(block_m=128 if head_dim <= 64 else 64, fused=fused)
     assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
 
 
@@ -100,8 +97,8 @@ def test_gradients_of_tiles_of_80_queries(head_dim: int, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("head_dim", "switches"),
     [
-        (64, {"fused": True, "pipelined": False}),
-        (64, {"fused": True, "pipelined": True}),
+        (64, {"fused": True}),
+        (64, {"fused": False}),
         (128, {"block_m": 64, "fused": True}),
         (128, {"block_m": 80, "fused": False}),
     ],

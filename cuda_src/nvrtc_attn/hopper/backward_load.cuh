@@ -37,7 +37,6 @@ struct HopperBackwardShape {
   static constexpr int kBytesDs = kGroups * kSlabQ;
   static constexpr int kBytesStatistic = kBlockM * 4;
   static constexpr bool kBiasTiles = Traits::kBiasTiles;
-  static constexpr bool kPipelined = Traits::kPipelined;
   static constexpr bool kStoresTiles = kBiasTiles && Traits::kDbiasStore;
   static constexpr int kBytesZeros = kStoresTiles && Traits::kBand ? kSlabQ : 0;
 
@@ -45,6 +44,8 @@ struct HopperBackwardShape {
   // one slab of columns, in multiples of 16 for a warp, and all queries.
   static constexpr bool kSplitRows = kBlockM == 128;
   static constexpr bool kTransposedDq = kBlockM == 80;
+  // dV is started before dS is computed: figures at choose_tile; with keep words the other order has too few registers.
+  static constexpr bool kEarlyDv = kTransposedDq || Traits::kKeepWords;
   static constexpr int kTilesDq = kTransposedDq ? kTilesM : kSplitRows ? kTilesD : kSlabs * 4;
 
   static constexpr int kOffsetV = kBytesK;
@@ -56,10 +57,7 @@ struct HopperBackwardShape {
   static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
   static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
   static constexpr int kOffsetBarriers = kOffsetTile + 16;
-  static constexpr int kOffsetHelpers = kOffsetBarriers + 8 * (4 + (kBiasTiles           ? 6
-                                                                    : Traits::kPipelined ? 5
-                                                                                         : 4) *
-                                                                       kStages);
+  static constexpr int kOffsetHelpers = kOffsetBarriers + 8 * (4 + (kBiasTiles ? 6 : 4) * kStages);
   static constexpr int kBytes =
       kOffsetHelpers + (Traits::kFused ? PieceShape<Traits>::kBytes : HelperShape<Traits>::kBytes);
   static_assert(kBytes == Traits::kSmemBytes, "smem_bytes of the config and the layout of the kernel differ");
@@ -73,8 +71,7 @@ struct HopperBackwardShape {
   static constexpr bool kPlain =
       !(kBiasTiles || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
         Traits::kSequsedK || Traits::kOneKeyTile || Traits::kOrdered);
-  static_assert(kPlain || !(Traits::kFused || Traits::kPipelined), "registers, and the warps that prepare rows");
-  static_assert(!Traits::kPipelined || kBlockM == 128, "at 64 queries it is slower");
+  static_assert(kPlain || !Traits::kFused, "registers, and the warps that prepare rows");
   static_assert(kBlockM == 64 || kTransposedDq || kBlockM == 128, "a group computes 64 rows of dQ or of dQ^T");
   static_assert(kSplitRows ? kSlabs == 1 : kTransposedDq ? kSlabs == kGroups : kSlabs <= kGroups, "columns of dQ");
   static_assert(kPlain || !kTransposedDq, "registers");
@@ -98,7 +95,6 @@ struct BackwardBarriers {
   NVRTC_ATTN_DEVICE Mbarrier empty_dout(int stage) const { return at(4 + 3 * Shape::kStages + stage); }
   NVRTC_ATTN_DEVICE Mbarrier full_bias(int stage) const { return at(4 + 4 * Shape::kStages + stage); }
   NVRTC_ATTN_DEVICE Mbarrier empty_bias(int stage) const { return at(4 + 5 * Shape::kStages + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_ds(int stage) const { return at(4 + 4 * Shape::kStages + stage); }
 
   NVRTC_ATTN_DEVICE void init() const {
     constexpr int kWarps = 4 * Shape::kGroups;
@@ -119,9 +115,6 @@ struct BackwardBarriers {
         full_bias(stage).init(1);
         empty_bias(stage).init(kWarps);
       }
-    }
-    if constexpr (Shape::kPipelined) {
-      for (int stage = 0; stage < Shape::kStages; ++stage) full_ds(stage).init(kWarps);
     }
     fence_barrier_init();
   }

@@ -50,7 +50,11 @@ struct ScoreBlock {
   int t;  // lane % 4
   TransposedBias<Traits> bias;
 
-  // Raw products -> P (with softcap times its derivative, after `pack` has taken P itself).
+  NVRTC_ATTN_DEVICE void load(float (&x)[2], unsigned from, int m) const {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(from + 32 * m + 8 * t));
+  }
+
+  // Raw products -> P, as an operand too where that is wanted early.
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
                                        FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
                                        int m0, bool masked, unsigned bias_slab) const {
@@ -60,49 +64,40 @@ struct ScoreBlock {
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
       float reference[2];
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(reference[0]), "=f"(reference[1])
-                   : "r"(row_lse + 32 * m + 8 * t));
-      float derivative[4];
+      load(reference, row_lse, m);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float tanh_value;
         float y = s[0][m][e];
         if constexpr (!Shape::kBiasTiles) {
-          y = map.map(s[0][m][e], tanh_value);
+          y = map.map(s[0][m][e]);
           // A masked score stays -inf, whatever the map makes of it.
           if constexpr (ScoreMap<Traits>::kMapped) y = s[0][m][e] == -infinity() ? -infinity() : y;
         }
         s[0][m][e] = map.probability(y, reference[e & 1]);
-        if constexpr (Traits::kSoftcap) derivative[e] = 1.0f - tanh_value * tanh_value;
+        // Here, and not behind the wait for the product that runs meanwhile.
+        if constexpr (!Shape::kEarlyDv) asm volatile("" : "+f"(s[0][m][e]));
       }
-      p[m / 2].x[m % 2 * 2] = pack2<typename Shape::Element>(s[0][m][0], s[0][m][1]);
-      p[m / 2].x[m % 2 * 2 + 1] = pack2<typename Shape::Element>(s[0][m][2], s[0][m][3]);
-      if constexpr (Traits::kSoftcap) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[0][m][e] *= derivative[e];
+      if constexpr (Shape::kEarlyDv) {
+        p[m / 2].x[m % 2 * 2] = pack2<typename Shape::Element>(s[0][m][0], s[0][m][1]);
+        p[m / 2].x[m % 2 * 2 + 1] = pack2<typename Shape::Element>(s[0][m][2], s[0][m][3]);
       }
     }
   }
 
-  // With 128 queries, or 80 of a larger head dim, S, dP, dK, dV and P as an operand would take all registers there are: P is
-  // kept in 16 bits only, twice, because registers that a product in flight reads must be left alone.
-  static constexpr bool kPacked = (kTilesM > 8 || Traits::kKeepWords) && !Traits::kSoftcap;
+  // Where dV is started early, dS takes P from a copy of its 16 bits: registers that a product in flight reads must be left
+  // alone, and for all of P in float32 there are none.
   struct KeptP {
-    uint32_t x[kPacked ? kTilesM : 1][2];
+    uint32_t x[Shape::kEarlyDv ? kTilesM : 1][2];
   };
   NVRTC_ATTN_DEVICE void keep(KeptP& kept, FragmentA<typename Shape::Element> const (&p)[Shape::kStepsM]) const {
-    if constexpr (kPacked) {
 #pragma unroll
-      for (int m = 0; m < kTilesM; ++m) {
+    for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          asm volatile("mov.b32 %0, %1;" : "=r"(kept.x[m][r]) : "r"(p[m / 2].x[m % 2 * 2 + r]));
-      }
+      for (int r = 0; r < 2; ++r) asm volatile("mov.b32 %0, %1;" : "=r"(kept.x[m][r]) : "r"(p[m / 2].x[m % 2 * 2 + r]));
     }
   }
 
-  // The same, p without what dropout drops; the other keeps it, negative.
+  // p becomes what dV takes, without what dropout drops; the other keeps it, negative.
   NVRTC_ATTN_DEVICE void keep(KeptP& kept, FragmentA<typename Shape::Element> (&p)[Shape::kStepsM],
                               TransposedKeepWords const& words) const {
 #pragma unroll
@@ -113,13 +108,13 @@ struct ScoreBlock {
     }
   }
 
-  // dP -> dS.
+  // P, dP -> dS in place of dP.
   template <bool kMasked>
   NVRTC_ATTN_DEVICE void gradients(AccTile (&s)[1][kTilesM], KeptP const& kept, AccTile (&dp)[1][kTilesM],
                                    unsigned row_delta) const {
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
-      if constexpr (kPacked) {
+      if constexpr (Shape::kEarlyDv) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float2 const both = unpack2<typename Shape::Element>(kept.x[m][r]);
@@ -128,9 +123,7 @@ struct ScoreBlock {
         }
       }
       float delta[2];
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(delta[0]), "=f"(delta[1])
-                   : "r"(row_delta + 32 * m + 8 * t));
+      load(delta, row_delta, m);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float ds;
@@ -143,58 +136,7 @@ struct ScoreBlock {
       }
     }
   }
-
-  // One tile of 8 queries, masked: raw products -> P as an operand.
-  NVRTC_ATTN_DEVICE void probability(AccTile& s, FragmentA<typename Shape::Element>& p, int m, unsigned row_lse) const {
-    float reference[2];
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(reference[0]), "=f"(reference[1])
-                 : "r"(row_lse + 32 * m + 8 * t));
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float y = map.map(s[e]);
-      if constexpr (ScoreMap<Traits>::kMapped) y = s[e] == -infinity() ? -infinity() : y;
-      s[e] = map.probability(y, reference[e & 1]);
-    }
-    p.x[m % 2 * 2] = pack2<typename Shape::Element>(s[0], s[1]);
-    p.x[m % 2 * 2 + 1] = pack2<typename Shape::Element>(s[2], s[3]);
-    asm volatile("" : "+r"(p.x[m % 2 * 2]), "+r"(p.x[m % 2 * 2 + 1]));
-  }
-
-  // dP -> dS. P is the operand of a product that has not begun.
-  template <bool kMasked>
-  NVRTC_ATTN_DEVICE void gradients(FragmentA<typename Shape::Element> const (&p)[Shape::kStepsM],
-                                   AccTile (&dp)[1][kTilesM], unsigned row_delta) const {
-#pragma unroll
-    for (int m = 0; m < kTilesM; ++m) {
-      float delta[2];
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(delta[0]), "=f"(delta[1])
-                   : "r"(row_delta + 32 * m + 8 * t));
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float2 const both = unpack2<typename Shape::Element>(p[m / 2].x[m % 2 * 2 + r]);
-        float const p_of[2] = {both.x, both.y};
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = dp[0][m][2 * r + e];
-          float const ds = p_of[e] * (x - delta[e]);
-          x = kMasked && p_of[e] == 0.0f ? 0.0f : ds;  // dP of a dropped score may be anything
-        }
-      }
-    }
-  }
 };
-
-// Accumulators that a product will overwrite: what they hold need not be kept until then.
-template <int kTiles>
-NVRTC_ATTN_DEVICE void forget_registers(AccTile (&c)[1][kTiles]) {
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) asm volatile("" : "=f"(c[0][n][e]));
-  }
-}
 
 template <class Element, int kTiles>
 NVRTC_ATTN_DEVICE void pack_fragments(FragmentA<Element> (&a)[kTiles / 2], AccTile const (&c)[1][kTiles]) {

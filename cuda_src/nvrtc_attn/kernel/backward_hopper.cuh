@@ -9,7 +9,7 @@
 // 64 rows of 128.
 //
 // The products of a query tile are started so that the tensor cores have one to work on while the warps compute:
-//   start S, dP -> P under dP -> start dV -> dS under dV -> meet -> start dQ, dK -> add dQ to dq_accum under dK.
+//   start S, dP -> P under dP -> dS, announced -> start dV -> meet under dV -> start dQ, dK -> add dQ to dq_accum under dK.
 // The last one takes as long as dK: red.global is the narrowest path of this kernel, and what runs beside it is free.
 //
 // Dropout's decisions and the order of additions in the deterministic pass are made by warps of the loading group that load
@@ -22,9 +22,9 @@
 // (hopper/score_tile_transposed.cuh), and zeros for query tiles that no product reaches leave from a slab of zeros.
 //
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty` one
-// arrival per consumer warp. full_k also announces the tile. Named barrier 1 is all consumers: dS is complete. Two slots of
-// dS make one meeting a tile enough: who writes slot j % 2 has met the other group after its product with tile j - 2.
-// With kPipelined the mbarriers full_ds, one arrival per consumer warp, take its place, so that groups may drift apart.
+// arrival per consumer warp. full_k also announces the tile. dS is complete when both groups have arrived at the named barrier
+// of its slot and of the other group, which waits there: between the two is the start of dV. Two slots of dS make one meeting a
+// tile enough: who writes slot j % 2 has met the other group after its product with tile j - 2. Named barrier 1 is all consumers.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/score_gradient_transposed.cuh"
@@ -46,8 +46,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other loop leaves.
   constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || Traits::kMask ||
-                         (Traits::kDropout && !Traits::kKeepWords) || (kBlockM == 64 && Traits::kSoftcap);
-  constexpr bool kPipelined = Shape::kPipelined;
+                         (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap;
   constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // Of dv, under the last product; takes registers.
   constexpr bool kEarlyStore = !kLengthsOnDevice || (kBlockM == 128 && !Traits::kKeepWords);
@@ -143,22 +142,14 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
       }
       barriers.full_v().wait(parity);
       auto start_s = [&](auto& s) {
-        if constexpr (kPipelined) {
-          forget_registers(s);
-        } else {
-          pin_registers(s);
-        }
+        pin_registers(s);
         begin_products();
         start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(
             s, k_left, q_right + slot.stage * (Shape::kBytesQ >> 4));
         commit_products();
       };
       auto start_dp = [&](auto& dp) {
-        if constexpr (kPipelined) {
-          forget_registers(dp);
-        } else {
-          pin_registers(dp);
-        }
+        pin_registers(dp);
         begin_products();
         start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDimV>(
             dp, v_left, dout_right + slot.stage * (Shape::kBytesDout >> 4));
@@ -263,92 +254,6 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
                             params.dv_stride_n, dv, 1.0f, seqlen.len_k_slot - key, params.head_dim_v, lane);
       };
 
-      if constexpr (kPipelined) {
-        // The same turn, moved: S is started in the turn before, dP when S is there (so that the exponentials run between the
-        // instructions of its product: to issue them all at once would hold the warp until most of them are done), dQ a
-        // turn later. At the end of a turn dK and S are on their way, and the next one begins by waiting for all: ptxas
-        // serialises every product if part of what crosses the loop's end may stay on its way (C7514), or if one is in
-        // a branch (C7515). So there is one dQ too many in the first turn and one S in the last, of whatever is in the slots.
-        auto start_dq_of = [&](auto& dq, int stage) {
-          forget_registers(dq);
-          begin_products();
-          start_product_shared<Element, Shape::kSlabQ, Shape::kBlockN>(dq, ds_operand + stage * (Shape::kBytesDs >> 4),
-                                                                       k_rows);
-          commit_products();
-        };
-        AccTile s[1][Shape::kTilesM];
-        FragmentA<Element> ds[Shape::kStepsM];
-        float* dq_to = nullptr;  // of the tile whose dQ is due
-        barriers.full_q(slot.stage).wait(slot.parity);
-        pin_registers(dk);
-        pin_registers(dv);
-        start_s(s);
-#pragma unroll 1
-        while (true) {
-          int const m0 = m * kBlockM;
-          int const other = slot.stage ^ 1;
-          FragmentA<Element> p[Shape::kStepsM];
-          AccTile dp[1][Shape::kTilesM], dq[1][Shape::kTilesDq];
-          bool const masked = !mask.keeps_tile(m0, kBlockM, n_group, 64);
-          wait_products<0>();
-          pin_registers(s);
-          pin_registers(dk);
-          pin_registers(ds);
-          if (dq_to != nullptr) release(barriers.empty_q(other));
-          if (masked) drop_positions<Traits>(s, mask, m0, scores.j, scores.t);
-          barriers.full_dout(slot.stage).wait(slot.parity);
-          start_dp(dp);
-#pragma unroll
-          for (int i = 0; i < Shape::kTilesM; ++i) {
-            scores.probability(s[0][i], p[i / 2], i, statistics(Shape::kOffsetLse));
-          }
-          if (dq_to != nullptr) barriers.full_ds(other).wait(slot.parity ^ unsigned(other));
-          start_dq_of(dq, other);
-          wait_products<1>();
-          pin_registers(dp);
-          if (masked) {
-            scores.template gradients<true>(p, dp, statistics(Shape::kOffsetDelta));
-          } else {
-            scores.template gradients<false>(p, dp, statistics(Shape::kOffsetDelta));
-          }
-          pack_fragments<Element>(ds, dp);
-          // dQ too: who has announced dS of a tile has read that of the tile before, whose slot is written next.
-          wait_products<0>();
-          pin_registers(dq);
-          if (left == 1) release(barriers.empty_v());
-          share_ds(ds);
-          __syncwarp();
-          release(barriers.full_ds(slot.stage));
-          start_dv(p);
-          if (dq_to != nullptr) add_dq_to(dq, dq_to);
-          dq_to = dq_rows(h, m0);
-          start_dk(ds);
-          wait_products<1>();
-          pin_registers(dv);
-          pin_registers(p);
-          release(barriers.empty_dout(slot.stage));
-          range.next(h, m);
-          slot.advance();
-          if (--left > 0) barriers.full_q(slot.stage).wait(slot.parity);
-          start_s(s);
-          if (left == 0) break;
-        }
-        wait_products<0>();
-        pin_registers(s);
-        pin_registers(dk);
-        pin_registers(ds);
-        int const last = slot.stage ^ 1;
-        release(barriers.empty_q(last));
-        barriers.full_ds(last).wait(slot.parity ^ unsigned(last));
-        AccTile dq[1][Shape::kTilesDq];
-        start_dq_of(dq, last);
-        store_dv();
-        store_dk();
-        wait_products<0>();
-        pin_registers(dq);
-        release_k();
-        add_dq_to(dq, dq_to);
-      }
       bool stored = false;
       auto release_stored = [&] {
         if (warp == 0) {
@@ -357,7 +262,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         }
       };
 #pragma unroll 1
-      for (; !kPipelined && left > 0; --left) {
+      for (; left > 0; --left) {
         int const m0 = m * kBlockM;
         FragmentA<Element> p[Shape::kStepsM], ds[Shape::kStepsM];
         AccTile s[1][Shape::kTilesM], dp[1][Shape::kTilesM];
@@ -393,8 +298,6 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
                      lane);
           }
           pack_fragments<Element>(p, s);
-          zero_tail(m0);
-          start_dv(p);
         } else {
           TransposedKeepWords words;
           if constexpr (Traits::kKeepWords) {
@@ -409,26 +312,40 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
           pin_registers(s);
           if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);
           scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab());
-          zero_tail(m0);
           typename ScoreBlock<Traits, Shape>::KeptP kept;
-          if constexpr (Traits::kKeepWords) {
-            scores.keep(kept, p, words);
+          if constexpr (Shape::kEarlyDv) {
+            zero_tail(m0);  // before there are two of P
+            if constexpr (Traits::kKeepWords) {
+              scores.keep(kept, p, words);
+            } else {
+              scores.keep(kept, p);
+            }
+            start_dv(p);
+            wait_products<1>();
           } else {
-            scores.keep(kept, p);
+            wait_products<0>();
           }
-          start_dv(p);
-          wait_products<1>();
           pin_registers(dp);
           if (masked) {
             scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta));
           } else {
             scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta));
           }
+          // In 16 bits no earlier: S, dP, dK, dV and it would take all registers there are.
+          if constexpr (!Shape::kEarlyDv) pack_fragments<Element>(p, s);
         }
         if (left == 1) release(barriers.empty_v());
         pack_fragments<Element>(ds, dp);
+        if constexpr (!Shape::kEarlyDv) zero_tail(m0);
         share_ds(ds);
-        named_barrier_sync(1, Shape::kConsumers);
+        if constexpr (Shape::kEarlyDv) {
+          named_barrier_sync(1, Shape::kConsumers);
+        } else {
+          int const meeting = 4 + 2 * slot.stage + (tid >> 7);  // of `tid`: uniform registers are scarcer
+          named_barrier_arrive(meeting, Shape::kConsumers);
+          start_dv(p);
+          named_barrier_sync(meeting ^ 1, Shape::kConsumers);
+        }
         AccTile dq[1][Shape::kTilesDq];
         start_dq(dq);
         start_dk(ds);
@@ -463,7 +380,6 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
       if constexpr (Shape::kStoresTiles) release_stored();
     }
 
-    if (kPipelined && range.count > 0) continue;  // stored
     store_dk();
     int const key = n0 + 64 * group + 16 * warp;
     index_t const row = index_t(seqlen.k_row0) + key;
