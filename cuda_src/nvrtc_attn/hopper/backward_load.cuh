@@ -44,8 +44,9 @@ struct HopperBackwardShape {
   // one slab of columns, in multiples of 16 for a warp, and all queries.
   static constexpr bool kSplitRows = kBlockM == 128;
   static constexpr bool kTransposedDq = kBlockM == 80;
-  // dV is started before dS is computed: figures at choose_tile; with keep words the other order has too few registers.
-  static constexpr bool kEarlyDv = kTransposedDq || Traits::kKeepWords;
+  // dV is started before dS is computed: figures at choose_tile; with keep words the other order has too few registers, and of
+  // one key tile, often one turn of the loop, no turn before or after fills what the later start leaves.
+  static constexpr bool kEarlyDv = kTransposedDq || Traits::kKeepWords || Traits::kOneKeyTile;
   static constexpr int kTilesDq = kTransposedDq ? kTilesM : kSplitRows ? kTilesD : kSlabs * 4;
 
   static constexpr int kOffsetV = kBytesK;

@@ -84,16 +84,20 @@ struct ScoreBlock {
     }
   }
 
-  // Where dV is started early, dS takes P from a copy of its 16 bits: registers that a product in flight reads must be left
-  // alone, and for all of P in float32 there are none.
+  // Where dV is started early, dS takes P from a copy of its 16 bits if there are no registers for all of it in float32:
+  // those that a product in flight reads must be left alone.
+  static constexpr bool kPacked = Shape::kEarlyDv && (kTilesM > 8 || Traits::kKeepWords);
   struct KeptP {
-    uint32_t x[Shape::kEarlyDv ? kTilesM : 1][2];
+    uint32_t x[kPacked ? kTilesM : 1][2];
   };
   NVRTC_ATTN_DEVICE void keep(KeptP& kept, FragmentA<typename Shape::Element> const (&p)[Shape::kStepsM]) const {
+    if constexpr (kPacked) {
 #pragma unroll
-    for (int m = 0; m < kTilesM; ++m) {
+      for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) asm volatile("mov.b32 %0, %1;" : "=r"(kept.x[m][r]) : "r"(p[m / 2].x[m % 2 * 2 + r]));
+        for (int r = 0; r < 2; ++r)
+          asm volatile("mov.b32 %0, %1;" : "=r"(kept.x[m][r]) : "r"(p[m / 2].x[m % 2 * 2 + r]));
+      }
     }
   }
 
@@ -114,7 +118,7 @@ struct ScoreBlock {
                                    unsigned row_delta) const {
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
-      if constexpr (Shape::kEarlyDv) {
+      if constexpr (kPacked) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float2 const both = unpack2<typename Shape::Element>(kept.x[m][r]);
