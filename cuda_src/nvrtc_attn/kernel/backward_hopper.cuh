@@ -9,7 +9,8 @@
 // 64 rows of 128.
 //
 // The products of a query tile are started so that the tensor cores have one to work on while the warps compute:
-//   start S, dP -> P under dP -> dS, announced -> start dV -> meet under dV -> start dQ, dK -> add dQ to dq_accum under dK.
+//   start S, dP -> P under dP -> dS, announced -> start dV -> meet under dV -> start dQ, dK -> add dQ to dq_accum under dK,
+// or with kEarlyDv dV as soon as P is there, and dS under it.
 // The last one takes as long as dK: red.global is the narrowest path of this kernel, and what runs beside it is free.
 //
 // Dropout's decisions and the order of additions in the deterministic pass are made by warps of the loading group that load
@@ -24,7 +25,8 @@
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty` one
 // arrival per consumer warp. full_k also announces the tile. dS is complete when both groups have arrived at the named barrier
 // of its slot and of the other group, which waits there: between the two is the start of dV. Two slots of dS make one meeting a
-// tile enough: who writes slot j % 2 has met the other group after its product with tile j - 2. Named barrier 1 is all consumers.
+// tile enough: who writes slot j % 2 has met the other group after its product with tile j - 2. Named barrier 1 is all consumers,
+// who meet there instead with kEarlyDv.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/score_gradient_transposed.cuh"
@@ -298,6 +300,10 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
                      lane);
           }
           pack_fragments<Element>(p, s);
+          if constexpr (Shape::kEarlyDv) {
+            zero_tail(m0);
+            start_dv(p);
+          }
         } else {
           TransposedKeepWords words;
           if constexpr (Traits::kKeepWords) {
