@@ -574,6 +574,13 @@ def _wide_head_cases() -> list[Case]:
         {"head_dim": 192, "head_dim_v": 128, "softcap": 5.0, "dropout_p": 0.25, "num_heads_kv": 1},
         {"head_dim": 192, "window_size": (70, 20), "num_heads_kv": 1},
         {"head_dim": 160, "seqlens": lengths, "dropout_p": 0.25, "causal": True},
+        # Several of bias, mask and dropout; a bias and a mask that are read by elements.
+        {"head_dim": 192, "bias": "bhqk", "bias_dtype": "float32", "mask": "b1qk", "causal": True, "num_heads_kv": 1},
+        {"head_dim": 192, "head_dim_v": 128, "bias": "bhqk", "mask": "bhqk", "dropout_p": 0.25, "causal": True},
+        {"head_dim": 96, "head_dim_v": 160, "bias": "bhqk", "bias_dtype": "float32", "mask": "11qk", "dropout_p": 0.1},
+        {"head_dim": 240, "bias": "b1qk", "bias_dtype": "float32", "dropout_p": 0.1, "seqlen_k": 303},
+        {"head_dim": 256, "seqlens": lengths, "seqused_k": used, "dropout_p": 0.25, "num_heads": 4, "num_heads_kv": 2},
+        {"head_dim": 192, "head_dim_v": 224, "dropout_p": 0.25, "window_size": (70, 20)},
     ]
     dense = {"batch": 1, "seqlen_q": 300, "seqlen_k": 400}
     return [

@@ -49,16 +49,14 @@ def reasons_against_wide(problem: AttentionProblem) -> list[str]:
     found = []
     if problem.deterministic:
         found.append("deterministic: dq of wide heads is summed in the order in which thread blocks finish")
-    if score_operands(problem) > 2:
-        found.append("bias, mask and dropout at once, where the kernel would spill registers")
-    float32_bias = problem.bias is not None and problem.bias.dtype == "float32"
-    lengths_or_softcap = problem.varlen or problem.seqused_k or problem.softcap > 0
-    many = float32_bias or score_operands(problem) > 1 or (problem.dropout_p > 0 and lengths_or_softcap)
-    if many and problem.head_dim_v > 160 and 96 < problem.head_dim <= 240:
-        found.append(
-            "with these head dims a float32 bias, two of bias, mask and dropout, or dropout with softcap or packed "
-            "lengths, where the kernel would spill 4 to 52 bytes"
-        )
+    beside = score_operands(problem) - 1 + bool(problem.softcap) + bool(problem.varlen or problem.seqused_k)
+    if problem.dropout_p > 0 and problem.head_dim > 128 and problem.head_dim_v > 192:
+        most = 0 if problem.head_dim <= 208 else 1
+        if beside > most:
+            found.append(
+                f"with these head dims dropout and more than {most} of bias, mask, softcap and packed lengths, where "
+                "the kernel would spill 20 to 96 bytes"
+            )
     if problem.dbias and problem.softcap:
         found.append("the gradient of a bias with softcap: dS leaves the scores with the softcap's derivative in it")
     return found

@@ -157,6 +157,17 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d256_dropout_causal": problem(256, dropout_p=0.1, **CAUSAL),
     "d256_dropout_varlen": problem(256, dropout_p=0.1, varlen=True, seqused_k=True, **CAUSAL),
     "d256_bias_mask": problem(256, bias=SCORES, mask=MASK, dbias=True, **CAUSAL),
+    "d256_bias_mask_window": problem(256, bias=SCORES, mask=MASK, window_left=100, window_right=20),
+    "d240_mask": problem(240, mask=MASK),
+    "d240_96_bias_float32_mask": wide(240, 96, bias=FLOAT32_SCORES, dbias=True, mask=MASK),
+    "d160_256_bias_float32": wide(160, 256, bias=FLOAT32_SCORES),
+    "d96_160_softcap_bias_float32_mask": wide(96, 160, softcap=30.0, bias=FLOAT32_SCORES, mask=MASK),
+    "d192_bias_mask_dropout": problem(192, bias=SCORES, mask=MASK, dropout_p=0.1, **CAUSAL),
+    "d256_bias_float32_dropout": problem(256, bias=FLOAT32_SCORES, dbias=True, dropout_p=0.1),
+    "d256_dropout_varlen_dense": problem(256, dropout_p=0.1, varlen=True),
+    "d192_softcap_dropout_varlen": problem(192, softcap=30.0, dropout_p=0.1, varlen=True, **CAUSAL),
+    "d192_224_dropout": wide(192, 224, dropout_p=0.1),
+    "d256_224_varlen": wide(256, 224, varlen=True, **CAUSAL),
 }
 
 
@@ -496,9 +507,14 @@ def test_what_is_left_to_the_portable_family() -> None:
         reasons = hopper_backward.choose_backward(problem(256, **changes), **TARGET)
         assert isinstance(reasons, list)
         assert any(part in reason for reason in reasons), (changes, reasons)
-    reasons = hopper_backward.choose_backward(wide(160, 256, bias=FLOAT32_SCORES), **TARGET)
-    assert isinstance(reasons, list)
-    assert any("float32 bias" in reason for reason in reasons)
+    for asked in (
+        wide(160, 256, dropout_p=0.1, softcap=30.0),
+        problem(256, dropout_p=0.1, bias=FLOAT32_SCORES, mask=MASK),
+        problem(256, dropout_p=0.1, softcap=30.0, varlen=True),
+    ):
+        reasons = hopper_backward.choose_backward(asked, **TARGET)
+        assert isinstance(reasons, list)
+        assert any("dropout and more than" in reason for reason in reasons)
     for head_dim in (32, 264):
         assert isinstance(hopper_backward.choose_backward(problem(head_dim), **TARGET), list)
 

@@ -13,11 +13,38 @@ namespace nvrtc_attn {
 
 template <class Traits>
 constexpr bool kHasScoreOperands = Traits::kHasBias || Traits::kMask || Traits::kDropout;
+// A bias that is read one element at a time.
+template <class Traits>
+constexpr bool kBiasElements = Traits::kHasBias && !TransposedScoreGradient<Traits>::kBiasWords;
+
+// The elements of a bias or mask that one thread reads, 8 queries at a time. The address walks: computed anew for every element
+// it takes registers that the kernel does not have.
+template <class Element>
+struct ElementWalk {
+  Element const* place;  // first query, first key
+  index_t stride_m, stride_n;
+
+  NVRTC_ATTN_DEVICE ElementWalk(ScoreTensor<Element const> const& tensor, int i, int j)
+      : place(tensor.at(i, j)), stride_m(tensor.stride_m), stride_n(tensor.stride_n) {}
+
+  // Of value e of the accumulator tile.
+  NVRTC_ATTN_DEVICE Element const& at(int e) const { return place[(e & 1) * stride_m + 8 * (e >> 1) * stride_n]; }
+
+  NVRTC_ATTN_DEVICE void next() {
+    place += 8 * stride_m;
+    asm volatile("" : "+l"(place));
+  }
+};
+struct NoWalk {
+  NVRTC_ATTN_DEVICE void next() {}
+};
 
 // What a score needs beside its product: read, or drawn, while the product runs.
 template <class Traits, bool kAny = kHasScoreOperands<Traits>>
 struct WideScoreOperands {
   NVRTC_ATTN_DEVICE WideScoreOperands(BackwardParams const&, int, int, int, int, int, int, int) {}
+  NVRTC_ATTN_DEVICE NoWalk walk_bias(int, int) const { return {}; }
+  NVRTC_ATTN_DEVICE NoWalk walk_mask(int, int) const { return {}; }
 };
 template <class Traits>
 struct WideScoreOperands<Traits, true> {
@@ -32,9 +59,27 @@ struct WideScoreOperands<Traits, true> {
       : tensors(params, b, h, len_q, params.seqlen_k, len_k) {
     tensors.load_bias(words, i0, j0, lane);
     if constexpr (Traits::kDropout) {
-      // Not unrolled in full: the code of Philox blocks overflows the instruction cache.
-#pragma unroll 2
+      // Not unrolled in full: the code of Philox blocks overflows the instruction cache. Two at a time spill up to 64 bytes
+      // where lengths vary or a bias is read by elements.
+      constexpr int kBlocks = Traits::kVarlen || Traits::kSequsedK || kBiasElements<Traits> ? 1 : 2;
+#pragma unroll kBlocks
       for (int m = 0; m < 8; ++m) keep |= keep_bits_transposed(tensors.dropout, i0 + 8 * m, j0, lane) << (4 * m);
+    }
+  }
+
+  // From query i and key j on; nothing where the tensor is not read so.
+  NVRTC_ATTN_DEVICE auto walk_bias(int i, int j) const {
+    if constexpr (kBiasElements<Traits>) {
+      return ElementWalk<Bias>(tensors.bias, i, j);
+    } else {
+      return NoWalk();
+    }
+  }
+  NVRTC_ATTN_DEVICE auto walk_mask(int i, int j) const {
+    if constexpr (Traits::kMask) {
+      return ElementWalk<unsigned char>(tensors.mask, i, j);
+    } else {
+      return NoWalk();
     }
   }
 
@@ -67,6 +112,8 @@ struct WideScores {
                                        WideScoreOperands<Traits> const& operands, unsigned factor, unsigned row_lse,
                                        int m0, bool masked) const {
     if (masked) drop_positions<Traits>(s, mask, m0, j, t);
+    auto bias_walk = operands.walk_bias(m0 + 2 * t, j);
+    auto mask_walk = operands.walk_mask(m0 + 2 * t, j);
 #pragma unroll
     for (int step = 0; step < Shape::kStepsM; ++step) {
       FragmentA<Element> slope;
@@ -84,18 +131,16 @@ struct WideScores {
         for (int e = 0; e < 4; ++e) {
           // A masked score stays -inf, whatever bias and map make of it.
           bool kept = s[0][m][e] != -infinity();
-          [[maybe_unused]] int const i = m0 + 8 * m + 2 * t + (e & 1);
-          [[maybe_unused]] int const key = j + 8 * (e >> 1);
           float tanh_value;
           float y = map.map(s[0][m][e], tanh_value);
           if constexpr (Traits::kHasBias) {
-            if constexpr (!WideScoreOperands<Traits>::Tensors::kBiasWords) {
-              if (kept) bias[e] = to_float(*operands.tensors.bias.at(i, key));
+            if constexpr (kBiasElements<Traits>) {
+              if (kept) bias[e] = to_float(bias_walk.at(e));
             }
             y += bias[e];
           }
           if constexpr (Traits::kMask) {
-            if (kept) kept = *operands.tensors.mask.at(i, key) != 0;
+            if (kept) kept = mask_walk.at(e) != 0;
           }
           if constexpr (ScoreMap<Traits>::kMapped || Traits::kMask) y = kept ? y : -infinity();
           probability[e] = map.probability(y, reference[e & 1]);
@@ -106,6 +151,8 @@ struct WideScores {
             product[e] = stays ? product[e] : -product[e];
           }
         }
+        bias_walk.next();
+        mask_walk.next();
         p[step].x[2 * half] = pack2<Element>(probability[0], probability[1]);
         p[step].x[2 * half + 1] = pack2<Element>(probability[2], probability[3]);
         if constexpr (Shape::kTwoP) {

@@ -70,6 +70,8 @@ struct WideBackwardShape {
   static constexpr bool kTwoP = Traits::kSoftcap || Traits::kDropout;
   // The order of a turn that wants scores, P and dQ in registers at the same time: see above.
   static constexpr bool kOverlapped = kSlabs + kSlabsV <= 6 && !Traits::kMask && !(Traits::kDropout && Traits::kVarlen);
+  // Registers are short: what only the end of a key tile needs is read again.
+  static constexpr bool kReadsAgain = kSlabs + kSlabsV > 6 && (Traits::kDropout || Traits::kVarlen);
   // The group that has a whole slab of dQ where there are three; with a mask the other choice spills 16 to 20 bytes.
   static constexpr int kWholeSlabGroup = Traits::kMask ? 0 : 1;
 
@@ -413,23 +415,22 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
     AccTile dk[1][OwnK::kRegisterTiles], dv[1][OwnV::kRegisterTiles];
     clear(dk);
     clear(dv);
-    auto store_dv = [&] {
-      int const key = n_own + 16 * warp;
+    using Lengths = SeqlenInfo<Traits::kVarlen, Traits::kSequsedK>;
+    auto store_dv = [&](KeyTile const& of, Lengths const& lengths, int key, int lane) {
       if constexpr (OwnV::kAny) {
-        store_rows<Element>(reinterpret_cast<Element*>(params.dv) + index_t(seqlen.batch_index) * params.dv_stride_b +
-                                (index_t(seqlen.k_row0) + key) * params.dv_stride_n +
-                                index_t(tile.h) * params.dv_stride_h + OwnV::kFirst * kSlabColumns,
+        store_rows<Element>(reinterpret_cast<Element*>(params.dv) + index_t(lengths.batch_index) * params.dv_stride_b +
+                                (index_t(lengths.k_row0) + key) * params.dv_stride_n +
+                                index_t(of.h) * params.dv_stride_h + OwnV::kFirst * kSlabColumns,
                             params.dv_stride_n, dv, Traits::kDropout ? params.dropout_multiplier : 1.0f,
-                            seqlen.len_k_slot - key, params.head_dim_v - OwnV::kFirst * kSlabColumns, lane);
+                            lengths.len_k_slot - key, params.head_dim_v - OwnV::kFirst * kSlabColumns, lane);
       }
     };
-    auto store_dk = [&] {
-      int const key = n_own + 16 * warp;
+    auto store_dk = [&](KeyTile const& of, Lengths const& lengths, int key, int lane) {
       if constexpr (OwnK::kAny) {
-        store_rows<Element>(reinterpret_cast<Element*>(params.dk) + index_t(seqlen.batch_index) * params.dk_stride_b +
-                                (index_t(seqlen.k_row0) + key) * params.dk_stride_n +
-                                index_t(tile.h) * params.dk_stride_h + OwnK::kFirst * kSlabColumns,
-                            params.dk_stride_n, dk, params.scale, seqlen.len_k_slot - key,
+        store_rows<Element>(reinterpret_cast<Element*>(params.dk) + index_t(lengths.batch_index) * params.dk_stride_b +
+                                (index_t(lengths.k_row0) + key) * params.dk_stride_n +
+                                index_t(of.h) * params.dk_stride_h + OwnK::kFirst * kSlabColumns,
+                            params.dk_stride_n, dk, params.scale, lengths.len_k_slot - key,
                             params.head_dim - OwnK::kFirst * kSlabColumns, lane);
       }
     };
@@ -440,8 +441,8 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
         release(barriers.empty_v());
       }
       parity ^= 1;
-      store_dv();
-      store_dk();
+      store_dv(tile, seqlen, n_own + 16 * warp, lane);
+      store_dk(tile, seqlen, n_own + 16 * warp, lane);
       continue;
     }
 
@@ -673,8 +674,18 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
     }
     AccTile dq[1][OwnDq::kTiles];
     start_dq(dq);
-    store_dv();
-    store_dk();
+    if constexpr (Shape::kReadsAgain) {
+      KeyTile const again = read_key_tile(smem + Shape::kOffsetTile);
+      Lengths const lengths(params, again.b);
+      int const place = consumer_thread();
+      int const key = again.n_block * Traits::kBlockN + cluster_rank() * Shape::kKeys + 16 * (place >> 5 & 3);
+      int const lane_again = Traits::kVarlen ? place & 31 : lane;
+      store_dv(again, lengths, key, lane_again);
+      store_dk(again, lengths, key, lane_again);
+    } else {
+      store_dv(tile, seqlen, n_own + 16 * warp, lane);
+      store_dk(tile, seqlen, n_own + 16 * warp, lane);
+    }
     wait_products<0>();
     pin_registers(dq);
     // Read again: over the loop there is no register for it.
