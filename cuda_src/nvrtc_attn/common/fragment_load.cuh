@@ -11,6 +11,12 @@
 
 namespace nvrtc_attn {
 
+NVRTC_ATTN_DEVICE float2 load_shared_float2(unsigned address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
+
 NVRTC_ATTN_DEVICE cute::uint128_t const& as_vector(void const* p) {
   return *reinterpret_cast<cute::uint128_t const*>(p);
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include "../collective/mask.cuh"
 #include "../collective/scores.cuh"
+#include "../common/fragment_load.cuh"
 #include "keep_words_transposed.cuh"
 #include "score_tile_transposed.cuh"
 #include "unpack.cuh"
@@ -50,10 +51,6 @@ struct ScoreBlock {
   int t;  // lane % 4
   TransposedBias<Traits> bias;
 
-  NVRTC_ATTN_DEVICE void load(float (&x)[2], unsigned from, int m) const {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(from + 32 * m + 8 * t));
-  }
-
   // Raw products -> P, as an operand too where that is wanted early.
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
                                        FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
@@ -63,8 +60,8 @@ struct ScoreBlock {
     if (masked) drop_positions<Traits>(s, mask, m0, j, t);
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
-      float reference[2];
-      load(reference, row_lse, m);
+      float2 const lse = load_shared_float2(row_lse + 32 * m + 8 * t);
+      float const reference[2] = {lse.x, lse.y};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float y = s[0][m][e];
@@ -126,8 +123,8 @@ struct ScoreBlock {
           s[0][m][2 * r + 1] = both.y;
         }
       }
-      float delta[2];
-      load(delta, row_delta, m);
+      float2 const both_delta = load_shared_float2(row_delta + 32 * m + 8 * t);
+      float const delta[2] = {both_delta.x, both_delta.y};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float ds;

@@ -27,11 +27,6 @@ struct ScoreTileShape {
   static_assert(kBytes == 0 || kStages >= 2, "the next tile's copy must not wait for this one's release");
 };
 
-NVRTC_ATTN_DEVICE float2 load_shared_float2(unsigned address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
-  return v;
-}
 NVRTC_ATTN_DEVICE unsigned load_shared_u16(unsigned address) {
   unsigned short v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));

@@ -19,5 +19,10 @@ NVRTC_ATTN_DEVICE int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+template <class T>
+NVRTC_ATTN_DEVICE T* opaque(T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 }  // namespace nvrtc_attn

@@ -7,6 +7,7 @@
 #include "../collective/score_gradient_transposed.cuh"
 #include "backward_scores.cuh"
 #include "gradient_store.cuh"
+#include "uniform.cuh"
 #include "wide_products.cuh"
 
 namespace nvrtc_attn {
@@ -30,10 +31,7 @@ struct ElementWalk {
   // Of value e of the accumulator tile.
   NVRTC_ATTN_DEVICE Element const& at(int e) const { return place[(e & 1) * stride_m + 8 * (e >> 1) * stride_n]; }
 
-  NVRTC_ATTN_DEVICE void next() {
-    place += 8 * stride_m;
-    asm volatile("" : "+l"(place));
-  }
+  NVRTC_ATTN_DEVICE void next() { place = opaque(place + 8 * stride_m); }
 };
 struct NoWalk {
   NVRTC_ATTN_DEVICE void next() {}
@@ -120,10 +118,8 @@ struct WideScores {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int const m = 2 * step + half;
-        float reference[2];
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                     : "=f"(reference[0]), "=f"(reference[1])
-                     : "r"(row_lse + 32 * m + 8 * t));
+        float2 const lse = load_shared_float2(row_lse + 32 * m + 8 * t);
+        float const reference[2] = {lse.x, lse.y};
         float bias[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         if constexpr (Traits::kHasBias) operands.unpack_bias(bias, m);
         float probability[4], product[4];
@@ -190,9 +186,9 @@ struct WideGradients {
   NVRTC_ATTN_DEVICE void read_delta(unsigned row_delta) {
 #pragma unroll
     for (int m = 0; m < 8; ++m) {
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(delta[m][0]), "=f"(delta[m][1])
-                   : "r"(row_delta + 32 * m + 8 * (lane & 3)));
+      float2 const both = load_shared_float2(row_delta + 32 * m + 8 * (lane & 3));
+      delta[m][0] = both.x;
+      delta[m][1] = both.y;
     }
   }
 

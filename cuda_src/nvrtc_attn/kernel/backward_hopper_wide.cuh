@@ -416,7 +416,7 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
     clear(dk);
     clear(dv);
     using Lengths = SeqlenInfo<Traits::kVarlen, Traits::kSequsedK>;
-    auto store_dv = [&](KeyTile const& of, Lengths const& lengths, int key, int lane) {
+    auto store_gradients = [&](KeyTile const& of, Lengths const& lengths, int key, int lane) {
       if constexpr (OwnV::kAny) {
         store_rows<Element>(reinterpret_cast<Element*>(params.dv) + index_t(lengths.batch_index) * params.dv_stride_b +
                                 (index_t(lengths.k_row0) + key) * params.dv_stride_n +
@@ -424,8 +424,6 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
                             params.dv_stride_n, dv, Traits::kDropout ? params.dropout_multiplier : 1.0f,
                             lengths.len_k_slot - key, params.head_dim_v - OwnV::kFirst * kSlabColumns, lane);
       }
-    };
-    auto store_dk = [&](KeyTile const& of, Lengths const& lengths, int key, int lane) {
       if constexpr (OwnK::kAny) {
         store_rows<Element>(reinterpret_cast<Element*>(params.dk) + index_t(lengths.batch_index) * params.dk_stride_b +
                                 (index_t(lengths.k_row0) + key) * params.dk_stride_n +
@@ -441,8 +439,7 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
         release(barriers.empty_v());
       }
       parity ^= 1;
-      store_dv(tile, seqlen, n_own + 16 * warp, lane);
-      store_dk(tile, seqlen, n_own + 16 * warp, lane);
+      store_gradients(tile, seqlen, n_own + 16 * warp, lane);
       continue;
     }
 
@@ -679,12 +676,10 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
       Lengths const lengths(params, again.b);
       int const place = consumer_thread();
       int const key = again.n_block * Traits::kBlockN + cluster_rank() * Shape::kKeys + 16 * (place >> 5 & 3);
-      int const lane_again = Traits::kVarlen ? place & 31 : lane;
-      store_dv(again, lengths, key, lane_again);
-      store_dk(again, lengths, key, lane_again);
+      // The lane too with packed lengths alone: each choice spills 4 bytes in the other case.
+      store_gradients(again, lengths, key, Traits::kVarlen ? place & 31 : lane);
     } else {
-      store_dv(tile, seqlen, n_own + 16 * warp, lane);
-      store_dk(tile, seqlen, n_own + 16 * warp, lane);
+      store_gradients(tile, seqlen, n_own + 16 * warp, lane);
     }
     wait_products<0>();
     pin_registers(dq);
