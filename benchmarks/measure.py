@@ -17,6 +17,7 @@ COMMIT = ""
 """Set where the measured tree is a copy without its git history."""
 REST_SECONDS = 0.02
 UNSTEADY = 0.1
+"""Spread of a function's rounds from which on it has more of them."""
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -35,7 +36,7 @@ def in_turn(
     times: dict[str, list[float]] = {name: [] for name in functions}
     order = list(functions.items())
     for number in range(2 * rounds):
-        shift = number * len(order) // rounds % max(len(order), 1)
+        shift = number % rounds * len(order) // rounds
         for name, function in order[shift:] + order[:shift]:
             if number < rounds or steady(times[name], rounds)["spread"] > UNSTEADY:
                 time.sleep(REST_SECONDS)

@@ -49,8 +49,8 @@ def reasons_against_wide(problem: AttentionProblem) -> list[str]:
     found = []
     if problem.deterministic:
         found.append("deterministic: dq of wide heads is summed in the order in which thread blocks finish")
-    beside = score_operands(problem) - 1 + bool(problem.softcap) + bool(problem.varlen or problem.seqused_k)
     if problem.dropout_p > 0 and problem.head_dim > 128 and problem.head_dim_v > 192:
+        beside = score_operands(problem) - 1 + bool(problem.softcap) + bool(problem.varlen or problem.seqused_k)
         most = 0 if problem.head_dim <= 208 else 1
         if beside > most:
             found.append(
