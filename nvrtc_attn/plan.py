@@ -18,7 +18,7 @@ from .codegen import params_class
 from .compile import compile_kernel
 from .config import KernelConfig
 from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec, Launch
-from .launch import launch, memset_async
+from .launch import ParamsBuffer, in_context_of, launch
 from .log import log_once
 from .module import Kernel, load_kernel
 from .params import UNBOUNDED, BackwardParams, ForwardParams
@@ -46,7 +46,7 @@ class LseLayout:
 class _Step:
     """One launch with its own copy of the params."""
 
-    __slots__ = ("block", "buffer_type", "grid", "kernel", "smem_bytes", "template", "tensor_maps")
+    __slots__ = ("block", "grid", "kernel", "smem_bytes", "spare", "template", "tensor_maps")
 
     def __init__(self, spec: Launch, device_index: int, params: ForwardParams | BackwardParams, stream: int) -> None:
         pointers, struct_type = type(params).POINTERS, params_class(spec.config)
@@ -59,7 +59,18 @@ class _Step:
         self.grid, self.block, self.smem_bytes = spec.grid, spec.block, spec.smem_bytes
         self.kernel = _kernel(spec, device_index, stream)
         self.template = bytes(values)
-        self.buffer_type = ctypes.c_char * len(self.template)
+        self.spare: list[ParamsBuffer] = []  # as many as threads have run this at once
+
+    def run(self, pointers: struct.Struct, addresses: tuple[int, ...], stream: int) -> None:
+        try:
+            params = self.spare.pop()
+        except IndexError:
+            params = ParamsBuffer(self.template)
+        pointers.pack_into(params.data, 0, *addresses)
+        if self.tensor_maps is not None:
+            self.tensor_maps.write(params.data, addresses)
+        launch(self.kernel, self.grid, self.block, self.smem_bytes, params, stream)
+        self.spare.append(params)
 
 
 # Plans of many shapes share a kernel: a new shape must not pay for generating and hashing its source again.
@@ -126,15 +137,15 @@ class _PlanBase:
     _BUFFERS: ClassVar[tuple[str, ...]]
     _POINTERS: ClassVar[struct.Struct]
 
-    def _run(self, stream: int, workspace: int, pointers: tuple[int, ...]) -> None:
+    def _run(self, stream: int, workspace: int, addresses: tuple[int, ...]) -> None:
+        if self._steps:
+            in_context_of(self._steps[0].kernel, self._launch_all, stream, workspace, addresses)
+
+    def _launch_all(self, stream: int, workspace: int, addresses: tuple[int, ...]) -> None:
         for offset, nbytes in self._zeroed:
-            memset_async(workspace + offset, 0, nbytes, stream, self._steps[0].kernel.device)
+            driver.call("cuMemsetD8Async", workspace + offset, 0, nbytes, stream, device=self._steps[0].kernel.device)
         for step in self._steps:
-            params = step.buffer_type.from_buffer_copy(step.template)
-            self._POINTERS.pack_into(params, 0, *pointers)
-            if step.tensor_maps is not None:
-                step.tensor_maps.write(params, pointers)
-            launch(step.kernel, step.grid, step.block, step.smem_bytes, params, stream)
+            step.run(self._POINTERS, addresses, stream)
 
 
 class ForwardPlan(_PlanBase):

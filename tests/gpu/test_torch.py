@@ -51,6 +51,15 @@ def test_gradients_through_out_lse_and_bias(bias_shape: tuple[int, ...]) -> None
         torch.testing.assert_close(mine.double(), other.double(), atol=2e-4, rtol=2e-4)
 
 
+def test_second_derivatives_are_refused() -> None:
+    q, k, v = qkv()
+    out = na.attention(q, k, v)
+    dout = torch.randn_like(out, requires_grad=True)
+    (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
 @pytest.mark.reliability(40)
 @pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded"])
 def test_dout_of_any_stride(kind: str) -> None:

@@ -20,7 +20,7 @@ from nvrtc_attn.cache import kernel_cache
 from nvrtc_attn.compile import CompiledKernel, compile_kernel, compile_source
 from nvrtc_attn.config import ForwardConfig
 from nvrtc_attn.errors import CudaError, DeviceFaultError, UnsupportedError
-from nvrtc_attn.launch import MAX_GRID, launch, memset_async
+from nvrtc_attn.launch import MAX_GRID, ParamsBuffer, in_context_of, launch
 from nvrtc_attn.module import Kernel, find_kernel, load_kernel
 from nvrtc_attn.params import ForwardParams
 
@@ -58,8 +58,9 @@ def load(index: int = 0, smem_bytes: int = 65536) -> Kernel:
 
 
 def go(kernel: Kernel, **changes: Any) -> None:
-    arguments = {"grid": 10, "block": 128, "smem_bytes": 65536, "params": ForwardParams(), "stream": 0}
-    launch(kernel, **{**arguments, **changes})
+    arguments = {"grid": 10, "block": 128, "smem_bytes": 65536, "params": ForwardParams(), "stream": 0, **changes}
+    grid, block, smem_bytes, params, stream = arguments.values()
+    in_context_of(kernel, launch, kernel, grid, block, smem_bytes, ParamsBuffer(bytes(params)), stream)
 
 
 def test_a_kernel_is_loaded_once_and_ready_for_a_capture(fake: FakeDriver) -> None:
@@ -163,7 +164,6 @@ def test_the_current_context_is_left_as_it_was(fake: FakeDriver) -> None:
     for current in (fake.context_of(0), 0x9999):
         fake.stack[:] = [current]
         go(kernel)
-        memset_async(0x100, 0, 64, 0, device=1)
         assert fake.stack == [current]
         fake.failures["cuLaunchKernel"] = [1]
         with pytest.raises(CudaError):
@@ -186,12 +186,6 @@ def test_contexts_are_retained_once_and_never_reset(fake: FakeDriver) -> None:
         go(load(1))
     assert fake.calls.count("cuDevicePrimaryCtxRetain") == 2
     assert not any("Reset" in name or "Create" in name or "Release" in name for name in fake.calls)
-
-
-def test_memset_finds_the_device_of_the_memory(fake: FakeDriver) -> None:
-    memset_async(1 << 40, 7, 64, 0x55)
-    memset_async(1 << 40, 7, 0, 0x55)
-    assert fake.memsets == [(fake.context_of(1), 1 << 40, 7, 64, 0x55)]
 
 
 # -- images that the driver refuses ----------------------------------------------------------------------------------
@@ -376,6 +370,4 @@ def test_the_parameter_bytes_stay_in_place_during_the_call(fake: FakeDriver, mon
 
     monkeypatch.setattr(FakeDriver, "do_LaunchKernel", copy)
     go(kernel, params=params)
-    buffer = (ctypes.c_char * ctypes.sizeof(ForwardParams)).from_buffer_copy(bytes(params))
-    go(kernel, params=buffer)
-    assert [(c.q, c.scale) for c in copies] == [(0xABCD, 0.5)] * 2
+    assert [(c.q, c.scale) for c in copies] == [(0xABCD, 0.5)]

@@ -1,0 +1,136 @@
+"""Running a plan, on a driver written in Python: workspace, contexts, threads."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_driver import FakeDriver, FakeGpu, installed
+
+from nvrtc_attn import compile as compiler
+from nvrtc_attn import plan
+from nvrtc_attn.params import BackwardParams
+from nvrtc_attn.plan import BackwardPlan, LseLayout, backward_plan
+from nvrtc_attn.problem import AttentionProblem, dense_layout
+
+ADDRESSES = ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")
+
+
+@pytest.fixture(autouse=True)
+def _instant_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A compiler that takes no time, an empty cache, no plans."""
+    monkeypatch.setenv("NVRTC_ATTN_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
+    monkeypatch.setattr(compiler, "_run_nvrtc", lambda _source, arch, _options: (f"{arch} image".encode(), ""))
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "_kernels", {})
+    compiler._memory.clear()
+    yield
+    compiler._memory.clear()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDriver]:
+    with installed(FakeDriver([FakeGpu(), FakeGpu()])) as driver_in_python:
+        yield driver_in_python
+
+
+def fused_plan(device: int = 0) -> BackwardPlan:
+    """Two launches, the first with tensor maps, after a memset of its counters."""
+    rows = dense_layout((1, 1024, 16, 64), "bfloat16")
+    problem = AttentionProblem(
+        dtype="bfloat16", batch=1, seqlen_q=1024, seqlen_k=1024, num_heads=16, num_heads_kv=16, head_dim=64,
+        head_dim_v=64, softmax_scale=0.125, **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), rows),
+    )  # fmt: skip
+    lse = LseLayout(strides=(16 * 1024, 1024, 1), rows=1024, packed=False)
+    return backward_plan(problem, device, lse, None, None, 0)
+
+
+def params_of(launched: tuple[Any, ...]) -> BackwardParams:
+    """The params that a launch of the fake driver points at."""
+    pointer = ctypes.c_void_p.from_address(launched[9]).value
+    assert pointer is not None
+    return BackwardParams.from_buffer_copy(ctypes.string_at(pointer, ctypes.sizeof(BackwardParams)))
+
+
+def run(made: BackwardPlan, base: int) -> None:
+    numbers = {name: base + 4096 * i for i, name in enumerate(ADDRESSES)}
+    made.run(0x55, **numbers, workspace=base + (1 << 20))
+
+
+def test_counters_are_zeroed_before_the_launches_in_the_context_of_the_plan(fake: FakeDriver) -> None:
+    made = fused_plan(1)
+    fake.stack[:] = [fake.context_of(0)]
+    fake.calls.clear()
+    run(made, 1 << 30)
+    assert fake.stack == [fake.context_of(0)]
+    work = [name for name in fake.calls if name.startswith(("cuMemset", "cuLaunch"))]
+    assert work == ["cuMemsetD8Async", "cuLaunchKernel", "cuLaunchKernel"]
+    ((context, address, value, nbytes, stream),) = fake.memsets
+    assert (context, value, nbytes, stream) == (fake.context_of(1), 0, 4 * (2 + 16), 0x55)
+    assert params_of(fake.launches[0][1:]).counters == address
+    assert (1 << 30) + (1 << 20) <= address <= (1 << 30) + (1 << 20) + made.workspace_bytes - nbytes
+    assert {launched[0] for launched in fake.launches} == {fake.context_of(1)}
+
+
+def test_a_run_in_the_right_context_asks_for_it_once(fake: FakeDriver) -> None:
+    made = fused_plan()
+    fake.stack[:] = [fake.context_of(0)]
+    run(made, 1 << 30)  # encodes the tensor maps
+    fake.calls.clear()
+    run(made, 1 << 30)
+    assert fake.calls == ["cuCtxGetCurrent", "cuMemsetD8Async", "cuLaunchKernel", "cuLaunchKernel"]
+
+
+def test_threads_that_run_one_plan_do_not_see_each_others_addresses(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fused_plan()
+    seen: list[tuple[int, int, int]] = []
+    inside, most = [0], [0]
+
+    def slow(_self: FakeDriver, *arguments: Any) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        first = params_of(arguments)
+        time.sleep(0.002)  # another thread runs, as it may while the real driver copies
+        again = params_of(arguments)
+        inside[0] -= 1
+        assert bytes(first) == bytes(again)
+        seen.append((first.q, first.dv, first.counters))
+
+    monkeypatch.setattr(FakeDriver, "do_LaunchKernel", slow)
+    barrier = threading.Barrier(8)
+
+    def work(base: int) -> None:
+        barrier.wait()
+        for _ in range(5):
+            run(made, base)
+
+    bases = [(number + 1) << 30 for number in range(8)]
+    threads = [threading.Thread(target=work, args=(base,)) for base in bases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] > 1, "the launches overlapped"
+    offset = {counters - q for q, _, counters in seen}
+    assert len(offset) == 1
+    assert sorted(q for q, _, _ in seen) == sorted(bases * 10)
+    assert {dv - q for q, dv, _ in seen} == {4096 * ADDRESSES.index("dv")}
+
+
+def test_a_lost_device_is_refused_before_anything_is_written(fake: FakeDriver) -> None:
+    made = fused_plan()
+    fake.failures["cuLaunchKernel"] = [700]
+    with pytest.raises(Exception, match="700"):
+        run(made, 1 << 30)
+    fake.calls.clear()
+    with pytest.raises(Exception, match="unusable since an earlier fault"):
+        run(made, 1 << 30)
+    assert fake.calls == []
