@@ -1,6 +1,6 @@
 """Speed of nvrtc_attn beside torch's own attention kernels, on one GPU, in one process.
 
-    python benchmarks/attention.py [--out DIRECTORY] [--part grid,features,sizes,start] [--quick]
+    python benchmarks/attention.py [--out DIRECTORY] [--part grid,features,sizes,few,start] [--quick]
 
 ``seed`` is SDPA's memory-efficient kernel, ``flash2`` and ``cudnn`` its other two; ``fa3`` (package fa3-fwd, forward
 only) and ``fa4`` (flash-attn-4) take part where they are installed. TFLOP/s are 4 B H Mq Mk D / time forward (halved
@@ -171,23 +171,32 @@ def grid(quick: bool, rep_ms: int) -> list[dict[str, Any]]:
     return rows
 
 
-def size_cases() -> list[tuple[str, int, int, int, int, int, torch.dtype]]:
-    """(group, batch, length, heads, key heads, head dim, dtype): what no power of two is, and what is few or shared."""
+SizeCases = list[tuple[str, int, int, int, int, int, torch.dtype]]
+"""(group, batch, length, heads, key heads, head dim, dtype)"""
+
+
+def few_cases() -> SizeCases:
+    """Too few heads to fill the GPU more than once; in the shorter ones the host takes as long as the GPU."""
+    shapes = ((1024, 16, 64), (4096, 4, 64), (1024, 16, 128), (2048, 8, 128), (4096, 4, 128), (4096, 8, 128))
+    return [("few heads", 1, s, h, h, d, torch.bfloat16) for s, h, d in shapes]
+
+
+def size_cases() -> SizeCases:
+    """Lengths that are no power of two, key heads that are shared, float16."""
     bf, hf = torch.bfloat16, torch.float16
     ragged = [
         ("ragged", 16384 // s, s, 2048 // d, 2048 // d, d, bf)
         for d in (64, 128)
         for s in (1000, 1024, 3000, 3072, 5000, 5120)
     ]
-    few = [("few heads", 1, s, h, h, d, bf) for s, h, d in ((1024, 16, 64), (2048, 8, 128), (4096, 4, 128))]
     shared = [("key heads shared", 4, 4096, 32, 8, 128, bf), ("key heads shared", 1, 16384, 32, 8, 128, bf)]
     half = [("float16", 4, 4096, 2048 // d, 2048 // d, d, hf) for d in (64, 128, 256)]
-    return ragged + few + shared + half
+    return ragged + shared + half
 
 
-def sizes(rep_ms: int) -> list[dict[str, Any]]:
+def sizes(cases: SizeCases, rep_ms: int) -> list[dict[str, Any]]:
     rows = []
-    for group, b, s, h, h_kv, d, dtype in size_cases():
+    for group, b, s, h, h_kv, d, dtype in cases:
         for causal in (False, True):
             row = {"group": group, "D": d, "causal": causal, "BxSxH": f"{b}x{s}x{h}", "Hkv": h_kv}
             rows.append(measure_shape(row, b, s, h, h_kv, d, dtype, causal, ("flash2", "cudnn"), rep_ms))
@@ -350,7 +359,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=None, help="directory for JSON and plots, default benchmarks/results"
     )
-    parts = "grid,features,sizes,start"
+    parts = "grid,features,sizes,few,start"
     parser.add_argument("--part", default=parts, help=f"comma-separated, default {parts}")
     parser.add_argument("--quick", action="store_true", help="three lengths instead of six, shorter timing")
     parser.add_argument("--commit", default="", help="of the measured tree, where that is a copy without git history")
@@ -385,10 +394,11 @@ def main() -> None:
         ]
         print_table(rows, columns)
         save(f"features_{backend}", rows, arguments.out)
-    if "sizes" in parts:
-        rows = sizes(rep_ms)
-        print_table(rows, ["group", "D", "causal", "BxSxH", "Hkv", *ratio_columns(("flash2", "cudnn"))])
-        save(f"sizes_{backend}", rows, arguments.out)
+    for part, cases in (("sizes", size_cases()), ("few", few_cases())):
+        if part in parts:
+            rows = sizes(cases, rep_ms)
+            print_table(rows, ["group", "D", "causal", "BxSxH", "Hkv", *ratio_columns(("flash2", "cudnn"))])
+            save(f"{part}_{backend}", rows, arguments.out)
     if "grid" in parts:
         rows = grid(arguments.quick, rep_ms)
         print_table(rows, ["D", "causal", "BxSxH", *ratio_columns(("seed", "flash2", "cudnn"))])

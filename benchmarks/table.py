@@ -1,6 +1,6 @@
 """The tables of README.md from the saved results of `attention.py`, as Markdown on standard output.
 
-python benchmarks/table.py grid_auto features_auto sizes_auto start_auto
+python benchmarks/table.py grid_auto features_auto sizes_auto few_auto start_auto
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def start(rows: list[Row]) -> str:
     return markdown(["what", "value"], [[row["what"], number(row["value"])] for row in rows])
 
 
-TABLES = {"grid": grid, "features": features, "sizes": sizes, "start": start}
+TABLES = {"grid": grid, "features": features, "sizes": sizes, "few": sizes, "start": start}
 
 
 def main() -> None:

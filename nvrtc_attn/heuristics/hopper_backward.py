@@ -39,6 +39,8 @@ MAX_HEAD_DIM: Final = 256
 """Beyond it dk and dv of 64 keys do not fit in a thread block's registers."""
 BLOCK_N: Final = 128
 NUM_STAGES: Final = 2
+PREPARE_ROWS: Final = 16
+"""Query rows of a thread block of ``backward_hopper_prepare``."""
 L2_BYTES: Final = 32 << 20
 """What stays in an L2 of 50 to 60 MB beside what streams through."""
 
@@ -82,7 +84,7 @@ def uses_keep_words(problem: AttentionProblem) -> bool:
     return problem.dropout_p > 0 and score_operands(problem) == 1 and not problem.softcap
 
 
-def choose_tile(problem: AttentionProblem) -> Tile:
+def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     """The tile table. Figures: H200, 2026-11-21, bfloat16, TFLOP/s of all launches; cuDNN 9.19 beside it.
 
     D 64, B4 S4096 H32: 128 queries 501 (cuDNN 455). D 128, B4 S4096 H16: 64 queries 607 (cuDNN 571); 128 queries do not
@@ -125,7 +127,10 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     =======  =========  ==========  ==========  ===========
 
     Key tiles wait at the start for the rows of their heads, so that with few keys a kernel before is better (D 64, 4096
-    queries: 2048 keys 460 against 457, 1024 keys 383 against 405). Conversion of dq by such warps too, by the block
+    queries: 2048 keys 460 against 457, 1024 keys 383 against 405). Where every key tile has a multiprocessor of its own,
+    all of them wait, and nothing else runs meanwhile: microseconds of the main kernel fused and not, B1 S1024 H16 D 64
+    35.8 and 25.4, S2048 H8 D 128 90.8 and 75.8, causal 87.0 and 73.4; of all launches 42 and 38, 98 and 91, 95 and 89,
+    when the kernel before took 7 to 9 (one thread read a row after another). Conversion of dq by such warps too, by the block
     that adds last, loses (one warp takes longer for a tile than the consumers do: D 128 S1024 causal 268 against 362).
     A turn with S started in the turn before and dQ a turn late is 1 to 3 % faster than dV before dS at D 64, no faster
     than dV behind it, and slower at D 128 (S4096 507 against 555).
@@ -139,7 +144,8 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     if not is_plain(problem):
         return tile
     longest = 4096 if problem.band else 2048
-    fused = problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
+    waves = problem.batch * problem.num_heads_kv * ceil_div(problem.seqlen_k, BLOCK_N) / num_sms
+    fused = waves > 1 and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
     full_width = product_width(min(problem.head_dim, problem.head_dim_v)) == 128
     return replace(tile, block_m=80 if full_width and not fused else block_m, fused=fused)
 
@@ -185,7 +191,7 @@ def stores_dbias(problem: AttentionProblem) -> bool:
     return problem.dbias and is_full_shape(problem)
 
 
-def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: int) -> list[str]:
+def reasons_for_portable(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[str]:
     """Every reason why this family cannot serve ``problem``; empty when it can."""
     found = reasons_against_target(problem, arch)
     if problem.dtype not in DTYPES_16BIT:
@@ -202,7 +208,7 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         found += reasons_against(name, operand, 2)
     if not is_aligned(problem):
         found.append("rows of some tensor cannot be moved in 16-byte vectors")
-    if not found and config_of(problem, choose_tile(problem)).smem_bytes > smem_limit:
+    if not found and config_of(problem, choose_tile(problem, num_sms)).smem_bytes > smem_limit:
         found.append(f"a thread block may use {smem_limit} bytes of shared memory")
     return found
 
@@ -289,6 +295,12 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     return replace(config, smem_bytes=smem_bytes(config))
 
 
+def prepare_warps(head_dim_v: int) -> int:
+    """Warps of ``backward_hopper_prepare``: a thread for every eight columns of a row, a power of two of them."""
+    vectors = ceil_div(head_dim_v, 8)
+    return PREPARE_ROWS * (1 << (vectors - 1).bit_length()) // 32
+
+
 def head_group(problem: AttentionProblem) -> int:
     """Key heads whose key tiles are handed out together, longest first: as many as stay in L2; 1 without a band.
 
@@ -330,7 +342,9 @@ def plan_spec(
     }
     shape |= {"num_warps": 8, "features": Features(varlen=problem.varlen)}
     switches = {name: getattr(config, name) for name in ("log2_lse", "one_key_tile", "keep_words", "ordered")}
-    prepare = HopperBackwardConfig(kernel="backward_hopper_prepare", **switches, **shape)
+    prepare = HopperBackwardConfig(
+        kernel="backward_hopper_prepare", **switches, **(shape | {"num_warps": prepare_warps(config.head_dim_v)})
+    )
     convert = BackwardConfig(kernel="dq_convert", transposed_blocks=config.block_m == 80, **shape)
     m_params = (("num_m_blocks", num_m_blocks),)
     launches = []
@@ -338,7 +352,7 @@ def plan_spec(
         launches.append(
             Launch(
                 config=prepare,
-                grid=num_m_blocks * problem.num_heads * problem.batch,
+                grid=num_m_blocks * (config.block_m // PREPARE_ROWS) * problem.num_heads * problem.batch,
                 block=prepare.num_threads,
                 smem_bytes=0,
                 params=(*m_params, *schedule),
@@ -421,15 +435,17 @@ def choose_backward(
     problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
 ) -> BackwardPlanSpec | list[str]:
     """The plan of the backward pass, or every reason why the portable family has to serve ``problem``."""
-    reasons = reasons_for_portable(problem, arch=arch, smem_limit=smem_limit)
-    return reasons or plan_spec(problem, choose_tile(problem), num_sms=num_sms, arch="sm_90", smem_limit=smem_limit)
+    reasons = reasons_for_portable(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+    if reasons:
+        return reasons
+    return plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms, arch="sm_90", smem_limit=smem_limit)
 
 
 def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[BackwardPlanSpec]:
     """Plans with the table's tile, other sizes, rows prepared the other way, the other loop; none without one."""
-    if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):
+    if reasons_for_portable(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit):
         return []
-    tile = choose_tile(problem)
+    tile = choose_tile(problem, num_sms)
     tiles = dict.fromkeys((tile, replace(tile, block_m=64)))
     if is_plain(problem):
         fused_size = 64 if tile.block_m == 80 else tile.block_m

@@ -21,6 +21,8 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 SMEM_LIMIT = 232448  # bytes a block may use on compute capability 9.0
 TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": SMEM_LIMIT}
+FEW_SMS = 4
+"""The problems here are small: on so few multiprocessors they have more key tiles than those."""
 
 
 def problem(head_dim: int = 128, dtype: str = "bfloat16", **changes: Any) -> AttentionProblem:
@@ -40,7 +42,7 @@ def wide(head_dim: int, head_dim_v: int, **changes: Any) -> AttentionProblem:
 
 
 def plan(asked: AttentionProblem, **tile: Any) -> BackwardPlanSpec:
-    chosen = dataclasses.replace(hopper_backward.choose_tile(asked), **tile)
+    chosen = dataclasses.replace(hopper_backward.choose_tile(asked, FEW_SMS), **tile)
     return hopper_backward.plan_spec(asked, chosen, num_sms=132)
 
 
@@ -259,8 +261,9 @@ def test_plan_in_three_launches() -> None:
     assert [launch.config.kernel for launch in spec.launches] == [
         "backward_hopper_prepare", "backward_hopper", "dq_convert",
     ]  # fmt: skip
-    # 8 tiles of 64 queries; 6 tiles of 128 keys for 2 x 2 key heads.
-    assert prepare.grid == convert.grid == 8 * 4 * 2
+    # 8 tiles of 64 queries, for the rows 4 blocks each; 6 tiles of 128 keys for 2 x 2 key heads.
+    assert prepare.grid == 4 * convert.grid == 4 * 8 * 4 * 2
+    assert prepare.block == 256
     assert main.grid == 6 * 2 * 2
     assert main.block == 384
     assert main.smem_bytes <= SMEM_LIMIT
@@ -285,7 +288,9 @@ def test_preparation_by_length() -> None:
     for head_dim in (64, 128):
         assert [chosen(head_dim, n) for n in (1024, 2048, 2049)] == [True, True, False]
         assert [chosen(head_dim, n, **CAUSAL) for n in (4096, 4097)] == [True, False]
-    # Few keys: the start of the kernel would be spent waiting for rows.
+    # Few key tiles or few keys: the start of the kernel would be spent waiting for rows.
+    waves = problem(64, seqlen_q=1024, seqlen_k=1024)
+    assert [hopper_backward.choose_tile(waves, n).fused for n in (63, 64)] == [True, False]
     assert [chosen(64, 2048, seqlen_k=n) for n in (1024, 1000)] == [True, False]
     assert not chosen(128, 1024, seqlen_k=300)
     for head_dim in (64, 128):
@@ -322,7 +327,7 @@ def test_queries_of_a_tile_by_length() -> None:
 def test_plan_with_80_queries() -> None:
     prepare, main, convert = (spec := plan(problem(128, seqlen_q=4096, seqlen_k=4096))).launches
     assert label(spec) == "hopper 80x128 num_warps=12 num_stages=2"
-    assert prepare.grid == convert.grid == 52 * 4 * 2
+    assert prepare.grid == 5 * convert.grid == 5 * 52 * 4 * 2
     assert {item.field: item.box[1] for item in main.tensor_maps} == {
         "tensor_map_q": 80, "tensor_map_k": 128, "tensor_map_v": 128, "tensor_map_dout": 80,
     }  # fmt: skip
@@ -338,7 +343,7 @@ def test_plan_with_80_queries() -> None:
 
 def test_candidates_have_the_other_preparation_and_other_tiles() -> None:
     def switches(head_dim: int, **changes: Any) -> list[tuple[int, bool]]:
-        specs = hopper_backward.candidates(problem(head_dim, **changes), **TARGET)
+        specs = hopper_backward.candidates(problem(head_dim, **changes), **TARGET | {"num_sms": FEW_SMS})
         assert len({label(spec) for spec in specs}) == len(specs)
         configs = [kernel_of(spec).config for spec in specs]
         assert all(kernel_of(spec).smem_bytes <= SMEM_LIMIT for spec in specs)
@@ -422,7 +427,7 @@ def test_plan_of_wide_heads() -> None:
     assert "__cluster_dims__(Traits::kCluster, 1, 1)" in entry_source(main.config)
     assert main.grid == 2 * 6 * 4 * 2
     many = problem(256, batch=64)
-    assert hopper_backward.plan_spec(many, hopper_backward.choose_tile(many), num_sms=131).launches[1].grid == 130
+    assert hopper_backward.plan_spec(many, hopper_backward.choose_tile(many, 131), num_sms=131).launches[1].grid == 130
     boxes = {item.field: item.box for item in main.tensor_maps}
     # Keys of a block; half of the queries, which each block brings to both.
     rows = {"q": 32, "k": 64, "v": 64, "dout": 32}
@@ -522,9 +527,9 @@ def test_what_is_left_to_the_portable_family() -> None:
 def test_backend_chooses_the_family() -> None:
     layout = dense_layout((2, 512, 4, 64), "bfloat16")
     asked = problem(64, out=layout, dout=layout, dq=layout, dk=layout, dv=layout)
-    assert choose_backward(asked, **TARGET, backend="hopper").launches[0].config.kernel == "backward_hopper"
+    assert choose_backward(asked, **TARGET, backend="hopper").launches[1].config.kernel == "backward_hopper"
     assert choose_backward(asked, **TARGET, backend="portable").launches[1].config.kernel == "backward_portable"
-    assert choose_backward(asked, **TARGET, backend="auto").launches[0].config.kernel == "backward_hopper"
+    assert choose_backward(asked, **TARGET, backend="auto").launches[1].config.kernel == "backward_hopper"
     assert choose_backward(asked, **{**TARGET, "arch": "sm_100"}).launches[1].config.kernel == "backward_portable"
 
 
@@ -542,3 +547,15 @@ def test_few_key_tiles_go_to_the_family_that_splits_queries() -> None:
     assert kernel(8192, 1) == "backward_portable"
     assert kernel(8192, 128) == "backward_hopper"
     assert kernel(64, 1) == "backward_hopper"  # one query tile: nothing to split
+
+
+@pytest.mark.parametrize(("head_dim_v", "warps"), [(32, 2), (40, 4), (64, 4), (72, 8), (128, 8), (136, 16), (256, 16)])
+def test_rows_are_prepared_by_a_thread_for_eight_columns(head_dim_v: int, warps: int) -> None:
+    """The kernel checks that its threads suffice for a row; here, that no more are there than the next power of two."""
+    asked = wide(64, head_dim_v) if head_dim_v > 64 else problem(head_dim_v, bias=SCORES)
+    prepare = plan(asked, fused=False).launches[0]
+    assert prepare.config.kernel == "backward_hopper_prepare"
+    assert prepare.config.num_warps == warps
+    kernel = compiled(prepare.config)
+    assert (kernel.spill_bytes, "warning" in kernel.log) == (0, False)
+    assert kernel.num_regs <= 40, "eight blocks of 256 threads wait for memory together, or nearly"

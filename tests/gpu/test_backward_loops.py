@@ -35,9 +35,9 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
 
     def forced(**switches: int) -> None:
-        def tile(problem: AttentionProblem) -> hopper_backward.Tile:
+        def tile(problem: AttentionProblem, num_sms: int) -> hopper_backward.Tile:
             assert hopper_backward.is_plain(problem)
-            return dataclasses.replace(choose_tile(problem), **switches)
+            return dataclasses.replace(choose_tile(problem, num_sms), **switches)
 
         monkeypatch.setattr(plan, "_plans", {})
         monkeypatch.setattr(hopper_backward, "choose_tile", tile)

@@ -5,31 +5,42 @@
 
 namespace nvrtc_attn {
 
-// `sum` is rowsum(dO * O) of row `row` of a tile whose workspace begins at `workspace` and whose rows of lse and dlse begin at
-// `lse_row`. Rows without a key, and padding (`is_row` false), get an infinite reference: their P is zero.
-template <class Traits>
-NVRTC_ATTN_DEVICE void store_row_statistics(HopperBackwardParams const& params, float sum, bool is_row, int row, int h,
-                                            index_t lse_batch, index_t lse_row, index_t workspace) {
-  float lse = infinity();
+// What the forward pass and the caller say of a row.
+struct RowReference {
+  float lse;   // infinite: no key, or padding (`is_row` false)
+  float dlse;  // gradient that arrives through lse
+};
+
+NVRTC_ATTN_DEVICE RowReference load_row_reference(HopperBackwardParams const& params, bool is_row, int h,
+                                                  index_t batch, index_t row) {
+  RowReference reference = {infinity(), 0.0f};
   if (is_row) {
     if (params.dlse != nullptr) {
-      sum -= params.dlse[lse_batch * params.dlse_stride_b + index_t(h) * params.dlse_stride_h +
-                         (lse_row + row) * params.dlse_stride_m];
+      reference.dlse =
+          params.dlse[batch * params.dlse_stride_b + index_t(h) * params.dlse_stride_h + row * params.dlse_stride_m];
     }
-    lse = params.lse[lse_batch * params.lse_stride_b + index_t(h) * params.lse_stride_h +
-                     (lse_row + row) * params.lse_stride_m];
+    reference.lse =
+        params.lse[batch * params.lse_stride_b + index_t(h) * params.lse_stride_h + row * params.lse_stride_m];
   }
-  bool const has_key = fabsf(lse) != infinity();
+  return reference;
+}
+
+// `sum` is rowsum(dO * O) of row `row` of the workspace. A row without a key gets an infinite reference: its P is zero.
+template <class Traits>
+NVRTC_ATTN_DEVICE void store_row_statistics(HopperBackwardParams const& params, float sum, RowReference const& row_of,
+                                            index_t row) {
+  sum -= row_of.dlse;
+  bool const has_key = fabsf(row_of.lse) != infinity();
   // A row without a key has P = 0 and no gradient, whatever arrives through its lse: 0 times NaN must not.
-  float reference = Traits::kLog2Lse ? lse * kLog2e : lse;
+  float reference = Traits::kLog2Lse ? row_of.lse * kLog2e : row_of.lse;
   if constexpr (Traits::kKeepWords) {
     // P times dropout's multiplier, and so P * delta unchanged. Where nothing is kept there is none.
     float const multiplier = params.dropout_multiplier == 0.0f ? 1.0f : params.dropout_multiplier;
     reference -= Traits::kLog2Lse ? log2f(multiplier) : logf(multiplier);
     sum /= multiplier;
   }
-  params.delta[workspace + row] = has_key ? sum : 0.0f;
-  params.row_lse[workspace + row] = has_key ? reference : infinity();
+  params.delta[row] = has_key ? sum : 0.0f;
+  params.row_lse[row] = has_key ? reference : infinity();
 }
 
 }  // namespace nvrtc_attn
