@@ -127,11 +127,11 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     =======  =========  ==========  ==========  ===========
 
     Key tiles wait at the start for the rows of their heads, so that with few keys a kernel before is better (D 64, 4096
-    queries: 2048 keys 460 against 457, 1024 keys 383 against 405). Where every key tile has a multiprocessor of its own,
-    all of them wait, and nothing else runs meanwhile: microseconds of the main kernel fused and not, B1 S1024 H16 D 64
-    35.8 and 25.4, S2048 H8 D 128 90.8 and 75.8, causal 87.0 and 73.4; of all launches 42 and 38, 98 and 91, 95 and 89,
-    when the kernel before took 7 to 9 (one thread read a row after another). Conversion of dq by such warps too, by the block
-    that adds last, loses (one warp takes longer for a tile than the consumers do: D 128 S1024 causal 268 against 362).
+    queries: 2048 keys 460 against 457, 1024 keys 383 against 405). Where every key tile has a multiprocessor of its
+    own, all of them wait, and nothing else runs meanwhile: microseconds of the main kernel fused and not, B1 S1024 H16
+    D 64 35.8 and 25.4, S2048 H8 D 128 90.8 and 75.8, causal 87.0 and 73.4; of all launches 42 and 38, 98 and 91, 95 and
+    89. Conversion of dq by such warps too, by the block that adds last, loses (one warp takes longer for a tile than
+    the consumers do: D 128 S1024 causal 268 against 362).
     A turn with S started in the turn before and dQ a turn late is 1 to 3 % faster than dV before dS at D 64, no faster
     than dV behind it, and slower at D 128 (S4096 507 against 555).
     """

@@ -130,9 +130,9 @@ NVRTC_ATTN_DEVICE void finish_piece(HopperBackwardParams const& params, unsigned
   bool const is_row = lane < params.seqlen_q - piece.m0;
   RowReference const reference =
       load_row_reference(params, is_row, piece.h, params.lse_packed ? 0 : piece.b, index_t(piece.m0) + lane);
-  store_row_statistics<Traits>(params, sum, reference,
-                               index_t(piece.b) * params.delta_stride_b + index_t(piece.h) * params.delta_stride_h +
-                                   piece.m0 + lane);
+  store_row_statistics<Traits>(
+      params, sum, reference,
+      index_t(piece.b) * params.delta_stride_b + index_t(piece.h) * params.delta_stride_h + piece.m0 + lane);
   float4* accum =
       reinterpret_cast<float4*>(params.dq_accum + index_t(piece.b) * params.dq_accum_stride_b +
                                 index_t(piece.h) * params.dq_accum_stride_h + index_t(piece.m0) * Traits::kHeadDim) +

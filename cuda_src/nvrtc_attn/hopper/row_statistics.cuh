@@ -11,8 +11,8 @@ struct RowReference {
   float dlse;  // gradient that arrives through lse
 };
 
-NVRTC_ATTN_DEVICE RowReference load_row_reference(HopperBackwardParams const& params, bool is_row, int h,
-                                                  index_t batch, index_t row) {
+NVRTC_ATTN_DEVICE RowReference load_row_reference(HopperBackwardParams const& params, bool is_row, int h, index_t batch,
+                                                  index_t row) {
   RowReference reference = {infinity(), 0.0f};
   if (is_row) {
     if (params.dlse != nullptr) {

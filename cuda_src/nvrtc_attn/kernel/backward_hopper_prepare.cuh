@@ -49,8 +49,8 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
                                         row * params.dout_stride_m + index_t(h) * params.dout_stride_h + column);
   }
   // Rows of lse and dlse: per sequence, or tokens when packed.
-  RowReference const reference = load_row_reference(params, is_row && column == 0, h, params.lse_packed ? 0 : index_t(b),
-                                                    params.lse_packed ? row : index_t(m));
+  RowReference const reference = load_row_reference(
+      params, is_row && column == 0, h, params.lse_packed ? 0 : index_t(b), params.lse_packed ? row : index_t(m));
 
   index_t const first = accumulator_row0<Traits::kVarlen, kBlockM>(seqlen.q_row0, b) + m0;
   index_t const workspace =
