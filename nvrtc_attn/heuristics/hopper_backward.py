@@ -129,9 +129,10 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     Key tiles wait at the start for the rows of their heads, so that with few keys a kernel before is better (D 64, 4096
     queries: 2048 keys 460 against 457, 1024 keys 383 against 405). Where every key tile has a multiprocessor of its
     own, all of them wait, and nothing else runs meanwhile: microseconds of the main kernel fused and not, B1 S1024 H16
-    D 64 35.8 and 25.4, S2048 H8 D 128 90.8 and 75.8, causal 87.0 and 73.4; of all launches 42 and 38, 98 and 91, 95 and
-    89. Conversion of dq by such warps too, by the block that adds last, loses (one warp takes longer for a tile than
-    the consumers do: D 128 S1024 causal 268 against 362).
+    D 64 35.8 and 25.4, S2048 H8 D 128 90.8 and 75.8, causal 87.0 and 73.4. All launches, fused over apart, by key tiles
+    for each multiprocessor: 1.9 at D 64 1.04 and causal 1.07, at D 128 0.99 to 1.01; 3.9 at D 64 1.00 and 1.01, at D
+    128 0.95 to 0.98; 7.8 0.98 and 0.97. Conversion of dq by such warps too, by the block that adds last, loses (one
+    warp takes longer for a tile than the consumers do: D 128 S1024 causal 268 against 362).
     A turn with S started in the turn before and dQ a turn late is 1 to 3 % faster than dV before dS at D 64, no faster
     than dV behind it, and slower at D 128 (S4096 507 against 555).
     """
@@ -145,7 +146,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
         return tile
     longest = 4096 if problem.band else 2048
     waves = problem.batch * problem.num_heads_kv * ceil_div(problem.seqlen_k, BLOCK_N) / num_sms
-    fused = waves > 1 and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
+    fused = waves > 2 and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
     full_width = product_width(min(problem.head_dim, problem.head_dim_v)) == 128
     return replace(tile, block_m=80 if full_width and not fused else block_m, fused=fused)
 
