@@ -42,9 +42,9 @@ def fake() -> Iterator[FakeDriver]:
 
 def fused_plan(device: int = 0) -> BackwardPlan:
     """Two launches, the first with tensor maps, after a memset of its counters."""
-    rows = dense_layout((1, 1024, 16, 64), "bfloat16")
+    rows = dense_layout((4, 1024, 16, 64), "bfloat16")
     problem = AttentionProblem(
-        dtype="bfloat16", batch=1, seqlen_q=1024, seqlen_k=1024, num_heads=16, num_heads_kv=16, head_dim=64,
+        dtype="bfloat16", batch=4, seqlen_q=1024, seqlen_k=1024, num_heads=16, num_heads_kv=16, head_dim=64,
         head_dim_v=64, softmax_scale=0.125, **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), rows),
     )  # fmt: skip
     lse = LseLayout(strides=(16 * 1024, 1024, 1), rows=1024, packed=False)
@@ -72,7 +72,7 @@ def test_counters_are_zeroed_before_the_launches_in_the_context_of_the_plan(fake
     work = [name for name in fake.calls if name.startswith(("cuMemset", "cuLaunch"))]
     assert work == ["cuMemsetD8Async", "cuLaunchKernel", "cuLaunchKernel"]
     ((context, address, value, nbytes, stream),) = fake.memsets
-    assert (context, value, nbytes, stream) == (fake.context_of(1), 0, 4 * (2 + 16), 0x55)
+    assert (context, value, nbytes, stream) == (fake.context_of(1), 0, 4 * (2 + 4 * 16), 0x55)
     assert params_of(fake.launches[0][1:]).counters == address
     assert (1 << 30) + (1 << 20) <= address <= (1 << 30) + (1 << 20) + made.workspace_bytes - nbytes
     assert {launched[0] for launched in fake.launches} == {fake.context_of(1)}
