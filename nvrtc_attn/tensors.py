@@ -312,11 +312,13 @@ def _view_dlpack(x: Any, name: str, stream: int | None, writable: bool) -> Tenso
     capsule = dlpack.request_capsule(x, name, device_type, stream, knows_no_order=not immutable)
     try:
         result = _described(dlpack.describe(capsule, name), name, writable, immutable=immutable)
-        object.__setattr__(result, "owner", dlpack.take(capsule))
-        return result
     except BaseException:
-        dlpack.discard(capsule)  # no effect once taken: then the owner has died and paid already
+        dlpack.discard(capsule)
         raise
+    # Not within the try: an interrupt in there leaves the capsule to its own destructor or to an owner that the traceback
+    # keeps, and a handler would free it a second time.
+    object.__setattr__(result, "owner", dlpack.take(capsule))
+    return result
 
 
 def _described(d: dlpack.Description, name: str, writable: bool, *, immutable: bool = False) -> TensorView:

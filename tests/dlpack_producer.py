@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from typing import Any
 
 from nvrtc_attn.dlpack import DLManagedTensor, DLManagedTensorVersioned, DLTensor
@@ -24,7 +25,10 @@ _alive: dict[int, tuple[Any, Any, Any, Producer]] = {}
 
 @ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 def _deleter(address: int) -> None:
-    _alive.pop(address)[3].deleted += 1
+    entry = _alive.pop(address)
+    producer = entry[3]
+    producer.deleted += 1
+    producer.freed.append(entry[:3])  # what is read once more must look as it did, and call this again
 
 
 @ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
@@ -57,6 +61,7 @@ class Producer:
     ) -> None:
         self.__dict__.update({key: value for key, value in locals().items() if key != "self"})
         self.deleted = 0
+        self.freed: deque[Any] = deque(maxlen=4)
         self.requests: list[dict[str, Any]] = []
 
     @property
