@@ -315,8 +315,8 @@ def _view_dlpack(x: Any, name: str, stream: int | None, writable: bool) -> Tenso
     except BaseException:
         dlpack.discard(capsule)
         raise
-    # Not within the try: an interrupt in there leaves the capsule to its own destructor or to an owner that the traceback
-    # keeps, and a handler would free it a second time.
+    # Not within the try: an interrupt in there leaves the capsule to its own destructor, or to an owner that the
+    # traceback keeps, and a handler would free it a second time.
     object.__setattr__(result, "owner", dlpack.take(capsule))
     return result
 
