@@ -7,8 +7,7 @@ faster (binding overhead 0.30 against 0.26 + 0.05 microseconds), and launch attr
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from . import driver
 from .errors import CudaError
@@ -33,25 +32,10 @@ class ParamsBuffer:
         self.address = ctypes.addressof(self._slot)
 
 
-def in_context_of(kernel: Kernel, work: Callable[..., None], *arguments: Any) -> None:
-    """``work(*arguments)`` while the context of ``kernel`` is current; the thread's own is restored after it.
-
-    Raises ``DeviceFaultError`` where that context was lost earlier.
-    """
-    module = driver.api()
-    if kernel.device in driver._faults:
-        driver.check_device(kernel.device)
-    if int(module.cuCtxGetCurrent()[1]) == kernel.context:
-        work(*arguments)
-        return
-    with driver.device_context(kernel.device):
-        work(*arguments)
-
-
 def launch(kernel: Kernel, grid: int, block: int, smem_bytes: int, params: ParamsBuffer, stream: int) -> None:
     """Start ``kernel`` on ``grid`` blocks of ``block`` threads, asynchronously on ``stream``.
 
-    The kernel's context is current (`in_context_of`). The driver copies ``params`` before this returns.
+    The kernel's context is current (`driver.device_context`). The driver copies ``params`` before this returns.
 
     Raises
     ------

@@ -18,7 +18,7 @@ from .codegen import params_class
 from .compile import compile_kernel
 from .config import KernelConfig
 from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec, Launch
-from .launch import ParamsBuffer, in_context_of, launch
+from .launch import ParamsBuffer, launch
 from .log import log_once
 from .module import Kernel, load_kernel
 from .params import UNBOUNDED, BackwardParams, ForwardParams
@@ -138,14 +138,14 @@ class _PlanBase:
     _POINTERS: ClassVar[struct.Struct]
 
     def _run(self, stream: int, workspace: int, addresses: tuple[int, ...]) -> None:
-        if self._steps:
-            in_context_of(self._steps[0].kernel, self._launch_all, stream, workspace, addresses)
-
-    def _launch_all(self, stream: int, workspace: int, addresses: tuple[int, ...]) -> None:
-        for offset, nbytes in self._zeroed:
-            driver.call("cuMemsetD8Async", workspace + offset, 0, nbytes, stream, device=self._steps[0].kernel.device)
-        for step in self._steps:
-            step.run(self._POINTERS, addresses, stream)
+        if not self._steps:
+            return
+        device = self._steps[0].kernel.device
+        with driver.device_context(device):
+            for offset, nbytes in self._zeroed:
+                driver.call("cuMemsetD8Async", workspace + offset, 0, nbytes, stream, device=device)
+            for step in self._steps:
+                step.run(self._POINTERS, addresses, stream)
 
 
 class ForwardPlan(_PlanBase):

@@ -20,7 +20,7 @@ from nvrtc_attn.cache import kernel_cache
 from nvrtc_attn.compile import CompiledKernel, compile_kernel, compile_source
 from nvrtc_attn.config import ForwardConfig
 from nvrtc_attn.errors import CudaError, DeviceFaultError, UnsupportedError
-from nvrtc_attn.launch import MAX_GRID, ParamsBuffer, in_context_of, launch
+from nvrtc_attn.launch import MAX_GRID, ParamsBuffer, launch
 from nvrtc_attn.module import Kernel, find_kernel, load_kernel
 from nvrtc_attn.params import ForwardParams
 
@@ -60,7 +60,8 @@ def load(index: int = 0, smem_bytes: int = 65536) -> Kernel:
 def go(kernel: Kernel, **changes: Any) -> None:
     arguments = {"grid": 10, "block": 128, "smem_bytes": 65536, "params": ForwardParams(), "stream": 0, **changes}
     grid, block, smem_bytes, params, stream = arguments.values()
-    in_context_of(kernel, launch, kernel, grid, block, smem_bytes, ParamsBuffer(bytes(params)), stream)
+    with driver.device_context(kernel.device):
+        launch(kernel, grid, block, smem_bytes, ParamsBuffer(bytes(params)), stream)
 
 
 def test_a_kernel_is_loaded_once_and_ready_for_a_capture(fake: FakeDriver) -> None:
