@@ -9,10 +9,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nvrtc_attn import compile as compiler
 from nvrtc_attn import device, driver, module
 
 real: Any = importlib.import_module("cuda.bindings.driver")
@@ -177,3 +179,20 @@ def installed(fake: FakeDriver) -> Iterator[FakeDriver]:
         patch.setattr(module, "_kernels", {})
         patch.setattr(module, "_locks", {})
         yield fake
+
+
+@contextmanager
+def instant_compiler(cache: Path) -> Iterator[None]:
+    """A compiler that takes no time and numbers its results, and an empty cache, ``cache``."""
+    counter = iter(range(10**6))
+
+    def run(_source: str, arch: str, _options: Any) -> tuple[bytes, str]:
+        return f"{arch} image {next(counter)}".encode(), ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVRTC_ATTN_CACHE_DIR", str(cache))
+        patch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
+        patch.setattr(compiler, "_run_nvrtc", run)
+        compiler._memory.clear()
+        yield
+        compiler._memory.clear()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_driver import FakeDriver, FakeGpu, installed
+from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
 from nvrtc_attn import compile as compiler
 from nvrtc_attn import device, driver
@@ -34,17 +34,9 @@ CONFIG = ForwardConfig(
 
 
 @pytest.fixture(autouse=True)
-def _instant_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A compiler that takes no time and numbers its results, and an empty cache."""
-    monkeypatch.setenv("NVRTC_ATTN_CACHE_DIR", str(tmp_path / "kernels"))
-    monkeypatch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
-    counter = iter(range(10**6))
-    monkeypatch.setattr(
-        compiler, "_run_nvrtc", lambda source, arch, options: (f"{arch} image {next(counter)}".encode(), "")
-    )
-    compiler._memory.clear()
-    yield
-    compiler._memory.clear()
+def _instant_compiler(tmp_path: Path) -> Iterator[None]:
+    with instant_compiler(tmp_path / "kernels"):
+        yield
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_driver import FakeDriver, FakeGpu, installed
+from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
-from nvrtc_attn import compile as compiler
 from nvrtc_attn import plan
 from nvrtc_attn.params import BackwardParams
 from nvrtc_attn.plan import BackwardPlan, LseLayout, backward_plan
@@ -22,16 +21,12 @@ ADDRESSES = ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")
 
 
 @pytest.fixture(autouse=True)
-def _instant_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A compiler that takes no time, an empty cache, no plans."""
-    monkeypatch.setenv("NVRTC_ATTN_CACHE_DIR", str(tmp_path / "kernels"))
+def _no_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda _source, arch, _options: (f"{arch} image".encode(), ""))
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "_kernels", {})
-    compiler._memory.clear()
-    yield
-    compiler._memory.clear()
+    with instant_compiler(tmp_path / "kernels"):
+        yield
 
 
 @pytest.fixture
