@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+# Before NumPy is imported: oracles of 16 workers with 16 threads each keep each other waiting most of the time.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
