@@ -131,3 +131,19 @@ def test_tile_follows_the_lengths(
     asked = problem(*shape, window_right=0 if causal else None)
     config = choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=232448).launches[0].config
     assert (config.block_m, config.block_n, config.num_stages) == expected
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((1, 4096, 4096, 4, 64), "forward_hopper"),  # causal, with split keys: 76 us; dense here: 41
+        ((1, 4096, 4096, 2, 128), "forward_hopper"),
+        ((1, 4096, 4096, 1, 128), "forward_portable"),
+    ],
+)
+def test_a_band_halves_no_splits_time(shape: tuple[int, int, int, int, int], expected: str, causal: bool) -> None:
+    """Whether split keys win is a matter of the blocks that see all keys, with a causal mask too."""
+    asked = problem(*shape, window_right=0 if causal else None)
+    spec = choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=232448)
+    assert spec.launches[0].config.kernel == expected
