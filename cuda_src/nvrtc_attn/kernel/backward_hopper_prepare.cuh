@@ -22,6 +22,7 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
   constexpr int kLanes = Traits::kNumThreads / kRows;
   constexpr int kVec = 8;
   static_assert(kBlockM % kRows == 0 && kLanes <= 32 && kLanes * kVec >= Traits::kHeadDimV, "a vector for each thread");
+  static_assert(kLanes * kVec < 2 * Traits::kHeadDimV, "the host counts on other rows a block (PREPARE_ROWS)");
 
   int const tid = int(threadIdx.x);
   if (blockIdx.x == 0 && tid == 0) *tile_counter(params) = 0;
