@@ -346,9 +346,9 @@ def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) ->
     if tiles <= num_sms and not problem.varlen:
         # A tile alone on its multiprocessor takes 10.7 ns a key (D up to 128); the portable kernel splits the keys and
         # reaches 280 TFLOP/s. Mq 128, 8192 keys, H8, D 128: 86 against 35 us; Mq 4096, Mk 4096, H1: 47 and 41; Mq 512,
-        # 4096 keys, H16, D 64: 48 and 42; Mq 2048, Mk 2048, H4, D 128: 28 and 43. Causal scores are not half of the
-        # work: its time is that of the blocks that see all of their keys (Mq 4096, H4, D 64: 76, not 43, without a band
-        # 41 here).
+        # 4096 keys, H16, D 64: 48 and 42; Mq 2048, Mk 2048, H4, D 128: 28 and 43. A causal mask does not halve the
+        # time of the split: its longest blocks see all of their keys (Mq 4096, Mk 4096, H4, D 64: 76 us; without a mask
+        # the Hopper kernel takes 41).
         widest = max(problem.head_dim, problem.head_dim_v)
         scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
         flops = 2 * scores * (problem.head_dim + problem.head_dim_v)
