@@ -17,7 +17,7 @@ _FALSE: Final = ("0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One row of the table in the README and of ``python -m nvrtc_attn doctor``."""
+    """One row of the table in docs/configuration.md and of ``python -m nvrtc_attn doctor``."""
 
     name: str
     default: str
