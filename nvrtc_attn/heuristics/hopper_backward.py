@@ -85,56 +85,11 @@ def uses_keep_words(problem: AttentionProblem) -> bool:
 
 
 def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
-    """The tile table. Figures: H200, 2026-11-21, bfloat16, TFLOP/s of all launches; cuDNN 9.19 beside it.
+    """The tile table. What was measured for it, and what lost, is in docs/experiments.md, "Hopper backward: tiles".
 
-    D 64, B4 S4096 H32: 128 queries 501 (cuDNN 455). D 128, B4 S4096 H16: 64 queries 607 (cuDNN 571); 128 queries do not
-    fit in registers. The other order of products (dk before dq, so that nothing runs under the addition of dq) is 10 to
-    13 % slower at both. Additions by the copy engine, from shared memory that each warp has for them alone: with 80
-    queries no difference, with 64 up to 4 % slower, with 128 from 2 % faster to 7 % slower.
-
-    dV is started when dS is announced, and with 80 queries before dS is computed. The former against the latter, 128
-    queries: 415 / 421 (S 1024), 485 / 501 (4096), 447 / 459 (causal); 64: 437 / 450 (causal 2048); 80: 560 / 546.
-    Behind it were tried, and lost, at both sizes (sm cycles of B4 S4096 H16 D 128 in thousands, 3559 without): LSE read
-    between S and dP 3770, at the end of the turn before 3826, additions before dK or amid it 3743 and 3731.
-
-    80 queries read 7.5 % less shared memory for a query and take fewer turns. D 128, three launches, 64 / 80 queries:
-
-    ======  =========  =========  =========  =========  =========
-    S       1024       2048       4096       8192       16384
-    ======  =========  =========  =========  =========  =========
-    dense   466 / 486  524 / 532  566 / 580  556 / 575  571 / 587
-    causal  358 / 345  456 / 438  531 / 527  550 / 554  578 / 586
-    ======  =========  =========  =========  =========  =========
-
-    (Means of one to three runs.) Where ``fused`` is chosen, 64 with it are as fast or faster; everywhere else it is 80,
-    so that two kernels serve all lengths. 80 with ``fused``, in pieces of 16 rows, are 1 to 2 % faster than 64 with it
-    up to 2048 queries, with a band 4 % slower, and short of registers. At D 80 and 96, 80 queries gain nothing. Other
-    turns at D 128: one group starts S and dP before the other, -3 to 1 %; S of the next tile at the end of the turn, -2
-    to 2 % (80 queries: no registers); there behind dK and dQ, -3 to -9 %.
-
-    ``fused`` saves a kernel before the main one, which then starts later and has less of the multiprocessors. 16384
-    tokens, without / with it:
-
-    =======  =========  ==========  ==========  ===========
-    D        64, dense  64, causal  128, dense  128, causal
-    =======  =========  ==========  ==========  ===========
-    S   512  321 / 359  204 / 210   381 / 398   233 / 235
-    S  1024  395 / 427  317 / 321   467 / 485   359 / 363
-    S  2048  440 / 448  389 / 400   525 / 535   464 / 445
-    S  4096  481 / 478  440 / 436   564 / 551   522 / 542
-    S  8192  499 / 490  478 / 480   565 / 559   564 / 548
-    S 16384  499 / 504  501 / 504   561 / 555   565 / 560
-    =======  =========  ==========  ==========  ===========
-
-    Key tiles wait at the start for the rows of their heads, so that with few keys a kernel before is better (D 64, 4096
-    queries: 2048 keys 460 against 457, 1024 keys 383 against 405). Where every key tile has a multiprocessor of its
-    own, all of them wait, and nothing else runs meanwhile: microseconds of the main kernel fused and not, B1 S1024 H16
-    D 64 35.8 and 25.4, S2048 H8 D 128 90.8 and 75.8, causal 87.0 and 73.4. All launches, fused over apart, by key tiles
-    for each multiprocessor: 1.9 at D 64 1.04 and causal 1.07, at D 128 0.99 to 1.01; 3.9 at D 64 1.00 and 1.01, at D
-    128 0.95 to 0.98; 7.8 0.98 and 0.97. Conversion of dq by such warps too, by the block that adds last, loses (one
-    warp takes longer for a tile than the consumers do: D 128 S1024 causal 268 against 362).
-    A turn with S started in the turn before and dQ a turn late is 1 to 3 % faster than dV before dS at D 64, no faster
-    than dV behind it, and slower at D 128 (S4096 507 against 555).
+    128 queries fit in registers up to head dim 64 only. Beyond it 80 with plain scores read 7.5 % less shared memory
+    than 64 and are 1 to 4 % faster (H200, D 128). ``fused`` saves a launch, 2 to 12 % up to 2048 queries (4096 with a
+    band), but with two key tiles a multiprocessor or fewer all of them wait for their rows at once.
     """
     if is_wide(problem):
         return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in ("benchmarks", "configuration", "kernels")))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{name}.md" for name in ("benchmarks", "configuration", "experiments", "kernels")),
+)
 
 
 def test_tables_are_those_of_the_saved_results(repository: Path) -> None:
