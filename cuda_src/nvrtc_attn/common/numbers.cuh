@@ -7,6 +7,7 @@ namespace nvrtc_attn {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLargest = 3.40282347e38f;  // of finite float32
 
 NVRTC_ATTN_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
 

@@ -146,7 +146,7 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
     int const row = i + 8 * r;
     bool const valid = row < len_q;
     float const sum = softmax.row_sum[r];
-    bool const empty = softmax.row_max[r] == -infinity();
+    bool const empty = sum == 0.0f;  // and not its maximum: of NaN alone that is -inf too
     float const factor = empty ? 0.0f : (Traits::kDropout ? params.dropout_multiplier : 1.0f) / sum;
     if (t == 0 && valid && params.lse != nullptr) {
       float const lse = softmax.row_max[r] * (map.exponent_scale * kLn2) + __logf(sum);
@@ -458,7 +458,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         scores.finish(s, operands, n * kBlockN);
         release_scores();
         softmax.raise(s, map);
-        softmax.add(scores.exponentiate(s, softmax, n * kBlockN, keep));
+        softmax.add(scores.exponentiate(s, softmax.references(s), n * kBlockN, keep));
       };
       // On the diagonal every other group sees at most half of the tile.
       if (Traits::kHalfTile && columns - n * kBlockN <= Shape::kHalfN) {
@@ -502,7 +502,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         if constexpr (Traits::kLazyMax) {
           // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
           scores.finish(s, operands, n * kBlockN);
-          sums = scores.exponentiate(s, softmax, n * kBlockN, keep);
+          sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
           redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
           if (!redo) {
             release(barriers.empty_k(k_stage));
@@ -513,7 +513,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
           scores.finish(s, operands, n * kBlockN);
           release_scores();
           raised = softmax.raise(s, map);
-          sums = scores.exponentiate(s, softmax, n * kBlockN, keep);
+          sums = scores.exponentiate(s, softmax.references(s), n * kBlockN, keep);
         }
 
         // ptxas moves a wait for products ahead of independent arithmetic, and the softmax would run after P V instead of
@@ -538,7 +538,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
             release_scores();
             raised = softmax.raise(s, map);
             settled = softmax.settled();
-            sums = scores.exponentiate(s, softmax);
+            sums = scores.exponentiate(s, softmax.references(s));
           }
         }
         softmax.add(sums);
