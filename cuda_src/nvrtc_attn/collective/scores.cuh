@@ -73,10 +73,10 @@ struct ScoreMap {
   NVRTC_ATTN_DEVICE float ratio(float a, float b) const { return fast_exp2((a - b) * exponent_scale); }
   // LSE (natural units) of a row with a key: `m` is the maximum that P is relative to, `sum` that of P.
   NVRTC_ATTN_DEVICE float lse(float m, float sum) const { return m * (exponent_scale * kLn2) + logf(sum); }
-  // The same reference from an LSE (natural units). Rows without keys (-inf, or +inf in padding) give P = 0.
+  // The same reference from an LSE (natural units). Rows whose P cannot be made again, as those without keys, give P = 0.
   NVRTC_ATTN_DEVICE float reference_of_lse(float lse) const {
-    float const finite = fabsf(lse) == infinity() ? infinity() : lse;
-    return kMapped ? finite : finite * kLog2e;
+    float const usable = has_probabilities(lse) ? lse : infinity();
+    return kMapped ? usable : usable * kLog2e;
   }
 };
 
