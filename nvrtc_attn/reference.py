@@ -173,7 +173,8 @@ def attention_backward(
     ----------
     dout, out : ``[B, Mq, H, Kv]``
     lse, dlse : ``[B, H, Mq]``
-        ``dlse=None`` is zero. Rows of ``lse`` that are -inf have no key.
+        ``dlse=None`` is zero. Rows of ``lse`` that are -inf have no key. Those that reach `largest_lse` take no part
+        either: rounding ``lse`` changes their P by up to a factor of two.
     bias_grad
         Whether to return dbias.
 
@@ -206,10 +207,19 @@ def attention_backward(
             if dlse is not None:
                 shift += plan.load_statistic(dlse, tile)
             row_lse = plan.load_statistic(lse, tile)
-            np.copyto(row_lse, np.inf, where=row_lse == -np.inf)  # exp(S - inf) = 0: no weight in an empty row.
+            # exp(S - inf) = 0: no weight in an empty row, nor in one whose weights `lse` cannot tell.
+            np.copyto(row_lse, np.inf, where=np.abs(row_lse) >= largest_lse(lse.dtype))
             rows, keys = (tile.batch, tile.q_tokens), (tile.batch, tile.k_tokens, tile.kv_heads)
             _backward_tile(plan, tile, dout, q, v, row_lse, shift, dq[rows], dk[keys], dv[keys], dbias)
         return dq, dk, dv, None if dbias is None or bias is None else dbias.astype(bias.dtype)
+
+
+def largest_lse(dtype: npt.DTypeLike) -> float:
+    """Absolute value of an LSE of ``dtype`` from which on its rounding error is a factor of P that is no longer small.
+
+    2^22 for float32 (kLargestLse in ``common/numbers.cuh``), 2^51 for float64.
+    """
+    return float(2 ** (np.finfo(dtype).nmant - 1))
 
 
 def _backward_tile(

@@ -60,6 +60,7 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     rows = config.num_stages_q * config.block_m * slabs_q + config.num_stages * config.block_n * (slabs_q + slabs_v)
     scores = _score_bytes(config)
     barriers = 16 * config.num_stages_scores if scores else 0
+    barriers += 8 * config.num_stages if config.features.mask else 0
     return 128 * rows + scores + 32 * config.num_stages_q + 32 * config.num_stages + barriers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ctypes import c_float
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -82,8 +83,8 @@ def features_of(problem: AttentionProblem) -> Features:
         bias=problem.bias.dtype if problem.bias is not None else None,
         mask=problem.mask is not None,
         softcap=problem.softcap > 0,
-        # Folding the scale into the exponent keeps the order of scores only when it is positive.
-        prescale=problem.softmax_scale <= 0,
+        # Folding the scale into the exponent keeps the order of scores only when it is positive; kernels have it in float32.
+        prescale=c_float(problem.softmax_scale).value <= 0,
         dropout=problem.dropout_p > 0,
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
@@ -377,7 +378,11 @@ def choose_forward(
         block_n=16,
         num_warps=COMBINE_WARPS if num_rows >= 8 * num_sms else 2 * COMBINE_WARPS,
         legacy_mma=legacy_mma,
-        features=Features(varlen=problem.varlen),
+        # Scores that the kernel over splits maps are in natural units, others in those of q.k: kMapsScores in scores.cuh.
+        features=Features(
+            varlen=problem.varlen,
+            prescale=features.prescale or features.softcap or features.bias is not None,
+        ),
     )
     return ForwardPlanSpec(
         launches=(

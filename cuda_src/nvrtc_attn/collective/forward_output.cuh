@@ -63,14 +63,13 @@ struct OutputRows {
            partial_row(params, split, b, h + row_map.head(i), row_map.query(i)) * Traits::kHeadDimV;
   }
   NVRTC_ATTN_DEVICE void write_lse(int i, float row_max, float row_sum, ScoreMap<Traits> const& map) const {
-    bool const empty = row_max == -infinity();
-    float const largest = empty ? -infinity() : row_max * (map.exponent_scale * kLn2);
     if constexpr (Traits::kSplit) {
       params.softmax_partial[partial_row(params, split, b, h + row_map.head(i), row_map.query(i))] =
-          make_float2(largest, row_sum);
+          make_float2(row_max, row_sum);
     } else if (params.lse != nullptr) {
+      bool const empty = row_sum == 0.0f;  // and not its maximum: of NaN alone that is -inf too
       *lse_row(params, b, h + row_map.head(i), q_row0, row_map.query(i)) =
-          empty ? params.lse_empty : largest + logf(row_sum);
+          empty ? params.lse_empty : map.lse(row_max, row_sum);
     }
   }
   // 16 bytes of row i, columns d..: one store when the caller's tensor allows it.

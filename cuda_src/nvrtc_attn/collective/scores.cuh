@@ -25,6 +25,11 @@ NVRTC_ATTN_DEVICE float tanh_of(float x) {
   }
 }
 
+// Folded scores whose reference in base 2 exceeds this have the row maximum subtracted before they are scaled. The rounding
+// error of a larger reference, a factor that the tiles of a row need not share, would exceed 2^-12 in the exponent; at 2^24 it
+// is a factor of 2 and from 2^31 on an overflow. Scores get there with float16 inputs near 100, and are rare enough for a branch.
+constexpr float kLargeReference = 0x1p13f;
+
 template <class Traits>
 constexpr bool kMapsScores = Traits::kSoftcap || Traits::kHasBias || Traits::kPrescale;
 
@@ -38,7 +43,8 @@ struct ScoreMap {
   template <class Params>
   NVRTC_ATTN_DEVICE explicit ScoreMap(Params const& params)
       : scale(params.scale), softcap(params.softcap), exponent_scale(kMapped ? kLog2e : params.scale * kLog2e) {
-    if constexpr (Traits::kSoftcap) scale = params.scale / params.softcap;
+    // Finite, or a product of zero would be NaN with a cap that small.
+    if constexpr (Traits::kSoftcap) scale = fminf(fmaxf(params.scale / params.softcap, -kLargest), kLargest);
   }
 
   // One raw product -> score before bias. `tanh_value` is tanh(scale * s / softcap), whose 1 - tanh^2 the backward needs.
@@ -65,10 +71,12 @@ struct ScoreMap {
   }
   // P(a) / P(b) of two scores, b finite: exact where products with the scale are too large to be told apart.
   NVRTC_ATTN_DEVICE float ratio(float a, float b) const { return fast_exp2((a - b) * exponent_scale); }
-  // The same reference from an LSE (natural units). Rows without keys (-inf, or +inf in padding) give P = 0.
+  // LSE (natural units) of a row with a key: `m` is the maximum that P is relative to, `sum` that of P.
+  NVRTC_ATTN_DEVICE float lse(float m, float sum) const { return m * (exponent_scale * kLn2) + logf(sum); }
+  // The same reference from an LSE (natural units). Rows whose P cannot be made again, as those without keys, give P = 0.
   NVRTC_ATTN_DEVICE float reference_of_lse(float lse) const {
-    float const finite = fabsf(lse) == infinity() ? infinity() : lse;
-    return kMapped ? finite : finite * kLog2e;
+    float const usable = has_probabilities(lse) ? lse : infinity();
+    return kMapped ? usable : usable * kLog2e;
   }
 };
 

@@ -71,9 +71,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores whose product with the scale exceeds 2^24 cannot be subtracted after scaling: the product's rounding error alone
-  // would be a factor of 2 and, from 2^31 on, an overflow (float16 inputs near 65504 get there). Such tiles, which are rare
-  // enough for a branch, have the maximum subtracted beforehand. Called between update() and the first probability().
+  // What probability() subtracts in this tile, whose scores have lost the maximum already where a reference is too large to be
+  // subtracted after scaling (kLargeReference). Called between update() and the first probability().
   template <int kTilesN>
   NVRTC_ATTN_DEVICE void get_references(AccTile (&s)[kTilesM][kTilesN], ScoreMap<Traits> const& map,
                                         float (&result)[kRows]) const {
@@ -81,7 +80,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       result[r] = reference(r, map);
-      huge |= fabsf(result[r]) > 0x1p24f;
+      huge |= fabsf(result[r]) > kLargeReference;
     }
     if constexpr (!ScoreMap<Traits>::kMapped) {
       if (!__any_sync(0xffffffffu, huge)) return;

@@ -7,8 +7,15 @@ namespace nvrtc_attn {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLargest = 3.40282347e38f;  // of finite float32
 
 NVRTC_ATTN_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
+
+// Whether the backward pass can make P of this LSE again. Not of -inf, a row without a key, or +inf, padding; nor from 2^22 on,
+// where what float32 rounds off it is a factor of P up to 2, then more than any P: such a row has no gradient instead of one
+// that may be anything up to infinity. It can of NaN: that is P too.
+constexpr float kLargestLse = 0x1p22f;
+NVRTC_ATTN_DEVICE bool has_probabilities(float lse) { return !(fabsf(lse) >= kLargestLse); }
 
 // 2^x with one MUFU instruction; exp2f() spends three more on denormal results, which are zero here.
 NVRTC_ATTN_DEVICE float fast_exp2(float x) {

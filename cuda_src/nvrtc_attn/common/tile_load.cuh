@@ -90,6 +90,26 @@ NVRTC_ATTN_DEVICE void load_tile(Element* tile, Element const* src, index_t stri
   }
 }
 
+// Zeros in the rows of a loaded tile that `hidden` names, by the threads that have loaded them: between a thread's wait for its
+// own copies and the barrier that shows them to others.
+template <class Tile, int kThreads, class Element, class Hidden>
+NVRTC_ATTN_DEVICE void zero_hidden_rows(Element* tile, Hidden&& hidden) {
+  // Read again: over a main loop there is no register for it.
+  int tid;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+  constexpr int kRowsPerPass = kThreads / Tile::kChunks > 0 ? kThreads / Tile::kChunks : 1;
+  int const row0 = tid / Tile::kChunks;
+  if (Tile::kChunks <= kThreads && kThreads % Tile::kChunks != 0 && row0 >= kRowsPerPass) return;
+#pragma unroll 1
+  for (int row = row0; row < Tile::kRows; row += kRowsPerPass) {
+    if (!hidden(row)) continue;
+    for (int chunk = tid % Tile::kChunks; chunk < Tile::kChunks; chunk += kThreads) {
+      *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
+      if constexpr (Tile::kChunks <= kThreads) break;
+    }
+  }
+}
+
 // load_tile() for a main loop that walks over tiles from the last to the first: a thread keeps the address of its next
 // chunk and walks down through the rows of one tile after the other, so a tile costs three instructions a chunk and
 // nothing else (load_tile() works its addresses out anew, some 40 instructions more).

@@ -1,6 +1,7 @@
 // What the Hopper backward kernels do with a tile of scores and of its gradient, in registers and shared memory. Tiles are
 // transposed: rows are keys, a thread has keys j and j + 8 and queries 8 m + 2 t and the next.
 #pragma once
+#include "../collective/hidden_keys.cuh"
 #include "../collective/mask.cuh"
 #include "../collective/scores.cuh"
 #include "../common/fragment_load.cuh"
@@ -154,6 +155,16 @@ NVRTC_ATTN_DEVICE void zero_tile_rows(unsigned tile, int first, int end, int tid
     int const chunk = c % (8 * kSlabs);
     unsigned const to = tile + chunk / 8 * (kRows * kSlabRowBytes) + row * kSlabRowBytes + chunk % 8 * 16;
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+  }
+}
+
+// Likewise the rows from `first` on that a padding mask hides: dQ = dS K. Row 0 of the tile is key n0.
+template <int kRows, int kSlabs>
+NVRTC_ATTN_DEVICE void zero_hidden_tile_rows(unsigned tile, HiddenKeys const& hidden, int n0, int len_k, int first,
+                                             int end, int tid, int threads) {
+#pragma unroll 1
+  for (int row = first + tid / 8; row < min(end, len_k - n0); row += threads / 8) {
+    if (hidden(n0 + row)) zero_tile_rows<kRows, kSlabs>(tile, row, row + 1, tid % 8, 8);
   }
 }
 

@@ -25,13 +25,13 @@ NVRTC_ATTN_DEVICE RowReference load_row_reference(HopperBackwardParams const& pa
   return reference;
 }
 
-// `sum` is rowsum(dO * O) of row `row` of the workspace. A row without a key gets an infinite reference: its P is zero.
+// `sum` is rowsum(dO * O) of row `row` of the workspace. A row whose P cannot be made again gets an infinite reference.
 template <class Traits>
 NVRTC_ATTN_DEVICE void store_row_statistics(HopperBackwardParams const& params, float sum, RowReference const& row_of,
                                             index_t row) {
   sum -= row_of.dlse;
-  bool const has_key = fabsf(row_of.lse) != infinity();
-  // A row without a key has P = 0 and no gradient, whatever arrives through its lse: 0 times NaN must not.
+  // Otherwise P = 0 and there is no gradient, whatever arrives through lse: 0 times NaN must not.
+  bool const has_p = has_probabilities(row_of.lse);
   float reference = Traits::kLog2Lse ? row_of.lse * kLog2e : row_of.lse;
   if constexpr (Traits::kKeepWords) {
     // P times dropout's multiplier, and so P * delta unchanged. Where nothing is kept there is none.
@@ -39,8 +39,8 @@ NVRTC_ATTN_DEVICE void store_row_statistics(HopperBackwardParams const& params, 
     reference -= Traits::kLog2Lse ? log2f(multiplier) : logf(multiplier);
     sum /= multiplier;
   }
-  params.delta[row] = has_key ? sum : 0.0f;
-  params.row_lse[row] = has_key ? reference : infinity();
+  params.delta[row] = has_p ? sum : 0.0f;
+  params.row_lse[row] = has_p ? reference : infinity();
 }
 
 }  // namespace nvrtc_attn

@@ -20,8 +20,12 @@ template <class Traits>
 struct DeferredSoftmax {
   float row_max[2] = {-infinity(), -infinity()};  // of scores, in their own unit; -inf: no key yet
   float row_sum[2] = {0.0f, 0.0f};                // this thread's share
-  float reference[2] = {0.0f, 0.0f};              // what probability() subtracts; finite
+  float reference[2] = {0.0f, 0.0f};              // what probability() subtracts; finite, or kSubtractsFirst
   float factor[2];                                // of the last raise
+  // All references of the warp when one would be too large (kLargeReference): scores lose the maximum before they are scaled. A
+  // flag beside them spills where a thread has 160 registers. With kLazyMax it is NaN, so that the sums of a tile send it to
+  // where it is computed again; otherwise minus zero, which can be subtracted as it is.
+  static constexpr unsigned kSubtractsFirst = Traits::kLazyMax ? 0x7fffffffu : 0x80000000u;
 
   // Take in the maxima of one tile; true when the output must be multiplied by `factor`. Uniform over the warp.
   template <int kTilesN>
@@ -42,15 +46,39 @@ struct DeferredSoftmax {
       any |= (tile_max[r] - row_max[r]) * map.exponent_scale > kRescaleThreshold;  // false for -inf - -inf
     }
     if (!__any_sync(0xffffffffu, any)) return false;
+    bool large = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float const new_max = fmaxf(row_max[r], tile_max[r]);
-      reference[r] = new_max == -infinity() ? 0.0f : map.reference(new_max);
-      factor[r] = map.probability(row_max[r], reference[r]);
+      // Of the maxima, not of rounded references: P of earlier tiles is relative to the maximum, either way.
+      factor[r] = map.ratio(row_max[r], finite(new_max));
+      reference[r] = map.reference(finite(new_max));
+      large |= fabsf(reference[r]) > kLargeReference;
       row_max[r] = new_max;
       row_sum[r] *= factor[r];
     }
+    if constexpr (!ScoreMap<Traits>::kMapped) {
+      if (__any_sync(0xffffffffu, large)) reference[0] = reference[1] = __uint_as_float(kSubtractsFirst);
+    }
     return true;
+  }
+  static NVRTC_ATTN_DEVICE float finite(float m) { return m == -infinity() ? 0.0f : m; }
+
+  // What probability() subtracts from a tile of scores, which may have lost the maximum already. After raise().
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE float2 references(AccTile (&s)[1][kTilesN]) const {
+    if constexpr (!ScoreMap<Traits>::kMapped) {
+      if (__float_as_uint(reference[0]) == kSubtractsFirst) {
+        float const m[2] = {finite(row_max[0]), finite(row_max[1])};
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[0][n][e] -= m[e >> 1];
+        }
+        if constexpr (Traits::kLazyMax) return make_float2(0.0f, 0.0f);
+      }
+    }
+    return make_float2(reference[0], reference[1]);
   }
 
   NVRTC_ATTN_DEVICE void add(float2 sums) {
@@ -187,15 +215,14 @@ struct ScoreTile {
 
   // s -> P in place; this thread's sums of P, which dropout does not change. beside() is called before every two tiles.
   template <int kTilesN, class Beside>
-  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], DeferredSoftmax<Traits> const& softmax,
-                                        Beside&& beside) const {
+  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], float2 reference, Beside&& beside) const {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
       if (n % 2 == 0) beside();
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float const p = map.probability(s[0][n][e], softmax.reference[e >> 1]);
+        float const p = map.probability(s[0][n][e], e < 2 ? reference.x : reference.y);
         sum[e] += p;
         s[0][n][e] = p;
       }
@@ -203,25 +230,25 @@ struct ScoreTile {
     return make_float2(sum[0] + sum[1], sum[2] + sum[3]);
   }
   template <int kTilesN>
-  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], DeferredSoftmax<Traits> const& softmax) const {
-    return exponentiate(s, softmax, [] {});
+  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], float2 reference) const {
+    return exponentiate(s, reference, [] {});
   }
 
   // The same, and what dropout keeps of the tile from n0: its integer arithmetic runs beside that of the exponentials
   // on other pipes. One after the other they would take the sum of their times, with two warps a scheduler.
   template <int kTilesN, int kGroups>
-  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], DeferredSoftmax<Traits> const& softmax, int n0,
+  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], float2 reference, int n0,
                                         KeepWords<kGroups>& keep) const {
     if constexpr (Traits::kDropout && kKeepBeside) {
       KeepMaker<kGroups> maker(dropout, i, n0, lane);
       if (maker.one_upper_half) {
-        float2 const sums = exponentiate(s, softmax, [&] { maker.add(dropout.seed); });
+        float2 const sums = exponentiate(s, reference, [&] { maker.add(dropout.seed); });
         keep = maker.template finish<false>();
         return sums;
       }
       keep = maker.words_of_any();
     }
-    return exponentiate(s, softmax);
+    return exponentiate(s, reference);
   }
   // Registers must suffice for both.
   static constexpr bool kKeepBeside =

@@ -13,6 +13,7 @@
 // * streamed (kStreamed): everything comes in slices of kSliceD columns through a ring, K's a second time for dQ. Shared memory
 //   does not grow with the head dim: ring of (M slice | N slice) x stages | dS.
 #pragma once
+#include "../collective/hidden_keys.cuh"
 #include "../collective/score_gradient.cuh"
 #include "../common/tile_load.cuh"
 
@@ -84,6 +85,20 @@ struct BackwardDq {
   NVRTC_ATTN_DEVICE void load_keys(Element* tile, Element const* src, index_t stride_row, index_t stride_d, int rows,
                                    int cols) const {
     load_key_tile<Tile, Order, kThreads, Traits::kAligned, kLegacy>(tile, src, stride_row, stride_d, rows, cols, tid);
+  }
+
+  // Zeros in the keys of a tile from n0 on that no query sees: dQ = dS K.
+  template <class Tile>
+  NVRTC_ATTN_DEVICE void zero_hidden_keys(Element* tile, int n0) const {
+    if constexpr (Traits::kMask) {
+      HiddenKeys const hidden(params, b, h, 1);
+      if (hidden.any) {
+        zero_hidden_rows<Tile, kThreads>(tile, [&](int row) {
+          int const j = n0 + Order::key(row);
+          return j < seqlen.len_k && hidden(j);
+        });
+      }
+    }
   }
 
   // The warp's dS into the shared tile, as the element type.
@@ -207,6 +222,7 @@ struct BackwardDq {
         Element const* const tV = sV + buffer * TileV::kSize;
         if constexpr (kStages == 2) {
           cp_async_wait<kLegacy, 0>();
+          zero_hidden_keys<TileK>(sK + (t & 1) * TileK::kSize, t * kBlockN);
           __syncthreads();  // tile t has landed, and every warp is done with the buffers of tile t - 1
           if (t + 1 < last) {
             load_v(t + 1);
@@ -226,6 +242,7 @@ struct BackwardDq {
           multiply_nt<TileV, kLegacy, kUnrollDO, false, true>(dp, dout, tV, col0, lane);
           if constexpr (kStages == 1) {
             cp_async_wait<kLegacy, 0>();
+            zero_hidden_keys<TileK>(sK, t * kBlockN);
             __syncthreads();  // K has landed, V is free
             if (t + 1 < last) load_v(t + 1);
             cp_async_commit<kLegacy>();
@@ -317,6 +334,7 @@ struct BackwardDq {
 #pragma unroll 1
       for (int op = 0; op < kOps; ++op) {
         cp_async_wait<kLegacy, kStages - 2>();
+        if (op >= kSlicesV + kSlicesQ) zero_hidden_keys<TileN>(smem + slot_index * kSlot + TileM::kSize, t * kBlockN);
         __syncthreads();  // this slot has landed; the slot read one operation ago is free; dS is visible
         issue();
         Element const* const slot = smem + slot_index * kSlot;

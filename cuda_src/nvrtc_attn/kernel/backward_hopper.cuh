@@ -142,6 +142,15 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
           named_barrier_sync(2 + group, 128);
         }
       }
+      if constexpr (Traits::kMask) {
+        HiddenKeys const hidden(params, tile.b, h, params.heads_per_group);
+        if (hidden.any) {
+          zero_hidden_tile_rows<Shape::kBlockN, Shape::kSlabs>(smem, hidden, n0, seqlen.len_k, 64 * group,
+                                                               64 * group + 64, tid & 127, 128);
+          fence_async_proxy();
+          named_barrier_sync(2 + group, 128);
+        }
+      }
       barriers.full_v().wait(parity);
       auto start_s = [&](auto& s) {
         pin_registers(s);

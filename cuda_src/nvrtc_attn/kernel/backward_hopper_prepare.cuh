@@ -3,7 +3,7 @@
 //
 // One CTA per kRows query rows of one (batch, head); a row is read by kLanes neighbouring threads, 16 bytes each. So few, because
 // a short pass takes as long as the latencies that one thread waits for: here those of one row, whatever the tile.
-// Rows without a key, and padding, get an infinite reference: their P is zero. Rows of the workspaces: collective/
+// Rows without a P (has_probabilities), and padding, get an infinite reference. Rows of the workspaces: collective/
 // gradient_accumulator.cuh (accumulator_row0). No shared memory, no barrier.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"

@@ -447,9 +447,22 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
     WideScores<Traits, Shape> const scores{map, mask, n_own + 16 * warp + (lane >> 2), lane & 3};
     int m = range.start;
     int h = tile.h * params.heads_per_group;
-    if constexpr (Traits::kVarlen || Traits::kSequsedK) {
-      // Keys beyond the sequence belong to another one or to nobody: they may hold NaN, and dQ multiplies them by zero.
-      if (seqlen.len_k - n0 < Traits::kBlockN) {
+    if constexpr (Traits::kVarlen || Traits::kSequsedK || Traits::kMask) {
+      // Keys beyond the sequence belong to another one or to nobody: they may hold NaN, and dQ multiplies them by zero. Keys
+      // that a padding mask hides likewise.
+      bool hides = false;
+      if constexpr (Traits::kMask) {
+        HiddenKeys const hidden(params, tile.b, h, params.heads_per_group);
+        hides = hidden.any;
+        if (hides) {
+          zero_hidden_tile_rows<64, Shape::kSlabs>(smem, hidden, n_own, seqlen.len_k, 0, 64, consumer_thread(),
+                                                   Shape::kConsumers);
+          zero_hidden_tile_rows<64, Shape::kSlabsDq>(smem + Shape::kOffsetOtherK, hidden,
+                                                     n0 + (rank ^ 1) * Shape::kKeys, seqlen.len_k, 0, 64,
+                                                     consumer_thread(), Shape::kConsumers);
+        }
+      }
+      if (hides || seqlen.len_k - n0 < Traits::kBlockN) {
         int const valid = seqlen.len_k - n_own;
         int const other_valid = seqlen.len_k - (n0 + (rank ^ 1) * Shape::kKeys);
         if (valid < 64)

@@ -18,6 +18,7 @@
 // sequence zeroes the tokens of no sequence. Split: adds to dkv_accum (zeroed by the host) instead.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
+#include "../collective/hidden_keys.cuh"
 #include "../collective/score_gradient_transposed.cuh"
 #include "../common/tile_load.cuh"
 #include "../common/tile_store.cuh"
@@ -545,6 +546,13 @@ struct BackwardCta : BackwardTiles<Traits> {
       load_dout(h, tile * Tiles::kBlockM, left & 1);
       load_statistics(h, tile * Tiles::kBlockM, left & 1);
       cp_async_commit<kLegacy>();
+      if constexpr (Traits::kMask && Traits::kDqAtomic) {  // dQ = dS K
+        HiddenKeys const hidden(params, b, hk * heads, heads);
+        if (hidden.any) {
+          cp_async_wait<kLegacy, 0>();
+          zero_hidden_rows<TileK, kThreads>(sK, [&](int row) { return n0 + row < seqlen.len_k && hidden(n0 + row); });
+        }
+      }
 
       constexpr bool kLoadsEarly = Tiles::kStages == 2 || Tiles::kStagesDout == 2;
 #pragma unroll 1

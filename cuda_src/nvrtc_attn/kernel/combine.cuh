@@ -1,6 +1,8 @@
 // Merge the partial results of split keys: with the largest score m_s of a split, its sum of exponentials l_s, and m the
 // largest m_s, out = sum over splits of exp(m_s - m) l_s out_s / l, lse = m + log(l), l = sum over splits of exp(m_s - m) l_s.
-// The lse of each split would not do: where m_s is the lowest finite value it has no room for log(l_s).
+// The lse of each split would not do: where m_s is the lowest finite value it has no room for log(l_s). For the same reason m_s
+// comes in the unit that the kernel over splits has scores in, of which the host says whether it is natural (kPrescale): scaled
+// and rounded, two large m_s would differ by another amount.
 //
 // A thread block has kBlockM output rows (sequence, head, query), a warp or the whole block for each: few rows of many
 // splits (decoding) need the threads. A thread has four value columns; threads beyond a row of those divide the splits
@@ -61,23 +63,24 @@ NVRTC_ATTN_DEVICE void combine(ForwardParams const& params) {
 
   index_t const split_stride = num_rows;
   float2 const* const partial = params.softmax_partial + partial_row(params, 0, b, h, i);
+  ScoreMap<Traits> const map(params);
   float largest = -infinity();
   for (int s = lane; s < params.num_splits; s += 32) largest = fmaxf(largest, partial[s * split_stride].x);
 #pragma unroll
   for (int delta = 16; delta > 0; delta /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, delta));
-  bool const empty = largest == -infinity();
-  float const reference = empty ? 0.0f : largest;
+  float const reference = largest == -infinity() ? 0.0f : largest;
   float sum = 0.0f;  // which every warp adds up for itself
   for (int s = lane; s < params.num_splits; s += 32) {
     float2 const of_split = partial[s * split_stride];
-    float const weight = expf(of_split.x - reference) * of_split.y;
+    float const weight = map.ratio(of_split.x, reference) * of_split.y;
     if (tid < 32) weights[s] = weight;
     sum += weight;
   }
 #pragma unroll
   for (int delta = 16; delta > 0; delta /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, delta);
+  bool const empty = sum == 0.0f;  // and not its maximum: of NaN alone that is -inf too
   if (tid == 0 && params.lse != nullptr) {
-    *lse_row(params, b, h, seqlen.q_row0, i) = empty ? params.lse_empty : largest + logf(sum);
+    *lse_row(params, b, h, seqlen.q_row0, i) = empty ? params.lse_empty : map.lse(largest, sum);
   }
   sync();
 

@@ -1,5 +1,5 @@
-// Before the backward kernels: delta = rowsum(dO * O) - dLSE, row_lse (LSE with +inf for rows without a key, whose P is then
-// zero), and zeros in this tile's part of dq_accum when dq is accumulated there.
+// Before the backward kernels: delta = rowsum(dO * O) - dLSE, row_lse (LSE with +inf for rows that have no P, see
+// has_probabilities), and zeros in this tile's part of dq_accum when dq is accumulated there.
 //
 // One CTA per kBlockM query rows of one (batch, head); a row is read by kLanes neighbouring threads, 16 bytes at a time.
 // No shared memory, no barrier. Writes every row of every sequence, nothing for tokens of no sequence.
@@ -113,14 +113,14 @@ NVRTC_ATTN_DEVICE void delta(BackwardParams const& params) {
       if (lane == 0 && row < rows) {
         float const lse = params.lse[lse_batch * params.lse_stride_b + index_t(h) * params.lse_stride_h +
                                      (lse_row + row) * params.lse_stride_m];
-        bool const has_key = fabsf(lse) != infinity();
+        bool const has_p = has_probabilities(lse);
         if (params.dlse != nullptr) {
           sum[i] -= params.dlse[lse_batch * params.dlse_stride_b + index_t(h) * params.dlse_stride_h +
                                 (lse_row + row) * params.dlse_stride_m];
         }
-        // A row without a key has P = 0 and no gradient, whatever arrives through its lse: 0 times NaN must not.
-        params.delta[workspace + row] = has_key ? sum[i] : 0.0f;
-        params.row_lse[workspace + row] = has_key ? lse : infinity();
+        // Otherwise P = 0 and there is no gradient, whatever arrives through lse: 0 times NaN must not.
+        params.delta[workspace + row] = has_p ? sum[i] : 0.0f;
+        params.row_lse[workspace + row] = has_p ? lse : infinity();
       }
     }
   }

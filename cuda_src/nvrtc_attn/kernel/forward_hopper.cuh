@@ -11,11 +11,14 @@
 // sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesScores x bias and mask (hopper/score_tile.cuh),
 // kNumStagesQ x which tile it is, then the mbarriers. The output goes from registers to global memory.
 //
-// Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the copies, `empty` one arrival
-// per consumer warp. full_q also announces the tile: the loading warp follows the schedule, the consumers read it.
+// Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the copies, `empty`
+// one arrival per consumer warp. full_q also announces the tile: the loading warp follows the schedule, the consumers read it.
+// With a mask that is the same for all queries a second warp of the loading group zeroes the rows of V that it hides, and the
+// consumers wait for clean_v instead of full_v.
 // Named barriers 1 .. kGroups are the groups' turns, kGroups + 1 is all consumers.
 #pragma once
 #include "../collective/epilogue.cuh"
+#include "../collective/hidden_keys.cuh"
 #include "../collective/seqlen.cuh"
 #include "../common/fragment_load.cuh"
 #include "../hopper/barrier.cuh"
@@ -51,6 +54,7 @@ struct HopperShape {
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
   using Scores = ScoreTileShape<Traits>;
   static constexpr int kStagesScores = Scores::kStages;
+  static constexpr int kStagesClean = Traits::kMask ? kStages : 0;
   static constexpr int kOffsetScores = kOffsetV + kStages * kBytesV;
   static constexpr int kOffsetTiles = kOffsetScores + kStagesScores * Scores::kBytes;
   static constexpr int kOffsetBarriers = kOffsetTiles + 16 * kStagesQ;
@@ -83,6 +87,10 @@ struct ForwardBarriers {
   NVRTC_ATTN_DEVICE Mbarrier empty_scores(int stage) const {
     return at(4 * Shape::kStages + 2 * Shape::kStagesQ + Shape::kStagesScores + stage);
   }
+  // kMask: V is there, and rows that the mask hides from all queries are zero. Otherwise full_v says all.
+  NVRTC_ATTN_DEVICE Mbarrier clean_v(int stage) const {
+    return at(4 * Shape::kStages + 2 * Shape::kStagesQ + 2 * Shape::kStagesScores + stage);
+  }
 
   NVRTC_ATTN_DEVICE void init() const {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
@@ -99,6 +107,7 @@ struct ForwardBarriers {
       full_scores(stage).init(1);
       empty_scores(stage).init(4 * Shape::kGroups);
     }
+    for (int stage = 0; stage < Shape::kStagesClean; ++stage) clean_v(stage).init(1);
     fence_barrier_init();
   }
 };
@@ -146,7 +155,7 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
     int const row = i + 8 * r;
     bool const valid = row < len_q;
     float const sum = softmax.row_sum[r];
-    bool const empty = softmax.row_max[r] == -infinity();
+    bool const empty = sum == 0.0f;  // and not its maximum: of NaN alone that is -inf too
     float const factor = empty ? 0.0f : (Traits::kDropout ? params.dropout_multiplier : 1.0f) / sum;
     if (t == 0 && valid && params.lse != nullptr) {
       float const lse = softmax.row_max[r] * (map.exponent_scale * kLn2) + __logf(sum);
@@ -296,6 +305,57 @@ NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarr
   if (issuer) barriers.full_q(q_slot.stage).arrive();
 }
 
+// A warp of the loading group, where a mask is the same for all queries: zeros in the rows of V that it hides, of every tile
+// before the consumers take it. Ahead of them as the copies are, so that nobody waits for it.
+template <class Traits, class Shape>
+NVRTC_ATTN_DEVICE void zero_hidden_values(HopperForwardParams const& params, ForwardBarriers<Shape> const& barriers,
+                                          unsigned smem) {
+  constexpr int kWords = (Shape::kBlockN + 31) / 32;
+  int const lane = int(threadIdx.x) & 31;
+  RingPosition<Shape::kStages> slot;
+  TileScheduler<Traits::kBand> scheduler(params);
+  WorkTile tile;
+  while (scheduler.next(tile)) {
+    SeqlenInfo<false, Traits::kSequsedK> const seqlen(params, tile.b);
+    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+    int first, last;
+    mask.template key_tiles<Shape::kBlockN>(tile.m_block * Shape::kBlockM, Shape::kBlockM, first, last);
+    HiddenKeys const hidden(params, tile.b, tile.h, 1);
+#pragma unroll 1
+    for (int n = last - 1; n >= first; --n) {
+      unsigned words[kWords];
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        int const row = 32 * w + lane;
+        int const j = n * Shape::kBlockN + row;
+        words[w] = __ballot_sync(0xffffffffu, row < Shape::kBlockN && j < seqlen.len_k && hidden(j));
+      }
+      barriers.full_v(slot.stage).wait(slot.parity);
+      unsigned const tile_v = smem + Shape::kOffsetV + slot.stage * Shape::kBytesV + lane * 16;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        // Four rows of a slab at a time, a chunk of 16 bytes a lane.
+#pragma unroll 1
+        for (int row = 0; words[w] != 0; row += 4, words[w] >>= 4) {
+          if (words[w] >> (lane >> 3) & 1) {
+#pragma unroll
+            for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
+              asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile_v + slab * Shape::kSlabK +
+                                                                            (32 * w + row) * kSlabRowBytes),
+                           "r"(0)
+                           : "memory");
+            }
+          }
+        }
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) barriers.clean_v(slot.stage).arrive();
+      slot.advance();
+    }
+  }
+}
+
 // One consumer warp-group.
 template <class Traits, class Shape>
 NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardBarriers<Shape> const& barriers,
@@ -328,6 +388,13 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
   ScoreTileAccess<Traits> const tiles(params, warp_row0, lane);
   auto release = [&](Mbarrier const& barrier) {
     if (lane == 0) barrier.arrive();
+  };
+  auto await_v = [&] {
+    if (Traits::kMask && params.mask_stride_m == 0) {
+      barriers.clean_v(v_slot.stage).wait(v_slot.parity);
+    } else {
+      barriers.full_v(v_slot.stage).wait(v_slot.parity);
+    }
   };
   auto start_scores = [&](auto& s) {  // of as many keys as s has columns
     pin_registers(s);
@@ -408,7 +475,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         // (Beyond the tensor the copy engine delivers zeros.)
         int const valid_rows = seqlen.len_k - n * kBlockN;
         if (valid_rows < kBlockN) {
-          barriers.full_v(v_slot.stage).wait(v_slot.parity);
+          await_v();
           unsigned char* const tile_v = smem_pointer + (sV - smem) + v_slot.stage * Shape::kBytesV;
           for (int c = tid; c < Shape::kSlabsV * (kBlockN - valid_rows) * 8; c += Shape::kConsumers) {
             int const row = valid_rows + c / (8 * Shape::kSlabsV);
@@ -430,7 +497,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         barriers.full_k(k_slot.stage).wait(k_slot.parity);
         release(barriers.empty_k(k_slot.stage));
         k_slot.advance();
-        barriers.full_v(v_slot.stage).wait(v_slot.parity);
+        await_v();
         release(barriers.empty_v(v_slot.stage));
         v_slot.advance();
         if constexpr (Shape::kStagesScores > 0) {
@@ -458,7 +525,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         scores.finish(s, operands, n * kBlockN);
         release_scores();
         softmax.raise(s, map);
-        softmax.add(scores.exponentiate(s, softmax, n * kBlockN, keep));
+        softmax.add(scores.exponentiate(s, softmax.references(s), n * kBlockN, keep));
       };
       // On the diagonal every other group sees at most half of the tile.
       if (Traits::kHalfTile && columns - n * kBlockN <= Shape::kHalfN) {
@@ -479,7 +546,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       for (--n; n >= first; --n) {
         wait_turn();
         start_scores(s);
-        barriers.full_v(v_slot.stage).wait(v_slot.parity);
+        await_v();
         pin_registers(o);
         pin_registers(p);
         begin_products();
@@ -502,7 +569,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         if constexpr (Traits::kLazyMax) {
           // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
           scores.finish(s, operands, n * kBlockN);
-          sums = scores.exponentiate(s, softmax, n * kBlockN, keep);
+          sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
           redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
           if (!redo) {
             release(barriers.empty_k(k_stage));
@@ -513,7 +580,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
           scores.finish(s, operands, n * kBlockN);
           release_scores();
           raised = softmax.raise(s, map);
-          sums = scores.exponentiate(s, softmax, n * kBlockN, keep);
+          sums = scores.exponentiate(s, softmax.references(s), n * kBlockN, keep);
         }
 
         // ptxas moves a wait for products ahead of independent arithmetic, and the softmax would run after P V instead of
@@ -538,7 +605,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
             release_scores();
             raised = softmax.raise(s, map);
             settled = softmax.settled();
-            sums = scores.exponentiate(s, softmax);
+            sums = scores.exponentiate(s, softmax.references(s));
           }
         }
         softmax.add(sums);
@@ -547,7 +614,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       }
       if constexpr (!kReleaseEarly) release_q();
 
-      barriers.full_v(v_slot.stage).wait(v_slot.parity);
+      await_v();
       pin_registers(o);
       pin_registers(p);
       begin_products();
@@ -577,7 +644,11 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
   int const warp_group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
   if (warp_group == 0) {
     give_registers<Shape::kRegistersProducer>();
-    if (threadIdx.x < 32) load_tiles<Traits>(params, barriers, smem);
+    if (threadIdx.x < 32) {
+      load_tiles<Traits>(params, barriers, smem);
+    } else if constexpr (Traits::kMask) {
+      if (threadIdx.x < 64 && params.mask_stride_m == 0) zero_hidden_values<Traits>(params, barriers, smem);
+    }
   } else {
     take_registers<Shape::kRegistersConsumer>();
     consume_tiles<Traits>(params, barriers, smem_pointer, smem, warp_group - 1);

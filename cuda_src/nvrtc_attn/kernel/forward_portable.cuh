@@ -14,6 +14,7 @@
 #pragma once
 #include "../collective/forward_output.cuh"
 #include "../collective/forward_products.cuh"
+#include "../collective/hidden_keys.cuh"
 #include "../collective/seqlen.cuh"
 
 namespace nvrtc_attn {
@@ -138,6 +139,17 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       {params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n},
       row_map, params.mask_stride_h);
 
+  // Of the tile from key n0 on, whose V this thread's own copies have brought.
+  auto zero_hidden_v = [&](int n0, int stage) {
+    if constexpr (Traits::kMask) {
+      HiddenKeys const hidden(params, b, h, row_map.group);
+      if (hidden.any) {
+        zero_hidden_rows<typename Shape::TileV, kThreads>(
+            sV + stage * Shape::TileV::kSize, [&](int row) { return n0 + row < len_k && hidden(n0 + row); });
+      }
+    }
+  };
+
   if (first < last) {
     load_q();
     QueryOperand<Shape, Traits::kPreloadQ> query;
@@ -179,6 +191,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       }
 
       cp_async_wait<kLegacy, kStages == 1 ? 1 : kStages - 2>();
+      if constexpr (kStages > 1) zero_hidden_v(n0, stage);
       __syncthreads();
       if constexpr (kStages == 1) {
         if (!has_v) load_v(tile, 0);
@@ -224,6 +237,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
 
       if constexpr (kStages == 1) {
         cp_async_wait<kLegacy, 0>();
+        zero_hidden_v(n0, 0);
         __syncthreads();
         if (tile > first) load_k(tile - 1, 0);
         cp_async_commit<kLegacy>();
