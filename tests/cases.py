@@ -26,6 +26,9 @@ element past a 16-byte boundary. ``expanded``: k and v have batch stride 0. ``ra
 and offset."""
 
 
+MASK_KINDS = ("random", "padding", "left_padding", "blocks", "bands", "full", "empty")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One attention problem. Build it with `make_case`, which fills the dependent fields."""
@@ -48,9 +51,13 @@ class Case:
     bias_dtype: str = "same"
     """"same" (as q) or "float32"."""
     mask: str | None = None
-    """Shape as for ``bias``. True with probability 3/4; every fifth row along q (or all of them, if q broadcasts
-    and ``mask_empty``) drops everything when ``mask_empty``."""
+    """Shape as for ``bias``. Every fifth row along q (or all of them, if q broadcasts and ``mask_empty``) drops
+    everything when ``mask_empty``."""
     mask_empty: bool = False
+    mask_kind: str = "random"
+    """One of `MASK_KINDS`."""
+    mask_dtype: str = "bool"
+    """"bool", or "uint8" with any non-zero byte for True."""
     softcap: float = 0.0
     dropout_p: float = 0.0
     seed: int = 1234
@@ -59,6 +66,8 @@ class Case:
     """Varlen: (query, key) length of each sequence; the second is the length of the slot."""
     tail: tuple[int, int] = (0, 0)
     """Varlen: (query, key) tokens behind the last sequence."""
+    lead: tuple[int, int] = (0, 0)
+    """Varlen: (query, key) tokens ahead of the first sequence."""
     seqused_k: tuple[int, ...] = ()
     softmax_scale: float | None = None
     layout: str = "contiguous"
@@ -100,8 +109,8 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
     batch, seqlen_q, seqlen_k = case.batch, case.seqlen_q, case.seqlen_k
     if case.varlen:
         batch = 1
-        seqlen_q = sum(m for m, _ in case.seqlens) + case.tail[0]
-        seqlen_k = sum(n for _, n in case.seqlens) + case.tail[1]
+        seqlen_q = case.lead[0] + sum(m for m, _ in case.seqlens) + case.tail[0]
+        seqlen_k = case.lead[1] + sum(n for _, n in case.seqlens) + case.tail[1]
     q = (batch, seqlen_q, case.num_heads, case.head_dim)
     k = (batch, seqlen_k, case.num_heads_kv, case.head_dim)
     v = (batch, seqlen_k, case.num_heads_kv, case.head_dim_v)
@@ -127,16 +136,38 @@ def make_arrays(case: Case, rng: np.random.Generator | None = None) -> dict[str,
         for name in ("k", "v"):
             arrays[name] = np.ascontiguousarray(np.broadcast_to(arrays[name][:1], shape[name]))
     if case.mask is not None:
-        mask = rng.random(shape["mask"]) < 0.75
+        mask = make_mask(case.mask_kind, rng.random(shape["mask"], np.float32))
         if case.mask_empty:
             mask[:, :, ::5] = False
-        arrays["mask"] = mask
+        mask = np.ascontiguousarray(mask)
+        arrays["mask"] = mask if case.mask_dtype == "bool" else mask * rng.integers(1, 256, mask.shape, np.uint8)
     if case.varlen:
         for name, part in (("cu_seqlens_q", 0), ("cu_seqlens_k", 1)):
-            arrays[name] = np.cumsum([0, *(pair[part] for pair in case.seqlens)]).astype(np.int32)
+            arrays[name] = np.cumsum([case.lead[part], *(pair[part] for pair in case.seqlens)]).astype(np.int32)
     if case.seqused_k:
         arrays["seqused_k"] = np.array(case.seqused_k, np.int32)
     return arrays
+
+
+def make_mask(kind: str, u: Array) -> Array:
+    """A bool mask of ``u``'s shape from uniform numbers ``u`` in [0, 1), array of NumPy or tensor of torch alike."""
+    b, h, m, n = u.shape
+    if kind == "random":
+        return u < 0.75
+    if kind in ("padding", "left_padding"):  # as many keys as the first number of the row's batch entry and head says
+        flags = (u * 0 + 1).cumsum(3) - 1 < u[:, :, :1, :1] * (n + 1)
+        return flags if kind == "padding" else flags[..., ::-1] if isinstance(flags, np.ndarray) else flags.flip(3)
+    if kind == "blocks":  # blocks of 32 rows and 64 keys, half of them hidden
+        part = u[:, :, ::32, ::64] < 0.5
+        i, j = (np.arange(size) // step for size, step in ((m, 32), (n, 64)))
+        return part[:, :, i][..., j]
+    if kind == "bands":  # rows of one length and distance each, as sparse attention has them
+        return ((u * 0 + 1).cumsum(3) + 3 * (u * 0 + 1).cumsum(2)) % 7 < 4
+    if kind == "full":
+        return u >= 0
+    if kind == "empty":
+        return u < 0
+    raise ValueError(f"mask_kind: got {kind!r}; accepted are {MASK_KINDS}")
 
 
 def call_options(case: Case) -> dict[str, Any]:
@@ -246,16 +277,22 @@ def cast_inputs(case: Case, arrays: dict[str, Array], to: npt.DTypeLike = np.flo
     return cast
 
 
-def attention_dense(case: Case, arrays: dict[str, Array], precision: str = "float64") -> dict[str, Array]:
+def attention_dense(
+    case: Case, arrays: dict[str, Array], precision: str = "float64", dither: np.random.Generator | None = None
+) -> dict[str, Array]:
     """out, lse, dq, dk, dv and dbias by the textbook, with whole [Mq, Mk] matrices: small problems only.
 
     With a ``precision`` below float64 every intermediate result is rounded to it (products and softmax accumulate in
-    float32), which is the same math as a framework does it in that precision.
+    float32), which is the same math as a framework does it in that precision. With ``dither`` numbers are rounded on
+    grids that are shifted at random, one for each number: another sample of the rounding errors of the same math.
     """
     exact = precision == "float64"
     work = np.float64 if exact else np.float32
 
     def rnd(x: Array) -> Array:
+        if dither is not None:
+            grid = dither.uniform(1, 2, x.shape)
+            return (round_to(x * grid, precision).astype(np.float64) / grid).astype(work)
         return x if exact else round_to(x, precision).astype(work)
 
     shape = shapes(case)
@@ -279,7 +316,7 @@ def attention_dense(case: Case, arrays: dict[str, Array], precision: str = "floa
             s = rnd(s + _of_batch(arrays["bias"].astype(work), batch))
         visible = np.broadcast_to(_visible(case, num_rows, num_keys), s.shape)
         if "mask" in arrays:
-            visible = visible & _of_batch(arrays["mask"], batch)
+            visible = visible & (_of_batch(arrays["mask"], batch) != 0)
         s = np.where(visible, s, -np.inf)
         top = s.max(-1, keepdims=True, initial=-np.inf)
         e = np.exp(s - np.where(np.isfinite(top), top, 0))
@@ -340,7 +377,7 @@ def _sequences(case: Case) -> Iterator[tuple[int, int, slice, slice]]:
         for b in range(case.batch):
             yield b, b, slice(0, case.seqlen_q), slice(0, case.seqused_k[b] if case.seqused_k else case.seqlen_k)
         return
-    start_q = start_k = 0
+    start_q, start_k = case.lead
     for b, (m, n) in enumerate(case.seqlens):
         yield b, 0, slice(start_q, start_q + m), slice(start_k, start_k + (case.seqused_k[b] if case.seqused_k else n))
         start_q, start_k = start_q + m, start_k + n
@@ -354,7 +391,7 @@ def _of_batch(x: Array, batch: int) -> Array:
 def _visible(case: Case, num_rows: int, num_keys: int) -> Array:
     i, j = np.arange(num_rows)[:, None], np.arange(num_keys)[None, :]
     off = 0 if case.causal == "top_left" else num_keys - num_rows
-    left, right = case.window_size
+    left, right = (None if bound == -1 else bound for bound in case.window_size)
     keep: Array = np.ones((num_rows, num_keys), np.bool_)
     if case.causal:
         keep &= j <= i + off

@@ -1,0 +1,422 @@
+"""The fuzz campaign: random problems over all features, on the GPU against float64 on the GPU, in many processes.
+
+``python tests/fuzz.py --problems 100000 --workers 12`` draws problems (`fuzz_problems`), compiles the kernels that they
+need side by side, runs each problem forward and backward and judges it (`fuzz_torch`). Problems that would need a
+kernel outside of the ``--kernels`` most used ones are passed over. A failure prints one line, which begins with the
+command that runs that problem again; the exit code is 0 when every problem was run and none was wrong.
+
+``--compile-only`` needs no GPU. ``--cpu`` runs the same problems on the CPU path with NumPy (`fuzz_numpy`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import itertools
+import logging
+import multiprocessing
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE, HERE.parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import fuzz_problems  # noqa: E402 - after the paths
+from fuzz_problems import FEATURES, Problem  # noqa: E402
+
+from nvrtc_attn import precompile  # noqa: E402
+from nvrtc_attn.config import KernelConfig  # noqa: E402
+
+Target = dict[str, Any]
+H200: Target = {"arch": "sm_90", "num_sms": 132, "smem_limit": 227 << 10}
+CHUNK = 8
+"""Problems that a worker takes, and waits for, at once."""
+MAX_FAULTS = 20
+"""Workers that are replaced, after faults of their GPU context, before the campaign gives up."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which problems, which kernels
+
+
+@dataclass
+class Plan:
+    """The problems of a campaign by index, and their kernels."""
+
+    indices: list[int]
+    kernels: list[KernelConfig]
+    drawn: int
+    used: collections.Counter[str] = field(default_factory=collections.Counter)
+
+
+def _kernels_of(seed: int, first: int, count: int, target: Target) -> tuple[list[KernelConfig], list[tuple[int, ...]]]:
+    """The kernels of ``count`` problems: each once, and for each problem the numbers of its own."""
+    logging.disable(logging.WARNING)  # why a problem does not get a Hopper kernel
+    numbers: dict[KernelConfig, int] = {}
+    rows = []
+    for index in range(first, first + count):
+        configs = fuzz_problems.kernel_configs(fuzz_problems.problem(seed, index), **target)
+        rows.append(tuple(numbers.setdefault(config, len(numbers)) for config in configs))
+    return list(numbers), rows
+
+
+def make_plan(seed: int, problems: int, max_kernels: int, target: Target, workers: int, first: int = 0) -> Plan:
+    """``problems`` indices from ``first`` on whose kernels are among the ``max_kernels`` that most problems use."""
+    numbers: dict[KernelConfig, int] = {}
+    rows: list[tuple[int, ...]] = []
+    pool: set[int] = set()
+    indices: list[int] = []
+    chunk = 200 if problems > 2000 else 50
+    sample = max(10 * chunk, min(problems, 10000))
+    with _Pool(workers) as processes:
+        while len(indices) < problems:
+            wanted = sample if not rows else max(sample // 5, int(1.1 * (problems - len(indices)) / max(0.05, share)))
+            starts = range(first + len(rows), first + len(rows) + wanted, chunk)
+            for configs, part in processes.map(_kernels_of, starts, seed=seed, count=chunk, target=target):
+                renumbered = [numbers.setdefault(config, len(numbers)) for config in configs]
+                rows += [tuple(renumbered[n] for n in row) for row in part]
+            if not pool:
+                count = collections.Counter(itertools.chain.from_iterable(rows))
+                pool = {n for n, _ in count.most_common(max_kernels)}
+            indices = [first + at for at, row in enumerate(rows) if pool.issuperset(row)]
+            share = len(indices) / len(rows)
+    indices = indices[:problems]
+    used = set(itertools.chain.from_iterable(rows[index - first] for index in indices))
+    return Plan(indices, [config for config, n in numbers.items() if n in used], len(rows))
+
+
+class _Pool:
+    """Spawned processes, or none where one is enough."""
+
+    def __init__(self, workers: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._executor = ProcessPoolExecutor(workers, mp_context=context) if workers > 1 else None
+
+    def map(self, function: Any, starts: Iterable[int], *, seed: int, count: int, target: Target) -> Iterable[Any]:
+        if self._executor is None:
+            return (function(seed, start, count, target) for start in starts)
+        futures = [self._executor.submit(function, seed, start, count, target) for start in starts]
+        return (future.result() for future in futures)
+
+    def __enter__(self) -> _Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+
+def compile_all(kernels: Sequence[KernelConfig], workers: int) -> list[str]:
+    """Compile what the cache lacks; the failures."""
+    start, failed, fresh = time.perf_counter(), [], 0
+    logging.disable(logging.NOTSET)
+    order = sorted(kernels, key=lambda c: (c.kernel not in precompile._SMALL, c.head_dim + c.head_dim_v), reverse=True)
+    for done, report in enumerate(precompile.compile_configs(order, workers), 1):
+        fresh += not report.cached
+        if report.error is not None:
+            failed.append(f"{precompile.warmup_command(report.config)}: {report.error}")
+            say(f"COMPILE {failed[-1]}")
+        if done % 100 == 0 or done == len(order):
+            say(f"compiled {done} of {len(order)} kernels, {fresh} fresh, {time.perf_counter() - start:.0f} s")
+    return failed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The workers
+
+
+def _work(device: str, seed: int, indices: Sequence[int], counter: Any, stop: Any, results: Any) -> None:
+    """Take problems until there are none; ``results`` gets ("done", n), ("wrong", index, lines), ("fault", indices)."""
+    import torch
+    from fuzz_torch import judge
+
+    import nvrtc_attn.plan
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    waiting: list[Any] = []
+    with torch.inference_mode():
+        while True:
+            with counter.get_lock():
+                at = counter.value
+                counter.value = at + CHUNK
+            chunk = [] if stop.is_set() else indices[at : at + CHUNK]
+            issued: list[Any] = []
+            current = -1
+            try:
+                for current in chunk:
+                    try:
+                        issued.append(judge(fuzz_problems.problem(seed, current), device))
+                    except Exception as error:
+                        if device != "cpu":
+                            torch.cuda.synchronize()  # raises again where the context is lost
+                            torch.cuda.empty_cache()
+                        results.put(("wrong", current, [f"{type(error).__name__}: {error}"]))
+                        results.put(("done", 1))
+                # The chunk before this one is judged while the GPU works on this one.
+                for verdict in waiting:
+                    current = verdict.problem.index
+                    lines = verdict.lines(device, appeal=False)
+                    if lines:
+                        final = verdict.lines(device)
+                        kind = "wrong" if final else "appeal"
+                        results.put((kind, current, final or lines))
+                results.put(("done", len(waiting)))
+            except Exception as error:
+                suspects = [v.problem.index for v in (*waiting, *issued)]
+                results.put(("fault", [*suspects, current], f"{type(error).__name__}: {error}"))
+                results.close()
+                results.join_thread()
+                os._exit(3)
+            waiting = issued
+            if not chunk and not waiting:
+                break
+    launched = {precompile.config_to_json(config) for config, _ in nvrtc_attn.plan._kernels}
+    results.put(("kernels", sorted(launched)))
+
+
+@dataclass
+class Outcome:
+    """What a campaign found."""
+
+    done: int = 0
+    wrong: dict[int, list[str]] = field(default_factory=dict)
+    appeals: dict[int, list[str]] = field(default_factory=dict)
+    kernels: set[str] = field(default_factory=set)
+    seconds: float = 0.0
+
+
+def run_campaign(
+    seed: int, indices: Sequence[int], device: str = "cuda", workers: int = 1, seconds: float = 1e9
+) -> Outcome:
+    """Run problems ``indices`` on ``device`` in ``workers`` processes, for at most ``seconds``."""
+    context = multiprocessing.get_context("spawn")
+    results, stop = context.Queue(), context.Event()
+    counter = context.Value("q", 0)
+    arguments = (device, seed, list(indices), counter, stop, results)
+    outcome, start, faults, suspects = Outcome(), time.perf_counter(), 0, list[int]()
+
+    def spawn() -> Any:
+        process = context.Process(target=_work, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    processes = [spawn() for _ in range(workers)]
+    finished, told = 0, start
+    while finished < len(processes):
+        try:
+            kind, *facts = results.get(timeout=1)
+        except queue.Empty:
+            kind, facts = "", []
+            dead = [p for p in processes if p.exitcode not in (None, 0, 3)]
+            if dead and not any(p.is_alive() for p in processes):
+                outcome.wrong[-1] = [f"{len(dead)} worker processes died, exit codes {[p.exitcode for p in dead]}"]
+                break
+        if kind == "done":
+            outcome.done += facts[0]
+        elif kind in ("wrong", "appeal"):
+            index, lines = facts
+            (outcome.wrong if kind == "wrong" else outcome.appeals)[index] = lines
+            if kind == "wrong":
+                say(failure(seed, index, lines))
+        elif kind == "kernels":
+            outcome.kernels.update(facts[0])
+            finished += 1
+        elif kind == "fault":
+            finished, faults = finished + 1, faults + 1
+            suspects += facts[0]
+            say(f"FAULT of a worker at one of problems {facts[0]}: {facts[1]}")
+            if faults <= MAX_FAULTS:
+                processes.append(spawn())
+        now = time.perf_counter()
+        if now - start > seconds and not stop.is_set():
+            stop.set()
+        if now - told > 15:
+            told = now
+            rate = outcome.done / (now - start)
+            say(f"{outcome.done} of {len(indices)} problems, {rate:.0f} a second, {len(outcome.wrong)} wrong")
+    for process in processes:
+        process.join()
+    outcome.seconds = time.perf_counter() - start
+    if faults:
+        outcome.wrong.setdefault(-1, []).append(f"{faults} workers lost their GPU context")
+        _replay_suspects(seed, suspects, device, outcome)
+    return outcome
+
+
+def _replay_suspects(seed: int, suspects: Sequence[int], device: str, outcome: Outcome) -> None:
+    """Which of the problems that a lost context had in flight break one again, each in a process of its own."""
+    for index in sorted(set(suspects))[:64]:
+        command = [sys.executable, str(HERE / "fuzz.py"), "--replay", f"{seed}:{index}", "--device", device]
+        code = subprocess.run(command, capture_output=True, timeout=300, check=False).returncode
+        if code:
+            outcome.wrong[index] = ["breaks the GPU context, or is wrong, when it is run alone"]
+            say(failure(seed, index, outcome.wrong[index]))
+
+
+def failure(seed: int, index: int, lines: Sequence[str]) -> str:
+    """The one line of a failure."""
+    if index < 0:
+        return f"WRONG: {'; '.join(lines)}"
+    p = fuzz_problems.problem(seed, index)
+    lines = [line.replace("\n", " ")[:300] for line in lines]
+    return f"WRONG {p.replay} | {'; '.join(lines)} | {p.backend} {_non_default(p.case)}"
+
+
+def _non_default(case: Any) -> str:
+    """The fields of a case that differ from their defaults."""
+    values = {f.name: getattr(case, f.name) for f in dataclasses.fields(case)}
+    defaults = {f.name: f.default for f in dataclasses.fields(case)}
+    return " ".join(f"{name}={value}" for name, value in values.items() if value != defaults[name])
+
+
+def summary(seed: int, indices: Sequence[int], outcome: Outcome) -> str:
+    """Counts of features, then the result."""
+    features: collections.Counter[str] = collections.Counter()
+    for index in indices:
+        p = fuzz_problems.problem(seed, index)
+        features.update(name for name, holds in FEATURES.items() if holds(p))
+    names = [f"{name} {features[name]}" for name in FEATURES]
+    names = [", ".join(names[at : at + 6]) for at in range(0, len(names), 6)]
+    kinds = collections.Counter(precompile.config_from_json(text).kernel for text in outcome.kernels)
+    structures = len({fuzz_problems.problem(seed, index).structure for index in indices})
+    lines = [
+        "features:",
+        *names,
+        "kernels: " + ", ".join(f"{kernel} {n}" for kernel, n in kinds.most_common()),
+        f"judged by more than one sample of the yardstick: {len(outcome.appeals)}",
+        *(failure(seed, index, lines) for index, lines in sorted(outcome.wrong.items())[:40]),
+        f"seed {seed}: {outcome.done} problems of {structures} structures, {len(outcome.kernels)} distinct kernels, "
+        f"{len(outcome.wrong)} wrong, {outcome.seconds:.0f} s",
+    ]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def cpu_campaign(
+    seed: int, first: int, problems: int, max_scores: int, seconds: float = 1e9
+) -> tuple[Outcome, list[int]]:
+    """`fuzz_numpy` on the first ``problems`` problems of at most ``max_scores`` scores."""
+    from fuzz_numpy import check
+
+    outcome, start, indices = Outcome(), time.perf_counter(), []
+    for index in itertools.count(first):
+        if len(indices) == problems or time.perf_counter() - start > seconds:
+            break
+        p = fuzz_problems.problem(seed, index)
+        if p.scores > max_scores:
+            continue
+        indices.append(index)
+        try:
+            lines = check(p)
+        except Exception as error:
+            lines = [f"{type(error).__name__}: {error}"]
+        outcome.done += 1
+        if lines:
+            outcome.wrong[index] = lines
+            say(failure(seed, index, lines).replace("--replay", "--cpu --replay"))
+    outcome.seconds = time.perf_counter() - start
+    return outcome, indices
+
+
+def replay(p: Problem, device: str, on_cpu: bool) -> list[str]:
+    """Run one problem again, here and now."""
+    if on_cpu:
+        from fuzz_numpy import check
+
+        return check(p)
+    import torch
+    from fuzz_torch import judge
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.inference_mode():
+        return judge(p, device).lines(device)
+
+
+def gpu_target() -> Target:
+    """What the heuristics know about the first GPU."""
+    from nvrtc_attn import device
+
+    found = device.properties(0)
+    return {"arch": device.arch_of(found), "num_sms": found.num_sms, "smem_limit": found.smem_per_block_optin}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="begin at this index")
+    parser.add_argument("--kernels", type=int, default=1000, help="bound of the number of distinct kernels")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, default=min(12, cores), help="processes that share the GPU")
+    parser.add_argument("--compilers", type=int, default=cores, help="processes that plan and compile")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many, compiling included")
+    parser.add_argument("--device", default="cuda", help='"cpu": the same code on torch tensors in host memory')
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="the CPU path on NumPy arrays; needs neither GPU nor torch")
+    parser.add_argument("--max-scores", type=int, default=100_000, help="with --cpu: pass over larger problems")
+    parser.add_argument("--replay", metavar="SEED:INDEX", help="run one problem")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, start = parse(argv), time.perf_counter()
+    if options.replay:
+        seed, index = map(int, options.replay.split(":"))
+        p = fuzz_problems.problem(seed, index)
+        say(f"{p}")
+        lines = replay(p, options.device, options.cpu)
+        say(failure(seed, index, lines) if lines else "right")
+        return 1 if lines else 0
+    if options.cpu:
+        outcome, indices = cpu_campaign(
+            options.seed, options.first, options.problems, options.max_scores, options.seconds
+        )
+        say(summary(options.seed, indices, outcome))
+        return exit_code(outcome, options.problems)
+    on_gpu = options.device != "cpu" and not options.compile_only
+    target = gpu_target() if on_gpu else H200
+    plan = make_plan(options.seed, options.problems, options.kernels, target, options.compilers, options.first)
+    say(
+        f"{len(plan.indices)} problems of {plan.drawn} drawn need {len(plan.kernels)} kernels, "
+        f"{time.perf_counter() - start:.0f} s"
+    )
+    if on_gpu or options.compile_only:
+        failed = compile_all(plan.kernels, options.compilers)
+        if failed or options.compile_only:
+            return 1 if failed else 0
+    left = options.seconds - (time.perf_counter() - start)
+    outcome = run_campaign(options.seed, plan.indices, options.device, options.workers, left)
+    say(summary(options.seed, plan.indices[: outcome.done], outcome))
+    say(
+        f"{time.perf_counter() - start:.0f} s in all, next --first {plan.indices[min(outcome.done, len(plan.indices)) - 1] + 1}"
+    )
+    return exit_code(outcome, options.problems)
+
+
+def exit_code(outcome: Outcome, problems: int) -> int:
+    """0: all run, none wrong; 1: some are wrong; 2: time ran out before all were run."""
+    return 1 if outcome.wrong else 2 if outcome.done < problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
