@@ -48,6 +48,7 @@ class Tile:
     num_stages_dout: int = 1
     dim_slices: int = 1
     v_in_smem: bool = True
+    v_in_registers: bool = False
     blocks_per_sm: int = 1
     """Wanted, and required of the GPU's shared memory for the row to be taken."""
 
@@ -144,6 +145,7 @@ def tile_config(
         dbias_dtype=dbias_dtype,
         dim_slices=tile.dim_slices,
         v_in_smem=tile.v_in_smem,
+        v_in_registers=tile.v_in_registers,
     )
     return replace(config, smem_bytes=smem_bytes(config))
 
