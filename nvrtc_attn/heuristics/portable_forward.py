@@ -125,6 +125,7 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
     features = config.features
     dim, dim_v = config.head_dim, config.head_dim_v
     fast_loads = config.aligned and not config.legacy_mma
+    less_smem = smem_limit < MEASURED_SMEM
     if dim_v > 256:
         # A row's output does not fit in one warp's registers: 2 or 4 warps share it and recompute its scores.
         # D 512, B2 S4096 H1: 0.329 ms; block_n 32: 0.403; 2 stages of 32: 0.392; block_m 32 with warps_d 4: 0.731.
@@ -163,7 +164,7 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
                 yield Tile(block_m=128, block_n=32, num_warps=4)
         yield Tile(block_m=64, block_n=32, num_warps=4)
         yield Tile(block_m=64, block_n=16, num_warps=4)
-        if fast_loads:  # 8 warps where shared memory has room for one block
+        if fast_loads and less_smem:  # 8 warps where shared memory has room for one block
             yield Tile(block_m=128, block_n=32, num_warps=8)
             yield Tile(block_m=64, block_n=32, num_warps=8, warps_n=2)
         yield Tile(block_m=32, block_n=16, num_warps=2)
@@ -192,7 +193,7 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
         # D 256, B4 S4096 H8: 312 TFLOP/s; 128 x 64 with 8 warps: 311; 64 x 32 with 2 stages: 288. D 192: 324.
         # Dropout, D 64, B4 S2048 H16: 0.567 ms; 128 x 64: 0.599; 128 x 128: 0.705.
         yield Tile(block_m=64, block_n=64, num_warps=4, min_blocks_per_sm=2)
-        if max(dim, dim_v) > 128:  # 8 warps where shared memory has room for one block
+        if less_smem and max(dim, dim_v) > 128:  # 8 warps where shared memory has room for one block
             yield Tile(block_m=128, block_n=64, num_warps=8)
             yield Tile(block_m=128, block_n=32, num_warps=8)
     yield Tile(block_m=64, block_n=64 if max(dim, dim_v) <= 128 else 32, num_warps=4)
