@@ -115,6 +115,8 @@ class BackwardConfig(KernelConfig):
     """Thread blocks that share one key tile, each with a slice of the gradients' head dim; scores are recomputed."""
     v_in_smem: bool = True
     """Otherwise the value tile is read from global memory: where head dim 512 would not fit."""
+    v_in_registers: bool = False
+    """Each warp keeps the values of its keys for the whole query loop, where shared memory would hold fewer warps."""
     skip_hidden: bool = False
     """Warps leave out their part of a tile above the diagonal, at some cost for every other tile."""
     transposed_blocks: bool = False

@@ -19,7 +19,7 @@ from ..config import BackwardConfig, Features
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .plan import BackwardPlanSpec, Launch, Workspace
-from .portable_forward import features_of, is_vectorizable
+from .portable_forward import MEASURED_SMEM, MIN_WARPS, features_of, is_vectorizable, warps_per_sm
 
 MAX_HEAD_DIM: Final = 512
 MAX_SPLITS: Final = 32
@@ -29,9 +29,6 @@ DECODE_ROWS: Final = 32
 """Up to this many query rows the loop is one tile, most of a large one would be padding."""
 SKIP_HIDDEN_ROWS: Final = 768
 """Up to this many query rows under a key tile its part above the diagonal is worth leaving out."""
-_REGISTERS_PER_SM: Final = 65536
-_SMEM_RESERVED: Final = 1024
-"""Shared memory that the driver keeps per thread block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +45,11 @@ class Tile:
     num_stages_dout: int = 1
     dim_slices: int = 1
     v_in_smem: bool = True
+    v_in_registers: bool = False
     blocks_per_sm: int = 1
     """Wanted, and required of the GPU's shared memory for the row to be taken."""
+    less_smem: bool = False
+    """Only for GPUs with less shared memory than the one of the times below, where rows without `MIN_WARPS` lose."""
 
 
 # In order of preference within a width. A warp accumulates block_n / warps_n keys x (K + Kv) / (warps_m * dim_slices)
@@ -70,13 +70,21 @@ TILES_16BIT: Final = (
     Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
          blocks_per_sm=2),
     Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2),
+    Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, v_in_smem=False, v_in_registers=True,
+         blocks_per_sm=2, less_smem=True),
     Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2),
     Tile(width=128, block_m=128, block_n=128, num_warps=8, warps_n=4, warps_m_dq=4),
     Tile(width=128, block_m=64, block_n=128, num_warps=8, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2),
     Tile(width=128, block_m=64, block_n=64, num_warps=4, warps_n=2, warps_m_dq=2, num_stages=2),
+    Tile(width=128, block_m=64, block_n=128, num_warps=8, warps_n=4, warps_m_dq=2, less_smem=True),
+    Tile(width=128, block_m=64, block_n=64, num_warps=8, warps_n=2, warps_m_dq=2, num_stages=2, less_smem=True),
     Tile(width=128, block_m=32, block_n=64, num_warps=4, warps_n=2, warps_m_dq=2),
     Tile(width=256, block_m=128, block_n=64, num_warps=8, warps_n=2, warps_m_dq=4),
     Tile(width=256, block_m=64, block_n=64, num_warps=8, warps_n=2, warps_m_dq=2),
+    Tile(width=256, block_m=64, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2, v_in_smem=False, v_in_registers=True,
+         less_smem=True),
+    Tile(width=256, block_m=64, block_n=32, num_warps=8, warps_n=2, warps_m_dq=2, v_in_smem=False, v_in_registers=True,
+         less_smem=True),
     Tile(width=256, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2),
     Tile(width=256, block_m=32, block_n=16, num_warps=2, warps_n=1, warps_m_dq=2),
     Tile(width=512, block_m=64, block_n=32, num_warps=8, warps_n=2, warps_m_dq=2),
@@ -87,7 +95,10 @@ TILES_16BIT: Final = (
 TILES_32BIT: Final = (
     Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2),
     Tile(width=128, block_m=64, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2),
+    Tile(width=64, block_m=64, block_n=64, num_warps=8, warps_n=4, warps_m_dq=4, less_smem=True),
+    Tile(width=128, block_m=32, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2, less_smem=True),
     Tile(width=128, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2),
+    Tile(width=192, block_m=32, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2, less_smem=True),
     Tile(width=256, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2, dim_slices=2),
     Tile(width=256, block_m=16, block_n=32, num_warps=2, warps_n=2, warps_m_dq=1, dim_slices=4),
     Tile(width=512, block_m=32, block_n=16, num_warps=2, warps_n=1, warps_m_dq=2, dim_slices=4),
@@ -144,6 +155,7 @@ def tile_config(
         dbias_dtype=dbias_dtype,
         dim_slices=tile.dim_slices,
         v_in_smem=tile.v_in_smem,
+        v_in_registers=tile.v_in_registers,
     )
     return replace(config, smem_bytes=smem_bytes(config))
 
@@ -269,7 +281,10 @@ def _choose_config(
     if legacy_mma:
         smem_limit = min(smem_limit, 64 << 10)  # what a GPU that needs these instructions has
     reasons, fitting = [], []
+    prefers_warps = smem_limit < MEASURED_SMEM and not legacy_mma and problem.seqlen_q > DECODE_ROWS
     for tile in _in_order(tiles, problem.seqlen_q):
+        if tile.less_smem and not prefers_warps:
+            continue
         if tile.width < max(head_dim, head_dim_v):
             continue
         if legacy_mma and tile.num_stages * tile.num_stages_dout > 1:
@@ -288,15 +303,15 @@ def _choose_config(
         )
         if config.smem_bytes <= smem_limit and tile.blocks_per_sm <= _blocks_per_sm(config, smem_limit):
             fitting.append(config)
-            if len(fitting) > rank:
-                break
             continue
         reasons.append(
             f"tile {tile.block_m} x {tile.block_n} at head dims {head_dim}, {head_dim_v}: {config.smem_bytes} bytes of "
             f"shared memory, {tile.blocks_per_sm} blocks per multiprocessor - {arch} has {smem_limit} per block"
         )
+    if prefers_warps:
+        fitting.sort(key=lambda c: warps_per_sm(c.num_warps, c.smem_bytes, smem_limit) < MIN_WARPS)
     if fitting:
-        return fitting[-1]
+        return fitting[min(rank, len(fitting) - 1)]
     raise UnsupportedError("no tile of the dk/dv kernel fits", reasons)
 
 
@@ -308,9 +323,8 @@ def _in_order(tiles: tuple[Tile, ...], seqlen_q: int) -> tuple[Tile, ...]:
 
 
 def _blocks_per_sm(config: BackwardConfig, smem_limit: int) -> int:
-    """Thread blocks of 255 registers a thread that fit one multiprocessor, whose shared memory is the limit + 1 KiB."""
-    by_smem = (smem_limit + _SMEM_RESERVED) // (config.smem_bytes + _SMEM_RESERVED)
-    return min(by_smem, _REGISTERS_PER_SM // (256 * config.num_threads))
+    """Thread blocks of 255 registers a thread that fit one multiprocessor."""
+    return warps_per_sm(config.num_warps, config.smem_bytes, smem_limit) // config.num_warps
 
 
 def _choose_splits(

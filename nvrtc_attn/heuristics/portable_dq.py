@@ -11,7 +11,7 @@ from ..config import DbiasConfig, DqConfig, KernelConfig
 from ..dtypes import DTYPES
 from ..problem import AttentionProblem, OperandLayout
 from .plan import Launch
-from .portable_forward import features_of, is_vectorizable
+from .portable_forward import MEASURED_SMEM, MIN_WARPS, features_of, is_vectorizable, warps_per_sm
 
 MAX_PARTIAL_BYTES: Final = 256 << 20
 """Bound of the dbias partial sums. A bias that large has output tiles enough to fill any GPU without a split."""
@@ -103,11 +103,17 @@ def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
         if not base.legacy_mma:
             yield tile(64, 64, 4)
         yield tile(64, 32, 4)
+        if not base.legacy_mma:  # 8 warps where shared memory has room for one block
+            yield tile(128, 32, 8)
     elif base.itemsize == 2 and widest <= 256:
         if widest > 192:
             yield tile(128, 32, 8)  # 192 KiB: the q and dout tiles are half of it, so eight warps share them
         yield tile(64, 32, 4)
         yield tile(64, 32, 4, num_stages=1)
+        if not base.legacy_mma:  # 8 warps where shared memory has room for one block
+            yield tile(128, 32, 8, num_stages=1)
+            yield tile(64, 32, 4, warps_d=2)
+            yield tile(64, 32, 4, warps_d=2, num_stages=1)
     elif base.itemsize == 2:
         # dq rows need two warps. S and dP are shared, not recomputed: a round trip of dS through shared memory costs
         # 1/16 of the products. 0.51 ms at 2 x 4096 x 1 head, head dim 512; streamed 0.68.
@@ -136,7 +142,10 @@ def choose_dq(
         aligned=_aligned(problem, problem.dq), legacy_mma=legacy_mma, features=features_of(problem),
         vector_scores=_vector_scores(problem),
     )  # fmt: skip
-    config = next(c for c in _dq_candidates(base) if smem_bytes(c) <= smem_limit)
+    fitting = [c for c in _dq_candidates(base) if smem_bytes(c) <= smem_limit]
+    if base.itemsize == 2 and smem_limit < MEASURED_SMEM and not legacy_mma:
+        fitting.sort(key=lambda c: warps_per_sm(c.num_warps, smem_bytes(c), smem_limit) < MIN_WARPS)
+    config = fitting[0]
     num_m_blocks = _ceil_div(problem.seqlen_q, config.block_m)
     batch = problem.batch + problem.varlen  # one more: tokens outside every sequence
     if problem.varlen:

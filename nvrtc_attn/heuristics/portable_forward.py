@@ -31,6 +31,13 @@ Bringing that up early (programmatic dependent launch) gains 1 us with 2048 or 8
 with 256 splits.
 """
 COMBINE_WARPS: Final = 4
+MIN_WARPS: Final = 8
+"""Warps a multiprocessor, two for each of its schedulers: one multiplies while the other waits for its operands."""
+MEASURED_SMEM: Final = 227 << 10
+"""Shared memory per block of the GPU that the tables were measured on. With less, tiles with `MIN_WARPS` come first."""
+_REGISTERS_PER_SM: Final = 65536
+_SMEM_RESERVED: Final = 1024
+"""Shared memory that the driver keeps per thread block, and that a multiprocessor has more than one block may use."""
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
 
@@ -64,6 +71,12 @@ def smem_bytes(config: ForwardConfig) -> int:
     else:
         epilogue = config.itemsize * config.block_m * config.head_dim_v
     return max(config.itemsize * tiles, epilogue)
+
+
+def warps_per_sm(num_warps: int, smem_bytes: int, smem_limit: int) -> int:
+    """Warps of thread blocks of ``num_warps`` with ``smem_bytes`` and 255 registers a thread on one multiprocessor."""
+    by_smem = (smem_limit + _SMEM_RESERVED) // (smem_bytes + _SMEM_RESERVED)
+    return num_warps * min(by_smem, _REGISTERS_PER_SM // (256 * 32 * num_warps))
 
 
 def is_vectorizable(layout: OperandLayout, itemsize: int) -> bool:
@@ -113,6 +126,7 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
     features = config.features
     dim, dim_v = config.head_dim, config.head_dim_v
     fast_loads = config.aligned and not config.legacy_mma
+    less_smem = smem_limit < MEASURED_SMEM
     if dim_v > 256:
         # A row's output does not fit in one warp's registers: 2 or 4 warps share it and recompute its scores.
         # D 512, B2 S4096 H1: 0.329 ms; block_n 32: 0.403; 2 stages of 32: 0.392; block_m 32 with warps_d 4: 0.731.
@@ -151,6 +165,9 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
                 yield Tile(block_m=128, block_n=32, num_warps=4)
         yield Tile(block_m=64, block_n=32, num_warps=4)
         yield Tile(block_m=64, block_n=16, num_warps=4)
+        if fast_loads and less_smem:  # 8 warps where shared memory has room for one block
+            yield Tile(block_m=128, block_n=32, num_warps=8)
+            yield Tile(block_m=64, block_n=32, num_warps=8, warps_n=2)
         yield Tile(block_m=32, block_n=16, num_warps=2)
         yield Tile(block_m=16, block_n=16, num_warps=1)
         return
@@ -177,6 +194,9 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
         # D 256, B4 S4096 H8: 312 TFLOP/s; 128 x 64 with 8 warps: 311; 64 x 32 with 2 stages: 288. D 192: 324.
         # Dropout, D 64, B4 S2048 H16: 0.567 ms; 128 x 64: 0.599; 128 x 128: 0.705.
         yield Tile(block_m=64, block_n=64, num_warps=4, min_blocks_per_sm=2)
+        if less_smem and max(dim, dim_v) > 128:  # 8 warps where shared memory has room for one block
+            yield Tile(block_m=128, block_n=64, num_warps=8)
+            yield Tile(block_m=128, block_n=32, num_warps=8)
     yield Tile(block_m=64, block_n=64 if max(dim, dim_v) <= 128 else 32, num_warps=4)
     yield Tile(block_m=64, block_n=32, num_warps=4)
     yield Tile(block_m=32, block_n=32, num_warps=2)
@@ -213,7 +233,8 @@ def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) ->
 
 def _resident(config: ForwardConfig, smem_limit: int, by_registers: int) -> int:
     """Blocks that share a multiprocessor: by shared memory (1 KB of each is the system's) and by registers."""
-    return max(1, min((smem_limit + 1024) // (smem_bytes(config) + 1024), by_registers))
+    by_smem = (smem_limit + _SMEM_RESERVED) // (smem_bytes(config) + _SMEM_RESERVED)
+    return max(1, min(by_smem, by_registers))
 
 
 def _stream_keys(
@@ -324,6 +345,8 @@ def choose_forward(
     )
     candidates = [_with_tile(base, tile) for tile in _tiles(base, rows, problem.seqlen_k, smem_limit)]
     fitting = [c for c in candidates if smem_bytes(c) <= smem_limit]
+    if rows > PACKED_QUERIES and smem_limit < MEASURED_SMEM and not legacy_mma:
+        fitting.sort(key=lambda c: warps_per_sm(c.num_warps, smem_bytes(c), smem_limit) < MIN_WARPS)
     if not fitting:
         least = min(smem_bytes(c) for c in candidates)
         reason = (

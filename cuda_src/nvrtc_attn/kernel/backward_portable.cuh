@@ -12,7 +12,7 @@
 // buffers of Q and dO are free: the next tile's loads run under the dq product.
 //
 // Shared memory: K, V, Q[kStages], dO[kStagesDout], P^T (kWarpsM > 1), dS^T, row_lse[2], delta[2]. The gradients of the tile
-// leave through the K and V buffers.
+// leave through the K and V buffers. kVInRegisters: a warp keeps the V of its keys, which came through the buffers of Q.
 //
 // Writes every row of dk and dv in [0, len of the slot): zeros where no query sees the key. With varlen an extra, virtual
 // sequence zeroes the tokens of no sequence. Split: adds to dkv_accum (zeroed by the host) instead.
@@ -38,8 +38,9 @@ struct BackwardTiles {
   static_assert(kWarpsM == Traits::kWarpsMSdP && kWarpsM * kWarpsN == Traits::kNumWarps);
 
   // S^T and dP^T of a warp: kRowsN keys x kRowsM queries, kChunkM queries at a time: 64 accumulator registers at most, half
-  // of that in float32, whose operands take twice the registers once they are split, and where dQ takes more (head dim 256).
-  static constexpr int kChunkArea = sizeof(Element) == 2 && kWarpsM <= 2 ? 64 : 32;
+  // of that in float32, whose operands take twice the registers once they are split, where dQ takes more (head dim 256), and
+  // where V takes its part.
+  static constexpr int kChunkArea = sizeof(Element) == 2 && kWarpsM <= 2 && !Traits::kVInRegisters ? 64 : 32;
   static constexpr int kRowsN = kBlockN / kWarpsN;
   static constexpr int kRowsM = kBlockM / kWarpsM;
   static constexpr int kTilesN = kRowsN / 16;
@@ -72,6 +73,7 @@ struct BackwardTiles {
 
   static constexpr int kStages = Traits::kNumStages;
   static constexpr int kStagesDout = Traits::kNumStagesDout;
+  static_assert(!(Traits::kVInSmem && Traits::kVInRegisters) && (!Traits::kVInRegisters || sizeof(Element) == 2));
   static constexpr bool kStoresP = kWarpsM > 1;
   static constexpr bool kStoresDs = kWarpsM > 1 || Traits::kDqAtomic;
 
@@ -150,6 +152,7 @@ struct BackwardCta : BackwardTiles<Traits> {
   float* const sDelta;
   WarpTile<Tiles::kTilesN, Tiles::kTilesD> dk;
   WarpTile<Tiles::kTilesN, Tiles::kTilesDv> dv;
+  cute::conditional_t<Traits::kVInRegisters, RegisterRows<TileV, Element, Tiles::kTilesN>, NoScores> values_kept;
 
   NVRTC_ATTN_DEVICE BackwardCta(BackwardParams const& params_, Seqlen const& seqlen_, int b_, int hk_, int n0_,
                                 int slice_, Element* smem)
@@ -202,11 +205,21 @@ struct BackwardCta : BackwardTiles<Traits> {
     load_tile<TileK, kThreads, Traits::kAligned, kLegacy>(
         sK, key_row0(params.k, params.k_stride_b, params.k_stride_n, params.k_stride_h), params.k_stride_n,
         params.k_stride_d, seqlen.len_k - n0, params.head_dim, tid);
-    if constexpr (Traits::kVInSmem) {
+    if constexpr (Traits::kVInSmem || Traits::kVInRegisters) {
       load_tile<TileV, kThreads, Traits::kAligned, kLegacy>(
           sV(), key_row0(params.v, params.v_stride_b, params.v_stride_n, params.v_stride_h), params.v_stride_n,
           params.v_stride_d, seqlen.len_k - n0, params.head_dim_v, tid);
     }
+  }
+
+  // V to registers through the buffer that starts where Q's does.
+  NVRTC_ATTN_DEVICE void keep_values() {
+    static_assert(Tiles::kOffsetV == Tiles::kOffsetQ && TileV::kSize <= Tiles::kElements - Tiles::kOffsetQ);
+    cp_async_commit<kLegacy>();
+    cp_async_wait<kLegacy, 0>();
+    __syncthreads();
+    values_kept.load(sV(), warp_n * Tiles::kRowsN, lane);
+    __syncthreads();
   }
 
   NVRTC_ATTN_DEVICE void load_q(int h, int m0, int stage) {
@@ -338,6 +351,9 @@ struct BackwardCta : BackwardTiles<Traits> {
       if constexpr (Traits::kVInSmem) {
         SharedRows<TileV, Element, Tiles::kTilesN> const values{sV(), row};
         multiply_nt<TileDout, kLegacy, kUnroll, true, true>(dp, values, dout, col, lane);
+      } else if constexpr (Traits::kVInRegisters) {
+        // Unrolled in full: registers have no index.
+        multiply_nt<TileDout, kLegacy, TileV::kCols, true, true>(dp, values_kept, dout, col, lane);
       } else {
         GlobalRows<Element> const values{key_row0(params.v, params.v_stride_b, params.v_stride_n, params.v_stride_h),
                                          params.v_stride_n,
@@ -542,6 +558,7 @@ struct BackwardCta : BackwardTiles<Traits> {
       };
       int left = end - begin;
       load_keys();
+      if constexpr (Traits::kVInRegisters) keep_values();
       load_q(h, tile * Tiles::kBlockM, left & 1);
       load_dout(h, tile * Tiles::kBlockM, left & 1);
       load_statistics(h, tile * Tiles::kBlockM, left & 1);
