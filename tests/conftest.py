@@ -1,12 +1,14 @@
-"""What every test shares: a cache of its own, and no setting of the developer's shell."""
+"""What every test shares: which tests run and where, a cache of their own, and no setting of the developer's shell."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import selection
 
 # Before NumPy is imported: oracles of 16 workers with 16 threads each keep each other waiting most of the time.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -14,11 +16,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(name, "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+LEFT_OUT = pytest.StashKey[int]()
+"""Tests that only ``--full`` runs."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _isolated_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Kernels of the tests never reach the user's cache. One directory per session and worker.
+    """Kernels of the tests never reach the user's cache. One directory per session, which all workers share.
 
     A cache that the caller names is used: a second run then starts warm.
     """
@@ -27,7 +31,11 @@ def _isolated_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             if name not in ("NVRTC_ATTN_CACHE_DIR", "NVRTC_ATTN_ASSERT_CACHED", "NVRTC_ATTN_BACKEND"):
                 patch.delenv(name)
         if "NVRTC_ATTN_CACHE_DIR" not in os.environ:
-            patch.setenv("NVRTC_ATTN_CACHE_DIR", str(tmp_path_factory.mktemp("kernels", numbered=True)))
+            base = tmp_path_factory.getbasetemp()
+            # The directory of a worker lies in the session's.
+            kernels = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+            kernels.mkdir(mode=0o700, exist_ok=True)
+            patch.setenv("NVRTC_ATTN_CACHE_DIR", str(kernels))
         yield Path(os.environ["NVRTC_ATTN_CACHE_DIR"])
 
 
@@ -37,11 +45,59 @@ def repository() -> Path:
     return REPOSITORY
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``reliability`` takes item numbers of the checklist, so that a typing error does not prove a wrong one."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="Run the full matrix, also what is marked slow.")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Directories of tests are run in parallel without being asked; before pytest-xdist reads its options."""
+    if not hasattr(config, "workerinput") and selection.wants_workers(config):
+        config.option.numprocesses = "auto"
+        config.option.dist = "worksteal"  # compiles take 0.1 to 10 s: no fixed share stays even
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # pytest-xdist reads it
+    return selection.worker_count(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark and check the items, and leave out what belongs to the full matrix only."""
     for item in items:
+        # Numbers of the checklist are checked, so that a typing error does not prove a wrong one.
         for marker in item.iter_markers("reliability"):
             if not marker.args or not all(isinstance(n, int) and 1 <= n <= 106 for n in marker.args):
                 raise pytest.UsageError(f"{item.nodeid}: reliability takes numbers from 1 to 106")
         if "tests/gpu/" in item.nodeid:
             item.add_marker(pytest.mark.gpu)
+    if config.option.full:
+        return
+    out = selection.left_out(items, config.args)
+    config.stash[LEFT_OUT] = len(out)
+    if out:
+        gone = {id(item) for item in out}
+        items[:] = [item for item in items if id(item) not in gone]
+        config.hook.pytest_deselected(items=out)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker collects, and leaves out, the same tests."""
+    config = node.config
+    config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", config.stash.get(LEFT_OUT, 0))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    count = config.stash.get(LEFT_OUT, 0)
+    if count:
+        terminalreporter.write_line(selection.summary(count))

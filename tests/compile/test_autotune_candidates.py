@@ -52,11 +52,11 @@ def configs(arch: str, asked: AttentionProblem) -> list[KernelConfig]:
     return list(found)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=["d128_sm_80"])
+@pytest.mark.compiles(kernels=lambda name: configs(*PROBLEMS[name]))
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_candidates_compile_clean(name: str) -> None:
-    arch, asked = PROBLEMS[name]
-    for config in configs(arch, asked):
+    for config in configs(*PROBLEMS[name]):
         kernel = compile_kernel(config)
         assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
         assert kernel.spill_bytes == 0, config

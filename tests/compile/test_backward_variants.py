@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from architectures import ONE_OF_EACH_CLASS
 
 from nvrtc_attn.compile import compile_kernel
 from nvrtc_attn.config import BackwardConfig
@@ -122,7 +123,10 @@ def name(value: object) -> str | None:
     return None
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    sample=[*(f"{arch}-window_right=0" for arch in ONE_OF_EACH_CLASS), "sm_80-head_dim=128", "sm_86-head_dim=128"]
+)
+@pytest.mark.compiles(kernels=lambda arch, changes: [dkv(plan(arch, **changes))])
 @pytest.mark.parametrize("changes", EVERYWHERE, ids=name)
 @pytest.mark.parametrize("arch", PORTABLE_ARCHITECTURES)
 def test_every_architecture(arch: str, changes: dict[str, Any]) -> None:
@@ -132,19 +136,30 @@ def test_every_architecture(arch: str, changes: dict[str, Any]) -> None:
     check(config, max_spill=0 if arch == "sm_90" else 128)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    sample=[
+        "plain",
+        "head_dim=128,window_right=0",
+        "head_dim=128,dropout_p=0.1",
+        "head_dim=128,varlen=True,window_right=0,num_heads_kv=4",
+        "dtype=float32",
+    ]
+)
+@pytest.mark.compiles(kernels=lambda changes: [dkv(plan("sm_90", **changes))])
 @pytest.mark.parametrize("changes", HOT, ids=name)
 def test_hot_variants_do_not_spill(changes: dict[str, Any]) -> None:
     check(dkv(plan("sm_90", **changes)))
 
 
 @pytest.mark.slow
+@pytest.mark.compiles(kernels=lambda changes, max_spill: [dkv(plan("sm_90", **changes))])
 @pytest.mark.parametrize(("changes", "max_spill"), WARM, ids=name)
 def test_spills_stay_small(changes: dict[str, Any], max_spill: int) -> None:
     check(dkv(plan("sm_90", **changes)), max_spill=max_spill)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=["all_features-sm_86", "head_dim=59,alignment=2-sm_86"])
+@pytest.mark.compiles(kernels=lambda changes, arch: [dkv(plan(arch, **changes))])
 @pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_90"])
 @pytest.mark.parametrize("changes", RARE, ids=name)
 def test_rare_variants_compile(changes: dict[str, Any], arch: str) -> None:
@@ -153,14 +168,19 @@ def test_rare_variants_compile(changes: dict[str, Any], arch: str) -> None:
     check(dkv(plan(arch, **changes)), max_spill=UNBOUNDED)
 
 
-@pytest.mark.parametrize("kernel", HELPERS)
-@pytest.mark.parametrize("changes", [{}, {"alignment": 2, "head_dim": 59}, {"varlen": True, "head_dim": 8}], ids=name)
-def test_helpers_do_not_spill(kernel: str, changes: dict[str, Any]) -> None:
-    config = dkv(plan("sm_90", **changes))
-    helper = dataclasses.replace(
+def helper(kernel: str, arch: str, changes: dict[str, Any]) -> BackwardConfig:
+    config = dkv(plan(arch, **changes))
+    return dataclasses.replace(
         config, kernel=kernel, num_warps=8, features=dataclasses.replace(config.features, band=False)
     )
-    check(helper)
+
+
+@pytest.mark.compiles(kernels=lambda kernel, arch, changes: [helper(kernel, arch, changes)])
+@pytest.mark.parametrize("kernel", HELPERS)
+@pytest.mark.parametrize("arch", ONE_OF_EACH_CLASS)
+@pytest.mark.parametrize("changes", [{}, {"alignment": 2, "head_dim": 59}, {"varlen": True, "head_dim": 8}], ids=name)
+def test_helpers_do_not_spill(kernel: str, arch: str, changes: dict[str, Any]) -> None:
+    check(helper(kernel, arch, changes))
 
 
 def helper_shape(config: BackwardConfig) -> tuple[object, ...]:
@@ -188,6 +208,7 @@ def helper_configs(dtype: str) -> list[BackwardConfig]:
 
 @pytest.mark.slow
 @pytest.mark.reliability(69)
+@pytest.mark.compiles(kernels=helper_configs)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_shape_of_the_helpers_compiles(dtype: str) -> None:
     configs = helper_configs(dtype)

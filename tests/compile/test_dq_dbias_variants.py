@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from architectures import ONE_OF_EACH_CLASS
 
 from nvrtc_attn.codegen import entry_source, params_class
 from nvrtc_attn.compile import compile_kernel
@@ -104,25 +105,42 @@ def name(value: object) -> str:
     return str(value)
 
 
-@pytest.mark.slow
+def launches(kernel: str, changes: dict[str, Any], arch: str) -> tuple[Launch, ...]:
+    if arch == "sm_75" and "dtype" not in changes:
+        changes = {**changes, "dtype": "float16"}
+    return launches_of(kernel, problem(**changes), arch)
+
+
+def configs(kernel: str, changes: dict[str, Any], arch: str) -> list[KernelConfig]:
+    return [launch.config for launch in launches(kernel, changes, arch)]
+
+
+@pytest.mark.slow(
+    sample=[
+        f"{kernel}-{name(changes)}-{arch}"
+        for kernel, changes in (EVERYWHERE[0], EVERYWHERE[2], EVERYWHERE[3])  # dq, dbias, and dbias by partial sums
+        for arch in ONE_OF_EACH_CLASS
+    ]
+)
+@pytest.mark.compiles(kernels=configs)
 @pytest.mark.parametrize("arch", PORTABLE_ARCHITECTURES)
 @pytest.mark.parametrize(("kernel", "changes"), EVERYWHERE, ids=name)
 def test_every_architecture(kernel: str, changes: dict[str, Any], arch: str) -> None:
-    if arch == "sm_75" and "dtype" not in changes:
-        changes = {**changes, "dtype": "float16"}
-    for launch in launches_of(kernel, problem(**changes), arch):
+    for launch in launches(kernel, changes, arch):
         assert launch.smem_bytes <= ARCHITECTURES[arch].smem_per_block_optin
         check(launch.config, spills=arch == "sm_75")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=["dq-head_dim=40,varlen=True,seqused_k=True", "dq-dtype=float32,head_dim=128"])
+@pytest.mark.compiles(kernels=lambda kernel, changes: configs(kernel, changes, "sm_90"))
 @pytest.mark.parametrize(("kernel", "changes"), SOME, ids=name)
 def test_hot_variants_do_not_spill(kernel: str, changes: dict[str, Any]) -> None:
     for launch in launches_of(kernel, problem(**changes), "sm_90"):
         check(launch.config)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=["dq-all_features", "dbias-all_features"])
+@pytest.mark.compiles(kernels=lambda kernel, changes: configs(kernel, changes, "sm_86"))
 @pytest.mark.parametrize(("kernel", "changes"), RARE, ids=name)
 def test_rare_variants_compile(kernel: str, changes: dict[str, Any]) -> None:
     for launch in launches_of(kernel, problem(**changes), "sm_86"):

@@ -7,8 +7,9 @@ import itertools
 from typing import Any
 
 import pytest
+from architectures import ONE_OF_EACH_CLASS
 
-from nvrtc_attn.config import Features, ForwardConfig
+from nvrtc_attn.config import Features, ForwardConfig, KernelConfig
 from nvrtc_attn.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.errors import UnsupportedError
 from nvrtc_attn.heuristics.plan import ForwardPlanSpec
@@ -127,14 +128,14 @@ OTHERS: dict[str, dict[str, Any]] = {
         "dtype": "float16", "bias": "float16", "mask": True, "softcap": 20.0, "dropout_p": 0.1, "padding": 1, **CAUSAL,
     },
 }  # fmt: skip
+# Hot variants for every architecture; of the others each for three, all architectures in turn.
+OTHER_TARGETS = {
+    name: [PORTABLE_ARCHITECTURES[(3 * i + j) % len(PORTABLE_ARCHITECTURES)] for j in range(3)]
+    for i, name in enumerate(OTHERS)
+}
 SAMPLES = [
-    # Hot variants for every architecture; of the others each for three, all architectures in turn.
     *[(name, arch) for name in HOT for arch in PORTABLE_ARCHITECTURES],
-    *[
-        (name, PORTABLE_ARCHITECTURES[(3 * i + j) % len(PORTABLE_ARCHITECTURES)])
-        for i, name in enumerate(OTHERS)
-        for j in range(3)
-    ],
+    *[(name, arch) for name, targets in OTHER_TARGETS.items() for arch in targets],
 ]
 
 
@@ -148,13 +149,28 @@ def for_arch(name: str, arch: str) -> AttentionProblem:
     return dataclasses.replace(what, dtype="float16") if arch == "sm_75" and what.dtype == "bfloat16" else what
 
 
+def configs(name: str, arch: str) -> list[KernelConfig]:
+    what = for_arch(name, arch)
+    return [launch.config for launch in choose(arch, what).launches] if supported(what, arch) else []
+
+
 def known_to_nvrtc(arch: str) -> bool:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
     return int(arch.removeprefix("sm_")) in nvrtc.nvrtcGetSupportedArchs()[1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    sample=[
+        *(f"{name}-{arch}" for name in ("d128-causal", "decode") for arch in ONE_OF_EACH_CLASS),
+        *(f"{name}-{arch}" for name in ("d64-bias", "d64-dropout", "d256", "f32-d64") for arch in ("sm_86", "sm_90")),
+        *(
+            f"{name}-{OTHER_TARGETS[name][0]}"
+            for name in ("packed", "d59", "mask", "everything", "gqa-rows-everything")
+        ),
+    ]
+)
 @pytest.mark.reliability(92)
+@pytest.mark.compiles(kernels=configs)
 @pytest.mark.parametrize(("name", "arch"), SAMPLES, ids=lambda value: value)
 def test_compiles_without_spills_or_warnings(name: str, arch: str) -> None:
     if not known_to_nvrtc(arch):

@@ -14,7 +14,7 @@ from nvrtc_attn.compile import CompiledKernel, compile_source
 from nvrtc_attn.config import BackwardConfig, HopperBackwardConfig, KernelConfig
 from nvrtc_attn.heuristics import choose_backward, hopper_backward, hopper_dbias
 from nvrtc_attn.heuristics.hopper_backward import kernel_of
-from nvrtc_attn.heuristics.plan import BackwardPlanSpec, label
+from nvrtc_attn.heuristics.plan import BackwardPlanSpec, Launch, label
 from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -171,6 +171,11 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d192_224_dropout": wide(192, 224, dropout_p=0.1),
     "d256_224_varlen": wide(256, 224, varlen=True, **CAUSAL),
 }
+ALWAYS = [
+    "d64", "d64_causal", "d128_causal", "d128_4096", "d64_float16", "d128_window", "d64_varlen_seqused_k",
+    "d128_softcap", "d64_dbias_causal", "d128_mask", "d128_dropout_causal", "d64_dropout_varlen_seqused_k",
+    "d64_deterministic", "d64_everything", "d256_causal", "d192_128_dbias_causal", "d256_dropout_varlen",
+]  # fmt: skip
 
 
 def count_products(code: bytes) -> int:
@@ -186,7 +191,8 @@ def count_products(code: bytes) -> int:
     return count
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=ALWAYS)
+@pytest.mark.compiles(kernels=lambda name: [kernel_of(plan(VARIANTS[name])).config])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_compiles_clean(name: str) -> None:
     config = kernel_of(plan(VARIANTS[name])).config
@@ -200,12 +206,17 @@ def test_variant_compiles_clean(name: str) -> None:
         assert count_products(kernel.code) == steps // 16
 
 
-@pytest.mark.slow
+def plan_with_80_queries(head_dim: int, changes: dict[str, Any]) -> BackwardPlanSpec:
+    return plan(problem(head_dim, **changes), block_m=80, fused=False)
+
+
+@pytest.mark.slow(sample=["128-causal"])
+@pytest.mark.compiles(kernels=lambda **of: [launch.config for launch in plan_with_80_queries(**of).launches])
 @pytest.mark.parametrize("changes", [{}, CAUSAL], ids=["dense", "causal"])
 @pytest.mark.parametrize("head_dim", [72, 96, 112, 128])
 def test_tiles_of_80_queries_compile_clean(head_dim: int, changes: dict[str, Any]) -> None:
     """All three launches, also where the table has another tile."""
-    spec = plan(problem(head_dim, **changes), block_m=80, fused=False)
+    spec = plan_with_80_queries(head_dim, changes)
     assert kernel_of(spec).smem_bytes <= SMEM_LIMIT
     for launch in spec.launches:
         kernel = compiled(launch.config)
@@ -224,10 +235,15 @@ SHARED: dict[str, AttentionProblem] = {
 }
 
 
-@pytest.mark.slow
+def shared_launch(name: str) -> Launch:
+    return next(x for x in plan(SHARED[name]).launches if x.config.kernel == "backward_hopper_dbias")
+
+
+@pytest.mark.slow(sample=["d64_split", "d128_window"])
+@pytest.mark.compiles(kernels=lambda name: [shared_launch(name).config])
 @pytest.mark.parametrize("name", SHARED)
 def test_kernel_of_a_shared_bias_compiles_clean(name: str) -> None:
-    launch = next(x for x in plan(SHARED[name]).launches if x.config.kernel == "backward_hopper_dbias")
+    launch = shared_launch(name)
     assert launch.smem_bytes <= SMEM_LIMIT
     kernel = compiled(launch.config)
     assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
@@ -235,7 +251,8 @@ def test_kernel_of_a_shared_bias_compiles_clean(name: str) -> None:
     assert kernel.stack_bytes == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=["d128", "d64_deterministic_dropout_varlen"])
+@pytest.mark.compiles(kernels=lambda name: [plan(VARIANTS[name], fused=False).launches[0].config])
 @pytest.mark.parametrize(
     "name", ["d64", "d128", "d80", "d128_varlen", "d64_dropout", "d64_deterministic_dropout_varlen"]
 )

@@ -114,9 +114,15 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d256_mask_causal_unaligned": problem(256, mask=UNALIGNED_MASK, **CAUSAL),
     "d256_bias_causal_unaligned": problem(256, bias=UNALIGNED, **CAUSAL),
 }
+ALWAYS = [
+    "d64", "d64_causal", "d128_causal", "d256_causal", "d128_float16", "varlen", "seqused_k", "window", "softcap",
+    "bias", "mask_causal", "d128_dropout_causal", "d192_dropout_varlen", "d256_bias_causal", "d64_everything",
+    "d128_everything_unaligned",
+]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=ALWAYS)
+@pytest.mark.compiles(kernels=lambda name: [choose(VARIANTS[name])])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_compiles_clean(name: str) -> None:
     kernel = compiled(choose(VARIANTS[name]))

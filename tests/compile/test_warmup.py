@@ -29,7 +29,6 @@ def warmup(directory: Path, *arguments: str, **variables: str) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, env={**environment, **variables}, check=False)
 
 
-@pytest.mark.slow
 @pytest.mark.reliability(93, 94)
 def test_what_warmup_compiles_is_found_elsewhere(tmp_path: Path) -> None:
     first = warmup(tmp_path / "here", *SMALL, "--jobs", "2")

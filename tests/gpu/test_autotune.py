@@ -236,7 +236,6 @@ print(json.dumps([len(calls), list(autotune._choices.values()), out.float().cpu(
 """
 
 
-@pytest.mark.slow
 def test_a_second_process_uses_the_choice(tmp_path: Path) -> None:
     def process(value: str) -> list[Any]:
         names = [name for name in os.environ if name != "NVRTC_ATTN_ASSERT_CACHED"]

@@ -157,9 +157,25 @@ def test_window_minus_one_is_unbounded() -> None:
 
 
 def test_signatures_agree() -> None:
-    """The three functions and the torch adapter share names and defaults."""
+    """The three functions share names and defaults."""
     base = inspect.signature(api.attention).parameters
     for function in (api.attention_forward, api.attention_backward):
         for name, parameter in inspect.signature(function).parameters.items():
             if name in base and parameter.kind is parameter.KEYWORD_ONLY:
                 assert parameter.default == base[name].default, name
+
+
+def test_the_torch_adapter_has_the_same_signature() -> None:
+    """Names and defaults in the same order, but outputs of its own, torch's stream and torch's word on determinism."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    import nvrtc_attn.torch as adapter
+
+    def described(function: Any) -> dict[str, Any]:
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name: (p.kind, p.default) for p in parameters if p.name not in ("out", "lse", "stream")}
+
+    adapted, base = described(adapter.attention), described(api.attention)
+    assert list(adapted) == list(base)
+    kind, default = adapted.pop("deterministic")
+    assert (kind, default) == (base.pop("deterministic")[0], None)  # what `torch.use_deterministic_algorithms` says
+    assert adapted == base

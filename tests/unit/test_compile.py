@@ -183,7 +183,6 @@ def test_key_is_the_same_at_two_prefixes_and_for_every_hash_seed(repository: Pat
     assert compiles == 1, "the first process compiles, four hit"
 
 
-@pytest.mark.slow
 @pytest.mark.reliability(89)
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
 def test_key_is_the_same_for_every_python(version: str, repository: Path) -> None:

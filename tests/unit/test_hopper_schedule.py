@@ -1,9 +1,18 @@
-"""The static schedule of the Hopper forward kernel: every query tile once, and as much work for every thread block."""
+"""The static schedule of the Hopper forward kernel: every query tile once, and as much work for every thread block.
+
+`dealt` is the kernel's schedule in Python, so that these tests run everywhere; where there is a C++ compiler, the text
+of ``hopper/scheduler.cuh`` itself is compiled for the host and must deal the same tiles in the same order.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
 from collections import Counter
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nvrtc_attn.heuristics import hopper_forward
@@ -55,6 +64,70 @@ def dealt(asked: AttentionProblem) -> list[list[tuple[int, int]]]:
     return found
 
 
+PARAMETERS = (
+    "num_m_blocks", "num_heads", "num_tiles", "pair_rounds", "head_pairs", "tail_first_head", "tail_done",
+    "tail_whole_heads",
+)  # fmt: skip
+HOST = f"""
+#define NVRTC_ATTN_DEVICE inline
+struct {{ int x; }} gridDim, blockIdx;
+namespace nvrtc_attn {{
+struct HopperForwardParams {{ int {", ".join(PARAMETERS)}; }};
+inline int uniform(int a) {{ return a; }}
+inline int uniform_quotient(int a, int b) {{ return int(unsigned(a) / unsigned(b)); }}
+}}
+%s
+template <bool kBand>
+int deal(nvrtc_attn::HopperForwardParams const& params, int most, int* found) {{
+  nvrtc_attn::TileScheduler<kBand> scheduler{{params}};
+  nvrtc_attn::WorkTile tile;
+  int count = 0;
+  for (; scheduler.next(tile) && count < most; ++count) {{
+    found[2 * count] = tile.b * params.num_heads + tile.h;
+    found[2 * count + 1] = tile.m_block;
+  }}
+  return count;
+}}
+extern "C" int deal(nvrtc_attn::HopperForwardParams const* params, int band, int width, int block, int most,
+                    int* found) {{
+  gridDim.x = width;
+  blockIdx.x = block;
+  return band ? deal<true>(*params, most, found) : deal<false>(*params, most, found);
+}}
+"""
+"""The header between what it includes and a function that asks for one thread block's tiles."""
+
+
+@pytest.fixture(scope="module")
+def header(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """``hopper/scheduler.cuh`` as a library of the host."""
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    text = (repository / "cuda_src/nvrtc_attn/hopper/scheduler.cuh").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith(("#include", "#pragma once"))]
+    directory = tmp_path_factory.mktemp("schedule")
+    (directory / "schedule.cpp").write_text(HOST % "\n".join(lines))
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "schedule.so", "schedule.cpp"]
+    subprocess.run(command, cwd=directory, check=True)
+    return ctypes.CDLL(str(directory / "schedule.so"))
+
+
+def dealt_by(header: ctypes.CDLL, asked: AttentionProblem) -> list[list[tuple[int, int]]]:
+    """What `dealt` returns, by the kernel's own code."""
+    (launch,) = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS).launches
+    values = {"num_heads": asked.num_heads, **dict(launch.params)}
+    params = (ctypes.c_int * len(PARAMETERS))(*(values.get(name, 0) for name in PARAMETERS))
+    most = values["num_m_blocks"] * asked.batch * asked.num_heads + 1
+    found = np.empty((most, 2), dtype=np.int32)
+    pointer = found.ctypes.data_as(ctypes.POINTER(ctypes.c_int))
+    tiles = []
+    for block in range(launch.grid):
+        count = header.deal(params, int(asked.band), launch.grid, block, most, pointer)
+        tiles.append(list(map(tuple, found[:count].tolist())))
+    return tiles
+
+
 GRID = [(16384 // s, s, 2048 // d, d) for d in (64, 128, 256) for s in (512, 1024, 2048, 4096, 8192, 16384)]
 SHAPES = [*GRID, (1, 2048, 8, 64), (3, 1000, 7, 64), (61, 200, 4, 64), (5, 3000, 16, 128), (2, 77, 3, 128)]
 
@@ -67,6 +140,13 @@ def test_every_tile_is_dealt_once(shape: tuple[int, int, int, int], causal: bool
     count = Counter(tile for tiles in dealt(asked) for tile in tiles)
     heads = asked.batch * asked.num_heads
     assert count == Counter({(head, m): 1 for head in range(heads) for m in range(blocks)})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_deals_the_same(header: ctypes.CDLL, shape: tuple[int, int, int, int], causal: bool) -> None:
+    asked = problem(*shape, causal)
+    assert dealt_by(header, asked) == dealt(asked)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -46,14 +46,12 @@ def manifest(wheel: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.slow
 @pytest.mark.reliability(106)
 def test_wheel_is_universal_and_small(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
 
 
-@pytest.mark.slow
 @pytest.mark.reliability(106)
 def test_wheel_has_the_whole_package_and_nothing_else(wheel: Path, repository: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
@@ -76,7 +74,6 @@ def test_wheel_has_the_whole_package_and_nothing_else(wheel: Path, repository: P
     assert "Requires-Python: >=3.10" in metadata
 
 
-@pytest.mark.slow
 @pytest.mark.reliability(106)
 def test_wheel_carries_the_licences(wheel: Path, manifest: dict[str, Any]) -> None:
     with zipfile.ZipFile(wheel) as archive:
@@ -91,7 +88,6 @@ def test_wheel_carries_the_licences(wheel: Path, manifest: dict[str, Any]) -> No
     assert b"LLVM" in texts["LICENSE.cccl.txt"]
 
 
-@pytest.mark.slow
 @pytest.mark.reliability(106)
 def test_every_vendored_header_is_in_the_manifest(wheel: Path, manifest: dict[str, Any]) -> None:
     listed = {
@@ -113,7 +109,6 @@ def test_every_vendored_header_is_in_the_manifest(wheel: Path, manifest: dict[st
     assert manifest["packages"]["cccl"]["version"].startswith("13.1.")
 
 
-@pytest.mark.slow
 def test_vendored_headers_are_closed_under_include(wheel: Path, tmp_path: Path) -> None:
     """What a bundled header names is bundled, or comes from CUDA, or belongs to the host compiler."""
     with zipfile.ZipFile(wheel) as archive:
@@ -133,7 +128,6 @@ def test_vendored_headers_are_closed_under_include(wheel: Path, tmp_path: Path) 
     }
 
 
-@pytest.mark.slow
 @pytest.mark.reliability(88, 89, 106)
 def test_wheel_installs_without_dependencies_and_imports(wheel: Path, tmp_path: Path) -> None:
     pytest.importorskip("pip")

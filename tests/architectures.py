@@ -1,0 +1,15 @@
+"""Which compile targets stand for which in the tests."""
+
+from __future__ import annotations
+
+from nvrtc_attn.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
+
+
+def architecture_class(arch: str) -> tuple[int, int, bool]:
+    """What kernels are written and tiled for: instructions by major version, shared memory, ``a`` for WGMMA and TMA."""
+    found = ARCHITECTURES[arch]
+    return found.compute_capability[0], found.smem_per_block_optin, arch.endswith("a")
+
+
+ONE_OF_EACH_CLASS = tuple({architecture_class(arch): arch for arch in reversed(PORTABLE_ARCHITECTURES)}.values())[::-1]
+"""The first target of every class of the portable family: sm_75, sm_80, sm_86, sm_90, ..."""

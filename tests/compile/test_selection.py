@@ -1,0 +1,150 @@
+"""What `python -m pytest` runs by itself compiles every kernel for every class of architectures that it is for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import selection
+from architectures import ONE_OF_EACH_CLASS, architecture_class
+
+pytest.importorskip("cuda.bindings.nvrtc")
+HOPPER = architecture_class("sm_90a")
+
+PLUGIN = """
+import json, os
+from nvrtc_attn.errors import UnsupportedError
+
+found = {"run": [], "left_out": []}
+
+def kernels_of(item):
+    mark = item.get_closest_marker("compiles")
+    try:
+        configs = mark.kwargs["kernels"](**item.callspec.params) if mark else []
+    except UnsupportedError:  # the test skips it
+        configs = []
+    return sorted({(c.kernel, c.arch) for c in configs})
+
+def describe(item):
+    samples = [name for m in item.iter_markers("slow") for name in m.kwargs.get("sample", ())]
+    return [item.nodeid, kernels_of(item), item.nodeid.split("[")[0], samples]
+
+def pytest_deselected(items):
+    found["left_out"] += map(describe, items)
+
+def pytest_collection_finish(session):
+    found["run"] += map(describe, session.items)
+    with open(os.environ["COLLECTED"], "w") as file:
+        json.dump(found, file)
+"""
+
+
+def collect(directory: Path, root: Path, *arguments: str) -> dict[str, list[tuple[str, list[Any], str, list[str]]]]:
+    """Tests that would run and those that are left out: name, (kernel, target) pairs, function, its sample."""
+    (directory / "write_collected.py").write_text(PLUGIN)
+    target = directory / "collected.json"
+    path = os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-p", "write_collected", "--collect-only", "-q", *arguments]
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, check=False,
+        env={**environment, "PYTHONPATH": path, "COLLECTED": str(target)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(target.read_text())
+    assert (selection.summary(len(found["left_out"])) in done.stdout) == bool(found["left_out"])
+    return found
+
+
+def covered(tests: list[Any]) -> set[tuple[str, tuple[int, int, bool]]]:
+    return {(kernel, architecture_class(arch)) for _, kernels, *_ in tests for kernel, arch in kernels}
+
+
+def test_every_kernel_compiles_for_every_class_of_architectures(tmp_path: Path, repository: Path) -> None:
+    found = collect(tmp_path, repository, "tests/compile")
+    run, everything = covered(found["run"]), covered(found["run"] + found["left_out"])
+    assert len(found["left_out"]) > len(found["run"]), "the full matrix is the larger part"
+    assert sorted(everything - run) == []
+    # And of every kernel there are tests, for every class that its family is for.
+    kernels = {path.stem for path in (repository / "cuda_src/nvrtc_attn/kernel").glob("*.cuh")}
+    portable = {architecture_class(arch) for arch in ONE_OF_EACH_CLASS}
+    for kernel in kernels:
+        missing = ({HOPPER} if "hopper" in kernel else portable) - {c for name, c in run if name == kernel}
+        assert not missing, f"no test that always runs compiles {kernel} for the class of {missing}"
+    assert {kernel for kernel, _ in run} == kernels
+
+
+def test_every_name_of_a_sample_is_a_test(tmp_path: Path, repository: Path) -> None:
+    found = collect(tmp_path, repository, "tests", "--full")
+    assert not found["left_out"]
+    names = {name for name, *_ in found["run"]}
+    for _, _, function, sample in found["run"]:
+        assert not [name for name in sample if f"{function}[{name}]" not in names], function
+
+
+def test_what_is_left_out(tmp_path: Path, repository: Path) -> None:
+    path = "tests/compile/test_hopper_variants.py"
+    found = collect(tmp_path, repository, path)
+    for name, _, function, sample in found["run"]:
+        assert not sample or name.removeprefix(function)[1:-1] in sample
+    # What is named is run, also after a part of it is left out.
+    name = found["left_out"][0][0]
+    assert collect(tmp_path, repository, name) == {"run": [found["left_out"][0]], "left_out": []}
+
+
+def run_of(directory: Path, *arguments: str, **options: Any) -> Any:
+    values: dict[str, Any] = {
+        "numprocesses": None, "dist": "no", "tx": [], "collectonly": False, "usepdb": False, "trace": False,
+        "capture": "fd", **options,
+    }  # fmt: skip
+    return SimpleNamespace(
+        option=SimpleNamespace(**values), args=list(arguments), invocation_params=SimpleNamespace(dir=directory)
+    )
+
+
+def test_directories_are_run_in_parallel(repository: Path) -> None:
+    def wants(*arguments: str, **options: Any) -> bool:
+        return selection.wants_workers(run_of(repository, *arguments, **options))
+
+    assert wants("tests")
+    assert wants("tests/unit", str(repository / "tests/compile"))
+    for named in ("tests/unit/test_env.py", "tests/unit/test_env.py::test_x"):
+        assert not wants("tests/unit", named)
+    for options in (
+        {"numprocesses": 0}, {"numprocesses": 3}, {"dist": "loadfile"}, {"tx": ["popen"]}, {"collectonly": True},
+        {"usepdb": True}, {"trace": True}, {"capture": "no"},
+    ):  # fmt: skip
+        assert not wants("tests", **options), options
+    without_xdist = run_of(repository, "tests")
+    for name in ("numprocesses", "dist", "tx"):
+        delattr(without_xdist.option, name)
+    assert not selection.wants_workers(without_xdist)
+
+
+def test_workers_are_as_many_as_cores_memory_and_gpu_allow(
+    monkeypatch: pytest.MonkeyPatch, repository: Path, tmp_path: Path
+) -> None:
+    from nvrtc_attn import precompile
+
+    monkeypatch.setattr(precompile, "worker_count", lambda most: min(most, 64))
+    monkeypatch.setattr(selection, "cpu_quota", lambda: 12)
+    monkeypatch.setattr(selection, "gpu_memory_mib", lambda: 24 << 10)
+    assert selection.worker_count(run_of(repository, "tests/unit", "tests/compile")) == 12
+    for arguments in (("tests",), (".",), ("tests/unit", "tests/gpu"), ("tests/gpu/test_large.py::test_x",)):
+        assert selection.worker_count(run_of(repository, *arguments)) == 3
+    monkeypatch.setattr(selection, "gpu_memory_mib", lambda: 4 << 10)
+    assert selection.worker_count(run_of(repository, "tests")) == 1
+    monkeypatch.setattr(selection, "gpu_memory_mib", lambda: None)
+    assert selection.worker_count(run_of(repository, "tests")) == 12
+    monkeypatch.undo()
+    quota = tmp_path / "cpu.max"
+    for text, cores in (("250000 100000", 2), ("20000 100000", 1), ("max 100000", selection.MAX_WORKERS)):
+        quota.write_text(text)
+        assert selection.cpu_quota(str(quota)) == cores
+    assert selection.cpu_quota(str(tmp_path / "none")) == selection.MAX_WORKERS
