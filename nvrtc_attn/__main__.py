@@ -277,8 +277,9 @@ def cache_verify() -> None:
     """Check every entry, remove the damaged ones (the next call compiles them again). Exit code 1: there were some."""
     damaged = _kernel_cache().verify()
     for entry in damaged:
-        click.echo(f"removed {entry.path}: {entry.problem}")
-    click.echo(f"{len(damaged)} damaged entries")
+        click.echo(f"{'removed' if entry.removed else 'could not remove'} {entry.path}: {entry.problem}")
+    kept = sum(not entry.removed for entry in damaged)
+    click.echo(f"{len(damaged)} damaged entries" + (f", {kept} of them still there" if kept else ""))
     sys.exit(1 if damaged else 0)
 
 
