@@ -93,12 +93,25 @@ def test_doctor_with_bytes_that_are_no_text() -> None:
 
 
 @pytest.mark.reliability(101)
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads every directory")
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="permissions of POSIX")
 def test_doctor_with_an_unreadable_cache(tmp_path: Path) -> None:
+    """Root reads every directory, and becomes another user first, who finds a directory that is not his."""
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o000)
-    report = doctor(NVRTC_ATTN_CACHE_DIR=str(closed))
-    assert report["cache"]["state"] == "not readable and writable"
+    root = os.geteuid() == 0
+    code = (
+        "import os, sys\n"
+        "from nvrtc_attn import collect_env, doctor, headers\n"
+        "if os.geteuid() == 0:\n"
+        "    os.setgid(12345); os.setuid(12345)\n"
+        "sys.exit(doctor.show(as_json=True))\n"
+    )
+    done = run(start=("-c", code), NVRTC_ATTN_CACHE_DIR=str(closed))
+    report = json.loads(done.stdout)
+    assert done.returncode == 1
+    expected = "Permission denied" if root else "not readable and writable"
+    assert expected in report["cache"]["state"]
+    assert any(problem.startswith(f"cache: {closed}") for problem in report["problems"])
 
 
 @pytest.mark.reliability(101)

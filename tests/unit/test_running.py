@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,10 +25,10 @@ from nvrtc_attn.compile import compile_kernel
 from nvrtc_attn.config import ForwardConfig
 from nvrtc_attn.device_buffer import DeviceBuffer
 from nvrtc_attn.driver import device_context
-from nvrtc_attn.errors import CudaError
+from nvrtc_attn.errors import CudaError, UnsupportedError
 from nvrtc_attn.launch import ParamsBuffer, launch
 from nvrtc_attn.module import load_kernel
-from nvrtc_attn.params import ForwardParams
+from nvrtc_attn.params import BackwardParams, ForwardParams
 
 FLOAT32, BFLOAT16 = (2, 32), (4, 16)
 
@@ -295,3 +296,68 @@ def test_out_of_memory_names_the_bytes_and_the_next_smaller_call_works(monkeypat
         gc.collect()
         device_buffer.reclaim(0)
         assert fake.allocations == {}, "what failed has left nothing to free"
+
+
+BIAS_SHAPES = ((2, 4, 200, 200), (1, 4, 200, 200), (2, 1, 200, 200), (1, 1, 1, 200), (2, 4, 200, 1), (1, 4, 1, 1))
+
+
+@pytest.mark.reliability(22)
+@pytest.mark.parametrize("backend", ["portable", "hopper", "legacy"])
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_a_gradient_of_a_bias_that_is_asked_for_is_written_by_a_kernel(
+    backend: str, head_dim: int, fake: BusyDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every form a bias can have some kernel of the plan gets its gradient's address and stores to it."""
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", backend)
+    half = (2, 16)
+    for shape in BIAS_SHAPES:
+        for dtype, dropout_p, deterministic in ((half, 0.0, False), (FLOAT32, 0.1, False), (half, 0.1, True)):
+            plan._plans.clear()
+            plan._kernels.clear()
+            tensors = Tensors(200, head_dim)
+            for name, producer in vars(tensors).items():
+                if name not in ("lse", "workspace"):
+                    producer.dtype = half
+            bias, dbias = (Producer(shape, dtype=dtype, data=BOGUS_POINTER + n * (1 << 30)) for n in (1, 2))
+            nvrtc_attn.attention_backward(
+                tensors.dout, tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse, tensors.dq, tensors.dk,
+                tensors.dv, bias=bias, dbias=dbias, workspace=tensors.workspace, dropout_p=dropout_p, rng=(1, 2),
+                deterministic=deterministic,
+            )  # fmt: skip
+            writers = {
+                config.kernel
+                for config, _ in plan._kernels
+                if getattr(config, "dbias", "none") != "none" or "dbias" in config.kernel
+            }
+            what = (shape, dtype, dropout_p, deterministic)
+            assert writers, what
+            assert writers != {"dbias_reduce"}, what
+            (made,) = plan._plans.values()
+            offset = BackwardParams.dbias.offset
+            addresses = {
+                struct.unpack_from("<Q", step.spare[0].data, offset)[0]
+                for step in made._steps
+                if step.kernel.name in writers
+            }
+            assert addresses == {BOGUS_POINTER + 2 * (1 << 30)}, what
+
+
+@pytest.mark.reliability(22)
+def test_a_gradient_of_a_bias_that_no_kernel_has_is_refused(fake: BusyDriver) -> None:
+    tensors = Tensors()
+    lengths = {name: Producer((2,), dtype=(0, 32)) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    bias, dbias = (Producer((1, 4, 64, 64), dtype=BFLOAT16, data=BOGUS_POINTER + n * (1 << 30)) for n in (1, 2))
+    for producer in vars(tensors).values():
+        producer.shape = (1, *producer.shape[1:])
+    with pytest.raises((ValueError, UnsupportedError), match="bias"):
+        nvrtc_attn.attention_backward(
+            tensors.dout, tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse, tensors.dq, tensors.dk,
+            tensors.dv, bias=bias, dbias=dbias, **lengths, max_seqlen_q=64, max_seqlen_k=64,
+        )  # fmt: skip
+    assert fake.grids == []
+    with pytest.raises(ValueError, match=r"^dbias: .*bias is None"):
+        nvrtc_attn.attention_backward(
+            tensors.dout, tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse, tensors.dq, tensors.dk,
+            tensors.dv, dbias=dbias, workspace=tensors.workspace,
+        )  # fmt: skip
+    assert fake.grids == []
