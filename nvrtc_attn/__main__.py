@@ -3,69 +3,46 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from . import __version__
+from .doctor import accept_any_text, show, without_the_others
 
-from . import __version__, precompile
-from .cache import KernelCache, kernel_cache
-from .config import KernelConfig
-from .dtypes import ATTENTION_DTYPES
-from .errors import CudaError, UnsupportedError
-from .log import LOGGER
+try:
+    import click
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    from . import precompile
+    from .cache import KernelCache, kernel_cache
+    from .config import KernelConfig
+    from .dtypes import ATTENTION_DTYPES
+    from .errors import CudaError, UnsupportedError
+    from .log import LOGGER
+
+    _ = click.group, click.option, click.Choice  # a directory that pip left behind imports, and is empty
+except (Exception, SystemExit) as error:
+    if __name__ == "__main__":
+        sys.exit(without_the_others(sys.argv[1:], error))
+    raise
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="nvrtc_attn")
 def main() -> None:
     """Attention kernels compiled at run time: diagnose the installation, compile ahead, look after the cache."""
-    for stream in (sys.stdout, sys.stderr):
-        # A path or a variable may hold bytes that the terminal's encoding does not have.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    accept_any_text()
 
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
     """Show driver, GPUs, NVRTC, headers, cache and frameworks. Exit code 0: attention runs on a GPU here."""
-    from .collect_env import collect
-
-    report = collect()
-    if as_json:
-        click.echo(json.dumps(report, indent=2))
-    else:
-        for line in _report_lines(report):
-            click.echo(line)
-        click.echo()
-        for problem in report["problems"]:
-            click.echo(f"problem: {problem}")
-        if not report["problems"]:
-            click.echo("no problem found")
-    sys.exit(1 if report["problems"] else 0)
-
-
-def _report_lines(value: Any, name: str = "", depth: int = -1) -> Iterable[str]:
-    indent = "  " * max(depth, 0)
-    if isinstance(value, dict):
-        if name:
-            yield f"{indent}{name}:" + ("" if value else " none")
-        for key, item in value.items():
-            if not (depth == -1 and key == "problems"):
-                yield from _report_lines(item, key, depth + 1)
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        for index, item in enumerate(value):
-            yield f"{indent}{name}[{index}]: " + ", ".join(f"{k} {v}" for k, v in item.items())
-    else:
-        text = " ".join(map(str, value)) if isinstance(value, list) else value
-        yield f"{indent}{name}: {'none' if text in (None, '') else text}"
+    sys.exit(show(as_json))
 
 
 @main.command()
@@ -277,8 +254,9 @@ def cache_verify() -> None:
     """Check every entry, remove the damaged ones (the next call compiles them again). Exit code 1: there were some."""
     damaged = _kernel_cache().verify()
     for entry in damaged:
-        click.echo(f"removed {entry.path}: {entry.problem}")
-    click.echo(f"{len(damaged)} damaged entries")
+        click.echo(f"{'removed' if entry.removed else 'could not remove'} {entry.path}: {entry.problem}")
+    kept = sum(not entry.removed for entry in damaged)
+    click.echo(f"{len(damaged)} damaged entries" + (f", {kept} of them still there" if kept else ""))
     sys.exit(1 if damaged else 0)
 
 

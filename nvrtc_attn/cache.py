@@ -16,6 +16,9 @@ Everything else is a miss. Where the cache cannot be used the process goes on in
 a warm start (0.15 s); it follows symbolic links, would hang on a FIFO, does not look at owners or modes, and raises
 when the disk is full.
 
+Files of others may lie in the directory. Only names that are ours are ever listed, counted or deleted: 64 hexadecimal
+digits and ``.nvat``, and temporaries named ``.nvat-<machine>-<process>-<random>.tmp`` after their writer.
+
 Concurrency: writers publish with ``os.replace``, so a reader sees an old or a new entry and never a part; there is no
 lock to break. Two processes that compile the same kernel at once both publish, and the bytes are equivalent.
 """
@@ -28,15 +31,16 @@ import hashlib
 import json
 import logging
 import os
+import re
 import stat
 import struct
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from . import env
 from .errors import CacheWarning
@@ -51,8 +55,14 @@ _HEAD: Final = struct.Struct("<4sHHIQ")
 _DIGEST_BYTES: Final = 32
 _MAX_ENTRY_BYTES: Final = 256 << 20
 _STALE_TEMP_S: Final = 3600.0
+"""Age from which a temporary is a leftover where nothing tells whether its writer lives: one of another machine."""
+_KEY: Final = re.compile(r"[0-9a-f]{64}")
+_ENTRY_NAME: Final = re.compile(rf"{_KEY.pattern}{re.escape(SUFFIX)}")
+_TEMPORARY_NAME: Final = re.compile(r"\.nvat-(?P<machine>[0-9a-f]{16})-(?P<process>[0-9]{1,7})-[a-z0-9_]{8}\.tmp")
 _TOUCH_INTERVAL_S: Final = 60.0
 """Age of the access time from which a hit renews it: least-recently-used order needs minutes, not every read."""
+_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""After these, entries are evicted and the write is tried once more."""
 _FATAL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM})
 """After these, writing is not tried again in this process."""
 _POSIX: Final = os.name == "posix"
@@ -75,6 +85,8 @@ class EntryInfo:
     last_used: float
     metadata: Mapping[str, Any]
     problem: str = ""
+    removed: bool = False
+    """`KernelCache.verify` has deleted it."""
 
     @property
     def tuned(self) -> bool:
@@ -113,9 +125,21 @@ def decode_entry(data: bytes, key: str) -> Entry:
     view = memoryview(data)
     if hashlib.sha256(view[:end], usedforsecurity=False).digest() != data[end:]:
         raise ValueError("checksum mismatch")
-    metadata = json.loads(bytes(view[_HEAD.size : _HEAD.size + header_len]))
+    try:
+        metadata = json.loads(bytes(view[_HEAD.size : _HEAD.size + header_len]))
+    except RecursionError:
+        raise ValueError("the header is nested too deeply") from None
+    if not isinstance(metadata, dict):
+        raise ValueError(f"the header is no JSON object but {type(metadata).__name__}")
     if metadata.get("key") != key:
         raise ValueError(f"it is the entry of key {metadata.get('key')}")
+    for name in ("kernel", "arch", "log"):
+        if not isinstance(metadata.get(name, ""), str):
+            raise ValueError(f"the header's {name} is no text")
+    # A float, or an integer that is one exactly: float(10**400) raises.
+    milliseconds = metadata.get("compile_ms", 0.0)
+    if not isinstance(milliseconds, float) and not (isinstance(milliseconds, int) and abs(milliseconds) < 1 << 53):
+        raise ValueError("the header's compile_ms is no number")
     return Entry(bytes(view[_HEAD.size + header_len : end]), metadata)
 
 
@@ -157,6 +181,42 @@ def _why_unusable(directory: Path) -> str:
     return _why_unsafe(status, literal, sticky_ok=False)
 
 
+def _machine() -> str:
+    """What tells apart the machines, boots and containers whose process numbers mean different processes.
+
+    16 hexadecimal digits; zeros where the system does not tell.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            boot = file.read()
+        text = boot + os.readlink("/proc/self/ns/pid").encode()
+    except OSError:
+        return "0" * 16
+    return hashlib.sha256(text, usedforsecurity=False).hexdigest()[:16]
+
+
+def _kind(name: str) -> Literal["entry", "temporary", ""]:
+    """What a file called ``name`` is; empty for a file that is not the cache's own."""
+    if _ENTRY_NAME.fullmatch(name):
+        return "entry"
+    return "temporary" if _TEMPORARY_NAME.fullmatch(name) else ""
+
+
+def _is_leftover(name: str, status: os.stat_result, machine: str) -> bool:
+    """Whether no living writer can own the temporary ``name``. Where its number lives again, its age decides."""
+    match = _TEMPORARY_NAME.fullmatch(name)
+    if match is None:
+        return False
+    if _POSIX and match["machine"] == machine != "0" * 16:
+        try:
+            os.kill(int(match["process"]), 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass  # another user's process lives under that number
+    return time.time() - status.st_mtime > _STALE_TEMP_S
+
+
 class KernelCache:
     """Entries below one directory. ``path`` is ``None`` where the user has no place for a cache.
 
@@ -194,7 +254,8 @@ class KernelCache:
             entry = decode_entry(data, key)
         except ValueError as error:
             log_once(f"{path} is damaged and not used: {error}", logging.INFO)
-            self._remove_if_unchanged(path, status)
+            if not self.read_only:
+                self._remove_if_unchanged(path, status)
             return None
         self._touch(path, status)
         return entry
@@ -208,14 +269,18 @@ class KernelCache:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         descriptor = os.open(path, flags)
-        with open(descriptor, "rb", buffering=0) as file:
+        try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_ENTRY_BYTES:
                 raise ValueError("not a regular file of a plausible size")
             why = _why_unsafe(status, path, sticky_ok=False)
             if why:
                 raise ValueError(why)
-            return file.readall() or b"", status
+            # Not before the checks: opening a directory raises, and leaves the descriptor to us.
+            with open(descriptor, "rb", buffering=0, closefd=False) as file:
+                return file.readall() or b"", status
+        finally:
+            os.close(descriptor)
 
     def _touch(self, path: str, status: os.stat_result) -> None:
         now = time.time()
@@ -237,30 +302,40 @@ class KernelCache:
         directory = self._usable_directory(create=True)
         if directory is None:
             return False
+        try:
+            self._make_room(directory, len(data))
+            try:
+                self._publish(directory, key, data)
+            except OSError as error:
+                # The disk is full below our own limit. Old entries go, so that the cache lives on with what there is.
+                if error.errno not in _FULL_ERRNOS or not self._make_room(directory, len(data), free=len(data) + 4096):
+                    raise
+                self._publish(directory, key, data)
+        except OSError as error:
+            if error.errno in _FATAL_ERRNOS:
+                self._write_disabled = True
+            self._warn(f"{directory}: {error.strerror or error}; compiled kernels are kept in memory")
+            return False
+        return True
+
+    def _publish(self, directory: str, key: str, data: bytes) -> None:
+        """Write ``data`` beside its place and rename it there. Leaves nothing behind where that fails."""
         import tempfile  # 3 ms that a warm start does not need
 
-        temporary = ""
+        prefix = f".nvat-{_machine()}-{os.getpid()}-"
+        descriptor, temporary = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=directory)
         try:
-            descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=directory)
             with open(descriptor, "wb", buffering=0) as file:
                 remaining = memoryview(data)
                 while remaining:  # a raw file may write a part
                     remaining = remaining[file.write(remaining) :]
                 # Without it a power failure may leave the new name with old or no contents.
                 os.fsync(descriptor)
-            self._make_room(directory, len(data))
             os.replace(temporary, self._entry_path(directory, key))
-            temporary = ""
-        except OSError as error:
-            if error.errno in _FATAL_ERRNOS:
-                self._write_disabled = True
-            self._warn(f"{directory}: {error.strerror or error}; compiled kernels are kept in memory")
-            return False
-        finally:
-            if temporary:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-        return True
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
     def discard(self, key: str) -> None:
         """Remove the entry for ``key`` if there is one."""
@@ -270,45 +345,52 @@ class KernelCache:
                 os.unlink(self._entry_path(directory, key))
 
     def clear(self) -> int:
-        """Remove all entries and leftovers; the number of entries removed."""
+        """Remove all entries and the leftovers of dead writers; the number of entries removed."""
         removed = 0
-        directory = self._usable_directory()
-        for item in self._scan(directory):
+        machine = _machine()
+        for item in self._scan(self._usable_directory()):
             with contextlib.suppress(OSError):
-                os.unlink(item.path)
-                removed += item.name.endswith(SUFFIX)
+                is_entry = _kind(item.name) == "entry"
+                if is_entry or _is_leftover(item.name, item.stat(follow_symlinks=False), machine):
+                    os.unlink(item.path)
+                    removed += is_entry
         return removed
 
     # -- inspection --------------------------------------------------------------------------------
 
     def entries(self) -> list[EntryInfo]:
         """Every entry, most recently used first, bad ones with their ``problem``."""
-        found = []
+        return [info for info, _ in self._inspect()]
+
+    def verify(self) -> list[EntryInfo]:
+        """Remove every entry that would be a miss. Returns these entries; ``removed`` says which of them are gone."""
+        bad = [(info, status) for info, status in self._inspect() if info.problem]
+        return [
+            replace(info, removed=status is not None and self._remove_if_unchanged(os.fspath(info.path), status))
+            for info, status in bad
+        ]
+
+    def _inspect(self) -> list[tuple[EntryInfo, os.stat_result | None]]:
+        """`entries`, each with the state of its file, ``None`` where the file system does not tell it."""
+        found: list[tuple[EntryInfo, os.stat_result | None]] = []
         for item in self._scan(self._usable_directory()):
-            if not item.name.endswith(SUFFIX):
+            if _kind(item.name) != "entry":
                 continue
             key = item.name[: -len(SUFFIX)]
             metadata: Mapping[str, Any] = {}
             problem = ""
-            size, last_used = 0, 0.0
+            status = None
             try:
-                status = item.stat(follow_symlinks=False)
-                size, last_used = status.st_size, status.st_atime
+                # Not the item's own stat, which Windows answers from the listing, without an inode.
+                status = os.lstat(item.path)
                 metadata = decode_entry(self._read(item.path)[0], key).metadata
             except FileNotFoundError:
                 continue  # evicted by another process while we look
             except (OSError, ValueError) as error:
                 problem = str(error)
-            found.append(EntryInfo(key, Path(item.path), size, last_used, metadata, problem))
-        return sorted(found, key=lambda info: -info.last_used)
-
-    def verify(self) -> list[EntryInfo]:
-        """Remove every entry that would be a miss; what was removed, with the reasons."""
-        bad = [info for info in self.entries() if info.problem]
-        for info in bad:
-            with contextlib.suppress(OSError):
-                os.unlink(info.path)
-        return bad
+            size, last_used = (0, 0.0) if status is None else (status.st_size, status.st_atime)
+            found.append((EntryInfo(key, Path(item.path), size, last_used, metadata, problem), status))
+        return sorted(found, key=lambda pair: -pair[0].last_used)
 
     def size_bytes(self) -> int:
         """Sum of the entry sizes."""
@@ -318,8 +400,8 @@ class KernelCache:
 
     @staticmethod
     def _entry_path(directory: str, key: str) -> str:
-        if not key.isalnum():
-            raise ValueError(f"key {key!r} is not a hexadecimal digest")
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"key {key!r} is not a digest of 64 hexadecimal digits")
         return os.path.join(directory, key + SUFFIX)
 
     def _usable_directory(self, *, create: bool = False) -> str | None:
@@ -347,37 +429,44 @@ class KernelCache:
         return os.fspath(self.path)
 
     def _scan(self, directory: str | None) -> Iterator[os.DirEntry[str]]:
-        """Entries and our temporary files."""
+        """Entries and temporaries: the files that are ours."""
         if directory is None:
             return
         try:
             with os.scandir(directory) as items:
-                yield from [item for item in items if item.name.endswith((SUFFIX, ".tmp"))]
+                yield from [item for item in items if _kind(item.name)]
         except OSError:
             return
 
-    def _make_room(self, directory: str, needed: int) -> None:
-        """Evict least recently used entries until ``needed`` more bytes fit; sweep the leftovers of dead writers."""
-        now = time.time()
+    def _make_room(self, directory: str, needed: int, *, free: int = 0) -> int:
+        """Make ``needed`` more bytes fit; the number of bytes given back.
+
+        Leftovers of dead writers go first. Then least recently used entries go until everything that is ours, the
+        temporaries of living writers included, fits with ``needed`` into ``max_bytes``, and ``free`` bytes are back.
+        """
         known: list[tuple[float, str, os.stat_result]] = []
-        total = needed
+        machine = _machine()
+        total, freed = needed, 0
         for item in self._scan(directory):
             with contextlib.suppress(OSError):
-                status = item.stat(follow_symlinks=False)
-                if item.name.endswith(SUFFIX):
-                    known.append((status.st_atime, item.path, status))
-                    total += status.st_size
-                elif now - status.st_mtime > _STALE_TEMP_S:
+                status = os.lstat(item.path)
+                if _is_leftover(item.name, status, machine):
                     os.unlink(item.path)
+                    freed += status.st_size
+                    continue
+                total += status.st_size
+                if _kind(item.name) == "entry":
+                    known.append((status.st_atime, item.path, status))
         for _, path, status in sorted(known, key=lambda row: row[:2]):
-            if total <= self.max_bytes:
+            if total <= self.max_bytes and freed >= free:
                 break
-            self._remove_if_unchanged(path, status)
-            total -= status.st_size
+            if self._remove_if_unchanged(path, status):
+                total -= status.st_size
+                freed += status.st_size
+        return freed
 
-    def _remove_if_unchanged(self, path: str, status: os.stat_result) -> None:
-        if self.read_only:
-            return
+    def _remove_if_unchanged(self, path: str, status: os.stat_result) -> bool:
+        """Delete the file that ``status`` tells of, unless another one has taken its place; whether it is deleted."""
         with contextlib.suppress(OSError):
             current = os.lstat(path)
             if (current.st_ino, current.st_size, current.st_mtime_ns) == (
@@ -386,6 +475,8 @@ class KernelCache:
                 status.st_mtime_ns,
             ):
                 os.unlink(path)
+                return True
+        return False
 
     def _warn(self, why: str) -> None:
         if self._warning_ticket.acquire(blocking=False):

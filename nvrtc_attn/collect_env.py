@@ -6,6 +6,7 @@ Collecting never raises, never creates a CUDA context and never imports a framew
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -22,6 +23,15 @@ from .errors import CacheWarning
 
 FRAMEWORKS: Final = {"torch": "torch", "jax": "jax", "cupy": "cupy", "ml_dtypes": "ml_dtypes", "tvm_ffi": "jax-tvm-ffi"}
 """Import name and a distribution that brings it. CuPy is published under one name per CUDA major."""
+
+REQUIREMENTS: Final = {
+    "numpy": ("numpy", "ndarray"),
+    "cuda-bindings": ("cuda.bindings", "__version__"),
+    "cuda-pathfinder": ("cuda.pathfinder", "load_nvidia_dynamic_lib"),
+    "click": ("click", "group"),
+    "rich": ("rich.console", "Console"),
+}
+"""Distribution -> a module of it and a name in there. What pip leaves of a package may import, and be empty."""
 
 _ACCESSORS: Final[dict[str, Callable[[], object]]] = {
     "NVRTC_ATTN_CACHE_DIR": env.cache_dir,
@@ -51,7 +61,7 @@ def collect() -> dict[str, Any]:
     ):
         try:
             report[name] = section(report, problems)
-        except Exception as error:  # a doctor that dies of the disease is no doctor
+        except (Exception, SystemExit) as error:  # a doctor that dies of the disease is no doctor
             report[name] = None
             problems.append(f"{name}: {type(error).__name__}: {error}")
     return report
@@ -59,10 +69,13 @@ def collect() -> dict[str, Any]:
 
 def _package(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     requirements = {}
-    for name in ("numpy", "cuda-bindings", "cuda-pathfinder", "click", "rich"):
+    for name, (module, attribute) in REQUIREMENTS.items():
         requirements[name] = _version(name)
-        if requirements[name] is None:
-            problems.append(f"{name} is not installed: pip install {name}")
+        try:
+            getattr(importlib.import_module(module), attribute)
+        except (Exception, SystemExit) as error:  # an installed package may still be a broken one
+            what = "is not installed" if requirements[name] is None else "is installed and cannot be imported"
+            problems.append(f"{name} {what} ({type(error).__name__}: {error}): pip install --force-reinstall {name}")
     return {
         "version": __version__,
         "path": str(Path(__file__).resolve().parent),

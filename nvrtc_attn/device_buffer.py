@@ -27,8 +27,11 @@ import numpy as np
 
 from . import dlpack, driver
 from .dtypes import DTYPES
+from .errors import CudaError
 from .tensorview import Device
 
+OUT_OF_MEMORY: Final = 2
+"""``CUDA_ERROR_OUT_OF_MEMORY``."""
 # XLA on the CPU shares memory aligned to 64 bytes and copies other memory. The driver aligns to 256.
 _HOST_ALIGNMENT: Final = 64
 
@@ -99,11 +102,16 @@ class _DeviceMemory:
 
     def __init__(self, size_bytes: int, device_index: int, stream: int) -> None:
         self.address, self.device_index, self.exported = 0, device_index, False
-        with driver.device_context(device_index):
-            if _has_pools(device_index):
-                pointer = driver.call("cuMemAllocAsync", size_bytes, stream, device=device_index)
-            else:
-                pointer = driver.call("cuMemAlloc", size_bytes, device=device_index)
+        try:
+            with driver.device_context(device_index):
+                if _has_pools(device_index):
+                    pointer = driver.call("cuMemAllocAsync", size_bytes, stream, device=device_index)
+                else:
+                    pointer = driver.call("cuMemAlloc", size_bytes, device=device_index)
+        except CudaError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
+            raise CudaError(f"{size_bytes} bytes on cuda:{device_index}: {error}", error.code, error.name) from None
         self.address = int(pointer)
 
     def __del__(self) -> None:

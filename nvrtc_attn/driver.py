@@ -14,9 +14,11 @@ Concurrency: the tables are written under ``_lock``; readers see whole entries.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final
 
@@ -241,6 +243,21 @@ def refuse_capture(stream: int, what: str) -> None:
             900,
             "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
         )
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let this thread load, allocate and wait while another stream is captured, by any thread: that is not touched.
+
+    A capture in the global mode, the default, otherwise refuses such calls in every thread, and breaks on the first.
+    """
+    module = api()
+    relaxed = module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        module.cuThreadExchangeStreamCaptureMode(before)
 
 
 def is_loaded() -> bool:

@@ -64,7 +64,7 @@ def times_us(
         runs = {name: functools.partial(plan.run, stream, **scratch.arguments) for name, plan in plans.items()}
         return alternate(runs, _Clock(scratch.flush, device_index, stream))
 
-    with driver.device_context(device_index), _beside_captures():
+    with driver.device_context(device_index), driver.beside_captures():
         try:
             return run()
         finally:
@@ -115,17 +115,6 @@ class _Clock:
         finally:
             for event in (event for pair in pairs for event in pair):
                 call("cuEventDestroy", event)
-
-
-@contextlib.contextmanager
-def _beside_captures() -> Iterator[None]:
-    """Let this thread allocate and wait while another one captures a graph, which that does not touch."""
-    module = driver.api()
-    _, before = module.cuThreadExchangeStreamCaptureMode(module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-    try:
-        yield
-    finally:
-        module.cuThreadExchangeStreamCaptureMode(before)
 
 
 class _Scratch:

@@ -86,7 +86,7 @@ def load_kernel(compiled: CompiledKernel, device_index: int, *, smem_bytes: int)
     with lock:
         kernel = _kernels.get(slot)
         if kernel is None or kernel.smem_bytes < smem_bytes:
-            with driver.device_context(device_index) as context:
+            with driver.device_context(device_index) as context, driver.beside_captures():
                 kernel = _load(compiled, context.device, smem_bytes)
             _kernels[slot] = kernel
     return kernel

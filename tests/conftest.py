@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import no_network
 import pytest
 import selection
 
+no_network.forbid()
 # Before NumPy is imported: oracles of 16 workers with 16 threads each keep each other waiting most of the time.
 if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -37,6 +39,14 @@ def _isolated_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             kernels.mkdir(mode=0o700, exist_ok=True)
             patch.setenv("NVRTC_ATTN_CACHE_DIR", str(kernels))
         yield Path(os.environ["NVRTC_ATTN_CACHE_DIR"])
+
+
+@pytest.fixture(autouse=True)
+def _no_network() -> Iterator[None]:
+    """No test asks for the network, not even where the one who asked swallows the refusal."""
+    before = len(no_network.attempts)
+    yield
+    assert no_network.attempts[before:] == []
 
 
 @pytest.fixture(scope="session")

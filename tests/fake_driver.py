@@ -47,6 +47,8 @@ class FakeDriver:
     """Arguments of every tensor map that was encoded; here a map is its address and then a number."""
     static_smem: int = 0
     registers: int = 100
+    modes: list[str] = field(default_factory=list)
+    """Capture modes that threads were switched to, and back."""
     local: threading.local = field(default_factory=threading.local)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,6 +156,12 @@ class FakeDriver:
 
     def do_StreamIsCapturing(self, stream: Any) -> int:
         return int(int(stream) in self.capturing)
+
+    def do_ThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        self.modes.append(getattr(mode, "name", mode))
+        before = getattr(self.local, "mode", "the thread's own")
+        self.local.mode = mode
+        return before
 
     def do_PointerGetAttribute(self, _which: Any, address: int) -> int:
         return address >> 40

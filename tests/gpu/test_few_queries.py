@@ -20,7 +20,7 @@ def tensors(batch: int, queries: int, keys: int, dtype: Any = None) -> tuple[Any
     return q, k, v
 
 
-@pytest.mark.reliability(9, 10)
+@pytest.mark.reliability(11)
 @pytest.mark.parametrize("queries", [1, 6])
 def test_heads_with_stride_zero(queries: int) -> None:
     q, k, v = tensors(2, queries, 3001)

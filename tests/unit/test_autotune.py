@@ -449,7 +449,6 @@ def test_without_memory_the_table_chooses(bench: Bench, caplog: pytest.LogCaptur
     assert choose() == candidates()[2]
 
 
-@pytest.mark.reliability(75)
 def test_a_lost_context_is_an_error(bench: Bench) -> None:
     bench.error = DeviceFaultError("illegal address", 700)
     with pytest.raises(DeviceFaultError):
@@ -467,7 +466,6 @@ def test_one_line_tells_the_times(bench: Bench, caplog: pytest.LogCaptureFixture
 # -- threads ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.reliability(58)
 def test_one_thread_measures_and_the_others_wait(bench: Bench) -> None:
     bench.delay_s = 0.2
     found: list[ForwardPlanSpec] = []

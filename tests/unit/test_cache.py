@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -83,10 +84,8 @@ def test_list_discard_and_clear(cache: KernelCache, directory: Path) -> None:
     cache.discard(KEY)
     cache.discard(KEY)
     assert [info.key for info in cache.entries()] == [OTHER]
-    (directory / "notes.txt").write_text("not ours")
-    (directory / ".left.tmp").write_text("")
     assert cache.clear() == 1
-    assert files(directory) == ["notes.txt"]
+    assert files(directory) == []
 
 
 def test_verify_removes_what_would_be_a_miss(cache: KernelCache, directory: Path) -> None:
@@ -101,9 +100,58 @@ def test_verify_removes_what_would_be_a_miss(cache: KernelCache, directory: Path
     assert cache.verify() == []
 
 
-def test_keys_are_file_names_only(cache: KernelCache) -> None:
-    with pytest.raises(ValueError, match="hexadecimal"):
-        cache.get("../../etc/passwd")
+def test_verify_removes_only_what_it_has_looked_at(
+    cache: KernelCache, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process replaces a damaged entry between the look and the removal; a directory cannot be removed."""
+    cache.put(KEY, METADATA, CODE)
+    path = directory / f"{KEY}.nvat"
+    path.write_bytes(b"damaged")
+    (directory / f"{OTHER}.nvat").mkdir(mode=0o700)
+    inspect = KernelCache._inspect
+
+    def inspect_and_replace(self: KernelCache) -> Any:
+        found = inspect(self)
+        assert self.put(KEY, METADATA, CODE)
+        return found
+
+    monkeypatch.setattr(KernelCache, "_inspect", inspect_and_replace)
+    assert {info.key: info.removed for info in cache.verify()} == {KEY: False, OTHER: False}
+    assert cache.get(KEY) is not None
+    assert files(directory) == sorted([path.name, f"{OTHER}.nvat"])
+
+
+@pytest.mark.parametrize("key", ["../../etc/passwd", "ab", "x" * 64, KEY.upper(), KEY + "0", KEY + "\n"])
+def test_keys_are_digests_only(key: str, cache: KernelCache) -> None:
+    with pytest.raises(ValueError, match="64 hexadecimal"):
+        cache.get(key)
+
+
+FOREIGN = (
+    "notes.txt", "x.nvat", ".left.tmp", "work.tmp", f"{KEY[:-1]}.nvat", f"{KEY.upper()}.nvat", f"{KEY}.nvat.tmp",
+    f"{KEY}.nvat~", f"x{KEY}.nvat", f".nvat-{'0' * 15}-1-abcdefgh.tmp", ".nvat-0-0-.tmp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["clear", "verify", "put", "full", "discard"])
+def test_files_of_others_are_never_deleted(
+    how: str, cache: KernelCache, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F11: whatever their names resemble and however old they are."""
+    cache.put(KEY, METADATA, CODE)
+    for name in FOREIGN:
+        (directory / name).write_bytes(bytes(1000))
+        os.utime(directory / name, (1, 1))
+    if how == "put":  # an eviction that wants everything gone
+        assert KernelCache(directory, len(CODE) + 1000).put(OTHER, METADATA, CODE)
+    elif how == "full":
+        monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
+        assert not warned(lambda: cache.put(OTHER, METADATA, CODE))[0]
+    else:
+        getattr(cache, how)(*[KEY] * (how == "discard"))
+    left = {f"{OTHER}.nvat"} if how == "put" else {f"{KEY}.nvat"} if how == "verify" else set()
+    assert set(files(directory)) == {*FOREIGN, *left}
+    assert {info.key for info in cache.entries()} == {name[:64] for name in left}
 
 
 def test_settings_are_read_at_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -191,6 +239,60 @@ def test_a_directory_at_the_entry_path_costs_one_warning(cache: KernelCache, dir
     assert len(messages) == 1
     assert files(directory) == [f"{KEY}.nvat"], "no temporary file is left"
     assert cache.put(OTHER, METADATA, CODE), "other entries are stored"
+
+
+def sealed(header: bytes) -> bytes:
+    """An entry file with this header and a good checksum."""
+    body = struct.pack("<4sHHIQ", b"NVAT", 1, 0, len(header), len(CODE)) + header + CODE
+    return body + hashlib.sha256(body).digest()
+
+
+@pytest.mark.reliability(78)
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]", b'"key"', b"3", b"null", b"{", b"", b"\xff\xfe", b"{} {}", b"[" * 100_000, b'{"key":' * 100_000,
+        *(json.dumps({"key": KEY, **fields}).encode() for fields in (
+            {"log": 3}, {"log": None}, {"kernel": []}, {"arch": {}}, {"compile_ms": "1"}, {"compile_ms": None},
+            {"compile_ms": 10**400}, {"compile_ms": [1.0]}, {"key": None}, {"key": [KEY]},
+        )),
+    ],
+    ids=lambda header: header[:40].decode(errors="replace"),
+)  # fmt: skip
+def test_a_header_that_is_not_ours_is_a_miss_however_good_its_checksum(
+    header: bytes, cache: KernelCache, directory: Path
+) -> None:
+    """F12: every reader of entries, and what a compile reads of one."""
+    directory.mkdir(mode=0o700)
+    path = directory / f"{KEY}.nvat"
+
+    def write() -> None:
+        path.write_bytes(sealed(header))
+        path.chmod(0o600)
+
+    write()
+    (info,) = cache.entries()
+    assert info.problem
+    assert not info.tuned
+    assert warned(lambda: cache.get(KEY)) == (None, [])
+    assert not path.exists()
+    write()
+    (info,) = cache.verify()
+    assert info.removed
+    assert files(directory) == []
+
+
+@pytest.mark.reliability(78)
+def test_nothing_at_the_entry_path_leaks_a_descriptor(cache: KernelCache, directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    (directory / f"{KEY}.nvat").mkdir()
+    make_fifo(directory / f"{OTHER}.nvat")
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        for key in (KEY, OTHER):
+            assert cache.get(key) is None
+        assert [bool(info.problem) for info in cache.entries()] == [True, True]
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.reliability(79)
@@ -404,6 +506,49 @@ def test_a_short_write_is_completed_and_a_full_disk_is_cleaned_up(
 
 
 @pytest.mark.reliability(83)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_evicts_and_the_write_is_tried_again(
+    code: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F12: the limit of the cache is far, that of the disk is not. It has room for three entries."""
+    sync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if sum((directory / name).stat().st_size for name in files(directory)) > 3 * (len(CODE) + 500):
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
+
+    cache = KernelCache(directory, 1 << 30)
+    monkeypatch.setattr(os, "fsync", full)
+    keys = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(8)]
+    for age, key in enumerate(keys):
+        assert warned(lambda key=key: cache.put(key, METADATA, CODE)) == (True, [])
+        os.utime(directory / f"{key}.nvat", (time.time() - 1000 + age,) * 2)
+    # More than one goes where the file system's blocks may take the place of a single one.
+    assert [info.key for info in cache.entries()] in ([keys[7], keys[6], keys[5]], [keys[7], keys[6]])
+    assert all(name.endswith(".nvat") for name in files(directory))
+
+
+@pytest.mark.reliability(83)
+@needs_other_uid
+def test_a_file_system_of_one_mebibyte_holds_the_newest_entries(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(directory)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this process may not mount a file system")
+    try:
+        cache = KernelCache(directory, 1 << 30)
+        keys = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(100)]
+        for key in keys:
+            assert warned(lambda key=key: cache.put(key, METADATA, CODE * 2)) == (True, [])
+        assert cache.get(keys[-1]) is not None
+        assert len(cache.entries()) > 10
+        assert cache.verify() == []
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.mark.reliability(83)
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="modes do not stop root")
 def test_a_directory_without_write_permission_is_read(cache: KernelCache, directory: Path) -> None:
     cache.put(KEY, METADATA, CODE)
@@ -538,15 +683,71 @@ def test_killed_writers_leave_whole_entries_and_temporaries_that_are_swept(cache
     assert cache.verify() == [], "a killed writer publishes nothing in part"
     for path in directory.glob("*.nvat"):
         assert cache.get(path.stem) is not None
-    (directory / ".killed.tmp").write_bytes(b"part")
-    leftovers = list(directory.glob(".*.tmp"))
     assert cache.put(KEY, METADATA, CODE)
-    assert all(path.exists() for path in leftovers), "a young one may belong to a living writer"
-    hour_ago = time.time() - 3700
-    for path in leftovers:
-        os.utime(path, (hour_ago, hour_ago))
+    assert list(directory.glob(".*.tmp")) == [], "their writers are dead, so they are leftovers at once"
+
+
+def temporary(directory: Path, machine: str, process: int, size: int = 1000, age_s: float = 0.0) -> Path:
+    directory.mkdir(mode=0o700, exist_ok=True)
+    path = directory / f".nvat-{machine}-{process}-abcdefgh.tmp"
+    path.write_bytes(bytes(size))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+@pytest.fixture
+def dead_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+@pytest.mark.reliability(85)
+@pytest.mark.parametrize("how", ["put", "clear"])
+def test_only_temporaries_without_a_living_writer_are_swept(
+    how: str, cache: KernelCache, directory: Path, dead_process: int
+) -> None:
+    here, elsewhere = cache_module._machine(), "f" * 16
+    assert here != "0" * 16, "Linux tells"
+    kept = [
+        temporary(directory, here, os.getpid()),
+        temporary(directory, here, os.getppid()),
+        temporary(directory, elsewhere, dead_process, age_s=3500),  # that number may live over there
+    ]
+    swept = [
+        temporary(directory, here, dead_process),
+        temporary(directory, elsewhere, os.getpid(), age_s=3700),
+        temporary(directory, here, 1, age_s=3700),  # the number of a killed writer lives again
+    ]
+    assert cache.put(KEY, METADATA, CODE) if how == "put" else cache.clear() == 0
+    assert [path.exists() for path in kept] == [True] * 3
+    assert [path.exists() for path in swept] == [False] * 3
+
+
+@pytest.mark.reliability(85)
+def test_a_writer_is_known_by_the_name_of_its_temporary(
+    cache: KernelCache, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: seen.extend(files(directory)))
     assert cache.put(KEY, METADATA, CODE)
-    assert list(directory.glob(".*.tmp")) == []
+    (name,) = seen
+    assert name.startswith(f".nvat-{cache_module._machine()}-{os.getpid()}-")
+    assert cache_module._kind(name) == "temporary"
+
+
+@pytest.mark.reliability(87)
+def test_temporaries_count_under_the_cap(directory: Path) -> None:
+    """Of living writers and of those that may live elsewhere: what is on the disk is at most the cap."""
+    cache = KernelCache(directory, 4 * (ENTRY + 500))
+    keys = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(4)]
+    for age, key in enumerate(keys):
+        assert cache.put(key, METADATA, bytes(ENTRY))
+        os.utime(directory / f"{key}.nvat", (time.time() - 1000 + age,) * 2)
+    temporary(directory, "f" * 16, 1, size=2 * ENTRY)
+    assert cache.put(KEY, METADATA, bytes(ENTRY))
+    assert {info.key for info in cache.entries()} == {keys[3], KEY}
+    assert sum(path.stat().st_size for path in directory.iterdir()) <= cache.max_bytes
 
 
 CAP, ENTRY = 1_000_000, 50_000

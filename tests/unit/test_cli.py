@@ -26,14 +26,24 @@ def invoke(*arguments: str) -> Result:
     return result
 
 
-def doctor(**variables: str) -> dict[str, Any]:
-    """``doctor --json`` in a process of its own; an empty value removes the variable."""
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), **variables}
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND_LINE = ("-m", "nvrtc_attn")
+PROGRAM = ("-c", "from nvrtc_attn.doctor import main; main()")
+"""What the installed script ``nvrtc-attn`` does."""
+
+
+def run(*arguments: str, start: tuple[str, ...] = COMMAND_LINE, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """The command line in a process of its own; an empty value removes the variable."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     environment = {name: value for name, value in environment.items() if value}
-    command = [sys.executable, "-m", "nvrtc_attn", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    done = subprocess.run([sys.executable, *start, *arguments], capture_output=True, env=environment, check=False)
     assert b"Traceback" not in done.stderr, done.stderr.decode(errors="replace")
+    return done
+
+
+def doctor(start: tuple[str, ...] = COMMAND_LINE, **variables: str) -> dict[str, Any]:
+    """``doctor --json`` in a process of its own."""
+    done = run("doctor", "--json", start=start, **variables)
     report: dict[str, Any] = json.loads(done.stdout.decode("ascii"))
     assert set(report) == SECTIONS
     assert done.returncode == (1 if report["problems"] else 0)
@@ -83,12 +93,25 @@ def test_doctor_with_bytes_that_are_no_text() -> None:
 
 
 @pytest.mark.reliability(101)
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads every directory")
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="permissions of POSIX")
 def test_doctor_with_an_unreadable_cache(tmp_path: Path) -> None:
+    """Root reads every directory, and becomes another user first, who finds a directory that is not his."""
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o000)
-    report = doctor(NVRTC_ATTN_CACHE_DIR=str(closed))
-    assert report["cache"]["state"] == "not readable and writable"
+    root = os.geteuid() == 0
+    code = (
+        "import os, sys\n"
+        "from nvrtc_attn import collect_env, doctor, headers\n"
+        "if os.geteuid() == 0:\n"
+        "    os.setgid(12345); os.setuid(12345)\n"
+        "sys.exit(doctor.show(as_json=True))\n"
+    )
+    done = run(start=("-c", code), NVRTC_ATTN_CACHE_DIR=str(closed))
+    report = json.loads(done.stdout)
+    assert done.returncode == 1
+    expected = "Permission denied" if root else "not readable and writable"
+    assert expected in report["cache"]["state"]
+    assert any(problem.startswith(f"cache: {closed}") for problem in report["problems"])
 
 
 @pytest.mark.reliability(101)
@@ -122,6 +145,67 @@ def test_doctor_with_a_false_cuda_package(tmp_path: Path) -> None:
     assert report["nvrtc"] is None
     assert any("not the real one" in problem for problem in report["problems"])
     assert report["package"]["requirements"]["numpy"]
+
+
+BROKEN = {
+    "absent": "raise ModuleNotFoundError('no such package')",
+    "old": "raise RuntimeError('compiled for another version')",
+    "rude": "raise SystemExit(3)",
+    "torn": "def (",
+    "empty": "",
+}
+
+
+@pytest.mark.reliability(101)
+@pytest.mark.parametrize(
+    "broken",
+    [{"numpy": "old"}, {"numpy": "rude", "rich": "absent"}, {"click": "empty"}, {"click": "torn", "numpy": "empty"},
+     {"rich": "empty"}, {"rich": "rude"}],
+    ids=str,
+)  # fmt: skip
+def test_doctor_names_a_requirement_that_is_broken(broken: dict[str, str], tmp_path: Path) -> None:
+    """F13: the other commands import all of them; the doctor speaks nevertheless, and they say what is wrong."""
+    for name, how in broken.items():
+        (tmp_path / name).mkdir()
+        if how != "empty":  # as pip leaves a package that it could not remove: a directory that imports
+            (tmp_path / name / "__init__.py").write_text(BROKEN[how] + "\n")
+        else:
+            (tmp_path / name / "__init__.py").touch()
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    report = doctor(PYTHONPATH=path)
+    for name in broken:
+        assert any(problem.startswith(f"{name} is installed and cannot be imported") for problem in report["problems"])
+    assert report["nvrtc"]["compiles"], "the other sections are whole"
+    for command in (("warmup", "--help"), ("cache", "path"), ()):
+        done = run(*command, PYTHONPATH=path)
+        assert done.returncode == 1
+        assert b"`python -m nvrtc_attn doctor` works without them" in done.stderr
+
+
+@pytest.mark.reliability(101)
+@pytest.mark.parametrize("start", [COMMAND_LINE, PROGRAM], ids=["module", "script"])
+def test_doctor_on_the_standard_library_alone(start: tuple[str, ...]) -> None:
+    """Nothing at all is installed: -S leaves out site-packages."""
+    bare = ("-S", *start)
+    report = doctor(start=bare)
+    problems = "\n".join(report["problems"])
+    for name in report["package"]["requirements"]:
+        assert f"{name} is not installed" in problems
+    assert report["driver"] is None
+    assert report["nvrtc"] is None
+    text = run("doctor", start=bare)
+    assert text.returncode == 1
+    assert b"problem: numpy is not installed" in text.stdout
+    assert run("doctor", "--help", start=bare).returncode == 0
+    assert run("doctor", "--yaml", start=bare).returncode == 2
+    assert b"cannot be imported (ModuleNotFoundError" in run("cache", "clear", start=bare).stderr
+
+
+def test_the_installed_program_is_the_whole_command_line(repository: Path) -> None:
+    assert 'nvrtc-attn = "nvrtc_attn.doctor:main"' in (repository / "pyproject.toml").read_text(encoding="utf-8")
+    done = run("cache", "--help", start=PROGRAM)
+    assert done.returncode == 0
+    assert b"verify" in done.stdout
 
 
 @pytest.mark.reliability(101)
@@ -265,9 +349,14 @@ def test_cache_commands(cache_directory: Path) -> None:
     damaged = cache_directory / f"{'a' * 64}.nvat"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert "damaged: " in invoke("cache", "list").output
+    directory = cache_directory / f"{'c' * 64}.nvat"
+    directory.mkdir()
     verified = invoke("cache", "verify")
     assert verified.exit_code == 1
-    assert str(damaged) in verified.output
+    assert f"\nremoved {damaged}: " in "\n" + verified.output
+    assert f"\ncould not remove {directory}: not a regular file" in "\n" + verified.output
+    assert verified.output.splitlines()[-1] == "2 damaged entries, 1 of them still there"
+    directory.rmdir()
     assert invoke("cache", "clear").output.strip() == "1 entries deleted"
     assert list(cache_directory.iterdir()) == []
 

@@ -176,6 +176,26 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.reliability(97)
+@pytest.mark.parametrize(("name", "probe"), [("cutlass", "cute/layout.hpp"), ("cccl", "cuda/std/cstdint")])
+def test_missing_bundled_headers_say_which_where_and_how(
+    name: str, probe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged wheel, or a checkout that was not installed: found before NVRTC prints a page of errors."""
+    directories = {"cutlass": tmp_path / "cutlass", "cccl": tmp_path / "nvidia" / "cccl"}
+    for other, file in (("cutlass", "cute/layout.hpp"), ("cccl", "cuda/std/cstdint")):
+        (directories[other] / file).parent.mkdir(parents=True)
+        (directories[other] / file).touch()
+    monkeypatch.setattr(headers, "INCLUDE_DIR", tmp_path)
+    monkeypatch.delenv("NVRTC_ATTN_CUTLASS_DIR", raising=False)
+    assert [root.name for root in headers._bundled_roots()] == ["cutlass", "cccl"]
+    (directories[name] / probe).unlink()
+    with pytest.raises(CompileError, match=rf"^{name} headers are missing") as caught:
+        headers._bundled_roots()
+    assert str(directories[name]) in str(caught.value)
+    assert "pip install" in str(caught.value)
+
+
 @pytest.mark.reliability(96)
 def test_missing_cuda_headers_list_the_searched_places_and_the_extra(nowhere: Path) -> None:
     library = headers.Nvrtc((12, 9), str(nowhere / "site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"))

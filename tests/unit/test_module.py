@@ -295,6 +295,29 @@ def test_the_legacy_stream_counts_as_captured_beside_a_capture(fake: FakeDriver)
     assert driver.is_capturing(0)
 
 
+@pytest.mark.reliability(62)
+@pytest.mark.parametrize("fault", [0, 2])
+def test_a_load_does_not_disturb_what_another_thread_captures(fault: int, fake: FakeDriver) -> None:
+    """In the global mode a capture anywhere refuses a load everywhere, unless the loading thread is relaxed."""
+    modes: list[tuple[str, list[str]]] = []
+    do_load = FakeDriver.do_LibraryLoadData
+
+    def watch(self: FakeDriver, *arguments: Any) -> int:
+        modes.append(("load", list(self.modes)))
+        return do_load(self, *arguments)
+
+    fake.failures["cuLibraryLoadData"] = [fault]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeDriver, "do_LibraryLoadData", watch)
+        if fault:
+            with pytest.raises(CudaError):
+                load()
+        else:
+            load()
+    assert fake.modes == ["CU_STREAM_CAPTURE_MODE_RELAXED", "the thread's own"], "and the mode is given back"
+    assert modes == ([] if fault else [("load", ["CU_STREAM_CAPTURE_MODE_RELAXED"])])
+
+
 def in_child(call: Any) -> str:
     """What ``call`` returns or raises in a fork of this process."""
     context = multiprocessing.get_context("fork")

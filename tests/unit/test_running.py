@@ -1,0 +1,363 @@
+"""Many calls, many threads, little memory, other GPUs: the whole path of a call, on a driver written in Python."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dlpack_producer import BOGUS_POINTER, Producer
+from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
+
+import nvrtc_attn
+from nvrtc_attn import autotune, device_buffer, plan
+from nvrtc_attn import compile as compiler
+from nvrtc_attn.cache import kernel_cache
+from nvrtc_attn.compile import compile_kernel
+from nvrtc_attn.config import ForwardConfig
+from nvrtc_attn.device_buffer import DeviceBuffer
+from nvrtc_attn.driver import device_context
+from nvrtc_attn.errors import CudaError, UnsupportedError
+from nvrtc_attn.launch import ParamsBuffer, launch
+from nvrtc_attn.module import load_kernel
+from nvrtc_attn.params import BackwardParams, ForwardParams
+
+FLOAT32, BFLOAT16 = (2, 32), (4, 16)
+
+
+class BusyDriver(FakeDriver):
+    """A driver for a million calls: it counts launches, checks them, and every event has passed at once.
+
+    A launch with more shared memory than its function was allowed is refused, as the real driver does.
+    """
+
+    def __init__(self, gpus: list[FakeGpu]) -> None:
+        super().__init__(gpus)
+        self.allocations: dict[int, int] = {}
+        self.addresses = count(1 << 44, 1 << 24)
+        self.events: set[int] = set()
+        self.event_numbers = count(1)
+        self.launched = count()
+        self.allowed: dict[int, int] = {}
+        self.grids: list[tuple[int, int]] = []
+
+    def _function(self, name: str) -> Any:
+        call = super()._function(name)
+
+        def without_a_log(*arguments: Any) -> Any:
+            answer = call(*arguments)
+            if len(self.calls) > 1000:
+                self.calls.clear()
+                self.modes.clear()
+            return answer
+
+        return without_a_log
+
+    def do_FuncSetAttribute(self, function: int, which: Any, value: int) -> None:
+        self.allowed[function] = value
+
+    def do_LaunchKernel(self, function: int, grid: int, *arguments: Any) -> None:
+        smem_bytes = arguments[5]
+        if smem_bytes > self.allowed[function]:
+            raise AssertionError(f"{smem_bytes} bytes of shared memory, allowed are {self.allowed[function]}")
+        if len(self.grids) < 1000:
+            self.grids.append((grid, smem_bytes))
+        next(self.launched)
+
+    def do_MemsetD8Async(self, *arguments: int) -> None:
+        return None
+
+    def do_MemAllocAsync(self, size: int, _stream: int) -> int:
+        address = next(self.addresses)
+        self.allocations[address] = size
+        return address
+
+    def do_MemFree(self, address: int) -> None:
+        del self.allocations[address]
+
+    def do_EventCreate(self, _flags: int) -> int:
+        number = next(self.event_numbers)
+        self.events.add(number)
+        return number
+
+    def do_EventRecord(self, _event: int, _stream: int) -> None:
+        return None
+
+    def do_EventQuery(self, _event: int) -> None:
+        return None
+
+    def do_EventDestroy(self, event: int) -> None:
+        self.events.remove(event)
+
+
+@pytest.fixture(autouse=True)
+def _no_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "_kernels", {})
+    monkeypatch.setattr(autotune, "_choices", {})
+    monkeypatch.delenv("NVRTC_ATTN_BACKEND", raising=False)
+    with instant_compiler(tmp_path / "kernels"):
+        yield
+
+
+@pytest.fixture
+def fake() -> Iterator[BusyDriver]:
+    with installed(BusyDriver([FakeGpu()])) as driver_in_python:
+        assert isinstance(driver_in_python, BusyDriver)
+        yield driver_in_python
+
+
+class Tensors:
+    """What the raw functions take, as a DLPack producer of another framework would hold it: each at its own address."""
+
+    def __init__(self, seqlen: int = 64, head_dim: int = 64) -> None:
+        address = count(BOGUS_POINTER, 1 << 24)
+        rows = (2, seqlen, 4, head_dim)
+        self.q, self.k, self.v, self.out, self.dout, self.dq, self.dk, self.dv = (
+            Producer(rows, dtype=BFLOAT16, data=next(address)) for _ in range(8)
+        )
+        self.lse = Producer((2, 4, seqlen), dtype=FLOAT32, data=next(address))
+        self.workspace = Producer((1 << 28,), dtype=(1, 8), data=next(address))
+
+    def forward(self) -> None:
+        nvrtc_attn.attention_forward(self.q, self.k, self.v, self.out, lse=self.lse, workspace=self.workspace)
+
+    def backward(self) -> None:
+        nvrtc_attn.attention_backward(
+            self.dout, self.q, self.k, self.v, self.out, self.lse, self.dq, self.dk, self.dv, workspace=self.workspace
+        )
+
+    def forget_requests(self) -> None:
+        for producer in vars(self).values():
+            producer.requests.clear()
+
+
+def resident_kib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
+
+
+def state_of(directory: Path) -> list[tuple[str, int, int, int]]:
+    """Every file of a cache with what a write, a rename or a renewed access time would change."""
+    found = ((path, path.lstat()) for path in sorted([directory, *directory.rglob("*")]))
+    return [(str(path), s.st_mtime_ns, s.st_atime_ns if path.is_file() else 0, s.st_ino) for path, s in found]
+
+
+@pytest.mark.reliability(57)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ten_thousand_calls_leave_nothing_behind(fake: BusyDriver) -> None:
+    tensors = Tensors()
+
+    def calls(number: int) -> None:
+        for _ in range(number):
+            tensors.forward()
+            tensors.backward()
+            tensors.forget_requests()
+
+    calls(200)
+    gc.collect()
+    objects, memory, descriptors = len(gc.get_objects()), resident_kib(), len(os.listdir("/proc/self/fd"))
+    launched = next(fake.launched)
+    calls(5_000)
+    gc.collect()
+    assert next(fake.launched) - launched > 15_000, "each of the 10,000 calls has launched: one kernel, then two"
+    assert len(gc.get_objects()) <= objects + 50
+    assert resident_kib() < memory + 4096, "0.4 KB a call, less than any object that is forgotten"
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(fake.events) <= 1, "the owners of the last call at the most are waiting for their event"
+    assert len(plan._plans) == 2
+    assert tensors.q.exported <= 2
+
+
+@pytest.mark.reliability(105)
+def test_warm_calls_of_eight_threads_touch_neither_the_compiler_nor_the_cache(fake: BusyDriver) -> None:
+    threads, rounds, shapes = 8, 500, ((64, 64), (200, 128), (1, 64))
+    for seqlen, head_dim in shapes:
+        Tensors(seqlen, head_dim).forward()
+    directory = kernel_cache().path
+    assert directory is not None
+    before, compiles = state_of(directory), compiler.statistics.compiles
+    assert len(before) > 1
+    already = next(fake.launched)
+    faults: list[BaseException] = []
+    barrier = threading.Barrier(threads)
+
+    def work(number: int) -> None:
+        tensors = [Tensors(*shape) for shape in shapes]
+        barrier.wait(30)
+        try:
+            for index in range(rounds):
+                tensors[(number + index) % len(tensors)].forward()
+        except BaseException as error:
+            faults.append(error)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert faults == []
+    assert next(fake.launched) - already - 1 >= threads * rounds
+    assert compiler.statistics.compiles == compiles
+    assert state_of(directory) == before
+
+
+@pytest.mark.reliability(70)
+def test_launches_with_more_and_less_shared_memory_race(fake: BusyDriver) -> None:
+    """10,000 rounds of one kernel. A limit that is set at every launch is lowered between another's set and launch."""
+    config = ForwardConfig(
+        kernel="forward_portable", arch="sm_90", dtype="float16", head_dim=64, head_dim_v=64, block_m=128, block_n=64,
+        num_warps=4,
+    )  # fmt: skip
+    compiled = compile_kernel(config)
+    sizes = [1024 * (1 + n) for n in range(8)]
+    barrier = threading.Barrier(8)
+    faults: list[BaseException] = []
+    interval = sys.getswitchinterval()
+
+    def work(number: int) -> None:
+        params = ParamsBuffer(bytes(ForwardParams()))
+        barrier.wait(30)
+        try:
+            for index in range(1250):
+                smem_bytes = sizes[(number + index) % 8]
+                kernel = load_kernel(compiled, 0, smem_bytes=smem_bytes)
+                with device_context(0):
+                    launch(kernel, 1, 128, smem_bytes, params, 0)
+        except BaseException as error:
+            faults.append(error)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert faults == []
+    assert next(fake.launched) == 10_000
+    assert max(fake.allowed.values()) == max(sizes)
+    assert len(fake.allowed) <= len(sizes), "loaded anew for a larger size only"
+
+
+@pytest.mark.reliability(71)
+@pytest.mark.parametrize("num_sms", [14, 132])
+@pytest.mark.parametrize("seqlen", [512, 8192])
+def test_persistent_grids_have_the_size_that_the_driver_tells(num_sms: int, seqlen: int) -> None:
+    """A slice of a GPU has its own number of multiprocessors. No launch waits for blocks that cannot be resident."""
+    with installed(BusyDriver([FakeGpu(num_sms=num_sms)])) as fake:
+        assert isinstance(fake, BusyDriver)
+        tensors = Tensors(seqlen)
+        tensors.forward()
+        (forward,) = plan._plans.values()
+        (step,) = forward._steps
+        assert step.kernel.name == "forward_hopper"
+        tiles = 2 * 4 * seqlen // 128
+        assert fake.grids == [(min(step.grid, tiles), step.smem_bytes)]
+        # Two blocks of a multiprocessor's 228 KB at the most.
+        assert step.grid <= num_sms * (228 * 1024 // (step.smem_bytes + 1024))
+        if seqlen == 8192:
+            assert step.grid % num_sms == 0
+        fake.grids.clear()
+        tensors.backward()
+        assert all(grid > 0 for grid, _ in fake.grids)
+
+
+@pytest.mark.reliability(72)
+def test_out_of_memory_names_the_bytes_and_the_next_smaller_call_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that we allocate ourselves: results and workspace of calls on JAX arrays."""
+    monkeypatch.setattr(device_buffer, "_pools", {0: True})
+    with installed(BusyDriver([FakeGpu()])) as fake:
+        assert isinstance(fake, BusyDriver)
+        small = DeviceBuffer((1000, 100), "float32", 0)
+        fake.failures["cuMemAllocAsync"] = [2]
+        with pytest.raises(
+            CudaError, match=r"^400000000 bytes on cuda:0: .*OUT_OF_MEMORY.*free device memory"
+        ) as error:
+            DeviceBuffer((1000, 100_000), "float32", 0)
+        assert (error.value.code, error.value.name) == (2, "CUDA_ERROR_OUT_OF_MEMORY")
+        assert fake.stack == [], "the context of the thread is what it was"
+        assert DeviceBuffer((1000, 10), "float32", 0).ptr not in (0, small.ptr)
+        Tensors().forward()
+        fake.failures["cuMemAllocAsync"] = [1]
+        with pytest.raises(CudaError) as error:
+            DeviceBuffer((5,), "float32", 0)
+        assert "bytes on" not in str(error.value), "another error is about something else"
+        del small
+        gc.collect()
+        device_buffer.reclaim(0)
+        assert fake.allocations == {}, "what failed has left nothing to free"
+
+
+BIAS_SHAPES = ((2, 4, 200, 200), (1, 4, 200, 200), (2, 1, 200, 200), (1, 1, 1, 200), (2, 4, 200, 1), (1, 4, 1, 1))
+
+
+@pytest.mark.reliability(22)
+@pytest.mark.parametrize("backend", ["portable", "hopper", "legacy"])
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_a_gradient_of_a_bias_that_is_asked_for_is_written_by_a_kernel(
+    backend: str, head_dim: int, fake: BusyDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every form a bias can have some kernel of the plan gets its gradient's address and stores to it."""
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", backend)
+    half = (2, 16)
+    for shape in BIAS_SHAPES:
+        for dtype, dropout_p, deterministic in ((half, 0.0, False), (FLOAT32, 0.1, False), (half, 0.1, True)):
+            plan._plans.clear()
+            plan._kernels.clear()
+            tensors = Tensors(200, head_dim)
+            for name, producer in vars(tensors).items():
+                if name not in ("lse", "workspace"):
+                    producer.dtype = half
+            bias, dbias = (Producer(shape, dtype=dtype, data=BOGUS_POINTER + n * (1 << 30)) for n in (1, 2))
+            nvrtc_attn.attention_backward(
+                tensors.dout, tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse, tensors.dq, tensors.dk,
+                tensors.dv, bias=bias, dbias=dbias, workspace=tensors.workspace, dropout_p=dropout_p, rng=(1, 2),
+                deterministic=deterministic,
+            )  # fmt: skip
+            writers = {
+                config.kernel
+                for config, _ in plan._kernels
+                if getattr(config, "dbias", "none") != "none" or "dbias" in config.kernel
+            }
+            what = (shape, dtype, dropout_p, deterministic)
+            assert writers, what
+            assert writers != {"dbias_reduce"}, what
+            (made,) = plan._plans.values()
+            offset = BackwardParams.dbias.offset
+            addresses = {
+                struct.unpack_from("<Q", step.spare[0].data, offset)[0]
+                for step in made._steps
+                if step.kernel.name in writers
+            }
+            assert addresses == {BOGUS_POINTER + 2 * (1 << 30)}, what
+
+
+@pytest.mark.reliability(22)
+def test_a_gradient_of_a_bias_that_no_kernel_has_is_refused(fake: BusyDriver) -> None:
+    tensors = Tensors()
+    lengths = {name: Producer((2,), dtype=(0, 32)) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    bias, dbias = (Producer((1, 4, 64, 64), dtype=BFLOAT16, data=BOGUS_POINTER + n * (1 << 30)) for n in (1, 2))
+    for producer in vars(tensors).values():
+        producer.shape = (1, *producer.shape[1:])
+    with pytest.raises((ValueError, UnsupportedError), match="bias"):
+        nvrtc_attn.attention_backward(
+            tensors.dout, tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse, tensors.dq, tensors.dk,
+            tensors.dv, bias=bias, dbias=dbias, **lengths, max_seqlen_q=64, max_seqlen_k=64,
+        )  # fmt: skip
+    assert fake.grids == []
+    with pytest.raises(ValueError, match=r"^dbias: .*bias is None"):
+        nvrtc_attn.attention_backward(
+            tensors.dout, tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse, tensors.dq, tensors.dk,
+            tensors.dv, dbias=dbias, workspace=tensors.workspace,
+        )  # fmt: skip
+    assert fake.grids == []
