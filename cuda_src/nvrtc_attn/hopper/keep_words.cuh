@@ -12,6 +12,7 @@
 // every mixture.
 #pragma once
 #include "../collective/dropout.cuh"
+#include "uniform.cuh"
 
 namespace nvrtc_attn {
 
@@ -99,8 +100,10 @@ struct KeepMaker {
   unsigned shift[2];  // numbers before the row's first in its first block
   bool one_upper_half;
 
+  // The tile's first column is hidden: NVRTC 13.5 otherwise keeps the counters of row starts over the loop over tiles, 4 to 60
+  // bytes of them in local memory. Making them again is 8 to 16 instructions of 6000.
   NVRTC_ATTN_DEVICE KeepMaker(Dropout const& dropout_, int i_, int n0_, int lane_)
-      : dropout(dropout_), i(i_), n0(n0_), lane(lane_), stream(dropout.seed, unsigned(counter(0) >> 32)) {
+      : dropout(dropout_), i(i_), n0(opaque(n0_)), lane(lane_), stream(dropout.seed, unsigned(counter(0) >> 32)) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       product[r] = (unsigned long long)unsigned(counter(r) + (lane & 3)) * kPhiloxMultiplier0;

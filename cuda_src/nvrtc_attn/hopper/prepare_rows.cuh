@@ -136,7 +136,7 @@ NVRTC_ATTN_DEVICE void finish_piece(HopperBackwardParams const& params, unsigned
   float4* accum =
       reinterpret_cast<float4*>(params.dq_accum + index_t(piece.b) * params.dq_accum_stride_b +
                                 index_t(piece.h) * params.dq_accum_stride_h + index_t(piece.m0) * Traits::kHeadDim) +
-      lane;
+      opaque(lane);  // or NVRTC 13.5 keeps its offset over the loop over pieces, in 8 bytes of local memory
 #pragma unroll 4
   for (int i = 0; i < kPieceRows * Traits::kHeadDim / 128; ++i) accum[32 * i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   __syncwarp();

@@ -540,6 +540,10 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       }
       pack_probabilities<Traits>(p, s, keep);
       bool settled = softmax.settled();
+      // Three groups have 160 registers a thread each. NVRTC 13.5 carries what it has derived from n in both shapes of the first
+      // tile into the loop, runs out of them and makes one product wait for the other (C7511). Of two groups NVRTC 13.0 does that
+      // if n is hidden.
+      if constexpr (Traits::kHalfTile && Shape::kGroups == 3) n = opaque(n);
 
       if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
 #pragma unroll 1
