@@ -691,6 +691,18 @@ def _varlen_cases() -> list[Case]:
                   dlse=True, window_size=(70, 0), num_heads=4, num_heads_kv=2, head_dim=32, head_dim_v=80, tail=(3, 0)),
         make_case("varlen-float32", seqlens=lengths, dtype="float32", causal=True, deterministic=True),
         make_case("varlen-many", seqlens=tuple((1 + n % 7, 1 + n % 11) for n in range(64)), head_dim=16, causal=True),
+        # What is outside of every sequence must be zero where no sequence has a query, or a key, either.
+        make_case("varlen-no-keys", seqlens=((47, 0), (3, 0)), tail=(3, 11), lead=(5, 27), dlse=True),
+        make_case("varlen-no-queries", seqlens=((0, 40), (0, 3)), tail=(9, 5), lead=(4, 66), causal=True),
+        make_case("varlen-nothing", seqlens=((0, 0),), tail=(9, 5), lead=(4, 66), deterministic=True),
+        # Queries and keys beyond a sequence are NaN, and so is the softcap's derivative there.
+        *(
+            make_case(f"varlen-softcap-{d}", seqlens=lengths, seqused_k=used, causal=True, softcap=5.0, head_dim=d,
+                      dtype="bfloat16", tail=(7, 95))
+            for d in (64, 128, 192)
+        ),
+        make_case("varlen-softcap-deterministic", seqlens=lengths, softcap=5.0, deterministic=True, head_dim=40,
+                  tail=(4, 9)),
     ]  # fmt: skip
     return cases
 

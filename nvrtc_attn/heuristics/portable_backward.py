@@ -194,8 +194,9 @@ def choose_backward(
         dbias_dtype=problem.bias.dtype if stores_dbias and problem.bias is not None else None,
         rank=rank,
     )
-    num_m_blocks = -(-problem.seqlen_q // config.block_m)
-    num_n_blocks = -(-problem.seqlen_k // config.block_n)
+    # A varlen problem whose sequences are all empty still has tokens to zero.
+    num_m_blocks = max(-(-problem.seqlen_q // config.block_m), int(problem.varlen))
+    num_n_blocks = max(-(-problem.seqlen_k // config.block_n), int(problem.varlen))
     slots = num_sms * max(_blocks_per_sm(config, smem_limit), 1)  # thread blocks that run at once
     if num_splits is None:
         num_splits = _choose_splits(problem, config, slots, num_m_blocks, num_n_blocks)

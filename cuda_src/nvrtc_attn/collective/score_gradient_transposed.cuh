@@ -193,7 +193,12 @@ struct TransposedScoreGradient {
             if (j < dbias_cols && (!kCheckPosition || ie < positions.len_q)) *dbias.at(ie, j) = from_float<DBias>(ds);
           }
           if constexpr (Traits::kDropout) p = (keep >> e & 1) ? p * multiplier : 0.0f;
-          if constexpr (Traits::kSoftcap) ds *= 1.0f - tanh_value * tanh_value;
+          if constexpr (Traits::kSoftcap) {
+            float slope = 1.0f - tanh_value * tanh_value;
+            // q.k of a score that is not kept may be NaN: zero times its slope would be too.
+            if constexpr (kCheckPosition || Traits::kMask) slope = kept ? slope : 0.0f;
+            ds *= slope;
+          }
           s[n][m][e] = p;
           dp[n][m][e] = ds;
         }

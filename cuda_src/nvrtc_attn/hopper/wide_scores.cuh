@@ -140,6 +140,8 @@ struct WideScores {
           }
           if constexpr (ScoreMap<Traits>::kMapped || Traits::kMask) y = kept ? y : -infinity();
           probability[e] = map.probability(y, reference[e & 1]);
+          // q.k of a score that the byte mask drops may be NaN, and zero times its slope would be too.
+          if constexpr (Traits::kSoftcap && Traits::kMask) tanh_value = kept ? tanh_value : 0.0f;
           product[e] = probability[e] * (1.0f - tanh_value * tanh_value);
           if constexpr (Traits::kDropout) {
             bool const stays = operands.keep >> (4 * m + e) & 1;
