@@ -103,6 +103,14 @@ def attention(
     Notes
     -----
     The algorithm is FlashAttention-2's (T. Dao, 2023) on the interface of PyTorch's memory-efficient attention.
+
+    Where the exact result is finite, out is, for every score that float32 can hold. A NaN in a score that a row sees
+    makes its out and lse NaN. k and v of keys beyond ``seqused_k``, outside every sequence, or hidden by a mask of one
+    row for all queries contribute nothing, whatever they hold, and k of any hidden key nothing to out and lse. A NaN or
+    infinity in v of a key that causal, window_size or another mask hides may reach rows that do not see it.
+
+    Gradients are computed from lse, whose rounding is a relative error of P of up to ``|lse| * 2**-22``. A row with
+    ``|lse| >= 2**22`` (4.2 million) has no gradient: see `attention_backward`.
     """
     options = CallOptions(
         causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
@@ -232,6 +240,16 @@ def attention_backward(
         At least `backward_workspace_bytes` bytes on q's device, 16-byte aligned.
 
     The others are those of `attention`, and so are the errors.
+
+    Notes
+    -----
+    P is made again from lse, whose rounding to float32 is a relative error of P of up to ``|lse| * 2**-22``: 2^-11 at
+    2,000, 1/16 at 260,000. From ``|lse| >= 2**22`` on float32 does not tell P, and the row takes no part in the
+    gradients: its dq and what it would add to dk, dv and dbias are zero. So gradients are finite where the exact ones
+    are.
+
+    A NaN or infinity in k of a key that causal, window_size or a mask hides from some queries only may reach their dq,
+    as in v their out, and one in dout or q of a query dk and dv of keys that it does not see.
     """
     options = CallOptions(
         causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,

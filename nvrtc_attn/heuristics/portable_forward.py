@@ -96,12 +96,17 @@ def features_of(problem: AttentionProblem) -> Features:
         bias=problem.bias.dtype if problem.bias is not None else None,
         mask=problem.mask is not None,
         softcap=problem.softcap > 0,
-        # Folding the scale into the exponent keeps the order of scores only when it is positive, in the kernels' float32.
+        # Folding the scale into the exponent keeps the order of scores only when it is positive, in float32.
         prescale=c_float(problem.softmax_scale).value <= 0,
         dropout=problem.dropout_p > 0,
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
     )
+
+
+def maps_scores(features: Features) -> bool:
+    """Whether kernels turn products into scores in natural units: ``kMapsScores`` in ``collective/scores.cuh``."""
+    return features.prescale or features.softcap or features.bias is not None
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -401,11 +406,8 @@ def choose_forward(
         block_n=16,
         num_warps=COMBINE_WARPS if num_rows >= 8 * num_sms else 2 * COMBINE_WARPS,
         legacy_mma=legacy_mma,
-        # Scores that the kernel over splits maps are in natural units, others in those of q.k (kMapsScores, scores.cuh).
-        features=Features(
-            varlen=problem.varlen,
-            prescale=config.features.prescale or config.features.softcap or config.features.bias is not None,
-        ),
+        # Scores that the kernel over splits maps are in natural units, others in those of q.k: kMapsScores.
+        features=Features(varlen=problem.varlen, prescale=maps_scores(config.features)),
     )
     return ForwardPlanSpec(
         launches=(

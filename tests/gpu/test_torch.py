@@ -305,10 +305,15 @@ def test_poison_in_masked_keys_changes_nothing(poison: float) -> None:
 
 @pytest.mark.reliability(27)
 def test_largest_float16_values_stay_finite() -> None:
-    q, k, v = (torch.full((1, 64, 1, 64), x, device="cuda", dtype=torch.float16) for x in (200.0, 200.0, 65504.0))
+    """Of q, k and v at once, with gradients; other values and kernels: test_scores.py."""
+    q, k, v = (
+        torch.full((1, 64, 1, 64), 65504.0, device="cuda", dtype=torch.float16, requires_grad=True) for _ in "qkv"
+    )
     out = na.attention(q, k, v)
     assert bool(torch.isfinite(out).all())
     torch.testing.assert_close(out, v, atol=0, rtol=1e-3)  # P is rounded to float16
+    for grad in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)):
+        assert not grad.any()  # the LSE, 3e10, leaves none
 
 
 @pytest.mark.reliability(34)

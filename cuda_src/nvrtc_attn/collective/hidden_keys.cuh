@@ -1,7 +1,8 @@
 // Keys that a mask hides from every query of a thread block: a padding mask, [B, 1, 1, Mk], or one of a single query.
 //
-// Their scores are dropped by selection, but products go on with whole tiles: 0 * NaN of a hidden row of V would be an output,
-// of a hidden row of K part of dQ. So such rows become zero in shared memory. Rows that only some queries do not see cannot.
+// Their scores are dropped by selection, but products go on with whole tiles: 0 * NaN of a hidden row of V would be an
+// output, of a hidden row of K part of dQ. So such rows become zero in shared memory. Rows that only some queries do
+// not see cannot.
 #pragma once
 #include "../params.cuh"
 

@@ -25,9 +25,10 @@ NVRTC_ATTN_DEVICE float tanh_of(float x) {
   }
 }
 
-// Folded scores whose reference in base 2 exceeds this have the row maximum subtracted before they are scaled. The rounding
-// error of a larger reference, a factor that the tiles of a row need not share, would exceed 2^-12 in the exponent; at 2^24 it
-// is a factor of 2 and from 2^31 on an overflow. Scores get there with float16 inputs near 100, and are rare enough for a branch.
+// Folded scores whose reference in base 2 exceeds this have the row maximum subtracted before they are scaled. The
+// rounding error of a larger reference, a factor that the tiles of a row need not share, would exceed 2^-12 in the
+// exponent; at 2^24 it is a factor of 2 and from 2^31 on an overflow. Scores get there with float16 inputs near 100,
+// and are rare enough for a branch.
 constexpr float kLargeReference = 0x1p13f;
 
 template <class Traits>
@@ -73,7 +74,7 @@ struct ScoreMap {
   NVRTC_ATTN_DEVICE float ratio(float a, float b) const { return fast_exp2((a - b) * exponent_scale); }
   // LSE (natural units) of a row with a key: `m` is the maximum that P is relative to, `sum` that of P.
   NVRTC_ATTN_DEVICE float lse(float m, float sum) const { return m * (exponent_scale * kLn2) + logf(sum); }
-  // The same reference from an LSE (natural units). Rows whose P cannot be made again, as those without keys, give P = 0.
+  // The same reference from an LSE (natural units). P of rows without keys, or whose P cannot be made again, is 0.
   NVRTC_ATTN_DEVICE float reference_of_lse(float lse) const {
     float const usable = has_probabilities(lse) ? lse : infinity();
     return kMapped ? usable : usable * kLog2e;

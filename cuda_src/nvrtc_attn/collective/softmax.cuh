@@ -71,8 +71,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // What probability() subtracts in this tile, whose scores have lost the maximum already where a reference is too large to be
-  // subtracted after scaling (kLargeReference). Called between update() and the first probability().
+  // What probability() subtracts in this tile, whose scores have lost the maximum already where a reference is too
+  // large to be subtracted after scaling (kLargeReference). Called between update() and the first probability().
   template <int kTilesN>
   NVRTC_ATTN_DEVICE void get_references(AccTile (&s)[kTilesM][kTilesN], ScoreMap<Traits> const& map,
                                         float (&result)[kRows]) const {

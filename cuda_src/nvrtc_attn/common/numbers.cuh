@@ -11,9 +11,9 @@ constexpr float kLargest = 3.40282347e38f;  // of finite float32
 
 NVRTC_ATTN_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
 
-// Whether the backward pass can make P of this LSE again. Not of -inf, a row without a key, or +inf, padding; nor from 2^22 on,
-// where what float32 rounds off it is a factor of P up to 2, then more than any P: such a row has no gradient instead of one
-// that may be anything up to infinity. It can of NaN: that is P too.
+// Whether the backward pass can make P of this LSE again. Not of -inf, a row without a key, or +inf, padding; nor from
+// 2^22 on, where what float32 rounds off it is a factor of P up to 2, then more than any P: such a row has no gradient
+// instead of one that may be anything up to infinity. It can of NaN: that is P too.
 constexpr float kLargestLse = 0x1p22f;
 NVRTC_ATTN_DEVICE bool has_probabilities(float lse) { return !(fabsf(lse) >= kLargestLse); }
 

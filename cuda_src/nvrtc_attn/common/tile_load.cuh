@@ -90,8 +90,8 @@ NVRTC_ATTN_DEVICE void load_tile(Element* tile, Element const* src, index_t stri
   }
 }
 
-// Zeros in the rows of a loaded tile that `hidden` names, by the threads that have loaded them: between a thread's wait for its
-// own copies and the barrier that shows them to others.
+// Zeros in the rows of a loaded tile that `hidden` names, by the threads that have loaded them: between a thread's wait
+// for its own copies and the barrier that shows them to others.
 template <class Tile, int kThreads, class Element, class Hidden>
 NVRTC_ATTN_DEVICE void zero_hidden_rows(Element* tile, Hidden&& hidden) {
   // Read again: over a main loop there is no register for it.

@@ -22,9 +22,9 @@ struct DeferredSoftmax {
   float row_sum[2] = {0.0f, 0.0f};                // this thread's share
   float reference[2] = {0.0f, 0.0f};              // what probability() subtracts; finite, or kSubtractsFirst
   float factor[2];                                // of the last raise
-  // All references of the warp when one would be too large (kLargeReference): scores lose the maximum before they are scaled. A
-  // flag beside them spills where a thread has 160 registers. With kLazyMax it is NaN, so that the sums of a tile send it to
-  // where it is computed again; otherwise minus zero, which can be subtracted as it is.
+  // All references of the warp when one would be too large (kLargeReference): scores lose the maximum before they are
+  // scaled. A flag beside them spills where a thread has 160 registers. With kLazyMax it is NaN, so that the sums of a
+  // tile send it to where it is computed again; otherwise minus zero, which can be subtracted as it is.
   static constexpr unsigned kSubtractsFirst = Traits::kLazyMax ? 0x7fffffffu : 0x80000000u;
 
   // Take in the maxima of one tile; true when the output must be multiplied by `factor`. Uniform over the warp.

@@ -448,8 +448,8 @@ NVRTC_ATTN_DEVICE void consume_wide_tiles(HopperBackwardParams const& params,
     int m = range.start;
     int h = tile.h * params.heads_per_group;
     if constexpr (Traits::kVarlen || Traits::kSequsedK || Traits::kMask) {
-      // Keys beyond the sequence belong to another one or to nobody: they may hold NaN, and dQ multiplies them by zero. Keys
-      // that a padding mask hides likewise.
+      // Keys beyond the sequence belong to another one or to nobody: they may hold NaN, and dQ multiplies them by zero.
+      // Keys that a padding mask hides likewise.
       bool hides = false;
       if constexpr (Traits::kMask) {
         HiddenKeys const hidden(params, tile.b, h, params.heads_per_group);

@@ -1,8 +1,8 @@
-// Merge the partial results of split keys: with the largest score m_s of a split, its sum of exponentials l_s, and m the
-// largest m_s, out = sum over splits of exp(m_s - m) l_s out_s / l, lse = m + log(l), l = sum over splits of exp(m_s - m) l_s.
-// The lse of each split would not do: where m_s is the lowest finite value it has no room for log(l_s). For the same reason m_s
-// comes in the unit that the kernel over splits has scores in, of which the host says whether it is natural (kPrescale): scaled
-// and rounded, two large m_s would differ by another amount.
+// Merge the partial results of split keys: with the largest score m_s of a split, its sum of exponentials l_s, and m
+// the largest m_s, out = sum over splits of exp(m_s - m) l_s out_s / l, lse = m + log(l), l = sum over splits of
+// exp(m_s - m) l_s. The lse of each split would not do: where m_s is the lowest finite value it has no room for
+// log(l_s). For the same reason m_s comes in the unit that the kernel over splits has scores in, of which the host says
+// whether it is natural (kPrescale): scaled and rounded, two large m_s would differ by another amount.
 //
 // A thread block has kBlockM output rows (sequence, head, query), a warp or the whole block for each: few rows of many
 // splits (decoding) need the threads. A thread has four value columns; threads beyond a row of those divide the splits

@@ -11,10 +11,10 @@
 // sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesScores x bias and mask (hopper/score_tile.cuh),
 // kNumStagesQ x which tile it is, then the mbarriers. The output goes from registers to global memory.
 //
-// Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the copies, `empty`
-// one arrival per consumer warp. full_q also announces the tile: the loading warp follows the schedule, the consumers read it.
-// With a mask that is the same for all queries a second warp of the loading group zeroes the rows of V that it hides, and the
-// consumers wait for clean_v instead of full_v.
+// Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the
+// copies, `empty` one arrival per consumer warp. full_q also announces the tile: the loading warp follows the schedule,
+// the consumers read it. With a mask that is the same for all queries a second warp of the loading group zeroes the
+// rows of V that it hides, and the consumers wait for clean_v instead of full_v.
 // Named barriers 1 .. kGroups are the groups' turns, kGroups + 1 is all consumers.
 #pragma once
 #include "../collective/epilogue.cuh"
@@ -305,8 +305,8 @@ NVRTC_ATTN_DEVICE void load_tiles(HopperForwardParams const& params, ForwardBarr
   if (issuer) barriers.full_q(q_slot.stage).arrive();
 }
 
-// A warp of the loading group, where a mask is the same for all queries: zeros in the rows of V that it hides, of every tile
-// before the consumers take it. Ahead of them as the copies are, so that nobody waits for it.
+// A warp of the loading group, where a mask is the same for all queries: zeros in the rows of V that it hides, of every
+// tile before the consumers take it. Ahead of them as the copies are, so that nobody waits for it.
 template <class Traits, class Shape>
 NVRTC_ATTN_DEVICE void zero_hidden_values(HopperForwardParams const& params, ForwardBarriers<Shape> const& barriers,
                                           unsigned smem) {
