@@ -57,37 +57,58 @@ class Plan:
     indices: list[int]
     kernels: list[KernelConfig]
     drawn: int
-    used: collections.Counter[str] = field(default_factory=collections.Counter)
 
 
-def _kernels_of(seed: int, first: int, count: int, target: Target) -> tuple[list[KernelConfig], list[tuple[int, ...]]]:
+_OTHER_STRUCTURE = (-1,)
+
+
+def _kernels_of(
+    seed: int, first: int, count: int, target: Target, structures: frozenset[int]
+) -> tuple[list[KernelConfig], list[tuple[int, ...]]]:
     """The kernels of ``count`` problems: each once, and for each problem the numbers of its own."""
-    logging.disable(logging.WARNING)  # why a problem does not get a Hopper kernel
+    logging.getLogger("nvrtc_attn").setLevel(logging.ERROR)  # why a problem does not get a Hopper kernel
     numbers: dict[KernelConfig, int] = {}
     rows = []
     for index in range(first, first + count):
-        configs = fuzz_problems.kernel_configs(fuzz_problems.problem(seed, index), **target)
+        p = fuzz_problems.problem(seed, index)
+        if structures and p.structure not in structures:
+            rows.append(_OTHER_STRUCTURE)
+            continue
+        configs = fuzz_problems.kernel_configs(p, **target)
         rows.append(tuple(numbers.setdefault(config, len(numbers)) for config in configs))
     return list(numbers), rows
 
 
-def make_plan(seed: int, problems: int, max_kernels: int, target: Target, workers: int, first: int = 0) -> Plan:
-    """``problems`` indices from ``first`` on whose kernels are among the ``max_kernels`` that most problems use."""
+def make_plan(
+    seed: int,
+    problems: int,
+    max_kernels: int,
+    target: Target,
+    workers: int,
+    first: int = 0,
+    structures: frozenset[int] = frozenset(),
+) -> Plan:
+    """``problems`` indices from ``first`` on whose kernels are among the ``max_kernels`` that most problems use.
+
+    ``structures``: of these only, where some are named.
+    """
     numbers: dict[KernelConfig, int] = {}
     rows: list[tuple[int, ...]] = []
     pool: set[int] = set()
     indices: list[int] = []
+    share = 1.0
     chunk = 200 if problems > 2000 else 50
     sample = max(10 * chunk, min(problems, 10000))
     with _Pool(workers) as processes:
         while len(indices) < problems:
             wanted = sample if not rows else max(sample // 5, int(1.1 * (problems - len(indices)) / max(0.05, share)))
             starts = range(first + len(rows), first + len(rows) + wanted, chunk)
-            for configs, part in processes.map(_kernels_of, starts, seed=seed, count=chunk, target=target):
-                renumbered = [numbers.setdefault(config, len(numbers)) for config in configs]
+            for configs, part in processes.map(_kernels_of, starts, seed, chunk, target, structures):
+                renumbered = [*(numbers.setdefault(config, len(numbers)) for config in configs), -1]
                 rows += [tuple(renumbered[n] for n in row) for row in part]
             if not pool:
                 count = collections.Counter(itertools.chain.from_iterable(rows))
+                del count[-1]
                 pool = {n for n, _ in count.most_common(max_kernels)}
             indices = [first + at for at, row in enumerate(rows) if pool.issuperset(row)]
             share = len(indices) / len(rows)
@@ -103,10 +124,10 @@ class _Pool:
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(workers, mp_context=context) if workers > 1 else None
 
-    def map(self, function: Any, starts: Iterable[int], *, seed: int, count: int, target: Target) -> Iterable[Any]:
+    def map(self, function: Any, starts: Iterable[int], seed: int, *rest: Any) -> Iterable[Any]:
         if self._executor is None:
-            return (function(seed, start, count, target) for start in starts)
-        futures = [self._executor.submit(function, seed, start, count, target) for start in starts]
+            return (function(seed, start, *rest) for start in starts)
+        futures = [self._executor.submit(function, seed, start, *rest) for start in starts]
         return (future.result() for future in futures)
 
     def __enter__(self) -> _Pool:
@@ -120,7 +141,6 @@ class _Pool:
 def compile_all(kernels: Sequence[KernelConfig], workers: int) -> list[str]:
     """Compile what the cache lacks; the failures."""
     start, failed, fresh = time.perf_counter(), [], 0
-    logging.disable(logging.NOTSET)
     order = sorted(kernels, key=lambda c: (c.kernel not in precompile._SMALL, c.head_dim + c.head_dim_v), reverse=True)
     for done, report in enumerate(precompile.compile_configs(order, workers), 1):
         fresh += not report.cached
@@ -143,7 +163,7 @@ def _work(device: str, seed: int, indices: Sequence[int], counter: Any, stop: An
 
     import nvrtc_attn.plan
 
-    logging.disable(logging.WARNING)
+    logging.getLogger("nvrtc_attn").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     waiting: list[Any] = []
@@ -292,14 +312,17 @@ def summary(seed: int, indices: Sequence[int], outcome: Outcome) -> str:
     names = [", ".join(names[at : at + 6]) for at in range(0, len(names), 6)]
     kinds = collections.Counter(precompile.config_from_json(text).kernel for text in outcome.kernels)
     structures = len({fuzz_problems.problem(seed, index).structure for index in indices})
+    result = (
+        f"seed {seed}: {outcome.done} problems of {structures} structures, {len(outcome.kernels)} distinct kernels, "
+        f"{len(outcome.wrong)} wrong, {outcome.seconds:.0f} s"
+    )
     lines = [
         "features:",
         *names,
         "kernels: " + ", ".join(f"{kernel} {n}" for kernel, n in kinds.most_common()),
         f"judged by more than one sample of the yardstick: {len(outcome.appeals)}",
         *(failure(seed, index, lines) for index, lines in sorted(outcome.wrong.items())[:40]),
-        f"seed {seed}: {outcome.done} problems of {structures} structures, {len(outcome.kernels)} distinct kernels, "
-        f"{len(outcome.wrong)} wrong, {outcome.seconds:.0f} s",
+        result,
     ]
     return "\n".join(lines)
 
@@ -407,9 +430,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = options.seconds - (time.perf_counter() - start)
     outcome = run_campaign(options.seed, plan.indices, options.device, options.workers, left)
     say(summary(options.seed, plan.indices[: outcome.done], outcome))
-    say(
-        f"{time.perf_counter() - start:.0f} s in all, next --first {plan.indices[min(outcome.done, len(plan.indices)) - 1] + 1}"
-    )
+    following = plan.indices[min(outcome.done, len(plan.indices)) - 1] + 1
+    say(f"{time.perf_counter() - start:.0f} s in all; --first {following} goes on from here")
     return exit_code(outcome, options.problems)
 
 
