@@ -42,6 +42,8 @@ Target = dict[str, Any]
 H200: Target = {"arch": "sm_90", "num_sms": 132, "smem_limit": 227 << 10}
 CHUNK = 8
 """Problems that a worker takes, and waits for, at once."""
+STALLED_SECONDS = 180
+"""Without a word of any worker for so long, the campaign ends: a kernel hangs."""
 MAX_FAULTS = 20
 """Workers that are replaced, after faults of their GPU context, before the campaign gives up."""
 
@@ -112,6 +114,8 @@ def make_plan(
                 pool = {n for n, _ in count.most_common(max_kernels)}
             indices = [first + at for at, row in enumerate(rows) if pool.issuperset(row)]
             share = len(indices) / len(rows)
+            if len(indices) < problems and len(rows) > 40 * problems + 100_000:
+                raise SystemExit(f"{max_kernels} kernels serve {len(indices)} of {len(rows)} problems: allow more")
     indices = indices[:problems]
     used = set(itertools.chain.from_iterable(rows[index - first] for index in indices))
     return Plan(indices, [config for config, n in numbers.items() if n in used], len(rows))
@@ -156,8 +160,13 @@ def compile_all(kernels: Sequence[KernelConfig], workers: int) -> list[str]:
 # The workers
 
 
-def _work(device: str, seed: int, indices: Sequence[int], counter: Any, stop: Any, results: Any) -> None:
-    """Take problems until there are none; ``results`` gets ("done", n), ("wrong", index, lines), ("fault", indices)."""
+def _work(
+    slot: int, device: str, seed: int, indices: Sequence[int], counter: Any, stop: Any, at_work: Any, results: Any
+) -> None:
+    """Take problems until there are none, telling ``results`` what became of them.
+
+    Messages are ("done", number), ("wrong" or "appeal", index, lines), ("fault", indices, error), ("kernels", configs).
+    """
     import torch
     from fuzz_torch import judge
 
@@ -175,6 +184,7 @@ def _work(device: str, seed: int, indices: Sequence[int], counter: Any, stop: An
             chunk = [] if stop.is_set() else indices[at : at + CHUNK]
             issued: list[Any] = []
             current = -1
+            at_work[slot] = at
             try:
                 for current in chunk:
                     try:
@@ -225,24 +235,32 @@ def run_campaign(
     context = multiprocessing.get_context("spawn")
     results, stop = context.Queue(), context.Event()
     counter = context.Value("q", 0)
-    arguments = (device, seed, list(indices), counter, stop, results)
+    at_work = context.Array("q", workers + MAX_FAULTS)
+    arguments = (device, seed, list(indices), counter, stop, at_work, results)
     outcome, start, faults, suspects = Outcome(), time.perf_counter(), 0, list[int]()
 
-    def spawn() -> Any:
-        process = context.Process(target=_work, args=arguments, daemon=True)
+    def spawn(slot: int) -> Any:
+        process = context.Process(target=_work, args=(slot, *arguments), daemon=True)
         process.start()
         return process
 
-    processes = [spawn() for _ in range(workers)]
-    finished, told = 0, start
+    processes = [spawn(slot) for slot in range(workers)]
+    finished, told, heard = 0, start, start
     while finished < len(processes):
         try:
             kind, *facts = results.get(timeout=1)
+            heard = time.perf_counter()
         except queue.Empty:
             kind, facts = "", []
             dead = [p for p in processes if p.exitcode not in (None, 0, 3)]
             if dead and not any(p.is_alive() for p in processes):
                 outcome.wrong[-1] = [f"{len(dead)} worker processes died, exit codes {[p.exitcode for p in dead]}"]
+                break
+            if time.perf_counter() - heard > STALLED_SECONDS:
+                chunks = [list(indices[at : at + CHUNK]) for at in at_work[: len(processes)]]
+                outcome.wrong[-1] = [f"no worker has said anything for {STALLED_SECONDS} s; last they took {chunks}"]
+                for process in processes:
+                    process.kill()
                 break
         if kind == "done":
             outcome.done += facts[0]
@@ -259,7 +277,7 @@ def run_campaign(
             suspects += facts[0]
             say(f"FAULT of a worker at one of problems {facts[0]}: {facts[1]}")
             if faults <= MAX_FAULTS:
-                processes.append(spawn())
+                processes.append(spawn(len(processes)))
         now = time.perf_counter()
         if now - start > seconds and not stop.is_set():
             stop.set()
@@ -278,9 +296,12 @@ def run_campaign(
 
 def _replay_suspects(seed: int, suspects: Sequence[int], device: str, outcome: Outcome) -> None:
     """Which of the problems that a lost context had in flight break one again, each in a process of its own."""
-    for index in sorted(set(suspects))[:64]:
+    for index in sorted(set(suspects))[:32]:
         command = [sys.executable, str(HERE / "fuzz.py"), "--replay", f"{seed}:{index}", "--device", device]
-        code = subprocess.run(command, capture_output=True, timeout=300, check=False).returncode
+        try:
+            code = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
         if code:
             outcome.wrong[index] = ["breaks the GPU context, or is wrong, when it is run alone"]
             say(failure(seed, index, outcome.wrong[index]))
@@ -388,7 +409,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="begin at this index")
-    parser.add_argument("--kernels", type=int, default=1000, help="bound of the number of distinct kernels")
+    parser.add_argument("--kernels", type=int, default=800, help="bound of the number of distinct kernels")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--workers", type=int, default=min(12, cores), help="processes that share the GPU")
     parser.add_argument("--compilers", type=int, default=cores, help="processes that plan and compile")

@@ -158,8 +158,8 @@ def problem(seed: int, index: int) -> Problem:
     number = draw.between(0, STRUCTURES - 1)
     frame = structure(seed, number)
     fields = dict(frame.fields)
-    # One problem in 60 is large; the others take the GPU less than a millisecond or two.
-    scores = draw.log_between(2e6, 1.6e7) if draw.chance(1 / 60) else draw.log_between(256, 2e6)
+    # One problem in 50 is large; the others take the GPU a millisecond or two.
+    scores = draw.log_between(3e6, 1.6e7) if draw.chance(1 / 50) else draw.log_between(2e3, 3e6)
     heads_kv = draw.choose(1, 2, 3, 5, weights=(5, 3, 2, 1))
     if frame.group >= 4:
         heads_kv = min(heads_kv, 2)
@@ -208,12 +208,12 @@ def _window(draw: _Draw) -> int:
 
 
 def _length(draw: _Draw) -> int:
-    kind = draw.choose("log", "edge", "uniform", "empty", weights=(40, 40, 20, 1))
+    kind = draw.choose("log", "edge", "uniform", "empty", weights=(25, 45, 30, 1))
     if kind == "log":
         return min(MAX_LENGTH, int(draw.log_between(1, MAX_LENGTH + 1)))
     if kind == "edge":
         return draw.choose(16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048) + draw.between(-1, 1)
-    return draw.between(1, 300) if kind == "uniform" else 0
+    return draw.between(1, 700) if kind == "uniform" else 0
 
 
 def _shrink(length: int, other: int, scores: float) -> int:

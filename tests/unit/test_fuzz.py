@@ -202,7 +202,7 @@ def test_the_gpu_runner_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch
             assert bool(around.isnan())
             around.fill_(0)
         elif len(calls) > 1:
-            dv[0, 3, 0, 0] = dv[0, 3, 0, 0] * 1.001 + 1e-3
+            dv[0, 3, 0, 0] += 1
 
     assert fuzz_torch.judge(p, "cpu").lines("cpu") == []
     p = dataclasses.replace(p, case=dataclasses.replace(p.case, deterministic=True))
