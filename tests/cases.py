@@ -151,7 +151,7 @@ def make_arrays(case: Case, rng: np.random.Generator | None = None) -> dict[str,
 
 def make_mask(kind: str, u: Array) -> Array:
     """A bool mask of ``u``'s shape from uniform numbers ``u`` in [0, 1), array of NumPy or tensor of torch alike."""
-    b, h, m, n = u.shape
+    m, n = u.shape[2:]
     if kind == "random":
         return u < 0.75
     if kind in ("padding", "left_padding"):  # as many keys as the first number of the row's batch entry and head says
@@ -159,8 +159,8 @@ def make_mask(kind: str, u: Array) -> Array:
         return flags if kind == "padding" else flags[..., ::-1] if isinstance(flags, np.ndarray) else flags.flip(3)
     if kind == "blocks":  # blocks of 32 rows and 64 keys, half of them hidden
         part = u[:, :, ::32, ::64] < 0.5
-        i, j = (np.arange(size) // step for size, step in ((m, 32), (n, 64)))
-        return part[:, :, i][..., j]
+        repeat = np.repeat if isinstance(u, np.ndarray) else type(u).repeat_interleave
+        return repeat(repeat(part, 32, 2), 64, 3)[:, :, :m, :n]
     if kind == "bands":  # rows of one length and distance each, as sparse attention has them
         return ((u * 0 + 1).cumsum(3) + 3 * (u * 0 + 1).cumsum(2)) % 7 < 4
     if kind == "full":
@@ -284,7 +284,8 @@ def attention_dense(
 
     With a ``precision`` below float64 every intermediate result is rounded to it (products and softmax accumulate in
     float32), which is the same math as a framework does it in that precision. With ``dither`` numbers are rounded on
-    grids that are shifted at random, one for each number: another sample of the rounding errors of the same math.
+    grids that are shifted at random, one for each number, and products are summed in another order: another sample of
+    the rounding errors of the same math.
     """
     exact = precision == "float64"
     work = np.float64 if exact else np.float32
@@ -294,6 +295,12 @@ def attention_dense(
             grid = dither.uniform(1, 2, x.shape)
             return (round_to(x * grid, precision).astype(np.float64) / grid).astype(work)
         return x if exact else round_to(x, precision).astype(work)
+
+    def product(x: Array, y: Array) -> Array:
+        if dither is None:
+            return x @ y
+        first = dither.random(x.shape[-1]) < 0.5
+        return (x * first) @ y + (x * ~first) @ y
 
     shape = shapes(case)
     results: dict[str, Array] = {
@@ -307,7 +314,7 @@ def attention_dense(
         num_rows, num_keys = q.shape[1], k.shape[1]
         scale = work(case.head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale)
 
-        s = rnd(rnd(q @ k.swapaxes(1, 2)) * scale)
+        s = rnd(rnd(product(q, k.swapaxes(1, 2))) * scale)
         slope: Array | float = 1.0
         if case.softcap:
             t = np.tanh(s / work(case.softcap))
@@ -325,11 +332,11 @@ def attention_dense(
         p = rnd(np.divide(e, total, out=np.zeros_like(e), where=seen))
         z = _dropout_weights(case, sequence, num_rows, num_keys).astype(work)
         p_dropped = rnd(p * z)
-        results["out"][batch, rows] = rnd(p_dropped @ v).swapaxes(0, 1)
+        results["out"][batch, rows] = rnd(product(p_dropped, v)).swapaxes(0, 1)
         lse = np.log(total, out=np.full_like(total, -np.inf), where=seen) + np.where(seen, top, 0)
         results["lse"][batch, :, rows] = lse[..., 0]
 
-        dp = rnd(rnd(dout @ v.swapaxes(1, 2)) * z)
+        dp = rnd(rnd(product(dout, v.swapaxes(1, 2))) * z)
         # rowsum(P * dP) by way of the stored output, as every fused kernel has it: exact in float64, rounded below.
         inner = (dout * results["out"][batch, rows].swapaxes(0, 1)).sum(-1, keepdims=True)
         if "dlse" in arrays:
@@ -339,9 +346,9 @@ def attention_dense(
             part = results["dbias"][batch if results["dbias"].shape[0] > 1 else 0]
             part += ds.sum(tuple(axis for axis, size in enumerate(part.shape) if size == 1), keepdims=True)
         ds = rnd(ds * slope)
-        results["dq"][batch, rows] = rnd(rnd(ds @ k) * scale).swapaxes(0, 1)
+        results["dq"][batch, rows] = rnd(rnd(product(ds, k)) * scale).swapaxes(0, 1)
         for name, weights, x in (("dk", ds, q * scale), ("dv", p_dropped, dout)):
-            per_head = rnd(weights.swapaxes(1, 2) @ x)
+            per_head = rnd(product(weights.swapaxes(1, 2), x))
             summed = per_head.reshape(case.num_heads_kv, group, *per_head.shape[1:]).sum(1)
             results[name][batch, keys] = rnd(summed).swapaxes(0, 1)
     if "dbias" in results:

@@ -42,6 +42,8 @@ Target = dict[str, Any]
 H200: Target = {"arch": "sm_90", "num_sms": 132, "smem_limit": 227 << 10}
 CHUNK = 8
 """Problems that a worker takes, and waits for, at once."""
+STALLED_SECONDS = 180
+"""Without a word of any worker for so long, the campaign ends: a kernel hangs."""
 MAX_FAULTS = 20
 """Workers that are replaced, after faults of their GPU context, before the campaign gives up."""
 
@@ -57,40 +59,63 @@ class Plan:
     indices: list[int]
     kernels: list[KernelConfig]
     drawn: int
-    used: collections.Counter[str] = field(default_factory=collections.Counter)
 
 
-def _kernels_of(seed: int, first: int, count: int, target: Target) -> tuple[list[KernelConfig], list[tuple[int, ...]]]:
+_OTHER_STRUCTURE = (-1,)
+
+
+def _kernels_of(
+    seed: int, first: int, count: int, target: Target, structures: frozenset[int]
+) -> tuple[list[KernelConfig], list[tuple[int, ...]]]:
     """The kernels of ``count`` problems: each once, and for each problem the numbers of its own."""
-    logging.disable(logging.WARNING)  # why a problem does not get a Hopper kernel
+    logging.getLogger("nvrtc_attn").setLevel(logging.ERROR)  # why a problem does not get a Hopper kernel
     numbers: dict[KernelConfig, int] = {}
     rows = []
     for index in range(first, first + count):
-        configs = fuzz_problems.kernel_configs(fuzz_problems.problem(seed, index), **target)
+        p = fuzz_problems.problem(seed, index)
+        if structures and p.structure not in structures:
+            rows.append(_OTHER_STRUCTURE)
+            continue
+        configs = fuzz_problems.kernel_configs(p, **target)
         rows.append(tuple(numbers.setdefault(config, len(numbers)) for config in configs))
     return list(numbers), rows
 
 
-def make_plan(seed: int, problems: int, max_kernels: int, target: Target, workers: int, first: int = 0) -> Plan:
-    """``problems`` indices from ``first`` on whose kernels are among the ``max_kernels`` that most problems use."""
+def make_plan(
+    seed: int,
+    problems: int,
+    max_kernels: int,
+    target: Target,
+    workers: int,
+    first: int = 0,
+    structures: frozenset[int] = frozenset(),
+) -> Plan:
+    """``problems`` indices from ``first`` on whose kernels are among the ``max_kernels`` that most problems use.
+
+    ``structures``: of these only, where some are named.
+    """
     numbers: dict[KernelConfig, int] = {}
     rows: list[tuple[int, ...]] = []
     pool: set[int] = set()
     indices: list[int] = []
+    share = 1.0
     chunk = 200 if problems > 2000 else 50
     sample = max(10 * chunk, min(problems, 10000))
     with _Pool(workers) as processes:
         while len(indices) < problems:
             wanted = sample if not rows else max(sample // 5, int(1.1 * (problems - len(indices)) / max(0.05, share)))
             starts = range(first + len(rows), first + len(rows) + wanted, chunk)
-            for configs, part in processes.map(_kernels_of, starts, seed=seed, count=chunk, target=target):
-                renumbered = [numbers.setdefault(config, len(numbers)) for config in configs]
+            for configs, part in processes.map(_kernels_of, starts, seed, chunk, target, structures):
+                renumbered = [*(numbers.setdefault(config, len(numbers)) for config in configs), -1]
                 rows += [tuple(renumbered[n] for n in row) for row in part]
             if not pool:
                 count = collections.Counter(itertools.chain.from_iterable(rows))
+                del count[-1]
                 pool = {n for n, _ in count.most_common(max_kernels)}
             indices = [first + at for at, row in enumerate(rows) if pool.issuperset(row)]
             share = len(indices) / len(rows)
+            if len(indices) < problems and len(rows) > 40 * problems + 100_000:
+                raise SystemExit(f"{max_kernels} kernels serve {len(indices)} of {len(rows)} problems: allow more")
     indices = indices[:problems]
     used = set(itertools.chain.from_iterable(rows[index - first] for index in indices))
     return Plan(indices, [config for config, n in numbers.items() if n in used], len(rows))
@@ -103,10 +128,10 @@ class _Pool:
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(workers, mp_context=context) if workers > 1 else None
 
-    def map(self, function: Any, starts: Iterable[int], *, seed: int, count: int, target: Target) -> Iterable[Any]:
+    def map(self, function: Any, starts: Iterable[int], seed: int, *rest: Any) -> Iterable[Any]:
         if self._executor is None:
-            return (function(seed, start, count, target) for start in starts)
-        futures = [self._executor.submit(function, seed, start, count, target) for start in starts]
+            return (function(seed, start, *rest) for start in starts)
+        futures = [self._executor.submit(function, seed, start, *rest) for start in starts]
         return (future.result() for future in futures)
 
     def __enter__(self) -> _Pool:
@@ -120,7 +145,6 @@ class _Pool:
 def compile_all(kernels: Sequence[KernelConfig], workers: int) -> list[str]:
     """Compile what the cache lacks; the failures."""
     start, failed, fresh = time.perf_counter(), [], 0
-    logging.disable(logging.NOTSET)
     order = sorted(kernels, key=lambda c: (c.kernel not in precompile._SMALL, c.head_dim + c.head_dim_v), reverse=True)
     for done, report in enumerate(precompile.compile_configs(order, workers), 1):
         fresh += not report.cached
@@ -136,14 +160,19 @@ def compile_all(kernels: Sequence[KernelConfig], workers: int) -> list[str]:
 # The workers
 
 
-def _work(device: str, seed: int, indices: Sequence[int], counter: Any, stop: Any, results: Any) -> None:
-    """Take problems until there are none; ``results`` gets ("done", n), ("wrong", index, lines), ("fault", indices)."""
+def _work(
+    slot: int, device: str, seed: int, indices: Sequence[int], counter: Any, stop: Any, at_work: Any, results: Any
+) -> None:
+    """Take problems until there are none, telling ``results`` what became of them.
+
+    Messages are ("done", number), ("wrong" or "appeal", index, lines), ("fault", indices, error), ("kernels", configs).
+    """
     import torch
     from fuzz_torch import judge
 
     import nvrtc_attn.plan
 
-    logging.disable(logging.WARNING)
+    logging.getLogger("nvrtc_attn").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     waiting: list[Any] = []
@@ -155,6 +184,7 @@ def _work(device: str, seed: int, indices: Sequence[int], counter: Any, stop: An
             chunk = [] if stop.is_set() else indices[at : at + CHUNK]
             issued: list[Any] = []
             current = -1
+            at_work[slot] = at
             try:
                 for current in chunk:
                     try:
@@ -205,24 +235,32 @@ def run_campaign(
     context = multiprocessing.get_context("spawn")
     results, stop = context.Queue(), context.Event()
     counter = context.Value("q", 0)
-    arguments = (device, seed, list(indices), counter, stop, results)
+    at_work = context.Array("q", workers + MAX_FAULTS)
+    arguments = (device, seed, list(indices), counter, stop, at_work, results)
     outcome, start, faults, suspects = Outcome(), time.perf_counter(), 0, list[int]()
 
-    def spawn() -> Any:
-        process = context.Process(target=_work, args=arguments, daemon=True)
+    def spawn(slot: int) -> Any:
+        process = context.Process(target=_work, args=(slot, *arguments), daemon=True)
         process.start()
         return process
 
-    processes = [spawn() for _ in range(workers)]
-    finished, told = 0, start
+    processes = [spawn(slot) for slot in range(workers)]
+    finished, told, heard = 0, start, start
     while finished < len(processes):
         try:
             kind, *facts = results.get(timeout=1)
+            heard = time.perf_counter()
         except queue.Empty:
             kind, facts = "", []
             dead = [p for p in processes if p.exitcode not in (None, 0, 3)]
             if dead and not any(p.is_alive() for p in processes):
                 outcome.wrong[-1] = [f"{len(dead)} worker processes died, exit codes {[p.exitcode for p in dead]}"]
+                break
+            if time.perf_counter() - heard > STALLED_SECONDS:
+                chunks = [list(indices[at : at + CHUNK]) for at in at_work[: len(processes)]]
+                outcome.wrong[-1] = [f"no worker has said anything for {STALLED_SECONDS} s; last they took {chunks}"]
+                for process in processes:
+                    process.kill()
                 break
         if kind == "done":
             outcome.done += facts[0]
@@ -239,7 +277,7 @@ def run_campaign(
             suspects += facts[0]
             say(f"FAULT of a worker at one of problems {facts[0]}: {facts[1]}")
             if faults <= MAX_FAULTS:
-                processes.append(spawn())
+                processes.append(spawn(len(processes)))
         now = time.perf_counter()
         if now - start > seconds and not stop.is_set():
             stop.set()
@@ -258,9 +296,12 @@ def run_campaign(
 
 def _replay_suspects(seed: int, suspects: Sequence[int], device: str, outcome: Outcome) -> None:
     """Which of the problems that a lost context had in flight break one again, each in a process of its own."""
-    for index in sorted(set(suspects))[:64]:
+    for index in sorted(set(suspects))[:32]:
         command = [sys.executable, str(HERE / "fuzz.py"), "--replay", f"{seed}:{index}", "--device", device]
-        code = subprocess.run(command, capture_output=True, timeout=300, check=False).returncode
+        try:
+            code = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
         if code:
             outcome.wrong[index] = ["breaks the GPU context, or is wrong, when it is run alone"]
             say(failure(seed, index, outcome.wrong[index]))
@@ -292,14 +333,17 @@ def summary(seed: int, indices: Sequence[int], outcome: Outcome) -> str:
     names = [", ".join(names[at : at + 6]) for at in range(0, len(names), 6)]
     kinds = collections.Counter(precompile.config_from_json(text).kernel for text in outcome.kernels)
     structures = len({fuzz_problems.problem(seed, index).structure for index in indices})
+    result = (
+        f"seed {seed}: {outcome.done} problems of {structures} structures, {len(outcome.kernels)} distinct kernels, "
+        f"{len(outcome.wrong)} wrong, {outcome.seconds:.0f} s"
+    )
     lines = [
         "features:",
         *names,
         "kernels: " + ", ".join(f"{kernel} {n}" for kernel, n in kinds.most_common()),
         f"judged by more than one sample of the yardstick: {len(outcome.appeals)}",
         *(failure(seed, index, lines) for index, lines in sorted(outcome.wrong.items())[:40]),
-        f"seed {seed}: {outcome.done} problems of {structures} structures, {len(outcome.kernels)} distinct kernels, "
-        f"{len(outcome.wrong)} wrong, {outcome.seconds:.0f} s",
+        result,
     ]
     return "\n".join(lines)
 
@@ -365,7 +409,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="begin at this index")
-    parser.add_argument("--kernels", type=int, default=1000, help="bound of the number of distinct kernels")
+    parser.add_argument("--kernels", type=int, default=800, help="bound of the number of distinct kernels")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--workers", type=int, default=min(12, cores), help="processes that share the GPU")
     parser.add_argument("--compilers", type=int, default=cores, help="processes that plan and compile")
@@ -407,9 +451,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = options.seconds - (time.perf_counter() - start)
     outcome = run_campaign(options.seed, plan.indices, options.device, options.workers, left)
     say(summary(options.seed, plan.indices[: outcome.done], outcome))
-    say(
-        f"{time.perf_counter() - start:.0f} s in all, next --first {plan.indices[min(outcome.done, len(plan.indices)) - 1] + 1}"
-    )
+    following = plan.indices[min(outcome.done, len(plan.indices)) - 1] + 1
+    say(f"{time.perf_counter() - start:.0f} s in all; --first {following} goes on from here")
     return exit_code(outcome, options.problems)
 
 

@@ -1,0 +1,224 @@
+"""The fuzz campaign: its reference is right, it finds what is wrong, and a slice of it on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cases
+import fuzz
+import fuzz_numpy
+import fuzz_problems
+import numpy as np
+import pytest
+
+from nvrtc_attn import philox, reference
+
+SEED = 12
+DRAWN = [fuzz_problems.problem(SEED, index) for index in range(2500)]
+SMALL = [p for p in DRAWN if p.scores <= 20_000]
+
+
+@pytest.mark.parametrize("feature", fuzz_problems.FEATURES)
+def test_the_campaign_covers_the_feature(feature: str) -> None:
+    assert sum(map(fuzz_problems.FEATURES[feature], DRAWN)) >= 5
+
+
+def test_problems_replay_and_reach_every_size() -> None:
+    assert fuzz_problems.problem(SEED, 77) == DRAWN[77]
+    assert fuzz_problems.problem(SEED + 1, 77) != DRAWN[77]
+    assert "--replay 12:77" in fuzz.failure(SEED, 77, ["out: wrong"])
+    assert "\n" not in fuzz.failure(SEED, 77, ["several\nlines"])
+    dims = {d for p in DRAWN for d in (p.case.head_dim, p.case.head_dim_v)}
+    assert min(dims) <= 8
+    assert max(dims) >= 480
+    lengths = {n for p in DRAWN for n in (p.case.seqlen_q, p.case.seqlen_k)}
+    assert 0 in lengths
+    assert max(lengths) > 2500
+    assert len(lengths) > 300
+    assert {(n - 1, n, n + 1) for n in (64, 128, 256)} <= {
+        (n - 1, n, n + 1) for n in lengths if {n - 1, n + 1} <= lengths
+    }
+    assert max(p.scores for p in DRAWN) <= 20_000_000
+    assert {p.case.bias for p in DRAWN} >= set(cases.BIAS_SHAPES)
+
+
+def test_kernels_are_known_without_a_gpu() -> None:
+    plan = fuzz.make_plan(SEED, 60, 150, fuzz.H200, workers=1)
+    assert len(plan.indices) == 60
+    assert len(plan.kernels) <= 150
+    drawn = [fuzz_problems.problem(SEED, index) for index in plan.indices]
+    needed = {config for p in drawn for config in fuzz_problems.kernel_configs(p, **fuzz.H200)}
+    assert needed == set(plan.kernels)
+    few = fuzz.make_plan(SEED, 20, 40, fuzz.H200, workers=1, first=500, structures=frozenset((2, 5)))
+    assert min(few.indices) >= 500
+    assert {fuzz_problems.problem(SEED, index).structure for index in few.indices} == {2, 5}
+    assert {"forward_portable", "forward_hopper", "backward_portable"} <= {config.kernel for config in needed}
+
+
+def test_a_slice_on_the_cpu() -> None:
+    outcome, indices = fuzz.cpu_campaign(SEED, 0, 200, 4_000)
+    assert outcome.done == len(indices) == 200
+    assert not outcome.wrong
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dbias"])
+def test_a_wrong_result_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    p = next(
+        p for p in SMALL if p.want_dbias and p.case.seqlen_q > 20 and p.case.seqlen_k > 20 and p.case.bias[3] == "k"
+    )
+    assert fuzz_numpy.check(p) == []
+    position = {"out": 0, "lse": 1, "dq": 0, "dk": 1, "dv": 2, "dbias": 3}[name]
+    function = "attention_forward" if name in ("out", "lse") else "attention_backward"
+    right = getattr(reference, function)
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        results = list(right(*args, **options))
+        bad = results[position].copy()
+        at = np.unravel_index(np.argmax(np.where(np.isfinite(bad), np.abs(bad), 0)), bad.shape)
+        bad[at] *= 1.25
+        results[position] = bad
+        return tuple(results)
+
+    monkeypatch.setattr(reference, function, wrong)
+    monkeypatch.setattr(fuzz_problems, "problem", lambda seed, index: p)
+    outcome, _ = fuzz.cpu_campaign(p.seed, p.index, 1, 10**9)
+    (lines,) = outcome.wrong.values()
+    assert any(line.startswith(f"{name}:") for line in lines)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"WRONG python tests/fuzz.py --cpu --replay {p.seed}:{p.index} | ")
+    assert fuzz.exit_code(outcome, 1) == 1
+
+
+def test_a_missing_element_and_an_unwritten_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = next(p for p in SMALL if p.case.varlen and p.case.tail[0] and p.outside_nan)
+    assert fuzz_numpy.check(p) == []
+    found = fuzz_numpy.run(fuzz_numpy.on_cpu(p), fuzz_numpy.make_arrays(p))
+    assert not any(np.isnan(x).any() for x in found.values())
+    monkeypatch.setattr(fuzz_numpy, "poison_outside", lambda p, arrays: arrays)
+    monkeypatch.setattr(fuzz_numpy.nvrtc_attn, "attention_backward", lambda *args, **options: None)
+    lines = fuzz_numpy.check(p)
+    assert {line.split(":")[0] for line in lines} >= {"dq", "dk", "dv"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reference in torch
+
+
+def _torch() -> Any:
+    pytest.importorskip("torch", reason="torch is not installed: it is what the reference on the GPU is written in")
+    import fuzz_torch
+
+    fuzz_torch.torch.set_num_threads(1)  # as the workers of a campaign
+    return fuzz_torch
+
+
+@pytest.mark.parametrize("start", [0, 3, 2**34 - 5, 2**62 + 1, 2**64 - 9])
+@pytest.mark.parametrize("seed", [0, 1234, 2**64 - 1, 2**63 + 5])
+def test_philox_in_torch(seed: int, start: int) -> None:
+    words = _torch().philox_words(seed, start, 103, "cpu").numpy()
+    assert np.array_equal(words, philox.words(seed, start, 103).astype(np.int64))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_torch_reference_agrees_with_the_oracle(part: int) -> None:
+    fuzz_torch = _torch()
+    compared = 0
+    for p in SMALL[part:80:4]:
+        case = p.case
+        run = fuzz_torch.Run(dataclasses.replace(p, outside_nan=False), "cpu")
+        exact, (low,) = fuzz_torch.references(run)
+        arrays = {name: x.double().numpy() for name, x in run.inputs.items() if name != "mask"}
+        if case.mask is not None:
+            arrays["mask"] = run.inputs["mask"].numpy()
+        for precision, results in (("float64", exact), (case.dtype, low)):
+            expected = cases.attention_dense(case, arrays, precision)
+            assert results.keys() == expected.keys()
+            for name, x in expected.items():
+                value = results[name].double().numpy()
+                assert value.shape == x.shape
+                if precision == "float64":
+                    np.testing.assert_allclose(value, x, rtol=1e-9, atol=1e-11, err_msg=f"{name} of {p}")
+        # Samples of the same rounding errors: none is much larger than the other.
+        inputs = cases.cast_inputs(case, arrays, np.float32)
+        for name, x in cases.attention_low_precision(case, inputs).items():
+            if name == "lse" or x.size < 500 or case.dtype == "float32":
+                continue
+            truth = exact[name].numpy()
+            ours, theirs = (np.sqrt(np.mean((y - truth) ** 2)) for y in (low[name].double().numpy(), x))
+            assert theirs / 1.5 - 1e-7 <= ours <= 1.5 * theirs + 1e-7, (name, p)
+            compared += 1
+    assert compared > 5
+
+
+def test_mask_kinds_agree() -> None:
+    torch = pytest.importorskip("torch")
+    u = np.random.default_rng(0).random((2, 3, 70, 150), np.float32)
+    for kind in cases.MASK_KINDS:
+        for shape in ((2, 3, 70, 150), (1, 3, 1, 150), (2, 1, 70, 1), (1, 1, 0, 5)):
+            part = np.ascontiguousarray(u[tuple(slice(0, n) for n in shape)])
+            mask = cases.make_mask(kind, part)
+            assert mask.shape == shape
+            assert mask.dtype == np.bool_
+            assert np.array_equal(mask, cases.make_mask(kind, torch.from_numpy(part)).numpy()), kind
+    assert cases.make_mask("full", u).all()
+    assert not cases.make_mask("empty", u).any()
+    rows = cases.make_mask("padding", u)[0, 0]
+    assert (np.diff(rows.astype(int), axis=1) <= 0).all()
+    assert (rows == rows[:1]).all()
+    with pytest.raises(ValueError, match="mask_kind: got 'diagonal'"):
+        cases.make_mask("diagonal", u)
+
+
+def test_the_gpu_runner_on_the_cpu() -> None:
+    """All of `fuzz_torch.judge` but the kernels and their workspace."""
+    fuzz_torch = _torch()
+    seen = set()
+    for p in SMALL[600:640]:
+        assert fuzz_torch.judge(p, "cpu").lines("cpu", appeal=True) == [], p
+        seen |= {name for name, holds in fuzz_problems.FEATURES.items() if holds(p)}
+    assert seen >= {"bias gradient", "mask", "dropout", "varlen NaN outside", "seqused_k", "dlse", "layout packed"}
+
+
+@pytest.mark.parametrize("fault", ["value", "unwritten", "outside", "unrepeatable"])
+def test_the_gpu_runner_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fuzz_torch = _torch()
+    p = next(p for p in SMALL if p.want_dbias and p.case.layout == "packed" and p.case.seqlen_q > 20)
+    p = dataclasses.replace(p, repeat=fault == "unrepeatable")
+    right, calls = fuzz_torch.nvrtc_attn.attention_backward, []
+
+    def wrong(*args: Any, **options: Any) -> None:
+        right(*args, **options)
+        calls.append(args)
+        dv = args[8]
+        if fault == "value":
+            dv[0, 3, 0, 0] += 0.25
+        elif fault == "unwritten":
+            dv[0, 3, 0, 0] = float("nan")
+        elif fault == "outside":
+            around = dv.as_strided((1,), (1,), dv.storage_offset() + dv.stride(1) - 1)
+            assert bool(around.isnan())
+            around.fill_(0)
+        elif len(calls) > 1:
+            dv[0, 3, 0, 0] += 1
+
+    assert fuzz_torch.judge(p, "cpu").lines("cpu") == []
+    p = dataclasses.replace(p, case=dataclasses.replace(p.case, deterministic=True))
+    monkeypatch.setattr(fuzz_torch.nvrtc_attn, "attention_backward", wrong)
+    verdict = fuzz_torch.judge(p, "cpu")
+    lines = verdict.lines("cpu", appeal=False)
+    assert len(lines) == 1
+    assert lines[0].startswith({"outside": "1 elements around", "unrepeatable": "two runs"}.get(fault, "dv: max error"))
+    calls.clear()
+    assert verdict.lines("cpu")[0][:12] == lines[0][:12]
+
+
+def test_the_command_in_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    _torch()
+    command = ["--device", "cpu", "--problems", "12", "--kernels", "400", "--compilers", "1", "--workers", "2"]
+    assert fuzz.main([*command, "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "12 problems of" in out
+    assert ", 0 wrong, " in out
