@@ -175,8 +175,9 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
         reads_scores = features.bias is not None or features.mask
         if dim_v <= 64 and dim <= 64 and not (reads_scores or features.softcap or features.prescale):
             # D 64, B4 S4096 H32: 351 TFLOP/s; 128 x 64: 331 with 3 blocks, 320 with 2; 256 x 128 with 8 warps: 318.
-            # D 40 (float16): 232; 128 x 64: 203. With softcap or a bias 128 columns spill.
-            yield Tile(block_m=128, block_n=128, num_warps=4, min_blocks_per_sm=2)
+            # D 40 (float16): 232; 128 x 64: 203. With softcap or a bias 128 columns spill, for 12.x with a band, too.
+            block_n = 96 if features.band and config.arch in ("sm_120", "sm_121") else 128
+            yield Tile(block_m=128, block_n=block_n, num_warps=4, min_blocks_per_sm=2)
         elif dim_v <= 64 or (dim_v <= 128 and not reads_scores):
             # D 128, B4 S4096 H16: 409 TFLOP/s; 2 stages: 396; 128 x 32: 343; 64 x 64: 315; 128 x 128 with 8 warps: 320,
             # 256 x 64 with 8 warps: 379. D 80: 305, 128 x 128: 288. D 192 and 128: 339, 64 x 64: 266.

@@ -41,7 +41,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def problem(head_dims: tuple[int, int], dtype: str = "bfloat16", seqlen: int = 4096, **changes: Any) -> AttentionProblem:
+def problem(
+    head_dims: tuple[int, int], dtype: str = "bfloat16", seqlen: int = 4096, **changes: Any
+) -> AttentionProblem:
     """B 4, H 16, dense."""
     d, dv = head_dims
     batch = 1 if changes.get("varlen") else 4
@@ -104,8 +106,8 @@ def test_16_bit_types(arch: str, features: str) -> None:
 @pytest.mark.parametrize("features", ["dense", "causal", "dropout", "mask", "varlen"])
 @pytest.mark.parametrize("arch", SMALL + LARGE)
 def test_float32_where_shared_memory_allows(arch: str, features: str) -> None:
-    """A backward tile of 32 x 64 ends at head dim 104 in 99 KB and at 192 in 163; smaller ones have fewer warps."""
-    forward, backward = (192, 104) if arch in SMALL else (256, 192)
+    """A backward tile for 8 warps ends at head dim 104 in 99 KB, and in 163 at 160, from where it spills."""
+    forward, backward = (192, 104) if arch in SMALL else (256, 160)
     for head_dim in range(32, 257, 8):
         what = problem((head_dim, head_dim), "float32", **FEATURES[features])
         if head_dim <= forward:
@@ -146,7 +148,7 @@ COMPILED: list[tuple[str, str, tuple[int, int], str, str]] = [
     *((arch, "both", (d, d), "bfloat16", "causal") for arch in ("sm_80", "sm_89", "sm_120") for d in (64, 128, 256)),
     *((arch, "both", (192, 128), "bfloat16", "causal") for arch in ("sm_80", "sm_120")),
     ("sm_80", "backward", (256, 256), "bfloat16", "deterministic"),
-    ("sm_80", "both", (160, 160), "float32", "causal"),
+    ("sm_80", "backward", (160, 160), "float32", "causal"),
     *((arch, "both", (192, 192), "float16", "causal") for arch in ("sm_89", "sm_120")),
 ]
 
