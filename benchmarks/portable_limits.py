@@ -2,14 +2,14 @@
 
     python benchmarks/portable_limits.py [--limit 99,163] [--pass fwd,bwd,det] [--head-dim 64,128] [--quick]
 
-Compute capability 8.6, 8.9 and 12.x have 99 KB of shared memory per block and 100 KB per multiprocessor, 8.0 and 8.7 163
-and 164. Each launch asks for as much shared memory as leaves room on a multiprocessor of this GPU for exactly the blocks
-that fit there, so that no tile gains from memory that it would not have. What differs still: clock, memory and the rate
-of the matrix units, which are two to four times slower beside shared memory on 8.6, 8.9 and 12.x than on an H100.
+Compute capability 8.6, 8.9 and 12.x have 99 KB of shared memory per block and 100 KB per multiprocessor, 8.0 and 8.7
+163 and 164. Each launch asks for as much shared memory as leaves room on a multiprocessor of this GPU for exactly the
+blocks that fit there, so that no tile gains from memory that it would not have. What differs still: clocks, memory, and
+matrix units that are two to four times slower beside shared memory on 8.6, 8.9 and 12.x than on an H100.
 
-The first tile of a cell is ``before``: what was chosen while nothing asked for 8 warps a multiprocessor. ``ratio`` is its
-time over the tile's, above 1 is faster than it. ``error`` is the largest of the outputs' relative errors against float64,
-of a problem of the same kernels whose length no tile divides. ``chosen`` marks what the tables choose now.
+The first tile of a cell is ``before``: what was chosen while nothing asked for 8 warps a multiprocessor. ``ratio`` is
+its time over the tile's, above 1 is faster than it. ``error`` is the largest of the outputs' relative errors against
+float64, of a problem of the same kernels whose length no tile divides. ``chosen`` marks what the tables choose now.
 """
 
 from __future__ import annotations
@@ -82,11 +82,55 @@ class Cell:
 
 
 CELLS = (
-    Cell(99, "bwd", (64, 64), (b(64, 128, 4, 1, 2, 2, 2), b(64, 128, 4, 2, 4, 2, 2), b(64, 128, 4, 1, 2, blocks=2, keep_v=True), b(32, 128, 4, 1, 2, blocks=2), b(64, 64, 4, 1, 2, blocks=2), b(64, 128, 8, 1, 4, 2, 2, keep_v=True))),
-    Cell(99, "bwd", (80, 80), (b(64, 64, 2, 2, 2, 2), b(64, 128, 4, 2, 2), b(64, 64, 2, 4, 2, 2), b(64, 128, 8, 1, 2, 2, keep_v=True))),
-    Cell(99, "bwd", (128, 128), (b(64, 64, 2, 2, 2, 2), b(64, 64, 2, 4, 2, 2), b(64, 64, 4, 2, 2, 2), b(32, 128, 4, 2, 2), b(64, 128, 8, 1, 2, 2, keep_v=True), b(64, 64, 2, 4, 2, 2, 2, keep_v=True))),
-    Cell(99, "bwd", (192, 192), (b(32, 32, 2, 2, 2), b(64, 64, 4, 2, 2, keep_v=True), b(32, 64, 4, 2, 2, 2), b(64, 32, 2, 4, 2))),
-    Cell(99, "bwd", (256, 256), (b(32, 32, 2, 2, 2), b(32, 64, 4, 2, 2, 2, keep_v=True), b(32, 64, 4, 2, 2, keep_v=True), b(64, 32, 2, 4, 2, keep_v=True))),
+    Cell(
+        99,
+        "bwd",
+        (64, 64),
+        (
+            b(64, 128, 4, 1, 2, 2, 2),
+            b(64, 128, 4, 2, 4, 2, 2),
+            b(64, 128, 4, 1, 2, blocks=2, keep_v=True),
+            b(32, 128, 4, 1, 2, blocks=2),
+            b(64, 64, 4, 1, 2, blocks=2),
+            b(64, 128, 8, 1, 4, 2, 2, keep_v=True),
+        ),
+    ),
+    Cell(
+        99,
+        "bwd",
+        (80, 80),
+        (b(64, 64, 2, 2, 2, 2), b(64, 128, 4, 2, 2), b(64, 64, 2, 4, 2, 2), b(64, 128, 8, 1, 2, 2, keep_v=True)),
+    ),
+    Cell(
+        99,
+        "bwd",
+        (128, 128),
+        (
+            b(64, 64, 2, 2, 2, 2),
+            b(64, 64, 2, 4, 2, 2),
+            b(64, 64, 4, 2, 2, 2),
+            b(32, 128, 4, 2, 2),
+            b(64, 128, 8, 1, 2, 2, keep_v=True),
+            b(64, 64, 2, 4, 2, 2, 2, keep_v=True),
+        ),
+    ),
+    Cell(
+        99,
+        "bwd",
+        (192, 192),
+        (b(32, 32, 2, 2, 2), b(64, 64, 4, 2, 2, keep_v=True), b(32, 64, 4, 2, 2, 2), b(64, 32, 2, 4, 2)),
+    ),
+    Cell(
+        99,
+        "bwd",
+        (256, 256),
+        (
+            b(32, 32, 2, 2, 2),
+            b(32, 64, 4, 2, 2, 2, keep_v=True),
+            b(32, 64, 4, 2, 2, keep_v=True),
+            b(64, 32, 2, 4, 2, keep_v=True),
+        ),
+    ),
     Cell(99, "fwd", (128, 128), (f(128, 32, 4, 2), f(64, 64, 4, 2), f(128, 64, 8), f(128, 96, 8))),
     Cell(99, "fwd", (160, 160), (f(128, 32, 4), f(128, 64, 8), f(64, 32, 4, 2), f(128, 32, 8))),
     Cell(99, "fwd", (192, 128), (f(128, 32, 4, 2), f(128, 64, 8), f(64, 32, 4, 2), f(128, 32, 8))),
@@ -94,20 +138,40 @@ CELLS = (
     Cell(99, "fwd", (256, 256), (f(64, 64, 4, 2), f(128, 32, 8), f(64, 16, 4, 2))),
     Cell(163, "fwd", (192, 128), (f(128, 64, 4, 2), f(128, 64, 8), f(128, 32, 4, 2), f(64, 64, 4, 2))),
     Cell(163, "fwd", (256, 256), (f(64, 64, 4, 2), f(128, 64, 8), f(64, 32, 4, 2), f(64, 64, 8, warps_n=2))),
-    Cell(99, "fwd", (96, 96), (f(128, 32, 4), f(64, 32, 4, 2), f(128, 32, 8)), "float32", (False,)),
-    Cell(99, "fwd", (128, 128), (f(128, 32, 4), f(128, 32, 8), f(64, 16, 4, 2), f(64, 32, 8, warps_n=2)), "float32", (False,)),
-    Cell(99, "fwd", (128, 128), (f(64, 32, 4), f(128, 32, 8), f(64, 16, 4, 2), f(64, 32, 8, warps_n=2)), "float32", (True,)),
-    Cell(99, "bwd", (64, 64), (b(64, 64, 4, 1, 2), b(64, 64, 4, 2, 4), b(32, 32, 2, 2, 2, blocks=2), b(32, 64, 4, 2, 2)), "float32"),
+    Cell(99, "fwd", (96, 96), (f(128, 32, 4), f(64, 32, 4), f(128, 32, 8)), "float32", (False,)),
+    Cell(
+        99,
+        "fwd",
+        (128, 128),
+        (f(128, 32, 4), f(128, 32, 8), f(64, 16, 4), f(64, 32, 8, warps_n=2)),
+        "float32",
+        (False,),
+    ),
+    Cell(
+        99, "fwd", (128, 128), (f(64, 32, 4), f(128, 32, 8), f(64, 16, 4), f(64, 32, 8, warps_n=2)), "float32", (True,)
+    ),
+    Cell(
+        99,
+        "bwd",
+        (64, 64),
+        (b(64, 64, 4, 1, 2), b(64, 64, 4, 2, 4), b(64, 64, 4, 2, 2), b(32, 32, 2, 2, 2), b(32, 64, 4, 2, 2)),
+        "float32",
+    ),
     Cell(99, "bwd", (96, 96), (b(32, 32, 2, 2, 2), b(32, 64, 4, 2, 2)), "float32"),
     Cell(163, "bwd", (160, 160), (b(32, 32, 2, 2, 2, slices=2), b(32, 64, 4, 2, 2), b(64, 32, 2, 4, 2)), "float32"),
     Cell(99, "det", (64, 64), (q(128, 64, 4), q(128, 32, 4), q(128, 64, 4, 1), q(64, 64, 4))),
     Cell(99, "det", (128, 128), (q(128, 32, 4), q(128, 32, 8), q(64, 32, 4, 1, preload=True), q(64, 32, 4, 1))),
     Cell(99, "det", (192, 192), (q(64, 32, 4), q(64, 32, 4, 1, warps_d=2), q(64, 64, 4, slice_d=64))),
-    Cell(99, "det", (256, 256), (q(64, 32, 4, 1), q(64, 64, 4, slice_d=64), q(128, 64, 8, slice_d=64), q(64, 64, 4, warps_d=2, slice_d=128))),
+    Cell(
+        99,
+        "det",
+        (256, 256),
+        (q(64, 32, 4, 1), q(64, 64, 4, slice_d=64), q(128, 64, 8, slice_d=64), q(64, 64, 4, warps_d=2, slice_d=128)),
+    ),
     Cell(163, "det", (128, 128), (q(128, 32, 4), q(128, 32, 8), q(64, 32, 4, preload=True))),
     Cell(163, "det", (192, 192), (q(64, 32, 4), q(64, 32, 4, 1), q(128, 32, 8, 1), q(64, 32, 4, warps_d=2))),
     Cell(163, "det", (256, 256), (q(64, 32, 4), q(128, 32, 8, 1), q(64, 32, 4, warps_d=2))),
-)  # fmt: skip
+)
 
 
 def problem_of(cell: Cell, causal: bool, batch: int, seqlen: int, heads: int) -> AttentionProblem:
@@ -125,7 +189,7 @@ def problem_of(cell: Cell, causal: bool, batch: int, seqlen: int, heads: int) ->
 def only(cell: Cell, tile: Any) -> Iterator[None]:
     """The tables hold nothing but ``tile``."""
     if cell.which == "fwd":
-        patch = mock.patch.object(portable_forward, "_tiles_by_shape", lambda *_: iter([tile]))
+        patch = mock.patch.object(portable_forward, "_tiles_by_shape", return_value=[tile])
     elif cell.which == "bwd":
         patch = mock.patch.multiple(portable_backward, TILES_16BIT=(tile,), TILES_32BIT=(tile,))
     else:
@@ -156,7 +220,7 @@ def main_config(cell: Cell, spec: Spec) -> KernelConfig:
 
 
 def resident(limit: int, smem_bytes: int) -> int:
-    """Blocks that fit the shared memory of a multiprocessor of ``limit`` + 1 KB, 1 KB of which each block gives away."""
+    """Blocks in the shared memory of a multiprocessor of ``limit`` + 1 KB, of which each block gives 1 KB away."""
     return (limit + 1) * KIB // (smem_bytes + KIB)
 
 

@@ -95,10 +95,9 @@ TILES_16BIT: Final = (
 TILES_32BIT: Final = (
     Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=2),
     Tile(width=128, block_m=64, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2),
-    Tile(width=64, block_m=64, block_n=64, num_warps=8, warps_n=4, warps_m_dq=4, less_smem=True),
     Tile(width=128, block_m=32, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2, less_smem=True),
     Tile(width=128, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2),
-    Tile(width=192, block_m=32, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2, less_smem=True),
+    Tile(width=160, block_m=64, block_n=32, num_warps=8, warps_n=2, warps_m_dq=2, less_smem=True),
     Tile(width=256, block_m=32, block_n=32, num_warps=4, warps_n=2, warps_m_dq=2, dim_slices=2),
     Tile(width=256, block_m=16, block_n=32, num_warps=2, warps_n=2, warps_m_dq=1, dim_slices=4),
     Tile(width=512, block_m=32, block_n=16, num_warps=2, warps_n=1, warps_m_dq=2, dim_slices=4),

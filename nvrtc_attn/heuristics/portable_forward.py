@@ -169,9 +169,10 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
             elif dim_v <= 128:
                 yield Tile(block_m=128, block_n=32, num_warps=4)
         yield Tile(block_m=64, block_n=32, num_warps=4)
-        yield Tile(block_m=64, block_n=16, num_warps=4)
         if fast_loads and less_smem:  # 8 warps where shared memory has room for one block
             yield Tile(block_m=128, block_n=32, num_warps=8)
+        yield Tile(block_m=64, block_n=16, num_warps=4)
+        if fast_loads and less_smem:
             yield Tile(block_m=64, block_n=32, num_warps=8, warps_n=2)
         yield Tile(block_m=32, block_n=16, num_warps=2)
         yield Tile(block_m=16, block_n=16, num_warps=1)
@@ -180,8 +181,9 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
         reads_scores = features.bias is not None or features.mask
         if dim_v <= 64 and dim <= 64 and not (reads_scores or features.softcap or features.prescale):
             # D 64, B4 S4096 H32: 351 TFLOP/s; 128 x 64: 331 with 3 blocks, 320 with 2; 256 x 128 with 8 warps: 318.
-            # D 40 (float16): 232; 128 x 64: 203. With softcap or a bias 128 columns spill.
-            yield Tile(block_m=128, block_n=128, num_warps=4, min_blocks_per_sm=2)
+            # D 40 (float16): 232; 128 x 64: 203. With softcap or a bias 128 columns spill, for 12.x with a band, too.
+            block_n = 96 if features.band and config.arch in ("sm_120", "sm_121") else 128
+            yield Tile(block_m=128, block_n=block_n, num_warps=4, min_blocks_per_sm=2)
         elif dim_v <= 64 or (dim_v <= 128 and not reads_scores):
             # D 128, B4 S4096 H16: 409 TFLOP/s; 2 stages: 396; 128 x 32: 343; 64 x 64: 315; 128 x 128 with 8 warps: 320,
             # 256 x 64 with 8 warps: 379. D 80: 305, 128 x 128: 288. D 192 and 128: 339, 64 x 64: 266.
@@ -191,6 +193,8 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
                 # 100 KB a multiprocessor holds two blocks only with 32 keys; for 10.x ptxas spills 76 bytes with 64.
                 block_n = 32 if smem_limit < 128 << 10 else 64 if config.arch in ("sm_80", "sm_87", "sm_90") else 48
             yield Tile(block_m=128, block_n=block_n, num_warps=4, min_blocks_per_sm=2)
+            if less_smem and block_n > 32 and dim > 128:  # two blocks of D 192 and 128 in 164 KB
+                yield Tile(block_m=128, block_n=32, num_warps=4, min_blocks_per_sm=2)
         elif dim_v <= (128 if reads_scores else 160):
             # D 160, B2 S4096 H16: 364 TFLOP/s; 64 x 64: 305; 128 x 64 with 8 warps: 271.
             # Bias, D 128, B4 S2048 H16: 0.661 ms; 64 x 64: 0.715; 128 x 64 with 8 warps: 0.799.
