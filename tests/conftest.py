@@ -74,8 +74,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return selection.worker_count(config)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark and check the items, and leave out what belongs to the full matrix only."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark and check the items; after ``-k`` and ``-m``, leave out what belongs to the full matrix only."""
     for item in items:
         # Numbers of the checklist are checked, so that a typing error does not prove a wrong one.
         for marker in item.iter_markers("reliability"):
@@ -83,6 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid}: reliability takes numbers from 1 to 106")
         if "tests/gpu/" in item.nodeid:
             item.add_marker(pytest.mark.gpu)
+    yield
     if config.option.full:
         return
     out = selection.left_out(items, config.args)

@@ -45,20 +45,26 @@ def pytest_collection_finish(session):
 """
 
 
+def pytest_run(root: Path, *arguments: str, **variables: str) -> str:
+    """The output of a run that nothing of this one's environment steers."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", *arguments]
+    done = subprocess.run(
+        command, cwd=root, env={**environment, **variables}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
 def collect(directory: Path, root: Path, *arguments: str) -> dict[str, list[tuple[str, list[Any], str, list[str]]]]:
     """Tests that would run and those that are left out: name, (kernel, target) pairs, function, its sample."""
     (directory / "write_collected.py").write_text(PLUGIN)
     target = directory / "collected.json"
     path = os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-p", "write_collected", "--collect-only", "-q", *arguments]
-    done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, check=False,
-        env={**environment, "PYTHONPATH": path, "COLLECTED": str(target)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    options = ["-p", "write_collected", "--collect-only", "-q"]
+    output = pytest_run(root, *options, *arguments, PYTHONPATH=path, COLLECTED=str(target))
     found = json.loads(target.read_text())
-    assert (selection.summary(len(found["left_out"])) in done.stdout) == bool(found["left_out"])
+    assert (selection.summary(len(found["left_out"])) in output) == bool(found["left_out"])
     return found
 
 
@@ -66,10 +72,14 @@ def covered(tests: list[Any]) -> set[tuple[str, tuple[int, int, bool]]]:
     return {(kernel, architecture_class(arch)) for _, kernels, *_ in tests for kernel, arch in kernels}
 
 
-def test_every_kernel_compiles_for_every_class_of_architectures(tmp_path: Path, repository: Path) -> None:
-    found = collect(tmp_path, repository, "tests/compile")
+@pytest.fixture(scope="module")
+def found(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return collect(tmp_path_factory.mktemp("collected"), repository, "tests/unit", "tests/compile")
+
+
+def test_every_kernel_compiles_for_every_class_of_architectures(found: dict[str, list[Any]], repository: Path) -> None:
     run, everything = covered(found["run"]), covered(found["run"] + found["left_out"])
-    assert len(found["left_out"]) > len(found["run"]), "the full matrix is the larger part"
+    assert len(found["left_out"]) > 400, "the full matrix is the larger part of the compiles"
     assert sorted(everything - run) == []
     # And of every kernel there are tests, for every class that its family is for.
     kernels = {path.stem for path in (repository / "cuda_src/nvrtc_attn/kernel").glob("*.cuh")}
@@ -80,11 +90,10 @@ def test_every_kernel_compiles_for_every_class_of_architectures(tmp_path: Path, 
     assert {kernel for kernel, _ in run} == kernels
 
 
-def test_every_name_of_a_sample_is_a_test(tmp_path: Path, repository: Path) -> None:
-    found = collect(tmp_path, repository, "tests", "--full")
-    assert not found["left_out"]
-    names = {name for name, *_ in found["run"]}
-    for _, _, function, sample in found["run"]:
+def test_every_name_of_a_sample_is_a_test(found: dict[str, list[Any]]) -> None:
+    tests = found["run"] + found["left_out"]
+    names = {name for name, *_ in tests}
+    for _, _, function, sample in tests:
         assert not [name for name in sample if f"{function}[{name}]" not in names], function
 
 
@@ -93,9 +102,21 @@ def test_what_is_left_out(tmp_path: Path, repository: Path) -> None:
     found = collect(tmp_path, repository, path)
     for name, _, function, sample in found["run"]:
         assert not sample or name.removeprefix(function)[1:-1] in sample
-    # What is named is run, also after a part of it is left out.
+    everything = collect(tmp_path, repository, path, "--full")
+    assert not everything["left_out"]
+    assert sorted(everything["run"]) == sorted(found["run"] + found["left_out"])
+    # What is named is run.
     name = found["left_out"][0][0]
     assert collect(tmp_path, repository, name) == {"run": [found["left_out"][0]], "left_out": []}
+
+
+def test_a_parallel_run_says_what_it_left_out(repository: Path) -> None:
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    arguments = ("tests/compile", "-k", "repeated_heads_have or hopper_variants and d96_")
+    output = pytest_run(repository, *arguments, PYTEST_XDIST_AUTO_NUM_WORKERS="2")
+    assert "2 workers" in output
+    assert "1 passed" in output
+    assert selection.summary(2) in output
 
 
 def run_of(directory: Path, *arguments: str, **options: Any) -> Any:
