@@ -22,6 +22,7 @@ workspace for all of them while it traces, which is also where it measures).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -152,7 +153,8 @@ def _choose(
 
 def _keep(key: str, label: str) -> str:
     while len(_choices) >= _MAX_CHOICES:
-        _choices.pop(next(iter(_choices)), None)
+        with contextlib.suppress(RuntimeError, StopIteration):  # another thread adds or removes at the same time
+            _choices.pop(next(iter(_choices)), None)
     return _choices.setdefault(key, label)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import compile as compiler
-from . import driver
+from . import driver, headers
 from .codegen import ENTRY_NAME
 from .compile import CompiledKernel
 from .errors import CudaError, UnsupportedError
@@ -96,11 +96,35 @@ def _load(compiled: CompiledKernel, device: int, smem_bytes: int) -> Kernel:
     try:
         return _load_image(compiled, device, smem_bytes)
     except CudaError as error:
-        if error.code not in driver.IMAGE_CODES or not compiled.cached or compiled.config is None:
+        if error.code not in driver.IMAGE_CODES:
             raise
+        if not compiled.cached or compiled.config is None:
+            raise _explained(error) from None
     # A damaged entry that still passes its checksum was damaged before it was written, or is for another GPU.
     compiler.discard(compiled.key)
-    return _load_image(compiler.compile_kernel(compiled.config), device, smem_bytes)
+    try:
+        return _load_image(compiler.compile_kernel(compiled.config), device, smem_bytes)
+    except CudaError as error:
+        if error.code not in driver.IMAGE_CODES:
+            raise
+        raise _explained(error) from None
+
+
+def _explained(error: CudaError) -> CudaError:
+    """The driver's refusal of a fresh image, with what to do about it where NVRTC is newer than the driver.
+
+    Machine code runs on every driver of its CUDA major; only what a later minor adds to the file's format can stop it.
+    """
+    made, have = headers.nvrtc().version, driver.driver_version()
+    if have >= made:
+        return error
+    supported = f"{have[0]}.{have[1]}"
+    return CudaError(
+        f"{error}. NVRTC {made[0]}.{made[1]} is newer than the driver, which supports CUDA {supported}: update the "
+        f'driver, or pip install "nvidia-cuda-nvrtc=={supported}.*" "nvidia-cuda-runtime=={supported}.*"',
+        error.code,
+        error.name,
+    )
 
 
 def _load_image(compiled: CompiledKernel, device: int, smem_bytes: int) -> Kernel:

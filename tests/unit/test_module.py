@@ -15,7 +15,7 @@ import pytest
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
 from nvrtc_attn import compile as compiler
-from nvrtc_attn import device, driver
+from nvrtc_attn import device, driver, headers
 from nvrtc_attn.cache import kernel_cache
 from nvrtc_attn.compile import CompiledKernel, compile_kernel, compile_source
 from nvrtc_attn.config import ForwardConfig
@@ -222,6 +222,22 @@ def test_a_fresh_image_that_is_refused_is_an_error_at_once(fake: FakeDriver) -> 
     with pytest.raises(CudaError):
         load_kernel(compiled, 0, smem_bytes=0)
     assert fake.calls.count("cuLibraryLoadData") == 1
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_refusal_says_when_nvrtc_is_newer_than_the_driver(
+    cached: bool, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    compiled = request.getfixturevalue("from_disk") if cached else compile_kernel(CONFIG)
+    monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 5), headers.nvrtc().path))
+    for version, advice in ((13000, 'pip install "nvidia-cuda-nvrtc==13.0.*"'), (13050, None)):
+        fake.version = version
+        fake.failures["cuLibraryLoadData"] = [200, 200]
+        with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_IMAGE") as caught:
+            load_kernel(compiled, 0, smem_bytes=0)
+        assert caught.value.code == 200
+        assert ("is newer than the driver" in str(caught.value)) == (advice is not None)
+        assert advice is None or advice in str(caught.value)
 
 
 def test_running_out_of_memory_does_not_cost_the_entry(from_disk: CompiledKernel, fake: FakeDriver) -> None:
