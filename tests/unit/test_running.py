@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import resource
@@ -13,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 from dlpack_producer import BOGUS_POINTER, Producer
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
@@ -361,3 +363,58 @@ def test_a_gradient_of_a_bias_that_no_kernel_has_is_refused(fake: BusyDriver) ->
             tensors.dv, dbias=dbias, workspace=tensors.workspace,
         )  # fmt: skip
     assert fake.grids == []
+
+
+CODES = {"float16": (2, 16), "bfloat16": BFLOAT16, "float32": FLOAT32, "bool": (6, 8), "int32": (0, 32)}
+
+
+def launch_case(case: cases.Case) -> None:
+    """Forward and backward of a case of `cases`, in its layouts, at addresses where nothing is."""
+    address = count(BOGUS_POINTER, 1 << 24)
+
+    def tensor(name: str, shape: tuple[int, ...], dtype: str) -> Producer:
+        layout = "contiguous" if name in ("lse", "dlse", "mask") or case.layout == "expanded" else case.layout
+        where = cases.placement(name, shape, layout)
+        itemsize = CODES[dtype][1] // 8
+        data = next(address) + (1 << 20) + where.offset * itemsize
+        return Producer(shape, strides=where.strides, dtype=CODES[dtype], data=data)
+
+    arrays = cases.make_arrays(case)
+    same = {"q", "k", "v", "dout", *(["bias"] if case.bias_dtype == "same" else [])}
+    given = {name: tensor(name, x.shape, case.dtype if name in same else str(x.dtype)) for name, x in arrays.items()}
+    made = {name: tensor(name, cases.shapes(case)[name], case.dtype) for name in ("out", "dq", "dk", "dv")}
+    options: dict[str, Any] = {**cases.call_options(case), "rng": (1, 2)}
+    names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    options |= {name: given[name] for name in names if name in given}
+    lse = tensor("lse", cases.shapes(case)["lse"], "float32")
+    options["workspace"] = Producer((1 << 32,), dtype=(1, 8), data=next(address))
+    q, k, v = (given[name] for name in "qkv")
+    nvrtc_attn.attention_forward(q, k, v, made["out"], lse=lse, **options)
+    if "bias" in given:
+        options["dbias"] = tensor("dbias", arrays["bias"].shape, case.dtype if "bias" in same else "float32")
+    nvrtc_attn.attention_backward(
+        given["dout"], q, k, v, made["out"], lse, made["dq"], made["dk"], made["dv"], dlse=given.get("dlse"),
+        deterministic=case.deterministic, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.reliability(41)
+def test_the_cases_of_the_sanitizer_launch_every_kernel(
+    fake: BusyDriver, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs under compute-sanitizer misses no kernel of either family."""
+    tree = ast.parse((repository / "tests/gpu/test_sanitizer.py").read_text(encoding="utf-8"))
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "CASES"
+    )
+    named = {case.name: case for case in cases.named_cases()}
+    assert set(names) <= set(named)
+    for name in names:
+        for backend in ("portable", "hopper"):
+            if backend == "portable" or named[name].dtype != "float32":
+                monkeypatch.setenv("NVRTC_ATTN_BACKEND", backend)
+                launch_case(named[name])
+    launched = {config.kernel for config, _ in plan._kernels}
+    assert launched == {path.stem for path in (repository / "cuda_src/nvrtc_attn/kernel").glob("*.cuh")}
