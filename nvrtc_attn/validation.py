@@ -361,7 +361,7 @@ def check_integer(found: Violations, name: str, value: object) -> int | None:
     if value is None:
         return None
     try:
-        if isinstance(value, bool | np.bool_):
+        if isinstance(value, bool | np.bool_) or str(getattr(value, "dtype", "")).endswith("bool"):
             raise TypeError
         return operator.index(cast("Any", value))
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements, of torch
