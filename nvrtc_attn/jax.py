@@ -234,11 +234,13 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
 
 
 def _array(name: str, x: Any) -> Any:
+    if isinstance(x, jax.Array):  # tracers too
+        return x
     try:
         if x is None:
             raise TypeError("None")
         return jnp.asarray(x)
-    except (TypeError, ValueError, OverflowError) as error:
+    except Exception as error:  # of whatever kind the object raises
         raise TypeError(
             f"{name}: got {shown(x)} of type {type(x).__name__}, of which JAX makes no array. Pass an array."
         ) from error
