@@ -91,6 +91,8 @@ def warmup(
 ) -> None:
     """Compile forward and backward kernels into the cache, in parallel. Needs no GPU.
 
+    Options that describe a call which the library refuses are refused with its message.
+
     With --tune the kernels of every candidate plan are compiled, and for the lengths given (with the batch and the
     heads) the fastest plan is measured and remembered in the cache. That needs the GPU.
     """
@@ -120,6 +122,13 @@ def warmup(
                     (False, True) if causal is None else (causal,),
                 )
             ]
+            for request in requests:
+                try:
+                    precompile.problems(request)
+                except ValueError as error:
+                    raise ValueError(
+                        f"nvrtc_attn.attention refuses the call that these options describe. {error}"
+                    ) from error
             kernels += precompile.configs(requests, candidates=tune)
     except (UnsupportedError, ValueError) as error:
         raise click.ClickException(str(error)) from error

@@ -17,6 +17,7 @@ from .outputs import allocate, output_view, workspace_address
 from .plan import BackwardPlan, ForwardPlan, LseLayout, backward_plan, forward_plan
 from .problem import Causal, WindowSize, dense_layout, layout
 from .tensors import TensorView, framework_of
+from .validation import Violations, check_real, check_shape
 
 
 def attention(
@@ -52,8 +53,8 @@ def attention(
     q : ``[B, Mq, H, K]``
     k : ``[B, Mk, Hkv, K]``
     v : ``[B, Mk, Hkv, Kv]``
-        float16, bfloat16 or float32, any strides (0 included). Hkv divides H: query head h reads key head
-        ``h // (H / Hkv)``.
+        float16, bfloat16 or float32, any strides (0 and negative ones included). Hkv divides H: query head h reads key
+        head ``h // (H / Hkv)``.
     bias : ``[1|B, 1|H, 1|Mq, 1|Mk]``, optional
         dtype of q, or float32. Added to the scaled scores in float32.
     mask : ``[1|B, 1|H, 1|Mq, 1|Mk]``, optional
@@ -63,9 +64,9 @@ def attention(
     window_size
         (left, right): keeps ``i + off - left <= j <= i + off + right`` with the same alignment; None or -1 = no bound.
     softmax_scale
-        Default ``1 / sqrt(K)``.
+        Default ``1 / sqrt(K)``. Any finite number (at most 2.36e38 in magnitude); what rounds to 0 in float32 is 0.
     softcap
-        c, 0 = none.
+        c, 0 = none. At least 1.18e-38, and so large that ``softmax_scale / c`` is finite in float32.
     dropout_p
         Probability of dropping an element of P, in [0, 1]. Kept ones are multiplied by ``1 / (1 - p)``.
     rng
@@ -74,7 +75,7 @@ def attention(
     cu_seqlens_q, cu_seqlens_k : int32 ``[nb + 1]``, optional
         Sequences packed on the token dim of q and of k, v (then B = 1): sequence b is rows ``cu[b]`` to ``cu[b + 1]``.
     max_seqlen_q, max_seqlen_k
-        Longest sequence; needed with cu_seqlens.
+        Longest sequence; needed with cu_seqlens. A tensor with one integer is read, which waits for a GPU it is on.
     seqused_k : int32 ``[nb]``, optional
         Keys of each sequence that take part.
     return_lse
@@ -98,7 +99,7 @@ def attention(
     TypeError, ValueError
         Before any launch; the message names the argument, what was given and what is accepted.
     UnsupportedError
-        A valid request that no kernel serves, with every reason.
+        A valid request that no kernel serves, with every reason. It is a ValueError, too.
 
     Notes
     -----
@@ -270,7 +271,8 @@ def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
 
     Compiles and loads the kernels, so that the next call finds them.
     """
-    call = _describe_for_query(q, k, v, options)
+    lse = options.pop("lse", None)
+    call = _describe_for_query("forward_workspace_bytes", q, k, v, {"return_lse": lse is not None, **options})
     return 0 if call.on_cpu else _forward_plan(call, None, None).workspace_bytes
 
 
@@ -279,7 +281,8 @@ def backward_workspace_bytes(q: Any, k: Any, v: Any, *, dbias: bool = False, **o
 
     ``dbias`` says whether the gradient of the bias is wanted. Compiles and loads the kernels.
     """
-    call = _describe_for_query(q, k, v, {**options, "dbias": dbias, "return_lse": True})
+    options.pop("dlse", None)
+    call = _describe_for_query("backward_workspace_bytes", q, k, v, {**options, "return_lse": True}, dbias)
     if call.on_cpu:
         return 0
     views = {}
@@ -295,20 +298,35 @@ def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: t
     Element (b, h, i, j) is kept iff Philox4x32-10 output number ``offset + ((b * H + h) * Mq + i) * Mk + j`` of the
     stream ``seed``, as a uniform in (0, 1], exceeds p. Independent of GPU, kernel, framework; dense problems draw the
     same mask as PyTorch's memory-efficient attention. For packed sequences Mq, Mk are max_seqlen_q and max_seqlen_k.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``shape`` is not four integers from 0 to 2**31 - 1, ``dropout_p`` no number in [0, 1], ``rng`` no seed and no
+        pair (seed, offset) of integers from 0 to 2**64 - 1 (None is not accepted: it would be another mask each time).
     """
+    found = Violations()
+    sizes: tuple[int, int, int, int] = check_shape(found, shape)
+    p = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
+    found.stop()
+    if rng is None:
+        raise TypeError("rng: got None. Pass the seed, or the pair (seed, offset), whose mask is wanted.")
     seed, offset = philox.normalise_rng(rng)
-    return philox.keep_mask(shape, dropout_p, seed, offset)
+    return philox.keep_mask(sizes, p or 0.0, seed, offset)
 
 
 # ------------------------------------------------------------------------------------------------------------
 
 
-def _describe_for_query(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Call:
+def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], dbias: bool = False) -> Call:
     tensors = {name: options.pop(name, None) for name in ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
         options.pop(ignored, None)
-    return describe(q, k, v, **tensors, options=CallOptions(**options), stream=stream)
+    for name in options:
+        if name not in CallOptions.__dataclass_fields__ or name == "dbias":
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return describe(q, k, v, **tensors, options=CallOptions(**options, dbias=dbias), stream=stream)
 
 
 def _forward_plan(call: Call, out: TensorView | None, lse: TensorView | None) -> ForwardPlan:

@@ -12,10 +12,12 @@ from typing import Any, Final
 import torch
 
 from .call import Call, CallOptions, describe
+from .errors import shown
 from .plan import LseLayout, backward_plan, forward_plan
 from .problem import Causal, layout
 from .tensors import view
 from .torch import checked_rng, detached, draw_rng, raw_stream, resolved, rng_words
+from .validation import Violations, check_integer
 
 _CAUSAL: Final[tuple[Causal, ...]] = (False, "top_left", "bottom_right")
 LSE_ALIGNMENT: Final = 32
@@ -63,7 +65,7 @@ def efficient_attention_forward(
     logsumexp : float32 ``[B or nb, H, ceil(max_seqlen_q / 32) * 32]``
         Natural log; 0 for rows with no key, +inf in the padding. Last dim 0 without ``compute_log_sumexp``.
     philox_seed, philox_offset : int64, 0-dim
-        On the CPU; on the GPU while a CUDA graph is captured.
+        On the CPU; on the GPU while a CUDA graph is captured. Without dropout 0, on the same devices.
     max_seqlen_batch_q, max_seqlen_batch_k : int
 
     Raises
@@ -71,6 +73,7 @@ def efficient_attention_forward(
     ValueError, TypeError, UnsupportedError
         As `nvrtc_attn.attention`.
     """
+    _check_flags(compute_log_sumexp=compute_log_sumexp)
     query, key, value, bias = (_plain(x) for x in (query, key, value, bias))
     call = _describe(
         (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k),
@@ -86,7 +89,7 @@ def efficient_attention_forward(
         )
     packed = (call.problem.batch, call.problem.seqlen_q, call.problem.seqlen_k) if call.problem.varlen else None
     device = query.device
-    seed, offset = draw_rng(query, key, packed) if dropout_p > 0 else (0, 0)
+    state = draw_rng(query, key, packed) if dropout_p > 0 else _no_state(device)
     rows = -(-call.problem.seqlen_q // LSE_ALIGNMENT) * LSE_ALIGNMENT
     heads = query.shape[2]
     out = torch.empty(call.out_shape, dtype=query.dtype, device=device)
@@ -99,12 +102,13 @@ def efficient_attention_forward(
         plan.run(
             raw_stream(device), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
             lse.data_ptr() if compute_log_sumexp else 0, **_addresses(call),
-            rng=rng_words((seed, offset), dropout_p), workspace=workspace.data_ptr(),
+            rng=rng_words(state, dropout_p), workspace=workspace.data_ptr(),
         )  # fmt: skip
     else:
         lse.fill_(float("inf"))
-    k_length = (max_seqlen_k or 0) if call.problem.varlen else key.shape[1]
-    return out, lse, _as_tensor(seed), _as_tensor(offset), call.problem.seqlen_q, k_length
+    k_length = (_integer("max_seqlen_k", max_seqlen_k) or 0) if call.problem.varlen else key.shape[1]
+    seed, offset = map(_as_tensor, state)
+    return out, lse, seed, offset, call.problem.seqlen_q, k_length
 
 
 def efficient_attention_backward(
@@ -153,7 +157,9 @@ def efficient_attention_backward(
     deterministic = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
-    if deterministic and num_splits_key is not None and num_splits_key > 1:
+    _check_flags(bias_requires_grad=bias_requires_grad, shared_storage_dqdkdv=shared_storage_dqdkdv)
+    splits = _integer("num_splits_key", num_splits_key)
+    if deterministic and splits is not None and splits > 1:
         raise RuntimeError(
             f"num_splits_key: got {num_splits_key}, which makes the algorithm non-deterministic, while deterministic "
             f"algorithms are in force. Pass None or 1."
@@ -227,16 +233,26 @@ def _describe(
     **more: bool,
 ) -> Call:
     query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k = tensors
-    if custom_mask_type not in (0, 1, 2):
-        raise ValueError(f"custom_mask_type: got {custom_mask_type}; 0 none, 1 causal top left, 2 causal bottom right.")
+    names = ("query", "key", "value", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqlen_k")
+    for index, (name, x) in enumerate(zip(names, tensors, strict=True)):
+        if not (isinstance(x, torch.Tensor) or (x is None and index > 2)):
+            raise TypeError(f"{name}: got {shown(x)} of type {type(x).__name__}. A torch tensor is needed.")
+    mask_type = _integer("custom_mask_type", custom_mask_type)
+    if mask_type not in (0, 1, 2):
+        raise ValueError(
+            f"custom_mask_type: got {shown(custom_mask_type)}; 0 none, 1 causal top left, 2 causal bottom right."
+        )
     window: tuple[int | None, int | None] = (None, None)
-    if window_size:
-        if window_size < 0 or custom_mask_type == 0:
+    width = _integer("window_size", window_size)
+    if width:
+        if width < 0 or mask_type == 0:
             raise ValueError(
-                f"window_size: got {window_size} with custom_mask_type {custom_mask_type}; needs type 1 or 2."
+                f"window_size: got {shown(width)} with custom_mask_type {mask_type}; it is at least 0, and needs "
+                f"type 1 or 2."
             )
-        window = (window_size - 1, 0)
-    if query is not None and not query.is_cuda:
+        window = (width - 1, 0)
+    assert query is not None and key is not None  # noqa: PT018
+    if not query.is_cuda:
         raise ValueError(
             f"query: on {query.device}. These entry points stand in for CUDA operators: use nvrtc_attn.attention."
         )
@@ -245,16 +261,30 @@ def _describe(
     options: dict[str, Any] = {}
     if varlen:
         # The seed needs no longest key length in the forward pass; every sequence fits in all tokens.
-        options = {"max_seqlen_q": max_q, "max_seqlen_k": max_k or (key.shape[1] if key is not None else None)}
+        tokens = key.shape[1] if key.dim() == 4 else None
+        options = {"max_seqlen_q": max_q, "max_seqlen_k": _integer("max_seqlen_k", max_k) or tokens}
     return describe(
         query, key, value, bias=bias, mask=None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqlen_k if varlen else None,
         options=CallOptions(
-            causal=_CAUSAL[custom_mask_type], window_size=window, softmax_scale=scale, dropout_p=dropout_p,
+            causal=_CAUSAL[mask_type], window_size=window, softmax_scale=scale, dropout_p=dropout_p,
             **options, **more,
         ),
         stream=None,
     )  # fmt: skip
+
+
+def _integer(name: str, value: object) -> int | None:
+    found = Violations()
+    number = check_integer(found, name, value)
+    found.stop()
+    return number
+
+
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {shown(flag)} of type {type(flag).__name__}. It is True or False.")
 
 
 def _plain(x: Any) -> Any:
@@ -270,6 +300,14 @@ def _addresses(call: Call) -> dict[str, Any]:
     """The optional inputs of a plan by name."""
     names = ("bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     return {name: x.ptr for name, x in call.inputs() if x is not None and name in names}
+
+
+def _no_state(device: torch.device) -> tuple[Any, Any]:
+    """Zeros where the seed has its words: on the GPU while a graph is captured, which then holds one fill of both."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0, 0
+    seed, offset = torch.zeros(2, dtype=torch.int64, device=device).unbind()
+    return seed, offset
 
 
 def _as_tensor(word: Any) -> torch.Tensor:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
 from . import env, philox
+from .errors import shown
 from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, dense_layout, layout
 from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, stream_handle, view
+from .validation import Violations, check_integer, check_real, check_scale_and_softcap, check_window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ def describe(
         if streams_of_its_own and launch_stream != own:
             first = view(q, "q", stream=launch_stream)
     elif stream is not None:
-        raise ValueError(f"stream: got {stream!r}, but q is on the CPU. Streams belong to GPUs: pass stream=None.")
+        raise ValueError(f"stream: got {shown(stream)}, but q is on the CPU. Streams belong to GPUs: pass stream=None.")
 
     def optional(x: Any, name: str) -> TensorView | None:
         return None if x is None else view(x, name, stream=producer_stream)
@@ -172,6 +174,27 @@ def describe(
     return call
 
 
+def describe_shapes(
+    operands: Mapping[str, tuple[tuple[int, ...], str]], options: CallOptions, where: Device, stream: int = 0
+) -> Call:
+    """The validated call of row-major, aligned tensors whose memory is known later, or never: of shapes and dtypes.
+
+    ``operands`` has q, k, v and any of the other inputs, by name.
+    """
+    views: dict[str, Any] = {
+        name: TensorView(0, shape, dense_layout(shape, dtype).strides, dtype, where)
+        for name, (shape, dtype) in operands.items()
+    }
+    q, k, v = (views.pop(name) for name in "qkv")
+    arguments: dict[str, Any] = dict(zip(CallOptions.__dataclass_fields__, _option_values(options), strict=True))
+    problem = build_problem(q, k, v, **views, **arguments)
+    others: dict[str, Any] = dict.fromkeys(("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")) | views
+    return Call(
+        q=q, k=k, v=v, **others, options=options, problem=problem,
+        producer_stream=None, launch_stream=stream, hold_owners=False,
+    )  # fmt: skip
+
+
 _MAX_PROBLEMS: Final = 4096
 _problems: dict[Hashable, AttentionProblem] = {}
 _problems_lock = threading.Lock()
@@ -195,10 +218,15 @@ def _problem(views: list[TensorView], tensors: dict[str, Any], options: CallOpti
 
 
 def _problem_key(tensors: list[TensorView | None], options: CallOptions) -> Hashable:
-    """None where the outcome depends on more: on lengths in host memory, or on options that cannot be hashed.
+    """None where the outcome depends on more: on lengths in host memory, or on options that are not told by a hash.
 
     Types of options are part of it, because 1 equals True and 1.0 and is accepted for neither.
     """
+    values = _option_values(options)
+    window = options.window_size
+    kinds = tuple(map(type, values)), tuple(map(type, window)) if isinstance(window, tuple) else ()
+    if not hash_tells(*kinds):
+        return None
     facts: list[Hashable] = []
     for index, x in enumerate(tensors):
         if x is None:
@@ -207,15 +235,50 @@ def _problem_key(tensors: list[TensorView | None], options: CallOptions) -> Hash
         if index > 4 and x.device.type == "cpu":  # cu_seqlens_q, cu_seqlens_k, seqused_k
             return None
         facts.append((x.shape, x.strides, x.dtype, x.device, x.ptr & 15))
-    values = _option_values(options)
-    window = options.window_size
-    inner = tuple(map(type, window)) if isinstance(window, tuple) else ()
-    key = (*facts, values, tuple(map(type, values)), inner)
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return (*facts, values, kinds)
+
+
+def plain_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options of `CallOptions` up to ``max_seqlen_k`` in Python's types, which compare and hash by value.
+
+    What other libraries call a number, an integer or a flag is read.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `nvrtc_attn.attention`, for every option that is none.
+    """
+    causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k = options
+    found = Violations()
+    check_window(found, causal, None)
+    left, right = check_window(found, False, window_size)
+    scale, cap = check_scale_and_softcap(found, softmax_scale, softcap, 1)
+    dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
+    longest_q = check_integer(found, "max_seqlen_q", max_seqlen_q)
+    longest_k = check_integer(found, "max_seqlen_k", max_seqlen_k)
+    found.stop()
+    causal = str(causal) if isinstance(causal, str) else bool(causal)
+    return causal, (left, right), None if softmax_scale is None else scale, cap, dropout, longest_q, longest_k
+
+
+def plain_flags(**flags: Any) -> list[bool]:
+    """The flags as ``bool``; a TypeError names one that is none."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name}: got {shown(flag)} of type {type(flag).__name__}. It is True or False.")
+    return [bool(flag) for flag in flags.values()]
+
+
+@functools.lru_cache(maxsize=1024)
+def hash_tells(options: tuple[type, ...], bounds: tuple[type, ...]) -> bool:
+    """Whether values of these types, and of a window's bounds, can be hashed and are equal only if they mean the same.
+
+    A list cannot, and a tensor is hashed by its identity: a table would grow by an entry a call.
+    """
+    scalars = (bool, int, float, str, type(None), np.bool_, np.number)
+    return all(kind is tuple or issubclass(kind, scalars) for kind in options) and all(
+        issubclass(kind, scalars) for kind in bounds
+    )
 
 
 def rng_state(rng: Any, where: Device, producer_stream: int | None) -> tuple[tuple[int, int, int, int], list[Any]]:

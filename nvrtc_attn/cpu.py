@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -51,15 +52,19 @@ def _options(call: Call, rng: Any) -> dict[str, Any]:
     return {
         **tensors,
         "causal": options.causal,
-        "window_size": tuple(None if bound == -1 else bound for bound in options.window_size or (None, None)),
+        "window_size": tuple(map(_bound, options.window_size or (None, None))),
         "softmax_scale": problem.softmax_scale,
         "softcap": problem.softcap,
         "dropout_p": problem.dropout_p,
         "seed": seed,
         "offset": offset,
-        "max_seqlen_q": options.max_seqlen_q,
-        "max_seqlen_k": options.max_seqlen_k,
+        "max_seqlen_q": problem.seqlen_q if problem.varlen else None,
+        "max_seqlen_k": problem.seqlen_k if problem.varlen else None,
     }
+
+
+def _bound(bound: SupportsIndex | None) -> int | None:
+    return None if bound is None or (number := operator.index(bound)) == -1 else number
 
 
 def _read(x: TensorView) -> np.ndarray[Any, Any]:

@@ -278,8 +278,16 @@ def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def unsupported_dtype(name: str, found: str) -> UnsupportedError:
-    """The one refusal of an element type that the package does not know."""
+_NOT_COMPUTED_WITH: Final = {
+    "bias": "the dtype of q, and float32", "mask": "bool and uint8", "lse": "float32", "dlse": "float32",
+    "cu_seqlens_q": "int32", "cu_seqlens_k": "int32", "seqused_k": "int32", "rng seed": "int64", "rng offset": "int64",
+}  # fmt: skip
+
+
+def unsupported_dtype(name: str, found: str) -> ValueError:
+    """The one refusal of an element type that the package does not know, of the kind that a known one gets."""
+    if name in _NOT_COMPUTED_WITH:
+        return ValueError(f"{name}: dtype {found}. Accepted: {_NOT_COMPUTED_WITH[name]}. Convert it first.")
     return UnsupportedError(
         f"{name}: dtype {found} is not supported. Accepted: {', '.join(ATTENTION_DTYPES)} for q, k, v and their "
         f"gradients; those of q or float32 for bias; bool and uint8 for mask; int32 for cu_seqlens and seqused_k; "

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class UnsupportedError(NotImplementedError):
-    """A valid request that no kernel serves. ``reasons`` lists every condition that was not met."""
+class UnsupportedError(NotImplementedError, ValueError):
+    """A request that no kernel serves. ``reasons`` lists every condition that was not met.
+
+    Also a ``ValueError``: who catches bad arguments need not know which of them a later release could serve.
+    """
 
     def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
         super().__init__(message, tuple(reasons))
@@ -14,6 +17,15 @@ class UnsupportedError(NotImplementedError):
 
     def __str__(self) -> str:
         return "\n  - ".join([self.args[0], *self.reasons])
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` for a message: one line of at most 60 characters, whatever the object."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # also of an integer of more digits than Python prints
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class CompileError(RuntimeError):

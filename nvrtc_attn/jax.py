@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import api, device, philox
-from .call import Call, CallOptions
+from .call import Call, CallOptions, describe_shapes, plain_options
+from .errors import shown
 from .plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
-from .problem import Causal, WindowSize, build_problem, dense_layout
+from .problem import Causal, WindowSize, dense_layout
 from .tensors import Device, TensorView
 
 _TARGET: Final = "nvrtc_attn.launch"
@@ -110,19 +111,19 @@ def attention(
     ImportError
         On a GPU without ``jax-tvm-ffi``.
     """
-    window = tuple(window_size) if window_size is not None else (None, None)
     options = CallOptions(
-        causal=causal, window_size=window, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
+        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, deterministic=deterministic,
     )  # fmt: skip
     given = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    operands = {name: jnp.asarray(x) for name, x in zip(_INPUTS, given, strict=True) if x is not None}
-    for name in ("q", "k", "v"):
-        if name not in operands:
-            raise TypeError(f"{name}: got None. An array is needed.")
+    operands = {name: _array(name, x) for name, x in zip(_INPUTS, given, strict=True) if x is not None or name in "qkv"}
+    _describe(_bind(_Kind(options, (0, 0)), operands), Device("cuda" if _on_gpu() else "abstract", 0))
+    # In Python's types, which JAX can hash.
+    names = list(CallOptions.__dataclass_fields__)[:7]
+    plain = plain_options(tuple(getattr(options, name) for name in names))
+    options = replace(options, **dict(zip(names, plain, strict=True)))
     kind = _Kind(options, (0, 0))
-    _describe(_bind(kind, operands), Device("cuda" if _on_gpu() else "abstract", 0))
-    if dropout_p > 0:
+    if options.dropout_p > 0:
         words, arrays = _rng_words(rng)
         kind, operands = replace(kind, rng=words), {**operands, **arrays}
     results = _attention(kind, operands)
@@ -232,6 +233,19 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
     return results, [True] * len(results)
 
 
+def _array(name: str, x: Any) -> Any:
+    if isinstance(x, jax.Array):  # tracers too
+        return x
+    try:
+        if x is None:
+            raise TypeError("None")
+        return jnp.asarray(x)
+    except Exception as error:  # of whatever kind the object raises
+        raise TypeError(
+            f"{name}: got {shown(x)} of type {type(x).__name__}, of which JAX makes no array. Pass an array."
+        ) from error
+
+
 def _rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
     """Seed and offset: the ints, and by name those that are arrays, as ``uint32[2]``."""
     if rng is None:
@@ -240,15 +254,19 @@ def _rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
         )
     words, arrays = [0, 0], {}
     pair = rng if isinstance(rng, (tuple, list)) else (rng, 0)
+    if len(pair) != 2:
+        raise TypeError(f"rng: got {len(pair)} values. Pass a JAX key, a seed, or (seed, offset).")
     for index, (name, x) in enumerate(zip(("seed", "offset"), pair, strict=True)):
         if isinstance(x, (int, np.integer)):
-            words[index] = philox.normalise_rng(int(x)).seed
-        elif jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            words[index] = philox.check_word(f"rng {name}", x)
+            continue
+        x = _array(f"rng {name}", x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             arrays[name] = jax.random.bits(x, (2,), np.uint32)
         elif x.shape == (2,) and x.dtype == np.uint32:
             arrays[name] = x
         elif x.size == 1 and jnp.issubdtype(x.dtype, np.integer) and x.dtype.itemsize in (4, 8):
-            bits = jax.lax.bitcast_convert_type(jnp.asarray(x).reshape(()), np.uint32)
+            bits = jax.lax.bitcast_convert_type(x.reshape(()), np.uint32)
             arrays[name] = bits if bits.shape else jnp.stack([bits, jnp.zeros((), np.uint32)])
         else:
             raise ValueError(f"rng {name}: got {x.dtype} of shape {x.shape}. Pass a JAX key, an integer, or uint32[2].")
@@ -260,18 +278,8 @@ def _rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
 
 def _describe(bound: _Pass, where: Device, stream: int = 0) -> Call:
     """The validated call, over memory that is known at run time only."""
-    views = {}
-    for name, shape, dtype in bound.operands:
-        views[name] = TensorView(0, shape, dense_layout(shape, dtype).strides, dtype, where)
-    q, k, v = views["q"], views["k"], views["v"]
-    options = bound.kind.options
-    fields: dict[str, Any] = {name: getattr(options, name) for name in CallOptions.__dataclass_fields__}
-    others: dict[str, Any] = {name: views.get(name) for name in _INPUTS[3:]}
-    problem = build_problem(q, k, v, **others, **fields)
-    return Call(
-        q=q, k=k, v=v, **others, options=options, problem=problem,
-        producer_stream=None, launch_stream=stream, hold_owners=False,
-    )  # fmt: skip
+    inputs = {name: (shape, dtype) for name, shape, dtype in bound.operands if name in _INPUTS}
+    return describe_shapes(inputs, bound.kind.options, where, stream)
 
 
 def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPlan:

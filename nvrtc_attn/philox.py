@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .errors import shown
+
 UInt32Array = npt.NDArray[np.uint32]
 UInt64Array = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
@@ -58,15 +60,18 @@ def normalise_rng(rng: int | np.integer[Any] | tuple[int, int] | None) -> RngSta
     if isinstance(rng, (tuple, list)):
         if len(rng) != 2:
             raise TypeError(f"rng: got {len(rng)} values; accepted are None, a seed, or a pair (seed, offset)")
-        return RngState(_check_word64("rng seed", rng[0]), _check_word64("rng offset", rng[1]))
-    return RngState(_check_word64("rng seed", rng), 0)
+        return RngState(check_word("rng seed", rng[0]), check_word("rng offset", rng[1]))
+    return RngState(check_word("rng seed", rng), 0)
 
 
-def _check_word64(name: str, value: object) -> int:
+def check_word(name: str, value: object) -> int:
+    """An integer in [0, 2**64 - 1], of Python or NumPy."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: got {type(value).__name__}; accepted is an int in [0, 2**64 - 1]")
+        raise TypeError(
+            f"{name}: got {shown(value)} of type {type(value).__name__}; accepted is an int in [0, 2**64 - 1]"
+        )
     if not 0 <= int(value) <= _INDEX_MASK:
-        raise ValueError(f"{name}: got {int(value)}; accepted is an int in [0, 2**64 - 1]")
+        raise ValueError(f"{name}: got {shown(int(value))}; accepted is an int in [0, 2**64 - 1]")
     return int(value)
 
 
@@ -148,7 +153,7 @@ def uniform(word: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 def _check_probability(p: float) -> float:
     if not 0.0 <= p <= 1.0:  # NaN fails as well.
-        raise ValueError(f"dropout_p: got {p}; accepted is a number in [0, 1]")
+        raise ValueError(f"dropout_p: got {shown(p)}; accepted is a number in [0, 1]")
     return float(p)
 
 
@@ -208,7 +213,7 @@ def keep_mask(
     -------
     bool array of ``shape``, True = kept
     """
-    seed, offset = _check_word64("seed", seed), _check_word64("offset", offset)
+    seed, offset = check_word("seed", seed), check_word("offset", offset)
     limit = threshold(p)
     if limit < 0:
         return np.ones(shape, np.bool_)

@@ -21,10 +21,13 @@ from typing import Any, Final
 
 from . import config as config_types
 from . import device, env
+from .call import CallOptions, describe_shapes
+from .codegen import entry_source
 from .config import Features, ForwardConfig, HopperForwardConfig, KernelConfig
 from .errors import CompileError
 from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec
-from .problem import AttentionProblem, dense_layout
+from .problem import AttentionProblem
+from .tensors import Device
 
 REFERENCE_SMS: Final[dict[str, int]] = {
     "sm_75": 40,  # T4
@@ -91,41 +94,48 @@ class KernelReport:
 
 
 def problems(request: Request) -> list[AttentionProblem]:
-    """Synthetic problems of a request: dense tensors, aligned to 16 bytes, one per pair of lengths."""
+    """Problems of a request, of dense tensors that are aligned to 16 bytes, one for each pair of lengths.
+
+    Each is that of a call, described and validated as a user's, so that what is compiled is what such a call looks up.
+
+    Raises
+    ------
+    ValueError
+        No call accepts the request. `UnsupportedError` is one, too.
+    """
+    heads, heads_kv = request.num_heads, request.num_heads if request.num_heads_kv is None else request.num_heads_kv
+    head_dim_v = request.head_dim if request.head_dim_v is None else request.head_dim_v
+    batch, dtype = request.batch, request.dtype
     found = []
     for seqlen_q, seqlen_k in request.seqlens:
-        batch, heads = request.batch, request.num_heads
-        heads_kv = request.num_heads_kv or heads
-        head_dim_v = request.head_dim_v or request.head_dim
-        lead = (1, batch * seqlen_q) if request.varlen else (batch, seqlen_q)
-        lead_k = (1, batch * seqlen_k) if request.varlen else (batch, seqlen_k)
-        scores = (1, heads, seqlen_q, seqlen_k)
-        found.append(
-            AttentionProblem(
-                dtype=request.dtype,
-                batch=batch,
-                seqlen_q=seqlen_q,
-                seqlen_k=seqlen_k,
-                num_heads=heads,
-                num_heads_kv=heads_kv,
-                head_dim=request.head_dim,
-                head_dim_v=head_dim_v,
-                q=dense_layout((*lead, heads, request.head_dim), request.dtype),
-                k=dense_layout((*lead_k, heads_kv, request.head_dim), request.dtype),
-                v=dense_layout((*lead_k, heads_kv, head_dim_v), request.dtype),
-                window_right=0 if request.causal else None,
-                softmax_scale=request.head_dim**-0.5,
-                softcap=30.0 if request.softcap else 0.0,
-                dropout_p=0.1 if request.dropout else 0.0,
-                bias=dense_layout(scores, request.dtype) if request.bias or request.dbias else None,
-                mask=dense_layout(scores, "bool") if request.mask else None,
-                varlen=request.varlen,
-                seqused_k=request.seqused_k,
-                return_lse=request.backward,
-                deterministic=request.deterministic,
-                dbias=request.dbias and request.backward,
-            )
+        rows_q, rows_k = (
+            ((1, batch * seqlen_q), (1, batch * seqlen_k)) if request.varlen else ((batch, seqlen_q), (batch, seqlen_k))
         )
+        scores = (1, heads, seqlen_q, seqlen_k)
+        operands: dict[str, tuple[tuple[int, ...], str]] = {
+            "q": ((*rows_q, heads, request.head_dim), dtype),
+            "k": ((*rows_k, heads_kv, request.head_dim), dtype),
+            "v": ((*rows_k, heads_kv, head_dim_v), dtype),
+        }
+        if request.bias or request.dbias:
+            operands["bias"] = (scores, dtype)
+        if request.mask:
+            operands["mask"] = (scores, "bool")
+        if request.varlen:
+            operands |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ((batch + 1,), "int32"))
+        if request.seqused_k:
+            operands["seqused_k"] = ((batch,), "int32")
+        options = CallOptions(
+            causal=request.causal,
+            softcap=30.0 if request.softcap else 0.0,
+            dropout_p=0.1 if request.dropout else 0.0,
+            max_seqlen_q=seqlen_q if request.varlen else None,
+            max_seqlen_k=seqlen_k if request.varlen else None,
+            return_lse=request.backward,
+            deterministic=request.deterministic,
+            dbias=request.dbias and request.backward,
+        )
+        found.append(describe_shapes(operands, options, Device("cuda", 0)).with_outputs())
     return found
 
 
@@ -137,7 +147,7 @@ def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[Ke
     Raises
     ------
     ValueError
-        An unknown architecture.
+        An unknown architecture, or a request that no call accepts.
     UnsupportedError
         No kernel serves a request; carries every reason.
     """
@@ -181,11 +191,7 @@ def tune(requests: Sequence[Request]) -> int:
     for index, request in itertools.product(device.one_of_each_kind(range(driver.device_count())), requests):
         if device.ARCHITECTURES[request.arch].compute_capability != device.properties(index).compute_capability:
             continue
-        for problem in problems(request):
-            out = dense_layout((*problem.q.shape[:3], problem.head_dim_v), problem.dtype)
-            p = dataclasses.replace(problem, out=out, dout=out, dq=problem.q, dk=problem.k, dv=problem.v)
-            if p.seqlen_q == 1:  # sees every key: a call describes it without a mask
-                p = dataclasses.replace(p, window_right=None)
+        for p in problems(request):
             heads, rows = p.num_heads, p.q.shape[1]
             lse = LseLayout((heads * rows, rows, 1), rows=p.seqlen_q, packed=p.varlen)
             forward_plan(p, index, lse, 0, tune=True)
@@ -287,9 +293,11 @@ def config_from_json(text: str) -> KernelConfig:
         cls = types[values.pop("type")]
         if not issubclass(cls, KernelConfig):
             raise TypeError(f"{cls.__name__} is not a kernel config")
-        return cls(**{**values, "features": Features(**values.get("features", {}))})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        config: KernelConfig = cls(**{**values, "features": Features(**values.get("features", {}))})
+        entry_source(config)  # refuses values that no kernel has a spelling for
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{text!r} is not a kernel config: {type(error).__name__}: {error}") from error
+    return config
 
 
 def warmup_command(config: KernelConfig) -> str:

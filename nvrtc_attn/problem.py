@@ -6,7 +6,6 @@ memory, and reports all violated conditions in one exception, in the order of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -14,15 +13,16 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from . import philox
+from .errors import shown
 from .tensorview import TensorView
 from .validation import (
-    FLOAT32_MAX,
     Violations,
     check_devices,
     check_dtypes,
     check_lengths,
     check_ranks,
     check_real,
+    check_scale_and_softcap,
     check_score_operand,
     check_shapes,
     check_varlen,
@@ -141,7 +141,10 @@ def build_problem(
     window_size
         ``(left, right)``, each at least 0, or ``None`` or -1 for unbounded.
     softmax_scale
-        ``None`` means ``1 / sqrt(head_dim)``.
+        ``None`` means ``1 / sqrt(head_dim)``. At most 2.36e38 in magnitude, and 0 where it rounds to 0 in float32.
+    softcap
+        0 or ``None`` is none; otherwise at least 1.18e-38, the smallest normal float32, and ``softmax_scale / softcap``
+        is finite in float32.
     cu_seqlens_q, cu_seqlens_k, seqused_k
         int32 on the device of ``q``. Their values are checked when they are in host memory.
     max_seqlen_q, max_seqlen_k
@@ -172,7 +175,7 @@ def build_problem(
         if isinstance(tensor, TensorView):
             tensors[name] = tensor
         elif tensor is not None or name in ("q", "k", "v"):
-            found.kind(f"{name}: got {tensor!r} of type {type(tensor).__name__}. A tensor is needed.")
+            found.kind(f"{name}: got {shown(tensor)} of type {type(tensor).__name__}. A tensor is needed.")
     found.stop()
 
     check_dtypes(found, tensors)
@@ -189,13 +192,12 @@ def build_problem(
     lengths = check_varlen(found, tensors, max_seqlen_q, max_seqlen_k, varlen, ranks_fit)
 
     window = check_window(found, causal, window_size)
-    scale = check_real(found, "softmax_scale", softmax_scale, -FLOAT32_MAX, FLOAT32_MAX, "finite in float32")
-    cap = check_real(found, "softcap", softcap, 0.0, FLOAT32_MAX, "0 (none) or positive and finite in float32")
+    scale, cap = check_scale_and_softcap(found, softmax_scale, softcap, q.shape[3] if ranks_fit else 1)
     dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
     flags: dict[str, object] = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias}
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
-            found.kind(f"{name}: got {flag!r} of type {type(flag).__name__}. It is True or False.")
+            found.kind(f"{name}: got {shown(flag)} of type {type(flag).__name__}. It is True or False.")
     found.stop()
 
     if dropout and philox.threshold(dropout) < 0:
@@ -226,8 +228,8 @@ def build_problem(
         window_left=left,
         window_right=right,
         bottom_right=bottom_right,
-        softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
-        softcap=cap or 0.0,
+        softmax_scale=scale,
+        softcap=cap,
         dropout_p=dropout or 0.0,
         bias=None if bias is None else layout(bias),
         mask=None if mask is None else layout(mask),

@@ -202,7 +202,7 @@ def make_plan(
     left, right = window_size or (None, None)
     if causal:
         right = 0 if right is None else min(right, 0)
-    group = num_heads // num_heads_kv if num_heads_kv else 1
+    group = max(1, num_heads // num_heads_kv) if num_heads_kv else 1
     block_m, block_n = max(1, block_m), max(1, block_n)
 
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -245,7 +245,9 @@ def make_plan(
     head_step = min(units, max(1, num_heads_kv))
     batch_step = max(1, units // max(1, num_heads_kv)) if used is None and head_step >= num_heads_kv else 1
     tiles: list[Tile] = []
-    heads = [slice(h, min(h + head_step, num_heads_kv)) for h in range(0, num_heads_kv, head_step)]
+    # Key heads that no query head reads are no work: their gradients stay zero.
+    busy_heads = num_heads_kv if num_heads else 0
+    heads = [slice(h, min(h + head_step, busy_heads)) for h in range(0, busy_heads, head_step)]
     if varlen:
         for b, (start_q, start_k) in enumerate(zip(starts_q[:-1], starts_k[:-1], strict=True)):
             num_keys = lengths_k[b] if used is None else used[b]

@@ -16,7 +16,7 @@ import numpy as np
 
 from . import dlpack
 from .dtypes import DTYPES
-from .errors import CudaError
+from .errors import CudaError, shown
 from .tensorview import (
     CPU,
     Device,
@@ -73,7 +73,7 @@ def view(x: object, name: str, *, stream: int | None = None, writable: bool = Fa
     TypeError
         ``x`` is no tensor, or one without memory of its own (tracer, proxy, sparse, masked).
     ValueError
-        Gradient-requiring torch tensor, negative strides, foreign device, not writable, consumed or bad capsule.
+        Gradient-requiring torch tensor, foreign device, not writable, consumed or bad capsule.
     UnsupportedError
         Unknown element type.
     """
@@ -106,24 +106,27 @@ def current_stream(framework: str, device_index: int) -> int:
 
 def stream_handle(stream: object, name: str = "stream") -> int:
     """The handle of an int, of a torch or CuPy stream, or of any object with ``__cuda_stream__``."""
-    if isinstance(stream, bool):
-        raise TypeError(f"{name}: got {stream!r} of type bool. Pass a stream object or its integer handle.")
+    handle: Any = None
     if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    for attribute in ("cuda_stream", "ptr"):
-        handle = getattr(stream, attribute, None)
-        if isinstance(handle, int):
-            return handle
+        handle = stream.__cuda_stream__()[1]
+    else:
+        for attribute in ("cuda_stream", "ptr"):
+            if handle is None and isinstance(getattr(stream, attribute, None), int):
+                handle = getattr(stream, attribute)
     try:
-        handle = operator.index(stream)  # type: ignore[arg-type]
-    except TypeError:
+        if isinstance(stream, bool | np.bool_):
+            raise TypeError
+        handle = operator.index(stream if handle is None else handle)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a torch tensor of several elements
         raise TypeError(
-            f"{name}: got {stream!r} of type {type(stream).__name__}. Pass a torch or CuPy stream, an object with "
+            f"{name}: got {shown(stream)} of type {type(stream).__name__}. Pass a torch or CuPy stream, an object with "
             f"__cuda_stream__, or the integer handle."
         ) from None
-    if handle < -1:
-        raise ValueError(f"{name}: got {handle}. A stream handle is at least 0, and -1 means no ordering.")
-    return handle
+    if not -1 <= handle < 2**64:
+        raise ValueError(
+            f"{name}: got {shown(handle)}. A stream handle is at least 0 and 64-bit, and -1 means no ordering."
+        )
+    return int(handle)
 
 
 # ---------------------------------------------------------------------------------------------------- frameworks
@@ -164,9 +167,8 @@ def _handler_of(x: object, name: str) -> _Handler:
         return _view_capsule
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _view_dlpack
-    shown = repr(x)
     raise TypeError(
-        f"{name}: got {shown if len(shown) <= 60 else shown[:57] + '...'} of type {cls.__name__}. A tensor is needed: "
+        f"{name}: got {shown(x)} of type {cls.__name__}. A tensor is needed: "
         f"torch, CuPy, JAX, NumPy, or any object with __dlpack__ and __dlpack_device__. Convert it, for example with "
         f"numpy.asarray. See help(nvrtc_attn.attention)."
     )
@@ -283,6 +285,8 @@ class _StreamHandle:
 
 
 def _view_numpy(x: np.ndarray[Any, Any], name: str, stream: int | None, writable: bool) -> TensorView:
+    if type(x) is not np.ndarray:  # a subclass computes as it likes, for one with units or with a matrix's product
+        x = np.asarray(x)
     dtype = _numpy_dtype_name(x.dtype, name)
     strides = _element_strides(x.shape, x.strides, x.itemsize, name)
     readonly = not x.flags.writeable

@@ -30,8 +30,9 @@ CPU: Final = Device("cpu", 0)
 class TensorView:
     """Memory that belongs to someone else, described.
 
-    ``strides`` are elements, never negative, and 0 for every dim of size 1 (frameworks report arbitrary values
-    there). ``owner`` keeps the memory alive. ``readonly`` memory is never handed out for writing.
+    ``ptr`` is the address of element 0. ``strides`` are elements, negative where a dim is reversed, and 0 for every dim
+    of size 1 (frameworks report arbitrary values there). ``owner`` keeps the memory alive. ``readonly`` memory is never
+    handed out for writing.
     """
 
     ptr: int
@@ -82,7 +83,8 @@ def may_overlap(a: TensorView, b: TensorView) -> bool:
     """Whether an element of ``a`` shares a byte with one of ``b``; exact except for pathological layouts (True)."""
     if a.device != b.device or 0 in a.shape or 0 in b.shape:
         return False
-    if a.ptr + _extent_bytes(a) <= b.ptr or b.ptr + _extent_bytes(b) <= a.ptr:
+    (first_a, end_a), (first_b, end_b) = _span(a), _span(b)
+    if end_a <= first_b or end_b <= first_a:
         return False
     # NumPy solves the interleaved case (slices of one packed buffer) from addresses alone: nothing is dereferenced.
     left, right = (np.asarray(_ArrayInterface(x, f"|V{DTYPES[x.dtype].itemsize}")) for x in (a, b))
@@ -98,11 +100,6 @@ def check_layout(v: TensorView, name: str, writable: bool) -> TensorView:
     if 0 in v.shape:
         return v
     itemsize = DTYPES[v.dtype].itemsize
-    if min(v.strides, default=0) < 0:
-        raise ValueError(
-            f"{name}: strides {v.strides} (elements) of shape {v.shape} are negative. Kernels address upwards from the "
-            f"first element. Copy it: numpy.ascontiguousarray({name}) or the like."
-        )
     if v.ptr % itemsize and v.device.type == "cuda":
         raise ValueError(
             f"{name}: address {v.ptr:#x} is not a multiple of {itemsize} bytes, the size of {v.dtype}. GPUs cannot "
@@ -111,7 +108,7 @@ def check_layout(v: TensorView, name: str, writable: bool) -> TensorView:
     if writable:
         # Sorted by stride, each dim must step over everything that the smaller ones reach.
         reach = 0
-        for stride, size in sorted((s, n) for s, n in zip(v.strides, v.shape, strict=True) if n > 1):
+        for stride, size in sorted((abs(s), n) for s, n in zip(v.strides, v.shape, strict=True) if n > 1):
             if stride <= reach:
                 raise ValueError(
                     f"{name}: strides {v.strides} (elements) of shape {v.shape} let elements share or interleave "
@@ -128,9 +125,12 @@ def normalised(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, .
     return tuple([0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)])
 
 
-def _extent_bytes(v: TensorView) -> int:
-    last = sum(stride * (size - 1) for stride, size in zip(v.strides, v.shape, strict=True))
-    return (last + 1) * DTYPES[v.dtype].itemsize
+def _span(v: TensorView) -> tuple[int, int]:
+    """Lowest address of an element, and the end of the highest."""
+    reach = [stride * (size - 1) for stride, size in zip(v.strides, v.shape, strict=True)]
+    itemsize = DTYPES[v.dtype].itemsize
+    first = v.ptr + itemsize * sum(x for x in reach if x < 0)
+    return first, v.ptr + itemsize * (1 + sum(x for x in reach if x > 0))
 
 
 def _ml_dtypes_bfloat16() -> np.dtype[Any] | None:

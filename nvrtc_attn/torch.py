@@ -9,8 +9,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import api, driver, env
-from .call import Call, CallOptions, describe, rng_state
+from .call import Call, CallOptions, describe, plain_flags, plain_options, rng_state
 from .dlpack import compact_strides
+from .errors import shown
 from .plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
 from .problem import Causal, WindowSize
 from .tensors import CPU, Device, view
@@ -18,9 +19,13 @@ from .tensors import CPU, Device, view
 _raw_stream: Final = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
 _MAX_ENTRIES: Final = 4096
 _OPTIONAL: Final = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_NAMES: Final = ("q", "k", "v", *_OPTIONAL)
+_NO_WINDOW: Final = (None, None)
+_NUMBERS: Final = frozenset((float, int))  # not bool
 _generator_lock = threading.Lock()
 _table_lock = threading.Lock()
 Tensors = tuple[torch.Tensor | None, ...]  # q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k
+Options = tuple[Any, ...]  # the first fields of CallOptions, in their order
 _Dense = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 # Everything of a call but its addresses -> plan, out and lse: the steady state is one lookup here.
 _forward_plans: dict[Any, tuple[ForwardPlan, _Dense, _Dense]] = {}
@@ -35,7 +40,7 @@ def attention(
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     causal: Causal = False,
-    window_size: WindowSize = (None, None),
+    window_size: WindowSize = _NO_WINDOW,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
@@ -48,7 +53,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Any:
-    """`nvrtc_attn.attention`, differentiable in q, k, v, bias and, through a returned lse, in the lse.
+    """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias and, through a returned lse, in the lse.
 
     Parameters as there, but:
 
@@ -63,20 +68,32 @@ def attention(
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options = (
-        causal,
-        tuple(window_size or (None, None)),
-        softmax_scale,
-        softcap,
-        dropout_p,
-        max_seqlen_q,
-        max_seqlen_k,
-    )
+    options: Options = (causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
+    # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
+    if not (
+        (causal is False or causal is True or causal.__class__ is str)
+        and (window_size is _NO_WINDOW or window_size is None or _is_plain_window(window_size))
+        and (softmax_scale is None or softmax_scale.__class__ in _NUMBERS)
+        and softcap.__class__ in _NUMBERS
+        and dropout_p.__class__ in _NUMBERS
+        and 0 <= dropout_p <= 1
+        and (max_seqlen_q is None or max_seqlen_q.__class__ is int)
+        and (max_seqlen_k is None or max_seqlen_k.__class__ is int)
+        and (return_lse is False or return_lse is True)
+        and (deterministic is False or deterministic is True)
+    ):
+        options = plain_options(options)
+        return_lse, deterministic = plain_flags(return_lse=return_lse, deterministic=deterministic)
+        dropout_p, max_seqlen_q, max_seqlen_k = options[4:]
     tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if dropout_p > 0 and rng is not None:
-        rng = checked_rng(rng, q)
-    elif dropout_p > 0 and all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k)):
-        rng = draw_rng(q, k, None if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
+    # What is no tensor, or of another rank, is refused below.
+    if dropout_p > 0 and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4:
+        if rng is not None:
+            rng = checked_rng(rng, q)
+        elif cu_seqlens_q is None:
+            rng = draw_rng(q, k, None)
+        elif isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
+            rng = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
     if torch.is_grad_enabled() and _wants_gradient(q, k, v, bias):
         if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors[:4]):
             tensors = (*map(resolved, tensors[:4]), *tensors[4:])
@@ -84,6 +101,22 @@ def attention(
     else:
         out, lse = forward(tensors, options, rng, return_lse)
     return (out, lse) if return_lse else out
+
+
+def _is_plain_window(window_size: Any) -> bool:
+    if window_size.__class__ is not tuple or len(window_size) != 2:
+        return False
+    left, right = window_size
+    return (left is None or left.__class__ is int) and (right is None or right.__class__ is int)
+
+
+def _check_tensors(tensors: Tensors) -> None:
+    for name, x in zip(_NAMES, tensors, strict=True):
+        if not (isinstance(x, torch.Tensor) or (x is None and name in _OPTIONAL)):
+            raise TypeError(
+                f"{name}: got {shown(x)} of type {type(x).__module__}.{type(x).__qualname__}. nvrtc_attn.torch takes "
+                f"torch tensors; nvrtc_attn.attention takes those of any framework."
+            )
 
 
 def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, int | None] | None) -> tuple[Any, Any]:
@@ -152,9 +185,10 @@ def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool
         key = (*key, *map(_signature, tensors[3:]))
     entry = _forward_plans.get(key)
     if entry is None:
+        _check_tensors(tensors)
         if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors):
             return forward(tuple(map(resolved, tensors)), options, rng, with_lse)
-        if isinstance(q, torch.Tensor) and not q.is_cuda:
+        if q is not None and not q.is_cuda:
             inputs = map(detached, tensors[:3])
             result = api.attention(*inputs, **_keywords(tensors, options), rng=rng, return_lse=with_lse)
             return result if with_lse else (result, None)
@@ -243,8 +277,11 @@ def resolved(x: Any) -> Any:
     return x.resolve_neg() if isinstance(x, torch.Tensor) else x
 
 
-def _wants_gradient(*tensors: Any) -> bool:
-    return any([getattr(x, "requires_grad", False) for x in tensors])  # noqa: C419 - half the time of a generator
+def _wants_gradient(q: Any, k: Any, v: Any, bias: Any) -> bool:
+    try:
+        return bool(q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad))
+    except AttributeError:
+        return False  # not a tensor, and refused
 
 
 def _signature(x: Any) -> Any:
@@ -254,7 +291,7 @@ def _signature(x: Any) -> Any:
     try:
         return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg()
     except (AttributeError, RuntimeError, TypeError):
-        return type(x), id(x)  # not a plain tensor: validation, on the way to the plan, says what it is
+        return type(x), id(x)  # not a plain tensor: refused on the way to a plan, so nothing is remembered of it
 
 
 def _dense(shape: tuple[int, ...]) -> _Dense:

@@ -6,6 +6,7 @@ all rules were tried, except that rules about axes need tensors of the right ran
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Sequence
@@ -14,12 +15,16 @@ from typing import Any, Final, cast
 import numpy as np
 
 from .dtypes import ATTENTION_DTYPES
-from .errors import UnsupportedError
+from .errors import UnsupportedError, shown
 from .tensorview import Device, TensorView, as_numpy
 
 MAX_HEAD_DIM: Final = 512
 """Largest head dim of the GPU kernels: their widest tile. The CPU path has no limit."""
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
+FLOAT32_TINY: Final = float(np.finfo(np.float32).tiny)
+"""Smallest normal number. Kernels divide the scale by the softcap: below this the quotient is no number any more."""
+MAX_SCALE: Final = FLOAT32_MAX * math.log(2)
+"""Kernels work in base 2 and multiply the scale by ``log2(e)``, in float32."""
 # Sizes and windows are 32-bit in the kernels' parameters (strides and offsets are 64-bit).
 _MAX_SIZE: Final = 2**31 - 1
 _CAUSAL: Final = (False, True, "bottom_right", "top_left")
@@ -47,7 +52,7 @@ class Violations:
             return
         messages = [message for _, message in self.found]
         for kind in (TypeError, ValueError):
-            if any(issubclass(error, kind) for error, _ in self.found):
+            if any(error is kind for error, _ in self.found):
                 text = messages[0] if len(messages) == 1 else "\n  - ".join(["invalid arguments:", *messages])
                 raise kind(f"{text}\n{_POINTER}")
         raise UnsupportedError(f"no kernel computes this attention. {_POINTER}", messages)
@@ -188,7 +193,7 @@ def check_varlen(
         for side, length in longest.items():
             if length is not None:
                 found.value(
-                    f"max_seqlen_{side}: got {length} without cu_seqlens. Dense lengths come from the shapes. "
+                    f"max_seqlen_{side}: got {shown(length)} without cu_seqlens. Dense lengths come from the shapes. "
                     f"Remove it."
                 )
         if "seqused_k" in tensors:
@@ -217,7 +222,8 @@ def check_varlen(
         elif not 0 <= length < 2**31:
             # A loose bound (the model's longest sequence) is what callers have: no limit but the kernels' int32.
             found.value(
-                f"max_seqlen_{side}: got {length}. It is the longest sequence, or a bound of it, and less than 2**31."
+                f"max_seqlen_{side}: got {shown(length)}. It is the longest sequence, or a bound of it, and less than "
+                f"2**31."
             )
         if len(cu_seqlens.shape) == 1:
             counts[name] = cu_seqlens.shape[0] - 1
@@ -320,45 +326,67 @@ def check_window(found: Violations, causal: object, window_size: object) -> tupl
     """The bounds of the band, ``None`` = unbounded; causal is a right bound of 0."""
     if not isinstance(causal, bool | np.bool_ | str):
         found.kind(
-            f"causal: got {causal!r} of type {type(causal).__name__}. Accepted: {', '.join(map(repr, _CAUSAL))}."
+            f"causal: got {shown(causal)} of type {type(causal).__name__}. Accepted: {', '.join(map(repr, _CAUSAL))}."
         )
     elif isinstance(causal, str) and causal not in _CAUSAL:
-        found.value(f"causal: got {causal!r}. Accepted: {', '.join(map(repr, _CAUSAL))} (True is 'bottom_right').")
+        found.value(f"causal: got {shown(causal)}. Accepted: {', '.join(map(repr, _CAUSAL))} (True is 'bottom_right').")
     bounds: list[int | None] = [None, None]
     if window_size is not None:
-        if isinstance(window_size, str) or not isinstance(window_size, Sequence):
+        if isinstance(window_size, str | bytes | bytearray) or not isinstance(window_size, Sequence):
             found.kind(
-                f"window_size: got {window_size!r} of type {type(window_size).__name__}. It is a pair (left, right), "
-                f"each an integer or None. The last W keys of a causal problem are (W - 1, 0)."
+                f"window_size: got {shown(window_size)} of type {type(window_size).__name__}. It is a pair "
+                f"(left, right), each an integer or None. The last W keys of a causal problem are (W - 1, 0)."
             )
         elif len(window_size) != 2:
-            found.value(f"window_size: got {window_size!r}. It is a pair (left, right).")
+            found.value(
+                f"window_size: got {shown(window_size)}. It is a pair (left, right); (None, None) is no window."
+            )
         else:
             for i, side in enumerate(("left", "right")):
                 bound = check_integer(found, f"window_size {side}", window_size[i])
                 if bound is not None and bound < -1:
                     found.value(
-                        f"window_size: got {tuple(window_size)}, {side} bound {bound}. A bound is at least 0, and None "
-                        f"or -1 means unbounded."
+                        f"window_size: got {shown(tuple(window_size))}, {side} bound {shown(bound)}. A bound is at "
+                        f"least 0, and None or -1 means unbounded."
                     )
                 bounds[i] = None if bound == -1 else bound
     left, right = bounds
-    if isinstance(causal, str) or causal:
+    if isinstance(causal, str) or causal is True or (isinstance(causal, np.bool_) and causal):
         right = 0 if right is None else min(right, 0)
     return left, right
 
 
 def check_integer(found: Violations, name: str, value: object) -> int | None:
-    """An integer of any library, or ``None``."""
+    """An integer of any library (also a tensor with one integer, which is read), or ``None``."""
     if value is None:
         return None
     try:
-        if isinstance(value, bool | np.bool_):
+        if isinstance(value, bool | np.bool_) or str(getattr(value, "dtype", "")).endswith("bool"):
             raise TypeError
         return operator.index(cast("Any", value))
-    except TypeError:
-        found.kind(f"{name}: got {value!r} of type {type(value).__name__}. It is an integer or None.")
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements, of torch
+        found.kind(f"{name}: got {shown(value)} of type {type(value).__name__}. It is an integer or None.")
         return None
+
+
+def check_shape(found: Violations, shape: object) -> tuple[int, int, int, int]:
+    """``shape`` of a problem's scores, as integers."""
+    names = ("batch", "num_heads", "seqlen_q", "seqlen_k")
+    if isinstance(shape, str | bytes | bytearray) or not isinstance(shape, Sequence):
+        found.kind(f"shape: got {shown(shape)} of type {type(shape).__name__}. It is a tuple ({', '.join(names)}).")
+        return 0, 0, 0, 0
+    if len(shape) != 4:
+        found.value(f"shape: got {shown(shape)}. It is a tuple of four, ({', '.join(names)}).")
+        return 0, 0, 0, 0
+    sizes = []
+    for name, given in zip(names, shape, strict=True):
+        if given is None:
+            found.kind(f"shape: {name} is None. It is an integer.")
+        size = check_integer(found, f"shape, {name}", given) or 0
+        if not 0 <= size <= _MAX_SIZE:
+            found.value(f"shape: {name} is {shown(size)}. It is from 0 to {_MAX_SIZE}.")
+        sizes.append(size)
+    return sizes[0], sizes[1], sizes[2], sizes[3]
 
 
 def check_real(found: Violations, name: str, value: object, low: float, high: float, accepted: str) -> float | None:
@@ -366,10 +394,35 @@ def check_real(found: Violations, name: str, value: object, low: float, high: fl
     if value is None and name != "dropout_p":
         return None
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
-        found.kind(f"{name}: got {value!r} of type {type(value).__name__}. It is a Python or NumPy real number.")
+        found.kind(f"{name}: got {shown(value)} of type {type(value).__name__}. It is a Python or NumPy real number.")
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction beyond float64
+        number = -math.inf if cast("Any", value) < 0 else math.inf
     if not low <= number <= high:  # NaN too
-        found.value(f"{name}: got {value!r}. It is {accepted}.")
+        found.value(f"{name}: got {shown(value)}. It is {accepted}.")
         return None
     return number
+
+
+def check_scale_and_softcap(
+    found: Violations, softmax_scale: object, softcap: object, head_dim: int
+) -> tuple[float, float]:
+    """Both as the kernels get them, in float32: a scale that rounds to 0 there is 0, a softcap is a normal number."""
+    accepted = f"finite in float32, at most {MAX_SCALE:.3g} in magnitude"
+    scale = check_real(found, "softmax_scale", softmax_scale, -MAX_SCALE, MAX_SCALE, accepted)
+    if scale is None:
+        scale = 1.0 / math.sqrt(max(head_dim, 1))
+    elif abs(scale) <= 2.0**-150:
+        scale = 0.0
+    accepted = f"0 (none), or positive and a normal number of float32, from {FLOAT32_TINY:.3g} to {FLOAT32_MAX:.3g}"
+    cap = check_real(found, "softcap", softcap, 0.0, FLOAT32_MAX, accepted) or 0.0
+    if 0 < cap < FLOAT32_TINY:
+        found.value(f"softcap: got {shown(softcap)}. It is {accepted}.")
+    elif cap and abs(scale) / cap > FLOAT32_MAX:
+        found.value(
+            f"softcap: got {shown(softcap)} with softmax_scale {scale:.3g}. Their quotient, {abs(scale) / cap:.3g}, "
+            f"must be finite in float32. Scores are at most the softcap: one so small makes all of them equal."
+        )
+    return scale, cap

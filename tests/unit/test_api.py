@@ -179,3 +179,81 @@ def test_the_torch_adapter_has_the_same_signature() -> None:
     kind, default = adapted.pop("deterministic")
     assert (kind, default) == (base.pop("deterministic")[0], None)  # what `torch.use_deterministic_algorithms` says
     assert adapted == base
+
+
+def reversed_copy(x: Array, axes: tuple[int, ...]) -> Array:
+    """Equal to ``x``, with negative strides on ``axes``."""
+    result = np.flip(np.ascontiguousarray(np.flip(x, axes)), axes)
+    assert all(result.strides[axis] < 0 for axis in axes if x.shape[axis] > 1)
+    return result
+
+
+@pytest.mark.reliability(12)
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)], ids=str)
+def test_negative_strides_compute(axes: tuple[int, ...]) -> None:
+    """F7: of every input and output, forward and backward, bit for bit."""
+    q, k, v = tensors()
+    rng = np.random.default_rng(1)
+    bias, keep = rng.standard_normal((2, 4, 13, 21), np.float32), rng.random((2, 4, 13, 21)) < 0.7
+    dout, dlse = rng.standard_normal((2, 13, 4, 8), np.float32), rng.standard_normal((2, 4, 13), np.float32)
+    options: dict[str, Any] = {"causal": True, "softcap": 3.0}
+
+    def both(turn: Any) -> list[Array]:
+        inputs = {"bias": turn(bias), "mask": turn(keep)}
+        out, lse = turn(np.full_like(q, np.nan)), np.full_like(dlse, np.nan)
+        lse = lse[..., ::-1] if turn is not same else lse
+        nvrtc_attn.attention_forward(turn(q), turn(k), turn(v), out, lse=lse, **inputs, **options)
+        grads = [turn(np.full_like(x, np.nan)) for x in (q, k, v, bias)]
+        nvrtc_attn.attention_backward(
+            turn(dout), turn(q), turn(k), turn(v), out, lse, *grads[:3], dbias=grads[3], dlse=dlse, **inputs, **options
+        )
+        return [out, lse, *grads]
+
+    def same(x: Array) -> Array:
+        return x
+
+    for found, expected in zip(both(lambda x: reversed_copy(x, axes)), both(same), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_array_subclasses_compute_as_plain_arrays() -> None:
+    """F6."""
+
+    class Odd(np.ndarray[Any, Any]):
+        def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("asked")
+
+        def __getitem__(self, index: Any) -> Any:
+            return np.zeros(1)
+
+    q, k, v = tensors()
+    expected = nvrtc_attn.attention(q, k, v, bias=np.ones((1, 1, 1, 21), np.float32))
+    odd = [x.view(Odd) for x in (q, k, v)]
+    found = nvrtc_attn.attention(*odd, bias=np.ones((1, 1, 1, 21), np.float32).view(Odd))
+    assert type(found) is np.ndarray
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.reliability(14)
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_query_heads(packed: bool) -> None:
+    """F5: three key heads that nobody reads have gradients of zero."""
+    q, k, v = np.zeros((1, 5, 0, 8), np.float32), np.ones((1, 7, 3, 8), np.float32), np.ones((1, 7, 3, 8), np.float32)
+    options: dict[str, Any] = {"causal": True}
+    if packed:
+        options |= {"cu_seqlens_q": np.array([0, 2, 5], np.int32), "cu_seqlens_k": np.array([0, 3, 7], np.int32)}
+        options |= {"max_seqlen_q": 3, "max_seqlen_k": 4}
+    out, lse = nvrtc_attn.attention(q, k, v, return_lse=True, **options)
+    assert (out.shape, lse.shape) == ((1, 5, 0, 8), (1, 0, 5))
+    dq, dk, dv = np.empty_like(q), np.full_like(k, np.nan), np.full_like(v, np.nan)
+    nvrtc_attn.attention_backward(out, q, k, v, out, lse, dq, dk, dv, **options)
+    assert not dk.any()
+    assert not dv.any()
+
+
+def test_scale_and_softcap_at_the_ends_of_float32() -> None:
+    """F4: the same on the CPU as in the kernels, whose scale is a float32."""
+    q, k, v = tensors()
+    zero = nvrtc_attn.attention(q, k, v, softmax_scale=0.0, causal=True)
+    np.testing.assert_array_equal(nvrtc_attn.attention(q, k, v, softmax_scale=1e-46, causal=True), zero)
+    np.testing.assert_allclose(nvrtc_attn.attention(q, k, v, softcap=1.2e-38, causal=True), zero, atol=1e-6)

@@ -10,6 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from wrong_values import (
+    NOT_CAUSAL,
+    NOT_FLAGS,
+    NOT_INTEGERS,
+    NOT_NUMBERS,
+    NOT_WINDOWS,
+    Rude,
+    check,
+    label,
+)
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
@@ -370,3 +380,45 @@ def test_key_is_the_same_in_every_process_and_differs_in_every_detail() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(keys[0])
+
+
+WRONG: dict[str, list[Any]] = {
+    "causal": NOT_CAUSAL, "window_size": NOT_WINDOWS, "softmax_scale": NOT_NUMBERS, "softcap": [*NOT_NUMBERS, -1.0],
+    "dropout_p": [*NOT_NUMBERS, None, 1.1], "return_lse": NOT_FLAGS, "deterministic": NOT_FLAGS,
+    "max_seqlen_q": NOT_INTEGERS, "max_seqlen_k": NOT_INTEGERS,
+    "q": [None, "x", {}, object(), Rude(), 3, 10**400, b"x", np.ones((1, 4, 2, 8), np.int8)],
+    "bias": ["x", {}, object(), Rude(), 3, 10**400, np.ones((1, 4, 2, 8), np.int8)],
+    "rng": [None, "x", 1.5, True, -1, 2**64, 10**5000, (1,), (1, 2, 3), (1, -1), (None, 0), (0, 1.5), {}, Rude(),
+            np.zeros(3, np.int32), np.ones(1, np.float32)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_kinds_are_refused_by_name(name: str) -> None:
+    """F17: while tracing, before anything is compiled."""
+    q, k, v = (jnp.ones((1, 4, 2, 8)) for _ in "qkv")
+    given: dict[str, Any] = {"q": q, "k": k, "v": v}
+    if name.startswith("max_"):
+        ends = jnp.array([0, 4], np.int32)
+        given |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 4, "max_seqlen_k": 4}
+    if name == "rng":
+        given |= {"dropout_p": 0.5, "rng": 1}
+    attention(**given)
+    faults = [f"{label(x)}: {fault}" for x in WRONG[name] if (fault := check(attention, given, name, x)) is not None]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("causal", np.bool_(True)), ("window_size", [np.int64(2), None]), ("softcap", np.float32(2)), ("softcap", None)],
+)
+def test_numbers_of_other_libraries_reach_jit(name: str, value: Any) -> None:
+    q, k, v, _ = arrays()
+    jax.jit(lambda *x: attention(*x, **{name: value}))(q, k, v)
+
+
+def test_a_length_may_be_an_array() -> None:
+    q = jnp.ones((1, 4, 2, 8))
+    ends = jnp.array([0, 4], np.int32)
+    options: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": np.array(4)}
+    assert attention(q, q, q, **options, max_seqlen_k=jnp.array(4)).shape == q.shape

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dlpack_producer import BOGUS_POINTER, Producer
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
-from nvrtc_attn import plan
-from nvrtc_attn.params import BackwardParams
+from nvrtc_attn import api, plan
+from nvrtc_attn.params import BackwardParams, ForwardParams
 from nvrtc_attn.plan import BackwardPlan, LseLayout, backward_plan
 from nvrtc_attn.problem import AttentionProblem, dense_layout
 
@@ -129,3 +130,29 @@ def test_a_lost_device_is_refused_before_anything_is_written(fake: FakeDriver) -
     with pytest.raises(Exception, match="unusable since an earlier fault"):
         run(made, 1 << 30)
     assert fake.calls == []
+
+
+@pytest.mark.reliability(12)
+def test_negative_strides_reach_the_kernel(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F7: no copy. The copy engine cannot count downwards; the portable kernels count in signed 64-bit steps."""
+    monkeypatch.delenv("NVRTC_ATTN_BACKEND")
+
+    def call(reverse: bool) -> tuple[str, ForwardParams]:
+        strides = (256 * 2 * 64, 2 * 64, 64, 1)
+        reversed_ = {"strides": (strides[0], -strides[1], strides[2], 1), "byte_offset": 2 * 255 * strides[1]}
+        options: dict[str, Any] = reversed_ if reverse else {"strides": strides}
+        places = [BOGUS_POINTER + (i << 24) for i in range(4)]
+        q, k, v, out = (Producer((4, 256, 2, 64), data=place, **options) for place in places)
+        api.attention_forward(q, k, v, out)
+        launched = fake.launches[-1]
+        name = next(c.kernel for (c, _), kernel in plan._kernels.items() if kernel.function == launched[1])
+        pointer = ctypes.c_void_p.from_address(launched[10]).value
+        assert pointer is not None
+        return name, ForwardParams.from_buffer_copy(ctypes.string_at(pointer, ctypes.sizeof(ForwardParams)))
+
+    monkeypatch.setattr(api, "hold", lambda *_: None)
+    name, params = call(reverse=False)
+    assert (name, params.q_stride_m) == ("forward_hopper", 128)
+    name, params = call(reverse=True)
+    assert (name, params.q_stride_m, params.k_stride_n, params.out_stride_m) == ("forward_portable", -128, -128, -128)
+    assert params.q == BOGUS_POINTER + 2 * 255 * 128

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from nvrtc_attn import UnsupportedError
 from nvrtc_attn.dlpack import compact_strides
+from nvrtc_attn.heuristics.portable_forward import features_of
 from nvrtc_attn.problem import AttentionProblem, build_problem
 from nvrtc_attn.tensors import Device, TensorView, view
 
@@ -224,10 +226,42 @@ class TestScalars:
     def test_dropout_outside(self, p: float) -> None:
         refused(ValueError, f"dropout_p: got {p!r}. It is in [0, 1]", dropout_p=p)
 
+    @pytest.mark.reliability(17)
+    def test_a_scale_below_float32_is_zero(self) -> None:
+        """F4: the kernels get a float32, and multiply before they compare only where the scale is not positive."""
+        for scale in (1e-46, -1e-46, 2.0**-150, 5e-324, -0.0, Fraction(1, 10**400)):
+            p = build_problem(*qkv(), softmax_scale=scale)  # type: ignore[arg-type]
+            assert str(p.softmax_scale) == "0.0"
+            assert features_of(p).prescale
+        smallest = build_problem(*qkv(), softmax_scale=1e-45)
+        assert np.float32(smallest.softmax_scale) > 0
+        assert not features_of(smallest).prescale
+
+    @pytest.mark.reliability(17)
+    @pytest.mark.parametrize("scale", [2.36e38, -2.36e38, 10**400, -(10**400), 10**5000, Fraction(10**400)], ids=hash)
+    def test_a_scale_that_overflows_with_log2_e(self, scale: Any) -> None:
+        refused(ValueError, "softmax_scale: got ", "at most 2.36e+38 in magnitude", softmax_scale=scale)
+
+    @pytest.mark.parametrize("cap", [1e-46, 5e-324, 1e-39, 1.17e-38])
+    def test_softcap_below_the_normal_numbers(self, cap: float) -> None:
+        """F4: ``scale / softcap`` was infinite or NaN on the device."""
+        refused(ValueError, f"softcap: got {cap!r}. It is 0 (none), or positive", "1.18e-38", softcap=cap)
+
+    def test_softcap_and_scale(self) -> None:
+        assert build_problem(*qkv(), softcap=1.2e-38).softcap == 1.2e-38
+        assert build_problem(*qkv(), softcap=1.2e-38, softmax_scale=0).softmax_scale == 0
+        refused(ValueError, "softcap: got 1.2e-38 with softmax_scale -5", "4.17e+38", softcap=1.2e-38, softmax_scale=-5)
+
+    @pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
+    def test_integers_beyond_float64(self, name: str) -> None:
+        """F17: an OverflowError, or that of printing so many digits."""
+        for value in (10**400, -(10**400), 10**5000):
+            refused(ValueError, f"{name}: got ", **{name: value})
+
     def test_softcap(self) -> None:
         assert build_problem(*qkv(), softcap=30).softcap == 30.0
         assert build_problem(*qkv(), softcap=None).softcap == 0.0
-        for cap in (-1.0, float("inf"), float("nan")):
+        for cap in (-1.0, float("inf"), float("nan"), 1e39):
             refused(ValueError, f"softcap: got {cap!r}", softcap=cap)
 
     @pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
@@ -263,6 +297,7 @@ class TestShapes:
         refused(ValueError, "k, v: 4 heads do not divide the 9 heads of q", "is 3.", views=qkv(h=9, hkv=4))
         refused(ValueError, "k, v: 0 heads do not divide the 9 heads of q", "is 1.", views=qkv(h=9, hkv=0))
         refused(ValueError, "k, v: 8 heads do not divide the 4 heads of q", "is 4.", views=qkv(h=4, hkv=8))
+        assert build_problem(*qkv(h=0, hkv=3)).num_heads_kv == 3
 
     def test_axes_that_differ(self) -> None:
         q, k, v = qkv()

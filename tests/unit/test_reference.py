@@ -437,6 +437,7 @@ def test_degenerate_inputs(kind: str, dtype: Any) -> None:
         {"seqlen_q": 0},
         {"seqlen_k": 0},
         {"num_heads": 0},
+        {"num_heads": 0, "num_heads_kv": 3},
         {"head_dim": 0, "head_dim_v": 8},
         {"head_dim_v": 0},
     ],
