@@ -19,7 +19,7 @@ from typing import Final
 
 from . import autotune, env
 from .compile import request_kernels
-from .log import LOGGER
+from .log import LOGGER, quiet
 from .problem import AttentionProblem, OperandLayout
 
 _MAX_DONE: Final = 1024
@@ -60,7 +60,8 @@ class BackwardPrefetch:
 
     def _work(self) -> None:
         try:
-            spec = autotune.expected_backward(self._problem, self._device_index)
-            request_kernels([launch.config for launch in spec.launches if launch.grid])
+            with quiet():
+                spec = autotune.expected_backward(self._problem, self._device_index)
+                request_kernels([launch.config for launch in spec.launches if launch.grid])
         except Exception as error:
             LOGGER.debug("nothing is compiled ahead of the backward pass: %s", error)
