@@ -105,6 +105,34 @@ def choose_backward(
     return _choose(problem, True, table, candidates, device_index, stream, plan_of, extra, tune)
 
 
+def expected_backward(problem: AttentionProblem, device_index: int) -> BackwardPlanSpec:
+    """The plan that `choose_backward` takes unless it measures. Decides nothing and asks the driver for nothing new.
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel serves the problem.
+    """
+    props = device.properties(device_index)
+    target = _target(props)
+    label = ""
+    if env.autotune() is not False:
+        key = problem_key(problem, True, props, target["backend"])
+        label = _choices.get(key, "") or _remembered(key, lambda: heuristics.backward_candidates(problem, **target))
+    chosen = heuristics.backward_candidates(problem, **target).get(label) if label else None
+    return heuristics.choose_backward(problem, **target) if chosen is None else chosen
+
+
+def _target(props: device.DeviceProperties) -> dict[str, Any]:
+    """What the heuristics know of a device."""
+    return {
+        "arch": device.arch_of(props),
+        "num_sms": props.num_sms,
+        "smem_limit": props.smem_per_block_optin,
+        "backend": env.backend(),
+    }
+
+
 def _choose(
     problem: AttentionProblem,
     backward: bool,
@@ -117,12 +145,7 @@ def _choose(
     tune: bool | None,
 ) -> _Spec:
     props = device.properties(device_index)
-    target: dict[str, Any] = {
-        "arch": device.arch_of(props),
-        "num_sms": props.num_sms,
-        "smem_limit": props.smem_per_block_optin,
-        "backend": env.backend(),
-    }
+    target = _target(props)
     tune = env.autotune() if tune is None else tune
     if tune is False:
         return choose(problem, **target)

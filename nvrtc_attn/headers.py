@@ -13,6 +13,7 @@ import json
 import os
 import re
 import site
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class _Stamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Nvrtc:
-    """The NVRTC library that this process loads."""
+    """The NVRTC library that kernels are compiled with."""
 
     version: tuple[int, int]
     path: str
@@ -67,7 +68,7 @@ _cuda_roots: dict[tuple[object, ...], Root] = {}
 
 
 def nvrtc() -> Nvrtc:
-    """Load NVRTC (no GPU, no driver needed) and return its version and file.
+    """NVRTC's version and file. Loads it only where it is no pip package (no GPU, no driver needed).
 
     Raises
     ------
@@ -75,6 +76,8 @@ def nvrtc() -> Nvrtc:
         NVRTC, or the Python binding of it, is not installed. The message has the searched places and the pip command.
     """
     global _nvrtc
+    if _nvrtc is None:
+        _nvrtc = _packaged_nvrtc()
     if _nvrtc is None:
         try:
             from cuda.bindings import nvrtc as bindings
@@ -88,6 +91,31 @@ def nvrtc() -> Nvrtc:
             raise CompileError(f"NVRTC at {path} does not tell its version ({result!s})\n{_install_hint()}")
         _nvrtc = Nvrtc((major, minor), path)
     return _nvrtc
+
+
+def _packaged_nvrtc() -> Nvrtc | None:
+    """The pip package, in the order in which ``cuda.pathfinder`` looks, without loading 110 MB to learn its version.
+
+    The library of builtins beside it, which it can only be used with, has the version in its name.
+    """
+    if os.name != "posix":
+        return None
+    prefixes = list(site.getsitepackages())
+    if site.ENABLE_USER_SITE:
+        prefixes.insert(int(sys.prefix != sys.base_prefix), site.getusersitepackages())
+    for package in ("cu13", "cuda_nvrtc"):
+        for prefix in prefixes:
+            directory = os.path.join(prefix, "nvidia", package, "lib")
+            try:
+                names = os.listdir(directory)
+            except OSError:
+                continue
+            libraries = [name for name in names if re.fullmatch(r"libnvrtc\.so\.\d+", name)]
+            builtins = [re.fullmatch(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)", name) for name in names]
+            versions = [(int(match[1]), int(match[2])) for match in builtins if match]
+            if len(libraries) == len(versions) == 1 and libraries[0].endswith(f".{versions[0][0]}"):
+                return Nvrtc(versions[0], os.path.join(directory, libraries[0]))
+    return None
 
 
 def _loader_message(error: Exception) -> str:

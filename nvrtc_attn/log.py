@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 LOGGER: Final = logging.getLogger("nvrtc_attn")
 _said: set[str] = set()
 _lock = threading.Lock()
+_thread = threading.local()
 
 
 def _after_fork_in_child() -> None:
@@ -23,9 +26,19 @@ if hasattr(os, "register_at_fork"):
 
 def log_once(message: str, level: int = logging.WARNING) -> None:
     """Log ``message`` the first time that ``level`` is enabled for it."""
-    if LOGGER.isEnabledFor(level) and message not in _said:
+    if LOGGER.isEnabledFor(level) and message not in _said and not getattr(_thread, "quiet", False):
         with _lock:  # of the threads that see it missing, one says it
             if message in _said:
                 return
             _said.add(message)
         LOGGER.log(level, message)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Say nothing with `log_once` in this thread, and leave it to be said later: for work that nobody asked for yet."""
+    _thread.quiet = True
+    try:
+        yield
+    finally:
+        _thread.quiet = False

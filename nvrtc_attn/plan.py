@@ -1,7 +1,8 @@
 """A plan binds a problem to loaded kernels: the params bytes that never change, and the launches in order.
 
-Making a plan compiles and loads; running one copies its params template, writes the pointers and launches. Plans are
-cached per (problem, device) and immutable, so any number of threads may run the same one.
+Making a plan compiles its kernels side by side and loads them; running one copies its params template, writes the
+pointers and launches. Plans are cached per (problem, device) and immutable, so any number of threads may run the same
+one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 from . import autotune, driver, env, philox
 from .codegen import params_class
-from .compile import compile_kernel
+from .compile import compile_kernels
 from .config import KernelConfig
 from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec, Launch
 from .launch import ParamsBuffer, launch
@@ -48,7 +49,7 @@ class _Step:
 
     __slots__ = ("block", "grid", "kernel", "smem_bytes", "spare", "template", "tensor_maps")
 
-    def __init__(self, spec: Launch, device_index: int, params: ForwardParams | BackwardParams, stream: int) -> None:
+    def __init__(self, spec: Launch, kernel: Kernel, params: ForwardParams | BackwardParams) -> None:
         pointers, struct_type = type(params).POINTERS, params_class(spec.config)
         values: Any = params
         if struct_type is not type(params):  # a struct that begins with the pass's own
@@ -57,7 +58,7 @@ class _Step:
         for name, value in spec.params:
             setattr(values, name, value)
         self.grid, self.block, self.smem_bytes = spec.grid, spec.block, spec.smem_bytes
-        self.kernel = _kernel(spec, device_index, stream)
+        self.kernel = kernel
         self.template = bytes(values)
         self.spare: list[ParamsBuffer] = []  # as many as threads have run this at once
 
@@ -77,15 +78,23 @@ class _Step:
 _kernels: dict[tuple[KernelConfig, int], Kernel] = {}
 
 
-def _kernel(spec: Launch, device_index: int, stream: int) -> Kernel:
-    key = (spec.config, device_index)
-    kernel = _kernels.get(key)
-    if kernel is None or kernel.smem_bytes < spec.smem_bytes:
+def _load(
+    launches: Sequence[Launch], device_index: int, stream: int, meanwhile: Callable[[], None] | None
+) -> list[Kernel]:
+    """The kernel of each launch. Those that are not loaded compile side by side."""
+    found = [_kernels.get((spec.config, device_index)) for spec in launches]
+    missing = [
+        spec
+        for spec, kernel in zip(launches, found, strict=True)
+        if kernel is None or kernel.smem_bytes < spec.smem_bytes
+    ]
+    if missing:
         with driver.device_context(device_index):  # a thread of autograd's has none of its own yet
-            driver.refuse_capture(stream, f"kernel {spec.config.kernel}")
-        kernel = load_kernel(compile_kernel(spec.config), device_index, smem_bytes=spec.smem_bytes)
-        _kernels[key] = kernel
-    return kernel
+            driver.refuse_capture(stream, f"kernel {missing[0].config.kernel}")
+        compiled = compile_kernels([spec.config for spec in missing], meanwhile)
+        for spec, image in zip(missing, compiled, strict=True):
+            _kernels[spec.config, device_index] = load_kernel(image, device_index, smem_bytes=spec.smem_bytes)
+    return [_kernels[spec.config, device_index] for spec in launches]
 
 
 def _log_slow_path(pass_name: str, spec: ForwardPlanSpec | BackwardPlanSpec) -> None:
@@ -109,6 +118,7 @@ class _PlanBase:
         device_index: int,
         params: ForwardParams | BackwardParams,
         stream: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         _log_slow_path("forward" if isinstance(spec, ForwardPlanSpec) else "backward", spec)
         offsets, zeroed, end = {}, [], 0
@@ -123,11 +133,17 @@ class _PlanBase:
         # A buffer that the plan does not use has offset 0: its pointer is never followed.
         self._offsets = tuple(offsets.get(name, 0) for name in self._BUFFERS)
         self._zeroed = tuple(zeroed)
+        launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
+        loaded = _load(launches, device_index, stream, meanwhile)
         self._steps = tuple(
-            _Step(launch_spec, device_index, type(params).from_buffer_copy(params), stream)
-            for launch_spec in spec.launches
-            if launch_spec.grid
+            _Step(launch_spec, kernel, type(params).from_buffer_copy(params))
+            for launch_spec, kernel in zip(launches, loaded, strict=True)
         )
+
+    @property
+    def kernel_keys(self) -> tuple[str, ...]:
+        """Cache key of the kernel of each launch."""
+        return tuple(step.kernel.key for step in self._steps)
 
     @property
     def local_bytes(self) -> int:
@@ -156,9 +172,15 @@ class ForwardPlan(_PlanBase):
     _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
 
     def __init__(
-        self, spec: ForwardPlanSpec, problem: AttentionProblem, device_index: int, lse: LseLayout, stream: int
+        self,
+        spec: ForwardPlanSpec,
+        problem: AttentionProblem,
+        device_index: int,
+        lse: LseLayout,
+        stream: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(spec, device_index, _forward_params(problem, lse), stream)
+        super().__init__(spec, device_index, _forward_params(problem, lse), stream, meanwhile)
 
     def run(
         self,
@@ -235,17 +257,23 @@ class BackwardPlan(_PlanBase):
 
 
 def forward_plan(
-    problem: AttentionProblem, device_index: int, lse: LseLayout, stream: int, *, tune: bool | None = None
+    problem: AttentionProblem,
+    device_index: int,
+    lse: LseLayout,
+    stream: int,
+    *,
+    tune: bool | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> ForwardPlan:
     """The cached plan for ``problem``; compiles and loads on the first call, which a capturing ``stream`` refuses.
 
-    ``tune`` is what `env.autotune` says by default.
+    ``tune`` is what `env.autotune` says by default. ``meanwhile`` is called while a kernel compiles, if one has to.
     """
     key = ("forward", problem, device_index, lse, env.backend())
 
     def make() -> ForwardPlan:
         def of(spec: ForwardPlanSpec) -> ForwardPlan:
-            return ForwardPlan(spec, problem, device_index, lse, stream)
+            return ForwardPlan(spec, problem, device_index, lse, stream, meanwhile)
 
         extra = {"lse": _statistic(problem, lse)} if any(lse.strides) else {}
         return of(autotune.choose_forward(problem, device_index, stream, of, extra, tune))

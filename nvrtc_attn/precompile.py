@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import multiprocessing
-import os
+import queue
 import shlex
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, Final
 
 from . import config as config_types
-from . import device, env
+from . import device, env, worker_pool
 from .call import CallOptions, describe_shapes
 from .codegen import entry_source
 from .config import Features, ForwardConfig, HopperForwardConfig, KernelConfig
@@ -28,6 +26,7 @@ from .errors import CompileError
 from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec
 from .problem import AttentionProblem
 from .tensors import Device
+from .worker_pool import COMPILE_MEMORY_BYTES, available_memory_bytes
 
 REFERENCE_SMS: Final[dict[str, int]] = {
     "sm_75": 40,  # T4
@@ -43,9 +42,6 @@ REFERENCE_SMS: Final[dict[str, int]] = {
     "sm_121": 48,  # GB10
 }
 """Multiprocessors of a common GPU of each target; a choice that depends on the number takes ``num_sms``."""
-
-COMPILE_MEMORY_BYTES: Final = 700 << 20
-"""Room for one compile process: the backward kernels peak at 260 MB with NVRTC 13.0 and at 420 MB with 13.5."""
 
 _FORWARD: Final = (ForwardConfig, HopperForwardConfig)
 _SMALL: Final = ("delta", "dq_convert", "dkv_convert", "backward_hopper_prepare", "combine", "dbias_reduce")
@@ -81,7 +77,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelReport:
-    """One compiled kernel, or why it is not. ``compile_ms`` is the time in the worker, cache look-up included."""
+    """One compiled kernel, or why it is not. ``compile_ms`` is the time of the call, cache look-up included."""
 
     config: KernelConfig
     cached: bool = False
@@ -204,50 +200,42 @@ def tune(requests: Sequence[Request]) -> int:
 
 def worker_count(num_kernels: int) -> int:
     """Processes to compile with: one per usable core, as far as memory allows."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(num_kernels, cores, available_memory_bytes() // COMPILE_MEMORY_BYTES))
-
-
-def available_memory_bytes() -> int:
-    """Memory that this process may still use: what the kernel calls available, within the limit of the container."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        available = int(fields["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        return 4 * COMPILE_MEMORY_BYTES  # not Linux
-    try:
-        with (
-            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
-            open("/sys/fs/cgroup/memory.current", encoding="ascii") as current,
-        ):
-            available = min(available, int(limit.read()) - int(current.read()))
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        pass
-    return available
+    return max(1, min(num_kernels, worker_pool.usable_cores(), available_memory_bytes() // COMPILE_MEMORY_BYTES))
 
 
 def compile_configs(kernels: Sequence[KernelConfig], workers: int | None = None) -> Iterator[KernelReport]:
     """Compile ``kernels`` into the cache and yield a report of each as it finishes. A failure is a report too.
 
-    Workers are spawned processes: a compile that runs out of memory takes no caller along. A script that calls this
-    needs the usual ``if __name__ == "__main__":``.
+    Compiles run in the processes of `worker_pool`, ``workers`` at a time.
     """
     workers = worker_count(len(kernels)) if workers is None else max(1, min(workers, len(kernels)))
-    if workers == 1:
-        yield from map(_compile_one, kernels)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        pending = {pool.submit(_compile_one, config): config for config in kernels}
+    todo, done = iter(kernels), queue.SimpleQueue[KernelReport | BaseException]()
+    lock = threading.Lock()
+
+    def work() -> None:
         try:
-            for future in as_completed(pending):
-                try:
-                    yield future.result()
-                except BrokenProcessPool:
-                    yield KernelReport(config=pending[future], error="the worker process died (out of memory?)")
-        finally:
-            pool.shutdown(cancel_futures=True)
+            while True:
+                with lock:
+                    config = next(todo, None)
+                if config is None:
+                    return
+                done.put(_compile_one(config))
+        except BaseException as error:  # for the caller
+            done.put(error)
+
+    pool, before = worker_pool.pool(), worker_pool.pool().limit
+    pool.limit = workers
+    try:
+        for _ in range(workers):
+            threading.Thread(target=work, name="nvrtc_attn warmup", daemon=True).start()
+        for _ in kernels:
+            report = done.get()
+            if isinstance(report, BaseException):
+                raise report
+            yield report
+    finally:
+        todo = iter(())  # a caller that stops early, or an error: nothing more is begun
+        pool.limit = before
 
 
 def _compile_one(config: KernelConfig) -> KernelReport:

@@ -13,7 +13,8 @@ from .call import Call, CallOptions, describe, plain_flags, plain_options, rng_s
 from .dlpack import compact_strides
 from .errors import shown
 from .plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
-from .problem import Causal, WindowSize
+from .prefetch import BackwardPrefetch
+from .problem import Causal, WindowSize, dense_layout
 from .tensors import CPU, Device, view
 
 _raw_stream: Final = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
@@ -151,7 +152,7 @@ def checked_rng(rng: Any, q: torch.Tensor) -> tuple[Any, Any]:
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def forward(ctx: Any, options: Any, deterministic: bool, rng: Any, *tensors: Any) -> Any:
-        out, lse = forward(tensors, options, rng, True)
+        out, lse = forward(tensors, options, rng, True, (deterministic, ctx.needs_input_grad[6]))
         ctx.save_for_backward(out, lse, *tensors)
         ctx.options, ctx.deterministic, ctx.rng = options, deterministic, rng
         ctx.set_materialize_grads(False)
@@ -175,8 +176,17 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -
 _gradients_once: Any = once_differentiable(_gradients)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool) -> Any:
-    """(out, lse or None) of detached tensors; ``options`` are the fields of `CallOptions` in their order."""
+def forward(
+    tensors: Tensors,
+    options: tuple[Any, ...],
+    rng: Any,
+    with_lse: bool,
+    backward_options: tuple[bool, bool] | None = None,
+) -> Any:
+    """(out, lse or None) of detached tensors; ``options`` are the fields of `CallOptions` in their order.
+
+    ``backward_options`` (deterministic, with the bias's gradient) of a backward pass that is going to follow.
+    """
     q, k, v, bias, mask, cu_q, cu_k, used = tensors
     if cu_q is not None and env.debug():
         _describe(tensors, options, with_lse)  # checks the lengths, which no plan knows
@@ -184,10 +194,11 @@ def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool
     if not (bias is mask is cu_q is cu_k is used is None):
         key = (*key, *map(_signature, tensors[3:]))
     entry = _forward_plans.get(key)
+    ahead = None
     if entry is None:
         _check_tensors(tensors)
         if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors):
-            return forward(tuple(map(resolved, tensors)), options, rng, with_lse)
+            return forward(tuple(map(resolved, tensors)), options, rng, with_lse, backward_options)
         if q is not None and not q.is_cuda:
             inputs = map(detached, tensors[:3])
             result = api.attention(*inputs, **_keywords(tensors, options), rng=rng, return_lse=with_lse)
@@ -195,7 +206,9 @@ def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool
         call = _describe(tensors, options, with_lse)
         out_like, lse_like = _dense(call.out_shape), _dense(call.lse_shape)
         layout = LseLayout(strides=lse_like[1], rows=call.problem.seqlen_q, packed=call.problem.varlen)
-        plan = forward_plan(call.with_outputs(), call.device.index, layout, call.launch_stream)
+        ahead = None if backward_options is None else _backward_ahead(tensors, options, *backward_options)
+        meanwhile = None if ahead is None else ahead.start
+        plan = forward_plan(call.with_outputs(), call.device.index, layout, call.launch_stream, meanwhile=meanwhile)
         entry = _remember(_forward_plans, key, (plan, out_like, lse_like))
     plan, out_like, lse_like = entry
     assert q is not None and k is not None and v is not None  # noqa: PT018
@@ -210,7 +223,22 @@ def forward(tensors: Tensors, options: tuple[Any, ...], rng: Any, with_lse: bool
             raw_stream(device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), _ptr(lse), _ptr(bias),
             _ptr(mask), _ptr(cu_q), _ptr(cu_k), _ptr(used), rng_words(rng, options[4]), _ptr(workspace),
         )  # fmt: skip
+        if ahead is not None:
+            ahead.start_after(plan.kernel_keys)
     return out, lse
+
+
+def _backward_ahead(
+    tensors: Tensors, options: tuple[Any, ...], deterministic: bool, with_dbias: bool
+) -> BackwardPrefetch | None:
+    """The backward pass as `backward` will plan it, if the gradient of out is dense."""
+    try:
+        call = _describe(tensors, (*options, True, deterministic, with_dbias))
+    except (TypeError, ValueError, NotImplementedError):
+        return None  # for the backward pass to say
+    bias = call.bias
+    dbias = dense_layout(bias.shape, bias.dtype) if with_dbias and bias is not None else None
+    return BackwardPrefetch(call.with_outputs(), call.device.index, dbias)
 
 
 def backward(

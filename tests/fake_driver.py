@@ -194,7 +194,7 @@ def instant_compiler(cache: Path) -> Iterator[None]:
     """A compiler that takes no time and numbers its results, and an empty cache, ``cache``."""
     counter = iter(range(10**6))
 
-    def run(_source: str, arch: str, _options: Any) -> tuple[bytes, str]:
+    def run(_source: str, arch: str, *_: Any) -> tuple[bytes, str]:
         return f"{arch} image {next(counter)}".encode(), ""
 
     with pytest.MonkeyPatch.context() as patch:

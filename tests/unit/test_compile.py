@@ -9,6 +9,7 @@ import pickle
 import resource
 import shlex
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -26,7 +27,16 @@ from nvrtc_attn import compile as compiler
 from nvrtc_attn import driver, headers
 from nvrtc_attn.cache import kernel_cache
 from nvrtc_attn.codegen import entry_source
-from nvrtc_attn.compile import COMMON_OPTIONS, CompiledKernel, compile_kernel, compile_source, kernel_key, nvrtc_build
+from nvrtc_attn.compile import (
+    COMMON_OPTIONS,
+    CompiledKernel,
+    compile_kernel,
+    compile_kernels,
+    compile_source,
+    kernel_key,
+    nvrtc_build,
+    request_kernels,
+)
 from nvrtc_attn.config import BackwardConfig, DbiasConfig, DqConfig, Features, ForwardConfig, KernelConfig
 from nvrtc_attn.errors import CompileError
 from nvrtc_attn.precompile import config_from_json
@@ -127,7 +137,7 @@ def test_source_architecture_and_every_option_change_the_key(monkeypatch: pytest
 def test_the_options_that_reach_nvrtc_are_the_ones_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, tuple[str, ...]] = {}
     monkeypatch.setattr(
-        compiler, "_run_nvrtc", lambda source, arch, options: seen.update({source: options}) or (b"code", "")
+        compiler, "_run_nvrtc", lambda source, arch, options, _ticket: seen.update({source: options}) or (b"code", "")
     )
     compiled = compile_source(SOURCE, "sm_86", extra_options=("--maxrregcount=64",))
     assert compiled.key == kernel_key(SOURCE, seen[SOURCE])
@@ -137,7 +147,7 @@ def test_the_options_that_reach_nvrtc_are_the_ones_in_the_key(monkeypatch: pytes
 @pytest.mark.reliability(90)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kernel)
 def test_every_config_field_changes_the_key(config: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda source, arch, options: (b"code", ""))
+    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
     keys = [compile_kernel(c).key for c in (config, *(changed for _, changed in config_variants(config)))]
     assert len(set(keys)) == len(keys) > 25
 
@@ -293,7 +303,7 @@ def in_threads(count: int, call: Any) -> list[Any]:
 def test_32_threads_one_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def slow(source: str, arch: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    def slow(source: str, *_: Any) -> tuple[bytes, str]:
         calls.append(source)
         time.sleep(0.2)
         return b"code", ""
@@ -316,13 +326,13 @@ def test_a_compile_error_reaches_all_threads_and_may_be_retried(monkeypatch: pyt
             return super().wait(timeout)
 
     class CountedFlight(compiler._Flight):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, *, urgent: bool) -> None:
+            super().__init__(urgent=urgent)
             self.done = CountedEvent()
 
-    def failing(source: str, arch: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    def failing(source: str, arch: str, options: tuple[str, ...], _ticket: Any) -> tuple[bytes, str]:
         calls.append(source)
-        for _ in range(31):  # an error is not kept: who asks after it compiles anew
+        for _ in range(32):  # an error is not kept: who asks after it compiles anew
             assert waiting.acquire(timeout=60)
         raise CompileError("refused", "the log", source, options)
 
@@ -337,28 +347,137 @@ def test_a_compile_error_reaches_all_threads_and_may_be_retried(monkeypatch: pyt
 
 
 @pytest.mark.reliability(77)
-def test_an_interrupted_compile_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_look_up_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def interrupted(source: str, arch: str, options: tuple[str, ...]) -> tuple[bytes, str]:
-        calls.append(source)
+    def interrupted(request: Any) -> None:
+        calls.append(request)
         time.sleep(0.1)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return b"code", ""
 
-    monkeypatch.setattr(compiler, "_run_nvrtc", interrupted)
+    monkeypatch.setattr(compiler, "_cached", interrupted)
+    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
     results = in_threads(8, lambda _: compile_source(SOURCE, "sm_80"))
     assert [type(r) for r in results].count(KeyboardInterrupt) == 1
     assert len(calls) == 2
     assert sum(isinstance(r, CompiledKernel) for r in results) == 7
 
 
+@pytest.mark.reliability(75)
+def test_the_next_call_joins_the_compile_of_an_interrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    proceed = threading.Event()
+
+    def compile_slowly(source: str, *_: Any) -> tuple[bytes, str]:
+        calls.append(source)
+        assert proceed.wait(30)
+        return b"code", ""
+
+    monkeypatch.setattr(compiler, "_run_nvrtc", compile_slowly)
+    interrupt = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        compile_source(SOURCE, "sm_80")
+    interrupt.join()
+    assert len(compiler._flights) == 1, "it goes on"
+    threading.Timer(0.1, proceed.set).start()
+    assert compile_source(SOURCE, "sm_80").code == b"code"
+    assert calls == [SOURCE]
+    assert compiler._flights == {}
+
+
+def test_kernels_of_one_call_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(len(CONFIGS) + 1)
+    monkeypatch.setattr(compiler, "_run_nvrtc", lambda source, *_: (together.wait(30), (source.encode(), ""))[1])
+    kernels = compile_kernels(CONFIGS, lambda: together.wait(30))  # passes only if all are inside meanwhile
+    assert [kernel.config for kernel in kernels] == CONFIGS
+    again = compile_kernels(CONFIGS, lambda: pytest.fail("there is nothing to wait for"))
+    assert [kernel.code for kernel in again] == [entry_source(c).encode() for c in CONFIGS]
+
+
+def test_the_kernels_of_one_call_share_a_look_at_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    real = headers.header_digest
+    monkeypatch.setattr(headers, "header_digest", lambda: looks.append(1) or real())
+    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
+    keys = [kernel.key for kernel in compile_kernels(CONFIGS)]
+    assert len(looks) == 1
+    assert keys == [compile_kernel(config).key for config in CONFIGS]
+
+
+def test_an_error_is_that_of_its_kernel_and_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(source: str, arch: str, options: tuple[str, ...], _ticket: Any) -> tuple[bytes, str]:
+        if source == entry_source(CONFIGS[1]):
+            raise CompileError("refused", "", source, options)
+        return b"code", ""
+
+    monkeypatch.setattr(compiler, "_run_nvrtc", run)
+    kernels = compile_kernels(CONFIGS[:3])
+    assert next(kernels).config == CONFIGS[0]
+    with pytest.raises(CompileError, match="refused"):
+        next(kernels)
+    assert next(kernels).config == CONFIGS[2]
+
+
+def test_what_fails_in_the_background_is_silent_until_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    calls = []
+
+    def failing(source: str, arch: str, options: tuple[str, ...], ticket: Any) -> tuple[bytes, str]:
+        calls.append(ticket.urgent)
+        raise CompileError("refused", "the log", source, options)
+
+    monkeypatch.setattr(compiler, "_run_nvrtc", failing)
+    request_kernels([CONFIG])
+    for flight in list(compiler._flights.values()):
+        flight.done.wait(30)
+    assert calls == [False]
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+    assert list(recwarn) == []
+    with pytest.raises(CompileError, match="refused") as caught:
+        compile_kernel(CONFIG)
+    assert caught.value.log == "the log"
+    assert len(calls) == 2
+
+
+@pytest.mark.reliability(93)
+@pytest.mark.parametrize("variable", ["NVRTC_ATTN_NO_COMPILE", "NVRTC_ATTN_ASSERT_CACHED"])
+def test_nothing_compiles_in_the_background_where_it_is_forbidden(
+    variable: str, cache_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: pytest.fail("compiled"))
+    request_kernels([CONFIG])
+    assert compiler._flights == {}
+    assert not cache_directory.exists()
+
+
+def test_a_compile_that_somebody_waits_for_is_no_longer_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurried = []
+    entered, proceed = threading.Event(), threading.Event()
+
+    def run(_source: str, _arch: str, _options: Any, ticket: Any) -> tuple[bytes, str]:
+        hurried.append(ticket.urgent)
+        entered.set()
+        assert proceed.wait(30)
+        hurried.append(ticket.urgent)
+        return b"code", ""
+
+    monkeypatch.setattr(compiler, "_run_nvrtc", run)
+    request_kernels([CONFIG])
+    assert entered.wait(30)
+    threading.Timer(0.2, proceed.set).start()
+    assert compile_kernel(CONFIG).code == b"code"
+    assert hurried == [False, True]
+
+
 @pytest.mark.reliability(77)
 def test_different_keys_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(8)
 
-    def compile_together(source: str, arch: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    def compile_together(source: str, *_: Any) -> tuple[bytes, str]:
         together.wait(30)  # passes only if all eight are inside at once
         return source.encode(), ""
 
@@ -462,28 +581,18 @@ def test_a_copied_cache_is_a_hit_in_another_process(repository: Path, tmp_path: 
 
 
 @pytest.mark.reliability(96)
-def test_missing_builtins_are_named(repository: Path, tmp_path: Path) -> None:
-    library = Path(headers.nvrtc().path)
-    copy = tmp_path / library.name
-    shutil.copyfile(library, copy)
-    program = f"""
-import ctypes, os, sys
-ctypes.CDLL({str(copy)!r}, ctypes.RTLD_GLOBAL)  # found before any other by its name
-sys.path.insert(0, {str(repository)!r})
-from nvrtc_attn import compile as compiler, headers
-assert headers.nvrtc().path == {str(copy)!r}, headers.nvrtc()
-try:
-    compiler.compile_source({SOURCE!r}, "sm_80")
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-    output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    assert output.startswith("CompileError ")
-    assert "builtins" in output
-    assert str(tmp_path) in output
-    assert "pip install --force-reinstall" in output
+def test_missing_builtins_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = headers.nvrtc()
+    roots = headers.include_roots()  # some are beside the real library
+    copy = tmp_path / Path(library.path).name
+    shutil.copyfile(library.path, copy)
+    monkeypatch.setattr(headers, "include_roots", lambda: roots)
+    monkeypatch.setattr(headers, "header_digest", lambda: "0" * 64)
+    monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc(library.version, str(copy)))
+    with pytest.raises(CompileError) as caught:
+        compile_source(SOURCE, "sm_80")
+    for part in ("builtins", str(tmp_path), "pip install --force-reinstall"):
+        assert part in str(caught.value)
 
 
 @pytest.mark.reliability(98)
@@ -525,7 +634,7 @@ def test_a_compile_leaves_limits_and_environment_alone() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda source, arch, options: (source.encode(), ""))
+    monkeypatch.setattr(compiler, "_run_nvrtc", lambda source, *_: (source.encode(), ""))
     monkeypatch.setattr(compiler, "_MEMORY_ENTRIES", 4)
     for index in range(10):
         compile_source(f"// {index}", "sm_80")

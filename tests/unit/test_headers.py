@@ -145,7 +145,9 @@ def test_cuda_headers_cover_what_the_bundle_may_include(library: headers.Nvrtc) 
 @pytest.mark.reliability(96)
 def test_missing_nvrtc_says_where_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
     pathfinder = pytest.importorskip("cuda.pathfinder")
+    pytest.importorskip("cuda.bindings.nvrtc")  # keeps the function that it imports
     monkeypatch.setattr(headers, "_nvrtc", None)
+    monkeypatch.setattr(headers, "_packaged_nvrtc", lambda: None)
 
     def not_found(name: str) -> None:
         raise RuntimeError("No such file: libnvrtc.so*; searched in: /somewhere/nvidia/cu13/lib")
