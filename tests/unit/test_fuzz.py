@@ -29,8 +29,9 @@ def small() -> list[fuzz_problems.Problem]:
 
 @pytest.fixture(autouse=True)
 def _backend_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each problem that is run sets its own."""
+    """Each problem that is run sets its own, and the command turns measuring off."""
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "auto")
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
 
 
 @pytest.mark.parametrize("feature", fuzz_problems.FEATURES)
