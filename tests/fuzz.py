@@ -338,7 +338,8 @@ def summary(seed: int, outcome: Outcome) -> str:
     names = [", ".join(names[at : at + 6]) for at in range(0, len(names), 6)]
     kinds = collections.Counter(precompile.config_from_json(text).kernel for text in outcome.kernels)
     result = (
-        f"seed {seed}: {outcome.done} problems of {len(outcome.structures)} structures, {len(outcome.kernels)} distinct kernels, "
+        f"seed {seed}: {outcome.done} problems of {len(outcome.structures)} structures, "
+        f"{len(outcome.kernels)} distinct kernels, "
         f"{len(outcome.wrong)} wrong, {outcome.seconds:.0f} s"
     )
     lines = [
