@@ -410,3 +410,8 @@ FEATURES: Final[dict[str, Callable[[Problem], bool]]] = {
     **{f"layout {name}": lambda p, name=name: p.case.layout == name for name in _LAYOUTS},
 }
 """What a summary counts."""
+
+
+def features_of(p: Problem) -> list[str]:
+    """The names of what ``p`` has."""
+    return [name for name, holds in FEATURES.items() if holds(p)]

@@ -18,6 +18,7 @@ def test_a_slice_of_the_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
     from fuzz_torch import judge
 
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "auto")  # each problem sets its own
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     cores = len(os.sched_getaffinity(0))
     plan = fuzz.make_plan(SEED, 300, 60, fuzz.gpu_target(), min(4, cores), structures=STRUCTURES)
     assert not fuzz.compile_all(plan.kernels, cores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import cases
@@ -15,40 +16,54 @@ import pytest
 from nvrtc_attn import philox, reference
 
 SEED = 12
-DRAWN = [fuzz_problems.problem(SEED, index) for index in range(2500)]
-SMALL = [p for p in DRAWN if p.scores <= 20_000]
+
+
+@functools.cache
+def drawn() -> list[fuzz_problems.Problem]:
+    return [fuzz_problems.problem(SEED, index) for index in range(2500)]
+
+
+def small() -> list[fuzz_problems.Problem]:
+    return [p for p in drawn() if p.scores <= 20_000]
+
+
+@pytest.fixture(autouse=True)
+def _backend_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each problem that is run sets its own, and the command turns measuring off."""
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "auto")
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
 
 
 @pytest.mark.parametrize("feature", fuzz_problems.FEATURES)
 def test_the_campaign_covers_the_feature(feature: str) -> None:
-    assert sum(map(fuzz_problems.FEATURES[feature], DRAWN)) >= 5
+    assert sum(map(fuzz_problems.FEATURES[feature], drawn())) >= 5
 
 
 def test_problems_replay_and_reach_every_size() -> None:
-    assert fuzz_problems.problem(SEED, 77) == DRAWN[77]
-    assert fuzz_problems.problem(SEED + 1, 77) != DRAWN[77]
+    assert fuzz_problems.problem(SEED, 77) == drawn()[77]
+    assert fuzz_problems.problem(SEED + 1, 77) != drawn()[77]
     assert "--replay 12:77" in fuzz.failure(SEED, 77, ["out: wrong"])
     assert "\n" not in fuzz.failure(SEED, 77, ["several\nlines"])
-    dims = {d for p in DRAWN for d in (p.case.head_dim, p.case.head_dim_v)}
+    dims = {d for p in drawn() for d in (p.case.head_dim, p.case.head_dim_v)}
     assert min(dims) <= 8
     assert max(dims) >= 480
-    lengths = {n for p in DRAWN for n in (p.case.seqlen_q, p.case.seqlen_k)}
+    lengths = {n for p in drawn() for n in (p.case.seqlen_q, p.case.seqlen_k)}
     assert 0 in lengths
     assert max(lengths) > 2500
     assert len(lengths) > 300
     assert {(n - 1, n, n + 1) for n in (64, 128, 256)} <= {
         (n - 1, n, n + 1) for n in lengths if {n - 1, n + 1} <= lengths
     }
-    assert max(p.scores for p in DRAWN) <= 20_000_000
-    assert {p.case.bias for p in DRAWN} >= set(cases.BIAS_SHAPES)
+    assert max(p.scores for p in drawn()) <= 20_000_000
+    assert {p.case.bias for p in drawn()} >= set(cases.BIAS_SHAPES)
 
 
 def test_kernels_are_known_without_a_gpu() -> None:
     plan = fuzz.make_plan(SEED, 60, 150, fuzz.H200, workers=1)
     assert len(plan.indices) == 60
     assert len(plan.kernels) <= 150
-    drawn = [fuzz_problems.problem(SEED, index) for index in plan.indices]
-    needed = {config for p in drawn for config in fuzz_problems.kernel_configs(p, **fuzz.H200)}
+    planned = [fuzz_problems.problem(SEED, index) for index in plan.indices]
+    needed = {config for p in planned for config in fuzz_problems.kernel_configs(p, **fuzz.H200)}
     assert needed == set(plan.kernels)
     few = fuzz.make_plan(SEED, 20, 40, fuzz.H200, workers=1, first=500, structures=frozenset((2, 5)))
     assert min(few.indices) >= 500
@@ -67,7 +82,7 @@ def test_a_wrong_result_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     p = next(
-        p for p in SMALL if p.want_dbias and p.case.seqlen_q > 20 and p.case.seqlen_k > 20 and p.case.bias[3] == "k"
+        p for p in small() if p.want_dbias and p.case.seqlen_q > 20 and p.case.seqlen_k > 20 and p.case.bias[3] == "k"
     )
     assert fuzz_numpy.check(p) == []
     position = {"out": 0, "lse": 1, "dq": 0, "dk": 1, "dv": 2, "dbias": 3}[name]
@@ -93,7 +108,7 @@ def test_a_wrong_result_is_found(
 
 
 def test_a_missing_element_and_an_unwritten_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = next(p for p in SMALL if p.case.varlen and p.case.tail[0] and p.outside_nan)
+    p = next(p for p in small() if p.case.varlen and p.case.tail[0] and p.outside_nan)
     assert fuzz_numpy.check(p) == []
     found = fuzz_numpy.run(fuzz_numpy.on_cpu(p), fuzz_numpy.make_arrays(p))
     assert not any(np.isnan(x).any() for x in found.values())
@@ -126,7 +141,7 @@ def test_philox_in_torch(seed: int, start: int) -> None:
 def test_torch_reference_agrees_with_the_oracle(part: int) -> None:
     fuzz_torch = _torch()
     compared = 0
-    for p in SMALL[part:80:4]:
+    for p in small()[part:80:4]:
         case = p.case
         run = fuzz_torch.Run(dataclasses.replace(p, outside_nan=False), "cpu")
         exact, (low,) = fuzz_torch.references(run)
@@ -176,7 +191,7 @@ def test_the_gpu_runner_on_the_cpu() -> None:
     """All of `fuzz_torch.judge` but the kernels and their workspace."""
     fuzz_torch = _torch()
     seen = set()
-    for p in SMALL[600:640]:
+    for p in small()[600:640]:
         assert fuzz_torch.judge(p, "cpu").lines("cpu", appeal=True) == [], p
         seen |= {name for name, holds in fuzz_problems.FEATURES.items() if holds(p)}
     assert seen >= {"bias gradient", "mask", "dropout", "varlen NaN outside", "seqused_k", "dlse", "layout packed"}
@@ -185,7 +200,7 @@ def test_the_gpu_runner_on_the_cpu() -> None:
 @pytest.mark.parametrize("fault", ["value", "unwritten", "outside", "unrepeatable"])
 def test_the_gpu_runner_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fuzz_torch = _torch()
-    p = next(p for p in SMALL if p.want_dbias and p.case.layout == "packed" and p.case.seqlen_q > 20)
+    p = next(p for p in small() if p.want_dbias and p.case.layout == "packed" and p.case.seqlen_q > 20)
     p = dataclasses.replace(p, repeat=fault == "unrepeatable")
     right, calls = fuzz_torch.nvrtc_attn.attention_backward, []
 
