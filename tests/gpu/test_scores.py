@@ -169,6 +169,15 @@ def test_some_tiles_are_huge(family: str, head_dim: int) -> None:
         check_forward(q, k.half(), v, f"{order} causal", causal=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_maxima_of_minus_zero(family: str, head_dim: int) -> None:
+    """Rows whose scores are all -0.0 leave the others of their warp as they are."""
+    q, k, v = (randn(1, 300, 2, head_dim, dtype=torch.bfloat16, seed=seed) for seed in range(3))
+    q[:, torch.arange(300, device=DEVICE) % 16 < 8] = 0.0
+    check_forward(q, -k.abs(), v)
+    check_forward(q, -k.abs(), v, causal=True)
+
+
 @pytest.mark.parametrize("queries", [1, 6])
 def test_huge_scores_in_some_splits(queries: int) -> None:
     q = powers(torch.bfloat16, 20, 1, queries, 8, 128, 6)
