@@ -286,7 +286,7 @@ def test_gradients_with_a_huge_bias(family: str) -> None:
 
 
 def assert_nan_rows(out: Any, lse: Any, rows: Any, clean_out: Any, clean_lse: Any) -> None:
-    """NaN in `rows` ([B, H, Mq]) of out and lse, and the others as they were up to rounding: when a warp moves its maxima
+    """NaN in `rows` ([B, H, Mq]) of out and lse, the others as they were up to rounding: when a warp moves its maxima
     depends on all of its rows."""
     assert bool(lse[rows].isnan().all()), "lse of a row with NaN scores"
     assert bool(out.transpose(1, 2)[rows].isnan().all()), "out of a row with NaN scores"
