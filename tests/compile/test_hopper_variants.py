@@ -151,3 +151,11 @@ def test_repeated_heads_have_one_element_in_the_map() -> None:
     assert maps["k"].dims == (64, 512, 1, 2)
     assert maps["k"].strides_bytes == (128, 16, 512 * 128)
     assert maps["q"].dims == (64, 512, 4, 2)
+
+
+@pytest.mark.parametrize("name", ["mask", "mask_unaligned", "d256_mask_causal"])
+def test_a_mask_brings_barriers_for_cleaned_values(name: str) -> None:
+    """``clean_v``, one a slot of V, in the layout of ``forward_hopper.cuh``."""
+    config = dataclasses.replace(choose(VARIANTS[name]), score_tiles=False)
+    without = dataclasses.replace(config, features=dataclasses.replace(config.features, mask=False))
+    assert hopper_forward.smem_bytes(config) - hopper_forward.smem_bytes(without) == 8 * config.num_stages

@@ -169,6 +169,15 @@ def test_some_tiles_are_huge(family: str, head_dim: int) -> None:
         check_forward(q, k.half(), v, f"{order} causal", causal=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_maxima_of_minus_zero(family: str, head_dim: int) -> None:
+    """Rows whose scores are all -0.0 leave the others of their warp as they are."""
+    q, k, v = (randn(1, 300, 2, head_dim, dtype=torch.bfloat16, seed=seed) for seed in range(3))
+    q[:, torch.arange(300, device=DEVICE) % 16 < 8] = 0.0
+    check_forward(q, -k.abs(), v)
+    check_forward(q, -k.abs(), v, causal=True)
+
+
 @pytest.mark.parametrize("queries", [1, 6])
 def test_huge_scores_in_some_splits(queries: int) -> None:
     q = powers(torch.bfloat16, 20, 1, queries, 8, 128, 6)
@@ -277,11 +286,12 @@ def test_gradients_with_a_huge_bias(family: str) -> None:
 
 
 def assert_nan_rows(out: Any, lse: Any, rows: Any, clean_out: Any, clean_lse: Any) -> None:
-    """NaN in `rows` ([B, H, Mq]) of out and lse, and the others as they were."""
+    """NaN in `rows` ([B, H, Mq]) of out and lse, the others as they were up to rounding: when a warp moves its maxima
+    depends on all of its rows."""
     assert bool(lse[rows].isnan().all()), "lse of a row with NaN scores"
     assert bool(out.transpose(1, 2)[rows].isnan().all()), "out of a row with NaN scores"
-    assert torch.equal(lse[~rows], clean_lse[~rows])
-    assert torch.equal(out.transpose(1, 2)[~rows], clean_out.transpose(1, 2)[~rows])
+    torch.testing.assert_close(lse[~rows], clean_lse[~rows], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.transpose(1, 2)[~rows], clean_out.transpose(1, 2)[~rows], atol=2e-3, rtol=1e-2)
 
 
 @pytest.mark.reliability(26)
@@ -337,8 +347,8 @@ def test_nan_in_k_of_hidden_keys(family: str, how: str) -> None:
     bad[:, hidden] = NAN
     out, lse = forward(q, bad, v, **options)
     sees = {"causal": slice(0, 150), "window": slice(0, 147)}.get(how, slice(None))
-    assert torch.equal(out[:, sees], clean[0][:, sees])
-    assert torch.equal(lse[..., sees], clean[1][..., sees])
+    torch.testing.assert_close(out[:, sees], clean[0][:, sees], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(lse[..., sees], clean[1][..., sees], atol=1e-5, rtol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,6 +357,8 @@ def test_nan_in_k_of_hidden_keys(family: str, how: str) -> None:
 
 PADDED: dict[str, dict[str, Any]] = {
     "d64": {"head_dim": 64},
+    "d64_tiles": {"head_dim": 64, "keys": 400},  # rows of the mask that the copy engine can bring
+    "d128_tiles_causal": {"head_dim": 128, "keys": 400, "causal": True},
     "d128_causal": {"head_dim": 128, "causal": True},
     "d256": {"head_dim": 256},
     "d40_bias": {"head_dim": 40, "bias": True},
@@ -367,17 +379,17 @@ PADDED: dict[str, dict[str, Any]] = {
 def test_padding_contributes_nothing(family: str, name: str, poison: float) -> None:
     """A mask [B, 1, 1, Mk]: NaN in k and v of the keys that it hides changes no output and no gradient."""
     fields = dict(PADDED[name])
-    head_dim, heads = fields.pop("head_dim"), fields.pop("heads", 2)
+    head_dim, heads, keys = fields.pop("head_dim"), fields.pop("heads", 2), fields.pop("keys", 390)
     dtype = getattr(torch, fields.pop("dtype", "float16"))
     if family == "hopper" and (dtype == torch.float32 or head_dim > 256):
         pytest.skip("the Hopper family has 16-bit types and head dims to 256")
     q, dout = (randn(2, 250, heads, head_dim, dtype=dtype, seed=seed) for seed in (0, 3))
-    k, v = (randn(2, 390, 2, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
-    hidden = torch.zeros(2, 390, dtype=torch.bool, device=DEVICE)
-    hidden[0, 300:] = hidden[1, 1:40] = hidden[1, 128:256] = hidden[1, 389] = True
+    k, v = (randn(2, keys, 2, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    hidden = torch.zeros(2, keys, dtype=torch.bool, device=DEVICE)
+    hidden[0, 300:] = hidden[1, 1:40] = hidden[1, 128:256] = hidden[1, -1] = True
     options: dict[str, Any] = {**fields, "mask": ~hidden[:, None, None, :], "rng": (1, 2)}
     if options.pop("bias", False):
-        options["bias"] = randn(2, heads, 250, 390, dtype=dtype, seed=4)
+        options["bias"] = randn(2, heads, 250, keys, dtype=dtype, seed=4)
     results = []
     for fill in (0.0, poison):
         shown = [x.masked_fill(hidden[:, :, None, None], fill) for x in (k, v)]

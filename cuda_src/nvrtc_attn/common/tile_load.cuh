@@ -100,12 +100,21 @@ NVRTC_ATTN_DEVICE void zero_hidden_rows(Element* tile, Hidden&& hidden) {
   constexpr int kRowsPerPass = kThreads / Tile::kChunks > 0 ? kThreads / Tile::kChunks : 1;
   int const row0 = tid / Tile::kChunks;
   if (Tile::kChunks <= kThreads && kThreads % Tile::kChunks != 0 && row0 >= kRowsPerPass) return;
+  constexpr int kBatch = 4;  // whose answers, a byte of the mask each, are on the way together
 #pragma unroll 1
-  for (int row = row0; row < Tile::kRows; row += kRowsPerPass) {
-    if (!hidden(row)) continue;
-    for (int chunk = tid % Tile::kChunks; chunk < Tile::kChunks; chunk += kThreads) {
-      *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
-      if constexpr (Tile::kChunks <= kThreads) break;
+  for (int row = row0; row < Tile::kRows; row += kBatch * kRowsPerPass) {
+    bool zero[kBatch];
+#pragma unroll
+    for (int x = 0; x < kBatch; ++x) {
+      zero[x] = row + x * kRowsPerPass < Tile::kRows && hidden(row + x * kRowsPerPass);
+    }
+#pragma unroll
+    for (int x = 0; x < kBatch; ++x) {
+      if (!zero[x]) continue;
+      for (int chunk = tid % Tile::kChunks; chunk < Tile::kChunks; chunk += kThreads) {
+        *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row + x * kRowsPerPass, chunk)) = make_uint4(0, 0, 0, 0);
+        if constexpr (Tile::kChunks <= kThreads) break;
+      }
     }
   }
 }

@@ -58,6 +58,7 @@ struct DeferredSoftmax {
       row_sum[r] *= factor[r];
     }
     if constexpr (!ScoreMap<Traits>::kMapped) {
+      if constexpr (!Traits::kLazyMax) reference[0] += 0.0f;  // a maximum of minus zero would say so too
       if (__any_sync(0xffffffffu, large)) reference[0] = reference[1] = __uint_as_float(kSubtractsFirst);
     }
     return true;
