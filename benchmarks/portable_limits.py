@@ -7,9 +7,10 @@ Compute capability 8.6, 8.9 and 12.x have 99 KB of shared memory per block and 1
 blocks that fit there, so that no tile gains from memory that it would not have. What differs still: clocks, memory, and
 matrix units that are two to four times slower beside shared memory on 8.6, 8.9 and 12.x than on an H100.
 
-The first tile of a cell is ``before``: what was chosen while nothing asked for 8 warps a multiprocessor. ``ratio`` is
-its time over the tile's, above 1 is faster than it. ``error`` is the largest of the outputs' relative errors against
-float64, of a problem of the same kernels whose length no tile divides. ``chosen`` marks what the tables choose now.
+A line is one problem: the time of the tile before, which was chosen while nothing asked for 8 warps a multiprocessor,
+then rows x keys of each tile, its warps (along keys x queries), slots of Q and dO, V for values in registers, and that
+time over the tile's: above 1 is faster. ``*`` is what the tables choose now, BAD a wrong result (against float64, of a
+problem of the same kernels whose length no tile divides). ``--out`` has registers, spills and errors besides.
 """
 
 from __future__ import annotations
@@ -300,8 +301,8 @@ class Reference:
 
 def measure_cell(
     cell: Cell, causal: bool, quick: bool, arch: str, compiled: dict[KernelConfig, CompiledKernel], smem_per_sm: int
-) -> list[str]:
-    """A line for each tile."""
+) -> tuple[list[str], str]:
+    """A line for each tile, and a short one for all of them."""
     import torch
 
     from nvrtc_attn import measure
@@ -336,23 +337,52 @@ def measure_cell(
     times = measure.times_us(large, backward, plans, {"lse": lse}, 0, stream)
     now = name_of(cell, choose(cell, large, arch))
     lines = []
+    brief = [f"{describe(cell, causal)} {times[names[0]] / 1e3:7.3f} ms"]
     for tile, name, error in zip(cell.tiles, names, errors, strict=True):
-        spec = spec_of(cell, tile, large, arch)
-        config = main_config(cell, spec)
-        smem = next(x.smem_bytes for x in spec.launches if x.config == config)
-        kernel = compiled[config]
-        warps = warps_per_sm(cell.limit, config, smem, kernel.num_regs or 255)
-        head_dims = "/".join(str(d) for d in dict.fromkeys(cell.head_dims))
-        dtype = {"bfloat16": "bf16", "float32": "f32"}[cell.dtype]
-        bad = "" if error < (1e-2 if cell.dtype == "bfloat16" else 1e-4) else " BAD"
         time_us = times.get(name, math.nan)
+        bad = "" if error < (1e-2 if cell.dtype == "bfloat16" else 1e-4) else " BAD"
+        ratio = times[names[0]] / time_us
+        which = f"{' before' if tile is cell.tiles[0] else ''}{' chosen' if name == now else ''}"
         lines.append(
-            f"{cell.limit:3} {cell.which} {dtype:4} {head_dims:>7} {'causal' if causal else 'dense ':6} {name:58} "
-            f"{warps:2} {kernel.num_regs:3} {kernel.spill_bytes:3} {time_us / 1e3:7.3f} "
-            f"{times[names[0]] / time_us:5.2f} {error:.1e}{bad}"
-            f"{' before' if tile is cell.tiles[0] else ''}{' chosen' if name == now else ''}"
+            f"{describe(cell, causal)} {name:58} {numbers_of(cell, tile, large, arch, compiled)} {time_us / 1e3:7.3f} "
+            f"{ratio:5.2f} {error:.1e}{bad}{which}"
         )
-    return lines
+        brief.append(f"{'*' if name == now else ''}{short(cell, tile)} {ratio:.2f}{bad}")
+    return lines, " | ".join(brief)
+
+
+def describe(cell: Cell, causal: bool) -> str:
+    head_dims = "/".join(str(d) for d in dict.fromkeys(cell.head_dims))
+    dtype = {"bfloat16": "bf16", "float32": "f32"}[cell.dtype]
+    return f"{cell.limit:3} {cell.which} {dtype:4} {head_dims:>7} {'causal' if causal else 'dense':6}"
+
+
+def numbers_of(
+    cell: Cell, tile: Any, problem: AttentionProblem, arch: str, compiled: dict[KernelConfig, CompiledKernel]
+) -> str:
+    """Warps a multiprocessor, registers, bytes of spills and of shared memory."""
+    spec = spec_of(cell, tile, problem, arch)
+    config = main_config(cell, spec)
+    smem = next(x.smem_bytes for x in spec.launches if x.config == config)
+    kernel = compiled[config]
+    warps = warps_per_sm(cell.limit, config, smem, kernel.num_regs or 255)
+    return f"{warps:2} {kernel.num_regs:3} {kernel.spill_bytes:3} {smem:6}"
+
+
+def short(cell: Cell, tile: Any) -> str:
+    """Rows, keys, warps, and what else tells the tiles of a cell apart."""
+    if cell.which == "fwd":
+        return f"{tile.block_m}x{tile.block_n}w{tile.num_warps}{'n' if tile.warps_n > 1 else ''}"
+    if cell.which == "bwd":
+        warps = f"w{tile.warps_n}x{tile.num_warps // tile.warps_n}"
+        return (
+            f"{tile.block_m}x{tile.block_n}{warps}q{tile.num_stages}o{tile.num_stages_dout}"
+            f"{'V' if tile.v_in_registers else ''}"
+        )
+    return (
+        f"{tile['block_m']}x{tile['block_n']}w{tile['warps_m']}x{tile['num_warps'] // tile['warps_m']}"
+        f"s{tile['num_stages']}{'p' if tile['preload'] else ''}{'r' if 'streamed' in tile else ''}"
+    )
 
 
 def name_of(cell: Cell, spec: Spec) -> str:
@@ -375,6 +405,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="batch 1 instead of 4, and causal only")
     parser.add_argument("--arch", default="sm_90", help="compile target; another than the GPU's needs --compile-only")
     parser.add_argument("--compile-only", action="store_true", help="registers and spills, without a GPU")
+    parser.add_argument("--out", type=Path, help="file for all numbers of each tile")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 16))
     arguments = parser.parse_args()
     limits = {int(x) for x in arguments.limit.split(",")}
@@ -400,27 +431,25 @@ def main() -> None:
             configs.update((launch.config, None) for spec in specs for launch in spec.launches)
     compiled = compile_all(list(configs), arguments.workers)
     print(f"{len(configs)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    print(f" KB pass type       D mask   {'tile':58} wp reg spl      ms ratio error")
+    head = f" KB pass type       D mask   {'tile':58} wp reg spl   smem      ms ratio error"
+    table = [head]
     for cell in cells:
         for causal in (mask for mask in masks if mask in cell.masks):
             if arguments.compile_only:
                 problem = problem_of(cell, causal, 4, 4096, 16)
                 for tile in cell.tiles:
-                    spec = spec_of(cell, tile, problem, arguments.arch)
-                    config = main_config(cell, spec)
-                    smem = next(x.smem_bytes for x in spec.launches if x.config == config)
-                    kernel = compiled[config]
-                    warps = warps_per_sm(cell.limit, config, smem, kernel.num_regs or 255)
-                    print(
-                        f"{cell.limit:3} {cell.which} {cell.dtype:8} {cell.head_dims} {causal!s:5} "
-                        f"{name_of(cell, spec):58} {warps:2} {kernel.num_regs:3} {kernel.spill_bytes:3} {smem}"
-                    )
+                    name = name_of(cell, spec_of(cell, tile, problem, arguments.arch))
+                    numbers = numbers_of(cell, tile, problem, arguments.arch, compiled)
+                    print(f"{describe(cell, causal)} {name:58} {numbers}")
                 continue
             import torch
 
             smem_per_sm = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
-            for line in measure_cell(cell, causal, arguments.quick, arguments.arch, compiled, smem_per_sm):
-                print(line, flush=True)
+            lines, brief = measure_cell(cell, causal, arguments.quick, arguments.arch, compiled, smem_per_sm)
+            table += lines
+            print(brief, flush=True)
+    if arguments.out is not None:
+        arguments.out.write_text("\n".join(table) + "\n")
     print(f"{time.perf_counter() - start:.0f} s")
 
 

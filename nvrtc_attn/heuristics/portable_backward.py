@@ -49,7 +49,7 @@ class Tile:
     blocks_per_sm: int = 1
     """Wanted, and required of the GPU's shared memory for the row to be taken."""
     less_smem: bool = False
-    """Only for GPUs with less shared memory than the one of the times below, where rows without `MIN_WARPS` lose."""
+    """Only for GPUs with less shared memory than that of the times below. They take rows with `MIN_WARPS` first."""
 
 
 # In order of preference within a width. A warp accumulates block_n / warps_n keys x (K + Kv) / (warps_m * dim_slices)
@@ -65,6 +65,8 @@ class Tile:
 # * D 512 (B2 S4096 H1): 64 x 32 1.08, 32 x 64 in two slices 1.27; PyTorch's efficient kernel 8.99.
 # * float32 (B4 S2048 H16): D 64 3.15, D 128 6.49; PyTorch's efficient kernel 4.90, 9.41. At D 64 32 x 128 takes 3.22,
 #   64 x 128 and 64 x 64 on 4 x 2 warps and 32 x 64 with three CTAs a multiprocessor 3.28, 128 x 64 on 4 x 2 warps 3.41.
+# Rows with less_smem are the largest that hold 8 warps in 99 or 163 KB and spill nothing on 8.0, 8.6, 8.9 and 12.0.
+# ``benchmarks/portable_limits.py`` times them beside others under those limits.
 TILES_16BIT: Final = (
     Tile(width=64, block_m=128, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, blocks_per_sm=2),
     Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,

@@ -119,8 +119,17 @@ struct GlobalRows {
   NVRTC_ATTN_DEVICE GlobalRows const& of_lane(int) const { return *this; }
 };
 
+// A warp's V. A base of the CTA: where nothing is kept, it adds no member, and the machine code stays what it was.
+template <class Traits, bool kKept = Traits::kVInRegisters>
+struct KeptValues {};
 template <class Traits>
-struct BackwardCta : BackwardTiles<Traits> {
+struct KeptValues<Traits, true> {
+  using Tiles = BackwardTiles<Traits>;
+  RegisterRows<typename Tiles::TileV, typename Tiles::Element, Tiles::kTilesN> values_kept;
+};
+
+template <class Traits>
+struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   using Tiles = BackwardTiles<Traits>;
   using typename Tiles::Element;
   using typename Tiles::TileDout;
@@ -152,7 +161,6 @@ struct BackwardCta : BackwardTiles<Traits> {
   float* const sDelta;
   WarpTile<Tiles::kTilesN, Tiles::kTilesD> dk;
   WarpTile<Tiles::kTilesN, Tiles::kTilesDv> dv;
-  cute::conditional_t<Traits::kVInRegisters, RegisterRows<TileV, Element, Tiles::kTilesN>, NoScores> values_kept;
 
   NVRTC_ATTN_DEVICE BackwardCta(BackwardParams const& params_, Seqlen const& seqlen_, int b_, int hk_, int n0_,
                                 int slice_, Element* smem)
@@ -218,7 +226,7 @@ struct BackwardCta : BackwardTiles<Traits> {
     cp_async_commit<kLegacy>();
     cp_async_wait<kLegacy, 0>();
     __syncthreads();
-    values_kept.load(sV(), warp_n * Tiles::kRowsN, lane);
+    this->values_kept.load(sV(), warp_n * Tiles::kRowsN, lane);
     __syncthreads();
   }
 
@@ -353,7 +361,7 @@ struct BackwardCta : BackwardTiles<Traits> {
         multiply_nt<TileDout, kLegacy, kUnroll, true, true>(dp, values, dout, col, lane);
       } else if constexpr (Traits::kVInRegisters) {
         // Unrolled in full: registers have no index.
-        multiply_nt<TileDout, kLegacy, TileV::kCols, true, true>(dp, values_kept, dout, col, lane);
+        multiply_nt<TileDout, kLegacy, TileV::kCols, true, true>(dp, this->values_kept, dout, col, lane);
       } else {
         GlobalRows<Element> const values{key_row0(params.v, params.v_stride_b, params.v_stride_n, params.v_stride_h),
                                          params.v_stride_n,
