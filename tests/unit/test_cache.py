@@ -600,6 +600,22 @@ def test_a_compile_does_not_need_what_it_published(monkeypatch: pytest.MonkeyPat
     assert len(messages) == 1
 
 
+@pytest.mark.reliability(75)
+def test_an_interrupted_write_leaves_no_temporary(
+    cache: KernelCache, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_descriptor: int) -> None:
+        assert len(files(directory)) == 1
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.put(KEY, METADATA, CODE)
+    assert files(directory) == []
+    assert cache.put(KEY, METADATA, CODE)
+
+
 # -- several processes -----------------------------------------------------------------------------------------------
 
 

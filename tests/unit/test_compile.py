@@ -337,7 +337,7 @@ def test_a_compile_error_reaches_all_threads_and_may_be_retried(monkeypatch: pyt
     assert compile_source(SOURCE, "sm_80").code[:4] == b"\x7fELF"
 
 
-@pytest.mark.reliability(75, 77)
+@pytest.mark.reliability(77)
 def test_an_interrupted_compile_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
