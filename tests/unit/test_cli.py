@@ -291,6 +291,7 @@ def test_every_architecture_has_a_reference_gpu() -> None:
     assert set(precompile.REFERENCE_SMS) == set(device.PORTABLE_ARCHITECTURES)
 
 
+@pytest.mark.reliability(100)
 def test_worker_count_is_bounded_by_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     for available, kernels, expected in (
