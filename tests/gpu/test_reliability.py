@@ -301,4 +301,5 @@ def test_100_000_warm_calls_of_eight_threads() -> None:
     print(f"p50 {p50:.0f} us, p99 {p99:.0f} us a call with {threads} threads")
     assert p99 < 3000
     assert compiler.statistics.compiles == compiles
-    assert state_of(directory) == before
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # other workers may share the directory
+        assert state_of(directory) == before

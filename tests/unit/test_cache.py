@@ -600,6 +600,22 @@ def test_a_compile_does_not_need_what_it_published(monkeypatch: pytest.MonkeyPat
     assert len(messages) == 1
 
 
+@pytest.mark.reliability(75)
+def test_an_interrupted_write_leaves_no_temporary(
+    cache: KernelCache, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_descriptor: int) -> None:
+        assert len(files(directory)) == 1
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.put(KEY, METADATA, CODE)
+    assert files(directory) == []
+    assert cache.put(KEY, METADATA, CODE)
+
+
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
@@ -748,6 +764,40 @@ def test_temporaries_count_under_the_cap(directory: Path) -> None:
     assert cache.put(KEY, METADATA, bytes(ENTRY))
     assert {info.key for info in cache.entries()} == {keys[3], KEY}
     assert sum(path.stat().st_size for path in directory.iterdir()) <= cache.max_bytes
+
+
+def write_and_stop(directory: str) -> None:
+    sync = os.fsync
+
+    def stop(descriptor: int) -> None:
+        sync(descriptor)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    os.fsync = stop
+    assert KernelCache(Path(directory), 1 << 30).put(KEY, {**METADATA, "writer": "stopped"}, CODE)
+
+
+@pytest.mark.reliability(86)
+def test_a_stopped_writer_holds_nobody_up(cache: KernelCache, directory: Path) -> None:
+    """There is no lock: who is stopped in the middle of a write of the same key is neither waited for nor swept."""
+    writer = multiprocessing.get_context("fork").Process(target=write_and_stop, args=(str(directory),))
+    writer.start()
+    assert writer.pid is not None
+    try:
+        assert os.WIFSTOPPED(os.waitpid(writer.pid, os.WUNTRACED)[1])
+        assert [cache_module._kind(name) for name in files(directory)] == ["temporary"]
+        assert cache.get(KEY) is None
+        assert cache.put(KEY, METADATA, CODE)
+        assert cache.get(KEY) is not None
+        assert cache.clear() == 1
+        assert [cache_module._kind(name) for name in files(directory)] == ["temporary"]
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+        writer.join(30)
+    entry = cache.get(KEY)
+    assert entry is not None
+    assert entry.metadata["writer"] == "stopped"
+    assert files(directory) == [f"{KEY}.nvat"]
 
 
 CAP, ENTRY = 1_000_000, 50_000

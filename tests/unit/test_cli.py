@@ -291,6 +291,7 @@ def test_every_architecture_has_a_reference_gpu() -> None:
     assert set(precompile.REFERENCE_SMS) == set(device.PORTABLE_ARCHITECTURES)
 
 
+@pytest.mark.reliability(100)
 def test_worker_count_is_bounded_by_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompile.worker_pool, "usable_cores", lambda: 16)
     for available, kernels, expected in (
