@@ -130,6 +130,16 @@ def test_no_query_heads(packed: bool) -> None:
             nvrtc_attn.attention_backward(out, q, k, v, out, lse, dq, dk, dv, workspace=workspace, **options)
             assert not bool(dk.any()), family
             assert not bool(dv.any()), family
+            if packed:
+                continue
+            bias = torch.zeros((1, 1, M, N), device="cuda", dtype=torch.float16)
+            dbias = torch.full_like(bias, torch.nan)
+            size = api.backward_workspace_bytes(q, k, v, bias=bias, dbias=True, **options)
+            workspace = torch.empty(size + 16, dtype=torch.uint8, device="cuda")
+            nvrtc_attn.attention_backward(
+                out, q, k, v, out, lse, dq, dk, dv, bias=bias, dbias=dbias, workspace=workspace, **options
+            )
+            assert not bool(dbias.any()), family
 
 
 @pytest.mark.reliability(17)
