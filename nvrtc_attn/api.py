@@ -71,7 +71,8 @@ def attention(
         Probability of dropping an element of P, in [0, 1]. Kept ones are multiplied by ``1 / (1 - p)``.
     rng
         None (a fresh seed), a seed, or (seed, offset); ints in [0, 2**64), or int64 tensors with one element on q's
-        device, which a CUDA graph reads anew at every replay. The keep mask is `dropout_keep_mask`.
+        device, which a CUDA graph reads anew at every replay. The keep mask is `dropout_keep_mask`. Not looked at
+        without dropout.
     cu_seqlens_q, cu_seqlens_k : int32 ``[nb + 1]``, optional
         Sequences packed on the token dim of q and of k, v (then B = 1): sequence b is rows ``cu[b]`` to ``cu[b + 1]``.
     max_seqlen_q, max_seqlen_k

@@ -5,11 +5,15 @@ CuPy has no autograd: the gradients are a call of their own.
 
 from __future__ import annotations
 
-from typing import Any
+from inspect import signature
+from typing import Any, Final
 
 import cupy
 
 from . import api
+from .errors import shown
+
+_OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - {"dbias", "workspace"}
 
 
 def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -17,7 +21,7 @@ def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
 
     `attention_backward` needs the lse, so ask for ``return_lse=True``, and with dropout the same ``rng``.
     """
-    _check(q, k, v)
+    _check(q=q, k=k, v=v)
     with cupy.cuda.Device(q.device.id):
         return api.attention(q, k, v, **options)
 
@@ -43,10 +47,17 @@ def attention_backward(
     dq, dk, dv, dbias
         Row-major, in the shapes and dtypes of q, k, v and bias; dbias is None without a bias, or where not wanted.
     """
-    _check(q, k, v)
-    for ignored in ("return_lse", "out"):
-        options.pop(ignored, None)
     bias = options.get("bias")
+    optional = {name: x for name, x in (("dlse", dlse), ("bias", bias)) if x is not None}
+    _check(dout=dout, q=q, k=k, v=v, out=out, lse=lse, **optional)
+    if not isinstance(with_dbias, bool):
+        raise TypeError(
+            f"with_dbias: got {shown(with_dbias)} of type {type(with_dbias).__name__}. It is True or False."
+        )
+    options.pop("return_lse", None)
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"attention_backward() got an unexpected keyword argument {name!r}")
     with cupy.cuda.Device(q.device.id):
         dq, dk, dv = (cupy.empty(x.shape, x.dtype) for x in (q, k, v))
         dbias = cupy.empty(bias.shape, bias.dtype) if bias is not None and with_dbias else None
@@ -64,8 +75,8 @@ def _dense(x: Any) -> Any:
     return x.copy() if x.data.ptr % 16 else x
 
 
-def _check(*arrays: Any) -> None:
-    for name, x in zip("qkv", arrays, strict=True):
+def _check(**arrays: Any) -> None:
+    for name, x in arrays.items():
         if not isinstance(x, cupy.ndarray):
             raise TypeError(
                 f"{name}: got {type(x).__module__}.{type(x).__qualname__}. nvrtc_attn.cupy takes CuPy arrays; "

@@ -199,6 +199,8 @@ def make_plan(
     dtype = np.dtype(compute_dtype or (np.float64 if q.dtype == np.float64 else np.float32))
     if dtype not in (np.float32, np.float64):
         raise ValueError(f"compute_dtype: got {dtype}; accepted are float32 and float64")
+    if 0 < softcap < np.finfo(dtype).tiny:  # scores are divided by it in this precision
+        raise ValueError(f"softcap: got {softcap}; accepted is 0 (off) or a normal number of {dtype}")
     left, right = window_size or (None, None)
     if causal:
         right = 0 if right is None else min(right, 0)

@@ -133,6 +133,45 @@ def test_window_shared_storage_and_varlen() -> None:
             close(mine[:, s], part.grad.transpose(1, 2), torch.bfloat16, 3)
 
 
+@pytest.mark.reliability(61)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_captured_state_is_on_the_device(dropout_p: float) -> None:
+    """F3: seed and offset of a captured forward pass, as the operator returns them; eager ones are on the CPU."""
+    q, k, v, dout = tensors(torch.float16)
+    arguments = (None, None, None, None, None, dropout_p, 0, True)
+    back = (None, None, 113, 200)
+
+    def step() -> tuple[Any, ...]:
+        out, lse, seed, offset, *_ = aten.efficient_attention_forward(q, k, v, *arguments)
+        grads = aten.efficient_attention_backward(
+            dout, q, k, v, None, out, *back, lse, dropout_p, seed, offset, 0, False
+        )
+        return out, seed, offset, *grads[:3]
+
+    eager = step()
+    assert {x.device.type for x in eager[1:3]} == {"cpu"}
+    OPS._efficient_attention_forward(q, k, v, *arguments)  # what is captured must be loaded
+    torch.zeros(2, dtype=torch.int64, device="cuda").random_()
+    torch.cuda.synchronize()
+    theirs_graph, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(theirs_graph):
+        theirs = OPS._efficient_attention_forward(q, k, v, *arguments)
+    with torch.cuda.graph(graph):
+        captured = step()
+    for mine, other in zip(captured[1:3], theirs[2:4], strict=True):
+        assert (mine.device, mine.dtype, mine.shape) == (other.device, other.dtype, other.shape)
+        assert mine.is_cuda
+    graph.replay()
+    torch.cuda.synchronize()
+    if dropout_p == 0:
+        assert [int(x) for x in captured[1:3]] == [0, 0]
+        assert torch.equal(captured[0], eager[0])
+    else:
+        keep = dropout_keep_mask((2, 3, 113, 200), dropout_p, (int(captured[1]) & (2**64 - 1), int(captured[2])))
+        assert abs(float(keep.mean()) - (1 - dropout_p)) < 0.01
+    assert all(bool(torch.isfinite(x).all()) for x in captured if x.is_floating_point())
+
+
 def test_undefined_gradient_gives_undefined_gradients() -> None:
     q, k, v, _ = tensors(torch.float16)
     word = torch.zeros((), dtype=torch.int64)

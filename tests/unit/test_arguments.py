@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import types
 from fractions import Fraction
 from typing import Any
 
@@ -158,3 +161,31 @@ def test_refused_calls_leave_nothing_behind() -> None:
     for value in (np.array(6), np.array(6), object()):
         check(nvrtc_attn.attention, packed(), "max_seqlen_k", value)
     assert len(call._problems) == before
+
+
+def test_the_cupy_adapter_names_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it looks at itself, before `nvrtc_attn.attention` and its kin look at the rest; without CuPy."""
+    fake = types.ModuleType("cupy")
+    fake.ndarray = type("ndarray", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.delitem(sys.modules, "nvrtc_attn.cupy", raising=False)
+    adapter = importlib.import_module("nvrtc_attn.cupy")
+    monkeypatch.delitem(sys.modules, "nvrtc_attn.cupy")
+    array = fake.ndarray()
+    names = ("dout", "q", "k", "v", "out", "lse")
+    given: dict[str, Any] = {**dict.fromkeys((*names, "dlse", "bias"), array), "with_dbias": True}
+    wrong: dict[str, list[Any]] = {name: [*NOT_TENSORS, arrays(1, 4, 2, 8)] for name in given} | {
+        "with_dbias": [1, None]
+    }
+    faults = []
+    for name, values in wrong.items():
+        for value in values:
+            fault = check(adapter.attention_backward, given, name, value)
+            if fault is None and name in "qkv":
+                fault = check(adapter.attention, dict.fromkeys("qkv", array), name, value)
+            if fault is not None:
+                faults.append(f"{name}={label(value)}: {fault}")
+    assert not faults, "\n".join(faults)
+    for name in ("is_causal", "workspace", "out_of_place"):
+        with pytest.raises(TypeError, match=rf"^attention_backward\(\) got an unexpected keyword argument '{name}'"):
+            adapter.attention_backward(*[array] * 6, **{name: True})

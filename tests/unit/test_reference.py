@@ -616,6 +616,7 @@ def test_many_short_heads_share_passes() -> None:
         ({"bias": np.ones((5, 6))}, ValueError, r"bias: got shape \(5, 6\); accepted is \(1, 9, 5, 6\)"),
         ({"causal": "diagonal"}, ValueError, "causal: got 'diagonal'"),
         ({"softcap": -1.0}, ValueError, "softcap: got -1.0"),
+        ({"softcap": 1e-46, "compute_dtype": np.float32}, ValueError, "softcap: got 1e-46"),
         ({"compute_dtype": np.float16}, ValueError, "compute_dtype: got float16"),
         ({"cu_seqlens_q": [0, 5]}, ValueError, "cu_seqlens_q, cu_seqlens_k: accepted are both or neither"),
         ({"cu_seqlens_q": [0, 6], "cu_seqlens_k": [0, 6]}, ValueError, r"cu_seqlens_q: got \[0, 6\]"),
