@@ -198,12 +198,18 @@ def test_tensor_maps_are_those_of_the_address(fake: FakeDriver, monkeypatch: pyt
     assert len(encoder._slots[0][3]) < 8 + THREADS
 
 
-def test_one_key_is_compiled_once(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_key_is_compiled_once(fake: FakeDriver) -> None:
     compiled: list[str] = []
-    run = compiler._run_nvrtc
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda source, *more: (compiled.append(source), run(source, *more))[1])
+    run = compiler._run_nvrtc  # the instant one, which is put away before `monkeypatch` would put it back
+
+    def counted(source: str, *more: Any) -> Any:
+        compiled.append(source)
+        return run(source, *more)
+
     sources = [f"// kernel {i}" for i in range(10)]
-    found = hammer(lambda number: [compiler.compile_source(s, "sm_90").code for s in sources[number % 2 :]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_run_nvrtc", counted)
+        found = hammer(lambda number: [compiler.compile_source(s, "sm_90").code for s in sources[number % 2 :]])
     assert Counter(compiled) == dict.fromkeys(sources, 1)
     assert all(codes[-9:] == found[0][-9:] for codes in found)
 
