@@ -40,7 +40,7 @@ _SELF_IDLE_SECONDS: Final = 60.0
 _START_SECONDS: Final = 60.0
 _MESSAGE_BYTES: Final = 2000
 # What a worker needs of the environment; nothing else may change what NVRTC does.
-_VARIABLES: Final = ("LD_LIBRARY_PATH", "PATH", "TMPDIR", "HOME")
+_VARIABLES: Final = ("LD_LIBRARY_PATH", "PATH", "TMPDIR")
 
 
 class Answer(NamedTuple):
