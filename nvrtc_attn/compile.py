@@ -50,6 +50,9 @@ _MEMORY_ENTRIES: Final = 256
 """Cubins kept in memory (50 to 100 KB each): what a process without a disk cache does not compile twice."""
 
 
+_BEGIN_SECONDS: Final = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
     """A cubin. The numbers are ptxas's own, per thread and in bytes, ``None`` if the log does not tell."""
@@ -71,9 +74,10 @@ class CompiledKernel:
 class _Flight:
     """A look-up or compile under way. Without result and error when it is done, it was given up."""
 
-    __slots__ = ("done", "error", "result", "ticket")
+    __slots__ = ("begun", "done", "error", "result", "ticket")
 
     def __init__(self, *, urgent: bool) -> None:
+        self.begun = False
         self.done = threading.Event()
         self.result: CompiledKernel | None = None
         self.error: Exception | None = None
@@ -195,7 +199,9 @@ def _result(request: _Request) -> CompiledKernel:
         if is_ours:
             _look_up(flight, request)
         worker_pool.pool().hurry(flight.ticket)
-        flight.done.wait()
+        while not flight.done.wait(_BEGIN_SECONDS):
+            if not flight.begun:  # KeyboardInterrupt came between the table of flights and the look-up
+                _finish(flight, request.key)
         if flight.error is not None:
             # Each waiter needs its own object: raising one object in several threads mixes their tracebacks.
             raise _copy(flight.error) from flight.error.__cause__
@@ -238,6 +244,7 @@ def _look_up(flight: _Flight, request: _Request) -> None:
     """Finish ``flight`` with what the disk cache has, or leave it to a thread that compiles."""
     compiling = False
     try:
+        flight.begun = True
         flight.result = _cached(request)
         if flight.result is None:
             _refuse_if_forbidden(request)

@@ -388,6 +388,22 @@ def test_the_next_call_joins_the_compile_of_an_interrupted_one(monkeypatch: pyte
     assert compiler._flights == {}
 
 
+@pytest.mark.reliability(75)
+def test_a_compile_that_nobody_began_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
+    monkeypatch.setattr(compiler, "_BEGIN_SECONDS", 0.05)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_look_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compile_source(SOURCE, "sm_80")
+    assert len(compiler._flights) == 1
+    assert [r.code for r in in_threads(4, lambda _: compile_source(SOURCE, "sm_80"))] == [b"code"] * 4
+
+
 def test_kernels_of_one_call_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(len(CONFIGS) + 1)
     monkeypatch.setattr(compiler, "_run_nvrtc", lambda source, *_: (together.wait(30), (source.encode(), ""))[1])
