@@ -34,11 +34,12 @@ from typing import Any, Final, TypeVar
 
 from . import __version__, device, driver, env, headers, heuristics, measure
 from .cache import TUNED, kernel_cache
-from .compile import nvrtc_build, request_kernels
+from .compile import request_kernels
 from .dtypes import DTYPES
 from .errors import CompileError, CudaError, DeviceFaultError, UnsupportedError
 from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec
 from .heuristics.portable_forward import features_of, is_vectorizable
+from .library_build import nvrtc_build
 from .log import LOGGER, log_once
 from .problem import AttentionProblem, OperandLayout
 

@@ -24,7 +24,7 @@ from config_variants import config_variants
 from fake_driver import FakeDriver, installed
 
 from nvrtc_attn import compile as compiler
-from nvrtc_attn import driver, headers
+from nvrtc_attn import driver, headers, library_build
 from nvrtc_attn.cache import kernel_cache
 from nvrtc_attn.codegen import entry_source
 from nvrtc_attn.compile import (
@@ -253,11 +253,11 @@ def test_a_library_without_build_id_is_known_by_its_content(monkeypatch: pytest.
     builds = set()
     for content in (b"MZ one", b"MZ two", elf(b"")[:64]):
         path.write_bytes(content)
-        compiler._builds.pop(str(path), None)
+        library_build._builds.pop(str(path), None)
         monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 0), str(path)))
         builds.add(nvrtc_build())
     assert len(builds) == 3
-    compiler._builds.pop(str(path), None)
+    library_build._builds.pop(str(path), None)
 
 
 @pytest.mark.reliability(91)
