@@ -400,13 +400,13 @@ def available_memory_bytes() -> int:
         available = int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
         return 4 * COMPILE_MEMORY_BYTES  # not Linux
+    group = Path("/sys/fs/cgroup")
     try:
-        with (
-            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
-            open("/sys/fs/cgroup/memory.current", encoding="ascii") as current,
-        ):
-            available = min(available, int(limit.read()) - int(current.read()))
-    except (OSError, ValueError):  # no cgroup v2, or "max"
+        limit, current = (int((group / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        pages = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        # Files that were read once count as used, and are dropped when memory is asked for.
+        available = min(available, limit - current + int(pages["inactive_file"]))
+    except (OSError, KeyError, ValueError):  # no cgroup v2, or "max"
         pass
     return available
 
