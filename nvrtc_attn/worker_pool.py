@@ -229,6 +229,8 @@ class WorkerPool:
             try:
                 return self._ask(message)
             except WorkerUnavailableError as error:
+                if sys.is_finalizing():
+                    raise  # nobody is left to read a warning or to use the kernel
                 log_once(
                     f"no compiler process can be started ({error}): kernels are compiled in this process, where NVRTC "
                     "12.9 and 13.0 take the signal handlers meanwhile and a fork during a compile hangs"
