@@ -35,11 +35,12 @@ from typing import Any, Final, TypeVar
 
 from . import __version__, device, driver, env, headers, heuristics, measure
 from .cache import TUNED, kernel_cache
-from .compile import nvrtc_build
+from .compile import request_kernels
 from .dtypes import DTYPES
 from .errors import CompileError, CudaError, DeviceFaultError, UnsupportedError
 from .heuristics.plan import BackwardPlanSpec, ForwardPlanSpec
 from .heuristics.portable_forward import features_of, is_vectorizable
+from .library_build import nvrtc_build
 from .log import LOGGER, log_once
 from .problem import AttentionProblem, OperandLayout
 
@@ -310,6 +311,8 @@ def fastest(times: Mapping[str, float]) -> str:
 def _plans(candidates: Mapping[str, _Spec], plan_of: Callable[[_Spec], Any]) -> dict[str, Any]:
     """Runnable plans: the table's, and others that compile, load and spill no more than it does."""
     plans: dict[str, Any] = {}
+    # Side by side; the loop waits for each and says what it thinks of those that fail.
+    request_kernels([launch.config for spec in candidates.values() for launch in spec.launches if launch.grid])
     for label, spec in candidates.items():
         try:
             plan = plan_of(spec)

@@ -23,14 +23,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from . import driver, env, headers, nvrtc_worker, worker_pool
 from .cache import SCHEMA, kernel_cache
 from .codegen import entry_source
 from .config import KernelConfig
 from .errors import CompileError
+from .library_build import nvrtc_build
 from .log import LOGGER
 from .worker_pool import Answer, Ticket, WorkerDiedError
 
@@ -48,6 +48,9 @@ _NO_CACHE: Final = ((12, 9), "--no-cache")
 """NVRTC keeps a cache of its own since this version; one cache is enough to reason about."""
 _MEMORY_ENTRIES: Final = 256
 """Cubins kept in memory (50 to 100 KB each): what a process without a disk cache does not compile twice."""
+
+
+_BEGIN_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,10 @@ class CompiledKernel:
 class _Flight:
     """A look-up or compile under way. Without result and error when it is done, it was given up."""
 
-    __slots__ = ("done", "error", "result", "ticket")
+    __slots__ = ("begun", "done", "error", "result", "ticket")
 
     def __init__(self, *, urgent: bool) -> None:
+        self.begun = False
         self.done = threading.Event()
         self.result: CompiledKernel | None = None
         self.error: Exception | None = None
@@ -104,7 +108,6 @@ statistics = Statistics()
 _lock = threading.Lock()
 _flights: dict[str, _Flight] = {}
 _memory: OrderedDict[str, CompiledKernel] = OrderedDict()
-_builds: dict[str, str] = {}
 
 
 def _after_fork_in_child() -> None:
@@ -195,7 +198,9 @@ def _result(request: _Request) -> CompiledKernel:
         if is_ours:
             _look_up(flight, request)
         worker_pool.pool().hurry(flight.ticket)
-        flight.done.wait()
+        while not flight.done.wait(_BEGIN_SECONDS):
+            if not flight.begun:  # KeyboardInterrupt came between the table of flights and the look-up
+                _finish(flight, request.key)
         if flight.error is not None:
             # Each waiter needs its own object: raising one object in several threads mixes their tracebacks.
             raise _copy(flight.error) from flight.error.__cause__
@@ -238,6 +243,7 @@ def _look_up(flight: _Flight, request: _Request) -> None:
     """Finish ``flight`` with what the disk cache has, or leave it to a thread that compiles."""
     compiling = False
     try:
+        flight.begun = True
         flight.result = _cached(request)
         if flight.result is None:
             _refuse_if_forbidden(request)
@@ -296,73 +302,6 @@ def kernel_key(source: str, options: Sequence[str], header_digest: str | None = 
         digest.update(struct.pack("<Q", len(data)))
         digest.update(data)
     return digest.hexdigest()
-
-
-def nvrtc_build() -> str:
-    """Version and build of NVRTC and of its builtins library, for example ``13.0 65be0db3… 08d17e32…``.
-
-    ``nvrtcVersion`` has no patch number, so the linker's build ids tell two builds of 13.0 apart.
-    """
-    library = headers.nvrtc()
-    build = _builds.get(library.path)
-    if build is None:
-        path = Path(library.path)
-        if path.is_file():
-            builtins = sorted(p for p in path.parent.glob("*nvrtc-builtins*") if ".alt." not in p.name)
-            build = " ".join(
-                [f"{library.version[0]}.{library.version[1]}", *(_file_build(p) for p in (path, *builtins))]
-            )
-        else:
-            # Not known, so not to be confused with any other: nothing is found on disk, everything works.
-            build = f"{library.version[0]}.{library.version[1]} unknown {os.urandom(16).hex()}"
-        _builds[library.path] = build
-    return build
-
-
-def _file_build(path: Path) -> str:
-    """The GNU build id of an ELF file, or the SHA-256 of a file that has none (0.1 s for the 110 MB of NVRTC)."""
-    with open(path, "rb") as file:
-        try:
-            build_id = _elf_build_id(file)
-        except struct.error:  # not a whole ELF file
-            build_id = ""
-        if build_id:
-            return build_id
-        file.seek(0)
-        digest = hashlib.sha256(usedforsecurity=False)
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-        return digest.hexdigest()
-
-
-def _elf_build_id(file: BinaryIO) -> str:
-    """Build id from the note segments, empty if there is none."""
-    head = file.read(64)
-    if head[:6] != b"\x7fELF\x02\x01":  # 64-bit little endian
-        return ""
-    (table,) = struct.unpack_from("<Q", head, 32)
-    entry_size, count = struct.unpack_from("<HH", head, 54)
-    for index in range(count):
-        file.seek(table + index * entry_size)
-        kind, _, offset, _, _, size = struct.unpack_from("<IIQQQQ", file.read(56))
-        if kind == 4 and size < 1 << 16:  # PT_NOTE
-            file.seek(offset)
-            build_id = _build_id(file.read(size))
-            if build_id:
-                return build_id
-    return ""
-
-
-def _build_id(notes: bytes) -> str:
-    position = 0
-    while position + 12 <= len(notes):
-        name_size, size, kind = struct.unpack_from("<III", notes, position)
-        name = notes[position + 12 : position + 12 + name_size]
-        start = position + 12 + (name_size + 3) // 4 * 4
-        if kind == 3 and name == b"GNU\0":  # NT_GNU_BUILD_ID
-            return notes[start : start + size].hex()
-        position = start + (size + 3) // 4 * 4
-    return ""
 
 
 def _cached(request: _Request) -> CompiledKernel | None:

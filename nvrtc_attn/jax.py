@@ -25,6 +25,7 @@ from . import api, device, philox
 from .call import Call, CallOptions, describe_shapes, plain_options
 from .errors import shown
 from .plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
+from .prefetch import BackwardPrefetch
 from .problem import Causal, WindowSize, dense_layout
 from .tensors import Device, TensorView
 
@@ -139,10 +140,25 @@ def _primal(kind: _Kind, operands: dict[str, Any]) -> Any:
 
 def _forward_rule(kind: _Kind, operands: dict[str, Any]) -> Any:
     values = {name: x.value for name, x in operands.items()}
-    out, lse = _run(replace(kind, options=replace(kind.options, return_lse=True)), values)
     # A structure may tell what a value cannot: whether the gradient of the bias, which costs time, is wanted.
     dbias = () if "bias" in operands and operands["bias"].perturbed else None
+    _compile_ahead(kind, values, dbias is not None)
+    out, lse = _run(replace(kind, options=replace(kind.options, return_lse=True)), values)
     return [out, lse][: 1 + kind.options.return_lse], (values, out, lse, dbias)
+
+
+def _compile_ahead(kind: _Kind, values: dict[str, Any], dbias: bool) -> None:
+    """Let the backward pass's kernels compile beside the forward one's, for the shapes before any ``jax.vmap``."""
+    if not _on_gpu():
+        return
+    try:
+        bound = _bind(replace(kind, options=replace(kind.options, return_lse=True, dbias=dbias)), values)
+        for index in _local_devices():
+            call = _describe(bound, Device("cuda", index))
+            gradient = dense_layout(call.bias.shape, call.bias.dtype) if dbias and call.bias is not None else None
+            BackwardPrefetch(call.with_outputs(), index, gradient).start()
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        pass  # for the passes themselves to say
 
 
 def _backward_rule(kind: _Kind, residuals: Any, cotangents: Any) -> Any:

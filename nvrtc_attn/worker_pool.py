@@ -40,7 +40,7 @@ _SELF_IDLE_SECONDS: Final = 60.0
 _START_SECONDS: Final = 60.0
 _MESSAGE_BYTES: Final = 2000
 # What a worker needs of the environment; nothing else may change what NVRTC does.
-_VARIABLES: Final = ("LD_LIBRARY_PATH", "PATH", "TMPDIR", "HOME")
+_VARIABLES: Final = ("LD_LIBRARY_PATH", "PATH", "TMPDIR")
 
 
 class Answer(NamedTuple):
@@ -229,6 +229,8 @@ class WorkerPool:
             try:
                 return self._ask(message)
             except WorkerUnavailableError as error:
+                if sys.is_finalizing():
+                    raise  # nobody is left to read a warning or to use the kernel
                 log_once(
                     f"no compiler process can be started ({error}): kernels are compiled in this process, where NVRTC "
                     "12.9 and 13.0 take the signal handlers meanwhile and a fork during a compile hangs"
@@ -400,13 +402,13 @@ def available_memory_bytes() -> int:
         available = int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
         return 4 * COMPILE_MEMORY_BYTES  # not Linux
+    group = Path("/sys/fs/cgroup")
     try:
-        with (
-            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
-            open("/sys/fs/cgroup/memory.current", encoding="ascii") as current,
-        ):
-            available = min(available, int(limit.read()) - int(current.read()))
-    except (OSError, ValueError):  # no cgroup v2, or "max"
+        limit, current = (int((group / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        pages = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        # Files that were read once count as used, and are dropped when memory is asked for.
+        available = min(available, limit - current + int(pages["inactive_file"]))
+    except (OSError, KeyError, ValueError):  # no cgroup v2, or "max"
         pass
     return available
 

@@ -24,7 +24,7 @@ from config_variants import config_variants
 from fake_driver import FakeDriver, installed
 
 from nvrtc_attn import compile as compiler
-from nvrtc_attn import driver, headers
+from nvrtc_attn import driver, headers, library_build
 from nvrtc_attn.cache import kernel_cache
 from nvrtc_attn.codegen import entry_source
 from nvrtc_attn.compile import (
@@ -252,11 +252,11 @@ def test_a_library_without_build_id_is_known_by_its_content(monkeypatch: pytest.
     builds = set()
     for content in (b"MZ one", b"MZ two", elf(b"")[:64]):
         path.write_bytes(content)
-        compiler._builds.pop(str(path), None)
+        library_build._builds.pop(str(path), None)
         monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 0), str(path)))
         builds.add(nvrtc_build())
     assert len(builds) == 3
-    compiler._builds.pop(str(path), None)
+    library_build._builds.pop(str(path), None)
 
 
 @pytest.mark.reliability(91)
@@ -385,6 +385,22 @@ def test_the_next_call_joins_the_compile_of_an_interrupted_one(monkeypatch: pyte
     assert compile_source(SOURCE, "sm_80").code == b"code"
     assert calls == [SOURCE]
     assert compiler._flights == {}
+
+
+@pytest.mark.reliability(75)
+def test_a_compile_that_nobody_began_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
+    monkeypatch.setattr(compiler, "_BEGIN_SECONDS", 0.05)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_look_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compile_source(SOURCE, "sm_80")
+    assert len(compiler._flights) == 1
+    assert [r.code for r in in_threads(4, lambda _: compile_source(SOURCE, "sm_80"))] == [b"code"] * 4
 
 
 def test_kernels_of_one_call_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

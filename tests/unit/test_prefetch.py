@@ -174,3 +174,28 @@ def test_shapes_that_share_forward_kernels_are_guessed_once(monkeypatch: pytest.
     BackwardPrefetch(replace(PROBLEM, deterministic=True), 0, None).start_after(("key",))
     settle()
     assert [(p.batch, p.deterministic) for p in started] == [(1, False), (4, True)]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_torch_guesses_what_its_backward_pass_plans(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU tensors, because only their layouts matter: the guess is the problem that `plan_backward` makes."""
+    torch = pytest.importorskip("torch")
+    from nvrtc_attn import api
+    from nvrtc_attn import torch as adapter
+    from nvrtc_attn.tensors import view
+
+    q, k, v = (torch.zeros(2, 40, h, 64).transpose(1, 2).contiguous().transpose(1, 2) for h in (4, 2, 2))
+    bias = torch.zeros(1, 4, 40, 40) if with_bias else None
+    tensors = (q, k, v, bias, None, None, None, None)
+    options = (True, (None, None), None, 0.0, 0.0, None, None)
+    guess = adapter._backward_ahead(tensors, options, True, with_bias)
+    assert guess is not None
+    made: list[Any] = []
+    monkeypatch.setattr(api, "backward_plan", lambda problem, *more: made.append((problem, more)))
+    call = adapter._describe(tensors, (*options, True, True, with_bias))
+    names = {"out": torch.zeros(2, 40, 4, 64), "dout": torch.zeros(2, 40, 4, 64), "lse": torch.zeros(2, 4, 40)}
+    names |= {"dq": torch.zeros(2, 40, 4, 64), "dk": torch.zeros(2, 40, 2, 64), "dv": torch.zeros(2, 40, 2, 64)}
+    names |= {"dbias": torch.zeros(1, 4, 40, 40)} if with_bias else {}
+    api.plan_backward(call, {name: view(x, name) for name, x in names.items()})
+    ((problem, more),) = made
+    assert guess._problem == replace(problem, dbias_layout=more[3])
