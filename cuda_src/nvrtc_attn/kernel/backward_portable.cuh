@@ -402,8 +402,18 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
             multiply_exchanged<TileQ, 1>(dk, sDs(), q, step);
           }
         } else {
-          multiply_exchanged<TileDout, kSteps>(dv, sP(), dout, other * kSteps);
-          multiply_exchanged<TileQ, kSteps>(dk, sDs(), q, other * kSteps);
+          // float32: two steps at a time, whose left operands take half of the registers of four.
+          constexpr int kAtOnce = kTerms<Element, kLegacy> == 3 && kSteps % 2 == 0 ? 2 : kSteps;
+          if constexpr (kAtOnce == kSteps) {
+            multiply_exchanged<TileDout, kSteps>(dv, sP(), dout, other * kSteps);
+            multiply_exchanged<TileQ, kSteps>(dk, sDs(), q, other * kSteps);
+          } else {
+#pragma unroll 1
+            for (int step = other * kSteps; step < (other + 1) * kSteps; step += kAtOnce) {
+              multiply_exchanged<TileDout, kAtOnce>(dv, sP(), dout, step);
+              multiply_exchanged<TileQ, kAtOnce>(dk, sDs(), q, step);
+            }
+          }
         }
       }
     }
