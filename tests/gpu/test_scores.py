@@ -218,6 +218,8 @@ def exact_backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> dict[st
     return {**dict(zip(("dq", "dk", "dv"), grads, strict=True)), "p": want["p"].detach(), "lse": want["lse"].detach()}
 
 
+# The float64 reference is the first product of torch's backward thread, which has no context yet.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.reliability(27)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -259,7 +261,8 @@ def test_rows_with_and_without_a_usable_lse(family: str, head_dim: int, determin
     small_out, small_lse = forward(q, k, v)
     small_dout = dout.masked_fill(huge[None, :, None, None], 0.0)
     small = backward(small_dout, q, k, v, small_out, small_lse, deterministic=deterministic)
-    torch.testing.assert_close(grads["dq"][:, ~huge], small["dq"][:, ~huge], rtol=1e-2, atol=1e-4)
+    # A warp with a large row subtracts maxima in another order: out, and delta with it, differ by a bfloat16 rounding.
+    torch.testing.assert_close(grads["dq"][:, ~huge], small["dq"][:, ~huge], rtol=2e-2, atol=1e-3)
     for name in ("dk", "dv"):
         torch.testing.assert_close(grads[name], small[name], rtol=2e-2, atol=2e-3)
 
