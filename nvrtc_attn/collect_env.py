@@ -168,7 +168,7 @@ def _nvrtc(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
     _, archs = nvrtc.nvrtcGetSupportedArchs()[:2]
     section["archs"] = [f"sm_{arch}" for arch in archs]
-    section["compiles"] = _compiles(nvrtc, section["archs"][0])
+    section["compiles"] = _compiles(library.path, section["archs"][0])
     if not section["compiles"]:
         problems.append(
             f"nvrtc: {library.path} cannot compile an empty kernel; libnvrtc-builtins is missing or of another version"
@@ -177,12 +177,16 @@ def _nvrtc(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     return section
 
 
-def _compiles(nvrtc: Any, arch: str) -> bool:
-    _, program = nvrtc.nvrtcCreateProgram(b'extern "C" __global__ void kernel() {}', b"doctor.cu", 0, None, None)
-    option = f"--gpu-architecture={arch}".encode()
-    (result,) = nvrtc.nvrtcCompileProgram(program, 1, [option])
-    nvrtc.nvrtcDestroyProgram(program)
-    return int(result) == 0
+def _compiles(path: str, arch: str) -> bool:
+    """Whether NVRTC makes an empty kernel, in a process of its own as for every kernel."""
+    from .worker_pool import Ticket, WorkerDiedError, pool
+
+    source = b'extern "C" __global__ void kernel() {}'
+    message = [os.fsencode(os.path.abspath(path)), arch.encode(), b"doctor.cu", source]
+    try:
+        return pool().compile([*message, f"--gpu-architecture={arch}".encode()], Ticket()).status == 0
+    except (OSError, WorkerDiedError):
+        return False
 
 
 def _headers(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
