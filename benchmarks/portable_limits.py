@@ -192,7 +192,8 @@ def only(cell: Cell, tile: Any) -> Iterator[None]:
     if cell.which == "fwd":
         patch = mock.patch.object(portable_forward, "_tiles_by_shape", return_value=[tile])
     elif cell.which == "bwd":
-        patch = mock.patch.multiple(portable_backward, TILES_16BIT=(tile,), TILES_32BIT=(tile,))
+        never = mock.Mock(return_value=False)
+        patch = mock.patch.multiple(portable_backward, TILES_16BIT=(tile,), TILES_32BIT=(tile,), _spills=never)
     else:
 
         def candidates(base: DqConfig) -> Iterator[DqConfig]:

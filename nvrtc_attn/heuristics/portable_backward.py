@@ -65,8 +65,10 @@ class Tile:
 # * D 512 (B2 S4096 H1): 64 x 32 1.08, 32 x 64 in two slices 1.27; PyTorch's efficient kernel 8.99.
 # * float32 (B4 S2048 H16): D 64 3.15, D 128 6.49; PyTorch's efficient kernel 4.90, 9.41. At D 64 32 x 128 takes 3.22,
 #   64 x 128 and 64 x 64 on 4 x 2 warps and 32 x 64 with three CTAs a multiprocessor 3.28, 128 x 64 on 4 x 2 warps 3.41.
-# Rows with less_smem are the largest that hold 8 warps in 99 or 163 KB and spill nothing on 8.0, 8.6, 8.9 and 12.0.
-# ``benchmarks/portable_limits.py`` times them beside others under those limits.
+# Rows with less_smem hold 8 warps in 99 or 163 KB and spill nothing on 8.0, 8.6, 8.9 and 12.0 (`_spills`). Under 99 KB,
+# dense, B4 S4096 H16 (``benchmarks/portable_limits.py``, 2026-11-22): D 64 2.41, before 3.24; D 80 3.62, before 4.69;
+# D 128 5.41 (64 x 64 6.82), before 6.26; D 192 9.47, before 16.6; D 256 14.6 (64 x 32 16.7), before 20.8. float32: D 64
+# 14.2, before 16.1; D 96 25.0, before 35.2; D 160 in 163 KB, causal: 22.5 (32 x 64, which spills, 21.1), before 43.1.
 TILES_16BIT: Final = (
     Tile(width=64, block_m=128, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, blocks_per_sm=2),
     Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
@@ -79,11 +81,15 @@ TILES_16BIT: Final = (
     Tile(width=128, block_m=64, block_n=128, num_warps=8, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2),
     Tile(width=128, block_m=64, block_n=64, num_warps=4, warps_n=2, warps_m_dq=2, num_stages=2),
     Tile(width=128, block_m=64, block_n=128, num_warps=8, warps_n=4, warps_m_dq=2, less_smem=True),
+    Tile(width=128, block_m=64, block_n=128, num_warps=8, warps_n=8, warps_m_dq=2, num_stages=2, v_in_smem=False,
+         v_in_registers=True, less_smem=True),
     Tile(width=128, block_m=64, block_n=64, num_warps=8, warps_n=2, warps_m_dq=2, num_stages=2, less_smem=True),
     Tile(width=128, block_m=32, block_n=64, num_warps=4, warps_n=2, warps_m_dq=2),
     Tile(width=256, block_m=128, block_n=64, num_warps=8, warps_n=2, warps_m_dq=4),
     Tile(width=256, block_m=64, block_n=64, num_warps=8, warps_n=2, warps_m_dq=2),
     Tile(width=256, block_m=64, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2, v_in_smem=False, v_in_registers=True,
+         less_smem=True),
+    Tile(width=256, block_m=32, block_n=64, num_warps=8, warps_n=4, warps_m_dq=2, v_in_smem=False, v_in_registers=True,
          less_smem=True),
     Tile(width=256, block_m=64, block_n=32, num_warps=8, warps_n=2, warps_m_dq=2, v_in_smem=False, v_in_registers=True,
          less_smem=True),
@@ -117,6 +123,23 @@ def smem_bytes(config: BackwardConfig) -> int:
     elements += scores if shares_keys else 0
     elements += scores if shares_keys or config.dq == "atomic" else 0
     return elements * config.itemsize + 16 * config.block_m
+
+
+def _spills(config: BackwardConfig) -> bool:
+    """Whether ptxas (CUDA 13.0) spills this variant of a row with V in registers: then the next row is taken.
+
+    64 x 128 at D 128: 8 bytes with a bias or a mask. 32 x 64 at D 256: 8 bytes without additions to dq or with stores
+    of dbias, and for 12.x 8 to 64 with most features, at D 240 with none.
+    """
+    features = config.features
+    reads_scores = features.bias is not None or features.mask
+    if not config.v_in_registers or config.num_warps < 8:
+        return False
+    if config.warps_n_dkv == 8:
+        return reads_scores
+    if config.block_m == 32:
+        return config.dq == "none" or config.dbias == "store" or config.arch in ("sm_120", "sm_121")
+    return False
 
 
 def tile_config(
@@ -303,6 +326,8 @@ def _choose_config(
             dq=dq,
             dbias_dtype=dbias_dtype,
         )
+        if _spills(config):
+            continue
         if config.smem_bytes <= smem_limit and tile.blocks_per_sm <= _blocks_per_sm(config, smem_limit):
             fitting.append(config)
             continue
@@ -350,8 +375,11 @@ def _skips_hidden(problem: AttentionProblem, config: BackwardConfig) -> bool:
     """Whether diagonal tiles are so large a part that leaving out half of their work pays for the branches.
 
     H200, 2026-11-21, time of the whole causal backward at D 64, 128, 256: S 1024 -3.7, -1.6, -2.7 %, S 4096 0, +2.4,
-    +1.0 %. With dropout, whose keep bits fill the registers, +4 to +9 % even at S 1024.
+    +1.0 %. With dropout, whose keep bits fill the registers, +4 to +9 % even at S 1024. With V in registers and 32 rows
+    (D 256 in 99 KB, 15 % faster than the next row) the branches spill 4 bytes.
     """
+    if config.v_in_registers and config.block_m == 32:
+        return False
     if config.dtype == "float32" or config.dbias == "store" or problem.dropout_p > 0 or problem.window_right is None:
         return False
     rows = problem.seqlen_q // 2  # that see a key tile, on average

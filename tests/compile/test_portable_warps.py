@@ -89,11 +89,24 @@ def most_registers(arch: Architecture, launch: Launch) -> int:
     return min(by_blocks, arch.max_registers_per_thread)
 
 
+def least_warps(arch: str, launch: Launch) -> int:
+    """`MIN_WARPS`, with one exception: deterministic dq in 99 KB from head dim 160.
+
+    Timed under that limit on an H200, every tile with 8 warps lost to the 4 of 64 x 32: at D 192 14.1 and 14.6 ms to
+    13.2, at D 256 20.6, 21.1 and 21.5 ms to 18.3 (``benchmarks/results/portable_limits.txt``).
+    """
+    config = launch.config
+    widest = max(config.head_dim, config.head_dim_v)
+    return 4 if config.kernel == "backward_dq" and arch in SMALL and widest >= 160 else MIN_WARPS
+
+
 def check(arch: str, what: AttentionProblem, passes: str = "both") -> None:
     for launch in launches(arch, what, passes):
         warps = warps_per_sm(ARCHITECTURES[arch], launch, most_registers(ARCHITECTURES[arch], launch))
         assert launch.smem_bytes <= ARCHITECTURES[arch].smem_per_block_optin
-        assert warps >= MIN_WARPS, f"{warps} warps, {launch.smem_bytes} bytes of shared memory: {launch.config}"
+        assert warps >= least_warps(arch, launch), (
+            f"{warps} warps, {launch.smem_bytes} bytes of shared memory: {launch.config}"
+        )
 
 
 @pytest.mark.parametrize("features", FEATURES)
@@ -126,6 +139,40 @@ def test_gpus_like_the_measured_one_keep_the_measured_tiles(arch: str) -> None:
     assert (backward.block_m, backward.block_n, backward.num_warps) == (128, 64, 8)
 
 
+def backward_tile(arch: str, head_dim: int, **changes: Any) -> tuple[int, int, int]:
+    """Rows, keys and warps of the dk/dv kernel."""
+    config = next(launches(arch, problem((head_dim, head_dim), **changes), "backward")).config
+    return config.block_m, config.block_n, config.num_warps
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_rows_that_would_spill_give_way_to_the_next(arch: str) -> None:
+    """What the fastest rows of 99 KB serve is what ptxas keeps in registers."""
+    for name in ("dense", "causal", "short", "window", "dropout", "softcap", "varlen", "deterministic"):
+        assert backward_tile(arch, 128, **FEATURES[name]) == (64, 128, 8)
+    for name in ("bias", "dbias", "shared_dbias", "mask"):
+        assert backward_tile(arch, 128, **FEATURES[name]) == (64, 64, 8)
+    for name in FEATURES:
+        spills = name in ("deterministic", "dbias") or arch in ("sm_120", "sm_121")
+        assert backward_tile(arch, 256, **FEATURES[name]) == ((64, 32, 8) if spills else (32, 64, 8))
+    for name in ("short", "window"):
+        what = problem((256, 256), **FEATURES[name])
+        config = next(launches(arch, what, "backward")).config
+        assert getattr(config, "skip_hidden", None) is (config.block_m == 64)
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_deterministic_dq_in_99_kb_is_as_measured(arch: str) -> None:
+    """The fastest tile of each head dim, and at least 8 warps wherever they won."""
+    for head_dim, expected in (
+        (64, (128, 32, 4, 2)), (128, (64, 32, 4, 1)), (192, (64, 32, 4, 2)), (256, (64, 32, 4, 1)),
+    ):  # fmt: skip
+        what = problem((head_dim, head_dim), deterministic=True, **CAUSAL)
+        config = list(launches(arch, what, "backward"))[-1].config
+        assert config.kernel == "backward_dq"
+        assert (config.block_m, config.block_n, config.num_warps, config.num_stages) == expected
+
+
 def test_few_rows_are_not_given_warps_of_padding() -> None:
     """Decoding waits for memory: its tiles are those of the other GPUs, as far as they fit."""
     what = dataclasses.replace(problem((128, 128)), seqlen_q=1, q=dense_layout((4, 1, 16, 128), "bfloat16"))
@@ -150,6 +197,10 @@ COMPILED: list[tuple[str, str, tuple[int, int], str, str]] = [
     ("sm_80", "backward", (256, 256), "bfloat16", "deterministic"),
     ("sm_80", "backward", (160, 160), "float32", "causal"),
     *((arch, "both", (192, 192), "float16", "causal") for arch in ("sm_89", "sm_120")),
+    *(("sm_86", "backward", (128, 128), "bfloat16", name) for name in ("mask", "softcap", "varlen", "window")),
+    *(("sm_86", "backward", (256, 256), "bfloat16", name) for name in ("bias", "mask", "varlen", "window")),
+    *((arch, "backward", (128, 128), "bfloat16", "deterministic") for arch in ("sm_89", "sm_120")),
+    ("sm_86", "backward", (224, 224), "bfloat16", "causal"),
 ]
 
 
@@ -164,4 +215,4 @@ def test_compiled_kernels(arch: str, passes: str, head_dims: tuple[int, int], dt
         assert compiled.num_regs is not None
         assert compiled.spill_bytes == 0, launch.config
         assert "warning" not in compiled.log
-        assert warps_per_sm(ARCHITECTURES[arch], launch, compiled.num_regs) >= MIN_WARPS, launch.config
+        assert warps_per_sm(ARCHITECTURES[arch], launch, compiled.num_regs) >= least_warps(arch, launch), launch.config
