@@ -14,7 +14,6 @@ import argparse
 import collections
 import dataclasses
 import itertools
-import logging
 import multiprocessing
 import os
 import queue
@@ -37,6 +36,7 @@ from fuzz_problems import FEATURES, Problem  # noqa: E402
 
 from nvrtc_attn import precompile  # noqa: E402
 from nvrtc_attn.config import KernelConfig  # noqa: E402
+from nvrtc_attn.log import quiet  # noqa: E402
 
 Target = dict[str, Any]
 H200: Target = {"arch": "sm_90", "num_sms": 132, "smem_limit": 227 << 10}
@@ -68,7 +68,6 @@ def _kernels_of(
     seed: int, first: int, count: int, target: Target, structures: frozenset[int]
 ) -> tuple[list[KernelConfig], list[tuple[int, ...]]]:
     """The kernels of ``count`` problems: each once, and for each problem the numbers of its own."""
-    logging.getLogger("nvrtc_attn").setLevel(logging.ERROR)  # why a problem does not get a Hopper kernel
     numbers: dict[KernelConfig, int] = {}
     rows = []
     for index in range(first, first + count):
@@ -76,7 +75,8 @@ def _kernels_of(
         if structures and p.structure not in structures:
             rows.append(_OTHER_STRUCTURE)
             continue
-        configs = fuzz_problems.kernel_configs(p, **target)
+        with quiet():  # about why a problem does not get a Hopper kernel
+            configs = fuzz_problems.kernel_configs(p, **target)
         rows.append(tuple(numbers.setdefault(config, len(numbers)) for config in configs))
     return list(numbers), rows
 
@@ -173,13 +173,12 @@ def _work(
 
     import nvrtc_attn.plan
 
-    logging.getLogger("nvrtc_attn").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     waiting: list[Any] = []
     features: collections.Counter[str] = collections.Counter()
     structures: set[int] = set()
-    with torch.inference_mode():
+    with torch.inference_mode(), quiet():
         while True:
             with counter.get_lock():
                 at = counter.value

@@ -18,6 +18,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = f"""
 import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 sys.path[:0] = [{str(ROOT)!r}]
 from nvrtc_attn import compile as compiler
 from nvrtc_attn import worker_pool

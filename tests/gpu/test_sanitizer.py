@@ -30,10 +30,14 @@ def _sanitizer() -> str | None:
 @pytest.mark.skipif(_sanitizer() is None, reason="compute-sanitizer is neither on PATH nor in CUDA_HOME/bin")
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "synccheck"])
 def test_no_kernel_makes_the_sanitizer_complain(tool: str) -> None:
-    """Without torch's caching allocator, which would hide an access past the end of a tensor."""
+    """Without torch's caching allocator, which would hide an access past the end of a tensor.
+
+    Errors of the driver's functions are left out: Python's binding asks for functions that this driver does not have.
+    """
     command = [
         str(_sanitizer()), "--tool", tool, "--error-exitcode", "97", "--check-api-memory-access", "no",
-        "--target-processes", "application-only", sys.executable, str(Path(__file__).with_name("sanitizer.py")), *CASES,
+        "--report-api-errors", "no", "--target-processes", "application-only",
+        sys.executable, str(Path(__file__).with_name("sanitizer.py")), *CASES,
     ]  # fmt: skip
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)

@@ -24,7 +24,21 @@ import numpy as np
 import pytest
 from fake_driver import FakeGpu, installed, instant_compiler
 
-from nvrtc_attn import autotune, cache, call, device_buffer, headers, lifetime, log, module, philox, plan, tensors, tma
+from nvrtc_attn import (
+    autotune,
+    cache,
+    call,
+    device_buffer,
+    headers,
+    library_build,
+    lifetime,
+    log,
+    module,
+    philox,
+    plan,
+    tensors,
+    tma,
+)  # fmt: skip
 from nvrtc_attn import compile as compiler
 from nvrtc_attn.call import CallOptions, describe
 from nvrtc_attn.device_buffer import DeviceBuffer
@@ -350,9 +364,9 @@ def test_headers_are_digested_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headers, "_file_digests", {})
     monkeypatch.setattr(headers, "_cuda_roots", {})
     monkeypatch.setattr(headers, "_nvrtc", None)
-    monkeypatch.setattr(compiler, "_builds", {})
-    build = compiler.nvrtc_build()
-    assert set(hammer(lambda _: (headers.header_digest(), compiler.nvrtc_build()))) == {(expected, build)}
+    monkeypatch.setattr(library_build, "_builds", {})
+    build = library_build.nvrtc_build()
+    assert set(hammer(lambda _: (headers.header_digest(), library_build.nvrtc_build()))) == {(expected, build)}
 
 
 def test_views_and_small_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
