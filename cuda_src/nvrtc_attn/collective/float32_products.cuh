@@ -16,46 +16,24 @@
 
 namespace nvrtc_attn {
 
+// One term of c += a * b over one k-step (mma_term), of all tiles.
+template <int kTerm, int kM, int kN>
+NVRTC_ATTN_DEVICE void multiply_term(WarpTile<kM, kN>& c, FragmentA<float> const (&a)[kM],
+                                     FragmentB<float> const (&b)[kN]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int m = 0; m < kM; ++m) mma_term<float, false, kTerm>(c[m][n], a[m], b[n]);
+}
+
 // c += a * b over one k-step, one term of all tiles after the other: an instruction waits for the one before it on the
 // same tile. kTransposed: the small terms in the order of b * a.
 template <bool kTransposed, int kM, int kN>
 NVRTC_ATTN_DEVICE void multiply_tiles(WarpTile<kM, kN>& c, FragmentA<float> const (&a)[kM],
                                       FragmentB<float> const (&b)[kN]) {
-#pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int m = 0; m < kM; ++m) mma_term<float, false, kTransposed ? 1 : 0>(c[m][n], a[m], b[n]);
-#pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int m = 0; m < kM; ++m) mma_term<float, false, kTransposed ? 0 : 1>(c[m][n], a[m], b[n]);
-#pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int m = 0; m < kM; ++m) mma_term<float, false, 2>(c[m][n], a[m], b[n]);
-}
-
-// The two small terms of a k-step, and the large one: see multiply_chains.
-template <int kM, int kN>
-NVRTC_ATTN_DEVICE void multiply_small_terms(WarpTile<kM, kN>& c, FragmentA<float> const (&a)[kM],
-                                            FragmentB<float> const (&b)[kN]) {
-#pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int m = 0; m < kM; ++m) mma_term<float, false, 0>(c[m][n], a[m], b[n]);
-#pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int m = 0; m < kM; ++m) mma_term<float, false, 1>(c[m][n], a[m], b[n]);
-}
-
-template <int kM, int kN>
-NVRTC_ATTN_DEVICE void multiply_large_terms(WarpTile<kM, kN>& c, FragmentA<float> const (&a)[kM],
-                                            FragmentB<float> const (&b)[kN]) {
-#pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int m = 0; m < kM; ++m) mma_term<float, false, 2>(c[m][n], a[m], b[n]);
+  multiply_term<kTransposed ? 1 : 0>(c, a, b);
+  multiply_term<kTransposed ? 0 : 1>(c, a, b);
+  multiply_term<2>(c, a, b);
 }
 
 template <int kM, int kN>
@@ -164,9 +142,10 @@ NVRTC_ATTN_DEVICE void multiply_chains(WarpTile<kM, kD>& acc, FragmentA<float> c
           if (d0 + x < kD && !(kPartial && tile0 + d0 + x >= kTiles)) columns.load(right[x], step, d0 + x);
         }
         if (large) {
-          multiply_large_terms(chain, a[step], right);
+          multiply_term<2>(chain, a[step], right);
         } else {
-          multiply_small_terms(chain, a[step], right);
+          multiply_term<0>(chain, a[step], right);
+          multiply_term<1>(chain, a[step], right);
         }
       }
     }
