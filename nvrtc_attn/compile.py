@@ -29,6 +29,7 @@ from . import driver, env, headers, nvrtc_worker, worker_pool
 from .cache import SCHEMA, kernel_cache
 from .codegen import entry_source
 from .config import KernelConfig
+from .dump import dump_kernel
 from .errors import CompileError
 from .library_build import nvrtc_build
 from .log import LOGGER
@@ -245,7 +246,9 @@ def _look_up(flight: _Flight, request: _Request) -> None:
     try:
         flight.begun = True
         flight.result = _cached(request)
-        if flight.result is None:
+        if flight.result is not None:
+            _dump(request, flight.result.log, flight.result.code)
+        else:
             _refuse_if_forbidden(request)
             thread = threading.Thread(target=_fly, args=(flight, request), name="nvrtc_attn compile", daemon=True)
             try:
@@ -330,8 +333,13 @@ def _refuse_if_forbidden(request: _Request) -> None:
 
 def _compile(request: _Request, ticket: Ticket) -> CompiledKernel:
     config = request.config
-    code, log = _run_nvrtc(request.source, request.arch, request.options, ticket)
+    try:
+        code, log = _run_nvrtc(request.source, request.arch, request.options, ticket)
+    except CompileError as error:
+        _dump(request, error.log or str(error), None)
+        raise
     milliseconds = 1e3 * (time.perf_counter() - ticket.started)
+    _dump(request, log, code)
     with _lock:
         statistics.compiles += 1
     metadata = {
@@ -346,6 +354,13 @@ def _compile(request: _Request, ticket: Ticket) -> CompiledKernel:
     }
     kernel_cache().put(request.key, metadata, code)
     return CompiledKernel(code, request.key, log, milliseconds, False, config, **_resources(log))
+
+
+def _dump(request: _Request, log: str, code: bytes | None) -> None:
+    directory = env.dump_dir()
+    if directory is not None:
+        kernel = request.config.kernel if request.config is not None else ""
+        dump_kernel(directory, kernel, request.key, request.source, request.options, log, code)
 
 
 def _resources(log: str) -> dict[str, int | None]:

@@ -46,6 +46,12 @@ VARIABLES: Final = (
         _BOOLEAN,
         "1 measures candidate plans of a new problem and remembers the fastest, 0 always takes the built-in table",
     ),
+    Variable(
+        "NVRTC_ATTN_DUMP",
+        "nothing is written",
+        "an absolute path",
+        "directory for the source, log and cubin of every kernel that a process brings up",
+    ),
     Variable("NVRTC_ATTN_DEBUG", "0", _BOOLEAN, "check values that live on the device (synchronises)"),
 )
 _BY_NAME: Final = {variable.name: variable for variable in VARIABLES}
@@ -100,6 +106,17 @@ def cache_dir() -> Path | None:
     if not home.is_absolute() or home == Path(home.anchor):
         return None
     return home / ".cache" / "nvrtc_attn"
+
+
+def dump_dir() -> Path | None:
+    """Where every kernel's source, log and cubin are written, ``None`` where nobody asked for them."""
+    value = _read("NVRTC_ATTN_DUMP")
+    if not value:
+        return None
+    path = Path(value)
+    if not path.is_absolute() or "\0" in value:
+        raise _refuse("NVRTC_ATTN_DUMP", value)
+    return path
 
 
 def cache_size_bytes() -> int:
