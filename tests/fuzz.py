@@ -3,7 +3,8 @@
 ``python tests/fuzz.py --problems 100000 --workers 12`` draws problems (`fuzz_problems`), compiles the kernels that they
 need side by side, runs each problem forward and backward and judges it (`fuzz_torch`). Problems that would need a
 kernel outside of the ``--kernels`` most used ones are passed over. A failure prints one line, which begins with the
-command that runs that problem again; the exit code is 0 when every problem was run and none was wrong.
+command that runs that problem again; the exit code is 0 when every problem was run and none was wrong. A problem that
+memory runs out for, twice, is run alone at the end, and counted.
 
 ``--compile-only`` needs no GPU. ``--cpu`` runs the same problems on the CPU path with NumPy (`fuzz_numpy`).
 """
