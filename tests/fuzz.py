@@ -3,7 +3,8 @@
 ``python tests/fuzz.py --problems 100000 --workers 12`` draws problems (`fuzz_problems`), compiles the kernels that they
 need side by side, runs each problem forward and backward and judges it (`fuzz_torch`). Problems that would need a
 kernel outside of the ``--kernels`` most used ones are passed over. A failure prints one line, which begins with the
-command that runs that problem again; the exit code is 0 when every problem was run and none was wrong.
+command that runs that problem again; the exit code is 0 when every problem was run and none was wrong. A problem that
+memory runs out for, twice, is run alone at the end, and counted.
 
 ``--compile-only`` needs no GPU. ``--cpu`` runs the same problems on the CPU path with NumPy (`fuzz_numpy`).
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -20,7 +22,7 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +46,8 @@ CHUNK = 8
 """Problems that a worker takes, and waits for, at once."""
 STALLED_SECONDS = 180
 """Without a word of any worker for so long, the campaign ends: a kernel hangs."""
+MEMORY_SHARE = 0.85
+"""Of the GPU's memory that torch may take in all workers together; their contexts and kernels take the rest."""
 MAX_FAULTS = 20
 """Workers that are replaced, after faults of their GPU context, before the campaign gives up."""
 
@@ -160,13 +164,44 @@ def compile_all(kernels: Sequence[KernelConfig], workers: int) -> list[str]:
 # The workers
 
 
+def _out_of_memory(error: BaseException) -> bool:
+    """Also what libraries and the driver say when torch holds all memory."""
+    text = f"{type(error).__name__} {error}".lower()
+    return any(name in text for name in ("outofmemory", "out of memory", "out_of_memory", "alloc_failed"))
+
+
+def _with_memory(function: Callable[[], Any]) -> tuple[Any, str]:
+    """What ``function`` returns, called twice if memory runs out; None and the error if it does then too."""
+    import torch
+
+    text = ""
+    for _ in range(2):
+        try:
+            return function(), ""
+        except Exception as error:
+            if not _out_of_memory(error):
+                raise
+            text = f"{type(error).__name__}: {error}"
+        torch.cuda.empty_cache()  # outside of the handler, which keeps the tensors of the first try alive
+    return None, text
+
+
 def _work(
-    slot: int, device: str, seed: int, indices: Sequence[int], counter: Any, stop: Any, at_work: Any, results: Any
+    slot: int,
+    device: str,
+    seed: int,
+    indices: Sequence[int],
+    memory: float,
+    counter: Any,
+    stop: Any,
+    at_work: Any,
+    results: Any,
 ) -> None:
     """Take problems until there are none, telling ``results`` what became of them.
 
-    Messages are ("done", number), ("wrong" or "appeal", index, lines), ("fault", indices, error), and at the end
-    ("end", kernels, count of each feature, structures).
+    Messages are ("done", number), ("wrong" or "appeal", index, lines), ("alone", index, error) of a problem that memory
+    ran out for, twice, ("fault", indices, error), and at the end ("end", kernels, count of each feature, structures).
+    ``memory``: torch's share of that of the GPU.
     """
     import torch
     from fuzz_torch import judge
@@ -175,6 +210,8 @@ def _work(
 
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
+    if device != "cpu":
+        torch.cuda.set_per_process_memory_fraction(memory, torch.device(device).index or 0)
     waiting: list[Any] = []
     features: collections.Counter[str] = collections.Counter()
     structures: set[int] = set()
@@ -193,7 +230,11 @@ def _work(
                     features.update(fuzz_problems.features_of(p))
                     structures.add(p.structure)
                     try:
-                        issued.append(judge(p, device))
+                        verdict, error_text = _with_memory(functools.partial(judge, p, device))
+                        if error_text:
+                            results.put(("alone", current, error_text))
+                        else:
+                            issued.append(verdict)
                     except Exception as error:
                         if device != "cpu":
                             torch.cuda.synchronize()  # raises again where the context is lost
@@ -201,14 +242,19 @@ def _work(
                         results.put(("wrong", current, [f"{type(error).__name__}: {error}"]))
                         results.put(("done", 1))
                 # The chunk before this one is judged while the GPU works on this one.
+                judged = 0
                 for verdict in waiting:
                     current = verdict.problem.index
                     lines = verdict.lines(device, appeal=False)
                     if lines:
-                        final = verdict.lines(device)
+                        final, error_text = _with_memory(functools.partial(verdict.lines, device))
+                        if error_text:
+                            results.put(("alone", current, error_text))
+                            continue
                         kind = "wrong" if final else "appeal"
                         results.put((kind, current, final or lines))
-                results.put(("done", len(waiting)))
+                    judged += 1
+                results.put(("done", judged))
             except Exception as error:
                 suspects = [v.problem.index for v in (*waiting, *issued)]
                 results.put(("fault", [*suspects, current], f"{type(error).__name__}: {error}"))
@@ -229,6 +275,8 @@ class Outcome:
     done: int = 0
     wrong: dict[int, list[str]] = field(default_factory=dict)
     appeals: dict[int, list[str]] = field(default_factory=dict)
+    alone: dict[int, str] = field(default_factory=dict)
+    """What ran out of memory beside other workers, and the error; each was run again with the GPU to itself."""
     kernels: set[str] = field(default_factory=set)
     features: collections.Counter[str] = field(default_factory=collections.Counter)
     structures: set[int] = field(default_factory=set)
@@ -243,7 +291,7 @@ def run_campaign(
     results, stop = context.Queue(), context.Event()
     counter = context.Value("q", 0)
     at_work = context.Array("q", workers + MAX_FAULTS)
-    arguments = (device, seed, list(indices), counter, stop, at_work, results)
+    arguments = (device, seed, list(indices), MEMORY_SHARE / workers, counter, stop, at_work, results)
     outcome, start, faults, suspects = Outcome(), time.perf_counter(), 0, list[int]()
 
     def spawn(slot: int) -> Any:
@@ -276,6 +324,8 @@ def run_campaign(
             (outcome.wrong if kind == "wrong" else outcome.appeals)[index] = lines
             if kind == "wrong":
                 say(failure(seed, index, lines))
+        elif kind == "alone":
+            outcome.alone[facts[0]] = facts[1]
         elif kind == "end":
             for total, part in zip((outcome.kernels, outcome.features, outcome.structures), facts, strict=True):
                 total.update(part)
@@ -299,7 +349,28 @@ def run_campaign(
     if faults:
         outcome.wrong.setdefault(-1, []).append(f"{faults} workers lost their GPU context")
         _replay_suspects(seed, suspects, device, outcome)
+    if outcome.alone and workers > 1:
+        _run_alone(seed, device, outcome)
+    elif outcome.alone:  # it had the GPU to itself
+        outcome.done += len(outcome.alone)
+        for index, text in outcome.alone.items():
+            outcome.wrong[index] = [text]
+            say(failure(seed, index, outcome.wrong[index]))
     return outcome
+
+
+def _run_alone(seed: int, device: str, outcome: Outcome) -> None:
+    """Run what memory ran out for one by one, in one worker that has the GPU to itself."""
+    say(f"{len(outcome.alone)} problems ran out of memory beside others and are run alone: {sorted(outcome.alone)}")
+    again = run_campaign(seed, sorted(outcome.alone), device, workers=1)
+    lost = again.wrong.pop(-1, [])
+    outcome.done += again.done
+    outcome.wrong |= again.wrong
+    outcome.appeals |= again.appeals
+    outcome.kernels |= again.kernels
+    outcome.seconds += again.seconds
+    if lost:
+        outcome.wrong.setdefault(-1, []).extend(lost)
 
 
 def _replay_suspects(seed: int, suspects: Sequence[int], device: str, outcome: Outcome) -> None:
@@ -346,6 +417,7 @@ def summary(seed: int, outcome: Outcome) -> str:
         *names,
         "kernels: " + ", ".join(f"{kernel} {n}" for kernel, n in kinds.most_common()),
         f"judged by more than one sample of the yardstick: {len(outcome.appeals)}",
+        f"run alone, as memory ran out beside other workers: {len(outcome.alone)}",
         *(failure(seed, index, lines) for index, lines in sorted(outcome.wrong.items())[:40]),
         result,
     ]

@@ -27,6 +27,10 @@ STRUCTURES: Final = 90
 MAX_LENGTH: Final = 3000
 APPEALS: Final = 8
 """Further samples of the yardstick that decide about a problem that breaks the error rule with one of them."""
+TILE: Final = 32
+"""Rows, or keys, of the tiles that the ordered sample of float32 gradients adds up: those of the float32 kernels."""
+MAX_PADDED: Final = 1 << 25
+"""Elements of a packed problem's queries and keys, padded to the longest: 256 MiB for each float64 tensor of them."""
 _DTYPES: Final = ("float16", "bfloat16", "float32")
 _ITEMSIZES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "bool": 1, "uint8": 1}
 _LAYOUTS: Final = ("contiguous", "random", "mixed", *(x for x in cases.LAYOUTS[1:] if x != "random"))
@@ -164,7 +168,7 @@ def problem(seed: int, index: int) -> Problem:
     if frame.group >= 4:
         heads_kv = min(heads_kv, 2)
     if frame.varlen:
-        fields |= _packed_lengths(draw, frame, scores / (heads_kv * frame.group))
+        fields |= _packed_lengths(draw, frame, scores, heads_kv * frame.group)
     else:
         fields |= _dense_lengths(draw, frame, scores, heads_kv * frame.group)
     fields |= {"num_heads": heads_kv * frame.group, "num_heads_kv": heads_kv}
@@ -237,16 +241,21 @@ def _dense_lengths(draw: _Draw, frame: Structure, scores: float, heads: int) -> 
     return {"batch": 0 if draw.chance(0.003) else batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
 
 
-def _packed_lengths(draw: _Draw, frame: Structure, scores: float) -> dict[str, Any]:
-    """``scores`` bounds the product of the number of sequences and both longest lengths, which the oracle pads to."""
+def _packed_lengths(draw: _Draw, frame: Structure, scores: float, heads: int) -> dict[str, Any]:
+    """``scores`` bounds the product of heads, sequences and both longest lengths, which the oracle pads to.
+
+    `MAX_PADDED` bounds the operands: forty sequences of 3000 queries over one key are few scores.
+    """
     count = draw.choose(1, draw.between(2, 5), draw.between(6, 40), weights=(1, 4, 1))
     shape = draw.choose("even", "any", "skewed", weights=(1, 3, 2))
     longest_k = _length(draw)
     longest_q = draw.between(1, 16) if frame.regime == "few" else draw.choose(longest_k, _length(draw))
     if frame.regime == "short":
         longest_q, longest_k = min(longest_q, 70), min(longest_k, 70)
-    longest_k = _shrink(longest_k, longest_q * count, scores)
-    longest_q = _shrink(longest_q, longest_k * count, scores)
+    longest_k = _shrink(longest_k, longest_q * count, scores / heads)
+    longest_q = _shrink(longest_q, longest_k * count, scores / heads)
+    width = max(frame.fields["head_dim"], frame.fields["head_dim_v"])
+    count = min(count, max(1, MAX_PADDED // max(1, heads * (longest_q + longest_k) * width)))
     pairs = []
     for n in range(count):
         if shape == "even" or (shape == "skewed" and n == count // 2):

@@ -230,6 +230,142 @@ def test_the_gpu_runner_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch
     assert verdict.lines("cpu")[0][:12] == lines[0][:12]
 
 
+def one_key() -> fuzz_problems.Problem:
+    """dv is the sum of dout over 8 heads of 2048 queries."""
+    case = cases.make_case(
+        "one-key", dtype="float32", batch=1, num_heads=8, num_heads_kv=1, seqlen_q=2048, seqlen_k=1, head_dim=32
+    )
+    plain = next(p for p in small() if p.backend == "auto" and not p.case.varlen)
+    return dataclasses.replace(plain, case=case, want_dbias=False, bias_hidden=False, outside_nan=False, repeat=False)
+
+
+def in_order(dout: np.ndarray[Any, Any], tile: int = 32) -> np.ndarray[Any, Any]:
+    """The sum over heads and rows of ``[1, rows, heads, dim]`` as a kernel adds it up: tiles of rows, one by one."""
+    rows = dout[0].swapaxes(0, 1).reshape(-1, tile, dout.shape[-1])
+    chains = np.zeros_like(rows[:, 0])
+    for step in range(tile):
+        chains = chains + rows[:, step]
+    return np.add.accumulate(chains, axis=0, dtype=np.float32)[-1]
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (3.0, False)])
+def test_float32_sums_in_order_pass_and_three_times_their_error_does_not(
+    factor: float, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fuzz_torch = _torch()
+    p = one_key()
+    right, dense = fuzz_torch.nvrtc_attn.attention_backward, fuzz_torch.attention_dense
+
+    def ours(*args: Any, **options: Any) -> None:
+        right(*args, **options)
+        dout, dv = args[0].numpy(), args[8]
+        exact = dout.sum((1, 2), dtype=np.float64)
+        dv[0, 0, 0] = fuzz_torch.torch.from_numpy(exact[0] + factor * (in_order(dout) - exact[0]))
+
+    def pairwise(*args: Any, **options: Any) -> Any:
+        """The plain yardstick of a library whose products add few parts of a long sum: exact but for its last bit."""
+        results = dense(*args, **options)
+        if len(args) > 3 and args[3] == "float32" and options.get("tile") is None:
+            results["dv"] = args[1]["dout"].double().sum((1, 2)).float().reshape(results["dv"].shape)
+        return results
+
+    monkeypatch.setattr(fuzz_torch.nvrtc_attn, "attention_backward", ours)
+    monkeypatch.setattr(fuzz_torch, "attention_dense", pairwise)
+    verdict = fuzz_torch.judge(p, "cpu")
+    assert [line.split(":")[0] for line in verdict.lines("cpu", appeal=False)] == ["dv"]
+    assert [line.split(":")[0] for line in verdict.lines("cpu")] == ([] if passes else ["dv"])
+
+
+@pytest.mark.parametrize("tile", [1, 32, 10**6])
+def test_gradients_in_order_are_the_same_gradients(tile: int) -> None:
+    fuzz_torch = _torch()
+    compared = 0
+    for p in [p for p in small() if p.case.num_heads > p.case.num_heads_kv and p.case.dtype == "float32"][:6]:
+        run = fuzz_torch.Run(dataclasses.replace(p, outside_nan=False), "cpu")
+        geometry = fuzz_torch.Geometry(p.case, "cpu")
+        keep = fuzz_torch.keep_mask(p.case, "cpu") if p.case.dropout_p > 0 else None
+        plain = fuzz_torch.attention_dense(p.case, run.inputs, geometry, "float64", keep)
+        tiled = fuzz_torch.attention_dense(p.case, run.inputs, geometry, "float64", keep, tile=tile)
+        for name in ("dq", "dk", "dv"):
+            np.testing.assert_allclose(tiled[name].numpy(), plain[name].numpy(), rtol=1e-9, atol=1e-10, err_msg=str(p))
+            compared += plain[name].numel()
+    assert compared > 1000
+
+
+def test_packed_operands_are_bounded() -> None:
+    """A problem of few scores may be large all the same: many long sequences over one key each."""
+    packed = [p for seed in (3, SEED) for p in (fuzz_problems.problem(seed, n) for n in range(1200)) if p.case.varlen]
+    for p in packed:
+        c = p.case
+        padded = c.batch * c.num_heads * (c.seqlen_q + c.seqlen_k) * max(c.head_dim, c.head_dim_v)
+        assert padded <= fuzz_problems.MAX_PADDED or c.batch == 1, p
+    assert max(p.case.batch for p in packed) > 35
+
+
+class _Queue(list[Any]):
+    def put(self, message: Any) -> None:
+        self.append(message)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("appealed", [False, True])
+def test_a_harness_out_of_memory_is_no_wrong_result(
+    failures: int, appealed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker tries once more, then hands the problem over."""
+    fuzz_torch = _torch()
+    indices = [p.index for p in small()[600:603]]
+    tries = dict.fromkeys(indices, 0)
+
+    def memory(index: int) -> None:
+        tries[index] += 1
+        if index == indices[1] and tries[index] <= failures:
+            raise fuzz_torch.torch.OutOfMemoryError("CUDA out of memory.")
+
+    class Verdict:
+        def __init__(self, p: fuzz_problems.Problem) -> None:
+            self.problem = p
+
+        def lines(self, device: str, *, appeal: bool = True) -> list[str]:
+            if appealed and appeal:
+                memory(self.problem.index)
+            return ["dv: max error"] if appealed and not appeal else []
+
+    def judge(p: fuzz_problems.Problem, device: str) -> Verdict:
+        if not appealed:
+            memory(p.index)
+        return Verdict(p)
+
+    monkeypatch.setattr(fuzz_torch, "judge", judge)
+    results = _Queue()
+    counter, stop = fuzz.multiprocessing.Value("q", 0), fuzz.multiprocessing.Event()
+    fuzz._work(0, "cpu", SEED, indices, 1.0, counter, stop, [0], results)
+    kinds = [message[0] for message in results]
+    assert "wrong" not in kinds
+    assert "fault" not in kinds
+    handed = [message[1] for message in results if message[0] == "alone"]
+    assert handed == ([indices[1]] if failures == 2 else [])
+    assert sum(message[1] for message in results if message[0] == "done") + len(handed) == 3
+    assert tries[indices[1]] == 2
+
+
+def test_what_ran_out_of_memory_is_run_alone_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = fuzz.Outcome(done=5, alone={7: "OutOfMemoryError: x", 9: "OutOfMemoryError: y"})
+    asked = []
+
+    def alone(seed: int, indices: list[int], device: str, workers: int) -> fuzz.Outcome:
+        asked.append((seed, indices, device, workers))
+        return fuzz.Outcome(done=2, wrong={9: ["OutOfMemoryError: y"]})
+
+    monkeypatch.setattr(fuzz, "run_campaign", alone)
+    fuzz._run_alone(SEED, "cuda", outcome)
+    assert asked == [(SEED, [7, 9], "cuda", 1)]
+    assert (outcome.done, list(outcome.wrong)) == (7, [9])
+    assert "run alone, as memory ran out beside other workers: 2" in fuzz.summary(SEED, outcome)
+    assert fuzz._out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert not fuzz._out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
 def test_the_command_in_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
     _torch()
     command = ["--device", "cpu", "--problems", "12", "--kernels", "400", "--compilers", "1", "--workers", "2"]
