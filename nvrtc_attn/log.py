@@ -37,8 +37,9 @@ def log_once(message: str, level: int = logging.WARNING) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Say nothing with `log_once` in this thread, and leave it to be said later: for work that nobody asked for yet."""
+    before = getattr(_thread, "quiet", False)
     _thread.quiet = True
     try:
         yield
     finally:
-        _thread.quiet = False
+        _thread.quiet = before
