@@ -27,8 +27,8 @@ STRUCTURES: Final = 90
 MAX_LENGTH: Final = 3000
 APPEALS: Final = 8
 """Further samples of the yardstick that decide about a problem that breaks the error rule with one of them."""
-TILE: Final = 32
-"""Rows, or keys, of the tiles that the ordered sample of float32 gradients adds up: those of the float32 kernels."""
+TILE: Final = 16
+"""Rows, or keys, that the ordered sample of float32 gradients adds up at a time: a chain of the float32 kernels."""
 MAX_PADDED: Final = 1 << 25
 """Elements of a packed problem's queries and keys, padded to the longest: 256 MiB for each float64 tensor of them."""
 _DTYPES: Final = ("float16", "bfloat16", "float32")

@@ -362,7 +362,7 @@ def _choose_splits(
     num_n_blocks: int,
 ) -> int:
     """Parts of the query loop: more than one where key tiles alone leave multiprocessors idle."""
-    if problem.deterministic or problem.varlen:
+    if problem.deterministic:
         return 1
     blocks = num_n_blocks * problem.batch * problem.num_heads_kv * config.dim_slices
     if blocks == 0:
@@ -479,4 +479,6 @@ def _workspaces(
         )
     if num_splits > 1:
         head = num_n_blocks * config.block_n * (config.head_dim + config.head_dim_v)
-        yield Workspace(field="dkv_accum", nbytes=4 * entries * problem.num_heads_kv * head, zeroed=True)
+        # Packed sequences each have room for the longest: there are only splits where tiles of all fit the multiprocessors.
+        nbytes = 4 * problem.batch * problem.num_heads_kv * head
+        yield Workspace(field="dkv_accum", nbytes=nbytes, zeroed=True)

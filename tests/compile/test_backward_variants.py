@@ -257,6 +257,10 @@ def test_few_key_tiles_split_the_query_loop() -> None:
     (accumulator,) = (w for w in spec.workspaces if w.field == "dkv_accum")
     assert accumulator.zeroed
     assert accumulator.nbytes == 4 * 2 * 16 * 128 * (64 + 64)
+    packed = plan("sm_90", batch=2, seqlen_q=4096, seqlen_k=77, varlen=True)
+    assert [launch.config.kernel for launch in packed.launches] == kernels
+    assert dict(packed.launches[1].params)["num_splits"] == dict(spec.launches[1].params)["num_splits"]
+    assert next(w for w in packed.workspaces if w.field == "dkv_accum").nbytes == accumulator.nbytes
 
 
 def test_causal_key_tiles_are_interleaved_by_two_waves() -> None:

@@ -88,12 +88,13 @@ NVRTC_ATTN_DEVICE void multiply_nt_plain(WarpTile<kM, kN>& acc, Rows const& a, E
 }
 
 // acc += A B^T: A's rows from `a`, columns of the result are rows col0.. of `b`; the contraction is the tile width.
-// kTransposed: of S^T and dP^T, whose float32 terms come in the order of S and dP. kFromZero: acc is zero.
-template <class Tile, bool kLegacy, int kUnroll, bool kTransposed, bool kFromZero, int kM, int kN, class Rows,
-          class Element>
+// kTransposed: of S^T and dP^T, whose float32 terms come in the order of S and dP. kFromZero: acc is zero. kApart: the small
+// terms of float32 are summed apart.
+template <class Tile, bool kLegacy, int kUnroll, bool kTransposed, bool kFromZero, bool kApart = false, int kM, int kN,
+          class Rows, class Element>
 NVRTC_ATTN_DEVICE void multiply_nt(WarpTile<kM, kN>& acc, Rows const& a, Element const* b, int col0, int lane) {
   if constexpr (kTerms<Element, kLegacy> == 3) {
-    multiply_nt_chains<Tile, kUnroll, kTransposed, kFromZero>(acc, a, b, col0, lane);
+    multiply_nt_chains<Tile, kUnroll, kTransposed, kFromZero, kApart>(acc, a, b, col0, lane);
   } else {
     multiply_nt_plain<Tile, kLegacy, kUnroll>(acc, a, b, col0, lane);
   }

@@ -358,10 +358,10 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
       multiply_nt<TileQ, kLegacy, kUnroll, true, true>(s, keys, q, col, lane);
       if constexpr (Traits::kVInSmem) {
         SharedRows<TileV, Element, Tiles::kTilesN> const values{sV(), row};
-        multiply_nt<TileDout, kLegacy, kUnroll, true, true>(dp, values, dout, col, lane);
+        multiply_nt<TileDout, kLegacy, kUnroll, true, true, true>(dp, values, dout, col, lane);
       } else if constexpr (Traits::kVInRegisters) {
         // Unrolled in full: registers have no index.
-        multiply_nt<TileDout, kLegacy, TileV::kCols, true, true>(dp, this->values_kept, dout, col, lane);
+        multiply_nt<TileDout, kLegacy, TileV::kCols, true, true, true>(dp, this->values_kept, dout, col, lane);
       } else {
         GlobalRows<Element> const values{key_row0(params.v, params.v_stride_b, params.v_stride_n, params.v_stride_h),
                                          params.v_stride_n,
@@ -369,7 +369,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
                                          row,
                                          seqlen.len_k - n0,
                                          params.head_dim_v};
-        multiply_nt<TileDout, kLegacy, 2, true, true>(dp, values, dout, col, lane);
+        multiply_nt<TileDout, kLegacy, 2, true, true, true>(dp, values, dout, col, lane);
       }
       if constexpr (!kEarlyBias) gradient.load_bias(bias, m0 + col, n0 + row, lane);
       gradient(s, dp, bias, sLse + (stage & 1) * Tiles::kBlockM + col, sDelta + (stage & 1) * Tiles::kBlockM + col,
@@ -654,7 +654,7 @@ NVRTC_ATTN_DEVICE void backward_portable(BackwardParams const& params) {
   int const b = head / params.num_heads_kv;
   if constexpr (Traits::kVarlen) {
     if (b == params.batch) {
-      if (slice != 0) return;
+      if (slice != 0 || split != 0) return;
       zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dk) + index_t(hk) * params.dk_stride_h,
                                             params.dk_stride_n, params.dk_stride_d, params.cu_seqlens_k, params.batch,
                                             params.total_k, params.head_dim, n_block, params.num_n_blocks,
