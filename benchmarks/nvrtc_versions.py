@@ -23,12 +23,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nvrtc_attn import compile as compiler
-from nvrtc_attn import device, headers, measure, plan, precompile
-from nvrtc_attn.config import KernelConfig
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics import choose_backward, choose_forward
-from nvrtc_attn.plan import BackwardPlan, ForwardPlan, LseLayout
-from nvrtc_attn.problem import AttentionProblem, dense_layout
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit import headers
+from nvrtc_attn.jit.config import KernelConfig
+from nvrtc_attn.plans import measure, plan, precompile
+from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan, LseLayout
+from nvrtc_attn.runtime import device
 
 LENGTHS = ((32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
 TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448, "backend": "auto"}

@@ -31,11 +31,11 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nvrtc_attn.compile import CompiledKernel, compile_kernel
-from nvrtc_attn.config import DqConfig, KernelConfig
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics import portable_backward, portable_dq, portable_forward
-from nvrtc_attn.heuristics.plan import BackwardPlanSpec, ForwardPlanSpec, label
-from nvrtc_attn.problem import AttentionProblem, dense_layout
+from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec, label
+from nvrtc_attn.jit.compile import CompiledKernel, compile_kernel
+from nvrtc_attn.jit.config import DqConfig, KernelConfig
 
 Spec = ForwardPlanSpec | BackwardPlanSpec
 KIB = 1024
@@ -306,8 +306,8 @@ def measure_cell(
     """A line for each tile, and a short one for all of them."""
     import torch
 
-    from nvrtc_attn import measure
-    from nvrtc_attn.plan import BackwardPlan, ForwardPlan, LseLayout, _statistic
+    from nvrtc_attn.plans import measure
+    from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan, LseLayout, _statistic
 
     backward = cell.which != "fwd"
     stream = torch.cuda.current_stream().cuda_stream

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 import nvrtc_attn
-from nvrtc_attn import device, driver, precompile
 from nvrtc_attn.api import backward_workspace_bytes, forward_workspace_bytes
-from nvrtc_attn.compile import compile_kernel
-from nvrtc_attn.device_buffer import DeviceBuffer
-from nvrtc_attn.headers import nvrtc
+from nvrtc_attn.jit.compile import compile_kernel
+from nvrtc_attn.jit.headers import nvrtc
+from nvrtc_attn.plans import precompile
+from nvrtc_attn.runtime import device, driver
+from nvrtc_attn.runtime.buffers import DeviceBuffer
 
 Gradients = tuple[Any, ...]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import CacheWarning, CompileError, CudaError, DeviceFaultError, UnsupportedError
+from .base.errors import CacheWarning, CompileError, CudaError, DeviceFaultError, UnsupportedError
 
 if TYPE_CHECKING:
     from .api import (

@@ -17,12 +17,12 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 
-    from . import precompile
-    from .cache import KernelCache, kernel_cache
-    from .config import KernelConfig
-    from .dtypes import ATTENTION_DTYPES
-    from .errors import CudaError, UnsupportedError
-    from .log import LOGGER
+    from .base.dtypes import ATTENTION_DTYPES
+    from .base.errors import CudaError, UnsupportedError
+    from .base.log import LOGGER
+    from .jit.cache import KernelCache, kernel_cache
+    from .jit.config import KernelConfig
+    from .plans import precompile
 
     _ = click.group, click.option, click.Choice  # a directory that pip left behind imports, and is empty
 except (Exception, SystemExit) as error:

@@ -1,7 +1,8 @@
 """The public functions: arguments -> problem -> plan -> launch. No policy.
 
 All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anything with DLPack) in the layout
-``[batch, seqlen, heads, head_dim]`` with any strides. CPU memory is computed on the CPU, see `nvrtc_attn.reference`.
+``[batch, seqlen, heads, head_dim]`` with any strides. CPU memory is computed on the CPU, see
+`nvrtc_attn.cpu.reference`.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from . import philox
-from .call import Call, CallOptions, describe, rng_state
-from .lifetime import hold
-from .outputs import allocate, output_view, workspace_address
-from .plan import BackwardPlan, ForwardPlan, LseLayout, backward_plan, forward_plan
-from .problem import Causal, WindowSize, dense_layout, layout
-from .tensors import TensorView, framework_of
-from .validation import Violations, check_real, check_shape
+from .front import philox
+from .front.call import Call, CallOptions, describe, rng_state
+from .front.outputs import allocate, output_view, workspace_address
+from .front.problem import Causal, WindowSize, dense_layout, layout
+from .front.tensors import TensorView, framework_of
+from .front.validation import Violations, check_real, check_shape
+from .plans.plan import BackwardPlan, ForwardPlan, LseLayout, backward_plan, forward_plan
+from .runtime.lifetime import hold
 
 
 def attention(
@@ -133,7 +134,7 @@ def attention(
     lse = new(call.lse_shape, "float32") if return_lse else None
     _forward(call, out, lse, rng, None, new_workspace=lambda size: new((size,), "uint8"))
     if framework == "jax":
-        from .device_buffer import to_jax
+        from .runtime.buffers import to_jax
 
         out, lse = (to_jax(x) if x is not None and x is not given else x for x in (out, lse))
     return (out, lse) if return_lse else out
@@ -351,7 +352,7 @@ def _forward(
             lse, "lse", call.lse_shape, "float32", call.device, [*inputs, ("out", out_view)], stream=stream
         )
     if call.on_cpu:
-        from .cpu import forward
+        from .cpu.attention import forward
 
         forward(call, out_view, lse_view, rng)
         return
@@ -422,7 +423,7 @@ def _backward(
         writes[name] = output_view(x, name, like.shape, like.dtype, call.device, taken, stream=stream)
         taken.append((name, writes[name]))
     if call.on_cpu:
-        from .cpu import backward
+        from .cpu.attention import backward
 
         backward(call, reads, writes, rng)
         return

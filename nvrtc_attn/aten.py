@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import torch
 
-from .call import Call, CallOptions, describe
-from .errors import shown
-from .plan import LseLayout, backward_plan, forward_plan
-from .problem import Causal, layout
-from .tensors import view
+from .base.errors import shown
+from .front.call import Call, CallOptions, describe
+from .front.problem import Causal, layout
+from .front.tensors import view
+from .front.validation import Violations, check_integer
+from .plans.plan import LseLayout, backward_plan, forward_plan
 from .torch import checked_rng, detached, draw_rng, raw_stream, resolved, rng_words
-from .validation import Violations, check_integer
 
 _CAUSAL: Final[tuple[Causal, ...]] = (False, "top_left", "bottom_right")
 LSE_ALIGNMENT: Final = 32

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from . import __version__, env
-from .cache import KernelCache
-from .errors import CacheWarning
+from . import __version__
+from .base import env
+from .base.errors import CacheWarning
+from .jit.cache import KernelCache
 
 FRAMEWORKS: Final = {"torch": "torch", "jax": "jax", "cupy": "cupy", "ml_dtypes": "ml_dtypes", "tvm_ffi": "jax-tvm-ffi"}
 """Import name and a distribution that brings it. CuPy is published under one name per CUDA major."""
@@ -153,7 +154,7 @@ def _gpus(report: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _nvrtc(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    from . import headers
+    from .jit import headers
 
     library = headers.nvrtc()
     section: dict[str, Any] = {"version": f"{library.version[0]}.{library.version[1]}", "path": library.path}
@@ -179,7 +180,7 @@ def _nvrtc(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 def _compiles(path: str, arch: str) -> bool:
     """Whether NVRTC makes an empty kernel, in a process of its own as for every kernel."""
-    from .worker_pool import Ticket, WorkerDiedError, pool
+    from .jit.worker_pool import Ticket, WorkerDiedError, pool
 
     source = b'extern "C" __global__ void kernel() {}'
     message = [os.fsencode(os.path.abspath(path)), arch.encode(), b"doctor.cu", source]
@@ -190,7 +191,7 @@ def _compiles(path: str, arch: str) -> bool:
 
 
 def _headers(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    from . import headers
+    from .jit import headers
 
     section: dict[str, Any] = {"bundled": headers.bundle_versions(), "modified": headers.modified_headers()}
     if section["modified"]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import cupy
 
 from . import api
-from .errors import shown
+from .base.errors import shown
 
 _OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - {"dbias", "workspace"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nvrtc_attn.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
+from nvrtc_attn.runtime.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
 
 
 def architecture_class(arch: str) -> tuple[int, int, bool]:
@@ -20,6 +20,6 @@ def untuned_spill_bytes() -> int:
 
     Measured with 13.5: 8 bytes in the packed causal backward of shared key heads, 4 in the Hopper one with a mask.
     """
-    from nvrtc_attn import headers
+    from nvrtc_attn.jit import headers
 
     return 8 if headers.nvrtc().version > (13, 0) else 0

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nvrtc_attn import philox
+from nvrtc_attn.front import philox
 
 Array = npt.NDArray[Any]
 
@@ -185,7 +185,7 @@ def call_options(case: Case) -> dict[str, Any]:
 
 
 def reference_options(case: Case, arrays: dict[str, Array]) -> dict[str, Any]:
-    """All keyword arguments of ``nvrtc_attn.reference.attention_forward`` for this case."""
+    """All keyword arguments of ``nvrtc_attn.cpu.reference.attention_forward`` for this case."""
     names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     operands = {name: arrays[name] for name in names if name in arrays}
     return {**call_options(case), **operands, "seed": case.seed, "offset": case.offset}
@@ -701,10 +701,11 @@ def _varlen_cases() -> list[Case]:
         make_case("varlen-float32", seqlens=lengths, dtype="float32", causal=True, deterministic=True),
         make_case("varlen-many", seqlens=tuple((1 + n % 7, 1 + n % 11) for n in range(64)), head_dim=16, causal=True),
         # What is outside of every sequence must be zero where no sequence has a query, or a key, either.
-        # Few key tiles: the loop over queries is split, with tokens of no sequence, unused keys and a sequence without keys.
+        # Few key tiles: the loop over queries is split, with tokens of no sequence and unused keys.
         make_case("varlen-split", seqlens=((1800, 77), (900, 5), (40, 0)), seqused_k=(70, 5, 0), num_heads=4,
                   num_heads_kv=2, tail=(5, 9), lead=(3, 40), dtype="bfloat16"),
-        make_case("varlen-split-one-key", seqlens=((2048, 1),), num_heads=4, num_heads_kv=1, head_dim=224, dtype="float32"),
+        make_case("varlen-split-one-key", seqlens=((2048, 1),), num_heads=4, num_heads_kv=1, head_dim=224,
+                  dtype="float32"),
         make_case("varlen-no-keys", seqlens=((47, 0), (3, 0)), tail=(3, 11), lead=(5, 27), dlse=True),
         make_case("varlen-no-queries", seqlens=((0, 40), (0, 3)), tail=(9, 5), lead=(4, 66), causal=True),
         make_case("varlen-nothing", seqlens=((0, 0),), tail=(9, 5), lead=(4, 66), deterministic=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nvrtc_attn.config import Features, KernelConfig
+from nvrtc_attn.jit.config import Features, KernelConfig
 
 OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "kernel": ("another_kernel",),

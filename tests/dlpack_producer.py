@@ -6,7 +6,7 @@ import ctypes
 from collections import deque
 from typing import Any
 
-from nvrtc_attn.dlpack import DLManagedTensor, DLManagedTensorVersioned, DLTensor
+from nvrtc_attn.front.dlpack import DLManagedTensor, DLManagedTensorVersioned, DLTensor
 
 BOGUS_POINTER = 0x7F00_0000_0000
 """A plausible device address that nothing may dereference."""

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from nvrtc_attn import compile as compiler
-from nvrtc_attn import device, driver, module
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.runtime import device, driver
+from nvrtc_attn.runtime import kernel as module
 
 real: Any = importlib.import_module("cuda.bindings.driver")
 

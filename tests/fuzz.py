@@ -36,9 +36,9 @@ for folder in (HERE, HERE.parent):
 import fuzz_problems  # noqa: E402 - after the paths
 from fuzz_problems import FEATURES, Problem  # noqa: E402
 
-from nvrtc_attn import precompile  # noqa: E402
-from nvrtc_attn.config import KernelConfig  # noqa: E402
-from nvrtc_attn.log import quiet  # noqa: E402
+from nvrtc_attn.base.log import quiet  # noqa: E402
+from nvrtc_attn.jit.config import KernelConfig  # noqa: E402
+from nvrtc_attn.plans import precompile  # noqa: E402
 
 Target = dict[str, Any]
 H200: Target = {"arch": "sm_90", "num_sms": 132, "smem_limit": 227 << 10}
@@ -206,7 +206,7 @@ def _work(
     import torch
     from fuzz_torch import judge
 
-    import nvrtc_attn.plan
+    import nvrtc_attn.plans.plan
 
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -264,7 +264,7 @@ def _work(
             waiting = issued
             if not chunk and not waiting:
                 break
-    launched = {precompile.config_to_json(config) for config, _ in nvrtc_attn.plan._kernels}
+    launched = {precompile.config_to_json(config) for config, _ in nvrtc_attn.plans.plan._kernels}
     results.put(("end", launched, features, structures))
 
 
@@ -476,7 +476,7 @@ def replay(p: Problem, device: str, on_cpu: bool) -> list[str]:
 
 def gpu_target() -> Target:
     """What the heuristics know about the first GPU."""
-    from nvrtc_attn import device
+    from nvrtc_attn.runtime import device
 
     found = device.properties(0)
     return {"arch": device.arch_of(found), "num_sms": found.num_sms, "smem_limit": found.smem_per_block_optin}

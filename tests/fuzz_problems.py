@@ -17,10 +17,11 @@ import cases
 import numpy as np
 from cases import Case, Placement
 
-from nvrtc_attn import device, heuristics
-from nvrtc_attn.config import KernelConfig
-from nvrtc_attn.problem import AttentionProblem, build_problem, layout
-from nvrtc_attn.tensors import Device, TensorView
+from nvrtc_attn import heuristics
+from nvrtc_attn.front.problem import AttentionProblem, build_problem, layout
+from nvrtc_attn.front.tensors import Device, TensorView
+from nvrtc_attn.jit.config import KernelConfig
+from nvrtc_attn.runtime import device
 
 STRUCTURES: Final = 90
 """Of one campaign. With 90, a few thousand problems need about 1,500 kernels, half of them rarely."""

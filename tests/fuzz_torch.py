@@ -20,9 +20,10 @@ from cases import Case
 from fuzz_problems import Problem
 
 import nvrtc_attn
-from nvrtc_attn import api, philox
-from nvrtc_attn.call import CallOptions, describe
-from nvrtc_attn.tensors import view
+from nvrtc_attn import api
+from nvrtc_attn.front import philox
+from nvrtc_attn.front.call import CallOptions, describe
+from nvrtc_attn.front.tensors import view
 
 Tensor = torch.Tensor
 GUARD = 64

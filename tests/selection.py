@@ -55,7 +55,7 @@ def wants_workers(config: pytest.Config) -> bool:
 
 def worker_count(config: pytest.Config) -> int:
     """One worker per core that this process may use, as far as its memory and that of the GPU suffice."""
-    from nvrtc_attn import precompile
+    from nvrtc_attn.plans import precompile
 
     gpu_mib = gpu_memory_mib() if runs_gpu_tests(config) else None
     by_gpu = MAX_WORKERS if gpu_mib is None else max(1, gpu_mib // GPU_MIB_PER_WORKER)

@@ -1,4 +1,4 @@
-// The bytes a kernel receives: plain structs, mirrored by nvrtc_attn/params.py and checked against it by
+// The bytes a kernel receives: plain structs, mirrored by nvrtc_attn/jit/params.py and checked against it by
 // static_asserts in every generated entry file. Pointers come first so that a launch rewrites one block.
 // Strides are in elements and 64-bit. "b" batch, "m" query row, "n" key row, "h" head, "d" head dim.
 #pragma once

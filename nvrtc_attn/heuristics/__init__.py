@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from ..log import log_once
-from ..problem import AttentionProblem
-from .plan import BackwardPlanSpec, ForwardPlanSpec, label
+from ..base.log import log_once
+from ..front.problem import AttentionProblem
+from .spec import BackwardPlanSpec, ForwardPlanSpec, label
 
 MAX_CANDIDATES: Final = 8
 """Plans of one pass that are measured: each may have kernels of its own to compile, 1 to 5 s the first time."""

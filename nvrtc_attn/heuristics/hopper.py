@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..problem import AttentionProblem
+from ..front.problem import AttentionProblem
 
 DTYPES_16BIT: Final = ("float16", "bfloat16")
 MIN_QUERY_ROWS: Final = 64

@@ -11,24 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ..config import BackwardConfig, Features, HopperBackwardConfig
-from ..dtypes import DTYPES
-from ..problem import AttentionProblem, OperandLayout, dense_layout
-from ..tma import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
+from ..base.dtypes import DTYPES
+from ..front.problem import AttentionProblem, OperandLayout, dense_layout
+from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
 from . import hopper_dbias, portable_backward, portable_dq
-from .hopper import (
-    DTYPES_16BIT,
-    ceil_div,
-    product_width,
-    reasons_against_size,
-    reasons_against_target,
-    score_operands,
-)
+from .hopper import DTYPES_16BIT, ceil_div, product_width, reasons_against_size, reasons_against_target, score_operands
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_dbias import dbias_layout
-from .plan import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .portable_backward import is_aligned, is_full_shape
 from .portable_forward import features_of
+from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
+from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
 
 MIN_HEAD_DIM: Final = 40
 """Smaller ones leave half of a 64-column slab empty; the portable family has exact tiles for them."""

@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from ..config import HopperBackwardConfig
-from ..problem import AttentionProblem
+from ..front.problem import AttentionProblem
+from ..jit.config import HopperBackwardConfig
 from .hopper import ceil_div, score_operands
 
 NARROW_HEAD_DIM: Final = 128

@@ -6,14 +6,14 @@ from dataclasses import replace
 from math import prod
 from typing import Final
 
-from ..config import HopperDbiasConfig
-from ..problem import AttentionProblem, OperandLayout, dense_layout
-from ..tma import tensor_map
+from ..front.problem import AttentionProblem, OperandLayout, dense_layout
+from ..jit.config import HopperDbiasConfig
 from .hopper import ceil_div, product_width, score_operands
 from .hopper_backward_wide import is_wide
-from .plan import Launch, Workspace
 from .portable_dq import MAX_PARTIAL_BYTES, dbias_reduce
 from .portable_forward import features_of, is_vectorizable
+from .spec import Launch, Workspace
+from .tensor_map import tensor_map
 
 BLOCK: Final = 128
 """Queries and keys of a tile. Fewer would ask more of L2 than it gives: at 128 and head dim 64 a pair is 64 KiB for

@@ -8,10 +8,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..config import HopperForwardConfig
-from ..dtypes import DTYPES
-from ..problem import AttentionProblem
-from ..tma import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
+from ..base.dtypes import DTYPES
+from ..front.problem import AttentionProblem
+from ..jit.config import HopperForwardConfig
 from .hopper import (
     DTYPES_16BIT,
     MIN_QUERY_ROWS,
@@ -21,8 +20,9 @@ from .hopper import (
     reasons_against_target,
     score_operands,
 )
-from .plan import ForwardPlanSpec, Launch
 from .portable_forward import features_of, is_vectorizable
+from .spec import ForwardPlanSpec, Launch
+from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ..config import BackwardConfig, Features
-from ..errors import UnsupportedError
-from ..problem import AttentionProblem
-from .plan import BackwardPlanSpec, Launch, Workspace
+from ..base.errors import UnsupportedError
+from ..front.problem import AttentionProblem
+from ..jit.config import BackwardConfig, Features
 from .portable_forward import MEASURED_SMEM, MIN_WARPS, features_of, is_vectorizable, warps_per_sm
+from .spec import BackwardPlanSpec, Launch, Workspace
 
 MAX_HEAD_DIM: Final = 512
 MAX_SPLITS: Final = 32
@@ -479,6 +479,6 @@ def _workspaces(
         )
     if num_splits > 1:
         head = num_n_blocks * config.block_n * (config.head_dim + config.head_dim_v)
-        # Packed sequences each have room for the longest: there are only splits where tiles of all fit the multiprocessors.
+        # Packed sequences each have room for the longest: splits are for few of them.
         nbytes = 4 * problem.batch * problem.num_heads_kv * head
         yield Workspace(field="dkv_accum", nbytes=nbytes, zeroed=True)

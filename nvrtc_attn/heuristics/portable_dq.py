@@ -7,11 +7,11 @@ from dataclasses import replace
 from math import prod
 from typing import Final
 
-from ..config import DbiasConfig, DqConfig, KernelConfig
-from ..dtypes import DTYPES
-from ..problem import AttentionProblem, OperandLayout
-from .plan import Launch
+from ..base.dtypes import DTYPES
+from ..front.problem import AttentionProblem, OperandLayout
+from ..jit.config import DbiasConfig, DqConfig, KernelConfig
 from .portable_forward import MEASURED_SMEM, MIN_WARPS, features_of, is_vectorizable, warps_per_sm
+from .spec import Launch
 
 MAX_PARTIAL_BYTES: Final = 256 << 20
 """Bound of the dbias partial sums. A bias that large has output tiles enough to fill any GPU without a split."""

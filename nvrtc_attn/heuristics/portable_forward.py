@@ -7,10 +7,10 @@ from ctypes import c_float
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from ..config import Features, ForwardConfig
-from ..errors import UnsupportedError
-from ..problem import AttentionProblem, OperandLayout
-from .plan import ForwardPlanSpec, Launch
+from ..base.errors import UnsupportedError
+from ..front.problem import AttentionProblem, OperandLayout
+from ..jit.config import Features, ForwardConfig
+from .spec import ForwardPlanSpec, Launch
 
 MAX_HEAD_DIM: Final = 512
 MAX_SPLITS: Final = 256

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from nvrtc_attn.compile import compile_kernel
-from nvrtc_attn.config import KernelConfig
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics import backward_candidates, forward_candidates
-from nvrtc_attn.problem import AttentionProblem, dense_layout
+from nvrtc_attn.jit.compile import compile_kernel
+from nvrtc_attn.jit.config import KernelConfig
 
 pytest.importorskip("cuda.bindings.nvrtc")
 

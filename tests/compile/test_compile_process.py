@@ -20,9 +20,9 @@ PRELUDE = f"""
 import os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 sys.path[:0] = [{str(ROOT)!r}]
-from nvrtc_attn import compile as compiler
-from nvrtc_attn import worker_pool
-from nvrtc_attn.errors import CompileError
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit import worker_pool
+from nvrtc_attn.base.errors import CompileError
 def compile_one(number=0):
     source = f"// {{os.getpid()}} {{number}}\\n#include <cute/layout.hpp>\\n"
     source += 'extern "C" __global__ void attention_entry(int* x) {{ x[0] = 1; }}'
@@ -166,7 +166,7 @@ import os, sys
 sys.path[:0] = [{root!r}]
 _ = open({count!r}, "a").write("x")
 os.environ["NVRTC_ATTN_CACHE_DIR"] = {cache!r}
-from nvrtc_attn.compile import compile_source
+from nvrtc_attn.jit.compile import compile_source
 print(compile_source('extern "C" __global__ void attention_entry(int* x) {{ x[0] = 1; }}', "sm_80").cached)
 """
 

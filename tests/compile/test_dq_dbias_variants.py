@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from architectures import ONE_OF_EACH_CLASS
 
-from nvrtc_attn.codegen import entry_source, params_class
-from nvrtc_attn.compile import compile_kernel
-from nvrtc_attn.config import DbiasConfig, DqConfig, KernelConfig
-from nvrtc_attn.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
-from nvrtc_attn.heuristics.plan import Launch
+from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
 from nvrtc_attn.heuristics.portable_dq import choose_dbias, choose_dq, smem_bytes
-from nvrtc_attn.params import BackwardParams
-from nvrtc_attn.problem import AttentionProblem, OperandLayout
+from nvrtc_attn.heuristics.spec import Launch
+from nvrtc_attn.jit.codegen import entry_source, params_class
+from nvrtc_attn.jit.compile import compile_kernel
+from nvrtc_attn.jit.config import DbiasConfig, DqConfig, KernelConfig
+from nvrtc_attn.jit.params import BackwardParams
+from nvrtc_attn.runtime.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
 
 pytest.importorskip("cuda.bindings.nvrtc")
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from architectures import ONE_OF_EACH_CLASS
 
-from nvrtc_attn.config import Features, ForwardConfig, KernelConfig
-from nvrtc_attn.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
-from nvrtc_attn.errors import UnsupportedError
-from nvrtc_attn.heuristics.plan import ForwardPlanSpec
+from nvrtc_attn.base.errors import UnsupportedError
+from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
 from nvrtc_attn.heuristics.portable_forward import (
     MAX_PARTIAL_BYTES,
     choose_forward,
@@ -20,7 +18,9 @@ from nvrtc_attn.heuristics.portable_forward import (
     is_vectorizable,
     smem_bytes,
 )
-from nvrtc_attn.problem import AttentionProblem, OperandLayout
+from nvrtc_attn.heuristics.spec import ForwardPlanSpec
+from nvrtc_attn.jit.config import Features, ForwardConfig, KernelConfig
+from nvrtc_attn.runtime.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
 
 PARKED_BYTES = 64
 """Of hot variants on GPUs that they were not tuned on: ptxas parks a few loop invariants when the accumulators take
@@ -175,7 +175,7 @@ def known_to_nvrtc(arch: str) -> bool:
 def test_compiles_without_spills_or_warnings(name: str, arch: str) -> None:
     if not known_to_nvrtc(arch):
         pytest.skip(f"the installed NVRTC does not know {arch}")
-    from nvrtc_attn.compile import compile_kernel
+    from nvrtc_attn.jit.compile import compile_kernel
 
     what = for_arch(name, arch)
     if not supported(what, arch):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from architectures import untuned_spill_bytes
 
-from nvrtc_attn.codegen import entry_source
-from nvrtc_attn.compile import CompiledKernel, compile_source
-from nvrtc_attn.config import BackwardConfig, HopperBackwardConfig, KernelConfig
+from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import choose_backward, hopper_backward, hopper_dbias
 from nvrtc_attn.heuristics.hopper_backward import kernel_of
-from nvrtc_attn.heuristics.plan import BackwardPlanSpec, Launch, label
-from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
+from nvrtc_attn.heuristics.spec import BackwardPlanSpec, Launch, label
+from nvrtc_attn.jit.codegen import entry_source
+from nvrtc_attn.jit.compile import CompiledKernel, compile_source
+from nvrtc_attn.jit.config import BackwardConfig, HopperBackwardConfig, KernelConfig
 
 pytest.importorskip("cuda.bindings.nvrtc")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from nvrtc_attn.codegen import entry_source
-from nvrtc_attn.compile import CompiledKernel, compile_source
-from nvrtc_attn.config import HopperForwardConfig
+from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import hopper_forward
-from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
+from nvrtc_attn.jit.codegen import entry_source
+from nvrtc_attn.jit.compile import CompiledKernel, compile_source
+from nvrtc_attn.jit.config import HopperForwardConfig
 
 pytest.importorskip("cuda.bindings.nvrtc")
 

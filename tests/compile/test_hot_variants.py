@@ -10,9 +10,9 @@ import re
 
 import pytest
 
-from nvrtc_attn import precompile
-from nvrtc_attn.compile import compile_kernel
-from nvrtc_attn.config import KernelConfig
+from nvrtc_attn.jit.compile import compile_kernel
+from nvrtc_attn.jit.config import KernelConfig
+from nvrtc_attn.plans import precompile
 
 pytest.importorskip("cuda.bindings.nvrtc")
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from nvrtc_attn.device import ARCHITECTURES, Architecture
-from nvrtc_attn.heuristics.plan import Launch
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics.portable_backward import choose_backward
 from nvrtc_attn.heuristics.portable_forward import choose_forward
-from nvrtc_attn.problem import AttentionProblem, dense_layout
+from nvrtc_attn.heuristics.spec import Launch
+from nvrtc_attn.runtime.device import ARCHITECTURES, Architecture
 
 MIN_WARPS = 8
 SMALL = ("sm_86", "sm_89", "sm_120", "sm_121")
@@ -208,7 +208,7 @@ COMPILED: list[tuple[str, str, tuple[int, int], str, str]] = [
 @pytest.mark.parametrize(("arch", "passes", "head_dims", "dtype", "features"), COMPILED)
 def test_compiled_kernels(arch: str, passes: str, head_dims: tuple[int, int], dtype: str, features: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    from nvrtc_attn.compile import compile_kernel
+    from nvrtc_attn.jit.compile import compile_kernel
 
     for launch in launches(arch, problem(head_dims, dtype, **FEATURES[features]), passes):
         compiled = compile_kernel(launch.config)

@@ -19,7 +19,7 @@ HOPPER = architecture_class("sm_90a")
 
 PLUGIN = """
 import json, os
-from nvrtc_attn.errors import UnsupportedError
+from nvrtc_attn.base.errors import UnsupportedError
 
 found = {"run": [], "left_out": []}
 
@@ -151,7 +151,7 @@ def test_directories_are_run_in_parallel(repository: Path) -> None:
 def test_workers_are_as_many_as_cores_memory_and_gpu_allow(
     monkeypatch: pytest.MonkeyPatch, repository: Path, tmp_path: Path
 ) -> None:
-    from nvrtc_attn import precompile
+    from nvrtc_attn.plans import precompile
 
     monkeypatch.setattr(precompile, "worker_count", lambda most: min(most, 64))
     monkeypatch.setattr(selection, "cpu_quota", lambda: 12)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from nvrtc_attn import precompile
-from nvrtc_attn.cache import KernelCache
-from nvrtc_attn.config import ForwardConfig
+from nvrtc_attn.jit.cache import KernelCache
+from nvrtc_attn.jit.config import ForwardConfig
+from nvrtc_attn.plans import precompile
 
 pytest.importorskip("cuda.bindings.nvrtc")
 ROOT = Path(__file__).resolve().parents[2]

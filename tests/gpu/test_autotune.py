@@ -18,9 +18,9 @@ from harness import Run, failures, oracle
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn  # noqa: E402 - after the skip
-from nvrtc_attn import autotune, measure, plan  # noqa: E402
-from nvrtc_attn.cache import KernelCache  # noqa: E402
 from nvrtc_attn.heuristics import MAX_CANDIDATES  # noqa: E402
+from nvrtc_attn.jit.cache import KernelCache  # noqa: E402
+from nvrtc_attn.plans import autotune, measure, plan  # noqa: E402
 
 CASES = {
     case.name: case
@@ -225,7 +225,7 @@ def test_jax_measures_while_it_traces(measured: Measured) -> None:
 SCRIPT = """
 import json, logging
 import torch, nvrtc_attn
-from nvrtc_attn import autotune, measure
+from nvrtc_attn.plans import autotune, measure
 calls, times_us = [], measure.times_us
 measure.times_us = lambda *arguments: calls.append(1) or times_us(*arguments)
 autotune.fastest = lambda times: list(times)[1]

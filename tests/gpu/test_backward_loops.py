@@ -10,9 +10,10 @@ import pytest
 from harness import DEVICE, Run, backend, failures, oracle, torch
 
 import nvrtc_attn
-from nvrtc_attn import api, plan
+from nvrtc_attn import api
+from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_backward
-from nvrtc_attn.problem import AttentionProblem
+from nvrtc_attn.plans import plan
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

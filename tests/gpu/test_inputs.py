@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import nvrtc_attn  # noqa: E402 - after the skip
 import nvrtc_attn.torch as adapter  # noqa: E402
 from nvrtc_attn import api  # noqa: E402
-from nvrtc_attn.dtypes import DTYPES  # noqa: E402
+from nvrtc_attn.base.dtypes import DTYPES  # noqa: E402
 
 B, M, N, H, HKV, D = 2, 200, 333, 4, 2, 64
 FAMILIES = [

@@ -17,8 +17,8 @@ import jax.numpy as jnp  # noqa: E402 - after the skips
 
 import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch  # noqa: E402
-from nvrtc_attn import device_buffer  # noqa: E402
 from nvrtc_attn.jax import attention  # noqa: E402
+from nvrtc_attn.runtime import buffers as device_buffer  # noqa: E402
 
 
 def _gpu_of_jax() -> str:

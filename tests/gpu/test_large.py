@@ -56,7 +56,7 @@ def test_bias_and_dropout_counters_beyond_2_to_the_32() -> None:
     half = reference(q[:, -1:], k[:, m // 2 :], v[:, m // 2 :])
     torch.testing.assert_close(out[:, -1:].double(), half, atol=2e-3, rtol=2e-3)
     del bias
-    from nvrtc_attn import philox
+    from nvrtc_attn.front import philox
 
     dropped = na.attention(q, k, v, dropout_p=0.5, rng=(5, 0))
     keep = philox.keep_mask(

@@ -9,8 +9,9 @@ import cases
 import pytest
 from harness import Run, backend, failures, oracle, torch
 
-from nvrtc_attn import autotune, device, plan
-from nvrtc_attn.heuristics.plan import label
+from nvrtc_attn.heuristics.spec import label
+from nvrtc_attn.plans import autotune, plan
+from nvrtc_attn.runtime import device
 
 SMALL, LARGE = 99, 163
 TAILS: dict[str, Any] = {"batch": 2, "seqlen_q": 333, "seqlen_k": 411, "num_heads": 4, "num_heads_kv": 2}

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # A process that no other may disturb: it compares the free memory of the GPU.
 OURS_FIRST = """
     import sys
-    from nvrtc_attn import attention_forward, driver
-    from nvrtc_attn.device_buffer import DeviceBuffer
+    from nvrtc_attn import attention_forward
+    from nvrtc_attn.runtime import driver
+    from nvrtc_attn.runtime.buffers import DeviceBuffer
 
     tensors = [DeviceBuffer((1, 64, 2, 64), "float16", 0) for _ in range(4)]
     with driver.device_context(0):
@@ -52,7 +53,7 @@ TORCH_FIRST = """
     import torch
     x = torch.ones(8, device="cuda")
     import nvrtc_attn.torch as na
-    from nvrtc_attn import driver
+    from nvrtc_attn.runtime import driver
     seen = []
 
     def use():
@@ -73,7 +74,7 @@ THREAD_FIRST = """
     import threading
     import torch
     import nvrtc_attn.torch as na
-    from nvrtc_attn import driver
+    from nvrtc_attn.runtime import driver
     seen = []
 
     def use():
@@ -93,7 +94,7 @@ THREAD_FIRST = """
 
 EXIT = """
     import torch, nvrtc_attn, nvrtc_attn.torch as na
-    from nvrtc_attn.device_buffer import DeviceBuffer
+    from nvrtc_attn.runtime.buffers import DeviceBuffer
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.float16, requires_grad=True)
     x = q.detach()
     out = na.attention(q, q, q)  # with its graph
@@ -115,7 +116,7 @@ FOREIGN_FAULT = """
     import os, sys, time
     import torch, nvrtc_attn.torch as na
     from cuda.bindings import driver as cuda, nvrtc
-    from nvrtc_attn.errors import DeviceFaultError
+    from nvrtc_attn.base.errors import DeviceFaultError
 
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.float16)
     na.attention(q, q, q)
@@ -155,8 +156,9 @@ OUR_FAULT = """
     import os, time
     os.environ["NVRTC_ATTN_BACKEND"] = "portable"
     import torch, nvrtc_attn.torch as na
-    from nvrtc_attn import driver, plan
-    from nvrtc_attn.errors import DeviceFaultError
+    from nvrtc_attn.runtime import driver
+    from nvrtc_attn.plans import plan
+    from nvrtc_attn.base.errors import DeviceFaultError
 
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.float16)
     na.attention(q, q, q)
@@ -222,7 +224,8 @@ FORK = """
         pending = [pool.apply_async(use, (3,)) for pool in pools]
 
         import torch, nvrtc_attn, nvrtc_attn.torch as na
-        from nvrtc_attn import driver, plan
+        from nvrtc_attn.runtime import driver
+        from nvrtc_attn.plans import plan
         q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.float16)
         out = torch.empty_like(q)
         nvrtc_attn.attention_forward(q, q, q, out)

@@ -15,11 +15,13 @@ from harness import check, torch
 
 import nvrtc_attn
 import nvrtc_attn.torch as na
-from nvrtc_attn import autotune, device, module, plan
-from nvrtc_attn import compile as compiler
-from nvrtc_attn.cache import kernel_cache
-from nvrtc_attn.device_buffer import DeviceBuffer
-from nvrtc_attn.errors import CudaError
+from nvrtc_attn.base.errors import CudaError
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit.cache import kernel_cache
+from nvrtc_attn.plans import autotune, plan
+from nvrtc_attn.runtime import device
+from nvrtc_attn.runtime import kernel as module
+from nvrtc_attn.runtime.buffers import DeviceBuffer
 
 BATCH, ROWS, HEADS = 2, 130, 2
 HOPPER = "hopper"

@@ -14,7 +14,7 @@ PROGRAM = """
 import sys, threading, time
 import torch
 import nvrtc_attn.torch as na
-from nvrtc_attn import compile as compiler
+from nvrtc_attn.jit import compile as compiler
 def randn(*shape):
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 def settle():
@@ -38,7 +38,7 @@ OPTIONS = ("dict(causal=True)", "dict(bias=randn(1, 4, 256, 256))", "dict(dropou
 JAX_PROGRAM = """
 import jax, jax.numpy as jnp
 import nvrtc_attn.jax as na
-from nvrtc_attn import compile as compiler
+from nvrtc_attn.jit import compile as compiler
 seen = []
 real = compiler._run_nvrtc
 def run(source, arch, options, ticket):

@@ -15,7 +15,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
-from nvrtc_attn import lifetime, log, plan  # noqa: E402
+from nvrtc_attn.base import log  # noqa: E402
+from nvrtc_attn.plans import plan  # noqa: E402
+from nvrtc_attn.runtime import lifetime  # noqa: E402
 
 
 def qkv(b: int = 2, m: int = 128, n: int = 128, h: int = 4, hkv: int = 4, d: int = 64, dtype: Any = None) -> list[Any]:

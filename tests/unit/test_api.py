@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import nvrtc_attn
-from nvrtc_attn import api, reference
+from nvrtc_attn import api
+from nvrtc_attn.cpu.attention import reference
 
 Array = cases.Array
 
@@ -26,7 +27,7 @@ def tensors(
 @pytest.mark.reliability(1)
 def test_numpy_arrays_are_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """No CUDA call: the driver wrapper may not even be asked for its module."""
-    from nvrtc_attn import driver
+    from nvrtc_attn.runtime import driver
 
     monkeypatch.setattr(driver, "api", lambda: pytest.fail("the driver was asked for"))
     q, k, v = tensors()

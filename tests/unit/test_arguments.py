@@ -155,7 +155,7 @@ def test_a_wrong_dtype_is_a_value_error_of_one_kind() -> None:
 
 
 def test_refused_calls_leave_nothing_behind() -> None:
-    from nvrtc_attn import call
+    from nvrtc_attn.front import call
 
     before = len(call._problems)
     for value in (np.array(6), np.array(6), object()):

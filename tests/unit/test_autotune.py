@@ -16,11 +16,12 @@ import pytest
 from click.testing import CliRunner
 from fake_driver import FakeDriver, FakeGpu, installed
 
-from nvrtc_attn import autotune, collect_env, device, log, measure, plan, precompile
+from nvrtc_attn import collect_env
 from nvrtc_attn.__main__ import main
-from nvrtc_attn.cache import kernel_cache
-from nvrtc_attn.config import BackwardConfig, DqConfig, HopperBackwardConfig
-from nvrtc_attn.errors import CompileError, CudaError, DeviceFaultError
+from nvrtc_attn.base import log
+from nvrtc_attn.base.errors import CompileError, CudaError, DeviceFaultError
+from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, build_problem, dense_layout
+from nvrtc_attn.front.tensors import Device, TensorView
 from nvrtc_attn.heuristics import (
     MAX_CANDIDATES,
     backward_candidates,
@@ -28,9 +29,11 @@ from nvrtc_attn.heuristics import (
     choose_forward,
     forward_candidates,
 )
-from nvrtc_attn.heuristics.plan import ForwardPlanSpec
-from nvrtc_attn.problem import AttentionProblem, OperandLayout, build_problem, dense_layout
-from nvrtc_attn.tensors import Device, TensorView
+from nvrtc_attn.heuristics.spec import ForwardPlanSpec
+from nvrtc_attn.jit.cache import kernel_cache
+from nvrtc_attn.jit.config import BackwardConfig, DqConfig, HopperBackwardConfig
+from nvrtc_attn.plans import autotune, measure, plan, precompile
+from nvrtc_attn.runtime import device
 
 TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
 SPILLS = 64

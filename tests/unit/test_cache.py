@@ -24,11 +24,11 @@ from typing import Any
 
 import pytest
 
-from nvrtc_attn import cache as cache_module
-from nvrtc_attn import compile as compiler
-from nvrtc_attn import headers
-from nvrtc_attn.cache import KernelCache, decode_entry, encode_entry, kernel_cache
-from nvrtc_attn.errors import CacheWarning
+from nvrtc_attn.base.errors import CacheWarning
+from nvrtc_attn.jit import cache as cache_module
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit import headers
+from nvrtc_attn.jit.cache import KernelCache, decode_entry, encode_entry, kernel_cache
 
 # Some tests fork, and the test runner may have threads of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
@@ -410,7 +410,7 @@ def test_a_file_that_others_can_write_is_not_read(cache: KernelCache, directory:
 USE = """
 import sys, warnings
 sys.path.insert(0, {repository!r})
-from nvrtc_attn.cache import kernel_cache
+from nvrtc_attn.jit.cache import kernel_cache
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What `nvrtc_attn.call` remembers of a call gives the answer that looking again would."""
+"""What `nvrtc_attn.front.call` remembers of a call gives the answer that looking again would."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nvrtc_attn.call import Call, CallOptions, describe
-from nvrtc_attn.problem import AttentionProblem
+from nvrtc_attn.front.call import Call, CallOptions, describe
+from nvrtc_attn.front.problem import AttentionProblem
 
 
 def call(q: Any = None, **more: Any) -> Call:

@@ -45,9 +45,10 @@ def watched(tmp_path: Path) -> dict[str, str]:
 NETWORK = """
     import numpy as np
     import nvrtc_attn
-    from nvrtc_attn import collect_env, precompile
-    from nvrtc_attn.cache import kernel_cache
-    from nvrtc_attn.compile import compile_kernel
+    from nvrtc_attn import collect_env
+    from nvrtc_attn.plans import precompile
+    from nvrtc_attn.jit.cache import kernel_cache
+    from nvrtc_attn.jit.compile import compile_kernel
 
     if __name__ == "__main__":
         q = np.ones((1, 5, 2, 8), np.float32)
@@ -119,10 +120,11 @@ REFUSALS = """
     import os, sys, warnings
     import numpy as np
     import nvrtc_attn
-    from nvrtc_attn import env, precompile
-    from nvrtc_attn.cache import KernelCache, decode_entry
-    from nvrtc_attn.launch import launch
-    from nvrtc_attn.philox import keep_mask
+    from nvrtc_attn.base import env
+    from nvrtc_attn.plans import precompile
+    from nvrtc_attn.jit.cache import KernelCache, decode_entry
+    from nvrtc_attn.runtime.launch import launch
+    from nvrtc_attn.front.philox import keep_mask
     from pathlib import Path
 
     q = np.linspace(0, 1, 2 * 6 * 4 * 8, dtype=np.float32).reshape(2, 6, 4, 8)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from nvrtc_attn import log
+from nvrtc_attn.base import log
+from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import choose_forward
-from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
 
 
 def problem(

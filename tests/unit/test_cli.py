@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from nvrtc_attn import collect_env, device, precompile
+from nvrtc_attn import collect_env
 from nvrtc_attn.__main__ import main
-from nvrtc_attn.cache import kernel_cache
-from nvrtc_attn.config import BackwardConfig, Features, ForwardConfig, KernelConfig
+from nvrtc_attn.jit.cache import kernel_cache
+from nvrtc_attn.jit.config import BackwardConfig, Features, ForwardConfig, KernelConfig
+from nvrtc_attn.plans import precompile
+from nvrtc_attn.runtime import device
 
 SECTIONS = {"package", "environment", "driver", "gpus", "nvrtc", "headers", "cache", "frameworks", "problems"}
 
@@ -101,7 +103,7 @@ def test_doctor_with_an_unreadable_cache(tmp_path: Path) -> None:
     root = os.geteuid() == 0
     code = (
         "import os, sys\n"
-        "from nvrtc_attn import collect_env, doctor, headers\n"
+        "from nvrtc_attn import collect_env, doctor; from nvrtc_attn.jit import headers\n"
         "if os.geteuid() == 0:\n"
         "    os.setgid(12345); os.setuid(12345)\n"
         "sys.exit(doctor.show(as_json=True))\n"
@@ -223,7 +225,7 @@ def test_no_failing_section_stops_the_others(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.reliability(66)
 def test_doctor_compares_driver_and_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
-    from nvrtc_attn import headers
+    from nvrtc_attn.jit import headers
 
     monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 0), "libnvrtc.so.13"))
     monkeypatch.setattr(nvrtc, "nvrtcGetSupportedArchs", lambda: (0, [90]))

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from config_variants import config_variants
 
-from nvrtc_attn import codegen, precompile
-from nvrtc_attn.codegen import ENTRY_NAME, entry_source
-from nvrtc_attn.compile import compile_source
-from nvrtc_attn.config import (
+from nvrtc_attn.base.errors import CompileError
+from nvrtc_attn.heuristics import choose_backward, choose_forward
+from nvrtc_attn.jit import codegen
+from nvrtc_attn.jit.codegen import ENTRY_NAME, entry_source
+from nvrtc_attn.jit.compile import compile_source
+from nvrtc_attn.jit.config import (
     BackwardConfig,
     DbiasConfig,
     DqConfig,
@@ -27,9 +29,8 @@ from nvrtc_attn.config import (
     HopperForwardConfig,
     KernelConfig,
 )
-from nvrtc_attn.errors import CompileError
-from nvrtc_attn.heuristics import choose_backward, choose_forward
-from nvrtc_attn.params import BackwardParams, ForwardParams
+from nvrtc_attn.jit.params import BackwardParams, ForwardParams
+from nvrtc_attn.plans import precompile
 
 COMMON: dict[str, Any] = {
     "arch": "sm_80", "dtype": "float16", "head_dim": 64, "head_dim_v": 64,
@@ -71,7 +72,8 @@ def test_equal_configs_give_equal_text() -> None:
 @pytest.mark.reliability(89)
 def test_text_does_not_depend_on_the_hash_seed(repository: Path) -> None:
     program = (
-        "from nvrtc_attn.config import ForwardConfig; from nvrtc_attn.codegen import entry_source; import hashlib;"
+        "from nvrtc_attn.jit.config import ForwardConfig; from nvrtc_attn.jit.codegen import entry_source;"
+        "import hashlib;"
         f"print(hashlib.sha256(entry_source(ForwardConfig(kernel='k', **{COMMON!r})).encode()).hexdigest())"
     )
     digests = {

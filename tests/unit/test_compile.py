@@ -23,11 +23,12 @@ import pytest
 from config_variants import config_variants
 from fake_driver import FakeDriver, installed
 
-from nvrtc_attn import compile as compiler
-from nvrtc_attn import driver, headers, library_build
-from nvrtc_attn.cache import kernel_cache
-from nvrtc_attn.codegen import entry_source
-from nvrtc_attn.compile import (
+from nvrtc_attn.base.errors import CompileError
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit import headers, library_build
+from nvrtc_attn.jit.cache import kernel_cache
+from nvrtc_attn.jit.codegen import entry_source
+from nvrtc_attn.jit.compile import (
     COMMON_OPTIONS,
     CompiledKernel,
     compile_kernel,
@@ -37,9 +38,9 @@ from nvrtc_attn.compile import (
     nvrtc_build,
     request_kernels,
 )
-from nvrtc_attn.config import BackwardConfig, DbiasConfig, DqConfig, Features, ForwardConfig, KernelConfig
-from nvrtc_attn.errors import CompileError
-from nvrtc_attn.precompile import config_from_json
+from nvrtc_attn.jit.config import BackwardConfig, DbiasConfig, DqConfig, Features, ForwardConfig, KernelConfig
+from nvrtc_attn.plans.precompile import config_from_json
+from nvrtc_attn.runtime import driver
 
 SOURCE = 'extern "C" __global__ void attention_entry(int* x) { x[threadIdx.x] = 1; }'
 CONFIG = ForwardConfig(
@@ -157,7 +158,7 @@ import json, sys
 sys.path.insert(0, {prefix!r})
 opened = []
 sys.addaudithook(lambda event, arguments: opened.append(arguments[0]) if event == "open" else None)
-from nvrtc_attn import compile as compiler
+from nvrtc_attn.jit import compile as compiler
 compiled = compiler.compile_source({source!r}, "sm_80")
 s = compiler.statistics
 written = [str(p) for p in opened if str(p).endswith(".tmp")]
@@ -202,10 +203,10 @@ def test_key_is_the_same_for_every_python(version: str, repository: Path) -> Non
     program = f"""
 import sys, types
 sys.path.insert(0, {str(repository)!r})
-from nvrtc_attn import compile as compiler, headers
+from nvrtc_attn.jit import compile as compiler, headers
 compiler.nvrtc_build, headers.header_digest = (lambda: "13.0 build"), (lambda: "f" * 64)
-from nvrtc_attn.config import *
-from nvrtc_attn.codegen import entry_source
+from nvrtc_attn.jit.config import *
+from nvrtc_attn.jit.codegen import entry_source
 print(compiler.kernel_key(entry_source({CONFIG!r}), ("--a", "--b")))
 """
     expected = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

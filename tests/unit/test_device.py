@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from fake_driver import FakeDriver, FakeGpu, installed
 
-from nvrtc_attn import device, headers
-from nvrtc_attn.compile import compile_source
-from nvrtc_attn.device import ARCHITECTURES, PORTABLE_ARCHITECTURES, arch_of
-from nvrtc_attn.errors import CudaError, UnsupportedError
+from nvrtc_attn.base.errors import CudaError, UnsupportedError
+from nvrtc_attn.jit import headers
+from nvrtc_attn.jit.compile import compile_source
+from nvrtc_attn.runtime import device
+from nvrtc_attn.runtime.device import ARCHITECTURES, PORTABLE_ARCHITECTURES, arch_of
 
 
 def test_the_table_holds_the_promised_architectures() -> None:
@@ -100,7 +101,9 @@ def missing(name, *rest):
     return load(name, *rest)
 load, cuda.pathfinder.load_nvidia_dynamic_lib = cuda.pathfinder.load_nvidia_dynamic_lib, missing
 import nvrtc_attn
-from nvrtc_attn import compile, device, driver, errors, launch, module
+from nvrtc_attn.jit import compile
+from nvrtc_attn.runtime import device, driver, launch, kernel as module
+from nvrtc_attn.base import errors
 import cuda.bindings.driver as bindings
 def no_driver(*_):
     raise RuntimeError("libcuda.so.1: cannot open shared object file")

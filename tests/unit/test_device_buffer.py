@@ -18,8 +18,9 @@ import fake_driver
 import numpy as np
 import pytest
 
-from nvrtc_attn import device_buffer, tensors
-from nvrtc_attn.device_buffer import DeviceBuffer, HostBuffer
+from nvrtc_attn.front import tensors
+from nvrtc_attn.runtime import buffers as device_buffer
+from nvrtc_attn.runtime.buffers import DeviceBuffer, HostBuffer
 
 
 @dataclass
@@ -157,7 +158,7 @@ def test_exit_with_living_exports(consumer: str, repository: Path) -> None:
         pytest.importorskip("jax", reason="jax is not installed")
     code = f"""
         import {consumer} as framework, numpy as np, sys, threading
-        from nvrtc_attn.device_buffer import HostBuffer
+        from nvrtc_attn.runtime.buffers import HostBuffer
         from_dlpack = framework.from_dlpack if framework is np else framework.dlpack.from_dlpack
         framework.kept = [from_dlpack(HostBuffer((100,), "float32")) for _ in range(50)]
         sys.kept = [HostBuffer((5,), "float32").__dlpack__() for _ in range(50)]

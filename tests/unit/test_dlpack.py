@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from dlpack_producer import BOGUS_POINTER, Producer
 
-from nvrtc_attn import UnsupportedError, dlpack, tensors
-from nvrtc_attn.problem import build_problem
-from nvrtc_attn.tensors import as_numpy, view
+from nvrtc_attn import UnsupportedError
+from nvrtc_attn.front import dlpack, tensors
+from nvrtc_attn.front.problem import build_problem
+from nvrtc_attn.front.tensors import as_numpy, view
 
 
 def _host(array: np.ndarray[Any, Any], **options: Any) -> Producer:
@@ -407,7 +408,7 @@ def test_exit_with_live_views(request: pytest.FixtureRequest) -> None:
     code = (
         "import atexit\n"
         "from dlpack_producer import Producer\n"
-        "from nvrtc_attn import tensors\n"
+        "from nvrtc_attn.front import tensors\n"
         "producers = [Producer(version=v) for v in (None, (1, 0))]\n"
         "atexit.register(lambda: print('deleted', sum(p.deleted for p in producers)))\n"
         "alive = [tensors.view(p, 'q') for p in producers for _ in range(5)]\n"

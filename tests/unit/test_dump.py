@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nvrtc_attn import compile as compiler
-from nvrtc_attn import log
-from nvrtc_attn.compile import compile_source
-from nvrtc_attn.errors import CompileError
+from nvrtc_attn.base import log
+from nvrtc_attn.base.errors import CompileError
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit.compile import compile_source
 
 pytest.importorskip("cuda.bindings.nvrtc")
 SOURCE = 'extern "C" __global__ void attention_entry() {}  // test_dump'

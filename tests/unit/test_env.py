@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nvrtc_attn import env
+from nvrtc_attn.base import env
 
 BOOLEANS = {
     "NVRTC_ATTN_NO_COMPILE": env.no_compile,

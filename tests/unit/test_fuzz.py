@@ -13,7 +13,8 @@ import fuzz_problems
 import numpy as np
 import pytest
 
-from nvrtc_attn import philox, reference
+from nvrtc_attn.cpu.attention import reference
+from nvrtc_attn.front import philox
 
 SEED = 12
 

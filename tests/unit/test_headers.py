@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nvrtc_attn import headers
-from nvrtc_attn.errors import CompileError
+from nvrtc_attn.base.errors import CompileError
+from nvrtc_attn.jit import headers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import hatch_build

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics import hopper_forward
-from nvrtc_attn.problem import AttentionProblem, dense_layout
 
 NUM_SMS = 132
 

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
-from nvrtc_attn import compile as compiler
-from nvrtc_attn import device, driver, headers
-from nvrtc_attn.cache import kernel_cache
-from nvrtc_attn.compile import CompiledKernel, compile_kernel, compile_source
-from nvrtc_attn.config import ForwardConfig
-from nvrtc_attn.errors import CudaError, DeviceFaultError, UnsupportedError
-from nvrtc_attn.launch import MAX_GRID, ParamsBuffer, launch
-from nvrtc_attn.module import Kernel, find_kernel, load_kernel
-from nvrtc_attn.params import ForwardParams
+from nvrtc_attn.base.errors import CudaError, DeviceFaultError, UnsupportedError
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit import headers
+from nvrtc_attn.jit.cache import kernel_cache
+from nvrtc_attn.jit.compile import CompiledKernel, compile_kernel, compile_source
+from nvrtc_attn.jit.config import ForwardConfig
+from nvrtc_attn.jit.params import ForwardParams
+from nvrtc_attn.runtime import device, driver
+from nvrtc_attn.runtime.kernel import Kernel, find_kernel, load_kernel
+from nvrtc_attn.runtime.launch import MAX_GRID, ParamsBuffer, launch
 
 # Some tests fork, and the test runner may have threads of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")

@@ -149,7 +149,7 @@ def test_wheel_installs_without_dependencies_and_imports(wheel: Path, tmp_path: 
         assert done.returncode == 0, done.stderr
         assert str(prefix) in done.stdout
         code = (
-            "from nvrtc_attn import headers; "
+            "from nvrtc_attn.jit import headers; "
             "assert headers.modified_headers() == []; "
             "assert headers._own_root().origin == 'wheel'; "
             "print(headers.header_digest())"

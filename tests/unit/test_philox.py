@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from nvrtc_attn import philox
+from nvrtc_attn.front import philox
 
 WORD_MAX = 2**32 - 1
 PROBABILITIES = (

@@ -13,10 +13,11 @@ import pytest
 from dlpack_producer import BOGUS_POINTER, Producer
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
-from nvrtc_attn import api, plan
-from nvrtc_attn.params import BackwardParams, ForwardParams
-from nvrtc_attn.plan import BackwardPlan, LseLayout, backward_plan
-from nvrtc_attn.problem import AttentionProblem, dense_layout
+from nvrtc_attn import api
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.jit.params import BackwardParams, ForwardParams
+from nvrtc_attn.plans import plan
+from nvrtc_attn.plans.plan import BackwardPlan, LseLayout, backward_plan
 
 ADDRESSES = ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")
 

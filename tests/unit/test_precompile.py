@@ -14,11 +14,13 @@ from click.testing import CliRunner
 from dlpack_producer import Producer
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
-from nvrtc_attn import api, device, plan, precompile
-from nvrtc_attn import compile as compiler
+from nvrtc_attn import api
 from nvrtc_attn.__main__ import main
-from nvrtc_attn.dtypes import DTYPES
-from nvrtc_attn.problem import AttentionProblem
+from nvrtc_attn.base.dtypes import DTYPES
+from nvrtc_attn.front.problem import AttentionProblem
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.plans import plan, precompile
+from nvrtc_attn.runtime import device
 
 LENGTHS = ((1024, 1024), (300, 300), (1, 4096), (4, 4096))
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from fake_driver import FakeDriver, FakeGpu, installed
 
-from nvrtc_attn import compile as compiler
-from nvrtc_attn import heuristics, plan, prefetch
-from nvrtc_attn.codegen import entry_source
-from nvrtc_attn.errors import CompileError
-from nvrtc_attn.plan import LseLayout, backward_plan, forward_plan
-from nvrtc_attn.prefetch import BackwardPrefetch
-from nvrtc_attn.problem import AttentionProblem, dense_layout
+from nvrtc_attn import heuristics
+from nvrtc_attn.base.errors import CompileError
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit.codegen import entry_source
+from nvrtc_attn.plans import plan, prefetch
+from nvrtc_attn.plans.plan import LseLayout, backward_plan, forward_plan
+from nvrtc_attn.plans.prefetch import BackwardPrefetch
 
 ROWS = dense_layout((4, 1024, 16, 64), "bfloat16")
 PROBLEM = AttentionProblem(
@@ -182,7 +183,7 @@ def test_torch_guesses_what_its_backward_pass_plans(with_bias: bool, monkeypatch
     torch = pytest.importorskip("torch")
     from nvrtc_attn import api
     from nvrtc_attn import torch as adapter
-    from nvrtc_attn.tensors import view
+    from nvrtc_attn.front.tensors import view
 
     q, k, v = (torch.zeros(2, 40, h, 64).transpose(1, 2).contiguous().transpose(1, 2) for h in (4, 2, 2))
     bias = torch.zeros(1, 4, 40, 40) if with_bias else None

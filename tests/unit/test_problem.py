@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from nvrtc_attn import UnsupportedError
-from nvrtc_attn.dlpack import compact_strides
+from nvrtc_attn.front.dlpack import compact_strides
+from nvrtc_attn.front.problem import AttentionProblem, build_problem
+from nvrtc_attn.front.tensors import Device, TensorView, view
 from nvrtc_attn.heuristics.portable_forward import features_of
-from nvrtc_attn.problem import AttentionProblem, build_problem
-from nvrtc_attn.tensors import Device, TensorView, view
 
 GPU = Device("cuda", 0)
 
@@ -546,8 +546,8 @@ class TestReport:
         code = (
             "import sys; sys.path.insert(0, sys.argv[1])\n"
             "import numpy as np\n"
-            "from nvrtc_attn.problem import build_problem\n"
-            "from nvrtc_attn.tensors import view\n"
+            "from nvrtc_attn.front.problem import build_problem\n"
+            "from nvrtc_attn.front.tensors import view\n"
             "q = view(np.zeros((1, 2, 3, 4), np.float32), 'q')\n"
             "i = view(np.zeros((1, 2, 3, 4), np.int32), 'i')\n"
             "build_problem(q, q, q)\n"

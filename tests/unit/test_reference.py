@@ -12,9 +12,9 @@ import cases
 import numpy as np
 import pytest
 
-from nvrtc_attn import philox
-from nvrtc_attn.errors import UnsupportedError
-from nvrtc_attn.reference import attention_backward, attention_forward
+from nvrtc_attn.base.errors import UnsupportedError
+from nvrtc_attn.cpu.reference import attention_backward, attention_forward
+from nvrtc_attn.front import philox
 
 Arrays = dict[str, Any]
 SMALL_BLOCKS = {"block_m": 24, "block_n": 40}

@@ -20,17 +20,18 @@ from dlpack_producer import BOGUS_POINTER, Producer
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
 import nvrtc_attn
-from nvrtc_attn import autotune, device_buffer, plan
-from nvrtc_attn import compile as compiler
-from nvrtc_attn.cache import kernel_cache
-from nvrtc_attn.compile import compile_kernel
-from nvrtc_attn.config import ForwardConfig
-from nvrtc_attn.device_buffer import DeviceBuffer
-from nvrtc_attn.driver import device_context
-from nvrtc_attn.errors import CudaError, UnsupportedError
-from nvrtc_attn.launch import ParamsBuffer, launch
-from nvrtc_attn.module import load_kernel
-from nvrtc_attn.params import BackwardParams, ForwardParams
+from nvrtc_attn.base.errors import CudaError, UnsupportedError
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit.cache import kernel_cache
+from nvrtc_attn.jit.compile import compile_kernel
+from nvrtc_attn.jit.config import ForwardConfig
+from nvrtc_attn.jit.params import BackwardParams, ForwardParams
+from nvrtc_attn.plans import autotune, plan
+from nvrtc_attn.runtime import buffers as device_buffer
+from nvrtc_attn.runtime.buffers import DeviceBuffer
+from nvrtc_attn.runtime.driver import device_context
+from nvrtc_attn.runtime.kernel import load_kernel
+from nvrtc_attn.runtime.launch import ParamsBuffer, launch
 
 FLOAT32, BFLOAT16 = (2, 32), (4, 16)
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nvrtc_attn.config import Features
+from nvrtc_attn.cpu.reference import attention_backward, attention_forward, largest_lse
+from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics.portable_forward import choose_forward, features_of, maps_scores
-from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
-from nvrtc_attn.reference import attention_backward, attention_forward, largest_lse
+from nvrtc_attn.jit.config import Features
 
 Array = Any
 BLOCKS = {"block_m": 24, "block_n": 40}

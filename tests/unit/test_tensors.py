@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from dlpack_producer import BOGUS_POINTER, Producer
 
-from nvrtc_attn import UnsupportedError, tensors, tensorview
-from nvrtc_attn.tensors import (
+from nvrtc_attn import UnsupportedError
+from nvrtc_attn.front import tensors, tensorview
+from nvrtc_attn.front.tensors import (
     TensorView,
     as_numpy,
     bfloat16_to_float32,
@@ -591,7 +592,7 @@ def test_frameworks_are_not_imported(request: pytest.FixtureRequest) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import numpy as np\n"
-        "from nvrtc_attn.tensors import view\n"
+        "from nvrtc_attn.front.tensors import view\n"
         "view(np.zeros((2, 3), np.float32), 'q')\n"
         "print([m for m in ('torch', 'jax', 'cupy', 'cuda', 'ml_dtypes') if m in sys.modules])\n"
     )

@@ -24,27 +24,20 @@ import numpy as np
 import pytest
 from fake_driver import FakeGpu, installed, instant_compiler
 
-from nvrtc_attn import (
-    autotune,
-    cache,
-    call,
-    device_buffer,
-    headers,
-    library_build,
-    lifetime,
-    log,
-    module,
-    philox,
-    plan,
-    tensors,
-    tma,
-)  # fmt: skip
-from nvrtc_attn import compile as compiler
-from nvrtc_attn.call import CallOptions, describe
-from nvrtc_attn.device_buffer import DeviceBuffer
-from nvrtc_attn.params import HopperForwardParams
-from nvrtc_attn.plan import LseLayout, forward_plan
-from nvrtc_attn.problem import AttentionProblem, OperandLayout, dense_layout
+from nvrtc_attn.base import log
+from nvrtc_attn.front import call, philox, tensors
+from nvrtc_attn.front.call import CallOptions, describe
+from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
+from nvrtc_attn.heuristics import tensor_map as tma
+from nvrtc_attn.jit import cache, headers, library_build
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit.params import HopperForwardParams
+from nvrtc_attn.plans import autotune, plan
+from nvrtc_attn.plans.plan import LseLayout, forward_plan
+from nvrtc_attn.runtime import buffers as device_buffer
+from nvrtc_attn.runtime import kernel as module
+from nvrtc_attn.runtime import lifetime, tensor_maps
+from nvrtc_attn.runtime.buffers import DeviceBuffer
 
 THREADS = 8
 
@@ -198,7 +191,9 @@ def test_tensor_maps_are_those_of_the_address(fake: FakeDriver, monkeypatch: pyt
     monkeypatch.setattr(tma, "_REMEMBERED", 8)
     query = OperandLayout(shape=(2, 512, 4, 64), strides=(512 * 256, 256, 64, 1), dtype="bfloat16")
     pointers = HopperForwardParams.POINTERS
-    encoder = tma.TensorMapEncoder([tma.tensor_map("tensor_map_q", "q", query, 2, 128)], HopperForwardParams, pointers)
+    encoder = tensor_maps.TensorMapEncoder(
+        [tma.tensor_map("tensor_map_q", "q", query, 2, 128)], HopperForwardParams, pointers
+    )
     offset = HopperForwardParams.tensor_map_q.offset
 
     def work(number: int) -> None:
@@ -391,7 +386,7 @@ def test_the_import_leaves_the_interpreter_lock_off() -> None:
         pytest.skip("this Python has an interpreter lock")
     code = (
         "import sys; before = sys._is_gil_enabled(); import numpy; numpy_keeps = sys._is_gil_enabled() == before;"
-        "import nvrtc_attn, nvrtc_attn.plan, nvrtc_attn.compile, nvrtc_attn.device_buffer;"
+        "import nvrtc_attn, nvrtc_attn.plans.plan, nvrtc_attn.jit.compile, nvrtc_attn.runtime.buffers;"
         "assert not numpy_keeps or sys._is_gil_enabled() == before, 'importing nvrtc_attn took the lock'"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

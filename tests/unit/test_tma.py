@@ -9,16 +9,17 @@ import struct
 import pytest
 from fake_driver import FakeDriver, installed
 
-from nvrtc_attn import tma
-from nvrtc_attn.params import HopperForwardParams
-from nvrtc_attn.problem import OperandLayout
+from nvrtc_attn.front.problem import OperandLayout
+from nvrtc_attn.heuristics import tensor_map as tma
+from nvrtc_attn.jit.params import HopperForwardParams
+from nvrtc_attn.runtime import tensor_maps
 
 QUERY = OperandLayout(shape=(2, 512, 4, 64), strides=(512 * 256, 256, 64, 1), dtype="bfloat16")
 BIAS = OperandLayout(shape=(2, 4, 512, 384), strides=(4 * 512 * 384, 512 * 384, 384, 1), dtype="bfloat16")
 POINTERS = HopperForwardParams.POINTERS
 
 
-def written(encoder: tma.TensorMapEncoder, address: int) -> dict[str, tuple[int, int]]:
+def written(encoder: tensor_maps.TensorMapEncoder, address: int) -> dict[str, tuple[int, int]]:
     """(address, number of the encoding) of every map after a ``write`` with all tensors at ``address``."""
     buffer = (ctypes.c_char * ctypes.sizeof(HopperForwardParams))()
     encoder.write(buffer, [address] * len(POINTERS))
@@ -32,16 +33,16 @@ def test_another_address_is_put_into_the_map_that_was_encoded() -> None:
         tma.score_map("tensor_map_bias", "bias", BIAS, 2, 128),
     ]
     with installed(FakeDriver()) as gpu:
-        encoder = tma.TensorMapEncoder(maps, HopperForwardParams, POINTERS)
+        encoder = tensor_maps.TensorMapEncoder(maps, HopperForwardParams, POINTERS)
         assert written(encoder, 0x1000) == {"q": (0x1000, 1), "bias": (0x1000, 2)}
         assert written(encoder, 0x2000) == {"q": (0x2000, 1), "bias": (0x2000, 2)}
         calls = len(gpu.calls)
         assert written(encoder, 0x1000) == {"q": (0x1000, 1), "bias": (0x1000, 2)}
         assert len(gpu.calls) == calls, "a known address asks the driver again"
-        for address in range(0x4000, 0x4000 + 0x100 * (tma._REMEMBERED + 10), 0x100):
+        for address in range(0x4000, 0x4000 + 0x100 * (tensor_maps._REMEMBERED + 10), 0x100):
             assert written(encoder, address)["q"] == (address, 1)
         assert len(gpu.tensor_maps) == 2
-        assert all(len(known) <= tma._REMEMBERED for *_, known in encoder._slots)
+        assert all(len(known) <= tensor_maps._REMEMBERED for *_, known in encoder._slots)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_box_and_swizzle_fit_the_element(dtype: str, width: int, swizzle: str) -
     item = tma.score_map("tensor_map_bias", "bias", dataclasses.replace(BIAS, dtype=dtype), itemsize, 192)
     assert item.box == (width, 192)
     with installed(FakeDriver()) as gpu:
-        tma.encode(item, 0x1000)
+        tensor_maps.encode(item, 0x1000)
     assert gpu.tensor_maps[0][8].name == f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from nvrtc_attn import compile as compiler
-from nvrtc_attn import log, nvrtc_worker, worker_pool
-from nvrtc_attn.compile import compile_source
-from nvrtc_attn.errors import CompileError
-from nvrtc_attn.worker_pool import Answer, Ticket, WorkerDiedError, WorkerPool, WorkerUnavailableError
+from nvrtc_attn.base import log
+from nvrtc_attn.base.errors import CompileError
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit import nvrtc_worker, worker_pool
+from nvrtc_attn.jit.compile import compile_source
+from nvrtc_attn.jit.worker_pool import Answer, Ticket, WorkerDiedError, WorkerPool, WorkerUnavailableError
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -313,7 +314,7 @@ def test_a_child_of_a_fork_starts_its_own_workers(pool: WorkerPool) -> None:
 PARENT = """
 import os, sys, threading, time
 sys.path.insert(0, {root!r})
-from nvrtc_attn import worker_pool
+from nvrtc_attn.jit import worker_pool
 worker_pool._script = lambda: {script!r}
 def run(source):
     return worker_pool.pool().compile([b"", b"", b"", source], worker_pool.Ticket())
@@ -408,6 +409,7 @@ def test_only_a_python_interpreter_is_started(
     monkeypatch.setattr(sys, "_base_executable", executable, raising=False)
     monkeypatch.setattr(sys, "base_exec_prefix", str(tmp_path))
     monkeypatch.setattr(sys, "frozen", frozen, raising=False)
+    monkeypatch.delitem(sys.modules, "multiprocessing.spawn", raising=False)  # a runner may have set its interpreter
     if works:
         assert worker_pool._interpreter() == executable
     else:

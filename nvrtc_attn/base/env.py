@@ -1,0 +1,174 @@
+"""Every ``NVRTC_ATTN_*`` environment variable: typed, validated, read when it is asked for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+BACKENDS: Final = ("auto", "portable", "hopper", "legacy")
+DEFAULT_CACHE_SIZE_BYTES: Final = 1 << 30
+"""1 GiB holds about 20,000 kernels of 50 KB."""
+
+_TRUE: Final = ("1", "true", "yes", "on")
+_FALSE: Final = ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One row of the table in docs/configuration.md and of ``python -m nvrtc_attn doctor``."""
+
+    name: str
+    default: str
+    allowed: str
+    meaning: str
+
+
+_BOOLEAN: Final = "one of 1, true, yes, on, 0, false, no, off"
+VARIABLES: Final = (
+    Variable(
+        "NVRTC_ATTN_CACHE_DIR",
+        "$XDG_CACHE_HOME/nvrtc_attn, else ~/.cache/nvrtc_attn",
+        "an absolute path",
+        "directory of compiled kernels",
+    ),
+    Variable(
+        "NVRTC_ATTN_CACHE_SIZE", str(DEFAULT_CACHE_SIZE_BYTES), "a positive number of bytes", "size of that cache"
+    ),
+    Variable("NVRTC_ATTN_NO_COMPILE", "0", _BOOLEAN, "never compile and never write the cache: a miss is an error"),
+    Variable("NVRTC_ATTN_ASSERT_CACHED", "0", _BOOLEAN, "a compile where a cache hit was expected is an error"),
+    Variable("NVRTC_ATTN_CUTLASS_DIR", "the bundled headers", "a directory", "another CUTLASS checkout or include dir"),
+    Variable("NVRTC_ATTN_BACKEND", "auto", f"one of {', '.join(BACKENDS)}", "kernel family"),
+    Variable(
+        "NVRTC_ATTN_AUTOTUNE",
+        "unset: plans measured earlier",
+        _BOOLEAN,
+        "1 measures candidate plans of a new problem and remembers the fastest, 0 always takes the built-in table",
+    ),
+    Variable(
+        "NVRTC_ATTN_DUMP",
+        "nothing is written",
+        "an absolute path",
+        "directory for the source, log and cubin of every kernel that a process brings up",
+    ),
+    Variable("NVRTC_ATTN_DEBUG", "0", _BOOLEAN, "check values that live on the device (synchronises)"),
+)
+_BY_NAME: Final = {variable.name: variable for variable in VARIABLES}
+
+
+def _read(name: str) -> str:
+    # An empty value means unset, as for every XDG and CUDA variable.
+    return os.environ.get(name, "").strip()
+
+
+def _refuse(name: str, value: str, why: str = "") -> ValueError:
+    allowed = _BY_NAME[name].allowed
+    return ValueError(f"{name}={value!r} is not {allowed}{why}; see `python -m nvrtc_attn doctor`")
+
+
+def _boolean_or_unset(name: str) -> bool | None:
+    value = _read(name)
+    if value.lower() in _TRUE:
+        return True
+    if value and value.lower() not in _FALSE:
+        raise _refuse(name, value)
+    return False if value else None
+
+
+def _boolean(name: str) -> bool:
+    return _boolean_or_unset(name) is True
+
+
+def cache_dir() -> Path | None:
+    """Directory of the kernel cache, ``None`` where the user has no place for one. Creates nothing.
+
+    The variable must be absolute, because a relative one would name another directory after every ``chdir``.
+    ``XDG_CACHE_HOME`` follows its specification: a relative or empty value counts as unset.
+    """
+    value = _read("NVRTC_ATTN_CACHE_DIR")
+    if value:
+        try:
+            path = Path(value).expanduser()
+        except RuntimeError:
+            raise _refuse("NVRTC_ATTN_CACHE_DIR", value, " (the home directory is unknown)") from None
+        if not path.is_absolute() or "\0" in value:
+            raise _refuse("NVRTC_ATTN_CACHE_DIR", value)
+        return path
+    xdg = Path(_read("XDG_CACHE_HOME"))
+    if xdg.is_absolute():
+        return xdg / "nvrtc_attn"
+    try:
+        home = Path.home()
+    except RuntimeError:  # no HOME and no passwd entry
+        return None
+    # HOME is "/" for container users without an entry; "/.cache" belongs to nobody.
+    if not home.is_absolute() or home == Path(home.anchor):
+        return None
+    return home / ".cache" / "nvrtc_attn"
+
+
+def dump_dir() -> Path | None:
+    """Where every kernel's source, log and cubin are written, ``None`` where nobody asked for them."""
+    value = _read("NVRTC_ATTN_DUMP")
+    if not value:
+        return None
+    path = Path(value)
+    if not path.is_absolute() or "\0" in value:
+        raise _refuse("NVRTC_ATTN_DUMP", value)
+    return path
+
+
+def cache_size_bytes() -> int:
+    """Upper bound of the kernel cache in bytes."""
+    value = _read("NVRTC_ATTN_CACHE_SIZE")
+    if not value:
+        return DEFAULT_CACHE_SIZE_BYTES
+    if not (value.isascii() and value.isdecimal()) or int(value) == 0:
+        raise _refuse("NVRTC_ATTN_CACHE_SIZE", value)
+    return int(value)
+
+
+def no_compile() -> bool:
+    """Whether a kernel that is not in the cache is an error and nothing may be written."""
+    return _boolean("NVRTC_ATTN_NO_COMPILE")
+
+
+def assert_cached() -> bool:
+    """Whether a compile is an error."""
+    return _boolean("NVRTC_ATTN_ASSERT_CACHED")
+
+
+def cutlass_dir() -> Path | None:
+    """CUTLASS include directory that replaces the bundled one, ``None`` for the bundled one."""
+    value = _read("NVRTC_ATTN_CUTLASS_DIR")
+    if not value:
+        return None
+    path = Path(value)
+    for candidate in (path, path / "include"):
+        if (candidate / "cute").is_dir() and (candidate / "cutlass").is_dir():
+            return candidate.resolve()
+    raise _refuse("NVRTC_ATTN_CUTLASS_DIR", value, " with cute/ and cutlass/ in it or in its include/")
+
+
+def backend() -> str:
+    """Kernel family: ``"auto"`` the faster one, the others by name; ``"legacy"`` is compute capability 7.5 code."""
+    value = _read("NVRTC_ATTN_BACKEND").lower() or "auto"
+    if value not in BACKENDS:
+        raise _refuse("NVRTC_ATTN_BACKEND", value)
+    return value
+
+
+def raw_backend() -> str | None:
+    """``NVRTC_ATTN_BACKEND`` as it is, not validated: a key for the fast paths, which look up what `backend` led to."""
+    return os.environ.get("NVRTC_ATTN_BACKEND")
+
+
+def debug() -> bool:
+    """Whether values in device memory are checked before a launch."""
+    return _boolean("NVRTC_ATTN_DEBUG")
+
+
+def autotune() -> bool | None:
+    """Whether plans are chosen by measurement (`nvrtc_attn.plans.autotune`); ``None`` where the user leaves it open."""
+    return _boolean_or_unset("NVRTC_ATTN_AUTOTUNE")

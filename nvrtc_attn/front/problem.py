@@ -1,0 +1,257 @@
+"""What the user asked: a validated, frozen description of one attention problem.
+
+:func:`build_problem` raises every user error about the arguments of a call. It looks at descriptions, never at device
+memory, and reports all violated conditions in one exception, in the order of the checks in ``validation``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from ..base.errors import shown
+from . import philox
+from .tensorview import TensorView
+from .validation import (
+    Violations,
+    check_devices,
+    check_dtypes,
+    check_lengths,
+    check_ranks,
+    check_real,
+    check_scale_and_softcap,
+    check_score_operand,
+    check_shapes,
+    check_varlen,
+    check_window,
+)
+
+__all__ = [
+    "AttentionProblem",
+    "Causal",
+    "OperandLayout",
+    "WindowSize",
+    "build_problem",
+    "check_lengths",
+    "layout",
+]
+
+Causal: TypeAlias = bool | Literal["bottom_right", "top_left"]
+WindowSize: TypeAlias = Sequence[int | None] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperandLayout:
+    """Layout of one operand.
+
+    ``strides`` are elements; ``offset_alignment`` is the largest power of two (at most 16) that divides the base
+    address in bytes.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    offset_alignment: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem:
+    """One attention problem. Sizes are elements; a varlen problem has ``batch`` sequences packed on the token dim."""
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    """Mq, or max_seqlen_q when varlen."""
+    seqlen_k: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    q: OperandLayout
+    k: OperandLayout
+    v: OperandLayout
+    window_left: int | None = None
+    """None = unbounded. Causal problems have ``window_right`` 0 (or less)."""
+    window_right: int | None = None
+    bottom_right: bool = True
+    softmax_scale: float = 1.0
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    bias: OperandLayout | None = None
+    """As passed in: rank 4, each dim full or 1."""
+    mask: OperandLayout | None = None
+    out: OperandLayout | None = None
+    """Layouts of what is written (and of dout). None = dense, 16-byte aligned. A kernel may use 16-byte vectors on a
+    tensor only if its base, its strides and its rows allow it."""
+    dout: OperandLayout | None = None
+    dq: OperandLayout | None = None
+    dk: OperandLayout | None = None
+    dv: OperandLayout | None = None
+    varlen: bool = False
+    seqused_k: bool = False
+    return_lse: bool = False
+    deterministic: bool = False
+    dbias: bool = False
+    dbias_layout: OperandLayout | None = None
+    """Of the gradient of the bias; None = dense, 16-byte aligned."""
+
+    @property
+    def band(self) -> bool:
+        """Whether any position mask (causal or window) is in force."""
+        return self.window_left is not None or self.window_right is not None
+
+
+def build_problem(
+    q: TensorView,
+    k: TensorView,
+    v: TensorView,
+    *,
+    bias: TensorView | None = None,
+    mask: TensorView | None = None,
+    causal: Causal = False,
+    window_size: WindowSize = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: TensorView | None = None,
+    cu_seqlens_k: TensorView | None = None,
+    seqused_k: TensorView | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    dbias: bool = False,
+) -> AttentionProblem:
+    """Check one call and describe it.
+
+    Parameters
+    ----------
+    q, k, v
+        ``[batch, seqlen_q, num_heads, head_dim]``, ``[batch, seqlen_k, num_heads_kv, head_dim]`` and
+        ``[batch, seqlen_k, num_heads_kv, head_dim_v]``, any strides. Zero sizes are accepted except for the head dims.
+        Packed (varlen) tensors have batch 1 and all tokens on dim 1.
+    bias, mask
+        Rank 4, each dim that of ``[batch, num_heads, seqlen_q, seqlen_k]`` or 1. ``bias`` has the dtype of ``q`` or
+        float32, ``mask`` is bool or uint8 (non-zero = keep).
+    causal
+        ``True`` and ``"bottom_right"`` align the diagonal to the last query and key, ``"top_left"`` to the first.
+    window_size
+        ``(left, right)``, each at least 0, or ``None`` or -1 for unbounded.
+    softmax_scale
+        ``None`` means ``1 / sqrt(head_dim)``. At most 2.36e38 in magnitude, and 0 where it rounds to 0 in float32.
+    softcap
+        0 or ``None`` is none; otherwise at least 1.18e-38, the smallest normal float32, and ``softmax_scale / softcap``
+        is finite in float32.
+    cu_seqlens_q, cu_seqlens_k, seqused_k
+        int32 on the device of ``q``. Their values are checked when they are in host memory.
+    max_seqlen_q, max_seqlen_k
+        Required with ``cu_seqlens``, refused without.
+
+    Returns
+    -------
+    AttentionProblem
+        Windows are normalised: causal is ``window_right = 0``, and a bound that excludes no key is ``None`` (so causal
+        decoding, one query aligned to the bottom right, has no band at all).
+
+    Raises
+    ------
+    TypeError
+        A violation is of the wrong kind (whatever else is violated).
+    ValueError
+        A violation is a wrong value.
+    UnsupportedError
+        Everything is valid, but no kernel serves it; ``.reasons`` lists why.
+    """
+    found = Violations()
+    tensors: dict[str, TensorView] = {}
+    optional = {
+        "bias": bias, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+    }  # fmt: skip
+    given: dict[str, object] = {"q": q, "k": k, "v": v, **optional}
+    for name, tensor in given.items():
+        if isinstance(tensor, TensorView):
+            tensors[name] = tensor
+        elif tensor is not None or name in ("q", "k", "v"):
+            found.kind(f"{name}: got {shown(tensor)} of type {type(tensor).__name__}. A tensor is needed.")
+    found.stop()
+
+    check_dtypes(found, tensors)
+    check_devices(found, tensors)
+    ranks_fit = check_ranks(found, tensors)
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if ranks_fit:
+        check_shapes(found, q, k, v, varlen)
+        for name in ("bias", "mask"):
+            if name in tensors:
+                check_score_operand(found, name, tensors[name], q, k, varlen)
+    if dbias and bias is None:
+        found.value("dbias: a gradient of the bias was asked for, but bias is None. Pass the bias.")
+    lengths = check_varlen(found, tensors, max_seqlen_q, max_seqlen_k, varlen, ranks_fit)
+
+    window = check_window(found, causal, window_size)
+    scale, cap = check_scale_and_softcap(found, softmax_scale, softcap, q.shape[3] if ranks_fit else 1)
+    dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
+    flags: dict[str, object] = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            found.kind(f"{name}: got {shown(flag)} of type {type(flag).__name__}. It is True or False.")
+    found.stop()
+
+    if dropout and philox.threshold(dropout) < 0:
+        # Below 2**-33 no 32-bit uniform is small enough to drop anything, and the multiplier rounds to 1.
+        dropout = 0.0
+    _, tokens_q, num_heads, head_dim = q.shape
+    _, tokens_k, num_heads_kv, head_dim_v = v.shape
+    batch, seqlen_q, seqlen_k = lengths if varlen else (q.shape[0], tokens_q, tokens_k)
+    left, right = window
+    bottom_right = not (isinstance(causal, str) and causal == "top_left")
+    # The loosest bounds that still exclude a key of some row: a window beyond them costs a masked kernel for nothing.
+    if left is not None and left >= (seqlen_k if bottom_right else seqlen_q) - 1:
+        left = None
+    if right is not None and right >= (seqlen_q if bottom_right else seqlen_k) - 1:
+        right = None
+    return AttentionProblem(
+        dtype=q.dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads=num_heads,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        q=layout(q),
+        k=layout(k),
+        v=layout(v),
+        window_left=left,
+        window_right=right,
+        bottom_right=bottom_right,
+        softmax_scale=scale,
+        softcap=cap,
+        dropout_p=dropout or 0.0,
+        bias=None if bias is None else layout(bias),
+        mask=None if mask is None else layout(mask),
+        varlen=varlen,
+        seqused_k=seqused_k is not None,
+        return_lse=bool(return_lse),
+        deterministic=bool(deterministic),
+        dbias=bool(dbias),
+    )
+
+
+def layout(view: TensorView) -> OperandLayout:
+    """What of a tensor decides which kernel can read it."""
+    # The lowest set bit of the address, at most 16; a null pointer (no elements) is aligned to everything.
+    alignment = min(view.ptr & -view.ptr or 16, 16)
+    return OperandLayout(shape=view.shape, strides=view.strides, dtype=view.dtype, offset_alignment=alignment)
+
+
+def dense_layout(shape: Sequence[int], dtype: str) -> OperandLayout:
+    """Row-major and 16-byte aligned; strides of dims of size 1 are 0 as in a view."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(0 if size == 1 else step)
+        step *= max(size, 1)
+    return OperandLayout(shape=tuple(shape), strides=tuple(reversed(strides)), dtype=dtype)

@@ -1,0 +1,105 @@
+"""What a heuristic hands to the launcher: kernels in order, their grids, and the workspace that connects them."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from typing import Final
+
+from ..jit.config import KernelConfig
+from .tensor_map import TensorMap
+
+_FOLLOWS_FROM_PROBLEM: Final = frozenset(
+    (
+        "kernel", "arch", "dtype", "head_dim", "head_dim_v", "block_m", "block_n", "aligned", "legacy_mma", "features",
+        "split", "dq", "dbias", "dbias_dtype", "log2_lse", "smem_bytes",
+        "one_key_tile", "bias_tiles", "packed_heads", "cluster", "keep_words", "ordered",
+    )
+)  # fmt: skip
+"""Fields of a config that do not tell two plans of one problem apart, or are spelled out by `label`."""
+
+HOPPER_BACKWARD: Final = ("backward_hopper", "backward_hopper_wide")
+"""The dk/dv kernels of the Hopper family. A plan of theirs need not begin with another launch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One kernel of a plan.
+
+    ``grid`` and ``block`` are one-dimensional, ``smem_bytes`` is dynamic shared memory. ``params`` are the fields of
+    the params struct that differ between launches (``num_m_blocks`` and the like), set just before this one.
+    """
+
+    config: KernelConfig
+    grid: int
+    block: int
+    smem_bytes: int
+    params: tuple[tuple[str, int], ...] = ()
+    tensor_maps: tuple[TensorMap, ...] = ()
+    """What the copy engine reads, encoded into the params for the addresses of each run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """One temporary buffer, aligned to 16 bytes at least.
+
+    ``field`` is the pointer of the params struct that receives its address and ``params`` the fields (strides in
+    elements, counts) that describe it to every launch. ``zeroed``: the host clears it before the first launch; the
+    others are written by a kernel before any kernel reads them.
+    """
+
+    field: str
+    nbytes: int
+    params: tuple[tuple[str, int], ...] = ()
+    zeroed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardPlanSpec:
+    """Launches in stream order. Fields of the params struct that nothing here names come from the problem."""
+
+    launches: tuple[Launch, ...]
+    workspaces: tuple[Workspace, ...]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Total of all workspaces, each rounded up to 256 bytes."""
+        return sum(-(-w.nbytes // 256) * 256 for w in self.workspaces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPlanSpec:
+    """The forward pass: one kernel, or with ``num_splits`` > 1 one over key splits and one that combines them."""
+
+    launches: tuple[Launch, ...]
+    num_splits: int = 1
+    out_partial_bytes: int = 0
+    softmax_partial_bytes: int = 0
+
+    @property
+    def workspaces(self) -> tuple[Workspace, ...]:
+        """The partial results between the two kernels; none without splits."""
+        if self.num_splits == 1:
+            return ()
+        return (
+            Workspace(field="out_partial", nbytes=self.out_partial_bytes, params=(("num_splits", self.num_splits),)),
+            Workspace(field="softmax_partial", nbytes=self.softmax_partial_bytes),
+        )
+
+
+def label(spec: ForwardPlanSpec | BackwardPlanSpec) -> str:
+    """What tells the plans of one problem apart: family, tile, and all that differs from its default in the config.
+
+    For example ``hopper 192x128 num_warps=16 num_stages=2 lazy_max``. It names the same choice at other lengths.
+    """
+    main = next((x for x in spec.launches if x.config.kernel.startswith(("forward_", "backward_portable"))), None)
+    main = main or next((x for x in spec.launches if x.config.kernel in HOPPER_BACKWARD), spec.launches[0])
+    config = main.config
+    words = ["hopper" if "hopper" in config.kernel else "portable", f"{config.block_m}x{config.block_n}"]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _FOLLOWS_FROM_PROBLEM and (field.default is MISSING or value != field.default):
+            words.append(
+                f"{'' if value else 'no '}{field.name}" if isinstance(value, bool) else f"{field.name}={value}"
+            )
+    splits = dict(main.params).get("num_splits", 1)
+    return " ".join(words if splits == 1 else [*words, f"splits={splits}"])

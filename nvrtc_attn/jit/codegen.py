@@ -1,0 +1,129 @@
+"""Config -> the text of the generated entry file: a ``Traits`` struct and one ``extern "C"`` kernel.
+
+The text is derived from the dataclass fields of the config, so a field that is added to a config reaches the text (and
+with it the cache key) without a line here; a field whose meaning cannot be derived is refused instead of dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import fields
+from typing import Any, Final
+
+from ..base.dtypes import DTYPES
+from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
+from .params import BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
+
+ENTRY_NAME: Final = "attention_entry"
+"""The ``extern "C"`` name of the kernel in every generated file."""
+
+# Fields that hold one of a few words: the words that mean "on" become booleans, e.g. dq="atomic" -> kDqAtomic.
+CHOICES: Final[dict[str, tuple[str, ...]]] = {"dq": ("atomic",), "dbias": ("store",)}
+# Fields that hold an element type or None: the C++ alias, which has a kHas... flag beside it when None is allowed.
+ELEMENT_ALIASES: Final[dict[str, str]] = {"dtype": "Element", "bias": "Bias", "dbias_dtype": "DBias"}
+# The field's spelling of products in a name: warps_n_dkv -> kWarpsNdKV.
+WORDS: Final[dict[str, str]] = {"sdp": "SdP", "dkv": "dKV", "dq": "dQ"}
+# Spelled outside the struct: the header and the function, the target of the whole file.
+_OUTSIDE_TRAITS: Final = ("kernel", "arch", "features")
+
+
+def constant_name(field: str) -> str:
+    """C++ name of a config field: ``block_m`` -> ``kBlockM``."""
+    return "k" + "".join(WORDS.get(word, word.capitalize()) for word in field.split("_"))
+
+
+def params_class(config: KernelConfig) -> type[ctypes.Structure]:
+    """The struct that the kernel of ``config`` takes by value."""
+    if isinstance(config, HopperForwardConfig):
+        return HopperForwardParams
+    if isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
+        return HopperBackwardParams
+    return ForwardParams if isinstance(config, ForwardConfig) else BackwardParams
+
+
+def _trait_lines(name: str, value: Any) -> list[str]:
+    """The members of ``Traits`` that say ``name == value``, one or two."""
+    if name in ELEMENT_ALIASES:
+        alias = ELEMENT_ALIASES[name]
+        cpp = DTYPES[value or "float32"].cpp
+        lines = [f"using {alias} = {cpp};"]
+        if name != "dtype":
+            lines.append(f"static constexpr bool kHas{alias} = {str(value is not None).lower()};")
+        return lines
+    if name in CHOICES:
+        if value != "none" and value not in CHOICES[name]:
+            raise ValueError(f"{name}={value!r}: accepted are {', '.join(CHOICES[name])} and none")
+        return [
+            f"static constexpr bool k{name.capitalize()}{choice.capitalize()} = {str(value == choice).lower()};"
+            for choice in CHOICES[name]
+        ]
+    if isinstance(value, bool):
+        return [f"static constexpr bool {constant_name(name)} = {str(value).lower()};"]
+    if isinstance(value, int):
+        return [f"static constexpr int {constant_name(name)} = {value};"]
+    raise TypeError(f"config field {name}={value!r}: codegen has no C++ spelling for {type(value).__name__}")
+
+
+def _arch_guard(arch: str) -> list[str]:
+    """Lines that refuse to compile for another target than the config's."""
+    match = re.fullmatch(r"sm_(\d+)([af]?)", arch)
+    if match is None:
+        raise ValueError(
+            f"arch={arch!r}: expected sm_<number> with an optional suffix a or f, for example sm_80 or sm_90a"
+        )
+    number, suffix = match.groups()
+    condition = f"__CUDA_ARCH__ != {int(number) * 10}"
+    if suffix == "a":
+        condition += f" || !defined(__CUDA_ARCH_FEAT_SM{number}_ALL)"
+    return [f"#if {condition}", f'#error "this file is for {arch}"', "#endif"]
+
+
+def _layout_asserts(struct: type[ctypes.Structure]) -> list[str]:
+    name = struct.__name__
+    qualified = f"nvrtc_attn::{name}"
+    lines = [
+        # NVRTC has no __builtin_offsetof; __INTADDR__ is what its front end makes of offsetof.
+        "#define OFFSET(type, field, bytes) \\",
+        '  static_assert(__INTADDR__(&((type*)0)->field) == bytes, #type "::" #field)',
+        f'static_assert(sizeof({qualified}) == {ctypes.sizeof(struct)}, "sizeof({name})");',
+    ]
+    # Base classes first; names with an underscore are padding that only the ctypes mirror has to spell.
+    bases = [base for base in reversed(struct.__mro__) if "_fields_" in vars(base)]
+    for name in (field[0] for base in bases for field in vars(base)["_fields_"]):
+        if not name.startswith("_"):
+            lines.append(f"OFFSET({qualified}, {name}, {getattr(struct, name).offset});")
+    return lines
+
+
+def entry_source(config: KernelConfig) -> str:
+    """Text of the ``.cu`` file for ``config``; equal configs give equal text, different ones different text."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", config.kernel):
+        raise ValueError(f"kernel={config.kernel!r}: expected a lower-case C++ identifier")
+    traits: list[str] = []
+    for part in (config, config.features):
+        for field in fields(part):
+            if isinstance(part, Features) or field.name not in _OUTSIDE_TRAITS:
+                traits += _trait_lines(field.name, getattr(part, field.name))
+    traits.append(f"static constexpr int kNumThreads = {config.num_threads};")
+    struct = params_class(config)
+    cluster = "__cluster_dims__(Traits::kCluster, 1, 1) " if getattr(config, "cluster", 1) > 1 else ""
+    return "\n".join(
+        [
+            *_arch_guard(config.arch),
+            # Angle brackets: NVRTC looks up quoted names of the main file in the working directory first.
+            f"#include <nvrtc_attn/kernel/{config.kernel}.cuh>",
+            "",
+            "struct Traits {",
+            *(f"  {line}" for line in traits),
+            "};",
+            "",
+            *_layout_asserts(struct),
+            "",
+            f'extern "C" __global__ void {cluster}__launch_bounds__(Traits::kNumThreads, Traits::kMinBlocksPerSm)',
+            f"{ENTRY_NAME}(__grid_constant__ nvrtc_attn::{struct.__name__} const params) {{",
+            f"  nvrtc_attn::{config.kernel}<Traits>(params);",
+            "}",
+            "",
+        ]
+    )

@@ -1,0 +1,347 @@
+"""Plans chosen by measurement: candidates of the heuristics timed on the user's GPU once, the fastest remembered.
+
+What ``NVRTC_ATTN_AUTOTUNE`` says, read when a problem is planned (the first call of a process with its shapes):
+
+* ``1``: the remembered choice; where there is none, measure (up to 8 kernels to compile, half a second of GPU time).
+* unset: the remembered choice; where there is none, the built-in table's. Costs one file look-up.
+* ``0``: the built-in table's choice.
+
+A choice is an entry without payload in the cache of compiled kernels (`cache`): as private, atomic and checked as they
+are, evicted and cleared with them. Its key covers the work (`problem_key`), the GPU's name and size, the backend, this
+package, the headers and NVRTC. ``NVRTC_ATTN_NO_COMPILE`` and ``NVRTC_ATTN_ASSERT_CACHED`` forbid measuring, and it does
+not happen on a stream that is captured: the table chooses there.
+
+All candidates compute the same function but round in different orders, so results on two machines, or before and after
+measuring, may differ in the last bits. ``deterministic=True`` is bitwise repeatable for one choice.
+
+Concurrency: one thread a device measures, others that plan for that device meanwhile wait. Locks belong to devices,
+because what is waited for on one GPU (a collective) may need the thread of another. The first decision of a process on
+a problem stays: so a workspace that was asked for fits the call, and all GPUs of a kind run one plan (JAX sizes the
+workspace for all of them while it traces, which is also where it measures).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from .. import __version__, heuristics
+from ..base import env
+from ..base.dtypes import DTYPES
+from ..base.errors import CompileError, CudaError, DeviceFaultError, UnsupportedError
+from ..base.log import LOGGER, log_once
+from ..front.problem import AttentionProblem, OperandLayout
+from ..heuristics.portable_forward import features_of, is_vectorizable
+from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
+from ..jit import headers
+from ..jit.cache import TUNED, kernel_cache
+from ..jit.compile import request_kernels
+from ..jit.library_build import nvrtc_build
+from ..runtime import device, driver
+from . import measure
+
+MIN_GAIN: Final = 0.02
+"""A candidate replaces the table's choice when it is faster by more: medians of one kernel differ by 1 % by chance."""
+_MAX_CHOICES: Final = 1 << 16
+
+_Spec = TypeVar("_Spec", ForwardPlanSpec, BackwardPlanSpec)
+
+# Key -> label of the decision, "" for the table's.
+_choices: dict[str, str] = {}
+_locks: dict[int, threading.Lock] = {}
+
+
+def _after_fork_in_child() -> None:
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def choose_forward(
+    problem: AttentionProblem,
+    device_index: int,
+    stream: int,
+    plan_of: Callable[[ForwardPlanSpec], Any],
+    extra: Mapping[str, OperandLayout],
+    tune: bool | None = None,
+) -> ForwardPlanSpec:
+    """The plan of the forward pass on a device: measured, remembered, or from the table.
+
+    Parameters
+    ----------
+    stream
+        Where to measure, behind what is queued there.
+    plan_of
+        Makes the runnable plan of a candidate (`plan.ForwardPlan`).
+    extra
+        Layouts of the operands that the problem does not describe: lse, dlse, dbias.
+    tune
+        As `env.autotune`, which is the default.
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel serves the problem.
+    """
+    table, candidates = heuristics.choose_forward, heuristics.forward_candidates
+    return _choose(problem, False, table, candidates, device_index, stream, plan_of, extra, tune)
+
+
+def choose_backward(
+    problem: AttentionProblem,
+    device_index: int,
+    stream: int,
+    plan_of: Callable[[BackwardPlanSpec], Any],
+    extra: Mapping[str, OperandLayout],
+    tune: bool | None = None,
+) -> BackwardPlanSpec:
+    """The plan of the backward pass, as `choose_forward`."""
+    table, candidates = heuristics.choose_backward, heuristics.backward_candidates
+    return _choose(problem, True, table, candidates, device_index, stream, plan_of, extra, tune)
+
+
+def expected_backward(problem: AttentionProblem, device_index: int) -> BackwardPlanSpec:
+    """The plan that `choose_backward` takes unless it measures. Decides nothing and asks the driver for nothing new.
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel serves the problem.
+    """
+    props = device.properties(device_index)
+    target = _target(props)
+    label = ""
+    if env.autotune() is not False:
+        key = problem_key(problem, True, props, target["backend"])
+        label = _choices.get(key, "") or _remembered(key, lambda: heuristics.backward_candidates(problem, **target))
+    chosen = heuristics.backward_candidates(problem, **target).get(label) if label else None
+    return heuristics.choose_backward(problem, **target) if chosen is None else chosen
+
+
+def _target(props: device.DeviceProperties) -> dict[str, Any]:
+    """What the heuristics know of a device."""
+    return {
+        "arch": device.arch_of(props),
+        "num_sms": props.num_sms,
+        "smem_limit": props.smem_per_block_optin,
+        "backend": env.backend(),
+    }
+
+
+def _choose(
+    problem: AttentionProblem,
+    backward: bool,
+    choose: Callable[..., _Spec],
+    list_candidates: Callable[..., dict[str, _Spec]],
+    device_index: int,
+    stream: int,
+    plan_of: Callable[[_Spec], Any],
+    extra: Mapping[str, OperandLayout],
+    tune: bool | None,
+) -> _Spec:
+    props = device.properties(device_index)
+    target = _target(props)
+    tune = env.autotune() if tune is None else tune
+    if tune is False:
+        return choose(problem, **target)
+
+    @functools.cache
+    def candidates() -> dict[str, _Spec]:
+        return list_candidates(problem, **target)
+
+    key = problem_key(problem, backward, props, target["backend"])
+    label = _choices.get(key)
+    if label is None:
+        label = _remembered(key, candidates)
+        if not label and tune and not env.no_compile() and not env.assert_cached():
+            if not _may_measure(problem, backward, device_index, stream):
+                return choose(problem, **target)  # and not kept: a later call may measure
+            with _locks.setdefault(device_index, threading.Lock()):
+                label = _choices.get(key)
+                if label is None:
+                    label = _remembered(key, candidates)  # by another process, while this thread waited
+                    label = _keep(
+                        key, label or _tune(problem, backward, key, candidates(), plan_of, extra, props, stream)
+                    )
+        label = _keep(key, label)
+    # A choice that was kept for other outputs need not be possible for these.
+    chosen = candidates().get(label) if label else None
+    return choose(problem, **target) if chosen is None else chosen
+
+
+def _keep(key: str, label: str) -> str:
+    while len(_choices) >= _MAX_CHOICES:
+        with contextlib.suppress(RuntimeError, StopIteration):  # another thread adds or removes at the same time
+            _choices.pop(next(iter(_choices)), None)
+    return _choices.setdefault(key, label)
+
+
+def _may_measure(problem: AttentionProblem, backward: bool, device_index: int, stream: int) -> bool:
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, *problem.q.shape, *problem.k.shape):
+        return False
+    slow_inputs = not all(_is_fast(x) for x in (problem.q, problem.k, problem.v))
+    outputs = ("out", "dout", "dq", "dk", "dv") if backward else ("out",)
+    if not slow_inputs and not all(_is_fast(getattr(problem, name)) for name in outputs):
+        return False  # slow stores must not decide for calls with other outputs, which share the choice
+    with driver.device_context(device_index):
+        capturing = driver.is_capturing(stream)
+    if capturing:
+        log_once("autotune: nothing is measured on a captured stream; the table chooses", logging.INFO)
+    return not capturing
+
+
+def _is_fast(x: OperandLayout | None) -> bool:
+    return x is None or is_vectorizable(x, DTYPES[x.dtype].itemsize)
+
+
+# ------------------------------------------------------------------------------------------------ what is remembered
+
+
+def problem_key(problem: AttentionProblem, backward: bool, props: device.DeviceProperties, backend: str) -> str:
+    """Cache key of a choice, 64 hexadecimal digits."""
+    where = (props.name, props.compute_capability, props.num_sms, props.smem_per_block_optin, backend)
+    text = repr((TUNED, _library(), where, backward, _essence(problem, backward)))
+    return hashlib.sha256(text.encode(), usedforsecurity=False).hexdigest()
+
+
+@functools.cache
+def _library() -> tuple[str, ...]:
+    """What decides which candidates there are and how fast. Of this process: not looked at again."""
+    tables = hashlib.sha256(usedforsecurity=False)
+    for path in sorted(Path(heuristics.__file__).parent.glob("*.py")):
+        tables.update(path.read_bytes())
+    return __version__, tables.hexdigest(), headers.header_digest(), nvrtc_build()
+
+
+def _essence(problem: AttentionProblem, backward: bool) -> AttentionProblem:
+    """``problem`` without what does not matter to the choice, so that equal work finds one.
+
+    Values of scalars are dropped, not whether they are there. Layouts of outputs are dropped: the query for the size of
+    the workspace does not know them. Sizes of packed sequences, which change at every step, are rounded up to a power
+    of two.
+    """
+
+    def layout(name: str) -> OperandLayout | None:
+        x: OperandLayout | None = getattr(problem, name)
+        if x is None:
+            return None
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True))
+        packed = problem.varlen and name not in ("bias", "mask")
+        shape = (x.shape[0], _round_up(x.shape[1]), *x.shape[2:]) if packed else x.shape
+        return dataclasses.replace(x, shape=shape, strides=strides)
+
+    changes: dict[str, Any] = {name: layout(name) for name in ("q", "k", "v", "bias", "mask")}
+    changes |= dict.fromkeys(("out", "dout", "dq", "dk", "dv", "dbias_layout"))
+    if problem.varlen:
+        changes |= {name: _round_up(getattr(problem, name)) for name in ("batch", "seqlen_q", "seqlen_k")}
+    return dataclasses.replace(
+        problem,
+        **changes,
+        softmax_scale=1.0 if problem.softmax_scale > 0 else -1.0,
+        softcap=float(problem.softcap > 0),
+        dropout_p=0.5 if problem.dropout_p > 0 else 0.0,
+        return_lse=False,
+        deterministic=problem.deterministic and backward,
+        dbias=problem.dbias and backward,
+    )
+
+
+def _round_up(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size > 1 else size
+
+
+def _remembered(key: str, candidates: Callable[[], Mapping[str, object]]) -> str:
+    cache = kernel_cache()
+    entry = cache.get(key) if cache.may_have(key) else None
+    if entry is None:
+        return ""
+    choice = entry.metadata.get("choice")
+    if isinstance(choice, str) and choice in candidates():
+        return choice
+    log_once(f"autotune: the remembered choice {choice!r} is not a candidate; it is not used", logging.INFO)
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+def _tune(
+    problem: AttentionProblem,
+    backward: bool,
+    key: str,
+    candidates: Mapping[str, _Spec],
+    plan_of: Callable[[_Spec], Any],
+    extra: Mapping[str, OperandLayout],
+    props: device.DeviceProperties,
+    stream: int,
+) -> str:
+    """Measure, log, remember; empty where nothing could be measured."""
+    what = describe(problem, backward)
+    plans = _plans(candidates, plan_of)
+    if len(plans) < 2:
+        return ""
+    try:
+        times = measure.times_us(problem, backward, plans, extra, props.index, stream)
+    except DeviceFaultError:
+        raise
+    except CudaError as error:  # most likely memory
+        LOGGER.warning("autotune: %s: not measured, the table chooses: %s", what, error)
+        return ""
+    label = fastest(times)
+    shown = ", ".join(f"{name}: {time:.1f} us" for name, time in times.items())
+    LOGGER.info("autotune: %s on %s: %s (%s)", what, props.name, label, shown)
+    metadata = {"kernel": TUNED, "arch": props.name, "problem": what, "choice": label, "times_us": times}
+    kernel_cache().put(key, metadata, b"")
+    return label
+
+
+def fastest(times: Mapping[str, float]) -> str:
+    """The name with the least time, unless the first one, the table's, is within `MIN_GAIN` of it."""
+    table = next(iter(times))
+    best = min(times, key=lambda name: times[name])
+    return best if times[best] < (1 - MIN_GAIN) * times[table] else table
+
+
+def _plans(candidates: Mapping[str, _Spec], plan_of: Callable[[_Spec], Any]) -> dict[str, Any]:
+    """Runnable plans: the table's, and others that compile, load and spill no more than it does."""
+    plans: dict[str, Any] = {}
+    # Side by side; the loop waits for each and says what it thinks of those that fail.
+    request_kernels([launch.config for spec in candidates.values() for launch in spec.launches if launch.grid])
+    for label, spec in candidates.items():
+        try:
+            plan = plan_of(spec)
+        except (CompileError, CudaError, UnsupportedError) as error:
+            if not plans or isinstance(error, DeviceFaultError):
+                raise
+            LOGGER.debug("autotune: %s is left out: %s", label, error)
+            continue
+        if not plans or plan.local_bytes <= next(iter(plans.values())).local_bytes:
+            plans[label] = plan
+        else:
+            LOGGER.debug("autotune: %s is left out: it spills registers", label)
+    return plans
+
+
+def describe(problem: AttentionProblem, backward: bool) -> str:
+    """The work in one line, for people."""
+    p = problem
+    features = features_of(p)
+    switches = [name for name in features.__slots__ if getattr(features, name)]
+    switches += ["deterministic"] * (p.deterministic and backward)
+    return " ".join(
+        (
+            f"{'backward' if backward else 'forward'} {p.dtype}, batch {p.batch}, lengths {p.seqlen_q} x {p.seqlen_k},",
+            f"heads {p.num_heads} / {p.num_heads_kv}, head dims {p.head_dim}, {p.head_dim_v}",
+            *switches,
+        )
+    )

@@ -1,0 +1,295 @@
+"""Compiling ahead of time: from what a user will run to the kernels it needs, compiled in parallel without a GPU.
+
+The kernels are the ones that the heuristics choose for a synthetic problem, so what ``warmup`` puts into the cache is
+what a call looks up. ``python -m nvrtc_attn warmup`` is this module with a progress bar.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import queue
+import shlex
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..base import env
+from ..base.errors import CompileError
+from ..front.call import CallOptions, describe_shapes
+from ..front.problem import AttentionProblem
+from ..front.tensors import Device
+from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
+from ..jit import config as config_types
+from ..jit import worker_pool
+from ..jit.codegen import entry_source
+from ..jit.config import Features, ForwardConfig, HopperForwardConfig, KernelConfig
+from ..jit.worker_pool import COMPILE_MEMORY_BYTES, available_memory_bytes
+from ..runtime import device
+
+REFERENCE_SMS: Final[dict[str, int]] = {
+    "sm_75": 40,  # T4
+    "sm_80": 108,  # A100
+    "sm_86": 84,  # RTX A6000
+    "sm_87": 16,  # AGX Orin
+    "sm_89": 128,  # RTX 4090
+    "sm_90": 132,  # H100, H200
+    "sm_100": 148,  # B200
+    "sm_103": 148,  # B300
+    "sm_110": 20,  # AGX Thor
+    "sm_120": 170,  # RTX 5090
+    "sm_121": 48,  # GB10
+}
+"""Multiprocessors of a common GPU of each target; a choice that depends on the number takes ``num_sms``."""
+
+_FORWARD: Final = (ForwardConfig, HopperForwardConfig)
+_SMALL: Final = ("delta", "dq_convert", "dkv_convert", "backward_hopper_prepare", "combine", "dbias_reduce")
+"""Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""
+DEFAULT_SEQLENS: Final = ((4096, 4096), (1024, 1024), (8192, 8192), (1, 4096))
+"""Training or prefill, middling, short and long, and decode. Other lengths choose among the same kernels mostly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What will be run: one combination of the options of ``warmup``."""
+
+    arch: str
+    head_dim: int
+    dtype: str
+    head_dim_v: int | None = None
+    batch: int = 4
+    num_heads: int = 16
+    num_heads_kv: int | None = None
+    seqlens: tuple[tuple[int, int], ...] = DEFAULT_SEQLENS
+    causal: bool = False
+    bias: bool = False
+    dbias: bool = False
+    mask: bool = False
+    softcap: bool = False
+    dropout: bool = False
+    varlen: bool = False
+    seqused_k: bool = False
+    deterministic: bool = False
+    backward: bool = True
+    num_sms: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelReport:
+    """One compiled kernel, or why it is not. ``compile_ms`` is the time of the call, cache look-up included."""
+
+    config: KernelConfig
+    cached: bool = False
+    compile_ms: float = 0.0
+    num_regs: int | None = None
+    spill_bytes: int | None = None
+    stack_bytes: int | None = None
+    code_bytes: int = 0
+    error: str | None = None
+
+
+def problems(request: Request) -> list[AttentionProblem]:
+    """Problems of a request, of dense tensors that are aligned to 16 bytes, one for each pair of lengths.
+
+    Each is that of a call, described and validated as a user's, so that what is compiled is what such a call looks up.
+
+    Raises
+    ------
+    ValueError
+        No call accepts the request. `UnsupportedError` is one, too.
+    """
+    heads, heads_kv = request.num_heads, request.num_heads if request.num_heads_kv is None else request.num_heads_kv
+    head_dim_v = request.head_dim if request.head_dim_v is None else request.head_dim_v
+    batch, dtype = request.batch, request.dtype
+    found = []
+    for seqlen_q, seqlen_k in request.seqlens:
+        rows_q, rows_k = (
+            ((1, batch * seqlen_q), (1, batch * seqlen_k)) if request.varlen else ((batch, seqlen_q), (batch, seqlen_k))
+        )
+        scores = (1, heads, seqlen_q, seqlen_k)
+        operands: dict[str, tuple[tuple[int, ...], str]] = {
+            "q": ((*rows_q, heads, request.head_dim), dtype),
+            "k": ((*rows_k, heads_kv, request.head_dim), dtype),
+            "v": ((*rows_k, heads_kv, head_dim_v), dtype),
+        }
+        if request.bias or request.dbias:
+            operands["bias"] = (scores, dtype)
+        if request.mask:
+            operands["mask"] = (scores, "bool")
+        if request.varlen:
+            operands |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ((batch + 1,), "int32"))
+        if request.seqused_k:
+            operands["seqused_k"] = ((batch,), "int32")
+        options = CallOptions(
+            causal=request.causal,
+            softcap=30.0 if request.softcap else 0.0,
+            dropout_p=0.1 if request.dropout else 0.0,
+            max_seqlen_q=seqlen_q if request.varlen else None,
+            max_seqlen_k=seqlen_k if request.varlen else None,
+            return_lse=request.backward,
+            deterministic=request.deterministic,
+            dbias=request.dbias and request.backward,
+        )
+        found.append(describe_shapes(operands, options, Device("cuda", 0)).with_outputs())
+    return found
+
+
+def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[KernelConfig]:
+    """Kernels that the requests need, each once, the slowest to compile first.
+
+    ``candidates``: of every plan that `tune` measures, too.
+
+    Raises
+    ------
+    ValueError
+        An unknown architecture, or a request that no call accepts.
+    UnsupportedError
+        No kernel serves a request; carries every reason.
+    """
+    from ..heuristics import backward_candidates, choose_backward, choose_forward, forward_candidates
+
+    backend = env.backend()
+    chosen: dict[KernelConfig, None] = {}
+    for request in requests:
+        target = device.ARCHITECTURES.get(request.arch)
+        if target is None:
+            raise ValueError(f"arch {request.arch!r} is not one of {', '.join(device.ARCHITECTURES)}")
+        # sm_90 and sm_90a are the same GPU: what a device of that compute capability would look up is compiled.
+        arch = device.arch_of(target.compute_capability)
+        num_sms = request.num_sms or REFERENCE_SMS[arch]
+        smem_limit = target.smem_per_block_optin
+        target_of: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit, "backend": backend}
+        for problem in problems(request):
+            specs: list[ForwardPlanSpec | BackwardPlanSpec] = []
+            backward = request.backward and problem.seqlen_q > 1
+            if candidates:  # the choice is the first of them
+                specs += forward_candidates(problem, **target_of).values()
+                specs += backward_candidates(problem, **target_of).values() if backward else ()
+            else:
+                specs.append(choose_forward(problem, **target_of))
+                if backward:
+                    specs.append(choose_backward(problem, **target_of))
+            chosen.update((launch.config, None) for spec in specs for launch in spec.launches)
+    return sorted(chosen, key=lambda c: (c.kernel not in _SMALL, not isinstance(c, _FORWARD), c.head_dim), reverse=True)
+
+
+def tune(requests: Sequence[Request]) -> int:
+    """Measure on the GPUs of this machine what the requests can choose between; the number of passes looked at.
+
+    Of several GPUs of one kind the first is used. What is remembered already is not measured again. Results go to the
+    log and the cache, see `autotune`.
+    """
+    from ..runtime import driver
+    from .plan import LseLayout, backward_plan, forward_plan
+
+    passes = 0
+    for index, request in itertools.product(device.one_of_each_kind(range(driver.device_count())), requests):
+        if device.ARCHITECTURES[request.arch].compute_capability != device.properties(index).compute_capability:
+            continue
+        for p in problems(request):
+            heads, rows = p.num_heads, p.q.shape[1]
+            lse = LseLayout((heads * rows, rows, 1), rows=p.seqlen_q, packed=p.varlen)
+            forward_plan(p, index, lse, 0, tune=True)
+            passes += 1
+            if request.backward and p.seqlen_q > 1:
+                backward_plan(p, index, lse, None, p.bias if p.dbias else None, 0, tune=True)
+                passes += 1
+    return passes
+
+
+def worker_count(num_kernels: int) -> int:
+    """Processes to compile with: one per usable core, as far as memory allows."""
+    return max(1, min(num_kernels, worker_pool.usable_cores(), available_memory_bytes() // COMPILE_MEMORY_BYTES))
+
+
+def compile_configs(kernels: Sequence[KernelConfig], workers: int | None = None) -> Iterator[KernelReport]:
+    """Compile ``kernels`` into the cache and yield a report of each as it finishes. A failure is a report too.
+
+    Compiles run in the processes of `worker_pool`, ``workers`` at a time.
+    """
+    workers = worker_count(len(kernels)) if workers is None else max(1, min(workers, len(kernels)))
+    todo, done = iter(kernels), queue.SimpleQueue[KernelReport | BaseException]()
+    lock = threading.Lock()
+
+    def work() -> None:
+        try:
+            while True:
+                with lock:
+                    config = next(todo, None)
+                if config is None:
+                    return
+                done.put(_compile_one(config))
+        except BaseException as error:  # for the caller
+            done.put(error)
+
+    pool, before = worker_pool.pool(), worker_pool.pool().limit
+    pool.limit = workers
+    try:
+        for _ in range(workers):
+            threading.Thread(target=work, name="nvrtc_attn warmup", daemon=True).start()
+        for _ in kernels:
+            report = done.get()
+            if isinstance(report, BaseException):
+                raise report
+            yield report
+    finally:
+        todo = iter(())  # a caller that stops early, or an error: nothing more is begun
+        pool.limit = before
+
+
+def _compile_one(config: KernelConfig) -> KernelReport:
+    from ..jit.compile import compile_kernel
+
+    start = time.perf_counter()
+    try:
+        compiled = compile_kernel(config)
+    except (CompileError, OSError) as error:
+        return KernelReport(config=config, error=str(error))
+    return KernelReport(
+        config=config,
+        cached=compiled.cached,
+        compile_ms=1e3 * (time.perf_counter() - start),
+        num_regs=compiled.num_regs,
+        spill_bytes=compiled.spill_bytes,
+        stack_bytes=compiled.stack_bytes,
+        code_bytes=len(compiled.code),
+    )
+
+
+def config_to_json(config: KernelConfig) -> str:
+    """One line of JSON that names a kernel exactly: only the fields that differ from their defaults."""
+    values: dict[str, Any] = {"type": type(config).__name__}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            values[field.name] = dataclasses.asdict(value) if isinstance(value, Features) else value
+    return json.dumps(values, separators=(",", ":"))
+
+
+def config_from_json(text: str) -> KernelConfig:
+    """Inverse of `config_to_json`.
+
+    Raises
+    ------
+    ValueError
+        The text is not the JSON of a config.
+    """
+    types = {cls.__name__: cls for cls in vars(config_types).values() if isinstance(cls, type)}
+    try:
+        values = json.loads(text)
+        cls = types[values.pop("type")]
+        if not issubclass(cls, KernelConfig):
+            raise TypeError(f"{cls.__name__} is not a kernel config")
+        config: KernelConfig = cls(**{**values, "features": Features(**values.get("features", {}))})
+        entry_source(config)  # refuses values that no kernel has a spelling for
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{text!r} is not a kernel config: {type(error).__name__}: {error}") from error
+    return config
+
+
+def warmup_command(config: KernelConfig) -> str:
+    """Return the command that puts exactly this kernel into the cache; quoted in the error of a missing one."""
+    return f"python -m nvrtc_attn warmup --config {shlex.quote(config_to_json(config))}"
