@@ -71,7 +71,7 @@ struct alignas(64) TensorMap {
 struct HopperForwardParams : ForwardParams {
   int num_tiles;           // query tiles of all heads and batch entries (varlen: and of the virtual last sequence)
   int heads_per_group;     // num_heads / num_heads_kv
-  int pair_rounds;         // the schedule with a band, see hopper/scheduler.cuh
+  int pair_rounds;         // the schedule with a band, see hopper/forward/scheduler.cuh
   int head_pairs;          // ceil(num_m_blocks / 2)
   int tail_first_head;     // after the pairs: the first head that is not finished,
   int tail_done;           // how many of its pairs are, and
@@ -79,7 +79,7 @@ struct HopperForwardParams : ForwardParams {
   TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;
-  TensorMap tensor_map_bias;  // [batch][head][row][key], boxes of one slab (hopper/score_tile.cuh)
+  TensorMap tensor_map_bias;  // [batch][head][row][key], boxes of one slab (hopper/forward/score_tile.cuh)
   TensorMap tensor_map_mask;
 };
 
@@ -148,7 +148,7 @@ struct BackwardParams {
 
 // The kernels of the Hopper backward pass: the pass's own fields first.
 struct HopperBackwardParams : BackwardParams {
-  // Where the counter of key tiles lies, in floats from row_lse (hopper/backward_schedule.cuh).
+  // Where the counter of key tiles lies, in floats from row_lse (hopper/backward/schedule.cuh).
   long long counter_offset;
   int num_tiles;           // key tiles of all key heads and batch entries (varlen: and of the virtual last sequence)
   int heads_per_group;     // num_heads / num_heads_kv
@@ -157,7 +157,7 @@ struct HopperBackwardParams : BackwardParams {
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;
   TensorMap tensor_map_dout;
-  TensorMap tensor_map_bias;  // [batch][head][row][key], boxes of 64 keys (hopper/score_tile_transposed.cuh)
+  TensorMap tensor_map_bias;  // [batch][head][row][key], boxes of 64 keys (hopper/backward/score_tile_transposed.cuh)
   TensorMap tensor_map_dbias;
 };
 

@@ -65,7 +65,7 @@ def smem_bytes(config: HopperForwardConfig) -> int:
 
 
 def _score_bytes(config: HopperForwardConfig) -> int:
-    """Shared memory of bias and mask tiles; ``cuda_src/nvrtc_attn/hopper/score_tile.cuh``."""
+    """Shared memory of bias and mask tiles; ``cuda_src/nvrtc_attn/hopper/forward/score_tile.cuh``."""
     if not config.score_tiles:
         return 0
     bias = config.features.bias
@@ -246,7 +246,7 @@ def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
 
 
 def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> int:
-    """Rounds of the schedule in ``hopper/scheduler.cuh`` that hand out pairs.
+    """Rounds of the schedule in ``hopper/forward/scheduler.cuh`` that hand out pairs.
 
     The choice whose largest sum is smallest, among those whose single tiles keep their K and V in L2: because they fit,
     or because enough blocks walk through the same head at the same time.

@@ -14,9 +14,9 @@ MAX_EXTENT: Final = 2**32
 """Elements of one dim of a tensor map, exclusive bound less one."""
 MAX_STRIDE_BYTES: Final = 2**40
 SLAB_BYTES: Final = 128
-"""Width of a box: one swizzle atom. Wider tiles are several boxes (``cuda_src/nvrtc_attn/hopper/wgmma.cuh``)."""
+"""Width of a box: one swizzle atom. Wider tiles are several boxes (``cuda_src/nvrtc_attn/hopper/common/wgmma.cuh``)."""
 MASK_SLAB_BYTES: Final = 64
-"""Width of a box of a mask, whose elements are bytes (``cuda_src/nvrtc_attn/hopper/score_tile.cuh``)."""
+"""Width of a box of a mask, whose elements are bytes (``cuda_src/nvrtc_attn/hopper/forward/score_tile.cuh``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The static schedule of the Hopper forward kernel: every query tile once, and as much work for every thread block.
 
 `dealt` is the kernel's schedule in Python, so that these tests run everywhere; where there is a C++ compiler, the text
-of ``hopper/scheduler.cuh`` itself is compiled for the host and must deal the same tiles in the same order.
+of ``hopper/forward/scheduler.cuh`` itself is compiled for the host and must deal the same tiles in the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def moved_on(i: int, head: int, count: int, width: int) -> int:
 
 
 def dealt(asked: AttentionProblem) -> list[list[tuple[int, int]]]:
-    """(head of all heads, query tile) of each thread block in order: ``hopper/scheduler.cuh`` in Python."""
+    """(head of all heads, query tile) of each thread block in order: ``hopper/forward/scheduler.cuh`` in Python."""
     spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
     (launch,) = spec.launches
     p, width = dict(launch.params), launch.grid
@@ -100,11 +100,11 @@ extern "C" int deal(nvrtc_attn::HopperForwardParams const* params, int band, int
 
 @pytest.fixture(scope="module")
 def header(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """``hopper/scheduler.cuh`` as a library of the host."""
+    """``hopper/forward/scheduler.cuh`` as a library of the host."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         pytest.skip("no C++ compiler")
-    text = (repository / "cuda_src/nvrtc_attn/hopper/scheduler.cuh").read_text()
+    text = (repository / "cuda_src/nvrtc_attn/hopper/forward/scheduler.cuh").read_text()
     lines = [line for line in text.splitlines() if not line.startswith(("#include", "#pragma once"))]
     directory = tmp_path_factory.mktemp("schedule")
     (directory / "schedule.cpp").write_text(HOST % "\n".join(lines))

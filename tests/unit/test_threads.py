@@ -188,7 +188,7 @@ def test_launches_of_one_plan_have_their_own_params(fake: FakeDriver, monkeypatc
 
 
 def test_tensor_maps_are_those_of_the_address(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tma, "_REMEMBERED", 8)
+    monkeypatch.setattr(tensor_maps, "_REMEMBERED", 8)
     query = OperandLayout(shape=(2, 512, 4, 64), strides=(512 * 256, 256, 64, 1), dtype="bfloat16")
     pointers = HopperForwardParams.POINTERS
     encoder = tensor_maps.TensorMapEncoder(

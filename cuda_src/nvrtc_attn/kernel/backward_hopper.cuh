@@ -14,13 +14,13 @@
 // The last one takes as long as dK: red.global is the narrowest path of this kernel, and what runs beside it is free.
 //
 // Dropout's decisions and the order of additions in the deterministic pass are made by warps of the loading group that load
-// nothing, the former with a fourth warp-group: hopper/backward_helpers.cuh. With kFused, where these have nothing to do, they
-// do the work of backward_hopper_prepare instead: hopper/prepare_rows.cuh.
+// nothing, the former with a fourth warp-group: hopper/backward/helpers.cuh. With kFused, where these have nothing to do, they
+// do the work of backward_hopper_prepare instead: hopper/backward/prepare_rows.cuh.
 //
-// Shared memory (slabs of 64 columns, see hopper/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x dS[query][key],
+// Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x dS[query][key],
 // row_lse and delta for each slot, which tile it is, mbarriers, what the helpers need. Everything that a tile writes leaves
 // from registers, but for a dbias: with kBiasTiles the slots of dS also bring the bias and take its gradient away
-// (hopper/score_tile_transposed.cuh), and zeros for query tiles that no product reaches leave from a slab of zeros.
+// (hopper/backward/score_tile_transposed.cuh), and zeros for query tiles that no product reaches leave from a slab of zeros.
 //
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty` one
 // arrival per consumer warp. full_k also announces the tile. dS is complete when both groups have arrived at the named barrier
@@ -30,12 +30,12 @@
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/score_gradient_transposed.cuh"
-#include "../hopper/backward_load.cuh"
-#include "../hopper/backward_schedule.cuh"
-#include "../hopper/backward_scores.cuh"
-#include "../hopper/barrier.cuh"
-#include "../hopper/gradient_store.cuh"
-#include "../hopper/ordered_dq.cuh"
+#include "../hopper/backward/load.cuh"
+#include "../hopper/backward/schedule.cuh"
+#include "../hopper/backward/scores.cuh"
+#include "../hopper/common/barrier.cuh"
+#include "../hopper/backward/gradient_store.cuh"
+#include "../hopper/backward/ordered_dq.cuh"
 
 namespace nvrtc_attn {
 

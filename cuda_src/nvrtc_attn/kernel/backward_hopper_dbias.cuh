@@ -10,17 +10,17 @@
 // other.
 //
 // Shared memory: a ring of slots, each the two operands of one product, Q and K or dO and V (slabs of 64 columns, see
-// hopper/wgmma.cuh); the bias, every thread's words where it alone reads them; row_lse or delta of each slot; mbarriers,
+// hopper/common/wgmma.cuh); the bias, every thread's words where it alone reads them; row_lse or delta of each slot; mbarriers,
 // `full` counting bytes and `empty` one arrival per warp.
 #pragma once
 #include "../collective/scores.cuh"
-#include "../hopper/barrier.cuh"
-#include "../hopper/bulk.cuh"
-#include "../hopper/row_store.cuh"
-#include "../hopper/tma.cuh"
-#include "../hopper/uniform.cuh"
-#include "../hopper/unpack.cuh"
-#include "../hopper/wgmma.cuh"
+#include "../hopper/common/barrier.cuh"
+#include "../hopper/common/bulk.cuh"
+#include "../hopper/common/row_store.cuh"
+#include "../hopper/common/tma.cuh"
+#include "../hopper/common/uniform.cuh"
+#include "../hopper/common/unpack.cuh"
+#include "../hopper/common/wgmma.cuh"
 
 namespace nvrtc_attn {
 

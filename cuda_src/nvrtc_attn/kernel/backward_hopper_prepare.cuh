@@ -9,8 +9,8 @@
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/scores.cuh"
 #include "../collective/seqlen.cuh"
-#include "../hopper/ordered_dq.cuh"
-#include "../hopper/row_statistics.cuh"
+#include "../hopper/backward/ordered_dq.cuh"
+#include "../hopper/backward/row_statistics.cuh"
 
 namespace nvrtc_attn {
 

@@ -24,19 +24,19 @@
 // At head dim 256 dO has one slot, and how long it is occupied decides the time of a query tile: dP and dV follow its arrival at
 // once, dQ' and S+ run while the next one is on its way.
 //
-// Shared memory (slabs of 64 columns, see hopper/wgmma.cuh): K, V, half of the columns of the other block's K, kNumStages x Q,
+// Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): K, V, half of the columns of the other block's K, kNumStages x Q,
 // kNumStagesDout x dO, 2 x dS[query][key] of both blocks, P[key][query] (twice where dS's factor is another thing: see
-// hopper/wide_scores.cuh), row_lse and delta for each slot, which tile it is, mail, mbarriers.
+// hopper/wide/scores.cuh), row_lse and delta for each slot, which tile it is, mail, mbarriers.
 //
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO as in backward_hopper.cuh. full_ds counts the bytes that
 // the other block sends, empty_ds the other block's consumer warps that are done with what this one has sent. Block 0 takes tiles
 // from the counter and mails their numbers to block 1 (full_mail, empty_mail). Named barriers: 1 P is there, 2 dS is complete,
 // 3 and 4 rows of keys beyond the sequence are zeroed, 5 group 1 has stored its dS, 6 to 9 rows of queries are zeroed.
 #pragma once
-#include "../hopper/cluster.cuh"
-#include "../hopper/uniform.cuh"
-#include "../hopper/wide_products.cuh"
-#include "../hopper/wide_scores.cuh"
+#include "../hopper/common/cluster.cuh"
+#include "../hopper/common/uniform.cuh"
+#include "../hopper/wide/products.cuh"
+#include "../hopper/wide/scores.cuh"
 #include "backward_hopper.cuh"
 
 namespace nvrtc_attn {

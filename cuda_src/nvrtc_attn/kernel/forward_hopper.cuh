@@ -7,8 +7,8 @@
 // that one group's products run under the other's softmax.
 // Key tiles run from the last to the first: those that need an element mask come first.
 //
-// Shared memory (slabs of 64 columns, see hopper/wgmma.cuh): kNumStagesQ x sQ[kBlockM][kHeadDim], kNumStages x
-// sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesScores x bias and mask (hopper/score_tile.cuh),
+// Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): kNumStagesQ x sQ[kBlockM][kHeadDim], kNumStages x
+// sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesScores x bias and mask (hopper/forward/score_tile.cuh),
 // kNumStagesQ x which tile it is, then the mbarriers. The output goes from registers to global memory.
 //
 // Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the
@@ -21,12 +21,12 @@
 #include "../collective/hidden_keys.cuh"
 #include "../collective/seqlen.cuh"
 #include "../common/fragment_load.cuh"
-#include "../hopper/barrier.cuh"
-#include "../hopper/row_store.cuh"
-#include "../hopper/scheduler.cuh"
-#include "../hopper/softmax.cuh"
-#include "../hopper/tma.cuh"
-#include "../hopper/wgmma.cuh"
+#include "../hopper/common/barrier.cuh"
+#include "../hopper/common/row_store.cuh"
+#include "../hopper/forward/scheduler.cuh"
+#include "../hopper/forward/softmax.cuh"
+#include "../hopper/common/tma.cuh"
+#include "../hopper/common/wgmma.cuh"
 
 namespace nvrtc_attn {
 

@@ -1,6 +1,6 @@
 // The bulk tensor copy engine: tiles from global to shared memory through a tensor map made on the host.
 #pragma once
-#include "../params.cuh"
+#include "../../params.cuh"
 
 namespace nvrtc_attn {
 

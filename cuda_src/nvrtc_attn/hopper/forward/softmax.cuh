@@ -1,9 +1,9 @@
 // What a consumer warp-group does between Q K^T and P V: masked scores, online softmax, P as an operand. The policies
 // are those of the portable family (collective/); what differs is when things happen, because products run beside this.
 #pragma once
-#include "../collective/softmax.cuh"
-#include "../common/fragment_load.cuh"
-#include "keep_words.cuh"
+#include "../../collective/softmax.cuh"
+#include "../../common/fragment_load.cuh"
+#include "../common/keep_words.cuh"
 #include "score_tile.cuh"
 
 namespace nvrtc_attn {

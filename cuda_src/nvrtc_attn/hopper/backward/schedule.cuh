@@ -6,9 +6,9 @@
 // set to zero.
 // Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it.
 #pragma once
-#include "../collective/mask.cuh"
-#include "../params.cuh"
-#include "uniform.cuh"
+#include "../../collective/mask.cuh"
+#include "../../params.cuh"
+#include "../common/uniform.cuh"
 
 namespace nvrtc_attn {
 

@@ -11,8 +11,8 @@
 // after it (of lower keys) at an earlier query tile, and comes to the same one later. The other order, longest tiles
 // first, would have each tile wait for the one before from the first query tile on.
 #pragma once
-#include "../collective/gradient_accumulator.cuh"
-#include "backward_helpers.cuh"
+#include "../../collective/gradient_accumulator.cuh"
+#include "helpers.cuh"
 
 namespace nvrtc_attn {
 

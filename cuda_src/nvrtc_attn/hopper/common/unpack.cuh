@@ -1,6 +1,6 @@
 // Two packed 16-bit values as floats, for values that stay packed until they are used.
 #pragma once
-#include "../common/mma.cuh"
+#include "../../common/mma.cuh"
 
 namespace nvrtc_attn {
 

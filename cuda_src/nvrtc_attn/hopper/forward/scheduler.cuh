@@ -6,8 +6,8 @@
 // The rest goes out tile by tile, longest first, every other round backwards: a block that had the longest tile of one
 // round has the shortest of the next. The host picks the number of rounds that comes out most even.
 #pragma once
-#include "../params.cuh"
-#include "uniform.cuh"
+#include "../../params.cuh"
+#include "../common/uniform.cuh"
 
 namespace nvrtc_attn {
 

@@ -1,14 +1,14 @@
 // Tiles of a 16-bit bias and of its gradient for transposed scores: both live in the slots of dS.
 //
-// A slot is rows of queries in slabs of 64 keys, 128 bytes a row, in the copy engine's 128-byte swizzle (hopper/wgmma.cuh).
+// A slot is rows of queries in slabs of 64 keys, 128 bytes a row, in the copy engine's 128-byte swizzle (hopper/common/wgmma.cuh).
 // The copy engine brings the bias into it, each warp takes the 16 keys that are its own, and puts dS there when it has it:
 // the operand of dQ, and the gradient of the bias, which the copy engine takes away. Rows and columns beyond the tensor
 // arrive as zeros and are not written. A bias of one row for all queries is one row in each slab.
 #pragma once
-#include "../collective/bias.cuh"
-#include "../common/fragment_load.cuh"
+#include "../../collective/bias.cuh"
+#include "../../common/fragment_load.cuh"
 #include "gradient_store.cuh"
-#include "tma.cuh"
+#include "../common/tma.cuh"
 
 namespace nvrtc_attn {
 

@@ -1,16 +1,16 @@
 // Warps that neither load nor multiply, in the backward kernel on Hopper: the loading group's last one orders the additions to
-// dq (hopper/ordered_dq.cuh), its others and those of a fourth group make dropout's decisions
-// (hopper/keep_words_transposed.cuh).
+// dq (hopper/backward/ordered_dq.cuh), its others and those of a fourth group make dropout's decisions
+// (hopper/backward/keep_words_transposed.cuh).
 //
 // They follow the schedule of the loading warp, which announces a key tile to them as soon as it has all copies of the tile
 // before under way, one or two query tiles before the consumers come to it.
 //
 // Shared memory of theirs: which tile it is (16 bytes), barriers, kNumStages x a slot of keep words.
 #pragma once
-#include "../collective/mask.cuh"
-#include "../collective/seqlen.cuh"
-#include "backward_schedule.cuh"
-#include "barrier.cuh"
+#include "../../collective/mask.cuh"
+#include "../../collective/seqlen.cuh"
+#include "schedule.cuh"
+#include "../common/barrier.cuh"
 
 namespace nvrtc_attn {
 

@@ -1,7 +1,7 @@
 // What the compiler is told of a value: that all lanes of a converged warp share it, so that it lives in a uniform register, or
 // nothing.
 #pragma once
-#include "../compat.cuh"
+#include "../../compat.cuh"
 
 namespace nvrtc_attn {
 

@@ -1,6 +1,6 @@
 // Bulk copies of contiguous memory by the copy engine: no tensor map, addresses and sizes in multiples of 16 bytes.
 #pragma once
-#include "../compat.cuh"
+#include "../../compat.cuh"
 
 namespace nvrtc_attn {
 

@@ -1,14 +1,14 @@
 // The map of shared memory, the mbarriers and the loading warp of the Hopper backward kernel; what they are for is at the head
 // of kernel/backward_hopper.cuh.
 #pragma once
-#include "../collective/gradient_accumulator.cuh"
-#include "backward_helpers.cuh"
-#include "bulk.cuh"
+#include "../../collective/gradient_accumulator.cuh"
+#include "helpers.cuh"
+#include "../common/bulk.cuh"
 #include "prepare_rows.cuh"
 #include "score_tile_transposed.cuh"
-#include "tma.cuh"
-#include "uniform.cuh"
-#include "wgmma.cuh"
+#include "../common/tma.cuh"
+#include "../common/uniform.cuh"
+#include "../common/wgmma.cuh"
 
 namespace nvrtc_attn {
 

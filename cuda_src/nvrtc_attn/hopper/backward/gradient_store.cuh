@@ -1,12 +1,12 @@
-// What the Hopper backward kernel needs beside hopper/wgmma.cuh: dS^T as an operand in shared memory and its product with K,
+// What the Hopper backward kernel needs beside hopper/common/wgmma.cuh: dS^T as an operand in shared memory and its product with K,
 // dK and dV to global memory.
 #pragma once
-#include "row_store.cuh"
-#include "wgmma.cuh"
+#include "../common/row_store.cuh"
+#include "../common/wgmma.cuh"
 
 namespace nvrtc_attn {
 
-// dS^T of a warp's 16 keys and 16 * kSteps queries -> rows of queries in a slab of 64 keys (see hopper/wgmma.cuh), which
+// dS^T of a warp's 16 keys and 16 * kSteps queries -> rows of queries in a slab of 64 keys (see hopper/common/wgmma.cuh), which
 // makes dS a left operand with contiguous keys. `slab` is a shared address, `warp` the warp's place in its group.
 template <class Element, int kSteps>
 NVRTC_ATTN_DEVICE void store_transposed(unsigned slab, FragmentA<Element> const (&ds)[kSteps], int warp, int lane) {

@@ -8,7 +8,7 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <cute/arch/mma_sm90_gmma.hpp>
 
-#include "../common/mma.cuh"
+#include "../../common/mma.cuh"
 
 namespace nvrtc_attn {
 

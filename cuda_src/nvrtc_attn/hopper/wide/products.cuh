@@ -1,7 +1,7 @@
-// What the Hopper backward kernel for wide heads needs beside hopper/wgmma.cuh and hopper/gradient_store.cuh: products whose left
+// What the Hopper backward kernel for wide heads needs beside hopper/common/wgmma.cuh and hopper/backward/gradient_store.cuh: products whose left
 // operand is one slab in shared memory, and P from one warp-group to the other.
 #pragma once
-#include "wgmma.cuh"
+#include "../common/wgmma.cuh"
 
 namespace nvrtc_attn {
 

@@ -11,7 +11,7 @@
 // the FP64 units (exact: two fused multiply-adds that round towards zero and two sums, eight cycles) are slower in
 // every mixture.
 #pragma once
-#include "../collective/dropout.cuh"
+#include "../../collective/dropout.cuh"
 #include "uniform.cuh"
 
 namespace nvrtc_attn {

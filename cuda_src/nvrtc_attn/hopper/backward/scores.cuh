@@ -1,14 +1,14 @@
 // What the Hopper backward kernels do with a tile of scores and of its gradient, in registers and shared memory. Tiles are
 // transposed: rows are keys, a thread has keys j and j + 8 and queries 8 m + 2 t and the next.
 #pragma once
-#include "../collective/hidden_keys.cuh"
-#include "../collective/mask.cuh"
-#include "../collective/scores.cuh"
-#include "../common/fragment_load.cuh"
+#include "../../collective/hidden_keys.cuh"
+#include "../../collective/mask.cuh"
+#include "../../collective/scores.cuh"
+#include "../../common/fragment_load.cuh"
 #include "keep_words_transposed.cuh"
 #include "score_tile_transposed.cuh"
-#include "unpack.cuh"
-#include "wgmma.cuh"
+#include "../common/unpack.cuh"
+#include "../common/wgmma.cuh"
 
 namespace nvrtc_attn {
 

@@ -4,11 +4,11 @@
 // Group 0: scores -> P, the left operand of dV, and the factor of dS: P, with softcap times its derivative, negative where
 // dropout has dropped it (dS = P * (Z * dP - delta) is not zero there). Group 1: dP and that factor -> dS, and dbias.
 #pragma once
-#include "../collective/score_gradient_transposed.cuh"
-#include "backward_scores.cuh"
-#include "gradient_store.cuh"
-#include "uniform.cuh"
-#include "wide_products.cuh"
+#include "../../collective/score_gradient_transposed.cuh"
+#include "../backward/scores.cuh"
+#include "../backward/gradient_store.cuh"
+#include "../common/uniform.cuh"
+#include "products.cuh"
 
 namespace nvrtc_attn {
 

@@ -1,6 +1,6 @@
 // Dropout in the backward kernel on Hopper: decisions of a tile of keys by queries, made by warps that do nothing else.
 //
-// The arithmetic (hopper/keep_words.cuh: 18 IMAD.WIDE of four cycles and 32 other instructions for a block of four decisions)
+// The arithmetic (hopper/common/keep_words.cuh: 18 IMAD.WIDE of four cycles and 32 other instructions for a block of four decisions)
 // depends on positions alone. In the consumers it would stand between two products; here the three warps of the loading
 // group that load nothing and those of a fourth group run one or two query tiles ahead. 32 registers each: with the
 // first product as a running sum (17 IMAD.WIDE) two blocks at a time would spill.
@@ -9,8 +9,8 @@
 // 8 m + 2 t + e of the tile: what thread (g, t) of a consumer needs for its key in one load. A block decides four neighbouring
 // keys of one query: a maker's lane takes four keys, one t and one e, and all m, which is half of four words.
 #pragma once
-#include "backward_helpers.cuh"
-#include "keep_words.cuh"
+#include "helpers.cuh"
+#include "../common/keep_words.cuh"
 
 namespace nvrtc_attn {
 

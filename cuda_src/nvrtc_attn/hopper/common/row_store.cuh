@@ -1,7 +1,7 @@
 // Accumulators of a warp-group to global memory, whole sectors: four threads of a row write 64 bytes.
 #pragma once
-#include "../common/mma.cuh"
-#include "../common/quad_transpose.cuh"
+#include "../../common/mma.cuh"
+#include "../../common/quad_transpose.cuh"
 
 namespace nvrtc_attn {
 

@@ -1,6 +1,6 @@
 // Hopper synchronisation: mbarriers in shared memory, named barriers, register reallocation between warp-groups.
 #pragma once
-#include "../compat.cuh"
+#include "../../compat.cuh"
 
 namespace nvrtc_attn {
 

@@ -75,7 +75,7 @@ NVRTC_ATTN_DEVICE void send_word(unsigned to, int word, unsigned barrier) {
                : "memory");
 }
 
-// As load_box (hopper/tma.cuh), to the same shared address of all blocks of a cluster of two, counted by the mbarrier at the same
+// As load_box (hopper/common/tma.cuh), to the same shared address of all blocks of a cluster of two, counted by the mbarrier at the same
 // address in each.
 NVRTC_ATTN_DEVICE void load_box_to_both(unsigned to, TensorMap const& map, unsigned barrier, int d, int m, int h, int b,
                                         unsigned long long policy) {

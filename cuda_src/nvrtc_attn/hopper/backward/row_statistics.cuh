@@ -1,7 +1,7 @@
 // What the Hopper backward kernels read of a query row beside its operands: delta, and the reference of P's exponent.
 #pragma once
-#include "../common/numbers.cuh"
-#include "../params.cuh"
+#include "../../common/numbers.cuh"
+#include "../../params.cuh"
 
 namespace nvrtc_attn {
 

@@ -4,8 +4,8 @@
 // then of the mask as slabs of 64 bytes a row (64 columns), in the copy engine's swizzle of that width: chunk c of row
 // r at chunk c ^ (r % 8), and c ^ (r / 2 % 4). A bias or mask of one row for all queries is one row in each slab.
 #pragma once
-#include "../collective/scores.cuh"
-#include "../common/fragment_load.cuh"
+#include "../../collective/scores.cuh"
+#include "../../common/fragment_load.cuh"
 
 namespace nvrtc_attn {
 
