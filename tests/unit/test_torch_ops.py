@@ -138,15 +138,14 @@ def test_compiled_whole(name: str, dynamic: bool) -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_one_dynamic_program_serves_all_lengths() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return na.attention(q, k, v, causal=True)
 
-    count = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        lambda q, k, v: na.attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=count
-    )
-    for m in range(11, 15):  # no two sizes are equal at first: torch would take them for one
-        compiled(*tensors(m=m, n=m + 6))
-    assert count.frame_count == 1
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(*tensors(m=11, n=17))  # no two sizes are equal at first: torch would take them for one
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for m in range(12, 15):
+            assert compiled(*tensors(m=m, n=m + 6)).shape[1] == m
 
 
 @pytest.mark.usefixtures("fresh")
