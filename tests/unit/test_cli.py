@@ -19,7 +19,7 @@ from nvrtc_attn.jit.config import BackwardConfig, Features, ForwardConfig, Kerne
 from nvrtc_attn.plans import precompile
 from nvrtc_attn.runtime import device
 
-SECTIONS = {"package", "environment", "driver", "gpus", "nvrtc", "headers", "cache", "frameworks", "problems"}
+SECTIONS = {"package", "environment", "driver", "gpus", "nvrtc", "headers", "cache", "frameworks", "sdpa", "problems"}
 
 
 def invoke(*arguments: str) -> Result:

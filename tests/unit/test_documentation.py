@@ -12,7 +12,7 @@ import pytest
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{name}.md" for name in ("benchmarks", "configuration", "experiments", "kernels")),
+    *(f"docs/{name}.md" for name in ("benchmarks", "configuration", "experiments", "kernels", "torch")),
 )
 
 
@@ -35,3 +35,16 @@ def test_links_lead_somewhere(page: str, repository: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_code_of_the_torch_page_runs(repository: Path) -> None:
+    """In order, as a reader would paste it; checks in the blocks are asserts."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch._dynamo.reset()
+    text = (repository / "docs" / "torch.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```") // 2 >= 8
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "docs/torch.md", "exec"), names)
