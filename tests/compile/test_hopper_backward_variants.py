@@ -344,6 +344,44 @@ def test_queries_of_a_tile_by_length() -> None:
         assert chosen(128, 4096, **changes) == (64, False), changes
 
 
+def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
+    def splits(**changes: Any) -> int:
+        return hopper_backward.choose_tile(problem(**changes), 132).splits
+
+    grouped: dict[str, Any] = {"num_heads": 32, "num_heads_kv": 1, "seqlen_q": 4096, "seqlen_k": 4096}
+    assert splits(**grouped) == 2  # 64 key tiles: one a multiprocessor
+    assert splits(**grouped, **CAUSAL) == 32  # eight a multiprocessor
+    assert splits(**grouped | {"num_heads_kv": 4}, **CAUSAL) == 8
+    assert splits(**grouped | {"batch": 16, "num_heads_kv": 8}, **CAUSAL) == 1
+    assert splits(**grouped, **CAUSAL, deterministic=True) == splits(**grouped, head_dim=256, **CAUSAL) == 1
+    assert splits(**grouped | {"num_heads": 28, "num_heads_kv": 4, "batch": 1}, **CAUSAL) == 7
+
+    spec = plan(problem(**grouped, **CAUSAL), splits=8)
+    kernels = {launch.config.kernel: launch for launch in spec.launches}
+    assert "dkv_convert" in kernels
+    params = dict(kernels["backward_hopper"].params)
+    assert (params["num_splits"], params["heads_per_group"], params["num_tiles"]) == (8, 4, 8 * 2 * 32)
+    (workspace,) = (item for item in spec.workspaces if item.field == "dkv_accum")
+    assert workspace.zeroed
+    assert workspace.nbytes == 4 * 2 * 4096 * (128 + 128)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, CAUSAL, {"head_dim": 64}, {"head_dim": 96, **CAUSAL}, {"varlen": True}, {"mask": MASK}, {"dropout_p": 0.1},
+        {"softcap": 30.0}, {"head_dim": 64, "bias": SCORES, "dbias": True}, {"head_dim": 64, "varlen": True, **CAUSAL},
+    ],
+    ids=lambda changes: "-".join(map(str, changes)) or "plain",
+)  # fmt: skip
+@pytest.mark.slow(sample=["plain", "varlen"])
+def test_split_groups_compile_without_a_spill(changes: dict[str, Any]) -> None:
+    config = kernel_of(plan(problem(num_heads_kv=1, **changes), splits=4)).config
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.split
+    assert compiled(config).spill_bytes == 0
+
+
 def test_plan_with_80_queries() -> None:
     prepare, main, convert = (spec := plan(problem(128, seqlen_q=4096, seqlen_k=4096))).launches
     assert label(spec) == "hopper 80x128 num_warps=12 num_stages=2"
