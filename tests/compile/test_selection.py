@@ -63,6 +63,15 @@ def test_every_kernel_compiles_for_every_class_of_architectures(
     assert {kernel for kernel, _ in run} == kernels
 
 
+def test_the_golden_table_has_every_kernel_of_these_tests_and_no_other(found: dict[str, list[dict[str, Any]]]) -> None:
+    compiled = {config_from_json(text) for test in found["run"] + found["left_out"] for text in test["kernels"]}
+    assert len(compiled) > 500
+    variants = {golden.variant(config) for config in compiled}
+    assert len(variants) == len(compiled), "two kernels of one name"
+    table = set(golden.read().lines)
+    assert (sorted(variants - table), sorted(table - variants)) == ([], []), "python tests/golden.py --update"
+
+
 def test_every_name_of_a_sample_is_a_test(found: dict[str, list[dict[str, Any]]]) -> None:
     tests = found["run"] + found["left_out"]
     names = {test["name"] for test in tests}
