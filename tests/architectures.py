@@ -15,6 +15,10 @@ ONE_OF_EACH_CLASS = tuple({architecture_class(arch): arch for arch in reversed(P
 """The first target of every class of the portable family: sm_75, sm_80, sm_86, sm_90, ..."""
 
 
+TWINS = (*(arch for arch in PORTABLE_ARCHITECTURES if arch not in ONE_OF_EACH_CLASS), "sm_110")
+"""The others, and sm_110 beside sm_100: instructions and tiles as of a target before them. Few variants are theirs."""
+
+
 def untuned_spill_bytes() -> int:
     """Spills that variants outside of test_hot_variants may have: none with NVRTC 13.0, which tables are tuned with.
 

@@ -1,8 +1,8 @@
 """Entry source -> cubin: derived key, memory, disk cache, NVRTC. Needs no GPU.
 
 The key is SHA-256 over everything that decides the bytes of the cubin: the source text, the options without include
-paths, the digest of all headers that can be included, and the build of NVRTC. Install prefixes and the driver are not
-in it.
+paths, the digest of the headers that the source can include, and the build of NVRTC. Install prefixes and the driver
+are not in it.
 
 NVRTC runs in worker processes (`worker_pool` says why), each called by a thread of its own here.
 
@@ -156,8 +156,8 @@ def compile_kernels(
         As `compile_kernel`, at the kernel that it is about; the others go on.
     """
     _check_driver()
-    digest = headers.header_digest()
-    requests = [_request(entry_source(config), config.arch, config, (), digest) for config in configs]
+    seen = headers.Snapshot()
+    requests = [_request(entry_source(config), config.arch, config, (), seen) for config in configs]
     for request in requests:
         _start(request, urgent=True)
     if meanwhile is not None and any(request.key in _flights for request in requests):
@@ -174,21 +174,25 @@ def request_kernels(configs: Sequence[KernelConfig]) -> None:
         if env.no_compile() or env.assert_cached():
             return
         _check_driver()
-        digest = headers.header_digest()
+        seen = headers.Snapshot()
         for config in configs:
-            _start(_request(entry_source(config), config.arch, config, (), digest), urgent=False)
+            _start(_request(entry_source(config), config.arch, config, (), seen), urgent=False)
     except Exception as error:
         LOGGER.debug("a compile ahead of time was not possible: %s", error)
 
 
 def _request(
-    source: str, arch: str, config: KernelConfig | None, extra_options: Sequence[str], digest: str | None = None
+    source: str,
+    arch: str,
+    config: KernelConfig | None,
+    extra_options: Sequence[str],
+    seen: headers.Snapshot | None = None,
 ) -> _Request:
     version, no_cache = _NO_CACHE
     options = (f"--gpu-architecture={arch}", *COMMON_OPTIONS, *extra_options)
     if headers.nvrtc().version >= version:
         options = (*options, no_cache)
-    return _Request(kernel_key(source, options, digest), source, arch, options, config)
+    return _Request(kernel_key(source, options, seen), source, arch, options, config)
 
 
 def _result(request: _Request) -> CompiledKernel:
@@ -294,13 +298,13 @@ def discard(key: str) -> None:
     kernel_cache().discard(key)
 
 
-def kernel_key(source: str, options: Sequence[str], header_digest: str | None = None) -> str:
+def kernel_key(source: str, options: Sequence[str], seen: headers.Snapshot | None = None) -> str:
     """Cache key of a compile, 64 hexadecimal digits. ``options`` hold no include paths.
 
-    ``header_digest`` is that of this moment (5 ms), which the kernels of one call share.
+    ``seen`` has the headers of this moment, which the kernels of one call share.
     """
     digest = hashlib.sha256(usedforsecurity=False)
-    header_digest = headers.header_digest() if header_digest is None else header_digest
+    header_digest = (headers.Snapshot() if seen is None else seen).digest(source)
     parts = (str(SCHEMA), PROGRAM_NAME, source, nvrtc_build(), header_digest, str(len(options)), *options)
     for part in parts:
         data = part.encode()

@@ -130,7 +130,7 @@ def test_source_architecture_and_every_option_change_the_key(monkeypatch: pytest
             kernel_key(SOURCE, (*options[:index], options[index][:-1], options[index][-1:], *options[index + 1 :]))
         )
     assert len(keys) == 2 + 3 * len(options)
-    monkeypatch.setattr(headers, "header_digest", lambda: "0" * 64)
+    monkeypatch.setattr(headers.Snapshot, "digest", lambda _self, _source: "0" * 64)
     assert kernel_key(SOURCE, options) not in keys
 
 
@@ -204,7 +204,7 @@ def test_key_is_the_same_for_every_python(version: str, repository: Path) -> Non
 import sys, types
 sys.path.insert(0, {str(repository)!r})
 from nvrtc_attn.jit import compile as compiler, headers
-compiler.nvrtc_build, headers.header_digest = (lambda: "13.0 build"), (lambda: "f" * 64)
+compiler.nvrtc_build, headers.Snapshot.digest = (lambda: "13.0 build"), (lambda self, source: "f" * 64)
 from nvrtc_attn.jit.config import *
 from nvrtc_attn.jit.codegen import entry_source
 print(compiler.kernel_key(entry_source({CONFIG!r}), ("--a", "--b")))
@@ -234,7 +234,7 @@ def elf(build_id: bytes, *, padding: int = 0) -> bytes:
 @pytest.mark.reliability(91)
 def test_a_patch_of_nvrtc_is_another_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     files = {"libnvrtc.so.13": b"1" * 20, "libnvrtc-builtins.so.13.1": b"2" * 20}
-    monkeypatch.setattr(headers, "header_digest", lambda: "0" * 64)
+    monkeypatch.setattr(headers.Snapshot, "digest", lambda _self, _source: "0" * 64)
     keys = []
     for changed in (None, *files):
         directory = tmp_path / str(changed)
@@ -419,8 +419,8 @@ def test_kernels_of_one_call_compile_side_by_side(monkeypatch: pytest.MonkeyPatc
 
 def test_the_kernels_of_one_call_share_a_look_at_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    real = headers.header_digest
-    monkeypatch.setattr(headers, "header_digest", lambda: looks.append(1) or real())
+    real = headers.roots
+    monkeypatch.setattr(headers, "roots", lambda: looks.append(1) or real())
     monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
     keys = [kernel.key for kernel in compile_kernels(CONFIGS)]
     assert len(looks) == 1
@@ -608,7 +608,7 @@ def test_missing_builtins_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     copy = tmp_path / Path(library.path).name
     shutil.copyfile(library.path, copy)
     monkeypatch.setattr(headers, "include_roots", lambda: roots)
-    monkeypatch.setattr(headers, "header_digest", lambda: "0" * 64)
+    monkeypatch.setattr(headers.Snapshot, "digest", lambda _self, _source: "0" * 64)
     monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc(library.version, str(copy)))
     with pytest.raises(CompileError) as caught:
         compile_source(SOURCE, "sm_80")
