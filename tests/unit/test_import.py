@@ -112,9 +112,9 @@ def test_refusals_do_not_depend_on_asserts(options: tuple[str, ...]) -> None:
     code = """
         import os
         from nvrtc_attn.base import env
-        from nvrtc_attn.plans import precompile
+        from nvrtc_attn.jit import config_text
         os.environ["NVRTC_ATTN_BACKEND"] = "cudnn"
-        for refused in (env.backend, lambda: precompile.config_from_json("{}")):
+        for refused in (env.backend, lambda: config_text.config_from_json("{}")):
             try:
                 refused()
             except ValueError as error:
