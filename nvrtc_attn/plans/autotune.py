@@ -40,7 +40,7 @@ from ..base.errors import CompileError, CudaError, DeviceFaultError, Unsupported
 from ..base.log import LOGGER, log_once
 from ..base.version import __version__
 from ..front.problem import AttentionProblem, OperandLayout
-from ..heuristics.portable_forward import features_of, is_vectorizable
+from ..heuristics.common import features_of, is_vectorizable
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import headers
 from ..jit.cache import TUNED, kernel_cache

@@ -12,11 +12,10 @@ from architectures import ONE_OF_EACH_CLASS
 from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
+from nvrtc_attn.heuristics.common import features_of, is_vectorizable
 from nvrtc_attn.heuristics.portable_forward import (
     MAX_PARTIAL_BYTES,
     choose_forward,
-    features_of,
-    is_vectorizable,
     smem_bytes,
 )
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec
