@@ -17,6 +17,7 @@ import numpy as np
 
 import nvrtc_attn
 from nvrtc_attn.api import backward_workspace_bytes, forward_workspace_bytes
+from nvrtc_attn.base.architectures import PORTABLE_ARCHITECTURES
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.headers import nvrtc
 from nvrtc_attn.plans import precompile
@@ -28,7 +29,7 @@ Gradients = tuple[Any, ...]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="sm_90", choices=device.PORTABLE_ARCHITECTURES, help="compile target")
+    parser.add_argument("--arch", default="sm_90", choices=PORTABLE_ARCHITECTURES, help="compile target")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=2048, help="sequence length of the CPU run")
     options = parser.parse_args()

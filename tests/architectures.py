@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nvrtc_attn.runtime.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
+from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 
 
 def architecture_class(arch: str) -> tuple[int, int, bool]:

@@ -16,11 +16,16 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
 from . import hopper_dbias, portable_backward, portable_dq
-from .hopper import DTYPES_16BIT, ceil_div, product_width, reasons_against_size, reasons_against_target, score_operands
+from .common import ceil_div, features_of, is_aligned, is_full_shape
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
+from .hopper_common import (
+    DTYPES_16BIT,
+    product_width,
+    reasons_against_size,
+    reasons_against_target,
+    score_operands,
+)
 from .hopper_dbias import dbias_layout
-from .portable_backward import is_aligned, is_full_shape
-from .portable_forward import features_of
 from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
 

@@ -28,11 +28,11 @@ from typing import Final
 from ..base import env
 from ..base.errors import CompileError
 from ..base.log import LOGGER
-from ..runtime import driver
 from . import headers, nvrtc_worker, worker_pool
 from .cache import SCHEMA, kernel_cache
 from .codegen import entry_source
 from .config import KernelConfig
+from .config_text import warmup_command
 from .dump import dump_kernel
 from .library_build import nvrtc_build
 from .worker_pool import Answer, Ticket, WorkerDiedError
@@ -129,8 +129,8 @@ def compile_kernel(config: KernelConfig) -> CompiledKernel:
     Raises
     ------
     CompileError
-        NVRTC is missing, too new for the driver, does not know the architecture or refused the source; its process
-        died; or a compile was forbidden by ``NVRTC_ATTN_NO_COMPILE`` or ``NVRTC_ATTN_ASSERT_CACHED``.
+        NVRTC is missing, does not know the architecture or refused the source; its process died; or a compile was
+        forbidden by ``NVRTC_ATTN_NO_COMPILE`` or ``NVRTC_ATTN_ASSERT_CACHED``.
     """
     return compile_source(entry_source(config), config.arch, config=config)
 
@@ -139,7 +139,6 @@ def compile_source(
     source: str, arch: str, *, config: KernelConfig | None = None, extra_options: Sequence[str] = ()
 ) -> CompiledKernel:
     """Like ``compile_kernel``, for any source that defines the kernel ``attention_entry``."""
-    _check_driver()
     return _result(_request(source, arch, config, extra_options))
 
 
@@ -155,7 +154,6 @@ def compile_kernels(
     CompileError
         As `compile_kernel`, at the kernel that it is about; the others go on.
     """
-    _check_driver()
     seen = headers.Snapshot()
     requests = [_request(entry_source(config), config.arch, config, (), seen) for config in configs]
     for request in requests:
@@ -173,7 +171,6 @@ def request_kernels(configs: Sequence[KernelConfig]) -> None:
     try:
         if env.no_compile() or env.assert_cached():
             return
-        _check_driver()
         seen = headers.Snapshot()
         for config in configs:
             _start(_request(entry_source(config), config.arch, config, (), seen), urgent=False)
@@ -433,19 +430,6 @@ def _refusal(answer: Answer, arch: str, version: str) -> str:
     return "\n".join([*lines, *(errors or log.splitlines())[:5]])
 
 
-def _check_driver() -> None:
-    """Refuse to compile what the driver in use could not load: a cubin needs a driver of NVRTC's major or later."""
-    if not driver.is_loaded():
-        return
-    needed, have = headers.nvrtc().version, driver.driver_version()
-    if have[0] < needed[0]:
-        raise CompileError(
-            f"NVRTC {needed[0]}.{needed[1]} makes code for drivers of CUDA {needed[0]} or later, and the installed "
-            f'driver supports CUDA {have[0]}.{have[1]}: pip install "nvrtc-attn[cu{have[0]}]" in a new environment, or '
-            "update the driver; see `python -m nvrtc_attn doctor`"
-        )
-
-
 def _copy(error: Exception) -> Exception:
     try:
         return type(error)(*error.args)
@@ -456,8 +440,6 @@ def _copy(error: Exception) -> Exception:
 def _warmup_command(config: KernelConfig | None, arch: str) -> str:
     if config is None:
         return f"python -m nvrtc_attn warmup --arch {arch}"
-    from ..plans.precompile import warmup_command  # which imports this module
-
     return warmup_command(config)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from architectures import ONE_OF_EACH_CLASS, TWINS, untuned_spill_bytes
 
+from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
 from nvrtc_attn.heuristics.portable_backward import choose_backward, smem_bytes
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.config import BackwardConfig
-from nvrtc_attn.runtime.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
 
 pytest.importorskip("cuda.bindings.nvrtc")
 

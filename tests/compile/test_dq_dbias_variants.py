@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from architectures import ONE_OF_EACH_CLASS, TWINS
 
+from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
 from nvrtc_attn.heuristics.portable_dq import choose_dbias, choose_dq, smem_bytes
 from nvrtc_attn.heuristics.spec import Launch
@@ -15,7 +16,6 @@ from nvrtc_attn.jit.codegen import entry_source, params_class
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.config import DbiasConfig, DqConfig, KernelConfig
 from nvrtc_attn.jit.params import BackwardParams
-from nvrtc_attn.runtime.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
 
 pytest.importorskip("cuda.bindings.nvrtc")
 

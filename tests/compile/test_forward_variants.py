@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 from architectures import ONE_OF_EACH_CLASS, TWINS
 
+from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
+from nvrtc_attn.heuristics.common import features_of, is_vectorizable
 from nvrtc_attn.heuristics.portable_forward import (
     MAX_PARTIAL_BYTES,
     choose_forward,
-    features_of,
-    is_vectorizable,
     smem_bytes,
 )
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec
 from nvrtc_attn.jit.config import Features, ForwardConfig, KernelConfig
-from nvrtc_attn.runtime.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
 
 PARKED_BYTES = 64
 """Of hot variants on GPUs that they were not tuned on: ptxas parks a few loop invariants when the accumulators take

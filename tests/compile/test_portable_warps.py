@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from nvrtc_attn.base.architectures import ARCHITECTURES, Architecture
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics.portable_backward import choose_backward
 from nvrtc_attn.heuristics.portable_forward import choose_forward
 from nvrtc_attn.heuristics.spec import Launch
-from nvrtc_attn.runtime.device import ARCHITECTURES, Architecture
 
 MIN_WARPS = 8
 SMALL = ("sm_86", "sm_89", "sm_120", "sm_121")

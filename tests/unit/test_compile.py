@@ -39,8 +39,7 @@ from nvrtc_attn.jit.compile import (
     request_kernels,
 )
 from nvrtc_attn.jit.config import BackwardConfig, DbiasConfig, DqConfig, Features, ForwardConfig, KernelConfig
-from nvrtc_attn.plans.precompile import config_from_json
-from nvrtc_attn.runtime import driver
+from nvrtc_attn.jit.config_text import config_from_json
 
 SOURCE = 'extern "C" __global__ void attention_entry(int* x) { x[threadIdx.x] = 1; }'
 CONFIG = ForwardConfig(
@@ -538,23 +537,6 @@ def test_an_unknown_architecture_is_refused(arch: str) -> None:
     assert digits(headers.nvrtc().version) in str(caught.value)
     assert "sm_80, " in str(caught.value)
     assert "pip install" in str(caught.value)
-
-
-@pytest.mark.reliability(66)
-def test_a_driver_older_than_nvrtc_is_refused_before_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 0), headers.nvrtc().path))
-    before = compiler.statistics.compiles
-    with installed(FakeDriver(version=12040)), pytest.raises(CompileError) as caught:
-        compile_source(SOURCE, "sm_80")
-    for part in ("13.0", "12.4", 'pip install "nvrtc-attn[cu12]"', "doctor"):
-        assert part in str(caught.value)
-    assert compiler.statistics.compiles == before
-
-
-def test_without_a_driver_in_use_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_api", None)
-    monkeypatch.setattr(driver, "_load", lambda: pytest.fail("the driver was loaded"))
-    assert compile_source(SOURCE, "sm_80").code
 
 
 @pytest.mark.reliability(93)

@@ -317,7 +317,7 @@ def test_held_memory_is_released_once_and_its_events_are_destroyed(
 
 
 def test_device_memory_is_freed_once(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in ("_pools", "_markers", "_scalars"):
+    for table in ("_markers", "_scalars"):
         monkeypatch.setattr(device_buffer, table, {})
     gc.collect()
     device_buffer._retired.clear()
