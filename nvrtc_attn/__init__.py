@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         dropout_keep_mask,
         forward_workspace_bytes,
     )
+    from .runtime.buffers import to_device
 
 __all__ = [
     "CacheWarning",
@@ -33,6 +34,7 @@ __all__ = [
     "backward_workspace_bytes",
     "dropout_keep_mask",
     "forward_workspace_bytes",
+    "to_device",
 ]
 
 _API = tuple(name for name in __all__ if name[0].islower())
@@ -42,8 +44,9 @@ def __getattr__(name: str) -> Any:
     if name not in _API:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import api
+    from .runtime import buffers
 
-    value = globals()[name] = getattr(api, name)
+    value = globals()[name] = getattr(buffers if name == "to_device" else api, name)
     return value
 
 

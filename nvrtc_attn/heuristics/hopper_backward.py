@@ -1,9 +1,7 @@
 """Backward pass of the Hopper family: which tile for which problem, or why the portable family must do it.
 
-Workspaces: ``delta`` and ``row_lse`` are ``[B, H, rows]`` with rows padded to whole query tiles (varlen:
-``[H, rows]``, a sequence begins in a tile of its own), so that the copy engine can bring a tile; the counter of key
-tiles follows ``row_lse``. ``dq_accum`` has the layout of the portable family (``collective/gradient_accumulator.cuh``),
-with tiles of 80 queries a transposed one.
+Workspaces: ``delta`` and ``row_lse`` are ``[B, H, rows]``, in whole query tiles (varlen: ``[H, rows]``), which the copy
+engine can bring; the counter of key tiles follows. ``dq_accum``: ``collective/gradient_accumulator.cuh``.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_aga
 MIN_HEAD_DIM: Final = 40
 """Smaller ones leave half of a 64-column slab empty; the portable family has exact tiles for them."""
 MIN_HEAD_DIM_BIAS: Final = 32
-"""Where the copy engine moves the bias: [256, 8, 256, 256] with gradient 0.350 ms, portable 0.554; a bias that the
-batch shares 0.378 and 0.736 (H200, 2026-11-21)."""
+"""Where the copy engine moves the bias, this family takes 0.5 to 0.65 of the portable one's time from here on."""
 MAX_HEAD_DIM: Final = 256
 """Beyond it dk and dv of 64 keys do not fit in a thread block's registers."""
 BLOCK_N: Final = 128
@@ -77,8 +74,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
 def uses_keep_words(problem: AttentionProblem) -> bool:
     """Whether dropout's decisions come from warps of their own; beside a bias, mask or softcap consumers make them.
 
-    H200, 2026-11-21, bfloat16, ms of all launches, decisions by consumers and by their own warps: D 64 B4 S2048 H16
-    0.86, 0.66; D 128 B4 S4096 H16 causal 2.26, 1.84. With one block at a time: D 64 0.74, of four warps only 0.91.
+    All launches then take 0.77 (D 64) to 0.81 (D 128, causal) of the time (H200, 2026-11-21; the figures are in
+    docs/experiments.md, "Dropout: decisions made elsewhere").
     """
     if is_wide(problem):
         return False
@@ -86,11 +83,11 @@ def uses_keep_words(problem: AttentionProblem) -> bool:
 
 
 def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
-    """The tile table. What was measured for it, and what lost, is in docs/experiments.md, "Hopper backward: tiles".
+    """The tile table; what lost is in docs/experiments.md, "Hopper backward: tiles" (H200, 2026-11-21).
 
     128 queries fit in registers up to head dim 64 only. Beyond it 80 with plain scores read 7.5 % less shared memory
-    than 64 and are 1 to 4 % faster (H200, D 128). ``fused`` saves a launch, 2 to 12 % up to 2048 queries (4096 with a
-    band), but with two key tiles a multiprocessor or fewer all of them wait for their rows at once.
+    than 64 and are 1 to 4 % faster. ``fused`` saves a launch, 2 to 12 % up to 2048 queries (4096 with a band), but
+    with two key tiles a multiprocessor or fewer all of them wait for their rows at once.
     """
     if is_wide(problem):
         return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
@@ -130,11 +127,10 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
 
 
 def is_plain(problem: AttentionProblem) -> bool:
-    """Whether ``fused`` and 80 queries are possible: registers suffice, idle warps have no other work.
+    """Whether ``fused`` and 80 queries are possible: registers suffice, and idle warps have no other work.
 
-    Lengths on the device take registers too, one key tile has no zeros to prepare, an order of additions has a warp.
-    With a bias as tiles ``fused`` gains nothing (B 256, S 256, H 8, D 32: 391 microseconds instead of 348; B 4, S 2048,
-    H 16, D 64: 500, 498; B 16, S 512: 191, 199).
+    Lengths on the device take registers too. With one key tile there are no zeros to prepare, and an order of
+    additions needs the warp itself. With a bias as tiles ``fused`` gains nothing (docs/experiments.md).
     """
     on_device = problem.varlen or problem.seqused_k
     summed = problem.seqlen_k > BLOCK_N and not problem.deterministic and not is_wide(problem)
@@ -218,10 +214,9 @@ def has_one_key_tile(problem: AttentionProblem) -> bool:
 def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, smem_limit: int) -> list[str]:
     """Why the portable family is faster than the plan ``spec``; empty when it is not.
 
-    Where multiprocessors are busy this family takes 0.45 to 0.9 of the portable one's time in every case measured
-    (H200, 2026-11-21: D 40 to 256, lengths 77 to 16384, bias, dropout). But it does not split queries: with thread
-    blocks for less than half of the multiprocessors a portable kernel that does has the more of them at work. Split in
-    two it is still behind (B 1, S 2048, H 4, D 128, 64 key tiles: 108 microseconds, this family 88).
+    Where multiprocessors are busy this family takes 0.45 to 0.9 of its time in every case measured (H200, 2026-11-21).
+    But it does not split queries, and with thread blocks for less than half of the multiprocessors a portable kernel
+    that splits them in more than two keeps more of the GPU at work (docs/experiments.md, "Few key tiles").
     """
     main = kernel_of(spec)
     tiles = dict(main.params)["num_tiles"]

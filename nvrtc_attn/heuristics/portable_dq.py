@@ -64,7 +64,7 @@ def _vector_scores(problem: AttentionProblem) -> bool:
 
 
 def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
-    """The dq tile table, best first. Times: H200, bfloat16, 4 x 2048 x 16 heads, 2026-11; no variant spills."""
+    """The dq tile table, best first; no variant spills. docs/experiments.md, "Deterministic dq", has the times."""
     widest = max(base.head_dim, base.head_dim_v)
     features = base.features
     policies = sum((features.bias is not None, features.mask, features.dropout, features.softcap))
@@ -82,25 +82,25 @@ def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
     if base.itemsize == 4:
         # 3xTF32 keeps two registers for a word of an operand.
         if widest <= 64 and policies == 0 and not base.legacy_mma:
-            yield tile(128, 32, 4, chunk_n=16)  # 2.25 ms; one row block a warp 2.41
+            yield tile(128, 32, 4, chunk_n=16)  # two row blocks a warp, 7 % less time than one
         if widest <= 128:
             if policies == 0 and widest > 64:
-                yield tile(128, 32, 8, num_stages=1)  # 4.93 ms at head dim 128; 64 rows and two stages 6.35
+                yield tile(128, 32, 8, num_stages=1)  # 22 % less time than 64 rows and two stages
             yield tile(64, 32, 4, chunk_n=16)
             yield tile(64, 16, 4)
     elif widest <= 64 and policies < 2 and not base.legacy_mma:
-        # Two row blocks a warp halve the reads of K and V from shared memory. There are registers for q and dout
-        # (0.314 ms instead of 0.334) only in the plainest variant.
+        # Two row blocks a warp halve the reads of K and V from shared memory. There are registers for q and dout, which
+        # save 6 %, only in the plainest variant.
         yield tile(128, 64, 4, preload=policies == 0 and not features.band)
     if base.itemsize == 2 and widest <= 128:
         if not base.legacy_mma and policies == 0 and (widest <= 96 or not features.band):
-            yield tile(128, 32, 4)  # 0.606 ms at head dim 128; one row block a warp 0.688
+            yield tile(128, 32, 4)  # 12 % less time than one row block a warp
         if not base.legacy_mma and policies == 0:
             yield tile(64, 32, 4, preload=True)
         if not base.legacy_mma:
             yield tile(64, 64, 4)
         yield tile(64, 32, 4)
-        if not base.legacy_mma:  # 8 warps in 99 KB. 4 x 4096 x 16 x 128, whole backward: 7.92 ms, 128 rows 8.55
+        if not base.legacy_mma:  # 8 warps in 99 KB; 64 rows on 4 warps take 7 % less time than 128 on 8
             if policies == 0:
                 yield tile(64, 32, 4, num_stages=1, preload=True)
             yield tile(128, 32, 8)
@@ -111,12 +111,10 @@ def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
         yield tile(64, 32, 4, num_stages=1)
         if not base.legacy_mma:  # 8 warps where shared memory has room for one block
             yield tile(128, 32, 8, num_stages=1)
-        # From head dim 160, 99 KB hold 4 warps of these. Tiles with 8 were 6 to 17 % slower (4 x 4096 x 16 heads, whole
-        # backward in ms). Head dim 192: 13.20; two warps a row 14.64, streamed in two blocks 14.13. 256: 18.30;
-        # streamed in two blocks 20.58, with 128 rows 21.13, with two warps a row 21.49.
+        # From head dim 160, 99 KB hold 4 warps of these. Tiles with 8 were 6 to 17 % slower.
     elif base.itemsize == 2:
         # dq rows need two warps. S and dP are shared, not recomputed: a round trip of dS through shared memory costs
-        # 1/16 of the products. 0.51 ms at 2 x 4096 x 1 head, head dim 512; streamed 0.68.
+        # 1/16 of the products. A quarter less time than streamed operands.
         yield tile(64, 32, 4, warps_d=2, num_stages=1)
     warps_d = 2 if widest > 256 or base.itemsize == 4 else 1
     for slice_bytes, block_n, num_stages in ((256, 64, 3), (128, 64, 2), (128, 32, 2)):
@@ -171,8 +169,7 @@ def _dbias_candidates(base: DbiasConfig) -> Iterator[DbiasConfig]:
     """The dbias tile table, best first; ``min_blocks_per_sm`` blocks have to fit a multiprocessor.
 
     Warps of 32 x 32 scores (dS, S, dP take 96 registers) in blocks of four, three to a multiprocessor: 168 registers a
-    thread. H200, bfloat16, bias [1, 16, 2048, 2048], batch 4, head dim 64, 2026-11: 0.51 ms. Lost: 96 x 128 (12 warps)
-    0.73, 64 x 128 with warps of 32 x 64 0.54, two blocks a multiprocessor 0.62.
+    thread. Two blocks take 22 % longer, wider tiles 6 to 43 % (H200, 2026-11; docs/experiments.md, "Bias gradient").
     """
     features = base.features
     # These need more registers than a third of a multiprocessor has.

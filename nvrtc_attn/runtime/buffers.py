@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import math
 import sys
 import threading
@@ -220,6 +221,53 @@ class DeviceBuffer(_Buffer):
                 driver.call("cuEventRecord", event, self.stream, device=index)
                 driver.call("cuStreamWaitEvent", consumer, event, 0, device=index)
                 driver.call("cuEventDestroy", event, device=index)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A copy in host memory. Waits for all work of the legacy default stream and of streams that wait for it.
+
+        bfloat16 needs the package ``ml_dtypes``, which gives NumPy that type.
+        """
+        if self.dtype == "bfloat16":
+            importlib.import_module("ml_dtypes")  # registers the name
+        array = np.empty(self.shape, self.dtype)
+        if array.nbytes:
+            index = self.device.index
+            with driver.device_context(index):
+                driver.call("cuMemcpyDtoH", array.ctypes.data, self.ptr, array.nbytes, device=index)
+        return array
+
+
+def to_device(array: Any, device_index: int = 0) -> DeviceBuffer:
+    """Copy a NumPy array to a GPU, for programs without a framework that has memory there.
+
+    Parameters
+    ----------
+    array
+        Anything that ``numpy.asarray`` takes, of a dtype that a call accepts somewhere.
+    device_index
+        Ordinal of the GPU.
+
+    Returns
+    -------
+    DeviceBuffer
+        Row-major, with ``shape`` and ``dtype``. `attention_forward`, `attention_backward` and every other consumer of
+        DLPack take it as input and as output; its method ``numpy()`` copies it back.
+
+    Raises
+    ------
+    TypeError
+        Another dtype.
+    CudaError
+        There is no driver, no such GPU, or not enough memory.
+    """
+    array = np.asarray(array, order="C")
+    if array.dtype.name not in DTYPES:
+        raise TypeError(f"array: dtype {array.dtype.name}, accepted are {', '.join(DTYPES)}")
+    buffer = DeviceBuffer(array.shape, array.dtype.name, device_index)
+    if array.nbytes:
+        with driver.device_context(device_index):
+            driver.call("cuMemcpyHtoD", buffer.ptr, array.ctypes.data, array.nbytes, device=device_index)
+    return buffer
 
 
 class HostBuffer(_Buffer):
