@@ -31,7 +31,8 @@ sys.path.insert(0, str(TESTS.parent))  # as a script; pytest has it there alread
 from nvrtc_attn.jit.codegen import entry_source  # noqa: E402
 from nvrtc_attn.jit.compile import CompiledKernel, compile_kernel, compile_kernels, nvrtc_build  # noqa: E402
 from nvrtc_attn.jit.config import Features, KernelConfig  # noqa: E402
-from nvrtc_attn.plans.precompile import compile_configs, config_from_json, config_to_json  # noqa: E402
+from nvrtc_attn.jit.config_text import config_from_json, config_to_json  # noqa: E402
+from nvrtc_attn.plans.precompile import compile_configs  # noqa: E402
 
 TABLE = TESTS / "golden" / "machine_code.txt"
 _NVRTC = "# NVRTC "
