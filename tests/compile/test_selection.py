@@ -14,7 +14,7 @@ import pytest
 import selection
 from architectures import ONE_OF_EACH_CLASS, architecture_class
 
-from nvrtc_attn.plans.precompile import config_from_json
+from nvrtc_attn.jit.config_text import config_from_json
 
 pytest.importorskip("cuda.bindings.nvrtc")
 HOPPER = architecture_class("sm_90a")
