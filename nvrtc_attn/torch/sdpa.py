@@ -6,6 +6,7 @@ padding and Philox states of torch's own kernels, so that a backward pass of one
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import threading
@@ -16,11 +17,11 @@ from typing import Any, Final
 
 import torch
 
-from .. import api, aten
+from .. import api
 from ..base import env
 from ..base.errors import CudaError, UnsupportedError, shown
 from ..base.log import LOGGER, log_once
-from ..front.call import Call, CallOptions, describe
+from ..front.call import Call, CallOptions
 from ..front.problem import Causal, layout
 from ..front.tensors import view
 from ..front.validation import MAX_HEAD_DIM
@@ -28,6 +29,8 @@ from ..plans.plan import LseLayout, backward_plan, forward_plan
 from ..runtime import driver
 from . import _remember, _signature, attention, detached, draw_rng, raw_stream, resolved, rng_words
 
+LSE_ALIGNMENT: Final = 32
+"""Rows of the log-sum-exp are padded to a multiple of this with +inf, so that ``exp(s - lse)`` is 0 there."""
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -174,7 +177,7 @@ def _collapsed(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 def _describe(q: Any, k: Any, v: Any, bias: Any, options: CallOptions) -> Call:
     q, k, v, bias = map(detached, (q, k, v, bias))
-    return describe(
+    return api.checked_call(
         q, k, v, bias=bias, mask=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, options=options,
         stream=None,
     )  # fmt: skip
@@ -201,6 +204,21 @@ def _state_of(*words: torch.Tensor) -> tuple[Any, ...]:
     return tuple(x if x.is_cuda else int(x) & (2**64 - 1) for x in words)
 
 
+def no_state(device: torch.device) -> tuple[Any, Any]:
+    """Zeros where the seed has its words: on the GPU while a graph is captured, which then holds one fill of both."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0, 0
+    seed, offset = torch.zeros(2, dtype=torch.int64, device=device).unbind()
+    return seed, offset
+
+
+def as_tensor(word: Any) -> torch.Tensor:
+    """The seed's form of a Philox word: int64, unsigned values above 2**63 wrapped."""
+    if isinstance(word, torch.Tensor):
+        return word
+    return torch.tensor(word - 2**64 if word >= 2**63 else word, dtype=torch.int64)
+
+
 def _planned(make: Callable[[], Any], device: torch.device) -> Any:
     """What ``make`` makes; torch's kernel where that would have to load one while a CUDA graph is captured."""
     try:
@@ -220,7 +238,7 @@ def efficient_forward(
     bias = _collapsed(resolved(attn_bias))
     device = q.device
     batch, length, heads, _ = q.shape
-    rows = -(-length // aten.LSE_ALIGNMENT) * aten.LSE_ALIGNMENT
+    rows = -(-length // LSE_ALIGNMENT) * LSE_ALIGNMENT
     options = (compute_log_sumexp, dropout_p, is_causal, scale, env.raw_backend())
     key_ = (*options, *map(_signature, (q, k, v, bias)))
     plan = _forward_plans.get(key_) if q.is_cuda else None
@@ -237,7 +255,7 @@ def efficient_forward(
             return forward_plan(call.with_outputs(), call.device.index, statistic, raw_stream(device))
 
         plan = _remember(_forward_plans, key_, _planned(make, device))
-    state = draw_rng(q, k, None) if dropout_p > 0 else aten._no_state(device) if q.is_cuda else (0, 0)
+    state = draw_rng(q, k, None) if dropout_p > 0 else no_state(device) if q.is_cuda else (0, 0)
     if not out.numel():
         lse.fill_(float("inf"))
     elif plan is None:  # on the CPU
@@ -256,7 +274,7 @@ def efficient_forward(
             lse.data_ptr() if compute_log_sumexp else 0, bias=0 if bias is None else bias.data_ptr(),
             rng=rng_words(state, dropout_p), workspace=0 if workspace is None else workspace.data_ptr(),
         )  # fmt: skip
-    seed, offset = map(aten._as_tensor, state)
+    seed, offset = map(as_tensor, state)
     return out.transpose(1, 2), lse, seed, offset
 
 
@@ -401,10 +419,12 @@ class enable_sdpa:  # noqa: N801 - it is called like a function, as torch.no_gra
 
 
 def _install(level: str, keys: tuple[str, ...]) -> torch.library.Library:
+    # By name: it is built on this package, so nothing in here may import it.
+    importlib.import_module("nvrtc_attn.aten")
     functions: dict[tuple[str, str], Callable[..., Any]] = {}
     for key in keys:
         if level == _EFFICIENT:
-            functions |= {(name, key): function for name, function in _OPERATORS.items()}
+            functions |= {(name, key): function for name, function in OPERATORS.items()}
         else:
             name = "scaled_dot_product_attention"
             functions |= {(name, key): _composite_below, (name, f"Autograd{key}"): _composite}
@@ -484,17 +504,8 @@ def _composite_below(*arguments: Any, **options: Any) -> torch.Tensor:
         return _composite(*arguments, **options)
 
 
-def _jagged_forward(*arguments: Any, **options: Any) -> Any:
-    return aten.efficient_attention_forward(*arguments, **options)
-
-
-def _jagged_backward(*arguments: Any, **options: Any) -> Any:
-    return aten.efficient_attention_backward(*arguments, **options)
-
-
-_OPERATORS: Final[dict[str, Callable[..., Any]]] = {
+OPERATORS: Final[dict[str, Callable[..., Any]]] = {
     "_scaled_dot_product_efficient_attention": _checked(efficient_forward, 0, 3),
     "_scaled_dot_product_efficient_attention_backward": _checked(efficient_backward, 1, 4),
-    "_efficient_attention_forward": _jagged_forward,
-    "_efficient_attention_backward": _jagged_backward,
 }
+"""What `enable_sdpa` takes over. `nvrtc_attn.aten` adds its own, which jagged nested tensors call."""
