@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .base.errors import CacheWarning, CompileError, CudaError, DeviceFaultError, UnsupportedError
+from .base.version import __version__
 
 if TYPE_CHECKING:
     from .api import (
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     )
     from .runtime.buffers import to_device
 
-__version__ = "0.1.0"
 __all__ = [
     "CacheWarning",
     "CompileError",

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import torch
 
+from .api import checked_call
 from .base.errors import shown
-from .front.call import Call, CallOptions, describe
+from .front.call import Call, CallOptions
 from .front.problem import Causal, layout
 from .front.tensors import view
 from .front.validation import Violations, check_integer
@@ -263,7 +264,7 @@ def _describe(
         # The operator needs no longest key length in the forward pass; every sequence fits in all tokens.
         tokens = key.shape[1] if key.dim() == 4 else None
         options = {"max_seqlen_q": max_q, "max_seqlen_k": _integer("max_seqlen_k", max_k) or tokens}
-    return describe(
+    return checked_call(
         query, key, value, bias=bias, mask=None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqlen_k if varlen else None,
         options=CallOptions(

@@ -1,4 +1,4 @@
-"""A CUDA driver in Python: what driver.py, device.py, module.py and launch.py call, with faults on request."""
+"""A CUDA driver in Python: what `nvrtc_attn.runtime` calls, with faults on request."""
 
 from __future__ import annotations
 

@@ -12,12 +12,11 @@ from typing import Final
 
 from ..front.problem import AttentionProblem
 from ..jit.config import HopperBackwardConfig
-from .hopper import ceil_div, score_operands
+from .common import ceil_div
+from .hopper_common import SMEM_LIMIT, score_operands
 
 NARROW_HEAD_DIM: Final = 128
 """Beyond it dk and dv of 64 keys do not fit in one warp-group's registers, which ``backward_hopper`` wants."""
-SMEM_BYTES: Final = 232448
-"""What a thread block may use on compute capability 9.0."""
 CLUSTER: Final = 2
 WIDE_L2_BYTES: Final = 16 << 20
 """What the heads in work at a time may take of L2 (with a band): 2 heads of S 4096, 3 to 4 % faster than 1 or 3."""
@@ -64,5 +63,5 @@ def wide_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Hopp
     mapped = features.softcap or features.prescale or features.bias is not None
     wide = replace(config, kernel="backward_hopper_wide", cluster=CLUSTER, log2_lse=not mapped)
     trials = (replace(wide, num_stages=3), wide, replace(wide, num_stages_dout=1))
-    fitting = next(trial for trial in trials if smem_bytes(trial) <= SMEM_BYTES)
+    fitting = next(trial for trial in trials if smem_bytes(trial) <= SMEM_LIMIT)
     return replace(fitting, smem_bytes=smem_bytes(fitting))

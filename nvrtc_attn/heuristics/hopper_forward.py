@@ -11,24 +11,22 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import HopperForwardConfig
-from .hopper import (
+from .common import ceil_div, features_of, is_vectorizable
+from .hopper_common import (
     DTYPES_16BIT,
     MIN_QUERY_ROWS,
-    ceil_div,
+    SMEM_LIMIT,
     product_width,
     reasons_against_size,
     reasons_against_target,
     score_operands,
 )
-from .portable_forward import features_of, is_vectorizable
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
 
 Array: TypeAlias = npt.NDArray[Any]
 
 MAX_HEAD_DIM: Final = 256
-SMEM_LIMIT: Final = 232448
-"""Bytes of shared memory a block may use on compute capability 9.0."""
 L2_BYTES: Final = 40 << 20
 """What stays in an L2 of 50 to 60 MB beside queries and outputs."""
 BLOCKS_SHARING_A_HEAD: Final = 8

@@ -12,7 +12,8 @@ from typing import Any, Final
 from ..base.errors import UnsupportedError
 from ..front.problem import AttentionProblem
 from ..jit.config import BackwardConfig, Features
-from .portable_forward import MEASURED_SMEM, MIN_WARPS, features_of, is_vectorizable, warps_per_sm
+from .common import features_of, is_aligned, is_full_shape
+from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .spec import BackwardPlanSpec, Launch, Workspace
 
 MAX_HEAD_DIM: Final = 512
@@ -227,21 +228,6 @@ def choose_backward(
             Workspace(field="dbias_partial", nbytes=partial_bytes, params=(("num_dbias_splits", num_dbias_splits),))
         )
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
-
-
-def is_full_shape(problem: AttentionProblem) -> bool:
-    """Whether the bias has one element per score."""
-    shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    return problem.bias is not None and problem.bias.shape == shape
-
-
-def is_aligned(problem: AttentionProblem) -> bool:
-    """Whether rows of all eight tensors can be moved in 16-byte vectors; tensors without a layout are dense."""
-    itemsize = 4 if problem.dtype == "float32" else 2
-    if problem.head_dim % 8 or problem.head_dim_v % 8:
-        return False
-    operands = (problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv)
-    return all(operand is None or is_vectorizable(operand, itemsize) for operand in operands)
 
 
 def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:

@@ -10,7 +10,8 @@ from typing import Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import DbiasConfig, DqConfig, KernelConfig
-from .portable_forward import MEASURED_SMEM, MIN_WARPS, features_of, is_vectorizable, warps_per_sm
+from .common import ceil_div, features_of, is_vectorizable
+from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .spec import Launch
 
 MAX_PARTIAL_BYTES: Final = 256 << 20
@@ -37,12 +38,8 @@ def smem_bytes(config: KernelConfig) -> int:
     return config.num_stages * (2 * config.itemsize * rows * config.slice_d + _OP_BYTES) + sums
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _tile_dim(head_dim: int) -> int:
-    return 8 * _ceil_div(head_dim, 8)
+    return 8 * ceil_div(head_dim, 8)
 
 
 def _aligned(problem: AttentionProblem, *written: OperandLayout | None) -> bool:
@@ -148,7 +145,7 @@ def choose_dq(
         # Streamed operands are read again for each slice: more warps do not make up for it.
         fitting.sort(key=lambda c: c.streamed or warps_per_sm(c.num_warps, smem_bytes(c), smem_limit) < MIN_WARPS)
     config = fitting[0]
-    num_m_blocks = _ceil_div(problem.seqlen_q, config.block_m)
+    num_m_blocks = ceil_div(problem.seqlen_q, config.block_m)
     batch = problem.batch + problem.varlen  # one more: tokens outside every sequence
     if problem.varlen:
         num_m_blocks = max(num_m_blocks, 1)
@@ -164,8 +161,8 @@ def _slice_of(head_dim: int, itemsize: int) -> int:
     Three blocks of two 64 KiB stages fill a 227 KiB multiprocessor; wider slices leave room for two blocks only.
     """
     widest = 144 // itemsize // 8 * 8
-    counts = range(_ceil_div(head_dim, widest), _ceil_div(head_dim, widest) + 2)
-    return min((n * _tile_dim(_ceil_div(head_dim, n)), n, _tile_dim(_ceil_div(head_dim, n))) for n in counts)[2]
+    counts = range(ceil_div(head_dim, widest), ceil_div(head_dim, widest) + 2)
+    return min((n * _tile_dim(ceil_div(head_dim, n)), n, _tile_dim(ceil_div(head_dim, n))) for n in counts)[2]
 
 
 def _dbias_candidates(base: DbiasConfig) -> Iterator[DbiasConfig]:
@@ -179,7 +176,7 @@ def _dbias_candidates(base: DbiasConfig) -> Iterator[DbiasConfig]:
     heavy = features.mask or features.dropout or features.softcap or base.itemsize == 4
     heavy = heavy or (features.bias == "float32" and not base.vector_scores)
     most = 2 if heavy or base.legacy_mma else 3
-    half = _tile_dim(_ceil_div(base.slice_d, 2))
+    half = _tile_dim(ceil_div(base.slice_d, 2))
     for slice_d, min_blocks in [
         *((s, n) for s in (base.slice_d, half) for n in range(most, 1, -1)),
         (base.slice_d, 1),
@@ -193,9 +190,9 @@ def _dbias_splits(tiles: int, reduced: int, slots: int, numel: int) -> int:
     if tiles == 0 or tiles >= slots:
         return 1
     # A share under 4 score tiles pays more for its prologue and its partial sums than it gains.
-    most = min(_ceil_div(reduced, 4), max(MAX_PARTIAL_BYTES // (4 * numel), 1))
-    splits = max(min(_ceil_div(slots, tiles), most), 1)
-    return _ceil_div(reduced, _ceil_div(reduced, splits)) if reduced else 1
+    most = min(ceil_div(reduced, 4), max(MAX_PARTIAL_BYTES // (4 * numel), 1))
+    splits = max(min(ceil_div(slots, tiles), most), 1)
+    return ceil_div(reduced, ceil_div(reduced, splits)) if reduced else 1
 
 
 def choose_dbias(
@@ -232,7 +229,7 @@ def choose_dbias(
     config = next(
         c for c in _dbias_candidates(base) if c.min_blocks_per_sm * (smem_bytes(c) + 1024) <= smem_limit + 1024
     )
-    num_m, num_n = _ceil_div(problem.seqlen_q, config.block_m), _ceil_div(problem.seqlen_k, config.block_n)
+    num_m, num_n = ceil_div(problem.seqlen_q, config.block_m), ceil_div(problem.seqlen_k, config.block_n)
     tiles = shape[0] * shape[1] * (1 if reduce_m else num_m) * (1 if reduce_n else num_n)
     reduced = (problem.batch if shape[0] == 1 else 1) * (problem.num_heads if shape[1] == 1 else 1)
     reduced *= (num_m if reduce_m else 1) * (num_n if reduce_n else 1)
@@ -255,5 +252,5 @@ def dbias_reduce(problem: AttentionProblem, *, arch: str, num_sms: int, legacy_m
         kernel="dbias_reduce", arch=arch, dtype=problem.dtype, head_dim=8, head_dim_v=8, block_m=16, block_n=16,
         num_warps=_REDUCE_WARPS, dbias_dtype=problem.bias.dtype, legacy_mma=legacy_mma,
     )  # fmt: skip
-    grid = min(_ceil_div(prod(problem.bias.shape), 32), 32 * num_sms)
+    grid = min(ceil_div(prod(problem.bias.shape), 32), 32 * num_sms)
     return Launch(config=config, grid=grid, block=config.num_threads, smem_bytes=0)

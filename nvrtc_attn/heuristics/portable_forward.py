@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import c_float
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
-from ..front.problem import AttentionProblem, OperandLayout
+from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
+from .common import ceil_div, features_of, is_vectorizable, maps_scores, round_up
+from .portable_common import MEASURED_SMEM, MIN_WARPS, SMEM_RESERVED, warps_per_sm
 from .spec import ForwardPlanSpec, Launch
 
 MAX_HEAD_DIM: Final = 512
@@ -27,13 +28,6 @@ IN_FLIGHT_BYTES: Final = 30 << 10
 SPLIT_BYTES: Final = 30 << 20
 """What splitting costs, in bytes that could have been read: 7 us of an H200, most of it the second kernel."""
 COMBINE_WARPS: Final = 4
-MIN_WARPS: Final = 8
-"""Warps a multiprocessor, two for each of its schedulers: one multiplies while the other waits for its operands."""
-MEASURED_SMEM: Final = 227 << 10
-"""Shared memory per block of the GPU that the tables were measured on. With less, tiles with `MIN_WARPS` come first."""
-_REGISTERS_PER_SM: Final = 65536
-_SMEM_RESERVED: Final = 1024
-"""Shared memory that the driver keeps per thread block, and that a multiprocessor has more than one block may use."""
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
 
@@ -68,50 +62,6 @@ def smem_bytes(config: ForwardConfig) -> int:
     return max(config.itemsize * tiles, epilogue)
 
 
-def warps_per_sm(num_warps: int, smem_bytes: int, smem_limit: int) -> int:
-    """Warps of thread blocks of ``num_warps`` with ``smem_bytes`` and 255 registers a thread on one multiprocessor."""
-    by_smem = (smem_limit + _SMEM_RESERVED) // (smem_bytes + _SMEM_RESERVED)
-    return num_warps * min(by_smem, _REGISTERS_PER_SM // (256 * 32 * num_warps))
-
-
-def is_vectorizable(layout: OperandLayout, itemsize: int) -> bool:
-    """Whether every row of the last dim is contiguous and starts and ends at a multiple of 16 bytes."""
-    if layout.offset_alignment < 16 or layout.shape[-1] * itemsize % 16:
-        return False
-    if layout.strides[-1] != 1:
-        return False
-    outer = zip(layout.shape[:-1], layout.strides[:-1], strict=True)
-    return all(size == 1 or stride * itemsize % 16 == 0 for size, stride in outer)
-
-
-def features_of(problem: AttentionProblem) -> Features:
-    """Policies that the kernel needs for ``problem``."""
-    return Features(
-        band=problem.band,
-        bias=problem.bias.dtype if problem.bias is not None else None,
-        mask=problem.mask is not None,
-        softcap=problem.softcap > 0,
-        # Folding the scale into the exponent keeps the order of scores only when it is positive, in float32.
-        prescale=c_float(problem.softmax_scale).value <= 0,
-        dropout=problem.dropout_p > 0,
-        varlen=problem.varlen,
-        seqused_k=problem.seqused_k,
-    )
-
-
-def maps_scores(features: Features) -> bool:
-    """Whether kernels turn products into scores in natural units: ``kMapsScores`` in ``collective/scores.cuh``."""
-    return features.prescale or features.softcap or features.bias is not None
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return _ceil_div(value, multiple) * multiple
-
-
 def _tiles(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_limit: int) -> Iterator[Tile]:
     """The tile table: choices for ``config`` (whose tile fields are placeholders), best first.
 
@@ -119,7 +69,7 @@ def _tiles(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_limit: int)
     """
     for tile in _tiles_by_shape(config, seqlen_q, seqlen_k, smem_limit):
         # Few keys (cross-attention to 77 tokens): a tile need not be wider than they are.
-        yield replace(tile, block_n=max(16 * tile.warps_n, min(tile.block_n, _round_up(seqlen_k, 16))))
+        yield replace(tile, block_n=max(16 * tile.warps_n, min(tile.block_n, round_up(seqlen_k, 16))))
 
 
 def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_limit: int) -> Iterator[Tile]:
@@ -225,9 +175,9 @@ def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) ->
     6 more for the partial results and the second kernel (H200, 2026-11-20; docs/experiments.md, "Portable forward:
     splits of the keys").
     """
-    best, best_cost = 1, _ceil_div(blocks, slots) * (num_key_tiles + 3)
+    best, best_cost = 1, ceil_div(blocks, slots) * (num_key_tiles + 3)
     for splits in range(2, min(max_splits, num_key_tiles // 2) + 1):
-        cost = _ceil_div(blocks * splits, slots) * (_ceil_div(num_key_tiles, splits) + 3) + 6
+        cost = ceil_div(blocks * splits, slots) * (ceil_div(num_key_tiles, splits) + 3) + 6
         if cost < 0.95 * best_cost:
             best, best_cost = splits, cost
     return best
@@ -235,7 +185,7 @@ def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) ->
 
 def _resident(config: ForwardConfig, smem_limit: int, by_registers: int) -> int:
     """Blocks that share a multiprocessor: by shared memory (1 KB of each is the system's) and by registers."""
-    by_smem = (smem_limit + _SMEM_RESERVED) // (smem_bytes(config) + _SMEM_RESERVED)
+    by_smem = (smem_limit + SMEM_RESERVED) // (smem_bytes(config) + SMEM_RESERVED)
     return max(1, min(by_smem, by_registers))
 
 
@@ -293,7 +243,7 @@ def _stream_keys(
         together = blocks * splits + busy
         if not ragged:
             together = waves * slots + ((rest**4 + busy**4) ** 0.25 if rest else 0)
-        cost = (_ceil_div(num_key_tiles, splits) + 0.25) * tile_bytes * together  # a block starts and ends, too
+        cost = (ceil_div(num_key_tiles, splits) + 0.25) * tile_bytes * together  # a block starts and ends, too
         if splits > 1:
             cost += SPLIT_BYTES + 2 * splits * row_bytes
         if splits == 1 or cost < 0.99 * best_cost:
@@ -339,8 +289,8 @@ def choose_forward(
         kernel="forward_portable",
         arch=arch,
         dtype=problem.dtype,
-        head_dim=_round_up(problem.head_dim, 8),
-        head_dim_v=_round_up(problem.head_dim_v, warps_d_unit),
+        head_dim=round_up(problem.head_dim, 8),
+        head_dim_v=round_up(problem.head_dim_v, warps_d_unit),
         block_m=16,
         block_n=16,
         num_warps=1,
@@ -363,10 +313,10 @@ def choose_forward(
     config = fitting[min(rank, len(fitting) - 1)]
 
     # A varlen problem whose sequences are all empty still has tokens to zero.
-    num_m_blocks = max(_ceil_div(rows, config.block_m), int(problem.varlen))
+    num_m_blocks = max(ceil_div(rows, config.block_m), int(problem.varlen))
     num_rows = heads * rows
     row_bytes = 4 * num_rows * (config.head_dim_v + 1)
-    num_key_tiles = _ceil_div(problem.seqlen_k, config.block_n)
+    num_key_tiles = ceil_div(problem.seqlen_k, config.block_n)
     max_splits = min(MAX_SPLITS, MAX_PARTIAL_BYTES // row_bytes) if row_bytes else 1
     if num_splits is not None:
         num_splits = max(1, min(num_splits, max_splits, num_key_tiles // 2))
@@ -421,7 +371,7 @@ def choose_forward(
             ),
             Launch(
                 config=combine_config,
-                grid=_ceil_div(num_rows, combine_config.block_m) + (problem.num_heads if problem.varlen else 0),
+                grid=ceil_div(num_rows, combine_config.block_m) + (problem.num_heads if problem.varlen else 0),
                 block=combine_config.num_threads,
                 smem_bytes=smem_bytes(combine_config),
                 params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits)),

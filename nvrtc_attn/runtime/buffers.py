@@ -30,7 +30,7 @@ from ..base.dtypes import DTYPES
 from ..base.errors import CudaError
 from ..front import dlpack
 from ..front.tensorview import Device
-from . import driver
+from . import device, driver
 
 OUT_OF_MEMORY: Final = 2
 """``CUDA_ERROR_OUT_OF_MEMORY``."""
@@ -62,7 +62,6 @@ _lock = threading.Lock()
 # Device -> a computation of JAX, and what may be freed when it is done. Device -> a scalar of JAX to compute with.
 _markers: dict[int, tuple[Any, list[_Retired]]] = {}
 _scalars: dict[int, Any] = {}
-_pools: dict[int, bool] = {}
 _exit_hook_set = False
 
 
@@ -106,7 +105,7 @@ class _DeviceMemory:
         self.address, self.device_index, self.exported = 0, device_index, False
         try:
             with driver.device_context(device_index):
-                if _has_pools(device_index):
+                if device.properties(device_index).has_memory_pools:
                     pointer = driver.call("cuMemAllocAsync", size_bytes, stream, device=device_index)
                 else:
                     pointer = driver.call("cuMemAlloc", size_bytes, device=device_index)
@@ -148,15 +147,6 @@ def _free(memories: Sequence[_Retired], device_index: int) -> None:
     with driver.device_context(device_index):
         for memory in memories:
             driver.call("cuMemFree", memory.address, device=device_index)
-
-
-def _has_pools(device_index: int) -> bool:
-    found = _pools.get(device_index)
-    if found is None:
-        attribute = driver.api().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
-        handle = driver.call("cuDeviceGet", device_index)
-        found = _pools[device_index] = bool(driver.call("cuDeviceGetAttribute", attribute, handle))
-    return found
 
 
 class _Buffer:

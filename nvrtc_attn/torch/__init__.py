@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from .. import api
 from ..base import env
 from ..base.errors import shown
-from ..front.call import Call, CallOptions, describe, plain_flags, plain_options, rng_state
+from ..front.call import Call, CallOptions, plain_flags, plain_options, rng_state
 from ..front.dlpack import compact_strides
 from ..front.problem import Causal, WindowSize, dense_layout
 from ..front.tensors import CPU, Device, view
@@ -286,7 +286,7 @@ def backward(
 def _describe(tensors: Tensors, values: tuple[Any, ...], *more: bool) -> Call:
     options = CallOptions(**dict(zip(CallOptions.__dataclass_fields__, (*values, *more), strict=False)))
     q, k, v, *others = map(detached, tensors)
-    return describe(q, k, v, **dict(zip(_OPTIONAL, others, strict=True)), options=options, stream=None)
+    return api.checked_call(q, k, v, **dict(zip(_OPTIONAL, others, strict=True)), options=options, stream=None)
 
 
 def _keywords(tensors: Tensors, options: tuple[Any, ...]) -> dict[str, Any]:

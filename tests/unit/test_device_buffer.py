@@ -76,7 +76,7 @@ class FakeDriver(fake_driver.FakeDriver):
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    for table in ("_pools", "_markers", "_scalars"):
+    for table in ("_markers", "_scalars"):
         monkeypatch.setattr(device_buffer, table, {})
     gc.collect()
     device_buffer._retired.clear()

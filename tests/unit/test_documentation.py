@@ -17,7 +17,7 @@ import documents
 import pytest
 
 import nvrtc_attn
-from nvrtc_attn.__main__ import main
+from nvrtc_attn.commands import main
 
 HEURISTICS = Path(__file__).resolve().parents[2] / "nvrtc_attn" / "heuristics"
 PAGES = documents.PAGES

@@ -28,6 +28,13 @@ NVRTC_ATTN_DEVICE void add_block(float* block, float const (&c)[4], int lane) {
 #endif
 }
 
+// One row of blocks.
+template <int kTiles>
+NVRTC_ATTN_DEVICE void add_blocks(float* row, float const (&c)[1][kTiles][4], int lane) {
+#pragma unroll
+  for (int d = 0; d < kTiles; ++d) add_block(row + d * kAccumBlock, c[0][d], lane);
+}
+
 // This lane's four values of one block, which are read this once.
 NVRTC_ATTN_DEVICE float4 read_block(float const* block, int lane) {
   if constexpr (kVectorReduction) return __ldcs(reinterpret_cast<float4 const*>(block) + lane);

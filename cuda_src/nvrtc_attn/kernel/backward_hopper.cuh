@@ -1,5 +1,6 @@
 // Attention backward on Hopper (sm_90a): dk and dv of one key tile at a time, dq added into a float32 workspace. Where one
-// tile holds all keys (kOneKeyTile), dq is complete and goes to its own tensor.
+// tile holds all keys (kOneKeyTile), dq is complete and goes to its own tensor. With kSplit several thread blocks share the
+// query heads of a key tile, and add their dk and dv into dkv_accum (kernel/dkv_convert.cuh).
 //
 // Roles: warp-group 0 loads (one thread issues all copies); each of the other two warp-groups owns 64 of the tile's 128 keys.
 // Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV += P^T dO and
@@ -36,8 +37,21 @@
 #include "../hopper/common/barrier.cuh"
 #include "../hopper/backward/gradient_store.cuh"
 #include "../hopper/backward/ordered_dq.cuh"
+#include "dkv_convert.cuh"
 
 namespace nvrtc_attn {
+
+// Split: adds a warp's 16 keys of dk and dv to the workspace; `thread` of the consumers.
+template <class Traits, int kTilesD, int kTilesDv>
+NVRTC_ATTN_DEVICE void add_to_workspace(HopperBackwardParams const& params, KeyTile const& tile,
+                                        AccTile const (&dk)[1][kTilesD], AccTile const (&dv)[1][kTilesDv], int thread) {
+  index_t const rows = index_t(params.num_n_blocks) * Traits::kBlockN;
+  index_t const first = tile.n_block * Traits::kBlockN + thread / 32 * 16;
+  int const head = tile.b * params.num_heads_kv + announced_key_head<Traits>(params, tile);
+  float* const accum = params.dkv_accum + index_t(head) * dkv_accum_size<Traits>(params);
+  add_blocks(accum + first * Traits::kHeadDim, dk, thread & 31);
+  add_blocks(accum + rows * Traits::kHeadDim + first * Traits::kHeadDimV, dv, thread & 31);
+}
 
 // One consumer warp-group.
 template <class Traits, class Shape>
@@ -51,7 +65,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
                          (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap;
   constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // Of dv, under the last product; takes registers.
-  constexpr bool kEarlyStore = !kLengthsOnDevice || (kBlockM == 128 && !Traits::kKeepWords);
+  constexpr bool kEarlyStore = !Traits::kSplit && (!kLengthsOnDevice || (kBlockM == 128 && !Traits::kKeepWords));
   int const tid = int(threadIdx.x) - 128;
   int const lane = tid & 31;
   int const warp = tid >> 5 & 3;  // of the group
@@ -84,14 +98,13 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         parity ^= 1;
         release(barriers.empty_k());
         release(barriers.empty_v());
-        zero_unused_rows<Shape::kConsumers>(
-            reinterpret_cast<Element*>(params.dk) + index_t(tile.h) * params.dk_stride_h, params.dk_stride_n,
-            params.dk_stride_d, params.cu_seqlens_k, params.batch, params.total_k, params.head_dim, tile.n_block,
-            params.num_n_blocks, tid);
-        zero_unused_rows<Shape::kConsumers>(
-            reinterpret_cast<Element*>(params.dv) + index_t(tile.h) * params.dv_stride_h, params.dv_stride_n,
-            params.dv_stride_d, params.cu_seqlens_k, params.batch, params.total_k, params.head_dim_v, tile.n_block,
-            params.num_n_blocks, tid);
+        int const hk = announced_key_head<Traits>(params, tile);
+        zero_unused_rows<Shape::kConsumers>(reinterpret_cast<Element*>(params.dk) + index_t(hk) * params.dk_stride_h,
+                                            params.dk_stride_n, params.dk_stride_d, params.cu_seqlens_k, params.batch,
+                                            params.total_k, params.head_dim, tile.n_block, params.num_n_blocks, tid);
+        zero_unused_rows<Shape::kConsumers>(reinterpret_cast<Element*>(params.dv) + index_t(hk) * params.dv_stride_h,
+                                            params.dv_stride_n, params.dv_stride_d, params.cu_seqlens_k, params.batch,
+                                            params.total_k, params.head_dim_v, tile.n_block, params.num_n_blocks, tid);
         continue;
       }
     }
@@ -103,7 +116,8 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
       int const first = left > 0 ? range.first * kBlockM : seqlen.len_q;
       int const last = (range.first + range.count) * kBlockM;
       int const cols = min(Shape::kBlockN, params.seqlen_k - n0);
-      for (int head = tile.h * params.heads_per_group; head < (tile.h + 1) * params.heads_per_group; ++head) {
+      int const first_head = announced_first_head<Traits>(params, tile);
+      for (int head = first_head; head < first_head + params.heads_per_group; ++head) {
         zero_dbias<Traits, Shape::kConsumers / 32>(params, tile.b, head, n0, cols, 0, min(first, seqlen.len_q), tid);
         if (left > 0) {
           zero_dbias<Traits, Shape::kConsumers / 32>(params, tile.b, head, n0, cols, last, seqlen.len_q, tid);
@@ -132,7 +146,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
       ScoreBlock<Traits, Shape> const scores{map, mask, n_group + 16 * warp + (lane >> 2), lane & 3,
                                              TransposedBias<Traits>(params, warp, lane)};
       int m = range.start;
-      int h = tile.h * params.heads_per_group;
+      int h = announced_first_head<Traits>(params, tile);
       if constexpr (Traits::kVarlen || Traits::kSequsedK) {
         // Keys beyond the sequence belong to another one or to nobody: they may hold NaN, and dQ multiplies them by zero.
         int const valid = max(seqlen.len_k - n0, 0);
@@ -375,7 +389,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         pin_registers(dv);
         pin_registers(p);
         release(barriers.empty_dout(slot.stage));
-        if (left == 1) release_k();
+        if (!Traits::kSplit && left == 1) release_k();
         add_dq(dq, h, m0);
         if (kEarlyStore && left == 1) store_dv();
         range.next(h, m);
@@ -393,7 +407,14 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
         slot.advance();
       }
       if constexpr (Shape::kStoresTiles) release_stored();
+      if constexpr (Traits::kSplit) {
+        // What is needed here is read again: over the loop there are no registers for it.
+        KeyTile const again = read_key_tile(smem + Shape::kOffsetTile);
+        release_k();
+        add_to_workspace<Traits>(params, again, dk, dv, opaque(tid));
+      }
     }
+    if constexpr (Traits::kSplit) continue;
 
     store_dk();
     int const key = n0 + 64 * group + 16 * warp;

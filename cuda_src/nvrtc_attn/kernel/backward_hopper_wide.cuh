@@ -187,7 +187,7 @@ NVRTC_ATTN_DEVICE void load_wide_operands(HopperBackwardParams const& params,
   };
   int t = int(blockIdx.x) / 2;
   while (t < params.num_tiles) {
-    KeyTile const tile = key_tile<false>(params, t);
+    KeyTile const tile = key_tile<false, false>(params, t);
     bool const is_real = !(Traits::kVarlen && tile.b == params.batch);
     SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, is_real ? tile.b : 0);
     PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);

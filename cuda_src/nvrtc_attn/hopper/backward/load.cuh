@@ -68,6 +68,7 @@ struct HopperBackwardShape {
   static_assert(kStages == 2, "slots of dS go with those of Q");
   static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
   static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
+  static_assert(!(Traits::kSplit && Traits::kOrdered), "dk and dv have no order of additions");
   static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");
   static constexpr bool kPlain =
       !(kBiasTiles || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
@@ -157,11 +158,12 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
   };
   int t = Traits::kOrdered ? take_tile() : int(blockIdx.x);
   while (t < params.num_tiles) {
-    KeyTile tile = key_tile<Traits::kOrdered>(params, t);
+    KeyTile tile = key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
     if constexpr (Traits::kFused) {
       wait_for_rows<Traits>(params, tile.b, tile.h);
       t = opaque(t);
-      tile = key_tile<Traits::kOrdered>(params, t);  // computed again: nothing of it stays alive over the wait
+      tile = key_tile<Traits::kOrdered, Traits::kSplit>(params,
+                                                        t);  // computed again: nothing of it stays alive over the wait
     }
     helpers.announce(tile, parity, issuer);
     bool const is_real = !(Traits::kVarlen && tile.b == params.batch);
@@ -170,7 +172,7 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
     PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
     QueryRange<Traits> const range(params, mask, tile.n_block);
     if (!is_real || range.count == 0) {
-      announce(tile.n_block, tile.h, tile.b);
+      announce(tile.n_block, Traits::kSplit ? tile.h * params.heads_per_group : tile.h, tile.b);
       if (issuer) barriers.full_k().arrive();
       barriers.empty_v().wait(parity ^ 1);
       if (issuer) barriers.full_v().arrive();
@@ -179,6 +181,7 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
       int const q_b = params.q_stride_b == 0 ? 0 : seqlen.batch_index;
       int const dout_b = params.dout_stride_b == 0 ? 0 : seqlen.batch_index;
       int h = tile.h * params.heads_per_group;
+      int const hk = key_head<Traits>(params, tile.h);
       int m = range.start;
       // Of the statistics, in floats: both workspaces have the same strides.
       index_t const sequence = index_t(seqlen.batch_index) * params.delta_stride_b +
@@ -247,7 +250,7 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
         if (issuer && range.count <= 4) {
 #pragma unroll
           for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-            prefetch_box(params.tensor_map_k, slab * kSlabColumns, n0, params.k_stride_h == 0 ? 0 : tile.h,
+            prefetch_box(params.tensor_map_k, slab * kSlabColumns, n0, params.k_stride_h == 0 ? 0 : hk,
                          params.k_stride_b == 0 ? 0 : seqlen.batch_index);
           }
           int next_h = h, next_m = m;
@@ -264,20 +267,20 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
 #pragma unroll
         for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
           load_box(smem + Shape::kOffsetV + slab * Shape::kSlabK, params.tensor_map_v, barriers.full_v().address,
-                   slab * kSlabColumns, seqlen.k_row0 + n0, params.v_stride_h == 0 ? 0 : tile.h,
+                   slab * kSlabColumns, seqlen.k_row0 + n0, params.v_stride_h == 0 ? 0 : hk,
                    params.v_stride_b == 0 ? 0 : seqlen.batch_index, kEvictFirst);
         }
       }
       load_q();
       load_dout();
-      announce(tile.n_block, tile.h, tile.b);
+      announce(tile.n_block, Traits::kSplit ? h : tile.h, tile.b);
       if (issuer) {
         barriers.full_k().arrive_and_expect(Shape::kBytesK);
 #pragma unroll
         for (int slab = 0; slab < Shape::kSlabs; ++slab) {
           load_box(smem + slab * Shape::kSlabK, params.tensor_map_k, barriers.full_k().address, slab * kSlabColumns,
-                   seqlen.k_row0 + n0, params.k_stride_h == 0 ? 0 : tile.h,
-                   params.k_stride_b == 0 ? 0 : seqlen.batch_index, kEvictFirst);
+                   seqlen.k_row0 + n0, params.k_stride_h == 0 ? 0 : hk, params.k_stride_b == 0 ? 0 : seqlen.batch_index,
+                   kEvictFirst);
         }
       }
 #pragma unroll 1
@@ -290,7 +293,8 @@ NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, Backwar
     if constexpr (Shape::kBytesZeros > 0) {
       // Query tiles of every head that no product reaches.
       if (issuer && is_real) {
-        for (int head = tile.h * params.heads_per_group; head < (tile.h + 1) * params.heads_per_group; ++head) {
+        int const first = Traits::kSplit ? read_key_tile(smem + Shape::kOffsetTile).h : tile.h * params.heads_per_group;
+        for (int head = first; head < first + params.heads_per_group; ++head) {
           for (int m = 0; m < params.num_m_blocks; ++m) {
             if (m >= range.first && m < range.first + range.count) continue;
 #pragma unroll
