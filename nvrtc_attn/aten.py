@@ -1,4 +1,4 @@
-"""The seed's two entry points: stand-ins for ``aten::_efficient_attention_forward`` and ``_backward`` on CUDA tensors.
+"""Stand-ins for PyTorch's ``aten::_efficient_attention_forward`` and ``_efficient_attention_backward`` on CUDA tensors.
 
 Parameters, defaults and returned values are the operators' own, padded log-sum-exp and Philox state included. Where the
 operators have known defects (windows and offsets in the backward pass, rows without a key, variable lengths with
@@ -261,7 +261,7 @@ def _describe(
     max_q, max_k = max_seqlens
     options: dict[str, Any] = {}
     if varlen:
-        # The seed needs no longest key length in the forward pass; every sequence fits in all tokens.
+        # The operator needs no longest key length in the forward pass; every sequence fits in all tokens.
         tokens = key.shape[1] if key.dim() == 4 else None
         options = {"max_seqlen_q": max_q, "max_seqlen_k": _integer("max_seqlen_k", max_k) or tokens}
     return checked_call(
@@ -304,7 +304,7 @@ def _addresses(call: Call) -> dict[str, Any]:
 
 
 def _no_state(device: torch.device) -> tuple[Any, Any]:
-    """Zeros where the seed has its words: on the GPU while a graph is captured, which then holds one fill of both."""
+    """Zeros in place of the operator's words: on the GPU while a graph is captured, then one fill of both."""
     if not torch.cuda.is_current_stream_capturing():
         return 0, 0
     seed, offset = torch.zeros(2, dtype=torch.int64, device=device).unbind()
@@ -312,7 +312,7 @@ def _no_state(device: torch.device) -> tuple[Any, Any]:
 
 
 def _as_tensor(word: Any) -> torch.Tensor:
-    """The seed's form of a Philox word: int64, unsigned values above 2**63 wrapped."""
+    """The operator's form of a Philox word: int64, unsigned values above 2**63 wrapped."""
     if isinstance(word, torch.Tensor):
         return word
     return torch.tensor(word - 2**64 if word >= 2**63 else word, dtype=torch.int64)
