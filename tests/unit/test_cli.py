@@ -21,7 +21,7 @@ from nvrtc_attn.jit.cache import kernel_cache
 from nvrtc_attn.jit.config import BackwardConfig, Features, ForwardConfig, KernelConfig
 from nvrtc_attn.plans import precompile
 
-SECTIONS = {"package", "environment", "driver", "gpus", "nvrtc", "headers", "cache", "frameworks", "problems"}
+SECTIONS = {"package", "environment", "driver", "gpus", "nvrtc", "headers", "cache", "frameworks", "sdpa", "problems"}
 
 
 def invoke(*arguments: str) -> Result:
