@@ -1,4 +1,4 @@
-"""Hugging Face diffusers: the attention backend ``"nvrtc_attn"``, and a processor for the U-Nets that have no backends."""
+"""Hugging Face diffusers: the attention backend ``"nvrtc_attn"``, and a processor for the U-Nets without backends."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ class AttnProcessor:
             context = attn.norm_encoder_hidden_states(encoder_hidden_states)
         batch, length = context.shape[:2]
         query, key, value = (
-            x.unflatten(-1, (attn.heads, -1)) for x in (attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context))
+            x.unflatten(-1, (attn.heads, -1))
+            for x in (attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context))
         )
         if attn.norm_q is not None:
             query = attn.norm_q(query.transpose(1, 2)).transpose(1, 2)

@@ -104,9 +104,9 @@ def DS4Sci_EvoformerAttention(  # noqa: N802  DeepSpeed's name
     Notes
     -----
     Where both are given, the first is read as a mask if it needs no gradient and holds nothing but 0 and values of at
-    most -10,000; finding out waits for the GPU once. A row of it without keys is 0 and gives no gradient (DeepSpeed: the
-    mean of V, as all keys are hidden alike). Otherwise, and while a CUDA graph is captured, the two are added up, in
-    ``[N, H, L, L]`` memory, with one line logged.
+    most -10,000; finding out waits for the GPU once. A row of it without keys is 0 and gives no gradient (DeepSpeed:
+    the mean of V, as all keys are hidden alike). Otherwise, and while a CUDA graph is captured, the two are added up,
+    in ``[N, H, L, L]`` memory, with one line logged.
     """
     if Q.dim() != 5:
         raise ValueError(f"Q: shape {tuple(Q.shape)}. It is [batch, rows, length, heads, head_dim].")
@@ -115,8 +115,8 @@ def DS4Sci_EvoformerAttention(  # noqa: N802  DeepSpeed's name
     given: list[torch.Tensor | None] = [*biases, None, None][:2]
     if len(biases) > 2 or any(x is not None and x.shape != shape for x, shape in zip(given, shapes, strict=True)):
         raise ValueError(
-            f"biases: shapes {[None if x is None else tuple(x.shape) for x in biases]}. They are {list(shapes)}, in this "
-            f"order; None stands for one that is missing."
+            f"biases: shapes {[None if x is None else tuple(x.shape) for x in biases]}. They are {list(shapes)}, in "
+            f"this order; None stands for one that is missing."
         )
     outs = [
         _evoformer(Q[b], K[b], V[b], *(None if x is None else x[b] for x in given))
@@ -146,7 +146,11 @@ def _evoformer(
 
 def _as_mask(bias: torch.Tensor) -> torch.Tensor | None:
     """True where the bias is 0, if it is at most `HIDDEN` everywhere else and no gradient of it is wanted."""
-    if bias.requires_grad or torch.compiler.is_compiling() or (bias.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if (
+        bias.requires_grad
+        or torch.compiler.is_compiling()
+        or (bias.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         return None
     keep = bias == 0
     return keep if bool((keep | (bias <= HIDDEN)).all()) else None

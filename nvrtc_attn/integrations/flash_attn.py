@@ -1,7 +1,7 @@
 """flash_attn: its functions, under its signatures, on this library's kernels.
 
-Only the module is offered: ``from nvrtc_attn.integrations.flash_attn import flash_attn_func``. It does not pretend to be
-the distribution ``flash-attn``, and does not need it.
+Only the module is offered: ``from nvrtc_attn.integrations.flash_attn import flash_attn_func``. It does not pretend to
+be the distribution ``flash-attn``, and does not need it.
 
 All functions take float16, bfloat16 and float32, head dims up to 512, keys and values with fewer heads, and are
 differentiable in every floating-point input, in ``alibi_slopes`` and through the returned lse too.
@@ -65,11 +65,14 @@ def flash_attn_func(
     """
     reasons = _dropped_probabilities(return_attn_probs, dropout_p)
     options: dict[str, Any] = {
-        "softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p, "deterministic": deterministic or None,
+        "softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p,
+        "deterministic": deterministic or None,
     }  # fmt: skip
     if alibi_slopes is None:
         _refuse(reasons)
-        result = attention(q, k, v, causal=causal, window_size=window_size, return_lse=bool(return_attn_probs), **options)
+        result = attention(
+            q, k, v, causal=causal, window_size=window_size, return_lse=bool(return_attn_probs), **options
+        )
         return (*result, q.new_empty(0)) if return_attn_probs else result
     left, right = (None if bound is None or bound < 0 else bound for bound in window_size)
     if not causal and right != 0 and q.shape[1] > k.shape[1]:
@@ -186,16 +189,14 @@ def _unpacked(packed: torch.Tensor, name: str, rank: int) -> tuple[torch.Tensor,
     if packed.dim() != rank or packed.shape[-3] != len(name):
         batch = "batch, seqlen" if rank == 5 else "total tokens"
         raise ValueError(f"{name}: shape {tuple(packed.shape)}. It is [{batch}, {len(name)}, heads, head_dim].")
-    return packed.unbind(-3)
+    return tuple(packed.unbind(-3))
 
 
 def _dropped_probabilities(wanted: bool, dropout_p: float) -> list[str]:
     if not wanted or not dropout_p:
         return []
-    return [
-        "return_attn_probs: with dropout_p > 0 it asks for the M x N probabilities, which are never in memory. "
-        "nvrtc_attn.dropout_keep_mask gives the mask of a seed."
-    ]
+    reason = "return_attn_probs: with dropout_p > 0 it asks for the M x N probabilities, which are never in memory."
+    return [f"{reason} nvrtc_attn.dropout_keep_mask gives the mask of a seed."]
 
 
 def _refuse(reasons: list[str]) -> None:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from ..base.errors import UnsupportedError
 from ..base.log import log_once
+from ..front.problem import Causal
 from ..torch import attention
 from .versions import check_version
 
@@ -35,7 +36,9 @@ def register(name: str = NAME) -> None:
         ``name`` contains "flash" or "sdpa", by which transformers chooses masks of other forms.
     """
     if any(word in name for word in ("flash", "sdpa", "eager", "|")):
-        raise ValueError(f"name: got {name!r}. transformers gives names with flash, sdpa, eager or | a meaning of theirs.")
+        raise ValueError(
+            f"name: got {name!r}. transformers gives names with flash, sdpa, eager or | a meaning of theirs."
+        )
     check_version("transformers", "5.23.0", "5.23.0")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -46,7 +49,7 @@ class Band(NamedTuple):
 
     keys: torch.Tensor | None
     """``[B, 1, 1, N]``, True keeps the key."""
-    causal: bool | str
+    causal: Causal
     window_size: _Window
 
 
@@ -118,9 +121,7 @@ def attention_mask(
 
     pattern = None if use_vmap or _is_traced() else _pattern(mask_function)
     if pattern is None or not isinstance(q_offset, int):
-        return dense(
-            allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip
-        )
+        return dense(allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     causal, (left, right) = pattern
     top_left = q_offset == kv_offset
     # Query i and key j are at the positions q_offset + i and kv_offset + j.
@@ -133,11 +134,13 @@ def attention_mask(
     if keys is None and left is right is None:
         if not causal and allow_is_bidirectional_skip:
             return None
-        plain = bottom_right and q_length in (1, kv_length) or top_left and q_offset == 0
+        plain = (bottom_right and q_length in (1, kv_length)) or (top_left and q_offset == 0)
         if causal and allow_is_causal_skip and plain:
             return None
-    aligned: bool | str = causal and ("bottom_right" if bottom_right else "top_left")
-    if (causal and not (bottom_right or top_left)) or (not causal and (left, right) != (None, None) and not bottom_right):
+    aligned: Causal = causal and ("bottom_right" if bottom_right else "top_left")
+    if (causal and not (bottom_right or top_left)) or (
+        not causal and (left, right) != (None, None) and not bottom_right
+    ):
         mask = dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         assert mask is not None
         return mask
@@ -197,7 +200,7 @@ def attention_forward(
         log_once(f'attn_implementation="{NAME}" returns no attention weights; "eager" does.')
     rows = query.shape[2]
     mask = bias = None
-    causal: bool | str = False
+    causal: Causal = False
     window: _Window = (None, None)
     if attention_mask is None:
         # As in transformers' sdpa function: a model that has no mask and one query decodes.
@@ -233,9 +236,7 @@ def attention_forward(
 
 
 def _is_traced() -> bool:
-    return bool(
-        torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
-    )
+    return bool(torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0)
 
 
 def _pattern(function: Callable[..., Any]) -> tuple[bool, _Window] | None:

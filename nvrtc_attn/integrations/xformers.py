@@ -6,7 +6,8 @@ are subclasses of its classes, do.
 
 from __future__ import annotations
 
-from typing import Any, Final
+import itertools
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -16,13 +17,15 @@ from ..torch import attention
 from .versions import check_version
 
 __all__ = [
-    "BwOp",
-    "FwOp",
     "memory_efficient_attention",
     "memory_efficient_attention_backward",
     "memory_efficient_attention_forward",
     "memory_efficient_attention_forward_requires_grad",
 ]
+
+if TYPE_CHECKING:
+    FwOp: Any
+    BwOp: Any
 
 _TOP_LEFT: Final = {"causal": "top_left"}
 _BOTTOM_RIGHT: Final = {"causal": "bottom_right"}
@@ -59,7 +62,7 @@ def memory_efficient_attention(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """xFormers' ``memory_efficient_attention`` on this library's kernels, with gradients.
+    """XFormers' ``memory_efficient_attention`` on this library's kernels, with gradients.
 
     Parameters
     ----------
@@ -125,7 +128,7 @@ def _refuse_dropout(p: float) -> None:
     if p != 0:
         raise UnsupportedError(
             "nvrtc_attn does not compute this call of xformers.",
-            [f"p: got {p}. Only memory_efficient_attention drops, as in xFormers: the others have no place for the seed."],
+            [f"p: got {p}. Only memory_efficient_attention drops, as in xFormers: the others hold no seed."],
         )
 
 
@@ -172,7 +175,12 @@ def _arguments(
         bias = bias.unsqueeze(1) if bias is not None and bias.dim() == 3 else bias
     elif query.dim() == 5:
         # Grouped heads come expanded: one key head of each group is all there is in memory.
-        if share_heads and key.shape[3] > 1 and key.stride(3) == value.stride(3) == 0 and key.shape[:4] == value.shape[:4]:
+        if (
+            share_heads
+            and key.shape[3] > 1
+            and key.stride(3) == value.stride(3) == 0
+            and key.shape[:4] == value.shape[:4]
+        ):
             key, value = key[:, :, :, :1], value[:, :, :, :1]
         query, key, value = (x.flatten(2, 3) for x in (query, key, value))
         bias = None if bias is None else bias.flatten(1, 2)
@@ -208,7 +216,7 @@ def _mask(attn_bias: Any, reasons: list[str]) -> tuple[dict[str, Any], torch.Ten
         if hasattr(keys, "seqlen"):
             # Slots of padded or gappy keys: sequence b starts at seqstart[b] and has seqlen[b] keys.
             starts, lengths = list(keys.seqstart_py), list(keys.seqlen_py)
-            slots = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+            slots = [end - start for start, end in itertools.pairwise(starts)]
             if any(length > slot for length, slot in zip(lengths, slots, strict=True)):
                 reasons.append(
                     f"attn_bias: {kind.__name__} with starts {starts} and lengths {lengths}. Sequences of keys must "

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from nvrtc_attn import UnsupportedError
+
 torch = pytest.importorskip("torch", reason="torch is not installed")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -19,8 +21,6 @@ with warnings.catch_warnings():
     from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
     from nvrtc_attn.integrations import diffusers as integration
-
-from nvrtc_attn import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -46,6 +46,23 @@ def compare(results: list[tuple[Any, dict[str, Any]]]) -> None:
         assert float((gradient - expected_gradients[name]).abs().max()) <= 2e-5 * scale, name
 
 
+def run(model: Any, inputs: dict[str, Any], choose: Any, choice: Any, calls: int) -> tuple[Any, dict[str, Any]]:
+    """Output and gradients under a choice of attention that reaches the library `calls` times."""
+    choose(choice)
+    seen = []
+    original = integration.attention
+
+    def counted(*args: Any, **options: Any) -> Any:
+        seen.append(options)
+        return original(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "attention", counted)
+        out = model(**inputs).sample
+    assert len(seen) == calls
+    return out.detach(), gradients(model, out)
+
+
 def test_flux() -> None:
     model = FluxTransformer2DModel(
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -56,29 +73,12 @@ def test_flux() -> None:
         "pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([1.0]), "img_ids": torch.rand(16, 3),
         "txt_ids": torch.zeros(6, 3),
     }  # fmt: skip
-    results = []
-    for name in ("native", "nvrtc_attn"):
-        model.set_attention_backend(name)
-        calls = calls_of(lambda: results.append((model(**inputs).sample, None)))
-        results[-1] = (results[-1][0].detach(), gradients(model, results[-1][0]))
-        assert calls == (2 if name == "nvrtc_attn" else 0)
-    compare(results)
-
-
-def calls_of(work: Any) -> int:
-    """How often `work` reaches the library."""
-    count = 0
-    original = integration.attention
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        return original(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integration, "attention", counted)
-        work()
-    return count
+    compare(
+        [
+            run(model, inputs, model.set_attention_backend, name, calls)
+            for name, calls in (("native", 0), ("nvrtc_attn", 2))
+        ]
+    )
 
 
 def test_stable_diffusion_unet() -> None:
@@ -95,13 +95,8 @@ def test_stable_diffusion_unet() -> None:
             "sample": torch.randn(2, 4, 8, 8), "timestep": 3, "encoder_hidden_states": torch.randn(2, 5, 12),
             "encoder_attention_mask": mask,
         }  # fmt: skip
-        results = []
-        for processor in (EagerProcessor(), integration.AttnProcessor()):
-            model.set_attn_processor(processor)
-            calls = calls_of(lambda: results.append((model(**inputs).sample, None)))
-            results[-1] = (results[-1][0].detach(), gradients(model, results[-1][0]))
-        assert calls == len(model.attn_processors)
-        compare(results)
+        choices = ((EagerProcessor(), 0), (integration.AttnProcessor(), len(model.attn_processors)))
+        compare([run(model, inputs, model.set_attn_processor, choice, calls) for choice, calls in choices])
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
 from nvrtc_attn import UnsupportedError
 from nvrtc_attn.base import log
-from nvrtc_attn.integrations import evoformer as integration
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+integration = pytest.importorskip("nvrtc_attn.integrations.evoformer")
 
 
 def leaf(*shape: int) -> Any:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
 from nvrtc_attn import UnsupportedError
-from nvrtc_attn.integrations import flash_attn as integration
 
-POSITIONAL = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs".split()
+torch = pytest.importorskip("torch", reason="torch is not installed")
+integration = pytest.importorskip("nvrtc_attn.integrations.flash_attn")
+
+POSITIONAL = [
+    "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
+    "return_attn_probs",
+]  # fmt: skip
 SIGNATURES = {
     "flash_attn_func": ["q", "k", "v", *POSITIONAL],
     "flash_attn_kvpacked_func": ["q", "kv", *POSITIONAL],
@@ -45,7 +48,9 @@ def reference(
     keep &= (distance >= -(0 if causal else right)) if causal or right >= 0 else keep
     scores = scores.masked_fill(~keep, -torch.inf)
     lse = torch.logsumexp(scores, -1)
-    weights = torch.where(keep.any(-1)[:, None], torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]), 0)
+    weights = torch.where(
+        keep.any(-1)[:, None], torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]), 0
+    )
     return torch.einsum("bhmn,bnhd->bmhd", weights, v), lse
 
 

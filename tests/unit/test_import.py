@@ -16,7 +16,7 @@ CUDA_FREE = (
     "front.problem", "front.philox", "jit.config", "jit.codegen", "jit.params", "heuristics",
     "base.dtypes", "base.errors", "base.env", "cpu.reference",
 )  # fmt: skip
-ADAPTERS = {"torch", "jax", "cupy", "aten"}
+ADAPTERS = {"torch", "jax", "cupy", "aten", "integrations"}
 """Modules that know a framework. ``aten`` is torch's operators, so it may lean on ``torch``."""
 
 
@@ -99,7 +99,7 @@ def test_import_under_interpreter_options(options: tuple[str, ...]) -> None:
         import importlib, pkgutil, nvrtc_attn
         for module in pkgutil.walk_packages(nvrtc_attn.__path__, "nvrtc_attn."):
             name = module.name.split(".")[1]
-            if name not in ("_include", "__main__", "torch", "jax", "cupy", "aten"):
+            if name not in ("_include", "__main__", "torch", "jax", "cupy", "aten", "integrations"):
                 importlib.import_module(module.name)
         print("imported")
     """
@@ -160,6 +160,22 @@ def test_nothing_imports_the_framework_adapters(repository: Path) -> None:
         names = imported_modules(path)
         assert not names & {f"nvrtc_attn.{adapter}" for adapter in ADAPTERS}, path
         assert not {name.split(".")[0] for name in names} & FRAMEWORKS, path
+
+
+def test_integrations_are_imported_on_request_only(repository: Path) -> None:
+    """Nothing of the library names one, and one names no other: each needs its own host library and no more."""
+    package = repository / "nvrtc_attn"
+    hosts = {"comfyui": "comfy", "diffusers": "diffusers", "transformers": "transformers", "xformers": "xformers"}
+    modules = {path.stem for path in (package / "integrations").glob("*.py")} - {"__init__", "versions"}
+    assert set(hosts) < modules
+    for path in package.rglob("*.py"):
+        names = imported_modules(path)
+        if path.parent.name != "integrations":
+            assert not {name for name in names if name.startswith("nvrtc_attn.integrations")}, path
+            continue
+        assert not names & {f"nvrtc_attn.integrations.{other}" for other in modules}, path
+        foreign = {name.split(".")[0] for name in names} & set(hosts.values())
+        assert foreign <= {hosts.get(path.stem)}, path
 
 
 def test_pure_modules_do_not_name_cuda_even_lazily(repository: Path) -> None:

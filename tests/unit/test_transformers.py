@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from nvrtc_attn import UnsupportedError
+from nvrtc_attn.base import log
+
 torch = pytest.importorskip("torch", reason="torch is not installed")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -18,9 +21,6 @@ with warnings.catch_warnings():
     from transformers.generation.logits_process import LogitsProcessorList  # noqa: F401  loads generation now
 
     from nvrtc_attn.integrations import transformers as integration
-
-from nvrtc_attn import UnsupportedError
-from nvrtc_attn.base import log
 
 # Deprecations inside of transformers are not this project's.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -242,7 +242,16 @@ FUNCTIONS = {
         masking_utils.causal_mask_function, lambda batch, head, q, kv: kv < 2
     ),
 }  # fmt: skip
-LENGTHS = [(5, 5, 0, 0), (1, 6, 5, 0), (3, 7, 4, 0), (4, 7, 0, 0), (3, 5, 6, 4), (2, 6, 1, 0), (1, 6, 2, 0), (6, 4, 0, 0)]
+LENGTHS = [
+    (5, 5, 0, 0),
+    (1, 6, 5, 0),
+    (3, 7, 4, 0),
+    (4, 7, 0, 0),
+    (3, 5, 6, 4),
+    (2, 6, 1, 0),
+    (1, 6, 2, 0),
+    (6, 4, 0, 0),
+]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
