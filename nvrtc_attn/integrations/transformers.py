@@ -207,7 +207,8 @@ def attention_forward(
         if rows > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             causal = "top_left"
     elif isinstance(attention_mask, BandMask):
-        if attention_mask.band is None:
+        # Of other lengths than it was made for, a mask is refused below, where its own shape shows.
+        if attention_mask.band is None or attention_mask.shape[2:] != (rows, key.shape[2]):
             mask = attention_mask.dense()
         else:
             mask, causal, window = attention_mask.band

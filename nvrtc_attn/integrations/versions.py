@@ -19,5 +19,6 @@ def check_version(library: str, first: str, last: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release numbers: ``"5.23.0.dev1+cpu"`` is (5, 23, 0)."""
-    return tuple(int(part) for part in re.split(r"[^0-9.]", version)[0].split(".") if part)
+    """The release numbers, at least three: ``"5.23.dev1+cpu"`` is (5, 23, 0)."""
+    numbers = [int(part) for part in re.split(r"[^0-9.]", version)[0].split(".") if part]
+    return (*numbers, *[0] * (3 - len(numbers)))

@@ -248,9 +248,10 @@ def _operators() -> tuple[Any, Any]:
         "CUDA_MINIMUM_COMPUTE_CAPABILITY": (7, 5),
     }
 
-    def without_build(reasons: list[str]) -> list[str]:
-        """What xFormers says of its own extension does not concern these kernels."""
-        return [reason for reason in reasons if "build with CUDA" not in reason]
+    def ours(reasons: list[str], device: Any) -> list[str]:
+        """Without what xFormers says of its own build, and of bfloat16 where it runs on the CPU."""
+        foreign = ("build with CUDA", "bf16 is only") if device.type == "cpu" else ("build with CUDA",)
+        return [reason for reason in reasons if not any(text in reason for text in foreign)]
 
     class Forward(common.AttentionFwOpBase):  # type: ignore[misc, unused-ignore]
         NAME = "nvrtc_attnF"
@@ -258,7 +259,7 @@ def _operators() -> tuple[Any, Any]:
 
         @classmethod
         def not_supported_reasons(cls, d: Any) -> list[str]:
-            return without_build(super().not_supported_reasons(d))
+            return ours(super().not_supported_reasons(d), d.query.device)
 
         @classmethod
         def apply(cls, inp: Any, needs_gradient: bool) -> tuple[torch.Tensor, Any]:
@@ -280,7 +281,7 @@ def _operators() -> tuple[Any, Any]:
 
         @classmethod
         def not_supported_reasons(cls, d: Any) -> list[str]:
-            return without_build(super().not_supported_reasons(d))
+            return ours(super().not_supported_reasons(d), d.query.device)
 
         @classmethod
         def apply(cls, ctx: Any, inp: Any, grad: torch.Tensor) -> Any:

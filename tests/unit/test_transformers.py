@@ -337,6 +337,15 @@ def test_gradient_checkpointing_and_training_dropout() -> None:
     assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
+def test_a_mask_of_other_lengths_is_refused() -> None:
+    """Its bounds alone would fit any length: a model that cut its keys without its mask must hear of it."""
+    q = torch.randn(1, 2, 4, 8)
+    for rows, columns in ((4, 6), (3, 4)):
+        mask = integration.attention_mask(1, rows, columns, q_offset=columns - rows, allow_is_causal_skip=False)
+        with pytest.raises(ValueError, match="mask: shape"):
+            integration.attention_forward(torch.nn.Module(), q, q, q, mask)
+
+
 def test_refusals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedError) as caught:

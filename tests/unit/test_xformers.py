@@ -204,6 +204,7 @@ def test_operators_of_xformers(name: str | None) -> None:
         check(q, k, v, None, 0.0, call=call, scale=0.3)
         bias = torch.randn(2, 2, 5, 7, requires_grad=True)
         check(q, k, v, bias, bias, bias, call=call)
+        assert call(*(x.detach().bfloat16() for x in (q, k, v)), None).dtype == torch.bfloat16
     elif name in PACKED:
         mask = packed_mask(name)
         rows, columns = mask.q_seqinfo.seqstart_py[-1], mask.k_seqinfo.seqstart_py[-1]
