@@ -24,7 +24,7 @@
 #include "../hopper/common/barrier.cuh"
 #include "../hopper/common/row_store.cuh"
 #include "../hopper/forward/scheduler.cuh"
-#include "../hopper/forward/softmax.cuh"
+#include "../hopper/forward/deferred_softmax.cuh"
 #include "../hopper/common/tma.cuh"
 #include "../hopper/common/wgmma.cuh"
 
@@ -554,7 +554,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         pin_registers(o);
         pin_registers(p);
         begin_products();
-        start_product_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
+        start_adding_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
         commit_products();
         pass_turn();
         typename ScoreTile<Traits>::template Operands<Shape::kTilesN> operands;
@@ -622,7 +622,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       pin_registers(o);
       pin_registers(p);
       begin_products();
-      start_product_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
+      start_adding_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
       commit_products();
       softmax.finish();
       wait_products<0>();
