@@ -68,7 +68,7 @@ def collect() -> dict[str, Any]:
     ):
         try:
             report[name] = section(report, problems)
-        except (Exception, SystemExit) as error:  # a doctor that dies of the disease is no doctor
+        except (Exception, SystemExit) as error:  # one broken part must not hide what is said of the others
             report[name] = None
             problems.append(f"{name}: {type(error).__name__}: {error}")
     return report

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import collect_env
 from .base.dtypes import ATTENTION_DTYPES
 from .base.errors import CudaError, UnsupportedError
 from .base.log import LOGGER
 from .base.version import __version__
-from .collect_env import collect
 from .doctor import accept_any_text, show
 from .jit.cache import KernelCache, kernel_cache
 from .jit.config import KernelConfig
@@ -169,7 +169,7 @@ def _seqlens(text: str) -> tuple[int, int]:
 
 
 def _local_archs() -> tuple[str, ...]:
-    gpus = collect().get("gpus") or ()
+    gpus = collect_env.collect().get("gpus") or ()
     archs = dict.fromkeys("sm_" + gpu["compute_capability"].replace(".", "") for gpu in gpus)
     if not archs:
         raise ValueError("there is no GPU here: name the target, for example --arch sm_90a, and leave out --tune")

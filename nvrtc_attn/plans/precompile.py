@@ -27,7 +27,7 @@ from ..jit.compile import compile_kernel
 from ..jit.config import ForwardConfig, HopperForwardConfig, KernelConfig
 from ..jit.worker_pool import COMPILE_MEMORY_BYTES, available_memory_bytes
 from ..runtime import device, driver
-from .plan import LseLayout, backward_plan, forward_plan
+from . import plan
 
 REFERENCE_SMS: Final[dict[str, int]] = {
     "sm_75": 40,  # T4
@@ -185,11 +185,11 @@ def tune(requests: Sequence[Request]) -> int:
             continue
         for p in problems(request):
             heads, rows = p.num_heads, p.q.shape[1]
-            lse = LseLayout((heads * rows, rows, 1), rows=p.seqlen_q, packed=p.varlen)
-            forward_plan(p, index, lse, 0, tune=True)
+            lse = plan.LseLayout((heads * rows, rows, 1), rows=p.seqlen_q, packed=p.varlen)
+            plan.forward_plan(p, index, lse, 0, tune=True)
             passes += 1
             if request.backward and p.seqlen_q > 1:
-                backward_plan(p, index, lse, None, p.bias if p.dbias else None, 0, tune=True)
+                plan.backward_plan(p, index, lse, None, p.bias if p.dbias else None, 0, tune=True)
                 passes += 1
     return passes
 

@@ -216,9 +216,7 @@ class DeviceBuffer(_Buffer):
         if consumer != -1 and (consumer or 1) != (self.stream or 1):
             index = self.device.index
             with driver.device_context(index):
-                flags = int(driver.api().CUevent_flags.CU_EVENT_DISABLE_TIMING)
-                event = driver.call("cuEventCreate", flags, device=index)
-                driver.call("cuEventRecord", event, self.stream, device=index)
+                event = driver.record(self.stream, index)
                 driver.call("cuStreamWaitEvent", consumer, event, 0, device=index)
                 driver.call("cuEventDestroy", event, device=index)
 

@@ -272,6 +272,13 @@ def beside_captures() -> Iterator[None]:
         module.cuThreadExchangeStreamCaptureMode(before)
 
 
+def record(stream: int, device: int) -> Any:
+    """An event behind the work that is queued on ``stream``, whose context is current. Without a time, which costs."""
+    event = call("cuEventCreate", int(api().CUevent_flags.CU_EVENT_DISABLE_TIMING), device=device)
+    call("cuEventRecord", event, stream, device=device)
+    return event
+
+
 def device_of(address: int) -> int:
     """Ordinal of the GPU that the memory at ``address`` belongs to: managed memory does not tell. Needs no context."""
     attribute = api().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL

@@ -39,11 +39,8 @@ class Kernel:
     device: int
     function: Any
     """``CUfunction`` of the device's primary context."""
-    library: Any
-    """``CUlibrary``."""
     smem_bytes: int
     """Most dynamic shared memory that a launch may ask for."""
-    num_regs: int
     local_bytes: int
     """Stack and spills, per thread."""
 
@@ -173,9 +170,7 @@ def _load_image(compiled: CompiledKernel, device: int, smem_bytes: int) -> Kerne
         name=_name(compiled),
         device=device,
         function=function,
-        library=library,
         smem_bytes=smem_bytes,
-        num_regs=attribute("NUM_REGS"),
         local_bytes=attribute("LOCAL_SIZE_BYTES"),
     )
 

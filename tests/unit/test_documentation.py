@@ -17,7 +17,7 @@ import documents
 import pytest
 
 import nvrtc_attn
-from nvrtc_attn.__main__ import main
+from nvrtc_attn.commands import main
 
 HEURISTICS = Path(__file__).resolve().parents[2] / "nvrtc_attn" / "heuristics"
 PAGES = documents.PAGES
@@ -180,3 +180,12 @@ def test_every_page_is_on_the_site(repository: Path) -> None:
     entries = {line for tree in re.findall(r"```{toctree}\n(.*?)```", index, re.DOTALL) for line in tree.splitlines()}
     pages = {page.removeprefix("docs/").removesuffix(".md") for page in PAGES if page.startswith("docs/")}
     assert pages - {"index"} == {entry for entry in entries if entry and entry[0] != ":"}
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/configuration.md", "docs/kernels.md"])
+def test_files_that_the_documents_name_exist(page: str, repository: Path) -> None:
+    """By their path from the repository, the package or the device code; in kernels.md from their own folder, too."""
+    roots = [repository, repository / "nvrtc_attn", repository / "cuda_src" / "nvrtc_attn"]
+    roots += [folder for folder in (roots[1] / "heuristics", roots[2] / "collective") if page.endswith("kernels.md")]
+    named = set(re.findall(r"`([\w./]+\.(?:cuh|py|sh))`", (repository / page).read_text(encoding="utf-8")))
+    assert not [name for name in sorted(named) if not any((root / name).exists() for root in roots)]

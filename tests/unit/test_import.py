@@ -99,7 +99,7 @@ def test_import_under_interpreter_options(options: tuple[str, ...]) -> None:
         import importlib, pkgutil, nvrtc_attn
         for module in pkgutil.walk_packages(nvrtc_attn.__path__, "nvrtc_attn."):
             name = module.name.split(".")[1]
-            if name not in ("_include", "torch", "jax", "cupy", "aten"):
+            if name not in ("_include", "torch", "jax", "cupy", "aten", "integrations"):
                 importlib.import_module(module.name)
         print("imported")
     """

@@ -6,6 +6,7 @@
 // tiles of 80 rows have transposed blocks (convert_transposed).
 #pragma once
 #include "../common/numbers.cuh"
+#include "../common/quad_transpose.cuh"
 
 namespace nvrtc_attn {
 
@@ -48,24 +49,6 @@ NVRTC_ATTN_DEVICE index_t accumulator_row0(int row0, int b) {
   return kVarlen ? index_t(row0 / kBlock + b) * kBlock : 0;
 }
 
-// Words w[i] of lane t of a quad become words t of lane i: a 4 x 4 transpose.
-NVRTC_ATTN_DEVICE void transpose_quad(uint32_t (&w)[4], int lane) {
-  bool const odd = lane & 1;
-  bool const high = lane & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    uint32_t const other = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
-    w[i] = odd ? other : w[i];
-    w[i + 1] = odd ? w[i + 1] : other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32_t const other = __shfl_xor_sync(0xffffffffu, high ? w[i] : w[i + 2], 2);
-    w[i] = high ? other : w[i];
-    w[i + 2] = high ? w[i + 2] : other;
-  }
-}
-
 // One tile of `rows` rows of the workspace -> gradient in its own type and layout, times `factor`.
 // `accum` starts at a multiple of 16 rows; kWidth is its width. All threads of the CTA take part.
 template <int kWidth, int kRows, int kThreads, bool kAligned, class Element>
@@ -104,10 +87,10 @@ NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, ind
         for (int i = 0; i < 4; ++i) {
           w[i] = half == 0 ? pack2<Element>(c[i].x, c[i].y) : pack2<Element>(c[i].z, c[i].w);
         }
-        transpose_quad(w, lane);
+        uint4 const words = transpose_quad(w[0], w[1], w[2], w[3], t);
         int const col = 8 * (tile0 + t);
         if (row < rows && col < cols) {
-          *reinterpret_cast<uint4*>(to + index_t(col) * stride_col) = make_uint4(w[0], w[1], w[2], w[3]);
+          *reinterpret_cast<uint4*>(to + index_t(col) * stride_col) = words;
         }
       } else {
 #pragma unroll
@@ -160,11 +143,11 @@ NVRTC_ATTN_DEVICE void convert_transposed(float const* accum, Element* dst, inde
       w[2 * i] = transpose_matrix(pack2<Element>(c.x * factor, c.y * factor));
       w[2 * i + 1] = transpose_matrix(pack2<Element>(c.z * factor, c.w * factor));
     }
-    transpose_quad(w, lane);
+    uint4 const words = transpose_quad(w[0], w[1], w[2], w[3], t);
     int const row = 8 * row_tile + g;
     int const col = 16 * tile0 + 8 * t;
     if (row < rows && col < cols) {
-      *reinterpret_cast<uint4*>(dst + index_t(row) * stride_row + col) = make_uint4(w[0], w[1], w[2], w[3]);
+      *reinterpret_cast<uint4*>(dst + index_t(row) * stride_row + col) = words;
     }
   }
 }

@@ -8,6 +8,7 @@
 // a group are those of num_splits virtual key heads, whose tiles add to dk and dv of the one.
 #pragma once
 #include "../../collective/mask.cuh"
+#include "../../collective/seqlen.cuh"
 #include "../../params.cuh"
 #include "../common/uniform.cuh"
 
@@ -86,6 +87,23 @@ struct QueryRange {
     if (++m == first + count) m = first;
     if (m == start) ++h;
   }
+};
+
+// A key tile with the sequence that it belongs to (`b`) and the query tiles that see it.
+template <class Traits>
+struct KeyTileWork {
+  KeyTile tile;
+  int n0;  // first key
+  SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> seqlen;
+  PositionMask<Traits::kBand> mask;
+  QueryRange<Traits> range;
+
+  NVRTC_ATTN_DEVICE KeyTileWork(HopperBackwardParams const& params, KeyTile const& tile_, int b)
+      : tile(tile_),
+        n0(tile.n_block * Traits::kBlockN),
+        seqlen(params, b),
+        mask(params, seqlen.len_q, seqlen.len_k),
+        range(params, mask, tile.n_block) {}
 };
 
 }  // namespace nvrtc_attn

@@ -6,6 +6,7 @@
 #pragma once
 #include "../../collective/scores.cuh"
 #include "../../common/fragment_load.cuh"
+#include "../common/unpack.cuh"
 
 namespace nvrtc_attn {
 
@@ -31,18 +32,6 @@ NVRTC_ATTN_DEVICE unsigned load_shared_u16(unsigned address) {
   unsigned short v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
   return v;
-}
-
-// Two packed 16-bit values as floats.
-template <class Element>
-NVRTC_ATTN_DEVICE float2 unpack2(unsigned v);
-template <>
-NVRTC_ATTN_DEVICE float2 unpack2<half_t>(unsigned v) {
-  return __half22float2(*reinterpret_cast<__half2 const*>(&v));
-}
-template <>
-NVRTC_ATTN_DEVICE float2 unpack2<bfloat16_t>(unsigned v) {
-  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
 
 // Where this thread's values lie in a slot: its first row, chunk 0 of the first slab.
@@ -94,7 +83,7 @@ struct ScoreTileAccess {
                         v[3]);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              float2 const b = unpack2<Bias>(v[k]);
+              float2 const b = unpack_pair<Bias>(v[k]);
               s[0][n + k][2 * r] += b.x;
               s[0][n + k][2 * r + 1] += b.y;
             }
