@@ -217,8 +217,8 @@ def test_no_failing_section_stops_the_others(monkeypatch: pytest.MonkeyPatch) ->
     def fail(report: dict[str, Any], problems: list[str]) -> None:
         raise MemoryError("section")
 
-    for name in ("_package", "_environment", "_driver", "_gpus", "_nvrtc", "_headers", "_cache", "_frameworks"):
-        monkeypatch.setattr(collect_env, name, fail)
+    for name in SECTIONS - {"problems"}:
+        monkeypatch.setattr(collect_env, f"_{name}", fail)
     report = collect_env.collect()
     assert set(report) == SECTIONS
     assert len(report["problems"]) == len(SECTIONS) - 1
