@@ -68,7 +68,7 @@ struct TransposedScoreGradient {
     if constexpr (kBiasWords) {
       int const i = i0 + (lane >> 2);
       int const j = j0 + 2 * (lane & 3);
-      bool const vector = bias.pairs && i0 + 8 * kM <= positions.len_q && j0 + 16 * kN <= positions.len_k;
+      bool const vector = bias.pairs && positions.has_rows(i0, 8 * kM) && j0 + 16 * kN <= positions.len_k;
       Bias const* row = bias.at(i, j);
 #pragma unroll
       for (int m = 0; m < kM; ++m, row += 8 * bias.stride_m)
@@ -106,7 +106,7 @@ struct TransposedScoreGradient {
         keep |= keep_bits_transposed(dropout, i0 + tile / kN * 8, j0 + tile % kN * 16, lane) << (4 * tile);
       }
     }
-    if (i0 + 8 * kM <= positions.len_q && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
+    if (positions.has_rows(i0, 8 * kM) && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
       apply<false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
     } else {
       apply<true>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);

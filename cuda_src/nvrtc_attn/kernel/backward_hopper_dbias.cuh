@@ -222,15 +222,12 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
 #pragma unroll 1
     for (; pair.left > 0; pair.next()) {
       bool masked = false;
-      int low[2] = {}, high[2] = {};  // keys of the tile that the two rows keep, counted from this thread's first
+      Visible seen[2];  // keys of the tile that the two rows see, counted from this thread's first
       if constexpr (Traits::kBand) {
         auto const mask = pair.positions();
         masked = !mask.keeps_tile(pair.m0 + 64 * group, 64, pair.n0, Shape::kBlock);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          low[r] = mask.first_key(pair.m0 + row + 8 * r) - pair.n0 - column;
-          high[r] = mask.last_key(pair.m0 + row + 8 * r) - pair.n0 - column;
-        }
+        for (int r = 0; r < 2; ++r) seen[r] = mask.keys_of(pair.m0 + row + 8 * r, pair.n0 + column);
       }
 
       AccTile s[1][kTiles], dp[1][kTiles];
@@ -273,13 +270,7 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
       }
       if (masked) {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            int const key = 8 * n + (e & 1);
-            s[0][n][e] = key < low[e >> 1] || key > high[e >> 1] ? 0.0f : s[0][n][e];
-          }
-        }
+        for (int r = 0; r < 2; ++r) replace_hidden(s, r, 0.0f, seen[r]);
       }
       // Passes at once. ptxas moves a wait for products up to the one before, but not over this loop: P is made under dP.
       barriers.full(slot.stage).wait(slot.parity);

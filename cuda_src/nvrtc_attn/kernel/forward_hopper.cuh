@@ -490,8 +490,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       // Tiles of which this group sees nothing, above its diagonal or because it has no rows: let them pass. One is always
       // computed, so that all groups take equal turns.
       int const group_row = m0 + 64 * group;
-      int columns = len_q > group_row ? seqlen.len_k : 0;  // that some row of the group sees
-      if constexpr (Traits::kBand) columns = min(columns, group_row + 64 + mask.high);
+      int const columns = len_q > group_row ? mask.end_key(group_row + 63) : 0;  // that some row of the group sees
 #pragma unroll 1
       for (; n > first && n * kBlockN >= columns; --n) {
         barriers.full_k(k_slot.stage).wait(k_slot.parity);

@@ -185,10 +185,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       bool visible = true;
       int const query0 = row_map.query(m0 + warp_row0);
       int const queries = row_map.queries(m0 + warp_row0, Shape::kWarpRows);
-      if constexpr (Traits::kBand) {
-        visible =
-            n0 + warp_col0 <= query0 + queries - 1 + mask.high && n0 + warp_col0 + Shape::kWarpCols > query0 + mask.low;
-      }
+      if constexpr (Traits::kBand) visible = mask.sees_tile(query0, queries, n0 + warp_col0, Shape::kWarpCols);
 
       cp_async_wait<kLegacy, kStages == 1 ? 1 : kStages - 2>();
       if constexpr (kStages > 1) zero_hidden_v(n0, stage);
@@ -231,7 +228,10 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
           }
         }
         if (!mask.keeps_tile(query0, queries, n0 + warp_col0, Shape::kWarpCols)) {
-          apply_position_mask<Shape>(s, mask, row_map, i0, n0 + j0);
+#pragma unroll
+          for (int r = 0; r < 2 * Shape::kTilesM; ++r) {
+            replace_hidden(s, r, -infinity(), mask.keys_of(row_map.query(i0 + 8 * r), n0 + j0));
+          }
         }
       }
 

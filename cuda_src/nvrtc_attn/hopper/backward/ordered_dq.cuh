@@ -25,9 +25,7 @@ NVRTC_ATTN_DEVICE int* additions_to(HopperBackwardParams const& params, index_t 
 // How many key tiles add to queries [m0, m0 + kBlockM) before tile n_block does.
 template <class Traits>
 NVRTC_ATTN_DEVICE int additions_before(PositionMask<Traits::kBand> const& mask, int m0, int n_block) {
-  int last = ceil_div(mask.len_k, Traits::kBlockN) - 1;
-  if constexpr (Traits::kBand) last = min(last, (m0 + Traits::kBlockM - 1 + mask.high) / Traits::kBlockN);
-  return last - n_block;
+  return mask.template last_key_tile<Traits::kBlockM, Traits::kBlockN>(m0) - n_block;
 }
 
 // While the consumers work on one query tile the turn for the next one is awaited already: a fence and the way to L2 and back

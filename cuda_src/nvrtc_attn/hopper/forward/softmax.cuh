@@ -192,24 +192,8 @@ struct ScoreTile {
     if (!mask.keeps_tile(row0, 64, n0, 8 * kTilesN)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // Columns of this tile, counted from the thread's first, that the row keeps: [low, high).
-        int high = mask.len_k - j0;
-        if constexpr (Traits::kBand) high = min(high, i + 8 * r + mask.high + 1 - j0);
-#pragma unroll
-        for (int n = 0; n < kTilesN; ++n) {
-          if (8 * n >= high) s[0][n][2 * r] = -infinity();
-          if (8 * n + 1 >= high) s[0][n][2 * r + 1] = -infinity();
-        }
-        if constexpr (Traits::kBand) {
-          if (mask.low > -kFarAway) {
-            int const low = i + 8 * r + mask.low - j0;
-#pragma unroll
-            for (int n = 0; n < kTilesN; ++n) {
-              if (8 * n < low) s[0][n][2 * r] = -infinity();
-              if (8 * n + 1 < low) s[0][n][2 * r + 1] = -infinity();
-            }
-          }
-        }
+        replace_hidden(s, r, -infinity(), mask.keys_below_end(i + 8 * r, j0));
+        if (mask.has_first_keys()) replace_hidden(s, r, -infinity(), mask.keys_from_first(i + 8 * r, j0));
       }
     }
   }

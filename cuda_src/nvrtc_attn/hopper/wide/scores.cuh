@@ -109,7 +109,10 @@ struct WideScores {
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM], FragmentA<Element> (&p)[Shape::kStepsM],
                                        WideScoreOperands<Traits> const& operands, unsigned factor, unsigned row_lse,
                                        int m0, bool masked) const {
-    if (masked) drop_positions<Traits>(s, mask, m0, j, t);
+    if (masked) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) replace_hidden(s, r, -infinity(), mask.rows_of(j + 8 * r, m0 + 2 * t));
+    }
     auto bias_walk = operands.walk_bias(m0 + 2 * t, j);
     auto mask_walk = operands.walk_mask(m0 + 2 * t, j);
 #pragma unroll
