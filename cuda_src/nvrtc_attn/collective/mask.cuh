@@ -2,12 +2,13 @@
 // scores by rows and transposed ones.
 //
 // Row i of a sequence sees key j iff i + low <= j <= i + high and j < len_k (SEMANTICS: off - left and off + right,
-// off = 0 from the top left or len_k - len_q from the bottom right, signed). All arithmetic is on sequence-local indices.
+// off = 0 from the top left or len_k - len_q from the bottom right, signed). Indices are counted within the sequence.
 //
-// The rule is four functions: first_key and last_key of a row, first_row and last_row of a key. None of them decreases as its
-// argument grows, and they say the same thing: i >= first_row(j) iff j <= last_key(i), i <= last_row(j) iff j >= first_key(i).
-// All else here follows from them and from the lengths, and kernels ask for what they need: tiles to visit, tiles without
-// a hidden score, the part of a tile that a row (or a key) sees. None of them computes a bound.
+// The rule is four functions: first_key and last_key of a row, first_row and last_row of a key. None of them decreases
+// as its argument grows, and they say the same thing: for rows and keys that there are, j <= last_key(i) iff
+// i >= first_row(j), and j >= first_key(i) iff i <= last_row(j). All else here follows from them and from the lengths.
+// Kernels ask for what they need, tiles to visit, tiles without a hidden score, the part of a tile that a row or a key
+// sees, and compute no bound.
 #pragma once
 #include "../params.cuh"
 
@@ -134,7 +135,7 @@ class PositionMask {
     return last;
   }
 
-  // Whether the sequence has all of these rows. Where what lies behind them is another's, or is read, ask beside keeps_tile().
+  // Whether the sequence has all of these rows: to ask beside keeps_tile() where there is something to read behind them.
   NVRTC_ATTN_DEVICE bool has_rows(int m0, int rows) const { return m0 + rows <= len_q; }
 
   // Whether every score of the tile, of rows that there are, is kept, so that the element test can be skipped.
@@ -151,8 +152,8 @@ class PositionMask {
   }
 };
 
-// `value` for the scores that the mask hides in line r of a thread's accumulator tiles, s[r / 2][.][2 * (r % 2) + e]: of a row, which
-// sees `seen` of the keys 8 n + e, or of a transposed tile's key, which so many rows see.
+// `value` for the scores that the mask hides in line r of a thread's accumulator tiles, s[r / 2][.][2 * (r % 2) + e]: a
+// row that sees `seen` of the keys 8 n + e, or a transposed tile's key that is seen by those of such rows.
 template <int kTilesM, int kTilesN, class Seen>
 NVRTC_ATTN_DEVICE void replace_hidden(float (&s)[kTilesM][kTilesN][4], int r, float value, Seen const& seen) {
 #pragma unroll

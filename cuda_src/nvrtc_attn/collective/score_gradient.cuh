@@ -383,18 +383,18 @@ struct ScoreGradient {
           for (int at = 0; at < Order::kRun; ++at) {
             int const n = group + at / 2, e = at % 2;
             float& x = s[m][n][2 * r + e];
-            float t;
-            float y = map.map(x, t);
-            if constexpr (Traits::kHasBias) y += tile.bias.value(m, r, n, e);
-            float const p = map.probability(y, rows.reference[m][r]);
+            float bias = 0.0f;
+            if constexpr (Traits::kHasBias) bias = tile.bias.value(m, r, n, e);
+            float tanh_value;
+            float const p = map.probability(map.score(x, bias, tanh_value), rows.reference[m][r]);
             float g = dp[m][n][2 * r + e];
             if constexpr (Traits::kDropout) g = keep >> at & 1 ? g * multiplier : 0.0f;
             g = p * (g - rows.delta[m][r]);
-            if constexpr (Traits::kSoftcap && kSoftcapDerivative) g *= 1.0f - t * t;
+            if constexpr (Traits::kSoftcap && kSoftcapDerivative) g *= map.slope(tanh_value);
             bool kept = true;
             if constexpr (kCheckPosition) kept = visible.contains(j + at);
             if constexpr (Traits::kMask) kept = kept && tile.mask.is_set(m, r, n, e);
-            x = kept ? g : 0.0f;
+            x = masked_gradient(g, kept);
           }
         }
       }

@@ -322,7 +322,7 @@ NVRTC_ATTN_DEVICE void consume_key_tiles(HopperBackwardParams const& params, Bac
             release(helpers.empty_keep(slot.stage));
           }
           bool const masked =
-              (Traits::kVarlen && !mask.has_rows(m0, kBlockM)) || !mask.keeps_tile(m0, kBlockM, n_group, 64);
+              (Traits::kVarlen && m0 + kBlockM > seqlen.len_q) || !mask.keeps_tile(m0, kBlockM, n_group, 64);
           wait_products<1>();
           pin_registers(s);
           if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);

@@ -262,10 +262,10 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
                      : "memory");
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          float2 const b = unpack2<Bias>(word[k]);
+          float2 const b = unpack2_here<Bias>(word[k]);
           float* const at = &s[0][n + k / 2][2 * (k & 1)];
-          at[0] = map.probability(fmaf(at[0], map.scale, b.x), reference[k & 1]);
-          at[1] = map.probability(fmaf(at[1], map.scale, b.y), reference[k & 1]);
+          at[0] = map.probability(map.score(at[0], b.x), reference[k & 1]);
+          at[1] = map.probability(map.score(at[1], b.y), reference[k & 1]);
         }
       }
       if (masked) {
@@ -284,7 +284,7 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
         for (int e = 0; e < 4; ++e) {
           float const p = s[0][n][e];
           float x = dp[0][n][e] - delta[e >> 1];
-          if constexpr (Traits::kBand) x = p == 0.0f ? 0.0f : x;  // dP of a dropped score may be NaN
+          if constexpr (Traits::kBand) x = masked_gradient(x, p != 0.0f);
           sum[0][n][e] = fmaf(p, x, sum[0][n][e]);
         }
       }

@@ -24,7 +24,7 @@
 #include "../hopper/common/barrier.cuh"
 #include "../hopper/common/row_store.cuh"
 #include "../hopper/forward/scheduler.cuh"
-#include "../hopper/forward/softmax.cuh"
+#include "../hopper/forward/deferred_softmax.cuh"
 #include "../hopper/common/tma.cuh"
 #include "../hopper/common/wgmma.cuh"
 

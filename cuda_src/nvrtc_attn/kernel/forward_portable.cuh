@@ -214,16 +214,10 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
         for (int m = 0; m < Shape::kTilesM; ++m) {
 #pragma unroll
           for (int n = 0; n < Shape::kTilesN; ++n) {
-            map_scores<Traits>(s[m][n], map);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              if constexpr (Traits::kHasBias) {
-                s[m][n][e] += to_float(e & 1 ? bias_tile.value[m][n][e >> 1].y : bias_tile.value[m][n][e >> 1].x);
-              }
-              if constexpr (Traits::kMask) {
-                if (!(e & 1 ? mask_tile.value[m][n][e >> 1].y : mask_tile.value[m][n][e >> 1].x))
-                  s[m][n][e] = -infinity();
-              }
+              float& x = s[m][n][e];
+              x = finish_score(map, x, bias_tile.at(m, n, e), mask_tile.at(m, n, e));
             }
           }
         }

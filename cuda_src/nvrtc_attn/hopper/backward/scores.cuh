@@ -29,7 +29,7 @@ struct ScoreBlock {
                                        FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
                                        int m0, bool masked, unsigned bias_slab) const {
     // Before the mask, by whose keys the bias may be anything.
-    if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map.scale);
+    if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map);
     if (masked) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) replace_hidden(s, r, -infinity(), mask.rows_of(j + 8 * r, m0 + 2 * t));
@@ -42,9 +42,9 @@ struct ScoreBlock {
       for (int e = 0; e < 4; ++e) {
         float y = s[0][m][e];
         if constexpr (!Shape::kBiasTiles) {
-          y = map.map(s[0][m][e]);
+          y = map.score(s[0][m][e], 0.0f);
           // A masked score stays -inf, whatever the map makes of it.
-          if constexpr (ScoreMap<Traits>::kMapped) y = s[0][m][e] == -infinity() ? -infinity() : y;
+          if constexpr (ScoreMap<Traits>::kMapped) y = masked_score(y, s[0][m][e] != -infinity());
         }
         s[0][m][e] = map.probability(y, reference[e & 1]);
         // Here, and not behind the wait for the product that runs meanwhile.
@@ -94,7 +94,7 @@ struct ScoreBlock {
       if constexpr (kPacked) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          float2 const both = unpack2<typename Shape::Element>(kept.x[m][r]);
+          float2 const both = unpack2_here<typename Shape::Element>(kept.x[m][r]);
           s[0][m][2 * r] = both.x;
           s[0][m][2 * r + 1] = both.y;
         }
@@ -109,7 +109,7 @@ struct ScoreBlock {
         } else {
           ds = s[0][m][e] * (dp[0][m][e] - delta[e & 1]);
         }
-        dp[0][m][e] = kMasked && s[0][m][e] == 0.0f ? 0.0f : ds;  // dP of a dropped score may be anything
+        dp[0][m][e] = masked_gradient(ds, !kMasked || s[0][m][e] != 0.0f);
       }
     }
   }

@@ -4,9 +4,9 @@
 
 namespace nvrtc_attn {
 
-// Volatile: where it stands, not before a wait or a loop in front of it, or the floats would take registers meanwhile.
+// unpack2(), volatile: where it stands, not before a wait or a loop in front of it, or the floats would take registers meanwhile.
 template <class Element>
-NVRTC_ATTN_DEVICE float2 unpack2(uint32_t both) {
+NVRTC_ATTN_DEVICE float2 unpack2_here(uint32_t both) {
   float2 result;
   if constexpr (cute::is_same_v<Element, half_t>) {
     asm volatile(

@@ -130,22 +130,19 @@ struct WideScores {
         for (int e = 0; e < 4; ++e) {
           // A masked score stays -inf, whatever bias and map make of it.
           bool kept = s[0][m][e] != -infinity();
-          float tanh_value;
-          float y = map.map(s[0][m][e], tanh_value);
-          if constexpr (Traits::kHasBias) {
-            if constexpr (kBiasElements<Traits>) {
-              if (kept) bias[e] = to_float(bias_walk.at(e));
-            }
-            y += bias[e];
+          if constexpr (kBiasElements<Traits>) {
+            if (kept) bias[e] = to_float(bias_walk.at(e));
           }
+          float tanh_value;
+          float y = map.score(s[0][m][e], bias[e], tanh_value);
           if constexpr (Traits::kMask) {
             if (kept) kept = mask_walk.at(e) != 0;
           }
-          if constexpr (ScoreMap<Traits>::kMapped || Traits::kMask) y = kept ? y : -infinity();
+          if constexpr (ScoreMap<Traits>::kMapped || Traits::kMask) y = masked_score(y, kept);
           probability[e] = map.probability(y, reference[e & 1]);
           // q.k of a score that the byte mask drops may be NaN, and zero times its slope would be too.
-          if constexpr (Traits::kSoftcap && Traits::kMask) tanh_value = kept ? tanh_value : 0.0f;
-          product[e] = probability[e] * (1.0f - tanh_value * tanh_value);
+          if constexpr (Traits::kSoftcap && Traits::kMask) tanh_value = masked_gradient(tanh_value, kept);
+          product[e] = probability[e] * map.slope(tanh_value);
           if constexpr (Traits::kDropout) {
             bool const stays = operands.keep >> (4 * m + e) & 1;
             probability[e] = stays ? probability[e] : 0.0f;
@@ -207,7 +204,7 @@ struct WideGradients {
         int const m = 2 * step + half;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          float2 const both = unpack2<Element>(factors[step].x[2 * half + r]);
+          float2 const both = unpack2_here<Element>(factors[step].x[2 * half + r]);
           float const weight[2] = {both.x, both.y};
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
@@ -217,7 +214,7 @@ struct WideGradients {
               bool const dropped = __float_as_int(weight[e]) < 0;
               ds = weight[e] * (dropped ? delta[m][e] : fmaf(x, params.dropout_multiplier, -delta[m][e]));
             }
-            x = kMasked && weight[e] == 0.0f ? 0.0f : ds;
+            x = masked_gradient(ds, !kMasked || weight[e] != 0.0f);
           }
         }
         if constexpr (Traits::kDbiasStore) store_dbias(dp[0][m], i0 + 8 * m);
