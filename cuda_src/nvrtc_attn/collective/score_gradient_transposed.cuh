@@ -56,6 +56,7 @@ struct TransposedScoreGradient {
   // The 16-bit bias of a warp tile before it is used: word [n][m][half] holds query i0 + 8 m + g and keys 2t, 2t + 1 of the 8
   // from j0 + 16 n + 8 half on. Four bytes a load and the registers' own transpose (movmatrix) instead of a load a score.
   static constexpr bool kBiasWords = Traits::kHasBias && sizeof(Bias) == 2;
+  static constexpr bool kBiasElements = Traits::kHasBias && !kBiasWords;  // read one at a time
   static constexpr bool kDbiasWords = Traits::kDbiasStore && sizeof(DBias) == 2;
   template <int kN, int kM>
   struct BiasWords {
@@ -167,16 +168,14 @@ struct TransposedScoreGradient {
         for (int e = 0; e < 4; ++e) {
           int const ie = i + (e & 1);
           int const j = j0 + 16 * n + g + 8 * (e >> 1);
+          float y, tanh_value;
+          if constexpr (!Traits::kHasBias) y = map.score(s[n][m][e], 0.0f, tanh_value);
           bool kept = true;
           if constexpr (kCheckPosition) kept = ie < positions.len_q && positions.keeps(ie, j);
-          float score_bias = 0.0f;
-          if constexpr (kBiasWords) {
-            score_bias = tile_bias[e];
-          } else if constexpr (Traits::kHasBias) {
-            if (!kCheckPosition || kept) score_bias = to_float(*bias.at(ie, j));
+          if constexpr (Traits::kHasBias) {
+            if constexpr (kBiasElements) tile_bias[e] = !kCheckPosition || kept ? to_float(*bias.at(ie, j)) : 0.0f;
+            y = map.score(s[n][m][e], tile_bias[e], tanh_value);
           }
-          float tanh_value;
-          float const y = map.score(s[n][m][e], score_bias, tanh_value);
           if constexpr (Traits::kMask) {
             if (!kCheckPosition || kept) kept = *mask.at(ie, j) != 0;
           }

@@ -14,9 +14,8 @@ namespace nvrtc_attn {
 
 template <class Traits>
 constexpr bool kHasScoreOperands = Traits::kHasBias || Traits::kMask || Traits::kDropout;
-// A bias that is read one element at a time.
 template <class Traits>
-constexpr bool kBiasElements = Traits::kHasBias && !TransposedScoreGradient<Traits>::kBiasWords;
+constexpr bool kBiasElements = TransposedScoreGradient<Traits>::kBiasElements;
 
 // The elements of a bias or mask that one thread reads, 8 queries at a time. The address walks: computed anew for every element
 // it takes registers that the kernel does not have.
