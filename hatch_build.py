@@ -1,5 +1,7 @@
 """Copies the third-party headers that the kernels include into the wheel (or, editable, into the checkout).
 
+Also makes README the page of the package index, where a link into the repository needs the repository's address.
+
 CUTLASS and the libcudacxx part of CCCL are build requirements pinned in ``pyproject.toml``; git holds neither. Only
 the transitive ``#include`` closure is copied, found by reading the text and ignoring every ``#if``: that takes more
 than a compile needs, never less. The copy ends up as ::
@@ -28,8 +30,9 @@ from typing import Any, NamedTuple
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+    from hatchling.metadata.plugin.interface import MetadataHookInterface
 except ModuleNotFoundError:  # the closure scanner is also used by tests, where hatchling is not installed
-    BuildHookInterface = object
+    BuildHookInterface = MetadataHookInterface = object
 
 # Kernels may include these without a new build of the wheel: the Ampere and Hopper instruction wrappers.
 ROOT_HEADERS = (
@@ -211,6 +214,35 @@ def content(directory: Path) -> dict[str, bytes]:
     """Every file below a directory, by name."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def index_page(readme: str, source: str | None, version: str) -> str:
+    """README for the package index: links to files lead to the tag of ``version`` in the repository ``source``.
+
+    Without ``source`` a link becomes its text and an image its description: better than a page of dead links.
+    """
+
+    def absolute(match: re.Match[str]) -> str:
+        image, text, target = match.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return match[0]
+        if source is None:
+            return f"{text} ({target})" if image else text
+        return f"{image}[{text}]({source.rstrip('/')}/{'raw' if image else 'blob'}/v{version}/{target})"
+
+    return re.sub(r"(!?)\[([^]\n]*)\]\(([^)\s]+)\)", absolute, readme)
+
+
+class IndexPage(MetadataHookInterface):
+    """Gives the package the description that the index shows."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set ``readme``, which pyproject.toml calls dynamic."""
+        readme = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        page = index_page(readme, metadata.get("urls", {}).get("Source"), metadata["version"])
+        metadata["readme"] = {"content-type": "text/markdown", "text": page}
 
 
 class HeaderBundle(BuildHookInterface):

@@ -107,11 +107,11 @@ SECTIONS = (
     ),
     Section(
         "features_auto",
-        "What the seed does beside plain attention",
-        "`/ seed` is PyTorch's memory-efficient attention, `/ best` the fastest of the three backends of "
+        "Beside plain attention: what PyTorch's memory-efficient kernel does",
+        "`/ seed` is that kernel, `/ best` the fastest of the three backends of "
         "`scaled_dot_product_attention` that can do the case.",
         "Decoding is bound by memory: K and V are read as fast as a copy moves bytes on this GPU. Dropout is bound by "
-        "its random numbers (Philox with ten rounds, 32 bits a score, as in the seed; FlashAttention draws 8 bits a "
+        "its random numbers (Philox with ten rounds, 32 bits a score, as in that kernel; FlashAttention draws 8 bits a "
         "score in seven).",
     ),
     Section(
@@ -141,7 +141,7 @@ HEAD = """# Benchmarks
 
 This file is written by `python benchmarks/table.py` from `benchmarks/results/`; `python benchmarks/attention.py` makes
 the results (`--part` chooses, `--quick` times each call for half as long) and `python benchmarks/plot.py` the plots.
-bfloat16 unless a case says otherwise. `seed`, `flash2` and `cudnn` are the three backends of
+bfloat16 unless a case says otherwise. `seed` (the memory-efficient kernel), `flash2` and `cudnn` are the backends of
 `torch.nn.functional.scaled_dot_product_attention`, `fa3` and `fa4` FlashAttention-3 and -4. TFLOP/s count 4 B H S S D
 operations forward, 2.5 times as many backward, half of it when causal.
 

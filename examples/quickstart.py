@@ -6,6 +6,8 @@ python examples/quickstart.py [--arch sm_90] [--head-dim 64] [--seqlen 2048]
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -16,30 +18,27 @@ from typing import Any
 import numpy as np
 
 import nvrtc_attn
-from nvrtc_attn.api import backward_workspace_bytes, forward_workspace_bytes
-from nvrtc_attn.jit.compile import compile_kernel
-from nvrtc_attn.jit.headers import nvrtc
-from nvrtc_attn.plans import precompile
-from nvrtc_attn.runtime import device, driver
-from nvrtc_attn.runtime.buffers import DeviceBuffer
 
 Gradients = tuple[Any, ...]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="sm_90", choices=device.PORTABLE_ARCHITECTURES, help="compile target")
+    parser.add_argument("--arch", default="sm_90", help="compile target, for example sm_80")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=2048, help="sequence length of the CPU run")
     options = parser.parse_args()
 
+    report = json.loads(command_line("doctor", "--json").stdout)
     on_cpu(options.seqlen, options.head_dim)
-    try:
-        compile_for(options.arch, options.head_dim)
-    except nvrtc_attn.CompileError as error:
-        print(f"   FAILED: {error}")
+    if not compile_for(options.arch, options.head_dim, report):
         return 1
-    return on_gpu(options.head_dim)
+    return on_gpu(options.head_dim, report)
+
+
+def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line of the library: ``doctor`` says what is there, ``warmup`` compiles ahead."""
+    return subprocess.run([sys.executable, "-m", "nvrtc_attn", *arguments], capture_output=True, text=True, check=False)
 
 
 # ------------------------------------------------------------------------------------------------------- 1. the CPU
@@ -103,22 +102,18 @@ def check(what: str, found: Gradients, expected: Gradients, dtype: Any) -> None:
 # -------------------------------------------------------------------------------------- 2. a kernel, without a GPU
 
 
-def compile_for(arch: str, head_dim: int) -> None:
-    version = ".".join(map(str, nvrtc().version))
+def compile_for(arch: str, head_dim: int, report: Any) -> bool:
+    version = report["nvrtc"]["version"] if report.get("nvrtc") else "none was found"
     print(f"\n2. Kernels for {arch}, compiled with NVRTC {version} (needs no GPU; the disk cache keeps them)")
-    request = precompile.Request(
-        arch=arch, head_dim=head_dim, dtype="float16", causal=True, backward=False, seqlens=((4096, 4096),)
-    )
-    for config in precompile.configs([request]):
-        start = time.perf_counter()
-        compiled = compile_kernel(config)
-        seconds = time.perf_counter() - start
-        how = f"from the cache in {1e3 * seconds:.0f} ms" if compiled.cached else f"compiled in {seconds:.1f} s"
-        print(f"   {config.kernel}, head dim {config.head_dim}, tile {config.block_m} x {config.block_n}: {how}")
-        print(
-            f"   {compiled.num_regs} registers, {compiled.spill_bytes} bytes spilled, "
-            f"{len(compiled.code) / 1024:.0f} KiB of machine code"
-        )
+    what = ("--arch", arch, "--head-dim", str(head_dim), "--dtype", "float16", "--causal", "--seqlen", "4096")
+    start = time.perf_counter()
+    done = command_line("warmup", *what, "--forward-only")
+    print("   " + (done.stdout.rstrip() or done.stderr.rstrip()).replace("\n", "\n   "))
+    if done.returncode:
+        print(f"   FAILED: python -m nvrtc_attn warmup {' '.join(what)} --forward-only")
+        return False
+    print(f"   in {time.perf_counter() - start:.1f} s")
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------- 3. the GPU
@@ -130,23 +125,17 @@ class Framework:
 
     name: str
     upload: Callable[[Any], Any]
-    download: Callable[[Any], Any]
+    download: Callable[[Any], Any]  # waits for the work that was queued before
 
 
-def on_gpu(head_dim: int) -> int:
+def on_gpu(head_dim: int, report: Any) -> int:
     print("\n3. On the GPU")
-    try:
-        count = driver.device_count()
-    except nvrtc_attn.CudaError as error:
-        print(f"   skipped: {error}")
+    if not report.get("gpus"):
+        print("   skipped: " + "; ".join(report["problems"] or ["the driver reports no GPU"]))
         return 0
-    if count == 0:
-        print("   skipped: the driver reports no GPU")
-        return 0
-    props = device.properties(0)
+    gpu = report["gpus"][0]
     framework = find_framework()
-    capability = ".".join(map(str, props.compute_capability))
-    print(f"   {props.name}, compute capability {capability}, memory by {framework.name}")
+    print(f"   {gpu['name']}, compute capability {gpu['compute_capability']}, memory by {framework.name}")
 
     arrays = random_inputs(2, 500, 4, head_dim, np.float16)
     out, dq, dk, dv, _ = run_on_gpu(framework, *arrays)
@@ -169,8 +158,10 @@ def run_on_gpu(framework: Framework, *arrays: Any) -> tuple[Any, Any, Any, Any, 
     out, dq, dk, dv = (framework.upload(np.full_like(arrays[0], np.nan)) for _ in range(4))
     batch, seqlen, heads, _ = arrays[0].shape
     lse = framework.upload(np.full((batch, heads, seqlen), np.nan, np.float32))
-    size = max(forward_workspace_bytes(q, k, v, causal=True), backward_workspace_bytes(q, k, v, causal=True), 1)
+    sizes = (f(q, k, v, causal=True) for f in (nvrtc_attn.forward_workspace_bytes, nvrtc_attn.backward_workspace_bytes))
+    size = max(1, *sizes)
     workspace = framework.upload(np.zeros(size, np.uint8))
+    nothing = framework.upload(np.zeros(1, np.float32))
 
     def forward() -> None:
         nvrtc_attn.attention_forward(q, k, v, out, lse=lse, causal=True, workspace=workspace)
@@ -181,22 +172,16 @@ def run_on_gpu(framework: Framework, *arrays: Any) -> tuple[Any, Any, Any, Any, 
     def repeat(which: str, times: int = 20) -> float:
         call = forward if which == "forward" else backward
         call()
-        synchronise()
+        framework.download(nothing)
         start = time.perf_counter()
         for _ in range(times):
             call()
-        synchronise()
+        framework.download(nothing)
         return (time.perf_counter() - start) / times
 
     forward()
     backward()
-    synchronise()
     return out, dq, dk, dv, repeat
-
-
-def synchronise() -> None:
-    with driver.device_context(0):
-        driver.call("cuCtxSynchronize")
 
 
 def find_framework() -> Framework:
@@ -212,22 +197,7 @@ def find_framework() -> Framework:
 
         return Framework("CuPy", cupy.asarray, cupy.asnumpy)
     except ImportError:
-        return Framework("the driver", upload, download)
-
-
-def upload(array: Any) -> DeviceBuffer:
-    array = np.ascontiguousarray(array)
-    buffer = DeviceBuffer(array.shape, array.dtype.name, 0)
-    with driver.device_context(0):
-        driver.call("cuMemcpyHtoD", buffer.ptr, array.ctypes.data, array.nbytes)
-    return buffer
-
-
-def download(buffer: DeviceBuffer) -> Any:
-    array = np.empty(buffer.shape, buffer.dtype)
-    with driver.device_context(0):
-        driver.call("cuMemcpyDtoH", array.ctypes.data, buffer.ptr, array.nbytes)
-    return array
+        return Framework("nvrtc_attn", nvrtc_attn.to_device, lambda x: x.numpy())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .base.errors import CacheWarning, CompileError, CudaError, DeviceFaultError, UnsupportedError
+from .base.version import __version__
 
 if TYPE_CHECKING:
     from .api import (
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
         dropout_keep_mask,
         forward_workspace_bytes,
     )
+    from .runtime.buffers import to_device
 
-__version__ = "0.1.0"
 __all__ = [
     "CacheWarning",
     "CompileError",
@@ -33,6 +34,7 @@ __all__ = [
     "backward_workspace_bytes",
     "dropout_keep_mask",
     "forward_workspace_bytes",
+    "to_device",
 ]
 
 _API = tuple(name for name in __all__ if name[0].islower())
@@ -42,8 +44,9 @@ def __getattr__(name: str) -> Any:
     if name not in _API:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import api
+    from .runtime import buffers
 
-    value = globals()[name] = getattr(api, name)
+    value = globals()[name] = getattr(buffers if name == "to_device" else api, name)
     return value
 
 

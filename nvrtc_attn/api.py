@@ -7,18 +7,25 @@ All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anythin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .front import philox
+import numpy as np
+
+from .base import env
+from .front import philox, tensors
 from .front.call import Call, CallOptions, describe, rng_state
-from .front.outputs import allocate, output_view, workspace_address
+from .front.outputs import output_view, workspace_address
 from .front.problem import Causal, WindowSize, dense_layout, layout
-from .front.tensors import TensorView, framework_of
+from .front.tensors import Device, TensorView, framework_of
 from .front.validation import Violations, check_real, check_shape
 from .plans.plan import BackwardPlan, ForwardPlan, LseLayout, backward_plan, forward_plan
+from .runtime import driver
 from .runtime.lifetime import hold
+
+tensors.connect_driver(driver.device_of)
 
 
 def attention(
@@ -119,14 +126,14 @@ def attention(
         causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, deterministic=deterministic,
     )  # fmt: skip
-    call = describe(
+    call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
         options=options, stream=stream,
     )  # fmt: skip
     framework = framework_of(q)
 
     def new(shape: tuple[int, ...], dtype: str) -> Any:
-        return allocate(q, framework, shape, dtype, call.device, call.launch_stream)
+        return _allocate(q, framework, shape, dtype, call.device, call.launch_stream)
 
     given = out
     if out is None:
@@ -180,7 +187,7 @@ def attention_forward(
         causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=lse is not None,
     )  # fmt: skip
-    call = describe(
+    call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
         options=options, stream=stream,
     )  # fmt: skip
@@ -259,7 +266,7 @@ def attention_backward(
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=True, deterministic=deterministic,
         dbias=dbias is not None,
     )  # fmt: skip
-    call = describe(
+    call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
         options=options, stream=stream,
     )  # fmt: skip
@@ -320,6 +327,16 @@ def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: t
 # ------------------------------------------------------------------------------------------------------------
 
 
+def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
+    """`describe`, and under ``NVRTC_ATTN_DEBUG`` the values of lengths that lie on the device."""
+    call = describe(q, k, v, **arguments)
+    if call.problem.varlen and not call.on_cpu and env.debug():
+        from .plans.debug import check_device_lengths
+
+        check_device_lengths(call)
+    return call
+
+
 def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], dbias: bool = False) -> Call:
     tensors = {name: options.pop(name, None) for name in ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
     stream = options.pop("stream", None)
@@ -328,7 +345,46 @@ def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str
     for name in options:
         if name not in CallOptions.__dataclass_fields__ or name == "dbias":
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return describe(q, k, v, **tensors, options=CallOptions(**options, dbias=dbias), stream=stream)
+    return checked_call(q, k, v, **tensors, options=CallOptions(**options, dbias=dbias), stream=stream)
+
+
+def _allocate(like: Any, framework: str, shape: tuple[int, ...], dtype: str, device: Device, stream: int) -> Any:
+    """An uninitialised row-major array of the framework that made ``like``, on ``device``, for work on ``stream``.
+
+    Raises
+    ------
+    TypeError
+        The framework is not known: the caller must pass the outputs.
+    """
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+    if framework == "cupy":
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(device.index):
+            return cupy.empty(shape, dtype=_numpy_dtype(dtype))
+    if framework == "numpy":
+        return np.empty(shape, dtype=_numpy_dtype(dtype))
+    if framework == "jax":
+        from .runtime.buffers import DeviceBuffer, HostBuffer
+
+        return DeviceBuffer(shape, dtype, device.index, stream) if device.type == "cuda" else HostBuffer(shape, dtype)
+    raise TypeError(
+        f"out: cannot allocate an output for a {type(like).__module__}.{type(like).__qualname__}. Known are torch, "
+        f"CuPy, JAX and NumPy. Pass the outputs to nvrtc_attn.attention_forward and nvrtc_attn.attention_backward."
+    )
+
+
+def _numpy_dtype(dtype: str) -> Any:
+    if dtype != "bfloat16":
+        return np.dtype(dtype)
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        raise TypeError(
+            "out: NumPy has no bfloat16 of its own. Install ml_dtypes, or use float16 or float32 arrays."
+        ) from None
+    return np.dtype(bfloat16)
 
 
 def _forward_plan(call: Call, out: TensorView | None, lse: TensorView | None) -> ForwardPlan:

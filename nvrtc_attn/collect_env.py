@@ -17,10 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from . import __version__
 from .base import env
-from .base.errors import CacheWarning
+from .base.architectures import arch_of
+from .base.errors import CacheWarning, CudaError, UnsupportedError
+from .base.version import __version__
+from .jit import headers
 from .jit.cache import KernelCache
+from .jit.library_build import supported_archs
+from .jit.worker_pool import Ticket, WorkerDiedError, pool
+from .runtime import device, driver
 
 FRAMEWORKS: Final = {"torch": "torch", "jax": "jax", "cupy": "cupy", "ml_dtypes": "ml_dtypes", "tvm_ffi": "jax-tvm-ffi"}
 """Import name and a distribution that brings it. CuPy is published under one name per CUDA major."""
@@ -59,10 +64,11 @@ def collect() -> dict[str, Any]:
         ("headers", _headers),
         ("cache", _cache),
         ("frameworks", _frameworks),
+        ("sdpa", _sdpa),
     ):
         try:
             report[name] = section(report, problems)
-        except (Exception, SystemExit) as error:  # a doctor that dies of the disease is no doctor
+        except (Exception, SystemExit) as error:  # one broken part must not hide what is said of the others
             report[name] = None
             problems.append(f"{name}: {type(error).__name__}: {error}")
     return report
@@ -98,77 +104,54 @@ def _environment(report: dict[str, Any], problems: list[str]) -> dict[str, str]:
 
 
 def _driver(report: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
-    from cuda.bindings import driver
-
     try:
-        result, version = driver.cuDriverGetVersion()
-    except Exception as error:
-        problems.append(f"driver: no NVIDIA driver ({error}): only the CPU path and `warmup` work")
+        major, minor = driver.driver_version()
+    except CudaError as error:
+        why = error.__cause__ or error
+        problems.append(f"driver: no NVIDIA driver ({why}): only the CPU path and `warmup` work")
         return None
-    if int(result) != 0:
-        problems.append(f"driver: cuDriverGetVersion: {result!s}")
-        return None
-    return {"cuda_version": f"{version // 1000}.{version % 1000 // 10}"}
+    return {"cuda_version": f"{major}.{minor}"}
 
 
 def _gpus(report: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
     if not report.get("driver"):
         return []
-    from cuda.bindings import driver
-
-    (result,) = driver.cuInit(0)
-    count = 0
-    if int(result) == 0:
-        result, count = driver.cuDeviceGetCount()
-    if int(result) != 0 or count == 0:
-        problems.append(f"gpus: none ({result!s}): only the CPU path and `warmup` work")
+    try:
+        count = driver.device_count()
+    except CudaError as error:
+        problems.append(f"gpus: none ({error}): only the CPU path and `warmup` work")
         return []
     gpus = []
-    attribute = driver.CUdevice_attribute
-    for index in range(count):
-        _, device = driver.cuDeviceGet(index)
-
-        def read(which: Any, device: Any = device) -> int:
-            result, value = driver.cuDeviceGetAttribute(which, device)
-            if int(result) != 0:
-                raise RuntimeError(f"cuDeviceGetAttribute: {result!s}")
-            return int(value)
-
-        major = read(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
-        minor = read(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-        _, name = driver.cuDeviceGetName(256, device)
-        _, memory_bytes = driver.cuDeviceTotalMem(device)
+    for found in map(device.properties, range(count)):
+        major, minor = found.compute_capability
         gpus.append(
             {
-                "index": index,
-                "name": name.split(b"\0")[0].decode(errors="replace"),
+                "index": found.index,
+                "name": found.name,
                 "compute_capability": f"{major}.{minor}",
-                "num_sms": read(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
-                "smem_bytes": read(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
-                "memory_bytes": int(memory_bytes),
+                "num_sms": found.num_sms,
+                "smem_bytes": found.smem_per_block_optin,
+                "memory_bytes": found.total_memory_bytes,
             }
         )
-        if (major, minor) < (7, 5):
-            problems.append(f"gpus: {gpus[-1]['name']} has compute capability {major}.{minor}, the kernels need 7.5")
+        try:
+            arch_of(found.compute_capability, found.name)
+        except UnsupportedError as error:
+            problems.append(f"gpus: {error}")
     return gpus
 
 
 def _nvrtc(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    from .jit import headers
-
     library = headers.nvrtc()
     section: dict[str, Any] = {"version": f"{library.version[0]}.{library.version[1]}", "path": library.path}
-    driver = report.get("driver")
-    have = driver["cuda_version"] if driver else section["version"]
+    installed = report.get("driver")
+    have = installed["cuda_version"] if installed else section["version"]
     if int(have.split(".")[0]) < library.version[0]:
         problems.append(
             f"nvrtc: NVRTC {section['version']} makes code for drivers of CUDA {library.version[0]} and later, this "
             f'one is of CUDA {have}: pip install "nvrtc-attn[cu{have.split(".")[0]}]"'
         )
-    from cuda.bindings import nvrtc
-
-    _, archs = nvrtc.nvrtcGetSupportedArchs()[:2]
-    section["archs"] = [f"sm_{arch}" for arch in archs]
+    section["archs"] = supported_archs()
     section["compiles"] = _compiles(library.path, section["archs"][0])
     if not section["compiles"]:
         problems.append(
@@ -180,8 +163,6 @@ def _nvrtc(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 def _compiles(path: str, arch: str) -> bool:
     """Whether NVRTC makes an empty kernel, in a process of its own as for every kernel."""
-    from .jit.worker_pool import Ticket, WorkerDiedError, pool
-
     source = b'extern "C" __global__ void kernel() {}'
     message = [os.fsencode(os.path.abspath(path)), arch.encode(), b"doctor.cu", source]
     try:
@@ -191,8 +172,6 @@ def _compiles(path: str, arch: str) -> bool:
 
 
 def _headers(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    from .jit import headers
-
     section: dict[str, Any] = {"bundled": headers.bundle_versions(), "modified": headers.modified_headers()}
     if section["modified"]:
         problems.append(
@@ -240,6 +219,13 @@ def _frameworks(report: dict[str, Any], problems: list[str]) -> dict[str, str]:
             continue
         names = (distribution, f"{distribution}-cuda13x", f"{distribution}-cuda12x")
         found[name] = next((version for version in map(_version, names) if version), "unknown version")
+    return found
+
+
+def _sdpa(report: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
+    """What `nvrtc_attn.torch.enable_sdpa` took over in this process; None where nobody imported it."""
+    module = sys.modules.get("nvrtc_attn.torch.sdpa")
+    found: dict[str, Any] | None = None if module is None else module.report()
     return found
 
 

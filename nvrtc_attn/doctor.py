@@ -11,15 +11,6 @@ from typing import Any
 from .collect_env import collect
 
 
-def main() -> None:
-    """The program ``nvrtc-attn``: the whole command line, or what is left of it where that cannot be imported."""
-    try:
-        from .__main__ import main as whole
-    except (Exception, SystemExit) as error:  # whatever a broken package raises
-        sys.exit(without_the_others(sys.argv[1:], error))
-    whole()
-
-
 def without_the_others(arguments: Sequence[str], error: BaseException) -> int:
     """Run ``doctor``, refuse any other command because of ``error``; the exit code."""
     accept_any_text()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nvrtc_attn.runtime.device import ARCHITECTURES, PORTABLE_ARCHITECTURES
+from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 
 
 def architecture_class(arch: str) -> tuple[int, int, bool]:
@@ -13,6 +13,10 @@ def architecture_class(arch: str) -> tuple[int, int, bool]:
 
 ONE_OF_EACH_CLASS = tuple({architecture_class(arch): arch for arch in reversed(PORTABLE_ARCHITECTURES)}.values())[::-1]
 """The first target of every class of the portable family: sm_75, sm_80, sm_86, sm_90, ..."""
+
+
+TWINS = (*(arch for arch in PORTABLE_ARCHITECTURES if arch not in ONE_OF_EACH_CLASS), "sm_110")
+"""The others, and sm_110 beside sm_100: instructions and tiles as of a target before them. Few variants are theirs."""
 
 
 def untuned_spill_bytes() -> int:

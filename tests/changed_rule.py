@@ -6,11 +6,9 @@ see which kernels follow: tests/compile/test_mask_rule.py by machine code, tests
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -142,9 +140,9 @@ def run_in(root: Path, script: str, *arguments: str) -> str:
 
 
 COMPILE = """
-import changed_rule, sys
+import changed_rule, golden, sys
 from nvrtc_attn.jit.compile import compile_kernel
-print(changed_rule.instructions(compile_kernel(changed_rule.config_of(sys.argv[1])).code))
+print(golden.machine_code(compile_kernel(changed_rule.config_of(sys.argv[1])).code))
 """
 """A script for `run_in`: a hash of the machine code of the kernel that is named, as the tree compiles it."""
 
@@ -169,16 +167,3 @@ for name, case in changed_rule.CASES.items():
 def results(output: str) -> dict[tuple[str, str], list[str]]:
     """What `RUN` has printed, by case and family."""
     return {(name, family): wrong for name, family, wrong in map(json.loads, output.splitlines())}
-
-
-def instructions(cubin: bytes) -> str:
-    """Hash of the instructions in ``cubin``, an ELF file: its sections .text.*, without file names and line tables."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
-    names = sections[names_index][4]
-    digest = hashlib.sha256()
-    for name, _, _, _, offset, length in sections:
-        if cubin.startswith(b".text.", names + name):
-            digest.update(cubin[offset : offset + length])
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""A CUDA driver in Python: what driver.py, device.py, module.py and launch.py call, with faults on request."""
+"""A CUDA driver in Python: what `nvrtc_attn.runtime` calls, with faults on request."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class FakeDriver:
     tensor_maps: list[tuple[Any, ...]] = field(default_factory=list)
     """Arguments of every tensor map that was encoded; here a map is its address and then a number."""
     static_smem: int = 0
-    registers: int = 100
     modes: list[str] = field(default_factory=list)
     """Capture modes that threads were switched to, and back."""
     local: threading.local = field(default_factory=threading.local)
@@ -132,9 +131,7 @@ class FakeDriver:
         return kernel
 
     def do_FuncGetAttribute(self, which: Any, _function: int) -> int:
-        return {"SHARED_SIZE_BYTES": self.static_smem, "NUM_REGS": self.registers}.get(
-            which.name.removeprefix("CU_FUNC_ATTRIBUTE_"), 0
-        )
+        return self.static_smem if which.name == "CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES" else 0
 
     def do_FuncSetAttribute(self, function: int, which: Any, value: int) -> None:
         assert which.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"

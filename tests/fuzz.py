@@ -37,6 +37,7 @@ import fuzz_problems  # noqa: E402 - after the paths
 from fuzz_problems import FEATURES, Problem  # noqa: E402
 
 from nvrtc_attn.base.log import quiet  # noqa: E402
+from nvrtc_attn.jit import config_text  # noqa: E402
 from nvrtc_attn.jit.config import KernelConfig  # noqa: E402
 from nvrtc_attn.plans import precompile  # noqa: E402
 
@@ -153,7 +154,7 @@ def compile_all(kernels: Sequence[KernelConfig], workers: int) -> list[str]:
     for done, report in enumerate(precompile.compile_configs(order, workers), 1):
         fresh += not report.cached
         if report.error is not None:
-            failed.append(f"{precompile.warmup_command(report.config)}: {report.error}")
+            failed.append(f"{config_text.warmup_command(report.config)}: {report.error}")
             say(f"COMPILE {failed[-1]}")
         if done % 100 == 0 or done == len(order):
             say(f"compiled {done} of {len(order)} kernels, {fresh} fresh, {time.perf_counter() - start:.0f} s")
@@ -264,7 +265,7 @@ def _work(
             waiting = issued
             if not chunk and not waiting:
                 break
-    launched = {precompile.config_to_json(config) for config, _ in nvrtc_attn.plans.plan._kernels}
+    launched = {config_text.config_to_json(config) for config, _ in nvrtc_attn.plans.plan._kernels}
     results.put(("end", launched, features, structures))
 
 
@@ -406,7 +407,7 @@ def summary(seed: int, outcome: Outcome) -> str:
     """Counts of features, then the result."""
     names = [f"{name} {outcome.features[name]}" for name in FEATURES]
     names = [", ".join(names[at : at + 6]) for at in range(0, len(names), 6)]
-    kinds = collections.Counter(precompile.config_from_json(text).kernel for text in outcome.kernels)
+    kinds = collections.Counter(config_text.config_from_json(text).kernel for text in outcome.kernels)
     result = (
         f"seed {seed}: {outcome.done} problems of {len(outcome.structures)} structures, "
         f"{len(outcome.kernels)} distinct kernels, "
@@ -479,7 +480,7 @@ def gpu_target() -> Target:
     from nvrtc_attn.runtime import device
 
     found = device.properties(0)
-    return {"arch": device.arch_of(found), "num_sms": found.num_sms, "smem_limit": found.smem_per_block_optin}
+    return {"arch": found.arch, "num_sms": found.num_sms, "smem_limit": found.smem_per_block_optin}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

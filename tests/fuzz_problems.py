@@ -18,10 +18,10 @@ import numpy as np
 from cases import Case, Placement
 
 from nvrtc_attn import heuristics
+from nvrtc_attn.base.architectures import ARCHITECTURES
 from nvrtc_attn.front.problem import AttentionProblem, build_problem, layout
 from nvrtc_attn.front.tensors import Device, TensorView
 from nvrtc_attn.jit.config import KernelConfig
-from nvrtc_attn.runtime import device
 
 STRUCTURES: Final = 90
 """Of one campaign. With 90, a few thousand problems need about 1,500 kernels, half of them rarely."""
@@ -327,7 +327,7 @@ def kernel_configs(
     p: Problem, arch: str = "sm_90", num_sms: int = 132, smem_limit: int | None = None
 ) -> list[KernelConfig]:
     """The kernels that ``p`` launches, forward and backward, without a GPU."""
-    limit = device.ARCHITECTURES[arch].smem_per_block_optin if smem_limit is None else smem_limit
+    limit = ARCHITECTURES[arch].smem_per_block_optin if smem_limit is None else smem_limit
     target: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": limit, "backend": p.backend}
     asked = described(p)
     forward = heuristics.choose_forward(dataclasses.replace(asked, dbias=False, deterministic=False), **target)

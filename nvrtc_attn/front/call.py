@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..base import env
 from ..base.errors import shown
 from . import philox
 from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, dense_layout, layout
@@ -163,16 +162,11 @@ def describe(
     }
     views = [first, *(view(x, name, stream=producer_stream) for x, name in ((k, "k"), (v, "v")))]
     problem = _problem(views, tensors, options)
-    call = Call(
+    return Call(
         q=views[0], k=views[1], v=views[2], **tensors, options=options, problem=problem,
         producer_stream=producer_stream, launch_stream=launch_stream, hold_owners=hold_owners,
         owners=(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k),
     )  # fmt: skip
-    if on_gpu and problem.varlen and env.debug():
-        from ..plans.debug import check_device_lengths
-
-        check_device_lengths(call)
-    return call
 
 
 def describe_shapes(

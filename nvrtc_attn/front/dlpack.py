@@ -21,7 +21,6 @@ from ..base.errors import UnsupportedError
 
 CPU: Final = 1
 CUDA: Final = 2
-CUDA_HOST: Final = 3
 CUDA_MANAGED: Final = 13
 DEVICE_NAMES: Final = {
     1: "kDLCPU", 2: "kDLCUDA", 3: "kDLCUDAHost", 4: "kDLOpenCL", 7: "kDLVulkan", 8: "kDLMetal", 9: "kDLVPI",

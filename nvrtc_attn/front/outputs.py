@@ -1,55 +1,12 @@
-"""What a call writes: allocation in the caller's framework, and the checks of outputs that the caller brought."""
+"""What a call writes: the checks of outputs and workspace that the caller brought."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from ..base.dtypes import DTYPES
 from .problem import dense_layout
 from .tensors import Device, TensorView, may_overlap, view
-
-
-def allocate(like: Any, framework: str, shape: tuple[int, ...], dtype: str, device: Device, stream: int) -> Any:
-    """An uninitialised row-major array of the framework that made ``like``, on ``device``, for work on ``stream``.
-
-    Raises
-    ------
-    TypeError
-        The framework is not known: the caller must pass the outputs.
-    """
-    if framework == "torch":
-        torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
-    if framework == "cupy":
-        cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(device.index):
-            return cupy.empty(shape, dtype=_numpy_dtype(dtype))
-    if framework == "numpy":
-        return np.empty(shape, dtype=_numpy_dtype(dtype))
-    if framework == "jax":
-        from ..runtime.buffers import DeviceBuffer, HostBuffer
-
-        return DeviceBuffer(shape, dtype, device.index, stream) if device.type == "cuda" else HostBuffer(shape, dtype)
-    raise TypeError(
-        f"out: cannot allocate an output for a {type(like).__module__}.{type(like).__qualname__}. Known are torch, "
-        f"CuPy, JAX and NumPy. Pass the outputs to nvrtc_attn.attention_forward and nvrtc_attn.attention_backward."
-    )
-
-
-def _numpy_dtype(dtype: str) -> Any:
-    if dtype != "bfloat16":
-        return np.dtype(dtype)
-    try:
-        from ml_dtypes import bfloat16
-    except ImportError:
-        raise TypeError(
-            "out: NumPy has no bfloat16 of its own. Install ml_dtypes, or use float16 or float32 arrays."
-        ) from None
-    return np.dtype(bfloat16)
 
 
 def output_view(

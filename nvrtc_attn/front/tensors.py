@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..base.dtypes import DTYPES
-from ..base.errors import CudaError, shown
+from ..base.errors import shown
 from . import dlpack
 from .tensorview import (
     CPU,
@@ -47,6 +47,21 @@ _Handler = Callable[[Any, str, "int | None", bool], TensorView]
 # Exact type -> how to read it. Filled when a framework's array type is first seen.
 _handlers: dict[type, _Handler] = {}
 _cuda_devices: dict[int, Device] = {}
+
+
+def _no_driver(address: int) -> int:
+    raise RuntimeError(
+        f"managed memory at {address:#x}: `import nvrtc_attn.api` connects the driver, which knows its GPU"
+    )
+
+
+_device_of: Callable[[int], int] = _no_driver
+
+
+def connect_driver(device_of: Callable[[int], int]) -> None:
+    """Let ``device_of`` say which GPU managed memory belongs to: the driver knows, and nothing in here imports CUDA."""
+    global _device_of
+    _device_of = device_of
 
 
 def view(x: object, name: str, *, stream: int | None = None, writable: bool = False) -> TensorView:
@@ -383,27 +398,8 @@ def _device(device_type: int, device_id: int, ptr: int, name: str) -> Device:
         return _cuda_device(device_id)
     if device_type == dlpack.CUDA_MANAGED:
         # Producers may export managed memory as device 0 whatever GPU it was allocated for.
-        return _cuda_device(_managed_device(ptr) if ptr else device_id)
+        return _cuda_device(_device_of(ptr) if ptr else device_id)
     raise _foreign_device(name, f"{dlpack.device_name(device_type)} device {device_id}")
-
-
-def _managed_device(ptr: int) -> int:
-    """The ordinal that the driver knows for a managed address. Needs no context; imports the driver bindings."""
-    from cuda.bindings import driver
-
-    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    (code,) = driver.cuInit(0)
-    ordinal: Any = None
-    if not code:
-        code, ordinal = driver.cuPointerGetAttribute(attribute, ptr)
-    if code:
-        raise CudaError(
-            f"the driver does not know managed address {ptr:#x}: {code.name} ({int(code)}). Run `python -m nvrtc_attn "
-            f"doctor`.",
-            int(code),
-            code.name,
-        )
-    return int(ordinal)
 
 
 def _cuda_device(index: int) -> Device:

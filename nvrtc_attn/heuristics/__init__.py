@@ -1,4 +1,7 @@
-"""Problem and device -> the kernels to launch. Pure functions, one module per kernel family."""
+"""Problem and device -> the kernels to launch. Pure functions: ``portable_*`` and ``hopper_*`` are the two families.
+
+Imports ``front`` for problems, of ``jit`` the configs, and ``base``: no CUDA, so a choice can be looked at anywhere.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Backward pass of the Hopper family: which tile for which problem, or why the portable family must do it.
 
-Workspaces: ``delta`` and ``row_lse`` are ``[B, H, rows]`` with rows padded to whole query tiles (varlen:
-``[H, rows]``, a sequence begins in a tile of its own), so that the copy engine can bring a tile; the counter of key
-tiles follows ``row_lse``. ``dq_accum`` has the layout of the portable family (``collective/gradient_accumulator.cuh``),
-with tiles of 80 queries a transposed one.
+Workspaces: ``delta`` and ``row_lse`` are ``[B, H, rows]``, in whole query tiles (varlen: ``[H, rows]``), which the copy
+engine can bring; the counter of key tiles follows. ``dq_accum``: ``collective/gradient_accumulator.cuh``.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -15,19 +14,23 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
 from . import hopper_dbias, portable_backward, portable_dq
-from .hopper import DTYPES_16BIT, ceil_div, product_width, reasons_against_size, reasons_against_target, score_operands
+from .common import ceil_div, features_of, is_aligned, is_full_shape
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
+from .hopper_common import (
+    DTYPES_16BIT,
+    product_width,
+    reasons_against_size,
+    reasons_against_target,
+    score_operands,
+)
 from .hopper_dbias import dbias_layout
-from .portable_backward import is_aligned, is_full_shape
-from .portable_forward import features_of
 from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
 
 MIN_HEAD_DIM: Final = 40
 """Smaller ones leave half of a 64-column slab empty; the portable family has exact tiles for them."""
 MIN_HEAD_DIM_BIAS: Final = 32
-"""Where the copy engine moves the bias: [256, 8, 256, 256] with gradient 0.350 ms, portable 0.554; a bias that the
-batch shares 0.378 and 0.736 (H200, 2026-11-21)."""
+"""Where the copy engine moves the bias, this family takes 0.5 to 0.65 of the portable one's time from here on."""
 MAX_HEAD_DIM: Final = 256
 """Beyond it dk and dv of 64 keys do not fit in a thread block's registers."""
 BLOCK_N: Final = 128
@@ -48,6 +51,8 @@ class Tile:
     """Two thread blocks share a key tile (``backward_hopper_wide``)."""
     fused: bool = False
     """Idle warps of the kernel prepare the rows, instead of a kernel before it."""
+    splits: int = 1
+    """Thread blocks that share the query heads of a group; a divisor of their number."""
 
 
 def smem_bytes(config: HopperBackwardConfig) -> int:
@@ -69,8 +74,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
 def uses_keep_words(problem: AttentionProblem) -> bool:
     """Whether dropout's decisions come from warps of their own; beside a bias, mask or softcap consumers make them.
 
-    H200, 2026-11-21, bfloat16, ms of all launches, decisions by consumers and by their own warps: D 64 B4 S2048 H16
-    0.86, 0.66; D 128 B4 S4096 H16 causal 2.26, 1.84. With one block at a time: D 64 0.74, of four warps only 0.91.
+    All launches then take 0.77 (D 64) to 0.81 (D 128, causal) of the time (H200, 2026-11-21; the figures are in
+    docs/experiments.md, "Dropout: decisions made elsewhere").
     """
     if is_wide(problem):
         return False
@@ -78,33 +83,54 @@ def uses_keep_words(problem: AttentionProblem) -> bool:
 
 
 def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
-    """The tile table. What was measured for it, and what lost, is in docs/experiments.md, "Hopper backward: tiles".
+    """The tile table; what lost is in docs/experiments.md, "Hopper backward: tiles" (H200, 2026-11-21).
 
     128 queries fit in registers up to head dim 64 only. Beyond it 80 with plain scores read 7.5 % less shared memory
-    than 64 and are 1 to 4 % faster (H200, D 128). ``fused`` saves a launch, 2 to 12 % up to 2048 queries (4096 with a
-    band), but with two key tiles a multiprocessor or fewer all of them wait for their rows at once.
+    than 64 and are 1 to 4 % faster. ``fused`` saves a launch, 2 to 12 % up to 2048 queries (4096 with a band), but
+    with two key tiles a multiprocessor or fewer all of them wait for their rows at once.
     """
     if is_wide(problem):
         return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
     # What a score needs beside its product takes the registers of half of the queries.
     plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem)
     block_m = 128 if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and plain else 64
-    tile = Tile(block_m=block_m)
+    tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms))
     if not is_plain(problem):
         return tile
     longest = 4096 if problem.band else 2048
-    waves = problem.batch * problem.num_heads_kv * ceil_div(problem.seqlen_k, BLOCK_N) / num_sms
+    waves = tile.splits * key_tiles(problem) / num_sms
     fused = waves > 2 and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
     full_width = product_width(min(problem.head_dim, problem.head_dim_v)) == 128
     return replace(tile, block_m=80 if full_width and not fused else block_m, fused=fused)
 
 
-def is_plain(problem: AttentionProblem) -> bool:
-    """Whether ``fused`` and 80 queries are possible: registers suffice, idle warps have no other work.
+def key_tiles(problem: AttentionProblem) -> int:
+    """Key tiles of all key heads and sequences."""
+    return problem.batch * problem.num_heads_kv * ceil_div(problem.seqlen_k, BLOCK_N)
 
-    Lengths on the device take registers too, one key tile has no zeros to prepare, an order of additions has a warp.
-    With a bias as tiles ``fused`` gains nothing (B 256, S 256, H 8, D 32: 391 microseconds instead of 348; B 4, S 2048,
-    H 16, D 64: 500, 498; B 16, S 512: 191, 199).
+
+def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
+    """Thread blocks that share the query heads of a group: as few as keep the multiprocessors busy.
+
+    Causal tiles have unequal work: eight a multiprocessor. H200, TFLOP/s by blocks, last with a key head a query head:
+    D 128 causal 2 x 4096, 32/1: 1 149, 4 294, 16 419, 32 414; 437. 1 x 4096, 64/8: 1 313, 8 443; 471.
+    2 x 8192, 32/8: 1 519, 2 538, 4 528; 572. D 64, not causal, 1 x 4096, 32/1: 1 222, 4 328, 16 335; 325.
+    """
+    if problem.deterministic or is_wide(problem) or not problem.num_heads_kv:
+        return 1
+    group = problem.num_heads // problem.num_heads_kv
+    for splits in range(1, group):
+        waves = splits * key_tiles(problem) / num_sms
+        if group % splits == 0 and (waves >= 8 or (not problem.band and waves >= 0.95 * math.ceil(waves))):
+            return splits
+    return group
+
+
+def is_plain(problem: AttentionProblem) -> bool:
+    """Whether ``fused`` and 80 queries are possible: registers suffice, and idle warps have no other work.
+
+    Lengths on the device take registers too. With one key tile there are no zeros to prepare, and an order of
+    additions needs the warp itself. With a bias as tiles ``fused`` gains nothing (docs/experiments.md).
     """
     on_device = problem.varlen or problem.seqused_k
     summed = problem.seqlen_k > BLOCK_N and not problem.deterministic and not is_wide(problem)
@@ -188,10 +214,9 @@ def has_one_key_tile(problem: AttentionProblem) -> bool:
 def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, smem_limit: int) -> list[str]:
     """Why the portable family is faster than the plan ``spec``; empty when it is not.
 
-    Where multiprocessors are busy this family takes 0.45 to 0.9 of the portable one's time in every case measured
-    (H200, 2026-11-21: D 40 to 256, lengths 77 to 16384, bias, dropout). But it does not split queries: with thread
-    blocks for less than half of the multiprocessors a portable kernel that does has the more of them at work. Split in
-    two it is still behind (B 1, S 2048, H 4, D 128, 64 key tiles: 108 microseconds, this family 88).
+    Where multiprocessors are busy this family takes 0.45 to 0.9 of its time in every case measured (H200, 2026-11-21).
+    But it does not split queries, and with thread blocks for less than half of the multiprocessors a portable kernel
+    that splits them in more than two keeps more of the GPU at work (docs/experiments.md, "Few key tiles").
     """
     main = kernel_of(spec)
     tiles = dict(main.params)["num_tiles"]
@@ -238,6 +263,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         keep_words=keep_words,
         ordered=problem.deterministic and not one_key_tile,
         fused=tile.fused,
+        split=tile.splits > 1,
     )
     if tile.wide:
         return wide_config(problem, config)
@@ -250,17 +276,17 @@ def prepare_warps(head_dim_v: int) -> int:
     return PREPARE_ROWS * (1 << (vectors - 1).bit_length()) // 32
 
 
-def head_group(problem: AttentionProblem) -> int:
+def head_group(problem: AttentionProblem, splits: int = 1) -> int:
     """Key heads whose key tiles are handed out together, longest first: as many as stay in L2; 1 without a band.
 
     In the deterministic pass neighbouring key tiles of a head wait for each other: there other heads come between them.
     """
     if not problem.band and not problem.deterministic:
         return 1
-    group = problem.num_heads // problem.num_heads_kv
+    group = problem.num_heads // problem.num_heads_kv // splits
     bytes_per_head = group * problem.seqlen_q * (2 * problem.head_dim_v + 6 * problem.head_dim)
     l2_bytes = WIDE_L2_BYTES if is_wide(problem) else L2_BYTES
-    return max(1, min(problem.batch * problem.num_heads_kv, l2_bytes // max(bytes_per_head, 1)))
+    return max(1, min(problem.batch * problem.num_heads_kv * splits, l2_bytes // max(bytes_per_head, 1)))
 
 
 def plan_spec(
@@ -271,7 +297,7 @@ def plan_spec(
     varlen = int(problem.varlen)
     num_m_blocks = ceil_div(problem.seqlen_q, config.block_m)
     num_n_blocks = max(ceil_div(problem.seqlen_k, config.block_n), 1)
-    num_tiles = (problem.batch + varlen) * problem.num_heads_kv * num_n_blocks
+    num_tiles = (problem.batch + varlen) * problem.num_heads_kv * num_n_blocks * tile.splits
     entries = 1 if varlen else problem.batch
     # Varlen: each sequence begins in a tile of its own.
     tiles = problem.q.shape[1] // config.block_m + problem.batch + 1 if varlen else num_m_blocks
@@ -280,9 +306,10 @@ def plan_spec(
     schedule = (
         ("num_n_blocks", num_n_blocks),
         ("num_tiles", num_tiles),
-        ("heads_per_group", problem.num_heads // problem.num_heads_kv),
+        ("num_splits", tile.splits),
+        ("heads_per_group", problem.num_heads // problem.num_heads_kv // tile.splits),
         ("query_step", num_m_blocks // num_n_blocks),
-        ("head_group", head_group(problem)),
+        ("head_group", head_group(problem, tile.splits)),
         ("counter_offset", statistics),
     )
     # The kernels beside it read only the shape of its tiles.
@@ -323,6 +350,17 @@ def plan_spec(
             ),
         )
     )
+    if config.split:
+        convert_dkv = BackwardConfig(kernel="dkv_convert", **(shape | {"num_warps": 4, "block_m": 64}))
+        launches.append(
+            Launch(
+                config=convert_dkv,
+                grid=num_n_blocks * problem.num_heads_kv * problem.batch,
+                block=convert_dkv.num_threads,
+                smem_bytes=0,
+                params=(("num_n_blocks", num_n_blocks),),
+            )
+        )
     head = rows * config.head_dim
     workspaces = [
         Workspace(
@@ -354,6 +392,9 @@ def plan_spec(
                 ),
             )
         )
+    if config.split:
+        numel = problem.batch * problem.num_heads_kv * num_n_blocks * BLOCK_N * (config.head_dim + config.head_dim_v)
+        workspaces.append(Workspace(field="dkv_accum", nbytes=4 * numel, zeroed=True))
     if config.fused:  # key tiles and pieces of rows that were handed out, finished pieces of each head
         heads = problem.batch * problem.num_heads
         workspaces.append(Workspace(field="counters", nbytes=4 * (2 + heads), zeroed=True))
@@ -401,4 +442,6 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles[replace(tile, block_m=fused_size, fused=not tile.fused)] = None
         if max(problem.head_dim, problem.head_dim_v) > 64:
             tiles[replace(tile, block_m=80, fused=False)] = None
+    if tile.splits > 1:
+        tiles[replace(tile, splits=1)] = None
     return [plan_spec(problem, x, num_sms=num_sms, smem_limit=smem_limit) for x in tiles]

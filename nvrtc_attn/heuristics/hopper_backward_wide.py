@@ -1,19 +1,8 @@
 """The Hopper backward kernel for wide heads: for which problems, and its config.
 
-H200, 2026-11-21, bfloat16, TFLOP/s of all three launches, cuDNN 9.19 in the same process in brackets: D 256,
-B4 S4096 H8 541 (391), causal 499 (372); D 192, value 128, B2 S4096 H16 491 (298), causal 459 (418). The order of the
-products hardly matters: dK and dQ a query tile late, dK at once, S early or not, all take 2.49 to 2.60 ms at D 256,
-except where the load of Q is exposed (3.1 ms). Bringing Q and dO once for both blocks gave 2 %.
-
-At D 192, value 128 (dense, causal): with four slabs of dQ computed for three 438, 403; with three 469, 446; P early and
-dq added under dK, the kernel's order, 491, 459. What of that did not help, TFLOP/s causal beside 446 to 459: two slots
-of q instead of three 436, four slots of q 446, three of dout 445, dq added by the copy engine 447, k and v brought to
-L2 ahead 460; rows prepared, and dq converted, by the idle warps 456 (the two launches take 80 microseconds of 1000, but
-as long inside, and 872 instead of 751 microseconds at S 1024).
-
 Two thread blocks share a tile of 128 keys and each owns 64: dk and dv of 64 keys fill the registers of two warp-groups,
 and dq, which every key tile adds to in float32, wants many keys a tile. The head of ``backward_hopper_wide.cuh`` says
-why.
+why, and docs/experiments.md ("Hopper backward: wide heads") what else was tried.
 """
 
 from __future__ import annotations
@@ -23,19 +12,14 @@ from typing import Final
 
 from ..front.problem import AttentionProblem
 from ..jit.config import HopperBackwardConfig
-from .hopper import ceil_div, score_operands
+from .common import ceil_div
+from .hopper_common import SMEM_LIMIT, score_operands
 
 NARROW_HEAD_DIM: Final = 128
 """Beyond it dk and dv of 64 keys do not fit in one warp-group's registers, which ``backward_hopper`` wants."""
-SMEM_BYTES: Final = 232448
-"""What a thread block may use on compute capability 9.0."""
 CLUSTER: Final = 2
 WIDE_L2_BYTES: Final = 16 << 20
-"""What the heads in work at a time may take of L2 (with a band): 2 heads of S 4096.
-
-H200, 2026-11-21, causal, B2 H16, D 192, value 128: 2 heads 1.120 ms, 3 heads 1.158, 5 heads 1.170; B4 H8, D 256: 1 head
-1.420, 2 and 4 heads 1.37.
-"""
+"""What the heads in work at a time may take of L2 (with a band): 2 heads of S 4096, 3 to 4 % faster than 1 or 3."""
 
 
 def is_wide(problem: AttentionProblem) -> bool:
@@ -79,5 +63,5 @@ def wide_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Hopp
     mapped = features.softcap or features.prescale or features.bias is not None
     wide = replace(config, kernel="backward_hopper_wide", cluster=CLUSTER, log2_lse=not mapped)
     trials = (replace(wide, num_stages=3), wide, replace(wide, num_stages_dout=1))
-    fitting = next(trial for trial in trials if smem_bytes(trial) <= SMEM_BYTES)
+    fitting = next(trial for trial in trials if smem_bytes(trial) <= SMEM_LIMIT)
     return replace(fitting, smem_bytes=smem_bytes(fitting))

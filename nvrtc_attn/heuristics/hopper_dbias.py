@@ -8,18 +8,16 @@ from typing import Final
 
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import HopperDbiasConfig
-from .hopper import ceil_div, product_width, score_operands
+from .common import ceil_div, features_of, is_vectorizable
 from .hopper_backward_wide import is_wide
+from .hopper_common import SMEM_LIMIT, product_width, score_operands
 from .portable_dq import MAX_PARTIAL_BYTES, dbias_reduce
-from .portable_forward import features_of, is_vectorizable
 from .spec import Launch, Workspace
 from .tensor_map import tensor_map
 
 BLOCK: Final = 128
 """Queries and keys of a tile. Fewer would ask more of L2 than it gives: at 128 and head dim 64 a pair is 64 KiB for
 2048 cycles of products, 32 bytes a cycle and multiprocessor."""
-SMEM_LIMIT: Final = 232448
-"""Bytes of shared memory a block may use on compute capability 9.0."""
 TILE_OVERHEAD: Final = 1
 """What a tile costs beside its pairs (bias, output), in pairs."""
 

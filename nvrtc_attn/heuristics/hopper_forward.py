@@ -11,24 +11,22 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import HopperForwardConfig
-from .hopper import (
+from .common import ceil_div, features_of, is_vectorizable
+from .hopper_common import (
     DTYPES_16BIT,
     MIN_QUERY_ROWS,
-    ceil_div,
+    SMEM_LIMIT,
     product_width,
     reasons_against_size,
     reasons_against_target,
     score_operands,
 )
-from .portable_forward import features_of, is_vectorizable
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
 
 Array: TypeAlias = npt.NDArray[Any]
 
 MAX_HEAD_DIM: Final = 256
-SMEM_LIMIT: Final = 232448
-"""Bytes of shared memory a block may use on compute capability 9.0."""
 L2_BYTES: Final = 40 << 20
 """What stays in an L2 of 50 to 60 MB beside queries and outputs."""
 BLOCKS_SHARING_A_HEAD: Final = 8
@@ -74,7 +72,10 @@ def _score_bytes(config: HopperForwardConfig) -> int:
 
 
 def choose_tile(problem: AttentionProblem) -> Tile:
-    """The tile table. Figures: H200, 2026-11-20 and 21, bfloat16, TFLOP/s, the launch alone."""
+    """The tile table. Each row says why it is what it is; all figures, and what lost, are in docs/experiments.md.
+
+    There, under "Hopper forward: tiles": H200, 2026-11-20 and 21, bfloat16, TFLOP/s of the launch alone.
+    """
     widest = max(ceil_div(problem.head_dim, 64), ceil_div(problem.head_dim_v, 64)) * 64
     tile = _score_tile(problem, widest)
     if tile is not None:
@@ -91,21 +92,19 @@ def choose_tile(problem: AttentionProblem) -> Tile:
             wide = problem.bias is not None and problem.bias.dtype != "float32" and lazy
             return Tile(block_m=128, block_n=128 if wide else 112 if lazy else 80, num_stages_q=2, lazy_max=lazy)
         if operands:
-            # Dropout, B4 S2048 H16: 0.408 ms; 128 x 96: 0.441, 192 x 64: 0.456.
+            # Wider key tiles make more decisions beside each product: 128 columns take 8 % less time than 96.
             lengths = problem.varlen or problem.seqused_k
             return Tile(block_m=128, block_n=112 if lengths else 128, num_stages_q=2, lazy_max=True)
-        # Three consumers: 192 x 128 reaches 573 at 4096, 128 x 128 464, 128 x 176 482. Lengths on the device take
-        # registers, and so do scores that are more than products. Few keys (cross-attention to 77 tokens): a tile is no
-        # wider than they are, 0.055 against 0.066 ms.
+        # Three consumers of 64 rows read each key tile once: 573 at 4096, against 464 with two. Lengths on the device
+        # take registers, and so do scores that are more than products. With few keys (cross-attention to 77 tokens) a
+        # tile is no wider than they are, which saves a sixth of the time.
         rows = _rows_of_narrow(problem)
         lengths = problem.varlen or problem.seqused_k
         columns = 112 if rows == 192 and (lengths or mapped) else 128
         if not lengths:
             columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
-        # A third slot for K and V brings keys of the next query tile in time: 432 to 407 at 512, 507 to 484 at
-        # 1024, 539 to 525 at 2048; a fourth is no faster. With a half tile ptxas serialises products (C7511): 297
-        # against 347 at 1024, 128 rows. So it does with a half tile and mapped scores. Causal, 192 rows: 271 at 512 and
-        # 360 at 1024, against 256 and 347 with 128.
+        # A third slot for K and V brings the keys of the next query tile in time, 3 to 6 % up to 2048. With it and a
+        # half tile ptxas serialises the products (C7511, 14 % slower), as it does with a half tile and mapped scores.
         third = rows == 192 and columns == 128 and not lengths and not problem.band
         return Tile(
             block_m=rows,
@@ -118,8 +117,8 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     if widest <= 128:
         if direct:
             return Tile(block_m=128, block_n=96 if lazy else 64, num_stages_q=2, lazy_max=lazy)
-        # A second slot for Q leaves room for 128 keys: 708 at 4096; 176 keys and one slot 667, 144 keys 684.
-        # One slot and a third for K and V: 612 against 643 at 1024.
+        # A second slot for Q hides the load of the next query tile and still leaves room for 128 keys: 708 at 4096,
+        # against 667 with 176 keys and one slot. A third slot for K and V in its place is 5 % slower at 1024.
         half = diagonal and problem.seqlen_q <= 1024 and not (operands or mapped)
         # With dropout and 80 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
         columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else 128
@@ -128,13 +127,13 @@ def choose_tile(problem: AttentionProblem) -> Tile:
         if direct:
             return Tile(block_m=128, block_n=64 if lazy else 48)
         return Tile(block_m=128, block_n=96 if problem.band or operands else 112)
-    # 128 accumulator registers of the output leave none for lazy_max (710 against 732 at 4096), and the products are
-    # long enough not to need turns. Shorter key tiles waste less on the diagonal: 385 against 356 at 512.
+    # The 128 accumulator registers of the output leave none for lazy_max (3 % slower at 4096), and the products are
+    # long enough not to need turns. Shorter key tiles waste less on the diagonal, 8 % at 512.
     short = problem.window_right is not None and problem.seqlen_q <= 1024
     if operands:
         # With dropout and softcap 48 columns spill four bytes.
         return Tile(block_m=128, block_n=32 if problem.dropout_p > 0 and problem.softcap > 0 else 48, ping_pong=False)
-    # 512 keys are 6.4 tiles of 80: 565 with 64 against 553; 1024 are 12.8 of them: 641 against 662.
+    # 512 keys are 6.4 tiles of 80, of which the last is mostly empty: 64 are 2 % faster. 1024 are 12.8: 3 % slower.
     fits = 1.06 * 64 * ceil_div(problem.seqlen_k, 64) < 80 * ceil_div(problem.seqlen_k, 80)
     return Tile(block_m=128, block_n=64 if short or fits else 80, ping_pong=False)
 
@@ -142,7 +141,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
 def _rows_of_narrow(problem: AttentionProblem) -> int:
     """Query rows of a tile at head dim 64: 192 are faster by what the table above says, unless they stay empty.
 
-    Or unless every smaller tile has a multiprocessor to itself: B1 H8, S 2048 takes 25.1 us in 128 tiles, 28.7 in 88.
+    Or unless every smaller tile has a multiprocessor to itself: 128 small tiles take 13 % less time than 88 large ones.
     """
     rows = problem.seqlen_q
     if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= MEASURED_SMS:
@@ -158,9 +157,9 @@ def _score_tile(problem: AttentionProblem, widest: int) -> Tile | None:
         return None  # spills registers
     tiles = [Tile(block_m=128, block_n=64, ping_pong=widest <= 192, score_tiles=True)]
     if widest <= 128:
-        # Bias, B4 S2048 H16, D 64: 0.206 ms, of which the bias alone takes 0.125; 128 x 64: 0.256, 192 x 64: 0.243
-        # (192 x 128 spills); every thread reading its own: 0.317. D 128: 0.251; 128 x 64 and two slots for Q: 0.291;
-        # 128 x 128 with those and one slot for the bias: 0.343.
+        # Wide key tiles first, with a second slot for Q where it fits. At head dim 64 they take 20 % less time than 64
+        # columns and 35 % less than threads that read their own bias; at 128 a second slot for Q is worth less than
+        # 128 columns, and one slot for the bias is the worst (docs/experiments.md).
         shared = Tile(block_m=128, block_n=64, num_stages_q=2, lazy_max=True, score_tiles=True)
         tiles = [replace(shared, block_n=128), replace(shared, block_n=128, num_stages_q=1), shared]
     return next((tile for tile in tiles if smem_bytes(config_of(problem, tile)) <= SMEM_LIMIT), None)
@@ -341,15 +340,13 @@ def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) ->
     """Why the portable family is faster than the plan ``spec``; empty when it is not."""
     (launch,) = spec.launches
     if problem.seqlen_q <= MIN_QUERY_ROWS and max(problem.head_dim, problem.head_dim_v) <= 64:
-        # 64 rows and keys, B64 H16, D 64: 18 against 25 us.
+        # 64 rows and keys at head dim 64: the portable kernel takes 18 us, this one 25.
         return [f"{problem.seqlen_q} query rows fill half a tile"]
     tiles = dict(launch.params)["num_tiles"]
     if tiles <= num_sms and not problem.varlen:
-        # A tile alone on its multiprocessor takes 10.7 ns a key (D up to 128); the portable kernel splits the keys and
-        # reaches 280 TFLOP/s. Mq 128, 8192 keys, H8, D 128: 86 against 35 us; Mq 4096, Mk 4096, H1: 47 and 41; Mq 512,
-        # 4096 keys, H16, D 64: 48 and 42; Mq 2048, Mk 2048, H4, D 128: 28 and 43. A causal mask does not halve the
-        # time of the split: its longest blocks see all of their keys (Mq 4096, Mk 4096, H4, D 64: 76 us; without a mask
-        # the Hopper kernel takes 41).
+        # A tile alone on its multiprocessor takes 10.7 ns a key (D up to 128), whereas the portable kernel splits the
+        # keys and reaches 280 TFLOP/s. A causal mask does not halve the time of the split, because its longest blocks
+        # see all of their keys. The times behind this are in docs/experiments.md, "Few query tiles, many keys".
         widest = max(problem.head_dim, problem.head_dim_v)
         scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
         flops = 2 * scores * (problem.head_dim + problem.head_dim_v)
@@ -383,7 +380,8 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles.append(replace(tile, half_tile=not tile.half_tile))
     if tile.score_tiles and tile.num_stages_q == 2:
         tiles.append(replace(tile, num_stages_q=1))
-    # Fewer keys: 112 are slower than 96 in four of five cases and spill with dropout. Scores come in slabs of 64.
+    # Tiles of 96 keys, not 112, which are slower in four of five cases and spill with dropout. Scores come in slabs
+    # of 64 columns.
     step = 64 if tile.score_tiles else 32
     columns = (tile.block_n - 1) // step * step
     if columns >= 64:

@@ -1,12 +1,6 @@
 """Backward pass of the portable family: delta, the dk/dv kernel, conversions; which tile, and when to split queries.
 
-Workspaces (float32, addresses aligned to 16 bytes; strides and counts are in ``Workspace.params``):
-
-* ``delta`` and ``row_lse``: ``[B, H, Mq]`` dense, ``[H, total_q]`` varlen; written by the delta kernel.
-* ``dq_accum``: per (batch, head) the query rows padded to whole tiles, ``head_dim`` of the config wide, in 16 x 8
-  blocks (``collective/gradient_accumulator.cuh``). Varlen: sequence b starts at row
-  ``(cu_seqlens_q[b] // block_m + b) * block_m``. Zeroed by the delta kernel.
-* ``dkv_accum``: per (batch, key head) dk rows then dv rows, padded to whole tiles; zeroed by the host.
+Workspaces are float32, aligned to 16 bytes: ``_workspaces`` says what each holds.
 """
 
 from __future__ import annotations
@@ -18,7 +12,8 @@ from typing import Any, Final
 from ..base.errors import UnsupportedError
 from ..front.problem import AttentionProblem
 from ..jit.config import BackwardConfig, Features
-from .portable_forward import MEASURED_SMEM, MIN_WARPS, features_of, is_vectorizable, warps_per_sm
+from .common import features_of, is_aligned, is_full_shape
+from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .spec import BackwardPlanSpec, Launch, Workspace
 
 MAX_HEAD_DIM: Final = 512
@@ -53,22 +48,10 @@ class Tile:
 
 
 # In order of preference within a width. A warp accumulates block_n / warps_n keys x (K + Kv) / (warps_m * dim_slices)
-# columns: 128 registers a thread at most with 16-bit operands, 64 in float32 (split operands need the rest).
-#
-# Times on H200, 2026-11-20, bfloat16, whole backward in ms; FA2 is PyTorch 2.11's FLASH backend in the same process:
-# * D 64 (B4 S4096 H32): 128 x 128 on 4 warps 4.52, causal 2.53; FA2 4.94, 2.79. 64 x 128 with two buffers 4.69, 2.57;
-#   8 warps of 32 keys (block_n 256) 5.03; 8 warps of 16 keys 5.93; FA2's own shape (128 x 128 on 4 x 2 warps) 5.05.
-# * D 128 (B4 S4096 H16): 128 x 128 on 8 warps 4.61, causal 2.52; FA2 4.56, 2.51. 64 x 128 with two buffers 4.74, 2.68;
-#   64 x 64 on 4 warps, two CTAs a multiprocessor 4.87, 2.61 (twice the adds to dq); 8 x 1 warps of 16 keys 4.95.
-#   A second buffer of Q or of dO, 3 % slower (2026-11-21).
-# * D 256 (B4 S4096 H8): 128 x 64 5.36, 64 x 64 with two buffers 5.58 to 6.06; FA2 5.43.
-# * D 512 (B2 S4096 H1): 64 x 32 1.08, 32 x 64 in two slices 1.27; PyTorch's efficient kernel 8.99.
-# * float32 (B4 S2048 H16): D 64 3.15, D 128 6.49; PyTorch's efficient kernel 4.90, 9.41. At D 64 32 x 128 takes 3.22,
-#   64 x 128 and 64 x 64 on 4 x 2 warps and 32 x 64 with three CTAs a multiprocessor 3.28, 128 x 64 on 4 x 2 warps 3.41.
-# Rows with less_smem hold 8 warps in 99 or 163 KB and spill nothing on 8.0, 8.6, 8.9 and 12.0 (`_spills`). Under 99 KB,
-# dense, B4 S4096 H16 (``benchmarks/portable_limits.py``, 2026-11-22): D 64 2.41, before 3.24; D 80 3.62, before 4.69;
-# D 128 5.41 (64 x 64 6.82), before 6.26; D 192 9.47, before 16.6; D 256 14.6 (64 x 32 16.7), before 20.8. float32: D 64
-# 14.2, before 16.1; D 96 25.0, before 35.2; D 160 in 163 KB, causal: 22.5 (32 x 64, which spills, 21.1), before 43.1.
+# columns: 128 registers a thread at most with 16-bit operands, 64 in float32 (split operands need the rest). Large
+# tiles add to dq less often: 128 x 128 is 3 to 4 % faster than 64 x 128 (H200, 2026-11-20). Rows with less_smem hold 8
+# warps in 99 or 163 KB, spill nothing on 8.0, 8.6, 8.9 and 12.0 (`_spills`), and are 1.1 to 1.9 times as fast there as
+# what came before. docs/experiments.md, "Portable backward: tiles", has all times.
 TILES_16BIT: Final = (
     Tile(width=64, block_m=128, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, blocks_per_sm=2),
     Tile(width=64, block_m=64, block_n=128, num_warps=4, warps_n=4, warps_m_dq=2, num_stages=2, num_stages_dout=2,
@@ -247,21 +230,6 @@ def choose_backward(
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
 
-def is_full_shape(problem: AttentionProblem) -> bool:
-    """Whether the bias has one element per score."""
-    shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    return problem.bias is not None and problem.bias.shape == shape
-
-
-def is_aligned(problem: AttentionProblem) -> bool:
-    """Whether rows of all eight tensors can be moved in 16-byte vectors; tensors without a layout are dense."""
-    itemsize = 4 if problem.dtype == "float32" else 2
-    if problem.head_dim % 8 or problem.head_dim_v % 8:
-        return False
-    operands = (problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv)
-    return all(operand is None or is_vectorizable(operand, itemsize) for operand in operands)
-
-
 def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
     reasons = []
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
@@ -374,9 +342,8 @@ def _choose_splits(
 def _skips_hidden(problem: AttentionProblem, config: BackwardConfig) -> bool:
     """Whether diagonal tiles are so large a part that leaving out half of their work pays for the branches.
 
-    H200, 2026-11-21, time of the whole causal backward at D 64, 128, 256: S 1024 -3.7, -1.6, -2.7 %, S 4096 0, +2.4,
-    +1.0 %. With dropout, whose keep bits fill the registers, +4 to +9 % even at S 1024. With V in registers and 32 rows
-    (D 256 in 99 KB, 15 % faster than the next row) the branches spill 4 bytes.
+    At S 1024 it saves 2 to 4 % of a causal backward pass, at S 4096 it costs up to 2 % (H200, 2026-11-21). Dropout's
+    keep bits fill the registers, and it costs 4 to 9 % even at S 1024. With V in registers and 32 rows it spills.
     """
     if config.v_in_registers and config.block_m == 32:
         return False
@@ -416,9 +383,8 @@ def _delta(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int)
 def _head_group(problem: AttentionProblem, num_n_blocks: int, slots: int) -> int:
     """Key heads whose key tiles are interleaved, those with the most work under a causal mask first.
 
-    Two waves of thread blocks: fewer heads leave long tiles for the end, many more do not fit in L2 (dq, Q and dO of a
-    head are used again by each of its key tiles). Without a band all tiles are alike and those of a head stay together.
-    One head after the other, one wave, two, four, all heads: 2.54, 2.47, 2.42, 2.43, 2.62 ms (D 64 B4 S4096 H32).
+    Two waves of thread blocks: fewer heads leave long tiles for the end (2 to 5 % slower), all of them do not fit in L2
+    (8 %), because dq, Q and dO of a head are used again by each of its key tiles. Without a band all tiles are alike.
     """
     return max(2 * slots // max(num_n_blocks, 1), 1) if problem.band else 1
 
@@ -461,11 +427,13 @@ def _workspaces(
     heads = problem.num_heads
     entries = 1 if problem.varlen else problem.batch
     rows = problem.q.shape[1] if problem.varlen else problem.seqlen_q
+    # [B, H, Mq] dense, [H, total_q] varlen; written by the delta kernel.
     strides = (("delta_stride_b", heads * rows), ("delta_stride_h", rows))
     yield Workspace(field="delta", nbytes=4 * entries * heads * rows, params=strides)
     yield Workspace(field="row_lse", nbytes=4 * entries * heads * rows)
     if config.dq == "atomic":
-        # Varlen: each sequence begins in a tile of its own.
+        # Per (batch, head) the query rows in whole tiles, in 16 x 8 blocks (collective/gradient_accumulator.cuh); the
+        # delta kernel zeroes it. Varlen: sequence b begins in a tile of its own, cu_seqlens_q[b] // block_m + b.
         tiles = rows // config.block_m + problem.batch + 1 if problem.varlen else -(-rows // config.block_m)
         head = tiles * config.block_m * config.head_dim
         yield Workspace(
@@ -478,6 +446,7 @@ def _workspaces(
             ),
         )
     if num_splits > 1:
+        # Per (batch, key head) the rows of dk and then those of dv, in whole tiles.
         head = num_n_blocks * config.block_n * (config.head_dim + config.head_dim_v)
         # Packed sequences each have room for the longest: splits are for few of them.
         nbytes = 4 * problem.batch * problem.num_heads_kv * head

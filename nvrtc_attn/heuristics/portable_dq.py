@@ -10,7 +10,8 @@ from typing import Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import DbiasConfig, DqConfig, KernelConfig
-from .portable_forward import MEASURED_SMEM, MIN_WARPS, features_of, is_vectorizable, warps_per_sm
+from .common import ceil_div, features_of, is_vectorizable
+from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .spec import Launch
 
 MAX_PARTIAL_BYTES: Final = 256 << 20
@@ -37,12 +38,8 @@ def smem_bytes(config: KernelConfig) -> int:
     return config.num_stages * (2 * config.itemsize * rows * config.slice_d + _OP_BYTES) + sums
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _tile_dim(head_dim: int) -> int:
-    return 8 * _ceil_div(head_dim, 8)
+    return 8 * ceil_div(head_dim, 8)
 
 
 def _aligned(problem: AttentionProblem, *written: OperandLayout | None) -> bool:
@@ -67,7 +64,7 @@ def _vector_scores(problem: AttentionProblem) -> bool:
 
 
 def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
-    """The dq tile table, best first. Times: H200, bfloat16, 4 x 2048 x 16 heads, 2026-11; no variant spills."""
+    """The dq tile table, best first; no variant spills. docs/experiments.md, "Deterministic dq", has the times."""
     widest = max(base.head_dim, base.head_dim_v)
     features = base.features
     policies = sum((features.bias is not None, features.mask, features.dropout, features.softcap))
@@ -85,25 +82,25 @@ def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
     if base.itemsize == 4:
         # 3xTF32 keeps two registers for a word of an operand.
         if widest <= 64 and policies == 0 and not base.legacy_mma:
-            yield tile(128, 32, 4, chunk_n=16)  # 2.25 ms; one row block a warp 2.41
+            yield tile(128, 32, 4, chunk_n=16)  # two row blocks a warp, 7 % less time than one
         if widest <= 128:
             if policies == 0 and widest > 64:
-                yield tile(128, 32, 8, num_stages=1)  # 4.93 ms at head dim 128; 64 rows and two stages 6.35
+                yield tile(128, 32, 8, num_stages=1)  # 22 % less time than 64 rows and two stages
             yield tile(64, 32, 4, chunk_n=16)
             yield tile(64, 16, 4)
     elif widest <= 64 and policies < 2 and not base.legacy_mma:
-        # Two row blocks a warp halve the reads of K and V from shared memory. There are registers for q and dout
-        # (0.314 ms instead of 0.334) only in the plainest variant.
+        # Two row blocks a warp halve the reads of K and V from shared memory. There are registers for q and dout, which
+        # save 6 %, only in the plainest variant.
         yield tile(128, 64, 4, preload=policies == 0 and not features.band)
     if base.itemsize == 2 and widest <= 128:
         if not base.legacy_mma and policies == 0 and (widest <= 96 or not features.band):
-            yield tile(128, 32, 4)  # 0.606 ms at head dim 128; one row block a warp 0.688
+            yield tile(128, 32, 4)  # 12 % less time than one row block a warp
         if not base.legacy_mma and policies == 0:
             yield tile(64, 32, 4, preload=True)
         if not base.legacy_mma:
             yield tile(64, 64, 4)
         yield tile(64, 32, 4)
-        if not base.legacy_mma:  # 8 warps in 99 KB. 4 x 4096 x 16 x 128, whole backward: 7.92 ms, 128 rows 8.55
+        if not base.legacy_mma:  # 8 warps in 99 KB; 64 rows on 4 warps take 7 % less time than 128 on 8
             if policies == 0:
                 yield tile(64, 32, 4, num_stages=1, preload=True)
             yield tile(128, 32, 8)
@@ -114,12 +111,10 @@ def _dq_candidates(base: DqConfig) -> Iterator[DqConfig]:
         yield tile(64, 32, 4, num_stages=1)
         if not base.legacy_mma:  # 8 warps where shared memory has room for one block
             yield tile(128, 32, 8, num_stages=1)
-        # From head dim 160, 99 KB hold 4 warps of these. Tiles with 8 were 6 to 17 % slower (4 x 4096 x 16 heads, whole
-        # backward in ms). Head dim 192: 13.20; two warps a row 14.64, streamed in two blocks 14.13. 256: 18.30;
-        # streamed in two blocks 20.58, with 128 rows 21.13, with two warps a row 21.49.
+        # From head dim 160, 99 KB hold 4 warps of these. Tiles with 8 were 6 to 17 % slower.
     elif base.itemsize == 2:
         # dq rows need two warps. S and dP are shared, not recomputed: a round trip of dS through shared memory costs
-        # 1/16 of the products. 0.51 ms at 2 x 4096 x 1 head, head dim 512; streamed 0.68.
+        # 1/16 of the products. A quarter less time than streamed operands.
         yield tile(64, 32, 4, warps_d=2, num_stages=1)
     warps_d = 2 if widest > 256 or base.itemsize == 4 else 1
     for slice_bytes, block_n, num_stages in ((256, 64, 3), (128, 64, 2), (128, 32, 2)):
@@ -150,7 +145,7 @@ def choose_dq(
         # Streamed operands are read again for each slice: more warps do not make up for it.
         fitting.sort(key=lambda c: c.streamed or warps_per_sm(c.num_warps, smem_bytes(c), smem_limit) < MIN_WARPS)
     config = fitting[0]
-    num_m_blocks = _ceil_div(problem.seqlen_q, config.block_m)
+    num_m_blocks = ceil_div(problem.seqlen_q, config.block_m)
     batch = problem.batch + problem.varlen  # one more: tokens outside every sequence
     if problem.varlen:
         num_m_blocks = max(num_m_blocks, 1)
@@ -166,23 +161,22 @@ def _slice_of(head_dim: int, itemsize: int) -> int:
     Three blocks of two 64 KiB stages fill a 227 KiB multiprocessor; wider slices leave room for two blocks only.
     """
     widest = 144 // itemsize // 8 * 8
-    counts = range(_ceil_div(head_dim, widest), _ceil_div(head_dim, widest) + 2)
-    return min((n * _tile_dim(_ceil_div(head_dim, n)), n, _tile_dim(_ceil_div(head_dim, n))) for n in counts)[2]
+    counts = range(ceil_div(head_dim, widest), ceil_div(head_dim, widest) + 2)
+    return min((n * _tile_dim(ceil_div(head_dim, n)), n, _tile_dim(ceil_div(head_dim, n))) for n in counts)[2]
 
 
 def _dbias_candidates(base: DbiasConfig) -> Iterator[DbiasConfig]:
     """The dbias tile table, best first; ``min_blocks_per_sm`` blocks have to fit a multiprocessor.
 
     Warps of 32 x 32 scores (dS, S, dP take 96 registers) in blocks of four, three to a multiprocessor: 168 registers a
-    thread. H200, bfloat16, bias [1, 16, 2048, 2048], batch 4, head dim 64, 2026-11: 0.51 ms. Lost: 96 x 128 (12 warps)
-    0.73, 64 x 128 with warps of 32 x 64 0.54, two blocks a multiprocessor 0.62.
+    thread. Two blocks take 22 % longer, wider tiles 6 to 43 % (H200, 2026-11; docs/experiments.md, "Bias gradient").
     """
     features = base.features
     # These need more registers than a third of a multiprocessor has.
     heavy = features.mask or features.dropout or features.softcap or base.itemsize == 4
     heavy = heavy or (features.bias == "float32" and not base.vector_scores)
     most = 2 if heavy or base.legacy_mma else 3
-    half = _tile_dim(_ceil_div(base.slice_d, 2))
+    half = _tile_dim(ceil_div(base.slice_d, 2))
     for slice_d, min_blocks in [
         *((s, n) for s in (base.slice_d, half) for n in range(most, 1, -1)),
         (base.slice_d, 1),
@@ -196,9 +190,9 @@ def _dbias_splits(tiles: int, reduced: int, slots: int, numel: int) -> int:
     if tiles == 0 or tiles >= slots:
         return 1
     # A share under 4 score tiles pays more for its prologue and its partial sums than it gains.
-    most = min(_ceil_div(reduced, 4), max(MAX_PARTIAL_BYTES // (4 * numel), 1))
-    splits = max(min(_ceil_div(slots, tiles), most), 1)
-    return _ceil_div(reduced, _ceil_div(reduced, splits)) if reduced else 1
+    most = min(ceil_div(reduced, 4), max(MAX_PARTIAL_BYTES // (4 * numel), 1))
+    splits = max(min(ceil_div(slots, tiles), most), 1)
+    return ceil_div(reduced, ceil_div(reduced, splits)) if reduced else 1
 
 
 def choose_dbias(
@@ -235,7 +229,7 @@ def choose_dbias(
     config = next(
         c for c in _dbias_candidates(base) if c.min_blocks_per_sm * (smem_bytes(c) + 1024) <= smem_limit + 1024
     )
-    num_m, num_n = _ceil_div(problem.seqlen_q, config.block_m), _ceil_div(problem.seqlen_k, config.block_n)
+    num_m, num_n = ceil_div(problem.seqlen_q, config.block_m), ceil_div(problem.seqlen_k, config.block_n)
     tiles = shape[0] * shape[1] * (1 if reduce_m else num_m) * (1 if reduce_n else num_n)
     reduced = (problem.batch if shape[0] == 1 else 1) * (problem.num_heads if shape[1] == 1 else 1)
     reduced *= (num_m if reduce_m else 1) * (num_n if reduce_n else 1)
@@ -258,5 +252,5 @@ def dbias_reduce(problem: AttentionProblem, *, arch: str, num_sms: int, legacy_m
         kernel="dbias_reduce", arch=arch, dtype=problem.dtype, head_dim=8, head_dim_v=8, block_m=16, block_n=16,
         num_warps=_REDUCE_WARPS, dbias_dtype=problem.bias.dtype, legacy_mma=legacy_mma,
     )  # fmt: skip
-    grid = min(_ceil_div(prod(problem.bias.shape), 32), 32 * num_sms)
+    grid = min(ceil_div(prod(problem.bias.shape), 32), 32 * num_sms)
     return Launch(config=config, grid=grid, block=config.num_threads, smem_bytes=0)

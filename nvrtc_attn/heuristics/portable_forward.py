@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import c_float
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
-from ..front.problem import AttentionProblem, OperandLayout
+from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
+from .common import ceil_div, features_of, is_vectorizable, maps_scores, round_up
+from .portable_common import MEASURED_SMEM, MIN_WARPS, SMEM_RESERVED, warps_per_sm
 from .spec import ForwardPlanSpec, Launch
 
 MAX_HEAD_DIM: Final = 512
@@ -23,26 +24,14 @@ PACKED_QUERIES: Final = 64
 STREAMED_KEYS: Final = 1024
 """From here on up to 64 query rows wait for K and V, and their tiles load in two stages."""
 IN_FLIGHT_BYTES: Final = 30 << 10
-"""Of K and V on the way to each multiprocessor, around which memory begins to idle, see `_stream_keys`."""
+"""Of K and V on the way to each multiprocessor. With fewer the memory begins to idle, see `_stream_keys`."""
 SPLIT_BYTES: Final = 30 << 20
-"""What splitting costs, in bytes that could have been read: 7 us of an H200, most of it the second kernel.
-
-Bringing that up early (programmatic dependent launch) gains 1 us with 2048 or 8192 keys, nothing beyond, and loses 2 us
-with 256 splits.
-"""
+"""What splitting costs, in bytes that could have been read: 7 us of an H200, most of it the second kernel."""
 COMBINE_WARPS: Final = 4
-MIN_WARPS: Final = 8
-"""Warps a multiprocessor, two for each of its schedulers: one multiplies while the other waits for its operands."""
-MEASURED_SMEM: Final = 227 << 10
-"""Shared memory per block of the GPU that the tables were measured on. With less, tiles with `MIN_WARPS` come first."""
-_REGISTERS_PER_SM: Final = 65536
-_SMEM_RESERVED: Final = 1024
-"""Shared memory that the driver keeps per thread block, and that a multiprocessor has more than one block may use."""
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
 
-Causal, D 128: S4096 (2 MB a head) 0.796, 0.790, 0.782, 0.717 ms with 1, 2, 4, 8 heads, 0.823 with 12; S16384 (8 MB)
-2.895, 2.635, 2.807 ms with 1, 2, 4. D 64: S4096 (1 MB) 0.913, 0.884, 0.869 with 1, 8, 16. H200, 2026-11-20.
+As many heads as that are 5 to 10 % faster than one at a time, and half as many more are slower than one (2026-11-20).
 """
 
 
@@ -73,58 +62,14 @@ def smem_bytes(config: ForwardConfig) -> int:
     return max(config.itemsize * tiles, epilogue)
 
 
-def warps_per_sm(num_warps: int, smem_bytes: int, smem_limit: int) -> int:
-    """Warps of thread blocks of ``num_warps`` with ``smem_bytes`` and 255 registers a thread on one multiprocessor."""
-    by_smem = (smem_limit + _SMEM_RESERVED) // (smem_bytes + _SMEM_RESERVED)
-    return num_warps * min(by_smem, _REGISTERS_PER_SM // (256 * 32 * num_warps))
-
-
-def is_vectorizable(layout: OperandLayout, itemsize: int) -> bool:
-    """Whether every row of the last dim is contiguous and starts and ends at a multiple of 16 bytes."""
-    if layout.offset_alignment < 16 or layout.shape[-1] * itemsize % 16:
-        return False
-    if layout.strides[-1] != 1:
-        return False
-    outer = zip(layout.shape[:-1], layout.strides[:-1], strict=True)
-    return all(size == 1 or stride * itemsize % 16 == 0 for size, stride in outer)
-
-
-def features_of(problem: AttentionProblem) -> Features:
-    """Policies that the kernel needs for ``problem``."""
-    return Features(
-        band=problem.band,
-        bias=problem.bias.dtype if problem.bias is not None else None,
-        mask=problem.mask is not None,
-        softcap=problem.softcap > 0,
-        # Folding the scale into the exponent keeps the order of scores only when it is positive, in float32.
-        prescale=c_float(problem.softmax_scale).value <= 0,
-        dropout=problem.dropout_p > 0,
-        varlen=problem.varlen,
-        seqused_k=problem.seqused_k,
-    )
-
-
-def maps_scores(features: Features) -> bool:
-    """Whether kernels turn products into scores in natural units: ``kMapsScores`` in ``collective/scores.cuh``."""
-    return features.prescale or features.softcap or features.bias is not None
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return _ceil_div(value, multiple) * multiple
-
-
 def _tiles(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_limit: int) -> Iterator[Tile]:
     """The tile table: choices for ``config`` (whose tile fields are placeholders), best first.
 
-    Times are those of one NVIDIA H200, 2026-11-20, bfloat16 unless stated, against the tile that lost.
+    Percentages are of time: H200, 2026-11-20, bfloat16. docs/experiments.md, "Portable forward: tiles", has the times.
     """
     for tile in _tiles_by_shape(config, seqlen_q, seqlen_k, smem_limit):
         # Few keys (cross-attention to 77 tokens): a tile need not be wider than they are.
-        yield replace(tile, block_n=max(16 * tile.warps_n, min(tile.block_n, _round_up(seqlen_k, 16))))
+        yield replace(tile, block_n=max(16 * tile.warps_n, min(tile.block_n, round_up(seqlen_k, 16))))
 
 
 def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_limit: int) -> Iterator[Tile]:
@@ -133,8 +78,8 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
     fast_loads = config.aligned and not config.legacy_mma
     less_smem = smem_limit < MEASURED_SMEM
     if dim_v > 256:
-        # A row's output does not fit in one warp's registers: 2 or 4 warps share it and recompute its scores.
-        # D 512, B2 S4096 H1: 0.329 ms; block_n 32: 0.403; 2 stages of 32: 0.392; block_m 32 with warps_d 4: 0.731.
+        # A row's output does not fit in one warp's registers: 2 or 4 warps share it and recompute its scores. Key tiles
+        # of 32, in one or two stages, take 19 to 22 % longer; 32 rows on 4 warps a row take more than twice as long.
         if config.itemsize == 2:
             yield Tile(block_m=64, block_n=64, num_warps=8, warps_d=2)
             yield Tile(block_m=64, block_n=32, num_warps=8, warps_d=2)
@@ -143,22 +88,22 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
         yield Tile(block_m=16, block_n=16, num_warps=4, warps_d=4)
         return
     if seqlen_q <= DECODE_ROWS:
-        # Mq 1, 8192 keys, B32 H32, D 128: 0.967 ms = 4.4 TB/s, all there is; 1 stage: 0.996, block_n 128: 0.975.
+        # One query reads K and V at 4.4 TB/s, which is all there is; one stage takes 3 % longer, 128 columns 1 %.
         yield Tile(block_m=16, block_n=64, num_warps=4, num_stages=2, warps_n=4)
         yield Tile(block_m=16, block_n=64, num_warps=4, warps_n=4)
         yield Tile(block_m=16, block_n=32, num_warps=2, warps_n=2)
         yield Tile(block_m=16, block_n=16, num_warps=1)
         return
     if fast_loads and config.itemsize == 2 and seqlen_q <= 64 and seqlen_k >= STREAMED_KEYS:
-        # 8192 keys, B32 H32/8, D 128, GB/s of K and V. 32 rows: 4230; 8 warps: 4200; a tile of 64: 4160; two of 16:
-        # 3170. 64 rows: 4085; 1 stage: 3770; 8 warps: 3890; two tiles of 32: 3080.
+        # One tile that takes all rows reads K and V once: 4230 GB/s with 32 rows and 4085 with 64, where two tiles of
+        # half the rows reach 3170 and 3080. More warps are 1 to 5 % slower, one stage 8 %.
         if seqlen_q <= 32:
             yield Tile(block_m=32, block_n=64, num_warps=4, num_stages=2, warps_n=2)
         elif max(dim, dim_v) <= 128 and smem_limit >= 128 << 10:
             yield Tile(block_m=64, block_n=64, num_warps=4, num_stages=2)
     if config.itemsize == 4:
-        # D 64, B4 S2048 H16: 1.057 ms; 64 x 64: 1.127. D 128: 2.09 ms; 64 x 32: 2.25; 128 x 16: 2.25; 256 x 32 with
-        # 8 warps: 2.03, but on one block a multiprocessor. With any policy 128 rows spill.
+        # 128 rows of plain scores take 6 to 7 % less time than 64; with any policy they spill. At head dim 128 a block
+        # of 256 rows on 8 warps is 3 % faster still, but leaves room for no second one on the multiprocessor.
         if (
             fast_loads
             and seqlen_q > 64
@@ -180,14 +125,13 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
     if fast_loads and seqlen_q > 64 and not features.dropout:
         reads_scores = features.bias is not None or features.mask
         if dim_v <= 64 and dim <= 64 and not (reads_scores or features.softcap or features.prescale):
-            # D 64, B4 S4096 H32: 351 TFLOP/s; 128 x 64: 331 with 3 blocks, 320 with 2; 256 x 128 with 8 warps: 318.
-            # D 40 (float16): 232; 128 x 64: 203. With softcap or a bias 128 columns spill, for 12.x with a band, too.
+            # 351 TFLOP/s at head dim 64, 6 % more than 128 x 64 in three blocks. With softcap or a bias 128 columns
+            # spill, and for 12.x with a band, too.
             block_n = 96 if features.band and config.arch in ("sm_120", "sm_121") else 128
             yield Tile(block_m=128, block_n=block_n, num_warps=4, min_blocks_per_sm=2)
         elif dim_v <= 64 or (dim_v <= 128 and not reads_scores):
-            # D 128, B4 S4096 H16: 409 TFLOP/s; 2 stages: 396; 128 x 32: 343; 64 x 64: 315; 128 x 128 with 8 warps: 320,
-            # 256 x 64 with 8 warps: 379. D 80: 305, 128 x 128: 288. D 192 and 128: 339, 64 x 64: 266.
-            # Bias, D 64, B4 S2048 H16: 0.421 ms; 64 x 64: 0.472; 128 x 64 with 8 warps: 0.632.
+            # 409 TFLOP/s at head dim 128, where a second stage is 3 % slower and 256 rows on 8 warps 7 %. With a bias
+            # at head dim 64 it takes 11 % less time than 64 x 64.
             block_n = 64
             if dim_v > 64:
                 # 100 KB a multiprocessor holds two blocks only with 32 keys; for 10.x ptxas spills 76 bytes with 64.
@@ -196,12 +140,11 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
             if less_smem and block_n > 32 and dim > 128:  # two blocks of D 192 and 128 in 164 KB
                 yield Tile(block_m=128, block_n=32, num_warps=4, min_blocks_per_sm=2)
         elif dim_v <= (128 if reads_scores else 160):
-            # D 160, B2 S4096 H16: 364 TFLOP/s; 64 x 64: 305; 128 x 64 with 8 warps: 271.
-            # Bias, D 128, B4 S2048 H16: 0.661 ms; 64 x 64: 0.715; 128 x 64 with 8 warps: 0.799.
+            # Head dim 160 reaches 364 TFLOP/s, 64 x 64 305. With a bias at head dim 128 it takes 8 % less time.
             yield Tile(block_m=128, block_n=32, num_warps=4)
     if fast_loads:
-        # D 256, B4 S4096 H8: 312 TFLOP/s; 128 x 64 with 8 warps: 311; 64 x 32 with 2 stages: 288. D 192: 324.
-        # Dropout, D 64, B4 S2048 H16: 0.567 ms; 128 x 64: 0.599; 128 x 128: 0.705.
+        # As fast as 128 x 64 on 8 warps at head dim 256 (312 TFLOP/s), and two blocks hide each other's waits. With
+        # dropout its registers suffice: 5 % less time than 128 x 64.
         yield Tile(block_m=64, block_n=64, num_warps=4, min_blocks_per_sm=2)
         if less_smem and max(dim, dim_v) > 128:  # 8 warps where shared memory has room for one block
             yield Tile(block_m=128, block_n=64, num_warps=8)
@@ -229,12 +172,12 @@ def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) ->
     """Splits of the keys that minimise waves times key tiles per block; ``slots`` blocks run at once.
 
     In units of one key tile (2.8 us at D 128), a block costs its tiles plus 3 for prologue and epilogue, and splitting
-    6 more for the partial results and the second kernel: Mq 512, 8192 keys, H8: 228, 123, 72, 61 us with 1, 2, 4, 8
-    splits; Mq = Mk = 2048, H4: 65, 46, 42, 51 us (H200, 2026-11-20).
+    6 more for the partial results and the second kernel (H200, 2026-11-20; docs/experiments.md, "Portable forward:
+    splits of the keys").
     """
-    best, best_cost = 1, _ceil_div(blocks, slots) * (num_key_tiles + 3)
+    best, best_cost = 1, ceil_div(blocks, slots) * (num_key_tiles + 3)
     for splits in range(2, min(max_splits, num_key_tiles // 2) + 1):
-        cost = _ceil_div(blocks * splits, slots) * (_ceil_div(num_key_tiles, splits) + 3) + 6
+        cost = ceil_div(blocks * splits, slots) * (ceil_div(num_key_tiles, splits) + 3) + 6
         if cost < 0.95 * best_cost:
             best, best_cost = splits, cost
     return best
@@ -242,7 +185,7 @@ def _num_splits(blocks: int, num_key_tiles: int, slots: int, max_splits: int) ->
 
 def _resident(config: ForwardConfig, smem_limit: int, by_registers: int) -> int:
     """Blocks that share a multiprocessor: by shared memory (1 KB of each is the system's) and by registers."""
-    by_smem = (smem_limit + _SMEM_RESERVED) // (smem_bytes(config) + _SMEM_RESERVED)
+    by_smem = (smem_limit + SMEM_RESERVED) // (smem_bytes(config) + SMEM_RESERVED)
     return max(1, min(by_smem, by_registers))
 
 
@@ -259,21 +202,25 @@ def _stream_keys(
 ) -> tuple[ForwardConfig, int]:
     """``config`` and its splits of the keys for few query rows, whose time is that of reading K and V.
 
-    ``blocks`` is their number without splits, ``row_bytes`` what one split writes and the second kernel reads. With
-    ``ragged``, several sequences have lengths on the device.
-
     Blocks that run together share the memory's bandwidth, if they are enough to keep it busy, which those of the last
-    wave may not be. Ragged lengths are taken to end in such a wave, one block long. In us, H200, 2026-11-21, H32/8 at D
-    128, 8192 keys, B32: 252, 273, 261, 264, 264 with 1, 2, 3, 4, 6 splits; 32768 keys, B4: 145, 136, 130, 127, 129 with
-    4, 5, 6, 8, 12; H64/8 at D 64, B4: 77, 70, 68, 81 with 8, 12, 16, 24; lengths 512 to 8192, B32: 170, 151, 151, 154
-    with 1, 4, 8, 16.
+    wave may not be. Ragged lengths are taken to end in such a wave, one block long. The times that this model was
+    fitted to are in docs/experiments.md, "Portable forward: splits of the keys".
+
+    Parameters
+    ----------
+    blocks
+        Their number without splits.
+    row_bytes
+        What one split writes and the second kernel reads.
+    ragged
+        Several sequences have lengths on the device.
     """
     tile_bytes = config.itemsize * config.block_n * (config.head_dim + config.head_dim_v)
     most = min(max_splits, max(num_key_tiles // 2, 1))
 
-    # One block on nearly every multiprocessor and a third stage to keep the memory busy: half the splits of two blocks
-    # each. D 128, H32/8: 32768 keys, B1: 37 us, with twice the blocks 39; B4: 126 and 127; H64/8, 8192 keys, B16, where
-    # it spares the splitting: 124 and 133. With 64 KB a stage two stages do (D 256), with 16 KB (D 64) three would not.
+    # One block on nearly every multiprocessor and a third stage keep the memory as busy as two blocks each, with half
+    # the splits: 1 to 7 % less time (same page). With 64 KB a stage (D 256) two stages suffice, with 16 KB (D 64) three
+    # would not.
     one_each = num_sms // max(blocks, 1)
     deeper = replace(config, num_stages=config.num_stages + 1)
     if (
@@ -296,7 +243,7 @@ def _stream_keys(
         together = blocks * splits + busy
         if not ragged:
             together = waves * slots + ((rest**4 + busy**4) ** 0.25 if rest else 0)
-        cost = (_ceil_div(num_key_tiles, splits) + 0.25) * tile_bytes * together  # a block starts and ends, too
+        cost = (ceil_div(num_key_tiles, splits) + 0.25) * tile_bytes * together  # a block starts and ends, too
         if splits > 1:
             cost += SPLIT_BYTES + 2 * splits * row_bytes
         if splits == 1 or cost < 0.99 * best_cost:
@@ -342,8 +289,8 @@ def choose_forward(
         kernel="forward_portable",
         arch=arch,
         dtype=problem.dtype,
-        head_dim=_round_up(problem.head_dim, 8),
-        head_dim_v=_round_up(problem.head_dim_v, warps_d_unit),
+        head_dim=round_up(problem.head_dim, 8),
+        head_dim_v=round_up(problem.head_dim_v, warps_d_unit),
         block_m=16,
         block_n=16,
         num_warps=1,
@@ -366,10 +313,10 @@ def choose_forward(
     config = fitting[min(rank, len(fitting) - 1)]
 
     # A varlen problem whose sequences are all empty still has tokens to zero.
-    num_m_blocks = max(_ceil_div(rows, config.block_m), int(problem.varlen))
+    num_m_blocks = max(ceil_div(rows, config.block_m), int(problem.varlen))
     num_rows = heads * rows
     row_bytes = 4 * num_rows * (config.head_dim_v + 1)
-    num_key_tiles = _ceil_div(problem.seqlen_k, config.block_n)
+    num_key_tiles = ceil_div(problem.seqlen_k, config.block_n)
     max_splits = min(MAX_SPLITS, MAX_PARTIAL_BYTES // row_bytes) if row_bytes else 1
     if num_splits is not None:
         num_splits = max(1, min(num_splits, max_splits, num_key_tiles // 2))
@@ -424,7 +371,7 @@ def choose_forward(
             ),
             Launch(
                 config=combine_config,
-                grid=_ceil_div(num_rows, combine_config.block_m) + (problem.num_heads if problem.varlen else 0),
+                grid=ceil_div(num_rows, combine_config.block_m) + (problem.num_heads if problem.varlen else 0),
                 block=combine_config.num_threads,
                 smem_bytes=smem_bytes(combine_config),
                 params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits)),

@@ -42,9 +42,8 @@ class Launch:
 class Workspace:
     """One temporary buffer, aligned to 16 bytes at least.
 
-    ``field`` is the pointer of the params struct that receives its address and ``params`` the fields (strides in
-    elements, counts) that describe it to every launch. ``zeroed``: the host clears it before the first launch; the
-    others are written by a kernel before any kernel reads them.
+    ``field`` is the pointer of the params struct that receives its address, ``params`` the fields (strides in elements,
+    counts) that describe it to every launch. Where it is not ``zeroed`` by the host, a kernel writes it first.
     """
 
     field: str

@@ -23,10 +23,9 @@ MASK_SLAB_BYTES: Final = 64
 class TensorMap:
     """One tensor map of a launch.
 
-    ``field`` is the member of the params struct that receives it and ``pointer`` the pointer field that holds the
-    tensor's address. Dims are (head dim, row, head, batch), innermost first; ``strides_bytes`` are those of the outer
-    three. A box is ``box`` columns by rows of one head, written to shared memory with the swizzle of its width in bytes
-    (128 or 64).
+    ``field`` of the params struct receives it, and ``pointer`` names the field that holds the tensor's address. Dims
+    are (head dim, row, head, batch), innermost first; ``strides_bytes`` are those of the outer three. A box is ``box``
+    columns by rows of one head, written to shared memory with the swizzle of its width in bytes (128 or 64).
     """
 
     field: str

@@ -392,10 +392,6 @@ class KernelCache:
             found.append((EntryInfo(key, Path(item.path), size, last_used, metadata, problem), status))
         return sorted(found, key=lambda pair: -pair[0].last_used)
 
-    def size_bytes(self) -> int:
-        """Sum of the entry sizes."""
-        return sum(info.size_bytes for info in self.entries())
-
     # -- inside ------------------------------------------------------------------------------------
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Entry source -> cubin: derived key, memory, disk cache, NVRTC. Needs no GPU.
 
 The key is SHA-256 over everything that decides the bytes of the cubin: the source text, the options without include
-paths, the digest of all headers that can be included, and the build of NVRTC. Install prefixes and the driver are not
-in it.
+paths, the digest of the headers that the source can include, and the build of NVRTC. Install prefixes and the driver
+are not in it.
 
 NVRTC runs in worker processes (`worker_pool` says why), each called by a thread of its own here.
 
@@ -28,11 +28,11 @@ from typing import Final
 from ..base import env
 from ..base.errors import CompileError
 from ..base.log import LOGGER
-from ..runtime import driver
 from . import headers, nvrtc_worker, worker_pool
 from .cache import SCHEMA, kernel_cache
 from .codegen import entry_source
 from .config import KernelConfig
+from .config_text import warmup_command
 from .dump import dump_kernel
 from .library_build import nvrtc_build
 from .worker_pool import Answer, Ticket, WorkerDiedError
@@ -129,8 +129,8 @@ def compile_kernel(config: KernelConfig) -> CompiledKernel:
     Raises
     ------
     CompileError
-        NVRTC is missing, too new for the driver, does not know the architecture or refused the source; its process
-        died; or a compile was forbidden by ``NVRTC_ATTN_NO_COMPILE`` or ``NVRTC_ATTN_ASSERT_CACHED``.
+        NVRTC is missing, does not know the architecture or refused the source; its process died; or a compile was
+        forbidden by ``NVRTC_ATTN_NO_COMPILE`` or ``NVRTC_ATTN_ASSERT_CACHED``.
     """
     return compile_source(entry_source(config), config.arch, config=config)
 
@@ -139,7 +139,6 @@ def compile_source(
     source: str, arch: str, *, config: KernelConfig | None = None, extra_options: Sequence[str] = ()
 ) -> CompiledKernel:
     """Like ``compile_kernel``, for any source that defines the kernel ``attention_entry``."""
-    _check_driver()
     return _result(_request(source, arch, config, extra_options))
 
 
@@ -155,9 +154,8 @@ def compile_kernels(
     CompileError
         As `compile_kernel`, at the kernel that it is about; the others go on.
     """
-    _check_driver()
-    digest = headers.header_digest()
-    requests = [_request(entry_source(config), config.arch, config, (), digest) for config in configs]
+    seen = headers.Snapshot()
+    requests = [_request(entry_source(config), config.arch, config, (), seen) for config in configs]
     for request in requests:
         _start(request, urgent=True)
     if meanwhile is not None and any(request.key in _flights for request in requests):
@@ -173,22 +171,25 @@ def request_kernels(configs: Sequence[KernelConfig]) -> None:
     try:
         if env.no_compile() or env.assert_cached():
             return
-        _check_driver()
-        digest = headers.header_digest()
+        seen = headers.Snapshot()
         for config in configs:
-            _start(_request(entry_source(config), config.arch, config, (), digest), urgent=False)
+            _start(_request(entry_source(config), config.arch, config, (), seen), urgent=False)
     except Exception as error:
         LOGGER.debug("a compile ahead of time was not possible: %s", error)
 
 
 def _request(
-    source: str, arch: str, config: KernelConfig | None, extra_options: Sequence[str], digest: str | None = None
+    source: str,
+    arch: str,
+    config: KernelConfig | None,
+    extra_options: Sequence[str],
+    seen: headers.Snapshot | None = None,
 ) -> _Request:
     version, no_cache = _NO_CACHE
     options = (f"--gpu-architecture={arch}", *COMMON_OPTIONS, *extra_options)
     if headers.nvrtc().version >= version:
         options = (*options, no_cache)
-    return _Request(kernel_key(source, options, digest), source, arch, options, config)
+    return _Request(kernel_key(source, options, seen), source, arch, options, config)
 
 
 def _result(request: _Request) -> CompiledKernel:
@@ -294,13 +295,13 @@ def discard(key: str) -> None:
     kernel_cache().discard(key)
 
 
-def kernel_key(source: str, options: Sequence[str], header_digest: str | None = None) -> str:
+def kernel_key(source: str, options: Sequence[str], seen: headers.Snapshot | None = None) -> str:
     """Cache key of a compile, 64 hexadecimal digits. ``options`` hold no include paths.
 
-    ``header_digest`` is that of this moment (5 ms), which the kernels of one call share.
+    ``seen`` has the headers of this moment, which the kernels of one call share.
     """
     digest = hashlib.sha256(usedforsecurity=False)
-    header_digest = headers.header_digest() if header_digest is None else header_digest
+    header_digest = (headers.Snapshot() if seen is None else seen).digest(source)
     parts = (str(SCHEMA), PROGRAM_NAME, source, nvrtc_build(), header_digest, str(len(options)), *options)
     for part in parts:
         data = part.encode()
@@ -429,19 +430,6 @@ def _refusal(answer: Answer, arch: str, version: str) -> str:
     return "\n".join([*lines, *(errors or log.splitlines())[:5]])
 
 
-def _check_driver() -> None:
-    """Refuse to compile what the driver in use could not load: a cubin needs a driver of NVRTC's major or later."""
-    if not driver.is_loaded():
-        return
-    needed, have = headers.nvrtc().version, driver.driver_version()
-    if have[0] < needed[0]:
-        raise CompileError(
-            f"NVRTC {needed[0]}.{needed[1]} makes code for drivers of CUDA {needed[0]} or later, and the installed "
-            f'driver supports CUDA {have[0]}.{have[1]}: pip install "nvrtc-attn[cu{have[0]}]" in a new environment, or '
-            "update the driver; see `python -m nvrtc_attn doctor`"
-        )
-
-
 def _copy(error: Exception) -> Exception:
     try:
         return type(error)(*error.args)
@@ -452,8 +440,6 @@ def _copy(error: Exception) -> Exception:
 def _warmup_command(config: KernelConfig | None, arch: str) -> str:
     if config is None:
         return f"python -m nvrtc_attn warmup --arch {arch}"
-    from ..plans.precompile import warmup_command  # which imports this module
-
     return warmup_command(config)
 
 

@@ -143,6 +143,8 @@ class HopperBackwardConfig(KernelConfig):
     """Key tiles add to dq in a fixed order: the deterministic pass."""
     fused: bool = False
     """Idle warps of the kernel do what ``backward_hopper_prepare`` else does before it."""
+    split: bool = False
+    """Thread blocks share the query heads of a group, and add their dk and dv up in a float32 workspace."""
     num_stages_dout: int = 2
     """Slots of dout; ``num_stages`` are those of q."""
     cluster: int = 1

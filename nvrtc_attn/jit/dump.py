@@ -1,4 +1,4 @@
-"""Files of a kernel for who wants to read them: entry source, options and log, cubin (``NVRTC_ATTN_DUMP``)."""
+"""Files of a kernel for those who want to read them: entry source, options and log, cubin (``NVRTC_ATTN_DUMP``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Which build of NVRTC compiles: its version and what the linker wrote into its files. Part of every cache key.
 
+And what it can compile for, which the doctor shows.
+
 Concurrency: the memo is a dict that is written with equal values by whoever comes first.
 """
 
@@ -35,6 +37,14 @@ def nvrtc_build() -> str:
             build = f"{library.version[0]}.{library.version[1]} unknown {os.urandom(16).hex()}"
         _builds[library.path] = build
     return build
+
+
+def supported_archs() -> list[str]:
+    """The targets that NVRTC knows, for example ``sm_90``. Loads it into this process."""
+    from cuda.bindings import nvrtc
+
+    _, archs = nvrtc.nvrtcGetSupportedArchs()[:2]
+    return [f"sm_{arch}" for arch in archs]
 
 
 def _file_build(path: Path) -> str:

@@ -33,19 +33,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from .. import __version__, heuristics
+from .. import heuristics
 from ..base import env
 from ..base.dtypes import DTYPES
 from ..base.errors import CompileError, CudaError, DeviceFaultError, UnsupportedError
 from ..base.log import LOGGER, log_once
+from ..base.version import __version__
 from ..front.problem import AttentionProblem, OperandLayout
-from ..heuristics.portable_forward import features_of, is_vectorizable
+from ..heuristics.common import features_of, is_vectorizable
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import headers
 from ..jit.cache import TUNED, kernel_cache
 from ..jit.compile import request_kernels
 from ..jit.library_build import nvrtc_build
 from ..runtime import device, driver
+from ..runtime.kernel import check_nvrtc
 from . import measure
 
 MIN_GAIN: Final = 0.02
@@ -131,7 +133,7 @@ def expected_backward(problem: AttentionProblem, device_index: int) -> BackwardP
 def _target(props: device.DeviceProperties) -> dict[str, Any]:
     """What the heuristics know of a device."""
     return {
-        "arch": device.arch_of(props),
+        "arch": props.arch,
         "num_sms": props.num_sms,
         "smem_limit": props.smem_per_block_optin,
         "backend": env.backend(),
@@ -315,6 +317,7 @@ def fastest(times: Mapping[str, float]) -> str:
 def _plans(candidates: Mapping[str, _Spec], plan_of: Callable[[_Spec], Any]) -> dict[str, Any]:
     """Runnable plans: the table's, and others that compile, load and spill no more than it does."""
     plans: dict[str, Any] = {}
+    check_nvrtc()
     # Side by side; the loop waits for each and says what it thinks of those that fail.
     request_kernels([launch.config for spec in candidates.values() for launch in spec.launches if launch.grid])
     for label, spec in candidates.items():

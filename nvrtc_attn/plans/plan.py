@@ -24,8 +24,7 @@ from ..jit.compile import compile_kernels
 from ..jit.config import KernelConfig
 from ..jit.params import UNBOUNDED, BackwardParams, ForwardParams
 from ..runtime import driver
-from ..runtime.kernel import Kernel, load_kernel
-from ..runtime.launch import ParamsBuffer, launch
+from ..runtime.kernel import Kernel, ParamsBuffer, check_nvrtc, launch, load_kernel
 from ..runtime.tensor_maps import TensorMapEncoder
 from . import autotune
 
@@ -94,6 +93,7 @@ def _load(
     if missing:
         with driver.device_context(device_index):  # a thread of autograd's has none of its own yet
             driver.refuse_capture(stream, f"kernel {missing[0].config.kernel}")
+        check_nvrtc()
         compiled = compile_kernels([spec.config for spec in missing], meanwhile)
         for spec, image in zip(missing, compiled, strict=True):
             _kernels[spec.config, device_index] = load_kernel(image, device_index, smem_bytes=spec.smem_bytes)

@@ -6,29 +6,28 @@ what a call looks up. ``python -m nvrtc_attn warmup`` is this module with a prog
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import queue
-import shlex
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from .. import heuristics
 from ..base import env
+from ..base.architectures import ARCHITECTURES, arch_of
 from ..base.errors import CompileError
 from ..front.call import CallOptions, describe_shapes
 from ..front.problem import AttentionProblem
 from ..front.tensors import Device
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
-from ..jit import config as config_types
 from ..jit import worker_pool
-from ..jit.codegen import entry_source
-from ..jit.config import Features, ForwardConfig, HopperForwardConfig, KernelConfig
+from ..jit.compile import compile_kernel
+from ..jit.config import ForwardConfig, HopperForwardConfig, KernelConfig
 from ..jit.worker_pool import COMPILE_MEMORY_BYTES, available_memory_bytes
-from ..runtime import device
+from ..runtime import device, driver
+from . import plan
 
 REFERENCE_SMS: Final[dict[str, int]] = {
     "sm_75": 40,  # T4
@@ -149,16 +148,14 @@ def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[Ke
     UnsupportedError
         No kernel serves a request; carries every reason.
     """
-    from ..heuristics import backward_candidates, choose_backward, choose_forward, forward_candidates
-
     backend = env.backend()
     chosen: dict[KernelConfig, None] = {}
     for request in requests:
-        target = device.ARCHITECTURES.get(request.arch)
+        target = ARCHITECTURES.get(request.arch)
         if target is None:
-            raise ValueError(f"arch {request.arch!r} is not one of {', '.join(device.ARCHITECTURES)}")
+            raise ValueError(f"arch {request.arch!r} is not one of {', '.join(ARCHITECTURES)}")
         # sm_90 and sm_90a are the same GPU: what a device of that compute capability would look up is compiled.
-        arch = device.arch_of(target.compute_capability)
+        arch = arch_of(target.compute_capability)
         num_sms = request.num_sms or REFERENCE_SMS[arch]
         smem_limit = target.smem_per_block_optin
         target_of: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit, "backend": backend}
@@ -166,12 +163,12 @@ def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[Ke
             specs: list[ForwardPlanSpec | BackwardPlanSpec] = []
             backward = request.backward and problem.seqlen_q > 1
             if candidates:  # the choice is the first of them
-                specs += forward_candidates(problem, **target_of).values()
-                specs += backward_candidates(problem, **target_of).values() if backward else ()
+                specs += heuristics.forward_candidates(problem, **target_of).values()
+                specs += heuristics.backward_candidates(problem, **target_of).values() if backward else ()
             else:
-                specs.append(choose_forward(problem, **target_of))
+                specs.append(heuristics.choose_forward(problem, **target_of))
                 if backward:
-                    specs.append(choose_backward(problem, **target_of))
+                    specs.append(heuristics.choose_backward(problem, **target_of))
             chosen.update((launch.config, None) for spec in specs for launch in spec.launches)
     return sorted(chosen, key=lambda c: (c.kernel not in _SMALL, not isinstance(c, _FORWARD), c.head_dim), reverse=True)
 
@@ -182,20 +179,17 @@ def tune(requests: Sequence[Request]) -> int:
     Of several GPUs of one kind the first is used. What is remembered already is not measured again. Results go to the
     log and the cache, see `autotune`.
     """
-    from ..runtime import driver
-    from .plan import LseLayout, backward_plan, forward_plan
-
     passes = 0
     for index, request in itertools.product(device.one_of_each_kind(range(driver.device_count())), requests):
-        if device.ARCHITECTURES[request.arch].compute_capability != device.properties(index).compute_capability:
+        if ARCHITECTURES[request.arch].compute_capability != device.properties(index).compute_capability:
             continue
         for p in problems(request):
             heads, rows = p.num_heads, p.q.shape[1]
-            lse = LseLayout((heads * rows, rows, 1), rows=p.seqlen_q, packed=p.varlen)
-            forward_plan(p, index, lse, 0, tune=True)
+            lse = plan.LseLayout((heads * rows, rows, 1), rows=p.seqlen_q, packed=p.varlen)
+            plan.forward_plan(p, index, lse, 0, tune=True)
             passes += 1
             if request.backward and p.seqlen_q > 1:
-                backward_plan(p, index, lse, None, p.bias if p.dbias else None, 0, tune=True)
+                plan.backward_plan(p, index, lse, None, p.bias if p.dbias else None, 0, tune=True)
                 passes += 1
     return passes
 
@@ -241,8 +235,6 @@ def compile_configs(kernels: Sequence[KernelConfig], workers: int | None = None)
 
 
 def _compile_one(config: KernelConfig) -> KernelReport:
-    from ..jit.compile import compile_kernel
-
     start = time.perf_counter()
     try:
         compiled = compile_kernel(config)
@@ -257,39 +249,3 @@ def _compile_one(config: KernelConfig) -> KernelReport:
         stack_bytes=compiled.stack_bytes,
         code_bytes=len(compiled.code),
     )
-
-
-def config_to_json(config: KernelConfig) -> str:
-    """One line of JSON that names a kernel exactly: only the fields that differ from their defaults."""
-    values: dict[str, Any] = {"type": type(config).__name__}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value != field.default:
-            values[field.name] = dataclasses.asdict(value) if isinstance(value, Features) else value
-    return json.dumps(values, separators=(",", ":"))
-
-
-def config_from_json(text: str) -> KernelConfig:
-    """Inverse of `config_to_json`.
-
-    Raises
-    ------
-    ValueError
-        The text is not the JSON of a config.
-    """
-    types = {cls.__name__: cls for cls in vars(config_types).values() if isinstance(cls, type)}
-    try:
-        values = json.loads(text)
-        cls = types[values.pop("type")]
-        if not issubclass(cls, KernelConfig):
-            raise TypeError(f"{cls.__name__} is not a kernel config")
-        config: KernelConfig = cls(**{**values, "features": Features(**values.get("features", {}))})
-        entry_source(config)  # refuses values that no kernel has a spelling for
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"{text!r} is not a kernel config: {type(error).__name__}: {error}") from error
-    return config
-
-
-def warmup_command(config: KernelConfig) -> str:
-    """Return the command that puts exactly this kernel into the cache; quoted in the error of a missing one."""
-    return f"python -m nvrtc_attn warmup --config {shlex.quote(config_to_json(config))}"

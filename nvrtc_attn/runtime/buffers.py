@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import math
 import sys
 import threading
@@ -29,7 +30,7 @@ from ..base.dtypes import DTYPES
 from ..base.errors import CudaError
 from ..front import dlpack
 from ..front.tensorview import Device
-from . import driver
+from . import device, driver
 
 OUT_OF_MEMORY: Final = 2
 """``CUDA_ERROR_OUT_OF_MEMORY``."""
@@ -61,7 +62,6 @@ _lock = threading.Lock()
 # Device -> a computation of JAX, and what may be freed when it is done. Device -> a scalar of JAX to compute with.
 _markers: dict[int, tuple[Any, list[_Retired]]] = {}
 _scalars: dict[int, Any] = {}
-_pools: dict[int, bool] = {}
 _exit_hook_set = False
 
 
@@ -105,7 +105,7 @@ class _DeviceMemory:
         self.address, self.device_index, self.exported = 0, device_index, False
         try:
             with driver.device_context(device_index):
-                if _has_pools(device_index):
+                if device.properties(device_index).has_memory_pools:
                     pointer = driver.call("cuMemAllocAsync", size_bytes, stream, device=device_index)
                 else:
                     pointer = driver.call("cuMemAlloc", size_bytes, device=device_index)
@@ -147,15 +147,6 @@ def _free(memories: Sequence[_Retired], device_index: int) -> None:
     with driver.device_context(device_index):
         for memory in memories:
             driver.call("cuMemFree", memory.address, device=device_index)
-
-
-def _has_pools(device_index: int) -> bool:
-    found = _pools.get(device_index)
-    if found is None:
-        attribute = driver.api().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
-        handle = driver.call("cuDeviceGet", device_index)
-        found = _pools[device_index] = bool(driver.call("cuDeviceGetAttribute", attribute, handle))
-    return found
 
 
 class _Buffer:
@@ -225,11 +216,56 @@ class DeviceBuffer(_Buffer):
         if consumer != -1 and (consumer or 1) != (self.stream or 1):
             index = self.device.index
             with driver.device_context(index):
-                flags = int(driver.api().CUevent_flags.CU_EVENT_DISABLE_TIMING)
-                event = driver.call("cuEventCreate", flags, device=index)
-                driver.call("cuEventRecord", event, self.stream, device=index)
+                event = driver.record(self.stream, index)
                 driver.call("cuStreamWaitEvent", consumer, event, 0, device=index)
                 driver.call("cuEventDestroy", event, device=index)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A copy in host memory. Waits for all work of the legacy default stream and of streams that wait for it.
+
+        bfloat16 needs the package ``ml_dtypes``, which gives NumPy that type.
+        """
+        if self.dtype == "bfloat16":
+            importlib.import_module("ml_dtypes")  # registers the name
+        array = np.empty(self.shape, self.dtype)
+        if array.nbytes:
+            index = self.device.index
+            with driver.device_context(index):
+                driver.call("cuMemcpyDtoH", array.ctypes.data, self.ptr, array.nbytes, device=index)
+        return array
+
+
+def to_device(array: Any, device_index: int = 0) -> DeviceBuffer:
+    """Copy a NumPy array to a GPU, for programs without a framework that has memory there.
+
+    Parameters
+    ----------
+    array
+        Anything that ``numpy.asarray`` takes, of a dtype that a call accepts somewhere.
+    device_index
+        Ordinal of the GPU.
+
+    Returns
+    -------
+    DeviceBuffer
+        Row-major, with ``shape`` and ``dtype``. `attention_forward`, `attention_backward` and every other consumer of
+        DLPack take it as input and as output; its method ``numpy()`` copies it back.
+
+    Raises
+    ------
+    TypeError
+        Another dtype.
+    CudaError
+        There is no driver, no such GPU, or not enough memory.
+    """
+    array = np.asarray(array, order="C")
+    if array.dtype.name not in DTYPES:
+        raise TypeError(f"array: dtype {array.dtype.name}, accepted are {', '.join(DTYPES)}")
+    buffer = DeviceBuffer(array.shape, array.dtype.name, device_index)
+    if array.nbytes:
+        with driver.device_context(device_index):
+            driver.call("cuMemcpyHtoD", buffer.ptr, array.ctypes.data, array.nbytes, device=device_index)
+    return buffer
 
 
 class HostBuffer(_Buffer):

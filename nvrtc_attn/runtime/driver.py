@@ -15,7 +15,7 @@ Concurrency: the tables are written under ``_lock``; readers see whole entries.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import ctypes
 import os
 import threading
 from collections.abc import Iterator
@@ -81,20 +81,26 @@ def _load() -> Any:
     global _api
     with _lock:
         if _api is None:
-            try:
-                module = importlib.import_module("cuda.bindings.driver")
-                result = module.cuInit(0)[0]
-            except Exception as error:  # loader errors differ between versions of cuda-bindings; all mean "no driver"
-                raise CudaError(
-                    f"the NVIDIA driver is not usable: {error} Install a driver, or pass NumPy arrays to compute on "
-                    "the CPU; see `python -m nvrtc_attn doctor`.",
-                    100,
-                    "CUDA_ERROR_NO_DEVICE",
-                ) from error
-            if int(result) != SUCCESS:
-                raise _error(module, "cuInit", int(result))
+            module, answer = _first_call("cuInit", 0)
+            if int(answer[0]) != SUCCESS:
+                raise _error(module, "cuInit", int(answer[0]))
             _api = module
     return _api
+
+
+def _first_call(name: str, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The bindings, and the answer of a function that a driver gives before ``cuInit``."""
+    try:
+        from cuda.bindings import driver as module
+
+        return module, getattr(module, name)(*arguments)
+    except Exception as error:  # loader errors differ between versions of cuda-bindings; all mean "no driver"
+        raise CudaError(
+            f"the NVIDIA driver is not usable: {error} Install a driver, or pass NumPy arrays to compute on "
+            "the CPU; see `python -m nvrtc_attn doctor`.",
+            100,
+            "CUDA_ERROR_NO_DEVICE",
+        ) from error
 
 
 def _text(answer: tuple[Any, ...], default: str) -> str:
@@ -151,9 +157,15 @@ def check_device(device: int) -> None:
 
 
 def driver_version() -> tuple[int, int]:
-    """CUDA version that the installed driver supports, for example ``(13, 0)``."""
-    version = int(call("cuDriverGetVersion"))
-    return version // 1000, version % 1000 // 10
+    """CUDA version that the installed driver supports, for example ``(13, 0)``. Known without any device."""
+    if _api is not None:
+        version = call("cuDriverGetVersion")
+    else:
+        module, (code, *values) = _first_call("cuDriverGetVersion")
+        if int(code) != SUCCESS:
+            raise _error(module, "cuDriverGetVersion", int(code))
+        (version,) = values
+    return int(version) // 1000, int(version) % 1000 // 10
 
 
 def device_count() -> int:
@@ -260,6 +272,24 @@ def beside_captures() -> Iterator[None]:
         module.cuThreadExchangeStreamCaptureMode(before)
 
 
-def is_loaded() -> bool:
-    """Whether this process uses the driver already. Loads nothing."""
-    return _api is not None and not _forked_after_use
+def record(stream: int, device: int) -> Any:
+    """An event behind the work that is queued on ``stream``, whose context is current. Without a time, which costs."""
+    event = call("cuEventCreate", int(api().CUevent_flags.CU_EVENT_DISABLE_TIMING), device=device)
+    call("cuEventRecord", event, stream, device=device)
+    return event
+
+
+def device_of(address: int) -> int:
+    """Ordinal of the GPU that the memory at ``address`` belongs to: managed memory does not tell. Needs no context."""
+    attribute = api().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(call("cuPointerGetAttribute", attribute, address))
+
+
+def read_memory(address: int, nbytes: int, device: int, stream: int) -> bytes:
+    """``nbytes`` of device memory, after the work that is queued on ``stream``. Waits for it."""
+    data = ctypes.create_string_buffer(nbytes)
+    if nbytes:
+        with device_context(device):
+            call("cuStreamSynchronize", stream, device=device)
+            call("cuMemcpyDtoH", ctypes.addressof(data), address, nbytes, device=device)
+    return data.raw

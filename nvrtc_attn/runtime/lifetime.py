@@ -28,9 +28,7 @@ def hold(device_index: int, stream: int, owners: tuple[object, ...]) -> None:
         if driver.is_capturing(stream):
             _captured.append(owners)
             return
-        flags = int(driver.api().CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        event = driver.call("cuEventCreate", flags, device=device_index)
-        driver.call("cuEventRecord", event, stream, device=device_index)
+        event = driver.record(stream, device_index)
     _pending.append((device_index, event, owners))
     _sweep()
 

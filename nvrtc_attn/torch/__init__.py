@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from .. import api
 from ..base import env
 from ..base.errors import shown
-from ..front.call import Call, CallOptions, describe, plain_flags, plain_options, rng_state
+from ..front.call import Call, CallOptions, plain_flags, plain_options, rng_state
 from ..front.dlpack import compact_strides
 from ..front.problem import Causal, WindowSize, dense_layout
 from ..front.tensors import CPU, Device, view
@@ -20,6 +20,14 @@ from ..plans.prefetch import BackwardPrefetch
 from ..runtime import driver
 
 _raw_stream: Final = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
+# What decides between the kernels and their operators, as names of this module: two look-ups less a call.
+_traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
+_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
+_transformed: Final = torch._C._functorch.maybe_current_level
+_autocast: Final = torch._C._is_any_autocast_enabled
+_grad_enabled: Final = torch.is_grad_enabled
+_deterministic: Final = torch._C._get_deterministic_algorithms
+_PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _MAX_ENTRIES: Final = 4096
 _OPTIONAL: Final = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _NAMES: Final = ("q", "k", "v", *_OPTIONAL)
@@ -69,8 +77,26 @@ def attention(
     Gradients have the shapes of their inputs; that of a broadcast bias is summed inside the kernels. Outputs and
     gradients are dense. Runs on torch's current stream and allocates from torch's allocator.
     """
+    # 0.2 us for plain tensors. Dynamo knows the first of these, and traces none of the others.
+    if (
+        _traced_by_dynamo()
+        or _dispatch_modes()
+        or _transformed()
+        or not (q.__class__ in _PLAIN and k.__class__ in _PLAIN and v.__class__ in _PLAIN)
+        or q.is_meta
+        or not (bias is None or bias.__class__ in _PLAIN)
+        or not (mask is None or mask.__class__ in _PLAIN)
+    ):
+        if ops.is_dtensor(q):
+            ops.register_sharding()
+        return ops.attention(
+            q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic,
+        )  # fmt: skip
+    if _autocast():
+        q, k, v, bias = ops.cast_for_autocast(q, k, v, bias)
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = _deterministic()
     options: Options = (causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
     # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
     if not (
@@ -97,7 +123,9 @@ def attention(
             rng = draw_rng(q, k, None)
         elif isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
             rng = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
-    if torch.is_grad_enabled() and _wants_gradient(q, k, v, bias):
+    if _grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+    ):
         if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors[:4]):
             tensors = (*map(resolved, tensors[:4]), *tensors[4:])
         out, lse = _Attention.apply(options, deterministic, rng, *tensors)
@@ -286,7 +314,7 @@ def backward(
 def _describe(tensors: Tensors, values: tuple[Any, ...], *more: bool) -> Call:
     options = CallOptions(**dict(zip(CallOptions.__dataclass_fields__, (*values, *more), strict=False)))
     q, k, v, *others = map(detached, tensors)
-    return describe(q, k, v, **dict(zip(_OPTIONAL, others, strict=True)), options=options, stream=None)
+    return api.checked_call(q, k, v, **dict(zip(_OPTIONAL, others, strict=True)), options=options, stream=None)
 
 
 def _keywords(tensors: Tensors, options: tuple[Any, ...]) -> dict[str, Any]:
@@ -305,13 +333,6 @@ def detached(x: Any) -> Any:
 def resolved(x: Any) -> Any:
     """The tensor with the sign of a lazily negated view applied; anything else as it is."""
     return x.resolve_neg() if isinstance(x, torch.Tensor) else x
-
-
-def _wants_gradient(q: Any, k: Any, v: Any, bias: Any) -> bool:
-    try:
-        return bool(q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad))
-    except AttributeError:
-        return False  # not a tensor, and refused
 
 
 def _signature(x: Any) -> Any:
@@ -363,3 +384,10 @@ def rng_words(rng: Any, dropout_p: float) -> tuple[int, int, int, int]:
         else:
             words[i] = x
     return addresses[0], addresses[1], words[0], words[1]
+
+
+from . import ops  # noqa: E402 - these use the functions above
+from .ops import register_sharding  # noqa: E402
+from .sdpa import enable_sdpa, scaled_dot_product_attention  # noqa: E402
+
+__all__ = ["attention", "enable_sdpa", "register_sharding", "scaled_dot_product_attention"]

@@ -52,7 +52,7 @@ def configs(arch: str, asked: AttentionProblem) -> list[KernelConfig]:
     return list(found)
 
 
-@pytest.mark.slow(sample=["d256_causal", "d128_dropout"])
+@pytest.mark.slow(sample=["d256_causal"])
 @pytest.mark.compiles(kernels=lambda name: configs(*PROBLEMS[name]))
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_candidates_compile_clean(name: str) -> None:

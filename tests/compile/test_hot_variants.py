@@ -47,6 +47,7 @@ HOT = hot_kernels()
 
 
 @pytest.mark.slow
+@pytest.mark.compiles(kernels=lambda name: [HOT[name]])
 @pytest.mark.parametrize("name", HOT)
 def test_hot_kernel_compiles_clean(name: str) -> None:
     kernel = compile_kernel(HOT[name])

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import changed_rule
+import golden
 import pytest
 
 from nvrtc_attn.jit.compile import compile_kernel
@@ -68,7 +69,7 @@ def changed_tree(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.compiles(kernels=configs)
 @pytest.mark.parametrize("kernel", MASKING)
 def test_machine_code_follows_the_rule(kernel: str, changed_tree: Path) -> None:
-    before = changed_rule.instructions(compile_kernel(changed_rule.config_of(kernel)).code)
+    before = golden.machine_code(compile_kernel(changed_rule.config_of(kernel)).code)
     after = changed_rule.run_in(changed_tree, changed_rule.COMPILE, kernel).strip()
     assert len(after) == len(before)
     assert after != before
@@ -77,5 +78,5 @@ def test_machine_code_follows_the_rule(kernel: str, changed_tree: Path) -> None:
 def test_machine_code_of_a_copy_is_the_same(repository: Path, tmp_path: Path) -> None:
     """What the test above sees is the rule, not the place of the tree."""
     copy = changed_rule.copy_of_tree(tmp_path, repository, {})
-    here = changed_rule.instructions(compile_kernel(changed_rule.config_of("backward_dq")).code)
+    here = golden.machine_code(compile_kernel(changed_rule.config_of("backward_dq")).code)
     assert changed_rule.run_in(copy, changed_rule.COMPILE, "backward_dq").strip() == here

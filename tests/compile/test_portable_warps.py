@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from nvrtc_attn.base.architectures import ARCHITECTURES, Architecture
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics.portable_backward import choose_backward
 from nvrtc_attn.heuristics.portable_forward import choose_forward
 from nvrtc_attn.heuristics.spec import Launch
-from nvrtc_attn.runtime.device import ARCHITECTURES, Architecture
 
 MIN_WARPS = 8
 SMALL = ("sm_86", "sm_89", "sm_120", "sm_121")
@@ -192,25 +192,33 @@ COMPILED: list[tuple[str, str, tuple[int, int], str, str]] = [
     ("sm_86", "forward", (128, 128), "float32", "causal"),
     ("sm_86", "forward", (192, 128), "bfloat16", "causal"),
     ("sm_86", "forward", (160, 160), "bfloat16", "causal"),
-    *((arch, "both", (d, d), "bfloat16", "causal") for arch in ("sm_80", "sm_89", "sm_120") for d in (64, 128, 256)),
+    *((arch, "both", (d, d), "bfloat16", "causal") for arch in ("sm_80", "sm_120") for d in (64, 128, 256)),
+    ("sm_89", "both", (128, 128), "bfloat16", "causal"),
     *((arch, "both", (192, 128), "bfloat16", "causal") for arch in ("sm_80", "sm_120")),
     ("sm_80", "backward", (256, 256), "bfloat16", "deterministic"),
     ("sm_80", "backward", (160, 160), "float32", "causal"),
-    *((arch, "both", (192, 192), "float16", "causal") for arch in ("sm_89", "sm_120")),
+    ("sm_120", "both", (192, 192), "float16", "causal"),
     *(("sm_86", "backward", (128, 128), "bfloat16", name) for name in ("mask", "softcap", "varlen", "window")),
     *(("sm_86", "backward", (256, 256), "bfloat16", name) for name in ("bias", "mask", "varlen", "window")),
-    *((arch, "backward", (128, 128), "bfloat16", "deterministic") for arch in ("sm_89", "sm_120")),
+    ("sm_120", "backward", (128, 128), "bfloat16", "deterministic"),
     ("sm_86", "backward", (224, 224), "bfloat16", "causal"),
 ]
 
 
+def compiled_launches(
+    arch: str, passes: str, head_dims: tuple[int, int], dtype: str, features: str
+) -> Iterator[Launch]:
+    return launches(arch, problem(head_dims, dtype, **FEATURES[features]), passes)
+
+
 @pytest.mark.slow
+@pytest.mark.compiles(kernels=lambda **of: [launch.config for launch in compiled_launches(**of)])
 @pytest.mark.parametrize(("arch", "passes", "head_dims", "dtype", "features"), COMPILED)
 def test_compiled_kernels(arch: str, passes: str, head_dims: tuple[int, int], dtype: str, features: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     from nvrtc_attn.jit.compile import compile_kernel
 
-    for launch in launches(arch, problem(head_dims, dtype, **FEATURES[features]), passes):
+    for launch in compiled_launches(arch, passes, head_dims, dtype, features):
         compiled = compile_kernel(launch.config)
         assert compiled.num_regs is not None
         assert compiled.spill_bytes == 0, launch.config

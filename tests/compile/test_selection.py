@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,39 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import golden
 import pytest
 import selection
 from architectures import ONE_OF_EACH_CLASS, architecture_class
 
+from nvrtc_attn.jit.config_text import config_from_json
+
 pytest.importorskip("cuda.bindings.nvrtc")
 HOPPER = architecture_class("sm_90a")
-
-PLUGIN = """
-import json, os
-from nvrtc_attn.base.errors import UnsupportedError
-
-found = {"run": [], "left_out": []}
-
-def kernels_of(item):
-    mark = item.get_closest_marker("compiles")
-    try:
-        configs = mark.kwargs["kernels"](**item.callspec.params) if mark else []
-    except UnsupportedError:  # the test skips it
-        configs = []
-    return sorted({(c.kernel, c.arch) for c in configs})
-
-def describe(item):
-    samples = [name for m in item.iter_markers("slow") for name in m.kwargs.get("sample", ())]
-    return [item.nodeid, kernels_of(item), item.nodeid.split("[")[0], samples]
-
-def pytest_deselected(items):
-    found["left_out"] += map(describe, items)
-
-def pytest_collection_finish(session):
-    found["run"] += map(describe, session.items)
-    with open(os.environ["COLLECTED"], "w") as file:
-        json.dump(found, file)
-"""
 
 
 def pytest_run(root: Path, *arguments: str, **variables: str) -> str:
@@ -56,28 +31,26 @@ def pytest_run(root: Path, *arguments: str, **variables: str) -> str:
     return done.stdout
 
 
-def collect(directory: Path, root: Path, *arguments: str) -> dict[str, list[tuple[str, list[Any], str, list[str]]]]:
-    """Tests that would run and those that are left out: name, (kernel, target) pairs, function, its sample."""
-    (directory / "write_collected.py").write_text(PLUGIN)
-    target = directory / "collected.json"
-    path = os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
-    options = ["-p", "write_collected", "--collect-only", "-q"]
-    output = pytest_run(root, *options, *arguments, PYTHONPATH=path, COLLECTED=str(target))
-    found = json.loads(target.read_text())
+def collect(*arguments: str) -> dict[str, list[dict[str, Any]]]:
+    """Tests that would run and those that are left out."""
+    found, output = golden.collect(*arguments)
     assert (selection.summary(len(found["left_out"])) in output) == bool(found["left_out"])
     return found
 
 
-def covered(tests: list[Any]) -> set[tuple[str, tuple[int, int, bool]]]:
-    return {(kernel, architecture_class(arch)) for _, kernels, *_ in tests for kernel, arch in kernels}
+def covered(tests: list[dict[str, Any]]) -> set[tuple[str, tuple[int, int, bool]]]:
+    configs = {config_from_json(text) for test in tests for text in test["kernels"]}
+    return {(config.kernel, architecture_class(config.arch)) for config in configs}
 
 
 @pytest.fixture(scope="module")
-def found(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return collect(tmp_path_factory.mktemp("collected"), repository, "tests/unit", "tests/compile")
+def found() -> dict[str, list[dict[str, Any]]]:
+    return collect("tests/unit", "tests/compile")
 
 
-def test_every_kernel_compiles_for_every_class_of_architectures(found: dict[str, list[Any]], repository: Path) -> None:
+def test_every_kernel_compiles_for_every_class_of_architectures(
+    found: dict[str, list[dict[str, Any]]], repository: Path
+) -> None:
     run, everything = covered(found["run"]), covered(found["run"] + found["left_out"])
     assert len(found["left_out"]) > 400, "the full matrix is the larger part of the compiles"
     assert sorted(everything - run) == []
@@ -90,24 +63,38 @@ def test_every_kernel_compiles_for_every_class_of_architectures(found: dict[str,
     assert {kernel for kernel, _ in run} == kernels
 
 
-def test_every_name_of_a_sample_is_a_test(found: dict[str, list[Any]]) -> None:
+def test_the_golden_table_has_every_kernel_of_these_tests_and_no_other(found: dict[str, list[dict[str, Any]]]) -> None:
+    compiled = {config_from_json(text) for test in found["run"] + found["left_out"] for text in test["kernels"]}
+    assert len(compiled) > 500
+    variants = {golden.variant(config) for config in compiled}
+    assert len(variants) == len(compiled), "two kernels of one name"
+    table = set(golden.read().lines)
+    assert (sorted(variants - table), sorted(table - variants)) == ([], []), "python tests/golden.py --update"
+
+
+def test_every_name_of_a_sample_is_a_test(found: dict[str, list[dict[str, Any]]]) -> None:
     tests = found["run"] + found["left_out"]
-    names = {name for name, *_ in tests}
-    for _, _, function, sample in tests:
-        assert not [name for name in sample if f"{function}[{name}]" not in names], function
+    names = {test["name"] for test in tests}
+    for test in tests:
+        function = test["function"]
+        assert not [name for name in test["sample"] if f"{function}[{name}]" not in names], function
 
 
-def test_what_is_left_out(tmp_path: Path, repository: Path) -> None:
+def test_what_is_left_out() -> None:
     path = "tests/compile/test_hopper_variants.py"
-    found = collect(tmp_path, repository, path)
-    for name, _, function, sample in found["run"]:
-        assert not sample or name.removeprefix(function)[1:-1] in sample
-    everything = collect(tmp_path, repository, path, "--full")
+    found = collect(path)
+    for test in found["run"]:
+        assert not test["sample"] or test["name"].removeprefix(test["function"])[1:-1] in test["sample"]
+    everything = collect(path, "--full")
     assert not everything["left_out"]
-    assert sorted(everything["run"]) == sorted(found["run"] + found["left_out"])
+    assert names(everything["run"]) == names(found["run"] + found["left_out"])
     # What is named is run.
-    name = found["left_out"][0][0]
-    assert collect(tmp_path, repository, name) == {"run": [found["left_out"][0]], "left_out": []}
+    left_out = found["left_out"][0]
+    assert collect(left_out["name"]) == {"run": [left_out], "left_out": []}
+
+
+def names(tests: list[dict[str, Any]]) -> list[str]:
+    return sorted(test["name"] for test in tests)
 
 
 def test_a_parallel_run_says_what_it_left_out(repository: Path) -> None:

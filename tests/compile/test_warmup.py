@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from nvrtc_attn.jit import config_text
 from nvrtc_attn.jit.cache import KernelCache
 from nvrtc_attn.jit.config import ForwardConfig
 from nvrtc_attn.plans import precompile
@@ -69,8 +70,8 @@ def test_a_failed_kernel_is_reported_and_the_others_compile(tmp_path: Path) -> N
         [precompile.Request(arch="sm_80", head_dim=64, dtype="float16", seqlens=((512, 512),), backward=False)]
     )
     assert isinstance(good, ForwardConfig)
-    bad = precompile.config_to_json(good).replace("sm_80", "sm_999")
-    done = warmup(tmp_path / "kernels", "--config", bad, "--config", precompile.config_to_json(good), "--jobs", "2")
+    bad = config_text.config_to_json(good).replace("sm_80", "sm_999")
+    done = warmup(tmp_path / "kernels", "--config", bad, "--config", config_text.config_to_json(good), "--jobs", "2")
     assert done.returncode == 1
     assert "sm_999" in done.stderr
     assert "Traceback" not in done.stderr

@@ -37,7 +37,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def forced(**switches: int) -> None:
         def tile(problem: AttentionProblem, num_sms: int) -> hopper_backward.Tile:
-            assert hopper_backward.is_plain(problem)
+            assert hopper_backward.is_plain(problem) or not {"block_m", "fused"} & set(switches)
             return dataclasses.replace(choose_tile(problem, num_sms), **switches)
 
         monkeypatch.setattr(plan, "_plans", {})
@@ -91,6 +91,36 @@ def test_gradients_of_tiles_of_80_queries(head_dim: int, options: dict[str, Any]
     run = Run(case)
     exact, low = oracle(case, run.arrays)
     force(block_m=80, fused=False)
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+
+
+@pytest.mark.reliability(31)
+@pytest.mark.parametrize("splits", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [
+        (128, {}),
+        (64, {"causal": True, "dlse": True}),
+        (128, {"causal": True, "mask": "b11k"}),
+        (64, {"bias": "bhqk", "causal": True}),
+        (96, {"dropout_p": 0.1, "softcap": 5.0}),
+        (128, {"dropout_p": 0.3}),
+        (80, {"seqlen_k": 77}),
+        (128, {"seqlens": ((333, 411), (0, 60), (70, 0), (200, 5)), "seqused_k": (400, 60, 0, 5), "tail": (5, 9)}),
+    ],
+)
+def test_query_heads_of_a_group_in_several_blocks(
+    head_dim: int, options: dict[str, Any], splits: int, force: Any
+) -> None:
+    fields: dict[str, Any] = {
+        "dtype": "bfloat16", "head_dim": head_dim, "num_heads": 12, "num_heads_kv": 2, **options,
+    }  # fmt: skip
+    if "seqlens" not in options:
+        fields = {"batch": 2, "seqlen_q": 333, "seqlen_k": 411, **fields}
+    case = cases.make_case("loops-splits", **fields)
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    force(splits=splits)
     assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
 
 

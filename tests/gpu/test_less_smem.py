@@ -85,7 +85,7 @@ def limit_smem(monkeypatch: pytest.MonkeyPatch, kib: int) -> None:
     whole = device.properties(torch.cuda.current_device())
     if whole.smem_per_block_optin < kib << 10:
         pytest.skip(f"{whole.name} has less than {kib} KB of shared memory per block")
-    less = dataclasses.replace(whole, smem_per_block_optin=kib << 10, smem_per_sm=(kib + 1) << 10)
+    less = dataclasses.replace(whole, smem_per_block_optin=kib << 10)
     monkeypatch.setattr(device, "_properties", {whole.index: less})
 
 

@@ -300,9 +300,8 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, su
     }
     yield running
     for process in running.values():
-        if process.poll() is None:
+        with process:  # closes its pipes; xdist may have given its test to another worker
             process.kill()
-            process.communicate()
 
 
 def succeeded(process: subprocess.Popen[str]) -> None:

@@ -117,7 +117,7 @@ def test_a_kernel_is_loaded_while_another_thread_captures(fresh_plans: None) -> 
         try:
             assert capturing.wait(60)
             with torch.cuda.stream(there), torch.no_grad():
-                na.attention_forward(q, k, v, found, softcap=2.75, causal=True)
+                nvrtc_attn.attention_forward(q, k, v, found, softcap=2.75, causal=True)
         except BaseException as error:
             outcome.append(error)
         finally:

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from fake_driver import FakeDriver, FakeGpu, installed
 
 from nvrtc_attn import collect_env
-from nvrtc_attn.__main__ import main
 from nvrtc_attn.base import log
 from nvrtc_attn.base.errors import CompileError, CudaError, DeviceFaultError
+from nvrtc_attn.commands import main
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, build_problem, dense_layout
 from nvrtc_attn.front.tensors import Device, TensorView
 from nvrtc_attn.heuristics import (

@@ -621,7 +621,7 @@ def test_an_interrupted_write_leaves_no_temporary(
 
 def fake_nvrtc(patch: pytest.MonkeyPatch) -> None:
     """A compiler that takes no time, headers that stand still, and an empty memory."""
-    patch.setattr(headers, "header_digest", lambda: "0" * 64)
+    patch.setattr(headers.Snapshot, "digest", lambda _self, _source: "0" * 64)
     patch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
     patch.setattr(compiler, "_memory", type(compiler._memory)())
     patch.setattr(compiler, "_run_nvrtc", lambda source, arch, *_: (f"code of {source}".encode(), ""))

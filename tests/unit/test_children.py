@@ -121,9 +121,9 @@ REFUSALS = """
     import numpy as np
     import nvrtc_attn
     from nvrtc_attn.base import env
-    from nvrtc_attn.plans import precompile
+    from nvrtc_attn.jit import config_text
     from nvrtc_attn.jit.cache import KernelCache, decode_entry
-    from nvrtc_attn.runtime.launch import launch
+    from nvrtc_attn.runtime.kernel import launch
     from nvrtc_attn.front.philox import keep_mask
     from pathlib import Path
 
@@ -158,7 +158,7 @@ REFUSALS = """
         "lse": lambda: nvrtc_attn.attention_backward(q, q, k, k, out, lse[:1], *grads),
         "grid": lambda: launch(None, 0, 128, 0, None, 0), "entry": lambda: decode_entry(b"", "0" * 64),
         "key": lambda: KernelCache(Path("/nonexistent"), 1).get("../x"),
-        "config": lambda: precompile.config_from_json("{}"),
+        "config": lambda: config_text.config_from_json("{}"),
     }
     os.environ["NVRTC_ATTN_BACKEND"] = "cudnn"
     calls["variable"] = env.backend

@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from fake_driver import FakeDriver, FakeGpu, installed
 
 from nvrtc_attn import collect_env
-from nvrtc_attn.__main__ import main
+from nvrtc_attn.base.architectures import PORTABLE_ARCHITECTURES
+from nvrtc_attn.commands import main
+from nvrtc_attn.jit import config_text
 from nvrtc_attn.jit.cache import kernel_cache
 from nvrtc_attn.jit.config import BackwardConfig, Features, ForwardConfig, KernelConfig
 from nvrtc_attn.plans import precompile
-from nvrtc_attn.runtime import device
 
-SECTIONS = {"package", "environment", "driver", "gpus", "nvrtc", "headers", "cache", "frameworks", "problems"}
+SECTIONS = {"package", "environment", "driver", "gpus", "nvrtc", "headers", "cache", "frameworks", "sdpa", "problems"}
 
 
 def invoke(*arguments: str) -> Result:
@@ -30,7 +32,7 @@ def invoke(*arguments: str) -> Result:
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND_LINE = ("-m", "nvrtc_attn")
-PROGRAM = ("-c", "from nvrtc_attn.doctor import main; main()")
+PROGRAM = ("-c", "from nvrtc_attn.__main__ import main; main()")
 """What the installed script ``nvrtc-attn`` does."""
 
 
@@ -204,7 +206,7 @@ def test_doctor_on_the_standard_library_alone(start: tuple[str, ...]) -> None:
 
 
 def test_the_installed_program_is_the_whole_command_line(repository: Path) -> None:
-    assert 'nvrtc-attn = "nvrtc_attn.doctor:main"' in (repository / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'nvrtc-attn = "nvrtc_attn.__main__:main"' in (repository / "pyproject.toml").read_text(encoding="utf-8")
     done = run("cache", "--help", start=PROGRAM)
     assert done.returncode == 0
     assert b"verify" in done.stdout
@@ -220,6 +222,28 @@ def test_no_failing_section_stops_the_others(monkeypatch: pytest.MonkeyPatch) ->
     report = collect_env.collect()
     assert set(report) == SECTIONS
     assert len(report["problems"]) == len(SECTIONS) - 1
+
+
+@pytest.mark.reliability(68, 101)
+def test_doctor_shows_every_gpu_and_says_which_cannot_be_used() -> None:
+    problems: list[str] = []
+    with installed(FakeDriver([FakeGpu((9, 0)), FakeGpu((7, 0), 98304, 80, "Old GPU")], version=12090)):
+        report = {"driver": collect_env._driver({}, problems)}
+        gpus = collect_env._gpus(report, problems)
+    assert report == {"driver": {"cuda_version": "12.9"}}
+    assert [(gpu["index"], gpu["compute_capability"], gpu["num_sms"]) for gpu in gpus] == [
+        (0, "9.0", 132),
+        (1, "7.0", 80),
+    ]
+    assert gpus[1] == {
+        "index": 1, "name": "Old GPU", "compute_capability": "7.0", "num_sms": 80, "smem_bytes": 98304,
+        "memory_bytes": 1 << 36,
+    }  # fmt: skip
+    (problem,) = problems
+    assert "Old GPU has compute capability 7.0" in problem
+    with installed(FakeDriver(failures={"cuDeviceGetCount": [100]})):
+        assert collect_env._gpus(report, problems) == []
+    assert "only the CPU path" in problems[1]
 
 
 @pytest.mark.reliability(66)
@@ -274,11 +298,11 @@ def some_configs() -> list[KernelConfig]:
 @pytest.mark.reliability(93)
 @pytest.mark.parametrize("config", some_configs(), ids=lambda c: c.kernel)
 def test_config_survives_json(config: KernelConfig) -> None:
-    text = precompile.config_to_json(config)
-    assert precompile.config_from_json(text) == config
-    assert type(precompile.config_from_json(text)) is type(config)
+    text = config_text.config_to_json(config)
+    assert config_text.config_from_json(text) == config
+    assert type(config_text.config_from_json(text)) is type(config)
     assert "\n" not in text
-    assert precompile.warmup_command(config).startswith("python -m nvrtc_attn warmup --config '{")
+    assert config_text.warmup_command(config).startswith("python -m nvrtc_attn warmup --config '{")
 
 
 @pytest.mark.parametrize(
@@ -286,11 +310,11 @@ def test_config_survives_json(config: KernelConfig) -> None:
 )
 def test_config_from_bad_json(text: str) -> None:
     with pytest.raises(ValueError, match="is not a kernel config"):
-        precompile.config_from_json(text)
+        config_text.config_from_json(text)
 
 
 def test_every_architecture_has_a_reference_gpu() -> None:
-    assert set(precompile.REFERENCE_SMS) == set(device.PORTABLE_ARCHITECTURES)
+    assert set(precompile.REFERENCE_SMS) == set(PORTABLE_ARCHITECTURES)
 
 
 @pytest.mark.reliability(100)

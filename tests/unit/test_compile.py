@@ -39,8 +39,7 @@ from nvrtc_attn.jit.compile import (
     request_kernels,
 )
 from nvrtc_attn.jit.config import BackwardConfig, DbiasConfig, DqConfig, Features, ForwardConfig, KernelConfig
-from nvrtc_attn.plans.precompile import config_from_json
-from nvrtc_attn.runtime import driver
+from nvrtc_attn.jit.config_text import config_from_json
 
 SOURCE = 'extern "C" __global__ void attention_entry(int* x) { x[threadIdx.x] = 1; }'
 CONFIG = ForwardConfig(
@@ -130,7 +129,7 @@ def test_source_architecture_and_every_option_change_the_key(monkeypatch: pytest
             kernel_key(SOURCE, (*options[:index], options[index][:-1], options[index][-1:], *options[index + 1 :]))
         )
     assert len(keys) == 2 + 3 * len(options)
-    monkeypatch.setattr(headers, "header_digest", lambda: "0" * 64)
+    monkeypatch.setattr(headers.Snapshot, "digest", lambda _self, _source: "0" * 64)
     assert kernel_key(SOURCE, options) not in keys
 
 
@@ -204,7 +203,7 @@ def test_key_is_the_same_for_every_python(version: str, repository: Path) -> Non
 import sys, types
 sys.path.insert(0, {str(repository)!r})
 from nvrtc_attn.jit import compile as compiler, headers
-compiler.nvrtc_build, headers.header_digest = (lambda: "13.0 build"), (lambda: "f" * 64)
+compiler.nvrtc_build, headers.Snapshot.digest = (lambda: "13.0 build"), (lambda self, source: "f" * 64)
 from nvrtc_attn.jit.config import *
 from nvrtc_attn.jit.codegen import entry_source
 print(compiler.kernel_key(entry_source({CONFIG!r}), ("--a", "--b")))
@@ -234,7 +233,7 @@ def elf(build_id: bytes, *, padding: int = 0) -> bytes:
 @pytest.mark.reliability(91)
 def test_a_patch_of_nvrtc_is_another_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     files = {"libnvrtc.so.13": b"1" * 20, "libnvrtc-builtins.so.13.1": b"2" * 20}
-    monkeypatch.setattr(headers, "header_digest", lambda: "0" * 64)
+    monkeypatch.setattr(headers.Snapshot, "digest", lambda _self, _source: "0" * 64)
     keys = []
     for changed in (None, *files):
         directory = tmp_path / str(changed)
@@ -419,8 +418,8 @@ def test_kernels_of_one_call_compile_side_by_side(monkeypatch: pytest.MonkeyPatc
 
 def test_the_kernels_of_one_call_share_a_look_at_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    real = headers.header_digest
-    monkeypatch.setattr(headers, "header_digest", lambda: looks.append(1) or real())
+    real = headers.roots
+    monkeypatch.setattr(headers, "roots", lambda: looks.append(1) or real())
     monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
     keys = [kernel.key for kernel in compile_kernels(CONFIGS)]
     assert len(looks) == 1
@@ -540,23 +539,6 @@ def test_an_unknown_architecture_is_refused(arch: str) -> None:
     assert "pip install" in str(caught.value)
 
 
-@pytest.mark.reliability(66)
-def test_a_driver_older_than_nvrtc_is_refused_before_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 0), headers.nvrtc().path))
-    before = compiler.statistics.compiles
-    with installed(FakeDriver(version=12040)), pytest.raises(CompileError) as caught:
-        compile_source(SOURCE, "sm_80")
-    for part in ("13.0", "12.4", 'pip install "nvrtc-attn[cu12]"', "doctor"):
-        assert part in str(caught.value)
-    assert compiler.statistics.compiles == before
-
-
-def test_without_a_driver_in_use_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_api", None)
-    monkeypatch.setattr(driver, "_load", lambda: pytest.fail("the driver was loaded"))
-    assert compile_source(SOURCE, "sm_80").code
-
-
 @pytest.mark.reliability(93)
 def test_a_warm_read_only_cache_serves_without_compile_and_writes(
     cache_directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -608,7 +590,7 @@ def test_missing_builtins_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     copy = tmp_path / Path(library.path).name
     shutil.copyfile(library.path, copy)
     monkeypatch.setattr(headers, "include_roots", lambda: roots)
-    monkeypatch.setattr(headers, "header_digest", lambda: "0" * 64)
+    monkeypatch.setattr(headers.Snapshot, "digest", lambda _self, _source: "0" * 64)
     monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc(library.version, str(copy)))
     with pytest.raises(CompileError) as caught:
         compile_source(SOURCE, "sm_80")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from fake_driver import FakeDriver, FakeGpu, installed
 
+from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES, arch_of
 from nvrtc_attn.base.errors import CudaError, UnsupportedError
 from nvrtc_attn.jit import headers
 from nvrtc_attn.jit.compile import compile_source
 from nvrtc_attn.runtime import device
-from nvrtc_attn.runtime.device import ARCHITECTURES, PORTABLE_ARCHITECTURES, arch_of
 
 
 def test_the_table_holds_the_promised_architectures() -> None:
@@ -57,7 +57,7 @@ def test_target_of_a_compute_capability(capability: tuple[int, int], arch: str) 
 def test_an_old_gpu_is_refused(capability: tuple[int, int]) -> None:
     with installed(FakeDriver([FakeGpu(), FakeGpu(capability, name="Old GPU")])) as fake:
         with pytest.raises(UnsupportedError) as caught:
-            arch_of(device.properties(1))
+            _ = device.properties(1).arch
         assert not {"cuLibraryLoadData", "cuDevicePrimaryCtxRetain"} & set(fake.calls)
     for part in ("cuda:1", "Old GPU", "{}.{}".format(*capability), "7.5", "CPU"):
         assert part in str(caught.value)
@@ -102,21 +102,21 @@ def missing(name, *rest):
 load, cuda.pathfinder.load_nvidia_dynamic_lib = cuda.pathfinder.load_nvidia_dynamic_lib, missing
 import nvrtc_attn
 from nvrtc_attn.jit import compile
-from nvrtc_attn.runtime import device, driver, launch, kernel as module
+from nvrtc_attn.runtime import device, driver, kernel
 from nvrtc_attn.base import errors
-import cuda.bindings.driver as bindings
+import cuda.bindings.driver
 def no_driver(*_):
     raise RuntimeError("libcuda.so.1: cannot open shared object file")
 class WithoutDriver:
     cuInit = staticmethod(no_driver)
-sys.modules["cuda.bindings.driver"] = WithoutDriver
+cuda.bindings.driver = WithoutDriver
 for call in (lambda: device.properties(0), lambda: driver.primary_context(0), lambda: driver.is_capturing(0)):
     for attempt in range(2):
         try:
             call()
         except errors.CudaError as error:
             print(error.code, error)
-assert not driver.is_loaded()
+assert driver._api is None
 """
     output = subprocess.run(
         [sys.executable, "-c", program, str(repository)], capture_output=True, text=True, check=True, timeout=60

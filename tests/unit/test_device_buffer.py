@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -18,6 +19,7 @@ import fake_driver
 import numpy as np
 import pytest
 
+import nvrtc_attn
 from nvrtc_attn.front import tensors
 from nvrtc_attn.runtime import buffers as device_buffer
 from nvrtc_attn.runtime.buffers import DeviceBuffer, HostBuffer
@@ -28,6 +30,7 @@ class FakeDriver(fake_driver.FakeDriver):
     """With memory and events. ``log`` is everything in order."""
 
     pools: bool = True
+    memory: dict[int, bytes] = field(default_factory=dict)
     log: list[tuple[Any, ...]] = field(default_factory=list)
 
     def do_DeviceGetAttribute(self, which: Any, index: int) -> int:
@@ -45,6 +48,14 @@ class FakeDriver(fake_driver.FakeDriver):
     def do_MemFree(self, address: int) -> None:
         assert self.stack, "a context is current"
         self.log.append(("free", address))
+
+    def do_MemcpyHtoD(self, address: int, source: int, size: int) -> None:
+        assert self.stack, "a context is current"
+        self.memory[address] = ctypes.string_at(source, size)
+
+    def do_MemcpyDtoH(self, target: int, address: int, size: int) -> None:
+        assert self.stack, "a context is current"
+        ctypes.memmove(target, self.memory[address], size)
 
     def do_EventCreate(self, _flags: int) -> int:
         return 77
@@ -65,7 +76,7 @@ class FakeDriver(fake_driver.FakeDriver):
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    for table in ("_pools", "_markers", "_scalars"):
+    for table in ("_markers", "_scalars"):
         monkeypatch.setattr(device_buffer, table, {})
     gc.collect()
     device_buffer._retired.clear()
@@ -213,6 +224,39 @@ def test_consumer_waits_for_the_writer(fake: FakeDriver, own: int, asked: int | 
 def test_empty_buffer_has_an_address(fake: FakeDriver) -> None:
     assert DeviceBuffer((0, 8), "float16", 0).ptr
     assert fake.log == [("alloc", 1, 0)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int32", "bool"])
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 4)])
+def test_an_array_goes_to_the_device_and_back(fake: FakeDriver, shape: tuple[int, ...], dtype: str) -> None:
+    array = np.arange(6).astype(dtype)[: int(np.prod(shape))].reshape(shape)
+    buffer = nvrtc_attn.to_device(array)
+    assert (buffer.shape, buffer.dtype, buffer.__dlpack_device__()) == (shape, dtype, (2, 0))
+    back = buffer.numpy()
+    assert back.dtype == array.dtype
+    np.testing.assert_array_equal(back, array)
+    assert fake.stack == []
+
+
+def test_what_goes_to_the_device_is_row_major(fake: FakeDriver) -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3).T
+    np.testing.assert_array_equal(nvrtc_attn.to_device(array).numpy(), array)
+    fake.gpus.append(fake_driver.FakeGpu())
+    assert nvrtc_attn.to_device(array, 1).__dlpack_device__() == (2, 1)
+
+
+def test_bfloat16_comes_back_with_ml_dtypes(fake: FakeDriver) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes gives NumPy bfloat16")
+    array = np.arange(8, dtype=np.float32).astype(ml_dtypes.bfloat16)
+    back = nvrtc_attn.to_device(array).numpy()
+    assert back.dtype == array.dtype
+    assert back.tobytes() == array.tobytes()
+
+
+def test_a_dtype_that_no_call_accepts_stays_on_the_host(fake: FakeDriver) -> None:
+    with pytest.raises(TypeError, match="array: dtype complex64, accepted are float16, bfloat16"):
+        nvrtc_attn.to_device(np.zeros(3, np.complex64))
+    assert fake.log == []
 
 
 def test_dropping_frees_at_the_next_allocation_only(fake: FakeDriver) -> None:

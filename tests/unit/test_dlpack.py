@@ -76,7 +76,7 @@ def test_other_major_version_is_refused_and_deleted(major: int) -> None:
 def test_stream_that_the_producer_receives(
     stream: int | None, received: int, device_type: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensors, "_managed_device", lambda ptr: 0)
+    monkeypatch.setattr(tensors, "_device_of", lambda ptr: 0)
     producer = Producer(device=(device_type, 0))
     view(producer, "q", stream=stream)
     assert producer.requests == [{"max_version": (1, 0), "stream": received}]
@@ -341,7 +341,7 @@ class TestDeviceType:
 
     def test_managed_memory_asks_the_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[int] = []
-        monkeypatch.setattr(tensors, "_managed_device", lambda ptr: asked.append(ptr) or 1)
+        monkeypatch.setattr(tensors, "_device_of", lambda ptr: asked.append(ptr) or 1)
         assert view(Producer(device=(13, 0)), "q").device == ("cuda", 1)
         assert asked == [BOGUS_POINTER]
         assert view(Producer((0, 3), data=None, device=(13, 0)), "q").device == ("cuda", 0)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
+import inspect
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
+import documents
 import pytest
 
-PAGES = (
-    "README.md",
-    "CONTRIBUTING.md",
-    *(f"docs/{name}.md" for name in ("benchmarks", "configuration", "experiments", "kernels")),
-)
+import nvrtc_attn
+from nvrtc_attn.commands import main
+
+HEURISTICS = Path(__file__).resolve().parents[2] / "nvrtc_attn" / "heuristics"
+PAGES = documents.PAGES
+PROGRAMS = [program for page in PAGES for program in documents.programs(page)]
 
 
 def test_tables_are_those_of_the_saved_results(repository: Path) -> None:
@@ -35,3 +43,149 @@ def test_links_lead_somewhere(page: str, repository: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{page} links to {target}"
+
+
+def text_blocks(source: str) -> list[tuple[int, str]]:
+    """(line, text) of every docstring, string behind a constant, and block of comments on lines of their own."""
+    lines = source.splitlines()
+    found = []
+    begin = None
+    for number, line in enumerate([*lines, ""], 1):
+        comment = line.strip().startswith("#")
+        if comment and begin is None:
+            begin = number
+        elif not comment and begin is not None:
+            found.append((begin, "\n".join(lines[begin - 1 : number - 1])))
+            begin = None
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            found.append((node.lineno, node.value.value))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in HEURISTICS.glob("*.py")))
+def test_a_heuristic_gives_its_reasons_in_five_lines(name: str) -> None:
+    long = []
+    for line, text in text_blocks((HEURISTICS / name).read_text(encoding="utf-8")):
+        prose = re.split(r"\n\s*(?:Parameters|Returns|Raises)\n\s*-{3,}", text)[0]
+        count = sum(bool(words.strip()) for words in prose.splitlines())
+        if count > 5:
+            long.append(f"{name}:{line}: {count} lines")
+    assert not long, f"figures of what lost belong into docs/experiments.md: {long}"
+
+
+def test_sections_that_the_heuristics_refer_to_exist(repository: Path) -> None:
+    headings = re.findall(
+        r"^## (.*)$", (repository / "docs" / "experiments.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    named = set()
+    for path in HEURISTICS.glob("*.py"):
+        text = " ".join(path.read_text(encoding="utf-8").replace("#", " ").split())
+        named |= set(re.findall(r'docs/experiments\.md[,:]? \(?(?:under )?"([^"]+)"', text))
+        named |= set(re.findall(r'under "([^"]+)"', text))
+    assert len(named) >= 5
+    assert named <= set(headings), named - set(headings)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_what_the_documents_show_runs(program: documents.Program, tmp_path: Path) -> None:
+    """On the CPU, as far as it can; tests/gpu runs all of it."""
+    reason = documents.missing(program, on_gpu=False)
+    if reason:
+        pytest.skip(reason)
+    documents.run(program, on_gpu=False, cwd=tmp_path)
+
+
+def test_every_framework_has_programs_and_few_blocks_stay_out() -> None:
+    assert {name for program in PROGRAMS for name in program.frameworks} == set(documents.FRAMEWORKS)
+    out = {
+        f"{program.page}:{block.line}": block.reason for program in PROGRAMS for block in program.blocks if block.reason
+    }
+    assert all("GPU" in reason for reason in out.values()), out
+    assert len(out) <= 4
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_options_that_the_documents_show_exist(program: documents.Program) -> None:
+    """Also where the framework is missing that the program needs."""
+    accepted = set(inspect.signature(nvrtc_attn.attention).parameters)
+    accepted |= set(inspect.signature(nvrtc_attn.attention_backward).parameters)
+    shown = 0
+    for node in ast.walk(ast.parse(program.source(on_gpu=True))):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in ("attention", "attention_forward", "attention_backward"):
+            unknown = {keyword.arg for keyword in node.keywords if keyword.arg} - accepted
+            assert not unknown, f"{program.name}: line {node.lineno}: {unknown}"
+            shown += 1
+    assert shown or program.page == "docs/guide/performance.md"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_that_the_documents_show_exist(page: str, repository: Path) -> None:
+    """Names, options and values; nothing is executed."""
+    text = (repository / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"^(?:RUN )?python -m nvrtc_attn (.*)$", text, re.MULTILINE):
+        words = shlex.split(line, comments=True)
+        command: click.Command = main
+        context = click.Context(command)
+        while isinstance(command, click.Group):
+            found = command.get_command(context, words.pop(0))
+            assert found is not None, f"{page}: {line}"
+            command = found
+        command.make_context(command.name, words, resilient_parsing=False)
+
+
+def messages() -> str:
+    """Every text of the package with ``…`` for what is filled in, one a line."""
+    found = []
+
+    def text_of(node: ast.AST) -> str:
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else ""
+        if isinstance(node, ast.JoinedStr):
+            return "".join("…" if isinstance(part, ast.FormattedValue) else text_of(part) for part in node.values)
+        return ""
+
+    for path in sorted((documents.ROOT / "nvrtc_attn").rglob("*.py")):
+        if "_include" not in path.parts:
+            found += [text_of(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    return "\n".join(" ".join(text.split()) for text in found if text)
+
+
+def test_messages_that_troubleshooting_quotes_are_those_of_the_package(repository: Path) -> None:
+    page = (repository / "docs" / "guide" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert len(quoted) > 20
+    known = messages()
+    # A placeholder of the page may stand for several of the source and for the words between them.
+    unknown = [x for x in quoted if not re.search(".{0,120}?".join(map(re.escape, x.split("…"))), known)]
+    assert not unknown
+
+
+def test_the_reference_has_every_public_function(repository: Path) -> None:
+    text = (repository / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\.\. auto(?:api)?(?:function|exception):: (\S+)$", text, re.MULTILINE))
+    assert {f"nvrtc_attn.{name}" for name in nvrtc_attn.__all__ if name != "__version__"} <= listed
+    for name in sorted(listed):
+        door, _, attribute = name.rpartition(".")
+        framework = {"nvrtc_attn.aten": "torch"}.get(door, door.rpartition(".")[2])
+        if framework == "nvrtc_attn" or importlib.util.find_spec(framework) is not None:
+            assert inspect.getdoc(getattr(importlib.import_module(door), attribute)), name
+
+
+def test_every_page_is_on_the_site(repository: Path) -> None:
+    index = (repository / "docs" / "index.md").read_text(encoding="utf-8")
+    entries = {line for tree in re.findall(r"```{toctree}\n(.*?)```", index, re.DOTALL) for line in tree.splitlines()}
+    pages = {page.removeprefix("docs/").removesuffix(".md") for page in PAGES if page.startswith("docs/")}
+    assert pages - {"index"} == {entry for entry in entries if entry and entry[0] != ":"}
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/configuration.md", "docs/kernels.md"])
+def test_files_that_the_documents_name_exist(page: str, repository: Path) -> None:
+    """By their path from the repository, the package or the device code; in kernels.md from their own folder, too."""
+    roots = [repository, repository / "nvrtc_attn", repository / "cuda_src" / "nvrtc_attn"]
+    roots += [folder for folder in (roots[1] / "heuristics", roots[2] / "collective") if page.endswith("kernels.md")]
+    named = set(re.findall(r"`([\w./]+\.(?:cuh|py|sh))`", (repository / page).read_text(encoding="utf-8")))
+    assert not [name for name in sorted(named) if not any((root / name).exists() for root in roots)]

@@ -46,6 +46,16 @@ def test_no_other_file_reads_the_variables(repository: Path) -> None:
                 assert not ("environ." in line and "NVRTC_ATTN_" in line), f"{path}: {line}"
 
 
+def test_the_raw_backend_follows_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [env.raw_backend()]
+    for value in ("hopper", "legacy"):
+        monkeypatch.setenv("NVRTC_ATTN_BACKEND", value)
+        keys.append(env.raw_backend())
+    assert len(set(keys)) == 3
+    monkeypatch.delenv("NVRTC_ATTN_BACKEND")
+    assert env.raw_backend() == keys[0]
+
+
 @pytest.mark.reliability(102)
 @pytest.mark.parametrize("name", BOOLEANS)
 def test_boolean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

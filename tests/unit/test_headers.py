@@ -61,18 +61,21 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: headers.Nv
     ],
 )
 def test_one_edited_byte_changes_the_digest_and_a_touch_does_not(name: str, install: Path) -> None:
+    def both() -> tuple[str, str]:
+        return headers.header_digest(), headers.Snapshot().digest(entry("forward_portable"))
+
     path = install / name
-    before = headers.header_digest()
+    before = both()
     os.utime(path, (1, 1))
-    assert headers.header_digest() == before
+    assert both() == before
     content = path.read_bytes()
     stamp = path.stat()
     middle = len(content) // 2
     path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # size and modification time as before
-    assert headers.header_digest() != before
+    assert all(after != digest for after, digest in zip(both(), before, strict=True))
     path.write_bytes(content)
-    assert headers.header_digest() == before
+    assert both() == before
 
 
 @pytest.mark.reliability(88)
@@ -99,6 +102,128 @@ def test_digest_does_not_depend_on_the_prefix(install: Path, monkeypatch: pytest
     assert headers.header_digest() == in_wheel  # this checkout or wheel, another layout of the same bytes
 
 
+def entry(kernel: str) -> str:
+    return f"#include <nvrtc_attn/kernel/{kernel}.cuh>\n"
+
+
+def digests(root: Path) -> dict[str, str]:
+    """The digest of the headers of every kernel of ours."""
+    seen = headers.Snapshot()
+    return {path.stem: seen.digest(entry(path.stem)) for path in (root / "nvrtc_attn" / "kernel").glob("*.cuh")}
+
+
+def including(root: Path, name: str) -> set[str]:
+    """The kernels whose headers ``name`` is among, by the scanner of the build, which is another one."""
+    file = (root / "nvrtc_attn" / name).resolve()
+    kernels = (root / "nvrtc_attn" / "kernel").glob("*.cuh")
+    return {path.stem for path in kernels if path.resolve() == file or file in hatch_build.closure([path], [root])[0]}
+
+
+@pytest.mark.reliability(88)
+def test_an_edit_of_our_code_changes_the_digest_of_the_kernels_that_include_it(install: Path) -> None:
+    root = install / "_include"
+    before = digests(root)
+    assert len(before) == len(set(before.values())) > 10
+    changed_by = {}
+    for path in sorted((root / "nvrtc_attn").rglob("*.cuh")):
+        name = path.relative_to(root / "nvrtc_attn").as_posix()
+        content = path.read_bytes()
+        path.write_bytes(content + b"// edited\n")
+        after = digests(root)
+        path.write_bytes(content)
+        changed_by[name] = {kernel for kernel, digest in after.items() if digest != before[kernel]}
+        assert changed_by[name] == including(root, name), name
+    assert digests(root) == before
+    assert changed_by["hopper/wide/scores.cuh"] == {"backward_hopper_wide"}
+    assert changed_by["params.cuh"] == set(before)
+    assert {"forward_portable", "forward_hopper", "backward_hopper"} <= changed_by["collective/mask.cuh"] < set(before)
+
+
+def test_a_file_that_nobody_includes_changes_no_digest(install: Path) -> None:
+    before = digests(install / "_include")
+    everything = headers.header_digest()
+    (install / "_include" / "nvrtc_attn" / "collective" / "notes.cuh").write_text("// nobody includes it\n")
+    assert digests(install / "_include") == before
+    assert headers.header_digest() != everything
+
+
+@pytest.mark.reliability(88)
+@pytest.mark.parametrize("name", ["_include/cutlass/cute/layout.hpp", "_include/nvidia/cccl/nv/target", "cuda/mma.h"])
+def test_third_party_headers_are_in_the_digest_of_every_source(name: str, install: Path) -> None:
+    sources = [entry("combine"), entry("backward_hopper"), "// includes nothing"]
+    before = [headers.Snapshot().digest(source) for source in sources]
+    with (install / name).open("ab") as file:
+        file.write(b"\n")
+    after = [headers.Snapshot().digest(source) for source in sources]
+    assert all(a != b for a, b in zip(after, before, strict=True))
+
+
+def test_the_digest_follows_every_spelling_of_an_include(install: Path) -> None:
+    root = install / "_include" / "nvrtc_attn"
+    sources = {
+        "angle": "#include <nvrtc_attn/extra.cuh>",
+        "quoted": '#include "nvrtc_attn/extra.cuh"',
+        "spaced": "  #  include\t<nvrtc_attn/extra.cuh> // why",
+        "not taken": "#if 0\n#include <nvrtc_attn/extra.cuh>\n#endif",
+        "through another": "#include <nvrtc_attn/deeper/beside.cuh>",
+        "from the root": "#include <nvrtc_attn/deeper/root.cuh>",
+    }
+    (root / "deeper").mkdir()
+    (root / "deeper" / "beside.cuh").write_text('#include "../deeper/../extra.cuh"\n')
+    (root / "deeper" / "root.cuh").write_text('#include "nvrtc_attn/extra.cuh"\n')
+    seen = []
+    # Not there yet, there, edited, and in a circle.
+    for content in (None, "// one\n", "// two\n", '#include "deeper/beside.cuh"\n'):
+        if content is not None:
+            (root / "extra.cuh").write_text(content)
+        seen.append({name: headers.Snapshot().digest(source) for name, source in sources.items()})
+    for name in sources:
+        assert len({digests[name] for digests in seen}) == len(seen), name
+    shutil.rmtree(root / "deeper")
+    (root / "extra.cuh").unlink()
+    assert headers.Snapshot().digest(sources["angle"]) == seen[0]["angle"]
+
+
+def test_a_file_beside_the_including_one_comes_before_one_of_the_root(install: Path) -> None:
+    root = install / "_include" / "nvrtc_attn"
+    (root / "deeper" / "nvrtc_attn").mkdir(parents=True)
+    (root / "deeper" / "a.cuh").write_text('#include "nvrtc_attn/params.cuh"\n')
+    before = headers.Snapshot().digest("#include <nvrtc_attn/deeper/a.cuh>")
+    (root / "deeper" / "nvrtc_attn" / "params.cuh").write_text("// hides the other one\n")
+    after = headers.Snapshot().digest("#include <nvrtc_attn/deeper/a.cuh>")
+    assert after != before
+    (root / "params.cuh").write_text("// hidden\n")
+    assert headers.Snapshot().digest("#include <nvrtc_attn/deeper/a.cuh>") == after
+
+
+def test_an_include_that_the_digest_cannot_follow_is_refused(install: Path) -> None:
+    with pytest.raises(CompileError, match="cannot follow `#include PARAMS`"):
+        headers.Snapshot().digest("#define PARAMS <nvrtc_attn/params.cuh>\n#include PARAMS\n")
+    extra = install / "_include" / "nvrtc_attn" / "extra.cuh"
+    extra.write_text("#include \\\n  <nvrtc_attn/params.cuh>\n")
+    with pytest.raises(CompileError, match=r"nvrtc_attn/extra\.cuh"):
+        headers.Snapshot().digest("#include <nvrtc_attn/extra.cuh>")
+    # Words about it are none.
+    assert headers.Snapshot().digest("// what #include does\n") == headers.Snapshot().digest("")
+
+
+def test_a_snapshot_looks_at_a_file_once(install: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+    real = headers._stamp
+    monkeypatch.setattr(headers, "_stamp", lambda path: looked_at.append(path) or real(path))
+    seen = headers.Snapshot()
+    assert [seen.digest(entry(kernel)) for kernel in ("delta", "combine", "delta")] == [
+        headers.Snapshot().digest(entry(kernel)) for kernel in ("delta", "combine", "delta")
+    ]
+    looked_at.clear()
+    seen = headers.Snapshot()
+    for kernel in ("delta", "combine", "delta"):
+        seen.digest(entry(kernel))
+    assert len(looked_at) == len(set(looked_at))
+    wide = [path for path in looked_at if "hopper" in path and "nvrtc_attn" in path]
+    assert wide == [], "a kernel's digest does not look at what other kernels include"
+
+
 def test_digest_of_the_bundle_is_the_manifest_s(install: Path) -> None:
     for name, package in headers._manifest()["packages"].items():
         base = install / "_include" / package["path"]
@@ -118,15 +243,16 @@ def test_modified_headers_are_found(install: Path) -> None:
 def test_digest_is_fast(library: headers.Nvrtc) -> None:
     def measure() -> float:
         headers._file_digests.clear()
+        headers._own_headers.clear()
         start = time.process_time()
-        headers.header_digest()
+        headers.Snapshot().digest(entry("backward_hopper_wide"))
         return time.process_time() - start
 
     # 13 ms on two cores. Processor time, because tests share the machine.
     assert min(measure() for _ in range(10)) < 0.040
     start = time.process_time()
     for _ in range(10):
-        headers.header_digest()
+        headers.Snapshot().digest(entry("backward_hopper_wide"))
     assert (time.process_time() - start) / 10 < 0.020
 
 

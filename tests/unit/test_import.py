@@ -1,9 +1,10 @@
-"""What an import costs and touches, and which module may import which."""
+"""What an import costs and touches, and that the contracts of pyproject.toml see the imports that they forbid."""
 
 from __future__ import annotations
 
-import ast
 import os
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,11 +14,10 @@ import pytest
 
 FRAMEWORKS = {"torch", "jax", "cupy", "jax_tvm_ffi", "tvm_ffi"}
 CUDA_FREE = (
-    "front.problem", "front.philox", "jit.config", "jit.codegen", "jit.params", "heuristics",
-    "base.dtypes", "base.errors", "base.env", "cpu.reference",
+    "front.call", "front.tensors", "jit.config_text", "jit.params", "heuristics", "heuristics.hopper_backward",
+    "base.architectures", "cpu.attention", "runtime.kernel", "plans.plan", "api",
 )  # fmt: skip
-ADAPTERS = {"torch", "jax", "cupy", "aten"}
-"""Modules that know a framework. ``aten`` is torch's operators, so it may lean on ``torch``."""
+"""The heads of the graph, and what a machine without CUDA uses: CUDA is imported at its first use at the earliest."""
 
 
 def run_python(code: str, *options: str, cwd: Path | None = None, **variables: str) -> str:
@@ -99,7 +99,7 @@ def test_import_under_interpreter_options(options: tuple[str, ...]) -> None:
         import importlib, pkgutil, nvrtc_attn
         for module in pkgutil.walk_packages(nvrtc_attn.__path__, "nvrtc_attn."):
             name = module.name.split(".")[1]
-            if name not in ("_include", "__main__", "torch", "jax", "cupy", "aten"):
+            if name not in ("_include", "torch", "jax", "cupy", "aten", "integrations"):
                 importlib.import_module(module.name)
         print("imported")
     """
@@ -112,9 +112,9 @@ def test_refusals_do_not_depend_on_asserts(options: tuple[str, ...]) -> None:
     code = """
         import os
         from nvrtc_attn.base import env
-        from nvrtc_attn.plans import precompile
+        from nvrtc_attn.jit import config_text
         os.environ["NVRTC_ATTN_BACKEND"] = "cudnn"
-        for refused in (env.backend, lambda: precompile.config_from_json("{}")):
+        for refused in (env.backend, lambda: config_text.config_from_json("{}")):
             try:
                 refused()
             except ValueError as error:
@@ -138,37 +138,72 @@ def test_pure_modules_load_no_cuda(module: str) -> None:
     assert not FRAMEWORKS & set(loaded)
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Absolute names of everything that a file imports at any depth; ``from .x import y`` counts as both x and x.y."""
-    package = "nvrtc_attn" if path.parent.name == "nvrtc_attn" else f"nvrtc_attn.{path.parent.name}"
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            module = ".".join(part for part in (base, node.module or "") if part)
-            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    return names
+# One forbidden import for every contract of pyproject.toml: module, import, and the contract that it breaks.
+FORBIDDEN = {
+    "up": ("jit.compile", "from ..runtime import driver", "Arrows point down"),
+    "up, through a package": ("front.call", "from .. import heuristics", "Arrows point down"),
+    "beside": ("cpu.reference", "from ..runtime import buffers", "Arrows point down"),
+    "to the root": ("plans.autotune", "from .. import attention", "The package hands out"),
+    "cycle": ("jit.config", "from . import codegen", "No cycle, within a sub-package either"),
+    "cuda": ("runtime.buffers", "from cuda.bindings import driver as cuda", "CUDA has two doors"),
+    "cuda in front": ("front.tensors", "import cuda.bindings.driver", "Problems, configs, heuristics"),
+    "compiler": ("heuristics.common", "from ..jit import headers", "Problems, configs, heuristics"),
+    "problem": ("jit.codegen", "from ..front.problem import AttentionProblem", "What compiles knows configs"),
+    "family": ("heuristics.portable_dq", "from . import hopper_common", "The portable family knows nothing"),
+    "framework": ("front.tensors", "import torch", "Only adapters import a framework"),
+    "torch": ("aten", "import jax", "The torch adapters"),
+    "jax": ("jax", "import torch", "The JAX adapter"),
+    "cupy": ("cupy", "import jax", "The CuPy adapter"),
+    "doctor": ("runtime.device", "import numpy", "The doctor speaks"),
+}
 
 
-def test_nothing_imports_the_framework_adapters(repository: Path) -> None:
+@pytest.fixture(scope="module")
+def source(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the Python source and of its contracts."""
+    root = tmp_path_factory.mktemp("source")
+    shutil.copy(repository / "pyproject.toml", root)
     package = repository / "nvrtc_attn"
     for path in package.rglob("*.py"):
-        if path.relative_to(package).with_suffix("").parts[0] in ADAPTERS:
-            continue
-        names = imported_modules(path)
-        assert not names & {f"nvrtc_attn.{adapter}" for adapter in ADAPTERS}, path
-        assert not {name.split(".")[0] for name in names} & FRAMEWORKS, path
+        if "_include" not in path.parts:
+            copy = root / "nvrtc_attn" / path.relative_to(package)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+    return root
 
 
-def test_pure_modules_do_not_name_cuda_even_lazily(repository: Path) -> None:
-    package = repository / "nvrtc_attn"
-    files = [package / f"{name.replace('.', '/')}.py" for name in CUDA_FREE if name != "heuristics"]
-    for path in [*files, *(package / "heuristics").glob("*.py")]:
-        names = imported_modules(path)
-        assert not {name for name in names if name.split(".")[0] == "cuda"}, path
-        assert not names & {
-            "nvrtc_attn.jit.compile", "nvrtc_attn.runtime.kernel", "nvrtc_attn.runtime.launch",
-            "nvrtc_attn.runtime.driver", "nvrtc_attn.runtime.device", "nvrtc_attn.api",
-        }, path  # fmt: skip
+def broken_contracts(root: Path) -> list[str]:
+    pytest.importorskip("importlinter", reason="import-linter is not installed; .ci/run has it from the extra dev")
+    code = "from importlinter.cli import lint_imports_command as run; run(['--no-logo', '--no-cache'])"
+    environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=root, check=False
+    )
+    found = [line.partition(" BROKEN")[0] for line in done.stdout.splitlines() if " BROKEN" in line]
+    assert ("0 broken." in done.stdout) == (done.returncode == 0) == (not found), done.stdout + done.stderr
+    return found
+
+
+def test_every_import_is_allowed(source: Path) -> None:
+    assert broken_contracts(source) == []
+
+
+def test_every_contract_has_an_import_that_breaks_it(repository: Path) -> None:
+    text = (repository / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.importlinter]")[2]
+    names = re.findall(r'^name = "(.*)"$', text.partition("[tool.pytest")[0], re.MULTILINE)
+    assert len(names) > 5
+    for name in names:
+        assert any(name.startswith(contract) for _, _, contract in FORBIDDEN.values()), name
+
+
+@pytest.mark.parametrize("case", FORBIDDEN)
+def test_a_forbidden_import_inside_a_function_is_seen(case: str, source: Path) -> None:
+    module, forbidden, contract = FORBIDDEN[case]
+    path = source / "nvrtc_attn" / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    before = path.read_text(encoding="utf-8")
+    path.write_text(f"{before}\n\ndef _() -> None:\n    {forbidden}\n", encoding="utf-8")
+    try:
+        assert any(name.startswith(contract) for name in broken_contracts(source))
+    finally:
+        path.write_text(before, encoding="utf-8")

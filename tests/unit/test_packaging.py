@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
         pytest.skip("the build requirements cannot be fetched here")  # no network; CI passes a wheel and cannot skip
     assert done.returncode == 0, done.stderr
     return next(target.glob("nvrtc_attn-*.whl"))
+
+
+@pytest.fixture(scope="session")
+def sdist() -> list[str]:
+    """Names of the files in the sdist, below its one folder."""
+    given = os.environ.get("NVRTC_ATTN_TEST_SDIST")
+    if given is None:
+        pytest.skip("no sdist is given; .ci/release.py, which .ci/run calls, builds one")
+    with tarfile.open(given) as archive:
+        parts = [Path(member.name).parts for member in archive.getmembers() if member.isfile()]
+    assert {folder for folder, *_ in parts} == {Path(given).name.removesuffix(".tar.gz")}
+    return ["/".join(below) for _, *below in parts]
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +85,37 @@ def test_wheel_has_the_whole_package_and_nothing_else(wheel: Path, repository: P
     runtime = {re.split(r"[^\w-]", line.split(":")[1].strip())[0] for line in required}
     assert runtime == {"numpy", "cuda-bindings", "cuda-pathfinder", "click", "rich"}
     assert "Requires-Python: >=3.10" in metadata
+
+
+def test_sdist_has_what_git_has(sdist: list[str], repository: Path) -> None:
+    """Documents, tests and tools too: what is built and tested from it is what a checkout would give."""
+    assert {"PKG-INFO", "docs/kernels.md", "README.md", "CHANGELOG.md", "hatch_build.py", ".ci/run"} <= set(sdist)
+    if not (repository / ".git").exists():
+        pytest.skip("not a checkout")
+    command = ["git", "-C", str(repository), "ls-files", "--cached", "--others", "--exclude-standard"]
+    tracked = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
+    assert set(sdist) - {"PKG-INFO"} == {name for name in tracked if (repository / name).is_file()}
+
+
+def test_the_page_of_the_index_has_no_link_that_only_a_checkout_has(wheel: Path, repository: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))).decode()
+    assert "Description-Content-Type: text/markdown" in metadata
+    page = metadata.partition("\n\n")[2]
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    assert page.startswith(readme[:200])
+    targets = re.findall(r"\]\(([^)]*)\)", page)
+    assert all(target.startswith("https://") for target in targets), targets
+
+
+def test_links_of_the_index_s_page_lead_to_the_tag() -> None:
+    readme = "[a](docs/a.md#x) ![plot](b.png) [c](https://c.example/) [d](#install) `[e]` f(g)"
+    found = hatch_build.index_page(readme, "https://host.example/us/it/", "1.2.3")
+    assert found.startswith(
+        "[a](https://host.example/us/it/blob/v1.2.3/docs/a.md#x) ![plot](https://host.example/us/it/raw/v1.2.3/b.png) "
+        "[c](https://c.example/) [d](#install) `[e]` f(g)"
+    )
+    assert hatch_build.index_page(readme, None, "1.2.3").startswith("a plot (b.png) [c](https://c.example/) [d](#inst")
 
 
 @pytest.mark.reliability(106)

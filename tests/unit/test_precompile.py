@@ -15,12 +15,13 @@ from dlpack_producer import Producer
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
 from nvrtc_attn import api
-from nvrtc_attn.__main__ import main
+from nvrtc_attn.base.architectures import ARCHITECTURES, arch_of
 from nvrtc_attn.base.dtypes import DTYPES
+from nvrtc_attn.commands import main
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit import config_text
 from nvrtc_attn.plans import plan, precompile
-from nvrtc_attn.runtime import device
 
 LENGTHS = ((1024, 1024), (300, 300), (1, 4096), (4, 4096))
 
@@ -35,8 +36,8 @@ def _no_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 
 def gpu_of(arch: str) -> FakeGpu:
-    target = device.ARCHITECTURES[arch]
-    sms = precompile.REFERENCE_SMS[device.arch_of(target.compute_capability)]
+    target = ARCHITECTURES[arch]
+    sms = precompile.REFERENCE_SMS[arch_of(target.compute_capability)]
     return FakeGpu(target.compute_capability, target.smem_per_block_optin, sms)
 
 
@@ -190,9 +191,9 @@ GOOD: dict[str, Any] = {
 )  # fmt: skip
 def test_a_config_that_is_none_is_refused(change: dict[str, Any]) -> None:
     """F14: these ended in a traceback, of the command or of its worker process."""
-    assert precompile.config_from_json(json.dumps(GOOD)).head_dim == 64
+    assert config_text.config_from_json(json.dumps(GOOD)).head_dim == 64
     with pytest.raises(ValueError, match="is not a kernel config"):
-        precompile.config_from_json(json.dumps(GOOD | change))
+        config_text.config_from_json(json.dumps(GOOD | change))
     result = CliRunner().invoke(main, ["warmup", "--config", json.dumps(GOOD | change)])
     assert isinstance(result.exception, SystemExit)
     assert result.exit_code == 1
@@ -201,4 +202,4 @@ def test_a_config_that_is_none_is_refused(change: dict[str, Any]) -> None:
 
 def test_nested_nonsense_is_no_config() -> None:
     with pytest.raises(ValueError, match="is not a kernel config"):
-        precompile.config_from_json("[" * 100_000)
+        config_text.config_from_json("[" * 100_000)

@@ -17,7 +17,7 @@ from nvrtc_attn import UnsupportedError
 from nvrtc_attn.front.dlpack import compact_strides
 from nvrtc_attn.front.problem import AttentionProblem, build_problem
 from nvrtc_attn.front.tensors import Device, TensorView, view
-from nvrtc_attn.heuristics.portable_forward import features_of
+from nvrtc_attn.heuristics.common import features_of
 
 GPU = Device("cuda", 0)
 

@@ -30,8 +30,7 @@ from nvrtc_attn.plans import autotune, plan
 from nvrtc_attn.runtime import buffers as device_buffer
 from nvrtc_attn.runtime.buffers import DeviceBuffer
 from nvrtc_attn.runtime.driver import device_context
-from nvrtc_attn.runtime.kernel import load_kernel
-from nvrtc_attn.runtime.launch import ParamsBuffer, launch
+from nvrtc_attn.runtime.kernel import ParamsBuffer, launch, load_kernel
 
 FLOAT32, BFLOAT16 = (2, 32), (4, 16)
 
@@ -278,7 +277,6 @@ def test_persistent_grids_have_the_size_that_the_driver_tells(num_sms: int, seql
 @pytest.mark.reliability(72)
 def test_out_of_memory_names_the_bytes_and_the_next_smaller_call_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory that we allocate ourselves: results and workspace of calls on JAX arrays."""
-    monkeypatch.setattr(device_buffer, "_pools", {0: True})
     with installed(BusyDriver([FakeGpu()])) as fake:
         assert isinstance(fake, BusyDriver)
         small = DeviceBuffer((1000, 100), "float32", 0)

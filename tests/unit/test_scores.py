@@ -11,7 +11,8 @@ import pytest
 
 from nvrtc_attn.cpu.reference import attention_backward, attention_forward, largest_lse
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
-from nvrtc_attn.heuristics.portable_forward import choose_forward, features_of, maps_scores
+from nvrtc_attn.heuristics.common import features_of, maps_scores
+from nvrtc_attn.heuristics.portable_forward import choose_forward
 from nvrtc_attn.jit.config import Features
 
 Array = Any

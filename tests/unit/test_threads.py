@@ -317,7 +317,7 @@ def test_held_memory_is_released_once_and_its_events_are_destroyed(
 
 
 def test_device_memory_is_freed_once(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in ("_pools", "_markers", "_scalars"):
+    for table in ("_markers", "_scalars"):
         monkeypatch.setattr(device_buffer, table, {})
     gc.collect()
     device_buffer._retired.clear()
@@ -352,16 +352,19 @@ def test_exports_are_freed_by_whoever_is_last() -> None:
 
 
 def test_headers_are_digested_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "#include <nvrtc_attn/kernel/forward_portable.cuh>"
     try:
-        expected = headers.header_digest()
+        expected = (headers.header_digest(), headers.Snapshot().digest(source))
     except Exception as error:
         pytest.skip(f"no headers: {error}")
     monkeypatch.setattr(headers, "_file_digests", {})
+    monkeypatch.setattr(headers, "_own_headers", {})
     monkeypatch.setattr(headers, "_cuda_roots", {})
     monkeypatch.setattr(headers, "_nvrtc", None)
     monkeypatch.setattr(library_build, "_builds", {})
     build = library_build.nvrtc_build()
-    assert set(hammer(lambda _: (headers.header_digest(), library_build.nvrtc_build()))) == {(expected, build)}
+    found = hammer(lambda _: (headers.header_digest(), headers.Snapshot().digest(source), library_build.nvrtc_build()))
+    assert set(found) == {(*expected, build)}
 
 
 def test_views_and_small_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

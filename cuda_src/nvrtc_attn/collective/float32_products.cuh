@@ -2,16 +2,13 @@
 //
 // The tensor core truncates when it adds to an accumulator: each of the three instructions of a k-step moves it about
 // half a unit in the last place towards zero. So only short chains of steps are summed inside it, from zero, and chains
-// are added with rounded float32 additions. In parentheses: largest error of a gradient relative to the allowed one,
-// which is twice that of the same maths in float32 (head dims 51, 192 and 257, dropout 0.9, scale 0.3).
-// * S: kChainSteps, terms in the forward kernel's order, so that S is the forward's to the bit (0.9; chains of 8 1.2).
-//   Truncation makes scores 2^-22 too small; P = exp(S - LSE) hardly feels it as long as both sides have it. With a
-//   better S than the LSE is made of, P is off by a factor for each row (2.3).
-// * dP: kChainSteps. It all but cancels against delta, which is not too small (chains of 8 1.2). For dk and dv the small terms
-//   have an accumulator of their own, so that the tensor core truncates them at their own size: with one key dS is nothing
-//   but that error, and dk, its sum over 3,000 to 6,000 queries, was at 1.02 to 1.09 in 4 of 100,000 problems.
-// * dV, dK, and dQ of the deterministic pass: at most kChainSteps, the small terms of a chain before its large ones. With the
-//   three terms of each step in turn, dV of few keys, summed over 4,000 to 20,000 queries with dropout 0.9, was at 1.6.
+// are added with rounded float32 additions. docs/experiments.md, "float32 products", has the errors of all alternatives.
+// * S: kChainSteps, terms in the forward kernel's order, so that S is the forward's to the bit. Truncation makes scores 2^-22
+//   too small; P = exp(S - LSE) hardly feels it as long as both sides have it.
+// * dP: kChainSteps. It all but cancels against delta, which is not too small. For dk and dv the small terms have an
+//   accumulator of their own, so that the tensor core truncates them at their own size: with one key dS is nothing but
+//   that error, and dk its sum over all queries.
+// * dV, dK, and dQ of the deterministic pass: at most kChainSteps, the small terms of a chain before its large ones.
 // * Other dQ: the keys of a tile, up to twice that.
 #pragma once
 #include "../common/fragment_load.cuh"

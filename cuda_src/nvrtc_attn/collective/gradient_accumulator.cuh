@@ -6,6 +6,7 @@
 // tiles of 80 rows have transposed blocks (convert_transposed).
 #pragma once
 #include "../common/numbers.cuh"
+#include "../common/quad_transpose.cuh"
 
 namespace nvrtc_attn {
 
@@ -28,6 +29,13 @@ NVRTC_ATTN_DEVICE void add_block(float* block, float const (&c)[4], int lane) {
 #endif
 }
 
+// One row of blocks.
+template <int kTiles>
+NVRTC_ATTN_DEVICE void add_blocks(float* row, float const (&c)[1][kTiles][4], int lane) {
+#pragma unroll
+  for (int d = 0; d < kTiles; ++d) add_block(row + d * kAccumBlock, c[0][d], lane);
+}
+
 // This lane's four values of one block, which are read this once.
 NVRTC_ATTN_DEVICE float4 read_block(float const* block, int lane) {
   if constexpr (kVectorReduction) return __ldcs(reinterpret_cast<float4 const*>(block) + lane);
@@ -39,24 +47,6 @@ NVRTC_ATTN_DEVICE float4 read_block(float const* block, int lane) {
 template <bool kVarlen, int kBlock>
 NVRTC_ATTN_DEVICE index_t accumulator_row0(int row0, int b) {
   return kVarlen ? index_t(row0 / kBlock + b) * kBlock : 0;
-}
-
-// Words w[i] of lane t of a quad become words t of lane i: a 4 x 4 transpose.
-NVRTC_ATTN_DEVICE void transpose_quad(uint32_t (&w)[4], int lane) {
-  bool const odd = lane & 1;
-  bool const high = lane & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    uint32_t const other = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
-    w[i] = odd ? other : w[i];
-    w[i + 1] = odd ? w[i + 1] : other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32_t const other = __shfl_xor_sync(0xffffffffu, high ? w[i] : w[i + 2], 2);
-    w[i] = high ? other : w[i];
-    w[i + 2] = high ? w[i + 2] : other;
-  }
 }
 
 // One tile of `rows` rows of the workspace -> gradient in its own type and layout, times `factor`.
@@ -97,10 +87,10 @@ NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, ind
         for (int i = 0; i < 4; ++i) {
           w[i] = half == 0 ? pack2<Element>(c[i].x, c[i].y) : pack2<Element>(c[i].z, c[i].w);
         }
-        transpose_quad(w, lane);
+        uint4 const words = transpose_quad(w[0], w[1], w[2], w[3], t);
         int const col = 8 * (tile0 + t);
         if (row < rows && col < cols) {
-          *reinterpret_cast<uint4*>(to + index_t(col) * stride_col) = make_uint4(w[0], w[1], w[2], w[3]);
+          *reinterpret_cast<uint4*>(to + index_t(col) * stride_col) = words;
         }
       } else {
 #pragma unroll
@@ -153,11 +143,11 @@ NVRTC_ATTN_DEVICE void convert_transposed(float const* accum, Element* dst, inde
       w[2 * i] = transpose_matrix(pack2<Element>(c.x * factor, c.y * factor));
       w[2 * i + 1] = transpose_matrix(pack2<Element>(c.z * factor, c.w * factor));
     }
-    transpose_quad(w, lane);
+    uint4 const words = transpose_quad(w[0], w[1], w[2], w[3], t);
     int const row = 8 * row_tile + g;
     int const col = 16 * tile0 + 8 * t;
     if (row < rows && col < cols) {
-      *reinterpret_cast<uint4*>(dst + index_t(row) * stride_row + col) = make_uint4(w[0], w[1], w[2], w[3]);
+      *reinterpret_cast<uint4*>(dst + index_t(row) * stride_row + col) = words;
     }
   }
 }

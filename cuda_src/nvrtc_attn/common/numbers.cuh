@@ -37,18 +37,6 @@ NVRTC_ATTN_DEVICE uint32_t pack2<bfloat16_t>(float x, float y) {
   return *reinterpret_cast<uint32_t const*>(&v);
 }
 
-// And back.
-template <class Element>
-NVRTC_ATTN_DEVICE float2 unpack2(unsigned v);
-template <>
-NVRTC_ATTN_DEVICE float2 unpack2<half_t>(unsigned v) {
-  return __half22float2(*reinterpret_cast<__half2 const*>(&v));
-}
-template <>
-NVRTC_ATTN_DEVICE float2 unpack2<bfloat16_t>(unsigned v) {
-  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
-}
-
 NVRTC_ATTN_DEVICE float to_float(half_t x) { return __half2float(x); }
 NVRTC_ATTN_DEVICE float to_float(bfloat16_t x) { return __bfloat162float(x); }
 NVRTC_ATTN_DEVICE float to_float(float x) { return x; }

@@ -39,7 +39,12 @@ struct HopperDbiasShape {
   static constexpr int kOffsetBias = kStages * kSlot;
   static constexpr int kOffsetStatistics = kOffsetBias + kBlock * kBlock * int(sizeof(typename Traits::Bias));
   static constexpr int kOffsetBarriers = kOffsetStatistics + kStages * kStatistic;
-  static constexpr int kBytes = kOffsetBarriers + 16 * kStages;
+  // Places of the mbarriers of the slots, that of the first.
+  enum Place : int { kFull, kEmpty = kFull + kStages, kCount = kEmpty + kStages };
+  static constexpr int kBytes = kOffsetBarriers + kCount * Mbarrier::kBytes;
+
+  // Hardware barriers; 0 is __syncthreads.
+  enum NamedBarrier : int { kTurnOfGroup = 1 };  // + group: it may start its products
   static_assert(kBytes == Traits::kSmemBytes, "smem_bytes of the config and the layout of the kernel differ");
   static_assert(Traits::kBlockM == kBlock && Traits::kBlockN == kBlock && Traits::kNumThreads == 128 * (1 + kGroups));
   static_assert(sizeof(typename Traits::Bias) == 2 && !Traits::kSoftcap && !Traits::kVarlen);
@@ -101,8 +106,8 @@ struct DbiasPairs {
 template <class Shape>
 struct DbiasBarriers {
   unsigned base;  // shared address
-  NVRTC_ATTN_DEVICE Mbarrier full(int stage) const { return {base + 8 * stage}; }
-  NVRTC_ATTN_DEVICE Mbarrier empty(int stage) const { return {base + 8 * (Shape::kStages + stage)}; }
+  NVRTC_ATTN_DEVICE Mbarrier full(int stage) const { return Mbarrier::at(base, Shape::kFull + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty(int stage) const { return Mbarrier::at(base, Shape::kEmpty + stage); }
 };
 
 template <int kSlabs>
@@ -179,7 +184,8 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
 
   // Words of the bias that are this thread's own, four of each 512 bytes that its warp has a run of.
   unsigned const words = smem + Shape::kOffsetBias + (int(threadIdx.x) - 128) / 32 * (kTiles / 2 * 512) + 16 * lane;
-  if (group == 1) named_barrier_arrive(1, 256);  // the first turn is the other group's
+  if (group == 1)
+    named_barrier_arrive(Shape::kTurnOfGroup, 128 * Shape::kGroups);  // the first turn is the other group's
 
   // The bias of a tile: of word[n][k] keys column and column + 1 of tile 2 n + k / 2, query row + 8 (k % 2).
   uint32_t word[kTiles / 2][4];
@@ -235,7 +241,7 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
       barriers.full(slot.stage).wait(slot.parity);
       slot.advance();
       barriers.full(slot.stage).wait(slot.parity);
-      named_barrier_sync(1 + group, 256);
+      named_barrier_sync(Shape::kTurnOfGroup + group, 128 * Shape::kGroups);
       pin_registers(s);
       begin_products();
       start_product_abt<Element, Shape::kBlock, Shape::kBlock, Traits::kHeadDim>(s, rows + offset(first),
@@ -246,7 +252,7 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
       start_product_abt<Element, Shape::kBlock, Shape::kBlock, Traits::kHeadDimV>(dp, rows + offset(slot),
                                                                                   keys + offset(slot));
       commit_products();
-      named_barrier_arrive(2 - group, 256);
+      named_barrier_arrive(Shape::kTurnOfGroup + (1 - group), 128 * Shape::kGroups);
       float reference[2], delta[2];
       statistic(reference, first);
       statistic(delta, slot);
@@ -262,7 +268,7 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
                      : "memory");
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          float2 const b = unpack2_here<Bias>(word[k]);
+          float2 const b = unpack_pair_here<Bias>(word[k]);
           float* const at = &s[0][n + k / 2][2 * (k & 1)];
           at[0] = map.probability(map.score(at[0], b.x), reference[k & 1]);
           at[1] = map.probability(map.score(at[1], b.y), reference[k & 1]);

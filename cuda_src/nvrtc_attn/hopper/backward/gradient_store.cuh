@@ -1,6 +1,8 @@
 // What the Hopper backward kernel needs beside hopper/common/wgmma.cuh: dS^T as an operand in shared memory and its product with K,
 // dK and dV to global memory.
 #pragma once
+#include "../../collective/gradient_accumulator.cuh"
+#include "../../params.cuh"
 #include "../common/row_store.cuh"
 #include "../common/wgmma.cuh"
 
@@ -25,7 +27,7 @@ NVRTC_ATTN_DEVICE void store_transposed(unsigned slab, FragmentA<Element> const 
 
 // c = A B: A is 64 rows of slabs of kSlabA bytes whose columns are contracted, B kSteps * 16 rows of slabs, kTiles * 8 wide.
 template <class Element, int kSlabA, int kColumns, int kTiles>
-NVRTC_ATTN_DEVICE void start_product_shared(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
+NVRTC_ATTN_DEVICE void start_product_ab(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
   using Atom = typename WgmmaAtoms<Element, 8 * kTiles, MatrixMajor::MN>::SS;
   constexpr int kStepsPerSlab = kSlabColumns / 16;
 #pragma unroll
@@ -37,7 +39,7 @@ NVRTC_ATTN_DEVICE void start_product_shared(AccTile (&c)[1][kTiles], uint64_t a,
 
 // c = A^T B^T: A is kColumns rows of one slab, B kTiles * 8 rows of slabs of kSlabB bytes, kColumns wide.
 template <class Element, int kSlabB, int kColumns, int kTiles>
-NVRTC_ATTN_DEVICE void start_product_transposed(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
+NVRTC_ATTN_DEVICE void start_product_atbt(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
   using Atom = typename WgmmaAtoms<Element, 8 * kTiles, MatrixMajor::K>::template SSOf<MatrixMajor::MN>;
   constexpr int kStepsPerSlab = kSlabColumns / 16;
 #pragma unroll
@@ -60,6 +62,26 @@ NVRTC_ATTN_DEVICE void store_rows(Element* to, index_t stride_row, AccTile const
     Element* const line = to + index_t(row) * stride_row + 8 * t;
     store_row<Element>(line, c, r, factor, row < rows, cols, t);
   }
+}
+
+// Where dk or dv of key `key` of a tile's sequence lies.
+template <class Element, class Tile, class Lengths>
+NVRTC_ATTN_DEVICE Element* key_rows(void* tensor, index_t stride_b, index_t stride_n, index_t stride_h,
+                                    Tile const& tile, Lengths const& seqlen, int key) {
+  return reinterpret_cast<Element*>(tensor) + index_t(seqlen.batch_index) * stride_b +
+         (index_t(seqlen.k_row0) + key) * stride_n + index_t(tile.h) * stride_h;
+}
+
+// Zeros in dk and dv of key head h for the tokens that lie in no sequence: `part` of `num_parts`.
+template <class Element, int kThreads>
+NVRTC_ATTN_DEVICE void zero_keys_of_no_sequence(HopperBackwardParams const& params, int h, int part, int num_parts,
+                                                int tid) {
+  zero_unused_rows<kThreads>(reinterpret_cast<Element*>(params.dk) + index_t(h) * params.dk_stride_h,
+                             params.dk_stride_n, params.dk_stride_d, params.cu_seqlens_k, params.batch, params.total_k,
+                             params.head_dim, part, num_parts, tid);
+  zero_unused_rows<kThreads>(reinterpret_cast<Element*>(params.dv) + index_t(h) * params.dv_stride_h,
+                             params.dv_stride_n, params.dv_stride_d, params.cu_seqlens_k, params.batch, params.total_k,
+                             params.head_dim_v, part, num_parts, tid);
 }
 
 }  // namespace nvrtc_attn

@@ -23,7 +23,17 @@ struct HelperShape {
   static constexpr int kKeepUnits = 8;                        // arrivals that complete a slot of keep words
   static constexpr int kBytesKeep = Traits::kBlockN * 4 * 4;  // a slot: a word for each key and lane % 4
   static constexpr int kOffsetBarriers = 16;
-  static constexpr int kOffsetKeep = kOffsetBarriers + 8 * (4 + 2 * kStages);
+  // Places of the mbarriers; of what has slots, that of the first.
+  enum Place : int {
+    kFullTile,
+    kEmptyTile,
+    kTurn,
+    kAdded,
+    kFullKeep,
+    kEmptyKeep = kFullKeep + kStages,
+    kCount = kEmptyKeep + kStages
+  };
+  static constexpr int kOffsetKeep = kOffsetBarriers + kCount * Mbarrier::kBytes;
   static constexpr int kBytes = kWarps == 0 ? 0 : kOffsetKeep + (Traits::kKeepWords ? kStages * kBytesKeep : 0);
 };
 
@@ -31,13 +41,12 @@ template <class Traits>
 struct HelperBarriers {
   using Shape = HelperShape<Traits>;
   unsigned base;  // shared address of the region
-  NVRTC_ATTN_DEVICE Mbarrier at(int i) const { return {base + Shape::kOffsetBarriers + 8 * i}; }
-  NVRTC_ATTN_DEVICE Mbarrier full_tile() const { return at(0); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_tile() const { return at(1); }
-  NVRTC_ATTN_DEVICE Mbarrier turn() const { return at(2); }   // dq of a query tile may be added
-  NVRTC_ATTN_DEVICE Mbarrier added() const { return at(3); }  // it has been
-  NVRTC_ATTN_DEVICE Mbarrier full_keep(int stage) const { return at(4 + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_keep(int stage) const { return at(4 + Shape::kStages + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_tile() const { return at(Shape::kFullTile); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_tile() const { return at(Shape::kEmptyTile); }
+  NVRTC_ATTN_DEVICE Mbarrier turn() const { return at(Shape::kTurn); }    // dq of a query tile may be added
+  NVRTC_ATTN_DEVICE Mbarrier added() const { return at(Shape::kAdded); }  // it has been
+  NVRTC_ATTN_DEVICE Mbarrier full_keep(int stage) const { return at(Shape::kFullKeep, stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_keep(int stage) const { return at(Shape::kEmptyKeep, stage); }
   NVRTC_ATTN_DEVICE unsigned keep(int stage) const { return base + Shape::kOffsetKeep + stage * Shape::kBytesKeep; }
 
   NVRTC_ATTN_DEVICE void init(int consumer_warps) const {
@@ -64,6 +73,11 @@ struct HelperBarriers {
         full_tile().arrive();
       }
     }
+  }
+
+ private:
+  NVRTC_ATTN_DEVICE Mbarrier at(typename Shape::Place place, int slot = 0) const {
+    return Mbarrier::at(base + Shape::kOffsetBarriers, place + slot);
   }
 };
 

@@ -1,315 +1,308 @@
-// The map of shared memory, the mbarriers and the loading warp of the Hopper backward kernel; what they are for is at the head
-// of kernel/backward_hopper.cuh.
+// The loading warp of the two Hopper backward kernels; what is loaded, and when, is at the heads of kernel/backward_hopper.cuh and
+// kernel/backward_hopper_wide.cuh.
 #pragma once
 #include "../../collective/gradient_accumulator.cuh"
-#include "helpers.cuh"
 #include "../common/bulk.cuh"
-#include "prepare_rows.cuh"
-#include "score_tile_transposed.cuh"
+#include "../common/cluster.cuh"
 #include "../common/tma.cuh"
 #include "../common/uniform.cuh"
 #include "../common/wgmma.cuh"
+#include "barriers.cuh"
+#include "helpers.cuh"
+#include "prepare_rows.cuh"
+#include "schedule.cuh"
+#include "score_tile_transposed.cuh"
 
 namespace nvrtc_attn {
 
-template <class Traits>
-struct HopperBackwardShape {
-  using Element = typename Traits::Element;
-  static constexpr int kBlockM = Traits::kBlockM;
-  static constexpr int kBlockN = Traits::kBlockN;
-  static constexpr int kHeadDim = Traits::kHeadDim;
-  static constexpr int kHeadDimV = Traits::kHeadDimV;
-  static constexpr int kStages = Traits::kNumStages;
-  static constexpr int kGroups = kBlockN / 64;
-  static constexpr int kConsumers = 128 * kGroups;
-  static constexpr int kTilesM = kBlockM / 8;
-  static constexpr int kStepsM = kBlockM / 16;
-  static constexpr int kTilesD = kHeadDim / 8;
-  static constexpr int kTilesDv = kHeadDimV / 8;
-  static constexpr int kSlabs = (kHeadDim + kSlabColumns - 1) / kSlabColumns;
-  static constexpr int kSlabsV = (kHeadDimV + kSlabColumns - 1) / kSlabColumns;
-  static constexpr int kSlabQ = kBlockM * kSlabRowBytes;
-  static constexpr int kSlabK = kBlockN * kSlabRowBytes;
-  static constexpr int kBytesQ = kSlabs * kSlabQ;
-  static constexpr int kBytesDout = kSlabsV * kSlabQ;
-  static constexpr int kBytesK = kSlabs * kSlabK;
-  static constexpr int kBytesV = kSlabsV * kSlabK;
-  static constexpr int kBytesDs = kGroups * kSlabQ;
-  static constexpr int kBytesStatistic = kBlockM * 4;
-  static constexpr bool kBiasTiles = Traits::kBiasTiles;
-  static constexpr bool kStoresTiles = kBiasTiles && Traits::kDbiasStore;
-  static constexpr int kBytesZeros = kStoresTiles && Traits::kBand ? kSlabQ : 0;
+// All lanes follow the schedule, one issues. With two blocks a key tile each brings its own half of the keys, and half of the
+// rows of every query tile to both.
+template <class Traits, class Shape>
+struct BackwardLoader {
+  static constexpr bool kPair = Shape::kBlocks == 2;
+  using Work = KeyTileWork<Traits>;
 
-  // dQ of a group: 64 query rows and all columns, or all 64 rows and one slab, or half a slab, of columns. Of 80 queries dQ^T:
-  // one slab of columns, in multiples of 16 for a warp, and all queries.
-  static constexpr bool kSplitRows = kBlockM == 128;
-  static constexpr bool kTransposedDq = kBlockM == 80;
-  // dV is started before dS is computed: figures at choose_tile; with keep words the other order has too few registers, and of
-  // one key tile, often one turn of the loop, no turn before or after fills what the later start leaves.
-  static constexpr bool kEarlyDv = kTransposedDq || Traits::kKeepWords || Traits::kOneKeyTile;
-  static constexpr int kTilesDq = kTransposedDq ? kTilesM : kSplitRows ? kTilesD : kSlabs * 4;
+  HopperBackwardParams const& params;
+  BackwardBarriers<Shape> const& barriers;
+  unsigned const smem;
+  int const rank;  // of the block among those that share a key tile
+  bool const issuer = threadIdx.x == 0;
+  RingPosition<Shape::kStages> q_slot;
+  RingPosition<Shape::kStagesDout> dout_slot;
+  unsigned parity = 0;  // of the key tile
 
-  static constexpr int kOffsetV = kBytesK;
-  static constexpr int kOffsetQ = kOffsetV + kBytesV;
-  static constexpr int kOffsetDout = kOffsetQ + kStages * kBytesQ;
-  static constexpr int kOffsetDs = kOffsetDout + kStages * kBytesDout;
-  static constexpr int kOffsetZeros = kOffsetDs + 2 * kBytesDs;
-  static constexpr int kOffsetLse = kOffsetZeros + kBytesZeros;
-  static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
-  static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
-  static constexpr int kOffsetBarriers = kOffsetTile + 16;
-  static constexpr int kOffsetHelpers = kOffsetBarriers + 8 * (4 + (kBiasTiles ? 6 : 4) * kStages);
-  static constexpr int kBytes =
-      kOffsetHelpers + (Traits::kFused ? PieceShape<Traits>::kBytes : HelperShape<Traits>::kBytes);
-  static_assert(kBytes == Traits::kSmemBytes, "smem_bytes of the config and the layout of the kernel differ");
+  NVRTC_ATTN_DEVICE BackwardLoader(HopperBackwardParams const& params_, BackwardBarriers<Shape> const& barriers_,
+                                   unsigned smem_, int rank_)
+      : params(params_), barriers(barriers_), smem(smem_), rank(rank_) {}
 
-  static_assert(kGroups == 2 && Traits::kNumThreads == 128 + kConsumers + HelperShape<Traits>::kThreads,
-                "two groups share the products of dQ");
-  static_assert(kStages == 2, "slots of dS go with those of Q");
-  static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
-  static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
-  static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");
-  static constexpr bool kPlain =
-      !(kBiasTiles || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
-        Traits::kSequsedK || Traits::kOneKeyTile || Traits::kOrdered);
-  static_assert(kPlain || !Traits::kFused, "registers, and the warps that prepare rows");
-  static_assert(kBlockM == 64 || kTransposedDq || kBlockM == 128, "a group computes 64 rows of dQ or of dQ^T");
-  static_assert(kSplitRows ? kSlabs == 1 : kTransposedDq ? kSlabs == kGroups : kSlabs <= kGroups, "columns of dQ");
-  static_assert(kPlain || !kTransposedDq, "registers");
-  static_assert(!(Traits::kFused && kTransposedDq), "shared memory, and a tile is no whole number of pieces");
-  static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
-  static_assert(!kBiasTiles || (sizeof(typename Traits::Bias) == 2 && !Traits::kSoftcap && !Traits::kVarlen),
-                "what the tiles of bias and dS have in common");
-};
-
-template <class Shape>
-struct BackwardBarriers {
-  unsigned base;  // shared address
-  NVRTC_ATTN_DEVICE Mbarrier at(int i) const { return {base + 8 * i}; }
-  NVRTC_ATTN_DEVICE Mbarrier full_k() const { return at(0); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_k() const { return at(1); }
-  NVRTC_ATTN_DEVICE Mbarrier full_v() const { return at(2); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_v() const { return at(3); }
-  NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(4 + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(4 + Shape::kStages + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_dout(int stage) const { return at(4 + 2 * Shape::kStages + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_dout(int stage) const { return at(4 + 3 * Shape::kStages + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_bias(int stage) const { return at(4 + 4 * Shape::kStages + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_bias(int stage) const { return at(4 + 5 * Shape::kStages + stage); }
-
-  NVRTC_ATTN_DEVICE void init() const {
-    constexpr int kWarps = 4 * Shape::kGroups;
-    full_k().init(1);
-    full_v().init(1);
-    empty_k().init(kWarps);
-    empty_v().init(kWarps);
-    for (int stage = 0; stage < Shape::kStages; ++stage) {
-      full_q(stage).init(1);
-      empty_q(stage).init(kWarps);
+  NVRTC_ATTN_DEVICE void run() {
+    if (issuer) {
+      prefetch_tensor_map(params.tensor_map_q);
+      prefetch_tensor_map(params.tensor_map_k);
+      prefetch_tensor_map(params.tensor_map_v);
+      prefetch_tensor_map(params.tensor_map_dout);
+      if constexpr (Shape::kBiasTiles) prefetch_tensor_map(params.tensor_map_bias);
+      if constexpr (Shape::kStoresTiles) prefetch_tensor_map(params.tensor_map_dbias);
     }
-    for (int stage = 0; stage < Shape::kStages; ++stage) {
-      full_dout(stage).init(1);
-      empty_dout(stage).init(kWarps);
+    // Ordered additions: a block that runs must not wait for one that does not, so that even the first tile is taken.
+    int t = Traits::kOrdered ? take_tile() : int(blockIdx.x) / Shape::kBlocks;
+    while (t < params.num_tiles) {
+      KeyTile tile = key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
+      if constexpr (Traits::kFused) {
+        wait_for_rows<Traits>(params, tile.b, tile.h);
+        t = opaque(t);
+        tile = key_tile<Traits::kOrdered, Traits::kSplit>(
+            params, t);  // computed again: nothing of it stays alive over the wait
+      }
+      announce_to_helpers(tile);
+      bool const is_real = !(Traits::kVarlen && tile.b == params.batch);
+      Work const work(params, tile, is_real ? tile.b : 0);
+      if (!is_real || work.range.count == 0) {
+        announce(tile, tile.h * params.heads_per_group);
+        if (issuer) barriers.full_k().arrive();
+        barriers.empty_v().wait(parity ^ 1);
+        if (issuer) barriers.full_v().arrive();
+      } else {
+        load(work);
+      }
+      if constexpr (Shape::kBytesZeros > 0) {
+        if (issuer && is_real) store_zeros(work);
+      }
+      t = take_tile();
+      parity ^= 1;
+    }
+    announce_to_helpers({-1, 0, 0});
+    announce({-1, 0, 0}, 0);
+    if (issuer) barriers.full_k().arrive();
+    if constexpr (Shape::kBytesZeros > 0) wait_stores_read();  // before the block's shared memory becomes another's
+  }
+
+ private:
+  // Where the next query tile is, and of the key tile what its copies need.
+  struct Queries {
+    int q_b, dout_b;  // expanded (stride 0) dims have size 1 in the tensor maps
+    int h, m;
+    index_t statistics;  // first float of the sequence: both workspaces have the same strides
+    int row0;            // of the rows that this block brings
+
+    NVRTC_ATTN_DEVICE Queries(HopperBackwardParams const& params, Work const& work, int rank)
+        : q_b(params.q_stride_b == 0 ? 0 : work.seqlen.batch_index),
+          dout_b(params.dout_stride_b == 0 ? 0 : work.seqlen.batch_index),
+          h(work.tile.h * params.heads_per_group),
+          m(work.range.start),
+          statistics(index_t(work.seqlen.batch_index) * params.delta_stride_b +
+                     accumulator_row0<Traits::kVarlen, Shape::kBlockM>(work.seqlen.q_row0, work.tile.b)),
+          row0(work.seqlen.q_row0 + rank * (Shape::kBlockM / Shape::kBlocks)) {}
+  };
+
+  // All copies of one key tile, in the order in which slots become free at the end of the tile before.
+  NVRTC_ATTN_DEVICE void load(Work const& work) {
+    Queries queries(params, work, rank);
+    int const hk = key_head<Traits>(params, work.tile.h);
+    if constexpr (Shape::kBiasTiles) prefetch(work, queries, hk);
+    int const row = work.seqlen.k_row0 + work.n0 + rank * Shape::kKeys;
+    barriers.empty_v().wait(parity ^ 1);
+    if (issuer) load_v(work, row, hk);
+    load_q(work, queries);
+    load_dout(queries);
+    announce(work.tile, queries.h);
+    if (issuer) load_k(work, row, hk);
+#pragma unroll 1
+    for (int left = work.range.count * params.heads_per_group - 1; left > 0; --left) {
+      work.range.next(queries.h, queries.m);
+      load_q(work, queries);
+      load_dout(queries);
+    }
+  }
+
+  // ---- The four operands, and bias tiles
+
+  // V of this block's keys, from token `row` on.
+  NVRTC_ATTN_DEVICE void load_v(Work const& work, int row, int hk) {
+    barriers.full_v().arrive_and_expect(Shape::kBytesV);
+#pragma unroll
+    for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
+      load_box(smem + Shape::kOffsetV + slab * Shape::kSlabK, params.tensor_map_v, barriers.full_v().address,
+               slab * kSlabColumns, row, params.v_stride_h == 0 ? 0 : hk,
+               params.v_stride_b == 0 ? 0 : work.seqlen.batch_index, kEvictFirst);
+    }
+  }
+
+  // K likewise, and the columns of the other block's keys that this one's part of dQ needs.
+  NVRTC_ATTN_DEVICE void load_k(Work const& work, int row, int hk) {
+    int const h = params.k_stride_h == 0 ? 0 : hk;
+    int const b = params.k_stride_b == 0 ? 0 : work.seqlen.batch_index;
+    int bytes = Shape::kBytesK;
+    if constexpr (kPair) bytes += Shape::kBytesOtherK;
+    barriers.full_k().arrive_and_expect(bytes);
+#pragma unroll
+    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+      load_box(smem + slab * Shape::kSlabK, params.tensor_map_k, barriers.full_k().address, slab * kSlabColumns, row, h,
+               b, kEvictFirst);
+    }
+    if constexpr (kPair) {
+#pragma unroll
+      for (int slab = 0; slab < Shape::kSlabsDq; ++slab) {
+        load_box(smem + Shape::kOffsetOtherK + slab * Shape::kSlabK, params.tensor_map_k, barriers.full_k().address,
+                 (Shape::first_slab_dq(rank) + slab) * kSlabColumns, row + (rank == 0 ? Shape::kKeys : -Shape::kKeys),
+                 h, b, kEvictFirst);
+      }
+    }
+  }
+
+  // Q and row_lse of the next query tile, and its bias.
+  NVRTC_ATTN_DEVICE void load_q(Work const& work, Queries const& queries) {
+    int const s = q_slot.stage;
+    Mbarrier const full = barriers.full_q(s);
+    wait_until_empty(barriers.empty_q(s), q_slot.parity);
+    if (issuer) {
+      full.arrive_and_expect(Shape::kBytesQ + Shape::kBytesStatistic);
+      load_rows<Shape::kSlabs>(smem + Shape::kOffsetQ + s * Shape::kBytesQ, params.tensor_map_q, full, queries,
+                               params.q_stride_h, queries.q_b);
+      load_statistic(smem + Shape::kOffsetLse + s * Shape::kBytesStatistic, params.row_lse, full, queries);
     }
     if constexpr (Shape::kBiasTiles) {
-      for (int stage = 0; stage < Shape::kStages; ++stage) {
-        full_bias(stage).init(1);
-        empty_bias(stage).init(kWarps);
+      wait_until_empty(barriers.empty_bias(s), q_slot.parity);
+      if (issuer) load_bias(work, queries);
+    }
+    q_slot.advance();
+  }
+
+  // dO and delta.
+  NVRTC_ATTN_DEVICE void load_dout(Queries const& queries) {
+    int const s = dout_slot.stage;
+    Mbarrier const full = barriers.full_dout(s);
+    wait_until_empty(barriers.empty_dout(s), dout_slot.parity);
+    if (issuer) {
+      full.arrive_and_expect(Shape::kBytesDout + Shape::kBytesStatistic);
+      load_rows<Shape::kSlabsV>(smem + Shape::kOffsetDout + s * Shape::kBytesDout, params.tensor_map_dout, full,
+                                queries, params.dout_stride_h, queries.dout_b);
+      load_statistic(smem + Shape::kOffsetDelta + s * Shape::kBytesStatistic, params.delta, full, queries);
+    }
+    dout_slot.advance();
+  }
+
+  // A tile of the bias, into the slot of dS.
+  NVRTC_ATTN_DEVICE void load_bias(Work const& work, Queries const& queries) {
+    int const s = q_slot.stage;
+    Mbarrier const full = barriers.full_bias(s);
+    full.arrive_and_expect(params.bias_stride_m == 0 ? Shape::kGroups * kSlabRowBytes : Shape::kBytesDs);
+#pragma unroll
+    for (int slab = 0; slab < Shape::kGroups; ++slab) {
+      load_box(smem + Shape::kOffsetDs + s * Shape::kBytesDs + slab * Shape::kSlabQ, params.tensor_map_bias,
+               full.address, work.n0 + slab * kSlabColumns, params.bias_stride_m == 0 ? 0 : queries.m * Shape::kBlockM,
+               params.bias_stride_h == 0 ? 0 : queries.h, params.bias_stride_b == 0 ? 0 : work.seqlen.batch_index,
+               kEvictFirst);
+    }
+  }
+
+  // Rows of Q or dO of a query tile. Two blocks read the same queries: each brings its half of the rows, to both.
+  template <int kSlabs>
+  NVRTC_ATTN_DEVICE void load_rows(unsigned to, TensorMap const& map, Mbarrier const& full, Queries const& queries,
+                                   index_t stride_h, int b) {
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      int const row = queries.row0 + queries.m * Shape::kBlockM;
+      int const h = stride_h == 0 ? 0 : queries.h;
+      if constexpr (kPair) {
+        load_box_to_both(to + slab * Shape::kSlabQ + rank * Shape::kSlabQ / 2, map, full.address, slab * kSlabColumns,
+                         row, h, b, kEvictLast);
+      } else {
+        load_box(to + slab * Shape::kSlabQ, map, full.address, slab * kSlabColumns, row, h, b, kEvictLast);
       }
     }
-    fence_barrier_init();
   }
-};
-
-// The loading warp. All lanes follow the schedule, one issues.
-template <class Traits, class Shape>
-NVRTC_ATTN_DEVICE void load_operands(HopperBackwardParams const& params, BackwardBarriers<Shape> const& barriers,
-                                     unsigned smem) {
-  bool const issuer = threadIdx.x == 0;
-  if (issuer) {
-    prefetch_tensor_map(params.tensor_map_q);
-    prefetch_tensor_map(params.tensor_map_k);
-    prefetch_tensor_map(params.tensor_map_v);
-    prefetch_tensor_map(params.tensor_map_dout);
-    if constexpr (Shape::kBiasTiles) prefetch_tensor_map(params.tensor_map_bias);
-    if constexpr (Shape::kStoresTiles) prefetch_tensor_map(params.tensor_map_dbias);
+  NVRTC_ATTN_DEVICE void load_statistic(unsigned to, float const* from, Mbarrier const& full, Queries const& queries) {
+    bulk_load(to, from + (queries.statistics + index_t(queries.h) * params.delta_stride_h + queries.m * Shape::kBlockM),
+              Shape::kBytesStatistic, full.address);
   }
-  RingPosition<Shape::kStages> q_slot;
-  RingPosition<Shape::kStages> dout_slot;
-  unsigned parity = 0;
-  HelperBarriers<Traits> const helpers{smem + Shape::kOffsetHelpers};
-  auto announce = [&](int n_block, int h, int b) {
-    barriers.empty_k().wait(parity ^ 1);
-    if (issuer) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTile), "r"(n_block), "r"(h),
-                   "r"(b), "r"(parity ^ 1)
-                   : "memory");
-    }
-  };
-  // Ordered additions: a block that runs must not wait for one that does not, so that even the first tile is taken.
-  auto take_tile = [&] {
-    int taken = 0;
-    if (issuer) {
-      int* const counter = Traits::kFused ? params.counters : tile_counter(params);
-      taken = (Traits::kOrdered ? 0 : int(gridDim.x)) + atomicAdd(counter, 1);
-    }
-    return uniform(taken);
-  };
-  int t = Traits::kOrdered ? take_tile() : int(blockIdx.x);
-  while (t < params.num_tiles) {
-    KeyTile tile = key_tile<Traits::kOrdered>(params, t);
-    if constexpr (Traits::kFused) {
-      wait_for_rows<Traits>(params, tile.b, tile.h);
-      t = opaque(t);
-      tile = key_tile<Traits::kOrdered>(params, t);  // computed again: nothing of it stays alive over the wait
-    }
-    helpers.announce(tile, parity, issuer);
-    bool const is_real = !(Traits::kVarlen && tile.b == params.batch);
-    SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, is_real ? tile.b : 0);
-    int const n0 = tile.n_block * Shape::kBlockN;
-    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
-    QueryRange<Traits> const range(params, mask, tile.n_block);
-    if (!is_real || range.count == 0) {
-      announce(tile.n_block, tile.h, tile.b);
-      if (issuer) barriers.full_k().arrive();
-      barriers.empty_v().wait(parity ^ 1);
-      if (issuer) barriers.full_v().arrive();
+  // A slot that warps of both blocks read is waited for otherwise. `of`: the parity of the position that is to be filled.
+  NVRTC_ATTN_DEVICE void wait_until_empty(Mbarrier const& empty, unsigned of) {
+    if constexpr (kPair) {
+      wait_remote(empty, of ^ 1);
     } else {
-      // Expanded (stride 0) dims have size 1 in the tensor maps.
-      int const q_b = params.q_stride_b == 0 ? 0 : seqlen.batch_index;
-      int const dout_b = params.dout_stride_b == 0 ? 0 : seqlen.batch_index;
-      int h = tile.h * params.heads_per_group;
-      int m = range.start;
-      // Of the statistics, in floats: both workspaces have the same strides.
-      index_t const sequence = index_t(seqlen.batch_index) * params.delta_stride_b +
-                               accumulator_row0<Traits::kVarlen, Shape::kBlockM>(seqlen.q_row0, tile.b);
-      auto prefetch_bias = [&](int h, int m) {
+      empty.wait(of ^ 1);
+    }
+  }
+
+  // K and the first tiles of the bias into L2 while the slots are still another tile's: what nobody has read yet would be waited
+  // for. With two query tiles to a key tile that is 3.6 % of the time; with sixteen it costs 1.3 %.
+  NVRTC_ATTN_DEVICE void prefetch(Work const& work, Queries const& queries, int hk) {
+    if (!issuer || work.range.count > 4) return;
+#pragma unroll
+    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+      prefetch_box(params.tensor_map_k, slab * kSlabColumns, work.n0, params.k_stride_h == 0 ? 0 : hk,
+                   params.k_stride_b == 0 ? 0 : work.seqlen.batch_index);
+    }
+    int h = queries.h, m = queries.m;
+    for (int left = min(work.range.count, 2); left > 0; --left) {
+#pragma unroll
+      for (int slab = 0; slab < Shape::kGroups; ++slab) {
+        prefetch_box(params.tensor_map_bias, work.n0 + slab * kSlabColumns,
+                     params.bias_stride_m == 0 ? 0 : m * Shape::kBlockM, params.bias_stride_h == 0 ? 0 : h,
+                     params.bias_stride_b == 0 ? 0 : work.seqlen.batch_index);
+      }
+      work.range.next(h, m);
+    }
+  }
+
+  // Zeros in dbias for query tiles of every head that no product reaches.
+  NVRTC_ATTN_DEVICE void store_zeros(Work const& work) {
+    KeyTile const tile = Traits::kSplit ? read_key_tile(smem + Shape::kOffsetTile) : work.tile;
+    int const first = announced_first_head<Traits>(params, tile);
+    for (int head = first; head < first + params.heads_per_group; ++head) {
+      for (int m = 0; m < params.num_m_blocks; ++m) {
+        if (m >= work.range.first && m < work.range.first + work.range.count) continue;
 #pragma unroll
         for (int slab = 0; slab < Shape::kGroups; ++slab) {
-          prefetch_box(params.tensor_map_bias, n0 + slab * kSlabColumns,
-                       params.bias_stride_m == 0 ? 0 : m * Shape::kBlockM, params.bias_stride_h == 0 ? 0 : h,
-                       params.bias_stride_b == 0 ? 0 : seqlen.batch_index);
+          store_box(params.tensor_map_dbias, smem + Shape::kOffsetZeros, work.n0 + slab * kSlabColumns,
+                    m * Shape::kBlockM, head, work.tile.b);
         }
-      };
-      auto load_q = [&] {
-        int const s = q_slot.stage;
-        Mbarrier const full = barriers.full_q(s);
-        barriers.empty_q(s).wait(q_slot.parity ^ 1);
-        if (issuer) {
-          full.arrive_and_expect(Shape::kBytesQ + Shape::kBytesStatistic);
-#pragma unroll
-          for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-            load_box(smem + Shape::kOffsetQ + s * Shape::kBytesQ + slab * Shape::kSlabQ, params.tensor_map_q,
-                     full.address, slab * kSlabColumns, seqlen.q_row0 + m * Shape::kBlockM,
-                     params.q_stride_h == 0 ? 0 : h, q_b, kEvictLast);
-          }
-          bulk_load(smem + Shape::kOffsetLse + s * Shape::kBytesStatistic,
-                    params.row_lse + (sequence + index_t(h) * params.delta_stride_h + m * Shape::kBlockM),
-                    Shape::kBytesStatistic, full.address);
-        }
-        if constexpr (Shape::kBiasTiles) {
-          barriers.empty_bias(s).wait(q_slot.parity ^ 1);
-          if (issuer) {
-            Mbarrier const full_bias = barriers.full_bias(s);
-            full_bias.arrive_and_expect(params.bias_stride_m == 0 ? Shape::kGroups * kSlabRowBytes : Shape::kBytesDs);
-#pragma unroll
-            for (int slab = 0; slab < Shape::kGroups; ++slab) {
-              load_box(smem + Shape::kOffsetDs + s * Shape::kBytesDs + slab * Shape::kSlabQ, params.tensor_map_bias,
-                       full_bias.address, n0 + slab * kSlabColumns, params.bias_stride_m == 0 ? 0 : m * Shape::kBlockM,
-                       params.bias_stride_h == 0 ? 0 : h, params.bias_stride_b == 0 ? 0 : seqlen.batch_index,
-                       kEvictFirst);
-            }
-          }
-        }
-        q_slot.advance();
-      };
-      auto load_dout = [&] {
-        int const s = dout_slot.stage;
-        Mbarrier const full = barriers.full_dout(s);
-        barriers.empty_dout(s).wait(dout_slot.parity ^ 1);
-        if (issuer) {
-          full.arrive_and_expect(Shape::kBytesDout + Shape::kBytesStatistic);
-#pragma unroll
-          for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
-            load_box(smem + Shape::kOffsetDout + s * Shape::kBytesDout + slab * Shape::kSlabQ, params.tensor_map_dout,
-                     full.address, slab * kSlabColumns, seqlen.q_row0 + m * Shape::kBlockM,
-                     params.dout_stride_h == 0 ? 0 : h, dout_b, kEvictLast);
-          }
-          bulk_load(smem + Shape::kOffsetDelta + s * Shape::kBytesStatistic,
-                    params.delta + (sequence + index_t(h) * params.delta_stride_h + m * Shape::kBlockM),
-                    Shape::kBytesStatistic, full.address);
-        }
-        dout_slot.advance();
-      };
-      if constexpr (Shape::kBiasTiles) {
-        // Into L2 while the slots are still another tile's: what nobody has read yet would be waited for. With two query tiles
-        // to a key tile that is 3.6 % of the time; with sixteen it costs 1.3 %.
-        if (issuer && range.count <= 4) {
-#pragma unroll
-          for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-            prefetch_box(params.tensor_map_k, slab * kSlabColumns, n0, params.k_stride_h == 0 ? 0 : tile.h,
-                         params.k_stride_b == 0 ? 0 : seqlen.batch_index);
-          }
-          int next_h = h, next_m = m;
-          for (int left = min(range.count, 2); left > 0; --left) {
-            prefetch_bias(next_h, next_m);
-            range.next(next_h, next_m);
-          }
-        }
-      }
-      // Slots become free in this order at the end of the tile before.
-      barriers.empty_v().wait(parity ^ 1);
-      if (issuer) {
-        barriers.full_v().arrive_and_expect(Shape::kBytesV);
-#pragma unroll
-        for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
-          load_box(smem + Shape::kOffsetV + slab * Shape::kSlabK, params.tensor_map_v, barriers.full_v().address,
-                   slab * kSlabColumns, seqlen.k_row0 + n0, params.v_stride_h == 0 ? 0 : tile.h,
-                   params.v_stride_b == 0 ? 0 : seqlen.batch_index, kEvictFirst);
-        }
-      }
-      load_q();
-      load_dout();
-      announce(tile.n_block, tile.h, tile.b);
-      if (issuer) {
-        barriers.full_k().arrive_and_expect(Shape::kBytesK);
-#pragma unroll
-        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-          load_box(smem + slab * Shape::kSlabK, params.tensor_map_k, barriers.full_k().address, slab * kSlabColumns,
-                   seqlen.k_row0 + n0, params.k_stride_h == 0 ? 0 : tile.h,
-                   params.k_stride_b == 0 ? 0 : seqlen.batch_index, kEvictFirst);
-        }
-      }
-#pragma unroll 1
-      for (int left = range.count * params.heads_per_group - 1; left > 0; --left) {
-        range.next(h, m);
-        load_q();
-        load_dout();
       }
     }
-    if constexpr (Shape::kBytesZeros > 0) {
-      // Query tiles of every head that no product reaches.
-      if (issuer && is_real) {
-        for (int head = tile.h * params.heads_per_group; head < (tile.h + 1) * params.heads_per_group; ++head) {
-          for (int m = 0; m < params.num_m_blocks; ++m) {
-            if (m >= range.first && m < range.first + range.count) continue;
-#pragma unroll
-            for (int slab = 0; slab < Shape::kGroups; ++slab) {
-              store_box(params.tensor_map_dbias, smem + Shape::kOffsetZeros, n0 + slab * kSlabColumns,
-                        m * Shape::kBlockM, head, tile.b);
-            }
-          }
-        }
-        commit_stores();
-      }
-    }
-    parity ^= 1;
-    t = take_tile();
+    commit_stores();
   }
-  helpers.announce({-1, 0, 0}, parity, issuer);
-  announce(-1, 0, 0);
-  if (issuer) barriers.full_k().arrive();
-  if constexpr (Shape::kBytesZeros > 0) wait_stores_read();  // before the block's shared memory becomes another's
-}
+
+  // ---- Which tile it is
+
+  // The next key tile that nobody has taken. Of two blocks, block 0 takes it and mails its number to block 1.
+  NVRTC_ATTN_DEVICE int take_tile() {
+    int taken = 0;
+    if (!kPair || rank == 0) {
+      if (issuer) {
+        int* const counter = Traits::kFused ? params.counters : tile_counter(params);
+        taken = (Traits::kOrdered ? 0 : int(gridDim.x) / Shape::kBlocks) + atomicAdd(counter, 1);
+      }
+      if constexpr (kPair) {
+        wait_remote(barriers.empty_mail(), parity ^ 1);
+        if (issuer) {
+          send_word(cluster_address(smem + Shape::kOffsetMail, 1), taken,
+                    cluster_address(barriers.full_mail().address, 1));
+        }
+      }
+    } else if constexpr (kPair) {
+      if (issuer) barriers.full_mail().arrive_and_expect(4);
+      wait_remote(barriers.full_mail(), parity);
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(taken) : "r"(smem + Shape::kOffsetMail) : "memory");
+      __syncwarp();
+      if (issuer) arrive_remote(cluster_address(barriers.empty_mail().address, 0));
+    }
+    return uniform(taken);
+  }
+
+  // To the consumers, in front of the barrier that the tile's keys complete; a negative n_block ends their work. The fourth
+  // word is the parity of the tile after. kSplit: the second is the first query head.
+  NVRTC_ATTN_DEVICE void announce(KeyTile const& tile, int first_head) {
+    barriers.empty_k().wait(parity ^ 1);
+    if (issuer) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTile), "r"(tile.n_block),
+                   "r"(Traits::kSplit ? first_head : tile.h), "r"(tile.b), "r"(parity ^ 1)
+                   : "memory");
+    }
+  }
+  NVRTC_ATTN_DEVICE void announce_to_helpers(KeyTile const& tile) {
+    if constexpr (!kPair) HelperBarriers<Traits>{smem + Shape::kOffsetHelpers}.announce(tile, parity, issuer);
+  }
+};
 
 }  // namespace nvrtc_attn

@@ -32,13 +32,13 @@ struct PieceShape {
   static constexpr int kBytesOperand = kPieceRows * kPitch;
   static constexpr int kBytesPiece = 2 * kBytesOperand;
   static constexpr int kOffsetBarriers = kWarps * kBytesPiece;
-  static constexpr int kBytes = kOffsetBarriers + 8 * (kWarps + 1);  // a multiple of 16
+  static constexpr int kBytes = kOffsetBarriers + (kWarps + 1) * Mbarrier::kBytes;  // a multiple of 16
   static constexpr int kPiecesPerTile = Traits::kBlockM / kPieceRows;
 };
 
 template <class Traits>
 NVRTC_ATTN_DEVICE Mbarrier full_piece(unsigned pieces, int warp) {
-  return {pieces + PieceShape<Traits>::kOffsetBarriers + 8 * warp};
+  return Mbarrier::at(pieces + PieceShape<Traits>::kOffsetBarriers, warp);
 }
 
 template <class Traits>

@@ -4,9 +4,11 @@
 // without a band, so that neighbouring blocks share Q, dO and dq in L2. Every block takes the tile of its own index first
 // and then the next that nobody has taken, from a counter in global memory that the kernel before this one, or the host, has
 // set to zero.
-// Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it.
+// Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it. kSplit: the query heads of
+// a group are those of num_splits virtual key heads, whose tiles add to dk and dv of the one.
 #pragma once
 #include "../../collective/mask.cuh"
+#include "../../collective/seqlen.cuh"
 #include "../../params.cuh"
 #include "../common/uniform.cuh"
 
@@ -18,12 +20,12 @@ NVRTC_ATTN_DEVICE int* tile_counter(HopperBackwardParams const& params) {
 
 struct KeyTile {
   int n_block;
-  int h;  // key head
+  int h;  // key head; kSplit: the virtual one
   int b;
 };
 
 // Tile number t < num_tiles; kDescending: those with the highest keys of a group first.
-template <bool kDescending>
+template <bool kDescending, bool kSplit>
 NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
   int const group_tiles = params.head_group * params.num_n_blocks;
   int const group = uniform_quotient(t, group_tiles);
@@ -32,8 +34,25 @@ NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
   int const heads = min(params.head_group, uniform_quotient(params.num_tiles, params.num_n_blocks) - first_head);
   int const n_block = uniform_quotient(rest, heads);
   int const head = first_head + rest - n_block * heads;
-  int const b = uniform_quotient(head, params.num_heads_kv);
-  return {kDescending ? params.num_n_blocks - 1 - n_block : n_block, head - b * params.num_heads_kv, b};
+  int const heads_kv = kSplit ? params.num_heads_kv * params.num_splits : params.num_heads_kv;
+  int const b = uniform_quotient(head, heads_kv);
+  return {kDescending ? params.num_n_blocks - 1 - n_block : n_block, head - b * heads_kv, b};
+}
+
+// The key head of a virtual one.
+template <class Traits>
+NVRTC_ATTN_DEVICE int key_head(HopperBackwardParams const& params, int h) {
+  return Traits::kSplit ? uniform_quotient(h, params.num_splits) : h;
+}
+
+// What a tile that the consumers have read says in the place of h: its key head, or with kSplit its first query head.
+template <class Traits>
+NVRTC_ATTN_DEVICE int announced_first_head(HopperBackwardParams const& params, KeyTile const& tile) {
+  return Traits::kSplit ? tile.h : tile.h * params.heads_per_group;
+}
+template <class Traits>
+NVRTC_ATTN_DEVICE int announced_key_head(HopperBackwardParams const& params, KeyTile const& tile) {
+  return Traits::kSplit ? uniform_quotient(tile.h, params.heads_per_group * params.num_splits) : tile.h;
 }
 
 // What was announced at a shared address, in uniform registers.
@@ -68,6 +87,23 @@ struct QueryRange {
     if (++m == first + count) m = first;
     if (m == start) ++h;
   }
+};
+
+// A key tile with the sequence that it belongs to (`b`) and the query tiles that see it.
+template <class Traits>
+struct KeyTileWork {
+  KeyTile tile;
+  int n0;  // first key
+  SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> seqlen;
+  PositionMask<Traits::kBand> mask;
+  QueryRange<Traits> range;
+
+  NVRTC_ATTN_DEVICE KeyTileWork(HopperBackwardParams const& params, KeyTile const& tile_, int b)
+      : tile(tile_),
+        n0(tile.n_block * Traits::kBlockN),
+        seqlen(params, b),
+        mask(params, seqlen.len_q, seqlen.len_k),
+        range(params, mask, tile.n_block) {}
 };
 
 }  // namespace nvrtc_attn

@@ -94,7 +94,7 @@ struct ScoreBlock {
       if constexpr (kPacked) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          float2 const both = unpack2_here<typename Shape::Element>(kept.x[m][r]);
+          float2 const both = unpack_pair_here<typename Shape::Element>(kept.x[m][r]);
           s[0][m][2 * r] = both.x;
           s[0][m][2 * r + 1] = both.y;
         }

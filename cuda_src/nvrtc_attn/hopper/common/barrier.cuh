@@ -10,7 +10,11 @@ NVRTC_ATTN_DEVICE unsigned shared_address(void const* p) { return unsigned(__cvt
 // A barrier that counts arrivals and, for the copy engine, bytes. A phase completes when both have come; waiting names the
 // parity of the phase. A fresh barrier is in phase 0: wait(1) passes at once, wait(0) waits for the first completion.
 struct Mbarrier {
+  static constexpr int kBytes = 8;
   unsigned address;
+
+  // Number `place` of those that lie one after the other from `base` on.
+  NVRTC_ATTN_DEVICE static Mbarrier at(unsigned base, int place) { return {base + kBytes * place}; }
 
   NVRTC_ATTN_DEVICE void init(int arrivals) const {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals));

@@ -1,12 +1,24 @@
-// Two packed 16-bit values as floats, for values that stay packed until they are used.
+// Two packed 16-bit values as floats.
 #pragma once
 #include "../../common/mma.cuh"
 
 namespace nvrtc_attn {
 
-// unpack2(), volatile: where it stands, not before a wait or a loop in front of it, or the floats would take registers meanwhile.
 template <class Element>
-NVRTC_ATTN_DEVICE float2 unpack2_here(uint32_t both) {
+NVRTC_ATTN_DEVICE float2 unpack_pair(uint32_t both);
+template <>
+NVRTC_ATTN_DEVICE float2 unpack_pair<half_t>(uint32_t both) {
+  return __half22float2(*reinterpret_cast<__half2 const*>(&both));
+}
+template <>
+NVRTC_ATTN_DEVICE float2 unpack_pair<bfloat16_t>(uint32_t both) {
+  return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u));
+}
+
+// The same where it stands (volatile), for values that stay packed until they are used: not before a wait or a loop in front of
+// it, or the floats would take registers meanwhile.
+template <class Element>
+NVRTC_ATTN_DEVICE float2 unpack_pair_here(uint32_t both) {
   float2 result;
   if constexpr (cute::is_same_v<Element, half_t>) {
     asm volatile(

@@ -91,6 +91,8 @@ NVRTC_ATTN_DEVICE void wgmma_rs(AccTile (&c)[1][kTiles], Fragment const& a, uint
   Atom::fma(a.x[0], a.x[1], a.x[2], a.x[3], b, c[0][kIndex / 4][kIndex % 4]..., cute::SM90::GMMA::ScaleOut::One);
 }
 
+// Products: start_product_.. overwrites c, start_adding_.. adds to it.
+
 // c = A B^T: A is 64 rows of slabs of kRowsA rows, B kTiles * 8 rows of slabs of kRowsB rows, both kColumns wide.
 // Starts the products; c must not be touched before wait_products.
 template <class Element, int kRowsA, int kRowsB, int kColumns, int kTiles>
@@ -109,7 +111,7 @@ NVRTC_ATTN_DEVICE void start_product_abt(AccTile (&c)[1][kTiles], uint64_t a, ui
 
 // c += A B: A in registers, B kSteps * 16 rows of slabs, kTiles * 8 columns wide.
 template <class Element, int kTiles, int kSteps>
-NVRTC_ATTN_DEVICE void start_product_ab(AccTile (&c)[1][kTiles], FragmentA<Element> const (&a)[kSteps], uint64_t b) {
+NVRTC_ATTN_DEVICE void start_adding_ab(AccTile (&c)[1][kTiles], FragmentA<Element> const (&a)[kSteps], uint64_t b) {
   using Atom = typename WgmmaAtoms<Element, 8 * kTiles, MatrixMajor::MN>::RS;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {

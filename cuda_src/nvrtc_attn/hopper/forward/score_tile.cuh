@@ -6,6 +6,7 @@
 #pragma once
 #include "../../collective/scores.cuh"
 #include "../../common/fragment_load.cuh"
+#include "../common/unpack.cuh"
 
 namespace nvrtc_attn {
 
@@ -86,7 +87,7 @@ struct ScoreTileAccess {
                         v[3]);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              float2 const b = unpack2<Bias>(v[k]);
+              float2 const b = unpack_pair<Bias>(v[k]);
               s[0][n + k][2 * r] = map.score(s[0][n + k][2 * r], b.x);
               s[0][n + k][2 * r + 1] = map.score(s[0][n + k][2 * r + 1], b.y);
             }

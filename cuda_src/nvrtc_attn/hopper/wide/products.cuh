@@ -27,7 +27,7 @@ NVRTC_ATTN_TRANSPOSED_ATOM(128)
 
 // c += A^T B: A is kSteps * 16 rows of one slab, B as many rows of slabs, kTiles * 8 wide.
 template <class Element, int kSteps, int kTiles>
-NVRTC_ATTN_DEVICE void start_product_transposed(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
+NVRTC_ATTN_DEVICE void start_adding_atb(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
   using Atom = TransposedAtom<Element, 8 * kTiles>;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {

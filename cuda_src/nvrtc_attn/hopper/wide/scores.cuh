@@ -203,7 +203,7 @@ struct WideGradients {
         int const m = 2 * step + half;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          float2 const both = unpack2_here<Element>(factors[step].x[2 * half + r]);
+          float2 const both = unpack_pair_here<Element>(factors[step].x[2 * half + r]);
           float const weight[2] = {both.x, both.y};
 #pragma unroll
           for (int e = 0; e < 2; ++e) {

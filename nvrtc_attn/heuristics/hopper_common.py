@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
+from ..base.architectures import ARCHITECTURES
 from ..front.problem import AttentionProblem
+from .common import ceil_div
 
+SMEM_LIMIT: Final = ARCHITECTURES["sm_90a"].smem_per_block_optin
+"""Bytes of shared memory that a block may use on the only GPUs that the family runs on."""
 DTYPES_16BIT: Final = ("float16", "bfloat16")
 MIN_QUERY_ROWS: Final = 64
 """Fewer rows leave most of a tile empty: the portable family's small tiles and key splits serve them."""
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def product_width(head_dim: int) -> int:

@@ -1,0 +1,86 @@
+// What the shared memory of the Hopper backward kernel holds, and where; what for is at the head of kernel/backward_hopper.cuh.
+#pragma once
+#include "../common/wgmma.cuh"
+#include "barriers.cuh"
+#include "helpers.cuh"
+#include "prepare_rows.cuh"
+
+namespace nvrtc_attn {
+
+template <class Traits>
+struct HopperBackwardShape {
+  using Element = typename Traits::Element;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr int kHeadDim = Traits::kHeadDim;
+  static constexpr int kHeadDimV = Traits::kHeadDimV;
+  static constexpr int kStages = Traits::kNumStages;
+  static constexpr int kStagesDout = kStages;
+  static constexpr int kBlocks = 1;      // that share a key tile
+  static constexpr int kKeys = kBlockN;  // of one block
+  static constexpr int kGroups = kBlockN / 64;
+  static constexpr int kConsumers = 128 * kGroups;
+  static constexpr int kReadersV = kConsumers / 32;  // warps
+  static constexpr int kTilesM = kBlockM / 8;
+  static constexpr int kStepsM = kBlockM / 16;
+  static constexpr int kTilesD = kHeadDim / 8;
+  static constexpr int kTilesDv = kHeadDimV / 8;
+  static constexpr int kSlabs = (kHeadDim + kSlabColumns - 1) / kSlabColumns;
+  static constexpr int kSlabsV = (kHeadDimV + kSlabColumns - 1) / kSlabColumns;
+  static constexpr int kSlabQ = kBlockM * kSlabRowBytes;
+  static constexpr int kSlabK = kBlockN * kSlabRowBytes;
+  static constexpr int kBytesQ = kSlabs * kSlabQ;
+  static constexpr int kBytesDout = kSlabsV * kSlabQ;
+  static constexpr int kBytesK = kSlabs * kSlabK;
+  static constexpr int kBytesV = kSlabsV * kSlabK;
+  static constexpr int kBytesDs = kGroups * kSlabQ;
+  static constexpr int kBytesStatistic = kBlockM * 4;
+  static constexpr bool kBiasTiles = Traits::kBiasTiles;
+  static constexpr bool kStoresTiles = kBiasTiles && Traits::kDbiasStore;
+  static constexpr int kBytesZeros = kStoresTiles && Traits::kBand ? kSlabQ : 0;
+
+  // dQ of a group: 64 query rows and all columns, or all 64 rows and one slab, or half a slab, of columns. Of 80 queries dQ^T:
+  // one slab of columns, in multiples of 16 for a warp, and all queries.
+  static constexpr bool kSplitRows = kBlockM == 128;
+  static constexpr bool kTransposedDq = kBlockM == 80;
+  // dV is started before dS is computed: figures at choose_tile; with keep words the other order has too few registers, and of
+  // one key tile, often one turn of the loop, no turn before or after fills what the later start leaves.
+  static constexpr bool kEarlyDv = kTransposedDq || Traits::kKeepWords || Traits::kOneKeyTile;
+  static constexpr int kTilesDq = kTransposedDq ? kTilesM : kSplitRows ? kTilesD : kSlabs * 4;
+
+  using BarrierMap = BackwardBarrierMap<kBlocks, kStages, kStagesDout, kBiasTiles>;
+  static constexpr int kOffsetV = kBytesK;
+  static constexpr int kOffsetQ = kOffsetV + kBytesV;
+  static constexpr int kOffsetDout = kOffsetQ + kStages * kBytesQ;
+  static constexpr int kOffsetDs = kOffsetDout + kStages * kBytesDout;
+  static constexpr int kOffsetZeros = kOffsetDs + 2 * kBytesDs;
+  static constexpr int kOffsetLse = kOffsetZeros + kBytesZeros;
+  static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
+  static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
+  static constexpr int kOffsetBarriers = kOffsetTile + 16;
+  static constexpr int kOffsetHelpers = kOffsetBarriers + BarrierMap::kBytes;
+  static constexpr int kBytes =
+      kOffsetHelpers + (Traits::kFused ? PieceShape<Traits>::kBytes : HelperShape<Traits>::kBytes);
+  static_assert(kBytes == Traits::kSmemBytes, "smem_bytes of the config and the layout of the kernel differ");
+
+  static_assert(kGroups == 2 && Traits::kNumThreads == 128 + kConsumers + HelperShape<Traits>::kThreads,
+                "two groups share the products of dQ");
+  static_assert(kStages == 2, "slots of dS go with those of Q");
+  static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
+  static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
+  static_assert(!(Traits::kSplit && Traits::kOrdered), "dk and dv have no order of additions");
+  static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");
+  static constexpr bool kPlain =
+      !(kBiasTiles || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
+        Traits::kSequsedK || Traits::kOneKeyTile || Traits::kOrdered);
+  static_assert(kPlain || !Traits::kFused, "registers, and the warps that prepare rows");
+  static_assert(kBlockM == 64 || kTransposedDq || kBlockM == 128, "a group computes 64 rows of dQ or of dQ^T");
+  static_assert(kSplitRows ? kSlabs == 1 : kTransposedDq ? kSlabs == kGroups : kSlabs <= kGroups, "columns of dQ");
+  static_assert(kPlain || !kTransposedDq, "registers");
+  static_assert(!(Traits::kFused && kTransposedDq), "shared memory, and a tile is no whole number of pieces");
+  static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
+  static_assert(!kBiasTiles || (sizeof(typename Traits::Bias) == 2 && !Traits::kSoftcap && !Traits::kVarlen),
+                "what the tiles of bias and dS have in common");
+};
+
+}  // namespace nvrtc_attn

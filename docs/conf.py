@@ -1,0 +1,40 @@
+"""The documentation site: `python -m sphinx -W --keep-going docs SITE`, after `pip install "nvrtc-attn[docs]"`.
+
+The reference is read from the docstrings of the checkout. A framework that is not installed is replaced by a mock, so
+that the site is the same on a machine without any.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import nvrtc_attn
+
+project = "nvrtc_attn"
+author = "The nvrtc_attn authors"
+version = release = nvrtc_attn.__version__
+html_title = f"nvrtc_attn {version}"
+
+extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_copy_source = False
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autoapi_dirs = ["../nvrtc_attn"]
+autoapi_generate_api_docs = False
+autoapi_add_toctree_entry = False
+autoapi_ignore = ["*/_include/*"]
+autoapi_options = ["imported-members"]
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "signature"
+python_maximum_signature_line_length = 88
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+napoleon_preprocess_types = False
+# Single backticks in docstrings name objects of the package.
+default_role = "py:obj"

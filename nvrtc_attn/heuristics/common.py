@@ -1,0 +1,61 @@
+"""What both kernel families ask of a problem: its features, and which tensors move in whole vectors."""
+
+from __future__ import annotations
+
+from ctypes import c_float
+
+from ..front.problem import AttentionProblem, OperandLayout
+from ..jit.config import Features
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return ceil_div(value, multiple) * multiple
+
+
+def is_vectorizable(layout: OperandLayout, itemsize: int) -> bool:
+    """Whether every row of the last dim is contiguous and starts and ends at a multiple of 16 bytes."""
+    if layout.offset_alignment < 16 or layout.shape[-1] * itemsize % 16:
+        return False
+    if layout.strides[-1] != 1:
+        return False
+    outer = zip(layout.shape[:-1], layout.strides[:-1], strict=True)
+    return all(size == 1 or stride * itemsize % 16 == 0 for size, stride in outer)
+
+
+def features_of(problem: AttentionProblem) -> Features:
+    """Policies that the kernel needs for ``problem``."""
+    return Features(
+        band=problem.band,
+        bias=problem.bias.dtype if problem.bias is not None else None,
+        mask=problem.mask is not None,
+        softcap=problem.softcap > 0,
+        # Folding the scale into the exponent keeps the order of scores only when it is positive, in float32.
+        prescale=c_float(problem.softmax_scale).value <= 0,
+        dropout=problem.dropout_p > 0,
+        varlen=problem.varlen,
+        seqused_k=problem.seqused_k,
+    )
+
+
+def maps_scores(features: Features) -> bool:
+    """Whether kernels turn products into scores in natural units: ``kMapsScores`` in ``collective/scores.cuh``."""
+    return features.prescale or features.softcap or features.bias is not None
+
+
+def is_full_shape(problem: AttentionProblem) -> bool:
+    """Whether the bias has one element per score."""
+    shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    return problem.bias is not None and problem.bias.shape == shape
+
+
+def is_aligned(problem: AttentionProblem) -> bool:
+    """Whether rows of all eight tensors can be moved in 16-byte vectors; tensors without a layout are dense."""
+    itemsize = 4 if problem.dtype == "float32" else 2
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return False
+    operands = (problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv)
+    return all(operand is None or is_vectorizable(operand, itemsize) for operand in operands)

@@ -1,0 +1,249 @@
+"""flash_attn: its functions, under its signatures, on this library's kernels.
+
+Only the module is offered: ``from nvrtc_attn.integrations.flash_attn import flash_attn_func``. It does not pretend to
+be the distribution ``flash-attn``, and does not need it.
+
+All functions take float16, bfloat16 and float32, head dims up to 512, keys and values with fewer heads, and are
+differentiable in every floating-point input, in ``alibi_slopes`` and through the returned lse too.
+
+ALiBi without a bias of M x N elements: with ``causal`` its term ``slope * (j - i - N + M)`` differs from ``slope * j``
+by a constant of the row, which the softmax ignores and which lse gets back afterwards. So a bias of one row is enough.
+Without ``causal`` the keys before and behind the diagonal are two such calls, joined by their lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from ..base.errors import UnsupportedError
+from ..torch import attention
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+# The bias of a row is as large as slope * rows of its call, and lse is float32: P of the backward pass has a relative
+# error of |lse| * 2**-22. Calls of so many rows keep it, for slopes up to 1, at the rounding of the input type.
+_ALIBI_ROWS: Final = {torch.bfloat16: 8192, torch.float16: 2048, torch.float32: 128}
+
+
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """flash_attn's function of the same name.
+
+    Parameters
+    ----------
+    q, k, v : ``[B, M, H, D]``, ``[B, N, Hkv, D]``, ``[B, N, Hkv, Dv]``
+    causal, window_size
+        Aligned to the bottom right: query i sees keys from ``i + N - M - left`` to ``i + N - M + right``; -1 is no
+        bound, and causal is right = 0.
+    softcap
+        0 is none, c is ``c * tanh(score / c)``.
+    alibi_slopes : float32 ``[H]`` or ``[B, H]``
+        ``-slope * |i + N - M - j|`` is added to the scores. Slopes up to 1, as ALiBi's are; without causal, no more
+        queries than keys.
+    deterministic
+        A backward pass that is bitwise reproducible. Also if ``torch.are_deterministic_algorithms_enabled()``.
+    return_attn_probs
+        Return (out, lse, empty tensor), lse float32 ``[B, H, M]``, -inf for a row that sees no key (flash_attn: +inf).
+
+    Raises
+    ------
+    UnsupportedError
+        With every reason: probabilities under dropout, ALiBi with more queries than keys and no causal.
+    """
+    reasons = _dropped_probabilities(return_attn_probs, dropout_p)
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p,
+        "deterministic": deterministic or None,
+    }  # fmt: skip
+    if alibi_slopes is None:
+        _refuse(reasons)
+        result = attention(
+            q, k, v, causal=causal, window_size=window_size, return_lse=bool(return_attn_probs), **options
+        )
+        return (*result, q.new_empty(0)) if return_attn_probs else result
+    left, right = (None if bound is None or bound < 0 else bound for bound in window_size)
+    if not causal and right != 0 and q.shape[1] > k.shape[1]:
+        reasons.append(
+            f"alibi_slopes: with {q.shape[1]} queries, {k.shape[1]} keys and no causal. Pass the bias to "
+            f"nvrtc_attn.torch.attention instead."
+        )
+    if alibi_slopes.shape not in ((q.shape[2],), (q.shape[0], q.shape[2])):
+        raise ValueError(
+            f"alibi_slopes: shape {tuple(alibi_slopes.shape)}. It is [num_heads] = [{q.shape[2]}] or [batch, "
+            f"num_heads] = [{q.shape[0]}, {q.shape[2]}]."
+        )
+    _refuse(reasons)
+    slopes = alibi_slopes.float().reshape(-1, q.shape[2], 1)
+    out, lse = _alibi(q, k, v, slopes, left, 0 if causal else right, options)
+    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_func` with keys and values in one tensor ``[B, N, 2, Hkv, D]``."""
+    k, v = _unpacked(kv, "kv", 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_func` with all in one tensor ``[B, M, 3, H, D]``."""
+    q, k, v = _unpacked(qkv, "qkv", 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
+    """flash_attn's function of the same name: packed sequences.
+
+    Parameters
+    ----------
+    q, k, v : ``[total_q, H, D]``, ``[total_k, Hkv, D]``, ``[total_k, Hkv, Dv]``
+    cu_seqlens_q, cu_seqlens_k : int32 ``[number of sequences + 1]``
+        Sequence b is rows ``cu[b]`` to ``cu[b + 1]``.
+    return_attn_probs
+        Return (out, lse, empty tensor), lse float32 ``[H, total_q]``.
+
+    The others are those of `flash_attn_func`.
+
+    Raises
+    ------
+    UnsupportedError
+        With every reason: ``alibi_slopes``, ``block_table``, probabilities under dropout.
+    """
+    reasons = _dropped_probabilities(return_attn_probs, dropout_p)
+    if alibi_slopes is not None:
+        reasons.append("alibi_slopes: no kernel adds a bias to packed sequences. Pad to a dense batch.")
+    if block_table is not None:
+        reasons.append("block_table: keys in pages are not gathered. Copy them into one tensor.")
+    _refuse(reasons)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}. Packed sequences are [total tokens, heads, head_dim].")
+    result = attention(
+        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), causal=causal, window_size=window_size,
+        softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        return_lse=bool(return_attn_probs), deterministic=deterministic or None,
+    )  # fmt: skip
+    return (result[0][0], result[1][0], q.new_empty(0)) if return_attn_probs else result[0]
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_varlen_func` with keys and values in one tensor ``[total_k, 2, Hkv, D]``."""
+    k, v = _unpacked(kv, "kv", 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_varlen_func` with all in one tensor ``[total, 3, H, D]``."""
+    q, k, v = _unpacked(qkv, "qkv", 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def _unpacked(packed: torch.Tensor, name: str, rank: int) -> tuple[torch.Tensor, ...]:
+    if packed.dim() != rank or packed.shape[-3] != len(name):
+        batch = "batch, seqlen" if rank == 5 else "total tokens"
+        raise ValueError(f"{name}: shape {tuple(packed.shape)}. It is [{batch}, {len(name)}, heads, head_dim].")
+    return tuple(packed.unbind(-3))
+
+
+def _dropped_probabilities(wanted: bool, dropout_p: float) -> list[str]:
+    if not wanted or not dropout_p:
+        return []
+    reason = "return_attn_probs: with dropout_p > 0 it asks for the M x N probabilities, which are never in memory."
+    return [f"{reason} nvrtc_attn.dropout_keep_mask gives the mask of a seed."]
+
+
+def _refuse(reasons: list[str]) -> None:
+    if reasons:
+        raise UnsupportedError("nvrtc_attn does not compute this call of flash_attn.", reasons)
+
+
+def _alibi(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor, left: int | None, right: int | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) under ``-slope * |i + N - M - j|``; slopes are ``[1 or B, H, 1]``."""
+    rows = q.shape[1]
+    out, lse = _causal_alibi(q, k, v, slopes, k.shape[1] - rows, left, options)
+    if right == 0 or rows < 2:
+        return out, lse
+    # Keys behind the diagonal: turned around they are those before it. With i' = M - 2 - i and j' = N - 1 - j,
+    # j > i + N - M is j' <= i', at the distance i' - j' + 1. The last query has none.
+    turned = (q.flip(1)[:, 1:], k.flip(1), v.flip(1))
+    behind, behind_lse = _causal_alibi(*turned, slopes, 0, None if right is None else right - 1, options)
+    behind = torch.nn.functional.pad(behind.flip(1), (0, 0, 0, 0, 0, 1))
+    behind_lse = torch.nn.functional.pad((behind_lse - slopes).flip(2), (0, 1), value=-torch.inf)
+    # Every query sees the key on its diagonal, so lse is finite and this is exact for a part that is empty.
+    difference = behind_lse - lse
+    share = torch.sigmoid(difference).transpose(1, 2)[..., None]
+    joined = (out.float() + share * (behind.float() - out.float())).to(out.dtype)
+    return joined, lse + torch.nn.functional.softplus(difference)
+
+
+def _causal_alibi(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor, shift: int, left: int | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) of keys ``i + shift - left <= j <= i + shift`` under ``slope * (j - i - shift)``."""
+    rows, step = q.shape[1], _ALIBI_ROWS.get(q.dtype, 128)
+    outs, sums = [], []
+    for start in range(0, max(rows, 1), step):
+        end = min(start + step, rows)
+        last = max(end + shift, 0)
+        first = 0 if left is None else min(max(start + shift - left, 0), last)
+        # The slice of keys ends at the diagonal of the last query: aligned to the bottom right.
+        distance = torch.arange(first - last + 1, 1, device=q.device, dtype=torch.float32)
+        out, lse = attention(
+            q[:, start:end], k[:, first:last], v[:, first:last], bias=(slopes * distance)[:, :, None], causal=True,
+            window_size=(left, None), return_lse=True, **options,
+        )  # fmt: skip
+        behind = torch.arange(end - start - 1, -1, -1, device=q.device, dtype=torch.float32)
+        outs.append(out)
+        sums.append(lse + slopes * behind)
+    return (outs[0], sums[0]) if len(outs) == 1 else (torch.cat(outs, 1), torch.cat(sums, 2))

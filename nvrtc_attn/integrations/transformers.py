@@ -1,0 +1,282 @@
+"""Hugging Face transformers: ``attn_implementation="nvrtc_attn"``.
+
+`register` adds an attention function and a mask function under that name. A model then passes its query, key and value
+as they are (key and value heads not repeated), its relative position bias, softcap and attention sinks, and masks of
+causal, window and padding never become ``[B, 1, M, N]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from ..base.errors import UnsupportedError
+from ..base.log import log_once
+from ..front.problem import Causal
+from ..torch import attention
+from .versions import check_version
+
+NAME: Final = "nvrtc_attn"
+_Window = tuple[int | None, int | None]
+
+
+def register(name: str = NAME) -> None:
+    """Make ``name`` an attention implementation of every model that uses transformers' attention interface.
+
+    Then ``AutoModel.from_pretrained(..., attn_implementation="nvrtc_attn")`` or
+    ``model.set_attn_implementation("nvrtc_attn")``. Calling it again changes nothing.
+
+    Raises
+    ------
+    ValueError
+        ``name`` contains "flash" or "sdpa", by which transformers chooses masks of other forms.
+    """
+    if any(word in name for word in ("flash", "sdpa", "eager", "|")):
+        raise ValueError(
+            f"name: got {name!r}. transformers gives names with flash, sdpa, eager or | a meaning of theirs."
+        )
+    check_version("transformers", "5.23.0", "5.23.0")
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+class Band(NamedTuple):
+    """A mask of padding, causal and window, as `nvrtc_attn.torch.attention` takes it."""
+
+    keys: torch.Tensor | None
+    """``[B, 1, 1, N]``, True keeps the key."""
+    causal: Causal
+    window_size: _Window
+
+
+class BandMask(torch.Tensor):  # type: ignore[misc, unused-ignore]
+    """A boolean ``[B, 1, M, N]`` mask that is held as a `Band`, and fills M x N memory only if something reads it.
+
+    Attention takes ``band``. Any torch operation gets the dense mask instead, and may keep a view of it to write to:
+    from then on ``band`` is None and the dense mask is what counts.
+    """
+
+    band: Band | None
+    _build: Callable[[], torch.Tensor]
+    _dense: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], device: Any, band: Band, build: Callable[[], torch.Tensor]) -> BandMask:
+        mask: BandMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.band, mask._build, mask._dense = band, build, None
+        return mask
+
+    def dense(self) -> torch.Tensor:
+        """The mask itself."""
+        if self._dense is None:
+            self._dense, self.band = self._build(), None
+        return self._dense
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(x: Any) -> Any:
+            return x.dense() if isinstance(x, BandMask) else x
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask function of transformers' ``AttentionMaskInterface``, with the arguments of its ``sdpa_mask``.
+
+    Returns
+    -------
+    None
+        Nothing is masked, or causal from the top left by itself and the caller allows that.
+    BandMask
+        Causal, a sliding window, padding, or several of these.
+    torch.Tensor
+        What ``sdpa_mask`` gives, for every other pattern and while a graph is traced.
+    """
+
+    def dense(**skips: bool) -> torch.Tensor | None:
+        mask: torch.Tensor | None = masking_utils.sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap,
+            device=device, **skips, **kwargs,
+        )  # fmt: skip
+        return mask
+
+    pattern = None if use_vmap or _is_traced() else _pattern(mask_function)
+    if pattern is None or not isinstance(q_offset, int):
+        return dense(allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
+    causal, (left, right) = pattern
+    top_left = q_offset == kv_offset
+    # Query i and key j are at the positions q_offset + i and kv_offset + j.
+    bottom_right = q_offset + q_length == kv_offset + kv_length
+    if left is not None and left >= max(kv_length, q_length) - 1 and bottom_right:
+        left = None
+    if right is not None and right >= max(kv_length, q_length) - 1 and bottom_right:
+        right = None
+    keys = _kept_keys(attention_mask, kv_length, kv_offset)
+    if keys is None and left is right is None:
+        if not causal and allow_is_bidirectional_skip:
+            return None
+        plain = (bottom_right and q_length in (1, kv_length)) or (top_left and q_offset == 0)
+        if causal and allow_is_causal_skip and plain:
+            return None
+    aligned: Causal = causal and ("bottom_right" if bottom_right else "top_left")
+    if (causal and not (bottom_right or top_left)) or (
+        not causal and (left, right) != (None, None) and not bottom_right
+    ):
+        mask = dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        assert mask is not None
+        return mask
+
+    def build() -> torch.Tensor:
+        mask = dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        assert mask is not None
+        return mask.contiguous()
+
+    shape = (batch_size, 1, q_length, kv_length)
+    return BandMask(shape, device, Band(keys, aligned, (left, right)), build)
+
+
+def attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' ``AttentionInterface``.
+
+    Parameters
+    ----------
+    query, key, value : ``[B, H, M, D]``, ``[B, Hkv, N, D]``, ``[B, Hkv, N, Dv]``
+    attention_mask
+        What `attention_mask` returned, or ``[B or 1, H or 1, M or 1, N]``: boolean (True keeps) or added to the scores.
+        Without one, causal from the top left if ``is_causal``, by default the module's own, as in transformers' sdpa.
+    position_bias : ``[B or 1, H or 1, M or 1, N]``
+        Added to the scores, gets its gradient.
+    s_aux : ``[H]``
+        Attention sinks, one more logit a row, with gradient.
+
+    Returns
+    -------
+    ``[B, M, H, Dv]`` and None: the probabilities are never in memory.
+    """
+    reasons = [
+        f"{name}: {why}"
+        for name, why in (
+            ("cache", "the paged cache of continuous batching is not read."),
+            ("block_table", "key blocks are not gathered."),
+            ("head_mask", "heads are not scaled inside of attention; multiply the output instead."),
+        )
+        if kwargs.get(name) is not None
+    ]
+    if reasons:
+        raise UnsupportedError("nvrtc_attn does not compute this call of transformers.", reasons)
+    if kwargs.get("output_attentions"):
+        log_once(f'attn_implementation="{NAME}" returns no attention weights; "eager" does.')
+    rows = query.shape[2]
+    mask = bias = None
+    causal: Causal = False
+    window: _Window = (None, None)
+    if attention_mask is None:
+        # As in transformers' sdpa function: a model that has no mask and one query decodes.
+        if rows > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            causal = "top_left"
+    elif isinstance(attention_mask, BandMask):
+        # Of other lengths than it was made for, a mask is refused below, where its own shape shows.
+        if attention_mask.band is None or attention_mask.shape[2:] != (rows, key.shape[2]):
+            mask = attention_mask.dense()
+        else:
+            mask, causal, window = attention_mask.band
+    elif attention_mask.dtype == torch.bool:
+        mask = attention_mask
+    else:
+        bias = attention_mask
+    if position_bias is not None:
+        bias = position_bias if bias is None else position_bias + bias
+    if bias is not None and bias.dtype not in (query.dtype, torch.float32):
+        bias = bias.to(query.dtype)
+    if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):
+        batch = max(query.shape[0], key.shape[0])  # learned queries come with batch 1
+        query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
+    out = attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, mask=mask, causal=causal,
+        window_size=window, softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout,
+        return_lse=s_aux is not None,
+    )  # fmt: skip
+    if s_aux is None:
+        return out, None
+    # A sink takes exp(sink) of the sum of a row and has no value: softmax without it, times sigmoid(lse - sink).
+    out, lse = out
+    share = torch.sigmoid(lse - s_aux.float()[None, :, None])
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype), None
+
+
+def _is_traced() -> bool:
+    return bool(torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0)
+
+
+def _pattern(function: Callable[..., Any]) -> tuple[bool, _Window] | None:
+    """(causal, window) of a mask function of transformers; None of any other.
+
+    The combinations are closures: told by their qualified names and read from their cells.
+    """
+    if function is masking_utils.causal_mask_function:
+        return True, (None, None)
+    if function is masking_utils.bidirectional_mask_function:
+        return False, (None, None)
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        return None
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    match (function.__qualname__, cells):
+        case ("and_masks.<locals>.and_mask", [tuple(parts)]):
+            found = [_pattern(part) for part in parts]
+            if any(part is None for part in found):
+                return None
+            patterns = [part for part in found if part is not None]
+            lefts = [left for _, (left, _) in patterns if left is not None]
+            rights = [right for _, (_, right) in patterns if right is not None]
+            return any(causal for causal, _ in patterns), (min(lefts, default=None), min(rights, default=None))
+        case ("sliding_window_overlay.<locals>.inner_mask", [int(size)]) if size >= 1:
+            return False, (size - 1, None)
+        case ("sliding_window_bidirectional_overlay.<locals>.inner_mask", [int(size)]) if size >= 0:
+            return False, (size, size)
+    return None
+
+
+def _kept_keys(padding: torch.Tensor | None, kv_length: int, kv_offset: int) -> torch.Tensor | None:
+    """``[B, 1, 1, N]`` of a padding mask over all positions, or None if it keeps every key."""
+    if padding is None:
+        return None
+    missing = kv_offset + kv_length - padding.shape[-1]
+    if missing > 0:
+        padding = torch.nn.functional.pad(padding, (0, missing))
+    keys = padding[:, None, None, kv_offset : kv_offset + kv_length].bool()
+    # One wait for the GPU in a forward pass of the model, as transformers' sdpa has: most batches need no mask.
+    if not (keys.is_cuda and torch.cuda.is_current_stream_capturing()) and bool(keys.all()):
+        return None
+    return keys

@@ -1,0 +1,24 @@
+"""Which versions of a host library an integration was tested with."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+from ..base.log import log_once
+
+
+def check_version(library: str, first: str, last: str) -> None:
+    """Log once if the installed ``library`` is older than ``first`` or of a later minor version than ``last``."""
+    installed = metadata.version(library)
+    if not _numbers(first) <= _numbers(installed) or _numbers(installed)[:2] > _numbers(last)[:2]:
+        log_once(
+            f"{library} {installed} is outside of the versions that nvrtc_attn's integration was tested with, "
+            f"{first} to {last}. Compare its results with the library's own implementation before relying on it."
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release numbers, at least three: ``"5.23.dev1+cpu"`` is (5, 23, 0)."""
+    numbers = [int(part) for part in re.split(r"[^0-9.]", version)[0].split(".") if part]
+    return (*numbers, *[0] * (3 - len(numbers)))

@@ -1,0 +1,208 @@
+"""The integrations on the GPU, in 16-bit types: no further from float64 than twice the same formula in that type.
+
+What they compute is compared on the CPU (tests/unit); here are the device's own ways: kernels, strides, graphs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+evoformer = pytest.importorskip("nvrtc_attn.integrations.evoformer")
+flash_attn = pytest.importorskip("nvrtc_attn.integrations.flash_attn")
+xformers = pytest.importorskip("nvrtc_attn.integrations.xformers")
+
+TYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def formula(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    """Of [B, M, H, D]; a bias with -inf hides keys."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("bhmn,bnhd->bmhd", torch.softmax(scores + bias, -1), v)
+
+
+def check(call: Any, reference: Any, leaves: list[Any]) -> None:
+    """Outputs and gradients of `call(*leaves)` against those of `reference`, in float64 and in the type itself."""
+
+    def run(function: Any, dtype: Any) -> list[Any]:
+        inputs = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        out = function(*inputs)
+        weight = torch.linspace(-1, 1, out.numel(), device="cuda", dtype=torch.float64).view(out.shape)
+        gradients = torch.autograd.grad((out * weight.to(out.dtype)).sum(), inputs)
+        return [x.double() for x in (out.detach(), *gradients)]
+
+    dtype = leaves[0].dtype
+    exact, same, ours = run(reference, torch.float64), run(reference, dtype), run(call, dtype)
+    for index, (a, b, c) in enumerate(zip(exact, same, ours, strict=True)):
+        allowed = 2 * float((b - a).abs().max()) + 1e-5 * max(float(a.abs().max()), 1)
+        assert float((c - a).abs().max()) <= allowed, index
+
+
+def random(*shape: int, dtype: Any) -> Any:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi(dtype: Any, causal: bool) -> None:
+    """Lengths beyond one call of float16 and float32, keys before the queries, grouped heads."""
+    torch.manual_seed(0)
+    rows, columns = (2500, 2700) if dtype == torch.float16 else (300, 500)
+    leaves = [random(1, rows, 4, 64, dtype=dtype), *(random(1, columns, 2, 64, dtype=dtype) for _ in range(2))]
+    slopes = 2.0 ** -torch.arange(2, 10, 2, device="cuda")
+    distance = torch.arange(rows, device="cuda")[:, None] + columns - rows - torch.arange(columns, device="cuda")
+    bias = -slopes[:, None, None].double() * distance.abs()
+    if causal:
+        bias = bias.masked_fill(distance < 0, -torch.inf)
+    check(
+        lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=causal, alibi_slopes=slopes),
+        lambda q, k, v: formula(q, k, v, bias.to(q.dtype)),
+        leaves,
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_packed_in_one_tensor(dtype: Any) -> None:
+    torch.manual_seed(0)
+    qkv = random(300, 3, 4, 64, dtype=dtype)
+    cu = torch.tensor([0, 100, 300], device="cuda", dtype=torch.int32)
+    hidden = torch.full((300, 300), -torch.inf, device="cuda")
+    for start, end in ((0, 100), (100, 300)):
+        hidden[start:end, start:end] = torch.full((end - start, end - start), -torch.inf, device="cuda").triu(1)
+    check(
+        lambda x: flash_attn.flash_attn_varlen_qkvpacked_func(x, cu, 200, causal=True),
+        lambda x: formula(*(y[None] for y in x.unbind(1)), hidden.to(x.dtype))[0],
+        [qkv],
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_triangle_and_evoformer(dtype: Any, batch: int) -> None:
+    """The gradient of the shared bias is summed over the rows; a row mask in both forms."""
+    torch.manual_seed(0)
+    rows, length, heads = 6, 130, 4
+    leaves = [*(random(batch, rows, heads, length, 32, dtype=dtype) for _ in range(3)),
+              random(batch, 1, heads, length, length, dtype=dtype)]  # fmt: skip
+    keep = torch.rand(batch, rows, 1, 1, length, device="cuda") < 0.8
+    hidden = torch.zeros(keep.shape, device="cuda").masked_fill(~keep, -1e9)
+
+    def reference(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        scores = (q @ k.transpose(-1, -2) * 32**-0.5 + bias).masked_fill(~keep, -torch.inf)
+        return torch.softmax(scores, -1) @ v
+
+    check(lambda q, k, v, bias: evoformer.triangle_attention(q, k, v, bias, keep), reference, leaves)
+    check(
+        lambda q, k, v, bias: evoformer.DS4Sci_EvoformerAttention(
+            *(x.transpose(2, 3) for x in (q, k, v)), [hidden, bias]
+        ).transpose(2, 3),
+        reference,
+        leaves,
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_xformers_operators(dtype: Any) -> None:
+    """Needs xFormers' Python only, not its build."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            from xformers.ops import fmha
+        except ImportError as error:
+            pytest.skip(f"xformers is not installed: {error}")
+    torch.manual_seed(0)
+    leaves = [random(1, 300, 4, 64, dtype=dtype) for _ in range(3)]
+    mask = fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens([100, 200], device=torch.device("cuda"))
+    dense = mask.materialize((1, 4, 300, 300), device="cuda")
+    op = (xformers.FwOp, xformers.BwOp)
+    for call in (
+        lambda q, k, v: xformers.memory_efficient_attention(q, k, v, mask),
+        lambda q, k, v: fmha.memory_efficient_attention(q, k, v, mask, op=op),
+    ):
+        check(call, lambda q, k, v: formula(q, k, v, dense.to(q.dtype)), leaves)
+    q, k = (x.detach() for x in leaves[:2])
+    v = torch.eye(300, device="cuda", dtype=dtype).view(1, 300, 1, 300).expand(1, 300, 4, 300).clone().requires_grad_()
+    out = fmha.memory_efficient_attention(q, k, v, p=0.5, op=op)
+    out.sum().backward()
+    # One mask in both directions: the column sums of what came out are the gradient of v.
+    torch.testing.assert_close(v.grad[0, :, :, 0].float(), out.detach().float()[0].sum(0).T, atol=5e-2, rtol=2e-2)
+
+
+def test_backward_functions_of_xformers() -> None:
+    """The functions outside of autograd, with a workspace where the kernels need one."""
+    torch.manual_seed(0)
+    q, k, v = (random(2, 260, 4, 64, dtype=torch.float16).requires_grad_() for _ in range(3))
+    bias = random(1, 4, 260, 260, dtype=torch.float16)
+    expected = xformers.memory_efficient_attention(q, k, v, bias)
+    weight = torch.randn_like(expected)
+    wanted = torch.autograd.grad((expected * weight).sum(), (q, k, v))
+    out, lse = xformers.memory_efficient_attention_forward_requires_grad(q, k, v, bias)
+    assert torch.equal(out, expected)
+    gradients = xformers.memory_efficient_attention_backward(weight, out, lse, q, k, v, bias)
+    for a, b in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3)
+
+
+def test_evoformer_in_a_captured_graph() -> None:
+    """Capturing, nothing may wait for the GPU: the two biases are added up, with the same result."""
+    torch.manual_seed(0)
+    q, k, v = (random(1, 4, 128, 4, 32, dtype=torch.float16) for _ in range(3))
+    row = torch.zeros(1, 4, 1, 1, 128, device="cuda", dtype=torch.float16)
+    row[:, 1:, ..., 100:] = -6e4
+    pair = random(1, 1, 4, 128, 128, dtype=torch.float16)
+    expected = evoformer.DS4Sci_EvoformerAttention(q, k, v, [row, pair])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        added = evoformer.attention(q[0], k[0], v[0], bias=row[0] + pair[0])  # compiles the kernel of this form
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = evoformer.DS4Sci_EvoformerAttention(q, k, v, [row, pair])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out[0], added)
+    torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_transformers() -> None:
+    """A Llama and a gpt-oss of random weights in bfloat16, padded, beside eager attention in float32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        integration = pytest.importorskip("nvrtc_attn.integrations.transformers")
+        integration.register()
+        torch.manual_seed(0)
+        sizes = {
+            "vocab_size": 128, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2,
+        }  # fmt: skip
+        models = [transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))]
+        config = transformers.GptOssConfig(
+            **sizes, head_dim=64, sliding_window=64, num_local_experts=1, num_experts_per_tok=1, rope_scaling=None
+        )
+        models.append(transformers.GptOssForCausalLM(config))
+        tokens = torch.randint(128, (2, 300), device="cuda")
+        keep = torch.ones_like(tokens)
+        keep[0, :90] = 0
+        for model in models:
+            for name, weight in model.named_parameters():
+                if "sinks" in name:
+                    torch.nn.init.normal_(weight)
+            outs = []
+            for implementation, dtype in (
+                ("eager", torch.float32),
+                ("eager", torch.bfloat16),
+                ("nvrtc_attn", torch.bfloat16),
+            ):
+                model = model.cuda().to(torch.float32) if dtype == torch.float32 else model.to(dtype)
+                model.set_attn_implementation(implementation)
+                outs.append(model(input_ids=tokens, attention_mask=keep).logits[keep.bool()])
+                model.zero_grad()
+                outs[-1].float().square().sum().backward()
+                assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+            exact, same, ours = (out.detach().double() for out in outs)
+            assert float((ours - exact).abs().max()) <= 2 * float((same - exact).abs().max())

@@ -1,0 +1,168 @@
+"""nvrtc_attn in Hugging Face diffusers: tiny random models against diffusers' own attention."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from nvrtc_attn import UnsupportedError
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no attention backends")
+    from diffusers.models import attention_dispatch
+    from diffusers.models.attention_processor import Attention
+    from diffusers.models.attention_processor import AttnProcessor as EagerProcessor
+    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+
+    from nvrtc_attn.integrations import diffusers as integration
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    torch.manual_seed(0)
+    integration.register()
+
+
+def gradients(model: Any, out: Any) -> dict[str, Any]:
+    model.zero_grad()
+    (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(results: list[tuple[Any, dict[str, Any]]]) -> None:
+    (expected, expected_gradients), (out, found) = results
+    torch.testing.assert_close(out, expected, atol=3e-6, rtol=1e-5)
+    assert found.keys() == expected_gradients.keys()
+    for name, gradient in found.items():
+        scale = max(float(expected_gradients[name].abs().max()), 1e-3)
+        assert float((gradient - expected_gradients[name]).abs().max()) <= 2e-5 * scale, name
+
+
+def run(model: Any, inputs: dict[str, Any], choose: Any, choice: Any, calls: int) -> tuple[Any, dict[str, Any]]:
+    """Output and gradients under a choice of attention that reaches the library `calls` times."""
+    choose(choice)
+    seen = []
+    original = integration.attention
+
+    def counted(*args: Any, **options: Any) -> Any:
+        seen.append(options)
+        return original(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "attention", counted)
+        out = model(**inputs).sample
+    assert len(seen) == calls
+    return out.detach(), gradients(model, out)
+
+
+def test_flux() -> None:
+    model = FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 4), "encoder_hidden_states": torch.randn(1, 6, 32),
+        "pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([1.0]), "img_ids": torch.rand(16, 3),
+        "txt_ids": torch.zeros(6, 3),
+    }  # fmt: skip
+    compare(
+        [
+            run(model, inputs, model.set_attention_backend, name, calls)
+            for name, calls in (("native", 0), ("nvrtc_attn", 2))
+        ]
+    )
+
+
+def test_stable_diffusion_unet() -> None:
+    """Self and cross attention, with a mask of the text's tokens."""
+    model = UNet2DConditionModel(
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=12, attention_head_dim=2, norm_num_groups=4,
+    )  # fmt: skip
+    keep = torch.ones(2, 5, dtype=torch.bool)
+    keep[1, 3:] = False
+    for mask in (None, keep):
+        inputs = {
+            "sample": torch.randn(2, 4, 8, 8), "timestep": 3, "encoder_hidden_states": torch.randn(2, 5, 12),
+            "encoder_attention_mask": mask,
+        }  # fmt: skip
+        choices = ((EagerProcessor(), 0), (integration.AttnProcessor(), len(model.attn_processors)))
+        compare([run(model, inputs, model.set_attn_processor, choice, calls) for choice, calls in choices])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm_num_groups": 4, "residual_connection": True, "rescale_output_factor": 2.0, "bias": True},
+        {"cross_attention_dim": 12, "cross_attention_norm": "layer_norm"},
+        {"qk_norm": "layer_norm"},
+        {"scale_qk": False},
+    ],
+    ids=lambda x: ",".join(x) or "plain",
+)
+def test_blocks(options: dict[str, Any]) -> None:
+    """Every branch of the processor; images of rank 4 where the block has a group norm."""
+    block = Attention(query_dim=16, heads=2, dim_head=8, **options)
+    states = torch.randn(2, 16, 3, 5) if "norm_num_groups" in options else torch.randn(2, 7, 16)
+    inputs = {"encoder_hidden_states": torch.randn(2, 4, 12)} if "cross_attention_dim" in options else {}
+    outs = []
+    # The oldest processor does not normalise queries and keys, the one on SDPA does not know `scale_qk`.
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    for processor in (AttnProcessor2_0() if "qk_norm" in options else EagerProcessor(), integration.AttnProcessor()):
+        block.set_processor(processor)
+        outs.append(block(states, **inputs))
+    torch.testing.assert_close(outs[1], outs[0], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (5, 7), (1, 5, 7), (2, 3, 5, 7), (2, 1, 1, 7)], ids=str)
+@pytest.mark.parametrize("boolean", [False, True])
+def test_masks(shape: tuple[int, ...], boolean: bool) -> None:
+    """As the native backend reads them."""
+    q, k, v = torch.randn(2, 5, 3, 8), torch.randn(2, 7, 3, 8), torch.randn(2, 7, 3, 8)
+    mask = torch.rand(shape) < 0.7 if boolean else torch.randn(shape)
+    if boolean:
+        mask[..., 0] = True
+    with attention_dispatch.attention_backend("native"):
+        expected = attention_dispatch.dispatch_attention_fn(q, k, v, mask, scale=0.4)
+    with attention_dispatch.attention_backend("nvrtc_attn"):
+        out = attention_dispatch.dispatch_attention_fn(q, k, v, mask, scale=0.4)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_causal_grouped_heads_and_lse() -> None:
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
+    expected = attention_dispatch.dispatch_attention_fn(q, k, v, is_causal=True, enable_gqa=True, backend="native")
+    out = attention_dispatch.dispatch_attention_fn(q, k, v, is_causal=True, enable_gqa=True, backend="nvrtc_attn")
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    out, lse = integration.backend(q, k, v, return_lse=True)
+    scores = torch.einsum("bmhd,bnhd->bmhn", q, k.repeat_interleave(2, 2)) * 8**-0.5
+    torch.testing.assert_close(lse, torch.logsumexp(scores, -1), atol=2e-6, rtol=1e-5)
+
+
+def test_the_name_is_a_member_like_the_others() -> None:
+    integration.register()
+    names = attention_dispatch.AttentionBackendName
+    assert names("nvrtc_attn") is names.NVRTC_ATTN is names["NVRTC_ATTN"]
+    assert list(names).count(names.NVRTC_ATTN) == 1
+    assert names.NVRTC_ATTN == "nvrtc_attn"
+    assert names.NVRTC_ATTN.value == "nvrtc_attn"
+
+
+def test_refusals() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(UnsupportedError, match="_parallel_config"):
+        integration.backend(q, q, q, _parallel_config=object())
+    block = Attention(query_dim=16, heads=2, dim_head=8, added_kv_proj_dim=16, processor=integration.AttnProcessor())
+    with pytest.raises(UnsupportedError, match="add_k_proj"):
+        block(torch.randn(1, 4, 16))

@@ -1,0 +1,221 @@
+"""The functions of nvrtc_attn.integrations.flash_attn against the formula of flash_attn's documentation."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from nvrtc_attn import UnsupportedError
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+integration = pytest.importorskip("nvrtc_attn.integrations.flash_attn")
+
+POSITIONAL = [
+    "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
+    "return_attn_probs",
+]  # fmt: skip
+SIGNATURES = {
+    "flash_attn_func": ["q", "k", "v", *POSITIONAL],
+    "flash_attn_kvpacked_func": ["q", "kv", *POSITIONAL],
+    "flash_attn_qkvpacked_func": ["qkv", *POSITIONAL],
+    "flash_attn_varlen_func": [
+        "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *POSITIONAL, "block_table",
+    ],
+    "flash_attn_varlen_kvpacked_func": [
+        "q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *POSITIONAL,
+    ],
+    "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *POSITIONAL],
+}  # fmt: skip
+
+
+def reference(
+    q: Any, k: Any, v: Any, scale: float | None, causal: bool, window: tuple[int, int], softcap: float, slopes: Any
+) -> tuple[Any, Any]:
+    """(out, lse), with the M x N distances in memory."""
+    rows, columns = q.shape[1], k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(rows)[:, None] + columns - rows - torch.arange(columns)
+    if slopes is not None:
+        scores = scores - slopes.reshape(-1, q.shape[2], 1, 1) * distance.abs()
+    left, right = window
+    keep = torch.ones(rows, columns, dtype=torch.bool)
+    keep &= (distance <= left) if left >= 0 else keep
+    keep &= (distance >= -(0 if causal else right)) if causal or right >= 0 else keep
+    scores = scores.masked_fill(~keep, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.where(
+        keep.any(-1)[:, None], torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]), 0
+    )
+    return torch.einsum("bhmn,bnhd->bmhd", weights, v), lse
+
+
+def inputs(rows: int, columns: int, heads_kv: int = 2, batch: int = 2) -> list[Any]:
+    torch.manual_seed(0)
+    shapes = ((batch, rows, 4, 8), (batch, columns, heads_kv, 8), (batch, columns, heads_kv, 8))
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def compare(results: Any, expected: Any, leaves: Any) -> None:
+    """out, lse and the gradients of `leaves` through both."""
+    out, lse = results
+    wanted_out, wanted_lse = expected
+    torch.testing.assert_close(out, wanted_out, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, wanted_lse, atol=4e-6, rtol=1e-5)
+    weights = torch.randn_like(out), torch.randn_like(lse)
+    finite = torch.isfinite(wanted_lse)
+
+    def loss(x: Any, sums: Any) -> Any:
+        return (x * weights[0]).sum() + (sums[finite] * weights[1][finite]).sum()
+
+    got = torch.autograd.grad(loss(out, lse), leaves)
+    for a, b in zip(got, torch.autograd.grad(loss(wanted_out, wanted_lse), leaves), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    """Names, order and defaults: callers pass many of them by position."""
+    parameters = inspect.signature(getattr(integration, name)).parameters
+    assert list(parameters) == SIGNATURES[name]
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    assert defaults == {
+        "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0,
+        "alibi_slopes": None, "deterministic": False, "return_attn_probs": False,
+        **({"block_table": None} if name == "flash_attn_varlen_func" else {}),
+    }  # fmt: skip
+    assert set(integration.__all__) == set(SIGNATURES)
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (3, 7), (7, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (2, 1), (2, -1)])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_dense(lengths: tuple[int, int], causal: bool, window: tuple[int, int], softcap: float) -> None:
+    q, k, v = inputs(*lengths)
+    options = (0.3, causal, window, softcap, None)
+    out, lse, nothing = integration.flash_attn_func(q, k, v, 0.0, *options, False, True)
+    assert nothing.numel() == 0
+    compare((out, lse), reference(q, k, v, *options), (q, k, v))
+    assert torch.equal(integration.flash_attn_func(q, k, v, 0.0, *options), out)
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (3, 7), (1, 4), (7, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (2, -1), (2, 3), (1, 1), (2, 0)])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("rows_a_call", [2, 8192])
+def test_alibi(
+    lengths: tuple[int, int], causal: bool, window: tuple[int, int], batched: bool, rows_a_call: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Both directions, all alignments, in one call and in many; the slopes get gradients, too."""
+    monkeypatch.setitem(integration._ALIBI_ROWS, torch.float32, rows_a_call)
+    q, k, v = inputs(*lengths)
+    slopes = (torch.rand(2, 4) if batched else torch.rand(4)).requires_grad_()
+    options = (None, causal, window, 2.0, slopes)
+    if lengths == (7, 3) and not causal and window[1] != 0:
+        with pytest.raises(UnsupportedError, match="alibi_slopes: with 7 queries, 3 keys"):
+            integration.flash_attn_func(q, k, v, 0.0, *options)
+        return
+    out, lse, _ = integration.flash_attn_func(q, k, v, 0.0, *options, False, True)
+    compare((out, lse), reference(q, k, v, *options), (q, k, v, slopes))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi_has_no_bias_of_all_scores(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every bias has one row, and sequences longer than a call keep float32's accuracy."""
+    shapes = []
+    original = integration.attention
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        shapes.append(options["bias"].shape)
+        return original(*args, **options)
+
+    monkeypatch.setattr(integration, "attention", recorded)
+    q, k, v = (x[:, :, :1].detach() for x in inputs(700, 700, batch=1))
+    slopes = torch.tensor([0.9])
+    out, lse, _ = integration.flash_attn_func(q, k, v, causal=causal, alibi_slopes=slopes, return_attn_probs=True)
+    assert len(shapes) == (6 if causal else 12)
+    assert all(shape[2] == 1 for shape in shapes)
+    expected, expected_lse = reference(*(x.double() for x in (q, k, v)), None, causal, (-1, -1), 0.0, slopes.double())
+    assert float((out - expected).abs().max()) < 3e-5
+    assert float((lse - expected_lse).abs().max()) < 3e-5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_in_one_tensor(causal: bool) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 5, 3, 4, 8, requires_grad=True)
+    q, k, v = qkv.unbind(2)
+    expected = integration.flash_attn_func(q, k, v, causal=causal)
+    wanted = torch.autograd.grad(expected.square().sum(), qkv)[0]
+    for out in (
+        integration.flash_attn_qkvpacked_func(qkv, causal=causal),
+        integration.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], causal=causal),
+    ):
+        assert torch.equal(out, expected)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), qkv)[0], wanted)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (2, 1)])
+def test_varlen(causal: bool, window: tuple[int, int]) -> None:
+    """Each sequence is a dense call of its own; the packed forms are the same."""
+    torch.manual_seed(0)
+    lengths_q, lengths_k = [3, 5, 1], [4, 5, 2]
+    cu_q, cu_k = (torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32) for x in (lengths_q, lengths_k))
+    q = torch.randn(9, 4, 8, requires_grad=True)
+    kv = torch.randn(11, 2, 2, 8, requires_grad=True)
+    more = (0.0, None, causal, window, 1.5, None, False, True)
+    parts = [
+        integration.flash_attn_func(a[None], b[None, :, 0], b[None, :, 1], *more)
+        for a, b in zip(q.split(lengths_q), kv.split(lengths_k), strict=True)
+    ]
+    expected = torch.cat([part[0][0] for part in parts]), torch.cat([part[1][0] for part in parts], 1)
+    out, lse, _ = integration.flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], cu_q, cu_k, 5, 5, *more)
+    assert lse.shape == (4, 9)
+    compare((out, lse), expected, (q, kv))
+    again = integration.flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 5, 5, *more)
+    assert torch.equal(again[0], out)
+    assert torch.equal(again[1], lse)
+    qkv = torch.randn(9, 3, 4, 8)
+    one = integration.flash_attn_varlen_qkvpacked_func(qkv, cu_q, 5, *more)
+    two = integration.flash_attn_varlen_func(*qkv.unbind(1), cu_q, cu_q, 5, 5, *more)
+    assert torch.equal(one[0], two[0])
+
+
+def test_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout drops; deterministic is asked for where the caller or torch does."""
+    q, k, v = inputs(6, 6)
+    assert not torch.equal(integration.flash_attn_func(q, k, v, 0.5), integration.flash_attn_func(q, k, v))
+    seen = []
+    monkeypatch.setattr(
+        integration, "attention", lambda *args, **options: (seen.append(options["deterministic"]), (q, q))[1]
+    )
+    integration.flash_attn_func(q, k, v)
+    integration.flash_attn_func(q, k, v, deterministic=True)
+    assert seen == [None, True]
+
+
+def test_refusals() -> None:
+    q, k, v = (x.detach() for x in inputs(6, 6))
+    with pytest.raises(UnsupportedError, match="dropout_keep_mask"):
+        integration.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)
+    cu = torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(UnsupportedError) as caught:
+        integration.flash_attn_varlen_func(
+            q[0], k[0], v[0], cu, cu, 6, 6, 0.5, alibi_slopes=torch.rand(4), block_table=cu, return_attn_probs=True
+        )
+    assert len(caught.value.reasons) == 3
+    for call in (
+        lambda: integration.flash_attn_func(q, k, v, alibi_slopes=torch.rand(3)),
+        lambda: integration.flash_attn_qkvpacked_func(q),
+        lambda: integration.flash_attn_varlen_func(q, k[0], v[0], cu, cu, 6, 6),
+    ):
+        with pytest.raises(ValueError, match="shape"):
+            call()

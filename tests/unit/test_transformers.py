@@ -1,0 +1,363 @@
+"""nvrtc_attn in Hugging Face transformers: tiny random models against transformers' own eager attention."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from typing import Any
+
+import pytest
+
+from nvrtc_attn import UnsupportedError
+from nvrtc_attn.base import log
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("transformers.masking_utils", reason="this transformers has no mask interface")
+    from transformers import masking_utils
+    from transformers.generation.logits_process import LogitsProcessorList  # noqa: F401  loads generation now
+
+    from nvrtc_attn.integrations import transformers as integration
+
+# Deprecations inside of transformers are not this project's.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def gemma2() -> Any:
+    config = transformers.Gemma2Config(
+        **SIZES, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=4,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    config = transformers.GptOssConfig(
+        **SIZES, head_dim=8, sliding_window=4, num_local_experts=2, num_experts_per_tok=1, rope_scaling=None,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)  # uninitialised memory otherwise
+    return model
+
+
+def t5() -> Any:
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=8,
+        relative_attention_max_distance=16, dropout_rate=0.0, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    for name, weight in model.named_parameters():
+        if "relative_attention_bias" in name:
+            torch.nn.init.normal_(weight)
+    return model
+
+
+def whisper() -> Any:
+    config = transformers.WhisperConfig(
+        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=10,
+        max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, dropout=0.0,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def vit() -> Any:
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=12, patch_size=4
+    )
+    return transformers.ViTModel(config, add_pooling_layer=False)
+
+
+def bert() -> Any:
+    config = transformers.BertConfig(**{**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
+DECODERS = {"llama": llama, "gemma2": gemma2, "gpt_oss": gpt_oss}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    torch.manual_seed(0)
+    integration.register()
+
+
+def tokens(rows: int = 9) -> tuple[Any, Any]:
+    """Token ids of two sequences, the first padded on the left by 3."""
+    ids = torch.randint(3, 64, (2, rows))
+    keep = torch.ones_like(ids)
+    keep[0, :3] = 0
+    return ids, keep
+
+
+def compare(model: Any, keep: Any = None, **inputs: Any) -> Any:
+    """The output, which equals that of eager attention, and so do the gradients of all weights."""
+    results = []
+    for implementation in ("eager", "nvrtc_attn"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        result = model(**inputs)
+        out = result.logits if "logits" in result else result.last_hidden_state
+        out = out if keep is None else out[keep.bool()]
+        weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
+        (out * weight).sum().backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        results.append((out.detach(), gradients))
+    (expected, expected_gradients), (out, gradients) = results
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        scale = max(float(expected_gradients[name].abs().max()), 1e-3)
+        assert float((gradient - expected_gradients[name]).abs().max()) <= 2e-5 * scale, name
+    return out
+
+
+@pytest.fixture
+def no_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of M x N elements fails the test. (transformers' eager path asks its own name for one.)"""
+
+    def refuse(self: Any) -> Any:
+        raise AssertionError("a mask of M x N elements was made")
+
+    monkeypatch.setattr(integration.BandMask, "dense", refuse)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.usefixtures("no_dense_mask")
+def test_decoders(name: str, padded: bool) -> None:
+    """Grouped heads, softcap, windows and sinks; padding on the left; the masks stay small."""
+    ids, keep = tokens()
+    compare(DECODERS[name](), keep if padded else None, input_ids=ids, attention_mask=keep if padded else None)
+
+
+def test_sinks_and_relative_bias_get_gradients() -> None:
+    model = gpt_oss()
+    ids, keep = tokens()
+    compare(model, keep, input_ids=ids, attention_mask=keep)
+    assert all(float(layer.self_attn.sinks.grad.abs().min()) > 0 for layer in model.model.layers)
+    model = t5()
+    compare(model, input_ids=ids, attention_mask=keep, decoder_input_ids=ids[:, :5])
+    biases = [p for n, p in model.named_parameters() if "relative_attention_bias" in n]
+    assert len(biases) == 2
+    assert all(float(p.grad.abs().max()) > 0 for p in biases)
+
+
+@pytest.mark.usefixtures("no_dense_mask")
+def test_encoders_and_cross_attention() -> None:
+    ids, keep = tokens()
+    compare(t5(), input_ids=ids, attention_mask=keep, decoder_input_ids=ids[:, :5])
+    compare(bert(), keep, input_ids=ids, attention_mask=keep)
+    compare(vit(), pixel_values=torch.randn(2, 3, 12, 12))
+    compare(whisper(), input_features=torch.randn(2, 8, 20), decoder_input_ids=ids[:, :5])
+
+
+def test_packed_sequences_of_one_row() -> None:
+    """Positions that start again are documents of their own: no plain pattern, a dense mask."""
+    ids, _ = tokens(8)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]).expand(2, -1)
+    compare(llama(), input_ids=ids, position_ids=positions)
+
+
+def test_a_mask_of_the_users() -> None:
+    """Four dimensions, boolean or added to the scores, is taken as it is."""
+    ids, _ = tokens(6)
+    keep = torch.tril(torch.ones(6, 6, dtype=torch.bool))[None, None].expand(2, 1, 6, 6).clone()
+    keep[:, :, 3:, 1] = False
+    added = torch.zeros(2, 1, 6, 6).masked_fill(~keep, torch.finfo(torch.float32).min)
+    expected = compare(llama_of(0), input_ids=ids, attention_mask=added)
+    model = llama_of(0)
+    model.set_attn_implementation("nvrtc_attn")
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=keep).logits, expected, atol=2e-6, rtol=1e-5)
+
+
+def llama_of(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return llama()
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "t5", "whisper"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(name: str, cache: str) -> None:
+    """Greedy and beam search give the tokens of eager attention, across the window of the sliding layers."""
+    model = {**DECODERS, "t5": t5, "whisper": whisper}[name]().eval()
+    ids, keep = tokens(6)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": keep}
+    if name == "whisper":
+        if cache == "static":
+            pytest.skip("Whisper's generate makes its own caches")
+        inputs = {"input_features": torch.randn(2, 8, 20), "language": None}
+    for beams in (1, 2):
+        outputs = []
+        for implementation in ("eager", "nvrtc_attn"):
+            model.set_attn_implementation(implementation)
+            with torch.no_grad():
+                outputs.append(
+                    model.generate(
+                        **inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False, num_beams=beams,
+                        cache_implementation=None if cache == "dynamic" else cache, disable_compile=True,
+                    )
+                )  # fmt: skip
+        torch.testing.assert_close(outputs[1], outputs[0], atol=0, rtol=0)
+
+
+def test_continuing_from_a_cache() -> None:
+    """Several new queries behind cached keys: causal from the bottom right."""
+    for make in DECODERS.values():
+        model = make().eval()
+        ids, keep = tokens(10)
+        whole = None
+        for implementation in ("eager", "nvrtc_attn"):
+            model.set_attn_implementation(implementation)
+            with torch.no_grad():
+                first = model(input_ids=ids[:, :6], attention_mask=keep[:, :6], use_cache=True)
+                out = model(input_ids=ids[:, 6:], attention_mask=keep, past_key_values=first.past_key_values).logits
+            if whole is None:
+                whole = out
+        torch.testing.assert_close(out, whole, atol=2e-6, rtol=1e-5)
+
+
+FUNCTIONS = {
+    "causal": masking_utils.causal_mask_function,
+    "bidirectional": masking_utils.bidirectional_mask_function,
+    "sliding": masking_utils.sliding_window_causal_mask_function(3),
+    "sliding, wide": masking_utils.sliding_window_causal_mask_function(50),
+    "sliding both ways": masking_utils.sliding_window_bidirectional_mask_function(2),
+    "chunked": masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64)),
+    "causal or prefix": masking_utils.or_masks(
+        masking_utils.causal_mask_function, lambda batch, head, q, kv: kv < 2
+    ),
+}  # fmt: skip
+LENGTHS = [
+    (5, 5, 0, 0),
+    (1, 6, 5, 0),
+    (3, 7, 4, 0),
+    (4, 7, 0, 0),
+    (3, 5, 6, 4),
+    (2, 6, 1, 0),
+    (1, 6, 2, 0),
+    (6, 4, 0, 0),
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("padding", [None, "none hidden", "left", "right, short"])
+def test_every_pattern_is_the_dense_mask(name: str, lengths: tuple[int, ...], padding: str | None) -> None:
+    """Whatever form the mask function chooses, attention under it is attention under transformers' dense mask."""
+    rows, columns, q_offset, kv_offset = lengths
+    total = kv_offset + columns
+    keep = None if padding is None else torch.ones(2, total - (padding == "right, short"), dtype=torch.bool)
+    if padding == "left":
+        keep[1, : kv_offset + 1] = False
+    elif padding == "right, short":
+        keep[0, -1] = False
+    arguments = {
+        "batch_size": 2, "q_length": rows, "kv_length": columns, "q_offset": q_offset, "kv_offset": kv_offset,
+        "mask_function": FUNCTIONS[name], "attention_mask": keep,
+    }  # fmt: skip
+    dense = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    q, k, v = (torch.randn(2, 4, n, 8) for n in (rows, columns, columns))
+    module = torch.nn.Module()
+    expected, _ = integration.attention_forward(module, q, k, v, dense)
+    causal_like = name not in ("bidirectional", "sliding both ways")
+    module.is_causal = causal_like
+    for skip, as_tensor in itertools.product((False, True), repeat=2):
+        mask = integration.attention_mask(
+            **arguments,
+            allow_is_causal_skip=skip and name == "causal",
+            allow_is_bidirectional_skip=skip and name == "bidirectional",
+        )
+        if mask is not None:
+            assert mask.shape == dense.shape
+            assert mask.dtype == torch.bool
+            if as_tensor:
+                mask = mask[:, :, :, :]  # any operation: the dense mask
+                assert type(mask) is torch.Tensor
+                assert torch.equal(mask, dense)
+        out, _ = integration.attention_forward(module, q, k, v, mask)
+        torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_plain_patterns_hold_no_dense_mask() -> None:
+    """Each of them: no M x N memory. And none at all where transformers' sdpa has none."""
+    for name in ("causal", "sliding", "sliding both ways"):
+        mask = integration.attention_mask(2, 5, 5, mask_function=FUNCTIONS[name], allow_is_causal_skip=False)
+        assert isinstance(mask, integration.BandMask)
+        assert mask.band is not None
+        assert mask.band.keys is None
+    assert integration.attention_mask(2, 5, 5) is None
+    assert integration.attention_mask(2, 1, 5, q_offset=4) is None
+    assert integration.attention_mask(2, 3, 5, q_offset=2) is not None
+    assert integration.attention_mask(
+        2, 5, 5, mask_function=FUNCTIONS["bidirectional"], allow_is_causal_skip=False, allow_is_bidirectional_skip=True
+    ) is None  # fmt: skip
+
+
+def test_writes_to_a_small_mask_count() -> None:
+    """A model that edits its mask, also through a view of it, has the edited mask."""
+    for edit in (lambda m: m.logical_and_(torch.tensor(False)), lambda m: m[:, :, :, 2].fill_(False)):
+        mask = integration.attention_mask(1, 4, 4, allow_is_causal_skip=False)
+        edit(mask)
+        q = torch.randn(1, 2, 4, 8)
+        out, _ = integration.attention_forward(torch.nn.Module(), q, q, q, mask)
+        expected, _ = integration.attention_forward(torch.nn.Module(), q, q, q, mask.dense())
+        untouched = integration.attention_mask(1, 4, 4, allow_is_causal_skip=False)
+        other, _ = integration.attention_forward(torch.nn.Module(), q, q, q, untouched)
+        assert torch.equal(out, expected)
+        assert not torch.equal(out, other)
+
+
+def test_gradient_checkpointing_and_training_dropout() -> None:
+    model = gemma2()
+    ids, keep = tokens()
+    model.gradient_checkpointing_enable()
+    model.train()
+    compare(model, keep, input_ids=ids, attention_mask=keep)
+    config = transformers.LlamaConfig(**SIZES, attention_dropout=0.5)
+    model = transformers.LlamaForCausalLM(config)
+    model.set_attn_implementation("nvrtc_attn")
+    model.eval()
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    model.train()
+    assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_a_mask_of_other_lengths_is_refused() -> None:
+    """Its bounds alone would fit any length: a model that cut its keys without its mask must hear of it."""
+    q = torch.randn(1, 2, 4, 8)
+    for rows, columns in ((4, 6), (3, 4)):
+        mask = integration.attention_mask(1, rows, columns, q_offset=columns - rows, allow_is_causal_skip=False)
+        with pytest.raises(ValueError, match="mask: shape"):
+            integration.attention_forward(torch.nn.Module(), q, q, q, mask)
+
+
+def test_refusals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(UnsupportedError) as caught:
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, cache=object(), head_mask=torch.ones(2))
+    assert len(caught.value.reasons) == 2
+    for name in ("my_flash", "sdpa2", "paged|x"):
+        with pytest.raises(ValueError, match="name: got"):
+            integration.register(name)
+    monkeypatch.setattr(log, "_said", set())
+    with caplog.at_level(logging.WARNING, logger="nvrtc_attn"):
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=True)
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=True)
+    assert [record.message for record in caplog.records if "weights" in record.message] == [
+        'attn_implementation="nvrtc_attn" returns no attention weights; "eager" does.'
+    ]

@@ -1,0 +1,30 @@
+"""One line about a version of a host library that nobody tested, and none about one that somebody did."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from nvrtc_attn.base import log
+from nvrtc_attn.integrations import versions
+
+
+@pytest.mark.parametrize(
+    ("installed", "warns"),
+    [
+        ("5.20.0", False), ("5.23.7", False), ("5.23.0.dev1+cpu", False), ("5.20", False), ("5.21", False),
+        ("5.24.0", True),
+        ("5.19.9", True), ("6.0", True), ("4.57.1", True), ("5.23.0rc1", False),
+    ],
+)  # fmt: skip
+def test_versions(
+    installed: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions.metadata, "version", {"host": installed}.__getitem__)
+    monkeypatch.setattr(log, "_said", set())
+    with caplog.at_level(logging.WARNING, logger="nvrtc_attn"):
+        versions.check_version("host", "5.20.0", "5.23.0")
+        versions.check_version("host", "5.20.0", "5.23.0")
+    assert len(caplog.records) == warns
+    assert all(installed in record.message for record in caplog.records)
