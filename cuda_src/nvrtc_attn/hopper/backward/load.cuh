@@ -1,5 +1,5 @@
-// The loading warp of the two Hopper backward kernels; what is loaded, and when, is at the heads of kernel/backward_hopper.cuh and
-// kernel/backward_hopper_wide.cuh.
+// The loading warp of the two Hopper backward kernels; what is loaded, and when, is at the heads of
+// kernel/backward_hopper.cuh and kernel/backward_hopper_wide.cuh.
 #pragma once
 #include "../../collective/gradient_accumulator.cuh"
 #include "../common/bulk.cuh"
@@ -15,8 +15,8 @@
 
 namespace nvrtc_attn {
 
-// All lanes follow the schedule, one issues. With two blocks a key tile each brings its own half of the keys, and half of the
-// rows of every query tile to both.
+// All lanes follow the schedule, one issues. With two blocks a key tile each brings its own half of the keys, and half
+// of the rows of every query tile to both.
 template <class Traits, class Shape>
 struct BackwardLoader {
   static constexpr bool kPair = Shape::kBlocks == 2;
@@ -214,7 +214,8 @@ struct BackwardLoader {
     bulk_load(to, from + (queries.statistics + index_t(queries.h) * params.delta_stride_h + queries.m * Shape::kBlockM),
               Shape::kBytesStatistic, full.address);
   }
-  // A slot that warps of both blocks read is waited for otherwise. `of`: the parity of the position that is to be filled.
+  // A slot that warps of both blocks read is waited for otherwise. `of`: the parity of the position that is to be
+  // filled.
   NVRTC_ATTN_DEVICE void wait_until_empty(Mbarrier const& empty, unsigned of) {
     if constexpr (kPair) {
       wait_remote(empty, of ^ 1);
@@ -223,8 +224,8 @@ struct BackwardLoader {
     }
   }
 
-  // K and the first tiles of the bias into L2 while the slots are still another tile's: what nobody has read yet would be waited
-  // for. With two query tiles to a key tile that is 3.6 % of the time; with sixteen it costs 1.3 %.
+  // K and the first tiles of the bias into L2 while the slots are still another tile's: what nobody has read yet would
+  // be waited for. With two query tiles to a key tile that is 3.6 % of the time; with sixteen it costs 1.3 %.
   NVRTC_ATTN_DEVICE void prefetch(Work const& work, Queries const& queries) {
     if (!issuer || work.range.count > 4) return;
 #pragma unroll
@@ -287,8 +288,8 @@ struct BackwardLoader {
     return uniform(taken);
   }
 
-  // To the consumers, in front of the barrier that the tile's keys complete; a negative n_block ends their work. The fourth
-  // word is the parity of the tile after.
+  // To the consumers, in front of the barrier that the tile's keys complete; a negative n_block ends their work. The
+  // fourth word is the parity of the tile after.
   NVRTC_ATTN_DEVICE void announce(KeyTile const& tile) {
     barriers.empty_k().wait(parity ^ 1);
     if (issuer) {
