@@ -1,17 +1,17 @@
 // Gradient of a bias that batch entries or heads share, on Hopper (sm_90a): the sum of dS = P * (dP - delta) over them.
 //
-// A tile is 128 queries and 128 keys of one element of the bias's batch and head dims. A thread block walks the (batch, head)
-// pairs that add to it, in order, computes S and dP of each again, and sums dS in float32 registers: no atomics, no
-// score-sized temporary, bitwise reproducible. With kSplit each block takes a share of the pairs and writes float32 partial
-// sums, which dbias_reduce adds in order. The bias itself is the same for all pairs: it waits in shared memory.
+// A tile is 128 queries and 128 keys of one element of the bias's batch and head dims. A thread block walks the (batch,
+// head) pairs that add to it, in order, computes S and dP of each again, and sums dS in float32 registers: no atomics,
+// no score-sized temporary, bitwise reproducible. With kSplit each block takes a share of the pairs and writes float32
+// partial sums, which dbias_reduce adds in order. The bias itself is the same for all pairs: it waits in shared memory.
 //
-// Roles: warp-group 0 loads (one thread issues all copies); each of the other two owns 64 of the queries. They take turns at
-// starting the two products of a pair (named barriers 1 and 2): one takes exponentials while the tensor cores work for the
-// other.
+// Roles: warp-group 0 loads (one thread issues all copies); each of the other two owns 64 of the queries. They take
+// turns at starting the two products of a pair (a named barrier each): one takes exponentials while the tensor cores
+// work for the other.
 //
 // Shared memory: a ring of slots, each the two operands of one product, Q and K or dO and V (slabs of 64 columns, see
-// hopper/common/wgmma.cuh); the bias, every thread's words where it alone reads them; row_lse or delta of each slot; mbarriers,
-// `full` counting bytes and `empty` one arrival per warp.
+// hopper/common/wgmma.cuh); the bias, every thread's words where it alone reads them; row_lse or delta of each slot;
+// mbarriers, `full` counting bytes and `empty` one arrival per warp.
 #pragma once
 #include "../collective/scores.cuh"
 #include "../hopper/common/barrier.cuh"
