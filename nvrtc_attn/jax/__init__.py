@@ -31,7 +31,7 @@ from ..plans.plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
 from ..plans.prefetch import BackwardPrefetch
 from ..runtime import device
 
-_TARGET: Final = "nvrtc_attn.runtime.launch"
+_TARGET: Final = "nvrtc_attn.launch"
 _INPUTS: Final = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _lock = threading.Lock()
 _registered = False
