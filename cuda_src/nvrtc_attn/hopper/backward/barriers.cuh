@@ -1,8 +1,8 @@
 // The mbarriers of the two Hopper backward kernels, by name.
 //
-// `full` counts the bytes of copies, `empty` one arrival for each warp that is done with a slot. Where two thread blocks share a
-// key tile (Shape::kBlocks) they bring query rows to both, so that the warps of both give those slots back, and they have
-// barriers for what they send each other: half of dS, and the number of the next key tile ("mail").
+// `full` counts the bytes of copies, `empty` one arrival for each warp that is done with a slot. Where two thread
+// blocks share a key tile (Shape::kBlocks) they bring query rows to both, so that the warps of both give those slots
+// back, and they have barriers for what they send each other: half of dS, and the number of the next key tile ("mail").
 #pragma once
 #include "../common/barrier.cuh"
 

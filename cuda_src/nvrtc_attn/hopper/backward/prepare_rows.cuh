@@ -11,10 +11,10 @@
 //
 // Counters (int, zeroed by the host before every launch): key tiles handed out, pieces handed out, `ready` [batch][head].
 #pragma once
-#include "helpers.cuh"
 #include "../common/bulk.cuh"
-#include "row_statistics.cuh"
 #include "../common/uniform.cuh"
+#include "helpers.cuh"
+#include "row_statistics.cuh"
 
 namespace nvrtc_attn {
 
