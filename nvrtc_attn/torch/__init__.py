@@ -386,8 +386,9 @@ def rng_words(rng: Any, dropout_p: float) -> tuple[int, int, int, int]:
     return addresses[0], addresses[1], words[0], words[1]
 
 
-from . import ops  # noqa: E402 - these use the functions above
+from . import flash, ops  # noqa: E402 - these use the functions above
 from .ops import register_sharding  # noqa: E402
 from .sdpa import enable_sdpa, scaled_dot_product_attention  # noqa: E402
 
 __all__ = ["attention", "enable_sdpa", "register_sharding", "scaled_dot_product_attention"]
+flash.register()

@@ -188,7 +188,8 @@ def _as_plain(x: torch.Tensor | None) -> Any:
     return x if x is None or x.__class__ in _PLAIN else x.as_subclass(torch.Tensor)
 
 
-def _forward_kernel(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel of the operator ``attention_forward``, below autograd."""
     *arguments_, return_lse = arguments
     from . import forward
 
@@ -205,7 +206,8 @@ def _forward_kernel(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _backward_kernel(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
+def run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
+    """The kernel of the operator ``attention_backward``."""
     from . import backward
 
     *arguments_, dbias = arguments
@@ -219,8 +221,8 @@ def _backward_kernel(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) 
 
 
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("attention_forward", _forward_kernel, _key)
-    _LIBRARY.impl("attention_backward", _backward_kernel, _key)
+    _LIBRARY.impl("attention_forward", run_forward, _key)
+    _LIBRARY.impl("attention_backward", run_backward, _key)
 
 
 # ------------------------------------------------------------------------------------------------- shapes and types

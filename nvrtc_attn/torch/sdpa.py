@@ -143,11 +143,11 @@ def _mask_of_rank_4(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------- torch's operators
 
 
-class _NotTakenError(Exception):
+class NotTakenError(Exception):
     """A call that torch's own kernel must serve."""
 
 
-def _why_not(query: Any, key: Any, value: Any, bias: Any) -> str | None:
+def why_not(query: Any, key: Any, value: Any, bias: Any) -> str | None:
     """What keeps a call from these kernels, before anything is looked at closely."""
     for x in (query, key, value, bias):
         if x is not None and (x.is_nested or x.layout != torch.strided):
@@ -225,7 +225,7 @@ def _planned(make: Callable[[], Any], device: torch.device) -> Any:
         return make()
     except CudaError:
         if driver.is_capturing(raw_stream(device)):
-            raise _NotTakenError("the first call of its kind came while a CUDA graph was captured") from None
+            raise NotTakenError("the first call of its kind came while a CUDA graph was captured") from None
         raise
 
 
@@ -428,15 +428,25 @@ def _install(level: str, keys: tuple[str, ...]) -> torch.library.Library:
         else:
             name = "scaled_dot_product_attention"
             functions |= {(name, key): _composite_below, (name, f"Autograd{key}"): _composite}
-    # All of torch's before the first of ours: that of the composite operator depends on which keys have one.
+    library = replace_kernels(functions)
+    if level == _ALL:
+        _tag_caches(lambda tag: tag + _CACHE_TAG)
+    return library
+
+
+def replace_kernels(functions: dict[tuple[str, str], Callable[..., Any]]) -> torch.library.Library:
+    """Put functions in front of the kernels that torch has for operators of aten, by (name, dispatch key).
+
+    A function raises `NotTakenError`, or an error about its arguments, for what the kernel behind it is to serve.
+    Destroying the library that is returned gives torch its kernels back.
+    """
+    # All of torch's before the first of ours: that of a composite operator depends on which keys have one.
     calls = {where: _taking(*where, function) for where, function in functions.items()}
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that a kernel of torch is replaced: it is what was asked for
         for (name, key), call in calls.items():
             library.impl(name, call, key, with_keyset=True)
-    if level == _ALL:
-        _tag_caches(lambda tag: tag + _CACHE_TAG)
     return library
 
 
@@ -463,7 +473,7 @@ def _taking(name: str, key: str, function: Callable[..., Any]) -> Callable[..., 
     def call(keyset: Any, *arguments: Any, **options: Any) -> Any:
         try:
             result = function(*arguments, **options)
-        except (_NotTakenError, UnsupportedError, TypeError, ValueError) as error:
+        except (NotTakenError, UnsupportedError, TypeError, ValueError) as error:
             if original is None:
                 raise
             reason = f"{name}: {str(error).splitlines()[0]}"
@@ -479,22 +489,22 @@ def _taking(name: str, key: str, function: Callable[..., Any]) -> Callable[..., 
 
 
 def _checked(function: Callable[..., Any], first: int, bias: int) -> Callable[..., Any]:
-    """``function`` where `_why_not` has nothing against query, key, value (from ``first`` on) and the bias."""
+    """``function`` where `why_not` has nothing against query, key, value (from ``first`` on) and the bias."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         query, key, value = arguments[first : first + 3]
-        reason = _why_not(query, key, value, arguments[bias])
+        reason = why_not(query, key, value, arguments[bias])
         if reason is not None:
-            raise _NotTakenError(reason)
+            raise NotTakenError(reason)
         return function(*arguments, **options)
 
     return call
 
 
 def _composite(query: Any, key: Any, value: Any, *more: Any, **options: Any) -> torch.Tensor:
-    reason = _why_not(query, key, value, options.get("attn_mask", more[0] if more else None))
+    reason = why_not(query, key, value, options.get("attn_mask", more[0] if more else None))
     if reason is not None:
-        raise _NotTakenError(reason)
+        raise NotTakenError(reason)
     return scaled_dot_product_attention(query, key, value, *more, **options)
 
 

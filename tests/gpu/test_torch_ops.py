@@ -393,3 +393,47 @@ def test_jagged_tensors_reach_the_kernels() -> None:
         q, k, v = (part[i].transpose(0, 1)[None] for part in parts)
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
         torch.testing.assert_close(x, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
+def test_flash_attention_by_its_name_in_torchs_registry(compiled: bool) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        pytest.skip("torch.nn.attention has no registry of flash attention (torch >= 2.10 has one)")
+    inputs = heads_first(*((2, 4, 200, 64),) * 3, dtype=torch.bfloat16)
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        expected = run(call, inputs)
+        torch.nn.attention.activate_flash_attention_impl("nvrtc_attn")
+        try:
+            found = run(torch.compile(call, fullgraph=True) if compiled else call, inputs)
+        finally:
+            torch.nn.attention.restore_flash_attention_impl()
+    same(found, expected, 3e-2)
+    taken = sdpa.report()["taken"]
+    assert taken["_scaled_dot_product_flash_attention"] >= 1
+    assert taken["_scaled_dot_product_flash_attention_backward"] >= 1
+
+
+@pytest.mark.usefixtures("counted")
+def test_jagged_tensors_of_16_bits_reach_the_kernels_by_the_registry() -> None:
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        pytest.skip("torch.nn.attention has no registry of flash attention (torch >= 2.10 has one)")
+    torch.manual_seed(0)
+    parts = [[torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (100, 7, 200)] for _ in range(3)]
+    torch.nn.attention.activate_flash_attention_impl("nvrtc_attn")
+    try:
+        nested = [torch.nested.nested_tensor(x, layout=torch.jagged, requires_grad=True).transpose(1, 2) for x in parts]
+        out = F.scaled_dot_product_attention(*nested, is_causal=True)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    assert sdpa.report()["taken"] == {"_flash_attention_forward": 1}
+    for i, x in enumerate(out.transpose(1, 2).unbind()):
+        q, k, v = (part[i].transpose(0, 1)[None].float() for part in parts)
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+        torch.testing.assert_close(x.float(), expected, atol=2e-2, rtol=2e-2)

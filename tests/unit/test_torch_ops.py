@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,7 @@ def detached(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
+@pytest.mark.slow(sample=["bias", "device seed", "packed", "no rows"])
 @pytest.mark.parametrize("name", problems())
 def test_opcheck(name: str) -> None:
     given = problems()[name]
@@ -121,6 +124,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow(sample=["False-causal", "True-dropout", "True-window"])
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -148,6 +152,13 @@ def test_one_dynamic_program_serves_all_lengths() -> None:
             assert compiled(*tensors(m=m, n=m + 6)).shape[1] == m
 
 
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no g++, with which inductor compiles what it makes for the CPU"
+)
+
+
+@needs_compiler
+@pytest.mark.slow(sample=["True"])
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_inductor(dynamic: bool) -> None:
@@ -213,6 +224,16 @@ def test_export(strict: bool) -> None:
     longer = torch.randn(3, 11, 16)
     torch.testing.assert_close(program.module()(longer), layer(longer))
     program.run_decompositions()
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_aot_inductor_package_runs_in_python(tmp_path: Path) -> None:
+    layer, x = Layer().eval(), torch.randn(2, 6, 16)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+        torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), layer(x))
 
 
 @pytest.mark.usefixtures("fresh")

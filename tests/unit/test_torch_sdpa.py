@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import collect_env  # noqa: E402
 from nvrtc_attn.base import log  # noqa: E402
-from nvrtc_attn.torch import ops, sdpa  # noqa: E402
+from nvrtc_attn.torch import flash, ops, sdpa  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 ATEN = torch.ops.aten
@@ -354,6 +354,7 @@ def module(kind: str) -> Any:
 
 
 @needs_get_kernel
+@pytest.mark.slow(sample=["MultiheadAttention-False", "TransformerEncoder-True"])
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerEncoder"])
@@ -390,3 +391,94 @@ def test_a_compiled_program_holds_the_operator() -> None:
     with on_cpu(all=True):
         torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend=backend)(q, k, v)
     assert ops.attention_forward in {node.target for graph in graphs for node in graph.graph.nodes}
+
+
+# ------------------------------------------------------------------------------------ the registry of flash attention
+
+
+@pytest.fixture
+def flash_on_cpu(counted: None) -> Iterator[None]:
+    handle = flash.activate(_key="CPU")
+    yield
+    handle.remove()
+
+
+def test_the_name_is_in_torchs_registry() -> None:
+    attention = torch.nn.attention
+    if not hasattr(attention, "list_flash_attention_impls"):
+        pytest.skip("torch.nn.attention has no registry of flash attention (torch >= 2.10 has one)")
+    assert "nvrtc_attn" in attention.list_flash_attention_impls()
+
+    def kernel() -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_backward", "CUDA")
+
+    before = attention.current_flash_attention_impl(), kernel()
+    attention.activate_flash_attention_impl("nvrtc_attn")
+    assert (attention.current_flash_attention_impl(), kernel()) == ("nvrtc_attn", True)
+    attention.restore_flash_attention_impl()
+    assert (attention.current_flash_attention_impl(), kernel()) == before
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("flash_on_cpu")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_last", [False, True])
+def test_flash_attention_in_torchs_strides(causal: bool, heads_last: bool) -> None:
+    values = tensors((2, 3, 7, 8), (2, 3, 7, 8), (2, 3, 7, 8))
+    if heads_last:
+        values = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in values]
+    inputs = leaves(values, torch.float32)
+    everything = ATEN._scaled_dot_product_flash_attention(*inputs, 0.0, causal, False, scale=0.3)
+    out, lse, _, _, max_q, max_k, state, unused, _ = everything
+    metas = ATEN._scaled_dot_product_flash_attention(*(x.detach().to("meta") for x in inputs), 0.0, causal)
+    for mine, meta in zip(everything, metas, strict=True):
+        if isinstance(meta, torch.Tensor):
+            assert (mine.shape, mine.stride(), mine.dtype) == (meta.shape, meta.stride(), meta.dtype)
+        else:
+            assert mine == meta
+    doubles = leaves(values, torch.float64)
+    expected = F.scaled_dot_product_attention(*doubles, is_causal=causal, scale=0.3)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    weight = torch.arange(8)
+    theirs = torch.autograd.grad((expected * weight).sum(), doubles)
+    for mine, other in zip(torch.autograd.grad((out * weight).sum(), inputs), theirs, strict=True):
+        torch.testing.assert_close(mine.double(), other, atol=5e-5, rtol=5e-5)
+    raw = [torch.ones_like(out), *inputs, out, lse, None, None, max_q, max_k, 0.0, causal, state, unused]
+    gradients = ATEN._scaled_dot_product_flash_attention_backward(*(detach(x) for x in raw))
+    metas = ATEN._scaled_dot_product_flash_attention_backward(*(detach(x, "meta") for x in raw))
+    assert [x.stride() for x in gradients] == [x.stride() for x in metas]
+
+
+def detach(x: Any, device: str = "cpu") -> Any:
+    return x.detach().to(device) if isinstance(x, torch.Tensor) else x
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("flash_on_cpu")
+def test_flash_attention_of_packed_sequences_with_a_window() -> None:
+    q, k, v = leaves(tensors((9, 2, 8), (9, 2, 8), (9, 2, 8)), torch.float32)
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+    out, lse, *_ = ATEN._flash_attention_forward(
+        q, k, v, starts, starts, 5, 5, 0.0, True, False, window_size_left=2, window_size_right=0
+    )
+    assert lse.shape == (2, 9)
+    expected = na.attention(
+        q[None], k[None], v[None], causal=True, window_size=(2, 0), cu_seqlens_q=starts, cu_seqlens_k=starts,
+        max_seqlen_q=5, max_seqlen_k=5,
+    )[0]  # fmt: skip
+    torch.testing.assert_close(out, expected)
+    for mine, other in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("flash_on_cpu")
+def test_dropout_of_flash_attention_is_left_to_torch() -> None:
+    """Its masks are counted otherwise, and the backward pass may be torch's. On the CPU torch has no kernel."""
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(sdpa.NotTakenError, match="dropout"):
+        ATEN._scaled_dot_product_flash_attention(q, q, q, 0.5)
+    with pytest.raises(sdpa.NotTakenError, match="alibi_slopes"):
+        ATEN._flash_attention_forward(
+            *(x.transpose(1, 2) for x in (q, q, q)), None, None, 4, 4, 0.0, False, False, alibi_slopes=torch.ones(2)
+        )
