@@ -373,3 +373,6 @@ def _register_target() -> None:
             # Not for CUDA graphs: a plan of another device may have to be loaded at its first launch.
             jax_tvm_ffi.register_ffi_target(_TARGET, _launch, ["args", "rets", "ctx.stream"], platform="gpu")
             _registered = True
+
+
+from .sdpa import dot_product_attention as dot_product_attention  # noqa: E402 - it calls `attention` above
