@@ -106,8 +106,11 @@ struct DbiasPairs {
 template <class Shape>
 struct DbiasBarriers {
   unsigned base;  // shared address
-  NVRTC_ATTN_DEVICE Mbarrier full(int stage) const { return Mbarrier::at(base, Shape::kFull + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty(int stage) const { return Mbarrier::at(base, Shape::kEmpty + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full(int stage) const { return at(Shape::kFull + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty(int stage) const { return at(Shape::kEmpty + stage); }
+
+ private:
+  NVRTC_ATTN_DEVICE Mbarrier at(int place) const { return {base + Mbarrier::kBytes * place}; }
 };
 
 template <int kSlabs>

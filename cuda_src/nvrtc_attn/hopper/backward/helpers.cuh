@@ -43,8 +43,8 @@ struct HelperBarriers {
   NVRTC_ATTN_DEVICE Mbarrier empty_tile() const { return at(Shape::kEmptyTile); }
   NVRTC_ATTN_DEVICE Mbarrier turn() const { return at(Shape::kTurn); }    // dq of a query tile may be added
   NVRTC_ATTN_DEVICE Mbarrier added() const { return at(Shape::kAdded); }  // it has been
-  NVRTC_ATTN_DEVICE Mbarrier full_keep(int stage) const { return at(Shape::kFullKeep, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_keep(int stage) const { return at(Shape::kEmptyKeep, stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_keep(int stage) const { return at(Shape::kFullKeep + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_keep(int stage) const { return at(Shape::kEmptyKeep + stage); }
   NVRTC_ATTN_DEVICE unsigned keep(int stage) const { return base + Shape::kOffsetKeep + stage * Shape::kBytesKeep; }
 
   NVRTC_ATTN_DEVICE void init(int consumer_warps) const {
@@ -74,9 +74,7 @@ struct HelperBarriers {
   }
 
  private:
-  NVRTC_ATTN_DEVICE Mbarrier at(typename Shape::Place place, int slot = 0) const {
-    return Mbarrier::at(base + Shape::kOffsetBarriers, place + slot);
-  }
+  NVRTC_ATTN_DEVICE Mbarrier at(int place) const { return {base + Shape::kOffsetBarriers + Mbarrier::kBytes * place}; }
 };
 
 // Read where it is needed: these warps have 24 or 32 registers.

@@ -38,7 +38,7 @@ struct PieceShape {
 
 template <class Traits>
 NVRTC_ATTN_DEVICE Mbarrier full_piece(unsigned pieces, int warp) {
-  return Mbarrier::at(pieces + PieceShape<Traits>::kOffsetBarriers, warp);
+  return {pieces + PieceShape<Traits>::kOffsetBarriers + Mbarrier::kBytes * warp};
 }
 
 template <class Traits>

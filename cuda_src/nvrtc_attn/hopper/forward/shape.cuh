@@ -71,16 +71,16 @@ struct HopperShape {
 template <class Shape>
 struct ForwardBarriers {
   unsigned base;  // shared address
-  NVRTC_ATTN_DEVICE Mbarrier full_k(int stage) const { return at(Shape::kFullK, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_v(int stage) const { return at(Shape::kFullV, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_k(int stage) const { return at(Shape::kEmptyK, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_v(int stage) const { return at(Shape::kEmptyV, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(Shape::kFullQ, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(Shape::kEmptyQ, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_scores(int stage) const { return at(Shape::kFullScores, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_scores(int stage) const { return at(Shape::kEmptyScores, stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_k(int stage) const { return at(Shape::kFullK + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_v(int stage) const { return at(Shape::kFullV + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_k(int stage) const { return at(Shape::kEmptyK + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_v(int stage) const { return at(Shape::kEmptyV + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(Shape::kFullQ + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(Shape::kEmptyQ + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_scores(int stage) const { return at(Shape::kFullScores + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_scores(int stage) const { return at(Shape::kEmptyScores + stage); }
   // kMask: V is there, and rows that the mask hides from all queries are zero. Otherwise full_v says all.
-  NVRTC_ATTN_DEVICE Mbarrier clean_v(int stage) const { return at(Shape::kCleanV, stage); }
+  NVRTC_ATTN_DEVICE Mbarrier clean_v(int stage) const { return at(Shape::kCleanV + stage); }
 
   NVRTC_ATTN_DEVICE void init() const {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
@@ -102,9 +102,7 @@ struct ForwardBarriers {
   }
 
  private:
-  NVRTC_ATTN_DEVICE Mbarrier at(typename Shape::Place place, int slot) const {
-    return Mbarrier::at(base, place + slot);
-  }
+  NVRTC_ATTN_DEVICE Mbarrier at(int place) const { return {base + Mbarrier::kBytes * place}; }
 };
 
 }  // namespace nvrtc_attn
