@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def version_of(text: str) -> str:
-    """``__version__`` of ``nvrtc_attn/__init__.py``."""
+    """``__version__`` of ``nvrtc_attn/base/version.py``."""
     match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if match is None:
-        raise SystemExit("nvrtc_attn/__init__.py has no __version__")
+        raise SystemExit("nvrtc_attn/base/version.py has no __version__")
     return match[1]
 
 
@@ -35,10 +35,10 @@ def section(changelog: str, name: str) -> str | None:
 def refusals(root: Path, released: str | None) -> list[str]:
     """Why the files of ``root`` are not those of the release ``released``, or of no release where that is ``None``."""
     found = []
-    version = version_of((root / "nvrtc_attn" / "__init__.py").read_text(encoding="utf-8"))
+    version = version_of((root / "nvrtc_attn" / "base" / "version.py").read_text(encoding="utf-8"))
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     if released is not None and released != version:
-        found.append(f"the version to release is {released}, nvrtc_attn/__init__.py says {version}")
+        found.append(f"the version to release is {released}, nvrtc_attn/base/version.py says {version}")
     text = section(changelog, version)
     if text is None:
         found.append(f"CHANGELOG.md has no section [{version}]")

@@ -1,7 +1,7 @@
 """The documentation site: `python -m sphinx -W --keep-going docs SITE`, after `pip install "nvrtc-attn[docs]"`.
 
-The reference is read from the docstrings of the checkout. A framework that is not installed is replaced by a mock, so
-that the site is the same on a machine without any.
+The reference is made of the docstrings of the checkout. What needs a framework is read from its source
+(`from_source`), so that the site is the same on a machine without any.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import nvrtc_attn
@@ -18,17 +19,12 @@ author = "The nvrtc_attn authors"
 version = release = nvrtc_attn.__version__
 html_title = f"nvrtc_attn {version}"
 
-extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_source"]
 html_theme = "furo"
 html_copy_source = False
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
-autoapi_dirs = ["../nvrtc_attn"]
-autoapi_generate_api_docs = False
-autoapi_add_toctree_entry = False
-autoapi_ignore = ["*/_include/*"]
-autoapi_options = ["imported-members"]
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"

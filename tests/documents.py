@@ -1,7 +1,7 @@
 """The Python programs of README.md and docs/: found, and run as a reader would, on the CPU or on the GPU.
 
-A block that imports `nvrtc_attn` begins a program; the blocks behind it that do not belong to it. A line
-``<!-- not run: REASON -->`` above a block keeps it out where there is no GPU.
+A block that imports both `nvrtc_attn` and a framework (``import torch``) begins a program; the blocks behind it belong
+to it. A line ``<!-- not run: REASON -->`` above a block keeps it out where there is no GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
 FRAMEWORKS = ("torch", "jax", "cupy")
+LIBRARIES = (*FRAMEWORKS, "transformers", "diffusers", "xformers")
+# What a door of the package imports, by the beginning of its name.
+_BEHIND = {
+    "nvrtc_attn.torch": "torch",
+    "nvrtc_attn.aten": "torch",
+    "nvrtc_attn.jax": "jax",
+    "nvrtc_attn.cupy": "cupy",
+    "nvrtc_attn.integrations": "torch",
+    "nvrtc_attn.integrations.transformers": "transformers",
+    "nvrtc_attn.integrations.diffusers": "diffusers",
+}
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>.*?) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -32,6 +43,14 @@ class Block:
     reason: str = ""
     """Why it does not run without a GPU."""
 
+    @property
+    def libraries(self) -> list[str]:
+        """What it imports, by itself or through `nvrtc_attn`."""
+        found = set()
+        for name in imports(self.code):
+            found |= {name.split(".")[0], *behind(name)}
+        return [name for name in LIBRARIES if name in found]
+
 
 @dataclass
 class Program:
@@ -45,19 +64,23 @@ class Program:
         return f"{self.page}:{self.blocks[0].line}"
 
     @property
-    def frameworks(self) -> list[str]:
-        """What it imports, `nvrtc_attn.torch` counted as torch."""
-        words = " ".join(name for block in self.blocks for name in imports(block.code))
-        return [name for name in FRAMEWORKS if re.search(rf"\b{name}\b", words)]
+    def libraries(self) -> set[str]:
+        """What its blocks import."""
+        return {name for block in self.blocks for name in block.libraries}
 
-    def source(self, *, on_gpu: bool) -> str:
-        """The whole text, with line numbers of the page; ``"cuda"`` becomes ``"cpu"`` where there is no GPU."""
+    def source(self, *, on_gpu: bool, last: int | None = None) -> str:
+        """The text up to block ``last``, in its page's lines; ``"cuda"`` becomes ``"cpu"`` where there is no GPU."""
         text = ""
-        for block in self.blocks:
+        for block in self.blocks[:last]:
             if block.reason and not on_gpu:
                 continue
             text += "\n" * (block.line - 1 - text.count("\n")) + block.code
         return text if on_gpu else text.replace('"cuda"', '"cpu"')
+
+
+def behind(name: str) -> set[str]:
+    """Libraries that the module ``name`` of the package imports."""
+    return {library for door, library in _BEHIND.items() if f"{name}.".startswith(f"{door}.")}
 
 
 def imports(code: str) -> list[str]:
@@ -78,30 +101,37 @@ def programs(page: str) -> list[Program]:
     for match in _BLOCK.finditer(text):
         line = text[: match.start("code")].count("\n") + 1
         block = Block(line, match["code"], match["reason"] or "")
-        begins = any(name.split(".")[0] == "nvrtc_attn" for name in imports(block.code))
-        if begins or not found:
+        ours = any(name.split(".")[0] == "nvrtc_attn" for name in imports(block.code))
+        if not found or (ours and re.search(r"^import .*\b(numpy|torch|jax|cupy)\b", block.code, re.MULTILINE)):
             found.append(Program(page, []))
         found[-1].blocks.append(block)
     return found
 
 
-def missing(program: Program, *, on_gpu: bool) -> str:
-    """Why the program cannot run here; empty when it can."""
-    absent = [name for name in program.frameworks if importlib.util.find_spec(name) is None]
-    if absent:
-        return f"not installed: {', '.join(absent)}"
-    if "cupy" in program.frameworks and not on_gpu:
-        return "CuPy needs a GPU"
-    return ""
+def missing(program: Program, *, on_gpu: bool) -> tuple[int, str]:
+    """How many blocks from the first on can run here, and why no more; empty when all can."""
+    for count, block in enumerate(program.blocks):
+        absent = [name for name in block.libraries if importlib.util.find_spec(name) is None]
+        if absent:
+            return count, f"not installed: {', '.join(absent)}"
+        if "cupy" in block.libraries and not on_gpu:
+            return count, "CuPy needs a GPU"
+    return len(program.blocks), ""
 
 
-def run(program: Program, *, on_gpu: bool, cwd: Path) -> None:
-    """In a process of its own. AssertionError with its output where it fails."""
+def run(program: Program, *, on_gpu: bool, cwd: Path) -> str:
+    """Run what can run here, in a process of its own; why the rest, or all of it, cannot.
+
+    Raises AssertionError with its output where it fails.
+    """
+    count, reason = missing(program, on_gpu=on_gpu)
+    if count == 0:
+        return reason
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if not on_gpu:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     script = cwd / "program.py"
-    script.write_text(program.source(on_gpu=on_gpu), encoding="utf-8")
+    script.write_text(program.source(on_gpu=on_gpu, last=count), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
@@ -112,3 +142,4 @@ def run(program: Program, *, on_gpu: bool, cwd: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{program.name}\n{done.stdout}{done.stderr}"
+    return reason

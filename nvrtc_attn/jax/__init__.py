@@ -31,7 +31,7 @@ from ..plans.plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
 from ..plans.prefetch import BackwardPrefetch
 from ..runtime import device
 
-_TARGET: Final = "nvrtc_attn.runtime.launch"
+_TARGET: Final = "nvrtc_attn.launch"
 _INPUTS: Final = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _lock = threading.Lock()
 _registered = False
@@ -373,3 +373,6 @@ def _register_target() -> None:
             # Not for CUDA graphs: a plan of another device may have to be loaded at its first launch.
             jax_tvm_ffi.register_ffi_target(_TARGET, _launch, ["args", "rets", "ctx.stream"], platform="gpu")
             _registered = True
+
+
+from .sdpa import dot_product_attention as dot_product_attention  # noqa: E402 - it calls `attention` above

@@ -13,8 +13,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn  # noqa: E402 - after the skip
 import nvrtc_attn.torch as adapter  # noqa: E402
-from nvrtc_attn import api  # noqa: E402
+from nvrtc_attn import api, collect_env  # noqa: E402
 from nvrtc_attn.base.dtypes import DTYPES  # noqa: E402
+from nvrtc_attn.front.tensors import view  # noqa: E402
+from nvrtc_attn.runtime import driver  # noqa: E402
 
 B, M, N, H, HKV, D = 2, 200, 333, 4, 2, 64
 FAMILIES = [
@@ -191,3 +193,46 @@ def test_lengths_may_be_tensors() -> None:
         )
         assert torch.equal(found, expected)
     assert len(adapter._forward_plans) == entries
+
+
+def test_managed_memory_is_on_the_gpu_that_the_driver_names() -> None:
+    """The producer says device 0 whatever it is: the driver is asked."""
+    index = torch.cuda.current_device()
+    x = torch.randn((1, 128, 2, D), device="cuda").half()
+    with driver.device_context(index):
+        address = int(driver.call("cuMemAllocManaged", x.nbytes, 1, device=index))  # 1: any stream may use it
+        driver.call("cuMemcpyDtoD", address, x.data_ptr(), x.nbytes, device=index)
+    try:
+        managed = Producer(tuple(x.shape), device=(13, 0), data=address)
+        assert view(managed, "q").device == view(x, "q").device
+        out = torch.full_like(x, torch.nan)
+        nvrtc_attn.attention_forward(managed, managed, managed, out)
+        assert torch.equal(out, nvrtc_attn.attention(x, x, x))
+    finally:
+        torch.cuda.synchronize()
+        with driver.device_context(index):
+            driver.call("cuMemFree", address, device=index)
+
+
+@pytest.mark.parametrize("function", [nvrtc_attn.attention, adapter.attention], ids=["core", "torch"])
+def test_lengths_on_the_gpu_are_checked_when_it_is_asked_for(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn((1, 128, 2, D), device="cuda").half()
+    good, wrong = (torch.tensor(ends, dtype=torch.int32, device="cuda") for ends in ((0, 100, 128), (0, 100, 90)))
+    longest = {"max_seqlen_q": 100, "max_seqlen_k": 100}
+    expected = function(q, q, q, cu_seqlens_q=good, cu_seqlens_k=good, **longest)
+    monkeypatch.setenv("NVRTC_ATTN_DEBUG", "1")
+    assert torch.equal(function(q, q, q, cu_seqlens_q=good, cu_seqlens_k=good, **longest), expected)
+    with pytest.raises(ValueError, match="cu_seqlens_k: decreases from 100 to 90"):
+        function(q, q, q, cu_seqlens_q=good, cu_seqlens_k=wrong, **longest)
+
+
+def test_the_doctor_shows_the_gpus_as_torch_does() -> None:
+    report = collect_env.collect()
+    major, have = (int(x.split(".")[0]) for x in (torch.version.cuda, report["driver"]["cuda_version"]))
+    assert have >= major
+    found = [(gpu["name"], gpu["compute_capability"], gpu["num_sms"], gpu["memory_bytes"]) for gpu in report["gpus"]]
+    expected = []
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        expected.append((p.name, f"{p.major}.{p.minor}", p.multi_processor_count, p.total_memory))
+    assert found == expected

@@ -90,14 +90,13 @@ def test_sections_that_the_heuristics_refer_to_exist(repository: Path) -> None:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_what_the_documents_show_runs(program: documents.Program, tmp_path: Path) -> None:
     """On the CPU, as far as it can; tests/gpu runs all of it."""
-    reason = documents.missing(program, on_gpu=False)
+    reason = documents.run(program, on_gpu=False, cwd=tmp_path)
     if reason:
-        pytest.skip(reason)
-    documents.run(program, on_gpu=False, cwd=tmp_path)
+        pytest.skip(f"not all of it ran: {reason}")
 
 
 def test_every_framework_has_programs_and_few_blocks_stay_out() -> None:
-    assert {name for program in PROGRAMS for name in program.frameworks} == set(documents.FRAMEWORKS)
+    assert {name for program in PROGRAMS for name in program.libraries} == set(documents.LIBRARIES)
     out = {
         f"{program.page}:{block.line}": block.reason for program in PROGRAMS for block in program.blocks if block.reason
     }
@@ -105,21 +104,21 @@ def test_every_framework_has_programs_and_few_blocks_stay_out() -> None:
     assert len(out) <= 4
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_options_that_the_documents_show_exist(program: documents.Program) -> None:
+def test_options_that_the_documents_show_exist() -> None:
     """Also where the framework is missing that the program needs."""
     accepted = set(inspect.signature(nvrtc_attn.attention).parameters)
     accepted |= set(inspect.signature(nvrtc_attn.attention_backward).parameters)
     shown = 0
-    for node in ast.walk(ast.parse(program.source(on_gpu=True))):
-        if not isinstance(node, ast.Call):
-            continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if name in ("attention", "attention_forward", "attention_backward"):
-            unknown = {keyword.arg for keyword in node.keywords if keyword.arg} - accepted
-            assert not unknown, f"{program.name}: line {node.lineno}: {unknown}"
-            shown += 1
-    assert shown or program.page == "docs/guide/performance.md"
+    for program in PROGRAMS:
+        for node in ast.walk(ast.parse(program.source(on_gpu=True))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("attention", "attention_forward", "attention_backward"):
+                unknown = {keyword.arg for keyword in node.keywords if keyword.arg} - accepted
+                assert not unknown, f"{program.name}: line {node.lineno}: {unknown}"
+                shown += 1
+    assert shown > 20
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -166,12 +165,11 @@ def test_messages_that_troubleshooting_quotes_are_those_of_the_package(repositor
 
 def test_the_reference_has_every_public_function(repository: Path) -> None:
     text = (repository / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^\.\. auto(?:api)?(?:function|exception):: (\S+)$", text, re.MULTILINE))
+    listed = set(re.findall(r"^\.\. (?:autofunction|autoexception|from-source):: (\S+)$", text, re.MULTILINE))
     assert {f"nvrtc_attn.{name}" for name in nvrtc_attn.__all__ if name != "__version__"} <= listed
     for name in sorted(listed):
         door, _, attribute = name.rpartition(".")
-        framework = {"nvrtc_attn.aten": "torch"}.get(door, door.rpartition(".")[2])
-        if framework == "nvrtc_attn" or importlib.util.find_spec(framework) is not None:
+        if all(importlib.util.find_spec(library) is not None for library in documents.behind(door)):
             assert inspect.getdoc(getattr(importlib.import_module(door), attribute)), name
 
 

@@ -174,7 +174,7 @@ def source(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def broken_contracts(root: Path) -> list[str]:
     pytest.importorskip("importlinter", reason="import-linter is not installed; .ci/run has it from the extra dev")
-    code = "from importlinter.cli import lint_imports_command as run; run(['--no-logo', '--no-cache'])"
+    code = "from importlinter.cli import lint_imports_command as run; run(['--no-cache'])"
     environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=root, check=False

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "integrations").glob("*.md"))
-HOSTS = {"transformers": "transformers", "diffusers": "diffusers", "xformers": "xformers.ops.fmha"}
+HOSTS = {"transformers": "transformers", "diffusers": "diffusers", "xformers": "xformers.ops.fmha", "flax": "flax.nnx"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -22,7 +22,7 @@ def test_blocks_run(page: Path) -> None:
         assert not blocks
         return
     assert blocks
-    pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("jax" if page.stem == "flax" else "torch", reason="its framework is not installed")
     if page.stem in HOSTS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

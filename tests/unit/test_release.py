@@ -39,8 +39,8 @@ CHANGELOG = """# Changelog
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Files that 1.2.0 can be released from."""
-    (tmp_path / "nvrtc_attn").mkdir()
-    (tmp_path / "nvrtc_attn" / "__init__.py").write_text('__version__ = "1.2.0"\n')
+    (tmp_path / "nvrtc_attn" / "base").mkdir(parents=True)
+    (tmp_path / "nvrtc_attn" / "base" / "version.py").write_text('__version__ = "1.2.0"\n')
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
     (tmp_path / "pyproject.toml").write_text('[project.urls]\nSource = "https://host.example/us/it"\n')
     return tmp_path
@@ -53,8 +53,8 @@ def test_a_good_tree_is_not_refused(release: Any, tree: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "expected", "always"),
     [
-        ("nvrtc_attn/__init__.py", "1.2.0", "1.3.0", "no section [1.3.0]", True),
-        ("nvrtc_attn/__init__.py", "1.2.0", "1.1.0", "__init__.py says 1.1.0", False),
+        ("nvrtc_attn/base/version.py", "1.2.0", "1.3.0", "no section [1.3.0]", True),
+        ("nvrtc_attn/base/version.py", "1.2.0", "1.1.0", "version.py says 1.1.0", False),
         ("CHANGELOG.md", "- Something.", "", "section [1.2.0] of CHANGELOG.md lists nothing", True),
         ("CHANGELOG.md", "## [1.2.0] -", "## 1.2.0", "no section [1.2.0]", True),
         ("CHANGELOG.md", "[Unreleased]\n", "[Unreleased]\n\n- New.\n", "under [Unreleased]", False),

@@ -186,6 +186,11 @@ struct ScoreOperand {
       }
     }
   }
+  // Of value e of accumulator tile (m, n); anything where it is not enabled.
+  NVRTC_ATTN_DEVICE Element at(int m, int n, int e) const {
+    ElementPair<Element> const& pair = value[kEnabled ? m : 0][kEnabled ? n : 0][e >> 1];
+    return e & 1 ? pair.y : pair.x;
+  }
 };
 
 }  // namespace nvrtc_attn

@@ -120,26 +120,6 @@ NVRTC_ATTN_DEVICE void multiply_qk(AccTile (&s)[Shape::kTilesM][Shape::kTilesN],
   }
 }
 
-// -inf for what the position mask drops; i and j are this thread's first row and column.
-template <class Shape, bool kBand, bool kPacked>
-NVRTC_ATTN_DEVICE void apply_position_mask(AccTile (&s)[Shape::kTilesM][Shape::kTilesN],
-                                           PositionMask<kBand> const& mask, RowMap<kPacked> const& row_map, int i,
-                                           int j) {
-#pragma unroll
-  for (int r = 0; r < 2 * Shape::kTilesM; ++r) {
-    int const query = kBand ? row_map.query(i + 8 * r) : 0;
-    int const first = mask.first_key(query) - j;
-    int const last = mask.last_key(query) - j;
-#pragma unroll
-    for (int n = 0; n < Shape::kTilesN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (8 * n + e > last || (kBand && 8 * n + e < first)) s[r / 2][n][2 * (r % 2) + e] = -infinity();
-      }
-    }
-  }
-}
-
 // Turns scores into probabilities, one pair of score tiles (16 keys) at a time.
 template <class Traits, class Shape, class Softmax>
 struct Probabilities {

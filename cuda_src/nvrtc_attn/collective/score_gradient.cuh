@@ -373,12 +373,7 @@ struct ScoreGradient {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int const i = i0 + 16 * m + 8 * r + (lane >> 2);
-        // The row's own key range: two comparisons an element whatever the mask.
-        int first = 0, last = positions.len_k - 1;
-        if constexpr (Traits::kBand) {
-          first = i + positions.low;
-          last = min(last, i + positions.high);
-        }
+        Visible const visible = positions.keys_of(i, 0);
 #pragma unroll
         for (int group = 0; group < kN; group += kGroup) {
           int const j = j0 + Order::key(group, lane & 3, 0);
@@ -388,18 +383,18 @@ struct ScoreGradient {
           for (int at = 0; at < Order::kRun; ++at) {
             int const n = group + at / 2, e = at % 2;
             float& x = s[m][n][2 * r + e];
-            float t;
-            float y = map.map(x, t);
-            if constexpr (Traits::kHasBias) y += tile.bias.value(m, r, n, e);
-            float const p = map.probability(y, rows.reference[m][r]);
+            float bias = 0.0f;
+            if constexpr (Traits::kHasBias) bias = tile.bias.value(m, r, n, e);
+            float tanh_value;
+            float const p = map.probability(map.score(x, bias, tanh_value), rows.reference[m][r]);
             float g = dp[m][n][2 * r + e];
             if constexpr (Traits::kDropout) g = keep >> at & 1 ? g * multiplier : 0.0f;
             g = p * (g - rows.delta[m][r]);
-            if constexpr (Traits::kSoftcap && kSoftcapDerivative) g *= 1.0f - t * t;
+            if constexpr (Traits::kSoftcap && kSoftcapDerivative) g *= map.slope(tanh_value);
             bool kept = true;
-            if constexpr (kCheckPosition) kept = j + at >= first && j + at <= last;
+            if constexpr (kCheckPosition) kept = visible.contains(j + at);
             if constexpr (Traits::kMask) kept = kept && tile.mask.is_set(m, r, n, e);
-            x = kept ? g : 0.0f;
+            x = masked_gradient(g, kept);
           }
         }
       }

@@ -56,6 +56,7 @@ struct TransposedScoreGradient {
   // The 16-bit bias of a warp tile before it is used: word [n][m][half] holds query i0 + 8 m + g and keys 2t, 2t + 1 of the 8
   // from j0 + 16 n + 8 half on. Four bytes a load and the registers' own transpose (movmatrix) instead of a load a score.
   static constexpr bool kBiasWords = Traits::kHasBias && sizeof(Bias) == 2;
+  static constexpr bool kBiasElements = Traits::kHasBias && !kBiasWords;  // read one at a time
   static constexpr bool kDbiasWords = Traits::kDbiasStore && sizeof(DBias) == 2;
   template <int kN, int kM>
   struct BiasWords {
@@ -68,7 +69,7 @@ struct TransposedScoreGradient {
     if constexpr (kBiasWords) {
       int const i = i0 + (lane >> 2);
       int const j = j0 + 2 * (lane & 3);
-      bool const vector = bias.pairs && i0 + 8 * kM <= positions.len_q && j0 + 16 * kN <= positions.len_k;
+      bool const vector = bias.pairs && positions.has_rows(i0, 8 * kM) && j0 + 16 * kN <= positions.len_k;
       Bias const* row = bias.at(i, j);
 #pragma unroll
       for (int m = 0; m < kM; ++m, row += 8 * bias.stride_m)
@@ -106,7 +107,7 @@ struct TransposedScoreGradient {
         keep |= keep_bits_transposed(dropout, i0 + tile / kN * 8, j0 + tile % kN * 16, lane) << (4 * tile);
       }
     }
-    if (i0 + 8 * kM <= positions.len_q && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
+    if (positions.has_rows(i0, 8 * kM) && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
       apply<false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
     } else {
       apply<true>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
@@ -114,9 +115,6 @@ struct TransposedScoreGradient {
   }
 
  private:
-  // The natural-log LSE, already free of -inf, in the unit that probability() subtracts.
-  static NVRTC_ATTN_DEVICE float reference_of(float lse) { return ScoreMap<Traits>::kMapped ? lse : lse * kLog2e; }
-
   // One transposed 16 x 8 tile of 16-bit dbias: this thread writes query i, keys j, j + 1 and j + 8, j + 9.
   NVRTC_ATTN_DEVICE void store_dbias(float const (&value)[4], int i, int j) const {
 #pragma unroll
@@ -147,7 +145,9 @@ struct TransposedScoreGradient {
       int const i = i0 + 8 * m + 2 * t;
       float2 const lse = *reinterpret_cast<float2 const*>(row_lse + 8 * m + 2 * t);
       float2 const row_d = *reinterpret_cast<float2 const*>(row_delta + 8 * m + 2 * t);
-      float const reference[2] = {reference_of(lse.x), reference_of(lse.y)};
+      using Map = ScoreMap<Traits>;
+      float const reference[2] = {Map::template reference_of_lse<true>(lse.x),
+                                  Map::template reference_of_lse<true>(lse.y)};
       float const delta[2] = {row_d.x, row_d.y};
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -168,14 +168,13 @@ struct TransposedScoreGradient {
         for (int e = 0; e < 4; ++e) {
           int const ie = i + (e & 1);
           int const j = j0 + 16 * n + g + 8 * (e >> 1);
-          float tanh_value;
-          float y = map.map(s[n][m][e], tanh_value);
+          float y, tanh_value;
+          if constexpr (!Traits::kHasBias) y = map.score(s[n][m][e], 0.0f, tanh_value);
           bool kept = true;
           if constexpr (kCheckPosition) kept = ie < positions.len_q && positions.keeps(ie, j);
-          if constexpr (kBiasWords) {
-            y += tile_bias[e];
-          } else if constexpr (Traits::kHasBias) {
-            if (!kCheckPosition || kept) y += to_float(*bias.at(ie, j));
+          if constexpr (Traits::kHasBias) {
+            if constexpr (kBiasElements) tile_bias[e] = !kCheckPosition || kept ? to_float(*bias.at(ie, j)) : 0.0f;
+            y = map.score(s[n][m][e], tile_bias[e], tanh_value);
           }
           if constexpr (Traits::kMask) {
             if (!kCheckPosition || kept) kept = *mask.at(ie, j) != 0;
@@ -185,8 +184,8 @@ struct TransposedScoreGradient {
           if constexpr (Traits::kDropout) z_dp = (keep >> e & 1) ? z_dp * multiplier : 0.0f;
           float ds = p * (z_dp - delta[e & 1]);
           if constexpr (kCheckPosition || Traits::kMask) {
-            p = kept ? p : 0.0f;
-            ds = kept ? ds : 0.0f;
+            p = masked_gradient(p, kept);
+            ds = masked_gradient(ds, kept);
           }
           tile_dbias[e] = ds;
           if constexpr (Traits::kDbiasStore && !kDbiasWords) {
@@ -194,9 +193,9 @@ struct TransposedScoreGradient {
           }
           if constexpr (Traits::kDropout) p = (keep >> e & 1) ? p * multiplier : 0.0f;
           if constexpr (Traits::kSoftcap) {
-            float slope = 1.0f - tanh_value * tanh_value;
+            float slope = map.slope(tanh_value);
             // q.k of a score that is not kept may be NaN: zero times its slope would be too.
-            if constexpr (kCheckPosition || Traits::kMask) slope = kept ? slope : 0.0f;
+            if constexpr (kCheckPosition || Traits::kMask) slope = masked_gradient(slope, kept);
             ds *= slope;
           }
           s[n][m][e] = p;

@@ -1,4 +1,5 @@
-// Raw products q.k -> scores, shared by forward and backward: scale, softcap, bias, position mask and byte mask.
+// Raw products q.k -> scores -> probabilities: the one place for scale, softcap and its derivative, bias and byte mask,
+// for both kernel families, forward and backward, scores by rows and transposed ones. Position masks are mask.cuh's.
 //
 // Two modes, chosen at compile time by kMapsScores<Traits>:
 // * folded (no softcap, no bias, positive scale): the accumulator stays s = q.k and the scale rides in the exponent,
@@ -48,19 +49,25 @@ struct ScoreMap {
     if constexpr (Traits::kSoftcap) scale = fminf(fmaxf(params.scale / params.softcap, -kLargest), kLargest);
   }
 
-  // One raw product -> score before bias. `tanh_value` is tanh(scale * s / softcap), whose 1 - tanh^2 the backward needs.
-  NVRTC_ATTN_DEVICE float map(float s, float& tanh_value) const {
+  // One raw product and its bias -> score. `tanh_value` is what slope() wants to know.
+  NVRTC_ATTN_DEVICE float score(float s, float bias, float& tanh_value) const {
+    float y = kMapped ? s * scale : s;
+    tanh_value = 0.0f;
     if constexpr (Traits::kSoftcap) {
-      tanh_value = tanh_of<typename Traits::Element>(s * scale);
-      return softcap * tanh_value;
-    } else {
-      tanh_value = 0.0f;
-      return kMapped ? s * scale : s;
+      tanh_value = tanh_of<typename Traits::Element>(y);
+      y = softcap * tanh_value;
     }
+    if constexpr (Traits::kHasBias) y += bias;
+    return y;
   }
-  NVRTC_ATTN_DEVICE float map(float s) const {
+  NVRTC_ATTN_DEVICE float score(float s, float bias) const {
     float unused;
-    return map(s, unused);
+    return score(s, bias, unused);
+  }
+
+  // The derivative of the score with respect to scale * q.k: of the softcap, 1 - tanh^2.
+  static NVRTC_ATTN_DEVICE float slope(float tanh_value) {
+    return Traits::kSoftcap ? 1.0f - tanh_value * tanh_value : 1.0f;
   }
 
   // P's exponent for a score and a reference (row maximum, or LSE in natural units divided by the unit of scores).
@@ -74,51 +81,32 @@ struct ScoreMap {
   NVRTC_ATTN_DEVICE float ratio(float a, float b) const { return fast_exp2((a - b) * exponent_scale); }
   // LSE (natural units) of a row with a key: `m` is the maximum that P is relative to, `sum` that of P.
   NVRTC_ATTN_DEVICE float lse(float m, float sum) const { return m * (exponent_scale * kLn2) + logf(sum); }
-  // The same reference from an LSE (natural units). P of rows without keys, or whose P cannot be made again, is 0.
-  NVRTC_ATTN_DEVICE float reference_of_lse(float lse) const {
-    float const usable = has_probabilities(lse) ? lse : infinity();
+  // The same reference from an LSE (natural units). P of rows without keys, or whose P cannot be made again, is 0;
+  // kUsable: their LSE is infinity() already.
+  template <bool kUsable = false>
+  static NVRTC_ATTN_DEVICE float reference_of_lse(float lse) {
+    float const usable = kUsable || has_probabilities(lse) ? lse : infinity();
     return kMapped ? usable : usable * kLog2e;
   }
 };
 
-// Map the four raw products of one accumulator tile (no bias, no mask).
-template <class Traits>
-NVRTC_ATTN_DEVICE void map_scores(AccTile& c, ScoreMap<Traits> const& map) {
-  if constexpr (ScoreMap<Traits>::kMapped) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) c[e] = map.map(c[e]);
-  }
-}
+// A score that a mask drops becomes -inf, whatever it was; never by adding to it, which a NaN would survive.
+NVRTC_ATTN_DEVICE float masked_score(float score, bool kept) { return kept ? score : -infinity(); }
 
-// Add the bias: the tile's rows are i and i + 8, its columns j and j + 1 (j even).
-template <class Bias>
-NVRTC_ATTN_DEVICE void add_bias(AccTile& c, ScoreTensor<Bias const> const& bias, int i, int j, int len_q, int len_k) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float2 const b = load_score_pair(bias, i + 8 * r, j, len_q, len_k);
-    c[2 * r] += b.x;
-    c[2 * r + 1] += b.y;
-  }
-}
+// Likewise P and the gradient of such a score become zero: dP of it, which they multiply, may be NaN.
+NVRTC_ATTN_DEVICE float masked_gradient(float ds, bool kept) { return kept ? ds : 0.0f; }
 
-// -inf for what the position mask drops.
-template <bool kBand>
-NVRTC_ATTN_DEVICE void apply_position_mask(AccTile& c, PositionMask<kBand> const& mask, int i, int j) {
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if (!mask.keeps(i + 8 * (e >> 1), j + (e & 1))) c[e] = -infinity();
+// One raw product -> score, of what bias and byte mask hold for it, where the kernel has them.
+template <class Traits, class Bias, class Byte>
+NVRTC_ATTN_DEVICE float finish_score(ScoreMap<Traits> const& map, float s, Bias const& bias, Byte const& byte) {
+  float y = s;
+  if constexpr (Traits::kHasBias) {
+    y = map.score(s, to_float(bias));
+  } else {
+    y = map.score(s, 0.0f);
   }
-}
-
-// -inf for what the byte mask drops.
-NVRTC_ATTN_DEVICE void apply_byte_mask(AccTile& c, ScoreTensor<unsigned char const> const& mask, int i, int j,
-                                       int len_q, int len_k) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    unsigned const keep = load_mask_pair(mask, i + 8 * r, j, len_q, len_k);
-    if (!(keep & 1)) c[2 * r] = -infinity();
-    if (!(keep & 2)) c[2 * r + 1] = -infinity();
-  }
+  if constexpr (Traits::kMask) y = masked_score(y, byte != 0);
+  return y;
 }
 
 }  // namespace nvrtc_attn

@@ -149,12 +149,6 @@ struct BackwardDq {
       }
   }
 
-  // Whether no row of the warp sees any of the chunk's columns (a diagonal tile of a causal mask is half such chunks).
-  static NVRTC_ATTN_DEVICE bool unseen(PositionMask<Traits::kBand> const& positions, int i0, int j0) {
-    if constexpr (Traits::kBand) return j0 > i0 + 16 * kM - 1 + positions.high || j0 + kChunkN - 1 < i0 + positions.low;
-    return false;
-  }
-
   NVRTC_ATTN_DEVICE void run_resident() {
     using TileQ = SmemTile<Element, kBlockM, Traits::kHeadDim>;
     using TileDO = SmemTile<Element, kBlockM, Traits::kHeadDimV>;
@@ -236,7 +230,10 @@ struct BackwardDq {
 #pragma unroll 1
         for (int c = 0; c < kChunks; ++c) {
           int const col0 = kWarpsD > 1 ? warp_d * kChunkN : c * kChunkN;
-          if (kWarpsD == 1 && kStages == 2 && unseen(gradient.positions, m0 + row0, t * kBlockN + col0)) continue;
+          // A diagonal tile of a causal mask is half such chunks.
+          if (kWarpsD == 1 && kStages == 2 &&
+              !gradient.positions.sees_tile(m0 + row0, 16 * kM, t * kBlockN + col0, kChunkN))
+            continue;
           WarpTile<kM, kN> dp, s;
           clear(dp);
           multiply_nt<TileV, kLegacy, kUnrollDO, false, true>(dp, dout, tV, col0, lane);
@@ -404,7 +401,7 @@ NVRTC_ATTN_DEVICE void backward_dq(BackwardParams const& params) {
   if constexpr (Traits::kBand) {
     // Rows near the end see the most keys under a causal mask: start them first so that the last wave is short.
     if constexpr (!Traits::kVarlen) {
-      if (params.window_right != kUnbounded) m = params.num_m_blocks - 1 - m;
+      if (PositionMask<true>::last_rows_see_most(params)) m = params.num_m_blocks - 1 - m;
     }
   }
   BackwardDq<Traits> cta(params, reinterpret_cast<typename Traits::Element*>(smem_bytes), b, h, m * Traits::kBlockM);

@@ -2,32 +2,34 @@
 // tile holds all keys (kOneKeyTile), dq is complete and goes to its own tensor. With kSplit several thread blocks share the
 // query heads of a key tile, and add their dk and dv into dkv_accum (kernel/dkv_convert.cuh).
 //
-// Roles: warp-group 0 loads (one thread issues all copies); each of the other two warp-groups owns 64 of the tile's 128 keys.
-// Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV += P^T dO and
-// dK += dS^T Q without leaving registers. dS goes to shared memory too: dQ = dS K needs all keys, so the groups meet once a
-// query tile, and each computes its share of dQ (64 rows of 128, or 64 columns of 128) and adds it to dq_accum. A query tile has
-// 64 rows, or 128 where both head dims are up to 64; of 80, which are no whole number of times 64, dQ^T = K^T dS^T is computed,
-// 64 rows of 128.
+// Roles: warp-group 0 loads (one thread issues all copies); each of the other two warp-groups owns 64 of the tile's 128
+// keys. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV +=
+// P^T dO and dK += dS^T Q without leaving registers. dS goes to shared memory too: dQ = dS K needs all keys, so the
+// groups meet once a query tile, and each computes its share of dQ (64 rows of 128, or 64 columns of 128) and adds it
+// to dq_accum. A query tile has 64 rows, or 128 where both head dims are up to 64; of 80, which are no whole number of
+// times 64, dQ^T = K^T dS^T is computed, 64 rows of 128.
 //
 // The products of a query tile are started so that the tensor cores have one to work on while the warps compute:
 //   start S, dP -> P under dP -> dS, announced -> start dV -> meet under dV -> start dQ, dK -> add dQ to dq_accum under dK,
-// or with kEarlyDv dV as soon as P is there, and dS under it.
-// The last one takes as long as dK: red.global is the narrowest path of this kernel, and what runs beside it is free.
+// or with kEarlyDv dV as soon as P is there, and dS under it. The last one takes as long as dK: red.global is the
+// narrowest path of this kernel, and what runs beside it is free.
 //
-// Dropout's decisions and the order of additions in the deterministic pass are made by warps of the loading group that load
-// nothing, the former with a fourth warp-group: hopper/backward/helpers.cuh. With kFused, where these have nothing to do, they
-// do the work of backward_hopper_prepare instead: hopper/backward/prepare_rows.cuh.
+// Dropout's decisions and the order of additions in the deterministic pass are made by warps of the loading group that
+// load nothing, the former with a fourth warp-group: hopper/backward/helpers.cuh. With kFused, where these have nothing
+// to do, they do the work of backward_hopper_prepare instead: hopper/backward/prepare_rows.cuh.
 //
-// Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x dS[query][key],
-// row_lse and delta for each slot, which tile it is, mbarriers, what the helpers need. Everything that a tile writes leaves
-// from registers, but for a dbias: with kBiasTiles the slots of dS also bring the bias and take its gradient away
-// (hopper/backward/score_tile_transposed.cuh), and zeros for query tiles that no product reaches leave from a slab of zeros.
+// Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x
+// dS[query][key], row_lse and delta for each slot, which tile it is, mbarriers, what the helpers need. Everything that
+// a tile writes leaves from registers, but for a dbias: with kBiasTiles the slots of dS also bring the bias and take
+// its gradient away (hopper/backward/score_tile_transposed.cuh), and zeros for query tiles that no product reaches
+// leave from a slab of zeros.
 //
-// Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty` one
-// arrival per consumer warp. full_k also announces the tile. dS is complete when both groups have arrived at the named barrier
-// of its slot and of the other group, which waits there: between the two is the start of dV. Two slots of dS make one meeting a
-// tile enough: who writes slot j % 2 has met the other group after its product with tile j - 2. Named barrier 1 is all consumers,
-// who meet there instead with kEarlyDv.
+// Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty`
+// one arrival per consumer warp. full_k also announces the tile. dS is complete when both groups have arrived at the
+// named barrier of its slot and of the other group, which waits there: between the two is the start of dV. Two slots of
+// dS make one meeting a tile enough: who writes slot j % 2 has met the other group after its product with tile j - 2.
+// With kEarlyDv all consumers meet at one barrier instead. By name: hopper/backward/barriers.cuh,
+// KeyTileConsumer::NamedBarrier.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/score_gradient_transposed.cuh"
@@ -41,8 +43,9 @@
 
 namespace nvrtc_attn {
 
-// One consumer warp-group, which owns 64 of a tile's 128 keys. Accumulators are arrays of the functions, not members: the compiler
-// splits the struct into registers before it unrolls the loops over them, or not at all (up to 128 bytes of spills).
+// One consumer warp-group, which owns 64 of a tile's 128 keys. Accumulators are arrays of the functions, not members:
+// the compiler splits the struct into registers before it unrolls the loops over them, or not at all (up to 128 bytes
+// of spills).
 template <class Traits>
 struct KeyTileConsumer {
   using Shape = HopperBackwardShape<Traits>;
@@ -67,7 +70,7 @@ struct KeyTileConsumer {
   enum NamedBarrier : int {
     kAllConsumers = 1,
     kOwnGroup = 2,               // + group
-    kDsOfGroup = kOwnGroup + 2,  // + 2 * slot + group: its half of dS is there
+    kDsOfGroup = kOwnGroup + 2,  // + 2 * slot + group: its half of dS is there; even, so that ^ 1 is the other group's
   };
 
   HopperBackwardParams const& params;
@@ -372,8 +375,8 @@ struct KeyTileConsumer {
     }
   }
 
-  // Keys beyond the sequence belong to another one or to nobody: they may hold NaN, and dQ multiplies them by zero. Keys that
-  // a padding mask hides likewise.
+  // Keys beyond the sequence belong to another one or to nobody: they may hold NaN, and dQ multiplies them by zero.
+  // Keys that a padding mask hides likewise.
   NVRTC_ATTN_DEVICE void zero_keys(Work const& work, int h) {
     if constexpr (kLengthsOnDevice) {
       int const valid = max(work.seqlen.len_k - work.n0, 0);
@@ -529,11 +532,11 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
     if (warp == 0) {
       BackwardLoader<Traits, Shape>(params, barriers, smem, 0).run();
     } else if (Traits::kOrdered && warp == 3) {
-      if constexpr (Traits::kOrdered) order_additions<Traits, QueryRange<Traits>>(params, helpers);
+      if constexpr (Traits::kOrdered) order_additions<Traits>(params, helpers);
     } else if constexpr (Traits::kFused) {
       prepare_rows<Traits>(params, smem + Shape::kOffsetHelpers, int(threadIdx.x) & 31);
     } else if constexpr (Traits::kKeepWords) {
-      make_keep_words<Traits, QueryRange<Traits>>(params, helpers, warp < 4 ? warp + 3 : warp - 12);
+      make_keep_words<Traits>(params, helpers, warp < 4 ? warp + 3 : warp - 12);
     }
   } else {
     take_registers<Traits::kKeepWords ? 224 : 240>();

@@ -1,17 +1,17 @@
 // Gradient of a bias that batch entries or heads share, on Hopper (sm_90a): the sum of dS = P * (dP - delta) over them.
 //
-// A tile is 128 queries and 128 keys of one element of the bias's batch and head dims. A thread block walks the (batch, head)
-// pairs that add to it, in order, computes S and dP of each again, and sums dS in float32 registers: no atomics, no
-// score-sized temporary, bitwise reproducible. With kSplit each block takes a share of the pairs and writes float32 partial
-// sums, which dbias_reduce adds in order. The bias itself is the same for all pairs: it waits in shared memory.
+// A tile is 128 queries and 128 keys of one element of the bias's batch and head dims. A thread block walks the (batch,
+// head) pairs that add to it, in order, computes S and dP of each again, and sums dS in float32 registers: no atomics,
+// no score-sized temporary, bitwise reproducible. With kSplit each block takes a share of the pairs and writes float32
+// partial sums, which dbias_reduce adds in order. The bias itself is the same for all pairs: it waits in shared memory.
 //
-// Roles: warp-group 0 loads (one thread issues all copies); each of the other two owns 64 of the queries. They take turns at
-// starting the two products of a pair (named barriers 1 and 2): one takes exponentials while the tensor cores work for the
-// other.
+// Roles: warp-group 0 loads (one thread issues all copies); each of the other two owns 64 of the queries. They take
+// turns at starting the two products of a pair (a named barrier each): one takes exponentials while the tensor cores
+// work for the other.
 //
 // Shared memory: a ring of slots, each the two operands of one product, Q and K or dO and V (slabs of 64 columns, see
-// hopper/common/wgmma.cuh); the bias, every thread's words where it alone reads them; row_lse or delta of each slot; mbarriers,
-// `full` counting bytes and `empty` one arrival per warp.
+// hopper/common/wgmma.cuh); the bias, every thread's words where it alone reads them; row_lse or delta of each slot;
+// mbarriers, `full` counting bytes and `empty` one arrival per warp.
 #pragma once
 #include "../collective/scores.cuh"
 #include "../hopper/common/barrier.cuh"
@@ -106,8 +106,11 @@ struct DbiasPairs {
 template <class Shape>
 struct DbiasBarriers {
   unsigned base;  // shared address
-  NVRTC_ATTN_DEVICE Mbarrier full(int stage) const { return Mbarrier::at(base, Shape::kFull + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty(int stage) const { return Mbarrier::at(base, Shape::kEmpty + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full(int stage) const { return at(Shape::kFull + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty(int stage) const { return at(Shape::kEmpty + stage); }
+
+ private:
+  NVRTC_ATTN_DEVICE Mbarrier at(int place) const { return {base + Mbarrier::kBytes * place}; }
 };
 
 template <int kSlabs>
@@ -228,15 +231,12 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
 #pragma unroll 1
     for (; pair.left > 0; pair.next()) {
       bool masked = false;
-      int low[2] = {}, high[2] = {};  // keys of the tile that the two rows keep, counted from this thread's first
+      Visible seen[2];  // keys of the tile that the two rows see, counted from this thread's first
       if constexpr (Traits::kBand) {
         auto const mask = pair.positions();
         masked = !mask.keeps_tile(pair.m0 + 64 * group, 64, pair.n0, Shape::kBlock);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          low[r] = mask.first_key(pair.m0 + row + 8 * r) - pair.n0 - column;
-          high[r] = mask.last_key(pair.m0 + row + 8 * r) - pair.n0 - column;
-        }
+        for (int r = 0; r < 2; ++r) seen[r] = mask.keys_of(pair.m0 + row + 8 * r, pair.n0 + column);
       }
 
       AccTile s[1][kTiles], dp[1][kTiles];
@@ -273,19 +273,13 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
         for (int k = 0; k < 4; ++k) {
           float2 const b = unpack_pair_here<Bias>(word[k]);
           float* const at = &s[0][n + k / 2][2 * (k & 1)];
-          at[0] = map.probability(fmaf(at[0], map.scale, b.x), reference[k & 1]);
-          at[1] = map.probability(fmaf(at[1], map.scale, b.y), reference[k & 1]);
+          at[0] = map.probability(map.score(at[0], b.x), reference[k & 1]);
+          at[1] = map.probability(map.score(at[1], b.y), reference[k & 1]);
         }
       }
       if (masked) {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            int const key = 8 * n + (e & 1);
-            s[0][n][e] = key < low[e >> 1] || key > high[e >> 1] ? 0.0f : s[0][n][e];
-          }
-        }
+        for (int r = 0; r < 2; ++r) replace_hidden(s, r, 0.0f, seen[r]);
       }
       // Passes at once. ptxas moves a wait for products up to the one before, but not over this loop: P is made under dP.
       barriers.full(slot.stage).wait(slot.parity);
@@ -299,7 +293,7 @@ NVRTC_ATTN_DEVICE void sum_pairs(HopperBackwardParams const& params, DbiasBarrie
         for (int e = 0; e < 4; ++e) {
           float const p = s[0][n][e];
           float x = dp[0][n][e] - delta[e >> 1];
-          if constexpr (Traits::kBand) x = p == 0.0f ? 0.0f : x;  // dP of a dropped score may be NaN
+          if constexpr (Traits::kBand) x = masked_gradient(x, p != 0.0f);
           sum[0][n][e] = fmaf(p, x, sum[0][n][e]);
         }
       }

@@ -1,37 +1,39 @@
-// Attention backward on Hopper (sm_90a) for head dims beyond 128: dk and dv of one key tile at a time, dq added into a float32
-// workspace.
+// Attention backward on Hopper (sm_90a) for head dims beyond 128: dk and dv of one key tile at a time, dq added into a
+// float32 workspace.
 //
-// Two thread blocks (a cluster) share a tile of 128 keys. Each owns 64 of them, and dk and dv of 64 x 256 fill the registers of
-// its two consumer warp-groups. dQ = dS K is what wants many keys: with 64 it would add as many bytes to dq_accum as Q and dO
-// have together, and the L2 takes 3.5 TB/s of additions at best (H200), not half of what the products leave time for. So the
-// blocks send each other their dS (16 bits, 8 KB), and each computes half of the columns of dQ from all 128 keys.
+// Two thread blocks (a cluster) share a tile of 128 keys. Each owns 64 of them, and dk and dv of 64 x 256 fill the
+// registers of its two consumer warp-groups. dQ = dS K is what wants many keys: with 64 it would add as many bytes to
+// dq_accum as Q and dO have together, and the L2 takes 3.5 TB/s of additions at best (H200), not half of what the
+// products leave time for. So the blocks send each other their dS (16 bits, 8 KB), and each computes half of the
+// columns of dQ from all 128 keys.
 //
-// Roles: warp-group 0 loads (one thread issues all copies). Of the consumers group 0 computes scores, S^T = K Q^T, and P;
-// group 1 computes dP^T = V dO^T and dS. P and dS go from one to the other through shared memory. Both have columns of
-// dV += P^T dO and dK += dS^T Q, and of dQ, which is one query tile late (dQ'): the other block's dS has arrived by then. S is
-// one query tile early (S+), so that it runs beside dS. With six slabs of dk and dv at most (kOverlapped) so is P (P+):
+// Roles: warp-group 0 loads (one thread issues all copies). Of the consumers group 0 computes scores, S^T = K Q^T, and
+// P; group 1 computes dP^T = V dO^T and dS. P and dS go from one to the other through shared memory. Both have columns
+// of dV += P^T dO and dK += dS^T Q, and of dQ, which is one query tile late (dQ'): the other block's dS has arrived by
+// then. S is one query tile early (S+), so that it runs beside dS. With six slabs of dk and dv at most (kOverlapped) so
+// is P (P+):
 //
 //   group 0: start dQ', dV, S+ -> add dQ' to dq_accum -> wait for dS -> start dK -> P+, to the other
 //   group 1: start dQ', dP -> wait for P -> start dV -> dS, to both -> start dK -> add dQ' to dq_accum
 //
-// Additions leave by the queue that shared memory is reached through: what is read behind them is 250 to 500 cycles late, which
-// under dK nobody waits for, and P is published under dK too, 700 cycles. Registers for both are missing with more slabs, with a
-// mask, or with dropout and packed lengths:
+// Additions leave by the queue that shared memory is reached through: what is read behind them is 250 to 500 cycles
+// late, which under dK nobody waits for, and P is published under dK too, 700 cycles. Registers for both are missing
+// with more slabs, with a mask, or with dropout and packed lengths:
 //
 //   group 0: P, to the other -> start dQ', dV -> add dQ' to dq_accum -> start S+ -> wait for dS -> start dK
 //   group 1: start dQ', dP -> add dQ' to dq_accum -> wait for P -> start dV -> dS, to both -> start dK
 //
-// At head dim 256 dO has one slot, and how long it is occupied decides the time of a query tile: dP and dV follow its arrival at
-// once, dQ' and S+ run while the next one is on its way.
+// At head dim 256 dO has one slot, and how long it is occupied decides the time of a query tile: dP and dV follow its
+// arrival at once, dQ' and S+ run while the next one is on its way.
 //
-// Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): K, V, half of the columns of the other block's K, kNumStages x Q,
-// kNumStagesDout x dO, 2 x dS[query][key] of both blocks, P[key][query] (twice where dS's factor is another thing: see
-// hopper/wide/scores.cuh), row_lse and delta for each slot, which tile it is, mail, mbarriers.
+// Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): K, V, half of the columns of the other block's K,
+// kNumStages x Q, kNumStagesDout x dO, 2 x dS[query][key] of both blocks, P[key][query] (twice where dS's factor is
+// another thing: see hopper/wide/scores.cuh), row_lse and delta for each slot, which tile it is, mail, mbarriers.
 //
-// Barriers: mbarriers full / empty for K, V and every slot of Q and dO as in backward_hopper.cuh. full_ds counts the bytes that
-// the other block sends, empty_ds the other block's consumer warps that are done with what this one has sent. Block 0 takes tiles
-// from the counter and mails their numbers to block 1 (full_mail, empty_mail). Named barriers: 1 P is there, 2 dS is complete,
-// 3 and 4 rows of keys beyond the sequence are zeroed, 5 group 1 has stored its dS, 6 to 9 rows of queries are zeroed.
+// Barriers: mbarriers full / empty for K, V and every slot of Q and dO as in backward_hopper.cuh. full_ds counts the
+// bytes that the other block sends, empty_ds the other block's consumer warps that are done with what this one has
+// sent. Block 0 takes tiles from the counter and mails their numbers to block 1 (full_mail, empty_mail). The groups
+// meet at named barriers: by name, hopper/backward/barriers.cuh, WideTileConsumer::NamedBarrier.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../hopper/backward/gradient_store.cuh"
@@ -51,8 +53,8 @@ NVRTC_ATTN_DEVICE int consumer_thread() {
   return thread - 128;
 }
 
-// One consumer warp-group: group 0 makes P, group 1 dS, and both have columns of dV, dK and dQ. Accumulators are arrays of the
-// functions, not members, as in backward_hopper.cuh.
+// One consumer warp-group: group 0 makes P, group 1 dS, and both have columns of dV, dK and dQ. Accumulators are arrays
+// of the functions, not members, as in backward_hopper.cuh.
 template <int kGroup, class Traits>
 struct WideTileConsumer {
   using Shape = WideBackwardShape<Traits>;
@@ -74,8 +76,8 @@ struct WideTileConsumer {
   // Rows beyond the sequence are another's, or there is no bias and mask for them.
   static constexpr bool kReadsRows = Traits::kVarlen || Traits::kHasBias || Traits::kMask;
 
-  // Hardware barriers; 0 is __syncthreads. What both groups come to by code of their own has one for each: synccheck takes one
-  // barrier at two places of the code for divergence.
+  // Hardware barriers; 0 is __syncthreads. What both groups come to by code of their own has one for each: synccheck
+  // takes one barrier at two places of the code for divergence.
   enum NamedBarrier : int {
     kProbabilities = 1,  // P is there
     kGradients = 2,      // dS is complete
@@ -344,8 +346,8 @@ struct WideTileConsumer {
     commit_products();
   }
 
-  // dQ = dS K of the query tile before, this group's columns, from both blocks' keys; what it makes of nothing before the first
-  // tile is not used.
+  // dQ = dS K of the query tile before, this group's columns, from both blocks' keys; what it makes of nothing before
+  // the first tile is not used.
   NVRTC_ATTN_DEVICE void start_dq(DqTiles& dq, Turn const& turn) {
     if (turn.done > 0) barriers.full_ds(turn.before.stage).wait(turn.before.parity);
     pin_registers(dq);
@@ -415,8 +417,8 @@ struct WideTileConsumer {
     }
   }
 
-  // Keys beyond the sequence belong to another one or to nobody: they may hold NaN, and dQ multiplies them by zero. Keys that a
-  // padding mask hides likewise.
+  // Keys beyond the sequence belong to another one or to nobody: they may hold NaN, and dQ multiplies them by zero.
+  // Keys that a padding mask hides likewise.
   NVRTC_ATTN_DEVICE void zero_keys(Work const& work, int n_own, int h) {
     if constexpr (Traits::kVarlen || Traits::kSequsedK || Traits::kMask) {
       int const n_other = work.n0 + (rank ^ 1) * Shape::kKeys;
@@ -447,8 +449,8 @@ struct WideTileConsumer {
     }
   }
 
-  // Queries beyond the sequence belong to another one: dV and dK multiply them by zero, and they may hold NaN. Group 0 zeroes
-  // rows of Q, group 1 of dO.
+  // Queries beyond the sequence belong to another one: dV and dK multiply them by zero, and they may hold NaN. Group 0
+  // zeroes rows of Q, group 1 of dO.
   template <int kSlabs>
   NVRTC_ATTN_DEVICE void zero_queries(unsigned tile, int valid) {
     zero_tile_rows<kBlockM, kSlabs>(tile, valid, kBlockM, consumer_thread() & 127, 128);

@@ -440,7 +440,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
     constexpr int kSteps = Tiles::kBlockN / kStep;
     int end = kSteps;  // after the last key that a query of this warp sees
     if constexpr (kSkipsHidden) {
-      end = min(m0 + row0 + 16 * Tiles::kTilesMdQ - 1 + positions.high - n0 + kStep, Tiles::kBlockN) / kStep;
+      end = min(positions.last_key(m0 + row0 + 16 * Tiles::kTilesMdQ - 1) - n0 + kStep, Tiles::kBlockN) / kStep;
       if (end <= 0) return;
     }
 #pragma unroll 1

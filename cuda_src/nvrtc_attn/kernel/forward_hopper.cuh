@@ -15,120 +15,19 @@
 // copies, `empty` one arrival per consumer warp. full_q also announces the tile: the loading warp follows the schedule,
 // the consumers read it. With a mask that is the same for all queries a second warp of the loading group zeroes the
 // rows of V that it hides, and the consumers wait for clean_v instead of full_v.
-// Named barriers 1 .. kGroups are the groups' turns, kGroups + 1 is all consumers.
+// Named barriers are the groups' turns, and one is all consumers. By name: hopper/forward/shape.cuh.
 #pragma once
 #include "../collective/epilogue.cuh"
-#include "../collective/hidden_keys.cuh"
 #include "../collective/seqlen.cuh"
 #include "../common/fragment_load.cuh"
 #include "../hopper/common/barrier.cuh"
 #include "../hopper/common/row_store.cuh"
-#include "../hopper/forward/scheduler.cuh"
-#include "../hopper/forward/deferred_softmax.cuh"
-#include "../hopper/common/tma.cuh"
 #include "../hopper/common/wgmma.cuh"
+#include "../hopper/forward/deferred_softmax.cuh"
+#include "../hopper/forward/load.cuh"
+#include "../hopper/forward/shape.cuh"
 
 namespace nvrtc_attn {
-
-template <class Traits>
-struct HopperShape {
-  using Element = typename Traits::Element;
-  static constexpr int kBlockM = Traits::kBlockM;
-  static constexpr int kBlockN = Traits::kBlockN;
-  static constexpr int kStages = Traits::kNumStages;
-  static constexpr int kGroups = kBlockM / 64;
-  static constexpr int kConsumers = 128 * kGroups;
-  static constexpr int kTilesN = kBlockN / 8;
-  static constexpr int kHalfN = kBlockN / 32 * 16;
-  static constexpr int kTilesD = Traits::kHeadDimV / 8;
-  static constexpr int kStepsN = kBlockN / 16;
-  static constexpr int kSlabsQ = (Traits::kHeadDim + kSlabColumns - 1) / kSlabColumns;
-  static constexpr int kSlabsV = (Traits::kHeadDimV + kSlabColumns - 1) / kSlabColumns;
-  static constexpr int kSlabQ = kBlockM * kSlabRowBytes;  // bytes
-  static constexpr int kSlabK = kBlockN * kSlabRowBytes;
-  static constexpr int kBytesQ = kSlabsQ * kSlabQ;
-  static constexpr int kBytesK = kSlabsQ * kSlabK;
-  static constexpr int kBytesV = kSlabsV * kSlabK;
-  static constexpr int kStagesQ = Traits::kNumStagesQ;
-  static constexpr int kOffsetK = kStagesQ * kBytesQ;
-  static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
-  using Scores = ScoreTileShape<Traits>;
-  static constexpr int kStagesScores = Scores::kStages;
-  static constexpr int kStagesClean = Traits::kMask ? kStages : 0;
-  static constexpr int kOffsetScores = kOffsetV + kStages * kBytesV;
-  static constexpr int kOffsetTiles = kOffsetScores + kStagesScores * Scores::kBytes;
-  static constexpr int kOffsetBarriers = kOffsetTiles + 16 * kStagesQ;
-
-  // Places of the mbarriers; of what has slots, that of the first.
-  enum Place : int {
-    kFullK,
-    kFullV = kFullK + kStages,
-    kEmptyK = kFullV + kStages,
-    kEmptyV = kEmptyK + kStages,
-    kFullQ = kEmptyV + kStages,
-    kEmptyQ = kFullQ + kStagesQ,
-    kFullScores = kEmptyQ + kStagesQ,
-    kEmptyScores = kFullScores + kStagesScores,
-    kCleanV = kEmptyScores + kStagesScores,
-  };
-  // Hardware barriers; 0 is __syncthreads.
-  enum NamedBarrier : int {
-    kTurnOfGroup = 1,  // + group: it may start products
-    kAllConsumers = kTurnOfGroup + kGroups,
-  };
-  static constexpr int kTurnThreads = 256;  // the group that waits and the one that lets it start
-
-  // 65536 registers: what the consumers need, the rest to the loading group.
-  static constexpr bool kSmallTile = Traits::kHasBias || Traits::kMask;
-  static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : kSmallTile ? 232 : 240;
-  static constexpr int kRegistersProducer = kGroups == 3 ? 32 : kSmallTile ? 40 : 24;
-
-  static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
-  static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
-  static_assert(!(Traits::kHalfTile && Traits::kDropout), "the first tile makes the flags of a whole one");
-  static_assert(kStages >= 2, "a consumer waits for the next K before it gives back a V");
-  static_assert(kBlockN % 16 == 0 && Traits::kHeadDim % 16 == 0 && Traits::kHeadDimV % 16 == 0,
-                "matrix product shapes");
-};
-
-template <class Shape>
-struct ForwardBarriers {
-  unsigned base;  // shared address
-  NVRTC_ATTN_DEVICE Mbarrier full_k(int stage) const { return at(Shape::kFullK, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_v(int stage) const { return at(Shape::kFullV, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_k(int stage) const { return at(Shape::kEmptyK, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_v(int stage) const { return at(Shape::kEmptyV, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(Shape::kFullQ, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(Shape::kEmptyQ, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_scores(int stage) const { return at(Shape::kFullScores, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_scores(int stage) const { return at(Shape::kEmptyScores, stage); }
-  // kMask: V is there, and rows that the mask hides from all queries are zero. Otherwise full_v says all.
-  NVRTC_ATTN_DEVICE Mbarrier clean_v(int stage) const { return at(Shape::kCleanV, stage); }
-
-  NVRTC_ATTN_DEVICE void init() const {
-    for (int stage = 0; stage < Shape::kStages; ++stage) {
-      full_k(stage).init(1);
-      full_v(stage).init(1);
-      empty_k(stage).init(4 * Shape::kGroups);
-      empty_v(stage).init(4 * Shape::kGroups);
-    }
-    for (int stage = 0; stage < Shape::kStagesQ; ++stage) {
-      full_q(stage).init(1);
-      empty_q(stage).init(4 * Shape::kGroups);
-    }
-    for (int stage = 0; stage < Shape::kStagesScores; ++stage) {
-      full_scores(stage).init(1);
-      empty_scores(stage).init(4 * Shape::kGroups);
-    }
-    for (int stage = 0; stage < Shape::kStagesClean; ++stage) clean_v(stage).init(1);
-    fence_barrier_init();
-  }
-
- private:
-  NVRTC_ATTN_DEVICE Mbarrier at(typename Shape::Place place, int slot) const {
-    return Mbarrier::at(base, place + slot);
-  }
-};
 
 // s = Q K^T once more, for one warp and without the warp-group: the rare tile whose maxima must be known after all. q and k are
 // shared addresses of the warp's first query row and of the key tile.
@@ -185,301 +84,88 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
   }
 }
 
-// What the loading warp announced, in uniform registers.
-NVRTC_ATTN_DEVICE WorkTile read_tile(unsigned address) {
-  int m_block, h, b;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(m_block), "=r"(h) : "r"(address) : "memory");
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
-  return {uniform(m_block), uniform(h), uniform(b)};
-}
-
-// The loading warp. All lanes follow the schedule, one issues.
-template <class Traits>
-struct ForwardLoader {
-  using Shape = HopperShape<Traits>;
-  using Scores = typename Shape::Scores;
-
-  HopperForwardParams const& params;
-  ForwardBarriers<Shape> const& barriers;
-  unsigned const smem;
-  unsigned const sK = smem + Shape::kOffsetK;
-  unsigned const sV = smem + Shape::kOffsetV;
-  bool const issuer = threadIdx.x == 0;
-  RingPosition<Shape::kStages> k_slot, v_slot;
-  RingPosition<Shape::kStagesQ> q_slot;
-  RingPosition<Shape::kStagesScores> score_slot;
-
-  NVRTC_ATTN_DEVICE ForwardLoader(HopperForwardParams const& params_, ForwardBarriers<Shape> const& barriers_,
-                                  unsigned smem_)
-      : params(params_), barriers(barriers_), smem(smem_) {}
-
-  NVRTC_ATTN_DEVICE void run() {
-    if (issuer) {
-      prefetch_tensor_map(params.tensor_map_q);
-      prefetch_tensor_map(params.tensor_map_k);
-      prefetch_tensor_map(params.tensor_map_v);
-      if constexpr (Scores::kSlabsBias > 0) prefetch_tensor_map(params.tensor_map_bias);
-      if constexpr (Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
-    }
-    TileScheduler<Traits::kBand> scheduler(params);
-    WorkTile tile;
-    while (scheduler.next(tile)) {
-      bool loads = !(Traits::kVarlen && tile.b == params.batch);
-      SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, loads ? tile.b : 0);
-      int const m0 = tile.m_block * Shape::kBlockM;
-      PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
-      int first, last;
-      mask.template key_tiles<Shape::kBlockN>(m0, Shape::kBlockM, first, last);
-      loads = loads && m0 < seqlen.len_q && first < last;
-      if (!loads) {
-        announce(tile.m_block, tile.h, tile.b);
-        if (issuer) barriers.full_q(q_slot.stage).arrive();
-        q_slot.advance();
-        continue;
-      }
-      Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
-      // In the order of use: a consumer asks for the K of the next tile before the V of this one.
-      load_k(from, last - 1);
-      announce(tile.m_block, tile.h, tile.b);
-      load_q(from);
-      load_scores(from, last - 1);
-#pragma unroll 1
-      for (int n = last - 2; n >= first; --n) {
-        load_k(from, n);
-        load_scores(from, n);
-        load_v(from, n + 1);
-      }
-      load_v(from, first);
-    }
-    announce(-1, 0, 0);
-    if (issuer) barriers.full_q(q_slot.stage).arrive();
-  }
-
- private:
-  // Where the operands of a query tile lie. Expanded (stride 0) dims have size 1 in the tensor maps.
-  struct Source {
-    int h, b;  // of the scores
-    int q_h, q_b, k_h, k_b, v_h, v_b;
-    int q_row, k_row0, m0;
-
-    NVRTC_ATTN_DEVICE Source(HopperForwardParams const& params, WorkTile const& tile, int batch_index, int q_row_,
-                             int k_row0_, int m0_)
-        : h(tile.h), b(tile.b), q_row(q_row_), k_row0(k_row0_), m0(m0_) {
-      int const h_kv = uniform_quotient(tile.h, params.heads_per_group);
-      q_h = params.q_stride_h == 0 ? 0 : tile.h;
-      q_b = params.q_stride_b == 0 ? 0 : batch_index;
-      k_h = params.k_stride_h == 0 ? 0 : h_kv;
-      k_b = params.k_stride_b == 0 ? 0 : batch_index;
-      v_h = params.v_stride_h == 0 ? 0 : h_kv;
-      v_b = params.v_stride_b == 0 ? 0 : batch_index;
-    }
-  };
-
-  // Which tile it is travels in front of the barrier that its queries complete.
-  NVRTC_ATTN_DEVICE void announce(int m_block, int h, int b) {
-    barriers.empty_q(q_slot.stage).wait(q_slot.parity ^ 1);
-    if (issuer) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTiles + 16 * q_slot.stage),
-                   "r"(m_block), "r"(h), "r"(b), "r"(0)
-                   : "memory");
-    }
-  }
-
-  // The queries, into the slot that announce() has found empty.
-  NVRTC_ATTN_DEVICE void load_q(Source const& from) {
-    if (issuer) {
-      Mbarrier const full = barriers.full_q(q_slot.stage);
-      full.arrive_and_expect(Shape::kBytesQ);
-#pragma unroll
-      for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
-        load_box(smem + q_slot.stage * Shape::kBytesQ + slab * Shape::kSlabQ, params.tensor_map_q, full.address,
-                 slab * kSlabColumns, from.q_row, from.q_h, from.q_b, kEvictFirst);
-      }
-    }
-    q_slot.advance();
-  }
-
-  NVRTC_ATTN_DEVICE void load_k(Source const& from, int n) {
-    Mbarrier const full = barriers.full_k(k_slot.stage);
-    barriers.empty_k(k_slot.stage).wait(k_slot.parity ^ 1);
-    if (issuer) {
-      full.arrive_and_expect(Shape::kBytesK);
-#pragma unroll
-      for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
-        load_box(sK + k_slot.stage * Shape::kBytesK + slab * Shape::kSlabK, params.tensor_map_k, full.address,
-                 slab * kSlabColumns, from.k_row0 + n * Shape::kBlockN, from.k_h, from.k_b, kEvictLast);
-      }
-    }
-    k_slot.advance();
-  }
-
-  NVRTC_ATTN_DEVICE void load_v(Source const& from, int n) {
-    Mbarrier const full = barriers.full_v(v_slot.stage);
-    barriers.empty_v(v_slot.stage).wait(v_slot.parity ^ 1);
-    if (issuer) {
-      full.arrive_and_expect(Shape::kBytesV);
-#pragma unroll
-      for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
-        load_box(sV + v_slot.stage * Shape::kBytesV + slab * Shape::kSlabK, params.tensor_map_v, full.address,
-                 slab * kSlabColumns, from.k_row0 + n * Shape::kBlockN, from.v_h, from.v_b, kEvictLast);
-      }
-    }
-    v_slot.advance();
-  }
-
-  // Bias and mask.
-  NVRTC_ATTN_DEVICE void load_scores(Source const& from, int n) {
-    if constexpr (Shape::kStagesScores > 0) {
-      Mbarrier const full = barriers.full_scores(score_slot.stage);
-      unsigned const slot = smem + Shape::kOffsetScores + score_slot.stage * Scores::kBytes;
-      barriers.empty_scores(score_slot.stage).wait(score_slot.parity ^ 1);
-      if (issuer) {
-        int const rows_bias = params.bias_stride_m == 0 ? 1 : Shape::kBlockM;
-        int const rows_mask = params.mask_stride_m == 0 ? 1 : Shape::kBlockM;
-        full.arrive_and_expect(Scores::kSlabsBias * 128 * rows_bias + Scores::kSlabsMask * 64 * rows_mask);
-#pragma unroll
-        for (int slab = 0; slab < Scores::kSlabsBias; ++slab) {
-          bool const shared = params.bias_stride_b == 0 || params.bias_stride_h == 0 || params.bias_stride_m == 0;
-          load_box(slot + slab * Scores::kSlabBias, params.tensor_map_bias, full.address,
-                   n * Shape::kBlockN + slab * Scores::kColumnsBias, params.bias_stride_m == 0 ? 0 : from.m0,
-                   params.bias_stride_h == 0 ? 0 : from.h, params.bias_stride_b == 0 ? 0 : from.b,
-                   shared ? kEvictLast : kEvictFirst);
-        }
-#pragma unroll
-        for (int slab = 0; slab < Scores::kSlabsMask; ++slab) {
-          load_box(slot + Scores::kOffsetMask + slab * Scores::kSlabMask, params.tensor_map_mask, full.address,
-                   n * Shape::kBlockN + slab * Scores::kColumnsMask, params.mask_stride_m == 0 ? 0 : from.m0,
-                   params.mask_stride_h == 0 ? 0 : from.h, params.mask_stride_b == 0 ? 0 : from.b, kEvictNormal);
-        }
-      }
-      score_slot.advance();
-    }
-  }
-};
-
-// A warp of the loading group, where a mask is the same for all queries: zeros in the rows of V that it hides, of every
-// tile before the consumers take it. Ahead of them as the copies are, so that nobody waits for it.
+// One consumer warp-group.
 template <class Traits, class Shape>
-NVRTC_ATTN_DEVICE void zero_hidden_values(HopperForwardParams const& params, ForwardBarriers<Shape> const& barriers,
-                                          unsigned smem) {
-  constexpr int kWords = (Shape::kBlockN + 31) / 32;
-  int const lane = int(threadIdx.x) & 31;
-  RingPosition<Shape::kStages> slot;
-  TileScheduler<Traits::kBand> scheduler(params);
-  WorkTile tile;
-  while (scheduler.next(tile)) {
-    SeqlenInfo<false, Traits::kSequsedK> const seqlen(params, tile.b);
-    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
-    int first, last;
-    mask.template key_tiles<Shape::kBlockN>(tile.m_block * Shape::kBlockM, Shape::kBlockM, first, last);
-    HiddenKeys const hidden(params, tile.b, tile.h, 1);
-#pragma unroll 1
-    for (int n = last - 1; n >= first; --n) {
-      unsigned words[kWords];
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        int const row = 32 * w + lane;
-        int const j = n * Shape::kBlockN + row;
-        words[w] = __ballot_sync(0xffffffffu, row < Shape::kBlockN && j < seqlen.len_k && hidden(j));
-      }
-      barriers.full_v(slot.stage).wait(slot.parity);
-      unsigned const tile_v = smem + Shape::kOffsetV + slot.stage * Shape::kBytesV + lane * 16;
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        // Four rows of a slab at a time, a chunk of 16 bytes a lane.
-#pragma unroll 1
-        for (int row = 0; words[w] != 0; row += 4, words[w] >>= 4) {
-          if (words[w] >> (lane >> 3) & 1) {
-#pragma unroll
-            for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
-              asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile_v + slab * Shape::kSlabK +
-                                                                            (32 * w + row) * kSlabRowBytes),
-                           "r"(0)
-                           : "memory");
-            }
-          }
-        }
-      }
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) barriers.clean_v(slot.stage).arrive();
-      slot.advance();
-    }
-  }
-}
-
-// One consumer warp-group, which owns 64 query rows. Accumulators are arrays of the functions, not members: the compiler splits
-// the struct into registers before it unrolls the loops over them, or not at all.
-template <class Traits>
-struct QueryTileConsumer {
-  using Shape = HopperShape<Traits>;
+NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardBarriers<Shape> const& barriers,
+                                     unsigned char* smem_pointer, unsigned smem, int group) {
   using Element = typename Shape::Element;
   using Bias = typename Traits::Bias;
-  using Scores = ScoreTile<Traits>;
-  using Softmax = DeferredSoftmax<Traits>;
-  using OutTiles = AccTile[1][Shape::kTilesD];
-  using Keep = KeepWords<Shape::kStepsN>;
-  static constexpr int kBlockN = Shape::kBlockN;
-  static constexpr bool kTurns = Traits::kPingPong && Shape::kGroups > 1;
-  static constexpr bool kKeepAhead = Traits::kDropout && !Scores::kKeepBeside;
-  // Only kLazyMax computes a tile again from its queries: otherwise the last Q K^T is the end of them, and the next ones can
-  // come into a single slot. D 256, S 16384, causal: 1346 against 1370 us. A second slot leaves time without that.
-  static constexpr bool kReleaseEarly = !Traits::kLazyMax && Shape::kStagesQ == 1;
+  constexpr int kBlockN = Shape::kBlockN;
+  int const tid = int(threadIdx.x) - 128;
+  int const lane = tid & 31;
+  int const warp_row0 = 64 * group + 16 * ((tid >> 5) & 3);
+  unsigned const sK = smem + Shape::kOffsetK;
+  unsigned const sV = smem + Shape::kOffsetV;
+  uint64_t const q_operand = descriptor_k_major(smem + group * 64 * kSlabRowBytes);
+  uint64_t const k_operand = descriptor_k_major(sK);
+  uint64_t const v_operand = descriptor_mn_major(sV, Shape::kSlabK);
 
-  HopperForwardParams const& params;
-  ForwardBarriers<Shape> const barriers;
-  unsigned char* const smem_pointer;
-  unsigned const smem;
-  int const group;
-  int const tid;  // among the consumers
-  int const lane;
-  int const warp_row0;  // of the tile
-  unsigned const sK, sV;
-  uint64_t const q_operand, k_operand, v_operand;
+  // Turns: the last group lets the first one start.
+  constexpr bool kTurns = Traits::kPingPong && Shape::kGroups > 1;
+  auto wait_turn = [&] {
+    if constexpr (kTurns) named_barrier_sync(Shape::kTurnOfGroup + group, Shape::kTurnThreads);
+  };
+  auto pass_turn = [&] {
+    if constexpr (kTurns) {
+      named_barrier_arrive(Shape::kTurnOfGroup + (group + 1 == Shape::kGroups ? 0 : group + 1), Shape::kTurnThreads);
+    }
+  };
+  if (kTurns && group == Shape::kGroups - 1) pass_turn();
+
   RingPosition<Shape::kStages> k_slot, v_slot;
   RingPosition<Shape::kStagesQ> q_slot;
   RingPosition<Shape::kStagesScores> score_slot;
-  ScoreTileAccess<Traits> const tiles;
-
-  NVRTC_ATTN_DEVICE QueryTileConsumer(HopperForwardParams const& params_, unsigned char* smem_pointer_, unsigned smem_,
-                                      int group_)
-      : params(params_),
-        barriers{smem_ + Shape::kOffsetBarriers},
-        smem_pointer(smem_pointer_),
-        smem(smem_),
-        group(group_),
-        tid(int(threadIdx.x) - 128),
-        lane(tid & 31),
-        warp_row0(64 * group + 16 * ((tid >> 5) & 3)),
-        sK(smem + Shape::kOffsetK),
-        sV(smem + Shape::kOffsetV),
-        q_operand(descriptor_k_major(smem + group * 64 * kSlabRowBytes)),
-        k_operand(descriptor_k_major(sK)),
-        v_operand(descriptor_mn_major(sV, Shape::kSlabK)),
-        tiles(params, warp_row0, lane) {}
-
-  // The query tiles that the loading warp announces, until it says that there are no more.
-  NVRTC_ATTN_DEVICE void run() {
-    if (kTurns && group == Shape::kGroups - 1) pass_turn();  // the last group lets the first one start
-    while (true) {
-      barriers.full_q(q_slot.stage).wait(q_slot.parity);
-      WorkTile const tile = read_tile(smem + Shape::kOffsetTiles + 16 * q_slot.stage);
-      if (tile.m_block < 0) break;
-      if constexpr (Traits::kVarlen) {
-        if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
-          release_q();
-          zero_rows_of_no_sequence<Element, Shape::kConsumers>(params, tile.h, tile.m_block, params.num_m_blocks, tid);
-          continue;
-        }
-      }
-      consume(tile);
+  ScoreTileAccess<Traits> const tiles(params, warp_row0, lane);
+  auto release = [&](Mbarrier const& barrier) {
+    if (lane == 0) barrier.arrive();
+  };
+  auto await_v = [&] {
+    if (Traits::kMask && params.mask_stride_m == 0) {
+      barriers.clean_v(v_slot.stage).wait(v_slot.parity);
+    } else {
+      barriers.full_v(v_slot.stage).wait(v_slot.parity);
     }
-  }
+  };
+  auto start_scores = [&](auto& s) {  // of as many keys as s has columns
+    pin_registers(s);
+    begin_products();
+    start_product_abt<Element, Shape::kBlockM, kBlockN, Traits::kHeadDim>(
+        s, q_operand + q_slot.stage * (Shape::kBytesQ >> 4), k_operand + k_slot.stage * (Shape::kBytesK >> 4));
+    commit_products();
+  };
+  // Bias and mask of the tile whose product is running: their slot, once they are there.
+  auto await_scores = [&](auto& operands) {
+    if constexpr (Shape::kStagesScores > 0) {
+      barriers.full_scores(score_slot.stage).wait(score_slot.parity);
+      operands.tile = smem + Shape::kOffsetScores + score_slot.stage * Shape::Scores::kBytes;
+    }
+  };
+  auto release_scores = [&] {
+    if constexpr (Shape::kStagesScores > 0) {
+      __syncwarp();  // all lanes have read
+      release(barriers.empty_scores(score_slot.stage));
+      score_slot.advance();
+    }
+  };
+  // Only kLazyMax computes a tile again from its queries: otherwise the last Q K^T is the end of them, and the next ones can
+  // come into a single slot. D 256, S 16384, causal: 1346 against 1370 us. A second slot leaves time without that.
+  constexpr bool kReleaseEarly = !Traits::kLazyMax && Shape::kStagesQ == 1;
+  auto release_q = [&] {
+    release(barriers.empty_q(q_slot.stage));
+    q_slot.advance();
+  };
 
- private:
-  // ---- A query tile
-
-  NVRTC_ATTN_DEVICE void consume(WorkTile const& tile) {
+  while (true) {
+    barriers.full_q(q_slot.stage).wait(q_slot.parity);
+    WorkTile const tile = read_tile(smem + Shape::kOffsetTiles + 16 * q_slot.stage);
+    if (tile.m_block < 0) break;
+    if constexpr (Traits::kVarlen) {
+      if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
+        release_q();
+        zero_rows_of_no_sequence<Element, Shape::kConsumers>(params, tile.h, tile.m_block, params.num_m_blocks, tid);
+        continue;
+      }
+    }
     SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, tile.b);
     int const len_q = seqlen.len_q;
     int const m0 = tile.m_block * Shape::kBlockM;
@@ -487,7 +173,7 @@ struct QueryTileConsumer {
                                tile.m_block == params.num_m_blocks - 1, tid);
     if (m0 >= len_q) {
       release_q();
-      return;
+      continue;
     }
     PositionMask<Traits::kBand> const mask(params, len_q, seqlen.len_k);
     int first, last;
@@ -500,255 +186,184 @@ struct QueryTileConsumer {
     ScoreTensor<unsigned char const> const byte_mask(params.mask, tile.b, tile.h, params.mask_stride_b,
                                                      params.mask_stride_h, params.mask_stride_m, params.mask_stride_n);
     int const i = m0 + warp_row0 + (lane >> 2);
-    Scores const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, i, lane, tiles};
+    ScoreTile<Traits> const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, i, lane, tiles};
 
-    Softmax softmax;
-    OutTiles o;
+    DeferredSoftmax<Traits> softmax;
+    AccTile o[1][Shape::kTilesD];
 #pragma unroll
     for (int d = 0; d < Shape::kTilesD; ++d) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) o[0][d][e] = 0.0f;
     }
     if (first < last) {
-      multiply(o, softmax, scores, first, last);
+      AccTile s[1][Shape::kTilesN];
+      FragmentA<Element> p[Shape::kStepsN];
+
+      int n = last - 1;
+      if constexpr (Traits::kVarlen || Traits::kSequsedK) {
+        // Rows of V beyond the sequence belong to another one or to nobody: they may hold NaN, which 0 * NaN would spread.
+        // (Beyond the tensor the copy engine delivers zeros.)
+        int const valid_rows = seqlen.len_k - n * kBlockN;
+        if (valid_rows < kBlockN) {
+          await_v();
+          unsigned char* const tile_v = smem_pointer + (sV - smem) + v_slot.stage * Shape::kBytesV;
+          for (int c = tid; c < Shape::kSlabsV * (kBlockN - valid_rows) * 8; c += Shape::kConsumers) {
+            int const row = valid_rows + c / (8 * Shape::kSlabsV);
+            int const chunk = c % (8 * Shape::kSlabsV);
+            *reinterpret_cast<uint4*>(tile_v + (chunk / 8) * Shape::kSlabK + row * kSlabRowBytes + chunk % 8 * 16) =
+                make_uint4(0, 0, 0, 0);
+          }
+          fence_async_proxy();
+          named_barrier_sync(Shape::kAllConsumers, Shape::kConsumers);
+        }
+      }
+      // Tiles of which this group sees nothing, above its diagonal or because it has no rows: let them pass. One is always
+      // computed, so that all groups take equal turns.
+      int const group_row = m0 + 64 * group;
+      int const columns = len_q > group_row ? mask.end_key(group_row + 63) : 0;  // that some row of the group sees
+#pragma unroll 1
+      for (; n > first && n * kBlockN >= columns; --n) {
+        barriers.full_k(k_slot.stage).wait(k_slot.parity);
+        release(barriers.empty_k(k_slot.stage));
+        k_slot.advance();
+        await_v();
+        release(barriers.empty_v(v_slot.stage));
+        v_slot.advance();
+        if constexpr (Shape::kStagesScores > 0) {
+          barriers.full_scores(score_slot.stage).wait(score_slot.parity);
+          release_scores();
+        }
+        wait_turn();
+        pass_turn();
+      }
+
+      barriers.full_k(k_slot.stage).wait(k_slot.parity);
+      constexpr bool kKeepAhead = Traits::kDropout && !ScoreTile<Traits>::kKeepBeside;
+      KeepWords<Shape::kStepsN> keep;
+      auto first_tile = [&](auto& s) {
+        typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
+        start_scores(s);
+        if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
+        scores.load(operands, n * kBlockN);
+        await_scores(operands);
+        wait_products<0>();
+        pin_registers(s);
+        release(barriers.empty_k(k_slot.stage));
+        k_slot.advance();
+        if (kReleaseEarly && n == first) release_q();
+        scores.finish(s, operands, n * kBlockN);
+        release_scores();
+        softmax.raise(s, map);
+        softmax.add(scores.exponentiate(s, softmax.references(s), n * kBlockN, keep));
+      };
+      // On the diagonal every other group sees at most half of the tile.
+      if (Traits::kHalfTile && columns - n * kBlockN <= Shape::kHalfN) {
+        first_tile(reinterpret_cast<AccTile(&)[1][Shape::kHalfN / 8]>(s));
+#pragma unroll
+        for (int tile_n = Shape::kHalfN / 8; tile_n < Shape::kTilesN; ++tile_n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[0][tile_n][e] = 0.0f;
+        }
+      } else {
+        first_tile(s);
+      }
+      pack_probabilities<Traits>(p, s, keep);
+      bool settled = softmax.settled();
+      // Three groups have 160 registers a thread each. NVRTC 13.5 carries what it has derived from n in both shapes of the first
+      // tile into the loop, runs out of them and makes one product wait for the other (C7511). Of two groups NVRTC 13.0 does that
+      // if n is hidden.
+      if constexpr (Traits::kHalfTile && Shape::kGroups == 3) n = opaque(n);
+
+      if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
+#pragma unroll 1
+      for (--n; n >= first; --n) {
+        wait_turn();
+        start_scores(s);
+        await_v();
+        pin_registers(o);
+        pin_registers(p);
+        begin_products();
+        start_adding_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
+        commit_products();
+        pass_turn();
+        typename ScoreTile<Traits>::template Operands<Shape::kTilesN> operands;
+        if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
+        scores.load(operands, n * kBlockN);
+        await_scores(operands);
+
+        wait_products<1>();
+        pin_registers(s);
+        int const k_stage = k_slot.stage;
+        k_slot.advance();
+        if (kReleaseEarly && n == first) release_q();
+        bool raised = false;
+        bool redo = false;
+        float2 sums;
+        if constexpr (Traits::kLazyMax) {
+          // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
+          scores.finish(s, operands, n * kBlockN);
+          sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
+          redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
+          if (!redo) {
+            release(barriers.empty_k(k_stage));
+            release_scores();
+          }
+        } else {
+          release(barriers.empty_k(k_stage));
+          scores.finish(s, operands, n * kBlockN);
+          release_scores();
+          raised = softmax.raise(s, map);
+          sums = scores.exponentiate(s, softmax.references(s), n * kBlockN, keep);
+        }
+
+        // ptxas moves a wait for products ahead of independent arithmetic, and the softmax would run after P V instead of
+        // beside it. It does not move it over the loop of an mbarrier wait: this one is for the next tile's keys.
+        pin_registers(s);
+        if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
+        wait_products<0>();
+        pin_registers(o);
+        pin_registers(p);
+        release(barriers.empty_v(v_slot.stage));
+        v_slot.advance();
+        if constexpr (Traits::kLazyMax) {
+          if (redo) {
+            int n0 = n * kBlockN;
+            asm volatile(""
+                         : "+r"(n0));  // or the compiler keeps the mask's comparisons from above, a register for each
+            unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + warp_row0 * kSlabRowBytes;
+            recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, lane);
+            release(barriers.empty_k(k_stage));
+            scores.load(operands, n0);
+            scores.finish(s, operands, n0);
+            release_scores();
+            raised = softmax.raise(s, map);
+            settled = softmax.settled();
+            sums = scores.exponentiate(s, softmax.references(s));
+          }
+        }
+        softmax.add(sums);
+        if (raised) softmax.rescale(o);
+        pack_probabilities<Traits>(p, s, keep);
+      }
+      if constexpr (!kReleaseEarly) release_q();
+
+      await_v();
+      pin_registers(o);
+      pin_registers(p);
+      begin_products();
+      start_adding_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
+      commit_products();
+      softmax.finish();
+      wait_products<0>();
+      pin_registers(o);
+      release(barriers.empty_v(v_slot.stage));
+      v_slot.advance();
     } else {
       release_q();
     }
     write_rows<Traits>(o, softmax, map, params, tile.b, tile.h, seqlen.batch_index, seqlen.q_row0, len_q, i, lane);
   }
-
-  // o and softmax of a tile that sees the key tiles [first, last): from the last to the first, the softmax of each under the
-  // product of P and V of the one before.
-  NVRTC_ATTN_DEVICE void multiply(OutTiles& o, Softmax& softmax, Scores const& scores, int first, int last) {
-    AccTile s[1][Shape::kTilesN];
-    FragmentA<Element> p[Shape::kStepsN];
-    Keep keep;
-    int n = last - 1;
-    zero_values(n, scores.mask.len_k);
-    // Tiles of which this group sees nothing, above its diagonal or because it has no rows: let them pass. One is always
-    // computed, so that all groups take equal turns.
-    int columns = scores.mask.len_q > scores.row0 ? scores.mask.len_k : 0;  // that some row of the group sees
-    if constexpr (Traits::kBand) columns = min(columns, scores.row0 + 64 + scores.mask.high);
-#pragma unroll 1
-    for (; n > first && n * kBlockN >= columns; --n) let_pass();
-
-    // The first tile, alone.
-    barriers.full_k(k_slot.stage).wait(k_slot.parity);
-    // On the diagonal every other group sees at most half of the tile.
-    if (Traits::kHalfTile && columns - n * kBlockN <= Shape::kHalfN) {
-      first_tile(reinterpret_cast<AccTile(&)[1][Shape::kHalfN / 8]>(s), softmax, scores, keep, n, first);
-#pragma unroll
-      for (int tile_n = Shape::kHalfN / 8; tile_n < Shape::kTilesN; ++tile_n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[0][tile_n][e] = 0.0f;
-      }
-    } else {
-      first_tile(s, softmax, scores, keep, n, first);
-    }
-    pack_probabilities<Traits>(p, s, keep);
-    bool settled = softmax.settled();
-    // Three groups have 160 registers a thread each. NVRTC 13.5 carries what it has derived from n in both shapes of the first
-    // tile into the loop, runs out of them and makes one product wait for the other (C7511). Of two groups NVRTC 13.0 does that
-    // if n is hidden.
-    if constexpr (Traits::kHalfTile && Shape::kGroups == 3) n = opaque(n);
-
-    if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
-#pragma unroll 1
-    for (--n; n >= first; --n) {
-      // S of this tile, and P V of the one before.
-      wait_turn();
-      start_s(s);
-      await_v();
-      start_pv(o, p);
-      pass_turn();
-      typename Scores::template Operands<Shape::kTilesN> operands;
-      if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(scores.dropout, scores.i, n * kBlockN, lane);
-      scores.load(operands, n * kBlockN);
-      await_scores(operands);
-
-      wait_products<1>();
-      pin_registers(s);
-      int const k_stage = k_slot.stage;
-      k_slot.advance();
-      if (kReleaseEarly && n == first) release_q();
-      bool raised = false;
-      bool redo = false;
-      float2 sums;
-      if constexpr (Traits::kLazyMax) {
-        // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
-        scores.finish(s, operands, n * kBlockN);
-        sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
-        redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
-        if (!redo) {
-          release(barriers.empty_k(k_stage));
-          release_scores();
-        }
-      } else {
-        release(barriers.empty_k(k_stage));
-        scores.finish(s, operands, n * kBlockN);
-        release_scores();
-        raised = softmax.raise(s, scores.map);
-        sums = scores.exponentiate(s, softmax.references(s), n * kBlockN, keep);
-      }
-
-      // ptxas moves a wait for products ahead of independent arithmetic, and the softmax would run after P V instead of
-      // beside it. It does not move it over the loop of an mbarrier wait: this one is for the next tile's keys.
-      pin_registers(s);
-      if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
-      finish_pv(o, p);
-      if constexpr (Traits::kLazyMax) {
-        if (redo) {
-          int n0 = n * kBlockN;
-          asm volatile("" : "+r"(n0));  // or the compiler keeps the mask's comparisons from above, a register for each
-          unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + warp_row0 * kSlabRowBytes;
-          recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, lane);
-          release(barriers.empty_k(k_stage));
-          scores.load(operands, n0);
-          scores.finish(s, operands, n0);
-          release_scores();
-          raised = softmax.raise(s, scores.map);
-          settled = softmax.settled();
-          sums = scores.exponentiate(s, softmax.references(s));
-        }
-      }
-      softmax.add(sums);
-      if (raised) softmax.rescale(o);
-      pack_probabilities<Traits>(p, s, keep);
-    }
-    if constexpr (!kReleaseEarly) release_q();
-
-    // P V of the last one.
-    await_v();
-    start_pv(o, p);
-    softmax.finish();
-    finish_pv(o, p);
-  }
-
-  // S and P of the first tile, of as many keys as s has columns.
-  template <int kTiles>
-  NVRTC_ATTN_DEVICE void first_tile(AccTile (&s)[1][kTiles], Softmax& softmax, Scores const& scores, Keep& keep, int n,
-                                    int first) {
-    typename Scores::template Operands<kTiles> operands;
-    start_s(s);
-    if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(scores.dropout, scores.i, n * kBlockN, lane);
-    scores.load(operands, n * kBlockN);
-    await_scores(operands);
-    wait_products<0>();
-    pin_registers(s);
-    release(barriers.empty_k(k_slot.stage));
-    k_slot.advance();
-    if (kReleaseEarly && n == first) release_q();
-    scores.finish(s, operands, n * kBlockN);
-    release_scores();
-    softmax.raise(s, scores.map);
-    softmax.add(scores.exponentiate(s, softmax.references(s), n * kBlockN, keep));
-  }
-
-  // A tile of which this group sees nothing: its slots are given back, and its turn.
-  NVRTC_ATTN_DEVICE void let_pass() {
-    barriers.full_k(k_slot.stage).wait(k_slot.parity);
-    release(barriers.empty_k(k_slot.stage));
-    k_slot.advance();
-    await_v();
-    release(barriers.empty_v(v_slot.stage));
-    v_slot.advance();
-    if constexpr (Shape::kStagesScores > 0) {
-      barriers.full_scores(score_slot.stage).wait(score_slot.parity);
-      release_scores();
-    }
-    wait_turn();
-    pass_turn();
-  }
-
-  // Rows of V beyond the sequence belong to another one or to nobody: they may hold NaN, which 0 * NaN would spread.
-  // (Beyond the tensor the copy engine delivers zeros.) `n` is the last tile.
-  NVRTC_ATTN_DEVICE void zero_values(int n, int len_k) {
-    if constexpr (Traits::kVarlen || Traits::kSequsedK) {
-      int const valid_rows = len_k - n * kBlockN;
-      if (valid_rows < kBlockN) {
-        await_v();
-        unsigned char* const tile_v = smem_pointer + (sV - smem) + v_slot.stage * Shape::kBytesV;
-        for (int c = tid; c < Shape::kSlabsV * (kBlockN - valid_rows) * 8; c += Shape::kConsumers) {
-          int const row = valid_rows + c / (8 * Shape::kSlabsV);
-          int const chunk = c % (8 * Shape::kSlabsV);
-          *reinterpret_cast<uint4*>(tile_v + (chunk / 8) * Shape::kSlabK + row * kSlabRowBytes + chunk % 8 * 16) =
-              make_uint4(0, 0, 0, 0);
-        }
-        fence_async_proxy();
-        named_barrier_sync(Shape::kAllConsumers, Shape::kConsumers);
-      }
-    }
-  }
-
-  // ---- The two products
-
-  // S = Q K^T, of as many keys as s has columns.
-  template <int kTiles>
-  NVRTC_ATTN_DEVICE void start_s(AccTile (&s)[1][kTiles]) {
-    pin_registers(s);
-    begin_products();
-    start_product_abt<Element, Shape::kBlockM, kBlockN, Traits::kHeadDim>(
-        s, q_operand + q_slot.stage * (Shape::kBytesQ >> 4), k_operand + k_slot.stage * (Shape::kBytesK >> 4));
-    commit_products();
-  }
-
-  // O += P V: P from registers, which must be left alone until the product is complete.
-  NVRTC_ATTN_DEVICE void start_pv(OutTiles& o, FragmentA<Element> (&p)[Shape::kStepsN]) {
-    pin_registers(o);
-    pin_registers(p);
-    begin_products();
-    start_adding_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
-    commit_products();
-  }
-  NVRTC_ATTN_DEVICE void finish_pv(OutTiles& o, FragmentA<Element> (&p)[Shape::kStepsN]) {
-    wait_products<0>();
-    pin_registers(o);
-    pin_registers(p);
-    release(barriers.empty_v(v_slot.stage));
-    v_slot.advance();
-  }
-
-  // ---- Turns, and slots that are waited for and given back
-
-  NVRTC_ATTN_DEVICE void wait_turn() const {
-    if constexpr (kTurns) named_barrier_sync(Shape::kTurnOfGroup + group, Shape::kTurnThreads);
-  }
-  NVRTC_ATTN_DEVICE void pass_turn() const {
-    if constexpr (kTurns) {
-      named_barrier_arrive(Shape::kTurnOfGroup + (group + 1 == Shape::kGroups ? 0 : group + 1), Shape::kTurnThreads);
-    }
-  }
-
-  NVRTC_ATTN_DEVICE void release(Mbarrier const& barrier) const {
-    if (lane == 0) barrier.arrive();
-  }
-  NVRTC_ATTN_DEVICE void release_q() {
-    release(barriers.empty_q(q_slot.stage));
-    q_slot.advance();
-  }
-  NVRTC_ATTN_DEVICE void await_v() const {
-    if (Traits::kMask && params.mask_stride_m == 0) {
-      barriers.clean_v(v_slot.stage).wait(v_slot.parity);
-    } else {
-      barriers.full_v(v_slot.stage).wait(v_slot.parity);
-    }
-  }
-  // Bias and mask of the tile whose product is running: their slot, once they are there.
-  template <class Operands>
-  NVRTC_ATTN_DEVICE void await_scores(Operands& operands) const {
-    if constexpr (Shape::kStagesScores > 0) {
-      barriers.full_scores(score_slot.stage).wait(score_slot.parity);
-      operands.tile = smem + Shape::kOffsetScores + score_slot.stage * Shape::Scores::kBytes;
-    }
-  }
-  NVRTC_ATTN_DEVICE void release_scores() {
-    if constexpr (Shape::kStagesScores > 0) {
-      __syncwarp();  // all lanes have read
-      release(barriers.empty_scores(score_slot.stage));
-      score_slot.advance();
-    }
-  }
-};
+}
 
 template <class Traits>
 NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
@@ -769,7 +384,7 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
     }
   } else {
     take_registers<Shape::kRegistersConsumer>();
-    QueryTileConsumer<Traits>(params, smem_pointer, smem, warp_group - 1).run();
+    consume_tiles<Traits>(params, barriers, smem_pointer, smem, warp_group - 1);
   }
 }
 

@@ -185,10 +185,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       bool visible = true;
       int const query0 = row_map.query(m0 + warp_row0);
       int const queries = row_map.queries(m0 + warp_row0, Shape::kWarpRows);
-      if constexpr (Traits::kBand) {
-        visible =
-            n0 + warp_col0 <= query0 + queries - 1 + mask.high && n0 + warp_col0 + Shape::kWarpCols > query0 + mask.low;
-      }
+      if constexpr (Traits::kBand) visible = mask.sees_tile(query0, queries, n0 + warp_col0, Shape::kWarpCols);
 
       cp_async_wait<kLegacy, kStages == 1 ? 1 : kStages - 2>();
       if constexpr (kStages > 1) zero_hidden_v(n0, stage);
@@ -217,21 +214,18 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
         for (int m = 0; m < Shape::kTilesM; ++m) {
 #pragma unroll
           for (int n = 0; n < Shape::kTilesN; ++n) {
-            map_scores<Traits>(s[m][n], map);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              if constexpr (Traits::kHasBias) {
-                s[m][n][e] += to_float(e & 1 ? bias_tile.value[m][n][e >> 1].y : bias_tile.value[m][n][e >> 1].x);
-              }
-              if constexpr (Traits::kMask) {
-                if (!(e & 1 ? mask_tile.value[m][n][e >> 1].y : mask_tile.value[m][n][e >> 1].x))
-                  s[m][n][e] = -infinity();
-              }
+              float& x = s[m][n][e];
+              x = finish_score(map, x, bias_tile.at(m, n, e), mask_tile.at(m, n, e));
             }
           }
         }
         if (!mask.keeps_tile(query0, queries, n0 + warp_col0, Shape::kWarpCols)) {
-          apply_position_mask<Shape>(s, mask, row_map, i0, n0 + j0);
+#pragma unroll
+          for (int r = 0; r < 2 * Shape::kTilesM; ++r) {
+            replace_hidden(s, r, -infinity(), mask.keys_of(row_map.query(i0 + 8 * r), n0 + j0));
+          }
         }
       }
 

@@ -1,8 +1,8 @@
 // The mbarriers of the two Hopper backward kernels, by name.
 //
-// `full` counts the bytes of copies, `empty` one arrival for each warp that is done with a slot. Where two thread blocks share a
-// key tile (Shape::kBlocks) they bring query rows to both, so that the warps of both give those slots back, and they have
-// barriers for what they send each other: half of dS, and the number of the next key tile ("mail").
+// `full` counts the bytes of copies, `empty` one arrival for each warp that is done with a slot. Where two thread
+// blocks share a key tile (Shape::kBlocks) they bring query rows to both, so that the warps of both give those slots
+// back, and they have barriers for what they send each other: half of dS, and the number of the next key tile ("mail").
 #pragma once
 #include "../common/barrier.cuh"
 
@@ -43,16 +43,16 @@ struct BackwardBarriers {
   NVRTC_ATTN_DEVICE Mbarrier empty_k() const { return at(Map::kEmptyK); }
   NVRTC_ATTN_DEVICE Mbarrier full_v() const { return at(Map::kFullV); }
   NVRTC_ATTN_DEVICE Mbarrier empty_v() const { return at(Map::kEmptyV); }
-  NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(Map::kFullQ, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(Map::kEmptyQ, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_dout(int stage) const { return at(Map::kFullDout, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_dout(int stage) const { return at(Map::kEmptyDout, stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(Map::kFullQ + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(Map::kEmptyQ + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_dout(int stage) const { return at(Map::kFullDout + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_dout(int stage) const { return at(Map::kEmptyDout + stage); }
   // kBiasTiles: the slots of dS, while they hold the bias.
-  NVRTC_ATTN_DEVICE Mbarrier full_bias(int stage) const { return at(Map::kFullBias, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_bias(int stage) const { return at(Map::kEmptyBias, stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_bias(int stage) const { return at(Map::kFullBias + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_bias(int stage) const { return at(Map::kEmptyBias + stage); }
   // Two blocks: the other's half of dS has come, and the other has read what this one has sent.
-  NVRTC_ATTN_DEVICE Mbarrier full_ds(int slot) const { return at(Map::kFullDs, slot); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_ds(int slot) const { return at(Map::kEmptyDs, slot); }
+  NVRTC_ATTN_DEVICE Mbarrier full_ds(int slot) const { return at(Map::kFullDs + slot); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_ds(int slot) const { return at(Map::kEmptyDs + slot); }
   NVRTC_ATTN_DEVICE Mbarrier full_mail() const { return at(Map::kFullMail); }
   NVRTC_ATTN_DEVICE Mbarrier empty_mail() const { return at(Map::kEmptyMail); }
 
@@ -88,9 +88,7 @@ struct BackwardBarriers {
   }
 
  private:
-  NVRTC_ATTN_DEVICE Mbarrier at(typename Map::Place place, int slot = 0) const {
-    return Mbarrier::at(base, place + slot);
-  }
+  NVRTC_ATTN_DEVICE Mbarrier at(int place) const { return {base + Mbarrier::kBytes * place}; }
 };
 
 }  // namespace nvrtc_attn

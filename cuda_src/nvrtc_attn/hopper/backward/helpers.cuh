@@ -7,10 +7,8 @@
 //
 // Shared memory of theirs: which tile it is (16 bytes), barriers, kNumStages x a slot of keep words.
 #pragma once
-#include "../../collective/mask.cuh"
-#include "../../collective/seqlen.cuh"
-#include "schedule.cuh"
 #include "../common/barrier.cuh"
+#include "schedule.cuh"
 
 namespace nvrtc_attn {
 
@@ -45,8 +43,8 @@ struct HelperBarriers {
   NVRTC_ATTN_DEVICE Mbarrier empty_tile() const { return at(Shape::kEmptyTile); }
   NVRTC_ATTN_DEVICE Mbarrier turn() const { return at(Shape::kTurn); }    // dq of a query tile may be added
   NVRTC_ATTN_DEVICE Mbarrier added() const { return at(Shape::kAdded); }  // it has been
-  NVRTC_ATTN_DEVICE Mbarrier full_keep(int stage) const { return at(Shape::kFullKeep, stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_keep(int stage) const { return at(Shape::kEmptyKeep, stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_keep(int stage) const { return at(Shape::kFullKeep + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_keep(int stage) const { return at(Shape::kEmptyKeep + stage); }
   NVRTC_ATTN_DEVICE unsigned keep(int stage) const { return base + Shape::kOffsetKeep + stage * Shape::kBytesKeep; }
 
   NVRTC_ATTN_DEVICE void init(int consumer_warps) const {
@@ -76,9 +74,7 @@ struct HelperBarriers {
   }
 
  private:
-  NVRTC_ATTN_DEVICE Mbarrier at(typename Shape::Place place, int slot = 0) const {
-    return Mbarrier::at(base + Shape::kOffsetBarriers, place + slot);
-  }
+  NVRTC_ATTN_DEVICE Mbarrier at(int place) const { return {base + Shape::kOffsetBarriers + Mbarrier::kBytes * place}; }
 };
 
 // Read where it is needed: these warps have 24 or 32 registers.
@@ -88,9 +84,9 @@ NVRTC_ATTN_DEVICE int lane_id() {
   return lane;
 }
 
-// Calls action(tile, seqlen, mask, range, h, m, left) for every query tile m of every key tile, in the order of the consumers,
-// by one warp. `left` counts down to 1 at the last one of a key tile.
-template <class Traits, class Range, class Action>
+// Calls action(work, h, m, left) for every query tile m of every key tile, in the order of the consumers, by one warp.
+// `left` counts down to 1 at the last one of a key tile.
+template <class Traits, class Action>
 NVRTC_ATTN_DEVICE void follow_schedule(HopperBackwardParams const& params, HelperBarriers<Traits> const& barriers,
                                        Action&& action) {
   for (unsigned parity = 0;; parity ^= 1) {
@@ -100,15 +96,13 @@ NVRTC_ATTN_DEVICE void follow_schedule(HopperBackwardParams const& params, Helpe
     if (lane_id() == 0) barriers.empty_tile().arrive();
     if (tile.n_block < 0) return;
     if (Traits::kVarlen && tile.b == params.batch) continue;
-    SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, tile.b);
-    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
-    Range const range(params, mask, tile.n_block);
+    KeyTileWork<Traits> const work(params, tile, tile.b);
     int h = tile.h * params.heads_per_group;
-    int m = range.start;
+    int m = work.range.start;
 #pragma unroll 1
-    for (int left = range.count * params.heads_per_group; left > 0; --left) {
-      action(tile, seqlen, mask, range, h, m, left);
-      range.next(h, m);
+    for (int left = work.range.count * params.heads_per_group; left > 0; --left) {
+      action(work, h, m, left);
+      work.range.next(h, m);
     }
   }
 }

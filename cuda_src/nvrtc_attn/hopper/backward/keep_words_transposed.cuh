@@ -9,8 +9,8 @@
 // 8 m + 2 t + e of the tile: what thread (g, t) of a consumer needs for its key in one load. A block decides four neighbouring
 // keys of one query: a maker's lane takes four keys, one t and one e, and all m, which is half of four words.
 #pragma once
-#include "helpers.cuh"
 #include "../common/keep_words.cuh"
+#include "helpers.cuh"
 
 namespace nvrtc_attn {
 
@@ -138,7 +138,7 @@ NVRTC_ATTN_DEVICE void keep_flags_of_rows(Dropout const& dropout, unsigned long 
 }
 
 // Warp `maker` of HelperShape::kMakers. A query tile is kKeepUnits units, 32 keys and one e each, which the makers take in turn.
-template <class Traits, class Range>
+template <class Traits>
 NVRTC_ATTN_DEVICE void make_keep_words(HopperBackwardParams const& params, HelperBarriers<Traits> const& barriers,
                                        int maker) {
   using Shape = HelperShape<Traits>;
@@ -146,32 +146,31 @@ NVRTC_ATTN_DEVICE void make_keep_words(HopperBackwardParams const& params, Helpe
   Dropout const dropout(params, 0, 0);  // its row0: that of the whole mask
   RingPosition<Shape::kStages> slot;
   int unit = maker;  // this warp's next, counted from the first of the query tile
-  follow_schedule<Traits, Range>(
-      params, barriers, [&](KeyTile const& tile, auto const&, auto const&, auto const&, int h, int m, int) {
-        barriers.empty_keep(slot.stage).wait(slot.parity ^ 1);
+  follow_schedule<Traits>(params, barriers, [&](KeyTileWork<Traits> const& work, int h, int m, int) {
+    barriers.empty_keep(slot.stage).wait(slot.parity ^ 1);
 #pragma unroll 1
-        for (; unit < Shape::kKeepUnits; unit += Shape::kMakers) {
-          int const keys = unit / 2 * 32;
-          int const e = unit & 1;
-          unsigned long long const row =
-              ((unsigned long long)tile.b * params.num_heads + h) * (unsigned long long)params.seqlen_q +
-              unsigned(m * Traits::kBlockM + 2 * (lane_id() & 3) + e);
-          unsigned word[4];
-          keep_flags_of_rows<Traits::kBlockM / 8>(
-              dropout, dropout.row0 + row * dropout.pitch + unsigned(tile.n_block * 128 + keys + (lane_id() & ~3)),
-              unsigned(params.num_heads) >> 31, word);
-          int const lane = lane_id();
-          unsigned const to = barriers.keep(slot.stage) + ((keys + (lane & ~3)) * 4 + (lane & 3)) * 4 + 2 * e;
+    for (; unit < Shape::kKeepUnits; unit += Shape::kMakers) {
+      int const keys = unit / 2 * 32;
+      int const e = unit & 1;
+      unsigned long long const row =
+          ((unsigned long long)work.tile.b * params.num_heads + h) * (unsigned long long)params.seqlen_q +
+          unsigned(m * Traits::kBlockM + 2 * (lane_id() & 3) + e);
+      unsigned word[4];
+      keep_flags_of_rows<Traits::kBlockM / 8>(
+          dropout, dropout.row0 + row * dropout.pitch + unsigned(work.tile.n_block * 128 + keys + (lane_id() & ~3)),
+          unsigned(params.num_heads) >> 31, word);
+      int const lane = lane_id();
+      unsigned const to = barriers.keep(slot.stage) + ((keys + (lane & ~3)) * 4 + (lane & 3)) * 4 + 2 * e;
 #pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + 16 * c), "h"((unsigned short)word[c]) : "memory");
-          }
-          __syncwarp();
-          if (lane_id() == 0) barriers.full_keep(slot.stage).arrive();
-        }
-        unit -= Shape::kKeepUnits;
-        slot.advance();
-      });
+      for (int c = 0; c < 4; ++c) {
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + 16 * c), "h"((unsigned short)word[c]) : "memory");
+      }
+      __syncwarp();
+      if (lane_id() == 0) barriers.full_keep(slot.stage).arrive();
+    }
+    unit -= Shape::kKeepUnits;
+    slot.advance();
+  });
 }
 
 // This thread's two words: of the keys of its accumulators' rows. `warp_keys`: the first key of the warp, of the tile.

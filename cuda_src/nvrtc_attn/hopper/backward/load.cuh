@@ -1,5 +1,5 @@
-// The loading warp of the two Hopper backward kernels; what is loaded, and when, is at the heads of kernel/backward_hopper.cuh and
-// kernel/backward_hopper_wide.cuh.
+// The loading warp of the two Hopper backward kernels; what is loaded, and when, is at the heads of
+// kernel/backward_hopper.cuh and kernel/backward_hopper_wide.cuh.
 #pragma once
 #include "../../collective/gradient_accumulator.cuh"
 #include "../common/bulk.cuh"
@@ -15,8 +15,8 @@
 
 namespace nvrtc_attn {
 
-// All lanes follow the schedule, one issues. With two blocks a key tile each brings its own half of the keys, and half of the
-// rows of every query tile to both.
+// All lanes follow the schedule, one issues. With two blocks a key tile each brings its own half of the keys, and half
+// of the rows of every query tile to both.
 template <class Traits, class Shape>
 struct BackwardLoader {
   static constexpr bool kPair = Shape::kBlocks == 2;
@@ -216,7 +216,8 @@ struct BackwardLoader {
     bulk_load(to, from + (queries.statistics + index_t(queries.h) * params.delta_stride_h + queries.m * Shape::kBlockM),
               Shape::kBytesStatistic, full.address);
   }
-  // A slot that warps of both blocks read is waited for otherwise. `of`: the parity of the position that is to be filled.
+  // A slot that warps of both blocks read is waited for otherwise. `of`: the parity of the position that is to be
+  // filled.
   NVRTC_ATTN_DEVICE void wait_until_empty(Mbarrier const& empty, unsigned of) {
     if constexpr (kPair) {
       wait_remote(empty, of ^ 1);

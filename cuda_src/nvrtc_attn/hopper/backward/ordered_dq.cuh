@@ -25,53 +25,49 @@ NVRTC_ATTN_DEVICE int* additions_to(HopperBackwardParams const& params, index_t 
 // How many key tiles add to queries [m0, m0 + kBlockM) before tile n_block does.
 template <class Traits>
 NVRTC_ATTN_DEVICE int additions_before(PositionMask<Traits::kBand> const& mask, int m0, int n_block) {
-  int last = ceil_div(mask.len_k, Traits::kBlockN) - 1;
-  if constexpr (Traits::kBand) last = min(last, (m0 + Traits::kBlockM - 1 + mask.high) / Traits::kBlockN);
-  return last - n_block;
+  return mask.template last_key_tile<Traits::kBlockM, Traits::kBlockN>(m0) - n_block;
 }
 
 // While the consumers work on one query tile the turn for the next one is awaited already: a fence and the way to L2 and back
 // take as long as a query tile does at head dim 128.
-template <class Traits, class Range>
+template <class Traits>
 NVRTC_ATTN_DEVICE void order_additions(HopperBackwardParams const& params, HelperBarriers<Traits> const& barriers) {
   unsigned parity = 0;
   bool announced = false;  // the turn of this query tile
-  follow_schedule<Traits, Range>(
-      params, barriers,
-      [&](KeyTile const& tile, auto const& seqlen, auto const& mask, Range const& range, int h, int m, int left) {
-        if (lane_id() == 0) {
-          auto counter = [&](int head, int query_tile) {
-            return additions_to<Traits::kBlockM>(
-                params, index_t(seqlen.batch_index) * params.delta_stride_b + index_t(head) * params.delta_stride_h +
-                            accumulator_row0<Traits::kVarlen, Traits::kBlockM>(seqlen.q_row0, tile.b) +
-                            query_tile * Traits::kBlockM);
-          };
-          auto before = [&](int query_tile) {
-            return additions_before<Traits>(mask, query_tile * Traits::kBlockM, tile.n_block);
-          };
-          if (!announced) {
-            int const* const at = counter(h, m);
-            while (load_acquire(at) != before(m)) {
-            }
-            barriers.turn().arrive();
-          }
-          announced = false;
-          if (left > 1) {
-            int next_h = h, next_m = m;
-            range.next(next_h, next_m);
-            int const* const at = counter(next_h, next_m);
-            int const wanted = before(next_m);
-            while (!barriers.added().test(parity)) announced = announced || load_acquire(at) == wanted;
-          } else {
-            barriers.added().wait(parity);
-          }
-          if (announced) barriers.turn().arrive();
-          asm volatile("fence.acq_rel.gpu;" ::: "memory");
-          asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(counter(h, m)), "r"(before(m) + 1) : "memory");
+  follow_schedule<Traits>(params, barriers, [&](KeyTileWork<Traits> const& work, int h, int m, int left) {
+    if (lane_id() == 0) {
+      auto counter = [&](int head, int query_tile) {
+        return additions_to<Traits::kBlockM>(
+            params, index_t(work.seqlen.batch_index) * params.delta_stride_b + index_t(head) * params.delta_stride_h +
+                        accumulator_row0<Traits::kVarlen, Traits::kBlockM>(work.seqlen.q_row0, work.tile.b) +
+                        query_tile * Traits::kBlockM);
+      };
+      auto before = [&](int query_tile) {
+        return additions_before<Traits>(work.mask, query_tile * Traits::kBlockM, work.tile.n_block);
+      };
+      if (!announced) {
+        int const* const at = counter(h, m);
+        while (load_acquire(at) != before(m)) {
         }
-        __syncwarp();
-        parity ^= 1;
-      });
+        barriers.turn().arrive();
+      }
+      announced = false;
+      if (left > 1) {
+        int next_h = h, next_m = m;
+        work.range.next(next_h, next_m);
+        int const* const at = counter(next_h, next_m);
+        int const wanted = before(next_m);
+        while (!barriers.added().test(parity)) announced = announced || load_acquire(at) == wanted;
+      } else {
+        barriers.added().wait(parity);
+      }
+      if (announced) barriers.turn().arrive();
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(counter(h, m)), "r"(before(m) + 1) : "memory");
+    }
+    __syncwarp();
+    parity ^= 1;
+  });
 }
 
 }  // namespace nvrtc_attn

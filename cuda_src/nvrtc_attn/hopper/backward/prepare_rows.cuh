@@ -11,10 +11,10 @@
 //
 // Counters (int, zeroed by the host before every launch): key tiles handed out, pieces handed out, `ready` [batch][head].
 #pragma once
-#include "helpers.cuh"
 #include "../common/bulk.cuh"
-#include "row_statistics.cuh"
 #include "../common/uniform.cuh"
+#include "helpers.cuh"
+#include "row_statistics.cuh"
 
 namespace nvrtc_attn {
 
@@ -38,7 +38,7 @@ struct PieceShape {
 
 template <class Traits>
 NVRTC_ATTN_DEVICE Mbarrier full_piece(unsigned pieces, int warp) {
-  return Mbarrier::at(pieces + PieceShape<Traits>::kOffsetBarriers, warp);
+  return {pieces + PieceShape<Traits>::kOffsetBarriers + Mbarrier::kBytes * warp};
 }
 
 template <class Traits>

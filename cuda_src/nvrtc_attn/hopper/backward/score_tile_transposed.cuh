@@ -5,7 +5,7 @@
 // the operand of dQ, and the gradient of the bias, which the copy engine takes away. Rows and columns beyond the tensor
 // arrive as zeros and are not written. A bias of one row for all queries is one row in each slab.
 #pragma once
-#include "../../collective/bias.cuh"
+#include "../../collective/scores.cuh"
 #include "../../common/fragment_load.cuh"
 #include "gradient_store.cuh"
 #include "../common/tma.cuh"
@@ -39,9 +39,9 @@ struct TransposedBias {
     step = one_row ? 0 : 16 * kSlabRowBytes;
   }
 
-  // s = scale * s + bias, for raw products of 16 keys and 8 * kTiles queries.
+  // Raw products of 16 keys and 8 * kTiles queries -> scores.
   template <int kTiles>
-  NVRTC_ATTN_DEVICE void apply(AccTile (&s)[1][kTiles], unsigned slab, float scale) const {
+  NVRTC_ATTN_DEVICE void apply(AccTile (&s)[1][kTiles], unsigned slab, ScoreMap<Traits> const& map) const {
 #pragma unroll
     for (int m = 0; m < kTiles; m += 2) {
       unsigned v[4];  // [half of the queries][half of the keys]: queries 2t and 2t + 1
@@ -50,8 +50,8 @@ struct TransposedBias {
       for (int k = 0; k < 4; ++k) {
         ElementPair<Bias> const b = *reinterpret_cast<ElementPair<Bias> const*>(&v[k]);
         AccTile& tile = s[0][m + k / 2];
-        tile[2 * (k & 1)] = fmaf(tile[2 * (k & 1)], scale, to_float(b.x));
-        tile[2 * (k & 1) + 1] = fmaf(tile[2 * (k & 1) + 1], scale, to_float(b.y));
+        tile[2 * (k & 1)] = map.score(tile[2 * (k & 1)], to_float(b.x));
+        tile[2 * (k & 1) + 1] = map.score(tile[2 * (k & 1) + 1], to_float(b.y));
       }
     }
   }

@@ -12,34 +12,6 @@
 
 namespace nvrtc_attn {
 
-// Scores that the mask drops become -inf. This thread's keys are j and j + 8, its first query is m0 + 2 t.
-template <class Traits, int kTiles>
-NVRTC_ATTN_DEVICE void drop_positions(AccTile (&s)[1][kTiles], PositionMask<Traits::kBand> const& mask, int m0, int j,
-                                      int t) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    // Queries of this tile, counted from the thread's first, that keep the key: [low, high].
-    int const i = m0 + 2 * t;
-    int high = mask.len_q - 1 - i;
-    int low = 0;
-    if constexpr (Traits::kBand) {
-      high = min(high, mask.last_row(j + 8 * r) - i);
-      low = mask.first_row(j + 8 * r) - i;
-    }
-    if (j + 8 * r >= mask.len_k) high = -1;
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& x = s[0][m][2 * r + e];
-        bool dropped = 8 * m + e > high;
-        if constexpr (Traits::kBand) dropped = dropped || 8 * m + e < low;
-        x = dropped ? -infinity() : x;
-      }
-    }
-  }
-}
-
 // Masked scores and their gradient in registers, for problems without byte mask, with a bias only as tiles: P is known before
 // dP, so that its product can start before dP is there. With keep words P comes times dropout's multiplier, and delta divided
 // by it (backward_hopper_prepare): dV takes P where it is kept, dS = P * kept dP - P * delta.
@@ -57,8 +29,11 @@ struct ScoreBlock {
                                        FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
                                        int m0, bool masked, unsigned bias_slab) const {
     // Before the mask, by whose keys the bias may be anything.
-    if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map.scale);
-    if (masked) drop_positions<Traits>(s, mask, m0, j, t);
+    if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map);
+    if (masked) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) replace_hidden(s, r, -infinity(), mask.rows_of(j + 8 * r, m0 + 2 * t));
+    }
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
       float2 const lse = load_shared_float2(row_lse + 32 * m + 8 * t);
@@ -67,9 +42,9 @@ struct ScoreBlock {
       for (int e = 0; e < 4; ++e) {
         float y = s[0][m][e];
         if constexpr (!Shape::kBiasTiles) {
-          y = map.map(s[0][m][e]);
+          y = map.score(s[0][m][e], 0.0f);
           // A masked score stays -inf, whatever the map makes of it.
-          if constexpr (ScoreMap<Traits>::kMapped) y = s[0][m][e] == -infinity() ? -infinity() : y;
+          if constexpr (ScoreMap<Traits>::kMapped) y = masked_score(y, s[0][m][e] != -infinity());
         }
         s[0][m][e] = map.probability(y, reference[e & 1]);
         // Here, and not behind the wait for the product that runs meanwhile.
@@ -134,7 +109,7 @@ struct ScoreBlock {
         } else {
           ds = s[0][m][e] * (dp[0][m][e] - delta[e & 1]);
         }
-        dp[0][m][e] = kMasked && s[0][m][e] == 0.0f ? 0.0f : ds;  // dP of a dropped score may be anything
+        dp[0][m][e] = masked_gradient(ds, !kMasked || s[0][m][e] != 0.0f);
       }
     }
   }

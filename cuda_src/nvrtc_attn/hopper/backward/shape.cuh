@@ -1,4 +1,5 @@
-// What the shared memory of the Hopper backward kernel holds, and where; what for is at the head of kernel/backward_hopper.cuh.
+// What the shared memory of the Hopper backward kernel holds, and where; what for is at the head of
+// kernel/backward_hopper.cuh.
 #pragma once
 #include "../common/wgmma.cuh"
 #include "barriers.cuh"

@@ -13,9 +13,6 @@ struct Mbarrier {
   static constexpr int kBytes = 8;
   unsigned address;
 
-  // Number `place` of those that lie one after the other from `base` on.
-  NVRTC_ATTN_DEVICE static Mbarrier at(unsigned base, int place) { return {base + kBytes * place}; }
-
   NVRTC_ATTN_DEVICE void init(int arrivals) const {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals));
   }

@@ -15,8 +15,8 @@ NVRTC_ATTN_DEVICE float2 unpack_pair<bfloat16_t>(uint32_t both) {
   return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u));
 }
 
-// The same where it stands (volatile), for values that stay packed until they are used: not before a wait or a loop in front of
-// it, or the floats would take registers meanwhile.
+// The same where it stands (volatile), for values that stay packed until they are used: not before a wait or a loop in
+// front of it, or the floats would take registers meanwhile.
 template <class Element>
 NVRTC_ATTN_DEVICE float2 unpack_pair_here(uint32_t both) {
   float2 result;

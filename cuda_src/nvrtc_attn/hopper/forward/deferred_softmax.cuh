@@ -111,7 +111,7 @@ struct DeferredSoftmax {
 // Bias and mask that the copy engine cannot read: raw values of one tile's scores, as this thread holds them, read
 // before the wait for Q K^T, which hides them.
 template <class Element, bool kEnabled, int kTilesN>
-struct ScoreOperands {
+struct ContiguousScores {
   static constexpr int kN = kEnabled ? kTilesN : 1;
   ElementPair<Element> value[kN][2];
 
@@ -139,7 +139,11 @@ struct ScoreOperands {
       }
     }
   }
-  NVRTC_ATTN_DEVICE Element at(int n, int e) const { return e & 1 ? value[n][e >> 1].y : value[n][e >> 1].x; }
+  // Of value e of accumulator tile n; anything where it is not enabled.
+  NVRTC_ATTN_DEVICE Element at(int n, int e) const {
+    ElementPair<Element> const& pair = value[kEnabled ? n : 0][e >> 1];
+    return e & 1 ? pair.y : pair.x;
+  }
 };
 
 // What turns a tile of raw products into masked scores, and scores into probabilities.
@@ -160,8 +164,8 @@ struct ScoreTile {
   template <int kTilesN>
   struct Operands {
     unsigned tile;  // kScoreTiles: the slot's shared address
-    ScoreOperands<Bias, Traits::kHasBias && !Traits::kScoreTiles, kTilesN> bias;
-    ScoreOperands<unsigned char, Traits::kMask && !Traits::kScoreTiles, kTilesN> byte_mask;
+    ContiguousScores<Bias, Traits::kHasBias && !Traits::kScoreTiles, kTilesN> bias;
+    ContiguousScores<unsigned char, Traits::kMask && !Traits::kScoreTiles, kTilesN> byte_mask;
   };
 
   template <int kTilesN>
@@ -179,37 +183,18 @@ struct ScoreTile {
     } else {
 #pragma unroll
       for (int n = 0; n < kTilesN; ++n) {
-        map_scores<Traits>(s[0][n], map);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if constexpr (Traits::kHasBias) s[0][n][e] += to_float(operands.bias.at(n, e));
-          if constexpr (Traits::kMask) {
-            if (!operands.byte_mask.at(n, e)) s[0][n][e] = -infinity();
-          }
+          float& x = s[0][n][e];
+          x = finish_score(map, x, operands.bias.at(n, e), operands.byte_mask.at(n, e));
         }
       }
     }
     if (!mask.keeps_tile(row0, 64, n0, 8 * kTilesN)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // Columns of this tile, counted from the thread's first, that the row keeps: [low, high).
-        int high = mask.len_k - j0;
-        if constexpr (Traits::kBand) high = min(high, i + 8 * r + mask.high + 1 - j0);
-#pragma unroll
-        for (int n = 0; n < kTilesN; ++n) {
-          if (8 * n >= high) s[0][n][2 * r] = -infinity();
-          if (8 * n + 1 >= high) s[0][n][2 * r + 1] = -infinity();
-        }
-        if constexpr (Traits::kBand) {
-          if (mask.low > -kFarAway) {
-            int const low = i + 8 * r + mask.low - j0;
-#pragma unroll
-            for (int n = 0; n < kTilesN; ++n) {
-              if (8 * n < low) s[0][n][2 * r] = -infinity();
-              if (8 * n + 1 < low) s[0][n][2 * r + 1] = -infinity();
-            }
-          }
-        }
+        replace_hidden(s, r, -infinity(), mask.keys_below_end(i + 8 * r, j0));
+        if (mask.has_first_keys()) replace_hidden(s, r, -infinity(), mask.keys_from_first(i + 8 * r, j0));
       }
     }
   }

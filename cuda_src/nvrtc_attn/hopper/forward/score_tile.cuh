@@ -72,9 +72,13 @@ struct ScoreTileAccess {
   NVRTC_ATTN_DEVICE void apply(AccTile (&s)[1][kTilesN], ScoreMap<Traits> const& map, unsigned slot) const {
 #pragma unroll
     for (int n = 0; n < kTilesN; n += 4) {
+      if constexpr (Shape::kSlabsBias == 0) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) map_scores<Traits>(s[0][n + k], map);
-      if constexpr (Shape::kSlabsBias > 0) {
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[0][n + k][e] = map.score(s[0][n + k][e], 0.0f);
+        }
+      } else {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           if constexpr (sizeof(Bias) == 2) {
@@ -84,16 +88,16 @@ struct ScoreTileAccess {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               float2 const b = unpack_pair<Bias>(v[k]);
-              s[0][n + k][2 * r] += b.x;
-              s[0][n + k][2 * r + 1] += b.y;
+              s[0][n + k][2 * r] = map.score(s[0][n + k][2 * r], b.x);
+              s[0][n + k][2 * r + 1] = map.score(s[0][n + k][2 * r + 1], b.y);
             }
           } else {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               float2 const b =
                   load_shared_float2((slot + n / 4 * Shape::kSlabBias + bias + r * bias_next) ^ (2 * k << 4));
-              s[0][n + k][2 * r] += b.x;
-              s[0][n + k][2 * r + 1] += b.y;
+              s[0][n + k][2 * r] = map.score(s[0][n + k][2 * r], b.x);
+              s[0][n + k][2 * r + 1] = map.score(s[0][n + k][2 * r + 1], b.y);
             }
           }
         }
@@ -106,8 +110,8 @@ struct ScoreTileAccess {
             unsigned const chunk = (n + k) % 8 / 2;
             unsigned const keep = load_shared_u16(
                 ((slot + n / 8 * Shape::kSlabMask + byte_mask + r * byte_mask_next) ^ (chunk << 4)) + k % 2 * 8);
-            if (!(keep & 0xff)) s[0][n + k][2 * r] = -infinity();
-            if (!(keep & 0xff00)) s[0][n + k][2 * r + 1] = -infinity();
+            s[0][n + k][2 * r] = masked_score(s[0][n + k][2 * r], keep & 0xff);
+            s[0][n + k][2 * r + 1] = masked_score(s[0][n + k][2 * r + 1], keep & 0xff00);
           }
         }
       }

@@ -5,30 +5,10 @@
 
 namespace nvrtc_attn {
 
-// Products whose left operand is stored with its rows contiguous.
-template <class Element, int kN>
-struct TransposedAtom;
-#define NVRTC_ATTN_TRANSPOSED_ATOM(n)                                                        \
-  template <>                                                                                \
-  struct TransposedAtom<half_t, n>                                                           \
-      : cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<MatrixMajor::MN, MatrixMajor::MN> {}; \
-  template <>                                                                                \
-  struct TransposedAtom<bfloat16_t, n>                                                       \
-      : cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<MatrixMajor::MN, MatrixMajor::MN> {};
-NVRTC_ATTN_TRANSPOSED_ATOM(16)
-NVRTC_ATTN_TRANSPOSED_ATOM(32)
-NVRTC_ATTN_TRANSPOSED_ATOM(48)
-NVRTC_ATTN_TRANSPOSED_ATOM(64)
-NVRTC_ATTN_TRANSPOSED_ATOM(80)
-NVRTC_ATTN_TRANSPOSED_ATOM(96)
-NVRTC_ATTN_TRANSPOSED_ATOM(112)
-NVRTC_ATTN_TRANSPOSED_ATOM(128)
-#undef NVRTC_ATTN_TRANSPOSED_ATOM
-
 // c += A^T B: A is kSteps * 16 rows of one slab, B as many rows of slabs, kTiles * 8 wide.
 template <class Element, int kSteps, int kTiles>
 NVRTC_ATTN_DEVICE void start_adding_atb(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
-  using Atom = TransposedAtom<Element, 8 * kTiles>;
+  using Atom = typename WgmmaAtoms<Element, 8 * kTiles, MatrixMajor::MN>::template SSOf<MatrixMajor::MN>;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     wgmma_ss<Atom>(c, a + step * (16 * kSlabRowBytes >> 4), b + step * (16 * kSlabRowBytes >> 4), true,

@@ -14,9 +14,8 @@ namespace nvrtc_attn {
 
 template <class Traits>
 constexpr bool kHasScoreOperands = Traits::kHasBias || Traits::kMask || Traits::kDropout;
-// A bias that is read one element at a time.
 template <class Traits>
-constexpr bool kBiasElements = Traits::kHasBias && !TransposedScoreGradient<Traits>::kBiasWords;
+constexpr bool kBiasElements = TransposedScoreGradient<Traits>::kBiasElements;
 
 // The elements of a bias or mask that one thread reads, 8 queries at a time. The address walks: computed anew for every element
 // it takes registers that the kernel does not have.
@@ -109,7 +108,10 @@ struct WideScores {
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM], FragmentA<Element> (&p)[Shape::kStepsM],
                                        WideScoreOperands<Traits> const& operands, unsigned factor, unsigned row_lse,
                                        int m0, bool masked) const {
-    if (masked) drop_positions<Traits>(s, mask, m0, j, t);
+    if (masked) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) replace_hidden(s, r, -infinity(), mask.rows_of(j + 8 * r, m0 + 2 * t));
+    }
     auto bias_walk = operands.walk_bias(m0 + 2 * t, j);
     auto mask_walk = operands.walk_mask(m0 + 2 * t, j);
 #pragma unroll
@@ -127,22 +129,19 @@ struct WideScores {
         for (int e = 0; e < 4; ++e) {
           // A masked score stays -inf, whatever bias and map make of it.
           bool kept = s[0][m][e] != -infinity();
-          float tanh_value;
-          float y = map.map(s[0][m][e], tanh_value);
-          if constexpr (Traits::kHasBias) {
-            if constexpr (kBiasElements<Traits>) {
-              if (kept) bias[e] = to_float(bias_walk.at(e));
-            }
-            y += bias[e];
+          if constexpr (kBiasElements<Traits>) {
+            if (kept) bias[e] = to_float(bias_walk.at(e));
           }
+          float tanh_value;
+          float y = map.score(s[0][m][e], bias[e], tanh_value);
           if constexpr (Traits::kMask) {
             if (kept) kept = mask_walk.at(e) != 0;
           }
-          if constexpr (ScoreMap<Traits>::kMapped || Traits::kMask) y = kept ? y : -infinity();
+          if constexpr (ScoreMap<Traits>::kMapped || Traits::kMask) y = masked_score(y, kept);
           probability[e] = map.probability(y, reference[e & 1]);
           // q.k of a score that the byte mask drops may be NaN, and zero times its slope would be too.
-          if constexpr (Traits::kSoftcap && Traits::kMask) tanh_value = kept ? tanh_value : 0.0f;
-          product[e] = probability[e] * (1.0f - tanh_value * tanh_value);
+          if constexpr (Traits::kSoftcap && Traits::kMask) tanh_value = masked_gradient(tanh_value, kept);
+          product[e] = probability[e] * map.slope(tanh_value);
           if constexpr (Traits::kDropout) {
             bool const stays = operands.keep >> (4 * m + e) & 1;
             probability[e] = stays ? probability[e] : 0.0f;
@@ -214,7 +213,7 @@ struct WideGradients {
               bool const dropped = __float_as_int(weight[e]) < 0;
               ds = weight[e] * (dropped ? delta[m][e] : fmaf(x, params.dropout_multiplier, -delta[m][e]));
             }
-            x = kMasked && weight[e] == 0.0f ? 0.0f : ds;
+            x = masked_gradient(ds, !kMasked || weight[e] != 0.0f);
           }
         }
         if constexpr (Traits::kDbiasStore) store_dbias(dp[0][m], i0 + 8 * m);

@@ -1,5 +1,5 @@
-// What the shared memory of the Hopper backward kernel for wide heads holds, and where, and which columns of the gradients each
-// consumer group has; what for is at the head of kernel/backward_hopper_wide.cuh.
+// What the shared memory of the Hopper backward kernel for wide heads holds, and where, and which columns of the
+// gradients each consumer group has; what for is at the head of kernel/backward_hopper_wide.cuh.
 #pragma once
 #include "../backward/barriers.cuh"
 #include "../common/wgmma.cuh"

@@ -1,0 +1,237 @@
+// The loading warp of the Hopper forward kernel, and the warp beside it that zeroes hidden values; what is loaded, and
+// when, is at the head of kernel/forward_hopper.cuh.
+#pragma once
+#include "../../collective/hidden_keys.cuh"
+#include "../../collective/mask.cuh"
+#include "../../collective/seqlen.cuh"
+#include "../common/tma.cuh"
+#include "../common/uniform.cuh"
+#include "scheduler.cuh"
+#include "shape.cuh"
+
+namespace nvrtc_attn {
+
+// What the loading warp announced, in uniform registers.
+NVRTC_ATTN_DEVICE WorkTile read_tile(unsigned address) {
+  int m_block, h, b;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(m_block), "=r"(h) : "r"(address) : "memory");
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
+  return {uniform(m_block), uniform(h), uniform(b)};
+}
+
+// The loading warp. All lanes follow the schedule, one issues.
+template <class Traits>
+struct ForwardLoader {
+  using Shape = HopperShape<Traits>;
+  using Scores = typename Shape::Scores;
+
+  HopperForwardParams const& params;
+  ForwardBarriers<Shape> const& barriers;
+  unsigned const smem;
+  unsigned const sK = smem + Shape::kOffsetK;
+  unsigned const sV = smem + Shape::kOffsetV;
+  bool const issuer = threadIdx.x == 0;
+  RingPosition<Shape::kStages> k_slot, v_slot;
+  RingPosition<Shape::kStagesQ> q_slot;
+  RingPosition<Shape::kStagesScores> score_slot;
+
+  NVRTC_ATTN_DEVICE ForwardLoader(HopperForwardParams const& params_, ForwardBarriers<Shape> const& barriers_,
+                                  unsigned smem_)
+      : params(params_), barriers(barriers_), smem(smem_) {}
+
+  NVRTC_ATTN_DEVICE void run() {
+    if (issuer) {
+      prefetch_tensor_map(params.tensor_map_q);
+      prefetch_tensor_map(params.tensor_map_k);
+      prefetch_tensor_map(params.tensor_map_v);
+      if constexpr (Scores::kSlabsBias > 0) prefetch_tensor_map(params.tensor_map_bias);
+      if constexpr (Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
+    }
+    TileScheduler<Traits::kBand> scheduler(params);
+    WorkTile tile;
+    while (scheduler.next(tile)) {
+      bool loads = !(Traits::kVarlen && tile.b == params.batch);
+      SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, loads ? tile.b : 0);
+      int const m0 = tile.m_block * Shape::kBlockM;
+      PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+      int first, last;
+      mask.template key_tiles<Shape::kBlockN>(m0, Shape::kBlockM, first, last);
+      loads = loads && m0 < seqlen.len_q && first < last;
+      if (!loads) {
+        announce(tile.m_block, tile.h, tile.b);
+        if (issuer) barriers.full_q(q_slot.stage).arrive();
+        q_slot.advance();
+        continue;
+      }
+      Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
+      // In the order of use: a consumer asks for the K of the next tile before the V of this one.
+      load_k(from, last - 1);
+      announce(tile.m_block, tile.h, tile.b);
+      load_q(from);
+      load_scores(from, last - 1);
+#pragma unroll 1
+      for (int n = last - 2; n >= first; --n) {
+        load_k(from, n);
+        load_scores(from, n);
+        load_v(from, n + 1);
+      }
+      load_v(from, first);
+    }
+    announce(-1, 0, 0);
+    if (issuer) barriers.full_q(q_slot.stage).arrive();
+  }
+
+ private:
+  // Where the operands of a query tile lie. Expanded (stride 0) dims have size 1 in the tensor maps.
+  struct Source {
+    int h, b;  // of the scores
+    int q_h, q_b, k_h, k_b, v_h, v_b;
+    int q_row, k_row0, m0;
+
+    NVRTC_ATTN_DEVICE Source(HopperForwardParams const& params, WorkTile const& tile, int batch_index, int q_row_,
+                             int k_row0_, int m0_)
+        : h(tile.h), b(tile.b), q_row(q_row_), k_row0(k_row0_), m0(m0_) {
+      int const h_kv = uniform_quotient(tile.h, params.heads_per_group);
+      q_h = params.q_stride_h == 0 ? 0 : tile.h;
+      q_b = params.q_stride_b == 0 ? 0 : batch_index;
+      k_h = params.k_stride_h == 0 ? 0 : h_kv;
+      k_b = params.k_stride_b == 0 ? 0 : batch_index;
+      v_h = params.v_stride_h == 0 ? 0 : h_kv;
+      v_b = params.v_stride_b == 0 ? 0 : batch_index;
+    }
+  };
+
+  // Which tile it is travels in front of the barrier that its queries complete.
+  NVRTC_ATTN_DEVICE void announce(int m_block, int h, int b) {
+    barriers.empty_q(q_slot.stage).wait(q_slot.parity ^ 1);
+    if (issuer) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTiles + 16 * q_slot.stage),
+                   "r"(m_block), "r"(h), "r"(b), "r"(0)
+                   : "memory");
+    }
+  }
+
+  // The queries, into the slot that announce() has found empty.
+  NVRTC_ATTN_DEVICE void load_q(Source const& from) {
+    if (issuer) {
+      Mbarrier const full = barriers.full_q(q_slot.stage);
+      full.arrive_and_expect(Shape::kBytesQ);
+#pragma unroll
+      for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
+        load_box(smem + q_slot.stage * Shape::kBytesQ + slab * Shape::kSlabQ, params.tensor_map_q, full.address,
+                 slab * kSlabColumns, from.q_row, from.q_h, from.q_b, kEvictFirst);
+      }
+    }
+    q_slot.advance();
+  }
+
+  NVRTC_ATTN_DEVICE void load_k(Source const& from, int n) {
+    Mbarrier const full = barriers.full_k(k_slot.stage);
+    barriers.empty_k(k_slot.stage).wait(k_slot.parity ^ 1);
+    if (issuer) {
+      full.arrive_and_expect(Shape::kBytesK);
+#pragma unroll
+      for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
+        load_box(sK + k_slot.stage * Shape::kBytesK + slab * Shape::kSlabK, params.tensor_map_k, full.address,
+                 slab * kSlabColumns, from.k_row0 + n * Shape::kBlockN, from.k_h, from.k_b, kEvictLast);
+      }
+    }
+    k_slot.advance();
+  }
+
+  NVRTC_ATTN_DEVICE void load_v(Source const& from, int n) {
+    Mbarrier const full = barriers.full_v(v_slot.stage);
+    barriers.empty_v(v_slot.stage).wait(v_slot.parity ^ 1);
+    if (issuer) {
+      full.arrive_and_expect(Shape::kBytesV);
+#pragma unroll
+      for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
+        load_box(sV + v_slot.stage * Shape::kBytesV + slab * Shape::kSlabK, params.tensor_map_v, full.address,
+                 slab * kSlabColumns, from.k_row0 + n * Shape::kBlockN, from.v_h, from.v_b, kEvictLast);
+      }
+    }
+    v_slot.advance();
+  }
+
+  // Bias and mask.
+  NVRTC_ATTN_DEVICE void load_scores(Source const& from, int n) {
+    if constexpr (Shape::kStagesScores > 0) {
+      Mbarrier const full = barriers.full_scores(score_slot.stage);
+      unsigned const slot = smem + Shape::kOffsetScores + score_slot.stage * Scores::kBytes;
+      barriers.empty_scores(score_slot.stage).wait(score_slot.parity ^ 1);
+      if (issuer) {
+        int const rows_bias = params.bias_stride_m == 0 ? 1 : Shape::kBlockM;
+        int const rows_mask = params.mask_stride_m == 0 ? 1 : Shape::kBlockM;
+        full.arrive_and_expect(Scores::kSlabsBias * 128 * rows_bias + Scores::kSlabsMask * 64 * rows_mask);
+#pragma unroll
+        for (int slab = 0; slab < Scores::kSlabsBias; ++slab) {
+          bool const shared = params.bias_stride_b == 0 || params.bias_stride_h == 0 || params.bias_stride_m == 0;
+          load_box(slot + slab * Scores::kSlabBias, params.tensor_map_bias, full.address,
+                   n * Shape::kBlockN + slab * Scores::kColumnsBias, params.bias_stride_m == 0 ? 0 : from.m0,
+                   params.bias_stride_h == 0 ? 0 : from.h, params.bias_stride_b == 0 ? 0 : from.b,
+                   shared ? kEvictLast : kEvictFirst);
+        }
+#pragma unroll
+        for (int slab = 0; slab < Scores::kSlabsMask; ++slab) {
+          load_box(slot + Scores::kOffsetMask + slab * Scores::kSlabMask, params.tensor_map_mask, full.address,
+                   n * Shape::kBlockN + slab * Scores::kColumnsMask, params.mask_stride_m == 0 ? 0 : from.m0,
+                   params.mask_stride_h == 0 ? 0 : from.h, params.mask_stride_b == 0 ? 0 : from.b, kEvictNormal);
+        }
+      }
+      score_slot.advance();
+    }
+  }
+};
+
+// A warp of the loading group, where a mask is the same for all queries: zeros in the rows of V that it hides, of every
+// tile before the consumers take it. Ahead of them as the copies are, so that nobody waits for it.
+template <class Traits, class Shape>
+NVRTC_ATTN_DEVICE void zero_hidden_values(HopperForwardParams const& params, ForwardBarriers<Shape> const& barriers,
+                                          unsigned smem) {
+  constexpr int kWords = (Shape::kBlockN + 31) / 32;
+  int const lane = int(threadIdx.x) & 31;
+  RingPosition<Shape::kStages> slot;
+  TileScheduler<Traits::kBand> scheduler(params);
+  WorkTile tile;
+  while (scheduler.next(tile)) {
+    SeqlenInfo<false, Traits::kSequsedK> const seqlen(params, tile.b);
+    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+    int first, last;
+    mask.template key_tiles<Shape::kBlockN>(tile.m_block * Shape::kBlockM, Shape::kBlockM, first, last);
+    HiddenKeys const hidden(params, tile.b, tile.h, 1);
+#pragma unroll 1
+    for (int n = last - 1; n >= first; --n) {
+      unsigned words[kWords];
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        int const row = 32 * w + lane;
+        int const j = n * Shape::kBlockN + row;
+        words[w] = __ballot_sync(0xffffffffu, row < Shape::kBlockN && j < seqlen.len_k && hidden(j));
+      }
+      barriers.full_v(slot.stage).wait(slot.parity);
+      unsigned const tile_v = smem + Shape::kOffsetV + slot.stage * Shape::kBytesV + lane * 16;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        // Four rows of a slab at a time, a chunk of 16 bytes a lane.
+#pragma unroll 1
+        for (int row = 0; words[w] != 0; row += 4, words[w] >>= 4) {
+          if (words[w] >> (lane >> 3) & 1) {
+#pragma unroll
+            for (int slab = 0; slab < Shape::kSlabsV; ++slab) {
+              asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile_v + slab * Shape::kSlabK +
+                                                                            (32 * w + row) * kSlabRowBytes),
+                           "r"(0)
+                           : "memory");
+            }
+          }
+        }
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) barriers.clean_v(slot.stage).arrive();
+      slot.advance();
+    }
+  }
+}
+
+}  // namespace nvrtc_attn

@@ -1,0 +1,108 @@
+// What the shared memory of the Hopper forward kernel holds, and where, and its barriers by name; what for is at the
+// head of kernel/forward_hopper.cuh.
+#pragma once
+#include "../common/barrier.cuh"
+#include "../common/wgmma.cuh"
+#include "score_tile.cuh"
+
+namespace nvrtc_attn {
+
+template <class Traits>
+struct HopperShape {
+  using Element = typename Traits::Element;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr int kStages = Traits::kNumStages;
+  static constexpr int kGroups = kBlockM / 64;
+  static constexpr int kConsumers = 128 * kGroups;
+  static constexpr int kTilesN = kBlockN / 8;
+  static constexpr int kHalfN = kBlockN / 32 * 16;
+  static constexpr int kTilesD = Traits::kHeadDimV / 8;
+  static constexpr int kStepsN = kBlockN / 16;
+  static constexpr int kSlabsQ = (Traits::kHeadDim + kSlabColumns - 1) / kSlabColumns;
+  static constexpr int kSlabsV = (Traits::kHeadDimV + kSlabColumns - 1) / kSlabColumns;
+  static constexpr int kSlabQ = kBlockM * kSlabRowBytes;  // bytes
+  static constexpr int kSlabK = kBlockN * kSlabRowBytes;
+  static constexpr int kBytesQ = kSlabsQ * kSlabQ;
+  static constexpr int kBytesK = kSlabsQ * kSlabK;
+  static constexpr int kBytesV = kSlabsV * kSlabK;
+  static constexpr int kStagesQ = Traits::kNumStagesQ;
+  static constexpr int kOffsetK = kStagesQ * kBytesQ;
+  static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
+  using Scores = ScoreTileShape<Traits>;
+  static constexpr int kStagesScores = Scores::kStages;
+  static constexpr int kStagesClean = Traits::kMask ? kStages : 0;
+  static constexpr int kOffsetScores = kOffsetV + kStages * kBytesV;
+  static constexpr int kOffsetTiles = kOffsetScores + kStagesScores * Scores::kBytes;
+  static constexpr int kOffsetBarriers = kOffsetTiles + 16 * kStagesQ;
+
+  // Places of the mbarriers; of what has slots, that of the first.
+  enum Place : int {
+    kFullK,
+    kFullV = kFullK + kStages,
+    kEmptyK = kFullV + kStages,
+    kEmptyV = kEmptyK + kStages,
+    kFullQ = kEmptyV + kStages,
+    kEmptyQ = kFullQ + kStagesQ,
+    kFullScores = kEmptyQ + kStagesQ,
+    kEmptyScores = kFullScores + kStagesScores,
+    kCleanV = kEmptyScores + kStagesScores,
+  };
+  // Hardware barriers; 0 is __syncthreads.
+  enum NamedBarrier : int {
+    kTurnOfGroup = 1,  // + group: it may start products
+    kAllConsumers = kTurnOfGroup + kGroups,
+  };
+  static constexpr int kTurnThreads = 256;  // the group that waits and the one that lets it start
+
+  // 65536 registers: what the consumers need, the rest to the loading group.
+  static constexpr bool kSmallTile = Traits::kHasBias || Traits::kMask;
+  static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : kSmallTile ? 232 : 240;
+  static constexpr int kRegistersProducer = kGroups == 3 ? 32 : kSmallTile ? 40 : 24;
+
+  static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
+  static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
+  static_assert(!(Traits::kHalfTile && Traits::kDropout), "the first tile makes the flags of a whole one");
+  static_assert(kStages >= 2, "a consumer waits for the next K before it gives back a V");
+  static_assert(kBlockN % 16 == 0 && Traits::kHeadDim % 16 == 0 && Traits::kHeadDimV % 16 == 0,
+                "matrix product shapes");
+};
+
+template <class Shape>
+struct ForwardBarriers {
+  unsigned base;  // shared address
+  NVRTC_ATTN_DEVICE Mbarrier full_k(int stage) const { return at(Shape::kFullK + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_v(int stage) const { return at(Shape::kFullV + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_k(int stage) const { return at(Shape::kEmptyK + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_v(int stage) const { return at(Shape::kEmptyV + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_q(int stage) const { return at(Shape::kFullQ + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_q(int stage) const { return at(Shape::kEmptyQ + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier full_scores(int stage) const { return at(Shape::kFullScores + stage); }
+  NVRTC_ATTN_DEVICE Mbarrier empty_scores(int stage) const { return at(Shape::kEmptyScores + stage); }
+  // kMask: V is there, and rows that the mask hides from all queries are zero. Otherwise full_v says all.
+  NVRTC_ATTN_DEVICE Mbarrier clean_v(int stage) const { return at(Shape::kCleanV + stage); }
+
+  NVRTC_ATTN_DEVICE void init() const {
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      full_k(stage).init(1);
+      full_v(stage).init(1);
+      empty_k(stage).init(4 * Shape::kGroups);
+      empty_v(stage).init(4 * Shape::kGroups);
+    }
+    for (int stage = 0; stage < Shape::kStagesQ; ++stage) {
+      full_q(stage).init(1);
+      empty_q(stage).init(4 * Shape::kGroups);
+    }
+    for (int stage = 0; stage < Shape::kStagesScores; ++stage) {
+      full_scores(stage).init(1);
+      empty_scores(stage).init(4 * Shape::kGroups);
+    }
+    for (int stage = 0; stage < Shape::kStagesClean; ++stage) clean_v(stage).init(1);
+    fence_barrier_init();
+  }
+
+ private:
+  NVRTC_ATTN_DEVICE Mbarrier at(int place) const { return {base + Mbarrier::kBytes * place}; }
+};
+
+}  // namespace nvrtc_attn
