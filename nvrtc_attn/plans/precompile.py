@@ -133,7 +133,7 @@ def problems(request: Request) -> list[AttentionProblem]:
             deterministic=request.deterministic,
             dbias=request.dbias and request.backward,
         )
-        found.append(describe_shapes(operands, options, Device("cuda", 0)).with_outputs())
+        found.append(describe_shapes(operands, options, Device("cuda", 0)).with_dense())
     return found
 
 
@@ -183,19 +183,17 @@ def tune(requests: Sequence[Request]) -> int:
     log and the cache, see `autotune`.
     """
     from ..runtime import driver
-    from .plan import LseLayout, backward_plan, forward_plan
+    from .plan import backward_plan, forward_plan
 
     passes = 0
     for index, request in itertools.product(device.one_of_each_kind(range(driver.device_count())), requests):
         if device.ARCHITECTURES[request.arch].compute_capability != device.properties(index).compute_capability:
             continue
         for p in problems(request):
-            heads, rows = p.num_heads, p.q.shape[1]
-            lse = LseLayout((heads * rows, rows, 1), rows=p.seqlen_q, packed=p.varlen)
-            forward_plan(p, index, lse, 0, tune=True)
+            forward_plan(p, index, 0, tune=True)
             passes += 1
             if request.backward and p.seqlen_q > 1:
-                backward_plan(p, index, lse, None, p.bias if p.dbias else None, 0, tune=True)
+                backward_plan(p, index, 0, tune=True)
                 passes += 1
     return passes
 
