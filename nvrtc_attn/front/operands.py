@@ -8,7 +8,8 @@ memory of the autotuner and the adapters of the frameworks are derived from it. 
   vector, its strides after those of the operands with the same dims): the generated ``static_assert`` lines check both,
 * what a kernel does with it, behind ``Traits::kHas<Name>``, and the same in `nvrtc_attn.cpu.reference`.
 
-The public functions take it by its name then, and kernel families that the row does not name refuse it.
+The public functions take it by its name then. Until all do something with it, name the kernel families that do
+(``families``): the others refuse it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ Role = Literal["", "in", "in?", "out", "out?"]
 """What a pass does with an operand: nothing, read it or write it; with a question mark where it may be missing."""
 Shape = tuple[int, ...]
 
+FAMILIES: Final = ("forward_portable", "backward_portable", "forward_hopper", "backward_hopper")
 _LETTERS: Final = {
     "batch": "b", "seqlen_q": "m", "seqlen_k": "n", "num_heads": "h", "num_heads_kv": "h", "head_dim": "d",
     "head_dim_v": "d",
@@ -44,8 +46,8 @@ class Operand:
     """Each dim is full or 1, and a kernel walks a dim of size 1 with stride 0. Not for packed sequences."""
     dense: bool = False
     """A vector without gaps, which has no strides in the params."""
-    families: tuple[str, ...] = ("portable", "hopper")
-    """The kernel families that read it."""
+    families: tuple[str, ...] = FAMILIES
+    """The kernel families that read it; asked of `FURTHER_INPUTS` alone."""
 
     @property
     def strides(self) -> str:
@@ -137,6 +139,12 @@ def dtypes_of(name: str, dtypes: Mapping[str, str]) -> tuple[str, ...]:
 def addresses(names: Sequence[str], pointers: Mapping[str, int]) -> tuple[int, ...]:
     """Addresses in the order of ``names``, `FORWARD` or `BACKWARD`; 0 for an operand that is not there."""
     return tuple([pointers.get(name, 0) for name in names])
+
+
+def unread_by(family: str, names: Sequence[str]) -> list[str]:
+    """Why no kernel of one of `FAMILIES` serves a call with these optional inputs; empty when one does."""
+    unread = [name for name in names if family not in OPERANDS[name].families]
+    return [f"{name} is given, which no {family} kernel reads" for name in unread]
 
 
 class FurtherInputs(TypedDict, total=False):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
+from ..front.operands import unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import BackwardConfig, Features
 from .portable_forward import MEASURED_SMEM, MIN_WARPS, features_of, is_vectorizable, warps_per_sm
@@ -273,6 +274,7 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
         reasons.append("dtype: bfloat16 - compute capability 7.5 has no bfloat16 arithmetic - convert to float16")
     if problem.varlen and problem.bias is not None:
         reasons.append("bias: given with cu_seqlens - packed sequences share no key index - run the batch padded")
+    reasons += unread_by("backward_portable", problem.further_inputs)
     if reasons:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 

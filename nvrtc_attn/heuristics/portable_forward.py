@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
+from ..front.operands import unread_by
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import Features, ForwardConfig
 from .spec import ForwardPlanSpec, Launch
@@ -101,6 +102,7 @@ def features_of(problem: AttentionProblem) -> Features:
         dropout=problem.dropout_p > 0,
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
+        optional=" ".join(problem.further_inputs),
     )
 
 
@@ -330,6 +332,7 @@ def choose_forward(
             reasons.append(f"{name} is {head_dim}; kernels exist up to {MAX_HEAD_DIM}")
     if legacy_mma and problem.dtype != "float16":
         reasons.append(f"dtype is {problem.dtype}; compute capability 7.5 has matrix instructions for float16 only")
+    reasons += unread_by("forward_portable", problem.further_inputs)
     if reasons:
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", reasons)
 
