@@ -21,11 +21,12 @@ from .front.problem import AttentionProblem, Causal, OperandLayout, dense_layout
 from .front.tensors import view
 from .front.validation import Violations, check_integer
 from .plans.plan import backward_plan, forward_plan
-from .torch import checked_rng, detached, draw_rng, raw_stream, resolved, rng_values
+from .torch import checked_rng, detached, draw_rng, raw_stream, resolved, rng_values, sdpa
+from .torch.sdpa import LSE_ALIGNMENT
+from .torch.sdpa import as_tensor as _as_tensor
+from .torch.sdpa import no_state as _no_state
 
 _CAUSAL: Final[tuple[Causal, ...]] = (False, "top_left", "bottom_right")
-LSE_ALIGNMENT: Final = 32
-"""Rows of the log-sum-exp are padded to a multiple of this with +inf, so that ``exp(s - lse)`` is 0 there."""
 
 
 def efficient_attention_forward(
@@ -287,16 +288,5 @@ def _pointers(call: Call) -> dict[str, int]:
     return {name: x.ptr for name, x in call.tensors.items()}
 
 
-def _no_state(device: torch.device) -> tuple[Any, Any]:
-    """Zeros where the seed has its words: on the GPU while a graph is captured, which then holds one fill of both."""
-    if not torch.cuda.is_current_stream_capturing():
-        return 0, 0
-    seed, offset = torch.zeros(2, dtype=torch.int64, device=device).unbind()
-    return seed, offset
-
-
-def _as_tensor(word: Any) -> torch.Tensor:
-    """The seed's form of a Philox word: int64, unsigned values above 2**63 wrapped."""
-    if isinstance(word, torch.Tensor):
-        return word
-    return torch.tensor(word - 2**64 if word >= 2**63 else word, dtype=torch.int64)
+sdpa.OPERATORS["_efficient_attention_forward"] = efficient_attention_forward
+sdpa.OPERATORS["_efficient_attention_backward"] = efficient_attention_backward

@@ -59,6 +59,7 @@ def collect() -> dict[str, Any]:
         ("headers", _headers),
         ("cache", _cache),
         ("frameworks", _frameworks),
+        ("sdpa", _sdpa),
     ):
         try:
             report[name] = section(report, problems)
@@ -240,6 +241,13 @@ def _frameworks(report: dict[str, Any], problems: list[str]) -> dict[str, str]:
             continue
         names = (distribution, f"{distribution}-cuda13x", f"{distribution}-cuda12x")
         found[name] = next((version for version in map(_version, names) if version), "unknown version")
+    return found
+
+
+def _sdpa(report: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
+    """What `nvrtc_attn.torch.enable_sdpa` took over in this process; None where nobody imported it."""
+    module = sys.modules.get("nvrtc_attn.torch.sdpa")
+    found: dict[str, Any] | None = None if module is None else module.report()
     return found
 
 

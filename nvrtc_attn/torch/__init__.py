@@ -36,6 +36,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _raw_stream: Final = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
+# What decides between the kernels and their operators, as names of this module: two look-ups less a call.
+_traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
+_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
+_transformed: Final = torch._C._functorch.maybe_current_level
+_autocast: Final = torch._C._is_any_autocast_enabled
+_grad_enabled: Final = torch.is_grad_enabled
+_deterministic: Final = torch._C._get_deterministic_algorithms
+_PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _MAX_ENTRIES: Final = 4096
 _NO_WINDOW: Final = (None, None)
 _NUMBERS: Final = frozenset((float, int))  # not bool
@@ -98,12 +106,30 @@ def attention(
     Gradients have the shapes of their inputs; that of a broadcast bias is summed inside the kernels. Outputs and
     gradients are dense. Runs on torch's current stream and allocates from torch's allocator.
     """
+    # 0.2 us for plain tensors. Dynamo knows the first of these, and traces none of the others.
+    if (
+        _traced_by_dynamo()
+        or _dispatch_modes()
+        or _transformed()
+        or not (q.__class__ in _PLAIN and k.__class__ in _PLAIN and v.__class__ in _PLAIN)
+        or q.is_meta
+        or not (bias is None or bias.__class__ in _PLAIN)
+        or not (mask is None or mask.__class__ in _PLAIN)
+    ):
+        if ops.is_dtensor(q):
+            ops.register_sharding()
+        return ops.attention(
+            q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, further,
+        )  # fmt: skip
+    if _autocast():
+        q, k, v, bias = ops.cast_for_autocast(q, k, v, bias)
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = _deterministic()
     tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
     if further or FURTHER_INPUTS:
         tensors = (*tensors, *check_further("attention", further))
-    grad = torch.is_grad_enabled() and _wants_gradient(_differentiable(tensors))
+    grad = _grad_enabled() and _wants_gradient(_differentiable(tensors))
     dbias = grad and bias is not None and bias.requires_grad
     # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
     if not (
@@ -405,3 +431,11 @@ def raw_stream(device: torch.device) -> int:
         handle: int = _raw_stream(device.index)
         return handle
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+from . import flash, ops  # noqa: E402 - these use the functions above
+from .ops import register_sharding  # noqa: E402
+from .sdpa import enable_sdpa, scaled_dot_product_attention  # noqa: E402
+
+__all__ = ["attention", "enable_sdpa", "register_sharding", "scaled_dot_product_attention"]
+flash.register()

@@ -1,0 +1,504 @@
+"""Attention as operators of torch, ``nvrtc_attn::attention_forward`` and ``attention_backward``.
+
+`nvrtc_attn.torch.attention` calls its kernels directly where tensors are plain: that costs a third of a dispatch. What
+must see an operator (torch.compile, torch.export, FakeTensor and other dispatch modes, torch.func, DTensor) gets these.
+They take every tensor in any layout, return dense ones, and run on the CPU too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from ..base.errors import UnsupportedError, shown
+from ..front.call import CallOptions, describe_shapes, plain_options
+from ..front.operands import FURTHER_INPUTS
+from ..front.philox import NO_RNG
+from ..front.problem import Causal, WindowSize
+from ..front.tensors import Device
+
+_INPUTS: Final = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")
+_SIGNATURE: Final = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? seqused_k, Tensor? seed, Tensor? offset, SymInt seed_word, SymInt offset_word, str causal, "
+    "SymInt? window_left, SymInt? window_right, float? softmax_scale, float softcap, float dropout_p, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic"
+)
+# Without defaults: the dispatcher drops arguments that equal theirs, and rules of sharding count on the positions.
+_LIBRARY: Final = torch.library.Library("nvrtc_attn", "FRAGMENT")
+_LIBRARY.define(
+    f"attention_forward({_SIGNATURE}, bool return_lse) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SIGNATURE}, bool dbias) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+attention_forward: Any = torch.ops.nvrtc_attn.attention_forward.default
+attention_backward: Any = torch.ops.nvrtc_attn.attention_backward.default
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_SEED, _SEED_WORD, _DROPOUT = 8, 10, 17  # positions in the signature
+_BIAS: Final = 3
+
+
+# ------------------------------------------------------------------------------------------------------- the door
+
+
+def attention(
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, causal: Causal, window_size: WindowSize, softmax_scale: Any,
+    softcap: Any, dropout_p: Any, rng: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
+    seqused_k: Any, return_lse: bool, deterministic: bool | None, further: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """`nvrtc_attn.torch.attention` by the operators: what torch.compile traces, so nothing here looks at memory."""
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    given = [name for name, x in further.items() if x is not None]
+    if given:
+        raise UnsupportedError(
+            f"{', '.join(given)}: the operators of torch do not take this yet, and torch.compile, torch.export, "
+            "torch.func, dispatch modes and tensor subclasses need them. Call outside of these."
+        )
+    for name, x in zip(_INPUTS, (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k), strict=False):
+        if not (isinstance(x, torch.Tensor) or (x is None and name not in ("q", "k", "v"))):
+            raise TypeError(f"{name}: got {shown(x)} of type {type(x).__name__}. nvrtc_attn.torch takes torch tensors.")
+    options = (causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
+    if not (_are_plain(*options) and isinstance(return_lse, bool) and isinstance(deterministic, bool)):
+        # Numbers of other libraries; whatever is none is refused by name.
+        read = plain_options(CallOptions(*options, return_lse, deterministic))
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k = read[:7]
+        return_lse, deterministic = read.return_lse, read.deterministic
+    if isinstance(causal, bool):
+        causal = "bottom_right" if causal else ""  # type: ignore[assignment]
+    left, right = (None, None) if window_size is None else window_size
+    q, k, v, bias = cast_for_autocast(q, k, v, bias)
+    seed = offset = None
+    words = (0, 0)
+    if dropout_p > 0:
+        seed, offset, words = _rng_operands(rng, q)
+    # Tensors of transformations hide what a level further out differentiates.
+    functorch = torch._C._functorch.maybe_current_level() is not None if not _in_dynamo() else False
+    with_lse = return_lse or functorch or (torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias))
+    arguments = (
+        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, seed, offset, *words, causal, left, right,
+        softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic, with_lse,
+    )  # fmt: skip
+    if functorch:
+        out, lse = _Transformed.apply(*arguments)
+    else:
+        out, lse = attention_forward(*arguments)
+    return (out, lse) if return_lse else out
+
+
+def cast_for_autocast(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
+    """q, k, v and a floating bias as `scaled_dot_product_attention` gets them under ``torch.autocast``."""
+    if not isinstance(q, torch.Tensor):
+        return q, k, v, bias  # refused later
+    device = q.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return q, k, v, bias
+    dtype = torch.get_autocast_dtype(device)
+    return _cast(q, device, dtype), _cast(k, device, dtype), _cast(v, device, dtype), _cast(bias, device, dtype)
+
+
+def _cast(x: Any, device: str, dtype: torch.dtype) -> Any:
+    """Autocast's own rule: floating tensors of its device, float64 left alone."""
+    if not isinstance(x, torch.Tensor) or x.device.type != device:
+        return x
+    return x.to(dtype) if x.is_floating_point() and x.dtype not in (dtype, torch.float64) else x
+
+
+def _in_dynamo() -> bool:
+    return bool(torch.compiler.is_dynamo_compiling())
+
+
+def _any_requires_grad(q: Any, k: Any, v: Any, bias: Any) -> bool:
+    return bool(q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def _are_plain(
+    causal: Any, window: Any, scale: Any, softcap: Any, dropout_p: Any, max_seqlen_q: Any, max_seqlen_k: Any
+) -> bool:
+    """Whether options are of Python's types, or symbols for them."""
+    if not (isinstance(causal, bool) or (isinstance(causal, str) and causal in ("top_left", "bottom_right"))):
+        return False
+    if window is not None:
+        if not (isinstance(window, (tuple, list)) and len(window) == 2):
+            return False
+        for bound in window:
+            if not (bound is None or (_is_number(bound, False) and bound >= -1)):
+                return False
+    if not (scale is None or _is_number(scale, True)):
+        return False
+    if not (_is_number(softcap, True) and _is_number(dropout_p, True) and 0 <= dropout_p <= 1 and softcap >= 0):
+        return False
+    return all(n is None or _is_number(n, False) for n in (max_seqlen_q, max_seqlen_k))
+
+
+def _is_number(x: Any, real: bool) -> bool:
+    if isinstance(x, bool):
+        return False
+    return isinstance(x, (int, torch.SymInt)) or (real and isinstance(x, (float, torch.SymFloat)))
+
+
+def _rng_operands(rng: Any, q: Any) -> tuple[Any, Any, tuple[Any, Any]]:
+    """Seed and offset as tensors, or as signed 64-bit words where they are integers."""
+    if rng is None:
+        if is_dtensor(q):
+            raise UnsupportedError(
+                "rng: None, with dropout of DTensors. Every rank would draw a mask of its own: pass rng=(seed, offset) "
+                "as integers, the same on all ranks."
+            )
+        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=q.device), None, (0, 0)
+    pair = rng if isinstance(rng, (tuple, list)) and len(rng) == 2 else (rng, 0)
+    if not all(isinstance(x, torch.Tensor) or _is_number(x, False) for x in pair):
+        from . import checked_rng, rng_values
+
+        pair = rng_values(checked_rng(rng, q))
+    tensors: list[Any] = [None, None]
+    words: list[Any] = [0, 0]
+    for index, x in enumerate(pair):
+        if isinstance(x, torch.Tensor):
+            tensors[index] = x
+        elif not 0 <= x < 2**64:
+            raise ValueError(f"rng: got {shown(x)}. Seed and offset are in [0, 2**64).")
+        else:
+            words[index] = x - 2**64 if x >= 2**63 else x
+    return tensors[0], tensors[1], (words[0], words[1])
+
+
+# ---------------------------------------------------------------------------------------------------- the kernels
+
+
+def _split(arguments: tuple[Any, ...], return_lse: bool, dbias: bool) -> tuple[Any, CallOptions, Any]:
+    """(tensors, options, state of the dropout) as the eager functions take them, of the arguments in `_SIGNATURE`."""
+    *tensors, seed, offset = map(_as_plain, arguments[:_SEED_WORD])
+    seed_word, offset_word, causal, left, right, scale, softcap, dropout_p, max_q, max_k = arguments[_SEED_WORD:-1]
+    options = CallOptions(
+        _CAUSAL[causal], (left, right), scale, softcap, dropout_p, max_q, max_k, return_lse, arguments[-1], dbias
+    )
+    state = NO_RNG
+    if dropout_p > 0:
+        from . import checked_rng
+
+        words = (seed_word & (2**64 - 1), offset_word & (2**64 - 1))
+        pair = tuple(word if x is None else x for x, word in zip((seed, offset), words, strict=True))
+        state = checked_rng(pair, tensors[0])
+    return (*tensors, *(None for _ in FURTHER_INPUTS)), options, state
+
+
+_CAUSAL: Final[dict[str, Causal]] = {"": False, "bottom_right": True, "top_left": "top_left"}
+
+
+def _as_plain(x: torch.Tensor | None) -> Any:
+    return x if x is None or x.__class__ in _PLAIN else x.as_subclass(torch.Tensor)
+
+
+def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel of the operator ``attention_forward``, below autograd."""
+    *arguments_, return_lse = arguments
+    from . import forward
+
+    with torch.no_grad():
+        tensors, options, rng = _split(tuple(arguments_), return_lse, dbias=False)
+        out, lse = forward(tensors, options, rng)
+        q = tensors[0]
+        if not out.numel():
+            out = out.new_empty(out.shape)  # strides of nothing differ
+        if lse is None:
+            lse = torch.empty(0, dtype=torch.float32, device=q.device)
+        elif not lse.numel():
+            lse = lse.new_empty(lse.shape)
+    return out, lse
+
+
+def run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
+    """The kernel of the operator ``attention_backward``."""
+    from . import backward
+
+    *arguments_, dbias = arguments
+    with torch.no_grad():
+        tensors, options, rng = _split(tuple(arguments_), return_lse=True, dbias=dbias)
+        dout, dlse, out, lse = map(_as_plain, (dout, dlse, out, lse))
+        *gradients, gradient = backward(tensors, out, lse, dout, dlse, options, rng)
+        if gradient is None:
+            gradient = dout.new_empty(0)
+    return (*gradients, gradient)
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("attention_forward", run_forward, _key)
+    _LIBRARY.impl("attention_backward", run_backward, _key)
+
+
+# ------------------------------------------------------------------------------------------------- shapes and types
+
+
+def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, _, v = arguments[:3]
+    _validate(arguments[:-1], dbias=False)
+    batch, rows, heads, _ = q.shape
+    out = q.new_empty((batch, rows, heads, v.shape[3]))
+    return out, q.new_empty((batch, heads, rows) if arguments[-1] else (0,), dtype=torch.float32)
+
+
+def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
+    q, k, v, bias = arguments[:4]
+    _validate(arguments[:-1], dbias=arguments[-1])
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    if arguments[-1]:
+        return (*gradients, torch.empty_like(bias, memory_format=torch.contiguous_format))
+    return (*gradients, dout.new_empty(0))
+
+
+torch.library.register_fake("nvrtc_attn::attention_forward", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("nvrtc_attn::attention_backward", _backward_fake, lib=_LIBRARY)
+
+
+def _validate(arguments: tuple[Any, ...], dbias: bool) -> None:
+    """Refuse while tracing what the kernels would refuse later; sizes that are symbols must wait."""
+    names = _INPUTS[:_SEED]
+    given = {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
+    for name in ("q", "k", "v"):
+        if given[name].dim() != 4:
+            raise ValueError(f"{name}: shape {tuple(given[name].shape)}. Expected rank 4, [batch, seqlen, heads, dim].")
+    scalars = arguments[_SEED_WORD:]
+    sizes = [n for x in given.values() for n in x.shape]
+    if not all(isinstance(n, (int, float, str, type(None))) for n in (*sizes, *scalars)):
+        return
+    causal, left, right, scale, softcap, dropout_p, max_q, max_k, deterministic = scalars[2:]
+    options = CallOptions(
+        causal=_CAUSAL[causal], window_size=(left, right), softmax_scale=scale, softcap=softcap, dropout_p=dropout_p,
+        max_seqlen_q=max_q, max_seqlen_k=max_k, deterministic=deterministic, dbias=dbias, return_lse=dbias,
+    )  # fmt: skip
+    operands = {n: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for n, x in given.items()}
+    describe_shapes(operands, options, Device("cuda" if given["q"].is_cuda else "meta", 0))
+
+
+# ------------------------------------------------------------------------------------------------------ derivatives
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, seed, offset = inputs[:_SEED_WORD]
+    ctx.save_for_backward(*output, *tensors, seed, offset)
+    ctx.scalars = inputs[_SEED_WORD:-1]
+    ctx.set_materialize_grads(False)
+
+
+def _derivative(
+    ctx: Any, dout: Any, dlse: Any, forward: Any = attention_forward, backward: Any = attention_backward
+) -> tuple[Any, ...]:
+    """The gradient of every argument of the forward operator."""
+    out, lse, *tensors = ctx.saved_tensors
+    arguments = (*tensors, *ctx.scalars)
+    none = (None,) * (len(arguments) + 1)
+    if dout is None and dlse is None:
+        return none
+    if lse.numel() == 0 and out.numel() != 0:  # traced where no gradient was wanted
+        out, lse = forward(*arguments, True)
+    dout = torch.zeros_like(out) if dout is None else dout
+    dbias = bool(ctx.needs_input_grad[_BIAS])
+    gradients = backward(dout, dlse, out, lse, *arguments, dbias)
+    dq, dk, dv = (x if needed else None for x, needed in zip(gradients[:3], ctx.needs_input_grad[:3], strict=True))
+    return (dq, dk, dv, gradients[3] if dbias else None, *none[4:])
+
+
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The gradient has no derivative, so nothing is kept for it."""
+
+
+def _no_second_derivative(ctx: Any, *gradients: Any) -> Any:
+    raise RuntimeError(
+        "trying to differentiate twice a function that was marked with once_differentiable: nvrtc_attn has no second "
+        "derivatives. Compute this part with torch.nn.functional.scaled_dot_product_attention and its math backend."
+    )
+
+
+torch.library.register_autograd(
+    "nvrtc_attn::attention_forward", _derivative, setup_context=_setup_context, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "nvrtc_attn::attention_backward", _no_second_derivative, setup_context=_setup_nothing, lib=_LIBRARY
+)
+
+
+class _Gradient(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The backward operator under transformations of torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return attention_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _no_second_derivative(ctx, *gradients)
+
+
+class _Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The forward operator under transformations of torch.func, any number of them within one another.
+
+    The derivative that `torch.library` generates serves one level of them only.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return attention_forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _setup_context(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        return _derivative(ctx, dout, dlse, _Transformed.apply, _Gradient.apply)
+
+
+# ------------------------------------------------------------------------------------------------------------- vmap
+
+
+def _forward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    return _vmap(attention_forward, 0, info.batch_size, in_dims, arguments, dbias=False)
+
+
+def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    return _vmap(attention_backward, 4, info.batch_size, in_dims, arguments, dbias=arguments[-1])
+
+
+def _vmap(
+    op: Any, first: int, size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], dbias: bool
+) -> tuple[Any, Any]:
+    """Fold the mapped axis into the batch where that computes the same, otherwise loop.
+
+    ``first`` arguments come before those of `_SIGNATURE`.
+    """
+    moved = [x.movedim(d, 0) if d is not None else x for x, d in zip(arguments, in_dims, strict=True)]
+    mapped = [d is not None for d in in_dims]
+    q, bias = first, first + _BIAS
+    batch = moved[q].shape[mapped[q]]
+    shared_bias = dbias and moved[bias].shape[mapped[bias]] != batch
+    lengths = any(x is not None for x in moved[first + 5 : first + 8])
+    if lengths or shared_bias or moved[first + _DROPOUT] > 0:
+        results = [
+            op(*(x[i] if is_mapped else x for x, is_mapped in zip(moved, mapped, strict=True))) for i in range(size)
+        ]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+    folded = []
+    for index, (x, is_mapped) in enumerate(zip(moved, mapped, strict=True)):
+        if not isinstance(x, torch.Tensor):
+            folded.append(x)
+            continue
+        shape = x.shape[is_mapped:]
+        if not is_mapped and index in (bias, bias + 1) and shape[0] == 1 and not dbias:
+            folded.append(x)  # broadcast over the longer batch as well
+            continue
+        wide = (x if is_mapped else x[None]).expand(size, batch, *shape[1:])
+        folded.append(wide.reshape(size * batch, *shape[1:]))
+    outputs = op(*folded)
+    # What is absent is an empty vector without a batch.
+    return (
+        tuple(x.unflatten(0, (size, batch)) if x.dim() > 1 else x.expand(size, *x.shape) for x in outputs),
+        (0,) * len(outputs),
+    )
+
+
+if hasattr(torch.library, "register_vmap"):  # torch 2.5
+    torch.library.register_vmap("nvrtc_attn::attention_forward", _forward_vmap, lib=_LIBRARY)
+    torch.library.register_vmap("nvrtc_attn::attention_backward", _backward_vmap, lib=_LIBRARY)
+
+
+# ---------------------------------------------------------------------------------------------------------- DTensor
+
+_sharding_registered = False
+
+
+def is_dtensor(x: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, getattr(module, "DTensor", ()))
+
+
+def register_sharding() -> None:
+    """Teach DTensor the operators: batch and heads can be sharded, where dropout is off.
+
+    Done by itself at the first eager call with a DTensor, and by ``import nvrtc_attn.torch`` where
+    ``torch.distributed.tensor`` was imported before. Call it where neither comes before a compiled program.
+    """
+    global _sharding_registered
+    if _sharding_registered:
+        return
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding as register
+
+    def placements(arguments: tuple[Any, ...], dim: int | None) -> list[Any]:
+        """Of the arguments of `_SIGNATURE`, for a mesh axis over dim 0 (batch) or 2 (heads) of q; None replicates."""
+        result: list[Any] = []
+        for index, x in enumerate(arguments):
+            if not hasattr(x, "tensor_meta"):
+                result.append(None)
+            elif dim is None or index > 4:
+                result.append(Replicate())
+            elif index < 3:
+                result.append(Shard(dim))
+            else:  # bias and mask, [batch, heads, rows, keys], each full or 1
+                axis = 0 if dim == 0 else 1
+                result.append(Shard(axis) if x.tensor_meta.shape[axis] > 1 else Replicate())
+        return result
+
+    def axes(arguments: tuple[Any, ...]) -> list[int | None]:
+        if arguments[_DROPOUT] > 0:
+            return [None]  # its mask is counted over all heads of all batches
+        result: list[int | None] = (
+            [None] if arguments[5] is not None else [None, 0]
+        )  # packed: sequences lie along dim 1
+        heads = arguments[1].tensor_meta.shape[2]
+        sizes = arguments[0].mesh.shape
+        products = (math.prod(x) for n in range(1, len(sizes) + 1) for x in itertools.combinations(sizes, n))
+        # Any mesh axes may come to share the heads: a query head must stay with its key head.
+        if heads and all(heads % product == 0 for product in products if product <= heads) and min(sizes) <= heads:
+            result.append(2)
+        return result
+
+    def forward_rule(*arguments: Any) -> Any:
+        rules = []
+        for dim in axes(arguments):
+            lse = {None: Replicate(), 0: Shard(0), 2: Shard(1)}[dim] if arguments[-1] else Replicate()
+            out = Replicate() if dim is None else Shard(dim)
+            rules.append(([out, lse], placements(arguments, dim)))
+        return rules
+
+    def backward_rule(*arguments: Any) -> Any:
+        from torch.distributed.tensor import Partial
+
+        rules = []
+        rest = arguments[4:]
+        for dim in axes(rest):
+            like_q = Replicate() if dim is None else Shard(dim)
+            lse = {None: Replicate(), 0: Shard(0), 2: Shard(1)}[dim]
+            inputs = placements(rest, dim)
+            dbias = Replicate()
+            if arguments[-1] and dim is not None:
+                given = inputs[_BIAS]
+                dbias = given if isinstance(given, Shard) else Partial()
+            before = [like_q, None if arguments[1] is None else lse, like_q, lse]
+            rules.append(([like_q, like_q, like_q, dbias], [*before, *inputs]))
+        return rules
+
+    register(attention_forward)(forward_rule)
+    register(attention_backward)(backward_rule)
+    _sharding_registered = True
+
+
+if "torch.distributed.tensor" in sys.modules:
+    register_sharding()
