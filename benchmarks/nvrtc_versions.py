@@ -11,7 +11,6 @@ the medians. Passes whose kernels have the same instructions in both are only na
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import struct
@@ -23,13 +22,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit import headers
 from nvrtc_attn.jit.config import KernelConfig
 from nvrtc_attn.plans import measure, plan, precompile
-from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan, LseLayout
+from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan
 from nvrtc_attn.runtime import device
 
 LENGTHS = ((32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
@@ -49,8 +48,6 @@ def cells() -> Iterator[tuple[str, AttentionProblem]]:
             dropout=dropout,
         )  # fmt: skip
         (problem,) = precompile.problems(request)
-        out = dense_layout((*problem.q.shape[:3], d), "bfloat16")
-        problem = dataclasses.replace(problem, out=out, dout=out, dq=problem.q, dk=problem.k, dv=problem.v)
         name = f"D {d:<3} {'causal' if causal else 'dense '} {b}x{s}x{2048 // d}{' dropout' if dropout else ''}"
         yield name, problem
 
@@ -106,9 +103,6 @@ def time_grid(directory: Path) -> int:
     print(f"{props.name}, {props.num_sms} multiprocessors; microseconds with NVRTC {versions[0]} and {versions[1]}")
     same, worst = [], 1.0
     for name, problem in cells():
-        heads, rows = problem.num_heads, problem.seqlen_q
-        lse = LseLayout((heads * rows, rows, 1), rows=rows, packed=False)
-        statistic = {"lse": plan._statistic(problem, lse)}
         for backward in (False, True):
             spec: Any = (choose_backward if backward else choose_forward)(problem, **TARGET)
             kernels = [file_name(launch.config) for launch in spec.launches]
@@ -120,14 +114,12 @@ def time_grid(directory: Path) -> int:
             made: dict[str, Any] = {}
             for version in versions:
                 plan._kernels.clear()
-                if backward:
-                    made[version] = BackwardPlan(spec, problem, 0, lse, None, None, 0)
-                else:
-                    made[version] = ForwardPlan(spec, problem, 0, lse, 0)
+                make: Any = BackwardPlan if backward else ForwardPlan
+                made[version] = make(spec, problem, 0, 0)
             times: dict[str, list[float]] = {v: [] for v in versions}
             for turn in range(REPEATS):
                 order = versions if turn % 2 == 0 else versions[::-1]
-                for v, us in measure.times_us(problem, backward, {v: made[v] for v in order}, statistic, 0, 0).items():
+                for v, us in measure.times_us(problem, backward, {v: made[v] for v in order}, 0, 0).items():
                     times[v].append(us)
             first, second = (median(times[v]) for v in versions)
             ratio = second / first

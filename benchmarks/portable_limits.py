@@ -31,6 +31,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from nvrtc_attn.front.operands import BACKWARD, FORWARD, addresses
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics import portable_backward, portable_dq, portable_forward
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec, label
@@ -183,6 +184,7 @@ def problem_of(cell: Cell, causal: bool, batch: int, seqlen: int, heads: int) ->
         head_dim=cell.head_dims[0], head_dim_v=cell.head_dims[1], q=wide, k=wide, v=narrow, out=narrow, dout=narrow,
         dq=wide, dk=wide, dv=narrow, softmax_scale=cell.head_dims[0] ** -0.5, return_lse=True,
         window_right=0 if causal else None, deterministic=cell.which == "det",
+        lse=dense_layout((batch, heads, seqlen), "float32"),
     )  # fmt: skip
 
 
@@ -295,7 +297,8 @@ class Reference:
         else:
             self.out.fill_(math.nan)
         pointers = {name: x.data_ptr() for name, x in arguments.items()}
-        run(torch.cuda.current_stream().cuda_stream, workspace=workspace.data_ptr(), **pointers)
+        where = addresses(BACKWARD if backward else FORWARD, pointers)
+        run(torch.cuda.current_stream().cuda_stream, where, workspace.data_ptr())
         found = [(x[-1, :, -1].double(), self.expected[name]) for name, x in outputs.items()]
         return max(float((x - y).norm() / y.norm()) for x, y in found)
 
@@ -307,17 +310,14 @@ def measure_cell(
     import torch
 
     from nvrtc_attn.plans import measure
-    from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan, LseLayout, _statistic
+    from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan
 
     backward = cell.which != "fwd"
     stream = torch.cuda.current_stream().cuda_stream
 
     def plan_of(spec: Spec, problem: AttentionProblem) -> Any:
-        m = problem.seqlen_q
-        lse = LseLayout(strides=(problem.num_heads * m, m, 1), rows=m, packed=False)
-        if isinstance(spec, ForwardPlanSpec):
-            return ForwardPlan(spec, problem, 0, lse, stream)
-        return BackwardPlan(spec, problem, 0, lse, None, None, stream)
+        made: Any = ForwardPlan if isinstance(spec, ForwardPlanSpec) else BackwardPlan
+        return made(spec, problem, 0, stream)
 
     small = problem_of(cell, causal, 1, CHECKED_LENGTH, 16)
     large = problem_of(cell, causal, *(1 if quick else 4, 4096, 16))
@@ -333,9 +333,7 @@ def measure_cell(
         spec = limited(spec_of(cell, tile, large, arch), cell.limit, smem_per_sm)
         names.append(name_of(cell, spec))
         plans[names[-1]] = plan_of(spec, large)
-    m = large.seqlen_q
-    lse = _statistic(large, LseLayout(strides=(large.num_heads * m, m, 1), rows=m, packed=False))
-    times = measure.times_us(large, backward, plans, {"lse": lse}, 0, stream)
+    times = measure.times_us(large, backward, plans, 0, stream)
     now = name_of(cell, choose(cell, large, arch))
     lines = []
     brief = [f"{describe(cell, causal)} {times[names[0]] / 1e3:7.3f} ms"]

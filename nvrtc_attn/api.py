@@ -8,26 +8,37 @@ All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anythin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .base import env
 from .front import philox, tensors
-from .front.call import Call, CallOptions, describe, rng_state
-from .front.outputs import output_view, workspace_address
-from .front.problem import Causal, WindowSize, dense_layout, layout
+from .front.call import Call, CallOptions, describe
+from .front.operands import (
+    GRADIENTS,
+    OPERANDS,
+    OPTIONAL_INPUTS,
+    FurtherInputs,
+    addresses,
+    check_further,
+    takes_further_inputs,
+)
+from .front.problem import Causal, WindowSize
 from .front.tensors import Device, TensorView, framework_of
 from .front.validation import Violations, check_real, check_shape
-from .plans.plan import BackwardPlan, ForwardPlan, LseLayout, backward_plan, forward_plan
+from .plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .runtime import driver
 from .runtime.lifetime import hold
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 tensors.connect_driver(driver.device_of)
 
 
+@takes_further_inputs
 def attention(
     q: Any,
     k: Any,
@@ -50,6 +61,7 @@ def attention(
     deterministic: bool = False,
     out: Any = None,
     stream: Any = None,
+    **further: Unpack[FurtherInputs],
 ) -> Any:
     """Scaled dot-product attention, ``out = dropout(softmax(S)) v``, in memory linear in the sequence length.
 
@@ -123,12 +135,12 @@ def attention(
     ``|lse| >= 2**22`` (4.2 million) has no gradient: see `attention_backward`.
     """
     options = CallOptions(
-        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, deterministic=deterministic,
-    )  # fmt: skip
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic
+    )
+    check_further("attention", further)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        options=options, stream=stream,
+        **further, options=options, stream=stream,
     )  # fmt: skip
     framework = framework_of(q)
 
@@ -139,7 +151,7 @@ def attention(
     if out is None:
         out = new(call.out_shape, call.problem.dtype)
     lse = new(call.lse_shape, "float32") if return_lse else None
-    _forward(call, out, lse, rng, None, new_workspace=lambda size: new((size,), "uint8"))
+    _forward(call, {"out": out, "lse": lse}, rng, None, new_workspace=lambda size: new((size,), "uint8"))
     if framework == "jax":
         from .runtime.buffers import to_jax
 
@@ -147,6 +159,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@takes_further_inputs
 def attention_forward(
     q: Any,
     k: Any,
@@ -169,6 +182,7 @@ def attention_forward(
     seqused_k: Any = None,
     workspace: Any = None,
     stream: Any = None,
+    **further: Unpack[FurtherInputs],
 ) -> None:
     """`attention` into given outputs; allocates nothing.
 
@@ -184,16 +198,17 @@ def attention_forward(
     The others are those of `attention`, and so are the errors. Backward needs the same ``rng``: pass one with dropout.
     """
     options = CallOptions(
-        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=lse is not None,
-    )  # fmt: skip
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=lse is not None
+    )
+    check_further("attention_forward", further)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        options=options, stream=stream,
+        **further, options=options, stream=stream,
     )  # fmt: skip
-    _forward(call, out, lse, rng, workspace)
+    _forward(call, {"out": out, "lse": lse}, rng, workspace)
 
 
+@takes_further_inputs
 def attention_backward(
     dout: Any,
     q: Any,
@@ -223,6 +238,7 @@ def attention_backward(
     deterministic: bool = False,
     workspace: Any = None,
     stream: Any = None,
+    **further: Unpack[FurtherInputs],
 ) -> None:
     """Gradients of `attention` into given outputs; allocates nothing.
 
@@ -262,17 +278,18 @@ def attention_backward(
     as in v their out, and one in dout or q of a query dk and dv of keys that it does not see.
     """
     options = CallOptions(
-        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=True, deterministic=deterministic,
-        dbias=dbias is not None,
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=True,
+        deterministic=deterministic, dbias=dbias is not None,
     )  # fmt: skip
+    check_further("attention_backward", further)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        options=options, stream=stream,
+        **further, options=options, stream=stream,
     )  # fmt: skip
     if dropout_p > 0 and rng is None:
         raise ValueError("rng: None, but dropout_p > 0. Pass the (seed, offset) that the forward pass used.")
-    _backward(call, dout, out, lse, dq, dk, dv, dlse, dbias, rng, workspace)
+    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}
+    _backward(call, given, rng, workspace)
 
 
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
@@ -282,7 +299,7 @@ def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
     """
     lse = options.pop("lse", None)
     call = _describe_for_query("forward_workspace_bytes", q, k, v, {"return_lse": lse is not None, **options})
-    return 0 if call.on_cpu else _forward_plan(call, None, None).workspace_bytes
+    return 0 if call.on_cpu else plan_forward(call, {}).workspace_bytes
 
 
 def backward_workspace_bytes(q: Any, k: Any, v: Any, *, dbias: bool = False, **options: Any) -> int:
@@ -294,11 +311,7 @@ def backward_workspace_bytes(q: Any, k: Any, v: Any, *, dbias: bool = False, **o
     call = _describe_for_query("backward_workspace_bytes", q, k, v, {**options, "return_lse": True}, dbias)
     if call.on_cpu:
         return 0
-    views = {}
-    if dbias and call.bias is not None:
-        dense = dense_layout(call.bias.shape, call.bias.dtype)
-        views["dbias"] = replace(call.bias, ptr=0, strides=dense.strides)
-    return plan_backward(call, views).workspace_bytes
+    return backward_plan(call.with_dense(), call.device.index, call.launch_stream).workspace_bytes
 
 
 def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: tuple[int, int] | int) -> Any:
@@ -320,8 +333,8 @@ def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: t
     found.stop()
     if rng is None:
         raise TypeError("rng: got None. Pass the seed, or the pair (seed, offset), whose mask is wanted.")
-    seed, offset = philox.normalise_rng(rng)
-    return philox.keep_mask(sizes, p or 0.0, seed, offset)
+    state = philox.normalise_rng(rng)
+    return philox.keep_mask(sizes, p or 0.0, state.seed, state.offset)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -338,12 +351,12 @@ def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
 
 
 def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], dbias: bool = False) -> Call:
-    tensors = {name: options.pop(name, None) for name in ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
+    tensors = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
         options.pop(ignored, None)
     for name in options:
-        if name not in CallOptions.__dataclass_fields__ or name == "dbias":
+        if name not in CallOptions._fields or name == "dbias":
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     return checked_call(q, k, v, **tensors, options=CallOptions(**options, dbias=dbias), stream=stream)
 
@@ -387,121 +400,77 @@ def _numpy_dtype(dtype: str) -> Any:
     return np.dtype(bfloat16)
 
 
-def _forward_plan(call: Call, out: TensorView | None, lse: TensorView | None) -> ForwardPlan:
-    layout = LseLayout(
-        strides=lse.strides if lse is not None else (0, 0, 0),
-        rows=call.problem.seqlen_q,
-        packed=call.problem.varlen,
-    )
-    return forward_plan(call.with_outputs(out=out), call.device.index, layout, call.launch_stream)
+def plan_forward(call: Call, views: Mapping[str, TensorView]) -> ForwardPlan:
+    """The plan for ``call`` with the forward pass's outputs in ``views`` (no out = a dense one)."""
+    return forward_plan(call.with_outputs(**views), call.device.index, call.launch_stream)
+
+
+def plan_backward(call: Call, views: Mapping[str, TensorView]) -> BackwardPlan:
+    """The plan for ``call`` with the backward pass's tensors in ``views`` (out, lse, dq, ...; missing = dense)."""
+    return backward_plan(call.with_outputs(**views), call.device.index, call.launch_stream)
 
 
 def _forward(
-    call: Call, out: Any, lse: Any, rng: Any, workspace: Any, *, new_workspace: Callable[[int], Any] | None = None
+    call: Call,
+    given: Mapping[str, Any],
+    rng: Any,
+    workspace: Any,
+    *,
+    new_workspace: Callable[[int], Any] | None = None,
 ) -> None:
-    inputs = call.inputs()
-    stream = call.producer_stream
-    out_view = output_view(out, "out", call.out_shape, call.problem.dtype, call.device, inputs, stream=stream)
-    lse_view = None
-    if lse is not None:
-        lse_view = output_view(
-            lse, "lse", call.lse_shape, "float32", call.device, [*inputs, ("out", out_view)], stream=stream
-        )
+    """Run the forward pass; ``given`` are the outputs."""
+    views: dict[str, TensorView] = {}
+    for name, x in given.items():
+        if x is not None or OPERANDS[name].forward == "out":
+            views[name] = call.output_view(x, name, views)
     if call.on_cpu:
         from .cpu.attention import forward
 
-        forward(call, out_view, lse_view, rng)
+        forward(call, views, rng)
         return
-    plan = _forward_plan(call, out_view, lse_view)
+    plan = plan_forward(call, views)
     if new_workspace is not None and plan.workspace_bytes:
         workspace = new_workspace(plan.workspace_bytes)
-    address = workspace_address(workspace, plan.workspace_bytes, call.device, stream=stream)
-    state, rng_views = _rng_state(call, rng)
+    address = call.workspace_address(workspace, plan.workspace_bytes)
+    state = call.rng_state(rng)
     if 0 not in call.out_shape:
-        plan.run(
-            call.launch_stream, call.q.ptr, call.k.ptr, call.v.ptr, out_view.ptr,
-            lse=_ptr(lse_view), bias=_ptr(call.bias), mask=_ptr(call.mask), cu_seqlens_q=_ptr(call.cu_seqlens_q),
-            cu_seqlens_k=_ptr(call.cu_seqlens_k), seqused_k=_ptr(call.seqused_k), rng=state, workspace=address,
-        )  # fmt: skip
-        if call.hold_owners:
-            hold(call.device.index, call.launch_stream, (call, out, lse, workspace, rng_views))
+        _launch(plan, call, views, address, state, (given, workspace))
 
 
-def plan_backward(call: Call, views: dict[str, TensorView]) -> BackwardPlan:
-    """The plan for ``call`` with the backward pass's tensors in ``views`` (out, lse, dq, ...; missing = dense)."""
-    rows, packed = call.problem.seqlen_q, call.problem.varlen
-
-    def statistic(name: str) -> LseLayout:
-        x = views.get(name)
-        strides = x.strides if x is not None else (0, 0, 0)
-        return LseLayout(strides=strides, rows=rows, packed=packed)
-
-    dbias = views.get("dbias")
-    return backward_plan(
-        call.with_outputs(**{name: views.get(name) for name in ("out", "dout", "dq", "dk", "dv")}),
-        call.device.index,
-        statistic("lse"),
-        statistic("dlse") if "dlse" in views else None,
-        None if dbias is None else layout(dbias),
-        call.launch_stream,
-    )
-
-
-def _backward(
-    call: Call,
-    dout: Any,
-    out: Any,
-    lse: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    dlse: Any,
-    dbias: Any,
-    rng: Any,
-    workspace: Any,
-) -> None:
-    stream = call.producer_stream
-    dtype = call.problem.dtype
-    reads = {
-        "dout": call.input_view(dout, "dout", call.out_shape, dtype),
-        "out": call.input_view(out, "out", call.out_shape, dtype),
-        "lse": call.input_view(lse, "lse", call.lse_shape, "float32"),
-    }
-    if dlse is not None:
-        reads["dlse"] = call.input_view(dlse, "dlse", call.lse_shape, "float32")
-    taken: list[tuple[str, TensorView | None]] = [*call.inputs(), *reads.items()]
-    writes: dict[str, TensorView] = {}
-    for name, x, like in (("dq", dq, call.q), ("dk", dk, call.k), ("dv", dv, call.v), ("dbias", dbias, call.bias)):
-        if x is None and name == "dbias":
+def _backward(call: Call, given: Mapping[str, Any], rng: Any, workspace: Any) -> None:
+    """Run the backward pass; ``given`` are its further inputs and its outputs."""
+    views: dict[str, TensorView] = {}
+    for name, x in given.items():
+        row = OPERANDS[name]
+        if x is None and row.backward.endswith("?"):
             continue
-        if like is None:
-            raise ValueError("dbias: given, but bias is None. Pass the bias that the forward pass used.")
-        writes[name] = output_view(x, name, like.shape, like.dtype, call.device, taken, stream=stream)
-        taken.append((name, writes[name]))
+        if name not in GRADIENTS:
+            views[name] = call.input_view(x, name)
+        elif row.gradient_of not in call.tensors:
+            raise ValueError(
+                f"{name}: given, but {row.gradient_of} is None. Pass the {row.gradient_of} that the forward pass used."
+            )
+        else:
+            views[name] = call.output_view(x, name, views)
     if call.on_cpu:
         from .cpu.attention import backward
 
-        backward(call, reads, writes, rng)
+        backward(call, views, rng)
         return
-    plan = plan_backward(call, {**reads, **writes})
-    address = workspace_address(workspace, plan.workspace_bytes, call.device, stream=stream)
-    state, rng_views = _rng_state(call, rng)
-    plan.run(
-        call.launch_stream, call.q.ptr, call.k.ptr, call.v.ptr, reads["out"].ptr, reads["dout"].ptr, reads["lse"].ptr,
-        writes["dq"].ptr, writes["dk"].ptr, writes["dv"].ptr, address,
-        dlse=_ptr(reads.get("dlse")), bias=_ptr(call.bias), dbias=_ptr(writes.get("dbias")), mask=_ptr(call.mask),
-        cu_seqlens_q=_ptr(call.cu_seqlens_q), cu_seqlens_k=_ptr(call.cu_seqlens_k), seqused_k=_ptr(call.seqused_k),
-        rng=state,
-    )  # fmt: skip
+    plan = plan_backward(call, views)
+    address = call.workspace_address(workspace, plan.workspace_bytes)
+    _launch(plan, call, views, address, call.rng_state(rng), (workspace,))
+
+
+def _launch(
+    plan: ForwardPlan | BackwardPlan,
+    call: Call,
+    views: Mapping[str, TensorView],
+    workspace: int,
+    rng: philox.RngState,
+    owners: tuple[Any, ...],
+) -> None:
+    pointers = {name: x.ptr for known in (call.tensors, views) for name, x in known.items()}
+    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng)
     if call.hold_owners:
-        hold(call.device.index, call.launch_stream, (call, reads, writes, workspace, rng_views))
-
-
-def _rng_state(call: Call, rng: Any) -> tuple[tuple[int, int, int, int], list[Any]]:
-    if call.options.dropout_p == 0:
-        return (0, 0, 0, 0), []
-    return rng_state(rng, call.device, call.producer_stream)
-
-
-def _ptr(x: TensorView | None) -> int:
-    return 0 if x is None else x.ptr
+        hold(call.device.index, call.launch_stream, (call, views, owners, rng))

@@ -7,6 +7,7 @@ dropout, uninitialised padding) these functions follow `nvrtc_attn.attention` in
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -14,11 +15,13 @@ import torch
 from .api import checked_call
 from .base.errors import shown
 from .front.call import Call, CallOptions
-from .front.problem import Causal, layout
+from .front.operands import GRADIENTS, addresses
+from .front.philox import NO_RNG
+from .front.problem import AttentionProblem, Causal, OperandLayout, dense_layout, layout
 from .front.tensors import view
 from .front.validation import Violations, check_integer
-from .plans.plan import LseLayout, backward_plan, forward_plan
-from .torch import checked_rng, detached, draw_rng, raw_stream, resolved, rng_words, sdpa
+from .plans.plan import backward_plan, forward_plan
+from .torch import checked_rng, detached, draw_rng, raw_stream, resolved, rng_values, sdpa
 from .torch.sdpa import LSE_ALIGNMENT
 from .torch.sdpa import as_tensor as _as_tensor
 from .torch.sdpa import no_state as _no_state
@@ -91,25 +94,21 @@ def efficient_attention_forward(
         )
     packed = (call.problem.batch, call.problem.seqlen_q, call.problem.seqlen_k) if call.problem.varlen else None
     device = query.device
-    state = draw_rng(query, key, packed) if dropout_p > 0 else _no_state(device)
+    state = draw_rng(query, key, packed) if dropout_p > 0 else NO_RNG
+    seed, offset = map(_as_tensor, rng_values(state) if dropout_p > 0 else _no_state(device))
     rows = -(-call.problem.seqlen_q // LSE_ALIGNMENT) * LSE_ALIGNMENT
-    heads = query.shape[2]
     out = torch.empty(call.out_shape, dtype=query.dtype, device=device)
-    lse = torch.empty(
-        (call.problem.batch, heads, rows if compute_log_sumexp else 0), dtype=torch.float32, device=device
-    )
+    lse_shape = (call.problem.batch, query.shape[2], rows if compute_log_sumexp else 0)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
     if out.numel():
-        plan = forward_plan(call.with_outputs(), call.device.index, _lse_layout(heads, rows), raw_stream(device))
+        problem = _padded(call.with_outputs(), dense_layout(lse_shape, "float32") if compute_log_sumexp else None)
+        plan = forward_plan(problem, call.device.index, raw_stream(device))
         workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
-        plan.run(
-            raw_stream(device), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-            lse.data_ptr() if compute_log_sumexp else 0, **_addresses(call),
-            rng=rng_words(state, dropout_p), workspace=workspace.data_ptr(),
-        )  # fmt: skip
+        pointers = _pointers(call) | {"out": out.data_ptr(), "lse": lse.data_ptr() if compute_log_sumexp else 0}
+        plan.run(raw_stream(device), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), state)
     else:
         lse.fill_(float("inf"))
     k_length = (_integer("max_seqlen_k", max_seqlen_k) or 0) if call.problem.varlen else key.shape[1]
-    seed, offset = map(_as_tensor, state)
     return out, lse, seed, offset, call.problem.seqlen_q, k_length
 
 
@@ -178,11 +177,7 @@ def efficient_attention_backward(
         deterministic=deterministic,
         dbias=bias_requires_grad and bias is not None,
     )
-    dtype = call.problem.dtype
-    views = {
-        "out": call.input_view(out, "out", call.out_shape, dtype),
-        "dout": call.input_view(grad_out_, "grad_out_", call.out_shape, dtype),
-    }
+    views = {"out": call.input_view(out, "out"), "dout": call.input_view(grad_out_, "dout", "grad_out_")}
     lse_view = view(logsumexp, "logsumexp")
     wanted = (call.problem.batch, query.shape[2], call.problem.seqlen_q)
     rows_fit = len(lse_view.shape) == 3 and lse_view.shape[:2] == wanted[:2] and lse_view.shape[2] >= wanted[2]
@@ -191,7 +186,7 @@ def efficient_attention_backward(
             f"logsumexp: got {lse_view.dtype} of shape {lse_view.shape} on {lse_view.device}. Needed is float32 of "
             f"shape {wanted}, or longer in the last dim, on {call.device}: what the forward function returned."
         )
-    rng = checked_rng((philox_seed, philox_offset), query) if dropout_p > 0 else None
+    rng = checked_rng((philox_seed, philox_offset), query) if dropout_p > 0 else NO_RNG
     if shared_storage_dqdkdv:
         if query.shape != key.shape or key.shape != value.shape:
             raise ValueError(
@@ -205,24 +200,13 @@ def efficient_attention_backward(
     grad_bias = None
     if bias_requires_grad and bias is not None:
         grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-    dq, dk, dv = grads
-    views |= {name: view(x, name) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
-    plan = backward_plan(
-        call.with_outputs(**views),
-        call.device.index,
-        LseLayout(strides=lse_view.strides, rows=call.problem.seqlen_q, packed=False),
-        None,
-        None if grad_bias is None else layout(view(grad_bias, "grad_bias")),
-        raw_stream(query.device),
-    )
+    views |= {name: view(x, name) for name, x in zip(GRADIENTS, (*grads, grad_bias), strict=True) if x is not None}
+    problem = _padded(call.with_outputs(**views), layout(lse_view))
+    plan = backward_plan(problem, call.device.index, raw_stream(query.device))
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=query.device)
-    plan.run(
-        raw_stream(query.device), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-        grad_out_.data_ptr(), logsumexp.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), workspace.data_ptr(),
-        dbias=0 if grad_bias is None else grad_bias.data_ptr(), **_addresses(call),
-        rng=rng_words(rng, dropout_p),
-    )  # fmt: skip
-    return dq, dk, dv, grad_bias
+    pointers = _pointers(call) | {name: x.ptr for name, x in views.items()} | {"lse": lse_view.ptr}
+    plan.run(raw_stream(query.device), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), rng)
+    return (*grads, grad_bias)
 
 
 def _describe(
@@ -294,14 +278,14 @@ def _plain(x: Any) -> Any:
     return resolved(detached(x))
 
 
-def _lse_layout(heads: int, rows: int) -> LseLayout:
-    return LseLayout(strides=(heads * rows, rows, 1), rows=rows, packed=False, empty=0.0)
+def _padded(problem: AttentionProblem, lse: OperandLayout | None) -> AttentionProblem:
+    """The problem with the seed's log-sum-exp."""
+    return replace(problem, lse=lse, lse_padded=True)
 
 
-def _addresses(call: Call) -> dict[str, Any]:
-    """The optional inputs of a plan by name."""
-    names = ("bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-    return {name: x.ptr for name, x in call.inputs() if x is not None and name in names}
+def _pointers(call: Call) -> dict[str, int]:
+    """Addresses of the inputs."""
+    return {name: x.ptr for name, x in call.tensors.items()}
 
 
 sdpa.OPERATORS["_efficient_attention_forward"] = efficient_attention_forward

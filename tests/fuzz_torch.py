@@ -379,8 +379,8 @@ class Run:
         if self.device.type == "cuda":
             # The public query is for dense results: strided ones may take other kernels and other sizes.
             call = self._call(dbias=False, deterministic=False)
-            views = (view(x, name, stream=call.producer_stream) for name, x in (("out", out), ("lse", lse)))
-            workspace = _workspace(api._forward_plan(call, *views).workspace_bytes, self.device)
+            views = {n: view(x, n, stream=call.producer_stream) for n, x in (("out", out), ("lse", lse))}
+            workspace = _workspace(api.plan_forward(call, views).workspace_bytes, self.device)
         nvrtc_attn.attention_forward(
             i["q"], i["k"], i["v"], out, lse=lse, workspace=workspace, rng=(case.seed, case.offset),
             **cases.call_options(case), **self._operands,

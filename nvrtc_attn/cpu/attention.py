@@ -8,56 +8,47 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from ..front.call import Call, rng_state
+from ..front.call import Call
+from ..front.operands import GRADIENTS, OPTIONAL_INPUTS
+from ..front.philox import NO_RNG
 from ..front.tensors import TensorView, as_numpy, bfloat16_to_float32, float32_to_bfloat16
 from . import reference
 
 
-def forward(call: Call, out: TensorView, lse: TensorView | None, rng: Any) -> None:
-    """Write ``out`` and, when wanted, ``lse``."""
-    result, log_sums = reference.attention_forward(_read(call.q), _read(call.k), _read(call.v), **_options(call, rng))
-    _write(out, result)
-    if lse is not None:
-        _write(lse, log_sums)
+def forward(call: Call, views: Mapping[str, TensorView], rng: Any) -> None:
+    """Write what ``views`` names: out and maybe lse."""
+    q, k, v = (_read(call.tensors[name]) for name in "qkv")
+    results = dict(zip(("out", "lse"), reference.attention_forward(q, k, v, **_options(call, rng)), strict=True))
+    for name, view in views.items():
+        _write(view, results[name])
 
 
-def backward(call: Call, reads: Mapping[str, TensorView], writes: Mapping[str, TensorView], rng: Any) -> None:
-    """Write the gradients named in ``writes``: dq, dk, dv and maybe dbias."""
-    dlse = reads.get("dlse")
+def backward(call: Call, views: Mapping[str, TensorView], rng: Any) -> None:
+    """Read the inputs of the backward pass in ``views`` and write the gradients that it names."""
+    read: dict[str, Any] = {name: _read(view) for name, view in views.items() if name not in GRADIENTS}
+    q, k, v = (_read(call.tensors[name]) for name in "qkv")
     gradients = reference.attention_backward(
-        _read(reads["dout"]),
-        _read(call.q),
-        _read(call.k),
-        _read(call.v),
-        _read(reads["out"]),
-        _read(reads["lse"]),
-        dlse=None if dlse is None else _read(dlse),
-        bias_grad="dbias" in writes,
+        read.pop("dout"), q, k, v, read.pop("out"), read.pop("lse"), **read, bias_grad="dbias" in views,
         **_options(call, rng),
-    )
-    for name, gradient in zip(("dq", "dk", "dv", "dbias"), gradients, strict=True):
-        if name in writes and gradient is not None:
-            _write(writes[name], gradient)
+    )  # fmt: skip
+    for name, gradient in zip(GRADIENTS, gradients, strict=True):
+        if name in views and gradient is not None:
+            _write(views[name], gradient)
 
 
 def _options(call: Call, rng: Any) -> dict[str, Any]:
     options = call.options
     problem = call.problem
-    seed, offset = rng_state(rng, call.device, None)[0][2:] if problem.dropout_p > 0 else (0, 0)
-    tensors = {
-        name: None if x is None else _read(x)
-        for name, x in call.inputs()
-        if name in ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-    }
+    state = call.rng_state(rng) if problem.dropout_p > 0 else NO_RNG
     return {
-        **tensors,
+        **{name: _read(x) for name, x in call.tensors.items() if name in OPTIONAL_INPUTS},
         "causal": options.causal,
         "window_size": tuple(map(_bound, options.window_size or (None, None))),
         "softmax_scale": problem.softmax_scale,
         "softcap": problem.softcap,
         "dropout_p": problem.dropout_p,
-        "seed": seed,
-        "offset": offset,
+        "seed": state.seed,
+        "offset": state.offset,
         "max_seqlen_q": problem.seqlen_q if problem.varlen else None,
         "max_seqlen_k": problem.seqlen_k if problem.varlen else None,
     }

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import functools
-import operator
 import threading
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..base.dtypes import DTYPES
 from ..base.errors import shown
 from . import philox
+from .operands import INPUTS, OPERANDS, OPTIONAL_INPUTS
+from .philox import NO_RNG, RngState
 from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, dense_layout, layout
-from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, stream_handle, view
-from .validation import Violations, check_integer, check_real, check_scale_and_softcap, check_window
+from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, may_overlap, stream_handle, view
+from .validation import Violations, check_flag, check_integer, check_real, check_scale_and_softcap, check_window
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
-    """The arguments that are not tensors; meanings and defaults of `nvrtc_attn.attention`."""
+class CallOptions(NamedTuple):
+    """The arguments that are not tensors; meanings and defaults of `nvrtc_attn.attention`.
+
+    Equal ones may differ in their types, and ``1`` is no ``causal``: what is looked up by them is `plain_options`.
+    """
 
     causal: Causal = False
     window_size: WindowSize = (None, None)
@@ -32,6 +36,14 @@ class CallOptions:
     return_lse: bool = False
     deterministic: bool = False
     dbias: bool = False
+    """Whether the backward pass makes the gradient of the bias."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Those that the core functions of both passes take by name."""
+        values = self._asdict()
+        for name in ("return_lse", "deterministic", "dbias"):
+            del values[name]
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +54,8 @@ class Call:
     handle to launch on. ``hold_owners``: the inputs must be kept alive until the kernels are done.
     """
 
-    q: TensorView
-    k: TensorView
-    v: TensorView
-    bias: TensorView | None
-    mask: TensorView | None
-    cu_seqlens_q: TensorView | None
-    cu_seqlens_k: TensorView | None
-    seqused_k: TensorView | None
+    tensors: Mapping[str, TensorView]
+    """The inputs that were given, by name, in the order of the table of operands."""
     options: CallOptions
     problem: AttentionProblem
     producer_stream: int | None
@@ -58,76 +64,113 @@ class Call:
     owners: tuple[object, ...] = field(repr=False, default=())
 
     @property
+    def q(self) -> TensorView:
+        return self.tensors["q"]
+
+    @property
     def device(self) -> Device:
-        return self.q.device
+        return self.tensors["q"].device
 
     @property
     def on_cpu(self) -> bool:
-        return self.q.device.type == "cpu"
+        return self.device.type == "cpu"
 
     @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        b, m, h, _ = self.q.shape
-        return b, m, h, self.v.shape[3]
+    def out_shape(self) -> tuple[int, ...]:
+        return self.problem.shape_of("out")
 
     @property
-    def lse_shape(self) -> tuple[int, int, int]:
-        b, m, h, _ = self.q.shape
-        return b, h, m
+    def lse_shape(self) -> tuple[int, ...]:
+        return self.problem.shape_of("lse")
 
-    def inputs(self) -> list[tuple[str, TensorView | None]]:
-        """Every input with its argument name."""
-        names = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-        return [(name, getattr(self, name)) for name in names]
+    def inputs(self) -> list[tuple[str, TensorView]]:
+        """Every input that was given with its argument name."""
+        return list(self.tensors.items())
 
-    def input_view(self, x: object, name: str, shape: Sequence[int], dtype: str) -> TensorView:
-        """A view of a further input of the backward pass."""
-        result = view(x, name, stream=self.producer_stream)
-        faults = []
-        if result.shape != tuple(shape):
-            faults.append(f"{name}: shape {result.shape}, needed is {tuple(shape)}")
-        if result.dtype != dtype:
-            faults.append(f"{name}: dtype {result.dtype}, needed is {dtype}")
-        if result.device != self.device:
-            faults.append(f"{name}: on {result.device}, needed is {self.device}, where q is")
+    def input_view(self, x: object, name: str, called: str | None = None) -> TensorView:
+        """A view of a further input of the backward pass, ``called`` so by the caller."""
+        called = called or name
+        result = view(x, called, stream=self.producer_stream)
+        faults = self._faults(result, name, called)
         if faults:
             raise ValueError("; ".join(faults) + ". Pass what the forward pass returned, or its gradient.")
         return result
 
-    def with_outputs(self, **views: TensorView | None) -> AttentionProblem:
-        """The problem with the layouts of out, dout, dq, dk, dv; dense where none is given."""
-        shapes = (self.out_shape, self.out_shape, self.q.shape, self.k.shape, self.v.shape)
-        given = (views.get(name) for name in ("out", "dout", "dq", "dk", "dv"))
-        layouts = (None if x is None else layout(x) for x in given)
-        return _with_outputs(self.problem, shapes, *layouts)
+    def output_view(self, x: object, name: str, others: Mapping[str, TensorView]) -> TensorView:
+        """A writable view of ``x`` of the right shape, dtype and device, apart from the inputs and ``others``."""
+        result = view(x, name, stream=self.producer_stream, writable=True)
+        faults = self._faults(result, name, name)
+        if faults:
+            raise ValueError("; ".join(faults) + ". Pass an array made for it, or let the function allocate.")
+        for known in (self.tensors, others):
+            for other_name, other in known.items():
+                if may_overlap(result, other):
+                    raise ValueError(
+                        f"{name}: shares memory with {other_name}. A kernel would read what it has already "
+                        f"overwritten. Pass memory of its own."
+                    )
+        return result
+
+    def _faults(self, x: TensorView, name: str, called: str) -> list[str]:
+        """Where an operand is not as the table has it."""
+        shape, dtype = self.problem.shape_of(name), self.problem.dtype_of(name)
+        faults = []
+        if x.shape != shape:
+            faults.append(f"{called}: shape {x.shape}, needed is {shape}")
+        if x.dtype != dtype:
+            faults.append(f"{called}: dtype {x.dtype}, needed is {dtype}")
+        if x.device != self.device:
+            faults.append(f"{called}: on {x.device}, needed is {self.device}, where q is")
+        return faults
+
+    def workspace_address(self, x: object, needed_bytes: int) -> int:
+        """Address of a caller's workspace, contiguous, of any dtype; 0 when none is needed."""
+        if needed_bytes == 0:
+            return 0
+        if x is None:
+            raise ValueError(
+                f"workspace: None, but this call needs {needed_bytes} bytes on {self.device}. Pass a uint8 array of "
+                f"the size that forward_workspace_bytes or backward_workspace_bytes reports."
+            )
+        result = view(x, "workspace", stream=self.producer_stream, writable=True)
+        size = DTYPES[result.dtype].itemsize
+        for n in result.shape:
+            size *= n
+        faults = []
+        if result.strides != dense_layout(result.shape, result.dtype).strides:
+            faults.append(f"workspace: strides {result.strides} of shape {result.shape} leave gaps, it must be dense")
+        if size < needed_bytes:
+            faults.append(f"workspace: {size} bytes, needed are {needed_bytes}")
+        if result.device != self.device:
+            faults.append(f"workspace: on {result.device}, needed is {self.device}")
+        if result.ptr % 16:
+            faults.append(f"workspace: address {result.ptr:#x} is not a multiple of 16 bytes")
+        if faults:
+            raise ValueError("; ".join(faults) + ".")
+        return result.ptr
+
+    def rng_state(self, rng: Any) -> RngState:
+        """``rng`` as the kernels take it; not looked at without dropout."""
+        return NO_RNG if self.options.dropout_p == 0 else rng_state(rng, self.device, self.producer_stream)
+
+    def with_outputs(self, **given: TensorView | OperandLayout) -> AttentionProblem:
+        """The problem with layouts of operands that are no inputs, see `AttentionProblem.with_layouts`."""
+        return self.problem.with_layouts(
+            **{name: x if isinstance(x, OperandLayout) else layout(x) for name, x in given.items()}
+        )
+
+    def with_dense(self, *more: str) -> AttentionProblem:
+        """The same of dense operands: those that the options ask for, and ``more``."""
+        asked = ("lse",) * self.options.return_lse + ("dbias",) * self.options.dbias
+        names = dict.fromkeys((*asked, *more))
+        return self.problem.with_layouts(**{name: self.problem.dense_layout_of(name) for name in names})
 
 
-@functools.lru_cache(maxsize=4096)
-def _with_outputs(
-    problem: AttentionProblem, shapes: tuple[tuple[int, ...], ...], *given: OperandLayout | None
-) -> AttentionProblem:
-    names = ("out", "dout", "dq", "dk", "dv")
-    layouts: dict[str, Any] = {
-        name: dense_layout(shape, problem.dtype) if x is None else x
-        for name, shape, x in zip(names, shapes, given, strict=True)
-    }
-    return replace(problem, **layouts)
+def describe(q: Any, k: Any, v: Any, *, options: CallOptions, stream: Any, **optional: Any) -> Call:
+    """View the tensors, order them before the launch stream, and validate everything. No CUDA call but the ordering.
 
-
-def describe(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    bias: Any,
-    mask: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    seqused_k: Any,
-    options: CallOptions,
-    stream: Any,
-) -> Call:
-    """View the tensors, order them before the launch stream, and validate everything. No CUDA call but the ordering."""
+    ``optional`` are the other inputs of the table of operands by name, those that are not given None or left out.
+    """
     framework = framework_of(q)
     handle = None if stream is None else stream_handle(stream)
     if handle is not None and handle < 0:
@@ -150,22 +193,16 @@ def describe(
     elif stream is not None:
         raise ValueError(f"stream: got {shown(stream)}, but q is on the CPU. Streams belong to GPUs: pass stream=None.")
 
-    def optional(x: Any, name: str) -> TensorView | None:
-        return None if x is None else view(x, name, stream=producer_stream)
-
-    tensors: dict[str, Any] = {
-        "bias": optional(bias, "bias"),
-        "mask": optional(mask, "mask"),
-        "cu_seqlens_q": optional(cu_seqlens_q, "cu_seqlens_q"),
-        "cu_seqlens_k": optional(cu_seqlens_k, "cu_seqlens_k"),
-        "seqused_k": optional(seqused_k, "seqused_k"),
-    }
-    views = [first, *(view(x, name, stream=producer_stream) for x, name in ((k, "k"), (v, "v")))]
-    problem = _problem(views, tensors, options)
+    tensors = {"q": first}
+    for name, x in (("k", k), ("v", v)):
+        tensors[name] = view(x, name, stream=producer_stream)
+    for name in OPTIONAL_INPUTS:
+        x = optional.get(name)
+        if x is not None:
+            tensors[name] = view(x, name, stream=producer_stream)
     return Call(
-        q=views[0], k=views[1], v=views[2], **tensors, options=options, problem=problem,
-        producer_stream=producer_stream, launch_stream=launch_stream, hold_owners=hold_owners,
-        owners=(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k),
+        tensors=tensors, options=options, problem=_problem(tensors, options), producer_stream=producer_stream,
+        launch_stream=launch_stream, hold_owners=hold_owners, owners=(q, k, v, *optional.values()),
     )  # fmt: skip
 
 
@@ -176,34 +213,29 @@ def describe_shapes(
 
     ``operands`` has q, k, v and any of the other inputs, by name.
     """
-    views: dict[str, Any] = {
+    tensors = {
         name: TensorView(0, shape, dense_layout(shape, dtype).strides, dtype, where)
-        for name, (shape, dtype) in operands.items()
+        for name in INPUTS
+        if name in operands
+        for shape, dtype in (operands[name],)
     }
-    q, k, v = (views.pop(name) for name in "qkv")
-    arguments: dict[str, Any] = dict(zip(CallOptions.__dataclass_fields__, _option_values(options), strict=True))
-    problem = build_problem(q, k, v, **views, **arguments)
-    others: dict[str, Any] = dict.fromkeys(("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")) | views
     return Call(
-        q=q, k=k, v=v, **others, options=options, problem=problem,
-        producer_stream=None, launch_stream=stream, hold_owners=False,
+        tensors=tensors, options=options, problem=_build(tensors, options), producer_stream=None, launch_stream=stream,
+        hold_owners=False,
     )  # fmt: skip
 
 
 _MAX_PROBLEMS: Final = 4096
 _problems: dict[Hashable, AttentionProblem] = {}
 _problems_lock = threading.Lock()
-_option_values = operator.attrgetter(*CallOptions.__dataclass_fields__)
 
 
-def _problem(views: list[TensorView], tensors: dict[str, Any], options: CallOptions) -> AttentionProblem:
+def _problem(tensors: Mapping[str, TensorView], options: CallOptions) -> AttentionProblem:
     """`build_problem` of a call, remembered by what it looks at: validation takes as long as all else of a call."""
-    key = _problem_key([*views, *tensors.values()], options)
+    key = _problem_key(tensors, options)
     problem = None if key is None else _problems.get(key)
     if problem is None:
-        # The options have the names of its arguments.
-        arguments: dict[str, Any] = dict(zip(CallOptions.__dataclass_fields__, _option_values(options), strict=True))
-        problem = build_problem(views[0], views[1], views[2], **tensors, **arguments)
+        problem = _build(tensors, options)
         if key is not None:
             with _problems_lock:
                 while len(_problems) >= _MAX_PROBLEMS:
@@ -212,29 +244,33 @@ def _problem(views: list[TensorView], tensors: dict[str, Any], options: CallOpti
     return problem
 
 
-def _problem_key(tensors: list[TensorView | None], options: CallOptions) -> Hashable:
+def _build(tensors: Mapping[str, TensorView], options: CallOptions) -> AttentionProblem:
+    arguments: dict[str, Any] = {**tensors, **options._asdict()}  # tensors and options have the names of its arguments
+    return build_problem(**arguments)
+
+
+_LENGTHS: Final = frozenset(name for name in INPUTS if OPERANDS[name].is_lengths)
+
+
+def _problem_key(tensors: Mapping[str, TensorView], options: CallOptions) -> Hashable:
     """None where the outcome depends on more: on lengths in host memory, or on options that are not told by a hash.
 
     Types of options are part of it, because 1 equals True and 1.0 and is accepted for neither.
     """
-    values = _option_values(options)
     window = options.window_size
-    kinds = tuple(map(type, values)), tuple(map(type, window)) if isinstance(window, tuple) else ()
+    kinds = tuple(map(type, options)), tuple(map(type, window)) if isinstance(window, tuple) else ()
     if not hash_tells(*kinds):
         return None
     facts: list[Hashable] = []
-    for index, x in enumerate(tensors):
-        if x is None:
-            facts.append(None)
-            continue
-        if index > 4 and x.device.type == "cpu":  # cu_seqlens_q, cu_seqlens_k, seqused_k
+    for name, x in tensors.items():
+        if name in _LENGTHS and x.device.type == "cpu":
             return None
-        facts.append((x.shape, x.strides, x.dtype, x.device, x.ptr & 15))
-    return (*facts, values, kinds)
+        facts.append((name, x.shape, x.strides, x.dtype, x.device, x.ptr & 15))
+    return (*facts, options, kinds)
 
 
-def plain_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The options of `CallOptions` up to ``max_seqlen_k`` in Python's types, which compare and hash by value.
+def plain_options(options: CallOptions) -> CallOptions:
+    """The options in Python's types, which compare and hash by value.
 
     What other libraries call a number, an integer or a flag is read.
 
@@ -243,25 +279,26 @@ def plain_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
     TypeError, ValueError
         As `nvrtc_attn.attention`, for every option that is none.
     """
-    causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k = options
     found = Violations()
-    check_window(found, causal, None)
-    left, right = check_window(found, False, window_size)
-    scale, cap = check_scale_and_softcap(found, softmax_scale, softcap, 1)
-    dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
-    longest_q = check_integer(found, "max_seqlen_q", max_seqlen_q)
-    longest_k = check_integer(found, "max_seqlen_k", max_seqlen_k)
+    check_window(found, options.causal, None)
+    left, right = check_window(found, False, options.window_size)
+    scale, cap = check_scale_and_softcap(found, options.softmax_scale, options.softcap, 1)
+    dropout = check_real(found, "dropout_p", options.dropout_p, 0.0, 1.0, "in [0, 1]")
+    longest_q = check_integer(found, "max_seqlen_q", options.max_seqlen_q)
+    longest_k = check_integer(found, "max_seqlen_k", options.max_seqlen_k)
+    flags = {name: check_flag(found, name, getattr(options, name)) for name in ("return_lse", "deterministic", "dbias")}
     found.stop()
-    causal = str(causal) if isinstance(causal, str) else bool(causal)
-    return causal, (left, right), None if softmax_scale is None else scale, cap, dropout, longest_q, longest_k
-
-
-def plain_flags(**flags: Any) -> list[bool]:
-    """The flags as ``bool``; a TypeError names one that is none."""
-    for name, flag in flags.items():
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{name}: got {shown(flag)} of type {type(flag).__name__}. It is True or False.")
-    return [bool(flag) for flag in flags.values()]
+    causal = options.causal
+    return CallOptions(
+        causal=str(causal) if isinstance(causal, str) else bool(causal),  # type: ignore[arg-type]
+        window_size=(left, right),
+        softmax_scale=None if options.softmax_scale is None else scale,
+        softcap=cap,
+        dropout_p=dropout or 0.0,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        **flags,
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -276,8 +313,8 @@ def hash_tells(options: tuple[type, ...], bounds: tuple[type, ...]) -> bool:
     )
 
 
-def rng_state(rng: Any, where: Device, producer_stream: int | None) -> tuple[tuple[int, int, int, int], list[Any]]:
-    """``rng`` as (seed address, offset address, seed, offset), and what must stay alive for the addresses.
+def rng_state(rng: Any, where: Device, producer_stream: int | None) -> RngState:
+    """``rng`` of the public functions as the kernels take it.
 
     Values on the CPU are read now, values on the GPU ``where`` by the kernel. Signed 64-bit holders are read as
     unsigned. One value instead of a pair is the seed, of offset 0.
@@ -287,16 +324,18 @@ def rng_state(rng: Any, where: Device, producer_stream: int | None) -> tuple[tup
     TypeError, ValueError
         Anything but None, an int, a tensor that holds one int64 on the CPU or on ``where``, or a pair of these.
     """
+    if isinstance(rng, RngState):
+        return rng
     if rng is None:
-        rng = philox.normalise_rng(None)
-    elif not isinstance(rng, (tuple, list)) or len(rng) != 2:
+        return philox.normalise_rng(None)
+    if not isinstance(rng, (tuple, list)) or len(rng) != 2:
         numbers: Any = rng if isinstance(rng, (int, np.integer, tuple, list)) else None
-        rng = (rng, 0) if numbers is None else philox.normalise_rng(numbers)
-    words, addresses, owners = [0, 0], [0, 0], []
+        rng = (rng, 0) if numbers is None else philox.normalise_rng(numbers)[:2]
+    words, addresses = [0, 0], [0, 0]
+    owners: list[Any] = [None, None]
     for index, (x, name) in enumerate(zip(rng, ("rng seed", "rng offset"), strict=True)):
         if isinstance(x, (int, np.integer)):
-            pair: Any = (x, 0) if index == 0 else (0, x)
-            words[index] = philox.normalise_rng(pair)[index]
+            words[index] = philox.check_word(name, x)
             continue
         word = view(x, name, stream=producer_stream)
         if word.dtype not in ("int64", "uint64") or any(n != 1 for n in word.shape):
@@ -307,7 +346,7 @@ def rng_state(rng: Any, where: Device, producer_stream: int | None) -> tuple[tup
             words[index] = int(as_numpy(word).reshape(())) & (2**64 - 1)
         elif word.device == where:
             addresses[index] = word.ptr
-            owners.append(word)
+            owners[index] = word
         else:
             raise ValueError(f"{name}: on {word.device}, but q is on {where}. Pass it on {where}, or as an int.")
-    return (addresses[0], addresses[1], words[0], words[1]), owners
+    return RngState(words[0], words[1], addresses[0], addresses[1], tuple(owners))

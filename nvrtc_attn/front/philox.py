@@ -32,10 +32,21 @@ _SHIFT: Final = np.uint64(32)
 
 
 class RngState(NamedTuple):
-    """Where a dropout stream starts: the Philox key ``seed`` and the index ``offset`` of its first number."""
+    """Where a dropout stream starts: the Philox key ``seed`` and the index ``offset`` of its first number.
+
+    A word that lies on the GPU has its address here, which a kernel reads, and 0 for its value; ``owners``, of seed and
+    offset where there are any, keep the memory alive.
+    """
 
     seed: int
     offset: int
+    seed_address: int = 0
+    offset_address: int = 0
+    owners: tuple[Any, ...] = ()
+
+
+NO_RNG: Final = RngState(0, 0)
+"""That of a call without dropout."""
 
 
 def normalise_rng(rng: int | np.integer[Any] | tuple[int, int] | None) -> RngState:

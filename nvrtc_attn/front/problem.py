@@ -6,24 +6,25 @@ memory, and reports all violated conditions in one exception, in the order of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
-import numpy as np
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, Literal, TypeAlias
 
 from ..base.errors import shown
 from . import philox
-from .tensorview import TensorView
+from .dlpack import compact_strides
+from .operands import BACKWARD, INPUTS, OPERANDS, OPTIONAL_INPUTS, dtypes_of, shape_of
+from .tensorview import TensorView, normalised
 from .validation import (
     Violations,
     check_devices,
     check_dtypes,
+    check_flag,
     check_lengths,
+    check_optional,
     check_ranks,
     check_real,
     check_scale_and_softcap,
-    check_score_operand,
     check_shapes,
     check_varlen,
     check_window,
@@ -97,11 +98,87 @@ class AttentionProblem:
     dbias: bool = False
     dbias_layout: OperandLayout | None = None
     """Of the gradient of the bias; None = dense, 16-byte aligned."""
+    lse: OperandLayout | None = None
+    dlse: OperandLayout | None = None
+    lse_padded: bool = False
+    """The seed's lse: packed sequences have a batch entry each, rows that belong to no query are +inf, and a row
+    without a valid key is 0 instead of -inf."""
+    further: tuple[tuple[str, OperandLayout], ...] = ()
+    """Layouts of operands of the table that have no field here."""
+    _known: dict[Hashable, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What was worked out from the fields before: a call asks for the same again."""
+
+    def __hash__(self) -> int:
+        found = self._known.get("hash")
+        if found is None:
+            found = self._known["hash"] = hash(tuple(getattr(self, x.name) for x in fields(self) if x.compare))
+        return int(found)
 
     @property
     def band(self) -> bool:
         """Whether any position mask (causal or window) is in force."""
         return self.window_left is not None or self.window_right is not None
+
+    @property
+    def further_inputs(self) -> tuple[str, ...]:
+        """Optional inputs that were given and have no field here."""
+        return tuple(name for name, _ in self.further if name in OPTIONAL_INPUTS)
+
+    def layout_of(self, name: str) -> OperandLayout | None:
+        """The layout of an operand of the table; None of lengths, which are dense, and of what is not there."""
+        found = getattr(self, _LAYOUTS[name]) if name in _LAYOUTS else dict(self.further).get(name)
+        return found if isinstance(found, OperandLayout) else None
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape that an operand has in the public functions."""
+        return self.dense_layout_of(name).shape
+
+    def dtype_of(self, name: str) -> str:
+        return self.dense_layout_of(name).dtype
+
+    def dense_layout_of(self, name: str) -> OperandLayout:
+        """A row-major layout of an operand that is no input."""
+        found: OperandLayout | None = self._known.get(name)
+        if found is None:
+            given = {other: x for other in INPUTS if (x := self.layout_of(other)) is not None}
+            shape = shape_of(name, {other: x.shape for other, x in given.items()})
+            dtypes = dtypes_of(name, {other: x.dtype for other, x in given.items()})
+            found = self._known[name] = dense_layout(shape, dtypes[0])
+        return found
+
+    def with_layouts(self, **layouts: OperandLayout) -> AttentionProblem:
+        """The problem with layouts of operands that are no inputs. Those like q are dense where none is given."""
+        key = tuple(layouts.items())
+        found: AttentionProblem | None = self._known.get(key)
+        if found is None:
+            given = {name: layouts.get(name, self.dense_layout_of(name)) for name in LIKE_Q} | layouts
+            changes: dict[str, Any] = {_LAYOUTS[name]: x for name, x in given.items() if name in _LAYOUTS}
+            further = {**dict(self.further), **{name: x for name, x in given.items() if name not in _LAYOUTS}}
+            found = replace(self, **changes, further=tuple(further.items()))
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = found
+        return found
+
+    def only(self, layouts: Mapping[str, OperandLayout]) -> AttentionProblem:
+        """The problem with these layouts and no others."""
+        changes: dict[str, Any] = {field_name: layouts.get(name) for name, field_name in _LAYOUTS.items()}
+        further = tuple((name, x) for name, x in layouts.items() if name not in _LAYOUTS)
+        return replace(self, **changes, further=further)
+
+
+LIKE_Q: Final = tuple(
+    name for name in BACKWARD if name not in INPUTS and OPERANDS[name].axes[-1].startswith("head_dim")
+)
+"""Operands like q that are no inputs: out, dout, dq, dk, dv."""
+_MAX_KNOWN: Final = 256
+# Operand -> the field of `AttentionProblem` with its layout.
+_LAYOUTS: Final = {
+    name: {"dbias": "dbias_layout"}.get(name, name)
+    for name in (
+        "q", "k", "v", "bias", "mask", "out", "dout", "lse", "dlse", "dq", "dk", "dv", "dbias",
+    )
+}  # fmt: skip
 
 
 def build_problem(
@@ -124,6 +201,7 @@ def build_problem(
     return_lse: bool = False,
     deterministic: bool = False,
     dbias: bool = False,
+    **further: TensorView | None,
 ) -> AttentionProblem:
     """Check one call and describe it.
 
@@ -149,6 +227,8 @@ def build_problem(
         int32 on the device of ``q``. Their values are checked when they are in host memory.
     max_seqlen_q, max_seqlen_k
         Required with ``cu_seqlens``, refused without.
+    **further
+        Other optional inputs of the table of operands.
 
     Returns
     -------
@@ -167,14 +247,15 @@ def build_problem(
     """
     found = Violations()
     tensors: dict[str, TensorView] = {}
-    optional = {
-        "bias": bias, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+    given: dict[str, object] = {
+        "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "seqused_k": seqused_k, **further,
     }  # fmt: skip
-    given: dict[str, object] = {"q": q, "k": k, "v": v, **optional}
-    for name, tensor in given.items():
+    for name in INPUTS:
+        tensor = given.get(name)
         if isinstance(tensor, TensorView):
             tensors[name] = tensor
-        elif tensor is not None or name in ("q", "k", "v"):
+        elif tensor is not None or name not in OPTIONAL_INPUTS:
             found.kind(f"{name}: got {shown(tensor)} of type {type(tensor).__name__}. A tensor is needed.")
     found.stop()
 
@@ -184,9 +265,7 @@ def build_problem(
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     if ranks_fit:
         check_shapes(found, q, k, v, varlen)
-        for name in ("bias", "mask"):
-            if name in tensors:
-                check_score_operand(found, name, tensors[name], q, k, varlen)
+        check_optional(found, tensors, varlen)
     if dbias and bias is None:
         found.value("dbias: a gradient of the bias was asked for, but bias is None. Pass the bias.")
     lengths = check_varlen(found, tensors, max_seqlen_q, max_seqlen_k, varlen, ranks_fit)
@@ -194,10 +273,8 @@ def build_problem(
     window = check_window(found, causal, window_size)
     scale, cap = check_scale_and_softcap(found, softmax_scale, softcap, q.shape[3] if ranks_fit else 1)
     dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
-    flags: dict[str, object] = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias}
-    for name, flag in flags.items():
-        if not isinstance(flag, bool | np.bool_):
-            found.kind(f"{name}: got {shown(flag)} of type {type(flag).__name__}. It is True or False.")
+    flags = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias}
+    flags = {name: check_flag(found, name, flag) for name, flag in flags.items()}
     found.stop()
 
     if dropout and philox.threshold(dropout) < 0:
@@ -213,6 +290,7 @@ def build_problem(
         left = None
     if right is not None and right >= (seqlen_q if bottom_right else seqlen_k) - 1:
         right = None
+    layouts: dict[str, Any] = {name: layout(x) for name, x in tensors.items() if not OPERANDS[name].is_lengths}
     return AttentionProblem(
         dtype=q.dtype,
         batch=batch,
@@ -222,22 +300,19 @@ def build_problem(
         num_heads_kv=num_heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        q=layout(q),
-        k=layout(k),
-        v=layout(v),
         window_left=left,
         window_right=right,
         bottom_right=bottom_right,
         softmax_scale=scale,
         softcap=cap,
         dropout_p=dropout or 0.0,
-        bias=None if bias is None else layout(bias),
-        mask=None if mask is None else layout(mask),
         varlen=varlen,
         seqused_k=seqused_k is not None,
-        return_lse=bool(return_lse),
-        deterministic=bool(deterministic),
-        dbias=bool(dbias),
+        further=tuple((name, x) for name, x in layouts.items() if name not in _LAYOUTS),
+        **{name: x for name, x in layouts.items() if name in _LAYOUTS},
+        return_lse=flags["return_lse"],
+        deterministic=flags["deterministic"],
+        dbias=flags["dbias"],
     )
 
 
@@ -250,8 +325,5 @@ def layout(view: TensorView) -> OperandLayout:
 
 def dense_layout(shape: Sequence[int], dtype: str) -> OperandLayout:
     """Row-major and 16-byte aligned; strides of dims of size 1 are 0 as in a view."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(0 if size == 1 else step)
-        step *= max(size, 1)
-    return OperandLayout(shape=tuple(shape), strides=tuple(reversed(strides)), dtype=dtype)
+    sizes = tuple(shape)
+    return OperandLayout(shape=sizes, strides=normalised(sizes, compact_strides(sizes)), dtype=dtype)

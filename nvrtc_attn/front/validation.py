@@ -16,6 +16,7 @@ import numpy as np
 
 from ..base.dtypes import ATTENTION_DTYPES
 from ..base.errors import UnsupportedError, shown
+from .operands import OPERANDS, OPTIONAL_INPUTS, dtypes_of, shape_of
 from .tensorview import Device, TensorView, as_numpy
 
 MAX_HEAD_DIM: Final = 512
@@ -65,14 +66,8 @@ def check_dtypes(found: Violations, tensors: dict[str, TensorView]) -> None:
         found.unsupported(f"q: dtype {q}. Accepted: {', '.join(ATTENTION_DTYPES)}. Convert q, k and v first.")
     if not q == k == v:
         found.value(f"q, k, v: dtypes {q}, {k}, {v} differ. They must be the same. Convert k and v to {q}.")
-    accepted = {
-        "bias": tuple(dict.fromkeys((q, "float32"))),
-        "mask": ("bool", "uint8"),
-        "cu_seqlens_q": ("int32",),
-        "cu_seqlens_k": ("int32",),
-        "seqused_k": ("int32",),
-    }
-    for name, dtypes in accepted.items():
+    for name in OPTIONAL_INPUTS:
+        dtypes = dtypes_of(name, {"q": q})
         if name in tensors and tensors[name].dtype not in dtypes:
             given = tensors[name]
             found.value(
@@ -96,20 +91,11 @@ def check_devices(found: Violations, tensors: dict[str, TensorView]) -> None:
 
 def check_ranks(found: Violations, tensors: dict[str, TensorView]) -> bool:
     """Whether q, k and v can be indexed by axis; reports every tensor of the wrong rank or of an impossible size."""
-    axes = {
-        "q": "[batch, seqlen_q, num_heads, head_dim]",
-        "k": "[batch, seqlen_k, num_heads_kv, head_dim]",
-        "v": "[batch, seqlen_k, num_heads_kv, head_dim_v]",
-        "bias": "[batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k or 1]",
-        "mask": "[batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k or 1]",
-        "cu_seqlens_q": "[number of sequences + 1]",
-        "cu_seqlens_k": "[number of sequences + 1]",
-        "seqused_k": "[number of sequences]",
-    }
     fit = True
     for name, tensor in tensors.items():
-        expected = axes[name]
-        rank = expected.count(",") + 1
+        row = OPERANDS[name]
+        expected = f"[{', '.join(f'{axis} or 1' if row.broadcast else axis for axis in row.axes)}]"
+        rank = len(row.axes)
         if len(tensor.shape) != rank:
             found.value(
                 f"{name}: shape {tensor.shape} has rank {len(tensor.shape)}. Expected rank {rank}, {expected}. "
@@ -160,22 +146,30 @@ def check_shapes(found: Violations, q: TensorView, k: TensorView, v: TensorView,
             )
 
 
-def check_score_operand(
-    found: Violations, name: str, tensor: TensorView, q: TensorView, k: TensorView, varlen: bool
-) -> None:
-    """Bias or mask: one value per score, each dim full or broadcast."""
-    if varlen:
-        found.unsupported(
-            f"{name}: shape {tensor.shape} with cu_seqlens. No kernel reads a {name} for packed sequences. "
-            f"Pad to a dense batch, or use causal= and window_size=."
-        )
-    elif len(tensor.shape) == 4:
-        full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        if any(size not in (1, limit) for size, limit in zip(tensor.shape, full, strict=True)):
-            found.value(
-                f"{name}: shape {tensor.shape} does not broadcast to [batch, num_heads, seqlen_q, seqlen_k] = "
-                f"{list(full)}. Each dim is full or 1. Slice or unsqueeze it, no need to expand it."
+def check_optional(found: Violations, tensors: dict[str, TensorView], varlen: bool) -> None:
+    """Shapes of the optional operands against those of q, k and v; lengths of packed sequences are `check_varlen`'s."""
+    required = {name: tensors[name].shape for name in "qkv"}
+    for name, tensor in tensors.items():
+        row = OPERANDS[name]
+        if name in required or row.is_lengths:
+            continue
+        if row.broadcast and varlen:
+            found.unsupported(
+                f"{name}: shape {tensor.shape} with cu_seqlens. No kernel reads a {name} for packed sequences. "
+                f"Pad to a dense batch, or use causal= and window_size=."
             )
+        elif len(tensor.shape) == len(row.axes):
+            full = shape_of(name, required)
+            if row.broadcast:
+                if any(size not in (1, limit) for size, limit in zip(tensor.shape, full, strict=True)):
+                    found.value(
+                        f"{name}: shape {tensor.shape} does not broadcast to [{', '.join(row.axes)}] = {list(full)}. "
+                        f"Each dim is full or 1. Slice or unsqueeze it, no need to expand it."
+                    )
+            elif tensor.shape != full:
+                found.value(f"{name}: shape {tensor.shape}. Needed is [{', '.join(row.axes)}] = {list(full)}.")
+            elif row.dense:
+                _check_dense_vector(found, name, tensor)
 
 
 def check_varlen(
@@ -246,8 +240,8 @@ def check_varlen(
     # Host values only: reading device memory would wait for the GPU.
     host = {
         name: as_numpy(x)
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-        if (x := tensors.get(name)) is not None and (x.device.type, x.dtype, len(x.shape)) == ("cpu", "int32", 1)
+        for name, x in tensors.items()
+        if OPERANDS[name].is_lengths and (x.device.type, x.dtype, len(x.shape)) == ("cpu", "int32", 1)
     }
     for fault in check_lengths(
         host.get("cu_seqlens_q"),
@@ -354,6 +348,14 @@ def check_window(found: Violations, causal: object, window_size: object) -> tupl
     if isinstance(causal, str) or causal is True or (isinstance(causal, np.bool_) and causal):
         right = 0 if right is None else min(right, 0)
     return left, right
+
+
+def check_flag(found: Violations, name: str, flag: object) -> bool:
+    """A ``bool`` of Python or NumPy, as Python's."""
+    if not isinstance(flag, bool | np.bool_):
+        found.kind(f"{name}: got {shown(flag)} of type {type(flag).__name__}. It is True or False.")
+        return False
+    return bool(flag)
 
 
 def check_integer(found: Violations, name: str, value: object) -> int | None:

@@ -168,7 +168,7 @@ def stores_dbias(problem: AttentionProblem) -> bool:
 
 def reasons_for_portable(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[str]:
     """Every reason why this family cannot serve ``problem``; empty when it can."""
-    found = reasons_against_target(problem, arch)
+    found = reasons_against_target(problem, arch, "backward_hopper")
     if problem.dtype not in DTYPES_16BIT:
         return found
     least = MIN_HEAD_DIM_BIAS if bias_as_tiles(problem) else MIN_HEAD_DIM

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..base.architectures import ARCHITECTURES
+from ..front.operands import unread_by
 from ..front.problem import AttentionProblem
 from .common import ceil_div
 
@@ -25,14 +26,14 @@ def score_operands(problem: AttentionProblem) -> int:
     return (problem.bias is not None) + (problem.mask is not None) + (problem.dropout_p > 0)
 
 
-def reasons_against_target(problem: AttentionProblem, arch: str) -> list[str]:
-    """Why no kernel of the family serves the GPU or the element type."""
+def reasons_against_target(problem: AttentionProblem, arch: str, family: str) -> list[str]:
+    """Why no kernel of the family serves the GPU, the element type or an optional operand."""
     found = []
     if arch not in ("sm_90", "sm_90a"):
         found.append(f"the target is {arch}; warp-group matrix products exist on sm_90a alone")
     if problem.dtype not in DTYPES_16BIT:
         found.append(f"dtype is {problem.dtype}; accepted are float16 and bfloat16")
-    return found
+    return found + unread_by(family, problem.further_inputs)
 
 
 def reasons_against_size(problem: AttentionProblem) -> list[str]:

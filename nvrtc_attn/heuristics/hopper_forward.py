@@ -178,7 +178,7 @@ def score_reasons(problem: AttentionProblem) -> list[str]:
 
 def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: int) -> list[str]:
     """Every reason why this family cannot serve ``problem``; empty when it can."""
-    found = reasons_against_target(problem, arch)
+    found = reasons_against_target(problem, arch, "forward_hopper")
     if problem.dtype not in DTYPES_16BIT:
         return found
     for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
+from ..front.operands import unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import BackwardConfig, Features
 from .common import features_of, is_aligned, is_full_shape
@@ -241,6 +242,7 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
         reasons.append("dtype: bfloat16 - compute capability 7.5 has no bfloat16 arithmetic - convert to float16")
     if problem.varlen and problem.bias is not None:
         reasons.append("bias: given with cu_seqlens - packed sequences share no key index - run the batch padded")
+    reasons += unread_by("backward_portable", problem.further_inputs)
     if reasons:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
+from ..front.operands import unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
 from .common import ceil_div, features_of, is_vectorizable, maps_scores, round_up
@@ -277,6 +278,7 @@ def choose_forward(
             reasons.append(f"{name} is {head_dim}; kernels exist up to {MAX_HEAD_DIM}")
     if legacy_mma and problem.dtype != "float16":
         reasons.append(f"dtype is {problem.dtype}; compute capability 7.5 has matrix instructions for float16 only")
+    reasons += unread_by("forward_portable", problem.further_inputs)
     if reasons:
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", reasons)
 

@@ -8,15 +8,6 @@ from typing import Final
 from ..jit.config import KernelConfig
 from .tensor_map import TensorMap
 
-_FOLLOWS_FROM_PROBLEM: Final = frozenset(
-    (
-        "kernel", "arch", "dtype", "head_dim", "head_dim_v", "block_m", "block_n", "aligned", "legacy_mma", "features",
-        "split", "dq", "dbias", "dbias_dtype", "log2_lse", "smem_bytes",
-        "one_key_tile", "bias_tiles", "packed_heads", "cluster", "keep_words", "ordered",
-    )
-)  # fmt: skip
-"""Fields of a config that do not tell two plans of one problem apart, or are spelled out by `label`."""
-
 HOPPER_BACKWARD: Final = ("backward_hopper", "backward_hopper_wide")
 """The dk/dv kernels of the Hopper family. A plan of theirs need not begin with another launch."""
 
@@ -96,7 +87,7 @@ def label(spec: ForwardPlanSpec | BackwardPlanSpec) -> str:
     words = ["hopper" if "hopper" in config.kernel else "portable", f"{config.block_m}x{config.block_n}"]
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.name not in _FOLLOWS_FROM_PROBLEM and (field.default is MISSING or value != field.default):
+        if not field.metadata.get("given") and (field.default is MISSING or value != field.default):
             words.append(
                 f"{'' if value else 'no '}{field.name}" if isinstance(value, bool) else f"{field.name}={value}"
             )

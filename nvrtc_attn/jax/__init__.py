@@ -15,7 +15,7 @@ import hashlib
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,29 @@ from .. import api
 from ..base.errors import shown
 from ..front import philox
 from ..front.call import Call, CallOptions, describe_shapes, plain_options
-from ..front.problem import Causal, WindowSize, dense_layout
-from ..front.tensors import Device, TensorView
-from ..plans.plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
+from ..front.operands import (
+    GRADIENTS,
+    INPUTS,
+    OPERANDS,
+    OPTIONAL_INPUTS,
+    FurtherInputs,
+    addresses,
+    check_further,
+    dtypes_of,
+    shape_of,
+    takes_further_inputs,
+)
+from ..front.philox import RngState
+from ..front.problem import Causal, WindowSize
+from ..front.tensors import Device
+from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
 from ..runtime import device
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _TARGET: Final = "nvrtc_attn.launch"
-_INPUTS: Final = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _lock = threading.Lock()
 _registered = False
 _passes: dict[tuple[int, ...], _Pass] = {}
@@ -47,6 +62,13 @@ class _Kind:
     rng: tuple[int, int]
     backward: bool = False
 
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Operands that the pass writes."""
+        if self.backward:
+            return tuple(d for d in GRADIENTS if OPERANDS[d].backward == "out" or getattr(self.options, d))
+        return ("out", "lse") if self.options.return_lse else ("out",)
+
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
@@ -57,13 +79,9 @@ class _Pass:
 
     @property
     def results(self) -> list[tuple[str, tuple[int, ...], str]]:
-        shapes = {name: (shape, dtype) for name, shape, dtype in self.operands}
-        if self.kind.backward:
-            names = ["q", "k", "v"] + ["bias"] * self.kind.options.dbias
-            return [("d" + name, *shapes[name]) for name in names]
-        (b, m, h, _), dtype = shapes["q"]
-        out = [("out", (b, m, h, shapes["v"][0][3]), dtype)]
-        return out + [("lse", (b, h, m), "float32")] * self.kind.options.return_lse
+        shapes = {name: shape for name, shape, _ in self.operands}
+        dtypes = {name: dtype for name, _, dtype in self.operands}
+        return [(name, shape_of(name, shapes), dtypes_of(name, dtypes)[0]) for name in self.kind.results]
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -71,6 +89,7 @@ class _Pass:
         return tuple((digest >> shift) % 2**20 for shift in (0, 20, 40))
 
 
+@takes_further_inputs
 def attention(
     q: Any,
     k: Any,
@@ -91,6 +110,7 @@ def attention(
     seqused_k: Any = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    **further: Unpack[FurtherInputs],
 ) -> Any:
     """`nvrtc_attn.attention`, differentiable once in q, k, v, bias and, through a returned lse, in the lse.
 
@@ -115,16 +135,16 @@ def attention(
         On a GPU without ``jax-tvm-ffi``.
     """
     options = CallOptions(
-        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, deterministic=deterministic,
-    )  # fmt: skip
-    given = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    operands = {name: _array(name, x) for name, x in zip(_INPUTS, given, strict=True) if x is not None or name in "qkv"}
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic
+    )
+    check_further("attention", further)
+    given = {
+        "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "seqused_k": seqused_k, **further,
+    }  # fmt: skip
+    operands = {name: _array(name, x) for name, x in given.items() if x is not None or name not in OPTIONAL_INPUTS}
     _describe(_bind(_Kind(options, (0, 0)), operands), Device("cuda" if _on_gpu() else "abstract", 0))
-    # In Python's types, which JAX can hash.
-    names = list(CallOptions.__dataclass_fields__)[:7]
-    plain = plain_options(tuple(getattr(options, name) for name in names))
-    options = replace(options, **dict(zip(names, plain, strict=True)))
+    options = plain_options(options)  # in Python's types, which JAX can hash
     kind = _Kind(options, (0, 0))
     if options.dropout_p > 0:
         words, arrays = _rng_words(rng)
@@ -145,7 +165,7 @@ def _forward_rule(kind: _Kind, operands: dict[str, Any]) -> Any:
     # A structure may tell what a value cannot: whether the gradient of the bias, which costs time, is wanted.
     dbias = () if "bias" in operands and operands["bias"].perturbed else None
     _compile_ahead(kind, values, dbias is not None)
-    out, lse = _run(replace(kind, options=replace(kind.options, return_lse=True)), values)
+    out, lse = _run(replace(kind, options=kind.options._replace(return_lse=True)), values)
     return [out, lse][: 1 + kind.options.return_lse], (values, out, lse, dbias)
 
 
@@ -154,11 +174,9 @@ def _compile_ahead(kind: _Kind, values: dict[str, Any], dbias: bool) -> None:
     if not _on_gpu():
         return
     try:
-        bound = _bind(replace(kind, options=replace(kind.options, return_lse=True, dbias=dbias)), values)
+        bound = _bind(replace(kind, options=kind.options._replace(return_lse=True, dbias=dbias)), values)
         for index in _local_devices():
-            call = _describe(bound, Device("cuda", index))
-            gradient = dense_layout(call.bias.shape, call.bias.dtype) if dbias and call.bias is not None else None
-            BackwardPrefetch(call.with_outputs(), index, gradient).start()
+            BackwardPrefetch(_describe(bound, Device("cuda", index)).with_dense(), index).start()
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         pass  # for the passes themselves to say
 
@@ -170,9 +188,10 @@ def _backward_rule(kind: _Kind, residuals: Any, cotangents: Any) -> Any:
     operands = {**values, "dout": dout, "out": out, "lse": lse}
     if kind.options.return_lse and not isinstance(cotangents[1], zero):
         operands["dlse"] = cotangents[1]
-    options = replace(kind.options, return_lse=True, dbias=dbias is not None)
-    gradients = _run(_Kind(options, kind.rng, backward=True), operands)
-    named = dict(zip(("q", "k", "v", "bias"), gradients, strict=False))
+    options = kind.options._replace(return_lse=True, dbias=dbias is not None)
+    backward = _Kind(options, kind.rng, backward=True)
+    gradients = zip(backward.results, _run(backward, operands), strict=True)
+    named = {OPERANDS[name].gradient_of: gradient for name, gradient in gradients}
     return ({name: named.get(name) for name in values},)
 
 
@@ -229,7 +248,8 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
     options = kind.options
     batch = {name: x.shape[is_batched] for name, x, is_batched in zip(names, arrays, batched, strict=True) if x.ndim}
     shared_bias = "bias" in batch and batch["bias"] != batch["q"]
-    if "cu_seqlens_q" in names or options.dropout_p > 0 or (options.dbias and shared_bias):
+    batchless = any(name in OPERANDS and OPERANDS[name].axes[0] != "batch" for name in names)
+    if batchless or options.dropout_p > 0 or (options.dbias and shared_bias):
 
         def one(mapped: list[Any]) -> Any:
             items = iter(mapped)
@@ -241,7 +261,7 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
     folded = {}
     for name, x, is_batched in zip(names, arrays, batched, strict=True):
         shape = x.shape[is_batched:]
-        if not is_batched and shape[0] == 1 and name in ("bias", "mask") and not options.dbias:
+        if not is_batched and shape[0] == 1 and OPERANDS[name].broadcast and not options.dbias:
             folded[name] = x  # broadcast over the longer batch as well
         else:
             x = x if is_batched else x[None]
@@ -296,7 +316,7 @@ def _rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
 
 def _describe(bound: _Pass, where: Device, stream: int = 0) -> Call:
     """The validated call, over memory that is known at run time only."""
-    inputs = {name: (shape, dtype) for name, shape, dtype in bound.operands if name in _INPUTS}
+    inputs = {name: (shape, dtype) for name, shape, dtype in bound.operands if name in INPUTS}
     return describe_shapes(inputs, bound.kind.options, where, stream)
 
 
@@ -304,18 +324,10 @@ def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPl
     """The plan for a pass on a device; compiles and loads on the first call."""
     plan = _plans.get((bound, index))
     if plan is None:
-        where = Device("cuda", index)
-        call = _describe(bound, where, stream)
-        if bound.kind.backward:
-            views = {}
-            for name, shape, dtype in (*bound.operands, *bound.results):
-                if name in ("lse", "dlse", "dbias"):
-                    views[name] = TensorView(0, shape, dense_layout(shape, dtype).strides, dtype, where)
-            plan = api.plan_backward(call, views)
-        else:
-            _, heads, rows = call.lse_shape
-            lse = LseLayout((heads * rows, rows, 1), rows=call.problem.seqlen_q, packed=call.problem.varlen)
-            plan = forward_plan(call.with_outputs(), index, lse, stream)
+        call = _describe(bound, Device("cuda", index), stream)
+        names = [name for name, _, _ in (*bound.operands, *bound.results) if name in OPERANDS and name not in INPUTS]
+        make: Any = backward_plan if bound.kind.backward else forward_plan
+        plan = make(call.with_dense(*names), index, stream)
         plan = _plans.setdefault((bound, index), plan)
     return plan
 
@@ -329,23 +341,21 @@ def _launch(*arguments: Any) -> None:
         raise RuntimeError("this program was compiled in another process: trace nvrtc_attn.jax.attention here once")
     names = [name for name, _, _ in (*bound.operands, *bound.results)]
     pointers = {name: x.data_ptr() or 0 for name, x in zip((*names, "workspace"), buffers, strict=True)}
-    rng = (pointers.pop("seed", 0), pointers.pop("offset", 0), *bound.kind.rng)
-    _plan(bound, buffers[0].device.index, stream).run(stream, **pointers, rng=rng)
+    rng = RngState(*bound.kind.rng, pointers.get("seed", 0), pointers.get("offset", 0))
+    plan = _plan(bound, buffers[0].device.index, stream)
+    plan.run(stream, addresses(plan.OPERANDS, pointers), pointers["workspace"], rng)
 
 
 def _on_cpu(bound: _Pass, *arrays: Any) -> list[np.ndarray[Any, Any]]:
     """The pass in NumPy."""
     values: dict[str, Any] = {n: np.asarray(x) for (n, _, _), x in zip(bound.operands, arrays, strict=True)}
     results: dict[str, Any] = {name: np.empty(shape, dtype) for name, shape, dtype in bound.results}
-    options = bound.kind.options
     rng = [
         int(values.pop(name).view(np.uint64)[0]) if name in values else word
         for name, word in zip(("seed", "offset"), bound.kind.rng, strict=True)
     ]
-    for name in ("causal", "window_size", "softmax_scale", "softcap", "dropout_p", "max_seqlen_q", "max_seqlen_k"):
-        values[name] = getattr(options, name)
     run: Any = api.attention_backward if bound.kind.backward else api.attention_forward
-    run(**values, **results, rng=tuple(rng))
+    run(**values, **bound.kind.options.arguments(), **results, rng=tuple(rng))
     return list(results.values())
 
 

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from ..base.dtypes import DTYPES
+from ..front.operands import FURTHER_INPUTS
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
 from .params import BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
 
@@ -43,7 +44,14 @@ def params_class(config: KernelConfig) -> type[ctypes.Structure]:
 
 
 def _trait_lines(name: str, value: Any) -> list[str]:
-    """The members of ``Traits`` that say ``name == value``, one or two."""
+    """The members of ``Traits`` that say ``name == value``, usually one."""
+    if name == "optional":
+        given = value.split()
+        if unknown := set(given) - set(FURTHER_INPUTS):
+            raise ValueError(f"optional={value!r}: {', '.join(sorted(unknown))} is no optional operand of the table")
+        return [
+            f"static constexpr bool kHas{constant_name(x)[1:]} = {str(x in given).lower()};" for x in FURTHER_INPUTS
+        ]
     if name in ELEMENT_ALIASES:
         alias = ELEMENT_ALIASES[name]
         cpp = DTYPES[value or "float32"].cpp

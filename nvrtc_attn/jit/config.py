@@ -6,9 +6,14 @@ A config is frozen and hashable. Changing any field changes the generated entry 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from ..base.dtypes import DTYPES
+
+GIVEN: Final[dict[str, Any]] = {"given": True}
+"""Metadata of a field that follows from the problem and the target, or is part of every label: it does not tell two
+plans of one problem apart (`heuristics.spec.label`). All other fields are choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,30 +33,32 @@ class Features:
     varlen: bool = False
     """Sequences are packed and delimited by ``cu_seqlens_q`` / ``cu_seqlens_k``."""
     seqused_k: bool = False
+    optional: str = ""
+    """Names of further optional operands that are there, of the table in ``front/operands.py``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
     """Fields common to all kernels. ``kernel`` names the header in ``cuda_src/nvrtc_attn/kernel`` and its function."""
 
-    kernel: str
-    arch: str
+    kernel: str = field(metadata=GIVEN)
+    arch: str = field(metadata=GIVEN)
     """Compile target, for example ``sm_80`` or ``sm_90a``."""
-    dtype: str
+    dtype: str = field(metadata=GIVEN)
     """Element type of q, k, v, out."""
-    head_dim: int
+    head_dim: int = field(metadata=GIVEN)
     """Tile width of q and k: a multiple of 8, at least the problem's head dim; columns beyond it read as zero."""
-    head_dim_v: int
-    block_m: int
-    block_n: int
+    head_dim_v: int = field(metadata=GIVEN)
+    block_m: int = field(metadata=GIVEN)
+    block_n: int = field(metadata=GIVEN)
     num_warps: int
     num_stages: int = 1
     min_blocks_per_sm: int = 1
-    aligned: bool = True
+    aligned: bool = field(default=True, metadata=GIVEN)
     """Rows of q, k, v, (out, dout, and the gradients) can be moved in 16-byte vectors."""
-    legacy_mma: bool = False
+    legacy_mma: bool = field(default=False, metadata=GIVEN)
     """Compute capability 7.5 instruction set: no ``cp.async``, m16n8k8 matrix multiplies, float16 and float32 only."""
-    features: Features = Features()
+    features: Features = field(default=Features(), metadata=GIVEN)
 
     @property
     def num_threads(self) -> int:
@@ -66,8 +73,8 @@ class KernelConfig:
 class ForwardConfig(KernelConfig):
     """The forward kernel and, with ``split``, the kernel that writes partial results for ``combine``."""
 
-    split: bool = False
-    packed_heads: bool = False
+    split: bool = field(default=False, metadata=GIVEN)
+    packed_heads: bool = field(default=False, metadata=GIVEN)
     """The query heads of a key head are rows of one tile, so that they share a pass over K and V."""
     preload_q: bool = False
     """Keep the query tile in registers for the whole key loop."""
@@ -105,11 +112,11 @@ class BackwardConfig(KernelConfig):
     warps_m_sdp: int = 4
     warps_n_dkv: int = 4
     warps_m_dq: int = 4
-    dq: str = "atomic"
-    dbias: str = "none"
-    dbias_dtype: str | None = None
+    dq: str = field(default="atomic", metadata=GIVEN)
+    dbias: str = field(default="none", metadata=GIVEN)
+    dbias_dtype: str | None = field(default=None, metadata=GIVEN)
     num_stages_dout: int = 1
-    split: bool = False
+    split: bool = field(default=False, metadata=GIVEN)
     """Several thread blocks share the query loop of one key tile and add into a float32 workspace."""
     dim_slices: int = 1
     """Thread blocks that share one key tile, each with a slice of the gradients' head dim; scores are recomputed."""
@@ -121,7 +128,7 @@ class BackwardConfig(KernelConfig):
     """Warps leave out their part of a tile above the diagonal, at some cost for every other tile."""
     transposed_blocks: bool = False
     """The float32 workspace of dq has blocks of 16 columns and 8 rows, instead of 16 rows and 8 columns."""
-    smem_bytes: int = 0
+    smem_bytes: int = field(default=0, metadata=GIVEN)
     """Dynamic shared memory of the dk/dv kernel, which checks that its own layout has the same size."""
 
 
@@ -129,17 +136,17 @@ class BackwardConfig(KernelConfig):
 class HopperBackwardConfig(KernelConfig):
     """The backward kernel on TMA and WGMMA, a loading warp-group and two consumers, and the kernel that prepares it."""
 
-    log2_lse: bool = True
+    log2_lse: bool = field(default=True, metadata=GIVEN)
     """The workspace holds LSE in base 2, for scores whose scale is folded in the exponent."""
-    one_key_tile: bool = False
+    one_key_tile: bool = field(default=False, metadata=GIVEN)
     """One tile holds all keys: dq is stored when it is complete, instead of added to a workspace and converted."""
-    dbias: str = "none"
-    dbias_dtype: str | None = None
-    bias_tiles: bool = False
+    dbias: str = field(default="none", metadata=GIVEN)
+    dbias_dtype: str | None = field(default=None, metadata=GIVEN)
+    bias_tiles: bool = field(default=False, metadata=GIVEN)
     """The copy engine brings the bias and takes a full-shape dbias away; otherwise every thread moves its own."""
-    keep_words: bool = False
+    keep_words: bool = field(default=False, metadata=GIVEN)
     """Warps of the loading group make dropout's decisions ahead of the consumers."""
-    ordered: bool = False
+    ordered: bool = field(default=False, metadata=GIVEN)
     """Key tiles add to dq in a fixed order: the deterministic pass."""
     fused: bool = False
     """Idle warps of the kernel do what ``backward_hopper_prepare`` else does before it."""
@@ -147,9 +154,9 @@ class HopperBackwardConfig(KernelConfig):
     """Thread blocks share the query heads of a group, and add their dk and dv up in a float32 workspace."""
     num_stages_dout: int = 2
     """Slots of dout; ``num_stages`` are those of q."""
-    cluster: int = 1
+    cluster: int = field(default=1, metadata=GIVEN)
     """Thread blocks that share a key tile and run at the same time."""
-    smem_bytes: int = 0
+    smem_bytes: int = field(default=0, metadata=GIVEN)
     """Dynamic shared memory, which the kernel checks against its own layout."""
 
 
@@ -157,10 +164,10 @@ class HopperBackwardConfig(KernelConfig):
 class HopperDbiasConfig(KernelConfig):
     """The Hopper kernel that sums the gradient of a bias over the batch entries or heads that share it."""
 
-    split: bool = False
+    split: bool = field(default=False, metadata=GIVEN)
     """Write float32 partial sums, one per share of the pairs of batch entry and head, for ``dbias_reduce``."""
-    dbias_dtype: str = "bfloat16"
-    smem_bytes: int = 0
+    dbias_dtype: str = field(default="bfloat16", metadata=GIVEN)
+    smem_bytes: int = field(default=0, metadata=GIVEN)
     """Dynamic shared memory, which the kernel checks against its own layout."""
 
 
@@ -194,6 +201,6 @@ class DbiasConfig(KernelConfig):
     reduce_m: bool = False
     """The bias has one row: sum over the queries."""
     reduce_n: bool = False
-    split: bool = False
+    split: bool = field(default=False, metadata=GIVEN)
     """Write float32 partial sums, one per share of the reduced tiles, for ``dbias_reduce``."""
-    dbias_dtype: str = "float32"
+    dbias_dtype: str = field(default="float32", metadata=GIVEN)

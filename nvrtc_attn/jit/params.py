@@ -1,4 +1,4 @@
-"""The ctypes mirror of ``cuda_src/nvrtc_attn/params.cuh``.
+"""The ctypes mirror of ``cuda_src/nvrtc_attn/params.cuh``, its pointers and strides from the table of operands.
 
 ``codegen`` turns these classes into ``static_assert`` lines, so a field that moves on one side only does not compile.
 """
@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Final
+
+from ..front.operands import BACKWARD, FORWARD, OPERANDS
 
 UNBOUNDED: Final = 0x7FFFFFFF
 """Window bound that means "no bound" (``kUnbounded`` in device code)."""
@@ -15,21 +18,41 @@ _P, _U64, _I64 = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64
 _I32, _U32, _F32 = ctypes.c_int32, ctypes.c_uint32, ctypes.c_float
 
 
+FORWARD_WORKSPACES: Final = ("out_partial", "softmax_partial")
+BACKWARD_WORKSPACES: Final = ("delta", "row_lse", "dq_accum", "dkv_accum", "dbias_partial", "counters")
+RNG_ADDRESSES: Final = ("rng_seed_ptr", "rng_offset_ptr")
+RNG_WORDS: Final = ("rng_seed", "rng_offset")
+
+
+def inputs_first(names: Sequence[str], backward: bool) -> int:
+    """How many of the operands of a pass lie before the addresses of the random numbers: all up to the last input."""
+    return max(i for i, name in enumerate(names) if OPERANDS[name].role(backward).startswith("in")) + 1
+
+
+def _pointers(names: Sequence[str], backward: bool, workspaces: tuple[str, ...]) -> tuple[str, ...]:
+    first = inputs_first(names, backward)
+    return (*names[:first], *RNG_ADDRESSES, *names[first:], *workspaces, *RNG_WORDS)
+
+
 def _strides(name: str, dims: str) -> list[tuple[str, type[ctypes.c_int64]]]:
     return [(f"{name}_stride_{d}", _I64) for d in dims]
+
+
+def _operand_strides(names: Sequence[str], ends: str) -> list[tuple[str, type[ctypes.c_int64]]]:
+    """Strides of the operands whose last dim is one of ``ends``."""
+    rows = [row for name in names if (row := OPERANDS[name]).strides and row.strides[-1] in ends]
+    return [field for row in rows for field in _strides(row.name, row.strides)]
 
 
 class ForwardParams(ctypes.Structure):
     """Arguments of the forward and combine kernels."""
 
-    POINTERS: Final = (
-        "q", "k", "v", "out", "lse", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
-        "rng_seed_ptr", "rng_offset_ptr", "out_partial", "softmax_partial", "rng_seed", "rng_offset",
-    )  # fmt: skip
+    POINTERS: Final = _pointers(FORWARD, False, FORWARD_WORKSPACES)
     _fields_ = [
         *[(name, _P) for name in POINTERS],
-        *_strides("q", "bmhd"), *_strides("k", "bnhd"), *_strides("v", "bnhd"), *_strides("out", "bmhd"),
-        *_strides("lse", "bhm"), *_strides("bias", "bhmn"), *_strides("mask", "bhmn"),
+        # Of tensors like q, of lse, of tensors like the scores, of others.
+        *_operand_strides(FORWARD, "d"), *_operand_strides(FORWARD, "m"), *_operand_strides(FORWARD, "n"),
+        *_operand_strides(FORWARD, "bh"),
         *[(name, _I32) for name in (
             "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v",
             "total_q", "total_k", "num_m_blocks", "num_splits", "head_group", "lse_rows", "lse_packed",
@@ -43,19 +66,11 @@ class ForwardParams(ctypes.Structure):
 class BackwardParams(ctypes.Structure):
     """Arguments of every backward kernel: delta, dk/dv, dq, dbias and the conversions."""
 
-    POINTERS: Final = (
-        "q", "k", "v", "out", "dout", "lse", "dlse", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
-        "rng_seed_ptr", "rng_offset_ptr", "dq", "dk", "dv", "dbias",
-        "delta", "row_lse", "dq_accum", "dkv_accum", "dbias_partial", "counters",
-        "rng_seed", "rng_offset",
-    )  # fmt: skip
+    POINTERS: Final = _pointers(BACKWARD, True, BACKWARD_WORKSPACES)
     _fields_ = [
         *[(name, _P) for name in POINTERS],
-        *_strides("q", "bmhd"), *_strides("k", "bnhd"), *_strides("v", "bnhd"), *_strides("out", "bmhd"),
-        *_strides("dout", "bmhd"), *_strides("dq", "bmhd"), *_strides("dk", "bnhd"), *_strides("dv", "bnhd"),
-        *_strides("lse", "bhm"), *_strides("dlse", "bhm"), *_strides("delta", "bh"),
-        *_strides("bias", "bhmn"), *_strides("mask", "bhmn"), *_strides("dbias", "bhmn"),
-        *_strides("dq_accum", "bhm"),
+        *_operand_strides(BACKWARD, "d"), *_operand_strides(BACKWARD, "m"), *_strides("delta", "bh"),
+        *_operand_strides(BACKWARD, "n"), *_operand_strides(BACKWARD, "bh"), *_strides("dq_accum", "bhm"),
         *[(name, _I32) for name in (
             "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v",
             "total_q", "total_k", "num_m_blocks", "num_n_blocks", "lse_packed",

@@ -39,7 +39,8 @@ from ..base.dtypes import DTYPES
 from ..base.errors import CompileError, CudaError, DeviceFaultError, UnsupportedError
 from ..base.log import LOGGER, log_once
 from ..base.version import __version__
-from ..front.problem import AttentionProblem, OperandLayout
+from ..front.operands import INPUTS, OPERANDS
+from ..front.problem import LIKE_Q, AttentionProblem, OperandLayout
 from ..heuristics.common import features_of, is_vectorizable
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import headers
@@ -74,7 +75,6 @@ def choose_forward(
     device_index: int,
     stream: int,
     plan_of: Callable[[ForwardPlanSpec], Any],
-    extra: Mapping[str, OperandLayout],
     tune: bool | None = None,
 ) -> ForwardPlanSpec:
     """The plan of the forward pass on a device: measured, remembered, or from the table.
@@ -85,8 +85,6 @@ def choose_forward(
         Where to measure, behind what is queued there.
     plan_of
         Makes the runnable plan of a candidate (`plan.ForwardPlan`).
-    extra
-        Layouts of the operands that the problem does not describe: lse, dlse, dbias.
     tune
         As `env.autotune`, which is the default.
 
@@ -96,7 +94,7 @@ def choose_forward(
         No kernel serves the problem.
     """
     table, candidates = heuristics.choose_forward, heuristics.forward_candidates
-    return _choose(problem, False, table, candidates, device_index, stream, plan_of, extra, tune)
+    return _choose(problem, False, table, candidates, device_index, stream, plan_of, tune)
 
 
 def choose_backward(
@@ -104,12 +102,11 @@ def choose_backward(
     device_index: int,
     stream: int,
     plan_of: Callable[[BackwardPlanSpec], Any],
-    extra: Mapping[str, OperandLayout],
     tune: bool | None = None,
 ) -> BackwardPlanSpec:
     """The plan of the backward pass, as `choose_forward`."""
     table, candidates = heuristics.choose_backward, heuristics.backward_candidates
-    return _choose(problem, True, table, candidates, device_index, stream, plan_of, extra, tune)
+    return _choose(problem, True, table, candidates, device_index, stream, plan_of, tune)
 
 
 def expected_backward(problem: AttentionProblem, device_index: int) -> BackwardPlanSpec:
@@ -148,7 +145,6 @@ def _choose(
     device_index: int,
     stream: int,
     plan_of: Callable[[_Spec], Any],
-    extra: Mapping[str, OperandLayout],
     tune: bool | None,
 ) -> _Spec:
     props = device.properties(device_index)
@@ -172,9 +168,7 @@ def _choose(
                 label = _choices.get(key)
                 if label is None:
                     label = _remembered(key, candidates)  # by another process, while this thread waited
-                    label = _keep(
-                        key, label or _tune(problem, backward, key, candidates(), plan_of, extra, props, stream)
-                    )
+                    label = _keep(key, label or _tune(problem, backward, key, candidates(), plan_of, props, stream))
         label = _keep(key, label)
     # A choice that was kept for other outputs need not be possible for these.
     chosen = candidates().get(label) if label else None
@@ -192,8 +186,8 @@ def _may_measure(problem: AttentionProblem, backward: bool, device_index: int, s
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, *problem.q.shape, *problem.k.shape):
         return False
     slow_inputs = not all(_is_fast(x) for x in (problem.q, problem.k, problem.v))
-    outputs = ("out", "dout", "dq", "dk", "dv") if backward else ("out",)
-    if not slow_inputs and not all(_is_fast(getattr(problem, name)) for name in outputs):
+    outputs = [name for name in LIKE_Q if OPERANDS[name].role(backward)]
+    if not slow_inputs and not all(_is_fast(problem.layout_of(name)) for name in outputs):
         return False  # slow stores must not decide for calls with other outputs, which share the choice
     with driver.device_context(device_index):
         capturing = driver.is_capturing(stream)
@@ -233,22 +227,20 @@ def _essence(problem: AttentionProblem, backward: bool) -> AttentionProblem:
     of two.
     """
 
-    def layout(name: str) -> OperandLayout | None:
-        x: OperandLayout | None = getattr(problem, name)
-        if x is None:
-            return None
+    def essence(name: str, x: OperandLayout) -> OperandLayout:
         strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True))
-        packed = problem.varlen and name not in ("bias", "mask")
+        packed = problem.varlen and OPERANDS[name].strides.endswith("d")
         shape = (x.shape[0], _round_up(x.shape[1]), *x.shape[2:]) if packed else x.shape
         return dataclasses.replace(x, shape=shape, strides=strides)
 
-    changes: dict[str, Any] = {name: layout(name) for name in ("q", "k", "v", "bias", "mask")}
-    changes |= dict.fromkeys(("out", "dout", "dq", "dk", "dv", "dbias_layout"))
+    inputs = {name: essence(name, x) for name in INPUTS if (x := problem.layout_of(name)) is not None}
+    changes: dict[str, Any] = {}
     if problem.varlen:
         changes |= {name: _round_up(getattr(problem, name)) for name in ("batch", "seqlen_q", "seqlen_k")}
     return dataclasses.replace(
-        problem,
+        problem.only(inputs),
         **changes,
+        lse_padded=False,
         softmax_scale=1.0 if problem.softmax_scale > 0 else -1.0,
         softcap=float(problem.softcap > 0),
         dropout_p=0.5 if problem.dropout_p > 0 else 0.0,
@@ -283,7 +275,6 @@ def _tune(
     key: str,
     candidates: Mapping[str, _Spec],
     plan_of: Callable[[_Spec], Any],
-    extra: Mapping[str, OperandLayout],
     props: device.DeviceProperties,
     stream: int,
 ) -> str:
@@ -293,7 +284,7 @@ def _tune(
     if len(plans) < 2:
         return ""
     try:
-        times = measure.times_us(problem, backward, plans, extra, props.index, stream)
+        times = measure.times_us(problem, backward, plans, props.index, stream)
     except DeviceFaultError:
         raise
     except CudaError as error:  # most likely memory

@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from ..base.dtypes import DTYPES
 from ..base.errors import CudaError
+from ..front.operands import BACKWARD, FORWARD, OPERANDS
+from ..front.philox import RngState
 from ..front.problem import AttentionProblem, OperandLayout
 from ..runtime import driver
 from ..runtime.buffers import DeviceBuffer, reclaim
@@ -35,7 +37,6 @@ def times_us(
     problem: AttentionProblem,
     backward: bool,
     plans: Mapping[str, Any],
-    extra: Mapping[str, OperandLayout],
     device_index: int,
     stream: int,
 ) -> dict[str, float]:
@@ -47,8 +48,6 @@ def times_us(
         Which pass the plans are for.
     plans
         By name. The first one is always run as often as the fastest.
-    extra
-        Layouts of the operands that the problem does not describe: lse, dlse, dbias.
     stream
         Must not be captured. The runs follow what is queued on it, and are done when this returns.
 
@@ -60,8 +59,8 @@ def times_us(
 
     def run() -> dict[str, float]:
         workspace_bytes = max(plan.workspace_bytes for plan in plans.values())
-        scratch = _Scratch(problem, backward, extra, workspace_bytes, device_index, stream)
-        runs = {name: functools.partial(plan.run, stream, **scratch.arguments) for name, plan in plans.items()}
+        scratch = _Scratch(problem, backward, workspace_bytes, device_index, stream)
+        runs = {name: functools.partial(plan.run, stream, *scratch.arguments) for name, plan in plans.items()}
         return alternate(runs, _Clock(scratch.flush, device_index, stream))
 
     with driver.device_context(device_index), driver.beside_captures():
@@ -118,7 +117,7 @@ class _Clock:
 
 
 class _Scratch:
-    """One allocation with every operand of a problem in its own strides; inputs hold plausible numbers.
+    """One allocation with every operand of a pass in its own strides; inputs hold plausible numbers.
 
     ``arguments`` are those of a plan's ``run`` after the stream.
     """
@@ -127,21 +126,20 @@ class _Scratch:
         self,
         problem: AttentionProblem,
         backward: bool,
-        extra: Mapping[str, OperandLayout],
         workspace_bytes: int,
         device_index: int,
         stream: int,
     ) -> None:
         self._device, self._stream = device_index, stream
-        read: tuple[str, ...] = ("q", "k", "v", "bias", "mask")
-        read, written = ((*read, "out", "dout", "dlse"), ("dq", "dk", "dv")) if backward else (read, ("out",))
-        operands = {name: getattr(problem, name, None) for name in (*read, *written)} | dict(extra)
-        layouts: dict[str, OperandLayout] = {name: x for name, x in operands.items() if x is not None}
+        names = BACKWARD if backward else FORWARD
+        layouts = {name: x for name in names if (x := problem.layout_of(name)) is not None}
         values: dict[str, npt.NDArray[Any]] = dict(_lengths(problem))
-        if backward:
-            # That of scores which are standard normal, as those of such q and k are.
-            values["lse"] = np.full(1024, math.log(problem.seqlen_k) + 0.5, np.float32)
-        values |= {name: numbers(layouts[name].dtype) for name in read if name in layouts}
+        for name, x in layouts.items():
+            if name == "lse" and backward:
+                # That of scores which are standard normal, as those of such q and k are.
+                values[name] = np.full(1024, math.log(problem.seqlen_k) + 0.5, np.float32)
+            elif OPERANDS[name].role(backward).startswith("in"):
+                values[name] = numbers(x.dtype)
 
         # name -> offsets of its first byte, of its first element's, and of its end
         spans: dict[str, tuple[int, int, int]] = {}
@@ -159,8 +157,12 @@ class _Scratch:
         workspace = end
         self._flushed = workspace + -(-workspace_bytes // _ALIGNMENT) * _ALIGNMENT
         self._buffer = DeviceBuffer((self._flushed + FLUSH_BYTES,), "uint8", device_index, stream)
-        self.arguments: dict[str, Any] = {name: self._buffer.ptr + first for name, (_, first, _) in spans.items()}
-        self.arguments |= {"workspace": self._buffer.ptr + workspace, "rng": (0, 0, 1234, 0)}
+        addresses = {name: self._buffer.ptr + first for name, (_, first, _) in spans.items()}
+        self.arguments = (
+            tuple(addresses.get(name, 0) for name in names),
+            self._buffer.ptr + workspace,
+            RngState(1234, 0),
+        )
         for name, array in values.items():
             self._fill(spans[name][0], spans[name][2], array)
 

@@ -1,28 +1,37 @@
 """A plan binds a problem to loaded kernels: the params bytes that never change, and the launches in order.
 
-Making a plan compiles its kernels side by side and loads them; running one copies its params template, writes the
-pointers and launches. Plans are cached per (problem, device) and immutable, so any number of threads may run the same
-one.
+Making a plan compiles its kernels side by side and loads them; running one takes the addresses of the operands in the
+order of their table, writes them into params and launches. Plans are cached per (problem, device) and immutable, so any
+number of threads may run the same one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, TypeVar
 
 from ..base import env
 from ..base.log import log_once
 from ..front import philox
+from ..front.operands import BACKWARD, FORWARD, OPERANDS
+from ..front.philox import NO_RNG, RngState
 from ..front.problem import AttentionProblem, OperandLayout
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec, Launch
 from ..jit.codegen import params_class
 from ..jit.compile import compile_kernels
 from ..jit.config import KernelConfig
-from ..jit.params import UNBOUNDED, BackwardParams, ForwardParams
+from ..jit.params import (
+    BACKWARD_WORKSPACES,
+    FORWARD_WORKSPACES,
+    UNBOUNDED,
+    BackwardParams,
+    ForwardParams,
+    inputs_first,
+)
 from ..runtime import driver
 from ..runtime.kernel import Kernel, ParamsBuffer, check_nvrtc, launch, load_kernel
 from ..runtime.tensor_maps import TensorMapEncoder
@@ -30,20 +39,6 @@ from . import autotune
 
 _Plan = TypeVar("_Plan", "ForwardPlan", "BackwardPlan")
 _WORKSPACE_ALIGNMENT: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class LseLayout:
-    """Where log-sum-exp values go. ``strides`` are (batch, head, row) in elements.
-
-    ``packed``: varlen rows of sequence b start at ``cu_seqlens_q[b]``; otherwise at ``b * strides[0]``. ``rows`` beyond
-    a sequence's length are written as +inf. ``empty`` is the value of a row with no valid key.
-    """
-
-    strides: tuple[int, ...]
-    rows: int
-    packed: bool
-    empty: float = float("-inf")
 
 
 class _Step:
@@ -115,15 +110,23 @@ class _PlanBase:
 
     __slots__ = ("_offsets", "_steps", "_zeroed", "workspace_bytes")
 
+    OPERANDS: ClassVar[tuple[str, ...]]
+    """Names of the operands, in the order of the addresses that ``run`` takes."""
+    _BACKWARD: ClassVar[bool]
+    _WORKSPACES: ClassVar[tuple[str, ...]]
+    _INPUTS_FIRST: ClassVar[int]
+    _POINTERS: ClassVar[struct.Struct]
+
     def __init__(
         self,
         spec: ForwardPlanSpec | BackwardPlanSpec,
+        problem: AttentionProblem,
         device_index: int,
-        params: ForwardParams | BackwardParams,
         stream: int,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        _log_slow_path("forward" if isinstance(spec, ForwardPlanSpec) else "backward", spec)
+        _log_slow_path("backward" if self._BACKWARD else "forward", spec)
+        params = _params(problem, self._BACKWARD)
         offsets, zeroed, end = {}, [], 0
         for buffer in spec.workspaces:
             offsets[buffer.field] = end
@@ -134,7 +137,7 @@ class _PlanBase:
                 setattr(params, name, value)
         self.workspace_bytes = end
         # A buffer that the plan does not use has offset 0: its pointer is never followed.
-        self._offsets = tuple(offsets.get(name, 0) for name in self._BUFFERS)
+        self._offsets = tuple(offsets.get(name, 0) for name in self._WORKSPACES)
         self._zeroed = tuple(zeroed)
         launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
         loaded = _load(launches, device_index, stream, meanwhile)
@@ -153,116 +156,49 @@ class _PlanBase:
         """Stack and spills of a thread, in the kernel that has the most."""
         return max((step.kernel.local_bytes for step in self._steps), default=0)
 
-    _BUFFERS: ClassVar[tuple[str, ...]]
-    _POINTERS: ClassVar[struct.Struct]
-
-    def _run(self, stream: int, workspace: int, addresses: tuple[int, ...]) -> None:
+    def run(self, stream: int, addresses: tuple[int, ...], workspace: int = 0, rng: RngState = NO_RNG) -> None:
+        """Launch. ``addresses`` are those of ``OPERANDS``, 0 for what is not there; ``workspace`` is one, too."""
         if not self._steps:
             return
+        seed, offset, seed_address, offset_address, _ = rng
+        first, buffers = self._INPUTS_FIRST, self._offsets
+        if workspace:
+            buffers = tuple([workspace + start for start in buffers])
+        # Adding tuples takes half the time of unpacking them into one.
+        pointers = addresses[:first] + (seed_address, offset_address) + addresses[first:] + buffers + (seed, offset)  # noqa: RUF005
         device = self._steps[0].kernel.device
         with driver.device_context(device):
-            for offset, nbytes in self._zeroed:
-                driver.call("cuMemsetD8Async", workspace + offset, 0, nbytes, stream, device=device)
+            for start, nbytes in self._zeroed:
+                driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=device)
             for step in self._steps:
-                step.run(self._POINTERS, addresses, stream)
+                step.run(self._POINTERS, pointers, stream)
 
 
 class ForwardPlan(_PlanBase):
     """The forward pass of one problem on one device."""
 
     __slots__ = ()
-    _BUFFERS = ("out_partial", "softmax_partial")
+    OPERANDS = FORWARD
+    _BACKWARD = False
+    _WORKSPACES = FORWARD_WORKSPACES
+    _INPUTS_FIRST = inputs_first(FORWARD, False)
     _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
-
-    def __init__(
-        self,
-        spec: ForwardPlanSpec,
-        problem: AttentionProblem,
-        device_index: int,
-        lse: LseLayout,
-        stream: int,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:
-        super().__init__(spec, device_index, _forward_params(problem, lse), stream, meanwhile)
-
-    def run(
-        self,
-        stream: int,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int = 0,
-        bias: int = 0,
-        mask: int = 0,
-        cu_seqlens_q: int = 0,
-        cu_seqlens_k: int = 0,
-        seqused_k: int = 0,
-        rng: tuple[int, int, int, int] = (0, 0, 0, 0),
-        workspace: int = 0,
-    ) -> None:
-        """Launch. Arguments are device addresses; ``rng`` is (seed address, offset address, seed, offset)."""
-        out_partial, softmax_partial = self._offsets
-        self._run(stream, workspace, (
-            q, k, v, out, lse, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
-            rng[0], rng[1], workspace + out_partial, workspace + softmax_partial, rng[2], rng[3],
-        ))  # fmt: skip
 
 
 class BackwardPlan(_PlanBase):
     """The backward pass of one problem on one device."""
 
     __slots__ = ()
-    _BUFFERS = ("delta", "row_lse", "dq_accum", "dkv_accum", "dbias_partial", "counters")
+    OPERANDS = BACKWARD
+    _BACKWARD = True
+    _WORKSPACES = BACKWARD_WORKSPACES
+    _INPUTS_FIRST = inputs_first(BACKWARD, True)
     _POINTERS = struct.Struct(f"<{len(BackwardParams.POINTERS)}Q")
-
-    def __init__(
-        self,
-        spec: BackwardPlanSpec,
-        problem: AttentionProblem,
-        device_index: int,
-        lse: LseLayout,
-        dlse: LseLayout | None,
-        dbias: OperandLayout | None,
-        stream: int,
-    ) -> None:
-        super().__init__(spec, device_index, _backward_params(problem, lse, dlse, dbias), stream)
-
-    def run(
-        self,
-        stream: int,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        dout: int,
-        lse: int,
-        dq: int,
-        dk: int,
-        dv: int,
-        workspace: int,
-        dlse: int = 0,
-        bias: int = 0,
-        dbias: int = 0,
-        mask: int = 0,
-        cu_seqlens_q: int = 0,
-        cu_seqlens_k: int = 0,
-        seqused_k: int = 0,
-        rng: tuple[int, int, int, int] = (0, 0, 0, 0),
-    ) -> None:
-        """Launch. Arguments as in `ForwardPlan.run`."""
-        delta, row_lse, dq_accum, dkv_accum, dbias_partial, counters = self._offsets
-        self._run(stream, workspace, (
-            q, k, v, out, dout, lse, dlse, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, rng[0], rng[1],
-            dq, dk, dv, dbias, workspace + delta, workspace + row_lse, workspace + dq_accum, workspace + dkv_accum,
-            workspace + dbias_partial, workspace + counters, rng[2], rng[3],
-        ))  # fmt: skip
 
 
 def forward_plan(
     problem: AttentionProblem,
     device_index: int,
-    lse: LseLayout,
     stream: int,
     *,
     tune: bool | None = None,
@@ -270,53 +206,31 @@ def forward_plan(
 ) -> ForwardPlan:
     """The cached plan for ``problem``; compiles and loads on the first call, which a capturing ``stream`` refuses.
 
-    ``tune`` is what `env.autotune` says by default. ``meanwhile`` is called while a kernel compiles, if one has to.
+    The problem has the layouts of what is written (`AttentionProblem.with_layouts`). ``tune`` is what `env.autotune`
+    says by default. ``meanwhile`` is called while a kernel compiles, if one has to.
     """
-    key = ("forward", problem, device_index, lse, env.backend())
 
-    def make() -> ForwardPlan:
-        def of(spec: ForwardPlanSpec) -> ForwardPlan:
-            return ForwardPlan(spec, problem, device_index, lse, stream, meanwhile)
+    def of(spec: ForwardPlanSpec) -> ForwardPlan:
+        return ForwardPlan(spec, problem, device_index, stream, meanwhile)
 
-        extra = {"lse": _statistic(problem, lse)} if any(lse.strides) else {}
-        return of(autotune.choose_forward(problem, device_index, stream, of, extra, tune))
-
-    return _cached(key, make)
+    return _cached(
+        ("forward", problem, device_index, env.backend()),
+        lambda: of(autotune.choose_forward(problem, device_index, stream, of, tune)),
+    )
 
 
 def backward_plan(
-    problem: AttentionProblem,
-    device_index: int,
-    lse: LseLayout,
-    dlse: LseLayout | None,
-    dbias: OperandLayout | None,
-    stream: int,
-    *,
-    tune: bool | None = None,
+    problem: AttentionProblem, device_index: int, stream: int, *, tune: bool | None = None
 ) -> BackwardPlan:
     """The cached plan for the backward pass of ``problem``; as `forward_plan`."""
-    key = ("backward", problem, device_index, lse, dlse, dbias, env.backend())
 
-    def make() -> BackwardPlan:
-        asked = replace(problem, dbias_layout=dbias)
+    def of(spec: BackwardPlanSpec) -> BackwardPlan:
+        return BackwardPlan(spec, problem, device_index, stream)
 
-        def of(spec: BackwardPlanSpec) -> BackwardPlan:
-            return BackwardPlan(spec, asked, device_index, lse, dlse, dbias, stream)
-
-        extra = {"lse": _statistic(problem, lse)}
-        if dlse is not None:
-            extra["dlse"] = _statistic(problem, dlse)
-        if dbias is not None:
-            extra["dbias"] = dbias
-        return of(autotune.choose_backward(asked, device_index, stream, of, extra, tune))
-
-    return _cached(key, make)
-
-
-def _statistic(problem: AttentionProblem, lse: LseLayout) -> OperandLayout:
-    """``lse`` as an operand with a shape."""
-    batch, rows = (1, problem.q.shape[1]) if lse.packed else (problem.batch, lse.rows)
-    return OperandLayout(shape=(batch, problem.num_heads, rows), strides=tuple(lse.strides), dtype="float32")
+    return _cached(
+        ("backward", problem, device_index, env.backend()),
+        lambda: of(autotune.choose_backward(problem, device_index, stream, of, tune)),
+    )
 
 
 # Plans are a few kilobytes each; a training job with ever-changing lengths would still grow without a bound.
@@ -337,25 +251,19 @@ def _cached(key: Hashable, make: Callable[[], _Plan]) -> _Plan:
     return plan
 
 
-def _set_strides(params: ctypes.Structure, name: str, dims: str, strides: Sequence[int]) -> None:
-    for dim, stride in zip(dims, strides, strict=True):
-        setattr(params, f"{name}_stride_{dim}", stride)
-
-
-def _set_common(params: Any, problem: AttentionProblem, lse: LseLayout) -> None:
-    _set_strides(params, "q", "bmhd", problem.q.strides)
-    _set_strides(params, "k", "bnhd", problem.k.strides)
-    _set_strides(params, "v", "bnhd", problem.v.strides)
-    assert problem.out is not None
-    _set_strides(params, "out", "bmhd", problem.out.strides)
-    _set_strides(params, "lse", "bhm", lse.strides)
-    for name, operand in (("bias", problem.bias), ("mask", problem.mask)):
-        if operand is not None:
-            _set_strides(params, name, "bhmn", broadcast_strides(operand))
+def _params(problem: AttentionProblem, backward: bool) -> ForwardParams | BackwardParams:
+    """The params of a pass, as far as they follow from the problem."""
+    params: Any = BackwardParams() if backward else ForwardParams()
+    for name in BACKWARD if backward else FORWARD:
+        row, operand = OPERANDS[name], problem.layout_of(name)
+        if operand is not None and row.strides:
+            strides = broadcast_strides(operand) if row.broadcast else operand.strides
+            for dim, stride in zip(row.strides, strides, strict=True):
+                setattr(params, f"{name}_stride_{dim}", stride)
     for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v"):
         setattr(params, name, getattr(problem, name))
     params.total_q, params.total_k = problem.q.shape[1], problem.k.shape[1]
-    params.lse_packed = lse.packed
+    params.lse_packed = problem.varlen and not problem.lse_padded
     params.window_left = UNBOUNDED if problem.window_left is None else problem.window_left
     params.window_right = UNBOUNDED if problem.window_right is None else problem.window_right
     params.bottom_right = problem.bottom_right
@@ -363,33 +271,18 @@ def _set_common(params: Any, problem: AttentionProblem, lse: LseLayout) -> None:
     if problem.dropout_p > 0:
         params.dropout_threshold = philox.threshold(problem.dropout_p)
         params.dropout_multiplier = philox.multiplier(problem.dropout_p)
+    if not backward:
+        padded = problem.lse if problem.lse_padded else None
+        params.lse_rows = problem.seqlen_q if padded is None else padded.shape[-1]
+        params.lse_empty = 0.0 if problem.lse_padded else -math.inf
+        return params  # type: ignore[no-any-return]
+    if problem.dbias_layout is not None:
+        for dim, size in zip("bhmn", problem.dbias_layout.shape, strict=True):
+            setattr(params, f"dbias_size_{dim}", size)
+    params.num_splits = 1
+    return params  # type: ignore[no-any-return]
 
 
 def broadcast_strides(operand: OperandLayout) -> tuple[int, ...]:
     """Strides with which a kernel walks a broadcast operand: 0 on dims of size 1."""
     return tuple(0 if size == 1 else stride for size, stride in zip(operand.shape, operand.strides, strict=True))
-
-
-def _forward_params(problem: AttentionProblem, lse: LseLayout) -> ForwardParams:
-    params = ForwardParams()
-    _set_common(params, problem, lse)
-    params.lse_rows, params.lse_empty = lse.rows, lse.empty
-    return params
-
-
-def _backward_params(
-    problem: AttentionProblem, lse: LseLayout, dlse: LseLayout | None, dbias: OperandLayout | None
-) -> BackwardParams:
-    params = BackwardParams()
-    _set_common(params, problem, lse)
-    for name, dims in (("dout", "bmhd"), ("dq", "bmhd"), ("dk", "bnhd"), ("dv", "bnhd")):
-        operand = getattr(problem, name)
-        _set_strides(params, name, dims, operand.strides)
-    if dlse is not None:
-        _set_strides(params, "dlse", "bhm", dlse.strides)
-    if dbias is not None:
-        _set_strides(params, "dbias", "bhmn", broadcast_strides(dbias))
-        for dim, size in zip("bhmn", dbias.shape, strict=True):
-            setattr(params, f"dbias_size_{dim}", size)
-    params.num_splits = 1
-    return params

@@ -132,7 +132,7 @@ def problems(request: Request) -> list[AttentionProblem]:
             deterministic=request.deterministic,
             dbias=request.dbias and request.backward,
         )
-        found.append(describe_shapes(operands, options, Device("cuda", 0)).with_outputs())
+        found.append(describe_shapes(operands, options, Device("cuda", 0)).with_dense())
     return found
 
 
@@ -184,12 +184,10 @@ def tune(requests: Sequence[Request]) -> int:
         if ARCHITECTURES[request.arch].compute_capability != device.properties(index).compute_capability:
             continue
         for p in problems(request):
-            heads, rows = p.num_heads, p.q.shape[1]
-            lse = plan.LseLayout((heads * rows, rows, 1), rows=p.seqlen_q, packed=p.varlen)
-            plan.forward_plan(p, index, lse, 0, tune=True)
+            plan.forward_plan(p, index, 0, tune=True)
             passes += 1
             if request.backward and p.seqlen_q > 1:
-                plan.backward_plan(p, index, lse, None, p.bias if p.dbias else None, 0, tune=True)
+                plan.backward_plan(p, index, 0, tune=True)
                 passes += 1
     return passes
 

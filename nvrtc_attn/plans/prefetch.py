@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Final
 
 from ..base import env
 from ..base.log import LOGGER, quiet
-from ..front.problem import AttentionProblem, OperandLayout
+from ..front.problem import AttentionProblem
 from ..jit.compile import request_kernels
 from . import autotune
 
@@ -33,8 +32,8 @@ class BackwardPrefetch:
 
     __slots__ = ("_device_index", "_problem", "_started")
 
-    def __init__(self, problem: AttentionProblem, device_index: int, dbias: OperandLayout | None) -> None:
-        self._problem = replace(problem, dbias_layout=dbias)
+    def __init__(self, problem: AttentionProblem, device_index: int) -> None:
+        self._problem = problem
         self._device_index = device_index
         self._started = False
 

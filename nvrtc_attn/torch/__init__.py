@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Final
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -11,13 +12,28 @@ from torch.autograd.function import once_differentiable
 from .. import api
 from ..base import env
 from ..base.errors import shown
-from ..front.call import Call, CallOptions, plain_flags, plain_options, rng_state
+from ..front.call import Call, CallOptions, plain_options, rng_state
 from ..front.dlpack import compact_strides
-from ..front.problem import Causal, WindowSize, dense_layout
-from ..front.tensors import CPU, Device, view
-from ..plans.plan import BackwardPlan, ForwardPlan, LseLayout, forward_plan
+from ..front.operands import (
+    DIFFERENTIABLE,
+    FURTHER_INPUTS,
+    GRADIENTS,
+    INPUTS,
+    OPERANDS,
+    OPTIONAL_INPUTS,
+    FurtherInputs,
+    check_further,
+    takes_further_inputs,
+)
+from ..front.philox import NO_RNG, RngState
+from ..front.problem import Causal, WindowSize
+from ..front.tensors import CPU, Device, TensorView, view
+from ..plans.plan import BackwardPlan, ForwardPlan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
 from ..runtime import driver
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _raw_stream: Final = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
 # What decides between the kernels and their operators, as names of this module: two look-ups less a call.
@@ -29,20 +45,32 @@ _grad_enabled: Final = torch.is_grad_enabled
 _deterministic: Final = torch._C._get_deterministic_algorithms
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _MAX_ENTRIES: Final = 4096
-_OPTIONAL: Final = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-_NAMES: Final = ("q", "k", "v", *_OPTIONAL)
 _NO_WINDOW: Final = (None, None)
 _NUMBERS: Final = frozenset((float, int))  # not bool
 _generator_lock = threading.Lock()
 _table_lock = threading.Lock()
-Tensors = tuple[torch.Tensor | None, ...]  # q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k
-Options = tuple[Any, ...]  # the first fields of CallOptions, in their order
+Tensors = tuple[torch.Tensor | None, ...]  # `INPUTS` of the table of operands, in its order
 _Dense = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 # Everything of a call but its addresses -> plan, out and lse: the steady state is one lookup here.
 _forward_plans: dict[Any, tuple[ForwardPlan, _Dense, _Dense]] = {}
 _backward_plans: dict[Any, BackwardPlan] = {}
+_DIFFERENTIABLE: Final = tuple(map(INPUTS.index, DIFFERENTIABLE))
+_differentiable: Final = itemgetter(*_DIFFERENTIABLE)
+_new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
+# Of each gradient: the place of its input, and the option that asks for it where it may be missing.
+_GRADIENTS: Final = tuple(
+    (place, name if OPERANDS[name].backward == "out?" else None)
+    for name, place in zip(GRADIENTS, _DIFFERENTIABLE, strict=True)
+)
+# Gradients and a None -> the gradient of each input.
+_by_input: Final = itemgetter(
+    *(DIFFERENTIABLE.index(name) if name in DIFFERENTIABLE else len(DIFFERENTIABLE) for name in INPUTS)
+)
+_CU_SEQLENS_Q: Final = INPUTS.index("cu_seqlens_q")
+_NO_ADDRESSES: Final = (0,) * len(OPTIONAL_INPUTS)
 
 
+@takes_further_inputs
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -63,6 +91,7 @@ def attention(
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    **further: Unpack[FurtherInputs],
 ) -> Any:
     """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias and, through a returned lse, in the lse.
 
@@ -91,13 +120,17 @@ def attention(
             ops.register_sharding()
         return ops.attention(
             q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, further,
         )  # fmt: skip
     if _autocast():
         q, k, v, bias = ops.cast_for_autocast(q, k, v, bias)
     if deterministic is None:
         deterministic = _deterministic()
-    options: Options = (causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
+    tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if further or FURTHER_INPUTS:
+        tensors = (*tensors, *check_further("attention", further))
+    grad = _grad_enabled() and _wants_gradient(_differentiable(tensors))
+    dbias = grad and bias is not None and bias.requires_grad
     # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
     if not (
         (causal is False or causal is True or causal.__class__ is str)
@@ -111,26 +144,35 @@ def attention(
         and (return_lse is False or return_lse is True)
         and (deterministic is False or deterministic is True)
     ):
-        options = plain_options(options)
-        return_lse, deterministic = plain_flags(return_lse=return_lse, deterministic=deterministic)
-        dropout_p, max_seqlen_q, max_seqlen_k = options[4:]
-    tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        (
+            causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
+            deterministic, dbias,
+        ) = plain_options(
+            CallOptions(
+                causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
+                deterministic, dbias,
+            )
+        )  # fmt: skip
+    state = NO_RNG
     # What is no tensor, or of another rank, is refused below.
     if dropout_p > 0 and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4:
         if rng is not None:
-            rng = checked_rng(rng, q)
+            state = checked_rng(rng, q)
         elif cu_seqlens_q is None:
-            rng = draw_rng(q, k, None)
+            state = draw_rng(q, k, None)
         elif isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
-            rng = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
-    if _grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
-    ):
-        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors[:4]):
-            tensors = (*map(resolved, tensors[:4]), *tensors[4:])
-        out, lse = _Attention.apply(options, deterministic, rng, *tensors)
+            state = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
+    # Without a backward pass it does not matter how that would be: one plan for both.
+    options = _new_tuple(CallOptions, (
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse or grad,
+        deterministic and grad, dbias,
+    ))  # fmt: skip
+    if grad:
+        if _is_negated(_differentiable(tensors)):
+            tensors = tuple(map(resolved, tensors))
+        out, lse = _Attention.apply(options, state, *tensors)
     else:
-        out, lse = forward(tensors, options, rng, return_lse)
+        out, lse = forward(tensors, options, state)
     return (out, lse) if return_lse else out
 
 
@@ -142,49 +184,55 @@ def _is_plain_window(window_size: Any) -> bool:
 
 
 def _check_tensors(tensors: Tensors) -> None:
-    for name, x in zip(_NAMES, tensors, strict=True):
-        if not (isinstance(x, torch.Tensor) or (x is None and name in _OPTIONAL)):
+    for name, x in zip(INPUTS, tensors, strict=True):
+        if not (isinstance(x, torch.Tensor) or (x is None and name in OPTIONAL_INPUTS)):
             raise TypeError(
                 f"{name}: got {shown(x)} of type {type(x).__module__}.{type(x).__qualname__}. nvrtc_attn.torch takes "
                 f"torch tensors; nvrtc_attn.attention takes those of any framework."
             )
 
 
-def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, int | None] | None) -> tuple[Any, Any]:
-    """(seed, offset) from torch's generator of q's device, and advance it past the numbers of this problem."""
+def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, int | None] | None) -> RngState:
+    """Numbers from torch's generator of q's device, which is advanced past those of this problem."""
     if not q.is_cuda:
-        return int(torch.randint(2**63 - 1, ())), 0
+        return RngState(int(torch.randint(2**63 - 1, ())), 0)
     index = q.get_device()
     if torch.cuda.is_current_stream_capturing():
         seed = torch.empty((), dtype=torch.int64, device=q.device).random_()
-        return seed, torch.zeros((), dtype=torch.int64, device=q.device)
+        offset = torch.zeros((), dtype=torch.int64, device=q.device)
+        return RngState(0, 0, seed.data_ptr(), offset.data_ptr(), (seed, offset))
     torch.cuda.init()
     generator = torch.cuda.default_generators[index]
     batch, rows, columns = packed or (q.shape[0], q.shape[1], k.shape[1])
     numbers = batch * q.shape[2] * (rows or 0) * (columns or 0)
     with _generator_lock:  # two threads must not draw the same numbers
-        seed, offset = generator.initial_seed() & (2**64 - 1), generator.get_offset()
-        generator.set_offset(offset + -(-numbers // 4) * 4)
-    return seed, offset
+        state = RngState(generator.initial_seed() & (2**64 - 1), generator.get_offset())
+        generator.set_offset(state.offset + -(-numbers // 4) * 4)
+    return state
 
 
-def checked_rng(rng: Any, q: torch.Tensor) -> tuple[Any, Any]:
-    """``rng`` as (seed, offset): ints in [0, 2**64), and what the kernels read, int64 tensors on q's device, as it is.
+def checked_rng(rng: Any, q: torch.Tensor) -> RngState:
+    """``rng`` as the kernels take it; int64 tensors on q's device are read by them.
 
     Errors are those of `nvrtc_attn.front.call.rng_state`.
     """
-    device = Device("cuda", q.get_device()) if q.is_cuda else CPU
-    (*addresses, seed, offset), _ = rng_state(rng, device, None)
-    given = rng if isinstance(rng, (tuple, list)) else (rng, 0)
-    return given[0] if addresses[0] else seed, given[1] if addresses[1] else offset
+    state = rng_state(rng, Device("cuda", q.get_device()) if q.is_cuda else CPU, None)
+    owners = tuple([x.owner if isinstance(x, TensorView) else x for x in state.owners])
+    return state._replace(owners=owners)
+
+
+def rng_values(state: RngState) -> tuple[Any, Any]:
+    """(seed, offset) of what `draw_rng` or `checked_rng` returned: ints, and tensors of words on the GPU."""
+    seed, offset = state.owners or (None, None)
+    return state.seed if seed is None else seed, state.offset if offset is None else offset
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
-    def forward(ctx: Any, options: Any, deterministic: bool, rng: Any, *tensors: Any) -> Any:
-        out, lse = forward(tensors, options, rng, True, (deterministic, ctx.needs_input_grad[6]))
+    def forward(ctx: Any, options: CallOptions, rng: RngState, *tensors: Any) -> Any:
+        out, lse = forward(tensors, options, rng, backward_follows=True)
         ctx.save_for_backward(out, lse, *tensors)
-        ctx.options, ctx.deterministic, ctx.rng = options, deterministic, rng
+        ctx.options, ctx.rng = options, rng
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -198,84 +246,77 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -
     """The gradient of each argument of `_Attention.forward`."""
     out, lse, *tensors = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    with_dbias = ctx.needs_input_grad[6]
-    gradients = backward(tuple(tensors), out, lse, dout, dlse, ctx.options, ctx.rng, ctx.deterministic, with_dbias)
-    return (None, None, None, *gradients, None, None, None, None)
+    gradients = backward(tuple(tensors), out, lse, dout, dlse, ctx.options, ctx.rng)
+    return (None, None, *_by_input((*gradients, None)))
 
 
 _gradients_once: Any = once_differentiable(_gradients)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def forward(
-    tensors: Tensors,
-    options: tuple[Any, ...],
-    rng: Any,
-    with_lse: bool,
-    backward_options: tuple[bool, bool] | None = None,
-) -> Any:
-    """(out, lse or None) of detached tensors; ``options`` are the fields of `CallOptions` in their order.
-
-    ``backward_options`` (deterministic, with the bias's gradient) of a backward pass that is going to follow.
-    """
-    q, k, v, bias, mask, cu_q, cu_k, used = tensors
-    if cu_q is not None and env.debug():
-        _describe(tensors, options, with_lse)  # checks the lengths, which no plan knows
-    key: Any = (with_lse, options, env.raw_backend(), _signature(q), _signature(k), _signature(v))
-    if not (bias is mask is cu_q is cu_k is used is None):
-        key = (*key, *map(_signature, tensors[3:]))
+def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_follows: bool = False) -> Any:
+    """(out, lse or None) of detached tensors, `INPUTS` in their order. The options are plain ones (`plain_options`)."""
+    q, k, v = tensors[:3]
+    optional = tensors[3:]
+    if tensors[_CU_SEQLENS_Q] is not None and env.debug():
+        _describe(tensors, options)  # checks the lengths, which no plan knows
+    key: Any = (options, env.raw_backend(), _signature(q), _signature(k), _signature(v))
+    addresses = _NO_ADDRESSES
+    for x in optional:
+        if x is not None:
+            key = (*key, *map(_signature, optional))
+            break
     entry = _forward_plans.get(key)
     ahead = None
     if entry is None:
         _check_tensors(tensors)
-        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in tensors):
-            return forward(tuple(map(resolved, tensors)), options, rng, with_lse, backward_options)
+        if _is_negated(tensors):
+            return forward(tuple(map(resolved, tensors)), options, rng, backward_follows=backward_follows)
         if q is not None and not q.is_cuda:
             inputs = map(detached, tensors[:3])
-            result = api.attention(*inputs, **_keywords(tensors, options), rng=rng, return_lse=with_lse)
-            return result if with_lse else (result, None)
-        call = _describe(tensors, options, with_lse)
-        out_like, lse_like = _dense(call.out_shape), _dense(call.lse_shape)
-        layout = LseLayout(strides=lse_like[1], rows=call.problem.seqlen_q, packed=call.problem.varlen)
-        ahead = None if backward_options is None else _backward_ahead(tensors, options, *backward_options)
-        meanwhile = None if ahead is None else ahead.start
-        plan = forward_plan(call.with_outputs(), call.device.index, layout, call.launch_stream, meanwhile=meanwhile)
-        entry = _remember(_forward_plans, key, (plan, out_like, lse_like))
+            result = api.attention(*inputs, **_keywords(tensors, options), rng=rng, return_lse=options.return_lse)
+            return result if options.return_lse else (result, None)
+        call = _describe(tensors, options)
+        ahead = _backward_ahead(call) if backward_follows else None
+        plan = forward_plan(
+            call.with_dense(), call.device.index, call.launch_stream, meanwhile=None if ahead is None else ahead.start
+        )
+        entry = _remember(_forward_plans, key, (plan, _dense(call.out_shape), _dense(call.lse_shape)))
     plan, out_like, lse_like = entry
     assert q is not None and k is not None and v is not None  # noqa: PT018
     device = q.device
     # `torch.empty` takes twice the time: it has more forms of a shape to tell apart.
     out = torch.empty_strided(*out_like, dtype=q.dtype, device=device)
-    lse = torch.empty_strided(*lse_like, dtype=torch.float32, device=device) if with_lse else None
+    lse = torch.empty_strided(*lse_like, dtype=torch.float32, device=device) if options.return_lse else None
     if 0 not in out_like[0]:
         size = plan.workspace_bytes
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        if len(key) > 5:
+            addresses = tuple([0 if x is None else x.data_ptr() for x in optional])
+        # In the order of `FORWARD`.
         plan.run(
-            raw_stream(device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), _ptr(lse), _ptr(bias),
-            _ptr(mask), _ptr(cu_q), _ptr(cu_k), _ptr(used), rng_words(rng, options[4]), _ptr(workspace),
+            raw_stream(device),
+            (
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+                *addresses,
+            ),
+            0 if workspace is None else workspace.data_ptr(),
+            rng,
         )  # fmt: skip
         if ahead is not None:
             ahead.start_after(plan.kernel_keys)
     return out, lse
 
 
-def _backward_ahead(
-    tensors: Tensors, options: tuple[Any, ...], deterministic: bool, with_dbias: bool
-) -> BackwardPrefetch | None:
-    """The backward pass as `backward` will plan it, if the gradient of out is dense."""
-    try:
-        call = _describe(tensors, (*options, True, deterministic, with_dbias))
-    except (TypeError, ValueError, NotImplementedError):
-        return None  # for the backward pass to say
-    bias = call.bias
-    dbias = dense_layout(bias.shape, bias.dtype) if with_dbias and bias is not None else None
-    return BackwardPrefetch(call.with_outputs(), call.device.index, dbias)
+def _backward_ahead(call: Call) -> BackwardPrefetch | None:
+    """The backward pass of a call as `backward` will plan it, if the gradient of out is dense."""
+    return BackwardPrefetch(call.with_dense(), call.device.index)
 
 
 def backward(
     tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    options: tuple[Any, ...], rng: Any, deterministic: bool, with_dbias: bool,
+    options: CallOptions, rng: RngState,
 ) -> Any:  # fmt: skip
-    """(dq, dk, dv, dbias or None), dense, of detached tensors."""
+    """Gradients in the order of `GRADIENTS`, dense, of detached tensors; None for one that the options do not want."""
     if dout.is_cuda:
         driver.adopt_context(dout.get_device())  # autograd's thread: cuBLAS warns where nothing was current before it
     dout = dout.resolve_neg()
@@ -283,46 +324,46 @@ def backward(
     if dout.stride(-1) != 1 or 0 in dout.stride():
         # An expanded gradient (of a sum, say): one packed copy costs less than reading elements one by one.
         dout = dout.contiguous()
-    q, k, v, bias, mask, cu_q, cu_k, used = tensors
+    q, k, v = tensors[:3]
     assert q is not None and k is not None and v is not None  # noqa: PT018
-    dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
-    dbias = _empty_like(bias) if with_dbias and bias is not None else None
-    everything = (*tensors, out, lse, dout, dlse)
-    key = (deterministic, with_dbias, options, env.raw_backend(), *map(_signature, everything))
+    gradients = [
+        _empty_like(tensors[place]) if option is None or getattr(options, option) else None
+        for place, option in _GRADIENTS
+    ]
+    key = (options, env.raw_backend(), *map(_signature, (*tensors, out, lse, dout, dlse)))
     plan = _backward_plans.get(key)
     if plan is None:
+        named = dict(zip(GRADIENTS, gradients, strict=True))
         if not q.is_cuda:
-            api.attention_backward(
-                dout, q.detach(), k.detach(), v.detach(), out, lse, dq, dk, dv, dlse=dlse, dbias=dbias, rng=rng,
-                **_keywords(tensors, options),
-            )  # fmt: skip
-            return dq, dk, dv, dbias
-        call = _describe(tensors, (*options, True, deterministic, with_dbias))
-        views = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}
-        plan = api.plan_backward(call, {n: view(x.detach(), n) for n, x in views.items() if x is not None})
-        _remember(_backward_plans, key, plan)
+            arguments: dict[str, Any] = _keywords(tensors, options) | named | {"dlse": dlse, "rng": rng}
+            api.attention_backward(dout, q.detach(), k.detach(), v.detach(), out, lse, **arguments)
+            return gradients
+        named |= {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+        views = {name: view(x.detach(), name) for name, x in named.items() if x is not None}
+        plan = _remember(_backward_plans, key, api.plan_backward(_describe(tensors, options), views))
     size = plan.workspace_bytes
     workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    # In the order of `BACKWARD`.
     plan.run(
-        raw_stream(q.device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(),
-        dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), workspace.data_ptr(), _ptr(dlse), _ptr(bias), _ptr(dbias),
-        _ptr(mask), _ptr(cu_q), _ptr(cu_k), _ptr(used), rng_words(rng, options[4]),
+        raw_stream(q.device),
+        (
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(), _ptr(dlse),
+            *map(_ptr, tensors[3:]), *map(_ptr, gradients),
+        ),
+        workspace.data_ptr(),
+        rng,
     )  # fmt: skip
-    return dq, dk, dv, dbias
+    return gradients
 
 
-def _describe(tensors: Tensors, values: tuple[Any, ...], *more: bool) -> Call:
-    options = CallOptions(**dict(zip(CallOptions.__dataclass_fields__, (*values, *more), strict=False)))
+def _describe(tensors: Tensors, options: CallOptions) -> Call:
     q, k, v, *others = map(detached, tensors)
-    return api.checked_call(q, k, v, **dict(zip(_OPTIONAL, others, strict=True)), options=options, stream=None)
+    return api.checked_call(q, k, v, **dict(zip(OPTIONAL_INPUTS, others, strict=True)), options=options, stream=None)
 
 
-def _keywords(tensors: Tensors, options: tuple[Any, ...]) -> dict[str, Any]:
+def _keywords(tensors: Tensors, options: CallOptions) -> dict[str, Any]:
     """The keyword arguments of the core functions."""
-    return {
-        **dict(zip(CallOptions.__dataclass_fields__, options, strict=False)),
-        **dict(zip(_OPTIONAL, map(detached, tensors[3:]), strict=True)),
-    }
+    return options.arguments() | dict(zip(OPTIONAL_INPUTS, map(detached, tensors[3:]), strict=True))
 
 
 def detached(x: Any) -> Any:
@@ -333,6 +374,24 @@ def detached(x: Any) -> Any:
 def resolved(x: Any) -> Any:
     """The tensor with the sign of a lazily negated view applied; anything else as it is."""
     return x.resolve_neg() if isinstance(x, torch.Tensor) else x
+
+
+def _is_negated(tensors: Tensors) -> bool:
+    """Whether one of them is a lazily negated view."""
+    for x in tensors:  # noqa: SIM110 - a generator takes longer
+        if isinstance(x, torch.Tensor) and x.is_neg():
+            return True
+    return False
+
+
+def _wants_gradient(tensors: Tensors) -> bool:
+    try:
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    except AttributeError:
+        pass  # not a tensor, and refused
+    return False
 
 
 def _signature(x: Any) -> Any:
@@ -369,21 +428,9 @@ def _ptr(x: torch.Tensor | None) -> int:
 def raw_stream(device: torch.device) -> int:
     """Handle of torch's current stream on ``device``."""
     if _raw_stream is not None:
-        return int(_raw_stream(device.index))
+        handle: int = _raw_stream(device.index)
+        return handle
     return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-def rng_words(rng: Any, dropout_p: float) -> tuple[int, int, int, int]:
-    """(seed address, offset address, seed, offset) of what `draw_rng` or `checked_rng` returned."""
-    if dropout_p == 0:
-        return 0, 0, 0, 0
-    addresses, words = [0, 0], [0, 0]
-    for i, x in enumerate(rng):
-        if isinstance(x, torch.Tensor):
-            addresses[i] = x.data_ptr()
-        else:
-            words[i] = x
-    return addresses[0], addresses[1], words[0], words[1]
 
 
 from . import flash, ops  # noqa: E402 - these use the functions above

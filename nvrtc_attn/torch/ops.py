@@ -10,12 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
 from ..base.errors import UnsupportedError, shown
-from ..front.call import CallOptions, describe_shapes, plain_flags, plain_options
+from ..front.call import CallOptions, describe_shapes, plain_options
+from ..front.operands import FURTHER_INPUTS
+from ..front.philox import NO_RNG
 from ..front.problem import Causal, WindowSize
 from ..front.tensors import Device
 
@@ -50,20 +53,26 @@ _BIAS: Final = 3
 def attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, causal: Causal, window_size: WindowSize, softmax_scale: Any,
     softcap: Any, dropout_p: Any, rng: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    seqused_k: Any, return_lse: bool, deterministic: bool | None,
+    seqused_k: Any, return_lse: bool, deterministic: bool | None, further: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """`nvrtc_attn.torch.attention` by the operators: what torch.compile traces, so nothing here looks at memory."""
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    given = [name for name, x in further.items() if x is not None]
+    if given:
+        raise UnsupportedError(
+            f"{', '.join(given)}: the operators of torch do not take this yet, and torch.compile, torch.export, "
+            "torch.func, dispatch modes and tensor subclasses need them. Call outside of these."
+        )
     for name, x in zip(_INPUTS, (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k), strict=False):
         if not (isinstance(x, torch.Tensor) or (x is None and name not in ("q", "k", "v"))):
             raise TypeError(f"{name}: got {shown(x)} of type {type(x).__name__}. nvrtc_attn.torch takes torch tensors.")
     options = (causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
-    if not _are_plain(*options):
+    if not (_are_plain(*options) and isinstance(return_lse, bool) and isinstance(deterministic, bool)):
         # Numbers of other libraries; whatever is none is refused by name.
-        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k = plain_options(options)
-    if not (isinstance(return_lse, bool) and isinstance(deterministic, bool)):
-        return_lse, deterministic = plain_flags(return_lse=return_lse, deterministic=deterministic)
+        read = plain_options(CallOptions(*options, return_lse, deterministic))
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k = read[:7]
+        return_lse, deterministic = read.return_lse, read.deterministic
     if isinstance(causal, bool):
         causal = "bottom_right" if causal else ""  # type: ignore[assignment]
     left, right = (None, None) if window_size is None else window_size
@@ -148,9 +157,9 @@ def _rng_operands(rng: Any, q: Any) -> tuple[Any, Any, tuple[Any, Any]]:
         return torch.randint(2**63 - 1, (), dtype=torch.int64, device=q.device), None, (0, 0)
     pair = rng if isinstance(rng, (tuple, list)) and len(rng) == 2 else (rng, 0)
     if not all(isinstance(x, torch.Tensor) or _is_number(x, False) for x in pair):
-        from . import checked_rng
+        from . import checked_rng, rng_values
 
-        pair = checked_rng(rng, q)
+        pair = rng_values(checked_rng(rng, q))
     tensors: list[Any] = [None, None]
     words: list[Any] = [0, 0]
     for index, x in enumerate(pair):
@@ -166,19 +175,21 @@ def _rng_operands(rng: Any, q: Any) -> tuple[Any, Any, tuple[Any, Any]]:
 # ---------------------------------------------------------------------------------------------------- the kernels
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[Any, Any, Any, bool]:
-    """(tensors, options, rng, deterministic) as the eager functions take them, of the arguments in `_SIGNATURE`."""
+def _split(arguments: tuple[Any, ...], return_lse: bool, dbias: bool) -> tuple[Any, CallOptions, Any]:
+    """(tensors, options, state of the dropout) as the eager functions take them, of the arguments in `_SIGNATURE`."""
     *tensors, seed, offset = map(_as_plain, arguments[:_SEED_WORD])
     seed_word, offset_word, causal, left, right, scale, softcap, dropout_p, max_q, max_k = arguments[_SEED_WORD:-1]
-    options = (_CAUSAL[causal], (left, right), scale, softcap, dropout_p, max_q, max_k)
-    rng = None
+    options = CallOptions(
+        _CAUSAL[causal], (left, right), scale, softcap, dropout_p, max_q, max_k, return_lse, arguments[-1], dbias
+    )
+    state = NO_RNG
     if dropout_p > 0:
         from . import checked_rng
 
         words = (seed_word & (2**64 - 1), offset_word & (2**64 - 1))
         pair = tuple(word if x is None else x for x, word in zip((seed, offset), words, strict=True))
-        rng = checked_rng(pair, tensors[0])
-    return tuple(tensors), options, rng, arguments[-1]
+        state = checked_rng(pair, tensors[0])
+    return (*tensors, *(None for _ in FURTHER_INPUTS)), options, state
 
 
 _CAUSAL: Final[dict[str, Causal]] = {"": False, "bottom_right": True, "top_left": "top_left"}
@@ -194,8 +205,8 @@ def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from . import forward
 
     with torch.no_grad():
-        tensors, options, rng, _ = _split(tuple(arguments_))
-        out, lse = forward(tensors, options, rng, return_lse)
+        tensors, options, rng = _split(tuple(arguments_), return_lse, dbias=False)
+        out, lse = forward(tensors, options, rng)
         q = tensors[0]
         if not out.numel():
             out = out.new_empty(out.shape)  # strides of nothing differ
@@ -212,9 +223,9 @@ def run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> A
 
     *arguments_, dbias = arguments
     with torch.no_grad():
-        tensors, options, rng, deterministic = _split(tuple(arguments_))
+        tensors, options, rng = _split(tuple(arguments_), return_lse=True, dbias=dbias)
         dout, dlse, out, lse = map(_as_plain, (dout, dlse, out, lse))
-        *gradients, gradient = backward(tensors, out, lse, dout, dlse, options, rng, deterministic, dbias)
+        *gradients, gradient = backward(tensors, out, lse, dout, dlse, options, rng)
         if gradient is None:
             gradient = dout.new_empty(0)
     return (*gradients, gradient)

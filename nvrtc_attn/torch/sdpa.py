@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -22,12 +23,14 @@ from ..base import env
 from ..base.errors import CudaError, UnsupportedError, shown
 from ..base.log import LOGGER, log_once
 from ..front.call import Call, CallOptions
-from ..front.problem import Causal, layout
+from ..front.operands import addresses
+from ..front.philox import NO_RNG
+from ..front.problem import AttentionProblem, Causal, OperandLayout, dense_layout, layout
 from ..front.tensors import view
 from ..front.validation import MAX_HEAD_DIM
-from ..plans.plan import LseLayout, backward_plan, forward_plan
+from ..plans.plan import backward_plan, forward_plan
 from ..runtime import driver
-from . import _remember, _signature, attention, detached, draw_rng, raw_stream, resolved, rng_words
+from . import _remember, _signature, attention, checked_rng, detached, draw_rng, raw_stream, resolved, rng_values
 
 LSE_ALIGNMENT: Final = 32
 """Rows of the log-sum-exp are padded to a multiple of this with +inf, so that ``exp(s - lse)`` is 0 there."""
@@ -199,9 +202,13 @@ def _keywords(options: CallOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def _state_of(*words: torch.Tensor) -> tuple[Any, ...]:
-    """(seed, offset): what lies on the GPU for the kernels to read, the rest as unsigned integers."""
-    return tuple(x if x.is_cuda else int(x) & (2**64 - 1) for x in words)
+def _padded(problem: AttentionProblem, lse: OperandLayout | None) -> AttentionProblem:
+    """The problem with the log-sum-exp of memory-efficient attention."""
+    return replace(problem, lse=lse, lse_padded=True)
+
+
+def _pointers(**tensors: torch.Tensor | None) -> dict[str, int]:
+    return {name: x.data_ptr() for name, x in tensors.items() if x is not None}
 
 
 def no_state(device: torch.device) -> tuple[Any, Any]:
@@ -248,14 +255,19 @@ def efficient_forward(
     out = torch.empty((batch, length, heads, v.shape[3]), dtype=q.dtype, device=device)
     lse = torch.empty((batch, heads, rows if compute_log_sumexp else 0), dtype=torch.float32, device=device)
     if plan is None and q.is_cuda and out.numel():
-        statistic = LseLayout(strides=(heads * rows, rows, 1), rows=rows, packed=False, empty=0.0)
 
         def make() -> Any:
             assert call is not None
-            return forward_plan(call.with_outputs(), call.device.index, statistic, raw_stream(device))
+            sums = dense_layout(tuple(lse.shape), "float32") if compute_log_sumexp else None
+            return forward_plan(_padded(call.with_outputs(), sums), call.device.index, raw_stream(device))
 
         plan = _remember(_forward_plans, key_, _planned(make, device))
-    state = draw_rng(q, k, None) if dropout_p > 0 else no_state(device) if q.is_cuda else (0, 0)
+    state, words = NO_RNG, (0, 0)
+    if dropout_p > 0:
+        state = draw_rng(q, k, None)
+        words = rng_values(state)
+    elif q.is_cuda:
+        words = no_state(device)
     if not out.numel():
         lse.fill_(float("inf"))
     elif plan is None:  # on the CPU
@@ -269,12 +281,10 @@ def efficient_forward(
     else:
         size = plan.workspace_bytes
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        plan.run(
-            raw_stream(device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-            lse.data_ptr() if compute_log_sumexp else 0, bias=0 if bias is None else bias.data_ptr(),
-            rng=rng_words(state, dropout_p), workspace=0 if workspace is None else workspace.data_ptr(),
-        )  # fmt: skip
-    seed, offset = map(as_tensor, state)
+        pointers = _pointers(q=q, k=k, v=v, out=out, lse=lse if compute_log_sumexp else None, bias=bias)
+        address = 0 if workspace is None else workspace.data_ptr()
+        plan.run(raw_stream(device), addresses(plan.OPERANDS, pointers), address, state)
+    seed, offset = map(as_tensor, words)
     return out.transpose(1, 2), lse, seed, offset
 
 
@@ -309,7 +319,7 @@ def efficient_backward(
     everything = (q, k, v, bias, out, lse, dout, dbias)
     key_ = (dropout_p, is_causal, scale, deterministic, env.raw_backend(), *map(_signature, everything))
     plan = _backward_plans.get(key_) if q.is_cuda else None
-    rng = _state_of(philox_seed, philox_offset) if dropout_p > 0 else None
+    rng = checked_rng((philox_seed, philox_offset), q) if dropout_p > 0 else NO_RNG
     if plan is None:
         options = _options(is_causal, scale, dropout_p, True, deterministic=deterministic, dbias=dbias is not None)
         call = _describe(q, k, v, bias, options)
@@ -322,24 +332,15 @@ def efficient_backward(
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dbias
 
         def make() -> Any:
-            named = {"out": detached(out), "dout": detached(dout), "dq": dq, "dk": dk, "dv": dv}
-            return backward_plan(
-                call.with_outputs(**{name: view(x, name) for name, x in named.items()}),
-                call.device.index,
-                LseLayout(strides=tuple(lse.stride()), rows=length, packed=False),
-                None,
-                None if dbias is None else layout(view(dbias, "dbias")),
-                raw_stream(device),
-            )
+            named = {"out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}
+            views = {name: view(detached(x), name) for name, x in named.items() if x is not None}
+            problem = _padded(call.with_outputs(**views), layout(view(detached(lse), "logsumexp")))
+            return backward_plan(problem, call.device.index, raw_stream(device))
 
         plan = _remember(_backward_plans, key_, _planned(make, device))
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
-    plan.run(
-        raw_stream(device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(),
-        dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), workspace.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(), dbias=0 if dbias is None else dbias.data_ptr(),
-        rng=rng_words(rng, dropout_p),
-    )  # fmt: skip
+    pointers = _pointers(q=q, k=k, v=v, out=out, dout=dout, lse=lse, bias=bias, dq=dq, dk=dk, dv=dv, dbias=dbias)
+    plan.run(raw_stream(device), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), rng)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dbias
 
 

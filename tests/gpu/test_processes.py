@@ -164,7 +164,8 @@ OUR_FAULT = """
     na.attention(q, q, q)
     torch.cuda.synchronize()
     (made,) = plan._plans.values()
-    made.run(torch.cuda.current_stream().cuda_stream, 0x10, 0x10, 0x10, 0x10)  # our kernel, at nobody's addresses
+    addresses = (0x10,) * 4 + (0,) * (len(made.OPERANDS) - 4)
+    made.run(torch.cuda.current_stream().cuda_stream, addresses)  # our kernel, at nobody's addresses
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -185,7 +186,7 @@ OUR_FAULT = """
     start = time.perf_counter()
     for _ in range(100):
         try:
-            made.run(0, 0x10, 0x10, 0x10, 0x10)
+            made.run(0, addresses)
         except DeviceFaultError:
             calls.append(1)
     assert len(calls) == 100
@@ -232,7 +233,7 @@ FORK = """
         torch.cuda.synchronize()
         made = next(iter(plan._plans.values()))
         calls = (
-            lambda: made.run(0, q.data_ptr(), q.data_ptr(), q.data_ptr(), out.data_ptr()),
+            lambda: made.run(0, (*[q.data_ptr()] * 3, out.data_ptr(), *[0] * (len(made.OPERANDS) - 4))),
             lambda: driver.primary_context(0),
             lambda: nvrtc_attn.attention_forward(q, q, q, out),
             lambda: na.attention(q, q, q),

@@ -20,6 +20,8 @@ from nvrtc_attn import collect_env
 from nvrtc_attn.base import log
 from nvrtc_attn.base.errors import CompileError, CudaError, DeviceFaultError
 from nvrtc_attn.commands import main
+from nvrtc_attn.front.operands import BACKWARD
+from nvrtc_attn.front.philox import RngState
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, build_problem, dense_layout
 from nvrtc_attn.front.tensors import Device, TensorView
 from nvrtc_attn.heuristics import (
@@ -83,7 +85,7 @@ def plan_of(spec: ForwardPlanSpec) -> FakePlan:
 def choose(
     asked: AttentionProblem | None = None, stream: int = 0, make: Callable[[Any], Any] = plan_of, index: int = 0
 ) -> ForwardPlanSpec:
-    return autotune.choose_forward(asked or problem(), index, stream, make, {})
+    return autotune.choose_forward(asked or problem(), index, stream, make)
 
 
 def table(asked: AttentionProblem | None = None) -> ForwardPlanSpec:
@@ -557,9 +559,10 @@ class LookingPlan:
     def __init__(self, layouts: dict[str, OperandLayout], lengths: dict[str, int]) -> None:
         self.layouts, self.lengths, self.seen = layouts, lengths, {}
 
-    def run(self, stream: int, **arguments: Any) -> None:
+    def run(self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState) -> None:
         assert stream == 5
-        assert arguments["rng"][:2] == (0, 0)
+        assert (rng.seed_address, rng.offset_address) == (0, 0)
+        arguments = dict(zip(BACKWARD, addresses, strict=True))
         types = {"bfloat16": np.uint16, "bool": np.uint8}
         for name, layout in self.layouts.items():
             itemsize = np.dtype(types.get(layout.dtype, layout.dtype)).itemsize
@@ -573,7 +576,7 @@ class LookingPlan:
                 ctypes.memset(arguments[name] + low, 255, size)
             else:
                 self.seen[name] = flat.copy()
-        ctypes.memset(arguments["workspace"], 255, self.workspace_bytes)
+        ctypes.memset(workspace, 255, self.workspace_bytes)
         for name, size in self.lengths.items():
             self.seen[name] = np.ctypeslib.as_array((ctypes.c_int32 * size).from_address(arguments[name])).copy()
 
@@ -581,6 +584,7 @@ class LookingPlan:
 def test_scratch_memory_has_the_layout_of_the_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "FLUSH_BYTES", 1 << 12)
     shape = (1, 700, 2, 8)
+    statistic = OperandLayout(shape=(1, 2, 700), strides=(0, 700, 1), dtype="float32")
     backwards = OperandLayout(shape=shape, strides=(0, -16, 8, 1), dtype="bfloat16", offset_alignment=2)
     scores = OperandLayout(shape=(1, 2, 1, 300), strides=(0, 300, 0, 1), dtype="float32", offset_alignment=4)
     asked = problem(
@@ -588,15 +592,14 @@ def test_scratch_memory_has_the_layout_of_the_problem(monkeypatch: pytest.Monkey
         q=dense_layout(shape, "bfloat16"), v=dense_layout(shape, "bfloat16"), out=dense_layout(shape, "bfloat16"),
         dout=dense_layout(shape, "bfloat16"), dq=dense_layout(shape, "bfloat16"), dk=backwards,
         dv=dense_layout(shape, "bfloat16"), bias=scores, mask=dataclasses.replace(scores, dtype="bool"),
+        lse=statistic, dlse=statistic, dbias_layout=scores,
     )  # fmt: skip
-    statistic = OperandLayout(shape=(1, 2, 700), strides=(0, 700, 1), dtype="float32")
-    extra = {"lse": statistic, "dlse": statistic, "dbias": scores}
-    names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias", "mask")
-    layouts = {**{name: getattr(asked, name) for name in names}, **extra}
+    layouts = {name: x for name in BACKWARD if (x := asked.layout_of(name)) is not None}
+    assert len(layouts) == 13
     looking = LookingPlan(layouts, {"cu_seqlens_q": 4, "cu_seqlens_k": 4, "seqused_k": 3})
     with installed(MemoryDriver([FakeGpu()])) as fake:
         assert isinstance(fake, MemoryDriver)
-        times = measure.times_us(asked, True, {"table": looking, "other": looking}, extra, 0, 5)
+        times = measure.times_us(asked, True, {"table": looking, "other": looking}, 0, 5)
         assert fake.memory == {}
         assert fake.alive_events == 0
         assert [getattr(mode, "name", mode) for mode in fake.modes] == ["CU_STREAM_CAPTURE_MODE_RELAXED", "before"]
@@ -628,7 +631,7 @@ def test_scratch_memory_is_given_back_after_an_error(monkeypatch: pytest.MonkeyP
     with installed(MemoryDriver([FakeGpu()])) as fake:
         assert isinstance(fake, MemoryDriver)
         with pytest.raises(CudaError, match="cuLaunchKernel"):
-            measure.times_us(asked, False, {"table": Failing()}, {}, 0, 5)
+            measure.times_us(asked, False, {"table": Failing()}, 0, 5)
         measure.reclaim(0)
         assert fake.memory == {}
         assert fake.alive_events == 0
@@ -649,11 +652,10 @@ def test_a_plan_is_made_of_the_measured_choice(bench: Bench, monkeypatch: pytest
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "ForwardPlan", SpyPlan)
     monkeypatch.setattr(plan, "BackwardPlan", SpyPlan)
-    lse = plan.LseLayout((16 * 2048, 2048, 1), rows=2048, packed=False)
-    first = plan.forward_plan(asked, 0, lse, 0)
+    first = plan.forward_plan(asked, 0, 0)
     assert made[-1] == candidates(asked)[2]
-    assert plan.forward_plan(asked, 0, lse, 0) is first
-    plan.backward_plan(asked, 0, lse, None, None, 0)
+    assert plan.forward_plan(asked, 0, 0) is first
+    plan.backward_plan(asked, 0, 0)
     assert made[-1] == list(backward_candidates(asked, **TARGET).values())[2]
     assert len(bench.measured) == 2
 

@@ -81,6 +81,6 @@ def test_layouts_of_outputs_belong_to_the_problem() -> None:
     assert one.with_outputs() is dense
     assert dense.out is not None
     assert dense.dk is not None
-    assert dense.dk.shape == one.k.shape
+    assert dense.dk.shape == one.tensors["k"].shape
     other = call(np.zeros((1, 8, 4, 16), np.float16)[:, :, ::2])
     assert one.with_outputs(dq=other.q).dq != dense.dq

@@ -26,9 +26,10 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402 - after the skip
 
 import nvrtc_attn  # noqa: E402
-from nvrtc_attn import api  # noqa: E402
 from nvrtc_attn import jax as adapter  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
+from nvrtc_attn.front.operands import FORWARD  # noqa: E402
+from nvrtc_attn.front.philox import RngState  # noqa: E402
 from nvrtc_attn.jax import attention  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
 
@@ -275,9 +276,12 @@ class FakePlan:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def run(self, stream: int, **pointers: Any) -> None:
-        self.calls.append({"stream": stream, **pointers})
-        assert pointers["workspace"]
+    OPERANDS = FORWARD
+
+    def run(self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState) -> None:
+        pointers = {name: address for name, address in zip(FORWARD, addresses, strict=True) if address}
+        self.calls.append({"stream": stream, "rng": rng, **pointers})
+        assert workspace
         for name, address in pointers.items():
             if name in ("out", "lse"):
                 shape = (B, M, H, KV) if name == "out" else (B, H, M)
@@ -313,9 +317,9 @@ def test_custom_call_reaches_the_plan(bridge: FakePlan) -> None:
     assert (out == 3).all()
     assert (lse == 4).all()
     seen = bridge.calls[-1]
-    assert set(seen) == {"stream", "q", "k", "v", "bias", "out", "lse", "workspace", "rng"}
-    assert seen["rng"][0] != 0
-    assert seen["rng"][1:] == (0, 0, 99)
+    assert set(seen) == {"stream", "q", "k", "v", "bias", "out", "lse", "rng"}
+    assert seen["rng"].seed_address != 0
+    assert seen["rng"]._replace(seed_address=0) == RngState(0, 99)
 
 
 def test_unknown_program_is_an_error_not_a_wrong_launch(bridge: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +344,7 @@ def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) ->
         return plan
 
     monkeypatch.setattr(adapter, "forward_plan", spy(plan.forward_plan))
-    monkeypatch.setattr(api, "backward_plan", spy(plan.backward_plan))
+    monkeypatch.setattr(adapter, "backward_plan", spy(plan.backward_plan))
     monkeypatch.setattr(adapter, "_plans", {})
     q, k, v, bias = arrays(np.float16)
     operands = {"bias": bias, "k": k, "q": q, "v": v}
@@ -354,12 +358,13 @@ def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) ->
     for asked in seen:
         assert asked["device_index"] == 3
         assert asked["stream"] == 77
-        assert asked["lse"].strides == (H * M, M, 1)
+        assert asked["problem"].lse.strides == (H * M, M, 1)
         assert asked["problem"].q.strides == (M * H * K, H * K, K, 1)
         assert asked["problem"].window_right == 0
     assert forward["problem"].out.shape == (B, M, H, KV)
-    assert backward["dlse"].strides == (H * M, M, 1)
-    assert backward["dbias"].shape == (1, H, M, N)
+    assert forward["problem"].dlse is None
+    assert backward["problem"].dlse.strides == (H * M, M, 1)
+    assert backward["problem"].dbias_layout.shape == (1, H, M, N)
     assert backward["problem"].dk.shape == (B, N, HKV, K)
 
 

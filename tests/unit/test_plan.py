@@ -14,10 +14,11 @@ from dlpack_producer import BOGUS_POINTER, Producer
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
 from nvrtc_attn import api
+from nvrtc_attn.front.operands import addresses
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.jit.params import BackwardParams, ForwardParams
 from nvrtc_attn.plans import plan
-from nvrtc_attn.plans.plan import BackwardPlan, LseLayout, backward_plan
+from nvrtc_attn.plans.plan import BackwardPlan, backward_plan
 
 ADDRESSES = ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")
 
@@ -43,9 +44,9 @@ def fused_plan(device: int = 0) -> BackwardPlan:
     problem = AttentionProblem(
         dtype="bfloat16", batch=4, seqlen_q=1024, seqlen_k=1024, num_heads=16, num_heads_kv=16, head_dim=64,
         head_dim_v=64, softmax_scale=0.125, **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), rows),
+        lse=dense_layout((4, 16, 1024), "float32"),
     )  # fmt: skip
-    lse = LseLayout(strides=(16 * 1024, 1024, 1), rows=1024, packed=False)
-    return backward_plan(problem, device, lse, None, None, 0)
+    return backward_plan(problem, device, 0)
 
 
 def params_of(launched: tuple[Any, ...]) -> BackwardParams:
@@ -57,7 +58,7 @@ def params_of(launched: tuple[Any, ...]) -> BackwardParams:
 
 def run(made: BackwardPlan, base: int) -> None:
     numbers = {name: base + 4096 * i for i, name in enumerate(ADDRESSES)}
-    made.run(0x55, **numbers, workspace=base + (1 << 20))
+    made.run(0x55, addresses(made.OPERANDS, numbers), base + (1 << 20))
 
 
 def test_counters_are_zeroed_before_the_launches_in_the_context_of_the_plan(fake: FakeDriver) -> None:

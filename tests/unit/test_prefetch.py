@@ -15,11 +15,12 @@ from fake_driver import FakeDriver, FakeGpu, installed
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.base.errors import CompileError
+from nvrtc_attn.front.call import CallOptions
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit.codegen import entry_source
 from nvrtc_attn.plans import plan, prefetch
-from nvrtc_attn.plans.plan import LseLayout, backward_plan, forward_plan
+from nvrtc_attn.plans.plan import backward_plan, forward_plan
 from nvrtc_attn.plans.prefetch import BackwardPrefetch
 
 ROWS = dense_layout((4, 1024, 16, 64), "bfloat16")
@@ -27,8 +28,8 @@ PROBLEM = AttentionProblem(
     dtype="bfloat16", batch=4, seqlen_q=1024, seqlen_k=1024, num_heads=16, num_heads_kv=16, head_dim=64,
     head_dim_v=64, softmax_scale=0.125, return_lse=True,
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), ROWS),
+    lse=dense_layout((4, 16, 1024), "float32"),
 )  # fmt: skip
-LSE = LseLayout(strides=(16 * 1024, 1024, 1), rows=1024, packed=False)
 
 
 class Compiler:
@@ -84,8 +85,8 @@ def sources(kind: str, problem: AttentionProblem = PROBLEM) -> set[str]:
 
 def test_the_backward_kernels_compile_while_the_forward_one_does(fake_compiler: Compiler) -> None:
     fake_compiler.may_finish.clear()
-    ahead = BackwardPrefetch(PROBLEM, 0, None)
-    thread = threading.Thread(target=forward_plan, args=(PROBLEM, 0, LSE, 0), kwargs={"meanwhile": ahead.start})
+    ahead = BackwardPrefetch(PROBLEM, 0)
+    thread = threading.Thread(target=forward_plan, args=(PROBLEM, 0, 0), kwargs={"meanwhile": ahead.start})
     thread.start()
     wanted = sources("forward") | sources("backward")
     end = time.monotonic() + 30
@@ -99,7 +100,7 @@ def test_the_backward_kernels_compile_while_the_forward_one_does(fake_compiler: 
     thread.join(30)
     settle()
     before = len(fake_compiler.order)
-    backward_plan(PROBLEM, 0, LSE, None, None, 0)
+    backward_plan(PROBLEM, 0, 0)
     assert len(fake_compiler.order) == before, "what the backward pass needs is what was compiled"
 
 
@@ -115,22 +116,21 @@ def test_the_backward_kernels_compile_while_the_forward_one_does(fake_compiler: 
     ids=str,
 )
 def test_the_guess_is_what_the_backward_pass_plans(changes: dict[str, Any], fake_compiler: Compiler) -> None:
-    problem = replace(PROBLEM, **changes)
-    dbias = problem.bias if problem.dbias else None
-    BackwardPrefetch(problem, 0, dbias).start()
+    problem = replace(PROBLEM, **changes, dbias_layout=changes.get("bias"))
+    BackwardPrefetch(problem, 0).start()
     settle()
     before = len(fake_compiler.order)
     assert before > 0
-    backward_plan(problem, 0, LSE, None, dbias, 0)
+    backward_plan(problem, 0, 0)
     assert len(fake_compiler.order) == before
 
 
 def test_without_a_compile_meanwhile_is_not_called(fake_compiler: Compiler) -> None:
-    forward_plan(PROBLEM, 0, LSE, 0)
+    forward_plan(PROBLEM, 0, 0)
     plan._plans.clear()
     plan._kernels.clear()
     compiler._memory.clear()  # as in a second process
-    forward_plan(PROBLEM, 0, LSE, 0, meanwhile=lambda: pytest.fail("there was nothing to wait for"))
+    forward_plan(PROBLEM, 0, 0, meanwhile=lambda: pytest.fail("there was nothing to wait for"))
 
 
 def test_a_failure_stays_silent_until_the_backward_pass_asks(
@@ -138,19 +138,19 @@ def test_a_failure_stays_silent_until_the_backward_pass_asks(
 ) -> None:
     caplog.set_level(logging.INFO)
     fake_compiler.error = "refused"
-    BackwardPrefetch(PROBLEM, 0, None).start()
+    BackwardPrefetch(PROBLEM, 0).start()
     settle()
     assert fake_compiler.order
     assert caplog.records == []
     with pytest.raises(CompileError, match="refused"):
-        backward_plan(PROBLEM, 0, LSE, None, None, 0)
+        backward_plan(PROBLEM, 0, 0)
     fake_compiler.error = ""
-    backward_plan(PROBLEM, 0, LSE, None, None, 0)
+    backward_plan(PROBLEM, 0, 0)
 
 
 def test_a_problem_without_a_backward_kernel_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    BackwardPrefetch(replace(PROBLEM, head_dim=4096), 0, None).start()
+    BackwardPrefetch(replace(PROBLEM, head_dim=4096), 0).start()
     settle()
     assert caplog.records == []
 
@@ -161,7 +161,7 @@ def test_nothing_is_guessed_where_that_is_forbidden(
     variable: str, fake_compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(variable, "1")
-    BackwardPrefetch(PROBLEM, 0, None).start()
+    BackwardPrefetch(PROBLEM, 0).start()
     settle()
     assert fake_compiler.order == []
     assert not (tmp_path / "kernels").exists()
@@ -171,8 +171,8 @@ def test_shapes_that_share_forward_kernels_are_guessed_once(monkeypatch: pytest.
     started: list[AttentionProblem] = []
     monkeypatch.setattr(BackwardPrefetch, "_work", lambda self: started.append(self._problem))
     for batch in (1, 2, 3):
-        BackwardPrefetch(replace(PROBLEM, batch=batch), 0, None).start_after(("key",))
-    BackwardPrefetch(replace(PROBLEM, deterministic=True), 0, None).start_after(("key",))
+        BackwardPrefetch(replace(PROBLEM, batch=batch), 0).start_after(("key",))
+    BackwardPrefetch(replace(PROBLEM, deterministic=True), 0).start_after(("key",))
     settle()
     assert [(p.batch, p.deterministic) for p in started] == [(1, False), (4, True)]
 
@@ -188,15 +188,13 @@ def test_torch_guesses_what_its_backward_pass_plans(with_bias: bool, monkeypatch
     q, k, v = (torch.zeros(2, 40, h, 64).transpose(1, 2).contiguous().transpose(1, 2) for h in (4, 2, 2))
     bias = torch.zeros(1, 4, 40, 40) if with_bias else None
     tensors = (q, k, v, bias, None, None, None, None)
-    options = (True, (None, None), None, 0.0, 0.0, None, None)
-    guess = adapter._backward_ahead(tensors, options, True, with_bias)
-    assert guess is not None
-    made: list[Any] = []
-    monkeypatch.setattr(api, "backward_plan", lambda problem, *more: made.append((problem, more)))
-    call = adapter._describe(tensors, (*options, True, True, with_bias))
+    options = CallOptions(causal=True, return_lse=True, deterministic=True, dbias=with_bias)
+    call = adapter._describe(tensors, options)
+    guess = BackwardPrefetch(call.with_dense(), 0)
+    made: list[AttentionProblem] = []
+    monkeypatch.setattr(api, "backward_plan", lambda problem, *_: made.append(problem))
     names = {"out": torch.zeros(2, 40, 4, 64), "dout": torch.zeros(2, 40, 4, 64), "lse": torch.zeros(2, 4, 40)}
     names |= {"dq": torch.zeros(2, 40, 4, 64), "dk": torch.zeros(2, 40, 2, 64), "dv": torch.zeros(2, 40, 2, 64)}
     names |= {"dbias": torch.zeros(1, 4, 40, 40)} if with_bias else {}
     api.plan_backward(call, {name: view(x, name) for name, x in names.items()})
-    ((problem, more),) = made
-    assert guess._problem == replace(problem, dbias_layout=more[3])
+    assert made == [guess._problem]

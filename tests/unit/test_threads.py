@@ -27,13 +27,14 @@ from fake_driver import FakeGpu, installed, instant_compiler
 from nvrtc_attn.base import log
 from nvrtc_attn.front import call, philox, tensors
 from nvrtc_attn.front.call import CallOptions, describe
+from nvrtc_attn.front.operands import FORWARD
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import tensor_map as tma
 from nvrtc_attn.jit import cache, headers, library_build
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit.params import HopperForwardParams
 from nvrtc_attn.plans import autotune, plan
-from nvrtc_attn.plans.plan import LseLayout, forward_plan
+from nvrtc_attn.plans.plan import forward_plan
 from nvrtc_attn.runtime import buffers as device_buffer
 from nvrtc_attn.runtime import kernel as module
 from nvrtc_attn.runtime import lifetime, tensor_maps
@@ -136,7 +137,7 @@ def problem(length: int = 512) -> AttentionProblem:
 
 
 def plan_of(length: int, device: int = 0) -> plan.ForwardPlan:
-    return forward_plan(problem(length), device, LseLayout((4 * length, length, 1), rows=length, packed=False), 0)
+    return forward_plan(problem(length), device, 0)
 
 
 def test_threads_that_meet_get_one_plan_and_load_its_kernel_once(fake: FakeDriver) -> None:
@@ -180,7 +181,7 @@ def test_launches_of_one_plan_have_their_own_params(fake: FakeDriver, monkeypatc
     def work(number: int) -> None:
         for i in range(100):
             mine.base = (number + 1) << 32 | i << 12
-            made.run(0, mine.base, mine.base + 1, mine.base + 2, mine.base + 3)
+            made.run(0, tuple(mine.base + i if i < 4 else 0 for i in range(len(FORWARD))))
 
     hammer(work)
     assert not wrong
