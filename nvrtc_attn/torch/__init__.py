@@ -265,7 +265,7 @@ def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_f
     if 0 not in out_like[0]:
         size = plan.workspace_bytes
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        addresses = tuple([0 if x is None else x.data_ptr() for x in optional]) if given else _NO_ADDRESSES
+        addresses = [0 if x is None else x.data_ptr() for x in optional] if given else _NO_ADDRESSES
         # In the order of `FORWARD`.
         plan.run(
             raw_stream(device),
