@@ -299,7 +299,9 @@ def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
     """
     lse = options.pop("lse", None)
     call = _describe_for_query("forward_workspace_bytes", q, k, v, {"return_lse": lse is not None, **options})
-    return 0 if call.on_cpu else plan_forward(call, {}).workspace_bytes
+    if call.on_cpu:
+        return 0
+    return forward_plan(call.with_dense(), call.device.index, call.launch_stream).workspace_bytes
 
 
 def backward_workspace_bytes(q: Any, k: Any, v: Any, *, dbias: bool = False, **options: Any) -> int:

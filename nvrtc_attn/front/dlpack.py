@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import ATTENTION_DTYPES, FROM_DLPACK
 from ..base.errors import UnsupportedError
+from .operands import OPERANDS
 
 CPU: Final = 1
 CUDA: Final = 2
@@ -277,10 +278,12 @@ def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+# Operands that may have a type that attention is not computed in.
 _NOT_COMPUTED_WITH: Final = {
-    "bias": "the dtype of q, and float32", "mask": "bool and uint8", "lse": "float32", "dlse": "float32",
-    "cu_seqlens_q": "int32", "cu_seqlens_k": "int32", "seqused_k": "int32", "rng seed": "int64", "rng offset": "int64",
-}  # fmt: skip
+    row.name: " and ".join("the dtype of q," if dtype == "q" else dtype for dtype in row.dtypes)
+    for row in OPERANDS.values()
+    if not set(row.dtypes) <= set(OPERANDS)
+} | {"rng seed": "int64", "rng offset": "int64"}
 
 
 def unsupported_dtype(name: str, found: str) -> ValueError:

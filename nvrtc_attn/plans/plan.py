@@ -108,13 +108,13 @@ def _log_slow_path(pass_name: str, spec: ForwardPlanSpec | BackwardPlanSpec) -> 
 class _PlanBase:
     """Loaded kernels and the workspace between them. ``workspace_bytes`` is what ``run`` needs in ``workspace``."""
 
-    __slots__ = ("_offsets", "_steps", "_zeroed", "workspace_bytes")
+    __slots__ = ("_offsets", "_quiet_tail", "_steps", "_zeroed", "workspace_bytes")
 
     OPERANDS: ClassVar[tuple[str, ...]]
     """Names of the operands, in the order of the addresses that ``run`` takes."""
     _BACKWARD: ClassVar[bool]
     _WORKSPACES: ClassVar[tuple[str, ...]]
-    _INPUTS_FIRST: ClassVar[int]
+    _OUTPUTS_LATER: ClassVar[int]
     _POINTERS: ClassVar[struct.Struct]
 
     def __init__(
@@ -138,6 +138,7 @@ class _PlanBase:
         self.workspace_bytes = end
         # A buffer that the plan does not use has offset 0: its pointer is never followed.
         self._offsets = tuple(offsets.get(name, 0) for name in self._WORKSPACES)
+        self._quiet_tail = (0, 0, *self._offsets, 0, 0)  # without random numbers and workspace
         self._zeroed = tuple(zeroed)
         launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
         loaded = _load(launches, device_index, stream, meanwhile)
@@ -160,12 +161,16 @@ class _PlanBase:
         """Launch. ``addresses`` are those of ``OPERANDS``, 0 for what is not there; ``workspace`` is one, too."""
         if not self._steps:
             return
-        seed, offset, seed_address, offset_address, _ = rng
-        first, buffers = self._INPUTS_FIRST, self._offsets
-        if workspace:
-            buffers = tuple([workspace + start for start in buffers])
-        # Adding tuples takes half the time of unpacking them into one.
-        pointers = addresses[:first] + (seed_address, offset_address) + addresses[first:] + buffers + (seed, offset)  # noqa: RUF005
+        # Tuples are added up, which takes half the time of unpacking them into one.
+        if rng is NO_RNG and not workspace:
+            tail = self._quiet_tail
+        else:
+            seed, offset, seed_address, offset_address, _ = rng
+            tail = (seed_address, offset_address, *[workspace + start for start in self._offsets], seed, offset)
+        later = self._OUTPUTS_LATER
+        pointers = addresses + tail
+        if later:  # they lie between the addresses of the random numbers and the workspaces
+            pointers = addresses[:-later] + tail[:2] + addresses[-later:] + tail[2:]
         device = self._steps[0].kernel.device
         with driver.device_context(device):
             for start, nbytes in self._zeroed:
@@ -181,7 +186,7 @@ class ForwardPlan(_PlanBase):
     OPERANDS = FORWARD
     _BACKWARD = False
     _WORKSPACES = FORWARD_WORKSPACES
-    _INPUTS_FIRST = inputs_first(FORWARD, False)
+    _OUTPUTS_LATER = len(FORWARD) - inputs_first(FORWARD, False)
     _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
 
 
@@ -192,7 +197,7 @@ class BackwardPlan(_PlanBase):
     OPERANDS = BACKWARD
     _BACKWARD = True
     _WORKSPACES = BACKWARD_WORKSPACES
-    _INPUTS_FIRST = inputs_first(BACKWARD, True)
+    _OUTPUTS_LATER = len(BACKWARD) - inputs_first(BACKWARD, True)
     _POINTERS = struct.Struct(f"<{len(BackwardParams.POINTERS)}Q")
 
 

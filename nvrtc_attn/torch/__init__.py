@@ -124,12 +124,12 @@ def attention(
         )  # fmt: skip
     if _autocast():
         q, k, v, bias = ops.cast_for_autocast(q, k, v, bias)
-    if deterministic is None:
-        deterministic = _deterministic()
     tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
     if further or FURTHER_INPUTS:
         tensors = (*tensors, *check_further("attention", further))
     grad = _grad_enabled() and _wants_gradient(_differentiable(tensors))
+    if deterministic is None:
+        deterministic = grad and _deterministic()
     dbias = grad and bias is not None and bias.requires_grad
     # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
     if not (
@@ -257,13 +257,14 @@ def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_f
     """(out, lse or None) of detached tensors, `INPUTS` in their order. The options are plain ones (`plain_options`)."""
     q, k, v = tensors[:3]
     optional = tensors[3:]
-    if tensors[_CU_SEQLENS_Q] is not None and env.debug():
-        _describe(tensors, options)  # checks the lengths, which no plan knows
     key: Any = (options, env.raw_backend(), _signature(q), _signature(k), _signature(v))
-    addresses = _NO_ADDRESSES
+    given = False
     for x in optional:
         if x is not None:
             key = (*key, *map(_signature, optional))
+            given = True
+            if tensors[_CU_SEQLENS_Q] is not None and env.debug():
+                _describe(tensors, options)  # checks the lengths, which no plan knows
             break
     entry = _forward_plans.get(key)
     ahead = None
@@ -285,13 +286,12 @@ def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_f
     assert q is not None and k is not None and v is not None  # noqa: PT018
     device = q.device
     # `torch.empty` takes twice the time: it has more forms of a shape to tell apart.
-    out = torch.empty_strided(*out_like, dtype=q.dtype, device=device)
-    lse = torch.empty_strided(*lse_like, dtype=torch.float32, device=device) if options.return_lse else None
+    out = q.new_empty_strided(*out_like)
+    lse = q.new_empty_strided(*lse_like, dtype=torch.float32) if options.return_lse else None
     if 0 not in out_like[0]:
         size = plan.workspace_bytes
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        if len(key) > 5:
-            addresses = tuple([0 if x is None else x.data_ptr() for x in optional])
+        addresses = [0 if x is None else x.data_ptr() for x in optional] if given else _NO_ADDRESSES
         # In the order of `FORWARD`.
         plan.run(
             raw_stream(device),
