@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
 FRAMEWORKS = ("torch", "jax", "cupy")
-LIBRARIES = (*FRAMEWORKS, "transformers", "diffusers", "xformers")
+LIBRARIES = (*FRAMEWORKS, "transformers", "diffusers", "xformers", "flax")
 # What a door of the package imports, by the beginning of its name.
 _BEHIND = {
     "nvrtc_attn.torch": "torch",
@@ -80,6 +80,8 @@ class Program:
 
 def behind(name: str) -> set[str]:
     """Libraries that the module ``name`` of the package imports."""
+    if name == "nvrtc_attn.integrations.flax":  # the only integration that is not torch's
+        return {"jax"}
     return {library for door, library in _BEHIND.items() if f"{name}.".startswith(f"{door}.")}
 
 

@@ -385,4 +385,6 @@ def _register_target() -> None:
             _registered = True
 
 
-from .sdpa import dot_product_attention as dot_product_attention  # noqa: E402 - it calls `attention` above
+from .sdpa import dot_product_attention  # noqa: E402 - it calls `attention` above
+
+__all__ = ["attention", "dot_product_attention"]

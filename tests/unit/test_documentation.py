@@ -173,6 +173,12 @@ def test_the_reference_has_every_public_function(repository: Path) -> None:
             assert inspect.getdoc(getattr(importlib.import_module(door), attribute)), name
 
 
+def test_every_integration_has_a_page(repository: Path) -> None:
+    modules = {path.stem for path in (repository / "nvrtc_attn" / "integrations").glob("*.py")}
+    pages = {path.stem for path in (repository / "docs" / "integrations").glob("*.md")}
+    assert pages - {"README"} == modules - {"__init__", "versions"}
+
+
 def test_every_page_is_on_the_site(repository: Path) -> None:
     index = (repository / "docs" / "index.md").read_text(encoding="utf-8")
     entries = {line for tree in re.findall(r"```{toctree}\n(.*?)```", index, re.DOTALL) for line in tree.splitlines()}

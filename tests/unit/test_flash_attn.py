@@ -219,3 +219,24 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match="shape"):
             call()
+
+
+@pytest.mark.parametrize(
+    "options", [{"window_size": (2, 0)}, {"alibi_slopes": True}, {"causal": True, "alibi_slopes": True}]
+)
+def test_compiles_whole(options: dict[str, Any]) -> None:
+    """One graph, with its gradients: ALiBi is made of traced operations."""
+    q, k, v = inputs(6, 6)
+    slopes = torch.rand(4, requires_grad=True)
+    options = {**options, **({"alibi_slopes": slopes} if "alibi_slopes" in options else {})}
+
+    def call(*x: Any) -> Any:
+        return integration.flash_attn_func(*x, **options)
+
+    torch._dynamo.reset()
+    leaves = (q, k, v, slopes) if "alibi_slopes" in options else (q, k, v)
+    out, expected = torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v), call(q, k, v)
+    torch.testing.assert_close(out, expected, atol=0, rtol=0)
+    got = torch.autograd.grad(out.square().sum(), leaves)
+    for a, b in zip(got, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)

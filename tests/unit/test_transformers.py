@@ -337,6 +337,24 @@ def test_gradient_checkpointing_and_training_dropout() -> None:
     assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiles_whole(padded: bool) -> None:
+    """A model is one graph; while it is traced masks are dense tensors."""
+    model = gemma2()
+    model.set_attn_implementation("nvrtc_attn")
+    ids, keep = tokens()
+
+    def call(ids: Any) -> Any:
+        return model(input_ids=ids, attention_mask=keep if padded else None, use_cache=False).logits[1]
+
+    torch._dynamo.reset()
+    out, expected = torch.compile(call, backend="aot_eager", fullgraph=True)(ids), call(ids)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    got, wanted = (torch.autograd.grad(x.square().sum(), weight)[0] for x in (out, expected))
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+
+
 def test_a_mask_of_other_lengths_is_refused() -> None:
     """Its bounds alone would fit any length: a model that cut its keys without its mask must hear of it."""
     q = torch.randn(1, 2, 4, 8)
