@@ -272,12 +272,11 @@ def test_a_plan_refuses_such_a_driver_before_anything_is_compiled(
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "_kernels", {})
     fake.version = 12040
-    lse = plan.LseLayout((0, 0, 0), rows=1024, packed=False)
     for module in (compiler, autotune):
         monkeypatch.setattr(module, "request_kernels", lambda _: pytest.fail("compiles in the background"))
     monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: pytest.fail("compiles"))
     with pytest.raises(CompileError, match=r"nvrtc-attn\[cu12\]"):
-        plan.forward_plan(problem, 0, lse, 0, tune=tune)
+        plan.forward_plan(problem, 0, 0, tune=tune)
 
 
 def test_running_out_of_memory_does_not_cost_the_entry(from_disk: CompiledKernel, fake: FakeDriver) -> None:
