@@ -118,6 +118,8 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
     """
     if problem.deterministic or is_wide(problem) or not problem.num_heads_kv:
         return 1
+    if bias_as_tiles(problem) and stores_dbias(problem):
+        return 1  # the loading warp, which writes its zeros, has no register for both
     group = problem.num_heads // problem.num_heads_kv
     for splits in range(1, group):
         waves = splits * key_tiles(problem) / num_sms

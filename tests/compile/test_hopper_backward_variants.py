@@ -353,6 +353,8 @@ def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
     assert splits(**grouped, **CAUSAL) == 32  # eight a multiprocessor
     assert splits(**grouped | {"num_heads_kv": 4}, **CAUSAL) == 8
     assert splits(**grouped | {"batch": 16, "num_heads_kv": 8}, **CAUSAL) == 1
+    stored = dict(bias=SCORES, dbias=True, batch=2, num_heads=4, num_heads_kv=1, seqlen_q=512, seqlen_k=512)
+    assert splits(**stored) == 1 < splits(**stored | {"dbias": False})
     assert splits(**grouped, **CAUSAL, deterministic=True) == splits(**grouped, head_dim=256, **CAUSAL) == 1
     assert splits(**grouped | {"num_heads": 28, "num_heads_kv": 4, "batch": 1}, **CAUSAL) == 7
 
@@ -370,7 +372,7 @@ def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
     "changes",
     [
         {}, CAUSAL, {"head_dim": 64}, {"head_dim": 96, **CAUSAL}, {"varlen": True}, {"mask": MASK}, {"dropout_p": 0.1},
-        {"softcap": 30.0}, {"head_dim": 64, "bias": SCORES, "dbias": True}, {"head_dim": 64, "varlen": True, **CAUSAL},
+        {"softcap": 30.0}, {"head_dim": 64, "bias": SCORES}, {"head_dim": 64, "varlen": True, **CAUSAL},
     ],
     ids=lambda changes: "-".join(map(str, changes)) or "plain",
 )  # fmt: skip

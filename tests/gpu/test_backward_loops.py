@@ -102,7 +102,7 @@ def test_gradients_of_tiles_of_80_queries(head_dim: int, options: dict[str, Any]
         (128, {}),
         (64, {"causal": True, "dlse": True}),
         (128, {"causal": True, "mask": "b11k"}),
-        (64, {"bias": "bhqk", "causal": True}),
+        (64, {"bias": "1hqk", "causal": True}),
         (96, {"dropout_p": 0.1, "softcap": 5.0}),
         (128, {"dropout_p": 0.3}),
         (80, {"seqlen_k": 77}),

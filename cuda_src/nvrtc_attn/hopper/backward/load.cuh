@@ -249,8 +249,8 @@ struct BackwardLoader {
 
   // Zeros in dbias for query tiles of every head that no product reaches.
   NVRTC_ATTN_DEVICE void store_zeros(Work const& work) {
-    KeyTile const tile = Traits::kSplit ? read_key_tile(smem + Shape::kOffsetTile) : work.tile;
-    int const first = announced_first_head<Traits>(params, tile);
+    KeyTile const tile = work.tile;
+    int const first = announced_first_head<Traits>(params, tile);  // the tile's: none of these kernels is split
     for (int head = first; head < first + params.heads_per_group; ++head) {
       for (int m = 0; m < params.num_m_blocks; ++m) {
         if (m >= work.range.first && m < work.range.first + work.range.count) continue;

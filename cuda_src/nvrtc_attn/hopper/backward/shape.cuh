@@ -70,6 +70,7 @@ struct HopperBackwardShape {
   static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
   static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
   static_assert(!(Traits::kSplit && Traits::kOrdered), "dk and dv have no order of additions");
+  static_assert(!(Traits::kSplit && kStoresTiles), "the loading warp has no register for both");
   static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");
   static constexpr bool kPlain =
       !(kBiasTiles || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
