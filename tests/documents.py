@@ -113,7 +113,8 @@ def programs(page: str) -> list[Program]:
 def missing(program: Program, *, on_gpu: bool) -> tuple[int, str]:
     """How many blocks from the first on can run here, and why no more; empty when all can."""
     for count, block in enumerate(program.blocks):
-        absent = [name for name in block.libraries if importlib.util.find_spec(name) is None]
+        needed = [*block.libraries, *(["jax_tvm_ffi"] if on_gpu and "jax" in block.libraries else [])]
+        absent = [name for name in needed if importlib.util.find_spec(name) is None]
         if absent:
             return count, f"not installed: {', '.join(absent)}"
         if "cupy" in block.libraries and not on_gpu:

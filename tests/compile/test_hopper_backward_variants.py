@@ -353,7 +353,7 @@ def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
     assert splits(**grouped, **CAUSAL) == 32  # eight a multiprocessor
     assert splits(**grouped | {"num_heads_kv": 4}, **CAUSAL) == 8
     assert splits(**grouped | {"batch": 16, "num_heads_kv": 8}, **CAUSAL) == 1
-    stored = dict(bias=SCORES, dbias=True, batch=2, num_heads=4, num_heads_kv=1, seqlen_q=512, seqlen_k=512)
+    stored: dict[str, Any] = {"bias": SCORES, "dbias": True, "num_heads_kv": 1}
     assert splits(**stored) == 1 < splits(**stored | {"dbias": False})
     assert splits(**grouped, **CAUSAL, deterministic=True) == splits(**grouped, head_dim=256, **CAUSAL) == 1
     assert splits(**grouped | {"num_heads": 28, "num_heads_kv": 4, "batch": 1}, **CAUSAL) == 7

@@ -104,6 +104,9 @@ def test_each_tensor_in_turn_is_misaligned(family: str, how: str, monkeypatch: p
 
 
 @pytest.mark.reliability(62)
+@pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ, reason="a capture that breaks is felt by later tests of a worker"
+)
 def test_a_kernel_is_loaded_while_another_thread_captures(fresh_plans: None) -> None:
     """In the global mode, torch's default. out is allocated before: torch's own allocations break such a capture."""
     q, k, v = random_qkv(head_dim=104)
