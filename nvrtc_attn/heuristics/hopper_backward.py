@@ -112,9 +112,8 @@ def key_tiles(problem: AttentionProblem) -> int:
 def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
     """Thread blocks that share the query heads of a group: as few as keep the multiprocessors busy.
 
-    Causal tiles have unequal work: eight a multiprocessor. H200, TFLOP/s by blocks, last with a key head a query head:
-    D 128 causal 2 x 4096, 32/1: 1 149, 4 294, 16 419, 32 414; 437. 1 x 4096, 64/8: 1 313, 8 443; 471.
-    2 x 8192, 32/8: 1 519, 2 538, 4 528; 572. D 64, not causal, 1 x 4096, 32/1: 1 222, 4 328, 16 335; 325.
+    Causal tiles have unequal work: eight a multiprocessor. H200, D 128 causal, TFLOP/s by blocks: 2 x 4096, 32 heads on
+    one key head 1 149, 4 294, 16 419, 32 414, with 32 key heads 437 (all: benchmarks/results/grouped_heads.txt).
     """
     if problem.deterministic or is_wide(problem) or not problem.num_heads_kv:
         return 1
