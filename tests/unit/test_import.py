@@ -161,6 +161,7 @@ FORBIDDEN = {
 @pytest.fixture(scope="module")
 def source(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the Python source and of its contracts."""
+    pytest.importorskip("importlinter", reason="import-linter is not installed; .ci/run has it from the extra dev")
     root = tmp_path_factory.mktemp("source")
     shutil.copy(repository / "pyproject.toml", root)
     package = repository / "nvrtc_attn"
@@ -173,7 +174,6 @@ def source(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def broken_contracts(root: Path) -> list[str]:
-    pytest.importorskip("importlinter", reason="import-linter is not installed; .ci/run has it from the extra dev")
     code = "from importlinter.cli import lint_imports_command as run; run(['--no-cache'])"
     environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200"}
     done = subprocess.run(
