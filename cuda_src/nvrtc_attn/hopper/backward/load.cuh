@@ -51,8 +51,8 @@ struct BackwardLoader {
       if constexpr (Traits::kFused) {
         wait_for_rows<Traits>(params, tile.b, tile.h);
         t = opaque(t);
-        tile = key_tile<Traits::kOrdered, Traits::kSplit>(
-            params, t);  // computed again: nothing of it stays alive over the wait
+        // Computed again: nothing of it stays alive over the wait.
+        tile = key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
       }
       announce_to_helpers(tile);
       bool const is_real = !(Traits::kVarlen && tile.b == params.batch);
@@ -249,8 +249,7 @@ struct BackwardLoader {
 
   // Zeros in dbias for query tiles of every head that no product reaches.
   NVRTC_ATTN_DEVICE void store_zeros(Work const& work) {
-    KeyTile const tile = work.tile;
-    int const first = announced_first_head<Traits>(params, tile);  // the tile's: none of these kernels is split
+    int const first = work.tile.h * params.heads_per_group;
     for (int head = first; head < first + params.heads_per_group; ++head) {
       for (int m = 0; m < params.num_m_blocks; ++m) {
         if (m >= work.range.first && m < work.range.first + work.range.count) continue;

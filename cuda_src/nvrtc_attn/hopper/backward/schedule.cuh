@@ -4,8 +4,8 @@
 // without a band, so that neighbouring blocks share Q, dO and dq in L2. Every block takes the tile of its own index first
 // and then the next that nobody has taken, from a counter in global memory that the kernel before this one, or the host, has
 // set to zero.
-// Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it. kSplit: the query heads of
-// a group are those of num_splits virtual key heads, whose tiles add to dk and dv of the one.
+// Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it. With kSplit a key head stands
+// for num_splits virtual ones, each with a part of its query heads; their tiles add to the same dk and dv, in any order.
 #pragma once
 #include "../../collective/mask.cuh"
 #include "../../collective/seqlen.cuh"
