@@ -224,7 +224,7 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     if 2 * main.grid >= num_sms:
         return []
     portable = portable_backward.choose_backward(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
-    splits = dict(portable.launches[1].params)["num_splits"]
+    splits = dict(portable_backward.kernel_of(portable).params)["num_splits"]
     if splits <= 2:
         return []
     return [f"{tiles} key tiles leave most of {num_sms} multiprocessors idle; queries split in {splits} fill more"]
