@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -43,6 +44,8 @@ from ..front.tensors import Device
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
 from ..runtime import device
+from . import host
+from .host import Memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 _TARGET: Final = "nvrtc_attn.launch"
 _lock = threading.Lock()
 _registered = False
+_host_registered = False
 _passes: dict[tuple[int, ...], _Pass] = {}
 _plans: dict[tuple[_Pass, int], ForwardPlan | BackwardPlan] = {}
 
@@ -149,7 +153,7 @@ def attention(
     if options.dropout_p > 0:
         words, arrays = _rng_words(rng)
         kind, operands = replace(kind, rng=words), {**operands, **arrays}
-    results = _attention(kind, operands)
+    results = _attention(kind, _equally_varying(operands))
     return tuple(results) if return_lse else results[0]
 
 
@@ -213,7 +217,12 @@ def _compute(kind: _Kind, operands: dict[str, Any]) -> Any:
     return run(*operands.values())
 
 
-_run: Any = jax.jit(_compute, static_argnums=0)  # eager calls find their compiled program again
+_jitted: Any = jax.jit(_compute, static_argnums=0)  # eager calls find their compiled program again
+
+
+def _run(kind: _Kind, operands: dict[str, Any]) -> Any:
+    results, axes = _jitted(kind, operands), _varies(*operands.values())
+    return [_as_varying(x, axes) for x in results] if axes else results
 
 
 def _bind(kind: _Kind, operands: dict[str, Any]) -> _Pass:
@@ -226,8 +235,8 @@ def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
     if name == "out" and 0 in shape:
         values = {"out": 0.0, "lse": -np.inf}
         return [jnp.full(shape, values[name], dtype) for name, shape, dtype in bound.results]
-    structs = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in bound.results]
-    branches: dict[str, Any] = {"cpu": lambda *xs: jax.pure_callback(partial(_on_cpu, bound), structs, *xs)}
+    _register_host()
+    branches: dict[str, Any] = {"cpu": partial(_custom_call, bound, 0)}
     if _on_gpu():
         _register_target()
         size = max(_plan(bound, index).workspace_bytes for index in _local_devices())
@@ -269,6 +278,28 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
             folded[name] = wide.reshape(size * batch["q"], *shape[1:])
     results = [x.reshape(size, batch["q"], *x.shape[1:]) for x in _compute(kind, folded)]
     return results, [True] * len(results)
+
+
+def _varies(*arrays: Any) -> frozenset[str]:
+    """The manual axes of ``jax.shard_map`` over which one of the arrays differs from device to device."""
+    types = [jax.typeof(x) for x in arrays]
+    # Since jax 0.10 in a type of its own.
+    return frozenset[str]().union(
+        *(x.manual_axis_type.varying if hasattr(x, "manual_axis_type") else getattr(x, "vma", ()) for x in types)
+    )
+
+
+def _as_varying(x: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(axes - _varies(x))
+    if not missing:
+        return x
+    return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+
+
+def _equally_varying(operands: dict[str, Any]) -> dict[str, Any]:
+    """All operands as different as the most different one: the gradient of one that was the same is summed then."""
+    axes = _varies(*operands.values())
+    return {name: _as_varying(x, axes) for name, x in operands.items()} if axes else operands
 
 
 def _array(name: str, x: Any) -> Any:
@@ -332,13 +363,18 @@ def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPl
     return plan
 
 
+def _pass_of(key: tuple[int, ...]) -> _Pass:
+    bound = _passes.get(key)
+    if bound is None:
+        raise RuntimeError("this program was compiled in another process: trace nvrtc_attn.jax.attention here once")
+    return bound
+
+
 def _launch(*arguments: Any) -> None:
     """The handler of the custom call: operands, results, workspace, the name of the pass; then XLA's stream."""
     *buffers, stream = arguments
     *buffers, name = buffers
-    bound = _passes.get(tuple(name.shape)[1:])
-    if bound is None:
-        raise RuntimeError("this program was compiled in another process: trace nvrtc_attn.jax.attention here once")
+    bound = _pass_of(tuple(name.shape)[1:])
     names = [name for name, _, _ in (*bound.operands, *bound.results)]
     pointers = {name: x.data_ptr() or 0 for name, x in zip((*names, "workspace"), buffers, strict=True)}
     rng = RngState(*bound.kind.rng, pointers.get("seed", 0), pointers.get("offset", 0))
@@ -346,17 +382,25 @@ def _launch(*arguments: Any) -> None:
     plan.run(stream, addresses(plan.OPERANDS, pointers), pointers["workspace"], rng)
 
 
-def _on_cpu(bound: _Pass, *arrays: Any) -> list[np.ndarray[Any, Any]]:
+def _run_host(operands: Sequence[Memory], results: Sequence[Memory]) -> None:
+    """The custom call on the CPU platform: the same operands and results."""
+    *results, _, (_, (_, *key)) = results
+    bound = _pass_of(tuple(key))
+    named = (*bound.operands, *bound.results)
+    arrays = [host.array(x, dtype) for (_, _, dtype), x in zip(named, (*operands, *results), strict=True)]
+    _on_cpu(bound, arrays[: len(operands)], arrays[len(operands) :])
+
+
+def _on_cpu(bound: _Pass, arrays: Sequence[Any], into: Sequence[Any]) -> None:
     """The pass in NumPy."""
-    values: dict[str, Any] = {n: np.asarray(x) for (n, _, _), x in zip(bound.operands, arrays, strict=True)}
-    results: dict[str, Any] = {name: np.empty(shape, dtype) for name, shape, dtype in bound.results}
+    values: dict[str, Any] = {name: x for (name, _, _), x in zip(bound.operands, arrays, strict=True)}
+    results: dict[str, Any] = {name: x for (name, _, _), x in zip(bound.results, into, strict=True)}
     rng = [
         int(values.pop(name).view(np.uint64)[0]) if name in values else word
         for name, word in zip(("seed", "offset"), bound.kind.rng, strict=True)
     ]
     run: Any = api.attention_backward if bound.kind.backward else api.attention_forward
     run(**values, **bound.kind.options.arguments(), **results, rng=tuple(rng))
-    return list(results.values())
 
 
 def _on_gpu() -> bool:
@@ -367,6 +411,14 @@ def _on_gpu() -> bool:
 def _local_devices() -> list[int]:
     """One CUDA ordinal of every kind of GPU that JAX may run on."""
     return device.one_of_each_kind(found.local_hardware_id for found in jax.local_devices(backend="gpu"))
+
+
+def _register_host() -> None:
+    global _host_registered
+    with _lock:
+        if not _host_registered:
+            host.register(_TARGET, _run_host)
+            _host_registered = True
 
 
 def _register_target() -> None:
