@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -46,6 +46,7 @@ from ..plans.prefetch import BackwardPrefetch
 from ..runtime import device
 from . import host
 from .host import Memory
+from .partition import partitioned
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,6 +56,7 @@ _lock = threading.Lock()
 _registered = False
 _host_registered = False
 _passes: dict[tuple[int, ...], _Pass] = {}
+_forms: dict[tuple[int, ...], tuple[_Kind, tuple[str, ...]]] = {}
 _plans: dict[tuple[_Pass, int], ForwardPlan | BackwardPlan] = {}
 
 
@@ -89,8 +91,18 @@ class _Pass:
 
     @property
     def key(self) -> tuple[int, ...]:
-        digest = int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "little")
-        return tuple((digest >> shift) % 2**20 for shift in (0, 20, 40))
+        """Sizes of at most 20 bits: three of the pass without its shapes, then three of all of it."""
+        return (*_digest(self.form), *_digest(self))
+
+    @property
+    def form(self) -> tuple[_Kind, tuple[str, ...]]:
+        """What of it shapes do not tell."""
+        return self.kind, tuple(name for name, _, _ in self.operands)
+
+
+def _digest(x: object) -> list[int]:
+    digest = int.from_bytes(hashlib.sha256(repr(x).encode()).digest()[:8], "little")
+    return [(digest >> shift) % 2**20 for shift in (0, 20, 40)]
 
 
 @takes_further_inputs
@@ -129,7 +141,9 @@ def attention(
         Whether the backward pass is bitwise reproducible.
 
     ``jax.vmap`` folds its axis into the batch; packed sequences, dropout, and the gradient of a bias shared by a
-    batch run one by one. Under automatic sharding XLA gathers the operands first: use ``jax.shard_map``.
+    batch run one by one. Under automatic sharding (``jax.jit`` of arrays with a ``NamedSharding``) batch and heads stay
+    split without a gather; with dropout the batch alone, as its mask counts the heads of the whole. Under
+    ``jax.shard_map`` each device's part is a problem of its own.
 
     Raises
     ------
@@ -209,8 +223,18 @@ _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 def _compute(kind: _Kind, operands: dict[str, Any]) -> Any:
     names = tuple(operands)
 
+    def part(offset: Any, *arrays: Any) -> Any:
+        values = dict(zip(names, arrays, strict=True)) | ({} if offset is None else {"offset": offset})
+        return _dispatch(_bind(kind, values), tuple(values.values()))
+
     def dispatch(*arrays: Any) -> Any:
-        return _dispatch(_bind(kind, dict(zip(names, arrays, strict=True))), arrays)
+        bound = _bind(kind, dict(zip(names, arrays, strict=True)))
+        dropout = kind.options.dropout_p > 0
+        _forms[tuple(_digest(bound.form))] = bound.form  # a program from XLA's cache is not partitioned here again
+        if dropout and "offset" not in names:
+            moved = (kind, (*names, "offset"))
+            _forms[tuple(_digest(moved))] = moved
+        return partitioned(part, bound.operands, bound.results, dropout, kind.rng[1])(*arrays)
 
     run = jax.custom_batching.custom_vmap(dispatch)
     run.def_vmap(partial(_vmap_rule, kind, names))
@@ -245,9 +269,10 @@ def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
 
 
 def _custom_call(bound: _Pass, workspace_bytes: int, *arrays: Any) -> Any:
-    _passes[bound.key] = bound
+    key = bound.key
+    _passes[key], _forms[key[:3]] = bound, bound.form
     shapes = [(shape, dtype) for _, shape, dtype in bound.results]
-    extra = [((workspace_bytes,), "uint8"), ((0, *bound.key), "uint8")]
+    extra = [((workspace_bytes,), "uint8"), ((0, *key), "uint8")]
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes + extra]
     return jax.ffi.ffi_call(_TARGET, structs)(*arrays)[: len(shapes)]
 
@@ -363,10 +388,15 @@ def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPl
     return plan
 
 
-def _pass_of(key: tuple[int, ...]) -> _Pass:
+def _pass_of(key: tuple[int, ...], operands: Callable[[], list[tuple[tuple[int, ...], str]]]) -> _Pass:
+    """The pass that a program names; ``operands`` gives shapes and dtypes of what it passes."""
     bound = _passes.get(key)
     if bound is None:
-        raise RuntimeError("this program was compiled in another process: trace nvrtc_attn.jax.attention here once")
+        if key[:3] not in _forms:
+            raise RuntimeError("this program was compiled in another process: trace nvrtc_attn.jax.attention here once")
+        kind, names = _forms[key[:3]]
+        found = operands()[: len(names)]
+        bound = _passes[key] = _Pass(kind, tuple((name, *x) for name, x in zip(names, found, strict=True)))
     return bound
 
 
@@ -374,7 +404,7 @@ def _launch(*arguments: Any) -> None:
     """The handler of the custom call: operands, results, workspace, the name of the pass; then XLA's stream."""
     *buffers, stream = arguments
     *buffers, name = buffers
-    bound = _pass_of(tuple(name.shape)[1:])
+    bound = _pass_of(tuple(name.shape)[1:], lambda: [(tuple(x.shape), str(x.dtype)) for x in buffers])
     names = [name for name, _, _ in (*bound.operands, *bound.results)]
     pointers = {name: x.data_ptr() or 0 for name, x in zip((*names, "workspace"), buffers, strict=True)}
     rng = RngState(*bound.kind.rng, pointers.get("seed", 0), pointers.get("offset", 0))
@@ -384,14 +414,12 @@ def _launch(*arguments: Any) -> None:
 
 def _run_host(operands: Sequence[Memory], results: Sequence[Memory]) -> None:
     """The custom call on the CPU platform: the same operands and results."""
-    *results, _, (_, (_, *key)) = results
-    bound = _pass_of(tuple(key))
-    named = (*bound.operands, *bound.results)
-    arrays = [host.array(x, dtype) for (_, _, dtype), x in zip(named, (*operands, *results), strict=True)]
-    _on_cpu(bound, arrays[: len(operands)], arrays[len(operands) :])
+    *results, _, (_, (_, *key), _) = results
+    bound = _pass_of(tuple(key), lambda: [(shape, dtype) for _, shape, dtype in operands])
+    _on_cpu(bound, *map(host.array, operands), into=list(map(host.array, results)))
 
 
-def _on_cpu(bound: _Pass, arrays: Sequence[Any], into: Sequence[Any]) -> None:
+def _on_cpu(bound: _Pass, *arrays: Any, into: Sequence[Any]) -> None:
     """The pass in NumPy."""
     values: dict[str, Any] = {name: x for (name, _, _), x in zip(bound.operands, arrays, strict=True)}
     results: dict[str, Any] = {name: x for (name, _, _), x in zip(bound.results, into, strict=True)}

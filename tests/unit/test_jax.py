@@ -102,10 +102,10 @@ def test_gradient_of_the_bias_is_computed_only_when_wanted(monkeypatch: pytest.M
     wanted = []
     real = adapter._on_cpu
 
-    def spy(bound: Any, *operands: Any) -> Any:
+    def spy(bound: Any, *operands: Any, into: Any) -> Any:
         if bound.kind.backward:
             wanted.append((bound.kind.options.dbias, "dlse" in [name for name, _, _ in bound.operands]))
-        return real(bound, *operands)
+        return real(bound, *operands, into=into)
 
     monkeypatch.setattr(adapter, "_on_cpu", spy)
     jax.clear_caches()
@@ -148,9 +148,9 @@ def test_folding_the_mapped_axis_is_one_call(monkeypatch: pytest.MonkeyPatch) ->
     seen = []
     real = adapter._on_cpu
 
-    def spy(bound: Any, *operands: Any) -> Any:
+    def spy(bound: Any, *operands: Any, into: Any) -> Any:
         seen.extend(shape for name, shape, _ in bound.operands if name == "q")
-        return real(bound, *operands)
+        return real(bound, *operands, into=into)
 
     monkeypatch.setattr(adapter, "_on_cpu", spy)
     jax.clear_caches()
@@ -328,9 +328,22 @@ def test_unknown_program_is_an_error_not_a_wrong_launch(bridge: FakePlan, monkey
     call = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x))
     compiled = call.lower(*arrays()[:3]).compile()
     monkeypatch.setattr(adapter, "_passes", {})
+    monkeypatch.setattr(adapter, "_forms", {})
     with pytest.raises(Exception, match="compiled in another process"):
         jax.block_until_ready(compiled(*arrays()[:3]))
     assert not bridge.calls
+
+
+def test_program_of_other_shapes_from_xlas_cache_is_told_by_its_operands(
+    bridge: FakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a device's part of a sharded call, which only the partitioner sees."""
+    bound = adapter._bind(adapter._Kind(CallOptions(), (0, 0)), dict(zip("qkv", arrays(), strict=False)))
+    compiled = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x)).lower(*arrays()[:3]).compile()
+    monkeypatch.setattr(adapter, "_passes", {})
+    jax.block_until_ready(compiled(*arrays()[:3]))
+    assert bridge.calls
+    assert adapter._passes == {bound.key: bound}
 
 
 def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +470,7 @@ def test_as_many_calls_at_once_as_xla_has_threads_do_not_hang(repository: Any) -
 
 
 def test_an_error_in_the_numpy_path_is_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("not today")
 
     monkeypatch.setattr(adapter, "_on_cpu", fail)
