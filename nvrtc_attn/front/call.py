@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from ..base.dtypes import DTYPES
 from ..base.errors import shown
+from ..modifiers.modifier import Modifier, Program
 from . import philox
 from .operands import INPUTS, OPERANDS, OPTIONAL_INPUTS
 from .philox import NO_RNG, RngState
@@ -61,6 +62,9 @@ class Call:
     producer_stream: int | None
     launch_stream: int
     hold_owners: bool
+    modifier: Modifier | None = None
+    captures: tuple[TensorView, ...] = ()
+    """The arrays that the modifier captured, in its order."""
     owners: tuple[object, ...] = field(repr=False, default=())
 
     @property
@@ -110,6 +114,30 @@ class Call:
                         f"overwritten. Pass memory of its own."
                     )
         return result
+
+    def capture_gradients(self, given: Sequence[object] | None) -> tuple[TensorView | None, ...]:
+        """Writable views of the gradients of captured arrays, None where none is wanted."""
+        if given is None:
+            return (None,) * len(self.captures)
+        if len(given) != len(self.captures):
+            raise ValueError(f"daux: {len(given)} arrays, but the modifier captured {len(self.captures)}.")
+        differentiable = () if self.modifier is None else self.modifier.differentiable
+        views: list[TensorView | None] = []
+        for i, (x, capture) in enumerate(zip(given, self.captures, strict=True)):
+            if x is None:
+                views.append(None)
+                continue
+            name = f"daux[{i}]"
+            result = view(x, name, stream=self.producer_stream, writable=True)
+            if i not in differentiable:
+                raise ValueError(f"{name}: given, but the score has no derivative with respect to that captured array.")
+            if (result.shape, result.dtype, result.device) != (capture.shape, "float32", self.device):
+                raise ValueError(
+                    f"{name}: {result.dtype} of shape {result.shape} on {result.device}, needed is float32 of shape "
+                    f"{capture.shape} on {self.device}."
+                )
+            views.append(result)
+        return tuple(views)
 
     def _faults(self, x: TensorView, name: str, called: str) -> list[str]:
         """Where an operand is not as the table has it."""
@@ -166,7 +194,16 @@ class Call:
         return self.problem.with_layouts(**{name: self.problem.dense_layout_of(name) for name in names})
 
 
-def describe(q: Any, k: Any, v: Any, *, options: CallOptions, stream: Any, **optional: Any) -> Call:
+def describe(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    options: CallOptions,
+    stream: Any,
+    modifier: Modifier | None = None,
+    **optional: Any,
+) -> Call:
     """View the tensors, order them before the launch stream, and validate everything. No CUDA call but the ordering.
 
     ``optional`` are the other inputs of the table of operands by name, those that are not given None or left out.
@@ -200,10 +237,26 @@ def describe(q: Any, k: Any, v: Any, *, options: CallOptions, stream: Any, **opt
         x = optional.get(name)
         if x is not None:
             tensors[name] = view(x, name, stream=producer_stream)
+    captures = () if modifier is None else _view_captures(modifier, first.device, producer_stream)
+    program = None if modifier is None else modifier.program
     return Call(
-        tensors=tensors, options=options, problem=_problem(tensors, options), producer_stream=producer_stream,
-        launch_stream=launch_stream, hold_owners=hold_owners, owners=(q, k, v, *optional.values()),
+        tensors=tensors, options=options, problem=_problem(tensors, options, program), producer_stream=producer_stream,
+        launch_stream=launch_stream, hold_owners=hold_owners, modifier=modifier, captures=captures,
+        owners=(q, k, v, *optional.values(), modifier),
     )  # fmt: skip
+
+
+def _view_captures(modifier: Modifier, where: Device, stream: int | None) -> tuple[TensorView, ...]:
+    views = []
+    for i, x in enumerate(modifier.captures):
+        found = view(x, f"captured array {i} of the modifier", stream=stream)
+        if found.device != where:
+            raise ValueError(
+                f"score_mod, mask_mod: captured array {i}, of shape {found.shape}, is on {found.device}, but q is on "
+                f"{where}. Move it there."
+            )
+        views.append(found)
+    return tuple(views)
 
 
 def describe_shapes(
@@ -230,12 +283,14 @@ _problems: dict[Hashable, AttentionProblem] = {}
 _problems_lock = threading.Lock()
 
 
-def _problem(tensors: Mapping[str, TensorView], options: CallOptions) -> AttentionProblem:
+def _problem(
+    tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None
+) -> AttentionProblem:
     """`build_problem` of a call, remembered by what it looks at: validation takes as long as all else of a call."""
-    key = _problem_key(tensors, options)
+    key = _problem_key(tensors, options, program)
     problem = None if key is None else _problems.get(key)
     if problem is None:
-        problem = _build(tensors, options)
+        problem = _build(tensors, options, program)
         if key is not None:
             with _problems_lock:
                 while len(_problems) >= _MAX_PROBLEMS:
@@ -244,15 +299,15 @@ def _problem(tensors: Mapping[str, TensorView], options: CallOptions) -> Attenti
     return problem
 
 
-def _build(tensors: Mapping[str, TensorView], options: CallOptions) -> AttentionProblem:
+def _build(tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None) -> AttentionProblem:
     arguments: dict[str, Any] = {**tensors, **options._asdict()}  # tensors and options have the names of its arguments
-    return build_problem(**arguments)
+    return build_problem(**arguments, modifier=program)
 
 
 _LENGTHS: Final = frozenset(name for name in INPUTS if OPERANDS[name].is_lengths)
 
 
-def _problem_key(tensors: Mapping[str, TensorView], options: CallOptions) -> Hashable:
+def _problem_key(tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None) -> Hashable:
     """None where the outcome depends on more: on lengths in host memory, or on options that are not told by a hash.
 
     Types of options are part of it, because 1 equals True and 1.0 and is accepted for neither.
@@ -266,7 +321,7 @@ def _problem_key(tensors: Mapping[str, TensorView], options: CallOptions) -> Has
         if name in _LENGTHS and x.device.type == "cpu":
             return None
         facts.append((name, x.shape, x.strides, x.dtype, x.device, x.ptr & 15))
-    return (*facts, options, kinds)
+    return (*facts, options, kinds, program)
 
 
 def plain_options(options: CallOptions) -> CallOptions:
