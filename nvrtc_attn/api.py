@@ -305,9 +305,13 @@ def attention_backward(
         deterministic=deterministic, dbias=dbias is not None,
     )  # fmt: skip
     check_further("attention_backward", further)
+    modifier = _modifier(score_mod, mask_mod, aux)
+    if daux is not None and modifier is None:
+        raise ValueError("daux: given without score_mod and mask_mod, which capture the arrays.")
+    trained = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
+        **further, options=options, stream=stream, modifier=modifier, trained=trained,
     )  # fmt: skip
     if dropout_p > 0 and rng is None:
         raise ValueError("rng: None, but dropout_p > 0. Pass the (seed, offset) that the forward pass used.")
@@ -491,7 +495,9 @@ def _backward(
             )
         else:
             views[name] = call.output_view(x, name, views)
-    capture_gradients = call.capture_gradients(daux)
+    capture_gradients, dbias = call.capture_gradients(daux)
+    if dbias is not None:
+        views["dbias"] = dbias
     if call.on_cpu:
         from .cpu.attention import backward
 

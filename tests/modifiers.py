@@ -219,7 +219,8 @@ def _score(rng: np.random.Generator, depth: int) -> str:
         (
             f"{x} + {_term(rng)}", f"{x} * {_term(rng)}", f"{x} - c2 * {_term(rng)}", f"c0 * np.tanh({x} / c0)",
             f"np.sin({x})", f"np.where({_condition(rng, 1)}, {x}, {y})", f"np.exp(-{x} * {x})",
-            f"{x} / (1.0 + abs({y}))", f"np.log1p(np.exp(np.tanh({x}) * c1))", f"np.sqrt({x} ** 2 + 1.0) + {_term(rng)}",
+            f"{x} / (1.0 + abs({y}))", f"np.log1p(np.exp(np.tanh({x}) * c1))",
+            f"np.sqrt({x} ** 2 + 1.0) + {_term(rng)}",
             f"np.maximum({x}, {_term(rng)})", f"np.expm1(0.3 * np.tanh({x}))",
         ),
     )  # fmt: skip

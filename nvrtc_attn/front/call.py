@@ -14,6 +14,7 @@ from ..base.dtypes import DTYPES
 from ..base.errors import shown
 from ..modifiers.modifier import Modifier, Program
 from . import philox
+from .modified import Modified, gradient_views, simplify
 from .operands import INPUTS, OPERANDS, OPTIONAL_INPUTS
 from .philox import NO_RNG, RngState
 from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, dense_layout, layout
@@ -62,9 +63,8 @@ class Call:
     producer_stream: int | None
     launch_stream: int
     hold_owners: bool
-    modifier: Modifier | None = None
-    captures: tuple[TensorView, ...] = ()
-    """The arrays that the modifier captured, in its order."""
+    modified: Modified | None = None
+    """What the modifier of the call became."""
     owners: tuple[object, ...] = field(repr=False, default=())
 
     @property
@@ -115,29 +115,29 @@ class Call:
                     )
         return result
 
-    def capture_gradients(self, given: Sequence[object] | None) -> tuple[TensorView | None, ...]:
-        """Writable views of the gradients of captured arrays, None where none is wanted."""
-        if given is None:
-            return (None,) * len(self.captures)
-        if len(given) != len(self.captures):
-            raise ValueError(f"daux: {len(given)} arrays, but the modifier captured {len(self.captures)}.")
-        differentiable = () if self.modifier is None else self.modifier.differentiable
-        views: list[TensorView | None] = []
-        for i, (x, capture) in enumerate(zip(given, self.captures, strict=True)):
-            if x is None:
-                views.append(None)
-                continue
-            name = f"daux[{i}]"
-            result = view(x, name, stream=self.producer_stream, writable=True)
-            if i not in differentiable:
-                raise ValueError(f"{name}: given, but the score has no derivative with respect to that captured array.")
-            if (result.shape, result.dtype, result.device) != (capture.shape, "float32", self.device):
-                raise ValueError(
-                    f"{name}: {result.dtype} of shape {result.shape} on {result.device}, needed is float32 of shape "
-                    f"{capture.shape} on {self.device}."
-                )
-            views.append(result)
-        return tuple(views)
+    @property
+    def modifier(self) -> Modifier | None:
+        """What options and bias leave of the modifier."""
+        return None if self.modified is None else self.modified.modifier
+
+    @property
+    def captures(self) -> tuple[TensorView, ...]:
+        """The arrays that `modifier` captured, in its order."""
+        return () if self.modified is None else self.modified.captures
+
+    def capture_gradients(
+        self, given: Sequence[object] | None
+    ) -> tuple[tuple[TensorView | None, ...], TensorView | None]:
+        """Writable views of the gradients of `captures`, None where none is wanted, and of that of the bias.
+
+        ``given`` has one for each array of the modifier as the caller knows it.
+        """
+        if given is None or self.modified is None:
+            return (None,) * len(self.captures), None
+        p = self.problem
+        return gradient_views(
+            self.modified, given, self.producer_stream, (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
+        )
 
     def _faults(self, x: TensorView, name: str, called: str) -> list[str]:
         """Where an operand is not as the table has it."""
@@ -202,11 +202,13 @@ def describe(
     options: CallOptions,
     stream: Any,
     modifier: Modifier | None = None,
+    trained: frozenset[int] = frozenset(),
     **optional: Any,
 ) -> Call:
     """View the tensors, order them before the launch stream, and validate everything. No CUDA call but the ordering.
 
     ``optional`` are the other inputs of the table of operands by name, those that are not given None or left out.
+    ``trained`` are the captured arrays of the modifier whose gradient is wanted.
     """
     framework = framework_of(q)
     handle = None if stream is None else stream_handle(stream)
@@ -237,26 +239,19 @@ def describe(
         x = optional.get(name)
         if x is not None:
             tensors[name] = view(x, name, stream=producer_stream)
-    captures = () if modifier is None else _view_captures(modifier, first.device, producer_stream)
-    program = None if modifier is None else modifier.program
+    modified = None
+    if modifier is not None:
+        modified = simplify(modifier, options, tensors, optional, producer_stream, trained)
+        options = modified.options
+        if modified.bias is not None:
+            tensors["bias"] = modified.bias
+            options = options._replace(dbias=modified.bias_capture in trained)
+    program = None if modified is None or modified.modifier is None else modified.modifier.program
     return Call(
         tensors=tensors, options=options, problem=_problem(tensors, options, program), producer_stream=producer_stream,
-        launch_stream=launch_stream, hold_owners=hold_owners, modifier=modifier, captures=captures,
+        launch_stream=launch_stream, hold_owners=hold_owners, modified=modified,
         owners=(q, k, v, *optional.values(), modifier),
     )  # fmt: skip
-
-
-def _view_captures(modifier: Modifier, where: Device, stream: int | None) -> tuple[TensorView, ...]:
-    views = []
-    for i, x in enumerate(modifier.captures):
-        found = view(x, f"captured array {i} of the modifier", stream=stream)
-        if found.device != where:
-            raise ValueError(
-                f"score_mod, mask_mod: captured array {i}, of shape {found.shape}, is on {found.device}, but q is on "
-                f"{where}. Move it there."
-            )
-        views.append(found)
-    return tuple(views)
 
 
 def describe_shapes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +37,22 @@ class Modifier:
     program: Program
     captures: tuple[Any, ...]
     numbers: tuple[float, ...]
+    known: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
+    """What was worked out from it before: a call asks for the same again."""
 
     @classmethod
     def of(cls, score: Node | None, mask: Node | None, captures: tuple[Any, ...]) -> Modifier:
-        """Number the operands in the order in which the expressions use them, and leave out the others."""
+        """The modifier of expressions over ``captures``."""
+        return cls.parts(score, mask, captures)[0]
+
+    @classmethod
+    def parts(
+        cls, score: Node | None, mask: Node | None, captures: tuple[Any, ...]
+    ) -> tuple[Modifier, tuple[int, ...]]:
+        """Number the operands in the order in which the expressions use them, and leave out the others.
+
+        Also returns which of ``captures`` the modifier has.
+        """
         roots = [x for x in (score, mask) if x is not None]
         slots: dict[int, int] = {}
         params: dict[int, int] = {}
@@ -61,10 +74,10 @@ class Modifier:
         def numbered(root: Node | None) -> Node | None:
             return None if root is None else rebuilt(root, value_of)
 
-        kept = sorted(slots, key=lambda x: slots[x])
+        kept = tuple(sorted(slots, key=lambda x: slots[x]))
         arrays = tuple(captures[i] for i in kept)
         program = Program(numbered(score), numbered(mask), tuple((dtype_of(x), x.ndim) for x in arrays), tuple(kinds))
-        return cls(program, arrays, tuple(numbers))
+        return cls(program, arrays, tuple(numbers)), kept
 
     @property
     def valued(self) -> tuple[Node | None, Node | None]:

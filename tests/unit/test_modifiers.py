@@ -315,3 +315,115 @@ def test_each_derivative_by_finite_differences(op: str) -> None:
 
 def test_the_tables_of_functions_name_operations() -> None:
     assert set(proxy._ALIASES.values()) <= set(graph.OPERATIONS)
+
+
+# ------------------------------------------------------------------------------------------------ canonical modifiers
+
+
+BIAS = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
+ROWS = np.random.default_rng(0).standard_normal((2, 12)).astype(np.float32)
+
+
+def described(m: int = 8, n: int = 8, **arguments: Any) -> Any:
+    from nvrtc_attn.front.call import CallOptions, describe
+
+    score_mod, mask_mod = arguments.pop("score_mod", None), arguments.pop("mask_mod", None)
+    bias = arguments.pop("bias", None)
+    q, k, v, _ = tensors((1, 2, m, n), 0)
+    modifier = None if score_mod is None and mask_mod is None else trace(score_mod, mask_mod)
+    return describe(q, k, v, options=CallOptions(**arguments), stream=None, modifier=modifier, bias=bias)
+
+
+WIDTH, CAP = 3, 30.0
+CANONICAL = [
+    ({"mask_mod": lambda b, h, q, k: q >= k}, {"causal": True}),
+    ({"mask_mod": lambda b, h, q, k: k <= q}, {"causal": "top_left"}),
+    ({"mask_mod": lambda b, h, q, k: q - k >= 0}, {"causal": True}),
+    ({"mask_mod": lambda b, h, q, k: k < q + 1}, {"causal": True}),
+    ({"mask_mod": lambda b, h, q, k: ~(k > q)}, {"causal": True}),
+    ({"mask_mod": lambda b, h, q, k: ~((k > q) | (q - k > WIDTH))}, {"causal": True, "window_size": (WIDTH, None)}),
+    ({"mask_mod": lambda b, h, q, k: (q >= k) & (q - k <= WIDTH)}, {"causal": True, "window_size": (WIDTH, None)}),
+    ({"mask_mod": lambda b, h, q, k: abs(q - k) <= WIDTH}, {"window_size": (WIDTH, WIDTH)}),
+    ({"mask_mod": lambda b, h, q, k: abs(q - k) < WIDTH}, {"window_size": (WIDTH - 1, WIDTH - 1)}),
+    ({"mask_mod": lambda b, h, q, k: 2 * q - q > k - WIDTH}, {"window_size": (None, WIDTH - 1)}),
+    (
+        {"mask_mod": lambda b, h, q, k: k <= q + WIDTH, "causal": True, "window_size": (5, None)},
+        {"causal": True, "window_size": (5, None)},
+    ),
+    ({"score_mod": lambda s, b, h, q, k: CAP * np.tanh(s / CAP)}, {"softcap": CAP}),
+    ({"score_mod": lambda s, b, h, q, k: np.tanh(s / 20) * 20}, {"softcap": 20.0}),
+    ({"score_mod": lambda s, b, h, q, k: np.where(q >= k, s, -np.inf)}, {"causal": True}),
+    ({"score_mod": lambda s, b, h, q, k: np.where(q < k, -np.inf, s)}, {"causal": True}),
+    ({"score_mod": lambda s, b, h, q, k: s + BIAS[h, q, k]}, {"bias": BIAS[None]}),
+    ({"score_mod": lambda s, b, h, q, k: BIAS[h, k, q] + s}, {"bias": BIAS[None].swapaxes(2, 3)}),
+    (
+        {"score_mod": lambda s, b, h, q, k: np.where(q >= k, CAP * np.tanh(s / CAP) + BIAS[h, q, k], -np.inf)},
+        {"bias": BIAS[None], "causal": True, "softcap": CAP},
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "means"), CANONICAL, ids=map(str, range(len(CANONICAL))))
+def test_a_modifier_that_options_can_say_is_the_call_with_those_options(
+    given: dict[str, Any], means: dict[str, Any]
+) -> None:
+    """Also the problem is equal up to the way of saying "top left", and so are the kernels and the numbers."""
+    from nvrtc_attn.heuristics.common import features_of
+
+    ours, theirs = described(**given), described(**means)
+    assert ours.modifier is None
+    assert features_of(ours.problem) == features_of(theirs.problem)
+    for name in ("window_left", "window_right", "softcap", "bias", "modifier"):
+        assert getattr(ours.problem, name) == getattr(theirs.problem, name), name
+    q, k, v, _ = tensors((1, 2, 8, 8), 0)
+    np.testing.assert_array_equal(nvrtc_attn.attention(q, k, v, **given), nvrtc_attn.attention(q, k, v, **means))
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ({"mask_mod": lambda b, h, q, k: q >= k}, (8, 12)),
+        ({"mask_mod": lambda b, h, q, k: q - k <= WIDTH}, (8, 12)),
+        ({"mask_mod": lambda b, h, q, k: q > k}, (8, 8)),
+        ({"mask_mod": lambda b, h, q, k: (q >= k) & (k % 2 == 0)}, (8, 8)),
+        ({"mask_mod": lambda b, h, q, k: q >= k, "causal": True}, (8, 12)),
+        ({"mask_mod": lambda b, h, q, k: q >= k, "causal": "top_left", "window_size": (2, None)}, (8, 12)),
+        ({"score_mod": lambda s, b, h, q, k: s + ROWS[h, k]}, (8, 12)),
+        ({"score_mod": lambda s, b, h, q, k: s + ROWS[h, q]}, (8, 12)),
+        ({"score_mod": lambda s, b, h, q, k: np.sin(s) + ROWS[h, k]}, (8, 12)),
+        ({"score_mod": lambda s, b, h, q, k: s * ROWS[h, k] + ROWS[h, k]}, (8, 12)),
+        ({"score_mod": lambda s, b, h, q, k: s + BIAS[h, q, k] + ROWS[h, k]}, (8, 8)),
+        ({"score_mod": lambda s, b, h, q, k: np.where(s > 0, s, -np.inf)}, (8, 8)),
+    ],
+    ids=map(str, range(12)),
+)
+def test_what_is_left_of_a_modifier_gives_the_same_numbers(given: dict[str, Any], lengths: tuple[int, int]) -> None:
+    q, k, v, _ = tensors((1, 2, *lengths), 0)
+    out = nvrtc_attn.attention(q, k, v, **given)
+    causal = given.get("causal", False)
+    left = given.get("window_size", (None, None))[0]
+    off = lengths[1] - lengths[0] if causal is True else 0
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        keep = given["mask_mod"](b, h, i, j) if "mask_mod" in given else j >= 0
+        keep = keep & (j <= i + off) if causal else keep
+        return keep if left is None else keep & (j >= i + off - left)
+
+    exact, _ = modifiers.textbook(q, k, v, given.get("score_mod"), mask)
+    np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_of_an_array_that_became_a_bias() -> None:
+    q, k, v, dout = tensors((2, 2, 8, 8), 0)
+    modifier = trace(lambda s, b, h, i, j: np.sin(s) * ROWS[0, 3] + BIAS[h, j, i])
+    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+    gradients = [np.full_like(x, np.nan) for x in (q, k, v)]
+    daux = [np.full(x.shape, np.nan, np.float32) for x in modifier.captures]
+    nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux)
+    wide = HostModifier(modifier, [x.astype(np.float64) for x in modifier.captures])
+    sums = [np.zeros(x.shape) for x in modifier.captures]
+    doubles = [x.astype(np.float64) for x in (dout, q, k, v)]
+    exact = reference.attention_forward(*doubles[1:], modifier=wide)
+    expected = reference.attention_backward(*doubles, *exact, modifier=wide, capture_grads=sums)
+    for ours, theirs in zip((*gradients, *daux), (*expected[:3], *sums), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
