@@ -155,9 +155,9 @@ struct BackwardParams {
 struct HopperBackwardParams : BackwardParams {
   // Where the counter of key tiles lies, in floats from row_lse (hopper/backward/schedule.cuh).
   long long counter_offset;
-  int num_tiles;        // key tiles of all key heads and batch entries (varlen: and of the virtual last sequence)
+  int num_tiles;        // key tiles of all key heads and batch entries (packed: at most, the list says how many)
   int heads_per_group;  // num_heads / num_heads_kv
-  int query_step;       // dense: by how many query tiles a key tile begins after the one before it
+  int query_step;       // dense: by how many query tiles a key tile begins after the one before it, times 4096
   int chunk_rows;  // packed: tokens whose Q, dO and dq of a key head stay in L2, and how many such chunks there are
   int num_chunks;
   int num_workers;         // packed: thread blocks that share the list of tiles
