@@ -129,6 +129,11 @@ struct QueryRange {
     constexpr bool kTogether =
         Traits::kBand || Traits::kVarlen || Traits::kOrdered || (Traits::kBiasTiles && Traits::kDbiasStore);
     if constexpr (!kTogether) start = min(n_block * params.query_step >> 12, max(count - 1, 0));
+    // Packed: as if there were as many queries as keys, and round again where there are fewer. With kSplit it spills 4 bytes.
+    if constexpr (Traits::kVarlen && !Traits::kBand && !Traits::kOrdered && !Traits::kSplit) {
+      int const place = n_block * (Traits::kBlockN / Traits::kBlockM);
+      start = place - uniform_quotient(place, max(count, 1)) * count;
+    }
   }
   NVRTC_ATTN_DEVICE void next(int& h, int& m) const {
     if (++m == first + count) m = first;
