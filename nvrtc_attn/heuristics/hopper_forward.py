@@ -10,16 +10,18 @@ import numpy.typing as npt
 
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
-from ..jit.config import HopperForwardConfig
-from .common import ceil_div, features_of, is_vectorizable
+from ..jit.config import Features, HopperForwardConfig
+from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
     MIN_QUERY_ROWS,
     SMEM_LIMIT,
+    TileList,
     product_width,
     reasons_against_size,
     reasons_against_target,
     score_operands,
+    tile_list,
 )
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
@@ -30,6 +32,8 @@ MAX_HEAD_DIM: Final = 256
 L2_BYTES: Final = 40 << 20
 """What stays in an L2 of 50 to 60 MB beside queries and outputs."""
 BLOCKS_SHARING_A_HEAD: Final = 8
+LIST_WARPS: Final = 32
+"""Of the thread block that lists the tiles of packed sequences: all there can be, because there is one block."""
 MEASURED_SMS: Final = 132
 """Multiprocessors of the GPU that the tile table was measured on; of another one where nothing says how many it has."""
 TILE_OVERHEAD_COLUMNS: Final = 128.0
@@ -144,6 +148,8 @@ def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
     Or unless every smaller tile has a multiprocessor to itself: 128 small tiles take 13 % less time than 88 large ones.
     """
     rows = problem.seqlen_q
+    if problem.varlen:  # those of a sequence on average
+        rows = min(rows, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
     if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= num_sms:
         return 128
     return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
@@ -190,7 +196,10 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         )
     if problem.head_dim_v > 192 and problem.dropout_p > 0 and (problem.varlen or problem.seqused_k):
         found.append(f"head_dim_v is {problem.head_dim_v}; with dropout and lengths on the device likewise")
-    if (problem.batch + 1) * problem.num_heads * (ceil_div(problem.seqlen_q, 64) + 1) >= 2**31:
+    tiles = problem.batch * (ceil_div(problem.seqlen_q, 64) + 1)
+    if problem.varlen:
+        tiles = packed_slots(problem.q.shape[1], problem.batch, 64)
+    if (tiles + 1) * problem.num_heads >= 2**31:
         found.append("there are 2^31 query tiles")
     found += reasons_against_size(problem)
     for name in ("q", "k", "v"):
@@ -283,16 +292,73 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
     return best
 
 
+def tile_list_of(problem: AttentionProblem, tile: Tile) -> TileList:
+    """The list of the query tiles of packed sequences."""
+    return tile_list(
+        problem.q.shape[1],
+        problem.batch,
+        tile.block_m,
+        heads=problem.num_heads_kv,
+        resident_rows=problem.k.shape[1],
+        l2_rows=L2_BYTES // (2 * (problem.head_dim + problem.head_dim_v)),
+    )
+
+
+def _packed_plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:
+    """The launches for packed sequences: one makes the list of tiles, the other works on them."""
+    config, tiles = config_of(problem, tile), tile_list_of(problem, tile)
+    group = problem.num_heads // problem.num_heads_kv
+    grid = min(num_sms, problem.num_heads * tiles.tiles)
+    params = (
+        ("num_m_blocks", max(ceil_div(problem.seqlen_q, tile.block_m), 1)),
+        ("num_splits", 1),
+        ("num_tiles", problem.num_heads * tiles.tiles),  # at most
+        ("heads_per_group", group),
+        ("head_group", tiles.heads),
+        ("chunk_rows", tiles.chunk_rows),
+        ("num_chunks", tiles.num_chunks),
+        ("num_workers", grid),
+    )
+    # Of the other kernel's config what the list depends on, so that many problems share it.
+    features = Features(band=problem.band, varlen=True, seqused_k=problem.seqused_k)
+    making = HopperForwardConfig(
+        kernel="packed_tiles",
+        arch=config.arch,
+        dtype="bfloat16",
+        head_dim=64,
+        head_dim_v=64,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        num_warps=LIST_WARPS,
+        features=features,
+    )
+    return ForwardPlanSpec(
+        launches=(
+            Launch(config=making, grid=1, block=making.num_threads, smem_bytes=0, params=params),
+            Launch(
+                config=config,
+                grid=grid,
+                block=config.num_threads,
+                smem_bytes=smem_bytes(config),
+                params=params,
+                tensor_maps=_operand_maps(problem, tile),
+            ),
+        ),
+        tile_list_bytes=tiles.nbytes,
+    )
+
+
 def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:
     """The launch of ``problem`` with ``tile``."""
+    if problem.varlen:
+        return _packed_plan_spec(problem, tile, num_sms=num_sms)
     config = config_of(problem, tile)
     num_m_blocks = max(ceil_div(problem.seqlen_q, tile.block_m), 1)
-    all_heads = (problem.batch + int(problem.varlen)) * problem.num_heads
+    all_heads = problem.batch * problem.num_heads
     num_tiles = all_heads * num_m_blocks
     grid = min(num_sms, num_tiles)
     group = problem.num_heads // problem.num_heads_kv
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
-    # The model is for sequences of one length.
     rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
@@ -314,14 +380,17 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                     ("tail_done", done),
                     ("tail_whole_heads", all_heads - first_head - int(done > 0)),
                 ),
-                tensor_maps=(
-                    tensor_map("tensor_map_q", "q", problem.q, 2, tile.block_m),
-                    tensor_map("tensor_map_k", "k", problem.k, 2, tile.block_n),
-                    tensor_map("tensor_map_v", "v", problem.v, 2, tile.block_n),
-                    *_score_maps(problem, tile),
-                ),
+                tensor_maps=(*_operand_maps(problem, tile), *_score_maps(problem, tile)),
             ),
         )
+    )
+
+
+def _operand_maps(problem: AttentionProblem, tile: Tile) -> tuple[TensorMap, ...]:
+    return (
+        tensor_map("tensor_map_q", "q", problem.q, 2, tile.block_m),
+        tensor_map("tensor_map_k", "k", problem.k, 2, tile.block_n),
+        tensor_map("tensor_map_v", "v", problem.v, 2, tile.block_n),
     )
 
 
@@ -338,7 +407,7 @@ def _score_maps(problem: AttentionProblem, tile: Tile) -> list[TensorMap]:
 
 def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) -> list[str]:
     """Why the portable family is faster than the plan ``spec``; empty when it is not."""
-    (launch,) = spec.launches
+    launch = spec.launches[-1]
     if problem.seqlen_q <= MIN_QUERY_ROWS and max(problem.head_dim, problem.head_dim_v) <= 64:
         # 64 rows and keys at head dim 64: the portable kernel takes 18 us, this one 25.
         return [f"{problem.seqlen_q} query rows fill half a tile"]

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
-from ..front.problem import AttentionProblem
+from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import BackwardConfig, Features
-from .common import features_of, is_aligned, is_full_shape
+from .common import features_of, is_aligned, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .spec import BackwardPlanSpec, Launch, Workspace
 
@@ -386,7 +386,8 @@ def _choose_splits(
     """Parts of the query loop: more than one where key tiles alone leave multiprocessors idle."""
     if problem.deterministic:
         return 1
-    blocks = num_n_blocks * problem.batch * problem.num_heads_kv * config.dim_slices
+    tiles = min(num_n_blocks * problem.batch, _tiles(problem, problem.k, num_n_blocks, config.block_n))
+    blocks = tiles * problem.num_heads_kv * config.dim_slices
     if blocks == 0:
         return 1
     tiles = num_m_blocks * (problem.num_heads // problem.num_heads_kv)
@@ -426,9 +427,14 @@ def _plain(config: BackwardConfig, kernel: str) -> BackwardConfig:
     )
 
 
+def _tiles(problem: AttentionProblem, operand: OperandLayout, num_blocks: int, block: int) -> int:
+    """Tiles of ``block`` rows of all sequences: ``num_blocks`` each or, packed, the slots of what the tensor holds."""
+    return packed_slots(operand.shape[1], problem.batch, block) if problem.varlen else problem.batch * num_blocks
+
+
 def _delta(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
     delta = _plain(config, "delta")
-    grid = num_m_blocks * problem.num_heads * problem.batch
+    grid = problem.num_heads * _tiles(problem, problem.q, num_m_blocks, config.block_m)
     return Launch(
         config=delta, grid=grid, block=delta.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
     )
@@ -444,8 +450,8 @@ def _head_group(problem: AttentionProblem, num_n_blocks: int, slots: int) -> int
 
 
 def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, num_splits: int, slots: int) -> Launch:
-    sequences = problem.batch + problem.varlen  # one more, virtual, owns the tokens of no sequence
-    grid = num_n_blocks * problem.num_heads_kv * sequences * num_splits * config.dim_slices
+    tiles = _tiles(problem, problem.k, num_n_blocks, config.block_n)
+    grid = problem.num_heads_kv * tiles * num_splits * config.dim_slices
     return Launch(
         config=config,
         grid=grid,
@@ -454,14 +460,14 @@ def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, n
         params=(
             ("num_n_blocks", num_n_blocks),
             ("num_splits", num_splits),
-            ("head_group", _head_group(problem, num_n_blocks, slots)),
+            ("head_group", _head_group(problem, tiles if problem.varlen else num_n_blocks, slots)),
         ),
     )
 
 
 def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int) -> Launch:
     convert = _plain(config, "dkv_convert")
-    grid = num_n_blocks * problem.num_heads_kv * problem.batch
+    grid = problem.num_heads_kv * _tiles(problem, problem.k, num_n_blocks, config.block_n)
     return Launch(
         config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_n_blocks", num_n_blocks),)
     )
@@ -469,7 +475,7 @@ def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks
 
 def _dq_convert(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
     convert = _plain(config, "dq_convert")
-    grid = num_m_blocks * problem.num_heads * (problem.batch + problem.varlen)
+    grid = problem.num_heads * _tiles(problem, problem.q, num_m_blocks, config.block_m)
     return Launch(
         config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
     )
@@ -502,7 +508,6 @@ def _workspaces(
         )
     if num_splits > 1:
         # Per (batch, key head) the rows of dk and then those of dv, in whole tiles.
-        head = num_n_blocks * config.block_n * (config.head_dim + config.head_dim_v)
-        # Packed sequences each have room for the longest: splits are for few of them.
-        nbytes = 4 * problem.batch * problem.num_heads_kv * head
+        rows = _tiles(problem, problem.k, num_n_blocks, config.block_n) * config.block_n
+        nbytes = 4 * problem.num_heads_kv * rows * (config.head_dim + config.head_dim_v)
         yield Workspace(field="dkv_accum", nbytes=nbytes, zeroed=True)

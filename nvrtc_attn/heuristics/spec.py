@@ -58,16 +58,23 @@ class BackwardPlanSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPlanSpec:
-    """The forward pass: one kernel, or with ``num_splits`` > 1 one over key splits and one that combines them."""
+    """The forward pass: one kernel, with ``num_splits`` > 1 one over key splits and one that combines them.
+
+    Before the Hopper kernel on packed sequences there is one that lists their tiles.
+    """
 
     launches: tuple[Launch, ...]
     num_splits: int = 1
     out_partial_bytes: int = 0
     softmax_partial_bytes: int = 0
+    tile_list_bytes: int = 0
+    """Of the list that the first of two launches makes: the tiles of packed sequences."""
 
     @property
     def workspaces(self) -> tuple[Workspace, ...]:
-        """The partial results between the two kernels; none without splits."""
+        """What is between the two kernels: partial results of splits, or a list of tiles; none with one kernel."""
+        if self.tile_list_bytes:
+            return (Workspace(field="softmax_partial", nbytes=self.tile_list_bytes),)
         if self.num_splits == 1:
             return ()
         return (

@@ -22,6 +22,7 @@
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/hidden_keys.cuh"
+#include "../collective/packed_slots.cuh"
 #include "../collective/score_gradient_transposed.cuh"
 #include "../common/tile_load.cuh"
 #include "../common/tile_store.cuh"
@@ -615,9 +616,11 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   NVRTC_ATTN_DEVICE void store_gradients() {
     identify();
     if constexpr (Traits::kSplit) {
-      float* accum = params.dkv_accum + (index_t(b) * params.num_heads_kv + hk) * dkv_accum_size<Traits>(params);
-      add_gradient<Tiles::kHeadDim>(accum, dk);
-      add_gradient<Tiles::kHeadDimV>(accum + index_t(params.num_n_blocks) * Tiles::kBlockN * Tiles::kHeadDim, dv);
+      float* accum = params.dkv_accum + index_t(dkv_accum_head<Traits>(params, b, hk)) * dkv_accum_size<Traits>(params);
+      index_t const row0 = accumulator_row0<Traits::kVarlen, Tiles::kBlockN>(seqlen.k_row0, b);
+      add_gradient<Tiles::kHeadDim>(accum + row0 * Tiles::kHeadDim, dk);
+      add_gradient<Tiles::kHeadDimV>(accum + dkv_accum_rows<Traits>(params) * Tiles::kHeadDim + row0 * Tiles::kHeadDimV,
+                                     dv);
     } else {
       int const rows = seqlen.len_k_slot - n0;
       auto* dk_dst =
@@ -762,29 +765,35 @@ NVRTC_ATTN_DEVICE void backward_portable(BackwardParams const& params) {
     split = block % params.num_splits;
     block /= params.num_splits;
   }
-  int const heads = params.num_heads_kv * (params.batch + Traits::kVarlen);
+  // Packed: tiles of all sequences in their order instead of those of one (batch, key head).
+  PackedSlots<Traits::kBlockN> const slots{params.cu_seqlens_k, params.batch, params.total_k};
+  int const heads = Traits::kVarlen ? params.num_heads_kv : params.num_heads_kv * params.batch;
+  int const tiles = Traits::kVarlen ? slots.count() : params.num_n_blocks;
   int const groups = max(heads / params.head_group, 1);
-  int const group = min(block / (params.head_group * params.num_n_blocks), groups - 1);
+  int const group = min(block / (params.head_group * tiles), groups - 1);
   int const first_head = group * params.head_group;
-  int const in_group = block - first_head * params.num_n_blocks;
+  int const in_group = block - first_head * tiles;
   int const group_size = group == groups - 1 ? heads - first_head : params.head_group;
-  int const n_block = in_group / group_size;
+  int n_block = in_group / group_size;
   int const head = first_head + in_group % group_size;
-  int const hk = head % params.num_heads_kv;
-  int const b = head / params.num_heads_kv;
+  int const hk = Traits::kVarlen ? head : head % params.num_heads_kv;
+  int b = Traits::kVarlen ? 0 : head / params.num_heads_kv;
   if constexpr (Traits::kVarlen) {
+    PackedSlot const found = slots.find_together(n_block, int(threadIdx.x) % 32);
+    n_block = found.tile;
+    b = found.b;
     if (b == params.batch) {
       if (slice != 0 || split != 0) return;
       zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dk) + index_t(hk) * params.dk_stride_h,
                                             params.dk_stride_n, params.dk_stride_d, params.cu_seqlens_k, params.batch,
-                                            params.total_k, params.head_dim, n_block, params.num_n_blocks,
-                                            int(threadIdx.x));
+                                            params.total_k, params.head_dim, n_block, slots.parts(), int(threadIdx.x));
       zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dv) + index_t(hk) * params.dv_stride_h,
                                             params.dv_stride_n, params.dv_stride_d, params.cu_seqlens_k, params.batch,
-                                            params.total_k, params.head_dim_v, n_block, params.num_n_blocks,
+                                            params.total_k, params.head_dim_v, n_block, slots.parts(),
                                             int(threadIdx.x));
       return;
     }
+    if (n_block >= params.num_n_blocks) return;
   }
   SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, b);
   int const n0 = n_block * Traits::kBlockN;
