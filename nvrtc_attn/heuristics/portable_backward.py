@@ -13,6 +13,7 @@ from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import BackwardConfig, Features
+from . import tile_words
 from .common import features_of, is_aligned, is_full_shape
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .spec import BackwardPlanSpec, Launch, Workspace
@@ -210,10 +211,17 @@ def choose_backward(
         num_splits = _choose_splits(problem, config, slots, num_m_blocks, num_n_blocks)
     config = replace(config, split=num_splits > 1, skip_hidden=_skips_hidden(problem, config))
 
-    launches = [_delta(problem, config, num_m_blocks), _dkv(problem, config, num_n_blocks, num_splits, slots)]
+    launches: list[Launch] = []
+    workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
+    words_params: tuple[tuple[str, int], ...] = ()
+    if tile_words.pays(problem, config.block_n):
+        config = tile_words.with_words(config)
+        launches, words_params, buffer = tile_words.backward_launches(problem, config)
+        workspaces.append(buffer)
+    main = _dkv(problem, config, num_n_blocks, num_splits, slots)
+    launches += [_delta(problem, config, num_m_blocks), replace(main, params=(*main.params, *words_params))]
     if num_splits > 1:
         launches.append(_dkv_convert(problem, config, num_n_blocks))
-    workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
     if problem.deterministic:
         launches.append(
             portable_dq.choose_dq(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma)
@@ -247,6 +255,12 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 
 
+def splits_of(spec: BackwardPlanSpec) -> int:
+    """Parts of the query loop of the dk/dv kernel."""
+    main = next(launch for launch in spec.launches if launch.config.kernel == "backward_portable")
+    return dict(main.params)["num_splits"]
+
+
 def candidates(problem: AttentionProblem, **target: Any) -> list[BackwardPlanSpec]:
     """The first rows of the tile table that fit, then the first row with half and with twice its splits, if any.
 
@@ -254,7 +268,7 @@ def candidates(problem: AttentionProblem, **target: Any) -> list[BackwardPlanSpe
     """
     first = choose_backward(problem, **target)
     found = [first, *(choose_backward(problem, **target, rank=rank) for rank in (1, 2))]
-    num_splits = dict(first.launches[1].params)["num_splits"]
+    num_splits = splits_of(first)
     if num_splits > 1:
         splits = (num_splits // 2, min(2 * num_splits, MAX_SPLITS))
         found += [choose_backward(problem, **target, num_splits=count) for count in splits]

@@ -64,16 +64,23 @@ class ForwardPlanSpec:
     num_splits: int = 1
     out_partial_bytes: int = 0
     softmax_partial_bytes: int = 0
+    tile_words_bytes: int = 0
 
     @property
     def workspaces(self) -> tuple[Workspace, ...]:
-        """The partial results between the two kernels; none without splits."""
+        """The partial results between the two kernels, and words of tiles behind them; none without either."""
+        statistics = Workspace(field="softmax_partial", nbytes=self.softmax_partial_bytes + self.tile_words_bytes)
         if self.num_splits == 1:
-            return ()
+            return (statistics,) if statistics.nbytes else ()
         return (
             Workspace(field="out_partial", nbytes=self.out_partial_bytes, params=(("num_splits", self.num_splits),)),
-            Workspace(field="softmax_partial", nbytes=self.softmax_partial_bytes),
+            statistics,
         )
+
+    @property
+    def main(self) -> Launch:
+        """The launch of the forward kernel itself, which another may come before."""
+        return next(launch for launch in self.launches if launch.config.kernel.startswith("forward"))
 
 
 def label(spec: ForwardPlanSpec | BackwardPlanSpec) -> str:

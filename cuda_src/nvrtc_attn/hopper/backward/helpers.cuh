@@ -84,8 +84,8 @@ NVRTC_ATTN_DEVICE int lane_id() {
   return lane;
 }
 
-// Calls action(work, h, m, left) for every query tile m of every key tile, in the order of the consumers, by one warp.
-// `left` counts down to 1 at the last one of a key tile.
+// Calls action(work, h, m, left, in_head) for every query tile m of every key tile, in the order of the consumers, by one warp.
+// `left` counts down to 1 at the last one of a key tile; kTileWords: `in_head` to the last one of head h.
 template <class Traits, class Action>
 NVRTC_ATTN_DEVICE void follow_schedule(HopperBackwardParams const& params, HelperBarriers<Traits> const& barriers,
                                        Action&& action) {
@@ -99,9 +99,21 @@ NVRTC_ATTN_DEVICE void follow_schedule(HopperBackwardParams const& params, Helpe
     KeyTileWork<Traits> const work(params, tile, tile.b);
     int h = tile.h * params.heads_per_group;
     int m = work.range.start;
+    if constexpr (Traits::kTileWords) {
+      KeptQueries<Traits> const kept{params, work};
+      int in_head = 0;
+      int left = kept.total(h);
+      if (left > 0) kept.begin(h, m, in_head);
+#pragma unroll 1
+      for (; left > 0; --left) {
+        action(work, h, m, left, in_head);
+        if (left > 1) kept.next(h, m, in_head);
+      }
+      continue;
+    }
 #pragma unroll 1
     for (int left = work.range.count * params.heads_per_group; left > 0; --left) {
-      action(work, h, m, left);
+      action(work, h, m, left, 0);
       work.range.next(h, m);
     }
   }
