@@ -174,7 +174,7 @@ def test_with_causal_and_windows(band: dict[str, Any], head_dim: int) -> None:
 @pytest.mark.parametrize("shape", ["b11k", "1hqk", "bh1k", "bhqk", "b1q1"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_grouped_heads(head_dim: int, shape: str) -> None:
-    """Query heads of a key head with different tiles: the round of a key tile goes over all, also where some have none."""
+    """Query heads of a key head with different tiles: a key tile goes over all, also where some have none."""
     kind = "blocks" if shape.endswith("qk") else "padding"
     asked = case(
         f"grouped {shape} {head_dim}", mask=shape, mask_kind=kind, head_dim=head_dim, num_heads=6, num_heads_kv=2
@@ -227,8 +227,8 @@ def test_few_queries_with_split_keys(rows: int, shape: str) -> None:
     keys = 5000
     for heads_kv in (4, 1):
         asked = case(
-            f"few {rows} {shape} {heads_kv}", seqlen_q=rows, seqlen_k=keys, mask=shape, num_heads=4, num_heads_kv=heads_kv,
-            head_dim=128, batch=2,
+            f"few {rows} {shape} {heads_kv}", seqlen_q=rows, seqlen_k=keys, mask=shape, num_heads=4,
+            num_heads_kv=heads_kv, head_dim=128, batch=2,
         )  # fmt: skip
         mask = lengths(keys, 900, left=True, keys=keys)
         if shape != "b11k":
