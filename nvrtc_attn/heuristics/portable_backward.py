@@ -214,7 +214,8 @@ def choose_backward(
     launches: list[Launch] = []
     workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
     words_params: tuple[tuple[str, int], ...] = ()
-    if tile_words.pays(problem, config.block_n):
+    # Wider heads have no registers left to walk words with: 8 bytes of spills for 8.6 at head dim 256.
+    if max(problem.head_dim, problem.head_dim_v) <= 128 and tile_words.pays(problem, config.block_n):
         config = tile_words.with_words(config)
         launches, words_params, buffer = tile_words.backward_launches(problem, config)
         workspaces.append(buffer)

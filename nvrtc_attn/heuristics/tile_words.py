@@ -119,14 +119,16 @@ def plan_launch(words: TileWords, config: KernelConfig, offset: int = 0) -> Laun
         "kernel": "tile_plan", "arch": config.arch, "dtype": "float16", "head_dim": 8, "head_dim_v": 8, "block_m": 16,
         "block_n": 16, "num_warps": _WARPS, "features": Features(mask=True, tile_words=True),
     }  # fmt: skip
-    plan = ForwardConfig(**fields) if config.kernel.startswith("forward") else BackwardConfig(**fields)
+    # Of the backward pass, whose params are others: told apart by its name in tables of kernels, too.
+    forward = config.kernel.startswith("forward")
+    plan: KernelConfig = ForwardConfig(**fields) if forward else BackwardConfig(**fields, dq="none")
     lines = words.batch * words.heads * words.lines
     one_warp = words.transposed and words.one_row
     return Launch(
         config=plan,
         grid=lines if one_warp else lines * words.words,
         block=32 if one_warp else plan.num_threads,
-        smem_bytes=0,
+        smem_bytes=4 * _WARPS,
         params=(
             *words.params(offset),
             ("tile_plan_rows", words.rows),

@@ -545,7 +545,11 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   NVRTC_ATTN_DEVICE void run(int n_block, int split) {
     PositionMask<Traits::kBand> const positions(params, seqlen.len_q, seqlen.len_k);
     int const heads = params.num_heads / params.num_heads_kv;
-    auto const line = [&](int h) { return tile_line(params, b, h, n_block); };  // kTileWords
+    auto const line = [&](int h) {  // kTileWords; nothing of its address stays over the loop
+      int first_key = n0;
+      asm volatile("" : "+r"(first_key));
+      return tile_line(params, b, h, first_key / Tiles::kBlockN);
+    };
     int first_tile, last_tile;
     positions.template query_tiles<Tiles::kBlockM>(n0, Tiles::kBlockN, first_tile, last_tile);
     int const count = max(last_tile - first_tile, 0);

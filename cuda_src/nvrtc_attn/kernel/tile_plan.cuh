@@ -14,7 +14,8 @@ namespace nvrtc_attn {
 template <class Traits, class Params>
 NVRTC_ATTN_DEVICE void tile_plan(Params const& params) {
   static_assert(Traits::kNumThreads == 1024, "a warp for each bit of a word");
-  __shared__ unsigned contents[32];
+  extern __shared__ __align__(16) unsigned char smem[];
+  unsigned* const contents = reinterpret_cast<unsigned*>(smem);  // of the 32 tiles
   int const lane = int(threadIdx.x) & 31;
   int const warp = int(threadIdx.x) >> 5;
   bool const transposed = params.tile_plan_transposed != 0;

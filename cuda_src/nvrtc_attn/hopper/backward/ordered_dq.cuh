@@ -34,7 +34,7 @@ template <class Traits>
 NVRTC_ATTN_DEVICE void order_additions(HopperBackwardParams const& params, HelperBarriers<Traits> const& barriers) {
   unsigned parity = 0;
   bool announced = false;  // the turn of this query tile
-  follow_schedule<Traits>(params, barriers, [&](KeyTileWork<Traits> const& work, int h, int m, int left, int in_head) {
+  follow_schedule<Traits>(params, barriers, [&](KeyTileWork<Traits> const& work, int h, int m, int left, QueryTile next) {
     if (lane_id() == 0) {
       auto counter = [&](int head, int query_tile) {
         return additions_to<Traits::kBlockM>(
@@ -60,7 +60,8 @@ NVRTC_ATTN_DEVICE void order_additions(HopperBackwardParams const& params, Helpe
       if (left > 1) {
         int next_h = h, next_m = m;
         if constexpr (Traits::kTileWords) {
-          KeptQueries<Traits>{params, work}.next(next_h, next_m, in_head);
+          next_h = next.h;
+          next_m = next.m;
         } else {
           work.range.next(next_h, next_m);
         }

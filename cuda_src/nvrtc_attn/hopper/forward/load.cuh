@@ -265,11 +265,13 @@ NVRTC_ATTN_DEVICE void zero_hidden_values(HopperForwardParams const& params, For
 #pragma unroll 1
     for (int n = before(last); n >= first; n = before(n)) {
       unsigned words[kWords];
+      bool reads = true;
+      if constexpr (Traits::kTileWords) reads = !tile_line(params, tile.b, tile.h, tile.m_block).all(n);
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         int const row = 32 * w + lane;
         int const j = n * Shape::kBlockN + row;
-        words[w] = __ballot_sync(0xffffffffu, row < Shape::kBlockN && j < seqlen.len_k && hidden(j));
+        words[w] = __ballot_sync(0xffffffffu, reads && row < Shape::kBlockN && j < seqlen.len_k && hidden(j));
       }
       barriers.full_v(slot.stage).wait(slot.parity);
       unsigned const tile_v = smem + Shape::kOffsetV + slot.stage * Shape::kBytesV + lane * 16;
