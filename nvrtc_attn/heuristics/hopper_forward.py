@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
+from . import tile_words
 from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
@@ -63,6 +64,7 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     scores = _score_bytes(config)
     barriers = 16 * config.num_stages_scores if scores else 0
     barriers += 8 * config.num_stages if config.features.mask else 0
+    barriers += 16 * config.features.tile_words
     return 128 * rows + scores + 32 * config.num_stages_q + 32 * config.num_stages + barriers
 
 
@@ -216,7 +218,7 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
 
 def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
     """The config of ``problem`` with ``tile``."""
-    return HopperForwardConfig(
+    config = HopperForwardConfig(
         kernel="forward_hopper",
         arch="sm_90a",
         dtype=problem.dtype,
@@ -234,6 +236,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         score_tiles=tile.score_tiles,
         num_stages_scores=tile.num_stages_scores,
     )
+    return tile_words.with_words(config) if tile_words.pays(problem, tile.block_n) else config
 
 
 def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
@@ -362,8 +365,11 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
+    words = tile_words.words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     return ForwardPlanSpec(
+        tile_words_bytes=words.nbytes if words else 0,
         launches=(
+            *([tile_words.plan_launch(words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,
@@ -379,10 +385,11 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                     ("tail_first_head", first_head),
                     ("tail_done", done),
                     ("tail_whole_heads", all_heads - first_head - int(done > 0)),
+                    *(words.params() if words else ()),
                 ),
                 tensor_maps=(*_operand_maps(problem, tile), *_score_maps(problem, tile)),
             ),
-        )
+        ),
     )
 
 
@@ -407,7 +414,7 @@ def _score_maps(problem: AttentionProblem, tile: Tile) -> list[TensorMap]:
 
 def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) -> list[str]:
     """Why the portable family is faster than the plan ``spec``; empty when it is not."""
-    launch = spec.launches[-1]
+    launch = spec.main
     if problem.seqlen_q <= MIN_QUERY_ROWS and max(problem.head_dim, problem.head_dim_v) <= 64:
         # 64 rows and keys at head dim 64: the portable kernel takes 18 us, this one 25.
         return [f"{problem.seqlen_q} query rows fill half a tile"]

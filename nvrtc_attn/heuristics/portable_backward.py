@@ -14,6 +14,7 @@ from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import BackwardConfig, Features
+from . import tile_words
 from .common import features_of, is_aligned, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .spec import BackwardPlanSpec, Launch, Workspace
@@ -228,11 +229,21 @@ def choose_backward(
         num_splits = _choose_splits(problem, config, slots, num_m_blocks, num_n_blocks)
     config = replace(config, split=num_splits > 1, skip_hidden=_skips_hidden(problem, config))
 
-    launches = [] if fused else [_delta(problem, config, num_m_blocks)]
-    launches.append(_dkv(problem, config, num_n_blocks, num_splits, slots))
+    launches: list[Launch] = []
+    workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
+    words_params: tuple[tuple[str, int], ...] = ()
+    # Wider heads have no registers left to walk words with: 8 bytes of spills for 8.6 at head dim 256.
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    if narrow and not stores_dq and tile_words.pays(problem, config.block_n):
+        config = tile_words.with_words(config)
+        launches, words_params, buffer = tile_words.backward_launches(problem, config)
+        workspaces.append(buffer)
+    if not fused:
+        launches.append(_delta(problem, config, num_m_blocks))
+    main = _dkv(problem, config, num_n_blocks, num_splits, slots)
+    launches.append(replace(main, params=(*main.params, *words_params)))
     if num_splits > 1:
         launches.append(_dkv_convert(problem, config, num_n_blocks))
-    workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
     if stores_dq:
         pass
     elif problem.deterministic:
@@ -283,6 +294,11 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 
 
+def splits_of(spec: BackwardPlanSpec) -> int:
+    """Parts of the query loop of the dk/dv kernel."""
+    return dict(kernel_of(spec).params)["num_splits"]
+
+
 def candidates(problem: AttentionProblem, **target: Any) -> list[BackwardPlanSpec]:
     """The first rows of the tile table that fit, then the first row with half and with twice its splits, if any.
 
@@ -295,7 +311,7 @@ def candidates(problem: AttentionProblem, **target: Any) -> list[BackwardPlanSpe
         with contextlib.suppress(UnsupportedError):  # no tile of this head dim holds all keys
             found += [choose_backward(problem, **target, stores_dq=True, fused=fused) for fused in (True, False)]
     found += [first, *(choose_backward(problem, **target, rank=rank) for rank in (1, 2))]
-    num_splits = dict(kernel_of(first).params)["num_splits"]
+    num_splits = splits_of(first)
     if num_splits > 1:
         splits = (num_splits // 2, min(2 * num_splits, MAX_SPLITS))
         found += [choose_backward(problem, **target, num_splits=count) for count in splits]
