@@ -206,3 +206,25 @@ def test_summary_names_the_cases_behind(benchmarks: Path) -> None:
     assert "geometric mean 1.000 of 2 cases, 1 at 1.00" in lines[0]
     assert [line for line in lines if "0.500 x (s): 2.000 ms, fa3 1.000 ms" in line]
     assert not [line for line in lines if " y " in line]
+
+
+def test_candidates_for_small_work_are_plans(benchmarks: Path) -> None:
+    """Every problem has some beside today's choice; one without a launch before or behind it for short sequences."""
+    import short
+
+    from nvrtc_attn.heuristics import hopper_backward
+
+    assert {kind.part for kind in short.KINDS} == {"short", "tiny", "decode", "step"}
+    for kind in short.KINDS:
+        for backward in kind.directions:
+            specs = short.plans_of(kind, backward)
+            assert len(specs) >= 2, kind.name
+            assert next(iter(specs)) == "today", kind.name
+            if backward and kind.part == "short" and kind.q <= 128:
+                (name,) = [n for n in specs if n.endswith("store+rows")][:1]
+                kernels = [launch.config.kernel for launch in specs[name].launches]
+                assert kernels == ["backward_portable", "backward_dbias", "dbias_reduce"], kind.name
+    (step,) = [kind for kind in short.KINDS if kind.part == "step"][:1]
+    specs = short.plans_of(step, backward=True).values()
+    today, zero = (dict(hopper_backward.kernel_of(x).params)["query_step"] for x in specs)
+    assert today > zero == 0
