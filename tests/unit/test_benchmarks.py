@@ -157,7 +157,7 @@ def test_torch_kernels_get_the_same_problem(benchmarks: Path) -> None:
             assert case.window or case.softcap or (case.packed and (case.causal or case.hkv)), case.name
             continue
         expected = models.Running(peers.plain_math(case, inputs), case.backward)
-        assert models.distance(found, expected, inputs.seen) < 0.02, case.name
+        assert max(models.distances(found, expected, inputs.seen)) < 0.02, case.name
         compared.add(case.kind)
     assert len(compared) >= 11
 
@@ -190,7 +190,7 @@ def test_a_hopeless_rival_is_run_once(benchmarks: Path) -> None:
     pytest.importorskip("torch")
     import models
 
-    times = {"ours.fwd": 5.0, "ours.bwd": 1.0, "a.fwd": 1.0, "a.bwd": 1.9, "b.fwd": 2.1, "b.bwd": 2.1}
+    times = {"ours.fwd": 5.0, "ours.bwd": 1.0, "a.fwd": 1.0, "a.bwd": 1.4, "b.fwd": 1.6, "b.bwd": 1.6}
     assert models.slow(times) == {"b.fwd", "b.bwd"}
 
 
