@@ -1,6 +1,7 @@
-"""Plans for small work beside the one that is chosen now: short sequences, tiny problems, decoding, few query tiles.
+"""Plans for small work beside the one that is chosen now: short sequences, tiny problems, decoding, few tiles.
 
-    python benchmarks/short.py [--part short,tiny,decode,step] [--only REGEX] [--compile-only] [--no-seed] [--out FILE]
+    python benchmarks/short.py [--part short,tiny,decode,fit,step] [--only REGEX] [--compile-only] [--no-seed]
+                               [--out FILE]
 
 A line is one problem and direction: the time of today's choice in microseconds, then each candidate with today's time
 over its own: above 1 is faster. ``seed`` is torch's memory-efficient kernel. Runs alternate, each behind a clear of the
@@ -55,7 +56,7 @@ class Kind:
     @property
     def directions(self) -> tuple[bool, ...]:
         """Whether backward, of each pass that has candidates."""
-        return {"short": (False, True), "decode": (False,)}.get(self.part, (True,))
+        return {"short": (False, True), "fit": (False,), "decode": (False,)}.get(self.part, (True,))
 
     @property
     def name(self) -> str:
@@ -96,6 +97,10 @@ KINDS = (
     Kind(part="decode", b=1, q=8, k=8192, h=32, hkv=8, d=128),
     Kind(part="decode", b=64, q=2, k=2048, h=32, hkv=8, d=128),
     Kind(part="decode", b=16, q=16, k=4096, h=64, hkv=8, d=128),
+    Kind(part="fit", b=128, q=197, h=12, d=64),
+    Kind(part="fit", b=64, q=257, h=16, d=112),
+    Kind(part="fit", b=32, q=729, h=16, d=72),
+    Kind(part="fit", b=200, q=196, h=16, d=80),
     Kind(part="step", b=1, q=2048, k=8192, h=16, d=128),
     Kind(part="step", b=2, q=1024, k=8192, h=16, d=64),
 )
@@ -178,6 +183,12 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
                     continue
                 staged = replace(tile, num_stages=stages)
                 yield f"s{stages} x{splits}", lambda t=staged, n=splits: portable_forward_plan(problem, t, n)
+        return
+    if kind.part == "fit":
+        tile = hopper_forward.choose_tile(problem, TARGET["num_sms"])
+        for columns in (96, 112):
+            narrow = replace(tile, block_n=columns, num_stages=2, half_tile=False)
+            yield f"{columns} keys", lambda tile=narrow: hopper_forward.plan_spec(problem, tile, num_sms=132)
         return
     tile = portable_forward.Tile(block_m=64, block_n=64, num_warps=4, min_blocks_per_sm=3)  # more of them spill
     yield "64x64b3", lambda: portable_forward_plan(problem, tile, 1)
@@ -263,7 +274,7 @@ def measure(kind: Kind, backward: bool, specs: dict[str, Spec]) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="short,tiny,decode,step")
+    parser.add_argument("--part", default="short,tiny,decode,fit,step")
     parser.add_argument("--only", default="", help="regular expression in a problem's name")
     parser.add_argument("--compile-only", action="store_true", help="registers and spills, without a GPU")
     parser.add_argument("--no-seed", action="store_true")
@@ -277,7 +288,10 @@ def main() -> None:
     for _, _, specs in work:
         configs.update((launch.config, None) for spec in specs.values() for launch in spec.launches)
     compiled = compile_all(list(configs), arguments.workers)
+    serialised = [config for config, kernel in compiled.items() if "C7511" in kernel.log]
     print(f"{len(configs)} kernels compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    for config in serialised:
+        print(f"ptxas serialises the products of {config}")
     lines = []
     for kind, backward, specs in work:
         head = f"{'bwd' if backward else 'fwd'} {kind.name}"
