@@ -294,6 +294,8 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
     if problem.varlen and problem.bias is not None:
         reasons.append("bias: given with cu_seqlens - packed sequences share no key index - run the batch padded")
     reasons += unread_by("backward_portable", problem.further_inputs)
+    if problem.modifier is not None:
+        reasons.append("score_mod or mask_mod is given, which only the CPU computes so far")
     if reasons:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 
