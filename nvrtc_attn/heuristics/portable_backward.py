@@ -28,6 +28,10 @@ DECODE_ROWS: Final = 32
 SKIP_HIDDEN_ROWS: Final = 768
 """Up to this many query rows under a key tile its part above the diagonal is worth leaving out."""
 
+SHORT_TOKENS: Final = 0
+"""Up to this many queries and keys a plan that stores dq and prepares its own rows is the first choice, whatever the
+family. 0: nowhere yet, because nobody has measured it (``benchmarks/short.py``); at most 128."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
@@ -274,6 +278,19 @@ def may_store_dq(problem: AttentionProblem) -> bool:
     Rows of a masked problem may be left out where nothing is kept, tokens of no packed sequence belong to no tile.
     """
     return 0 < problem.seqlen_k <= 128 and problem.seqlen_q > 0 and not (problem.varlen or problem.mask)
+
+
+def short_plan(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, tokens: int | None = None
+) -> BackwardPlanSpec | None:
+    """The plan of one kernel for short sequences, up to ``tokens`` (`SHORT_TOKENS`) long; None where there is none."""
+    longest = SHORT_TOKENS if tokens is None else tokens
+    if max(problem.seqlen_q, problem.seqlen_k) > longest or not may_store_dq(problem):
+        return None
+    try:
+        return choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, stores_dq=True, fused=True)
+    except UnsupportedError:  # the portable family has other bounds, and wide heads no tile that holds all keys
+        return None
 
 
 def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
