@@ -97,7 +97,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     direct = problem.bias is not None or problem.mask is not None
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
-    diagonal = problem.window_right is not None and not problem.varlen
+    diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
     mapped = problem.softcap > 0 or problem.softmax_scale <= 0
     if widest <= 64:
         if direct:
@@ -124,7 +124,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
             block_n=columns,
             num_stages=3 if third else 2,
             num_stages_q=2,
-            half_tile=diagonal and not (problem.seqused_k or mapped) and problem.seqlen_q <= 2048 and columns == 128,
+            half_tile=diagonal and not mapped and problem.seqlen_q <= 2048 and columns == 128,
             lazy_max=True,
         )
     if widest <= 128:
