@@ -169,4 +169,26 @@ struct HopperBackwardParams : BackwardParams {
   TensorMap tensor_map_dbias;
 };
 
+// Behind the params of a kernel with kTileWords, so that those of the others lie where they lay: where the words are
+// (collective/tile_words.cuh), and what kernel/tile_plan.cuh, which writes them, must know.
+template <class Params>
+struct WithTileWords : Params {
+  // In words, from softmax_partial (forward) or counters (backward); strides of dims that words are shared over are 0.
+  long long tile_words_offset;
+  long long tile_words_stride_b, tile_words_stride_h, tile_words_stride_line;
+  // Words by query tile beside those by key tile: what the deterministic pass counts with.
+  long long tile_order_offset;
+  long long tile_order_stride_b, tile_order_stride_h, tile_order_stride_line;
+  int tile_plan_rows;        // queries of a tile
+  int tile_plan_cols;        // keys
+  int tile_plan_lines;       // lines of words of a (batch entry, head)
+  int tile_plan_tiles;       // bits of a line
+  int tile_plan_heads;       // with words of their own
+  int tile_plan_transposed;  // 1: a line is a key tile, its bits are query tiles
+};
+using TiledForwardParams = WithTileWords<ForwardParams>;
+using TiledHopperForwardParams = WithTileWords<HopperForwardParams>;
+using TiledBackwardParams = WithTileWords<BackwardParams>;
+using TiledHopperBackwardParams = WithTileWords<HopperBackwardParams>;
+
 }  // namespace nvrtc_attn

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
-from . import hopper_dbias, portable_backward, portable_dq
+from . import hopper_dbias, portable_backward, portable_dq, tile_words
 from .common import ceil_div, features_of, is_aligned, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (
@@ -69,6 +69,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
         rows += config.block_m  # zeros
     if config.fused:  # three warps, 32 rows of out and of dout each, and mbarriers
         helpers = 3 * 2 * 32 * (2 * config.head_dim_v + 16) + 8 * 4
+    if config.features.tile_words:  # how many query tiles, and which one each slot of q holds
+        helpers += 16 + 8 * config.num_stages
     barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
     return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers + helpers
 
@@ -243,7 +245,7 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     if 2 * main.grid >= num_sms:
         return []
     portable = portable_backward.choose_backward(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
-    splits = dict(portable_backward.kernel_of(portable).params)["num_splits"]
+    splits = portable_backward.splits_of(portable)
     if splits <= 2:
         return []
     return [f"{tiles} key tiles leave most of {num_sms} multiprocessors idle; queries split in {splits} fill more"]
@@ -287,7 +289,14 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     )
     if tile.wide:
         return wide_config(problem, config)
+    if walks_words(problem):
+        config = tile_words.with_words(config)
     return replace(config, smem_bytes=smem_bytes(config))
+
+
+def walks_words(problem: AttentionProblem) -> bool:
+    """Whether the kernel leaves out tiles that a mask hides; the two blocks of a wide tile compute all of them."""
+    return not is_wide(problem) and not has_one_key_tile(problem) and tile_words.pays(problem, BLOCK_N)
 
 
 def prepare_warps(head_dim_v: int) -> int:
@@ -365,8 +374,13 @@ def plan_spec(
         min_blocks_per_sm=48 // prepare_warps(config.head_dim_v) if varlen else 1,
     )
     convert = BackwardConfig(kernel="dq_convert", transposed_blocks=config.block_m == 80, **shape)
-    m_params = (("num_m_blocks", num_m_blocks),)
-    launches = []
+    m_params: tuple[tuple[str, int], ...] = (("num_m_blocks", num_m_blocks),)
+    launches, workspaces = [], []
+    words_params: tuple[tuple[str, int], ...] = ()
+    if config.features.tile_words:
+        plans, words_params, buffer = tile_words.backward_launches(problem, config, ordered=config.ordered)
+        launches += plans
+        workspaces.append(buffer)
     if not config.fused:
         launches.append(
             Launch(
@@ -383,7 +397,7 @@ def plan_spec(
             grid=config.cluster * workers,
             block=config.num_threads,
             smem_bytes=config.smem_bytes,
-            params=(*m_params, *schedule),
+            params=(*m_params, *schedule, *words_params),
             tensor_maps=(
                 tensor_map("tensor_map_q", "q", problem.q, 2, config.block_m // config.cluster),
                 tensor_map("tensor_map_k", "k", problem.k, 2, config.block_n // config.cluster),
@@ -405,7 +419,7 @@ def plan_spec(
             )
         )
     head = rows * config.head_dim
-    workspaces = [
+    workspaces += [
         Workspace(
             field="delta",
             nbytes=4 * statistics,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
+from . import tile_words
 from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
@@ -40,6 +41,12 @@ TILE_OVERHEAD_COLUMNS: Final = 128.0
 """What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
 2026-11, from lengths 512 to 16384."""
 
+FITS_KEYS: Final = False
+"""Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`). Nobody has measured it yet:
+part ``fit`` of ``benchmarks/short.py``."""
+KEY_TILE_OVERHEAD_COLUMNS: Final = 24
+"""What a key tile costs beside its columns, in columns: no tile is worth being narrower than 80."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
@@ -63,6 +70,7 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     scores = _score_bytes(config)
     barriers = 16 * config.num_stages_scores if scores else 0
     barriers += 8 * config.num_stages if config.features.mask else 0
+    barriers += 16 * config.features.tile_words
     return 128 * rows + scores + 32 * config.num_stages_q + 32 * config.num_stages + barriers
 
 
@@ -89,7 +97,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     direct = problem.bias is not None or problem.mask is not None
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
-    diagonal = problem.window_right is not None and not problem.varlen
+    diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
     mapped = problem.softcap > 0 or problem.softmax_scale <= 0
     if widest <= 64:
         if direct:
@@ -109,13 +117,14 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
             columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
         # A third slot for K and V brings the keys of the next query tile in time, 3 to 6 % up to 2048. With it and a
         # half tile ptxas serialises the products (C7511, 14 % slower), as it does with a half tile and mapped scores.
+        columns = fitted_columns(problem, columns)
         third = rows == 192 and columns == 128 and not lengths and not problem.band
         return Tile(
             block_m=rows,
             block_n=columns,
             num_stages=3 if third else 2,
             num_stages_q=2,
-            half_tile=diagonal and not (problem.seqused_k or mapped) and problem.seqlen_q <= 2048 and columns == 128,
+            half_tile=diagonal and not mapped and problem.seqlen_q <= 2048 and columns == 128,
             lazy_max=True,
         )
     if widest <= 128:
@@ -125,7 +134,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
         # against 667 with 176 keys and one slot. A third slot for K and V in its place is 5 % slower at 1024.
         half = diagonal and problem.seqlen_q <= 1024 and not (operands or mapped)
         # With dropout and 80 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
-        columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else 128
+        columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else fitted_columns(problem, 128)
         return Tile(block_m=128, block_n=columns, num_stages_q=2, half_tile=half, lazy_max=True)
     if widest <= 192:
         if direct:
@@ -140,6 +149,21 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     # 512 keys are 6.4 tiles of 80, of which the last is mostly empty: 64 are 2 % faster. 1024 are 12.8: 3 % slower.
     fits = 1.06 * 64 * ceil_div(problem.seqlen_k, 64) < 80 * ceil_div(problem.seqlen_k, 80)
     return Tile(block_m=128, block_n=64 if short or fits else 80, ping_pong=False)
+
+
+def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = None) -> int:
+    """The width of a key tile, at most ``columns``, with the least work for all keys: 197 are two tiles of 112.
+
+    Where no mask of positions or lengths on the device decide what is in a tile.
+    """
+    fits = FITS_KEYS if fits is None else fits
+    if not fits or columns <= 80 or problem.band or problem.varlen or problem.seqused_k or score_operands(problem):
+        return columns
+
+    def cost(width: int) -> int:
+        return ceil_div(problem.seqlen_k, width) * (width + KEY_TILE_OVERHEAD_COLUMNS)
+
+    return min(range(columns, 79, -16), key=cost)
 
 
 def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
@@ -216,7 +240,7 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
 
 def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
     """The config of ``problem`` with ``tile``."""
-    return HopperForwardConfig(
+    config = HopperForwardConfig(
         kernel="forward_hopper",
         arch="sm_90a",
         dtype=problem.dtype,
@@ -234,6 +258,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         score_tiles=tile.score_tiles,
         num_stages_scores=tile.num_stages_scores,
     )
+    return tile_words.with_words(config) if tile_words.pays(problem, tile.block_n) else config
 
 
 def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
@@ -362,8 +387,11 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
+    words = tile_words.words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     return ForwardPlanSpec(
+        tile_words_bytes=words.nbytes if words else 0,
         launches=(
+            *([tile_words.plan_launch(words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,
@@ -379,10 +407,11 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                     ("tail_first_head", first_head),
                     ("tail_done", done),
                     ("tail_whole_heads", all_heads - first_head - int(done > 0)),
+                    *(words.params() if words else ()),
                 ),
                 tensor_maps=(*_operand_maps(problem, tile), *_score_maps(problem, tile)),
             ),
-        )
+        ),
     )
 
 
@@ -407,7 +436,7 @@ def _score_maps(problem: AttentionProblem, tile: Tile) -> list[TensorMap]:
 
 def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) -> list[str]:
     """Why the portable family is faster than the plan ``spec``; empty when it is not."""
-    launch = spec.launches[-1]
+    launch = spec.main
     if problem.seqlen_q <= MIN_QUERY_ROWS and max(problem.head_dim, problem.head_dim_v) <= 64:
         # 64 rows and keys at head dim 64: the portable kernel takes 18 us, this one 25.
         return [f"{problem.seqlen_q} query rows fill half a tile"]
@@ -449,11 +478,15 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles.append(replace(tile, half_tile=not tile.half_tile))
     if tile.score_tiles and tile.num_stages_q == 2:
         tiles.append(replace(tile, num_stages_q=1))
+    fitted = fitted_columns(problem, tile.block_n, fits=True) if max(problem.head_dim, problem.head_dim_v) <= 128 else 0
+    if 0 < fitted < tile.block_n:
+        tiles.append(replace(tile, block_n=fitted, num_stages=2))
     # Tiles of 96 keys, not 112, which are slower in four of five cases and spill with dropout. Scores come in slabs
     # of 64 columns.
     step = 64 if tile.score_tiles else 32
     columns = (tile.block_n - 1) // step * step
     if columns >= 64:
         tiles.append(replace(tile, block_n=columns, half_tile=False))
+    tiles = list(dict.fromkeys(tiles))
     fitting = [x for x in tiles if smem_bytes(config_of(problem, x)) <= smem_limit]
     return [plan_spec(problem, x, num_sms=num_sms) for x in fitting]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from ..front.operands import BACKWARD, FORWARD, OPERANDS
 
@@ -117,3 +117,45 @@ class HopperBackwardParams(BackwardParams):
             for name in ("q", "k", "v", "dout", "bias", "dbias")
         ],
     ]  # fmt: skip
+
+
+def _tile_words(base: type[ctypes.Structure]) -> list[Any]:
+    """Fields of ``WithTileWords`` behind those of ``base``, and the padding to its alignment."""
+    words = [
+        (f"tile_{x}_{y}", _I64) for x in ("words", "order") for y in ("offset", "stride_b", "stride_h", "stride_line")
+    ]
+    plan = [(f"tile_plan_{x}", _I32) for x in ("rows", "cols", "lines", "tiles", "heads", "transposed")]
+    alignment = TENSOR_MAP_BYTES // 2 if issubclass(base, HopperForwardParams | HopperBackwardParams) else 8
+    begin = -(-ctypes.sizeof(base) // alignment) * alignment
+    end = begin + 8 * len(words) + 4 * len(plan)
+    return [*words, *plan, ("_padding_of_words", ctypes.c_uint8 * (-end % alignment))]
+
+
+class TiledForwardParams(ForwardParams):
+    """Arguments of a portable forward kernel that walks words of tiles, and of the kernel that writes them."""
+
+    _fields_ = _tile_words(ForwardParams)
+
+
+class TiledHopperForwardParams(HopperForwardParams):
+    """Arguments of the Hopper forward kernel that walks words of tiles."""
+
+    _fields_ = _tile_words(HopperForwardParams)
+
+
+class TiledBackwardParams(BackwardParams):
+    """Arguments of a portable backward kernel that walks words of tiles, and of the kernel that writes them."""
+
+    _fields_ = _tile_words(BackwardParams)
+
+
+class TiledHopperBackwardParams(HopperBackwardParams):
+    """Arguments of the Hopper backward kernel that walks words of tiles."""
+
+    _fields_ = _tile_words(HopperBackwardParams)
+
+
+WITH_TILE_WORDS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
+    tiled.__mro__[1]: tiled
+    for tiled in (TiledForwardParams, TiledHopperForwardParams, TiledBackwardParams, TiledHopperBackwardParams)
+}
