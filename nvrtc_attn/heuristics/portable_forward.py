@@ -11,7 +11,7 @@ from ..front.operands import unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
 from . import tile_words
-from .common import ceil_div, features_of, is_vectorizable, maps_scores, round_up
+from .common import ceil_div, features_of, is_vectorizable, maps_scores, packed_slots, round_up
 from .portable_common import MEASURED_SMEM, MIN_WARPS, SMEM_RESERVED, warps_per_sm
 from .spec import ForwardPlanSpec, Launch
 
@@ -162,6 +162,10 @@ def _head_group(problem: AttentionProblem, config: ForwardConfig) -> int:
     if not problem.band:
         return 1
     bytes_per_head = max(config.itemsize * problem.seqlen_k * (config.head_dim + config.head_dim_v), 1)
+    if problem.varlen and not packs_heads(problem):  # heads whose tiles of all sequences are interleaved
+        rows = max(problem.k.shape[1], 1)
+        bytes_per_head = max(config.itemsize * rows * (config.head_dim + config.head_dim_v), 1)
+        return max(1, min(problem.num_heads, L2_BYTES // bytes_per_head))
     return max(1, min(problem.batch * problem.num_heads, L2_BYTES // bytes_per_head))
 
 
@@ -280,6 +284,8 @@ def choose_forward(
     if legacy_mma and problem.dtype != "float16":
         reasons.append(f"dtype is {problem.dtype}; compute capability 7.5 has matrix instructions for float16 only")
     reasons += unread_by("forward_portable", problem.further_inputs)
+    if problem.modifier is not None:
+        reasons.append("score_mod or mask_mod is given, which only the CPU computes so far")
     if reasons:
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", reasons)
 
@@ -349,10 +355,13 @@ def choose_forward(
         plans, words_params = (tile_words.plan_launch(words, config, softmax_bytes),), words.params(softmax_bytes)
         words_bytes = words.nbytes
     if num_splits == 1:
-        virtual_heads = problem.num_heads // group if problem.varlen else 0
+        units = heads + (problem.num_heads // group if problem.varlen else 0)
+        grid = units * num_m_blocks
+        if problem.varlen and group == 1:
+            grid = problem.num_heads * packed_slots(problem.q.shape[1], problem.batch, config.block_m)
         launch = Launch(
             config=config,
-            grid=(heads + virtual_heads) * num_m_blocks,
+            grid=grid,
             block=config.num_threads,
             smem_bytes=smem_bytes(config),
             params=(

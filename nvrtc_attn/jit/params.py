@@ -93,9 +93,9 @@ class HopperForwardParams(ForwardParams):
     _fields_ = [
         *[(name, _I32) for name in (
             "num_tiles", "heads_per_group", "pair_rounds", "head_pairs", "tail_first_head", "tail_done",
-            "tail_whole_heads",
+            "tail_whole_heads", "chunk_rows", "num_chunks", "num_workers",
         )],
-        ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 28) % 64)),
+        ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 40) % 64)),
         *[
             (f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8))
             for name in ("q", "k", "v", "bias", "mask")
@@ -108,8 +108,10 @@ class HopperBackwardParams(BackwardParams):
 
     _fields_ = [
         ("counter_offset", _I64),
-        *[(name, _I32) for name in ("num_tiles", "heads_per_group", "query_step")],
-        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 20) % 64)),
+        *[(name, _I32) for name in (
+            "num_tiles", "heads_per_group", "query_step", "chunk_rows", "num_chunks", "num_workers",
+        )],
+        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 32) % 64)),
         *[
             (f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8))
             for name in ("q", "k", "v", "dout", "bias", "dbias")

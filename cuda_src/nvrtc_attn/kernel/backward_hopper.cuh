@@ -120,7 +120,7 @@ struct KeyTileConsumer {
         if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
           release_operands();
           zero_keys_of_no_sequence<Element, Shape::kConsumers>(params, announced_key_head<Traits>(params, tile),
-                                                               tile.n_block, params.num_n_blocks, tid);
+                                                               tile.n_block, tile_list(params).parts(), tid);
           continue;
         }
       }
@@ -508,9 +508,10 @@ struct KeyTileConsumer {
   NVRTC_ATTN_DEVICE void add_to_workspace(DkTiles const& dk, DvTiles const& dv) {
     KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);
     release_k();
-    index_t const rows = index_t(params.num_n_blocks) * Shape::kBlockN;
-    index_t const first = tile.n_block * Shape::kBlockN + 64 * group + 16 * warp;
-    int const head = tile.b * params.num_heads_kv + announced_key_head<Traits>(params, tile);
+    index_t const rows = dkv_accum_rows<Traits>(params);
+    index_t const first =
+        dkv_accum_row0<Traits>(params, tile.b) + (tile.n_block * Shape::kBlockN + 64 * group + 16 * warp);
+    int const head = dkv_accum_head<Traits>(params, tile.b, announced_key_head<Traits>(params, tile));
     float* const accum = params.dkv_accum + index_t(head) * dkv_accum_size<Traits>(params);
     add_blocks(accum + first * Traits::kHeadDim, dk, lane);
     add_blocks(accum + rows * Traits::kHeadDim + first * Traits::kHeadDimV, dv, lane);

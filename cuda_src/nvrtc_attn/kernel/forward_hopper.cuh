@@ -185,15 +185,16 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     if constexpr (Traits::kVarlen) {
       if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
         release_q();
-        zero_rows_of_no_sequence<Element, Shape::kConsumers>(params, tile.h, tile.m_block, params.num_m_blocks, tid);
+        zero_rows_of_no_sequence<Element, Shape::kConsumers>(params, tile.h, tile.m_block, tile_list(params).parts(),
+                                                             tid);
         continue;
       }
     }
     SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, tile.b);
     int const len_q = seqlen.len_q;
     int const m0 = tile.m_block * Shape::kBlockM;
-    pad_lse<Shape::kConsumers>(params, tile.b, tile.h, len_q, m0, Shape::kBlockM,
-                               tile.m_block == params.num_m_blocks - 1, tid);
+    bool const last_tile = Traits::kVarlen ? m0 + Shape::kBlockM >= len_q : tile.m_block == params.num_m_blocks - 1;
+    pad_lse<Shape::kConsumers>(params, tile.b, tile.h, len_q, m0, Shape::kBlockM, last_tile, tid);
     if (m0 >= len_q) {
       release_q();
       continue;

@@ -47,8 +47,11 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   if constexpr (Traits::kVarlen) {
     if (b == params.batch) {  // the virtual sequence of all tokens outside the others; combine does it with split keys
       if constexpr (!Traits::kSplit) {
+        using Slots = typename Position<Traits>::Slots;
+        int const parts =
+            Position<Traits>::kSlots ? Slots{params.cu_seqlens_q, b, params.total_q}.parts() : params.num_m_blocks;
         for (int g = 0; g < row_map.group; ++g) {
-          zero_rows_of_no_sequence<Element, kThreads>(params, h + g, here.m_block, params.num_m_blocks, tid);
+          zero_rows_of_no_sequence<Element, kThreads>(params, h + g, here.m_block, parts, tid);
         }
       }
       return;
@@ -58,14 +61,15 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   int const num_rows = row_map.rows(seqlen.len_q);
   int const len_k = seqlen.len_k;
   if constexpr (!Traits::kSplit) {
-    bool const last_block = here.m_block == params.num_m_blocks - 1;
+    bool const last_block =
+        Position<Traits>::kSlots ? m0 + kBlockM >= num_rows : here.m_block == params.num_m_blocks - 1;
     if constexpr (!Traits::kPackedHeads) {
       pad_lse<kThreads>(params, b, h, seqlen.len_q, m0, kBlockM, last_block, tid);
     } else if (last_block) {
       for (int g = 0; g < row_map.group; ++g) pad_lse<kThreads>(params, b, h + g, seqlen.len_q, 0, 0, true, tid);
     }
   }
-  if (m0 >= num_rows) return;
+  if (m0 >= num_rows || (Position<Traits>::kSlots && here.m_block >= params.num_m_blocks)) return;
 
   // This warp's part of the tile.
   int const warp_row0 = here.warp_row0;

@@ -46,8 +46,14 @@ struct BackwardLoader {
     }
     // Ordered additions: a block that runs must not wait for one that does not, so that even the first tile is taken.
     int t = Traits::kOrdered ? take_tile() : int(blockIdx.x) / Shape::kBlocks;
-    while (t < params.num_tiles) {
-      KeyTile tile = key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
+    while (Traits::kVarlen || t < params.num_tiles) {
+      KeyTile tile;
+      if constexpr (Traits::kVarlen) {
+        tile = packed_key_tile<Traits::kSplit>(params, t);
+        if (tile.n_block < 0) break;
+      } else {
+        tile = key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
+      }
       if constexpr (Traits::kFused) {
         wait_for_rows<Traits>(params, tile.b, tile.h);
         t = opaque(t);

@@ -62,7 +62,7 @@ struct ForwardLoader {
       if constexpr (Scores::kSlabsBias > 0) prefetch_tensor_map(params.tensor_map_bias);
       if constexpr (Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
     }
-    TileScheduler<Traits::kBand> scheduler(params);
+    TileScheduler<Traits::kBand, Traits::kVarlen> scheduler(params);
     WorkTile tile;
     while (scheduler.next(tile)) {
       bool loads = !(Traits::kVarlen && tile.b == params.batch);
@@ -77,6 +77,7 @@ struct ForwardLoader {
         loads = loads && first < last;
       }
       if (!loads) {
+        if constexpr (Traits::kVarlen) scheduler.take(issuer);
         announce(tile.m_block, tile.h, tile.b);
         if (issuer) barriers.full_q(q_slot.stage).arrive();
         q_slot.advance();
@@ -98,6 +99,7 @@ struct ForwardLoader {
         load_scores(from, n);
         load_v(from, n + 1);
       }
+      if constexpr (Traits::kVarlen) scheduler.take(issuer);
       load_v(from, first);
     }
     announce(-1, 0, 0);
@@ -247,7 +249,7 @@ NVRTC_ATTN_DEVICE void zero_hidden_values(HopperForwardParams const& params, For
   constexpr int kWords = (Shape::kBlockN + 31) / 32;
   int const lane = int(threadIdx.x) & 31;
   RingPosition<Shape::kStages> slot;
-  TileScheduler<Traits::kBand> scheduler(params);
+  TileScheduler<Traits::kBand, false> scheduler(params);
   WorkTile tile;
   while (scheduler.next(tile)) {
     SeqlenInfo<false, Traits::kSequsedK> const seqlen(params, tile.b);
