@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def problem(head_dim: int, mask: tuple[int, ...] = (BATCH, 1, 1, LENGTH), **more
     return AttentionProblem(
         dtype=dtype, batch=BATCH, seqlen_q=LENGTH, seqlen_k=LENGTH, num_heads=HEADS, num_heads_kv=heads_kv,
         head_dim=head_dim, head_dim_v=head_dim, q=dense_layout((BATCH, LENGTH, HEADS, head_dim), dtype), k=keys, v=keys,
-        mask=dense_layout(mask, "bool"), **more,
+        mask=replace(dense_layout(mask, "bool"), offset_alignment=more.pop("alignment", 16)), **more,
     )  # fmt: skip
 
 
@@ -56,6 +57,8 @@ HOPPER: dict[str, AttentionProblem] = {
     "d64_bias": problem(64, bias=True),
     "d64_dropout": problem(64, dropout_p=0.1),
     "d128_softcap": problem(128, softcap=20.0),
+    **{f"d{d}_unaligned": problem(d, SCORES, alignment=1) for d in (64, 128)},
+    "d64_unaligned_bias_dropout": problem(64, SCORES, alignment=1, bias=True, dropout_p=0.1, **CAUSAL),
 }
 SPILLED = {("d64", "forward_portable"): 8, ("d64", "backward_portable"): 68, ("d128", "backward_portable"): 124}
 """Of the portable family; without words 36, 52 and 68 bytes."""
