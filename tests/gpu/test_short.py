@@ -53,6 +53,8 @@ CASES: dict[str, dict[str, Any]] = {
     "narrow_head": {"seqlen_q": 70, "seqlen_k": 33, "head_dim": 8, "head_dim_v": 24},
     "odd_head": {"seqlen_q": 70, "seqlen_k": 33, "head_dim": 59, "head_dim_v": 37},
     "head_of_72": {"seqlen_q": 129, "seqlen_k": 120, "head_dim": 72, "head_dim_v": 104},
+    "256_keys": {"seqlen_q": 256, "seqlen_k": 256, "num_heads": 4, "head_dim": 32, "bias": "1hqk"},
+    "200_keys": {"seqlen_q": 333, "seqlen_k": 200, "head_dim": 64, "causal": True, "dlse": True},
     "head_of_256": {"seqlen_q": 129, "seqlen_k": 60, "head_dim": 256},
     "float32": {"seqlen_q": 65, "seqlen_k": 64, "head_dim": 64, "dtype": "float32", "bias": "1hqk"},
     "unaligned": {"seqlen_q": 50, "seqlen_k": 51, "head_dim": 32, "layout": "unaligned"},
