@@ -161,4 +161,24 @@ struct HopperBackwardParams : BackwardParams {
   TensorMap tensor_map_dbias;
 };
 
+// Kernels with a sink: behind all else, so that those without keep their layout.
+struct FurtherForwardParams : ForwardParams {
+  void const* sink;  // [H], one more logit a row
+  long long sink_stride_h;
+  int sink_float32;  // otherwise of q's element type
+};
+
+struct FurtherHopperForwardParams : HopperForwardParams {
+  void const* sink;
+  long long sink_stride_h;
+  int sink_float32;
+};
+
+struct FurtherBackwardParams : BackwardParams {
+  void const* sink;
+  void* dsink;  // [H], of the sink's element type
+  long long sink_stride_h, dsink_stride_h;
+  int sink_float32;
+};
+
 }  // namespace nvrtc_attn

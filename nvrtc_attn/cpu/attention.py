@@ -29,7 +29,7 @@ def backward(call: Call, views: Mapping[str, TensorView], rng: Any) -> None:
     q, k, v = (_read(call.tensors[name]) for name in "qkv")
     gradients = reference.attention_backward(
         read.pop("dout"), q, k, v, read.pop("out"), read.pop("lse"), **read, bias_grad="dbias" in views,
-        **_options(call, rng),
+        sink_grad="dsink" in views, **_options(call, rng),
     )  # fmt: skip
     for name, gradient in zip(GRADIENTS, gradients, strict=True):
         if name in views and gradient is not None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
-from ..front.operands import unread_by
+from ..front.operands import OPERANDS, unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
 from .common import ceil_div, features_of, is_vectorizable, maps_scores, round_up
@@ -339,8 +339,9 @@ def choose_forward(
         num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, slots, max_splits)
     if num_splits == 1:
         virtual_heads = problem.num_heads // group if problem.varlen else 0
+        # A sink comes after the last key tile, so no tile is chosen by it.
         launch = Launch(
-            config=config,
+            config=replace(config, features=features_of(problem, behind=True)),
             grid=(heads + virtual_heads) * num_m_blocks,
             block=config.num_threads,
             smem_bytes=smem_bytes(config),
@@ -360,7 +361,11 @@ def choose_forward(
         num_warps=COMBINE_WARPS if num_rows >= 8 * num_sms else 2 * COMBINE_WARPS,
         legacy_mma=legacy_mma,
         # Scores that the kernel over splits maps are in natural units, others in those of q.k: kMapsScores.
-        features=Features(varlen=problem.varlen, prescale=maps_scores(config.features)),
+        features=Features(
+            varlen=problem.varlen,
+            prescale=maps_scores(config.features),
+            optional=" ".join(name for name in problem.further_inputs if OPERANDS[name].behind),
+        ),
     )
     return ForwardPlanSpec(
         launches=(

@@ -12,9 +12,17 @@ from dataclasses import fields
 from typing import Any, Final
 
 from ..base.dtypes import DTYPES
-from ..front.operands import FURTHER_INPUTS
+from ..front.operands import FURTHER_INPUTS, OPERANDS
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
-from .params import BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
+from .params import (
+    BackwardParams,
+    ForwardParams,
+    FurtherBackwardParams,
+    FurtherForwardParams,
+    FurtherHopperForwardParams,
+    HopperBackwardParams,
+    HopperForwardParams,
+)
 
 ENTRY_NAME: Final = "attention_entry"
 """The ``extern "C"`` name of the kernel in every generated file."""
@@ -36,11 +44,16 @@ def constant_name(field: str) -> str:
 
 def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct that the kernel of ``config`` takes by value."""
+    behind = any(OPERANDS[name].behind for name in config.features.optional.split() if name in OPERANDS)
     if isinstance(config, HopperForwardConfig):
-        return HopperForwardParams
+        return FurtherHopperForwardParams if behind else HopperForwardParams
     if isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
+        if behind:
+            raise ValueError(f"optional={config.features.optional!r}: {config.kernel} reads none of what lies behind")
         return HopperBackwardParams
-    return ForwardParams if isinstance(config, ForwardConfig) else BackwardParams
+    if isinstance(config, ForwardConfig):
+        return FurtherForwardParams if behind else ForwardParams
+    return FurtherBackwardParams if behind else BackwardParams
 
 
 def _trait_lines(name: str, value: Any) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from ..front.operands import BACKWARD, FORWARD, OPERANDS
 
@@ -31,7 +31,17 @@ def inputs_first(names: Sequence[str], backward: bool) -> int:
 
 def _pointers(names: Sequence[str], backward: bool, workspaces: tuple[str, ...]) -> tuple[str, ...]:
     first = inputs_first(names, backward)
-    return (*names[:first], *RNG_ADDRESSES, *names[first:], *workspaces, *RNG_WORDS)
+    return (
+        *_in_front(names[:first]), *RNG_ADDRESSES, *_in_front(names[first:]), *workspaces, *RNG_WORDS,
+    )  # fmt: skip
+
+
+def _in_front(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if not OPERANDS[name].behind)
+
+
+def _behind(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if OPERANDS[name].behind)
 
 
 def _strides(name: str, dims: str) -> list[tuple[str, type[ctypes.c_int64]]]:
@@ -40,14 +50,23 @@ def _strides(name: str, dims: str) -> list[tuple[str, type[ctypes.c_int64]]]:
 
 def _operand_strides(names: Sequence[str], ends: str) -> list[tuple[str, type[ctypes.c_int64]]]:
     """Strides of the operands whose last dim is one of ``ends``."""
-    rows = [row for name in names if (row := OPERANDS[name]).strides and row.strides[-1] in ends]
+    rows = [row for name in _in_front(names) if (row := OPERANDS[name]).strides and row.strides[-1] in ends]
     return [field for row in rows for field in _strides(row.name, row.strides)]
+
+
+def _fields_behind(names: Sequence[str]) -> Any:
+    """Pointers, strides, and for each input whether its elements are float32 (otherwise they are those of q)."""
+    rows = [OPERANDS[name] for name in _behind(names)]
+    strides = [field for row in rows for field in _strides(row.name, row.strides)]
+    kinds = [(f"{row.name}_float32", _I32) for row in rows if not row.gradient_of]
+    return [*((row.name, _P) for row in rows), *strides, *kinds]
 
 
 class ForwardParams(ctypes.Structure):
     """Arguments of the forward and combine kernels."""
 
     POINTERS: Final = _pointers(FORWARD, False, FORWARD_WORKSPACES)
+    BEHIND: Final = _behind(FORWARD)
     _fields_ = [
         *[(name, _P) for name in POINTERS],
         # Of tensors like q, of lse, of tensors like the scores, of others.
@@ -67,6 +86,7 @@ class BackwardParams(ctypes.Structure):
     """Arguments of every backward kernel: delta, dk/dv, dq, dbias and the conversions."""
 
     POINTERS: Final = _pointers(BACKWARD, True, BACKWARD_WORKSPACES)
+    BEHIND: Final = _behind(BACKWARD)
     _fields_ = [
         *[(name, _P) for name in POINTERS],
         *_operand_strides(BACKWARD, "d"), *_operand_strides(BACKWARD, "m"), *_strides("delta", "bh"),
@@ -115,3 +135,27 @@ class HopperBackwardParams(BackwardParams):
             for name in ("q", "k", "v", "dout", "bias", "dbias")
         ],
     ]  # fmt: skip
+
+
+# Params of the kernels that read an operand which the others do not know: what is before it keeps its place.
+
+
+class FurtherForwardParams(ForwardParams):
+    """ForwardParams, then the operands that lie behind."""
+
+    _fields_ = _fields_behind(FORWARD)
+
+
+class FurtherHopperForwardParams(HopperForwardParams):
+    """HopperForwardParams, then the operands that lie behind; the compiler rounds its size up to 64 bytes."""
+
+    _fields_ = [
+        *_fields_behind(FORWARD),
+        ("_padding_behind", ctypes.c_uint8 * (-sum(ctypes.sizeof(kind) for _, kind in _fields_behind(FORWARD)) % 64)),
+    ]
+
+
+class FurtherBackwardParams(BackwardParams):
+    """BackwardParams, then the operands that lie behind."""
+
+    _fields_ = _fields_behind(BACKWARD)
