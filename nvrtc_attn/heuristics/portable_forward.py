@@ -339,9 +339,9 @@ def choose_forward(
         num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, slots, max_splits)
     if num_splits == 1:
         virtual_heads = problem.num_heads // group if problem.varlen else 0
-        # A sink comes after the last key tile, so no tile is chosen by it.
+        config = _with_sink(problem, config)
         launch = Launch(
-            config=replace(config, features=features_of(problem, behind=True)),
+            config=config,
             grid=(heads + virtual_heads) * num_m_blocks,
             block=config.num_threads,
             smem_bytes=smem_bytes(config),
@@ -388,6 +388,17 @@ def choose_forward(
         out_partial_bytes=4 * num_splits * num_rows * config.head_dim_v,
         softmax_partial_bytes=8 * num_splits * num_rows,
     )
+
+
+def _with_sink(problem: AttentionProblem, config: ForwardConfig) -> ForwardConfig:
+    """``config`` that reads what lies behind the params. A sink comes after the last key tile: no other tile but one.
+
+    For 10.x and 11.0 ptxas spills the loop's counter with 128 columns.
+    """
+    features = features_of(problem, behind=True)
+    if features.optional and config.block_n == 128 and config.arch in ("sm_100", "sm_103", "sm_110"):
+        config = replace(config, block_n=112)
+    return replace(config, features=features)
 
 
 def _with_tile(config: ForwardConfig, tile: Tile) -> ForwardConfig:

@@ -64,11 +64,13 @@ struct OutputRows {
            partial_row(params, split, b, h + row_map.head(i), row_map.query(i)) * Traits::kHeadDimV;
   }
   // What output row i is multiplied by, but for dropout's multiplier; writes its lse where `writes`.
-  NVRTC_ATTN_DEVICE float finish_with_sink(int i, float row_max, float row_sum, ScoreMap<Traits> const& map,
-                                           bool writes) const {
+  // `sink`: of the tile's first head, which is the only one without packed heads.
+  NVRTC_ATTN_DEVICE float finish_with_sink(int i, float row_max, float row_sum, float sink,
+                                           ScoreMap<Traits> const& map, bool writes) const {
     static_assert(!Traits::kSplit, "a sink counts once, in combine");
     int const head = h + row_map.head(i);
-    RowEnd const end = take_sink<Traits>(row_max, row_sum, load_sink<Traits>(params, head), map);
+    if constexpr (Traits::kPackedHeads) sink = load_sink<Traits>(params, head);
+    RowEnd const end = take_sink<Traits>(row_max, row_sum, sink, map);
     bool const empty = end.sum == 0.0f;
     if (writes && params.lse != nullptr) {
       *lse_row(params, b, head, q_row0, row_map.query(i)) = empty ? params.lse_empty : end.top + logf(end.sum);
@@ -112,6 +114,7 @@ NVRTC_ATTN_DEVICE void write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD]
   int const m0 = here.m_block * Shape::kBlockM;
   float const multiplier = Traits::kDropout ? rows.params.dropout_multiplier : 1.0f;
   Element* const sO = reinterpret_cast<Element*>(smem);
+  float const sink = load_sink<Traits>(rows.params, here.h);
 #pragma unroll
   for (int r = 0; r < Softmax::kRows; ++r) {
     int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
@@ -120,7 +123,7 @@ NVRTC_ATTN_DEVICE void write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD]
     float factor = sum == 0.0f ? 0.0f : multiplier / sum;
     if constexpr (Traits::kHasSink) {
       bool const writes = t == 0 && here.warp_d == 0 && valid;
-      factor = multiplier * rows.finish_with_sink(m0 + row, softmax.row_max[r], sum, map, writes);
+      factor = multiplier * rows.finish_with_sink(m0 + row, softmax.row_max[r], sum, sink, map, writes);
     } else {
       if (t == 0 && here.warp_d == 0 && valid) rows.write_lse(m0 + row, softmax.row_max[r], sum, map);
     }
@@ -167,6 +170,7 @@ NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape
   float* const sMax = reinterpret_cast<float*>(smem);           // [kWarpsN][kBlockM]
   float* const sSum = sMax + Traits::kWarpsN * Shape::kBlockM;  // [kWarpsN][kBlockM]
   float* const sO = sSum + Traits::kWarpsN * Shape::kBlockM;    // [kWarpsN][kBlockM][kColumns]
+  float const sink = load_sink<Traits>(rows.params, here.h);
 #pragma unroll
   for (int r = 0; r < Softmax::kRows; ++r) {
     int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
@@ -191,7 +195,7 @@ NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape
     float factor;
     if constexpr (Traits::kHasSink) {
       bool const writes = t == 0 && here.warp_n == 0 && m0 + row < rows.count;
-      factor = multiplier * rows.finish_with_sink(m0 + row, row_max, sum, map, writes);
+      factor = multiplier * rows.finish_with_sink(m0 + row, row_max, sum, sink, map, writes);
       factor *= map.ratio(softmax.row_max[r], finite_max);
     } else {
       if (t == 0 && here.warp_n == 0 && m0 + row < rows.count) rows.write_lse(m0 + row, row_max, sum, map);
