@@ -8,7 +8,7 @@ All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anythin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from .front.operands import (
 from .front.problem import Causal, WindowSize
 from .front.tensors import Device, TensorView, framework_of
 from .front.validation import Violations, check_real, check_shape
+from .modifiers.modifier import Modifier
 from .plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .runtime import driver
 from .runtime.lifetime import hold
@@ -58,6 +59,9 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     out: Any = None,
@@ -67,8 +71,9 @@ def attention(
     """Scaled dot-product attention, ``out = dropout(softmax(S)) v``, in memory linear in the sequence length.
 
     ``S[i, j] = softcap(softmax_scale * q_i . k_j) + bias[i, j]`` with ``softcap(s) = c tanh(s / c)``, and -inf where a
-    mask drops the key. With a sink, ``softmax(S)[i, j] = exp(S[i, j]) / (sum_j exp(S[i, j]) + exp(sink[h]))``. Not
-    differentiable by itself: `nvrtc_attn.torch.attention` and `nvrtc_attn.jax.attention` are.
+    mask drops the key. ``score_mod`` takes the place of the softcap. With a sink,
+    ``softmax(S)[i, j] = exp(S[i, j]) / (sum_j exp(S[i, j]) + exp(sink[h]))``. Not differentiable by itself:
+    `nvrtc_attn.torch.attention` and `nvrtc_attn.jax.attention` are.
 
     Parameters
     ----------
@@ -99,8 +104,17 @@ def attention(
         Sequences packed on the token dim of q and of k, v (then B = 1): sequence b is rows ``cu[b]`` to ``cu[b + 1]``.
     max_seqlen_q, max_seqlen_k
         Longest sequence; needed with cu_seqlens. A tensor with one integer is read, which waits for a GPU it is on.
-    seqused_k : int32 ``[nb]``, optional
-        Keys of each sequence that take part.
+    seqused_k : int32 ``[nb]`` or ``[B]``, optional
+        Keys of each sequence, or of each batch entry, that take part: the first so many. Alignment to the bottom right
+        is to the last of them.
+    score_mod
+        ``score_mod(score, b, h, q, k)`` gives what takes the place of ``score = softmax_scale * q . k``, before the
+        bias: operators and functions of Python, NumPy or torch, and elements of captured arrays. b is the sequence of
+        packed tensors, q and k are positions in it. Or what `nvrtc_attn.trace` made of it.
+    mask_mod
+        ``mask_mod(b, h, q, k)`` says whether the key is kept.
+    aux
+        Arrays by name that both functions take as one more argument.
     return_lse
         Return (out, lse); lse is float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), the natural log of the sum of
         ``exp(S)`` and of ``exp(sink)``; -inf for a row with no valid key, or the sink.
@@ -147,7 +161,7 @@ def attention(
     check_further("attention", further)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream,
+        **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
     )  # fmt: skip
     framework = framework_of(q)
 
@@ -187,6 +201,9 @@ def attention_forward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
     workspace: Any = None,
     stream: Any = None,
     **further: Unpack[FurtherInputs],
@@ -210,7 +227,7 @@ def attention_forward(
     check_further("attention_forward", further)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream,
+        **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
     )  # fmt: skip
     _forward(call, {"out": out, "lse": lse}, rng, workspace)
 
@@ -243,6 +260,10 @@ def attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
+    daux: Sequence[Any] | None = None,
     deterministic: bool = False,
     workspace: Any = None,
     stream: Any = None,
@@ -270,6 +291,9 @@ def attention_backward(
         Written when given: one more small kernel, which adds in a fixed order, ``deterministic`` or not.
     rng
         The values the forward pass used; needed with dropout.
+    daux
+        Gradients of the arrays that the modifier captured, in the order of `nvrtc_attn.Modifier.captures`: float32
+        arrays of their shapes, None where none is wanted. Every element is written.
     deterministic
         Bitwise reproducible. On compute capability 9.0 up to head dim 128 dq is added up in a fixed order (1 to 16 %
         more time); elsewhere dq gets a kernel of its own instead of atomics, about 1.4 times the matrix products.
@@ -293,9 +317,13 @@ def attention_backward(
         deterministic=deterministic, dbias=dbias is not None, dsink=dsink is not None,
     )  # fmt: skip
     check_further("attention_backward", further)
+    modifier = _modifier(score_mod, mask_mod, aux)
+    if daux is not None and modifier is None:
+        raise ValueError("daux: given without score_mod and mask_mod, which capture the arrays.")
+    trained = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream,
+        **further, options=options, stream=stream, modifier=modifier, trained=trained,
     )  # fmt: skip
     if dropout_p > 0 and rng is None:
         raise ValueError("rng: None, but dropout_p > 0. Pass the (seed, offset) that the forward pass used.")
@@ -303,7 +331,7 @@ def attention_backward(
         "dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias,
         "dsink": dsink,
     }  # fmt: skip
-    _backward(call, given, rng, workspace)
+    _backward(call, given, rng, workspace, daux)
 
 
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
@@ -362,7 +390,7 @@ def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: t
 def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
     """`describe`, and under ``NVRTC_ATTN_DEBUG`` the values of lengths that lie on the device."""
     call = describe(q, k, v, **arguments)
-    if call.problem.varlen and not call.on_cpu and env.debug():
+    if (call.problem.varlen or call.problem.seqused_k) and not call.on_cpu and env.debug():
         from .plans.debug import check_device_lengths
 
         check_device_lengths(call)
@@ -371,6 +399,7 @@ def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
 
 def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], **gradients: Any) -> Call:
     tensors = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
+    tensors["modifier"] = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
         options.pop(ignored, None)
@@ -378,6 +407,17 @@ def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str
         if name not in CallOptions._fields or name in OPTIONAL_GRADIENTS:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     return checked_call(q, k, v, **tensors, options=CallOptions(**options, **gradients), stream=stream)
+
+
+def _modifier(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier | None:
+    """What the functions of a call mean; None without them."""
+    if score_mod is None and mask_mod is None:
+        if aux is not None:
+            raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
+        return None
+    from .modifiers.trace import trace
+
+    return trace(score_mod, mask_mod, aux=aux)
 
 
 def _allocate(like: Any, framework: str, shape: tuple[int, ...], dtype: str, device: Device, stream: int) -> Any:
@@ -456,7 +496,9 @@ def _forward(
         _launch(plan, call, views, address, state, (given, workspace))
 
 
-def _backward(call: Call, given: Mapping[str, Any], rng: Any, workspace: Any) -> None:
+def _backward(
+    call: Call, given: Mapping[str, Any], rng: Any, workspace: Any, daux: Sequence[Any] | None = None
+) -> None:
     """Run the backward pass; ``given`` are its further inputs and its outputs."""
     views: dict[str, TensorView] = {}
     for name, x in given.items():
@@ -471,10 +513,13 @@ def _backward(call: Call, given: Mapping[str, Any], rng: Any, workspace: Any) ->
             )
         else:
             views[name] = call.output_view(x, name, views)
+    capture_gradients, dbias = call.capture_gradients(daux)
+    if dbias is not None:
+        views["dbias"] = dbias
     if call.on_cpu:
         from .cpu.attention import backward
 
-        backward(call, views, rng)
+        backward(call, views, rng, capture_gradients)
         return
     plan = plan_backward(call, views)
     address = call.workspace_address(workspace, plan.workspace_bytes)

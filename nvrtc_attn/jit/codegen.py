@@ -15,11 +15,10 @@ from ..base.dtypes import DTYPES
 from ..front.operands import FURTHER_INPUTS, OPERANDS
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
 from .params import (
+    WITH_SINK,
+    WITH_TILE_WORDS,
     BackwardParams,
     ForwardParams,
-    FurtherBackwardParams,
-    FurtherForwardParams,
-    FurtherHopperForwardParams,
     HopperBackwardParams,
     HopperForwardParams,
 )
@@ -44,16 +43,20 @@ def constant_name(field: str) -> str:
 
 def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct that the kernel of ``config`` takes by value."""
-    behind = any(OPERANDS[name].behind for name in config.features.optional.split() if name in OPERANDS)
+    params: type[ctypes.Structure] = BackwardParams
     if isinstance(config, HopperForwardConfig):
-        return FurtherHopperForwardParams if behind else HopperForwardParams
-    if isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
-        if behind:
+        params = HopperForwardParams
+    elif isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
+        params = HopperBackwardParams
+    elif isinstance(config, ForwardConfig):
+        params = ForwardParams
+    if config.features.tile_words:
+        params = WITH_TILE_WORDS[params]
+    if any(OPERANDS[name].behind for name in config.features.optional.split() if name in OPERANDS):
+        if params not in WITH_SINK:
             raise ValueError(f"optional={config.features.optional!r}: {config.kernel} reads none of what lies behind")
-        return HopperBackwardParams
-    if isinstance(config, ForwardConfig):
-        return FurtherForwardParams if behind else ForwardParams
-    return FurtherBackwardParams if behind else BackwardParams
+        params = WITH_SINK[params]
+    return params
 
 
 def _trait_lines(name: str, value: Any) -> list[str]:

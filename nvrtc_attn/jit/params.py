@@ -113,9 +113,9 @@ class HopperForwardParams(ForwardParams):
     _fields_ = [
         *[(name, _I32) for name in (
             "num_tiles", "heads_per_group", "pair_rounds", "head_pairs", "tail_first_head", "tail_done",
-            "tail_whole_heads",
+            "tail_whole_heads", "chunk_rows", "num_chunks", "num_workers",
         )],
-        ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 28) % 64)),
+        ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 40) % 64)),
         *[
             (f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8))
             for name in ("q", "k", "v", "bias", "mask")
@@ -128,8 +128,10 @@ class HopperBackwardParams(BackwardParams):
 
     _fields_ = [
         ("counter_offset", _I64),
-        *[(name, _I32) for name in ("num_tiles", "heads_per_group", "query_step")],
-        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 20) % 64)),
+        *[(name, _I32) for name in (
+            "num_tiles", "heads_per_group", "query_step", "chunk_rows", "num_chunks", "num_workers",
+        )],
+        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 32) % 64)),
         *[
             (f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8))
             for name in ("q", "k", "v", "dout", "bias", "dbias")
@@ -137,25 +139,86 @@ class HopperBackwardParams(BackwardParams):
     ]  # fmt: skip
 
 
-# Params of the kernels that read an operand which the others do not know: what is before it keeps its place.
+def _tile_words(base: type[ctypes.Structure], behind: Sequence[Any] = ()) -> list[Any]:
+    """Fields of ``WithTileWords`` behind those of ``base``, then ``behind``, and the padding to its alignment."""
+    words = [
+        (f"tile_{x}_{y}", _I64) for x in ("words", "order") for y in ("offset", "stride_b", "stride_h", "stride_line")
+    ]
+    plan = [(f"tile_plan_{x}", _I32) for x in ("rows", "cols", "lines", "tiles", "heads", "transposed")]
+    return _padded(base, [*words, *plan, *behind])
+
+
+def _padded(base: type[ctypes.Structure], fields: Sequence[Any]) -> list[Any]:
+    """``fields`` behind those of ``base``, which is aligned as its tensor maps are, and the padding at their end."""
+    alignment = TENSOR_MAP_BYTES // 2 if issubclass(base, HopperForwardParams | HopperBackwardParams) else 8
+    size = sum(ctypes.sizeof(kind) for _, kind in fields)
+    return [*fields, ("_padding_behind", ctypes.c_uint8 * (-(ctypes.sizeof(base) + size) % alignment))]
+
+
+class TiledForwardParams(ForwardParams):
+    """Arguments of a portable forward kernel that walks words of tiles, and of the kernel that writes them."""
+
+    _fields_ = _tile_words(ForwardParams)
+
+
+class TiledHopperForwardParams(HopperForwardParams):
+    """Arguments of the Hopper forward kernel that walks words of tiles."""
+
+    _fields_ = _tile_words(HopperForwardParams)
+
+
+class TiledBackwardParams(BackwardParams):
+    """Arguments of a portable backward kernel that walks words of tiles, and of the kernel that writes them."""
+
+    _fields_ = _tile_words(BackwardParams)
+
+
+class TiledHopperBackwardParams(HopperBackwardParams):
+    """Arguments of the Hopper backward kernel that walks words of tiles."""
+
+    _fields_ = _tile_words(HopperBackwardParams)
+
+
+WITH_TILE_WORDS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
+    tiled.__mro__[1]: tiled
+    for tiled in (TiledForwardParams, TiledHopperForwardParams, TiledBackwardParams, TiledHopperBackwardParams)
+}
 
 
 class FurtherForwardParams(ForwardParams):
-    """ForwardParams, then the operands that lie behind."""
+    """Arguments of a portable forward kernel, or `combine`, that reads the operands which lie behind."""
 
-    _fields_ = _fields_behind(FORWARD)
+    _fields_ = _padded(ForwardParams, _fields_behind(FORWARD))
 
 
 class FurtherHopperForwardParams(HopperForwardParams):
-    """HopperForwardParams, then the operands that lie behind; the compiler rounds its size up to 64 bytes."""
+    """Arguments of the Hopper forward kernel that reads them."""
 
-    _fields_ = [
-        *_fields_behind(FORWARD),
-        ("_padding_behind", ctypes.c_uint8 * (-sum(ctypes.sizeof(kind) for _, kind in _fields_behind(FORWARD)) % 64)),
-    ]
+    _fields_ = _padded(HopperForwardParams, _fields_behind(FORWARD))
+
+
+class FurtherTiledForwardParams(ForwardParams):
+    """Arguments of a portable forward kernel that walks words of tiles and reads them."""
+
+    _fields_ = _tile_words(ForwardParams, _fields_behind(FORWARD))
+
+
+class FurtherTiledHopperForwardParams(HopperForwardParams):
+    """Arguments of the Hopper forward kernel that does both."""
+
+    _fields_ = _tile_words(HopperForwardParams, _fields_behind(FORWARD))
 
 
 class FurtherBackwardParams(BackwardParams):
-    """BackwardParams, then the operands that lie behind."""
+    """Arguments of the kernel that sums the gradient of a sink."""
 
-    _fields_ = _fields_behind(BACKWARD)
+    _fields_ = _padded(BackwardParams, _fields_behind(BACKWARD))
+
+
+WITH_SINK: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
+    ForwardParams: FurtherForwardParams,
+    HopperForwardParams: FurtherHopperForwardParams,
+    TiledForwardParams: FurtherTiledForwardParams,
+    TiledHopperForwardParams: FurtherTiledHopperForwardParams,
+    BackwardParams: FurtherBackwardParams,
+}

@@ -46,7 +46,7 @@ def test_a_pass_has_the_order_in_which_the_adapters_put_addresses() -> None:
     ("struct", "mirror"),
     [
         ("ForwardParams", ForwardParams), ("BackwardParams", BackwardParams),
-        ("FurtherForwardParams", FurtherForwardParams), ("FurtherHopperForwardParams", FurtherHopperForwardParams),
+        ("WithSink", FurtherForwardParams), ("WithSink", FurtherHopperForwardParams),
         ("FurtherBackwardParams", FurtherBackwardParams),
     ],
 )  # fmt: skip

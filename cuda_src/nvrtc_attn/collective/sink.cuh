@@ -9,12 +9,16 @@ namespace nvrtc_attn {
 template <class Traits>
 struct ScoreMap;  // scores.cuh
 
-NVRTC_ATTN_DEVICE FurtherForwardParams const& with_sink(ForwardParams const& params) {
-  return static_cast<FurtherForwardParams const&>(params);
+// The params of a kernel with a sink, which its entry has passed on as those of its pass.
+template <class Traits, class Params>
+NVRTC_ATTN_DEVICE auto const& with_sink(Params const& params) {
+  if constexpr (Traits::kTileWords) {
+    return static_cast<WithSink<WithTileWords<Params>> const&>(params);
+  } else {
+    return static_cast<WithSink<Params> const&>(params);
+  }
 }
-NVRTC_ATTN_DEVICE FurtherHopperForwardParams const& with_sink(HopperForwardParams const& params) {
-  return static_cast<FurtherHopperForwardParams const&>(params);
-}
+template <class Traits>
 NVRTC_ATTN_DEVICE FurtherBackwardParams const& with_sink(BackwardParams const& params) {
   return static_cast<FurtherBackwardParams const&>(params);
 }
@@ -23,7 +27,7 @@ NVRTC_ATTN_DEVICE FurtherBackwardParams const& with_sink(BackwardParams const& p
 template <class Traits, class Params>
 NVRTC_ATTN_DEVICE float load_sink(Params const& params, int h) {
   if constexpr (Traits::kHasSink) {
-    auto const& with = with_sink(params);
+    auto const& with = with_sink<Traits>(params);
     index_t const at = index_t(h) * with.sink_stride_h;
     if (with.sink_float32) return reinterpret_cast<float const*>(with.sink)[at];
     return to_float(reinterpret_cast<typename Traits::Element const*>(with.sink)[at]);

@@ -65,7 +65,7 @@ NVRTC_ATTN_DEVICE void sink_gradient(BackwardParams const& params) {
   float total = 0.0f;
 #pragma unroll
   for (int w = 0; w < Traits::kNumWarps; ++w) total += sums[w];
-  auto const& with = with_sink(params);
+  auto const& with = with_sink<Traits>(params);
   index_t const at = index_t(h) * with.dsink_stride_h;
   if (with.sink_float32) {
     reinterpret_cast<float*>(with.dsink)[at] = total;
