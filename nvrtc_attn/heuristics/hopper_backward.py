@@ -26,6 +26,7 @@ from .hopper_common import (
     tile_list,
 )
 from .hopper_dbias import dbias_layout
+from .sink import choose_sink
 from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
 
@@ -480,6 +481,7 @@ def plan_spec(
             partial = Workspace(field="dbias_partial", nbytes=nbytes, params=(("num_dbias_splits", splits),))
         launches += more
         workspaces.append(partial)
+    launches += choose_sink(problem, arch="sm_90a", block_m=config.block_m, padded=True, log2_lse=config.log2_lse)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
 

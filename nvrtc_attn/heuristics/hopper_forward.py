@@ -251,7 +251,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         num_warps=4 + tile.block_m // 16,
         num_stages=tile.num_stages,
         num_stages_q=tile.num_stages_q,
-        features=features_of(problem),
+        features=features_of(problem, behind=True),
         ping_pong=tile.ping_pong,
         half_tile=tile.half_tile,
         lazy_max=tile.lazy_max,

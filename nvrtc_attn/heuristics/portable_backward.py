@@ -17,6 +17,7 @@ from ..jit.config import BackwardConfig, Features
 from . import tile_words
 from .common import features_of, is_aligned, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
+from .sink import choose_sink
 from .spec import BackwardPlanSpec, Launch, Workspace
 
 MAX_HEAD_DIM: Final = 512
@@ -267,6 +268,7 @@ def choose_backward(
         workspaces.append(
             Workspace(field="dbias_partial", nbytes=partial_bytes, params=(("num_dbias_splits", num_dbias_splits),))
         )
+    launches += choose_sink(problem, arch=arch, block_m=config.block_m, padded=False)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
-from ..front.operands import unread_by
+from ..front.operands import OPERANDS, unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
 from . import tile_words
@@ -367,6 +367,7 @@ def choose_forward(
         grid = units * num_m_blocks
         if problem.varlen and group == 1:
             grid = problem.num_heads * packed_slots(problem.q.shape[1], problem.batch, config.block_m)
+        config = _with_sink(problem, config)
         launch = Launch(
             config=config,
             grid=grid,
@@ -393,7 +394,11 @@ def choose_forward(
         num_warps=COMBINE_WARPS if num_rows >= 8 * num_sms else 2 * COMBINE_WARPS,
         legacy_mma=legacy_mma,
         # Scores that the kernel over splits maps are in natural units, others in those of q.k: kMapsScores.
-        features=Features(varlen=problem.varlen, prescale=maps_scores(config.features)),
+        features=Features(
+            varlen=problem.varlen,
+            prescale=maps_scores(config.features),
+            optional=" ".join(name for name in problem.further_inputs if OPERANDS[name].behind),
+        ),
     )
     return ForwardPlanSpec(
         launches=(
@@ -418,6 +423,17 @@ def choose_forward(
         softmax_partial_bytes=softmax_bytes,
         tile_words_bytes=words_bytes,
     )
+
+
+def _with_sink(problem: AttentionProblem, config: ForwardConfig) -> ForwardConfig:
+    """``config`` that reads what lies behind the params. A sink comes after the last key tile: no other tile but one.
+
+    For 10.x and 11.0 ptxas spills the loop's counter with 128 columns, which no problem with words of tiles has.
+    """
+    optional = features_of(problem, behind=True).optional
+    if optional and config.block_n == 128 and config.arch in ("sm_100", "sm_103", "sm_110"):
+        config = replace(config, block_n=112)
+    return replace(config, features=replace(config.features, optional=optional))
 
 
 def _has_lines(problem: AttentionProblem, config: ForwardConfig, num_m_blocks: int) -> bool:
