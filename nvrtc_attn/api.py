@@ -28,6 +28,7 @@ from .front.operands import (
 from .front.problem import Causal, WindowSize
 from .front.tensors import Device, TensorView, framework_of
 from .front.validation import Violations, check_real, check_shape
+from .modifiers.cuda import NO_MODIFIER, modifier_values
 from .modifiers.modifier import Modifier
 from .plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .runtime import driver
@@ -505,7 +506,7 @@ def _backward(
         return
     plan = plan_backward(call, views)
     address = call.workspace_address(workspace, plan.workspace_bytes)
-    _launch(plan, call, views, address, call.rng_state(rng), (workspace,))
+    _launch(plan, call, views, address, call.rng_state(rng), (workspace, capture_gradients), capture_gradients)
 
 
 def _launch(
@@ -515,8 +516,13 @@ def _launch(
     workspace: int,
     rng: philox.RngState,
     owners: tuple[Any, ...],
+    capture_gradients: Sequence[TensorView | None] = (),
 ) -> None:
     pointers = {name: x.ptr for known in (call.tensors, views) for name, x in known.items()}
-    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng)
+    values = NO_MODIFIER
+    if call.modifier is not None:
+        program, numbers = call.modifier.program, call.modifier.numbers
+        values = modifier_values(program, call.problem.trained, call.captures, capture_gradients, numbers)
+    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng, values)
     if call.hold_owners:
         hold(call.device.index, call.launch_stream, (call, views, owners, rng))

@@ -6,6 +6,7 @@ from ctypes import c_float
 
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import Features
+from ..modifiers.cuda import cuda_source
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -38,13 +39,19 @@ def features_of(problem: AttentionProblem) -> Features:
         dropout=problem.dropout_p > 0,
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
+        modifier="" if problem.modifier is None else cuda_source(problem.modifier, problem.trained),
         optional=" ".join(problem.further_inputs),
     )
 
 
 def maps_scores(features: Features) -> bool:
     """Whether kernels turn products into scores in natural units: ``kMapsScores`` in ``collective/scores.cuh``."""
-    return features.prescale or features.softcap or features.bias is not None
+    return (
+        features.prescale
+        or features.softcap
+        or features.bias is not None
+        or "static constexpr bool kScores = true;" in features.modifier
+    )
 
 
 def is_full_shape(problem: AttentionProblem) -> bool:

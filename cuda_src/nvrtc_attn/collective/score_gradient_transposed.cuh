@@ -26,7 +26,8 @@ NVRTC_ATTN_DEVICE unsigned keep_bits_transposed(Dropout const& dropout, int i0, 
 }
 
 template <class Traits>
-struct TransposedScoreGradient {
+struct TransposedScoreGradient : ModifierOf<Traits> {
+  using Modifier = ModifierOf<Traits>;
   using Bias = typename Traits::Bias;
   using DBias = typename Traits::DBias;
   using DropoutPolicy = cute::conditional_t<Traits::kDropout, Dropout, NoDropout>;
@@ -42,7 +43,8 @@ struct TransposedScoreGradient {
 
   NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_,
                                             int len_k)
-      : positions(params, len_q, len_k),
+      : Modifier(params, b, h),
+        positions(params, len_q, len_k),
         bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
              params.bias_stride_m, params.bias_stride_n),
         mask(params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n),
@@ -115,6 +117,8 @@ struct TransposedScoreGradient {
   }
 
  private:
+  static constexpr bool kSelects = Traits::kMask || Modifier::kMasks;  // also where positions need no test
+
   // One transposed 16 x 8 tile of 16-bit dbias: this thread writes query i, keys j, j + 1 and j + 8, j + 9.
   NVRTC_ATTN_DEVICE void store_dbias(float const (&value)[4], int i, int j) const {
 #pragma unroll
@@ -140,6 +144,7 @@ struct TransposedScoreGradient {
                                int lane) const {
     int const g = lane >> 2;
     int const t = lane & 3;
+    CapturedGradients<Modifier> gradients;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       int const i = i0 + 8 * m + 2 * t;
@@ -168,22 +173,31 @@ struct TransposedScoreGradient {
         for (int e = 0; e < 4; ++e) {
           int const ie = i + (e & 1);
           int const j = j0 + 16 * n + g + 8 * (e >> 1);
-          float y, tanh_value;
-          if constexpr (!Traits::kHasBias) y = map.score(s[n][m][e], 0.0f, tanh_value);
+          float y, tanh_value, modifier_slope;
+          if constexpr (Modifier::kScores) {
+            y = map.modified(*this, s[n][m][e], 0.0f, ie, j, modifier_slope);
+          } else if constexpr (!Traits::kHasBias) {
+            y = map.score(s[n][m][e], 0.0f, tanh_value);
+          }
           bool kept = true;
           if constexpr (kCheckPosition) kept = ie < positions.len_q && positions.keeps(ie, j);
           if constexpr (Traits::kHasBias) {
             if constexpr (kBiasElements) tile_bias[e] = !kCheckPosition || kept ? to_float(*bias.at(ie, j)) : 0.0f;
-            y = map.score(s[n][m][e], tile_bias[e], tanh_value);
+            if constexpr (Modifier::kScores) {
+              y += tile_bias[e];
+            } else {
+              y = map.score(s[n][m][e], tile_bias[e], tanh_value);
+            }
           }
           if constexpr (Traits::kMask) {
             if (!kCheckPosition || kept) kept = *mask.at(ie, j) != 0;
           }
+          if constexpr (Modifier::kMasks) kept = kept && this->keeps(ie, j);
           float p = map.probability(y, reference[e & 1]);
           float z_dp = dp[n][m][e];
           if constexpr (Traits::kDropout) z_dp = (keep >> e & 1) ? z_dp * multiplier : 0.0f;
           float ds = p * (z_dp - delta[e & 1]);
-          if constexpr (kCheckPosition || Traits::kMask) {
+          if constexpr (kCheckPosition || kSelects) {
             p = masked_gradient(p, kept);
             ds = masked_gradient(ds, kept);
           }
@@ -195,8 +209,15 @@ struct TransposedScoreGradient {
           if constexpr (Traits::kSoftcap) {
             float slope = map.slope(tanh_value);
             // q.k of a score that is not kept may be NaN: zero times its slope would be too.
-            if constexpr (kCheckPosition || Traits::kMask) slope = masked_gradient(slope, kept);
+            if constexpr (kCheckPosition || kSelects) slope = masked_gradient(slope, kept);
             ds *= slope;
+          }
+          if constexpr (Modifier::kScores) {
+            // Likewise of a score that is -inf by the modifier: no gradient, whatever its derivative is.
+            if constexpr (Modifier::kTrains) {
+              if (ds != 0.0f && dbias_cols > 0) this->add(gradients.x, s[n][m][e] * map.scale, ds, ie, j);
+            }
+            ds = ds != 0.0f ? ds * modifier_slope : 0.0f;
           }
           s[n][m][e] = p;
           dp[n][m][e] = ds;
@@ -204,6 +225,7 @@ struct TransposedScoreGradient {
         if constexpr (kDbiasWords) store_dbias(tile_dbias, i0 + 8 * m + g, j0 + 16 * n + 2 * t);
       }
     }
+    if constexpr (Modifier::kTrains) gradients.finish();
   }
 };
 
