@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.nn.functional as F  # noqa: E402 - after the skip
 
 import nvrtc_attn.torch as na  # noqa: E402
-from nvrtc_attn.torch import ops, sdpa  # noqa: E402
+from nvrtc_attn.torch import eager, ops, passes, replaced, sdpa  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 ATEN = torch.ops.aten
@@ -182,8 +182,9 @@ def test_selective_checkpointing_runs_the_forward_pass_once(monkeypatch: pytest.
 
     block, x = Block().cuda(), torch.randn(2, 128, 256, device="cuda", requires_grad=True)
     (expected,) = torch.autograd.grad(block(x).sum(), x)
-    original, calls = na.forward, []
-    monkeypatch.setattr(na, "forward", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
+    original, calls = passes.forward, []
+    for module in (eager, passes):  # the eager function's, and that of the operators
+        monkeypatch.setattr(module, "forward", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
     contexts = partial(create_selective_checkpoint_contexts, policy)
     (dx,) = torch.autograd.grad(checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum(), x)
     assert len(calls) == 1
@@ -216,8 +217,8 @@ def test_gradients_of_every_sample() -> None:
 
 @pytest.fixture
 def counted() -> Iterator[None]:
-    sdpa._taken.clear()
-    sdpa._left.clear()
+    replaced._taken.clear()
+    replaced._left.clear()
     yield
     assert sdpa.report()["enabled"] == []
 
@@ -246,7 +247,7 @@ def test_efficient_attention_beside_torchs_own(dtype: Any, length: int, causal: 
             torch.ones_like(out), q, k, v, full, out, lse, seed, offset, 0.0, [True, True, True, biased], causal
         )
         grads = torch.autograd.grad(out.square().sum(), inputs)
-        results.append([out, lse, *raw, *grads])
+        results.append([x if x is None else x.detach() for x in (out, lse, *raw, *grads)])
         layouts = [
             (x.stride(), x.device, x.dtype) for x in (out, lse, seed, offset, *(g for g in raw if g is not None))
         ]
@@ -256,6 +257,12 @@ def test_efficient_attention_beside_torchs_own(dtype: Any, length: int, causal: 
     tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 3e-4}[dtype]
     *ours, our_layouts = results[0]
     *theirs, their_layouts = results[1]
+    if biased and causal:
+        # torch leaves the gradient of a bias unwritten in tiles that lie wholly beyond the diagonal.
+        beyond = torch.ones(100, length, device="cuda", dtype=torch.bool).triu(1)
+        for index in (5, 9):
+            assert not ours[index][..., :length][..., beyond].any()
+            theirs[index][..., :length].masked_fill_(beyond, 0.0)
     assert our_layouts == their_layouts
     assert sdpa.report()["taken"]["_scaled_dot_product_efficient_attention"] == 1
     for a, b in zip(ours, theirs, strict=True):
@@ -320,7 +327,7 @@ def test_a_captured_call_replays_with_new_masks_and_unknown_kernels_are_torchs()
         odd = [x.detach() for x in heads_first(*((1, 2, 72, 88),) * 3, dtype=torch.float32)]
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             ATEN._scaled_dot_product_efficient_attention(*odd, None, False, 0.0, True)
-        assert sum(sdpa.report()["left_to_torch"].values()) in (left, left + 1)
+        assert sum(sdpa.report()["left_to_torch"].values()) > left
 
 
 class SelfAttention(torch.nn.Module):
@@ -358,8 +365,8 @@ def test_modules_of_torch_train_the_same(kind: str, dtype: Any, every: bool, com
     assert found == pytest.approx(expected, rel=1e-4 if dtype is None else 5e-3)
     if every and not compiled:
         assert sdpa.report()["taken"]["scaled_dot_product_attention"] >= 5
-    elif kind == "MultiheadAttention" and not every:
-        # A mask, or float32: what torch gives to memory-efficient attention.
+    elif kind == "MultiheadAttention" and dtype is None and not every:
+        # What torch gives to memory-efficient attention: masks in half precision go to cuDNN, where there is one.
         assert sdpa.report()["taken"]["_scaled_dot_product_efficient_attention"] >= 5
     assert not sdpa.report()["left_to_torch"]
 
