@@ -320,6 +320,22 @@ def attention_backward(
     _backward(call, given, rng, workspace, daux)
 
 
+def backward_allocating(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any, *, dlse: Any, score_mod: Any,
+    daux: Sequence[Any] | None, softmax_scale: float | None, deterministic: bool,
+) -> None:  # fmt: skip
+    """`attention_backward` of a modifier with a workspace of its own, in q's framework."""
+    trained = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
+    options = CallOptions(softmax_scale=softmax_scale, return_lse=True, deterministic=deterministic)
+    call = checked_call(q, k, v, options=options, stream=None, modifier=score_mod, trained=trained)
+    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+
+    def new(size: int) -> Any:
+        return _allocate(q, framework_of(q), (size,), "uint8", call.device, call.launch_stream)
+
+    _backward(call, given, None, None, daux, new_workspace=new)
+
+
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
     """Bytes that `attention_forward` needs in ``workspace`` for these arguments (keyword arguments as there); often 0.
 
@@ -335,7 +351,8 @@ def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
 def backward_workspace_bytes(q: Any, k: Any, v: Any, *, dbias: bool = False, **options: Any) -> int:
     """Bytes that `attention_backward` needs in ``workspace`` for dense, aligned gradients (arguments as there).
 
-    ``dbias`` says whether the gradient of the bias is wanted. Compiles and loads the kernels.
+    ``dbias`` says whether the gradient of the bias is wanted, ``daux`` has something else than None for each captured
+    array whose gradient is. Compiles and loads the kernels.
     """
     options.pop("dlse", None)
     call = _describe_for_query("backward_workspace_bytes", q, k, v, {**options, "return_lse": True}, dbias)
@@ -383,6 +400,8 @@ def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
 def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], dbias: bool = False) -> Call:
     tensors = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
     tensors["modifier"] = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
+    daux = options.pop("daux", None)
+    tensors["trained"] = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
         options.pop(ignored, None)
@@ -480,7 +499,13 @@ def _forward(
 
 
 def _backward(
-    call: Call, given: Mapping[str, Any], rng: Any, workspace: Any, daux: Sequence[Any] | None = None
+    call: Call,
+    given: Mapping[str, Any],
+    rng: Any,
+    workspace: Any,
+    daux: Sequence[Any] | None = None,
+    *,
+    new_workspace: Callable[[int], Any] | None = None,
 ) -> None:
     """Run the backward pass; ``given`` are its further inputs and its outputs."""
     views: dict[str, TensorView] = {}
@@ -505,6 +530,8 @@ def _backward(
         backward(call, views, rng, capture_gradients)
         return
     plan = plan_backward(call, views)
+    if new_workspace is not None and plan.workspace_bytes:
+        workspace = new_workspace(plan.workspace_bytes)
     address = call.workspace_address(workspace, plan.workspace_bytes)
     _launch(plan, call, views, address, call.rng_state(rng), (workspace, capture_gradients), capture_gradients)
 
