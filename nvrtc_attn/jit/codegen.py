@@ -16,7 +16,7 @@ from ..base.dtypes import DTYPES
 from ..front.operands import FURTHER_INPUTS
 from ..modifiers.cuda import block_bytes
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
-from .params import BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
+from .params import WITH_TILE_WORDS, BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
 
 ENTRY_NAME: Final = "attention_entry"
 """The ``extern "C"`` name of the kernel in every generated file."""
@@ -51,11 +51,14 @@ def modified_params(base: type[ctypes.Structure], nbytes: int) -> type[ctypes.St
 
 def base_params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct without what a modifier captured."""
+    params: type[ctypes.Structure] = BackwardParams
     if isinstance(config, HopperForwardConfig):
-        return HopperForwardParams
-    if isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
-        return HopperBackwardParams
-    return ForwardParams if isinstance(config, ForwardConfig) else BackwardParams
+        params = HopperForwardParams
+    elif isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
+        params = HopperBackwardParams
+    elif isinstance(config, ForwardConfig):
+        params = ForwardParams
+    return WITH_TILE_WORDS[params] if config.features.tile_words else params
 
 
 def _trait_lines(name: str, value: Any) -> list[str]:

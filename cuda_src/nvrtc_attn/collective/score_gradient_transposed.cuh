@@ -40,9 +40,10 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   ScoreMap<Traits> map;
   float multiplier;  // of kept probabilities: 1 / (1 - p)
   int dbias_cols;    // columns to write: all keys of the tensor, also those that seqused_k leaves out
+  bool whole;        // kTileWords: the byte mask hides nothing of the tile
 
   NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_,
-                                            int len_k)
+                                            int len_k, bool whole_ = false)
       : Modifier(params, b, h),
         positions(params, len_q, len_k),
         bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
@@ -53,7 +54,8 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
         dropout(params, b, h),
         map(params),
         multiplier(params.dropout_multiplier),
-        dbias_cols(dbias_cols_) {}
+        dbias_cols(dbias_cols_),
+        whole(whole_) {}
 
   // The 16-bit bias of a warp tile before it is used: word [n][m][half] holds query i0 + 8 m + g and keys 2t, 2t + 1 of the 8
   // from j0 + 16 n + 8 half on. Four bytes a load and the registers' own transpose (movmatrix) instead of a load a score.
@@ -110,6 +112,10 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
       }
     }
     if (positions.has_rows(i0, 8 * kM) && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
+      if (Traits::kTileWords && whole) {
+        apply<false, false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
+        return;
+      }
       apply<false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
     } else {
       apply<true>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
@@ -117,8 +123,6 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   }
 
  private:
-  static constexpr bool kSelects = Traits::kMask || Modifier::kMasks;  // also where positions need no test
-
   // One transposed 16 x 8 tile of 16-bit dbias: this thread writes query i, keys j, j + 1 and j + 8, j + 9.
   NVRTC_ATTN_DEVICE void store_dbias(float const (&value)[4], int i, int j) const {
 #pragma unroll
@@ -138,10 +142,11 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
     }
   }
 
-  template <bool kCheckPosition, int kN, int kM>
+  template <bool kCheckPosition, bool kReadsMask = Traits::kMask, int kN, int kM>
   NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
                                unsigned keep_bits, float const* row_lse, float const* row_delta, int i0, int j0,
                                int lane) const {
+    constexpr bool kSelects = kReadsMask || Modifier::kMasks;  // also where positions need no test
     int const g = lane >> 2;
     int const t = lane & 3;
     CapturedGradients<Modifier> gradients;
@@ -189,7 +194,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
               y = map.score(s[n][m][e], tile_bias[e], tanh_value);
             }
           }
-          if constexpr (Traits::kMask) {
+          if constexpr (kReadsMask) {
             if (!kCheckPosition || kept) kept = *mask.at(ie, j) != 0;
           }
           if constexpr (Modifier::kMasks) kept = kept && this->keeps(ie, j);
