@@ -29,6 +29,7 @@ from .front.operands import (
 from .front.problem import Causal, WindowSize
 from .front.tensors import Device, TensorView, framework_of
 from .front.validation import Violations, check_real, check_shape
+from .modifiers.cuda import NO_MODIFIER, modifier_values
 from .modifiers.modifier import Modifier
 from .plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .runtime import driver
@@ -334,6 +335,22 @@ def attention_backward(
     _backward(call, given, rng, workspace, daux)
 
 
+def backward_allocating(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any, *, dlse: Any, score_mod: Any,
+    daux: Sequence[Any] | None, softmax_scale: float | None, deterministic: bool,
+) -> None:  # fmt: skip
+    """`attention_backward` of a modifier with a workspace of its own, in q's framework."""
+    trained = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
+    options = CallOptions(softmax_scale=softmax_scale, return_lse=True, deterministic=deterministic)
+    call = checked_call(q, k, v, options=options, stream=None, modifier=score_mod, trained=trained)
+    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+
+    def new(size: int) -> Any:
+        return _allocate(q, framework_of(q), (size,), "uint8", call.device, call.launch_stream)
+
+    _backward(call, given, None, None, daux, new_workspace=new)
+
+
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
     """Bytes that `attention_forward` needs in ``workspace`` for these arguments (keyword arguments as there); often 0.
 
@@ -351,7 +368,8 @@ def backward_workspace_bytes(
 ) -> int:
     """Bytes that `attention_backward` needs in ``workspace`` for dense, aligned gradients (arguments as there).
 
-    ``dbias`` and ``dsink`` say whether the gradients of bias and sink are wanted. Compiles and loads the kernels.
+    ``dbias`` and ``dsink`` say whether the gradients of bias and sink are wanted, ``daux`` has something else than None
+    for each captured array whose gradient is. Compiles and loads the kernels.
     """
     options.pop("dlse", None)
     options["return_lse"] = True
@@ -400,6 +418,8 @@ def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
 def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], **gradients: Any) -> Call:
     tensors = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
     tensors["modifier"] = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
+    daux = options.pop("daux", None)
+    tensors["trained"] = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
         options.pop(ignored, None)
@@ -497,7 +517,13 @@ def _forward(
 
 
 def _backward(
-    call: Call, given: Mapping[str, Any], rng: Any, workspace: Any, daux: Sequence[Any] | None = None
+    call: Call,
+    given: Mapping[str, Any],
+    rng: Any,
+    workspace: Any,
+    daux: Sequence[Any] | None = None,
+    *,
+    new_workspace: Callable[[int], Any] | None = None,
 ) -> None:
     """Run the backward pass; ``given`` are its further inputs and its outputs."""
     views: dict[str, TensorView] = {}
@@ -522,8 +548,10 @@ def _backward(
         backward(call, views, rng, capture_gradients)
         return
     plan = plan_backward(call, views)
+    if new_workspace is not None and plan.workspace_bytes:
+        workspace = new_workspace(plan.workspace_bytes)
     address = call.workspace_address(workspace, plan.workspace_bytes)
-    _launch(plan, call, views, address, call.rng_state(rng), (workspace,))
+    _launch(plan, call, views, address, call.rng_state(rng), (workspace, capture_gradients), capture_gradients)
 
 
 def _launch(
@@ -533,8 +561,13 @@ def _launch(
     workspace: int,
     rng: philox.RngState,
     owners: tuple[Any, ...],
+    capture_gradients: Sequence[TensorView | None] = (),
 ) -> None:
     pointers = {name: x.ptr for known in (call.tensors, views) for name, x in known.items()}
-    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng)
+    values = NO_MODIFIER
+    if call.modifier is not None:
+        program, numbers = call.modifier.program, call.modifier.numbers
+        values = modifier_values(program, call.problem.trained, call.captures, capture_gradients, numbers)
+    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng, values)
     if call.hold_owners:
         hold(call.device.index, call.launch_stream, (call, views, owners, rng))

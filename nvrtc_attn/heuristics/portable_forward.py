@@ -128,7 +128,7 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
         yield Tile(block_m=16, block_n=16, num_warps=1)
         return
     if fast_loads and seqlen_q > 64 and not features.dropout:
-        reads_scores = features.bias is not None or features.mask
+        reads_scores = features.bias is not None or features.mask or bool(features.modifier)
         if dim_v <= 64 and dim <= 64 and not (reads_scores or features.softcap or features.prescale):
             # 351 TFLOP/s at head dim 64, 6 % more than 128 x 64 in three blocks. With softcap or a bias 128 columns
             # spill, and for 12.x with a band, too.
@@ -173,7 +173,9 @@ def _head_group(problem: AttentionProblem, config: ForwardConfig) -> int:
 
 
 def packs_heads(problem: AttentionProblem) -> bool:
-    """Whether the query heads of a key head are rows of one tile."""
+    """Whether the query heads of a key head are rows of one tile. A modifier is computed for one head a tile."""
+    if problem.modifier is not None:
+        return False
     return 0 < problem.num_heads_kv < problem.num_heads and problem.seqlen_q < PACKED_QUERIES
 
 
@@ -292,8 +294,6 @@ def choose_forward(
     if legacy_mma and problem.dtype != "float16":
         reasons.append(f"dtype is {problem.dtype}; compute capability 7.5 has matrix instructions for float16 only")
     reasons += unread_by("forward_portable", problem.further_inputs)
-    if problem.modifier is not None:
-        reasons.append("score_mod or mask_mod is given, which only the CPU computes so far")
     if reasons:
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", reasons)
 

@@ -35,6 +35,8 @@ class Features:
     varlen: bool = False
     """Sequences are packed and delimited by ``cu_seqlens_q`` / ``cu_seqlens_k``."""
     seqused_k: bool = False
+    modifier: str = ""
+    """C++ text of the user's function of a score and its position, of `modifiers.cuda`; empty for none."""
     optional: str = ""
     """Names of further optional operands that are there, of the table in ``front/operands.py``."""
 

@@ -34,6 +34,7 @@ from ..jit.params import (
     BackwardParams,
     ForwardParams,
 )
+from ..modifiers.cuda import NO_MODIFIER, ModifierValues
 from ..runtime import driver
 from ..runtime.kernel import Kernel, ParamsBuffer, check_nvrtc, launch, load_kernel
 from ..runtime.tensor_maps import TensorMapEncoder
@@ -46,7 +47,7 @@ _WORKSPACE_ALIGNMENT: Final = 256
 class _Step:
     """One launch with its own copy of the params."""
 
-    __slots__ = ("behind", "block", "grid", "kernel", "smem_bytes", "spare", "template", "tensor_maps")
+    __slots__ = ("behind", "block", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "template", "tensor_maps")
 
     def __init__(
         self, spec: Launch, kernel: Kernel, params: ForwardParams | BackwardParams, behind: Mapping[str, int]
@@ -61,6 +62,8 @@ class _Step:
             for name, value in behind.items():
                 setattr(values, name, value)
         self.tensor_maps = TensorMapEncoder(spec.tensor_maps, struct_type, pointers) if spec.tensor_maps else None
+        # Where what a modifier captured begins; 0 for a kernel that has none.
+        self.modifier_at = struct_type.modifier.offset if spec.config.features.modifier else 0
         for name, value in spec.params:
             setattr(values, name, value)
         self.grid, self.block, self.smem_bytes = spec.grid, spec.block, spec.smem_bytes
@@ -68,7 +71,14 @@ class _Step:
         self.template = bytes(values)
         self.spare: list[ParamsBuffer] = []  # as many as threads have run this at once
 
-    def run(self, pointers: struct.Struct, addresses: tuple[int, ...], behind: tuple[int, ...], stream: int) -> None:
+    def run(
+        self,
+        pointers: struct.Struct,
+        addresses: tuple[int, ...],
+        behind: tuple[int, ...],
+        stream: int,
+        modifier: bytes = b"",
+    ) -> None:
         try:
             params = self.spare.pop()
         except IndexError:
@@ -76,6 +86,8 @@ class _Step:
         pointers.pack_into(params.data, 0, *addresses)
         if self.behind is not None:
             self.behind[0].pack_into(params.data, self.behind[1], *behind)
+        if self.modifier_at:
+            ctypes.memmove(ctypes.addressof(params.data) + self.modifier_at, modifier, len(modifier))
         if self.tensor_maps is not None:
             self.tensor_maps.write(params.data, addresses)
         launch(self.kernel, self.grid, self.block, self.smem_bytes, params, stream)
@@ -169,7 +181,14 @@ class _PlanBase:
         """Stack and spills of a thread, in the kernel that has the most."""
         return max((step.kernel.local_bytes for step in self._steps), default=0)
 
-    def run(self, stream: int, addresses: tuple[int, ...], workspace: int = 0, rng: RngState = NO_RNG) -> None:
+    def run(
+        self,
+        stream: int,
+        addresses: tuple[int, ...],
+        workspace: int = 0,
+        rng: RngState = NO_RNG,
+        modifier: ModifierValues = NO_MODIFIER,
+    ) -> None:
         """Launch. ``addresses`` are those of ``OPERANDS``, 0 for what is not there; ``workspace`` is one, too."""
         if not self._steps:
             return
@@ -185,8 +204,10 @@ class _PlanBase:
         with driver.device_context(device):
             for start, nbytes in self._zeroed:
                 driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=device)
+            for address, nbytes in modifier.zeroed:
+                driver.call("cuMemsetD8Async", address, 0, nbytes, stream, device=device)
             for step in self._steps:
-                step.run(self._POINTERS, pointers, behind, stream)
+                step.run(self._POINTERS, pointers, behind, stream, modifier.block)
 
 
 def _order(names: Sequence[str], workspaces: tuple[str, ...], pointers: Sequence[str]) -> list[int]:
