@@ -141,7 +141,8 @@ class FakeDriver:
         return None
 
     def do_LaunchKernel(self, *arguments: Any) -> None:
-        self.launches.append((self.stack[-1], *arguments))
+        *what, stream, params, extra = arguments
+        self.launches.append((self.stack[-1], *what, stream or 0, params, extra))
 
     def do_TensorMapEncodeTiled(self, *arguments: Any) -> Any:
         self.tensor_maps.append(arguments)

@@ -59,17 +59,6 @@ class _Step:
         self.template = bytes(values)
         self.spare: list[ParamsBuffer] = []  # as many as threads have run this at once
 
-    def run(self, pointers: struct.Struct, addresses: tuple[int, ...], stream: int) -> None:
-        try:
-            params = self.spare.pop()
-        except IndexError:
-            params = ParamsBuffer(self.template)
-        pointers.pack_into(params.data, 0, *addresses)
-        if self.tensor_maps is not None:
-            self.tensor_maps.write(params.data, addresses)
-        launch(self.kernel, self.grid, self.block, self.smem_bytes, params, stream)
-        self.spare.append(params)
-
 
 # Plans of many shapes share a kernel: a new shape must not pay for generating and hashing its source again.
 _kernels: dict[tuple[KernelConfig, int], Kernel] = {}
@@ -108,14 +97,26 @@ def _log_slow_path(pass_name: str, spec: ForwardPlanSpec | BackwardPlanSpec) -> 
 class _PlanBase:
     """Loaded kernels and the workspace between them. ``workspace_bytes`` is what ``run`` needs in ``workspace``."""
 
-    __slots__ = ("_offsets", "_quiet_tail", "_steps", "_zeroed", "workspace_bytes")
+    __slots__ = ("_context", "_device", "_offsets", "_operands_only", "_steps", "_zeroed", "workspace_bytes")
 
     OPERANDS: ClassVar[tuple[str, ...]]
     """Names of the operands, in the order of the addresses that ``run`` takes."""
     _BACKWARD: ClassVar[bool]
     _WORKSPACES: ClassVar[tuple[str, ...]]
     _OUTPUTS_LATER: ClassVar[int]
-    _POINTERS: ClassVar[struct.Struct]
+    # The pointers of the params, as words and as bytes: all of them, and those of the operands, which come first.
+    _pointers_struct: ClassVar[struct.Struct]
+    _pointers_bytes: ClassVar[struct.Struct]
+    _operands_struct: ClassVar[struct.Struct]
+    _operands_bytes: ClassVar[struct.Struct]
+
+    @classmethod
+    def __init_subclass__(cls) -> None:
+        params = BackwardParams if cls._BACKWARD else ForwardParams
+        for name, count in (("pointers", len(params.POINTERS)), ("operands", len(cls.OPERANDS))):
+            words = struct.Struct(f"<{count}Q")
+            setattr(cls, f"_{name}_struct", words)
+            setattr(cls, f"_{name}_bytes", struct.Struct(f"{words.size}s"))
 
     def __init__(
         self,
@@ -138,14 +139,17 @@ class _PlanBase:
         self.workspace_bytes = end
         # A buffer that the plan does not use has offset 0: its pointer is never followed.
         self._offsets = tuple(offsets.get(name, 0) for name in self._WORKSPACES)
-        self._quiet_tail = (0, 0, *self._offsets, 0, 0)  # without random numbers and workspace
         self._zeroed = tuple(zeroed)
+        # Without dropout and workspace no kernel follows a pointer behind those of the operands: they stay 0.
+        self._operands_only = not (problem.dropout_p or end or self._OUTPUTS_LATER)
         launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
         loaded = _load(launches, device_index, stream, meanwhile)
         self._steps = tuple(
             _Step(launch_spec, kernel, type(params).from_buffer_copy(params))
             for launch_spec, kernel in zip(launches, loaded, strict=True)
         )
+        self._device = self._steps[0].kernel.device if self._steps else device_index
+        self._context = driver.primary_context(self._device) if self._steps else 0
 
     @property
     def kernel_keys(self) -> tuple[str, ...]:
@@ -161,22 +165,40 @@ class _PlanBase:
         """Launch. ``addresses`` are those of ``OPERANDS``, 0 for what is not there; ``workspace`` is one, too."""
         if not self._steps:
             return
-        # Tuples are added up, which takes half the time of unpacking them into one.
-        if rng is NO_RNG and not workspace:
-            tail = self._quiet_tail
+        if driver.is_current(self._device, self._context):
+            self._launch(stream, addresses, workspace, rng)
         else:
+            with driver.device_context(self._device):
+                self._launch(stream, addresses, workspace, rng)
+
+    def _launch(self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState) -> None:
+        """The launches, in the plan's context. Addresses become bytes once, which takes ten times a copy of them."""
+        if self._operands_only:
+            packed = self._operands_struct.pack(*addresses)
+            write = self._operands_bytes.pack_into
+        else:
+            # Tuples are added up, which takes half the time of unpacking them into one.
             seed, offset, seed_address, offset_address, _ = rng
             tail = (seed_address, offset_address, *[workspace + start for start in self._offsets], seed, offset)
-        later = self._OUTPUTS_LATER
-        pointers = addresses + tail
-        if later:  # they lie between the addresses of the random numbers and the workspaces
-            pointers = addresses[:-later] + tail[:2] + addresses[-later:] + tail[2:]
-        device = self._steps[0].kernel.device
-        with driver.device_context(device):
-            for start, nbytes in self._zeroed:
-                driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=device)
-            for step in self._steps:
-                step.run(self._POINTERS, pointers, stream)
+            later = self._OUTPUTS_LATER
+            if later:  # they lie between the addresses of the random numbers and the workspaces
+                addresses = addresses[:-later] + tail[:2] + addresses[-later:] + tail[2:]
+            else:
+                addresses += tail
+            packed = self._pointers_struct.pack(*addresses)
+            write = self._pointers_bytes.pack_into
+        for start, nbytes in self._zeroed:
+            driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=self._device)
+        for step in self._steps:
+            try:
+                params = step.spare.pop()
+            except IndexError:
+                params = ParamsBuffer(step.template)
+            write(params.data, 0, packed)
+            if step.tensor_maps is not None:
+                step.tensor_maps.write(params.data, addresses)
+            launch(step.kernel, step.grid, step.block, step.smem_bytes, params, stream)
+            step.spare.append(params)
 
 
 class ForwardPlan(_PlanBase):
@@ -187,7 +209,6 @@ class ForwardPlan(_PlanBase):
     _BACKWARD = False
     _WORKSPACES = FORWARD_WORKSPACES
     _OUTPUTS_LATER = len(FORWARD) - inputs_first(FORWARD, False)
-    _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
 
 
 class BackwardPlan(_PlanBase):
@@ -198,7 +219,6 @@ class BackwardPlan(_PlanBase):
     _BACKWARD = True
     _WORKSPACES = BACKWARD_WORKSPACES
     _OUTPUTS_LATER = len(BACKWARD) - inputs_first(BACKWARD, True)
-    _POINTERS = struct.Struct(f"<{len(BackwardParams.POINTERS)}Q")
 
 
 def forward_plan(

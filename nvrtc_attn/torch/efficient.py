@@ -93,7 +93,7 @@ def efficient_attention_forward(
     plan = None
     if 0 not in call.out_shape:  # before numbers are drawn: where no kernel is ready, torch's own draws them
         problem = _padded(call.with_outputs(), dense_layout(lse_shape, "float32") if compute_log_sumexp else None)
-        plan = forward_plan(problem, call.device.index, raw_stream(device))
+        plan = forward_plan(problem, call.device.index, raw_stream(device.index))
     packed = (call.problem.batch, call.problem.seqlen_q, call.problem.seqlen_k) if call.problem.varlen else None
     state = draw_rng(query, key, packed) if dropout_p > 0 else NO_RNG
     seed, offset = map(as_tensor, rng_values(state) if dropout_p > 0 else no_state(device))
@@ -104,7 +104,7 @@ def efficient_attention_forward(
     else:
         workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
         pointers = _pointers(call) | {"out": out.data_ptr(), "lse": lse.data_ptr() if compute_log_sumexp else 0}
-        plan.run(raw_stream(device), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), state)
+        plan.run(raw_stream(device.index), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), state)
     k_length = (_integer("max_seqlen_k", max_seqlen_k) or 0) if call.problem.varlen else key.shape[1]
     return out, lse, seed, offset, call.problem.seqlen_q, k_length
 
@@ -199,10 +199,10 @@ def efficient_attention_backward(
         grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     views |= {name: view(x, name) for name, x in zip(GRADIENTS, (*grads, grad_bias), strict=True) if x is not None}
     problem = _padded(call.with_outputs(**views), layout(lse_view))
-    plan = backward_plan(problem, call.device.index, raw_stream(query.device))
+    plan = backward_plan(problem, call.device.index, raw_stream(query.device.index))
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=query.device)
     pointers = _pointers(call) | {name: x.ptr for name, x in views.items()} | {"lse": lse_view.ptr}
-    plan.run(raw_stream(query.device), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), rng)
+    plan.run(raw_stream(query.device.index), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), rng)
     return (*grads, grad_bias)
 
 
