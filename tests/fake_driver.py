@@ -119,6 +119,9 @@ class FakeDriver:
     def do_CtxPopCurrent(self) -> int:
         return self.stack.pop()
 
+    def do_CtxSetCurrent(self, context: Any) -> None:
+        self.stack[:] = [int(context)]
+
     def do_LibraryLoadData(self, code: bytes, *_options: Any) -> int:
         self.images.append((self.stack[-1] - 0x1000, code))
         return len(self.images)

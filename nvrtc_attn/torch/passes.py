@@ -192,7 +192,7 @@ def backward(
         adopted = _adopted.devices
     except AttributeError:
         adopted = _adopted.devices = set()
-    if index not in adopted:
+    if index >= 0 and index not in adopted:
         driver.adopt_context(index)  # autograd's thread: cuBLAS warns where nothing was current before it
         adopted.add(index)
     plan, made = entry

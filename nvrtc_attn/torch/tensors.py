@@ -21,8 +21,8 @@ def _no_device() -> int:
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
 """``raw_stream(index)``: handle of torch's current stream on a GPU."""
 empty_on_current: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-"""``(shape, strides, dtype)`` to an uninitialised tensor on the current GPU: what inductor's programs allocate with, in half
-the time of `torch.empty_strided`."""
+"""An uninitialised tensor of (shape, strides, dtype) on the current GPU: what inductor's programs allocate with, in
+half the time of `torch.empty_strided`."""
 current_device: Any = getattr(torch._C, "_cuda_getDevice", _no_device) if empty_on_current is not None else _no_device
 """Index of the GPU on which `empty_on_current` allocates."""
 _unwrapped: Final[Any] = torch._C._functorch.unwrap_if_dead
@@ -50,7 +50,7 @@ def detached(x: Any) -> Any:
 
 
 def resolved(x: Any) -> Any:
-    """The tensor with a lazily negated view's sign applied, out of a finished transformation; anything else as it is."""
+    """The tensor with a lazy sign applied, and out of a transformation that has ended; anything else as it is."""
     return _unwrapped(x).resolve_neg() if isinstance(x, torch.Tensor) else x
 
 
