@@ -29,17 +29,28 @@ _Facts = tuple[list[Any], list[int], int]
 
 def sign(tensors: Sequence[Any], options: CallOptions) -> Signature | None:
     """The signature of a call, with the address of each tensor or 0 for None; None where a call must be described."""
-    framework, read = _READERS.get(type(tensors[0])) or _reader_of(tensors[0])
-    if read is None or not are_plain(options):
+    if not are_plain(options):
         return None
-    try:
-        found = read(tensors)
-    except (AttributeError, RuntimeError, TypeError):
-        return None  # no memory, or not a tensor: for the description to say
+    found = read(tensors)
     if found is None:
         return None
-    facts, addresses, device = found
+    framework, facts, addresses, device = found
     return Signature((options, env.raw_backend(), *facts), addresses, framework, device)
+
+
+def read(tensors: Sequence[Any], *, detached: bool = False) -> tuple[str, list[Any], list[int], int] | None:
+    """Framework, facts, addresses and GPU of a call's tensors, the first of which is there; None where `sign` has none.
+
+    ``detached``: a gradient that would be lost is no reason to refuse.
+    """
+    framework, reader = _READERS.get(type(tensors[0])) or _reader_of(tensors[0])
+    if reader is None:
+        return None
+    try:
+        found = reader(tensors, detached)
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # no memory, or not a tensor: for the description to say
+    return None if found is None else (framework, *found)
 
 
 def are_plain(options: CallOptions) -> bool:
@@ -66,7 +77,7 @@ def is_plain_window(window_size: Any) -> bool:
     return (left is None or left.__class__ is int) and (right is None or right.__class__ is int)
 
 
-def _read_torch(tensors: Sequence[Any]) -> _Facts | None:
+def _read_torch(tensors: Sequence[Any], detached: bool) -> _Facts | None:
     facts: list[Any] = []
     addresses: list[int] = []
     types, grad_enabled = _torch_types, _grad_enabled
@@ -77,14 +88,14 @@ def _read_torch(tensors: Sequence[Any]) -> _Facts | None:
             continue
         cls, address, device = x.__class__, x.data_ptr(), x.get_device()
         # On the CPU, lazily negated, or with a gradient that would be lost.
-        if cls not in types or device < 0 or x.is_neg() or (x.requires_grad and grad_enabled()):
+        if cls not in types or device < 0 or x.is_neg() or (x.requires_grad and not detached and grad_enabled()):
             return None
         facts += (x.shape, x.stride(), x.dtype, device, address & 15)
         addresses.append(address)
     return facts, addresses, tensors[0].get_device()
 
 
-def _read_cupy(tensors: Sequence[Any]) -> _Facts | None:
+def _read_cupy(tensors: Sequence[Any], _: bool) -> _Facts | None:
     facts: list[Any] = []
     addresses: list[int] = []
     cls = type(tensors[0])
@@ -104,7 +115,7 @@ def _read_cupy(tensors: Sequence[Any]) -> _Facts | None:
 
 _torch_types: frozenset[type] = frozenset()
 _grad_enabled: Callable[[], bool] = bool
-_Reader = tuple[str, "Callable[[Sequence[Any]], _Facts | None] | None"]
+_Reader = tuple[str, "Callable[[Sequence[Any], bool], _Facts | None] | None"]
 _UNREAD: Final[_Reader] = ("", None)
 # Exact type of q -> its framework and how to read its tensors. Filled when a type is first seen.
 _READERS: dict[type, _Reader] = {}
