@@ -30,6 +30,7 @@ BATCHES, CALLS = 20, 100
 COLUMNS = ("forward", "with gradient", "backward", "both")
 """Without a graph, with one, the pass through it, and a call with its gradient."""
 SEED = "seed, the operator"
+SEED_SDPA = "seed, scaled_dot_product_attention"
 
 
 class Timed(NamedTuple):
@@ -177,7 +178,7 @@ def rows() -> list[dict[str, Any]]:
         table.setdefault(timed.row, {"what": timed.row})[timed.column] = microseconds
     for row in table.values():
         for column in COLUMNS:
-            seed = table[SEED].get(column, table["seed, scaled_dot_product_attention"].get(column))
+            seed = table[SEED].get(column) or table.get(SEED_SDPA, {}).get(column)
             if column in row and seed:
                 row[f"{column}/seed"] = row[column] / seed
     return list(table.values())
