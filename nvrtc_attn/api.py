@@ -8,7 +8,7 @@ All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anythin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -32,6 +32,7 @@ from .front.problem import Causal, WindowSize
 from .front.signature import Signature, sign
 from .front.tensors import Device, TensorView, current_stream, framework_of
 from .front.validation import Violations, check_real, check_shape
+from .modifiers.modifier import Modifier
 from .plans import repeats
 from .plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .plans.repeats import Repeat
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 tensors.connect_driver(driver.device_of)
 # Places in the order of the operands of a pass, by their number.
-_CU_SEQLENS_Q: Final = {len(names): names.index("cu_seqlens_q") for names in (FORWARD, BACKWARD)}
+_LENGTHS: Final = {len(names): (names.index("cu_seqlens_q"), names.index("seqused_k")) for names in (FORWARD, BACKWARD)}
 _MADE: Final = tuple((name, FORWARD.index(name)) for name in ("out", "lse"))
 
 
@@ -66,6 +67,9 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     out: Any = None,
@@ -75,7 +79,8 @@ def attention(
     """Scaled dot-product attention, ``out = dropout(softmax(S)) v``, in memory linear in the sequence length.
 
     ``S[i, j] = softcap(softmax_scale * q_i . k_j) + bias[i, j]`` with ``softcap(s) = c tanh(s / c)``, and -inf where a
-    mask drops the key. Not differentiable by itself: `nvrtc_attn.torch.attention` and `nvrtc_attn.jax.attention` are.
+    mask drops the key. ``score_mod`` takes the place of the softcap. Not differentiable by itself:
+    `nvrtc_attn.torch.attention` and `nvrtc_attn.jax.attention` are.
 
     Parameters
     ----------
@@ -106,8 +111,17 @@ def attention(
         Sequences packed on the token dim of q and of k, v (then B = 1): sequence b is rows ``cu[b]`` to ``cu[b + 1]``.
     max_seqlen_q, max_seqlen_k
         Longest sequence; needed with cu_seqlens. A tensor with one integer is read, which waits for a GPU it is on.
-    seqused_k : int32 ``[nb]``, optional
-        Keys of each sequence that take part.
+    seqused_k : int32 ``[nb]`` or ``[B]``, optional
+        Keys of each sequence, or of each batch entry, that take part: the first so many. Alignment to the bottom right
+        is to the last of them.
+    score_mod
+        ``score_mod(score, b, h, q, k)`` gives what takes the place of ``score = softmax_scale * q . k``, before the
+        bias: operators and functions of Python, NumPy or torch, and elements of captured arrays. b is the sequence of
+        packed tensors, q and k are positions in it. Or what `nvrtc_attn.trace` made of it.
+    mask_mod
+        ``mask_mod(b, h, q, k)`` says whether the key is kept.
+    aux
+        Arrays by name that both functions take as one more argument.
     return_lse
         Return (out, lse); lse is float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), the natural log of the sum of
         ``exp(S)``, -inf for a row with no valid key.
@@ -150,12 +164,14 @@ def attention(
     operands = (
         q, k, v, out, None, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention", further),
     )  # fmt: skip
-    signature = sign(operands, options) if stream is None else None
+    signature = None
+    if stream is None and score_mod is None and mask_mod is None and aux is None:
+        signature = sign(operands, options)
     if signature is not None and (known := _find(signature, operands)) is not None:
         return _attention_again(known, signature, q, out, options, rng)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream,
+        **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
     )  # fmt: skip
     framework = framework_of(q)
 
@@ -201,6 +217,9 @@ def attention_forward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
     workspace: Any = None,
     stream: Any = None,
     **further: Unpack[FurtherInputs],
@@ -225,12 +244,14 @@ def attention_forward(
         q, k, v, out, lse, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
         *check_further("attention_forward", further),
     )  # fmt: skip
-    signature = sign((*operands, workspace), options) if stream is None else None
+    signature = None
+    if stream is None and score_mod is None and mask_mod is None and aux is None:
+        signature = sign((*operands, workspace), options)
     if signature is not None and _ran_again(signature, operands, options, rng):
         return
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream,
+        **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
     )  # fmt: skip
     _forward(call, {"out": out, "lse": lse}, rng, workspace, signature=signature)
 
@@ -262,6 +283,10 @@ def attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
+    daux: Sequence[Any] | None = None,
     deterministic: bool = False,
     workspace: Any = None,
     stream: Any = None,
@@ -286,6 +311,9 @@ def attention_backward(
         Written when given; broadcast dims are summed in float32 without a temporary of ``[B, H, Mq, Mk]``.
     rng
         The values the forward pass used; needed with dropout.
+    daux
+        Gradients of the arrays that the modifier captured, in the order of `nvrtc_attn.Modifier.captures`: float32
+        arrays of their shapes, None where none is wanted. Every element is written.
     deterministic
         Bitwise reproducible. On compute capability 9.0 up to head dim 128 dq is added up in a fixed order (1 to 16 %
         more time); elsewhere dq gets a kernel of its own instead of atomics, about 1.4 times the matrix products.
@@ -310,24 +338,34 @@ def attention_backward(
     )  # fmt: skip
     inputs = (bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention_backward", further))
     operands = (q, k, v, out, dout, lse, dlse, *inputs, dq, dk, dv, dbias)
-    run_backward(operands, options, rng, workspace, stream)
+    run_backward(operands, options, rng, workspace, stream, score_mod, mask_mod, aux, daux)
 
 
 def run_backward(
-    operands: tuple[Any, ...], options: CallOptions, rng: Any, workspace: Any, stream: Any,
+    operands: tuple[Any, ...], options: CallOptions, rng: Any, workspace: Any, stream: Any, score_mod: Any = None,
+    mask_mod: Any = None, aux: Mapping[str, Any] | None = None, daux: Sequence[Any] | None = None,
     new_workspace: Callable[[int], Any] | None = None,
 ) -> None:  # fmt: skip
     """`attention_backward` of ``operands`` in the order of `BACKWARD`; ``new_workspace(nbytes)`` makes a workspace."""
-    signature = sign((*operands, workspace), options) if stream is None else None
+    signature = None
+    if stream is None and score_mod is None and mask_mod is None and aux is None and daux is None:
+        signature = sign((*operands, workspace), options)
     known_rng = rng is not None or options.dropout_p == 0
     if signature is not None and known_rng and _ran_again(signature, operands, options, rng, new_workspace):
         return
+    modifier = _modifier(score_mod, mask_mod, aux)
+    if daux is not None and modifier is None:
+        raise ValueError("daux: given without score_mod and mask_mod, which capture the arrays.")
+    trained = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     given = dict(zip(BACKWARD, operands, strict=True))
     q, k, v, *optional = (given.pop(name) for name in INPUTS)
-    call = checked_call(q, k, v, **dict(zip(OPTIONAL_INPUTS, optional, strict=True)), options=options, stream=stream)
+    call = checked_call(
+        q, k, v, **dict(zip(OPTIONAL_INPUTS, optional, strict=True)), options=options, stream=stream,
+        modifier=modifier, trained=trained,
+    )  # fmt: skip
     if options.dropout_p > 0 and rng is None:
         raise ValueError("rng: None, but dropout_p > 0. Pass the (seed, offset) that the forward pass used.")
-    _backward(call, given, rng, workspace, new_workspace, signature)
+    _backward(call, given, rng, workspace, daux, new_workspace, signature)
 
 
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
@@ -383,7 +421,7 @@ def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: t
 def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
     """`describe`, and under ``NVRTC_ATTN_DEBUG`` the values of lengths that lie on the device."""
     call = describe(q, k, v, **arguments)
-    if call.problem.varlen and not call.on_cpu and env.debug():
+    if (call.problem.varlen or call.problem.seqused_k) and not call.on_cpu and env.debug():
         from .plans.debug import check_device_lengths
 
         check_device_lengths(call)
@@ -392,6 +430,7 @@ def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
 
 def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], dbias: bool = False) -> Call:
     tensors = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
+    tensors["modifier"] = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
         options.pop(ignored, None)
@@ -399,6 +438,17 @@ def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str
         if name not in CallOptions._fields or name == "dbias":
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     return checked_call(q, k, v, **tensors, options=CallOptions(**options, dbias=dbias), stream=stream)
+
+
+def _modifier(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier | None:
+    """What the functions of a call mean; None without them."""
+    if score_mod is None and mask_mod is None:
+        if aux is not None:
+            raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
+        return None
+    from .modifiers.trace import trace
+
+    return trace(score_mod, mask_mod, aux=aux)
 
 
 def _allocate(like: Any, framework: str, shape: tuple[int, ...], dtype: str, device: Device, stream: int) -> Any:
@@ -452,7 +502,8 @@ def plan_backward(call: Call, views: Mapping[str, TensorView]) -> BackwardPlan:
 
 def _find(signature: Signature, operands: tuple[Any, ...]) -> Repeat | None:
     """A call that was made before; None also where lengths on the device are to be looked at."""
-    if operands[_CU_SEQLENS_Q[len(operands)]] is not None and env.debug():
+    starts, used = _LENGTHS[len(operands)]
+    if (operands[starts] is not None or operands[used] is not None) and env.debug():
         return None
     return repeats.find(signature)
 
@@ -552,6 +603,7 @@ def _backward(
     given: Mapping[str, Any],
     rng: Any,
     workspace: Any,
+    daux: Sequence[Any] | None,
     new_workspace: Callable[[int], Any] | None,
     signature: Signature | None,
 ) -> None:
@@ -569,10 +621,13 @@ def _backward(
             )
         else:
             views[name] = call.output_view(x, name, views)
+    capture_gradients, dbias = call.capture_gradients(daux)
+    if dbias is not None:
+        views["dbias"] = dbias
     if call.on_cpu:
         from .cpu.attention import backward
 
-        backward(call, views, rng)
+        backward(call, views, rng, capture_gradients)
         return
     plan = plan_backward(call, views)
     if workspace is None and new_workspace is not None and plan.workspace_bytes:

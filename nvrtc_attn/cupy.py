@@ -60,7 +60,7 @@ def attention_backward(
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"attention_backward() got an unexpected keyword argument {name!r}")
-    rng, stream = options.pop("rng", None), options.pop("stream", None)
+    more = {name: options.pop(name, None) for name in ("rng", "stream", "score_mod", "mask_mod", "aux", "daux")}
     optional_inputs = [options.pop(name, None) for name in OPTIONAL_INPUTS]
     with cupy.cuda.Device(q.device.id):
         dq, dk, dv = (cupy.empty(x.shape, x.dtype) for x in (q, k, v))
@@ -68,7 +68,7 @@ def attention_backward(
         api.run_backward(
             # In the order of `BACKWARD`.
             (q, k, v, _dense(out), _dense(dout), lse, dlse, *optional_inputs, dq, dk, dv, dbias),
-            CallOptions(**options, return_lse=True, dbias=dbias is not None), rng, None, stream,
+            CallOptions(**options, return_lse=True, dbias=dbias is not None), workspace=None, **more,
             new_workspace=lambda size: cupy.empty(size, cupy.uint8),
         )  # fmt: skip
     return dq, dk, dv, dbias

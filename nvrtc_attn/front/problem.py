@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from ..base.errors import shown
+from ..modifiers.modifier import Program
 from . import philox
 from .dlpack import compact_strides
 from .operands import BACKWARD, INPUTS, OPERANDS, OPTIONAL_INPUTS, dtypes_of, shape_of
@@ -100,6 +101,8 @@ class AttentionProblem:
     """Of the gradient of the bias; None = dense, 16-byte aligned."""
     lse: OperandLayout | None = None
     dlse: OperandLayout | None = None
+    modifier: Program | None = None
+    """What takes the place of the softcap, and a mask that is computed."""
     lse_padded: bool = False
     """The seed's lse: packed sequences have a batch entry each, rows that belong to no query are +inf, and a row
     without a valid key is 0 instead of -inf."""
@@ -201,6 +204,7 @@ def build_problem(
     return_lse: bool = False,
     deterministic: bool = False,
     dbias: bool = False,
+    modifier: Program | None = None,
     **further: TensorView | None,
 ) -> AttentionProblem:
     """Check one call and describe it.
@@ -227,6 +231,8 @@ def build_problem(
         int32 on the device of ``q``. Their values are checked when they are in host memory.
     max_seqlen_q, max_seqlen_k
         Required with ``cu_seqlens``, refused without.
+    modifier
+        What was traced of ``score_mod`` and ``mask_mod``.
     **further
         Other optional inputs of the table of operands.
 
@@ -261,6 +267,11 @@ def build_problem(
 
     window = check_window(found, causal, window_size)
     scale, cap = check_scale_and_softcap(found, softmax_scale, softcap, q.shape[3] if ranks_fit else 1)
+    if cap and modifier is not None and modifier.score is not None:
+        found.value(
+            f"softcap: got {shown(softcap)} with score_mod. Which comes first would be a guess: write "
+            f"softcap * tanh(score / softcap) inside of score_mod."
+        )
     dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
     flags = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias}
     flags = {name: check_flag(found, name, flag) for name, flag in flags.items()}
@@ -288,6 +299,7 @@ def build_problem(
         softmax_scale=scale,
         softcap=cap,
         dropout_p=dropout or 0.0,
+        modifier=modifier,
         varlen=varlen,
         seqused_k=seqused_k is not None,
         further=tuple((name, x) for name, x in layouts.items() if name not in _LAYOUTS),

@@ -63,6 +63,10 @@ def choose_backward(
     """Kernels of the backward pass; arguments, errors and what ``backend`` means as in `choose_forward`."""
     from . import portable_backward
 
+    if backend in ("auto", "portable") and arch != "sm_75":
+        short = portable_backward.short_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+        if short is not None:
+            return short
     if _asks_for_hopper(arch, backend):
         from . import hopper_backward
 

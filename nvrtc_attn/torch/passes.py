@@ -45,6 +45,7 @@ _GRADIENTS: Final = tuple(
     for name, place in zip(GRADIENTS, DIFFERENTIABLE_PLACES, strict=True)
 )
 _CU_SEQLENS_Q: Final = INPUTS.index("cu_seqlens_q")
+_SEQUSED_K: Final = INPUTS.index("seqused_k")
 _NO_ADDRESSES: Final = (0,) * len(OPTIONAL_INPUTS)
 _BYTE: Final = torch.uint8
 _adopted = threading.local()
@@ -93,7 +94,7 @@ def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_f
         key = entry = None  # no plain tensors: refused on the way to a plan, and nothing is remembered of them
     if entry is None:
         return _first_forward(tensors, options, rng, backward_follows, key)
-    if given and tensors[_CU_SEQLENS_Q] is not None and env.debug():
+    if given and (tensors[_CU_SEQLENS_Q] is not None or tensors[_SEQUSED_K] is not None) and env.debug():
         _describe(tensors, options)  # checks the lengths, which no plan knows
     plan, out_made, lse_made = entry
     new = empty_on_current if current_device() == index else allocator(index)

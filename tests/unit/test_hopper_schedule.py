@@ -7,6 +7,7 @@ of ``hopper/forward/scheduler.cuh`` itself is compiled for the host and must dea
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import shutil
 import subprocess
 from collections import Counter
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.heuristics import hopper_backward, hopper_forward
 
 NUM_SMS = 132
 
@@ -72,14 +73,26 @@ HOST = f"""
 #define NVRTC_ATTN_DEVICE inline
 struct {{ int x; }} gridDim, blockIdx;
 namespace nvrtc_attn {{
-struct HopperForwardParams {{ int {", ".join(PARAMETERS)}; }};
+struct HopperForwardParams {{
+  int {", ".join(PARAMETERS)};
+  int* softmax_partial;
+}};
+struct int2 {{ int x, y; }};
+struct TileList {{  // of packed sequences: tests/unit/test_tile_list.py
+  int* words;
+  int* counter() const {{ return words; }}
+  int count() const {{ return 0; }}
+  int heads() const {{ return 1; }}
+  int2 operator[](int) const {{ return {{}}; }}
+}};
+inline int atomicAdd(int*, int) {{ return 0; }}
 inline int uniform(int a) {{ return a; }}
 inline int uniform_quotient(int a, int b) {{ return int(unsigned(a) / unsigned(b)); }}
 }}
 %s
 template <bool kBand>
 int deal(nvrtc_attn::HopperForwardParams const& params, int most, int* found) {{
-  nvrtc_attn::TileScheduler<kBand> scheduler{{params}};
+  nvrtc_attn::TileScheduler<kBand, false> scheduler{{params}};
   nvrtc_attn::WorkTile tile;
   int count = 0;
   for (; scheduler.next(tile) && count < most; ++count) {{
@@ -161,3 +174,73 @@ def test_work_is_even(shape: tuple[int, int, int, int], causal: bool) -> None:
     assert max(sums) < 1.06 * best + (0 if causal else costs.max())
     if shape[3] == 64 and shape[1] == 1024 and not causal:  # a sixth of the tiles has one row block of three
         assert max(sums) < 0.94 * costs.max() * max(map(len, dealt(asked)))
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(16, 64), (8, 8), (32, 16), (48, 32), (1, 5), (5, 3), (410, 1024)])
+def test_key_tiles_begin_at_rows_of_their_own(rows: int, keys: int) -> None:
+    """Evenly, also with fewer query than key tiles: the rule is in ``hopper/backward/schedule.cuh``."""
+    step = hopper_backward.query_step(rows, keys)
+    starts = [min(n * step >> 12, rows - 1) for n in range(keys)]
+    assert max(n * step for n in range(keys)) < 2**31
+    together = [starts.count(row) for row in set(starts)]
+    assert max(together) <= -(-keys // rows) + 1, "of those that begin at one row"
+    assert len(together) >= min(rows, keys) * 0.9
+    if rows % keys == 0:
+        assert starts == [n * (rows // keys) for n in range(keys)]
+
+
+def test_first_rows_fit_in_32_bits() -> None:
+    rows = (1 << 19) - 1
+    assert (rows - 1) * hopper_backward.query_step(rows, rows) < 2**31
+    assert hopper_backward.query_step(1 << 19, 1 << 19) == 0
+
+
+def test_plan_hands_the_step_to_the_kernel() -> None:
+    few = dataclasses.replace(
+        problem(1, 2048, 8, 128, False), seqlen_k=8192, k=dense_layout((1, 8192, 8, 128), "bfloat16"),
+        v=dense_layout((1, 8192, 8, 128), "bfloat16"),
+    )  # fmt: skip
+    spec = hopper_backward.plan_spec(few, hopper_backward.choose_tile(few, NUM_SMS), num_sms=NUM_SMS)
+    main = hopper_backward.kernel_of(spec)
+    params = dict(main.params)
+    assert params["num_m_blocks"] < params["num_n_blocks"]
+    assert params["query_step"] == hopper_backward.query_step(params["num_m_blocks"], params["num_n_blocks"]) > 0
+
+
+@pytest.mark.parametrize(("num_sms", "rows"), [(132, 128), (114, 192), (78, 192)])
+def test_tile_follows_the_multiprocessors_of_the_gpu(num_sms: int, rows: int) -> None:
+    """128 tiles of 128 rows: small tiles only where each has a multiprocessor to itself."""
+    asked = problem(2, 1024, 8, 64, False)
+    assert hopper_forward.choose_tile(asked, num_sms).block_m == rows
+    found = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=num_sms, smem_limit=232448)
+    assert not isinstance(found, list)
+    assert found.launches[0].config.block_m == rows
+    plans = hopper_forward.candidates(asked, arch="sm_90", num_sms=num_sms, smem_limit=232448)
+    assert plans[0] == found
+
+
+def test_key_tiles_of_which_less_stays_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off until it is measured; then by the columns that are computed, and only where nothing else decides them."""
+
+    def columns(seqlen: int, head_dim: int = 64, causal: bool = False) -> int:
+        return hopper_forward.choose_tile(problem(64, seqlen, 12, head_dim, causal)).block_n
+
+    lengths = (196, 197, 257, 577, 729, 1024, 4096)
+    monkeypatch.setattr(hopper_forward, "FITS_KEYS", False)
+    assert {columns(n, d) for n in lengths for d in (64, 72, 112)} == {128}
+    monkeypatch.setattr(hopper_forward, "FITS_KEYS", True)
+    for head_dim in (64, 72, 112):
+        assert [columns(n, head_dim) for n in lengths] == [112, 112, 96, 128, 128, 128, 128]
+    assert columns(197, causal=True) == 128
+    assert columns(197, 160) == hopper_forward.choose_tile(problem(64, 4096, 12, 160, False)).block_n
+    for n in range(129, 1200):
+        width = columns(n)
+        computed = -(-n // width) * width
+        assert computed <= -(-n // 128) * 128, n
+
+
+def test_the_fitting_tile_is_a_candidate() -> None:
+    asked = problem(64, 197, 12, 64, False)
+    plans = hopper_forward.candidates(asked, arch="sm_90", num_sms=NUM_SMS, smem_limit=232448)
+    assert [spec.launches[0].config.block_n for spec in plans].count(112) == 1
+    assert len({spec.launches[0].config for spec in plans}) == len(plans)

@@ -137,6 +137,7 @@ INPUTS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "mask": (qkv(), {"mask": tensor(2, 1, 1, 64, dtype=torch.bool)}),
     "packed": ([x[:1] for x in qkv()], PACKED),
     "packed, longer": ([x[:1] for x in qkv()], {**PACKED, "max_seqlen_k": 41}),
+    "seqused of batches": (qkv(), {"seqused_k": torch.tensor([3, 4], dtype=torch.int32)}),
     "seqused": ([x[:1] for x in qkv()], {**PACKED, "seqused_k": torch.tensor([3, 4], dtype=torch.int32)}),
 }
 MODES: dict[str, dict[str, Any]] = {
@@ -177,7 +178,7 @@ def aten_call(name: str, mode: str, grad: str) -> None:
     """The seed's entry points, with those of the options that they have."""
     values, options = INPUTS[name]
     causal, window = options.get("causal", False), options.get("window_size")
-    if window == (3, 1) or options.keys() & {"softcap", "mask", "dropout_p"}:
+    if window == (3, 1) or options.keys() & {"softcap", "mask", "dropout_p"} or name == "seqused of batches":
         return
     kind = {False: 2 if window else 0, True: 2, "top_left": 1}[causal]
     packed = [options.get(f"{what}_{x}") for what in ("cu_seqlens", "max_seqlen") for x in "qk"]
@@ -275,6 +276,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, Any, Any], dict[str, Any]], str]] =
     "another device": (lambda q, k, v, out: {"v": elsewhere(v.clone())}, "v: .*cuda:1"),
     "no flag": (lambda q, k, v, out: {"causal": 1}, "causal"),
     "no window": (lambda q, k, v, out: {"window_size": (True, 0)}, "window_size"),
+    "modifier": (lambda q, k, v, out: {"aux": {"x": q}}, "aux: given without score_mod"),
     "wrong lse": (lambda q, k, v, out: {"lse": out}, "lse: "),
 }
 _behind: dict[int, Any] = {}

@@ -16,10 +16,15 @@
 //
 // Writes every row of dk and dv in [0, len of the slot): zeros where no query sees the key. With varlen an extra, virtual
 // sequence zeroes the tokens of no sequence. Split: adds to dkv_accum (zeroed by the host) instead.
+//
+// kStoresdQ: the tile holds all keys, so that dq of a query tile is complete and goes to its own tensor, every row of it.
+// kFused: row_lse and delta are computed here, where a tile's loads begin, and delta is written for the kernel of dbias.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/hidden_keys.cuh"
+#include "../collective/packed_slots.cuh"
 #include "../collective/score_gradient_transposed.cuh"
+#include "../collective/tile_words.cuh"
 #include "../common/tile_load.cuh"
 #include "../common/tile_store.cuh"
 #include "dkv_convert.cuh"
@@ -58,7 +63,10 @@ struct BackwardTiles {
   static constexpr int kWarpsMdQ = Traits::kWarpsMdQ;
   static constexpr int kWarpsDdQ = Traits::kNumWarps / kWarpsMdQ;
   static constexpr int kTilesMdQ = kBlockM / kWarpsMdQ / 16;
-  static_assert(!Traits::kDqAtomic || (kBlockM % (16 * kWarpsMdQ) == 0 && kWarpsMdQ * kWarpsDdQ == Traits::kNumWarps));
+  static constexpr bool kDq = Traits::kDqAtomic || Traits::kStoresdQ;
+  static_assert(!kDq || (kBlockM % (16 * kWarpsMdQ) == 0 && kWarpsMdQ * kWarpsDdQ == Traits::kNumWarps));
+  static_assert(!Traits::kStoresdQ || !(Traits::kVarlen || Traits::kMask), "every query tile that has keys is visited");
+  static_assert(!Traits::kFused || (!Traits::kVarlen && Traits::kDimSlices == 1), "rows of one sequence, once");
   static constexpr int kDqGroups = kWarpsDdQ * Traits::kDimSlices;
   static constexpr int kTilesDqWarp = (kHeadDim / 8 + kDqGroups - 1) / kDqGroups;
   static constexpr int kTilesDqMax = (sizeof(Element) == 4 ? 8 : 16) / (kTilesMdQ > 0 ? kTilesMdQ : 1);
@@ -75,7 +83,7 @@ struct BackwardTiles {
   static constexpr int kStagesDout = Traits::kNumStagesDout;
   static_assert(!(Traits::kVInSmem && Traits::kVInRegisters) && (!Traits::kVInRegisters || sizeof(Element) == 2));
   static constexpr bool kStoresP = kWarpsM > 1;
-  static constexpr bool kStoresDs = kWarpsM > 1 || Traits::kDqAtomic;
+  static constexpr bool kStoresDs = kWarpsM > 1 || kDq;
 
   static constexpr int kOffsetV = TileK::kSize;
   static constexpr int kOffsetQ = kOffsetV + (Traits::kVInSmem ? TileV::kSize : 0);
@@ -149,8 +157,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   // where the row blocks of dq cannot leave out the same part.
   static constexpr bool kSkipsHidden = Traits::kSkipHidden;
   static_assert(!kSkipsHidden || (Traits::kBand && !Traits::kDbiasStore), "a dbias is written above the diagonal too");
-  static constexpr bool kZeroesHidden =
-      kSkipsHidden && Traits::kDqAtomic && Tiles::kChunkM % (16 * Tiles::kTilesMdQ) != 0;
+  static constexpr bool kZeroesHidden = kSkipsHidden && Tiles::kDq && Tiles::kChunkM % (16 * Tiles::kTilesMdQ) != 0;
 
   BackwardParams const& params;
   Seqlen const& seqlen;
@@ -250,6 +257,10 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   // row_lse and delta of a tile. Rows beyond the sequence become zero: their Q and dO are zero too, so P = 1 there is
   // multiplied by zeros only (and edge tiles select by position anyway).
   NVRTC_ATTN_DEVICE void load_statistics(int h, int m0, int stage) const {
+    if constexpr (Traits::kFused) {
+      make_statistics(h, m0, stage);
+      return;
+    }
     index_t const row =
         index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h + seqlen.q_row0 + m0;
 #pragma unroll
@@ -266,6 +277,67 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
         cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(*lse, *to_lse, valid);
         cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(*delta, *to_delta, valid);
       }
+    }
+  }
+
+  // The same without a kernel before this one (delta.cuh): kLanes threads for a row, 16 bytes at a time.
+  NVRTC_ATTN_DEVICE void make_statistics(int h, int m0, int stage) const {
+    constexpr int kVec = Traits::kAligned ? 16 / int(sizeof(Element)) : 1;
+    constexpr int kChunks = Tiles::kHeadDimV / kVec;
+    constexpr int kLanes = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
+    int const part = tid % kLanes;
+    index_t const row0 = index_t(seqlen.q_row0) + m0;
+    Element const* out = reinterpret_cast<Element const*>(params.out) +
+                         index_t(seqlen.batch_index) * params.out_stride_b + row0 * params.out_stride_m +
+                         index_t(h) * params.out_stride_h;
+    Element const* dout = reinterpret_cast<Element const*>(params.dout) +
+                          index_t(seqlen.batch_index) * params.dout_stride_b + row0 * params.dout_stride_m +
+                          index_t(h) * params.dout_stride_h;
+    // Two rows of a thread are in flight at once; not all, whose addresses would take the registers of the products.
+#pragma unroll 2
+    for (int i = tid / kLanes; i < Tiles::kBlockM; i += kThreads / kLanes) {
+      bool const valid = m0 + i < seqlen.len_q;
+      float sum = 0.0f;
+#pragma unroll
+      for (int chunk = part; chunk < kChunks; chunk += kLanes) {
+        int const col = chunk * kVec;
+        if (!valid || col >= params.head_dim_v) continue;
+        Element const* const o = out + index_t(i) * params.out_stride_m + index_t(col) * params.out_stride_d;
+        Element const* const g = dout + index_t(i) * params.dout_stride_m + index_t(col) * params.dout_stride_d;
+        if constexpr (Traits::kAligned) {
+          uint4 const o4 = __ldcs(reinterpret_cast<uint4 const*>(o));
+          uint4 const g4 = __ldg(reinterpret_cast<uint4 const*>(g));
+          Element const* const ov = reinterpret_cast<Element const*>(&o4);
+          Element const* const gv = reinterpret_cast<Element const*>(&g4);
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) sum = fmaf(to_float(ov[e]), to_float(gv[e]), sum);
+        } else {
+          sum = fmaf(to_float(*o), to_float(*g), sum);
+        }
+      }
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      if (part != 0) continue;
+      float lse = 0.0f;
+      if (valid) {
+        index_t const at = params.lse_packed ? row0 + i : index_t(m0 + i);
+        index_t const batch = params.lse_packed ? 0 : index_t(b);
+        lse = params.lse[batch * params.lse_stride_b + index_t(h) * params.lse_stride_h + at * params.lse_stride_m];
+        bool const has_p = has_probabilities(lse);
+        if (params.dlse != nullptr) {
+          sum -=
+              params.dlse[batch * params.dlse_stride_b + index_t(h) * params.dlse_stride_h + at * params.dlse_stride_m];
+        }
+        // Otherwise P = 0 and there is no gradient, whatever arrives through lse: 0 times NaN must not.
+        if (!has_p) {
+          sum = 0.0f;
+          lse = infinity();
+        }
+        params.delta[index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h + row0 +
+                     i] = sum;
+      }
+      sLse[stage * Tiles::kBlockM + i] = lse;
+      sDelta[stage * Tiles::kBlockM + i] = sum;
     }
   }
 
@@ -428,7 +500,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
     multiply_step<TileK, kLegacy, false>(dq, a, sK, k * kStep, tile0, lane);
   }
 
-  // dq_accum += dS K for the tile whose dS^T lies in shared memory.
+  // dq_accum += dS K for the tile whose dS^T lies in shared memory; kStoresdQ: dq = scale * dS K.
   NVRTC_ATTN_DEVICE void add_dq(PositionMask<Traits::kBand> const& positions, int h, int m0) {
     identify();
     float* accum = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
@@ -441,7 +513,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
     int end = kSteps;  // after the last key that a query of this warp sees
     if constexpr (kSkipsHidden) {
       end = min(positions.last_key(m0 + row0 + 16 * Tiles::kTilesMdQ - 1) - n0 + kStep, Tiles::kBlockN) / kStep;
-      if (end <= 0) return;
+      if (!Traits::kStoresdQ && end <= 0) return;
     }
 #pragma unroll 1
     for (int pass = 0; pass < Tiles::kPassesDq; ++pass) {
@@ -458,6 +530,10 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
 #pragma unroll(kUnrollDq)
         for (int k = 0; k < kSteps; ++k) multiply_dq(dq, ds, k, row0, tile0);
       }
+      if constexpr (Traits::kStoresdQ) {
+        store_dq(dq, h, m0, row0, tile0);
+        continue;
+      }
 #pragma unroll
       for (int m = 0; m < Tiles::kTilesMdQ; ++m)
 #pragma unroll
@@ -465,6 +541,43 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
           if (kTiles % Tiles::kTilesDq != 0 && tile0 + d >= kTiles) break;
           add_block(accum + ((row0 / 16 + m) * kTiles + tile0 + d) * kAccumBlock, dq[m][d], lane);
         }
+    }
+  }
+
+  // Rows row0 and on of the query tile, columns 8 * tile0 and on.
+  NVRTC_ATTN_DEVICE void store_dq(WarpTile<Tiles::kTilesMdQ, Tiles::kTilesDq> const& dq, int h, int m0, int row0,
+                                  int tile0) const {
+    Element* dst = reinterpret_cast<Element*>(params.dq) + index_t(seqlen.batch_index) * params.dq_stride_b +
+                   (index_t(seqlen.q_row0) + m0) * params.dq_stride_m + index_t(h) * params.dq_stride_h;
+    int const cols = min(params.head_dim, 8 * (tile0 + Tiles::kTilesDq));
+#pragma unroll
+    for (int m = 0; m < Tiles::kTilesMdQ; ++m)
+#pragma unroll
+      for (int first = 0; first < Tiles::kTilesDq; first += 4) {
+        float4 c[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (first + i < Tiles::kTilesDq) {
+            auto const& block = dq[m][first + i < Tiles::kTilesDq ? first + i : 0];
+            c[i] = make_float4(block[0] * params.scale, block[1] * params.scale, block[2] * params.scale,
+                               block[3] * params.scale);
+          } else {
+            c[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          }
+        }
+        store_blocks<Traits::kAligned>(c, dst, params.dq_stride_m, params.dq_stride_d, row0 + 16 * m, tile0 + first,
+                                       seqlen.len_q - m0, cols, lane);
+      }
+  }
+
+  // Zeros in dq of query rows [begin, end) of a head, which see no key.
+  NVRTC_ATTN_DEVICE void zero_dq(int h, int begin, int end) const {
+    Element* dst = reinterpret_cast<Element*>(params.dq) + index_t(seqlen.batch_index) * params.dq_stride_b +
+                   index_t(seqlen.q_row0) * params.dq_stride_m + index_t(h) * params.dq_stride_h;
+    for (int i = begin + warp; i < end; i += Traits::kNumWarps) {
+      for (int col = lane; col < params.head_dim; col += 32) {
+        dst[index_t(i) * params.dq_stride_m + index_t(col) * params.dq_stride_d] = from_float<Element>(0.0f);
+      }
     }
   }
 
@@ -504,9 +617,11 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   NVRTC_ATTN_DEVICE void store_gradients() {
     identify();
     if constexpr (Traits::kSplit) {
-      float* accum = params.dkv_accum + (index_t(b) * params.num_heads_kv + hk) * dkv_accum_size<Traits>(params);
-      add_gradient<Tiles::kHeadDim>(accum, dk);
-      add_gradient<Tiles::kHeadDimV>(accum + index_t(params.num_n_blocks) * Tiles::kBlockN * Tiles::kHeadDim, dv);
+      float* accum = params.dkv_accum + index_t(dkv_accum_head<Traits>(params, b, hk)) * dkv_accum_size<Traits>(params);
+      index_t const row0 = accumulator_row0<Traits::kVarlen, Tiles::kBlockN>(seqlen.k_row0, b);
+      add_gradient<Tiles::kHeadDim>(accum + row0 * Tiles::kHeadDim, dk);
+      add_gradient<Tiles::kHeadDimV>(accum + dkv_accum_rows<Traits>(params) * Tiles::kHeadDim + row0 * Tiles::kHeadDimV,
+                                     dv);
     } else {
       int const rows = seqlen.len_k_slot - n0;
       auto* dk_dst =
@@ -544,14 +659,35 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   NVRTC_ATTN_DEVICE void run(int n_block, int split) {
     PositionMask<Traits::kBand> const positions(params, seqlen.len_q, seqlen.len_k);
     int const heads = params.num_heads / params.num_heads_kv;
+    auto const line = [&](int h) {  // kTileWords; nothing of its address stays over the loop
+      int first_key = n0;
+      asm volatile("" : "+r"(first_key));
+      return tile_line(params, b, h, first_key / Tiles::kBlockN);
+    };
     int first_tile, last_tile;
     positions.template query_tiles<Tiles::kBlockM>(n0, Tiles::kBlockN, first_tile, last_tile);
     int const count = max(last_tile - first_tile, 0);
     if constexpr (Traits::kDbiasStore) {
-      if (split == 0 && slice == 0) {
+      if (Traits::kTileWords && split == 0 && slice == 0) {
+        for (int h = hk * heads; h < (hk + 1) * heads; ++h) {
+          for (int m = 0; m * Tiles::kBlockM < seqlen.len_q; ++m) {
+            if (m >= first_tile && m < last_tile && line(h).some(m)) continue;
+            zero_dbias(h, m * Tiles::kBlockM, min((m + 1) * Tiles::kBlockM, seqlen.len_q));
+          }
+        }
+      } else if (split == 0 && slice == 0) {
         for (int h = hk * heads; h < (hk + 1) * heads; ++h) {
           zero_dbias(h, 0, count > 0 ? min(first_tile * Tiles::kBlockM, seqlen.len_q) : seqlen.len_q);
           if (count > 0) zero_dbias(h, last_tile * Tiles::kBlockM, seqlen.len_q);
+        }
+      }
+    }
+
+    if constexpr (Traits::kStoresdQ) {
+      if (split == 0 && slice == 0) {
+        for (int h = hk * heads; h < (hk + 1) * heads; ++h) {
+          zero_dq(h, 0, count > 0 ? min(first_tile * Tiles::kBlockM, seqlen.len_q) : seqlen.len_q);
+          if (count > 0) zero_dq(h, last_tile * Tiles::kBlockM, seqlen.len_q);
         }
       }
     }
@@ -565,23 +701,43 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
       end = min(begin + share, total);
       if (begin == end) return;
     }
-    if (begin < end) {
+    int left = end - begin;
+    if constexpr (Traits::kTileWords) {  // those that have something, of this part
+      static_assert(Traits::kMask && !Traits::kVarlen, "words are of a mask");
+      left = 0;
+#pragma unroll 1
+      for (int at = begin; at < end;) {  // a head, or what the part has of it
+        int const tile = first_tile + at % count;
+        int const tiles = min(last_tile - tile, end - at);
+        left += line(hk * heads + at / count).count(tile, tile + tiles);
+        at += tiles;
+      }
+      if (Traits::kSplit && left == 0) return;
+    }
+    if (left > 0) {
       int h = hk * heads + begin / count;
       int tile = first_tile + begin % count;
       auto const advance = [&](int& of_h, int& of_tile) {
-        if (++of_tile == last_tile) {
+        if constexpr (Traits::kTileWords) {  // there is one
+          of_tile = line(of_h).first_from(of_tile + 1, last_tile);
+#pragma unroll 1
+          while (of_tile == last_tile) of_tile = line(++of_h).first_from(first_tile, last_tile);
+        } else if (++of_tile == last_tile) {
           of_tile = first_tile;
           ++of_h;
         }
       };
-      int left = end - begin;
+      if constexpr (Traits::kTileWords) {
+        --tile;
+        advance(h, tile);
+      }
       load_keys();
       if constexpr (Traits::kVInRegisters) keep_values();
       load_q(h, tile * Tiles::kBlockM, left & 1);
       load_dout(h, tile * Tiles::kBlockM, left & 1);
       load_statistics(h, tile * Tiles::kBlockM, left & 1);
       cp_async_commit<kLegacy>();
-      if constexpr (Traits::kMask && Traits::kDqAtomic) {  // dQ = dS K
+      if constexpr (Traits::kMask && Tiles::kDq) {  // dQ = dS K
         HiddenKeys const hidden(params, b, hk * heads, heads);
         if (hidden.any) {
           cp_async_wait<kLegacy, 0>();
@@ -605,12 +761,14 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
           load_statistics(next_h, next_tile * Tiles::kBlockM, stage ^ 1);
           cp_async_commit<kLegacy>();
         }
+        bool whole = false;
+        if constexpr (Traits::kTileWords) whole = line(h).all(tile);
         TransposedScoreGradient<Traits> const gradient(params, b, h, seqlen.len_q, slice == 0 ? params.seqlen_k : 0,
-                                                       seqlen.len_k);
+                                                       seqlen.len_k, whole);
         process_tile(gradient, m0, stage);
         int const h_done = h;
-        advance(h, tile);
-        if constexpr (Traits::kDqAtomic || Tiles::kStages * Tiles::kStagesDout < 4) {
+        if (!Traits::kTileWords || more) advance(h, tile);
+        if constexpr (Tiles::kDq || Tiles::kStages * Tiles::kStagesDout < 4) {
           __syncthreads();
           if (more) {
             if constexpr (Tiles::kStages == 1) load_q(h, tile * Tiles::kBlockM, 0);
@@ -618,7 +776,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
             if constexpr (!kLoadsEarly) load_statistics(h, tile * Tiles::kBlockM, stage ^ 1);
             cp_async_commit<kLegacy>();
           }
-          if constexpr (Traits::kDqAtomic) add_dq(gradient.positions, h_done, m0);
+          if constexpr (Tiles::kDq) add_dq(gradient.positions, h_done, m0);
         }
       }
     }
@@ -642,29 +800,35 @@ NVRTC_ATTN_DEVICE void backward_portable(BackwardParams const& params) {
     split = block % params.num_splits;
     block /= params.num_splits;
   }
-  int const heads = params.num_heads_kv * (params.batch + Traits::kVarlen);
+  // Packed: tiles of all sequences in their order instead of those of one (batch, key head).
+  PackedSlots<Traits::kBlockN> const slots{params.cu_seqlens_k, params.batch, params.total_k};
+  int const heads = Traits::kVarlen ? params.num_heads_kv : params.num_heads_kv * params.batch;
+  int const tiles = Traits::kVarlen ? slots.count() : params.num_n_blocks;
   int const groups = max(heads / params.head_group, 1);
-  int const group = min(block / (params.head_group * params.num_n_blocks), groups - 1);
+  int const group = min(block / (params.head_group * tiles), groups - 1);
   int const first_head = group * params.head_group;
-  int const in_group = block - first_head * params.num_n_blocks;
+  int const in_group = block - first_head * tiles;
   int const group_size = group == groups - 1 ? heads - first_head : params.head_group;
-  int const n_block = in_group / group_size;
+  int n_block = in_group / group_size;
   int const head = first_head + in_group % group_size;
-  int const hk = head % params.num_heads_kv;
-  int const b = head / params.num_heads_kv;
+  int const hk = Traits::kVarlen ? head : head % params.num_heads_kv;
+  int b = Traits::kVarlen ? 0 : head / params.num_heads_kv;
   if constexpr (Traits::kVarlen) {
+    PackedSlot const found = slots.find_together(n_block, int(threadIdx.x) % 32);
+    n_block = found.tile;
+    b = found.b;
     if (b == params.batch) {
       if (slice != 0 || split != 0) return;
       zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dk) + index_t(hk) * params.dk_stride_h,
                                             params.dk_stride_n, params.dk_stride_d, params.cu_seqlens_k, params.batch,
-                                            params.total_k, params.head_dim, n_block, params.num_n_blocks,
-                                            int(threadIdx.x));
+                                            params.total_k, params.head_dim, n_block, slots.parts(), int(threadIdx.x));
       zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dv) + index_t(hk) * params.dv_stride_h,
                                             params.dv_stride_n, params.dv_stride_d, params.cu_seqlens_k, params.batch,
-                                            params.total_k, params.head_dim_v, n_block, params.num_n_blocks,
+                                            params.total_k, params.head_dim_v, n_block, slots.parts(),
                                             int(threadIdx.x));
       return;
     }
+    if (n_block >= params.num_n_blocks) return;
   }
   SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, b);
   int const n0 = n_block * Traits::kBlockN;
