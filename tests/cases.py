@@ -751,7 +751,12 @@ def _mask_cases() -> list[Case]:
         make_case("mask-empty-rows", mask="bhqk", mask_empty=True, dlse=True, bias="11qk"),
         make_case("mask-empty-batch", mask="b11k", mask_empty=True, dlse=True),
         make_case("mask-causal", mask="b11k", causal=True, num_heads=4, num_heads_kv=2),
-    ]
+        # Long enough for a plan of the tiles that the mask leaves anything of.
+        make_case(
+            "mask-tiles", mask="b11k", mask_kind="left_padding", head_dim=64, seqlen_q=1024, seqlen_k=1024, num_heads=8,
+            dtype="bfloat16",
+        ),
+    ]  # fmt: skip
     return cases
 
 
