@@ -15,7 +15,7 @@ from ..base.errors import shown
 from ..modifiers.modifier import Modifier, Program
 from . import philox
 from .modified import Modified, gradient_views, simplify
-from .operands import INPUTS, OPERANDS, OPTIONAL_INPUTS
+from .operands import INPUTS, OPERANDS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
 from .philox import NO_RNG, RngState
 from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, dense_layout, layout
 from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, may_overlap, stream_handle, view
@@ -39,13 +39,18 @@ class CallOptions(NamedTuple):
     deterministic: bool = False
     dbias: bool = False
     """Whether the backward pass makes the gradient of the bias."""
+    dsink: bool = False
+    """And that of the sink."""
 
     def arguments(self) -> dict[str, Any]:
         """Those that the core functions of both passes take by name."""
         values = self._asdict()
-        for name in ("return_lse", "deterministic", "dbias"):
+        for name in _FLAGS:
             del values[name]
         return values
+
+
+_FLAGS: Final = ("return_lse", "deterministic", *OPTIONAL_GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +194,8 @@ class Call:
 
     def with_dense(self, *more: str) -> AttentionProblem:
         """The same of dense operands: those that the options ask for, and ``more``."""
-        asked = ("lse",) * self.options.return_lse + ("dbias",) * self.options.dbias
+        asked = ("lse",) * self.options.return_lse
+        asked += tuple(name for name in OPTIONAL_GRADIENTS if getattr(self.options, name))
         names = dict.fromkeys((*asked, *more))
         return self.problem.with_layouts(**{name: self.problem.dense_layout_of(name) for name in names})
 
@@ -353,7 +359,7 @@ def plain_options(options: CallOptions) -> CallOptions:
     dropout = check_real(found, "dropout_p", options.dropout_p, 0.0, 1.0, "in [0, 1]")
     longest_q = check_integer(found, "max_seqlen_q", options.max_seqlen_q)
     longest_k = check_integer(found, "max_seqlen_k", options.max_seqlen_k)
-    flags = {name: check_flag(found, name, getattr(options, name)) for name in ("return_lse", "deterministic", "dbias")}
+    flags = {name: check_flag(found, name, getattr(options, name)) for name in _FLAGS}
     found.stop()
     causal = options.causal
     return CallOptions(

@@ -97,6 +97,7 @@ class AttentionProblem:
     return_lse: bool = False
     deterministic: bool = False
     dbias: bool = False
+    dsink: bool = False
     dbias_layout: OperandLayout | None = None
     """Of the gradient of the bias; None = dense, 16-byte aligned."""
     lse: OperandLayout | None = None
@@ -206,6 +207,7 @@ def build_problem(
     return_lse: bool = False,
     deterministic: bool = False,
     dbias: bool = False,
+    dsink: bool = False,
     modifier: Program | None = None,
     trained: tuple[int, ...] = (),
     **further: TensorView | None,
@@ -268,6 +270,8 @@ def build_problem(
     ranks_fit = _check_operands(found, tensors, varlen)
     if dbias and bias is None:
         found.value("dbias: a gradient of the bias was asked for, but bias is None. Pass the bias.")
+    if dsink and given.get("sink") is None:
+        found.value("dsink: a gradient of the sink was asked for, but sink is None. Pass the sink.")
     lengths = check_varlen(found, tensors, max_seqlen_q, max_seqlen_k, varlen, ranks_fit)
 
     window = check_window(found, causal, window_size)
@@ -278,7 +282,7 @@ def build_problem(
             f"softcap * tanh(score / softcap) inside of score_mod."
         )
     dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
-    flags = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias}
+    flags = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias, "dsink": dsink}
     flags = {name: check_flag(found, name, flag) for name, flag in flags.items()}
     found.stop()
 
@@ -313,6 +317,7 @@ def build_problem(
         return_lse=flags["return_lse"],
         deterministic=flags["deterministic"],
         dbias=flags["dbias"],
+        dsink=flags["dsink"],
     )
 
 

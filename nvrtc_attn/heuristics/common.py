@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ctypes import c_float
 
+from ..front.operands import OPERANDS
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import Features
 from ..modifiers.cuda import cuda_source
@@ -32,8 +33,8 @@ def is_vectorizable(layout: OperandLayout, itemsize: int) -> bool:
     return all(size == 1 or stride * itemsize % 16 == 0 for size, stride in outer)
 
 
-def features_of(problem: AttentionProblem) -> Features:
-    """Policies that the kernel needs for ``problem``."""
+def features_of(problem: AttentionProblem, *, behind: bool = False) -> Features:
+    """Policies that the kernel needs for ``problem``; ``behind``: it reads the operands whose params lie behind."""
     return Features(
         band=problem.band,
         bias=problem.bias.dtype if problem.bias is not None else None,
@@ -45,7 +46,7 @@ def features_of(problem: AttentionProblem) -> Features:
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
         modifier="" if problem.modifier is None else cuda_source(problem.modifier, problem.trained),
-        optional=" ".join(problem.further_inputs),
+        optional=" ".join(name for name in problem.further_inputs if behind or not OPERANDS[name].behind),
     )
 
 

@@ -13,10 +13,17 @@ from dataclasses import fields
 from typing import Any, Final
 
 from ..base.dtypes import DTYPES
-from ..front.operands import FURTHER_INPUTS
+from ..front.operands import FURTHER_INPUTS, OPERANDS
 from ..modifiers.cuda import block_bytes
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
-from .params import WITH_TILE_WORDS, BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
+from .params import (
+    WITH_SINK,
+    WITH_TILE_WORDS,
+    BackwardParams,
+    ForwardParams,
+    HopperBackwardParams,
+    HopperForwardParams,
+)
 
 ENTRY_NAME: Final = "attention_entry"
 """The ``extern "C"`` name of the kernel in every generated file."""
@@ -58,7 +65,13 @@ def base_params_class(config: KernelConfig) -> type[ctypes.Structure]:
         params = HopperBackwardParams
     elif isinstance(config, ForwardConfig):
         params = ForwardParams
-    return WITH_TILE_WORDS[params] if config.features.tile_words else params
+    if config.features.tile_words:
+        params = WITH_TILE_WORDS[params]
+    if any(OPERANDS[name].behind for name in config.features.optional.split() if name in OPERANDS):
+        if params not in WITH_SINK:
+            raise ValueError(f"optional={config.features.optional!r}: {config.kernel} reads none of what lies behind")
+        params = WITH_SINK[params]
+    return params
 
 
 def _trait_lines(name: str, value: Any) -> list[str]:

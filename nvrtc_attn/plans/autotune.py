@@ -249,6 +249,7 @@ def _essence(problem: AttentionProblem, backward: bool) -> AttentionProblem:
         return_lse=False,
         deterministic=problem.deterministic and backward,
         dbias=problem.dbias and backward,
+        dsink=False,
     )
 
 
