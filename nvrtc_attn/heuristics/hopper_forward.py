@@ -10,16 +10,19 @@ import numpy.typing as npt
 
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
-from ..jit.config import HopperForwardConfig
-from .common import ceil_div, features_of, is_vectorizable
+from ..jit.config import Features, HopperForwardConfig
+from . import tile_words
+from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
     MIN_QUERY_ROWS,
     SMEM_LIMIT,
+    TileList,
     product_width,
     reasons_against_size,
     reasons_against_target,
     score_operands,
+    tile_list,
 )
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
@@ -30,6 +33,8 @@ MAX_HEAD_DIM: Final = 256
 L2_BYTES: Final = 40 << 20
 """What stays in an L2 of 50 to 60 MB beside queries and outputs."""
 BLOCKS_SHARING_A_HEAD: Final = 8
+LIST_WARPS: Final = 32
+"""Of the thread block that lists the tiles of packed sequences: all there can be, because there is one block."""
 MEASURED_SMS: Final = 132
 """Multiprocessors of the GPU that the tile table was measured on; of another one where nothing says how many it has."""
 TILE_OVERHEAD_COLUMNS: Final = 128.0
@@ -65,6 +70,7 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     scores = _score_bytes(config)
     barriers = 16 * config.num_stages_scores if scores else 0
     barriers += 8 * config.num_stages if config.features.mask else 0
+    barriers += 16 * config.features.tile_words
     return 128 * rows + scores + 32 * config.num_stages_q + 32 * config.num_stages + barriers
 
 
@@ -91,7 +97,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     direct = problem.bias is not None or problem.mask is not None
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
-    diagonal = problem.window_right is not None and not problem.varlen
+    diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
     mapped = problem.softcap > 0 or problem.softmax_scale <= 0
     if widest <= 64:
         if direct:
@@ -118,7 +124,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
             block_n=columns,
             num_stages=3 if third else 2,
             num_stages_q=2,
-            half_tile=diagonal and not (problem.seqused_k or mapped) and problem.seqlen_q <= 2048 and columns == 128,
+            half_tile=diagonal and not mapped and problem.seqlen_q <= 2048 and columns == 128,
             lazy_max=True,
         )
     if widest <= 128:
@@ -166,6 +172,8 @@ def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
     Or unless every smaller tile has a multiprocessor to itself: 128 small tiles take 13 % less time than 88 large ones.
     """
     rows = problem.seqlen_q
+    if problem.varlen:  # those of a sequence on average
+        rows = min(rows, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
     if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= num_sms:
         return 128
     return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
@@ -212,7 +220,10 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         )
     if problem.head_dim_v > 192 and problem.dropout_p > 0 and (problem.varlen or problem.seqused_k):
         found.append(f"head_dim_v is {problem.head_dim_v}; with dropout and lengths on the device likewise")
-    if (problem.batch + 1) * problem.num_heads * (ceil_div(problem.seqlen_q, 64) + 1) >= 2**31:
+    tiles = problem.batch * (ceil_div(problem.seqlen_q, 64) + 1)
+    if problem.varlen:
+        tiles = packed_slots(problem.q.shape[1], problem.batch, 64)
+    if (tiles + 1) * problem.num_heads >= 2**31:
         found.append("there are 2^31 query tiles")
     found += reasons_against_size(problem)
     for name in ("q", "k", "v"):
@@ -229,7 +240,7 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
 
 def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
     """The config of ``problem`` with ``tile``."""
-    return HopperForwardConfig(
+    config = HopperForwardConfig(
         kernel="forward_hopper",
         arch="sm_90a",
         dtype=problem.dtype,
@@ -247,6 +258,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         score_tiles=tile.score_tiles,
         num_stages_scores=tile.num_stages_scores,
     )
+    return tile_words.with_words(config) if tile_words.pays(problem, tile.block_n) else config
 
 
 def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
@@ -305,21 +317,81 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
     return best
 
 
+def tile_list_of(problem: AttentionProblem, tile: Tile) -> TileList:
+    """The list of the query tiles of packed sequences."""
+    return tile_list(
+        problem.q.shape[1],
+        problem.batch,
+        tile.block_m,
+        heads=problem.num_heads_kv,
+        resident_rows=problem.k.shape[1],
+        l2_rows=L2_BYTES // (2 * (problem.head_dim + problem.head_dim_v)),
+    )
+
+
+def _packed_plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:
+    """The launches for packed sequences: one makes the list of tiles, the other works on them."""
+    config, tiles = config_of(problem, tile), tile_list_of(problem, tile)
+    group = problem.num_heads // problem.num_heads_kv
+    grid = min(num_sms, problem.num_heads * tiles.tiles)
+    params = (
+        ("num_m_blocks", max(ceil_div(problem.seqlen_q, tile.block_m), 1)),
+        ("num_splits", 1),
+        ("num_tiles", problem.num_heads * tiles.tiles),  # at most
+        ("heads_per_group", group),
+        ("head_group", tiles.heads),
+        ("chunk_rows", tiles.chunk_rows),
+        ("num_chunks", tiles.num_chunks),
+        ("num_workers", grid),
+    )
+    # Of the other kernel's config what the list depends on, so that many problems share it.
+    features = Features(band=problem.band, varlen=True, seqused_k=problem.seqused_k)
+    making = HopperForwardConfig(
+        kernel="packed_tiles",
+        arch=config.arch,
+        dtype="bfloat16",
+        head_dim=64,
+        head_dim_v=64,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        num_warps=LIST_WARPS,
+        features=features,
+    )
+    return ForwardPlanSpec(
+        launches=(
+            Launch(config=making, grid=1, block=making.num_threads, smem_bytes=0, params=params),
+            Launch(
+                config=config,
+                grid=grid,
+                block=config.num_threads,
+                smem_bytes=smem_bytes(config),
+                params=params,
+                tensor_maps=_operand_maps(problem, tile),
+            ),
+        ),
+        tile_list_bytes=tiles.nbytes,
+    )
+
+
 def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:
     """The launch of ``problem`` with ``tile``."""
+    if problem.varlen:
+        return _packed_plan_spec(problem, tile, num_sms=num_sms)
     config = config_of(problem, tile)
     num_m_blocks = max(ceil_div(problem.seqlen_q, tile.block_m), 1)
-    all_heads = (problem.batch + int(problem.varlen)) * problem.num_heads
+    all_heads = problem.batch * problem.num_heads
     num_tiles = all_heads * num_m_blocks
     grid = min(num_sms, num_tiles)
     group = problem.num_heads // problem.num_heads_kv
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
-    # The model is for sequences of one length.
     rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
+    words = tile_words.words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     return ForwardPlanSpec(
+        tile_words_bytes=words.nbytes if words else 0,
         launches=(
+            *([tile_words.plan_launch(words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,
@@ -335,15 +407,19 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                     ("tail_first_head", first_head),
                     ("tail_done", done),
                     ("tail_whole_heads", all_heads - first_head - int(done > 0)),
+                    *(words.params() if words else ()),
                 ),
-                tensor_maps=(
-                    tensor_map("tensor_map_q", "q", problem.q, 2, tile.block_m),
-                    tensor_map("tensor_map_k", "k", problem.k, 2, tile.block_n),
-                    tensor_map("tensor_map_v", "v", problem.v, 2, tile.block_n),
-                    *_score_maps(problem, tile),
-                ),
+                tensor_maps=(*_operand_maps(problem, tile), *_score_maps(problem, tile)),
             ),
-        )
+        ),
+    )
+
+
+def _operand_maps(problem: AttentionProblem, tile: Tile) -> tuple[TensorMap, ...]:
+    return (
+        tensor_map("tensor_map_q", "q", problem.q, 2, tile.block_m),
+        tensor_map("tensor_map_k", "k", problem.k, 2, tile.block_n),
+        tensor_map("tensor_map_v", "v", problem.v, 2, tile.block_n),
     )
 
 
@@ -360,7 +436,7 @@ def _score_maps(problem: AttentionProblem, tile: Tile) -> list[TensorMap]:
 
 def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) -> list[str]:
     """Why the portable family is faster than the plan ``spec``; empty when it is not."""
-    (launch,) = spec.launches
+    launch = spec.main
     if problem.seqlen_q <= MIN_QUERY_ROWS and max(problem.head_dim, problem.head_dim_v) <= 64:
         # 64 rows and keys at head dim 64: the portable kernel takes 18 us, this one 25.
         return [f"{problem.seqlen_q} query rows fill half a tile"]

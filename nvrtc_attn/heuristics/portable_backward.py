@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
-from ..front.problem import AttentionProblem
+from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import BackwardConfig, Features
-from .common import features_of, is_aligned, is_full_shape
+from . import tile_words
+from .common import features_of, is_aligned, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .spec import BackwardPlanSpec, Launch, Workspace
 
@@ -235,11 +236,21 @@ def choose_backward(
         num_splits = _choose_splits(problem, config, slots, num_m_blocks, num_n_blocks)
     config = replace(config, split=num_splits > 1, skip_hidden=_skips_hidden(problem, config))
 
-    launches = [] if fused else [_delta(problem, config, num_m_blocks)]
-    launches.append(_dkv(problem, config, num_n_blocks, num_splits, slots))
+    launches: list[Launch] = []
+    workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
+    words_params: tuple[tuple[str, int], ...] = ()
+    # Wider heads have no registers left to walk words with: 8 bytes of spills for 8.6 at head dim 256.
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    if narrow and not stores_dq and tile_words.pays(problem, config.block_n):
+        config = tile_words.with_words(config)
+        launches, words_params, buffer = tile_words.backward_launches(problem, config)
+        workspaces.append(buffer)
+    if not fused:
+        launches.append(_delta(problem, config, num_m_blocks))
+    main = _dkv(problem, config, num_n_blocks, num_splits, slots)
+    launches.append(replace(main, params=(*main.params, *words_params)))
     if num_splits > 1:
         launches.append(_dkv_convert(problem, config, num_n_blocks))
-    workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
     if stores_dq:
         pass
     elif problem.deterministic:
@@ -305,6 +316,11 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 
 
+def splits_of(spec: BackwardPlanSpec) -> int:
+    """Parts of the query loop of the dk/dv kernel."""
+    return dict(kernel_of(spec).params)["num_splits"]
+
+
 def candidates(problem: AttentionProblem, **target: Any) -> list[BackwardPlanSpec]:
     """The first rows of the tile table that fit, then the first row with half and with twice its splits, if any.
 
@@ -317,7 +333,7 @@ def candidates(problem: AttentionProblem, **target: Any) -> list[BackwardPlanSpe
         with contextlib.suppress(UnsupportedError):  # no tile of this head dim holds all keys
             found += [choose_backward(problem, **target, stores_dq=True, fused=fused) for fused in (True, False)]
     found += [first, *(choose_backward(problem, **target, rank=rank) for rank in (1, 2))]
-    num_splits = dict(kernel_of(first).params)["num_splits"]
+    num_splits = splits_of(first)
     if num_splits > 1:
         splits = (num_splits // 2, min(2 * num_splits, MAX_SPLITS))
         found += [choose_backward(problem, **target, num_splits=count) for count in splits]
@@ -408,7 +424,8 @@ def _choose_splits(
     """Parts of the query loop: more than one where key tiles alone leave multiprocessors idle."""
     if problem.deterministic:
         return 1
-    blocks = num_n_blocks * problem.batch * problem.num_heads_kv * config.dim_slices
+    tiles = min(num_n_blocks * problem.batch, _tiles(problem, problem.k, num_n_blocks, config.block_n))
+    blocks = tiles * problem.num_heads_kv * config.dim_slices
     if blocks == 0:
         return 1
     tiles = num_m_blocks * (problem.num_heads // problem.num_heads_kv)
@@ -448,9 +465,14 @@ def _plain(config: BackwardConfig, kernel: str) -> BackwardConfig:
     )
 
 
+def _tiles(problem: AttentionProblem, operand: OperandLayout, num_blocks: int, block: int) -> int:
+    """Tiles of ``block`` rows of all sequences: ``num_blocks`` each or, packed, the slots of what the tensor holds."""
+    return packed_slots(operand.shape[1], problem.batch, block) if problem.varlen else problem.batch * num_blocks
+
+
 def _delta(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
     delta = _plain(config, "delta")
-    grid = num_m_blocks * problem.num_heads * problem.batch
+    grid = problem.num_heads * _tiles(problem, problem.q, num_m_blocks, config.block_m)
     return Launch(
         config=delta, grid=grid, block=delta.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
     )
@@ -466,8 +488,8 @@ def _head_group(problem: AttentionProblem, num_n_blocks: int, slots: int) -> int
 
 
 def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, num_splits: int, slots: int) -> Launch:
-    sequences = problem.batch + problem.varlen  # one more, virtual, owns the tokens of no sequence
-    grid = num_n_blocks * problem.num_heads_kv * sequences * num_splits * config.dim_slices
+    tiles = _tiles(problem, problem.k, num_n_blocks, config.block_n)
+    grid = problem.num_heads_kv * tiles * num_splits * config.dim_slices
     return Launch(
         config=config,
         grid=grid,
@@ -476,14 +498,14 @@ def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, n
         params=(
             ("num_n_blocks", num_n_blocks),
             ("num_splits", num_splits),
-            ("head_group", _head_group(problem, num_n_blocks, slots)),
+            ("head_group", _head_group(problem, tiles if problem.varlen else num_n_blocks, slots)),
         ),
     )
 
 
 def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int) -> Launch:
     convert = _plain(config, "dkv_convert")
-    grid = num_n_blocks * problem.num_heads_kv * problem.batch
+    grid = problem.num_heads_kv * _tiles(problem, problem.k, num_n_blocks, config.block_n)
     return Launch(
         config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_n_blocks", num_n_blocks),)
     )
@@ -491,7 +513,7 @@ def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks
 
 def _dq_convert(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
     convert = _plain(config, "dq_convert")
-    grid = num_m_blocks * problem.num_heads * (problem.batch + problem.varlen)
+    grid = problem.num_heads * _tiles(problem, problem.q, num_m_blocks, config.block_m)
     return Launch(
         config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
     )
@@ -524,7 +546,6 @@ def _workspaces(
         )
     if num_splits > 1:
         # Per (batch, key head) the rows of dk and then those of dv, in whole tiles.
-        head = num_n_blocks * config.block_n * (config.head_dim + config.head_dim_v)
-        # Packed sequences each have room for the longest: splits are for few of them.
-        nbytes = 4 * problem.batch * problem.num_heads_kv * head
+        rows = _tiles(problem, problem.k, num_n_blocks, config.block_n) * config.block_n
+        nbytes = 4 * problem.num_heads_kv * rows * (config.head_dim + config.head_dim_v)
         yield Workspace(field="dkv_accum", nbytes=nbytes, zeroed=True)

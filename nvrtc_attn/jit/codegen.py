@@ -14,7 +14,7 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.operands import FURTHER_INPUTS
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
-from .params import BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
+from .params import WITH_TILE_WORDS, BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
 
 ENTRY_NAME: Final = "attention_entry"
 """The ``extern "C"`` name of the kernel in every generated file."""
@@ -36,11 +36,14 @@ def constant_name(field: str) -> str:
 
 def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct that the kernel of ``config`` takes by value."""
+    params: type[ctypes.Structure] = BackwardParams
     if isinstance(config, HopperForwardConfig):
-        return HopperForwardParams
-    if isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
-        return HopperBackwardParams
-    return ForwardParams if isinstance(config, ForwardConfig) else BackwardParams
+        params = HopperForwardParams
+    elif isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
+        params = HopperBackwardParams
+    elif isinstance(config, ForwardConfig):
+        params = ForwardParams
+    return WITH_TILE_WORDS[params] if config.features.tile_words else params
 
 
 def _trait_lines(name: str, value: Any) -> list[str]:

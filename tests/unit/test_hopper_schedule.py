@@ -73,14 +73,26 @@ HOST = f"""
 #define NVRTC_ATTN_DEVICE inline
 struct {{ int x; }} gridDim, blockIdx;
 namespace nvrtc_attn {{
-struct HopperForwardParams {{ int {", ".join(PARAMETERS)}; }};
+struct HopperForwardParams {{
+  int {", ".join(PARAMETERS)};
+  int* softmax_partial;
+}};
+struct int2 {{ int x, y; }};
+struct TileList {{  // of packed sequences: tests/unit/test_tile_list.py
+  int* words;
+  int* counter() const {{ return words; }}
+  int count() const {{ return 0; }}
+  int heads() const {{ return 1; }}
+  int2 operator[](int) const {{ return {{}}; }}
+}};
+inline int atomicAdd(int*, int) {{ return 0; }}
 inline int uniform(int a) {{ return a; }}
 inline int uniform_quotient(int a, int b) {{ return int(unsigned(a) / unsigned(b)); }}
 }}
 %s
 template <bool kBand>
 int deal(nvrtc_attn::HopperForwardParams const& params, int most, int* found) {{
-  nvrtc_attn::TileScheduler<kBand> scheduler{{params}};
+  nvrtc_attn::TileScheduler<kBand, false> scheduler{{params}};
   nvrtc_attn::WorkTile tile;
   int count = 0;
   for (; scheduler.next(tile) && count < most; ++count) {{
