@@ -17,6 +17,7 @@ from ..jit.config import BackwardConfig, Features
 from . import tile_words
 from .common import features_of, is_aligned, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
+from .sink import choose_sink
 from .spec import BackwardPlanSpec, Launch, Workspace
 
 MAX_HEAD_DIM: Final = 512
@@ -127,13 +128,17 @@ def smem_bytes(config: BackwardConfig) -> int:
 
 
 def _spills(config: BackwardConfig) -> bool:
-    """Whether ptxas (CUDA 13.0) spills this variant of a row with V in registers: then the next row is taken.
+    """Whether ptxas (CUDA 13.0) spills this variant of a row: then the next row is taken.
+
+    128 x 128 at D 128: 4 to 48 bytes with most modifiers. The others are rows with V in registers.
 
     64 x 128 at D 128: 8 bytes with a bias or a mask. 32 x 64 at D 256: 8 bytes without additions to dq or with stores
     of dbias, and for 12.x 8 to 64 with most features, at D 240 with none.
     """
     features = config.features
     reads_scores = features.bias is not None or features.mask
+    if features.modifier and config.block_m == 128 and config.block_n == 128 and config.num_warps == 8:
+        return True
     if not config.v_in_registers or config.num_warps < 8:
         return False
     if config.warps_n_dkv == 8:
@@ -267,6 +272,7 @@ def choose_backward(
         workspaces.append(
             Workspace(field="dbias_partial", nbytes=partial_bytes, params=(("num_dbias_splits", num_dbias_splits),))
         )
+    launches += choose_sink(problem, arch=arch, block_m=config.block_m, padded=False)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
 
@@ -310,8 +316,11 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
     if problem.varlen and problem.bias is not None:
         reasons.append("bias: given with cu_seqlens - packed sequences share no key index - run the batch padded")
     reasons += unread_by("backward_portable", problem.further_inputs)
-    if problem.modifier is not None:
-        reasons.append("score_mod or mask_mod is given, which only the CPU computes so far")
+    if problem.deterministic and problem.trained:
+        reasons.append(
+            "deterministic: with a gradient of an array that score_mod captured - atomics add to its elements in any "
+            "order - a bias array, indexed with b, h, q and k alone, has an ordered gradient"
+        )
     if reasons:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 

@@ -45,8 +45,9 @@ struct BackwardTiles {
 
   // S^T and dP^T of a warp: kRowsN keys x kRowsM queries, kChunkM queries at a time: 64 accumulator registers at most, half
   // of that in float32, whose operands take twice the registers once they are split, where dQ takes more (head dim 256), and
-  // where V takes its part.
-  static constexpr int kChunkArea = sizeof(Element) == 2 && kWarpsM <= 2 && !Traits::kVInRegisters ? 64 : 32;
+  // where V or a modifier takes its part.
+  static constexpr bool kMoreTaken = Traits::kVInRegisters || ModifierOf<Traits>::kAny;
+  static constexpr int kChunkArea = sizeof(Element) == 2 && kWarpsM <= 2 && !kMoreTaken ? 64 : 32;
   static constexpr int kRowsN = kBlockN / kWarpsN;
   static constexpr int kRowsM = kBlockM / kWarpsM;
   static constexpr int kTilesN = kRowsN / 16;
