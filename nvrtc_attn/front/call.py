@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -200,6 +200,11 @@ class Call:
         return self.problem.with_layouts(**{name: self.problem.dense_layout_of(name) for name in names})
 
 
+_Program: TypeAlias = tuple[Program | None, tuple[int, ...]]
+"""What was traced, and which of its arrays get gradients."""
+_NO_PROGRAM: Final[_Program] = (None, ())
+
+
 def describe(
     q: Any,
     k: Any,
@@ -252,7 +257,9 @@ def describe(
         if modified.bias is not None:
             tensors["bias"] = modified.bias
             options = options._replace(dbias=modified.bias_capture in trained)
-    program = None if modified is None or modified.modifier is None else modified.modifier.program
+    program: _Program = _NO_PROGRAM
+    if modified is not None and modified.modifier is not None:
+        program = modified.modifier.program, modified.trained(trained)
     return Call(
         tensors=tensors, options=options, problem=_problem(tensors, options, program), producer_stream=producer_stream,
         launch_stream=launch_stream, hold_owners=hold_owners, modified=modified,
@@ -285,7 +292,9 @@ _problems_lock = threading.Lock()
 
 
 def _problem(
-    tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None
+    tensors: Mapping[str, TensorView],
+    options: CallOptions,
+    program: _Program = _NO_PROGRAM,
 ) -> AttentionProblem:
     """`build_problem` of a call, remembered by what it looks at: validation takes as long as all else of a call."""
     key = _problem_key(tensors, options, program)
@@ -300,15 +309,23 @@ def _problem(
     return problem
 
 
-def _build(tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None) -> AttentionProblem:
+def _build(
+    tensors: Mapping[str, TensorView],
+    options: CallOptions,
+    program: _Program = _NO_PROGRAM,
+) -> AttentionProblem:
     arguments: dict[str, Any] = {**tensors, **options._asdict()}  # tensors and options have the names of its arguments
-    return build_problem(**arguments, modifier=program)
+    return build_problem(**arguments, modifier=program[0], trained=program[1])
 
 
 _LENGTHS: Final = frozenset(name for name in INPUTS if OPERANDS[name].is_lengths)
 
 
-def _problem_key(tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None) -> Hashable:
+def _problem_key(
+    tensors: Mapping[str, TensorView],
+    options: CallOptions,
+    program: _Program = _NO_PROGRAM,
+) -> Hashable:
     """None where the outcome depends on more: on lengths in host memory, or on options that are not told by a hash.
 
     Types of options are part of it, because 1 equals True and 1.0 and is accepted for neither.

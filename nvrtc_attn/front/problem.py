@@ -104,6 +104,8 @@ class AttentionProblem:
     dlse: OperandLayout | None = None
     modifier: Program | None = None
     """What takes the place of the softcap, and a mask that is computed."""
+    trained: tuple[int, ...] = ()
+    """Which arrays of the modifier the backward pass makes gradients of."""
     lse_padded: bool = False
     """The seed's lse: packed sequences have a batch entry each, rows that belong to no query are +inf, and a row
     without a valid key is 0 instead of -inf."""
@@ -207,6 +209,7 @@ def build_problem(
     dbias: bool = False,
     dsink: bool = False,
     modifier: Program | None = None,
+    trained: tuple[int, ...] = (),
     **further: TensorView | None,
 ) -> AttentionProblem:
     """Check one call and describe it.
@@ -235,6 +238,8 @@ def build_problem(
         Required with ``cu_seqlens``, refused without.
     modifier
         What was traced of ``score_mod`` and ``mask_mod``.
+    trained
+        The arrays that it captured whose gradients are wanted.
     **further
         Other optional inputs of the table of operands.
 
@@ -304,6 +309,7 @@ def build_problem(
         softcap=cap,
         dropout_p=dropout or 0.0,
         modifier=modifier,
+        trained=trained,
         varlen=varlen,
         seqused_k=seqused_k is not None,
         further=tuple((name, x) for name, x in layouts.items() if name not in _LAYOUTS),

@@ -7,6 +7,7 @@ from ctypes import c_float
 from ..front.operands import OPERANDS
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import Features
+from ..modifiers.cuda import cuda_source
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -44,13 +45,19 @@ def features_of(problem: AttentionProblem, *, behind: bool = False) -> Features:
         dropout=problem.dropout_p > 0,
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
+        modifier="" if problem.modifier is None else cuda_source(problem.modifier, problem.trained),
         optional=" ".join(name for name in problem.further_inputs if behind or not OPERANDS[name].behind),
     )
 
 
 def maps_scores(features: Features) -> bool:
     """Whether kernels turn products into scores in natural units: ``kMapsScores`` in ``collective/scores.cuh``."""
-    return features.prescale or features.softcap or features.bias is not None
+    return (
+        features.prescale
+        or features.softcap
+        or features.bias is not None
+        or "static constexpr bool kScores = true;" in features.modifier
+    )
 
 
 def is_full_shape(problem: AttentionProblem) -> bool:

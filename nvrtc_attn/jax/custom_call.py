@@ -318,7 +318,7 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
 
 def _varies(*arrays: Any) -> frozenset[str]:
     """The manual axes of ``jax.shard_map`` over which one of the arrays differs from device to device."""
-    types = [jax.typeof(x) for x in arrays]
+    types = [jax.typeof(x) for x in arrays if isinstance(x, jax.core.Tracer)]
     # Since jax 0.10 in a type of its own.
     return frozenset[str]().union(
         *(x.manual_axis_type.varying if hasattr(x, "manual_axis_type") else getattr(x, "vma", ()) for x in types)

@@ -211,7 +211,8 @@ def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *arguments_, return_lse = arguments
     with torch.no_grad():
         tensors, options, rng = _split(tuple(arguments_), return_lse)
-        out, lse = passes.forward(tensors, options, rng)
+        # Below autograd lse tells that gradients are wanted, though not whether that of a bias is.
+        out, lse = passes.forward(tensors, options, rng, backward_follows=return_lse and tensors[_BIAS] is None)
         q = tensors[0]
         if not out.numel():
             out = out.new_empty(out.shape)  # strides of nothing differ

@@ -202,7 +202,7 @@ def test_a_moved_field_does_not_compile(struct: type[ctypes.Structure], monkeypa
     fields[first], fields[first + 1] = fields[first + 1], fields[first]
     moved = type(struct.__name__, (ctypes.Structure,), {"_fields_": fields})
     config = FORWARD if struct is ForwardParams else BACKWARD
-    monkeypatch.setattr(codegen, "params_class", lambda config: moved)
+    monkeypatch.setattr(codegen, "base_params_class", lambda config: moved)
     with pytest.raises(CompileError, match="static assertion failed"):
         compile_source(compilable(config), config.arch)
 

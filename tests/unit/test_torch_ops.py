@@ -555,3 +555,21 @@ def test_used_keys_of_a_dense_batch(compiled: bool) -> None:
     mask = torch.arange(30) < used[:, None, None, None]
     for a, b in zip(gradients(call, seqused_k=used), gradients(na.attention, mask=mask), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_programs_announce_their_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels begin to compile beside those of the forward pass, as in eager calls."""
+    announced = []
+    original = passes.forward
+
+    def spy(*arguments: Any, backward_follows: bool = False) -> Any:
+        announced.append(backward_follows)
+        return original(*arguments, backward_follows=backward_follows)
+
+    monkeypatch.setattr(passes, "forward", spy)
+    q, bias = torch.randn(1, 8, 2, 8), torch.randn(1, 2, 8, 8)
+    compiled = torch.compile(lambda q, **options: na.attention(q, q, q, **options), backend="aot_eager")
+    compiled(q.clone().requires_grad_()).sum().backward()
+    compiled(q)
+    compiled(q.clone().requires_grad_(), bias=bias)  # whose gradient may be wanted or not: other kernels
+    assert announced == [True, False, False]
