@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         dropout_keep_mask,
         forward_workspace_bytes,
     )
+    from .front.part import Part
     from .runtime.buffers import to_device
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "CompileError",
     "CudaError",
     "DeviceFaultError",
+    "Part",
     "UnsupportedError",
     "__version__",
     "attention",
@@ -37,7 +39,7 @@ __all__ = [
     "to_device",
 ]
 
-_API = tuple(name for name in __all__ if name[0].islower())
+_API = ("Part", *(name for name in __all__ if name[0].islower()))
 
 
 def __getattr__(name: str) -> Any:

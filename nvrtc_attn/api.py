@@ -25,6 +25,7 @@ from .front.operands import (
     check_further,
     takes_further_inputs,
 )
+from .front.part import Part
 from .front.problem import Causal, WindowSize
 from .front.tensors import Device, TensorView, framework_of
 from .front.validation import Violations, check_real, check_shape
@@ -59,6 +60,7 @@ def attention(
     seqused_k: Any = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    part: Part | None = None,
     out: Any = None,
     stream: Any = None,
     **further: Unpack[FurtherInputs],
@@ -104,6 +106,8 @@ def attention(
         ``exp(S)``, -inf for a row with no valid key.
     deterministic
         Only matters to the backward pass. The forward pass is always bitwise reproducible.
+    part : nvrtc_attn.Part, optional
+        Where this call lies in a larger attention, whose causal alignment, windows and dropout mask it then has.
     out : ``[B, Mq, H, Kv]``, optional
         Written and returned. Must not overlap an input. Not possible for JAX arrays, which are immutable.
     stream
@@ -135,8 +139,9 @@ def attention(
     ``|lse| >= 2**22`` (4.2 million) has no gradient: see `attention_backward`.
     """
     options = CallOptions(
-        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic
-    )
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic,
+        part=part,
+    )  # fmt: skip
     check_further("attention", further)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
@@ -180,6 +185,7 @@ def attention_forward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
+    part: Part | None = None,
     workspace: Any = None,
     stream: Any = None,
     **further: Unpack[FurtherInputs],
@@ -198,8 +204,9 @@ def attention_forward(
     The others are those of `attention`, and so are the errors. Backward needs the same ``rng``: pass one with dropout.
     """
     options = CallOptions(
-        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=lse is not None
-    )
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=lse is not None,
+        part=part,
+    )  # fmt: skip
     check_further("attention_forward", further)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
@@ -236,6 +243,7 @@ def attention_backward(
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
     deterministic: bool = False,
+    part: Part | None = None,
     workspace: Any = None,
     stream: Any = None,
     **further: Unpack[FurtherInputs],
@@ -279,7 +287,7 @@ def attention_backward(
     """
     options = CallOptions(
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=True,
-        deterministic=deterministic, dbias=dbias is not None,
+        deterministic=deterministic, dbias=dbias is not None, part=part,
     )  # fmt: skip
     check_further("attention_backward", further)
     call = checked_call(
@@ -422,6 +430,11 @@ def _forward(
 ) -> None:
     """Run the forward pass; ``given`` are the outputs."""
     views: dict[str, TensorView] = {}
+    if rng is None and call.options.part is not None and call.problem.dropout_p > 0:
+        raise ValueError(
+            "rng: None, but dropout_p > 0 and this is a part of a larger attention, whose mask it has. Pass the "
+            "(seed, offset) of the whole, the same for all parts."
+        )
     for name, x in given.items():
         if x is not None or OPERANDS[name].forward == "out":
             views[name] = call.output_view(x, name, views)
@@ -434,7 +447,7 @@ def _forward(
     if new_workspace is not None and plan.workspace_bytes:
         workspace = new_workspace(plan.workspace_bytes)
     address = call.workspace_address(workspace, plan.workspace_bytes)
-    state = call.rng_state(rng)
+    state = call.kernel_rng(rng)
     if 0 not in call.out_shape:
         _launch(plan, call, views, address, state, (given, workspace))
 
@@ -461,7 +474,7 @@ def _backward(call: Call, given: Mapping[str, Any], rng: Any, workspace: Any) ->
         return
     plan = plan_backward(call, views)
     address = call.workspace_address(workspace, plan.workspace_bytes)
-    _launch(plan, call, views, address, call.rng_state(rng), (workspace,))
+    _launch(plan, call, views, address, call.kernel_rng(rng), (workspace,))
 
 
 def _launch(

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..front.part import Part
 from ..front.philox import multiplier
 from .blocks import Array, Causal, Plan, Tile, Window, make_plan
 
@@ -45,6 +46,8 @@ def attention_forward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: npt.ArrayLike | None = None,
+    part: Part | None = None,
+    result_dtype: npt.DTypeLike | None = None,
     compute_dtype: npt.DTypeLike | None = None,
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
@@ -81,6 +84,10 @@ def attention_forward(
         Pitches of the dropout index with ``cu_seqlens``; by default the longest lengths.
     seqused_k : ``[nb]`` or ``[B]``, optional
         Only the first ``seqused_k[b]`` keys of sequence b exist; the others are not read.
+    part
+        Where the call lies in a larger attention, whose causal alignment, windows and dropout it then has.
+    result_dtype
+        Of out, which is by default that of ``q``; lse has the compute dtype.
     compute_dtype
         float32 or float64; by default float64 for float64 inputs and float32 for all others.
     block_m, block_n
@@ -88,7 +95,7 @@ def attention_forward(
 
     Returns
     -------
-    out : ``[B, Mq, H, Kv]``, dtype of ``q``
+    out : ``[B, Mq, H, Kv]``
         Rows without any key are 0.
     lse : ``[B, H, Mq]``, compute dtype
         Natural log of the sum of ``exp(S)``; dropout is not part of it. Rows without any key are -inf. With
@@ -96,9 +103,9 @@ def attention_forward(
     """
     plan = make_plan(
         q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, seed, offset, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, compute_dtype, block_m, block_n,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, part, compute_dtype, block_m, block_n,
     )  # fmt: skip
-    out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+    out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype if result_dtype is None else result_dtype)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, plan.dtype)
     with np.errstate(all="ignore"):
         for tile in plan.tiles:
@@ -159,6 +166,8 @@ def attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: npt.ArrayLike | None = None,
+    part: Part | None = None,
+    result_dtype: npt.DTypeLike | None = None,
     compute_dtype: npt.DTypeLike | None = None,
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
@@ -177,17 +186,19 @@ def attention_backward(
         either: rounding ``lse`` changes their P by up to a factor of two.
     bias_grad
         Whether to return dbias.
+    result_dtype
+        Of dq, dk, dv, which are by default those of q, k, v.
 
     Returns
     -------
     dq, dk, dv
-        Shapes and dtypes of q, k, v; every element is written, zeros where nothing attends.
+        Shapes of q, k, v; every element is written, zeros where nothing attends.
     dbias
         Shape and dtype of ``bias``, or ``None`` without ``bias_grad``.
     """
     plan = make_plan(
         q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, seed, offset, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, compute_dtype, block_m, block_n,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, part, compute_dtype, block_m, block_n,
     )  # fmt: skip
     for name, given, shape in (
         ("dout", dout, (*q.shape[:3], v.shape[3])),
@@ -199,7 +210,7 @@ def attention_backward(
             raise ValueError(f"{name}: got shape {given.shape}; accepted is {shape}")
     if bias_grad and bias is None:
         raise ValueError("bias_grad: got True without a bias; pass the bias whose gradient is wanted")
-    dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
+    dq, dk, dv = (np.zeros(x.shape, x.dtype if result_dtype is None else result_dtype) for x in (q, k, v))
     dbias = np.zeros(bias.shape, plan.dtype) if bias_grad and bias is not None else None
     with np.errstate(all="ignore"):
         for tile in plan.tiles:

@@ -14,6 +14,7 @@ from ..base.errors import shown
 from . import philox
 from .dlpack import compact_strides
 from .operands import BACKWARD, INPUTS, OPERANDS, OPTIONAL_INPUTS, dtypes_of, shape_of
+from .part import Part
 from .tensorview import TensorView, normalised
 from .validation import (
     Violations,
@@ -75,12 +76,15 @@ class AttentionProblem:
     k: OperandLayout
     v: OperandLayout
     window_left: int | None = None
-    """None = unbounded. Causal problems have ``window_right`` 0 (or less)."""
+    """None = unbounded. Causal problems have ``window_right`` 0 (or less). Those of a part of a larger attention are
+    counted from its own top left corner, where the whole's diagonal may lie to either side: any sign."""
     window_right: int | None = None
     bottom_right: bool = True
     softmax_scale: float = 1.0
     softcap: float = 0.0
     dropout_p: float = 0.0
+    dropout_pitches: tuple[int, int, int] | None = None
+    """Heads, rows and keys of the larger attention whose dropout this part has, where they differ from its own."""
     bias: OperandLayout | None = None
     """As passed in: rank 4, each dim full or 1."""
     mask: OperandLayout | None = None
@@ -136,14 +140,17 @@ class AttentionProblem:
     def dtype_of(self, name: str) -> str:
         return self.dense_layout_of(name).dtype
 
+    def dtypes_of(self, name: str) -> tuple[str, ...]:
+        """The accepted element types of an operand, that of an allocation first."""
+        return dtypes_of(name, {other: x.dtype for other in INPUTS if (x := self.layout_of(other)) is not None})
+
     def dense_layout_of(self, name: str) -> OperandLayout:
         """A row-major layout of an operand that is no input."""
         found: OperandLayout | None = self._known.get(name)
         if found is None:
             given = {other: x for other in INPUTS if (x := self.layout_of(other)) is not None}
             shape = shape_of(name, {other: x.shape for other, x in given.items()})
-            dtypes = dtypes_of(name, {other: x.dtype for other, x in given.items()})
-            found = self._known[name] = dense_layout(shape, dtypes[0])
+            found = self._known[name] = dense_layout(shape, self.dtypes_of(name)[0])
         return found
 
     def with_layouts(self, **layouts: OperandLayout) -> AttentionProblem:
@@ -201,6 +208,7 @@ def build_problem(
     return_lse: bool = False,
     deterministic: bool = False,
     dbias: bool = False,
+    part: Part | None = None,
     **further: TensorView | None,
 ) -> AttentionProblem:
     """Check one call and describe it.
@@ -227,6 +235,8 @@ def build_problem(
         int32 on the device of ``q``. Their values are checked when they are in host memory.
     max_seqlen_q, max_seqlen_k
         Required with ``cu_seqlens``, refused without.
+    part
+        Where the call lies in a larger attention, whose masks and dropout it has.
     **further
         Other optional inputs of the table of operands.
 
@@ -234,7 +244,7 @@ def build_problem(
     -------
     AttentionProblem
         Windows are normalised: causal is ``window_right = 0``, and a bound that excludes no key is ``None`` (so causal
-        decoding, one query aligned to the bottom right, has no band at all).
+        decoding, one query aligned to the bottom right, has no band at all). Those of a part are relative to it.
 
     Raises
     ------
@@ -275,6 +285,14 @@ def build_problem(
     dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
     flags = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias}
     flags = {name: check_flag(found, name, flag) for name, flag in flags.items()}
+    sizes = (0, 0, 0, 0)
+    if ranks_fit:
+        sizes = (lengths[0], q.shape[2], *lengths[1:]) if varlen else (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    given_part: object = part
+    if not isinstance(given_part, Part | None):
+        found.kind(f"part: got {shown(part)} of type {type(part).__name__}. It is an nvrtc_attn.Part or None.")
+    elif part is not None and ranks_fit:
+        part.check(found, sizes, varlen)
     found.stop()
 
     if dropout and philox.threshold(dropout) < 0:
@@ -285,6 +303,12 @@ def build_problem(
     batch, seqlen_q, seqlen_k = lengths if varlen else (q.shape[0], tokens_q, tokens_k)
     left, right = window
     bottom_right = not (isinstance(causal, str) and causal == "top_left")
+    if part is not None and not varlen:
+        # Counted from the part's own corner; beyond its far side a bound hides everything, however far it is.
+        shift = part.shift(seqlen_q, seqlen_k, bottom_right)
+        left = None if left is None else max(left - shift, -seqlen_k)
+        right = None if right is None else max(right + shift, -seqlen_q)
+        bottom_right = False
     # The loosest bounds that still exclude a key of some row: a window beyond them costs a masked kernel for nothing.
     if left is not None and left >= (seqlen_k if bottom_right else seqlen_q) - 1:
         left = None
@@ -306,6 +330,7 @@ def build_problem(
         softmax_scale=scale,
         softcap=cap,
         dropout_p=dropout or 0.0,
+        dropout_pitches=_pitches(part, sizes) if dropout else None,
         varlen=varlen,
         seqused_k=seqused_k is not None,
         further=tuple((name, x) for name, x in layouts.items() if name not in _LAYOUTS),
@@ -314,6 +339,12 @@ def build_problem(
         deterministic=flags["deterministic"],
         dbias=flags["dbias"],
     )
+
+
+def _pitches(part: Part | None, sizes: Sequence[int]) -> tuple[int, int, int] | None:
+    """Heads, rows and keys of the whole, which dropout's index counts by; None where they are the call's own."""
+    whole = tuple(sizes) if part is None else part.whole(sizes)
+    return None if whole[1:] == tuple(sizes[1:]) else (whole[1], whole[2], whole[3])
 
 
 def layout(view: TensorView) -> OperandLayout:

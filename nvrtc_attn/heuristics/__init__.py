@@ -9,8 +9,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from ..base.errors import UnsupportedError
 from ..base.log import log_once
-from ..front.problem import AttentionProblem
+from ..front.problem import LIKE_Q, AttentionProblem
 from .spec import BackwardPlanSpec, ForwardPlanSpec, label
 
 MAX_CANDIDATES: Final = 8
@@ -43,6 +44,7 @@ def choose_forward(
     """
     from . import portable_forward
 
+    _check_part(problem)
     if _asks_for_hopper(arch, backend):
         from . import hopper_forward
 
@@ -63,6 +65,7 @@ def choose_backward(
     """Kernels of the backward pass; arguments, errors and what ``backend`` means as in `choose_forward`."""
     from . import portable_backward
 
+    _check_part(problem)
     if _asks_for_hopper(arch, backend):
         from . import hopper_backward
 
@@ -124,6 +127,19 @@ def _by_label(
         if name not in found and len(found) < MAX_CANDIDATES:
             found[name] = spec
     return found
+
+
+def _check_part(problem: AttentionProblem) -> None:
+    """Refuse what no kernel does for parts of a larger attention yet."""
+    reasons = []
+    if problem.dropout_pitches is not None:
+        reasons.append("dropout of a part of a larger attention, whose kernels are still to come")
+    for name in LIKE_Q:
+        operand = problem.layout_of(name)
+        if operand is not None and operand.dtype != problem.dtype:
+            reasons.append(f"{name} of {operand.dtype} beside {problem.dtype}, which no kernel writes yet")
+    if reasons:
+        raise UnsupportedError("no GPU kernel computes this part. On the CPU it can be computed.", reasons)
 
 
 def _asks_for_hopper(arch: str, backend: str) -> bool:

@@ -25,6 +25,7 @@ from ..front.operands import (
     check_further,
     takes_further_inputs,
 )
+from ..front.part import Part
 from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.tensors import CPU, Device, TensorView, view
@@ -91,6 +92,7 @@ def attention(
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    part: Part | None = None,
     **further: Unpack[FurtherInputs],
 ) -> Any:
     """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias and, through a returned lse, in the lse.
@@ -120,7 +122,7 @@ def attention(
             ops.register_sharding()
         return ops.attention(
             q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, further,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further,
         )  # fmt: skip
     if _autocast():
         q, k, v, bias = ops.cast_for_autocast(q, k, v, bias)
@@ -143,14 +145,15 @@ def attention(
         and (max_seqlen_k is None or max_seqlen_k.__class__ is int)
         and (return_lse is False or return_lse is True)
         and (deterministic is False or deterministic is True)
+        and (part is None or part.__class__ is Part)
     ):
         (
             causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-            deterministic, dbias,
+            deterministic, dbias, part,
         ) = plain_options(
             CallOptions(
                 causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-                deterministic, dbias,
+                deterministic, dbias, part,
             )
         )  # fmt: skip
     state = NO_RNG
@@ -158,6 +161,10 @@ def attention(
     if dropout_p > 0 and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4:
         if rng is not None:
             state = checked_rng(rng, q)
+        elif part is not None:
+            raise ValueError(
+                "rng: None, but this is a part of a larger attention, whose mask it has. Pass (seed, offset)."
+            )
         elif cu_seqlens_q is None:
             state = draw_rng(q, k, None)
         elif isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
@@ -165,7 +172,7 @@ def attention(
     # Without a backward pass it does not matter how that would be: one plan for both.
     options = _new_tuple(CallOptions, (
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse or grad,
-        deterministic and grad, dbias,
+        deterministic and grad, dbias, part,
     ))  # fmt: skip
     if grad:
         if _is_negated(_differentiable(tensors)):
@@ -300,7 +307,7 @@ def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_f
                 *addresses,
             ),
             0 if workspace is None else workspace.data_ptr(),
-            rng,
+            rng if options.part is None else _of_part(rng, tensors, options),
         )  # fmt: skip
         if ahead is not None:
             ahead.start_after(plan.kernel_keys)
@@ -351,9 +358,14 @@ def backward(
             *map(_ptr, tensors[3:]), *map(_ptr, gradients),
         ),
         workspace.data_ptr(),
-        rng,
+        rng if options.part is None else _of_part(rng, tensors, options),
     )  # fmt: skip
     return gradients
+
+
+def _of_part(rng: RngState, tensors: Tensors, options: CallOptions) -> RngState:
+    """The random numbers of the part's first score on; the same as `Call.kernel_rng`."""
+    return rng.moved(_describe(tensors, options).dropout_base) if options.dropout_p > 0 else rng
 
 
 def _describe(tensors: Tensors, options: CallOptions) -> Call:

@@ -18,6 +18,7 @@ import torch
 from ..base.errors import UnsupportedError, shown
 from ..front.call import CallOptions, describe_shapes, plain_options
 from ..front.operands import FURTHER_INPUTS
+from ..front.part import Part
 from ..front.philox import NO_RNG
 from ..front.problem import Causal, WindowSize
 from ..front.tensors import Device
@@ -53,12 +54,12 @@ _BIAS: Final = 3
 def attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, causal: Causal, window_size: WindowSize, softmax_scale: Any,
     softcap: Any, dropout_p: Any, rng: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    seqused_k: Any, return_lse: bool, deterministic: bool | None, further: Mapping[str, Any],
+    seqused_k: Any, return_lse: bool, deterministic: bool | None, part: Part | None, further: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """`nvrtc_attn.torch.attention` by the operators: what torch.compile traces, so nothing here looks at memory."""
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    given = [name for name, x in further.items() if x is not None]
+    given = [name for name, x in {**further, "part": part}.items() if x is not None]
     if given:
         raise UnsupportedError(
             f"{', '.join(given)}: the operators of torch do not take this yet, and torch.compile, torch.export, "
