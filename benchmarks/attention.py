@@ -2,30 +2,32 @@
 
     python benchmarks/attention.py [--out DIRECTORY] [--part grid,features,sizes,few,start] [--quick]
 
-``seed`` is SDPA's memory-efficient kernel, ``flash2`` and ``cudnn`` its other two; ``fa3`` (package fa3-fwd, forward
-only) and ``fa4`` (flash-attn-4) take part where they are installed. TFLOP/s are 4 B H Mq Mk D / time forward (halved
-when causal) and 2.5 times that backward. Ratios are times of the other over ours: above 1 is faster than it.
+``seed`` is SDPA's memory-efficient kernel, ``flash2`` and ``cudnn`` its other two; ``fa3`` and ``fa4`` take part where
+they are installed (`peers.py`). Shapes of published models are in `models.py`. TFLOP/s are 4 B H Mq Mk D / time forward
+(halved when causal) and 2.5 times that backward. Ratios are times of the other over ours: above 1 is faster than it.
 ``NVRTC_ATTN_BACKEND`` chooses the kernel family of ours and names the files.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import measure as measure_module
+import peers
 import torch
 import torch.nn.functional as F  # noqa: N812
 from measure import in_turn, print_table, save
+from model_cases import Case, Inputs
 from plot import plot
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -61,48 +63,29 @@ def timed_pair(call: Callable[[], Any], grads: tuple[Any, ...], dout: Any) -> Pa
 
 
 def sdpa(backend: SDPBackend, q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], **options: Any) -> Pair:
-    """(forward, backward) of one SDPA backend on [B, S, H, D] tensors; raises if it cannot."""
+    """(forward, backward) of one SDPA backend on [B, S, H, D] tensors; raises if it cannot. To run within `context`."""
     qt, kt, vt, dt = (x.transpose(1, 2) for x in (q, k, v, dout))
     options.setdefault("enable_gqa", q.shape[2] != k.shape[2])
-
-    def call() -> Any:
-        with sdpa_kernel([backend]):
-            return F.scaled_dot_product_attention(qt, kt, vt, **options)
-
-    return timed_pair(call, grads, dt)
+    with sdpa_kernel([backend]):
+        return timed_pair(lambda: F.scaled_dot_product_attention(qt, kt, vt, **options), grads, dt)
 
 
-def fa3(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], *, is_causal: bool) -> Pair:
-    import fa3_fwd_interface
-
-    detached = [x.detach() for x in (q, k, v)]
-
-    def forward() -> Any:
-        return fa3_fwd_interface.flash_attn_func(*detached, causal=is_causal)
-
-    def backward() -> Any:
-        raise NotImplementedError("fa3-fwd has no backward pass")
-
-    forward()
-    return forward, backward
+def context(name: str) -> AbstractContextManager[Any]:
+    """What is around the runs of a provider, and no part of their time."""
+    return sdpa_kernel([BACKENDS[name]]) if name in BACKENDS else nullcontext()
 
 
-def fa4(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], *, is_causal: bool) -> Pair:
-    from flash_attn.cute import flash_attn_func
-
-    def call() -> Any:
-        result = flash_attn_func(q, k, v, causal=is_causal)
-        return result[0] if isinstance(result, tuple) else result
-
-    return timed_pair(call, grads, dout)
-
-
-FLASH_PACKAGES = {"fa3": ("fa3_fwd_interface", fa3), "fa4": ("flash_attn", fa4)}
-"""Peers that may be installed: the module that each is found by, and how it is called."""
+def flash_package(name: str, q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], *, is_causal: bool) -> Pair:
+    """(forward, backward) of FlashAttention-3 or -4."""
+    b, s, h, d = q.shape
+    case = Case(name=name, kind="language", b=b, q=s, h=h, hkv=k.shape[2], d=d, causal=is_causal)
+    inputs = Inputs(q=q, k=k, v=v, dout=dout, bias=None, mask=None, cu=None, seen=None)
+    call = peers.PEERS[name](case, inputs)
+    return timed_pair(call.run, call.leaves, call.dout)
 
 
 def installed_peers() -> dict[str, Callable[..., Pair]]:
-    return {name: make for name, (module, make) in FLASH_PACKAGES.items() if importlib.util.find_spec(module)}
+    return {name: partial(flash_package, name) for name in peers.installed() if name not in BACKENDS}
 
 
 def ours(q: Any, k: Any, v: Any, dout: Any, grads: tuple[Any, ...], **options: Any) -> Pair:
@@ -119,8 +102,7 @@ def measure(row: dict[str, Any], pairs: dict[str, Callable[[], Pair]], flops: fl
             if name == "ours":
                 raise
             row.setdefault("skipped", {})[name] = str(error).splitlines()[0][:120]
-    functions.pop("fa3.bwd", None)  # a forward pass only
-    times = in_turn(functions, rep_ms=rep_ms)
+    times = in_turn(functions, rep_ms=rep_ms, contexts={key: partial(context, key[:-4]) for key in functions})
     for key, value in times.items():
         row[key] = value["ms"]
         row[f"{key}.spread"] = value["spread"]

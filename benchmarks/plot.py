@@ -1,6 +1,6 @@
-"""TFLOP/s against length, from the saved results of `attention.py`, as a PNG beside them.
+"""TFLOP/s against length, from the saved results of `attention.py`, as a PNG beside them; of `models.py` ratios.
 
-python benchmarks/plot.py grid_auto
+python benchmarks/plot.py grid_auto models_auto
 """
 
 from __future__ import annotations
@@ -51,13 +51,43 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def plot_models(rows: list[dict[str, Any]], path: Path) -> None:
+    """A line for each case, forward and backward: each rival's time over ours."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    rows = sorted(rows, key=lambda row: kinds.index(row["kind"]))
+    figure, axes = plt.subplots(1, 2, figsize=(12, 1.2 + 0.2 * len(rows)), squeeze=False, sharey=True)
+    for axis, (which, title) in zip(axes[0], (("fwd", "forward"), ("bwd", "backward")), strict=True):
+        for name, colour in COLOURS.items():
+            points = [(row[f"{which}/{name}"], y) for y, row in enumerate(rows) if f"{which}/{name}" in row]
+            if points:
+                axis.plot(*zip(*points, strict=True), "o", markersize=4, label=name, color=colour)
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("time of the other over ours")
+        axis.set_title(title, fontsize=9)
+        axis.grid(axis="y", linewidth=0.3)
+    axes[0][0].set_yticks(range(len(rows)), [f"{row['case']}, {row['shape']}" for row in rows], fontsize=7)
+    axes[0][0].set_ylim(len(rows) - 0.5, -0.5)
+    lines, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="lower center", ncols=max(len(names), 1), fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.4 / figure.get_figheight(), 1, 1))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def length(row: dict[str, Any]) -> int:
     return int(row["BxSxH"].split("x")[1])
 
 
 def main() -> None:
     for path, saved in saved_results(__doc__):
-        plot(saved["rows"], path.with_suffix(".png"))
+        draw = plot_models if "kind" in saved["rows"][0] else plot
+        draw(saved["rows"], path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

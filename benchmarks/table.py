@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and the table of README.md, from the saved results of `attention.py`.
+"""docs/benchmarks.md and the table of README.md, from the saved results of `attention.py` and `models.py`.
 
 python benchmarks/table.py            # writes both
 python benchmarks/table.py --check    # exits with 1 where a file differs from what the results say
@@ -81,11 +81,27 @@ def features(rows: list[Row]) -> str:
     return markdown(head, lines)
 
 
+def models(rows: list[Row]) -> str:
+    """Milliseconds and TFLOP/s of ours, the time of each peer over ours; means below."""
+    head, shown = ["case", "shape"], {}
+    for which, title in (("fwd", "forward"), ("bwd", "backward")):
+        shown[which] = [name for name in PEERS if any(f"{which}/{name}" in row for row in rows)]
+        head += [f"{title} ms", "TFLOP/s", *(f"/ {name}" for name in shown[which])]
+    lines = []
+    for row in rows:
+        line = [row["case"], plain(row["shape"])]
+        for which, names in shown.items():
+            line += [number(row.get(f"ours.{which}")), number(row.get(f"tflops.{which}"))]
+            line += [ratio(row.get(f"{which}/{name}")) for name in names]
+        lines.append(line)
+    return markdown(head, lines) + "".join(f"\n\n{mean_over_best(rows, *which)}" for which in DIRECTIONS)
+
+
 def start(rows: list[Row]) -> str:
     return markdown(["what", "value"], [[row["what"], number(row["value"])] for row in rows])
 
 
-TABLES = {"grid": grid, "features": features, "sizes": sizes, "few": sizes, "start": start}
+TABLES = {"grid": grid, "models": models, "features": features, "sizes": sizes, "few": sizes, "start": start}
 
 
 class Section(NamedTuple):
@@ -104,6 +120,13 @@ SECTIONS = (
         "TFLOP/s of ours, and the time of each peer over ours in the same process: above 1, ours is faster. Repeated "
         "runs differ by up to 5 %, at 16384 tokens by 10 %.",
         "![TFLOP/s against length, one line a provider](../benchmarks/results/grid_auto.png)",
+    ),
+    Section(
+        "models_auto",
+        "Shapes of published models",
+        "Milliseconds and TFLOP/s of ours (of the scores that the masks keep), and the time of each peer over ours in "
+        "the same process. Backward is by itself; a dash is what a peer cannot do or the case does not have.",
+        "![Time of each peer over ours, a line a case](../benchmarks/results/models_auto.png)",
     ),
     Section(
         "features_auto",
@@ -149,6 +172,8 @@ operations forward, 2.5 times as many backward, half of it when causal.
 `scaled_dot_product_attention` is 0.004 nats, and two of its own backends differ by 0.018.
 """
 
+NOT_YET = ("models_auto",)
+"""Sections that are there as soon as their result is."""
 README_LENGTHS = ("16x1024", "1x16384")
 """Batch and length of the rows that README shows: two for each head dim and mask, twelve in all."""
 MARKERS = ("<!-- grid: written by benchmarks/table.py -->", "<!-- end of grid -->")
@@ -171,6 +196,8 @@ def measured_on(saved: dict[str, Any]) -> str:
 def benchmarks_page() -> str:
     parts = [HEAD]
     for section in SECTIONS:
+        if section.result in NOT_YET and not (RESULTS / f"{section.result}.json").is_file():
+            continue
         saved = load(section.result)
         table = TABLES[section.result.split("_")[0]](saved["rows"])
         parts.append(f"\n## {section.title}\n\n{section.above}\n\n{measured_on(saved)}\n\n{table}\n")

@@ -50,6 +50,10 @@ class CudaError(RuntimeError):
         return str(self.args[0])
 
 
+class NotReadyError(CudaError):
+    """A kernel would have to be compiled or loaded while the stream is captured into a CUDA graph. Nothing was done."""
+
+
 class DeviceFaultError(CudaError):
     """The context was already broken by an earlier fault: only a new process helps."""
 

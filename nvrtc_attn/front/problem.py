@@ -256,26 +256,15 @@ def build_problem(
         Everything is valid, but no kernel serves it; ``.reasons`` lists why.
     """
     found = Violations()
-    tensors: dict[str, TensorView] = {}
     given: dict[str, object] = {
         "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "seqused_k": seqused_k, **further,
     }  # fmt: skip
-    for name in INPUTS:
-        tensor = given.get(name)
-        if isinstance(tensor, TensorView):
-            tensors[name] = tensor
-        elif tensor is not None or name not in OPTIONAL_INPUTS:
-            found.kind(f"{name}: got {shown(tensor)} of type {type(tensor).__name__}. A tensor is needed.")
+    tensors = _checked_tensors(found, given)
     found.stop()
 
-    check_dtypes(found, tensors)
-    check_devices(found, tensors)
-    ranks_fit = check_ranks(found, tensors)
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
-    if ranks_fit:
-        check_shapes(found, q, k, v, varlen)
-        check_optional(found, tensors, varlen)
+    ranks_fit = _check_operands(found, tensors, varlen)
     if dbias and bias is None:
         found.value("dbias: a gradient of the bias was asked for, but bias is None. Pass the bias.")
     lengths = check_varlen(found, tensors, max_seqlen_q, max_seqlen_k, varlen, ranks_fit)
@@ -298,32 +287,22 @@ def build_problem(
     if dropout and philox.threshold(dropout) < 0:
         # Below 2**-33 no 32-bit uniform is small enough to drop anything, and the multiplier rounds to 1.
         dropout = 0.0
-    _, tokens_q, num_heads, head_dim = q.shape
-    _, tokens_k, num_heads_kv, head_dim_v = v.shape
-    batch, seqlen_q, seqlen_k = lengths if varlen else (q.shape[0], tokens_q, tokens_k)
-    left, right = window
+    batch, seqlen_q, seqlen_k = lengths if varlen else (q.shape[0], q.shape[1], v.shape[1])
     bottom_right = not (isinstance(causal, str) and causal == "top_left")
     if part is not None and not varlen:
-        # Counted from the part's own corner; beyond its far side a bound hides everything, however far it is.
-        shift = part.shift(seqlen_q, seqlen_k, bottom_right)
-        left = None if left is None else max(left - shift, -seqlen_k)
-        right = None if right is None else max(right + shift, -seqlen_q)
+        window = _relative_window(window, part.shift(seqlen_q, seqlen_k, bottom_right), seqlen_q, seqlen_k)
         bottom_right = False
-    # The loosest bounds that still exclude a key of some row: a window beyond them costs a masked kernel for nothing.
-    if left is not None and left >= (seqlen_k if bottom_right else seqlen_q) - 1:
-        left = None
-    if right is not None and right >= (seqlen_q if bottom_right else seqlen_k) - 1:
-        right = None
+    left, right = _effective_window(window, seqlen_q, seqlen_k, bottom_right)
     layouts: dict[str, Any] = {name: layout(x) for name, x in tensors.items() if not OPERANDS[name].is_lengths}
     return AttentionProblem(
         dtype=q.dtype,
         batch=batch,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        num_heads=num_heads,
-        num_heads_kv=num_heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
+        num_heads=q.shape[2],
+        num_heads_kv=v.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
         window_left=left,
         window_right=right,
         bottom_right=bottom_right,
@@ -345,6 +324,50 @@ def _pitches(part: Part | None, sizes: Sequence[int]) -> tuple[int, int, int] | 
     """Heads, rows and keys of the whole, which dropout's index counts by; None where they are the call's own."""
     whole = tuple(sizes) if part is None else part.whole(sizes)
     return None if whole[1:] == tuple(sizes[1:]) else (whole[1], whole[2], whole[3])
+
+
+def _relative_window(
+    window: tuple[int | None, int | None], shift: int, seqlen_q: int, seqlen_k: int
+) -> tuple[int | None, int | None]:
+    """The bounds counted from a part's own corner; beyond its far side one hides everything, however far it is."""
+    left, right = window
+    left = None if left is None else max(left - shift, -seqlen_k)
+    return left, None if right is None else max(right + shift, -seqlen_q)
+
+
+def _checked_tensors(found: Violations, given: Mapping[str, object]) -> dict[str, TensorView]:
+    """The inputs that are there, in the order of the table; what is no tensor is a violation."""
+    tensors: dict[str, TensorView] = {}
+    for name in INPUTS:
+        tensor = given.get(name)
+        if isinstance(tensor, TensorView):
+            tensors[name] = tensor
+        elif tensor is not None or name not in OPTIONAL_INPUTS:
+            found.kind(f"{name}: got {shown(tensor)} of type {type(tensor).__name__}. A tensor is needed.")
+    return tensors
+
+
+def _check_operands(found: Violations, tensors: dict[str, TensorView], varlen: bool) -> bool:
+    """Check the tensors against one another. Whether the ranks fit, without which sizes mean nothing."""
+    check_dtypes(found, tensors)
+    check_devices(found, tensors)
+    ranks_fit = check_ranks(found, tensors)
+    if ranks_fit:
+        check_shapes(found, tensors["q"], tensors["k"], tensors["v"], varlen)
+        check_optional(found, tensors, varlen)
+    return ranks_fit
+
+
+def _effective_window(
+    window: tuple[int | None, int | None], seqlen_q: int, seqlen_k: int, bottom_right: bool
+) -> tuple[int | None, int | None]:
+    """The loosest bounds that still exclude a key of some row: one beyond them costs a masked kernel for nothing."""
+    left, right = window
+    if left is not None and left >= (seqlen_k if bottom_right else seqlen_q) - 1:
+        left = None
+    if right is not None and right >= (seqlen_q if bottom_right else seqlen_k) - 1:
+        right = None
+    return left, right
 
 
 def layout(view: TensorView) -> OperandLayout:

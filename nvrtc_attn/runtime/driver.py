@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final
 
-from ..base.errors import CudaError, DeviceFaultError
+from ..base.errors import CudaError, DeviceFaultError, NotReadyError
 
 SUCCESS: Final = 0
 # The context cannot be used after these; cuda.h says the process must be relaunched. 214 and 220 are hardware faults.
@@ -247,9 +247,12 @@ def is_capturing(stream: int) -> bool:
 
 
 def refuse_capture(stream: int, what: str) -> None:
-    """Raise if ``stream`` is captured. Call this before compiling, loading or allocating; ``what`` needs that."""
+    """Raise `NotReadyError` if ``stream`` is captured.
+
+    Call this before compiling, loading or allocating; ``what`` needs that.
+    """
     if is_capturing(stream):
-        raise CudaError(
+        raise NotReadyError(
             f"{what} is not ready and stream {stream:#x} is being captured into a CUDA graph, where nothing can be "
             "compiled, loaded or allocated: call warmup first (run the same call once before the capture)",
             900,

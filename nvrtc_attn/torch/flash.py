@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from . import ops, sdpa
+from . import ops
+from .replaced import NotTakenError, replace_kernels, why_not
 
 NAME: Final = "nvrtc_attn"
 
@@ -42,7 +43,7 @@ def activate(*, _key: str = "CUDA") -> Handle:
         "_flash_attention_forward": _forward,
         "_flash_attention_backward": _backward,
     }
-    return Handle(sdpa.replace_kernels({(name, _key): function for name, function in functions.items()}))
+    return Handle(replace_kernels({(name, _key): function for name, function in functions.items()}))
 
 
 def _arguments(
@@ -50,9 +51,9 @@ def _arguments(
     window: tuple[Any, Any],
 ) -> tuple[Any, ...]:  # fmt: skip
     """What the operators take; q, k and v are ``[batch, seqlen, heads, head_dim]``."""
-    reason = sdpa.why_not(q, k, v, None)
+    reason = why_not(q, k, v, None)
     if reason is not None:
-        raise sdpa.NotTakenError(reason)
+        raise NotTakenError(reason)
     longest = (max_q, max_k) if cu_q is not None else (None, None)
     deterministic = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -67,10 +68,10 @@ def _arguments(
 def _refuse(dropout_p: float, **others: Any) -> None:
     """Its masks of dropout are others than ours, and a backward pass may follow that is torch's."""
     if dropout_p > 0:
-        raise sdpa.NotTakenError("dropout of flash attention")
+        raise NotTakenError("dropout of flash attention")
     for name, value in others.items():
         if value is not None and value is not False:
-            raise sdpa.NotTakenError(name)
+            raise NotTakenError(name)
 
 
 def _like(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,8 @@ from ..front.part import Part
 from ..front.philox import NO_RNG
 from ..front.problem import Causal, WindowSize
 from ..front.tensors import Device
+from . import passes
+from .random import checked_rng, rng_values
 
 _INPUTS: Final = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")
 _SIGNATURE: Final = (
@@ -158,8 +160,6 @@ def _rng_operands(rng: Any, q: Any) -> tuple[Any, Any, tuple[Any, Any]]:
         return torch.randint(2**63 - 1, (), dtype=torch.int64, device=q.device), None, (0, 0)
     pair = rng if isinstance(rng, (tuple, list)) and len(rng) == 2 else (rng, 0)
     if not all(isinstance(x, torch.Tensor) or _is_number(x, False) for x in pair):
-        from . import checked_rng, rng_values
-
         pair = rng_values(checked_rng(rng, q))
     tensors: list[Any] = [None, None]
     words: list[Any] = [0, 0]
@@ -185,8 +185,6 @@ def _split(arguments: tuple[Any, ...], return_lse: bool, dbias: bool) -> tuple[A
     )
     state = NO_RNG
     if dropout_p > 0:
-        from . import checked_rng
-
         words = (seed_word & (2**64 - 1), offset_word & (2**64 - 1))
         pair = tuple(word if x is None else x for x, word in zip((seed, offset), words, strict=True))
         state = checked_rng(pair, tensors[0])
@@ -203,11 +201,9 @@ def _as_plain(x: torch.Tensor | None) -> Any:
 def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel of the operator ``attention_forward``, below autograd."""
     *arguments_, return_lse = arguments
-    from . import forward
-
     with torch.no_grad():
         tensors, options, rng = _split(tuple(arguments_), return_lse, dbias=False)
-        out, lse = forward(tensors, options, rng)
+        out, lse = passes.forward(tensors, options, rng)
         q = tensors[0]
         if not out.numel():
             out = out.new_empty(out.shape)  # strides of nothing differ
@@ -220,13 +216,11 @@ def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
     """The kernel of the operator ``attention_backward``."""
-    from . import backward
-
     *arguments_, dbias = arguments
     with torch.no_grad():
         tensors, options, rng = _split(tuple(arguments_), return_lse=True, dbias=dbias)
         dout, dlse, out, lse = map(_as_plain, (dout, dlse, out, lse))
-        *gradients, gradient = backward(tensors, out, lse, dout, dlse, options, rng)
+        *gradients, gradient = passes.backward(tensors, out, lse, dout, dlse, options, rng)
         if gradient is None:
             gradient = dout.new_empty(0)
     return (*gradients, gradient)

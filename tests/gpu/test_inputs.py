@@ -17,6 +17,7 @@ from nvrtc_attn import api, collect_env  # noqa: E402
 from nvrtc_attn.base.dtypes import DTYPES  # noqa: E402
 from nvrtc_attn.front.tensors import view  # noqa: E402
 from nvrtc_attn.runtime import driver  # noqa: E402
+from nvrtc_attn.torch import passes  # noqa: E402
 
 B, M, N, H, HKV, D = 2, 200, 333, 4, 2, 64
 FAMILIES = [
@@ -185,14 +186,14 @@ def test_lengths_may_be_tensors() -> None:
     q, k, v = (torch.randn((1, 128, 2, D), device="cuda").half() for _ in "qkv")
     ends = torch.tensor([0, 100, 128], dtype=torch.int32, device="cuda")
     expected = adapter.attention(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=100, max_seqlen_k=100)
-    entries = len(adapter._forward_plans)
+    entries = len(passes._forward_plans)
     for place in ("cpu", "cuda"):
         longest = torch.tensor(100, device=place)
         found = adapter.attention(
             q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest.clone()
         )
         assert torch.equal(found, expected)
-    assert len(adapter._forward_plans) == entries
+    assert len(passes._forward_plans) == entries
 
 
 def test_managed_memory_is_on_the_gpu_that_the_driver_names() -> None:

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.nn.functional as F  # noqa: E402 - after the skip
 
 import nvrtc_attn.torch as na  # noqa: E402
-from nvrtc_attn.torch import ops, sdpa  # noqa: E402
+from nvrtc_attn.torch import eager, ops, passes, replaced, sdpa  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 ATEN = torch.ops.aten
@@ -182,8 +182,9 @@ def test_selective_checkpointing_runs_the_forward_pass_once(monkeypatch: pytest.
 
     block, x = Block().cuda(), torch.randn(2, 128, 256, device="cuda", requires_grad=True)
     (expected,) = torch.autograd.grad(block(x).sum(), x)
-    original, calls = na.forward, []
-    monkeypatch.setattr(na, "forward", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
+    original, calls = passes.forward, []
+    for module in (eager, passes):  # the eager function's, and that of the operators
+        monkeypatch.setattr(module, "forward", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
     contexts = partial(create_selective_checkpoint_contexts, policy)
     (dx,) = torch.autograd.grad(checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum(), x)
     assert len(calls) == 1
@@ -216,8 +217,8 @@ def test_gradients_of_every_sample() -> None:
 
 @pytest.fixture
 def counted() -> Iterator[None]:
-    sdpa._taken.clear()
-    sdpa._left.clear()
+    replaced._taken.clear()
+    replaced._left.clear()
     yield
     assert sdpa.report()["enabled"] == []
 
@@ -326,7 +327,7 @@ def test_a_captured_call_replays_with_new_masks_and_unknown_kernels_are_torchs()
         odd = [x.detach() for x in heads_first(*((1, 2, 72, 88),) * 3, dtype=torch.float32)]
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             ATEN._scaled_dot_product_efficient_attention(*odd, None, False, 0.0, True)
-        assert sum(sdpa.report()["left_to_torch"].values()) in (left, left + 1)
+        assert sum(sdpa.report()["left_to_torch"].values()) > left
 
 
 class SelfAttention(torch.nn.Module):

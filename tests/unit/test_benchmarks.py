@@ -40,3 +40,169 @@ def test_a_folder_that_is_no_checkout_is_refused(repository: Path, tmp_path: Pat
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "no checkout" in done.stderr
+
+
+@pytest.fixture
+def benchmarks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder, importable."""
+    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+    return repository / "benchmarks"
+
+
+def test_cases_of_models_are_well_formed(benchmarks: Path) -> None:
+    from model_cases import CASES, KINDS, in_turns
+
+    assert len(CASES) >= 45
+    assert {case.kind for case in CASES} == set(KINDS)
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert sum(case.backward for case in CASES) >= 40
+    for case in (*CASES, *(case.tiny() for case in CASES)):
+        assert case.h % case.heads_kv == 0, case.name
+        assert case.d % 8 == 0, case.name
+        assert (case.q > 0) != bool(case.packed), case.name
+        assert len(case.lengths) == (case.b if case.padding else 0), case.name
+        assert all(0 < n <= case.seqlen_k for n in case.lengths), case.name
+        assert not (case.block and case.q % case.block), case.name
+        assert case.window is None or not case.causal or case.window[1] == 0, case.name
+        assert case.flops() > 0
+    assert sorted(case.name for case in in_turns(CASES)) == sorted(case.name for case in CASES)
+    assert {case.kind for case in in_turns(CASES)[: len(KINDS)]} == set(KINDS)
+
+
+def test_cases_of_models_have_what_the_kinds_are_about(benchmarks: Path) -> None:
+    from model_cases import CASES
+
+    def some(**fields: object) -> bool:
+        return any(all(getattr(case, name) == value for name, value in fields.items()) for case in CASES)
+
+    assert some(padding="left", causal=True)
+    assert some(padding="left", causal=False)
+    assert some(padding="right")
+    assert {1, 4, 8} <= {case.heads_kv for case in CASES if case.causal and case.backward}
+    assert {40, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512} <= {case.d for case in CASES}
+    assert {197, 577, 729, 1500} <= {case.q for case in CASES}
+    assert {1, 16, 64} <= {case.b for case in CASES if case.kind == "decode" and case.q == 1}
+    assert {1, 4, 64} <= {case.b for case in CASES if case.kind == "decode" and case.q > 1}
+    assert all(case.backward for case in CASES if case.bias)
+    assert any(case.b >= 4000 for case in CASES if case.bias)
+    evenness = [max(case.packed) / min(case.packed) for case in CASES if case.packed]
+    assert min(evenness) == 1
+    assert max(evenness) >= 64
+    assert max(case.seqlen_k for case in CASES if case.causal) >= 32768
+
+
+def test_masks_and_counts_of_the_cases_agree(benchmarks: Path) -> None:
+    pytest.importorskip("torch")
+    from model_cases import CASES, keep_of, make_inputs
+
+    for case in (case.tiny() for case in CASES):
+        inputs = make_inputs(case, "cpu")
+        keep = keep_of(case, inputs)
+        kept = case.kept()
+        if keep is None:
+            assert all((rows == case.seqlen_k).all() for rows in kept), case.name
+            continue
+        b, rows, keys = inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1]
+        assert keep.shape[1:] == (1, rows, keys), case.name
+        if inputs.mask is not None:
+            expected = (b, 1, 1, keys) if case.padding else (1, 1, rows, keys)
+            assert inputs.mask.shape == expected, case.name
+        found = keep.expand(b, 1, rows, keys).sum(-1).flatten().tolist()
+        own = [max(int(n), 1) if inputs.seen is not None else int(n) for x in kept for n in x]
+        assert found == own, case.name
+
+
+def test_models_are_compared_with_the_definition(
+    benchmarks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case of every kind, tiny and on the CPU: the arguments that ours gets mean what the rivals' mean."""
+    pytest.importorskip("torch")
+    import models
+
+    chosen = (
+        "Qwen2.5 7B|window 128|V2 Lite|XLM-R|CLIP ViT|SDXL, 64|resampler|Swin-B, stage 1|left padding|NLLB|four images|"
+        "NaFlex|speculative 4|MiniLM|softcap,"
+    )
+    arguments = ["models.py", "--dry-run", "--only", chosen, "--out", str(tmp_path), "--name", "found"]
+    monkeypatch.setattr("sys.argv", arguments)
+    models.main()
+    assert "geometric mean" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert len({row["kind"] for row in rows}) == 12
+    for row in rows:
+        assert row["skipped"] == {}, row["case"]
+        assert row["math.distance"] < 0.02, row["case"]
+        assert row["fwd/best"] > 0
+    monkeypatch.setattr("sys.argv", [*arguments, "--resume"])
+    models.main()
+    assert json.loads((tmp_path / "found.json").read_text())["rows"] == rows, "what is there is not measured again"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torch_kernels_get_the_same_problem(benchmarks: Path) -> None:
+    """The backend of SDPA that a CPU has, on tensors of every layout; nested ones for packed documents."""
+    pytest.importorskip("torch")
+    import models
+    import peers
+    from model_cases import CASES, make_inputs
+    from torch.nn.attention import SDPBackend
+
+    compared = set()
+    for case in (case.tiny() for case in CASES if not case.dropout):
+        inputs = make_inputs(case, "cpu")
+        try:
+            call = peers.sdpa(SDPBackend.MATH, case, inputs)
+            found = models.Running(call, case.backward)
+        except (peers.CannotError, RuntimeError):
+            assert case.window or case.softcap or (case.packed and (case.causal or case.hkv)), case.name
+            continue
+        expected = models.Running(peers.plain_math(case, inputs), case.backward)
+        assert models.distance(found, expected, inputs.seen) < 0.02, case.name
+        compared.add(case.kind)
+    assert len(compared) >= 11
+
+
+def test_own_operators_of_torch_take_the_arguments(benchmarks: Path) -> None:
+    """Of packed documents, windows and few queries, whose operators only CUDA has: shapes, on no device at all."""
+    pytest.importorskip("torch")
+    import models
+    import peers
+    from model_cases import CASES, make_inputs
+
+    taken = {"seed": 0, "flash2": 0}
+    for case in CASES:
+        if case.kind in ("packed", "window") or (case.kind == "decode" and case.q > 1):
+            inputs = make_inputs(case, "meta")
+            expected = [(*inputs.q.shape[:3], case.head_dim_v), inputs.q.shape, inputs.k.shape, inputs.v.shape]
+            for name in taken:
+                try:
+                    call = peers.PEERS[name](case, inputs)
+                except peers.CannotError:
+                    continue
+                found = models.Running(call, case.backward)
+                assert [x.shape for x in found.results] == expected[: len(found.results)], case.name
+                taken[name] += 1
+    assert taken["seed"] >= 4
+    assert taken["flash2"] >= 12
+
+
+def test_a_hopeless_rival_is_run_once(benchmarks: Path) -> None:
+    pytest.importorskip("torch")
+    import models
+
+    times = {"ours.fwd": 5.0, "ours.bwd": 1.0, "a.fwd": 1.0, "a.bwd": 1.9, "b.fwd": 2.1, "b.bwd": 2.1}
+    assert models.slow(times) == {"b.fwd", "b.bwd"}
+
+
+def test_summary_names_the_cases_behind(benchmarks: Path) -> None:
+    pytest.importorskip("torch")
+    import models
+
+    rows = [
+        {"case": "x", "kind": "tiny", "shape": "s", "ours.fwd": 2.0, "fwd/best": 0.5, "fwd.rival": "fa3"},
+        {"case": "y", "kind": "tiny", "shape": "s", "ours.fwd": 2.0, "fwd/best": 2.0, "fwd.rival": "seed"},
+    ]
+    lines = models.summary(rows)
+    assert "geometric mean 1.000 of 2 cases, 1 at 1.00" in lines[0]
+    assert [line for line in lines if "0.500 x (s): 2.000 ms, fa3 1.000 ms" in line]
+    assert not [line for line in lines if " y " in line]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 import re
 import shutil
@@ -136,6 +138,72 @@ def test_pure_modules_load_no_cuda(module: str) -> None:
     """).split()
     assert "cuda" not in loaded
     assert not FRAMEWORKS & set(loaded)
+
+
+@functools.cache
+def import_lines(source: str) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
+def imports(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Each module of a package, ``__init__`` too, with those of its own that it imports, wherever in its source.
+
+    The contracts of import-linter leave out what a package and its own modules import from each other.
+    """
+    modules = {name.removesuffix(".__init__"): name for name in sources}
+    found: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        targets = found[name] = set()
+        for node in import_lines(source):
+            if isinstance(node, ast.Import):
+                targets |= {modules[x.name] for x in node.names if x.name in modules}
+                continue
+            start = name.split(".")[: -node.level] if node.level else []
+            base = ".".join([*start, *filter(None, [node.module])])
+            targets |= {modules.get(f"{base}.{x.name}", modules[base]) for x in node.names if base in modules}
+    return found
+
+
+def cyclic(graph: dict[str, set[str]]) -> set[str]:
+    """Modules on a cycle, or between two: what is left when those that nothing leads to or from are taken away."""
+    left = {name: targets - {name} for name, targets in graph.items()}
+    while True:
+        reached = set().union(*left.values())
+        kept = {name: targets & set(left) for name, targets in left.items() if targets & set(left) and name in reached}
+        if kept == left:
+            return set(left)
+        left = kept
+
+
+@pytest.fixture(scope="module")
+def sources(repository: Path) -> dict[str, str]:
+    """Text of every module of the package by its name."""
+    paths = [x for x in (repository / "nvrtc_attn").rglob("*.py") if "_include" not in x.parts]
+    return {".".join(x.relative_to(repository).with_suffix("").parts): x.read_text(encoding="utf-8") for x in paths}
+
+
+def test_no_module_imports_itself_by_way_of_others(sources: dict[str, str]) -> None:
+    graph = imports(sources)
+    assert "nvrtc_attn.torch.eager" in graph["nvrtc_attn.torch.__init__"]
+    assert "nvrtc_attn.base.env" in graph["nvrtc_attn.api"]
+    assert cyclic(graph) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("torch.sdpa", "from . import attention"),
+        ("jax.sdpa", "from . import attention"),
+        ("torch.ops", "def f():\n    from . import attention"),
+        ("torch.ops", "from .flash import NAME"),
+        ("torch.random", "import nvrtc_attn.torch.eager"),
+        ("heuristics.portable_dq", "from . import choose_forward"),
+        ("plans.plan", "from .. import attention"),
+    ],
+)
+def test_a_cycle_through_a_package_is_seen(sources: dict[str, str], module: str, line: str) -> None:
+    name = f"nvrtc_attn.{module}"
+    assert name in cyclic(imports(sources | {name: f"{sources[name]}\n{line}\n"}))
 
 
 # One forbidden import for every contract of pyproject.toml: module, import, and the contract that it breaks.

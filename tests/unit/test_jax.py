@@ -26,11 +26,11 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402 - after the skip
 
 import nvrtc_attn  # noqa: E402
-from nvrtc_attn import jax as adapter  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.front.operands import FORWARD  # noqa: E402
 from nvrtc_attn.front.philox import RngState  # noqa: E402
 from nvrtc_attn.jax import attention  # noqa: E402
+from nvrtc_attn.jax import custom_call as adapter  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
 
 B, M, N, H, HKV, K, KV = 2, 40, 56, 4, 2, 16, 24
@@ -381,7 +381,7 @@ def test_key_is_the_same_in_every_process_and_differs_in_every_detail() -> None:
     keys.append(adapter._bind(kinds[0], {**operands, "q": operands["q"][:1]}).key)
     assert len(set(keys)) == len(keys)
     code = (
-        "from nvrtc_attn.jax import _Kind, _Pass; from nvrtc_attn.front.call import CallOptions;"
+        "from nvrtc_attn.jax.custom_call import _Kind, _Pass; from nvrtc_attn.front.call import CallOptions;"
         f"print(_Pass(_Kind(CallOptions(), (0, 0)), {adapter._bind(kinds[0], operands).operands!r}).key)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

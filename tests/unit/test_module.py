@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
-from nvrtc_attn.base.errors import CompileError, CudaError, DeviceFaultError, UnsupportedError
+from nvrtc_attn.base.errors import CompileError, CudaError, DeviceFaultError, NotReadyError, UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit import headers
@@ -338,8 +338,9 @@ def test_a_capture_without_warm_up_is_refused_before_anything_is_touched(fake: F
     assert not driver.is_capturing(0x66)
     driver.refuse_capture(0x66, "the forward kernel")
     fake.calls.clear()
-    with pytest.raises(CudaError, match="call warmup first") as caught:
+    with pytest.raises(NotReadyError, match="call warmup first") as caught:
         driver.refuse_capture(0x77, "the forward kernel")
+    assert isinstance(caught.value, CudaError)
     assert "the forward kernel" in str(caught.value)
     assert set(fake.calls) == {"cuStreamIsCapturing"}, "a query that a capture allows"
 

@@ -62,6 +62,7 @@ def test_every_family_reads_the_operands_of_today() -> None:
 def test_torch_puts_each_address_at_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     import nvrtc_attn.torch as adapter
+    from nvrtc_attn.torch import passes
 
     seen: list[dict[str, int]] = []
 
@@ -86,10 +87,10 @@ def test_torch_puts_each_address_at_its_name(monkeypatch: pytest.MonkeyPatch) ->
             return self.entry
 
     monkeypatch.setattr(
-        adapter, "_forward_plans", Always((Plan(FORWARD), ((1, 4, 2, 8), (64, 16, 8, 1)), ((1, 2, 4), (8, 4, 1))))
+        passes, "_forward_plans", Always((Plan(FORWARD), ((1, 4, 2, 8), (64, 16, 8, 1)), ((1, 2, 4), (8, 4, 1))))
     )
-    monkeypatch.setattr(adapter, "_backward_plans", Always(Plan(BACKWARD)))
-    monkeypatch.setattr(adapter, "raw_stream", lambda _device: 0)
+    monkeypatch.setattr(passes, "_backward_plans", Always(Plan(BACKWARD)))
+    monkeypatch.setattr(passes, "raw_stream", lambda _device: 0)
     given = {name: torch.ones(1, 4, 2, 8, requires_grad=True) for name in "qkv"}
     given |= {"bias": torch.ones(1, 2, 4, 4, requires_grad=True), "mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)}
     given |= {name: torch.zeros(2, dtype=torch.int32) for name in INPUTS if name not in given}
@@ -182,7 +183,8 @@ if adapter is not None:
     class Always(dict):
         def get(self, *_):
             return Plan(), ((1, 4, 2, 8), (64, 16, 8, 1)), ((1, 2, 4), (8, 4, 1))
-    adapter._forward_plans, adapter.raw_stream = Always(), lambda _device: 0
+    from nvrtc_attn.torch import passes
+    passes._forward_plans, passes.raw_stream = Always(), lambda _device: 0
     x, scale = torch.ones(1, 4, 2, 8), torch.ones(2)
     adapter.attention(x, x, x, head_scale=scale)
     assert seen[-1]["head_scale"] == scale.data_ptr()

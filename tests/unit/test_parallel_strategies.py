@@ -199,9 +199,14 @@ def test_zigzag_shares_the_work_of_a_causal_mask() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [("sideways", TypeError), ([[(0, 8)]], ValueError), ([[(0, 4)], [(3, 8)]], ValueError), ([[(4, 8), (0, 4)], []], ValueError),
-     ([[(0, 4)], [(5, 8)]], ValueError)],
-)  # fmt: skip
+    [
+        ("sideways", TypeError),
+        ([[(0, 8)]], ValueError),
+        ([[(0, 4)], [(3, 8)]], ValueError),
+        ([[(4, 8), (0, 4)], []], ValueError),
+        ([[(0, 4)], [(5, 8)]], ValueError),
+    ],
+)
 def test_wrong_layouts_are_refused(layout: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="layout"):
         chunks_of(layout, 8, 2)

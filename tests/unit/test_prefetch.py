@@ -182,14 +182,14 @@ def test_torch_guesses_what_its_backward_pass_plans(with_bias: bool, monkeypatch
     """On CPU tensors, because only their layouts matter: the guess is the problem that `plan_backward` makes."""
     torch = pytest.importorskip("torch")
     from nvrtc_attn import api
-    from nvrtc_attn import torch as adapter
     from nvrtc_attn.front.tensors import view
+    from nvrtc_attn.torch import passes
 
     q, k, v = (torch.zeros(2, 40, h, 64).transpose(1, 2).contiguous().transpose(1, 2) for h in (4, 2, 2))
     bias = torch.zeros(1, 4, 40, 40) if with_bias else None
     tensors = (q, k, v, bias, None, None, None, None)
     options = CallOptions(causal=True, return_lse=True, deterministic=True, dbias=with_bias)
-    call = adapter._describe(tensors, options)
+    call = passes._describe(tensors, options)
     guess = BackwardPrefetch(call.with_dense(), 0)
     made: list[AttentionProblem] = []
     monkeypatch.setattr(api, "backward_plan", lambda problem, *_: made.append(problem))

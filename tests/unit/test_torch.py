@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn.torch as adapter  # noqa: E402 - after the skip
 from nvrtc_attn import aten  # noqa: E402
+from nvrtc_attn.torch import eager, passes, random  # noqa: E402
 
 
 class Plan:
@@ -63,14 +64,14 @@ def packed() -> dict[str, Any]:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     made = Table()
-    monkeypatch.setattr(adapter, "_forward_plans", made)
-    monkeypatch.setattr(adapter, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(passes, "_forward_plans", made)
+    monkeypatch.setattr(passes, "raw_stream", lambda device: 0)
     return made
 
 
 WRONG: dict[str, list[Any]] = {
     "causal": [x for x in NOT_CAUSAL if type(x) is not str], "softmax_scale": NOT_NUMBERS, "softcap": NOT_NUMBERS,
-    "window_size": [x for x in NOT_WINDOWS if not adapter._is_plain_window(x)], "return_lse": NOT_FLAGS,
+    "window_size": [x for x in NOT_WINDOWS if not eager._is_plain_window(x)], "return_lse": NOT_FLAGS,
     "dropout_p": [*NOT_NUMBERS, None, 1.1, -0.1], "deterministic": [x for x in NOT_FLAGS if x is not None],
     "max_seqlen_q": [*NOT_INTEGERS, torch.tensor(4.0), torch.tensor([4, 4]), torch.tensor(True)],
     "max_seqlen_k": NOT_INTEGERS,
@@ -168,8 +169,8 @@ def test_the_state_without_dropout_is_where_the_seed_has_it(monkeypatch: pytest.
     """F3: on the device while a graph is captured, on the CPU otherwise."""
     device = torch.device("meta")  # stands for a GPU
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    captured = [aten._as_tensor(x) for x in aten._no_state(device)]
+    captured = [random.as_tensor(x) for x in random.no_state(device)]
     assert [(x.device, x.dtype, x.shape) for x in captured] == [(device, torch.int64, ())] * 2
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    eager = [aten._as_tensor(x) for x in aten._no_state(device)]
-    assert [(x.device.type, x.dtype, x.shape, int(x)) for x in eager] == [("cpu", torch.int64, (), 0)] * 2
+    elsewhere = [random.as_tensor(x) for x in random.no_state(device)]
+    assert [(x.device.type, x.dtype, x.shape, int(x)) for x in elsewhere] == [("cpu", torch.int64, (), 0)] * 2

@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn.torch as na  # noqa: E402 - after the skip
-from nvrtc_attn.torch import ops  # noqa: E402
+from nvrtc_attn.torch import eager, ops, passes  # noqa: E402
 
 FORWARD, BACKWARD = ops.attention_forward, ops.attention_backward
 # Of torch's own compiler, not of ours: modules that it imports are deprecated, and its workers fork.
@@ -341,8 +341,9 @@ def eager_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Filled with the names of the kernels' functions as they run."""
     seen: list[str] = []
     for name in ("forward", "backward"):
-        original = getattr(na, name)
-        monkeypatch.setattr(na, name, lambda *a, _n=name, _f=original, **k: (seen.append(_n), _f(*a, **k))[1])
+        for module in (eager, passes):  # the eager function's, and that of the operators
+            original = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *a, _n=name, _f=original, **k: (seen.append(_n), _f(*a, **k))[1])
     return seen
 
 

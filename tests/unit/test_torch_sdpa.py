@@ -7,6 +7,7 @@ The switch is made for CUDA; here it takes over the operators for CPU tensors, f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import collect_env  # noqa: E402
 from nvrtc_attn.base import log  # noqa: E402
-from nvrtc_attn.torch import flash, ops, sdpa  # noqa: E402
+from nvrtc_attn.base.errors import CudaError, NotReadyError  # noqa: E402
+from nvrtc_attn.torch import flash, ops, replaced, sdpa  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 ATEN = torch.ops.aten
@@ -177,8 +179,8 @@ def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Counters and logged lines start empty, and no switch stays on."""
     monkeypatch.setattr(log, "_said", set())
-    sdpa._taken.clear()
-    sdpa._left.clear()
+    replaced._taken.clear()
+    replaced._left.clear()
     yield
     assert sdpa.report()["enabled"] == []
 
@@ -286,6 +288,31 @@ def test_the_switch_gives_everything_back() -> None:
         efficient(q, k, v, None)
     assert torch.compiler.config.cache_key_tag == tag
     assert sdpa.report()["taken"]["_scaled_dot_product_efficient_attention"] == 2
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_call_that_no_capture_allows_is_torchs_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernel of the outer operator calls the inner one, which the switch has replaced as well."""
+    kernels: dict[str, Any] = {}
+    monkeypatch.setattr(torch.library, "get_kernel", lambda name, _key: kernels[name], raising=False)
+
+    def refuse(error: Exception) -> Any:
+        def function(*_: Any) -> Any:
+            raise error
+
+        return function
+
+    not_ready = NotReadyError("kernel forward_portable is not ready and stream 0x7 is being captured", 900)
+    kernels["aten::inner"] = SimpleNamespace(call_boxed=lambda _keyset, x: x + 1)
+    inner = replaced._taking("inner", "CUDA", refuse(not_ready))
+    kernels["aten::outer"] = SimpleNamespace(call_boxed=inner)
+    outer = replaced._taking("outer", "CUDA", refuse(not_ready))
+    assert outer(None, 1) == 2
+    assert sdpa.report()["left_to_torch"] == {f"{name}: {not_ready}": 1 for name in ("inner", "outer")}
+    broken = replaced._taking("inner", "CUDA", refuse(CudaError("cuLaunchKernel: an illegal address", 700)))
+    with pytest.raises(CudaError, match="illegal address"):
+        broken(None, 1)
+    assert sdpa.report()["taken"] == {}
 
 
 @needs_get_kernel
@@ -476,9 +503,9 @@ def test_flash_attention_of_packed_sequences_with_a_window() -> None:
 def test_dropout_of_flash_attention_is_left_to_torch() -> None:
     """Its masks are counted otherwise, and the backward pass may be torch's. On the CPU torch has no kernel."""
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(sdpa.NotTakenError, match="dropout"):
+    with pytest.raises(replaced.NotTakenError, match="dropout"):
         ATEN._scaled_dot_product_flash_attention(q, q, q, 0.5)
-    with pytest.raises(sdpa.NotTakenError, match="alibi_slopes"):
+    with pytest.raises(replaced.NotTakenError, match="alibi_slopes"):
         ATEN._flash_attention_forward(
             *(x.transpose(1, 2) for x in (q, q, q)), None, None, 4, 4, 0.0, False, False, alibi_slopes=torch.ones(2)
         )

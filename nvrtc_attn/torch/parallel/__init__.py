@@ -1,6 +1,6 @@
 """Attention over a sequence that is sharded over ranks, on `torch.distributed`: `ContextParallel`.
 
-The answer is that of one GPU: every mask, window, bias and dropout decision is the whole's, whatever the number of ranks.
+The answer is that of one GPU: every mask, window, bias and dropout decision is the whole's, however many ranks.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from ...base import env
-from ...base.errors import UnsupportedError, shown
+from ...base.errors import shown
 from ...base.version import __version__
 from ...front.call import CallOptions, describe_shapes, plain_options
 from ...front.part import Part
@@ -19,16 +20,17 @@ from ...front.philox import NO_RNG, RngState
 from ...front.problem import Causal, WindowSize
 from ...front.tensors import Device
 from ...front.validation import Violations, check_integer, check_window
-from .. import checked_rng
 from ..ops import cast_for_autocast
+from ..random import checked_rng
 from .exchange import exchange, same_everywhere
-from .layouts import band_of, chunks_of, length, places, together
+from .layouts import Chunks, band_of, chunks_of, length, places, together
 from .local import Whole, merge_partials
 from .strategies import AllGather, Inputs, Ring, Strategy, Ulysses
 
 __all__ = ["ContextParallel", "merge_partials"]
 
 _STRATEGIES: Final = ("auto", "all_gather", "ulysses", "ring")
+_PAIRS: Final = (("ulysses", "ring"), ("ulysses", "all_gather"))
 _PIPELINE: Final = 4
 """Groups of key heads of which one is computed while the next is fetched, on a GPU."""
 
@@ -51,14 +53,14 @@ class ContextParallel:
         rank holds those of two ranks at a time. ``("ulysses", "ring")`` and ``("ulysses", "all_gather")``: the first
         inside, over the last dim of the mesh. ``"auto"``: ulysses where the heads divide, otherwise all_gather.
     layout
-        Which tokens a rank has: ``"zigzag"`` (two pieces, equal work under a causal mask), ``"contiguous"``, or for each
-        rank its intervals ``[(start, stop), ...]``, ascending. The sequence need not divide.
+        Which tokens a rank has: ``"zigzag"`` (two pieces, equal work under a causal mask), ``"contiguous"``, or for
+        each rank its intervals ``[(start, stop), ...]``, ascending. The sequence need not divide.
     pipeline
         Groups of key heads of all_gather: one is computed while the next is on its way. Default: 4 on a GPU, or as many
         as there are key heads.
     check
-        Compare what the calls of `attention` say between all ranks: ``"first"`` the first one, ``"always"``, ``"never"``.
-        Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1`` means always.
+        Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``,
+        ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1`` means always.
 
     Raises
     ------
@@ -67,8 +69,8 @@ class ContextParallel:
 
     Notes
     -----
-    Making one is collective, and so are `attention`, its backward pass and `unshard`: all ranks of the group call them in
-    the same order. A rank that is gone lets the others fail after the timeout of the process group
+    Making one is collective, and so are `attention`, its backward pass and `unshard`: all ranks of the group call them
+    in the same order. A rank that is gone lets the others fail after the timeout of the process group
     (``init_process_group(timeout=...)``; ``TORCH_NCCL_ASYNC_ERROR_HANDLING=1`` for NCCL).
     """
 
@@ -90,10 +92,7 @@ class ContextParallel:
         if self.seqlen < 0 or self.seqlen_k < 0:
             found.value(f"seqlen: got {shown(seqlen)}, seqlen_k {shown(seqlen_k)}. They are at least 0.")
         pair = strategy if isinstance(strategy, tuple) else (strategy,)
-        if not (len(pair) == 1 and pair[0] in _STRATEGIES) and pair not in (
-            ("ulysses", "ring"),
-            ("ulysses", "all_gather"),
-        ):
+        if not ((len(pair) == 1 and pair[0] in _STRATEGIES) or pair in _PAIRS):
             found.value(
                 f"strategy: got {shown(strategy)}. It is one of {_STRATEGIES}, ('ulysses', 'ring') or "
                 "('ulysses', 'all_gather')."
@@ -109,7 +108,9 @@ class ContextParallel:
         ranks = [dist.get_rank(x) for x in self._groups]
         self.size = sizes[0] * (sizes[1] if len(sizes) == 2 else 1)
         self.rank = ranks[0] if len(sizes) == 1 else ranks[0] * sizes[1] + ranks[1]
-        fault, self.chunks_q, self.chunks_k = "", (), ()
+        fault = ""
+        self.chunks_q: tuple[Chunks, ...] = ()
+        self.chunks_k: tuple[Chunks, ...] = ()
         try:
             self.chunks_q = chunks_of(layout, self.seqlen, self.size)
             self.chunks_k = self.chunks_q
@@ -124,7 +125,8 @@ class ContextParallel:
             self._groups,
             {
                 "version": __version__, "seqlen": self.seqlen, "seqlen_k": self.seqlen_k, "strategy": str(strategy),
-                "layout": f"{layout if isinstance(layout, str) else self.chunks_q}", "pipeline": pipeline, "fault": fault,
+                "layout": f"{layout if isinstance(layout, str) else self.chunks_q}", "pipeline": pipeline,
+                "fault": fault,
             },
         )  # fmt: skip
         if fault:
@@ -149,7 +151,7 @@ class ContextParallel:
         )
 
     def shard(self, x: torch.Tensor, dim: int = 1, *, keys: bool = False) -> torch.Tensor:
-        """This rank's tokens of a tensor that has the whole sequence on ``dim``. No communication.
+        """Take this rank's tokens of a tensor that has the whole sequence on ``dim``. No communication.
 
         Its gradient is zero outside: the sum over all ranks is that of the whole tensor.
         """
@@ -166,7 +168,7 @@ class ContextParallel:
             raise ValueError(
                 f"x: shape {tuple(x.shape)}, whose dim {dim} must be {mine}, the tokens of rank {self.rank}."
             )
-        found: torch.Tensor = _Unshard.apply(self, x, dim % x.dim(), keys)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Unshard.apply(self, x, dim % x.dim(), keys)
         return found
 
     def _unsharded(self, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
@@ -189,7 +191,7 @@ class ContextParallel:
 
     # ------------------------------------------------------------------------------------------------- attention
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def attention(
         self,
         q: torch.Tensor,
@@ -217,8 +219,8 @@ class ContextParallel:
         v : ``[B, tokens, Hkv, Kv]``
             The tokens of this rank, see `shard` and `positions`.
         bias, mask : ``[1|B, 1|H, 1|tokens, 1|Mk]``, optional
-            This rank's rows (or one), all keys of the whole. The gradient of a bias with one row is this rank's share: add
-            it up over the ranks, as the gradients of all parameters that ranks have in common.
+            This rank's rows (or one), all keys of the whole. The gradient of a bias with one row is this rank's share:
+            add it up over the ranks, as the gradients of all parameters that ranks have in common.
         rng
             Default: a seed that the first rank draws from torch's generator, for all of them. Otherwise the same on all
             ranks. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
@@ -269,7 +271,7 @@ class ContextParallel:
             None if part is None else part.batch,
             None if part is None else part.heads,
         )
-        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask)  # type: ignore[no-untyped-call]
+        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask)
         return (out, lse) if return_lse else out
 
     def _check_tensors(
@@ -294,8 +296,8 @@ class ContextParallel:
             needed = keys if name in ("k", "v") else tokens
             if not (x.shape[dim] == needed or (dim == 2 and x.shape[dim] == 1)):
                 faults.append(
-                    f"{name}: shape {tuple(x.shape)}, whose dim {dim} must be {needed}, the tokens of rank {self.rank} of "
-                    f"{self.seqlen_k if name in ('k', 'v') else self.seqlen}"
+                    f"{name}: shape {tuple(x.shape)}, whose dim {dim} must be {needed}, the tokens of rank {self.rank} "
+                    f"of {self.seqlen_k if name in ('k', 'v') else self.seqlen}"
                 )
             if name in "qkv" or x.shape[2] != 1:
                 shape[dim] = self.seqlen_k if name in ("k", "v") else self.seqlen
@@ -350,17 +352,19 @@ class ContextParallel:
         part: Part | None, grad: bool, rng: Any,
     ) -> None:  # fmt: skip
         """Ask all ranks whether they mean the same call."""
-        seed = (
-            rng if isinstance(rng, (int, tuple)) and not any(isinstance(x, torch.Tensor) for x in _flat(rng)) else None
-        )
+        words = rng if isinstance(rng, tuple) else (rng,)
+        seed = words if all(isinstance(x, int) for x in words) and options.dropout_p > 0 else None
+
+        def scores(x: Any) -> Any:
+            return None if x is None else (str(x.dtype), *x.shape[:2], "one row" if x.shape[2] == 1 else "", x.shape[3])
+
         same_everywhere(
             self._groups,
             {
                 "dtype": str(q.dtype), "device type": q.device.type, "batch": q.shape[0],
                 "heads": (q.shape[2], k.shape[2]), "head dims": (q.shape[3], v.shape[3]),
-                "bias": None if bias is None else (str(bias.dtype), bias.shape[0], bias.shape[1], bias.shape[2] == 1, bias.shape[3]),
-                "mask": None if mask is None else (str(mask.dtype), mask.shape[0], mask.shape[1], mask.shape[2] == 1, mask.shape[3]),
-                "options": str(options), "gradient": grad, "part": str(part), "rng": str(seed) if options.dropout_p else "",
+                "bias": scores(bias), "mask": scores(mask), "options": str(options), "gradient": grad,
+                "part": None if part is None else (part.batch, part.heads), "rng": seed,
             },
         )  # fmt: skip
 
@@ -372,10 +376,6 @@ class ContextParallel:
         for group in reversed(self._groups):
             dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
         return checked_rng(seed, q)
-
-
-def _flat(rng: Any) -> tuple[Any, ...]:
-    return rng if isinstance(rng, tuple) else (rng,)
 
 
 def _groups_of(found: Violations, group: Any, dims: int) -> list[Any]:
@@ -398,7 +398,7 @@ def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
     return (*x.shape[:dim], size, *x.shape[dim + 1 :])
 
 
-class _Unshard(torch.autograd.Function):
+class _Unshard(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def forward(ctx: Any, cp: ContextParallel, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
         ctx.cp, ctx.dim, ctx.keys = cp, dim, keys
@@ -413,7 +413,7 @@ class _Unshard(torch.autograd.Function):
         return None, cp.shard(total, ctx.dim, keys=ctx.keys), None, None
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, whole: Whole, *tensors: Any) -> Any:
         q, k, v, bias, mask = tensors
@@ -425,7 +425,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[misc]
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         tensors = iter(ctx.saved_tensors)
         saved = tuple(next(tensors) if x is None else x[0] for x in ctx.others)

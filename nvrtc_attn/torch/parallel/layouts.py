@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from ...base.errors import shown
@@ -30,7 +31,7 @@ def chunks_of(layout: Any, seqlen: int, ranks: int) -> tuple[Chunks, ...]:
     if layout in ("contiguous", "zigzag"):
         pieces = ranks if layout == "contiguous" else 2 * ranks
         cuts = [seqlen * i // pieces for i in range(pieces + 1)]
-        bounds = list(zip(cuts[:-1], cuts[1:], strict=True))
+        bounds = list(pairwise(cuts))
         if layout == "contiguous":
             return tuple(joined([bounds[r]]) for r in range(ranks))
         return tuple(joined([bounds[r], bounds[pieces - 1 - r]]) for r in range(ranks))
@@ -41,7 +42,7 @@ def chunks_of(layout: Any, seqlen: int, ranks: int) -> tuple[Chunks, ...]:
     found = []
     for r, intervals in enumerate(layout):
         mine = [(int(a), int(b)) for a, b in intervals]
-        if any(a > b for a, b in mine) or any(x[1] > y[0] for x, y in zip(mine, mine[1:], strict=False)):
+        if any(a > b for a, b in mine) or any(x[1] > y[0] for x, y in pairwise(mine)):
             raise ValueError(f"layout: rank {r} has {shown(mine)}. Its intervals are ascending and do not overlap.")
         found.append(joined(mine))
     if (

@@ -11,8 +11,7 @@ from ...front.call import CallOptions
 from ...front.operands import OPTIONAL_INPUTS
 from ...front.part import Part
 from ...front.philox import RngState
-from .. import backward as run_backward
-from .. import forward as run_forward
+from .. import passes
 from .layouts import Band, Interval
 
 
@@ -60,7 +59,7 @@ def forward(
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         api.attention_forward(q, k, v, out, lse=lse, bias=bias, mask=mask, rng=rng, **options.arguments())
         return out, lse
-    found: tuple[torch.Tensor, torch.Tensor] = run_forward(_tensors(q, k, v, bias, mask), options, rng)
+    found: tuple[torch.Tensor, torch.Tensor] = passes.forward(_tensors(q, k, v, bias, mask), options, rng)
     return found
 
 
@@ -72,13 +71,13 @@ def backward(
     """The shares dq, dk, dv and dbias of one part, float32 where there is a kernel for it; dbias None if not asked."""
     if q.dtype != torch.float32 and not q.is_cuda:
         gradients = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
-        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if options.dbias else None  # type: ignore[arg-type]
+        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if options.dbias else None
         api.attention_backward(
             dout, q, k, v, out, lse, *gradients, dlse=dlse, dbias=dbias, bias=bias, mask=mask, rng=rng,
             deterministic=options.deterministic, **options.arguments(),
         )  # fmt: skip
         return (*gradients, dbias)
-    return run_backward(_tensors(q, k, v, bias, mask), out, lse, dout, dlse, options, rng)
+    return passes.backward(_tensors(q, k, v, bias, mask), out, lse, dout, dlse, options, rng)
 
 
 def _tensors(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How ranks share one attention: keys gathered (`AllGather`), keys passed around (`Ring`), heads for tokens (`Ulysses`).
+"""How ranks share an attention: keys gathered (`AllGather`), passed around (`Ring`), heads for tokens (`Ulysses`).
 
 Each is made for the tokens of the ranks of one group and has `forward` and `backward` of a rank's tensors. q, out, dq
 and their like hold the tokens of ``chunks_q``, k, v, dk and dv those of ``chunks_k``; bias and mask have the rank's
@@ -8,6 +8,7 @@ rows (or one) and all keys (or one).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from . import local
 from .exchange import Pending, exchange
 from .layouts import Chunks, Interval, common, length, needed, places, reach, together
 from .local import Whole, slice_scores
+
+Saved = tuple[Any, ...]
 
 
 class Inputs(NamedTuple):
@@ -38,8 +41,8 @@ class Gradients(NamedTuple):
 
 
 class Strategy(Protocol):
-    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
-        """Out and lse of the rank's rows, and what `backward` needs."""
+    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
+        """Return out and lse of the rank's rows, and what `backward` needs."""
 
     def backward(
         self, saved: tuple[Any, ...], whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None
@@ -55,7 +58,7 @@ class _Tokens:
         self.chunks_q, self.chunks_k = tuple(chunks_q), tuple(chunks_k)
 
     def rows(self) -> list[tuple[Interval, slice]]:
-        """This rank's chunks of queries, and where its tensors have them."""
+        """Chunks of this rank's queries, and where its tensors have them."""
         mine = self.chunks_q[self.rank]
         return list(zip(mine, places(mine, mine), strict=True))
 
@@ -77,7 +80,7 @@ class AllGather(_Tokens):
         """Key heads, in as many groups as are computed one after the other."""
         count = max(min(self.pipeline, x.k.shape[2]), 1)
         cuts = [x.k.shape[2] * i // count for i in range(count + 1)]
-        return [slice(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        return [slice(a, b) for a, b in pairwise(cuts)]
 
     def _sent(self, whole: Whole) -> list[list[slice]]:
         """For each rank where the keys lie, in this rank's tensors, that it needs of them."""
@@ -103,7 +106,7 @@ class AllGather(_Tokens):
     def _gathered(
         self, x: Inputs, whole: Whole, heads: slice, pending: Pending | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and v of the keys that this rank needs, in the order of the sequence."""
+        """Return k and v of the keys that this rank needs, in the order of the sequence."""
         if pending is None:
             return x.k[:, :, heads], x.v[:, :, heads]
         wanted = needed(self.chunks_q[self.rank], whole.band, whole.keys)
@@ -124,7 +127,7 @@ class AllGather(_Tokens):
         """The keys of what `_gathered` returns."""
         return self.chunks_k[0] if self.size == 1 else needed(self.chunks_q[self.rank], whole.band, whole.keys)
 
-    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         groups, have, per_head = self._groups(x), self._have(whole), x.q.shape[2] // max(x.k.shape[2], 1)
         pending = self._fetches(x, whole, groups)
         rows = self.rows()
@@ -229,7 +232,7 @@ class Ring(_Tokens):
     def _taken(self, pending: Pending) -> list[torch.Tensor]:
         return pending.wait()[(self.rank - 1) % self.size]
 
-    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         out = x.q.new_zeros((*x.q.shape[:3], x.v.shape[3]), dtype=torch.float32)
         lse = x.q.new_full((x.q.shape[0], x.q.shape[2], x.q.shape[1]), -torch.inf, dtype=torch.float32)
         k, v, heads = x.k, x.v, slice(0, x.q.shape[2])
@@ -385,7 +388,7 @@ class Ulysses(_Tokens):
             return _of_heads(x, 1, self._heads(x.shape[1], self.rank))
         return self._swapped((x, 2, False))[0]
 
-    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         q, k, v = self._swapped((x.q, 1, False), (x.k, 1, True), (x.v, 1, True))
         bias, mask = self._scores(x.bias), self._scores(x.mask)
         head = x.head + self._heads(x.q.shape[2], self.rank).start

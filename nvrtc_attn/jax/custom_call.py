@@ -1,0 +1,385 @@
+"""JAX: `attention` inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``, on XLA's stream and in XLA's memory.
+
+Everything is validated, compiled and loaded while JAX traces. The traced program holds one custom call per pass; at run
+time its handler, reached through ``jax-tvm-ffi``, looks up the plan and launches. On the CPU platform the same
+program calls the NumPy path. Arrays are row-major there, XLA transposes others.
+
+A custom call has to name its pass. String attributes do not survive the bridge and integer ones leak 16 bytes per call
+(jax-tvm-ffi 0.1.3), and handlers are limited to 1024, so the name is the shape of a result without elements: 60 bits
+of a digest of the pass, the same in every process, as XLA's persistent compilation cache needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import api
+from ..base.errors import shown
+from ..front import philox
+from ..front.call import Call, CallOptions, describe_shapes, plain_options
+from ..front.operands import (
+    GRADIENTS,
+    INPUTS,
+    OPERANDS,
+    OPTIONAL_INPUTS,
+    FurtherInputs,
+    addresses,
+    check_further,
+    dtypes_of,
+    shape_of,
+    takes_further_inputs,
+)
+from ..front.philox import RngState
+from ..front.problem import Causal, WindowSize
+from ..front.tensors import Device
+from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
+from ..plans.prefetch import BackwardPrefetch
+from ..runtime import device
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_TARGET: Final = "nvrtc_attn.launch"
+_lock = threading.Lock()
+_registered = False
+_passes: dict[tuple[int, ...], _Pass] = {}
+_plans: dict[tuple[_Pass, int], ForwardPlan | BackwardPlan] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is computed, without shapes. ``rng`` are the words of seed and offset that are not arrays."""
+
+    options: CallOptions
+    rng: tuple[int, int]
+    backward: bool = False
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Operands that the pass writes."""
+        if self.backward:
+            return tuple(d for d in GRADIENTS if OPERANDS[d].backward == "out" or getattr(self.options, d))
+        return ("out", "lse") if self.options.return_lse else ("out",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One kernel call: every static thing of it. ``operands`` are (name, shape, dtype) in the order of the arrays."""
+
+    kind: _Kind
+    operands: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    @property
+    def results(self) -> list[tuple[str, tuple[int, ...], str]]:
+        shapes = {name: shape for name, shape, _ in self.operands}
+        dtypes = {name: dtype for name, _, dtype in self.operands}
+        return [(name, shape_of(name, shapes), dtypes_of(name, dtypes)[0]) for name in self.kind.results]
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        digest = int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "little")
+        return tuple((digest >> shift) % 2**20 for shift in (0, 20, 40))
+
+
+@takes_further_inputs
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    causal: Causal = False,
+    window_size: WindowSize = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    **further: Unpack[FurtherInputs],
+) -> Any:
+    """`nvrtc_attn.attention`, differentiable once in q, k, v, bias and, through a returned lse, in the lse.
+
+    Parameters as there, but:
+
+    rng
+        Needed with dropout: a JAX key, a seed, or (seed, offset), each an int, a 64-bit or 32-bit integer scalar, or
+        ``uint32[2]`` (low word first). The same values give the same mask, so pass a new one at every step.
+    softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k
+        Python numbers: they are compiled in, or decide what is launched.
+    deterministic
+        Whether the backward pass is bitwise reproducible.
+
+    ``jax.vmap`` folds its axis into the batch; packed sequences, dropout, and the gradient of a bias shared by a
+    batch run one by one. Under automatic sharding XLA gathers the operands first: use ``jax.shard_map``.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        While tracing.
+    ImportError
+        On a GPU without ``jax-tvm-ffi``.
+    """
+    options = CallOptions(
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic
+    )
+    check_further("attention", further)
+    given = {
+        "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "seqused_k": seqused_k, **further,
+    }  # fmt: skip
+    operands = {name: _array(name, x) for name, x in given.items() if x is not None or name not in OPTIONAL_INPUTS}
+    _describe(_bind(_Kind(options, (0, 0)), operands), Device("cuda" if _on_gpu() else "abstract", 0))
+    options = plain_options(options)  # in Python's types, which JAX can hash
+    kind = _Kind(options, (0, 0))
+    if options.dropout_p > 0:
+        words, arrays = _rng_words(rng)
+        kind, operands = replace(kind, rng=words), {**operands, **arrays}
+    results = _attention(kind, operands)
+    return tuple(results) if return_lse else results[0]
+
+
+# ------------------------------------------------------------------------------------------------ differentiation
+
+
+def _primal(kind: _Kind, operands: dict[str, Any]) -> Any:
+    return _run(kind, operands)
+
+
+def _forward_rule(kind: _Kind, operands: dict[str, Any]) -> Any:
+    values = {name: x.value for name, x in operands.items()}
+    # A structure may tell what a value cannot: whether the gradient of the bias, which costs time, is wanted.
+    dbias = () if "bias" in operands and operands["bias"].perturbed else None
+    _compile_ahead(kind, values, dbias is not None)
+    out, lse = _run(replace(kind, options=kind.options._replace(return_lse=True)), values)
+    return [out, lse][: 1 + kind.options.return_lse], (values, out, lse, dbias)
+
+
+def _compile_ahead(kind: _Kind, values: dict[str, Any], dbias: bool) -> None:
+    """Let the backward pass's kernels compile beside the forward one's, for the shapes before any ``jax.vmap``."""
+    if not _on_gpu():
+        return
+    try:
+        bound = _bind(replace(kind, options=kind.options._replace(return_lse=True, dbias=dbias)), values)
+        for index in _local_devices():
+            BackwardPrefetch(_describe(bound, Device("cuda", index)).with_dense(), index).start()
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        pass  # for the passes themselves to say
+
+
+def _backward_rule(kind: _Kind, residuals: Any, cotangents: Any) -> Any:
+    values, out, lse, dbias = residuals
+    zero = jax.custom_derivatives.SymbolicZero
+    dout = jnp.zeros_like(out) if isinstance(cotangents[0], zero) else cotangents[0]
+    operands = {**values, "dout": dout, "out": out, "lse": lse}
+    if kind.options.return_lse and not isinstance(cotangents[1], zero):
+        operands["dlse"] = cotangents[1]
+    options = kind.options._replace(return_lse=True, dbias=dbias is not None)
+    backward = _Kind(options, kind.rng, backward=True)
+    gradients = zip(backward.results, _run(backward, operands), strict=True)
+    named = {OPERANDS[name].gradient_of: gradient for name, gradient in gradients}
+    return ({name: named.get(name) for name in values},)
+
+
+_attention: Any = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+# -------------------------------------------------------------------------------------------- tracing of one pass
+
+
+def _compute(kind: _Kind, operands: dict[str, Any]) -> Any:
+    names = tuple(operands)
+
+    def dispatch(*arrays: Any) -> Any:
+        return _dispatch(_bind(kind, dict(zip(names, arrays, strict=True))), arrays)
+
+    run = jax.custom_batching.custom_vmap(dispatch)
+    run.def_vmap(partial(_vmap_rule, kind, names))
+    return run(*operands.values())
+
+
+_run: Any = jax.jit(_compute, static_argnums=0)  # eager calls find their compiled program again
+
+
+def _bind(kind: _Kind, operands: dict[str, Any]) -> _Pass:
+    return _Pass(kind, tuple((name, tuple(x.shape), x.dtype.name) for name, x in operands.items()))
+
+
+def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
+    """The pass on whatever platform the program is compiled for."""
+    name, shape, _ = bound.results[0]
+    if name == "out" and 0 in shape:
+        values = {"out": 0.0, "lse": -np.inf}
+        return [jnp.full(shape, values[name], dtype) for name, shape, dtype in bound.results]
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in bound.results]
+    branches: dict[str, Any] = {"cpu": lambda *xs: jax.pure_callback(partial(_on_cpu, bound), structs, *xs)}
+    if _on_gpu():
+        _register_target()
+        size = max(_plan(bound, index).workspace_bytes for index in _local_devices())
+        branches["cuda"] = partial(_custom_call, bound, size)
+    return jax.lax.platform_dependent(*arrays, **branches)
+
+
+def _custom_call(bound: _Pass, workspace_bytes: int, *arrays: Any) -> Any:
+    _passes[bound.key] = bound
+    shapes = [(shape, dtype) for _, shape, dtype in bound.results]
+    extra = [((workspace_bytes,), "uint8"), ((0, *bound.key), "uint8")]
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes + extra]
+    return jax.ffi.ffi_call(_TARGET, structs)(*arrays)[: len(shapes)]
+
+
+def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[bool], *arrays: Any) -> Any:
+    """Fold the mapped axis into the batch where that computes the same, otherwise loop."""
+    options = kind.options
+    batch = {name: x.shape[is_batched] for name, x, is_batched in zip(names, arrays, batched, strict=True) if x.ndim}
+    shared_bias = "bias" in batch and batch["bias"] != batch["q"]
+    batchless = any(name in OPERANDS and OPERANDS[name].axes[0] != "batch" for name in names)
+    if batchless or options.dropout_p > 0 or (options.dbias and shared_bias):
+
+        def one(mapped: list[Any]) -> Any:
+            items = iter(mapped)
+            values = [next(items) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)]
+            return _compute(kind, dict(zip(names, values, strict=True)))
+
+        results = jax.lax.map(one, [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched])
+        return results, [True] * len(results)
+    folded = {}
+    for name, x, is_batched in zip(names, arrays, batched, strict=True):
+        shape = x.shape[is_batched:]
+        if not is_batched and shape[0] == 1 and OPERANDS[name].broadcast and not options.dbias:
+            folded[name] = x  # broadcast over the longer batch as well
+        else:
+            x = x if is_batched else x[None]
+            wide = jnp.broadcast_to(x, (size, batch["q"], *shape[1:]))
+            folded[name] = wide.reshape(size * batch["q"], *shape[1:])
+    results = [x.reshape(size, batch["q"], *x.shape[1:]) for x in _compute(kind, folded)]
+    return results, [True] * len(results)
+
+
+def _array(name: str, x: Any) -> Any:
+    if isinstance(x, jax.Array):  # tracers too
+        return x
+    try:
+        if x is None:
+            raise TypeError("None")
+        return jnp.asarray(x)
+    except Exception as error:  # of whatever kind the object raises
+        raise TypeError(
+            f"{name}: got {shown(x)} of type {type(x).__name__}, of which JAX makes no array. Pass an array."
+        ) from error
+
+
+def _rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Seed and offset: the ints, and by name those that are arrays, as ``uint32[2]``."""
+    if rng is None:
+        raise ValueError(
+            "rng: None, but dropout_p > 0. Pass a JAX key, a seed, or (seed, offset), new ones at every step."
+        )
+    words, arrays = [0, 0], {}
+    pair = rng if isinstance(rng, (tuple, list)) else (rng, 0)
+    if len(pair) != 2:
+        raise TypeError(f"rng: got {len(pair)} values. Pass a JAX key, a seed, or (seed, offset).")
+    for index, (name, x) in enumerate(zip(("seed", "offset"), pair, strict=True)):
+        if isinstance(x, (int, np.integer)):
+            words[index] = philox.check_word(f"rng {name}", x)
+            continue
+        x = _array(f"rng {name}", x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            arrays[name] = jax.random.bits(x, (2,), np.uint32)
+        elif x.shape == (2,) and x.dtype == np.uint32:
+            arrays[name] = x
+        elif x.size == 1 and jnp.issubdtype(x.dtype, np.integer) and x.dtype.itemsize in (4, 8):
+            bits = jax.lax.bitcast_convert_type(x.reshape(()), np.uint32)
+            arrays[name] = bits if bits.shape else jnp.stack([bits, jnp.zeros((), np.uint32)])
+        else:
+            raise ValueError(f"rng {name}: got {x.dtype} of shape {x.shape}. Pass a JAX key, an integer, or uint32[2].")
+    return (words[0], words[1]), arrays
+
+
+# ------------------------------------------------------------------------------------------------ plans and launch
+
+
+def _describe(bound: _Pass, where: Device, stream: int = 0) -> Call:
+    """The validated call, over memory that is known at run time only."""
+    inputs = {name: (shape, dtype) for name, shape, dtype in bound.operands if name in INPUTS}
+    return describe_shapes(inputs, bound.kind.options, where, stream)
+
+
+def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPlan:
+    """The plan for a pass on a device; compiles and loads on the first call."""
+    plan = _plans.get((bound, index))
+    if plan is None:
+        call = _describe(bound, Device("cuda", index), stream)
+        names = [name for name, _, _ in (*bound.operands, *bound.results) if name in OPERANDS and name not in INPUTS]
+        make: Any = backward_plan if bound.kind.backward else forward_plan
+        plan = make(call.with_dense(*names), index, stream)
+        plan = _plans.setdefault((bound, index), plan)
+    return plan
+
+
+def _launch(*arguments: Any) -> None:
+    """The handler of the custom call: operands, results, workspace, the name of the pass; then XLA's stream."""
+    *buffers, stream = arguments
+    *buffers, name = buffers
+    bound = _passes.get(tuple(name.shape)[1:])
+    if bound is None:
+        raise RuntimeError("this program was compiled in another process: trace nvrtc_attn.jax.attention here once")
+    names = [name for name, _, _ in (*bound.operands, *bound.results)]
+    pointers = {name: x.data_ptr() or 0 for name, x in zip((*names, "workspace"), buffers, strict=True)}
+    rng = RngState(*bound.kind.rng, pointers.get("seed", 0), pointers.get("offset", 0))
+    plan = _plan(bound, buffers[0].device.index, stream)
+    plan.run(stream, addresses(plan.OPERANDS, pointers), pointers["workspace"], rng)
+
+
+def _on_cpu(bound: _Pass, *arrays: Any) -> list[np.ndarray[Any, Any]]:
+    """The pass in NumPy."""
+    values: dict[str, Any] = {n: np.asarray(x) for (n, _, _), x in zip(bound.operands, arrays, strict=True)}
+    results: dict[str, Any] = {name: np.empty(shape, dtype) for name, shape, dtype in bound.results}
+    rng = [
+        int(values.pop(name).view(np.uint64)[0]) if name in values else word
+        for name, word in zip(("seed", "offset"), bound.kind.rng, strict=True)
+    ]
+    run: Any = api.attention_backward if bound.kind.backward else api.attention_forward
+    run(**values, **bound.kind.options.arguments(), **results, rng=tuple(rng))
+    return list(results.values())
+
+
+def _on_gpu() -> bool:
+    default = jax.config.jax_default_device
+    return (getattr(default, "platform", default) or jax.default_backend()) in ("gpu", "cuda")
+
+
+def _local_devices() -> list[int]:
+    """One CUDA ordinal of every kind of GPU that JAX may run on."""
+    return device.one_of_each_kind(found.local_hardware_id for found in jax.local_devices(backend="gpu"))
+
+
+def _register_target() -> None:
+    global _registered
+    with _lock:
+        if not _registered:
+            try:
+                import jax_tvm_ffi  # imports torch where that is installed: only when a GPU is used
+            except ImportError as error:
+                raise ImportError(
+                    "nvrtc_attn.jax.attention launches on GPUs through jax-tvm-ffi (Python 3.11 or later), which is "
+                    f'not installed: pip install "nvrtc-attn[jax]" ({error})'
+                ) from error
+            # Not for CUDA graphs: a plan of another device may have to be loaded at its first launch.
+            jax_tvm_ffi.register_ffi_target(_TARGET, _launch, ["args", "rets", "ctx.stream"], platform="gpu")
+            _registered = True

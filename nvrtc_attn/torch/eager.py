@@ -1,0 +1,199 @@
+"""`attention` of torch tensors with autograd, on torch's current stream, allocator and random generator."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..front.call import CallOptions, plain_options
+from ..front.operands import (
+    DIFFERENTIABLE,
+    FURTHER_INPUTS,
+    INPUTS,
+    FurtherInputs,
+    check_further,
+    takes_further_inputs,
+)
+from ..front.part import Part
+from ..front.philox import NO_RNG, RngState
+from ..front.problem import Causal, WindowSize
+from . import ops
+from .passes import DIFFERENTIABLE_PLACES, Tensors, backward, forward, is_negated
+from .random import checked_rng, draw_rng
+from .tensors import resolved
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# What decides between the kernels and their operators, as names of this module: two look-ups less a call.
+_traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
+_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
+_transformed: Final = torch._C._functorch.maybe_current_level
+_autocast: Final = torch._C._is_any_autocast_enabled
+_grad_enabled: Final = torch.is_grad_enabled
+_deterministic: Final = torch._C._get_deterministic_algorithms
+_PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
+_NO_WINDOW: Final = (None, None)
+_NUMBERS: Final = frozenset((float, int))  # not bool
+_differentiable: Final = itemgetter(*DIFFERENTIABLE_PLACES)
+_new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
+# Gradients and a None -> the gradient of each input.
+_by_input: Final = itemgetter(
+    *(DIFFERENTIABLE.index(name) if name in DIFFERENTIABLE else len(DIFFERENTIABLE) for name in INPUTS)
+)
+
+
+@takes_further_inputs
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    causal: Causal = False,
+    window_size: WindowSize = _NO_WINDOW,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    part: Part | None = None,
+    **further: Unpack[FurtherInputs],
+) -> Any:
+    """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias and, through a returned lse, in the lse.
+
+    Parameters as there, but:
+
+    rng
+        Default: torch's generator of the device, which advances by the number of scores as it does for torch's own
+        memory-efficient attention; while a CUDA graph is captured, a seed that torch draws anew at every replay.
+    deterministic
+        Whether the backward pass is bitwise reproducible. Default: ``torch.are_deterministic_algorithms_enabled()``.
+
+    Gradients have the shapes of their inputs; that of a broadcast bias is summed inside the kernels. Outputs and
+    gradients are dense. Runs on torch's current stream and allocates from torch's allocator.
+    """
+    # 0.2 us for plain tensors. Dynamo knows the first of these, and traces none of the others.
+    if (
+        _traced_by_dynamo()
+        or _dispatch_modes()
+        or _transformed()
+        or not (q.__class__ in _PLAIN and k.__class__ in _PLAIN and v.__class__ in _PLAIN)
+        or q.is_meta
+        or not (bias is None or bias.__class__ in _PLAIN)
+        or not (mask is None or mask.__class__ in _PLAIN)
+    ):
+        if ops.is_dtensor(q):
+            ops.register_sharding()
+        return ops.attention(
+            q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further,
+        )  # fmt: skip
+    if _autocast():
+        q, k, v, bias = ops.cast_for_autocast(q, k, v, bias)
+    tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if further or FURTHER_INPUTS:
+        tensors = (*tensors, *check_further("attention", further))
+    grad = _grad_enabled() and _wants_gradient(_differentiable(tensors))
+    if deterministic is None:
+        deterministic = grad and _deterministic()
+    dbias = grad and bias is not None and bias.requires_grad
+    # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
+    if not (
+        (causal is False or causal is True or causal.__class__ is str)
+        and (window_size is _NO_WINDOW or window_size is None or _is_plain_window(window_size))
+        and (softmax_scale is None or softmax_scale.__class__ in _NUMBERS)
+        and softcap.__class__ in _NUMBERS
+        and dropout_p.__class__ in _NUMBERS
+        and 0 <= dropout_p <= 1
+        and (max_seqlen_q is None or max_seqlen_q.__class__ is int)
+        and (max_seqlen_k is None or max_seqlen_k.__class__ is int)
+        and (return_lse is False or return_lse is True)
+        and (deterministic is False or deterministic is True)
+        and (part is None or part.__class__ is Part)
+    ):
+        (
+            causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
+            deterministic, dbias, part,
+        ) = plain_options(
+            CallOptions(
+                causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
+                deterministic, dbias, part,
+            )
+        )  # fmt: skip
+    state = NO_RNG
+    # What is no tensor, or of another rank, is refused below.
+    if dropout_p > 0 and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4:
+        if rng is not None:
+            state = checked_rng(rng, q)
+        elif part is not None:
+            raise ValueError("rng: None, but this is a part of a larger attention. Pass its (seed, offset).")
+        elif cu_seqlens_q is None:
+            state = draw_rng(q, k, None)
+        elif isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
+            state = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
+    # Without a backward pass it does not matter how that would be: one plan for both.
+    options = _new_tuple(CallOptions, (
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse or grad,
+        deterministic and grad, dbias, part,
+    ))  # fmt: skip
+    if grad:
+        if is_negated(_differentiable(tensors)):
+            tensors = tuple(map(resolved, tensors))
+        out, lse = _Attention.apply(options, state, *tensors)
+    else:
+        out, lse = forward(tensors, options, state)
+    return (out, lse) if return_lse else out
+
+
+def _is_plain_window(window_size: Any) -> bool:
+    if window_size.__class__ is not tuple or len(window_size) != 2:
+        return False
+    left, right = window_size
+    return (left is None or left.__class__ is int) and (right is None or right.__class__ is int)
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(ctx: Any, options: CallOptions, rng: RngState, *tensors: Any) -> Any:
+        out, lse = forward(tensors, options, rng, backward_follows=True)
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.options, ctx.rng = options, rng
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        # Without a graph of this pass there is nothing to refuse, and the wrapper takes two microseconds.
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dout, dlse)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+    """The gradient of each argument of `_Attention.forward`."""
+    out, lse, *tensors = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    gradients = backward(tuple(tensors), out, lse, dout, dlse, ctx.options, ctx.rng)
+    return (None, None, *_by_input((*gradients, None)))
+
+
+_gradients_once: Any = once_differentiable(_gradients)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _wants_gradient(tensors: Tensors) -> bool:
+    try:
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    except AttributeError:
+        pass  # not a tensor, and refused
+    return False

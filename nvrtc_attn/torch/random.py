@@ -1,0 +1,64 @@
+"""Random numbers of dropout: those of torch's generators, and what a caller passes, as the kernels take them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from ..front.call import rng_state
+from ..front.philox import RngState
+from ..front.tensors import CPU, Device, TensorView
+
+_generator_lock = threading.Lock()
+
+
+def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, int | None] | None) -> RngState:
+    """Numbers from torch's generator of q's device, which is advanced past those of this problem."""
+    if not q.is_cuda:
+        return RngState(int(torch.randint(2**63 - 1, ())), 0)
+    index = q.get_device()
+    if torch.cuda.is_current_stream_capturing():
+        seed = torch.empty((), dtype=torch.int64, device=q.device).random_()
+        offset = torch.zeros((), dtype=torch.int64, device=q.device)
+        return RngState(0, 0, seed.data_ptr(), offset.data_ptr(), (seed, offset))
+    torch.cuda.init()
+    generator = torch.cuda.default_generators[index]
+    batch, rows, columns = packed or (q.shape[0], q.shape[1], k.shape[1])
+    numbers = batch * q.shape[2] * (rows or 0) * (columns or 0)
+    with _generator_lock:  # two threads must not draw the same numbers
+        state = RngState(generator.initial_seed() & (2**64 - 1), generator.get_offset())
+        generator.set_offset(state.offset + -(-numbers // 4) * 4)
+    return state
+
+
+def checked_rng(rng: Any, q: torch.Tensor) -> RngState:
+    """``rng`` as the kernels take it; int64 tensors on q's device are read by them.
+
+    Errors are those of `nvrtc_attn.front.call.rng_state`.
+    """
+    state = rng_state(rng, Device("cuda", q.get_device()) if q.is_cuda else CPU, None)
+    owners = tuple([x.owner if isinstance(x, TensorView) else x for x in state.owners])
+    return state._replace(owners=owners)
+
+
+def rng_values(state: RngState) -> tuple[Any, Any]:
+    """(seed, offset) of what `draw_rng` or `checked_rng` returned: ints, and tensors of words on the GPU."""
+    seed, offset = state.owners or (None, None)
+    return state.seed if seed is None else seed, state.offset if offset is None else offset
+
+
+def no_state(device: torch.device) -> tuple[Any, Any]:
+    """Zeros where the seed has its words: on the GPU while a graph is captured, which then holds one fill of both."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0, 0
+    seed, offset = torch.zeros(2, dtype=torch.int64, device=device).unbind()
+    return seed, offset
+
+
+def as_tensor(word: Any) -> torch.Tensor:
+    """The seed's form of a Philox word: int64, unsigned values above 2**63 wrapped."""
+    if isinstance(word, torch.Tensor):
+        return word
+    return torch.tensor(word - 2**64 if word >= 2**63 else word, dtype=torch.int64)
