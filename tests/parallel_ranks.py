@@ -20,6 +20,7 @@ from parallel_problems import Shared, take
 from torch.distributed.device_mesh import init_device_mesh
 
 import nvrtc_attn
+import nvrtc_attn.torch
 from nvrtc_attn.torch.parallel import ContextParallel
 
 SECONDS = 120
@@ -159,6 +160,34 @@ def tensors(rank: int, size: int, device: Any) -> Found:
             cp.attention(q, q, q, causal=True).sum().backward()
             if not torch.isfinite(q.grad).all():
                 found.append(f"{layout} {seqlen}: attention")
+    return found
+
+
+def long(rank: int, size: int, device: Any) -> Found:
+    """Sequences of many tiles: every strategy against one GPU's call, and dq, dk, dv likewise."""
+    found: Found = []
+    for options in (
+        {"causal": True}, {"causal": True, "window_size": (300, None), "dropout_p": 0.2, "rng": (3, 9)},
+        {"window_size": (500, 100)}, {"causal": True, "softcap": 15.0},
+    ):  # fmt: skip
+        for seqlen in (4096, 3001):
+            generator = torch.Generator(device).manual_seed(1)
+            whole = [
+                torch.randn(1, seqlen, heads, 64, device=device, dtype=torch.bfloat16, generator=generator)
+                for heads in (8, 4, 4, 8)
+            ]
+            whole[:3] = [x.requires_grad_() for x in whole[:3]]
+            expected = nvrtc_attn.torch.attention(*whole[:3], **options)
+            gradients = torch.autograd.grad(expected, whole[:3], whole[3])
+            for strategy in ("all_gather", "ring", "ulysses"):
+                cp = ContextParallel(seqlen=seqlen, strategy=strategy)
+                mine = [cp.shard(x.detach(), 1).requires_grad_() for x in whole[:3]]
+                out = cp.attention(*mine, **options)
+                parts = torch.autograd.grad(out, mine, cp.shard(whole[3], 1))
+                for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *parts), (expected, *gradients), strict=True):
+                    error = (cp.unshard(x.detach(), 1).float() - y.float()).abs().max() / y.float().abs().max()
+                    if not error < 0.02:  # two roundings to bfloat16 are 0.008
+                        found.append(f"{strategy} {options} {seqlen}: {name} {float(error):.3g}")
     return found
 
 

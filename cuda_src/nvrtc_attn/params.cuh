@@ -161,4 +161,15 @@ struct HopperBackwardParams : BackwardParams {
   TensorMap tensor_map_dbias;
 };
 
+// The same for a part of a larger attention, whose dropout mask it has. Last, so that nothing before them moves: kernels of
+// whole calls know none of these.
+template <class Params>
+struct PartOf : Params {
+  int dropout_heads, dropout_rows, dropout_columns;  // of the whole
+};
+using ForwardPartParams = PartOf<ForwardParams>;
+using BackwardPartParams = PartOf<BackwardParams>;
+using HopperForwardPartParams = PartOf<HopperForwardParams>;
+using HopperBackwardPartParams = PartOf<HopperBackwardParams>;
+
 }  // namespace nvrtc_attn

@@ -84,7 +84,7 @@ class AttentionProblem:
     softcap: float = 0.0
     dropout_p: float = 0.0
     dropout_pitches: tuple[int, int, int] | None = None
-    """Heads, rows and keys of the larger attention whose dropout this part has, where they differ from its own."""
+    """Heads, rows and keys of the larger attention whose dropout this part has; None of a whole one."""
     bias: OperandLayout | None = None
     """As passed in: rank 4, each dim full or 1."""
     mask: OperandLayout | None = None
@@ -321,9 +321,10 @@ def build_problem(
 
 
 def _pitches(part: Part | None, sizes: Sequence[int]) -> tuple[int, int, int] | None:
-    """Heads, rows and keys of the whole, which dropout's index counts by; None where they are the call's own."""
-    whole = tuple(sizes) if part is None else part.whole(sizes)
-    return None if whole[1:] == tuple(sizes[1:]) else (whole[1], whole[2], whole[3])
+    """Heads, rows and keys of the whole, which dropout's index counts by; None where they are the call's."""
+    if part is None or (part.whole(sizes)[1:] == tuple(sizes[1:]) and not any(part.origin())):
+        return None
+    return part.whole(sizes)[1:]
 
 
 def _relative_window(

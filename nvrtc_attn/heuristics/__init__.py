@@ -130,16 +130,16 @@ def _by_label(
 
 
 def _check_part(problem: AttentionProblem) -> None:
-    """Refuse what no kernel does for parts of a larger attention yet."""
-    reasons = []
-    if problem.dropout_pitches is not None:
-        reasons.append("dropout of a part of a larger attention, whose kernels are still to come")
-    for name in LIKE_Q:
-        operand = problem.layout_of(name)
-        if operand is not None and operand.dtype != problem.dtype:
-            reasons.append(f"{name} of {operand.dtype} beside {problem.dtype}, which no kernel writes yet")
+    """Refuse float32 results of 16-bit inputs, which the CPU path alone writes."""
+    reasons = [
+        f"{name} is float32 and q {problem.dtype}: the kernels write the type of q"
+        for name in LIKE_Q
+        if problem.dtype != "float32"
+        and (operand := problem.layout_of(name)) is not None
+        and operand.dtype == "float32"
+    ]
     if reasons:
-        raise UnsupportedError("no GPU kernel computes this part. On the CPU it can be computed.", reasons)
+        raise UnsupportedError("no GPU kernel computes this. Pass outputs of the type of q.", reasons)
 
 
 def _asks_for_hopper(arch: str, backend: str) -> bool:

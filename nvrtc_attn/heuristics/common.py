@@ -38,6 +38,7 @@ def features_of(problem: AttentionProblem) -> Features:
         dropout=problem.dropout_p > 0,
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
+        part=problem.dropout_pitches is not None,
         optional=" ".join(problem.further_inputs),
     )
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.operands import FURTHER_INPUTS
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
-from .params import BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
+from .params import PART_PARAMS, BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
 
 ENTRY_NAME: Final = "attention_entry"
 """The ``extern "C"`` name of the kernel in every generated file."""
@@ -36,6 +36,11 @@ def constant_name(field: str) -> str:
 
 def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct that the kernel of ``config`` takes by value."""
+    whole = _whole_params_class(config)
+    return PART_PARAMS[whole] if config.features.part else whole
+
+
+def _whole_params_class(config: KernelConfig) -> type[ctypes.Structure]:
     if isinstance(config, HopperForwardConfig):
         return HopperForwardParams
     if isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
@@ -115,6 +120,8 @@ def entry_source(config: KernelConfig) -> str:
                 traits += _trait_lines(field.name, getattr(part, field.name))
     traits.append(f"static constexpr int kNumThreads = {config.num_threads};")
     struct = params_class(config)
+    if config.features.part:
+        traits.append(f"using PartParams = nvrtc_attn::{struct.__name__};")
     cluster = "__cluster_dims__(Traits::kCluster, 1, 1) " if getattr(config, "cluster", 1) > 1 else ""
     return "\n".join(
         [

@@ -33,6 +33,8 @@ class Features:
     varlen: bool = False
     """Sequences are packed and delimited by ``cu_seqlens_q`` / ``cu_seqlens_k``."""
     seqused_k: bool = False
+    part: bool = False
+    """Dropout counts by the sizes of a larger attention, which the call is a part of."""
     optional: str = ""
     """Names of further optional operands that are there, of the table in ``front/operands.py``."""
 

@@ -82,6 +82,8 @@ class BackwardParams(ctypes.Structure):
 
 
 TENSOR_MAP_BYTES: Final = 128
+PART_FIELDS: Final = ("dropout_heads", "dropout_rows", "dropout_columns")
+"""Sizes of the attention that a call is a part of, which the index of dropout counts by."""
 
 
 class HopperForwardParams(ForwardParams):
@@ -115,3 +117,25 @@ class HopperBackwardParams(BackwardParams):
             for name in ("q", "k", "v", "dout", "bias", "dbias")
         ],
     ]  # fmt: skip
+
+
+def _part_of(base: type[ctypes.Structure], alignment: int) -> type[ctypes.Structure]:
+    """``base`` with the sizes of the whole behind it: ``PartOf`` in ``params.cuh``."""
+    end = ctypes.sizeof(base) + 4 * len(PART_FIELDS)
+    fields: list[tuple[str, type]] = [(name, _I32) for name in PART_FIELDS]
+    padding = -end % alignment  # tensor maps align the whole struct
+    if padding:
+        fields.append(("_end", ctypes.c_uint8 * padding))
+    return type(base.__name__.replace("Params", "PartParams"), (base,), {"_fields_": fields})
+
+
+PART_PARAMS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
+    base: _part_of(base, alignment)
+    for base, alignment in (
+        (ForwardParams, 8),
+        (BackwardParams, 8),
+        (HopperForwardParams, 64),
+        (HopperBackwardParams, 64),
+    )
+}
+"""The params of a kernel with dropout of a part of a larger attention, by those of the same kernel of a whole one."""

@@ -27,6 +27,7 @@ from ..jit.config import KernelConfig
 from ..jit.params import (
     BACKWARD_WORKSPACES,
     FORWARD_WORKSPACES,
+    PART_FIELDS,
     UNBOUNDED,
     BackwardParams,
     ForwardParams,
@@ -46,13 +47,16 @@ class _Step:
 
     __slots__ = ("block", "grid", "kernel", "smem_bytes", "spare", "template", "tensor_maps")
 
-    def __init__(self, spec: Launch, kernel: Kernel, params: ForwardParams | BackwardParams) -> None:
+    def __init__(
+        self, spec: Launch, kernel: Kernel, params: ForwardParams | BackwardParams, problem: AttentionProblem
+    ) -> None:
         pointers, struct_type = type(params).POINTERS, params_class(spec.config)
         values: Any = params
         if struct_type is not type(params):  # a struct that begins with the pass's own
             values = struct_type.from_buffer_copy(bytes(params).ljust(ctypes.sizeof(struct_type), b"\0"))
         self.tensor_maps = TensorMapEncoder(spec.tensor_maps, struct_type, pointers) if spec.tensor_maps else None
-        for name, value in spec.params:
+        of_part = zip(PART_FIELDS, problem.dropout_pitches or (), strict=True) if spec.config.features.part else ()
+        for name, value in (*spec.params, *of_part):
             setattr(values, name, value)
         self.grid, self.block, self.smem_bytes = spec.grid, spec.block, spec.smem_bytes
         self.kernel = kernel
@@ -143,7 +147,7 @@ class _PlanBase:
         launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
         loaded = _load(launches, device_index, stream, meanwhile)
         self._steps = tuple(
-            _Step(launch_spec, kernel, type(params).from_buffer_copy(params))
+            _Step(launch_spec, kernel, type(params).from_buffer_copy(params), problem)
             for launch_spec, kernel in zip(launches, loaded, strict=True)
         )
 

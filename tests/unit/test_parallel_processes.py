@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-import torch.distributed as dist  # noqa: E402
+import torch.distributed as dist
 
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS = 400
@@ -42,7 +42,9 @@ def run(size: int, directory: Path, *programs: str, device: str = "cpu") -> dict
             lines = [json.loads(line[7:]) for line in said.splitlines() if line.startswith("RESULT ")]
             results = {name: faults for line in lines for name, faults in line.items()}
             for name in programs:
-                found[name] += results.get(name) or ([] if name in results else [f"rank {rank} gave up: {said[-3000:]}"])
+                found[name] += results.get(name) or (
+                    [] if name in results else [f"rank {rank} gave up: {said[-3000:]}"]
+                )
             assert process.returncode == 0 or any(found.values()), said[-3000:]
     finally:
         for process in ranks:
