@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 2 examples/train_gpt_parallel.py --fsdp     # and parameters sharded by FSDP2
     ... --compare                                                         # the same run in one process beside it
 
-Every rank has its tokens of every sequence and all parameters (or FSDP's share). The loss of a rank is the sum over its
-tokens divided by the tokens of all, so gradients are added up over the ranks. Dropout of attention is on: its mask is that
-of one process. With --compare rank 0 trains alone on whole sequences afterwards, and the two losses must agree to 1e-3 of
-their size per step on the CPU (float32), and to 2 % on GPUs, where attention is bfloat16.
+Every rank has its tokens of every sequence and all parameters (or FSDP's share). The loss of a rank is the sum over
+its tokens divided by the tokens of all, so gradients are added up over the ranks. Dropout of attention is on: its mask
+is that of one process. With --compare rank 0 trains alone on whole sequences afterwards, and the two losses must agree
+to 1e-3 of their size per step on the CPU (float32), and to 2 % on GPUs, where attention is bfloat16.
 """
 
 from __future__ import annotations

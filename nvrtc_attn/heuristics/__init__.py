@@ -132,11 +132,9 @@ def _by_label(
 def _check_part(problem: AttentionProblem) -> None:
     """Refuse float32 results of 16-bit inputs, which the CPU path alone writes."""
     reasons = [
-        f"{name} is float32 and q {problem.dtype}: the kernels write the type of q"
+        f"{name} is float32 and q {problem.q.dtype}: the kernels write the type of q"
         for name in LIKE_Q
-        if problem.dtype != "float32"
-        and (operand := problem.layout_of(name)) is not None
-        and operand.dtype == "float32"
+        if (x := problem.layout_of(name)) is not None and x.dtype == "float32" != problem.q.dtype
     ]
     if reasons:
         raise UnsupportedError("no GPU kernel computes this. Pass outputs of the type of q.", reasons)

@@ -16,6 +16,7 @@ import nvrtc_attn
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.call import CallOptions, describe
 from nvrtc_attn.front.philox import RngState
+from nvrtc_attn.front.problem import dense_layout
 
 Cuts = tuple[list[slice], list[slice], list[slice], list[slice]]
 PROBLEMS = 60
@@ -245,10 +246,14 @@ def test_rows_of_packed_sequences_are_no_part() -> None:
 
 def test_float32_results_of_16_bit_inputs_are_the_cpus() -> None:
     """The GPU kernels do not write them yet, and say so before a launch."""
-    whole = problem(None, return_lse=True).problem
-    half = dataclasses.replace(whole, dtype="float16")
+    x = np.zeros((1, 128, 2, 64), np.float16)
+    half = describe(x, x, x, options=CallOptions(), stream=None).problem
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+    heuristics.choose_forward(half.with_layouts(), **target)
     with pytest.raises(nvrtc_attn.UnsupportedError, match="out is float32 and q float16"):
-        heuristics.choose_forward(half.with_layouts(), arch="sm_90", num_sms=132, smem_limit=232448)
+        heuristics.choose_forward(half.with_layouts(out=dense_layout(x.shape, "float32")), **target)
+    with pytest.raises(nvrtc_attn.UnsupportedError, match="dv is float32 and q float16"):
+        heuristics.choose_backward(half.with_layouts(dv=dense_layout(x.shape, "float32")), **target)
 
 
 def test_a_part_with_dropout_needs_the_numbers_of_the_whole() -> None:
