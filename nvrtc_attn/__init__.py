@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .base.errors import CacheWarning, CompileError, CudaError, DeviceFaultError, UnsupportedError
+from .base.errors import CacheWarning, CompileError, CudaError, DeviceFaultError, TraceError, UnsupportedError
 from .base.version import __version__
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
         forward_workspace_bytes,
     )
     from .front.part import Part
+    from .modifiers.modifier import Modifier
+    from .modifiers.proxy import where
+    from .modifiers.trace import trace
     from .runtime.buffers import to_device
 
 __all__ = [
@@ -27,7 +30,9 @@ __all__ = [
     "CompileError",
     "CudaError",
     "DeviceFaultError",
+    "Modifier",
     "Part",
+    "TraceError",
     "UnsupportedError",
     "__version__",
     "attention",
@@ -37,18 +42,27 @@ __all__ = [
     "dropout_keep_mask",
     "forward_workspace_bytes",
     "to_device",
+    "trace",
+    "where",
 ]
 
-_API = ("Part", *(name for name in __all__ if name[0].islower()))
+_MODULES = {
+    "to_device": "runtime.buffers",
+    "Modifier": "modifiers.modifier",
+    "Part": "front.part",
+    "trace": "modifiers.trace",
+    "where": "modifiers.proxy",
+}
+_API = (*(name for name in __all__ if name[0].islower()), "Modifier", "Part")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _API:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import api
-    from .runtime import buffers
+    from importlib import import_module
 
-    value = globals()[name] = getattr(buffers if name == "to_device" else api, name)
+    module = import_module(f".{_MODULES.get(name, 'api')}", __name__)
+    value = globals()[name] = getattr(module, name)
     return value
 
 

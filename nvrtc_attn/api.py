@@ -8,7 +8,7 @@ All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anythin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from .front.part import Part
 from .front.problem import Causal, WindowSize
 from .front.tensors import Device, TensorView, framework_of
 from .front.validation import Violations, check_real, check_shape
+from .modifiers.modifier import Modifier
 from .plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .runtime import driver
 from .runtime.lifetime import hold
@@ -58,6 +59,9 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     part: Part | None = None,
@@ -68,7 +72,8 @@ def attention(
     """Scaled dot-product attention, ``out = dropout(softmax(S)) v``, in memory linear in the sequence length.
 
     ``S[i, j] = softcap(softmax_scale * q_i . k_j) + bias[i, j]`` with ``softcap(s) = c tanh(s / c)``, and -inf where a
-    mask drops the key. Not differentiable by itself: `nvrtc_attn.torch.attention` and `nvrtc_attn.jax.attention` are.
+    mask drops the key. ``score_mod`` takes the place of the softcap. Not differentiable by itself:
+    `nvrtc_attn.torch.attention` and `nvrtc_attn.jax.attention` are.
 
     Parameters
     ----------
@@ -101,6 +106,14 @@ def attention(
         Longest sequence; needed with cu_seqlens. A tensor with one integer is read, which waits for a GPU it is on.
     seqused_k : int32 ``[nb]``, optional
         Keys of each sequence that take part.
+    score_mod
+        ``score_mod(score, b, h, q, k)`` gives what takes the place of ``score = softmax_scale * q . k``, before the
+        bias: operators and functions of Python, NumPy or torch, and elements of captured arrays. b is the sequence of
+        packed tensors, q and k are positions in it. Or what `nvrtc_attn.trace` made of it.
+    mask_mod
+        ``mask_mod(b, h, q, k)`` says whether the key is kept.
+    aux
+        Arrays by name that both functions take as one more argument.
     return_lse
         Return (out, lse); lse is float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), the natural log of the sum of
         ``exp(S)``, -inf for a row with no valid key.
@@ -145,7 +158,7 @@ def attention(
     check_further("attention", further)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream,
+        **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
     )  # fmt: skip
     framework = framework_of(q)
 
@@ -186,6 +199,9 @@ def attention_forward(
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
     part: Part | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
     workspace: Any = None,
     stream: Any = None,
     **further: Unpack[FurtherInputs],
@@ -210,7 +226,7 @@ def attention_forward(
     check_further("attention_forward", further)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream,
+        **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
     )  # fmt: skip
     _forward(call, {"out": out, "lse": lse}, rng, workspace)
 
@@ -242,6 +258,10 @@ def attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
+    daux: Sequence[Any] | None = None,
     deterministic: bool = False,
     part: Part | None = None,
     workspace: Any = None,
@@ -267,6 +287,9 @@ def attention_backward(
         Written when given; broadcast dims are summed in float32 without a temporary of ``[B, H, Mq, Mk]``.
     rng
         The values the forward pass used; needed with dropout.
+    daux
+        Gradients of the arrays that the modifier captured, in the order of `nvrtc_attn.Modifier.captures`: float32
+        arrays of their shapes, None where none is wanted. Every element is written.
     deterministic
         Bitwise reproducible. On compute capability 9.0 up to head dim 128 dq is added up in a fixed order (1 to 16 %
         more time); elsewhere dq gets a kernel of its own instead of atomics, about 1.4 times the matrix products.
@@ -290,14 +313,18 @@ def attention_backward(
         deterministic=deterministic, dbias=dbias is not None, part=part,
     )  # fmt: skip
     check_further("attention_backward", further)
+    modifier = _modifier(score_mod, mask_mod, aux)
+    if daux is not None and modifier is None:
+        raise ValueError("daux: given without score_mod and mask_mod, which capture the arrays.")
+    trained = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream,
+        **further, options=options, stream=stream, modifier=modifier, trained=trained,
     )  # fmt: skip
     if dropout_p > 0 and rng is None:
         raise ValueError("rng: None, but dropout_p > 0. Pass the (seed, offset) that the forward pass used.")
     given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}
-    _backward(call, given, rng, workspace)
+    _backward(call, given, rng, workspace, daux)
 
 
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
@@ -362,6 +389,7 @@ def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
 
 def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], dbias: bool = False) -> Call:
     tensors = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
+    tensors["modifier"] = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
         options.pop(ignored, None)
@@ -369,6 +397,17 @@ def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str
         if name not in CallOptions._fields or name == "dbias":
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     return checked_call(q, k, v, **tensors, options=CallOptions(**options, dbias=dbias), stream=stream)
+
+
+def _modifier(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier | None:
+    """What the functions of a call mean; None without them."""
+    if score_mod is None and mask_mod is None:
+        if aux is not None:
+            raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
+        return None
+    from .modifiers.trace import trace
+
+    return trace(score_mod, mask_mod, aux=aux)
 
 
 def _allocate(like: Any, framework: str, shape: tuple[int, ...], dtype: str, device: Device, stream: int) -> Any:
@@ -452,7 +491,9 @@ def _forward(
         _launch(plan, call, views, address, state, (given, workspace))
 
 
-def _backward(call: Call, given: Mapping[str, Any], rng: Any, workspace: Any) -> None:
+def _backward(
+    call: Call, given: Mapping[str, Any], rng: Any, workspace: Any, daux: Sequence[Any] | None = None
+) -> None:
     """Run the backward pass; ``given`` are its further inputs and its outputs."""
     views: dict[str, TensorView] = {}
     for name, x in given.items():
@@ -467,10 +508,13 @@ def _backward(call: Call, given: Mapping[str, Any], rng: Any, workspace: Any) ->
             )
         else:
             views[name] = call.output_view(x, name, views)
+    capture_gradients, dbias = call.capture_gradients(daux)
+    if dbias is not None:
+        views["dbias"] = dbias
     if call.on_cpu:
         from .cpu.attention import backward
 
-        backward(call, views, rng)
+        backward(call, views, rng, capture_gradients)
         return
     plan = plan_backward(call, views)
     address = call.workspace_address(workspace, plan.workspace_bytes)

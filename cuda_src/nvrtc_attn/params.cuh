@@ -152,7 +152,7 @@ struct HopperBackwardParams : BackwardParams {
   long long counter_offset;
   int num_tiles;           // key tiles of all key heads and batch entries (varlen: and of the virtual last sequence)
   int heads_per_group;     // num_heads / num_heads_kv
-  int query_step;          // dense: by how many query tiles a key tile begins after the one before it
+  int query_step;          // dense: by how many query tiles a key tile begins after the one before it, times 4096
   TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;

@@ -19,6 +19,10 @@ class UnsupportedError(NotImplementedError, ValueError):
         return "\n  - ".join([self.args[0], *self.reasons])
 
 
+class TraceError(UnsupportedError):
+    """A modifier that cannot be traced into a kernel; the message names the operation."""
+
+
 def shown(value: object) -> str:
     """``repr(value)`` for a message: one line of at most 60 characters, whatever the object."""
     try:

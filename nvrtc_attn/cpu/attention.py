@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..front.call import Call
 from ..front.operands import GRADIENTS, OPTIONAL_INPUTS
 from ..front.philox import NO_RNG
 from ..front.tensors import TensorView, as_numpy, bfloat16_to_float32, float32_to_bfloat16
+from ..modifiers.evaluate import HostModifier
 from . import reference
 
 
@@ -24,25 +25,33 @@ def forward(call: Call, views: Mapping[str, TensorView], rng: Any) -> None:
         _write(view, results[name])
 
 
-def backward(call: Call, views: Mapping[str, TensorView], rng: Any) -> None:
-    """Read the inputs of the backward pass in ``views`` and write the gradients that it names."""
+def backward(call: Call, views: Mapping[str, TensorView], rng: Any, daux: Sequence[TensorView | None] = ()) -> None:
+    """Read the inputs of the backward pass in ``views`` and write the gradients that it names, and ``daux``."""
+    sums = [None if x is None else np.zeros(x.shape, np.float32) for x in daux]
     read: dict[str, Any] = {name: _read(view) for name, view in views.items() if name not in GRADIENTS}
     q, k, v = (_read(call.tensors[name]) for name in "qkv")
     gradients = reference.attention_backward(
         read.pop("dout"), q, k, v, read.pop("out"), read.pop("lse"), **read, bias_grad="dbias" in views,
-        result_dtype=_wider(views["dq"], views["dk"], views["dv"]), **_options(call, rng),
+        capture_grads=sums,
+        result_dtype=_wider(views["dq"], views["dk"], views["dv"]),
+        **_options(call, rng),
     )  # fmt: skip
     for name, gradient in zip(GRADIENTS, gradients, strict=True):
         if name in views and gradient is not None:
             _write(views[name], gradient)
+    for view, values in zip(daux, sums, strict=True):
+        if view is not None and values is not None:
+            _write(view, values)
 
 
 def _options(call: Call, rng: Any) -> dict[str, Any]:
     options = call.options
     problem = call.problem
     state = call.rng_state(rng) if problem.dropout_p > 0 else NO_RNG
+    modifier = None if call.modifier is None else HostModifier(call.modifier, [_read(x) for x in call.captures])
     return {
         **{name: _read(x) for name, x in call.tensors.items() if name in OPTIONAL_INPUTS},
+        "modifier": modifier,
         "causal": options.causal,
         "window_size": tuple(map(_bound, options.window_size or (None, None))),
         "softmax_scale": problem.softmax_scale,

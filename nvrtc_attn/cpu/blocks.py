@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ..base.errors import UnsupportedError
 from ..front.part import Part
 from ..front.philox import keep_mask, threshold
+from ..modifiers.evaluate import HostModifier, Values
 
 Array = npt.NDArray[Any]
 Causal = bool | Literal["top_left", "bottom_right"]
@@ -50,6 +51,7 @@ class Plan:
     k: Array
     bias: Array | None
     mask: Array | None
+    modifier: HostModifier | None
     dtype: np.dtype[Any]
     num_heads: int
     """Of the whole attention, as max_q and max_k: what dropout's index counts by."""
@@ -121,16 +123,22 @@ class Plan:
 
     def scores(
         self, tile: Tile, q_rows: Array, k: Array, i0: int, i1: int, j0: int, j1: int
-    ) -> tuple[Array, Array | None]:
-        """Masked scores ``[batches, key heads, group, i1 - i0, j1 - j0]``, and the slope of the softcap.
+    ) -> tuple[Array, Array | None, Values | None]:
+        """Masked scores ``[batches, key heads, group, i1 - i0, j1 - j0]``, the slope of the softcap or of the modifier,
+        and the modifier's values.
 
         ``S = softcap(scale * q . k) + bias``, and -inf where a mask drops the key, by selection. The slope is
-        ``d softcap(s) / ds = 1 - tanh(s / c)**2``.
+        ``d softcap(s) / ds = 1 - tanh(s / c)**2``. A modifier takes the place of the softcap.
         """
         product = np.matmul(q_rows, k[..., j0:j1, :].swapaxes(-1, -2))
         s: Array = product.reshape(*k.shape[:2], self.group, i1 - i0, j1 - j0)
         s *= self.dtype.type(self.scale)
-        slope = None
+        slope = values = None
+        if self.modifier is not None:
+            values = self.modifier.values(self._positions(tile, s, i0, i1, j0, j1), self.dtype)
+            if self.modifier.score is not None:
+                slope = np.broadcast_to(values(self.modifier.slope), s.shape)
+                s = np.broadcast_to(values(self.modifier.score), s.shape).astype(self.dtype)  # a copy of its own
         if self.softcap:
             s /= self.dtype.type(self.softcap)
             np.tanh(s, out=s)
@@ -144,7 +152,23 @@ class Plan:
             np.copyto(s, -np.inf, where=(distance < low) | (distance > high))
         if self.mask is not None:
             np.copyto(s, -np.inf, where=self._operand_block(self.mask, tile, i0, i1, j0, j1) == 0)
-        return s, slope
+        if self.modifier is not None and values is not None:
+            if self.modifier.mask is not None:
+                np.copyto(s, -np.inf, where=~values(self.modifier.mask))
+            if values.outside:
+                self.modifier.check(values, s != -np.inf)
+        return s, slope, values
+
+    def _positions(self, tile: Tile, s: Array, i0: int, i1: int, j0: int, j1: int) -> dict[str, Array]:
+        """What a modifier is a function of: the scores and where they are."""
+        heads = self.heads(tile)
+        return {
+            "score": s,
+            "b": np.arange(tile.sequence, tile.sequence + len(s)).reshape(-1, 1, 1, 1, 1),
+            "h": np.arange(heads.start, heads.stop).reshape(1, -1, self.group, 1, 1),
+            "q": np.arange(i0, i1).reshape(1, 1, 1, -1, 1),
+            "k": np.arange(j0, j1).reshape(1, 1, 1, 1, -1),
+        }
 
     def operand_index(self, x: Array, tile: Tile, i0: int, i1: int, j0: int, j1: int) -> tuple[slice, ...]:
         """The part of a broadcastable ``[1|B, 1|H, 1|Mq, 1|Mk]`` operand that belongs to a block."""
@@ -195,6 +219,7 @@ def make_plan(
     compute_dtype: npt.DTypeLike | None,
     block_m: int,
     block_n: int,
+    modifier: HostModifier | None = None,
 ) -> Plan:
     _check_operands(q, k, v)
     batch, seqlen_q, num_heads, head_dim = q.shape
@@ -277,10 +302,10 @@ def make_plan(
         shift = part.shift(seqlen_q, seqlen_k, bottom_right)
     _, all_heads, max_q, max_k = whole.whole((batch, num_heads, longest_q, longest_k))
     return Plan(
-        k=k, bias=bias, mask=mask, dtype=dtype, num_heads=all_heads, origin=whole.origin(), shift=shift, group=group,
-        left=left, right=right, bottom_right=bottom_right, scale=scale, softcap=float(softcap), dropout_p=dropout_p,
-        seed=seed, offset=offset, block_m=block_m, block_n=block_n, tiles=tuple(tiles),
-        max_q=max_q, max_k=max_k,
+        k=k, bias=bias, mask=mask, modifier=modifier, dtype=dtype, num_heads=all_heads, origin=whole.origin(),
+        shift=shift, group=group, left=left, right=right, bottom_right=bottom_right, scale=scale,
+        softcap=float(softcap), dropout_p=dropout_p, seed=seed, offset=offset, block_m=block_m, block_n=block_n,
+        tiles=tuple(tiles), max_q=max_q, max_k=max_k,
     )  # fmt: skip
 
 

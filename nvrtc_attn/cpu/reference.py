@@ -12,6 +12,7 @@ that sees no key, reaches no output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from ..front.part import Part
 from ..front.philox import multiplier
+from ..modifiers.evaluate import HostModifier
 from .blocks import Array, Causal, Plan, Tile, Window, make_plan
 
 # Scores in flight: 256 x 512 float32 are 512 KiB, a share of L2 between the two products. Forward at head dim 64 and
@@ -51,6 +53,7 @@ def attention_forward(
     compute_dtype: npt.DTypeLike | None = None,
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
+    modifier: HostModifier | None = None,
 ) -> tuple[Array, Array]:
     """Scaled dot-product attention, ``O = dropout(softmax(S)) V``.
 
@@ -92,6 +95,8 @@ def attention_forward(
         float32 or float64; by default float64 for float64 inputs and float32 for all others.
     block_m, block_n
         Scores in flight; the result depends on them only by rounding.
+    modifier
+        Maps ``softmax_scale * q_i . k_j`` before the bias, and masks: SEMANTICS A15. Not together with ``softcap``.
 
     Returns
     -------
@@ -103,7 +108,7 @@ def attention_forward(
     """
     plan = make_plan(
         q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, seed, offset, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, part, compute_dtype, block_m, block_n,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, part, compute_dtype, block_m, block_n, modifier,
     )  # fmt: skip
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype if result_dtype is None else result_dtype)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, plan.dtype)
@@ -123,7 +128,7 @@ def _forward_tile(plan: Plan, tile: Tile, q: Array, v: Array, out: Array, lse: A
         total = np.zeros(statistic_shape, plan.dtype)
         acc = np.zeros((*q_tile.shape[:3], i1 - i0, v_tile.shape[-1]), plan.dtype)
         for j0, j1 in plan.key_blocks(tile, i0, i1):
-            p, _ = plan.scores(tile, q_rows, k, i0, i1, j0, j1)
+            p, _, _ = plan.scores(tile, q_rows, k, i0, i1, j0, j1)
             new_top = np.maximum(top, p.max(-1, keepdims=True))
             base = np.where(new_top == -np.inf, 0, new_top)  # -inf - -inf would be NaN.
             np.exp(np.subtract(p, base, out=p), out=p)
@@ -171,6 +176,8 @@ def attention_backward(
     compute_dtype: npt.DTypeLike | None = None,
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
+    modifier: HostModifier | None = None,
+    capture_grads: Sequence[Array | None] = (),
 ) -> tuple[Array, Array, Array, Array | None]:
     """Gradients of `attention_forward`, whose options must be passed unchanged.
 
@@ -188,6 +195,9 @@ def attention_backward(
         Whether to return dbias.
     result_dtype
         Of dq, dk, dv, which are by default those of q, k, v.
+    capture_grads
+        For each array that the modifier captured, an array of its shape in the compute dtype to which its gradient is
+        added, or None.
 
     Returns
     -------
@@ -198,7 +208,7 @@ def attention_backward(
     """
     plan = make_plan(
         q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, seed, offset, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, part, compute_dtype, block_m, block_n,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, part, compute_dtype, block_m, block_n, modifier,
     )  # fmt: skip
     for name, given, shape in (
         ("dout", dout, (*q.shape[:3], v.shape[3])),
@@ -221,7 +231,7 @@ def attention_backward(
             # exp(S - inf) = 0: no weight in an empty row, nor in one whose weights `lse` cannot tell.
             np.copyto(row_lse, np.inf, where=np.abs(row_lse) >= largest_lse(lse.dtype))
             rows, keys = (tile.batch, tile.q_tokens), (tile.batch, tile.k_tokens, tile.kv_heads)
-            _backward_tile(plan, tile, dout, q, v, row_lse, shift, dq[rows], dk[keys], dv[keys], dbias)
+            _backward_tile(plan, tile, dout, q, v, row_lse, shift, dq[rows], dk[keys], dv[keys], dbias, capture_grads)
         return dq, dk, dv, None if dbias is None or bias is None else dbias.astype(bias.dtype)
 
 
@@ -245,6 +255,7 @@ def _backward_tile(
     dk: Array,
     dv: Array,
     dbias: Array | None,
+    capture_grads: Sequence[Array | None],
 ) -> None:
     """``shift`` is dLSE - D. ``dq``, ``dk``, ``dv`` are the tile's parts of the outputs; ``dbias`` is whole."""
     q_tile, dout_tile = plan.load_rows(q, tile), plan.load_rows(dout, tile)
@@ -256,7 +267,7 @@ def _backward_tile(
         dq_acc = np.zeros((*q_tile.shape[:3], i1 - i0, q_tile.shape[-1]), plan.dtype)
         for j0, j1 in plan.key_blocks(tile, i0, i1):
             k, v_block = k_tile[..., j0:j1, :], v_tile[..., j0:j1, :]
-            p, slope = plan.scores(tile, q_rows, k_tile, i0, i1, j0, j1)
+            p, slope, values = plan.scores(tile, q_rows, k_tile, i0, i1, j0, j1)
             np.exp(np.subtract(p, lse[..., i0:i1, :], out=p), out=p)
             ds = _matmul(dout_rows, v_block.swapaxes(-1, -2)).reshape(p.shape)
             p_dropped = p
@@ -274,6 +285,8 @@ def _backward_tile(
                 per_head: Array = ds.reshape(len(ds), -1, i1 - i0, j1 - j0)
                 reduced = tuple(axis for axis, size in enumerate(dbias.shape) if size == 1)
                 dbias[plan.operand_index(dbias, tile, i0, i1, j0, j1)] += per_head.sum(reduced, keepdims=True)
+            if plan.modifier is not None and values is not None and capture_grads:
+                plan.modifier.add_gradients(values, ds, capture_grads)
             if slope is not None:
                 ds *= slope
                 np.copyto(ds, 0, where=p == 0)

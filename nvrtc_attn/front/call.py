@@ -11,8 +11,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..base.dtypes import DTYPES
-from ..base.errors import shown
+from ..base.errors import UnsupportedError, shown
+from ..modifiers.modifier import Modifier, Program
 from . import philox
+from .modified import Modified, gradient_views, simplify
 from .operands import INPUTS, OPERANDS, OPTIONAL_INPUTS
 from .part import Part
 from .philox import NO_RNG, RngState
@@ -64,6 +66,8 @@ class Call:
     producer_stream: int | None
     launch_stream: int
     hold_owners: bool
+    modified: Modified | None = None
+    """What the modifier of the call became."""
     owners: tuple[object, ...] = field(repr=False, default=())
 
     @property
@@ -113,6 +117,30 @@ class Call:
                         f"overwritten. Pass memory of its own."
                     )
         return result
+
+    @property
+    def modifier(self) -> Modifier | None:
+        """What options and bias leave of the modifier."""
+        return None if self.modified is None else self.modified.modifier
+
+    @property
+    def captures(self) -> tuple[TensorView, ...]:
+        """The arrays that `modifier` captured, in its order."""
+        return () if self.modified is None else self.modified.captures
+
+    def capture_gradients(
+        self, given: Sequence[object] | None
+    ) -> tuple[tuple[TensorView | None, ...], TensorView | None]:
+        """Writable views of the gradients of `captures`, None where none is wanted, and of that of the bias.
+
+        ``given`` has one for each array of the modifier as the caller knows it.
+        """
+        if given is None or self.modified is None:
+            return (None,) * len(self.captures), None
+        p = self.problem
+        return gradient_views(
+            self.modified, given, self.producer_stream, (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
+        )
 
     def _faults(self, x: TensorView, name: str, called: str, dtypes: Sequence[str]) -> list[str]:
         """Where an operand is not as the table has it."""
@@ -181,10 +209,21 @@ class Call:
         return self.problem.with_layouts(**{name: self.problem.dense_layout_of(name) for name in names})
 
 
-def describe(q: Any, k: Any, v: Any, *, options: CallOptions, stream: Any, **optional: Any) -> Call:
+def describe(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    options: CallOptions,
+    stream: Any,
+    modifier: Modifier | None = None,
+    trained: frozenset[int] = frozenset(),
+    **optional: Any,
+) -> Call:
     """View the tensors, order them before the launch stream, and validate everything. No CUDA call but the ordering.
 
     ``optional`` are the other inputs of the table of operands by name, those that are not given None or left out.
+    ``trained`` are the captured arrays of the modifier whose gradient is wanted.
     """
     framework = framework_of(q)
     handle = None if stream is None else stream_handle(stream)
@@ -215,9 +254,23 @@ def describe(q: Any, k: Any, v: Any, *, options: CallOptions, stream: Any, **opt
         x = optional.get(name)
         if x is not None:
             tensors[name] = view(x, name, stream=producer_stream)
+    modified = None
+    if modifier is not None:
+        if options.part is not None:
+            raise UnsupportedError(
+                "part: given with score_mod or mask_mod, whose positions and captured arrays are of the whole. "
+                "Write them as a bias, a mask, causal= or window_size=."
+            )
+        modified = simplify(modifier, options, tensors, optional, producer_stream, trained)
+        options = modified.options
+        if modified.bias is not None:
+            tensors["bias"] = modified.bias
+            options = options._replace(dbias=modified.bias_capture in trained)
+    program = None if modified is None or modified.modifier is None else modified.modifier.program
     return Call(
-        tensors=tensors, options=options, problem=_problem(tensors, options), producer_stream=producer_stream,
-        launch_stream=launch_stream, hold_owners=hold_owners, owners=(q, k, v, *optional.values()),
+        tensors=tensors, options=options, problem=_problem(tensors, options, program), producer_stream=producer_stream,
+        launch_stream=launch_stream, hold_owners=hold_owners, modified=modified,
+        owners=(q, k, v, *optional.values(), modifier),
     )  # fmt: skip
 
 
@@ -245,12 +298,14 @@ _problems: dict[Hashable, AttentionProblem] = {}
 _problems_lock = threading.Lock()
 
 
-def _problem(tensors: Mapping[str, TensorView], options: CallOptions) -> AttentionProblem:
+def _problem(
+    tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None
+) -> AttentionProblem:
     """`build_problem` of a call, remembered by what it looks at: validation takes as long as all else of a call."""
-    key = _problem_key(tensors, options)
+    key = _problem_key(tensors, options, program)
     problem = None if key is None else _problems.get(key)
     if problem is None:
-        problem = _build(tensors, options)
+        problem = _build(tensors, options, program)
         if key is not None:
             with _problems_lock:
                 while len(_problems) >= _MAX_PROBLEMS:
@@ -259,15 +314,15 @@ def _problem(tensors: Mapping[str, TensorView], options: CallOptions) -> Attenti
     return problem
 
 
-def _build(tensors: Mapping[str, TensorView], options: CallOptions) -> AttentionProblem:
+def _build(tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None) -> AttentionProblem:
     arguments: dict[str, Any] = {**tensors, **options._asdict()}  # tensors and options have the names of its arguments
-    return build_problem(**arguments)
+    return build_problem(**arguments, modifier=program)
 
 
 _LENGTHS: Final = frozenset(name for name in INPUTS if OPERANDS[name].is_lengths)
 
 
-def _problem_key(tensors: Mapping[str, TensorView], options: CallOptions) -> Hashable:
+def _problem_key(tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None) -> Hashable:
     """None where the outcome depends on more: on lengths in host memory, or on options that are not told by a hash.
 
     Types of options are part of it, because 1 equals True and 1.0 and is accepted for neither.
@@ -281,7 +336,7 @@ def _problem_key(tensors: Mapping[str, TensorView], options: CallOptions) -> Has
         if name in _LENGTHS and x.device.type == "cpu":
             return None
         facts.append((name, x.shape, x.strides, x.dtype, x.device, x.ptr & 15))
-    return (*facts, options, kinds)
+    return (*facts, options, kinds, program)
 
 
 def plain_options(options: CallOptions) -> CallOptions:

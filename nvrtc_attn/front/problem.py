@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from ..base.errors import shown
+from ..modifiers.modifier import Program
 from . import philox
 from .dlpack import compact_strides
 from .operands import BACKWARD, INPUTS, OPERANDS, OPTIONAL_INPUTS, dtypes_of, shape_of
@@ -104,6 +105,8 @@ class AttentionProblem:
     """Of the gradient of the bias; None = dense, 16-byte aligned."""
     lse: OperandLayout | None = None
     dlse: OperandLayout | None = None
+    modifier: Program | None = None
+    """What takes the place of the softcap, and a mask that is computed."""
     lse_padded: bool = False
     """The seed's lse: packed sequences have a batch entry each, rows that belong to no query are +inf, and a row
     without a valid key is 0 instead of -inf."""
@@ -209,6 +212,7 @@ def build_problem(
     deterministic: bool = False,
     dbias: bool = False,
     part: Part | None = None,
+    modifier: Program | None = None,
     **further: TensorView | None,
 ) -> AttentionProblem:
     """Check one call and describe it.
@@ -237,6 +241,8 @@ def build_problem(
         Required with ``cu_seqlens``, refused without.
     part
         Where the call lies in a larger attention, whose masks and dropout it has.
+    modifier
+        What was traced of ``score_mod`` and ``mask_mod``.
     **further
         Other optional inputs of the table of operands.
 
@@ -271,6 +277,11 @@ def build_problem(
 
     window = check_window(found, causal, window_size)
     scale, cap = check_scale_and_softcap(found, softmax_scale, softcap, q.shape[3] if ranks_fit else 1)
+    if cap and modifier is not None and modifier.score is not None:
+        found.value(
+            f"softcap: got {shown(softcap)} with score_mod. Which comes first would be a guess: write "
+            f"softcap * tanh(score / softcap) inside of score_mod."
+        )
     dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
     flags = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias}
     flags = {name: check_flag(found, name, flag) for name, flag in flags.items()}
@@ -310,6 +321,7 @@ def build_problem(
         softcap=cap,
         dropout_p=dropout or 0.0,
         dropout_pitches=_pitches(part, sizes) if dropout else None,
+        modifier=modifier,
         varlen=varlen,
         seqused_k=seqused_k is not None,
         further=tuple((name, x) for name, x in layouts.items() if name not in _LAYOUTS),

@@ -224,7 +224,7 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     if 2 * main.grid >= num_sms:
         return []
     portable = portable_backward.choose_backward(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
-    splits = dict(portable.launches[1].params)["num_splits"]
+    splits = dict(portable_backward.kernel_of(portable).params)["num_splits"]
     if splits <= 2:
         return []
     return [f"{tiles} key tiles leave most of {num_sms} multiprocessors idle; queries split in {splits} fill more"]
@@ -290,6 +290,14 @@ def head_group(problem: AttentionProblem, splits: int = 1) -> int:
     return max(1, min(problem.batch * problem.num_heads_kv * splits, l2_bytes // max(bytes_per_head, 1)))
 
 
+def query_step(num_m_blocks: int, num_n_blocks: int) -> int:
+    """By how many query tiles a key tile begins after the one before it, times 4096: evenly over all of them.
+
+    Zero where the first rows of the last key tiles would not fit in 32 bits: 2^25 queries.
+    """
+    return (num_m_blocks << 12) // num_n_blocks if num_m_blocks < 1 << 19 else 0
+
+
 def plan_spec(
     problem: AttentionProblem, tile: Tile, *, num_sms: int, arch: str = "sm_90", smem_limit: int = 232448
 ) -> BackwardPlanSpec:
@@ -309,7 +317,7 @@ def plan_spec(
         ("num_tiles", num_tiles),
         ("num_splits", tile.splits),
         ("heads_per_group", problem.num_heads // problem.num_heads_kv // tile.splits),
-        ("query_step", num_m_blocks // num_n_blocks),
+        ("query_step", query_step(num_m_blocks, num_n_blocks)),
         ("head_group", head_group(problem, tile.splits)),
         ("counter_offset", statistics),
     )

@@ -31,7 +31,7 @@ L2_BYTES: Final = 40 << 20
 """What stays in an L2 of 50 to 60 MB beside queries and outputs."""
 BLOCKS_SHARING_A_HEAD: Final = 8
 MEASURED_SMS: Final = 132
-"""Multiprocessors of the GPU that the tile table was measured on."""
+"""Multiprocessors of the GPU that the tile table was measured on; of another one where nothing says how many it has."""
 TILE_OVERHEAD_COLUMNS: Final = 128.0
 """What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
 2026-11, from lengths 512 to 16384."""
@@ -71,7 +71,7 @@ def _score_bytes(config: HopperForwardConfig) -> int:
     return config.num_stages_scores * config.block_m * config.block_n * row
 
 
-def choose_tile(problem: AttentionProblem) -> Tile:
+def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     """The tile table. Each row says why it is what it is; all figures, and what lost, are in docs/experiments.md.
 
     There, under "Hopper forward: tiles": H200, 2026-11-20 and 21, bfloat16, TFLOP/s of the launch alone.
@@ -98,7 +98,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
         # Three consumers of 64 rows read each key tile once: 573 at 4096, against 464 with two. Lengths on the device
         # take registers, and so do scores that are more than products. With few keys (cross-attention to 77 tokens) a
         # tile is no wider than they are, which saves a sixth of the time.
-        rows = _rows_of_narrow(problem)
+        rows = _rows_of_narrow(problem, num_sms)
         lengths = problem.varlen or problem.seqused_k
         columns = 112 if rows == 192 and (lengths or mapped) else 128
         if not lengths:
@@ -138,13 +138,13 @@ def choose_tile(problem: AttentionProblem) -> Tile:
     return Tile(block_m=128, block_n=64 if short or fits else 80, ping_pong=False)
 
 
-def _rows_of_narrow(problem: AttentionProblem) -> int:
+def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
     """Query rows of a tile at head dim 64: 192 are faster by what the table above says, unless they stay empty.
 
     Or unless every smaller tile has a multiprocessor to itself: 128 small tiles take 13 % less time than 88 large ones.
     """
     rows = problem.seqlen_q
-    if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= MEASURED_SMS:
+    if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= num_sms:
         return 128
     return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
 
@@ -362,14 +362,14 @@ def choose_forward(
 ) -> ForwardPlanSpec | list[str]:
     """The plan of the forward pass, or every reason why the portable family has to serve ``problem``."""
     reasons = reasons_for_portable(problem, arch=arch, smem_limit=smem_limit)
-    return reasons or plan_spec(problem, choose_tile(problem), num_sms=num_sms)
+    return reasons or plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms)
 
 
 def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[ForwardPlanSpec]:
     """The table's plan and some whose tile differs from it as rows of the table differ; none where it has no plan."""
     if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):
         return []
-    tile = choose_tile(problem)
+    tile = choose_tile(problem, num_sms)
     tiles = [tile]
     lengths = problem.varlen or problem.seqused_k
     if score_operands(problem) == 0 and max(problem.head_dim, problem.head_dim_v) <= 64 and tile.block_n >= 112:

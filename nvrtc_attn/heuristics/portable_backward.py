@@ -5,6 +5,7 @@ Workspaces are float32, aligned to 16 bytes: ``_workspaces`` says what each hold
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -97,6 +98,14 @@ TILES_32BIT: Final = (
     Tile(width=512, block_m=16, block_n=16, num_warps=1, warps_n=1, warps_m_dq=1, dim_slices=8, v_in_smem=False),
 )  # fmt: skip
 
+# Ahead of the others where one tile holds all keys of a short sequence and dq is stored (`may_store_dq`). There a block
+# does little between its loads and its stores, and more blocks hide them: 168 registers a thread, without spills. Not
+# measured yet; benchmarks/short.py compares them.
+TILES_SHORT: Final = (
+    Tile(width=32, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=4, blocks_per_sm=3),
+    Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=4, blocks_per_sm=2),
+)
+
 
 def smem_bytes(config: BackwardConfig) -> int:
     """Dynamic shared memory of the dk/dv kernel; the map is at the head of ``backward_portable.cuh``."""
@@ -105,7 +114,7 @@ def smem_bytes(config: BackwardConfig) -> int:
     elements = config.block_n * (config.head_dim + (config.head_dim_v if config.v_in_smem else 0))
     elements += config.block_m * (config.num_stages * config.head_dim + config.num_stages_dout * config.head_dim_v)
     elements += scores if shares_keys else 0
-    elements += scores if shares_keys or config.dq == "atomic" else 0
+    elements += scores if shares_keys or config.dq == "atomic" or config.stores_dq else 0
     return elements * config.itemsize + 16 * config.block_m
 
 
@@ -138,6 +147,8 @@ def tile_config(
     features: Features,
     dq: str,
     dbias_dtype: str | None,
+    stores_dq: bool = False,
+    fused: bool = False,
 ) -> BackwardConfig:
     """The dk/dv kernel on one row of the tile table."""
     config = BackwardConfig(
@@ -162,6 +173,8 @@ def tile_config(
         dbias="store" if dbias_dtype is not None else "none",
         dbias_dtype=dbias_dtype,
         dim_slices=tile.dim_slices,
+        stores_dq=stores_dq,
+        fused=fused,
         v_in_smem=tile.v_in_smem,
         v_in_registers=tile.v_in_registers,
     )
@@ -177,11 +190,14 @@ def choose_backward(
     legacy_mma: bool = False,
     rank: int = 0,
     num_splits: int | None = None,
+    stores_dq: bool = False,
+    fused: bool = False,
 ) -> BackwardPlanSpec:
     """Launches and workspaces of the backward pass.
 
     ``rank`` takes a later row of the table among those that fit (the last, where there are fewer), ``num_splits``
-    another number of splits: both for `candidates`.
+    another number of splits, ``stores_dq`` only rows whose tile holds all keys (`may_store_dq`), ``fused`` no launch
+    before the kernel: for `candidates`.
 
     Raises
     ------
@@ -198,9 +214,11 @@ def choose_backward(
         arch=arch,
         smem_limit=smem_limit,
         legacy_mma=legacy_mma,
-        dq="none" if problem.deterministic else "atomic",
+        dq="none" if problem.deterministic or stores_dq else "atomic",
         dbias_dtype=problem.bias.dtype if stores_dbias and problem.bias is not None else None,
         rank=rank,
+        stores_dq=stores_dq,
+        fused=fused,
     )
     # A varlen problem whose sequences are all empty still has tokens to zero.
     num_m_blocks = max(-(-problem.seqlen_q // config.block_m), int(problem.varlen))
@@ -210,11 +228,14 @@ def choose_backward(
         num_splits = _choose_splits(problem, config, slots, num_m_blocks, num_n_blocks)
     config = replace(config, split=num_splits > 1, skip_hidden=_skips_hidden(problem, config))
 
-    launches = [_delta(problem, config, num_m_blocks), _dkv(problem, config, num_n_blocks, num_splits, slots)]
+    launches = [] if fused else [_delta(problem, config, num_m_blocks)]
+    launches.append(_dkv(problem, config, num_n_blocks, num_splits, slots))
     if num_splits > 1:
         launches.append(_dkv_convert(problem, config, num_n_blocks))
     workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
-    if problem.deterministic:
+    if stores_dq:
+        pass
+    elif problem.deterministic:
         launches.append(
             portable_dq.choose_dq(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma)
         )
@@ -231,6 +252,19 @@ def choose_backward(
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
 
+def kernel_of(spec: BackwardPlanSpec) -> Launch:
+    """The launch of the dk/dv kernel."""
+    return next(launch for launch in spec.launches if launch.config.kernel == "backward_portable")
+
+
+def may_store_dq(problem: AttentionProblem) -> bool:
+    """Whether one tile can hold all keys, and dq need not be added up: then every row of it is written by one block.
+
+    Rows of a masked problem may be left out where nothing is kept, tokens of no packed sequence belong to no tile.
+    """
+    return 0 < problem.seqlen_k <= 128 and problem.seqlen_q > 0 and not (problem.varlen or problem.mask)
+
+
 def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
     reasons = []
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
@@ -243,6 +277,8 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
     if problem.varlen and problem.bias is not None:
         reasons.append("bias: given with cu_seqlens - packed sequences share no key index - run the batch padded")
     reasons += unread_by("backward_portable", problem.further_inputs)
+    if problem.modifier is not None:
+        reasons.append("score_mod or mask_mod is given, which only the CPU computes so far")
     if reasons:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 
@@ -250,11 +286,16 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
 def candidates(problem: AttentionProblem, **target: Any) -> list[BackwardPlanSpec]:
     """The first rows of the tile table that fit, then the first row with half and with twice its splits, if any.
 
-    ``target`` are the arguments of `choose_backward`.
+    Before them, where one tile holds all keys, the plans that store dq. ``target`` are the arguments of
+    `choose_backward`.
     """
     first = choose_backward(problem, **target)
-    found = [first, *(choose_backward(problem, **target, rank=rank) for rank in (1, 2))]
-    num_splits = dict(first.launches[1].params)["num_splits"]
+    found = []
+    if may_store_dq(problem):
+        with contextlib.suppress(UnsupportedError):  # no tile of this head dim holds all keys
+            found += [choose_backward(problem, **target, stores_dq=True, fused=fused) for fused in (True, False)]
+    found += [first, *(choose_backward(problem, **target, rank=rank) for rank in (1, 2))]
+    num_splits = dict(kernel_of(first).params)["num_splits"]
     if num_splits > 1:
         splits = (num_splits // 2, min(2 * num_splits, MAX_SPLITS))
         found += [choose_backward(problem, **target, num_splits=count) for count in splits]
@@ -270,17 +311,25 @@ def _choose_config(
     dq: str,
     dbias_dtype: str | None,
     rank: int,
+    stores_dq: bool,
+    fused: bool,
 ) -> BackwardConfig:
     head_dim, head_dim_v = (-(-d // 8) * 8 for d in (problem.head_dim, problem.head_dim_v))
-    tiles = TILES_32BIT if problem.dtype == "float32" else TILES_16BIT
+    tiles: tuple[Tile, ...] = TILES_32BIT if problem.dtype == "float32" else TILES_16BIT
     if legacy_mma:
         smem_limit = min(smem_limit, 64 << 10)  # what a GPU that needs these instructions has
     reasons, fitting = [], []
     prefers_warps = smem_limit < MEASURED_SMEM and not legacy_mma and problem.seqlen_q > DECODE_ROWS
+    if stores_dq and problem.dtype != "float32":
+        tiles = TILES_SHORT + tiles
     for tile in _in_order(tiles, problem.seqlen_q):
         if tile.less_smem and not prefers_warps:
             continue
         if tile.width < max(head_dim, head_dim_v):
+            continue
+        if stores_dq and (tile.block_n < problem.seqlen_k or not may_store_dq(problem)):
+            continue
+        if fused and (tile.dim_slices > 1 or problem.varlen):
             continue
         if legacy_mma and tile.num_stages * tile.num_stages_dout > 1:
             continue  # without cp.async a second buffer hides nothing
@@ -295,6 +344,8 @@ def _choose_config(
             features=features_of(problem),
             dq=dq,
             dbias_dtype=dbias_dtype,
+            stores_dq=stores_dq,
+            fused=fused,
         )
         if _spills(config):
             continue
@@ -320,8 +371,9 @@ def _in_order(tiles: tuple[Tile, ...], seqlen_q: int) -> tuple[Tile, ...]:
 
 
 def _blocks_per_sm(config: BackwardConfig, smem_limit: int) -> int:
-    """Thread blocks of 255 registers a thread that fit one multiprocessor."""
-    return warps_per_sm(config.num_warps, config.smem_bytes, smem_limit) // config.num_warps
+    """Thread blocks that fit one multiprocessor, with 255 registers a thread unless the tile asks for more blocks."""
+    blocks = config.min_blocks_per_sm
+    return warps_per_sm(config.num_warps, config.smem_bytes, smem_limit, blocks) // config.num_warps
 
 
 def _choose_splits(
@@ -432,7 +484,8 @@ def _workspaces(
     # [B, H, Mq] dense, [H, total_q] varlen; written by the delta kernel.
     strides = (("delta_stride_b", heads * rows), ("delta_stride_h", rows))
     yield Workspace(field="delta", nbytes=4 * entries * heads * rows, params=strides)
-    yield Workspace(field="row_lse", nbytes=4 * entries * heads * rows)
+    if not config.fused:
+        yield Workspace(field="row_lse", nbytes=4 * entries * heads * rows)
     if config.dq == "atomic":
         # Per (batch, head) the query rows in whole tiles, in 16 x 8 blocks (collective/gradient_accumulator.cuh); the
         # delta kernel zeroes it. Varlen: sequence b begins in a tile of its own, cu_seqlens_q[b] // block_m + b.

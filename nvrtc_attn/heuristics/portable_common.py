@@ -15,7 +15,11 @@ SMEM_RESERVED: Final = 1024
 """Shared memory that the driver keeps per thread block, and that a multiprocessor has more than one block may use."""
 
 
-def warps_per_sm(num_warps: int, smem_bytes: int, smem_limit: int) -> int:
-    """Warps of thread blocks of ``num_warps`` with ``smem_bytes`` and 255 registers a thread on one multiprocessor."""
+def warps_per_sm(num_warps: int, smem_bytes: int, smem_limit: int, blocks: int = 1) -> int:
+    """Warps of thread blocks of ``num_warps`` with ``smem_bytes`` on one multiprocessor.
+
+    A thread has 255 registers, or as many as the compiler may use where ``blocks`` of them are asked for.
+    """
     by_smem = (smem_limit + SMEM_RESERVED) // (smem_bytes + SMEM_RESERVED)
-    return num_warps * min(by_smem, _REGISTERS_PER_SM // (256 * 32 * num_warps))
+    registers = min(256, _REGISTERS_PER_SM // (32 * num_warps * blocks) // 8 * 8)
+    return num_warps * min(by_smem, _REGISTERS_PER_SM // (registers * 32 * num_warps))

@@ -279,6 +279,8 @@ def choose_forward(
     if legacy_mma and problem.dtype != "float16":
         reasons.append(f"dtype is {problem.dtype}; compute capability 7.5 has matrix instructions for float16 only")
     reasons += unread_by("forward_portable", problem.further_inputs)
+    if problem.modifier is not None:
+        reasons.append("score_mod or mask_mod is given, which only the CPU computes so far")
     if reasons:
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", reasons)
 

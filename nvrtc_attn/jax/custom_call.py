@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -43,6 +44,9 @@ from ..front.tensors import Device
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
 from ..runtime import device
+from . import host
+from .host import Memory
+from .partition import partitioned
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,7 +54,9 @@ if TYPE_CHECKING:
 _TARGET: Final = "nvrtc_attn.launch"
 _lock = threading.Lock()
 _registered = False
+_host_registered = False
 _passes: dict[tuple[int, ...], _Pass] = {}
+_forms: dict[tuple[int, ...], tuple[_Kind, tuple[str, ...]]] = {}
 _plans: dict[tuple[_Pass, int], ForwardPlan | BackwardPlan] = {}
 
 
@@ -85,8 +91,18 @@ class _Pass:
 
     @property
     def key(self) -> tuple[int, ...]:
-        digest = int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "little")
-        return tuple((digest >> shift) % 2**20 for shift in (0, 20, 40))
+        """Sizes of at most 20 bits: three of the pass without its shapes, then three of all of it."""
+        return (*_digest(self.form), *_digest(self))
+
+    @property
+    def form(self) -> tuple[_Kind, tuple[str, ...]]:
+        """What of it shapes do not tell."""
+        return self.kind, tuple(name for name, _, _ in self.operands)
+
+
+def _digest(x: object) -> list[int]:
+    digest = int.from_bytes(hashlib.sha256(repr(x).encode()).digest()[:8], "little")
+    return [(digest >> shift) % 2**20 for shift in (0, 20, 40)]
 
 
 @takes_further_inputs
@@ -125,7 +141,9 @@ def attention(
         Whether the backward pass is bitwise reproducible.
 
     ``jax.vmap`` folds its axis into the batch; packed sequences, dropout, and the gradient of a bias shared by a
-    batch run one by one. Under automatic sharding XLA gathers the operands first: use ``jax.shard_map``.
+    batch run one by one. Under automatic sharding (``jax.jit`` of arrays with a ``NamedSharding``) batch and heads stay
+    split without a gather; with dropout the batch alone, as its mask counts the heads of the whole. Under
+    ``jax.shard_map`` each device's part is a problem of its own.
 
     Raises
     ------
@@ -149,7 +167,7 @@ def attention(
     if options.dropout_p > 0:
         words, arrays = _rng_words(rng)
         kind, operands = replace(kind, rng=words), {**operands, **arrays}
-    results = _attention(kind, operands)
+    results = _attention(kind, _equally_varying(operands))
     return tuple(results) if return_lse else results[0]
 
 
@@ -205,15 +223,30 @@ _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 def _compute(kind: _Kind, operands: dict[str, Any]) -> Any:
     names = tuple(operands)
 
+    def part(offset: Any, *arrays: Any) -> Any:
+        values = dict(zip(names, arrays, strict=True)) | ({} if offset is None else {"offset": offset})
+        return _dispatch(_bind(kind, values), tuple(values.values()))
+
     def dispatch(*arrays: Any) -> Any:
-        return _dispatch(_bind(kind, dict(zip(names, arrays, strict=True))), arrays)
+        bound = _bind(kind, dict(zip(names, arrays, strict=True)))
+        dropout = kind.options.dropout_p > 0
+        _forms[tuple(_digest(bound.form))] = bound.form  # a program from XLA's cache is not partitioned here again
+        if dropout and "offset" not in names:
+            moved = (kind, (*names, "offset"))
+            _forms[tuple(_digest(moved))] = moved
+        return partitioned(part, bound.operands, bound.results, dropout, kind.rng[1])(*arrays)
 
     run = jax.custom_batching.custom_vmap(dispatch)
     run.def_vmap(partial(_vmap_rule, kind, names))
     return run(*operands.values())
 
 
-_run: Any = jax.jit(_compute, static_argnums=0)  # eager calls find their compiled program again
+_jitted: Any = jax.jit(_compute, static_argnums=0)  # eager calls find their compiled program again
+
+
+def _run(kind: _Kind, operands: dict[str, Any]) -> Any:
+    results, axes = _jitted(kind, operands), _varies(*operands.values())
+    return [_as_varying(x, axes) for x in results] if axes else results
 
 
 def _bind(kind: _Kind, operands: dict[str, Any]) -> _Pass:
@@ -226,8 +259,8 @@ def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
     if name == "out" and 0 in shape:
         values = {"out": 0.0, "lse": -np.inf}
         return [jnp.full(shape, values[name], dtype) for name, shape, dtype in bound.results]
-    structs = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in bound.results]
-    branches: dict[str, Any] = {"cpu": lambda *xs: jax.pure_callback(partial(_on_cpu, bound), structs, *xs)}
+    _register_host()
+    branches: dict[str, Any] = {"cpu": partial(_custom_call, bound, 0)}
     if _on_gpu():
         _register_target()
         size = max(_plan(bound, index).workspace_bytes for index in _local_devices())
@@ -236,9 +269,10 @@ def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
 
 
 def _custom_call(bound: _Pass, workspace_bytes: int, *arrays: Any) -> Any:
-    _passes[bound.key] = bound
+    key = bound.key
+    _passes[key], _forms[key[:3]] = bound, bound.form
     shapes = [(shape, dtype) for _, shape, dtype in bound.results]
-    extra = [((workspace_bytes,), "uint8"), ((0, *bound.key), "uint8")]
+    extra = [((workspace_bytes,), "uint8"), ((0, *key), "uint8")]
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes + extra]
     return jax.ffi.ffi_call(_TARGET, structs)(*arrays)[: len(shapes)]
 
@@ -269,6 +303,28 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
             folded[name] = wide.reshape(size * batch["q"], *shape[1:])
     results = [x.reshape(size, batch["q"], *x.shape[1:]) for x in _compute(kind, folded)]
     return results, [True] * len(results)
+
+
+def _varies(*arrays: Any) -> frozenset[str]:
+    """The manual axes of ``jax.shard_map`` over which one of the arrays differs from device to device."""
+    types = [jax.typeof(x) for x in arrays]
+    # Since jax 0.10 in a type of its own.
+    return frozenset[str]().union(
+        *(x.manual_axis_type.varying if hasattr(x, "manual_axis_type") else getattr(x, "vma", ()) for x in types)
+    )
+
+
+def _as_varying(x: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(axes - _varies(x))
+    if not missing:
+        return x
+    return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+
+
+def _equally_varying(operands: dict[str, Any]) -> dict[str, Any]:
+    """All operands as different as the most different one: the gradient of one that was the same is summed then."""
+    axes = _varies(*operands.values())
+    return {name: _as_varying(x, axes) for name, x in operands.items()} if axes else operands
 
 
 def _array(name: str, x: Any) -> Any:
@@ -332,13 +388,23 @@ def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPl
     return plan
 
 
+def _pass_of(key: tuple[int, ...], operands: Callable[[], list[tuple[tuple[int, ...], str]]]) -> _Pass:
+    """The pass that a program names; ``operands`` gives shapes and dtypes of what it passes."""
+    bound = _passes.get(key)
+    if bound is None:
+        if key[:3] not in _forms:
+            raise RuntimeError("this program was compiled in another process: trace nvrtc_attn.jax.attention here once")
+        kind, names = _forms[key[:3]]
+        found = operands()[: len(names)]
+        bound = _passes[key] = _Pass(kind, tuple((name, *x) for name, x in zip(names, found, strict=True)))
+    return bound
+
+
 def _launch(*arguments: Any) -> None:
     """The handler of the custom call: operands, results, workspace, the name of the pass; then XLA's stream."""
     *buffers, stream = arguments
     *buffers, name = buffers
-    bound = _passes.get(tuple(name.shape)[1:])
-    if bound is None:
-        raise RuntimeError("this program was compiled in another process: trace nvrtc_attn.jax.attention here once")
+    bound = _pass_of(tuple(name.shape)[1:], lambda: [(tuple(x.shape), str(x.dtype)) for x in buffers])
     names = [name for name, _, _ in (*bound.operands, *bound.results)]
     pointers = {name: x.data_ptr() or 0 for name, x in zip((*names, "workspace"), buffers, strict=True)}
     rng = RngState(*bound.kind.rng, pointers.get("seed", 0), pointers.get("offset", 0))
@@ -346,17 +412,23 @@ def _launch(*arguments: Any) -> None:
     plan.run(stream, addresses(plan.OPERANDS, pointers), pointers["workspace"], rng)
 
 
-def _on_cpu(bound: _Pass, *arrays: Any) -> list[np.ndarray[Any, Any]]:
+def _run_host(operands: Sequence[Memory], results: Sequence[Memory]) -> None:
+    """The custom call on the CPU platform: the same operands and results."""
+    *results, _, (_, (_, *key), _) = results
+    bound = _pass_of(tuple(key), lambda: [(shape, dtype) for _, shape, dtype in operands])
+    _on_cpu(bound, *map(host.array, operands), into=list(map(host.array, results)))
+
+
+def _on_cpu(bound: _Pass, *arrays: Any, into: Sequence[Any]) -> None:
     """The pass in NumPy."""
-    values: dict[str, Any] = {n: np.asarray(x) for (n, _, _), x in zip(bound.operands, arrays, strict=True)}
-    results: dict[str, Any] = {name: np.empty(shape, dtype) for name, shape, dtype in bound.results}
+    values: dict[str, Any] = {name: x for (name, _, _), x in zip(bound.operands, arrays, strict=True)}
+    results: dict[str, Any] = {name: x for (name, _, _), x in zip(bound.results, into, strict=True)}
     rng = [
         int(values.pop(name).view(np.uint64)[0]) if name in values else word
         for name, word in zip(("seed", "offset"), bound.kind.rng, strict=True)
     ]
     run: Any = api.attention_backward if bound.kind.backward else api.attention_forward
     run(**values, **bound.kind.options.arguments(), **results, rng=tuple(rng))
-    return list(results.values())
 
 
 def _on_gpu() -> bool:
@@ -367,6 +439,14 @@ def _on_gpu() -> bool:
 def _local_devices() -> list[int]:
     """One CUDA ordinal of every kind of GPU that JAX may run on."""
     return device.one_of_each_kind(found.local_hardware_id for found in jax.local_devices(backend="gpu"))
+
+
+def _register_host() -> None:
+    global _host_registered
+    with _lock:
+        if not _host_registered:
+            host.register(_TARGET, _run_host)
+            _host_registered = True
 
 
 def _register_target() -> None:

@@ -108,7 +108,8 @@ class BackwardConfig(KernelConfig):
     """Any kernel of the backward pass; ``kernel`` says which.
 
     ``warps_*`` is the number of warps along the first dimension of each product, ``dq`` is ``"atomic"`` (accumulate
-    into a float32 workspace) or ``"none"``, ``dbias`` is ``"store"`` (one write per score) or ``"none"``.
+    into a float32 workspace) or ``"none"`` (also with ``stores_dq``), ``dbias`` is ``"store"`` (one write per score) or
+    ``"none"``.
     """
 
     warps_m_sdp: int = 4
@@ -128,6 +129,10 @@ class BackwardConfig(KernelConfig):
     """Each warp keeps the values of its keys for the whole query loop, where shared memory would hold fewer warps."""
     skip_hidden: bool = False
     """Warps leave out their part of a tile above the diagonal, at some cost for every other tile."""
+    stores_dq: bool = False
+    """One tile holds all keys: dq is stored when it is complete, instead of added to a workspace and converted."""
+    fused: bool = False
+    """The kernel computes delta itself, instead of a kernel before it."""
     transposed_blocks: bool = False
     """The float32 workspace of dq has blocks of 16 columns and 8 rows, instead of 16 rows and 8 columns."""
     smem_bytes: int = field(default=0, metadata=GIVEN)

@@ -12,6 +12,7 @@ from architectures import ONE_OF_EACH_CLASS, TWINS, untuned_spill_bytes
 from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
+from nvrtc_attn.heuristics import portable_backward
 from nvrtc_attn.heuristics.portable_backward import choose_backward, smem_bytes
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec
 from nvrtc_attn.jit.compile import compile_kernel
@@ -304,3 +305,77 @@ def test_deterministic_plans_have_no_accumulators() -> None:
     assert dkv(spec).dq == "none"
     assert not dkv(spec).split
     assert "backward_dq" in [launch.config.kernel for launch in spec.launches]
+
+
+def short_plan(arch: str = "sm_90", fused: bool = True, **changes: Any) -> BackwardPlanSpec:
+    """With dq stored by the block that holds all keys."""
+    sizes = {"batch": 4096, "num_heads": 4, "num_heads_kv": 4, "seqlen_q": 49, "seqlen_k": 49, "head_dim": 32}
+    what = problem(**{**sizes, **changes})
+    target = {"arch": arch, "num_sms": NUM_SMS, "smem_limit": ARCHITECTURES[arch].smem_per_block_optin}
+    return choose_backward(what, **target, stores_dq=True, fused=fused)
+
+
+SHORT_BIAS: dict[str, Any] = {"bias": (1, 4, 49, 49), "dbias": True}
+SHORT: dict[str, dict[str, Any]] = {
+    "swin": SHORT_BIAS,
+    "causal": {"window_right": 0},
+    "dropout": {"dropout_p": 0.1},
+    "softcap": {"softcap": 20.0},
+    "head_dim_64": {"head_dim": 64, **SHORT_BIAS},
+    "128_keys": {"seqlen_q": 128, "seqlen_k": 128, "head_dim": 64},
+    "head_dim_128": {"seqlen_q": 128, "seqlen_k": 128, "head_dim": 128},
+    "head_dim_256": {"head_dim": 256},
+    "float32": {"dtype": "float32"},
+}
+
+
+@pytest.mark.slow(sample=["swin", "causal"])
+@pytest.mark.compiles(kernels=lambda name: [dkv(short_plan(**SHORT[name]))])
+@pytest.mark.parametrize("name", SHORT)
+def test_one_tile_of_keys_does_not_spill(name: str) -> None:
+    check(dkv(short_plan(**SHORT[name])))
+
+
+def test_one_tile_of_keys_needs_no_launch_beside_its_kernel() -> None:
+    spec = short_plan()
+    (launch,) = spec.launches
+    assert launch.grid == 4096 * 4
+    assert {w.field for w in spec.workspaces} == {"delta"}
+    assert dkv(spec).stores_dq
+    assert dkv(spec).fused
+    assert [x.config.kernel for x in short_plan(fused=False).launches] == ["delta", "backward_portable"]
+    assert {w.field for w in short_plan(fused=False).workspaces} == {"delta", "row_lse"}
+    # The kernel before it has no workspace of dq to zero.
+    before = short_plan(fused=False).launches[0].config
+    assert isinstance(before, BackwardConfig)
+    assert before.dq == "none"
+    gradient_of_bias = [x.config.kernel for x in short_plan(**SHORT_BIAS).launches]
+    assert gradient_of_bias == ["backward_portable", "backward_dbias", "dbias_reduce"]
+
+
+def test_short_sequences_have_small_tiles_and_more_blocks() -> None:
+    """Three blocks a multiprocessor up to head dim 32, of 168 registers a thread."""
+    assert (dkv(short_plan()).block_m, dkv(short_plan()).block_n, dkv(short_plan()).min_blocks_per_sm) == (64, 64, 3)
+    assert dkv(short_plan(head_dim=64)).min_blocks_per_sm == 2
+    longer = dkv(short_plan(seqlen_q=100, seqlen_k=100))
+    assert longer.block_n == 128
+    assert dkv(plan("sm_90", head_dim=32)).min_blocks_per_sm == 2, "what was measured stays"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"varlen": True}, {"mask": (4096, 1, 1, 49)}, {"seqlen_k": 129}, {"head_dim": 256, "seqlen_k": 65}],
+    ids=name,
+)
+def test_dq_of_several_blocks_is_added_up(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError):
+        short_plan(**changes)
+
+
+def test_plans_that_store_dq_are_candidates() -> None:
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": NUM_SMS, "smem_limit": 232448}
+    short = problem(batch=64, seqlen_q=49, seqlen_k=49, head_dim=32)
+    found = [dkv(spec) for spec in portable_backward.candidates(short, **target)]
+    assert [(c.stores_dq, c.fused) for c in found[:3]] == [(True, True), (True, False), (False, False)]
+    for other in (problem(), problem(batch=64, seqlen_q=49, seqlen_k=100, head_dim=512)):
+        assert not any(dkv(spec).stores_dq for spec in portable_backward.candidates(other, **target))

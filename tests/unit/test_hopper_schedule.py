@@ -7,6 +7,7 @@ of ``hopper/forward/scheduler.cuh`` itself is compiled for the host and must dea
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import shutil
 import subprocess
 from collections import Counter
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.heuristics import hopper_backward, hopper_forward
 
 NUM_SMS = 132
 
@@ -161,3 +162,46 @@ def test_work_is_even(shape: tuple[int, int, int, int], causal: bool) -> None:
     assert max(sums) < 1.06 * best + (0 if causal else costs.max())
     if shape[3] == 64 and shape[1] == 1024 and not causal:  # a sixth of the tiles has one row block of three
         assert max(sums) < 0.94 * costs.max() * max(map(len, dealt(asked)))
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(16, 64), (8, 8), (32, 16), (48, 32), (1, 5), (5, 3), (410, 1024)])
+def test_key_tiles_begin_at_rows_of_their_own(rows: int, keys: int) -> None:
+    """Evenly, also with fewer query than key tiles: the rule is in ``hopper/backward/schedule.cuh``."""
+    step = hopper_backward.query_step(rows, keys)
+    starts = [min(n * step >> 12, rows - 1) for n in range(keys)]
+    assert max(n * step for n in range(keys)) < 2**31
+    together = [starts.count(row) for row in set(starts)]
+    assert max(together) <= -(-keys // rows) + 1, "of those that begin at one row"
+    assert len(together) >= min(rows, keys) * 0.9
+    if rows % keys == 0:
+        assert starts == [n * (rows // keys) for n in range(keys)]
+
+
+def test_first_rows_fit_in_32_bits() -> None:
+    rows = (1 << 19) - 1
+    assert (rows - 1) * hopper_backward.query_step(rows, rows) < 2**31
+    assert hopper_backward.query_step(1 << 19, 1 << 19) == 0
+
+
+def test_plan_hands_the_step_to_the_kernel() -> None:
+    few = dataclasses.replace(
+        problem(1, 2048, 8, 128, False), seqlen_k=8192, k=dense_layout((1, 8192, 8, 128), "bfloat16"),
+        v=dense_layout((1, 8192, 8, 128), "bfloat16"),
+    )  # fmt: skip
+    spec = hopper_backward.plan_spec(few, hopper_backward.choose_tile(few, NUM_SMS), num_sms=NUM_SMS)
+    main = hopper_backward.kernel_of(spec)
+    params = dict(main.params)
+    assert params["num_m_blocks"] < params["num_n_blocks"]
+    assert params["query_step"] == hopper_backward.query_step(params["num_m_blocks"], params["num_n_blocks"]) > 0
+
+
+@pytest.mark.parametrize(("num_sms", "rows"), [(132, 128), (114, 192), (78, 192)])
+def test_tile_follows_the_multiprocessors_of_the_gpu(num_sms: int, rows: int) -> None:
+    """128 tiles of 128 rows: small tiles only where each has a multiprocessor to itself."""
+    asked = problem(2, 1024, 8, 64, False)
+    assert hopper_forward.choose_tile(asked, num_sms).block_m == rows
+    found = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=num_sms, smem_limit=232448)
+    assert not isinstance(found, list)
+    assert found.launches[0].config.block_m == rows
+    plans = hopper_forward.candidates(asked, arch="sm_90", num_sms=num_sms, smem_limit=232448)
+    assert plans[0] == found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import os
 import subprocess
 import sys
 from typing import Any
@@ -101,10 +102,10 @@ def test_gradient_of_the_bias_is_computed_only_when_wanted(monkeypatch: pytest.M
     wanted = []
     real = adapter._on_cpu
 
-    def spy(bound: Any, *operands: Any) -> Any:
+    def spy(bound: Any, *operands: Any, into: Any) -> Any:
         if bound.kind.backward:
             wanted.append((bound.kind.options.dbias, "dlse" in [name for name, _, _ in bound.operands]))
-        return real(bound, *operands)
+        return real(bound, *operands, into=into)
 
     monkeypatch.setattr(adapter, "_on_cpu", spy)
     jax.clear_caches()
@@ -147,9 +148,9 @@ def test_folding_the_mapped_axis_is_one_call(monkeypatch: pytest.MonkeyPatch) ->
     seen = []
     real = adapter._on_cpu
 
-    def spy(bound: Any, *operands: Any) -> Any:
+    def spy(bound: Any, *operands: Any, into: Any) -> Any:
         seen.extend(shape for name, shape, _ in bound.operands if name == "q")
-        return real(bound, *operands)
+        return real(bound, *operands, into=into)
 
     monkeypatch.setattr(adapter, "_on_cpu", spy)
     jax.clear_caches()
@@ -327,9 +328,22 @@ def test_unknown_program_is_an_error_not_a_wrong_launch(bridge: FakePlan, monkey
     call = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x))
     compiled = call.lower(*arrays()[:3]).compile()
     monkeypatch.setattr(adapter, "_passes", {})
+    monkeypatch.setattr(adapter, "_forms", {})
     with pytest.raises(Exception, match="compiled in another process"):
         jax.block_until_ready(compiled(*arrays()[:3]))
     assert not bridge.calls
+
+
+def test_program_of_other_shapes_from_xlas_cache_is_told_by_its_operands(
+    bridge: FakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a device's part of a sharded call, which only the partitioner sees."""
+    bound = adapter._bind(adapter._Kind(CallOptions(), (0, 0)), dict(zip("qkv", arrays(), strict=False)))
+    compiled = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x)).lower(*arrays()[:3]).compile()
+    monkeypatch.setattr(adapter, "_passes", {})
+    jax.block_until_ready(compiled(*arrays()[:3]))
+    assert bridge.calls
+    assert adapter._passes == {bound.key: bound}
 
 
 def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,3 +442,38 @@ def test_a_length_may_be_an_array() -> None:
     ends = jnp.array([0, 4], np.int32)
     options: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": np.array(4)}
     assert attention(q, q, q, **options, max_seqlen_k=jnp.array(4)).shape == q.shape
+
+
+MANY_DEVICES = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from nvrtc_attn.jax import attention
+
+q = jax.random.normal(jax.random.key(0), (2, 512, 4, 32))  # large enough for XLA to copy on its own threads
+mesh = Mesh(np.array(jax.devices()), ("x",))
+gradient = jax.grad(lambda q: (attention(q, q, q) ** 2).sum())
+mapped = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")))
+for _ in range(2):
+    found = mapped(jax.device_put(q, NamedSharding(mesh, PartitionSpec("x"))))
+np.testing.assert_allclose(found, gradient(q), 1e-4, 1e-4)
+print("done")
+"""
+
+
+def test_as_many_calls_at_once_as_xla_has_threads_do_not_hang(repository: Any) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+    command = [sys.executable, "-c", MANY_DEVICES]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_an_error_in_the_numpy_path_is_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("not today")
+
+    monkeypatch.setattr(adapter, "_on_cpu", fail)
+    q, k, v, _ = arrays()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not today"):
+        attention(q, k, v).block_until_ready()

@@ -244,6 +244,12 @@ def test_rows_of_packed_sequences_are_no_part() -> None:
         )  # fmt: skip
 
 
+def test_modifiers_of_parts_are_refused() -> None:
+    x = np.zeros((1, 8, 1, 8), np.float32)
+    with pytest.raises(nvrtc_attn.UnsupportedError, match="score_mod or mask_mod"):
+        nvrtc_attn.attention(x, x, x, mask_mod=lambda b, h, q, k: q >= k, part=nvrtc_attn.Part(rows=(0, 16)))
+
+
 def test_float32_results_of_16_bit_inputs_are_the_cpus() -> None:
     """The GPU kernels do not write them yet, and say so before a launch."""
     x = np.zeros((1, 128, 2, 64), np.float16)

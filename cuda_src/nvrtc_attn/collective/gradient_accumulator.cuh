@@ -49,6 +49,46 @@ NVRTC_ATTN_DEVICE index_t accumulator_row0(int row0, int b) {
   return kVarlen ? index_t(row0 / kBlock + b) * kBlock : 0;
 }
 
+// Four neighbouring 16 x 8 blocks of a gradient, in a warp's registers in the order of mma accumulators -> rows row0 and on,
+// columns 8 * tile0 and on of `dst`, up to `rows` and `cols`. Quads exchange words so that a lane has eight columns of a row.
+template <bool kAligned, class Element>
+NVRTC_ATTN_DEVICE void store_blocks(float4 const (&c)[4], Element* dst, index_t stride_row, index_t stride_col,
+                                    int row0, int tile0, int rows, int cols, int lane) {
+  int const g = lane >> 2;
+  int const t = lane & 3;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int const row = row0 + 8 * half + g;
+    Element* const to = dst + index_t(row) * stride_row;
+    if constexpr (kAligned && sizeof(Element) == 2) {
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        w[i] = half == 0 ? pack2<Element>(c[i].x, c[i].y) : pack2<Element>(c[i].z, c[i].w);
+      }
+      uint4 const words = transpose_quad(w[0], w[1], w[2], w[3], t);
+      int const col = 8 * (tile0 + t);
+      if (row < rows && col < cols) {
+        *reinterpret_cast<uint4*>(to + index_t(col) * stride_col) = words;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float const x = half == 0 ? c[i].x : c[i].z;
+        float const y = half == 0 ? c[i].y : c[i].w;
+        int const col = 8 * (tile0 + i) + 2 * t;
+        if (row >= rows) continue;
+        if constexpr (kAligned) {
+          if (col < cols) *reinterpret_cast<float2*>(to + index_t(col) * stride_col) = make_float2(x, y);
+        } else {
+          if (col < cols) to[index_t(col) * stride_col] = from_float<Element>(x);
+          if (col + 1 < cols) to[index_t(col + 1) * stride_col] = from_float<Element>(y);
+        }
+      }
+    }
+  }
+}
+
 // One tile of `rows` rows of the workspace -> gradient in its own type and layout, times `factor`.
 // `accum` starts at a multiple of 16 rows; kWidth is its width. All threads of the CTA take part.
 template <int kWidth, int kRows, int kThreads, bool kAligned, class Element>
@@ -59,10 +99,7 @@ NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, ind
   constexpr int kGroups = (kTiles + 3) / 4;
   constexpr int kPasses = (kRows / 16 * kGroups + kThreads / 32 - 1) / (kThreads / 32);
   int const lane = tid % 32;
-  int const g = lane >> 2;
-  int const t = lane & 3;
-  // A warp takes four neighbouring blocks at a time, 2 KiB, and its quads exchange words so that a lane has eight columns of a
-  // row of the block that is its own. Two turns unrolled: enough bytes in flight.
+  // A warp takes four neighbouring blocks at a time, 2 KiB. Two turns unrolled: enough bytes in flight.
 #pragma unroll 2
   for (int pass = 0; pass < kPasses; ++pass) {
     int const n = pass * (kThreads / 32) + tid / 32;
@@ -77,37 +114,7 @@ NVRTC_ATTN_DEVICE void convert_accumulator(float const* accum, Element* dst, ind
                                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       c[i].x *= factor, c[i].y *= factor, c[i].z *= factor, c[i].w *= factor;
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int const row = row0 + 8 * half + g;
-      Element* const to = dst + index_t(row) * stride_row;
-      if constexpr (kAligned && sizeof(Element) == 2) {
-        uint32_t w[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          w[i] = half == 0 ? pack2<Element>(c[i].x, c[i].y) : pack2<Element>(c[i].z, c[i].w);
-        }
-        uint4 const words = transpose_quad(w[0], w[1], w[2], w[3], t);
-        int const col = 8 * (tile0 + t);
-        if (row < rows && col < cols) {
-          *reinterpret_cast<uint4*>(to + index_t(col) * stride_col) = words;
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float const x = half == 0 ? c[i].x : c[i].z;
-          float const y = half == 0 ? c[i].y : c[i].w;
-          int const col = 8 * (tile0 + i) + 2 * t;
-          if (row >= rows) continue;
-          if constexpr (kAligned) {
-            if (col < cols) *reinterpret_cast<float2*>(to + index_t(col) * stride_col) = make_float2(x, y);
-          } else {
-            if (col < cols) to[index_t(col) * stride_col] = from_float<Element>(x);
-            if (col + 1 < cols) to[index_t(col + 1) * stride_col] = from_float<Element>(y);
-          }
-        }
-      }
-    }
+    store_blocks<kAligned>(c, dst, stride_row, stride_col, row0, tile0, rows, cols, lane);
   }
 }
 

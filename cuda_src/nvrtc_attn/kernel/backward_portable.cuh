@@ -16,6 +16,9 @@
 //
 // Writes every row of dk and dv in [0, len of the slot): zeros where no query sees the key. With varlen an extra, virtual
 // sequence zeroes the tokens of no sequence. Split: adds to dkv_accum (zeroed by the host) instead.
+//
+// kStoresdQ: the tile holds all keys, so that dq of a query tile is complete and goes to its own tensor, every row of it.
+// kFused: row_lse and delta are computed here, where a tile's loads begin, and delta is written for the kernel of dbias.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/hidden_keys.cuh"
@@ -58,7 +61,10 @@ struct BackwardTiles {
   static constexpr int kWarpsMdQ = Traits::kWarpsMdQ;
   static constexpr int kWarpsDdQ = Traits::kNumWarps / kWarpsMdQ;
   static constexpr int kTilesMdQ = kBlockM / kWarpsMdQ / 16;
-  static_assert(!Traits::kDqAtomic || (kBlockM % (16 * kWarpsMdQ) == 0 && kWarpsMdQ * kWarpsDdQ == Traits::kNumWarps));
+  static constexpr bool kDq = Traits::kDqAtomic || Traits::kStoresdQ;
+  static_assert(!kDq || (kBlockM % (16 * kWarpsMdQ) == 0 && kWarpsMdQ * kWarpsDdQ == Traits::kNumWarps));
+  static_assert(!Traits::kStoresdQ || !(Traits::kVarlen || Traits::kMask), "every query tile that has keys is visited");
+  static_assert(!Traits::kFused || (!Traits::kVarlen && Traits::kDimSlices == 1), "rows of one sequence, once");
   static constexpr int kDqGroups = kWarpsDdQ * Traits::kDimSlices;
   static constexpr int kTilesDqWarp = (kHeadDim / 8 + kDqGroups - 1) / kDqGroups;
   static constexpr int kTilesDqMax = (sizeof(Element) == 4 ? 8 : 16) / (kTilesMdQ > 0 ? kTilesMdQ : 1);
@@ -75,7 +81,7 @@ struct BackwardTiles {
   static constexpr int kStagesDout = Traits::kNumStagesDout;
   static_assert(!(Traits::kVInSmem && Traits::kVInRegisters) && (!Traits::kVInRegisters || sizeof(Element) == 2));
   static constexpr bool kStoresP = kWarpsM > 1;
-  static constexpr bool kStoresDs = kWarpsM > 1 || Traits::kDqAtomic;
+  static constexpr bool kStoresDs = kWarpsM > 1 || kDq;
 
   static constexpr int kOffsetV = TileK::kSize;
   static constexpr int kOffsetQ = kOffsetV + (Traits::kVInSmem ? TileV::kSize : 0);
@@ -149,8 +155,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   // where the row blocks of dq cannot leave out the same part.
   static constexpr bool kSkipsHidden = Traits::kSkipHidden;
   static_assert(!kSkipsHidden || (Traits::kBand && !Traits::kDbiasStore), "a dbias is written above the diagonal too");
-  static constexpr bool kZeroesHidden =
-      kSkipsHidden && Traits::kDqAtomic && Tiles::kChunkM % (16 * Tiles::kTilesMdQ) != 0;
+  static constexpr bool kZeroesHidden = kSkipsHidden && Tiles::kDq && Tiles::kChunkM % (16 * Tiles::kTilesMdQ) != 0;
 
   BackwardParams const& params;
   Seqlen const& seqlen;
@@ -250,6 +255,10 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   // row_lse and delta of a tile. Rows beyond the sequence become zero: their Q and dO are zero too, so P = 1 there is
   // multiplied by zeros only (and edge tiles select by position anyway).
   NVRTC_ATTN_DEVICE void load_statistics(int h, int m0, int stage) const {
+    if constexpr (Traits::kFused) {
+      make_statistics(h, m0, stage);
+      return;
+    }
     index_t const row =
         index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h + seqlen.q_row0 + m0;
 #pragma unroll
@@ -266,6 +275,67 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
         cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(*lse, *to_lse, valid);
         cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(*delta, *to_delta, valid);
       }
+    }
+  }
+
+  // The same without a kernel before this one (delta.cuh): kLanes threads for a row, 16 bytes at a time.
+  NVRTC_ATTN_DEVICE void make_statistics(int h, int m0, int stage) const {
+    constexpr int kVec = Traits::kAligned ? 16 / int(sizeof(Element)) : 1;
+    constexpr int kChunks = Tiles::kHeadDimV / kVec;
+    constexpr int kLanes = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
+    int const part = tid % kLanes;
+    index_t const row0 = index_t(seqlen.q_row0) + m0;
+    Element const* out = reinterpret_cast<Element const*>(params.out) +
+                         index_t(seqlen.batch_index) * params.out_stride_b + row0 * params.out_stride_m +
+                         index_t(h) * params.out_stride_h;
+    Element const* dout = reinterpret_cast<Element const*>(params.dout) +
+                          index_t(seqlen.batch_index) * params.dout_stride_b + row0 * params.dout_stride_m +
+                          index_t(h) * params.dout_stride_h;
+    // Two rows of a thread are in flight at once; not all, whose addresses would take the registers of the products.
+#pragma unroll 2
+    for (int i = tid / kLanes; i < Tiles::kBlockM; i += kThreads / kLanes) {
+      bool const valid = m0 + i < seqlen.len_q;
+      float sum = 0.0f;
+#pragma unroll
+      for (int chunk = part; chunk < kChunks; chunk += kLanes) {
+        int const col = chunk * kVec;
+        if (!valid || col >= params.head_dim_v) continue;
+        Element const* const o = out + index_t(i) * params.out_stride_m + index_t(col) * params.out_stride_d;
+        Element const* const g = dout + index_t(i) * params.dout_stride_m + index_t(col) * params.dout_stride_d;
+        if constexpr (Traits::kAligned) {
+          uint4 const o4 = __ldcs(reinterpret_cast<uint4 const*>(o));
+          uint4 const g4 = __ldg(reinterpret_cast<uint4 const*>(g));
+          Element const* const ov = reinterpret_cast<Element const*>(&o4);
+          Element const* const gv = reinterpret_cast<Element const*>(&g4);
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) sum = fmaf(to_float(ov[e]), to_float(gv[e]), sum);
+        } else {
+          sum = fmaf(to_float(*o), to_float(*g), sum);
+        }
+      }
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      if (part != 0) continue;
+      float lse = 0.0f;
+      if (valid) {
+        index_t const at = params.lse_packed ? row0 + i : index_t(m0 + i);
+        index_t const batch = params.lse_packed ? 0 : index_t(b);
+        lse = params.lse[batch * params.lse_stride_b + index_t(h) * params.lse_stride_h + at * params.lse_stride_m];
+        bool const has_p = has_probabilities(lse);
+        if (params.dlse != nullptr) {
+          sum -=
+              params.dlse[batch * params.dlse_stride_b + index_t(h) * params.dlse_stride_h + at * params.dlse_stride_m];
+        }
+        // Otherwise P = 0 and there is no gradient, whatever arrives through lse: 0 times NaN must not.
+        if (!has_p) {
+          sum = 0.0f;
+          lse = infinity();
+        }
+        params.delta[index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h + row0 +
+                     i] = sum;
+      }
+      sLse[stage * Tiles::kBlockM + i] = lse;
+      sDelta[stage * Tiles::kBlockM + i] = sum;
     }
   }
 
@@ -428,7 +498,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
     multiply_step<TileK, kLegacy, false>(dq, a, sK, k * kStep, tile0, lane);
   }
 
-  // dq_accum += dS K for the tile whose dS^T lies in shared memory.
+  // dq_accum += dS K for the tile whose dS^T lies in shared memory; kStoresdQ: dq = scale * dS K.
   NVRTC_ATTN_DEVICE void add_dq(PositionMask<Traits::kBand> const& positions, int h, int m0) {
     identify();
     float* accum = params.dq_accum + index_t(seqlen.batch_index) * params.dq_accum_stride_b +
@@ -441,7 +511,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
     int end = kSteps;  // after the last key that a query of this warp sees
     if constexpr (kSkipsHidden) {
       end = min(positions.last_key(m0 + row0 + 16 * Tiles::kTilesMdQ - 1) - n0 + kStep, Tiles::kBlockN) / kStep;
-      if (end <= 0) return;
+      if (!Traits::kStoresdQ && end <= 0) return;
     }
 #pragma unroll 1
     for (int pass = 0; pass < Tiles::kPassesDq; ++pass) {
@@ -458,6 +528,10 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
 #pragma unroll(kUnrollDq)
         for (int k = 0; k < kSteps; ++k) multiply_dq(dq, ds, k, row0, tile0);
       }
+      if constexpr (Traits::kStoresdQ) {
+        store_dq(dq, h, m0, row0, tile0);
+        continue;
+      }
 #pragma unroll
       for (int m = 0; m < Tiles::kTilesMdQ; ++m)
 #pragma unroll
@@ -465,6 +539,43 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
           if (kTiles % Tiles::kTilesDq != 0 && tile0 + d >= kTiles) break;
           add_block(accum + ((row0 / 16 + m) * kTiles + tile0 + d) * kAccumBlock, dq[m][d], lane);
         }
+    }
+  }
+
+  // Rows row0 and on of the query tile, columns 8 * tile0 and on.
+  NVRTC_ATTN_DEVICE void store_dq(WarpTile<Tiles::kTilesMdQ, Tiles::kTilesDq> const& dq, int h, int m0, int row0,
+                                  int tile0) const {
+    Element* dst = reinterpret_cast<Element*>(params.dq) + index_t(seqlen.batch_index) * params.dq_stride_b +
+                   (index_t(seqlen.q_row0) + m0) * params.dq_stride_m + index_t(h) * params.dq_stride_h;
+    int const cols = min(params.head_dim, 8 * (tile0 + Tiles::kTilesDq));
+#pragma unroll
+    for (int m = 0; m < Tiles::kTilesMdQ; ++m)
+#pragma unroll
+      for (int first = 0; first < Tiles::kTilesDq; first += 4) {
+        float4 c[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (first + i < Tiles::kTilesDq) {
+            auto const& block = dq[m][first + i < Tiles::kTilesDq ? first + i : 0];
+            c[i] = make_float4(block[0] * params.scale, block[1] * params.scale, block[2] * params.scale,
+                               block[3] * params.scale);
+          } else {
+            c[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          }
+        }
+        store_blocks<Traits::kAligned>(c, dst, params.dq_stride_m, params.dq_stride_d, row0 + 16 * m, tile0 + first,
+                                       seqlen.len_q - m0, cols, lane);
+      }
+  }
+
+  // Zeros in dq of query rows [begin, end) of a head, which see no key.
+  NVRTC_ATTN_DEVICE void zero_dq(int h, int begin, int end) const {
+    Element* dst = reinterpret_cast<Element*>(params.dq) + index_t(seqlen.batch_index) * params.dq_stride_b +
+                   index_t(seqlen.q_row0) * params.dq_stride_m + index_t(h) * params.dq_stride_h;
+    for (int i = begin + warp; i < end; i += Traits::kNumWarps) {
+      for (int col = lane; col < params.head_dim; col += 32) {
+        dst[index_t(i) * params.dq_stride_m + index_t(col) * params.dq_stride_d] = from_float<Element>(0.0f);
+      }
     }
   }
 
@@ -556,6 +667,15 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
       }
     }
 
+    if constexpr (Traits::kStoresdQ) {
+      if (split == 0 && slice == 0) {
+        for (int h = hk * heads; h < (hk + 1) * heads; ++h) {
+          zero_dq(h, 0, count > 0 ? min(first_tile * Tiles::kBlockM, seqlen.len_q) : seqlen.len_q);
+          if (count > 0) zero_dq(h, last_tile * Tiles::kBlockM, seqlen.len_q);
+        }
+      }
+    }
+
     // This CTA's part of the (query head, query tile) pairs.
     int const total = count * heads;
     int begin = 0, end = total;
@@ -581,7 +701,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
       load_dout(h, tile * Tiles::kBlockM, left & 1);
       load_statistics(h, tile * Tiles::kBlockM, left & 1);
       cp_async_commit<kLegacy>();
-      if constexpr (Traits::kMask && Traits::kDqAtomic) {  // dQ = dS K
+      if constexpr (Traits::kMask && Tiles::kDq) {  // dQ = dS K
         HiddenKeys const hidden(params, b, hk * heads, heads);
         if (hidden.any) {
           cp_async_wait<kLegacy, 0>();
@@ -610,7 +730,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
         process_tile(gradient, m0, stage);
         int const h_done = h;
         advance(h, tile);
-        if constexpr (Traits::kDqAtomic || Tiles::kStages * Tiles::kStagesDout < 4) {
+        if constexpr (Tiles::kDq || Tiles::kStages * Tiles::kStagesDout < 4) {
           __syncthreads();
           if (more) {
             if constexpr (Tiles::kStages == 1) load_q(h, tile * Tiles::kBlockM, 0);
@@ -618,7 +738,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
             if constexpr (!kLoadsEarly) load_statistics(h, tile * Tiles::kBlockM, stage ^ 1);
             cp_async_commit<kLegacy>();
           }
-          if constexpr (Traits::kDqAtomic) add_dq(gradient.positions, h_done, m0);
+          if constexpr (Tiles::kDq) add_dq(gradient.positions, h_done, m0);
         }
       }
     }

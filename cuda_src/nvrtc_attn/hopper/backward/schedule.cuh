@@ -81,7 +81,7 @@ struct QueryRange {
     // With tiles of bias and dbias neighbouring blocks had better be at the same rows of those: 0.7 % at S 2048, 1.6 % at 256.
     constexpr bool kTogether =
         Traits::kBand || Traits::kVarlen || Traits::kOrdered || (Traits::kBiasTiles && Traits::kDbiasStore);
-    if constexpr (!kTogether) start = min(n_block * params.query_step, max(count - 1, 0));
+    if constexpr (!kTogether) start = min(n_block * params.query_step >> 12, max(count - 1, 0));
   }
   NVRTC_ATTN_DEVICE void next(int& h, int& m) const {
     if (++m == first + count) m = first;

@@ -1,0 +1,181 @@
+"""What a modifier becomes in one call: options and a bias as far as those say it, and the modifier that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from ..modifiers.canonical import BiasOperand, Bounds, Canonical, canonical
+from ..modifiers.modifier import Modifier
+from .tensors import Device, TensorView, view
+from .tensorview import normalised
+
+CallOptions: TypeAlias = Any
+"""`call.CallOptions`, a module above."""
+
+
+class Modified(NamedTuple):
+    """The arguments of a call after its modifier was taken apart."""
+
+    whole: Modifier
+    modifier: Modifier | None
+    options: CallOptions
+    captures: tuple[TensorView, ...]
+    """Of the modifier that is left."""
+    kept: tuple[int, ...]
+    """Their places among those of the whole modifier."""
+    bias: TensorView | None
+    bias_operand: BiasOperand | None
+
+    @property
+    def bias_capture(self) -> int:
+        """The place of the bias among the arrays of the whole modifier, -1 without one."""
+        return -1 if self.bias_operand is None else self.bias_operand.capture
+
+
+def simplify(
+    modifier: Modifier,
+    options: CallOptions,
+    tensors: Mapping[str, TensorView],
+    given: Mapping[str, Any],
+    stream: int | None,
+    trained: frozenset[int],
+) -> Modified:
+    """Take the modifier of a call apart.
+
+    Parameters
+    ----------
+    tensors
+        The views of q, k and v.
+    given
+        The other inputs that were given, by name.
+    trained
+        Captured arrays whose gradient is wanted.
+
+    Raises
+    ------
+    ValueError
+        A captured array is not where q is.
+    """
+    where = tensors["q"].device
+    views = tuple(_view(x, i, where, stream) for i, x in enumerate(modifier.captures))
+    packed = given.get("cu_seqlens_q") is not None or given.get("cu_seqlens_k") is not None
+    ranks = all(len(tensors[name].shape) == 4 for name in "qkv")
+    possible: frozenset[int] = frozenset()
+    if ranks and not packed and given.get("bias") is None:
+        q = tensors["q"]
+        possible = frozenset(
+            i for i, x in enumerate(views) if x.dtype == "float32" or (x.dtype == q.dtype and i not in trained)
+        )
+    found = _parts(modifier, options, possible)
+    bias = None
+    if found.bias is not None:
+        b, m, h, _ = tensors["q"].shape
+        bias = as_scores(views[found.bias.capture], found.bias, (b, h, m, tensors["k"].shape[1]))
+        if bias is None:  # too small, or larger than the scores: indices that are out of range, or a part of it
+            found = _parts(modifier, options, frozenset())
+    lengths = None if packed or not ranks else (tensors["q"].shape[1], tensors["k"].shape[1])
+    banded = _banded(options, found.bounds, lengths)
+    if banded is None:  # a band that the options cannot say here
+        found = _parts(modifier, options, possible if bias is not None else frozenset(), bounds=False)
+        banded = options
+    if found.softcap:
+        banded = banded._replace(softcap=found.softcap)
+    captures = tuple(views[i] for i in found.kept)
+    return Modified(modifier, found.modifier, banded, captures, found.kept, bias, found.bias)
+
+
+def _view(x: Any, place: int, where: Device, stream: int | None) -> TensorView:
+    found = view(x, f"captured array {place} of the modifier", stream=stream)
+    if found.device != where:
+        raise ValueError(
+            f"score_mod, mask_mod: captured array {place}, of shape {found.shape}, is on {found.device}, but q is on "
+            f"{where}. Move it there."
+        )
+    return found
+
+
+def _parts(modifier: Modifier, options: CallOptions, bias: frozenset[int], *, bounds: bool = True) -> Canonical:
+    softcap = options.softcap is None or not options.softcap
+    key = (bounds, softcap, bias)
+    found: Canonical | None = modifier.known.get(key)
+    if found is None:
+        found = modifier.known[key] = canonical(modifier, bounds=bounds, softcap=softcap, bias=bias)
+    return found
+
+
+def _banded(options: CallOptions, bounds: Bounds, lengths: tuple[int, int] | None) -> CallOptions | None:
+    """``options`` with the band ``bounds``, which counts from the top left; None where they cannot say it."""
+    if bounds == Bounds():
+        return options
+    causal, window = options.causal, options.window_size
+    if window is not None and not (isinstance(window, tuple | list) and len(window) == 2):
+        return None  # refused later
+    own = bool(causal) or (window is not None and any(x is not None and x != -1 for x in window))
+    aligned = (isinstance(causal, str) and causal == "top_left") or (lengths is not None and lengths[0] == lengths[1])
+    if not own and not aligned:
+        # Only a causal mask says that it counts from the top left.
+        if bounds.high != 0:
+            return None
+        return options._replace(causal="top_left", window_size=(None if bounds.low is None else -bounds.low, None))
+    if not aligned:
+        return None
+    if own:
+        left, right = window if window is not None else (None, None)
+        inner = Bounds(None if left is None or left == -1 else -left, None if right is None or right == -1 else right)
+        bounds = bounds.within(inner)
+    if (bounds.low or 0) > 0 or (bounds.high is not None and bounds.high < 0):
+        return None
+    return options._replace(window_size=(None if bounds.low is None else -bounds.low, bounds.high))
+
+
+def as_scores(x: TensorView, operand: BiasOperand, sizes: Sequence[int]) -> TensorView | None:
+    """The array as a bias ``[1|B, 1|H, 1|Mq, 1|Mk]``; None where a dim has another size."""
+    shape, strides = [], []
+    for axis, size in zip(operand.dims, sizes, strict=True):
+        if axis is not None and x.shape[axis] != size:
+            return None
+        shape.append(1 if axis is None else size)
+        strides.append(0 if axis is None else x.strides[axis])
+    # The owner has other dims: in a tuple, so that nobody takes it for what is described here.
+    layout = tuple(shape), normalised(tuple(shape), tuple(strides))
+    return TensorView(x.ptr, *layout, x.dtype, x.device, x.readonly, (x.owner,))
+
+
+def gradient_views(
+    modified: Modified, given: Sequence[object], stream: int | None, sizes: Sequence[int]
+) -> tuple[tuple[TensorView | None, ...], TensorView | None]:
+    """Writable views of the gradients of the captured arrays that are left, and of that of the bias.
+
+    Parameters
+    ----------
+    given
+        An array or None for each captured array of the whole modifier.
+    sizes
+        Of the scores.
+
+    Raises
+    ------
+    ValueError
+        Not as many, another shape or type, or of an array that the score has no derivative to.
+    """
+    arrays = modified.whole.captures
+    if len(given) != len(arrays):
+        raise ValueError(f"daux: {len(given)} arrays, but the modifier captured {len(arrays)}.")
+    views: list[TensorView | None] = []
+    for i, (x, array) in enumerate(zip(given, arrays, strict=True)):
+        if x is None:
+            views.append(None)
+            continue
+        found = view(x, f"daux[{i}]", stream=stream, writable=True)
+        if i not in modified.whole.differentiable:
+            raise ValueError(f"daux[{i}]: given, but the score has no derivative with respect to that captured array.")
+        if (found.shape, found.dtype) != (tuple(array.shape), "float32"):
+            raise ValueError(
+                f"daux[{i}]: {found.dtype} of shape {found.shape}, needed is float32 of shape {tuple(array.shape)}."
+            )
+        views.append(found)
+    bias = None if modified.bias_operand is None else views[modified.bias_capture]
+    if bias is not None and modified.bias_operand is not None:
+        bias = as_scores(bias, modified.bias_operand, sizes)
+    return tuple(views[i] for i in modified.kept), bias

@@ -1,0 +1,179 @@
+"""How XLA splits a pass over the devices of a mesh: each computes its batch entries and heads, nothing is gathered.
+
+Batch and key heads may be split, query heads with the key head that they read; of one key head, query heads too. Every
+other dim is gathered first. Of an operand that all devices share (a bias with batch 1, the key head of all query heads)
+each device has a part of the gradient, and they are added up.
+
+Dropout numbers the scores of the whole (all heads of all batch entries, in this order). Those of some batch entries are
+again a whole, further on in the stream: the offset is moved. Those of some heads are not, so that heads are gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..front.operands import OPERANDS
+
+Operands = Sequence[tuple[str, tuple[int, ...], str]]
+"""(name, shape, dtype) of each."""
+_Axes = tuple[str, ...]
+_BATCH: Final = "batch"
+_HEADS: Final = ("num_heads", "num_heads_kv")
+
+
+class _Sizes(NamedTuple):
+    batch: int
+    num_heads: int
+    num_heads_kv: int
+    scores: int
+    """Of one batch entry, all heads."""
+    packed: bool
+
+    def name(self, operand: str, dim: int, size: int) -> str:
+        """Which dim of the problem this is: empty if it is of size 1, where all share it or there is but one."""
+        if operand not in OPERANDS or size == 1:
+            return ""
+        axis = OPERANDS[operand].axes[dim]
+        return _BATCH if axis == "number of sequences" and not self.packed else axis
+
+
+def partitioned(run: Callable[..., Any], operands: Operands, results: Operands, dropout: bool, offset: int) -> Any:
+    """``run(None, *operands)`` as XLA may split it.
+
+    ``run`` gives ``results`` of whatever part its operands are. Its first argument is None, or a part's own place in
+    the dropout's stream, as words. ``offset`` is that of the whole if no operand is.
+    """
+    names = [name for name, _, _ in operands]
+    shapes = {name: shape for name, shape, _ in operands}
+    (batch, rows, heads, _), columns = shapes["q"], shapes["k"][1]
+    sizes = _Sizes(batch, heads, shapes["k"][2], heads * rows * columns, "cu_seqlens_q" in shapes)
+    if 0 in (batch, heads):
+        return lambda *arrays: run(None, *arrays)
+
+    def partition(mesh: Any, arguments: Sequence[Any], outcome: Any) -> Any:
+        axes = _split(mesh, arguments[names.index("q")].sharding, sizes, dropout)
+
+        def part(*arrays: Any) -> Any:
+            place = None
+            if dropout and axes[0]:
+                start = arrays[names.index("offset")] if "offset" in shapes else jnp.asarray(_words(offset))
+                place = _moved(start, mesh, axes[0], sizes)
+            found = run(place, *arrays)
+            return [_total(x, _shared_over(*result[:2], sizes, axes)) for x, result in zip(found, results, strict=True)]
+
+        def shardings(these: Operands) -> list[Any]:
+            return [NamedSharding(mesh, _spec(name, shape, sizes, axes)) for name, shape, _ in these]
+
+        return mesh, part, shardings(results), tuple(shardings(operands))
+
+    def infer(mesh: Any, arguments: Sequence[Any], outcome: Any) -> Any:
+        axes = _split(mesh, arguments[names.index("q")].sharding, sizes, dropout)
+        return [NamedSharding(mesh, _spec(name, shape, sizes, axes)) for name, shape, _ in results]
+
+    def whole(*arrays: Any) -> Any:
+        return run(None, *arrays)
+
+    call = custom_partitioning(whole)
+    call.def_partition(partition, infer, sharding_rule=_rule(operands, results, sizes, dropout))
+    return call
+
+
+def _rule(operands: Operands, results: Operands, sizes: _Sizes, dropout: bool) -> SdyShardingRule:
+    """The same for Shardy: factors of the dims, and which of them must not be split."""
+    group = sizes.num_heads // sizes.num_heads_kv
+    kept: dict[str, None] = {}  # in the order of their first mention, which Shardy asks for
+    factors: dict[str, int] = {}
+    count = 0
+
+    def factor(name: str, dim: int, size: int) -> Any:
+        nonlocal count
+        axis = sizes.name(name, dim, size)
+        if axis == _BATCH:
+            return "b"
+        if axis in _HEADS and not dropout:
+            if sizes.num_heads_kv == 1 or group == 1 or axis == "num_heads_kv":
+                return "h"
+            factors["g"] = group  # that of h is the whole dim of k
+            kept.setdefault("g")
+            return CompoundFactor("h", "g")
+        count += 1
+        name = f"n{count}"
+        if size > 1:
+            kept.setdefault(name)
+        return name
+
+    mappings = [
+        ArrayMapping(*(factor(name, dim, size) for dim, size in enumerate(shape)))
+        for name, shape, _ in (*operands, *results)
+    ]
+    split = len(operands)
+    return SdyShardingRule(
+        tuple(mappings[:split]), tuple(mappings[split:]), need_replication_factors=tuple(kept), **factors
+    )
+
+
+def _split(mesh: Any, sharding: Any, sizes: _Sizes, dropout: bool) -> tuple[_Axes, _Axes]:
+    """The axes of the mesh over batch and over heads, of q's sharding; none where they do not divide."""
+    spec = (*getattr(sharding, "spec", ()), None, None, None)
+    batch, heads = _axes(spec[0]), _axes(spec[2])
+    if sizes.batch % _count(mesh, batch):
+        batch = ()
+    whole_groups = sizes.num_heads_kv if sizes.num_heads_kv > 1 else sizes.num_heads
+    if dropout or whole_groups % _count(mesh, heads):
+        heads = ()
+    return batch, heads
+
+
+def _axes(entry: Any) -> _Axes:
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry) if isinstance(entry, (tuple, list)) else ()
+
+
+def _count(mesh: Any, axes: _Axes) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _spec(name: str, shape: Sequence[int], sizes: _Sizes, axes: tuple[_Axes, _Axes]) -> PartitionSpec:
+    entries: list[Any] = []
+    for dim, size in enumerate(shape):
+        axis = sizes.name(name, dim, size)
+        entries.append((axes[0] if axis == _BATCH else axes[1] if axis in _HEADS else ()) or None)
+    return PartitionSpec(*entries)
+
+
+def _shared_over(name: str, shape: Sequence[int], sizes: _Sizes, axes: tuple[_Axes, _Axes]) -> _Axes:
+    """The axes whose devices share this result."""
+    dims = {sizes.name(name, dim, size) for dim, size in enumerate(shape)}
+    return (*(() if _BATCH in dims else axes[0]), *(() if dims & set(_HEADS) else axes[1]))
+
+
+def _total(x: Any, axes: _Axes) -> Any:
+    return jax.lax.psum(x.astype(np.float32), axes).astype(x.dtype) if axes else x
+
+
+def _words(number: int) -> np.ndarray[Any, Any]:
+    """``number`` modulo 2^64 as ``uint32[2]``, low word first."""
+    return np.asarray([number % 2**32, number // 2**32 % 2**32], np.uint32)
+
+
+def _moved(start: Any, mesh: Any, axes: _Axes, sizes: _Sizes) -> Any:
+    """``start`` and the scores of the batch entries before those of this device, as words."""
+    devices = _count(mesh, axes)
+    before = np.stack([_words(index * (sizes.batch // devices) * sizes.scores) for index in range(devices)])
+    low, high = jnp.asarray(before)[jax.lax.axis_index(axes)]
+    total = start[0] + low
+    return jnp.stack([total, start[1] + high + (total < low).astype(np.uint32)])

@@ -1,0 +1,114 @@
+"""Derivatives of an expression, as expressions: with respect to the score and to every element it loads.
+
+Where a function has a kink its derivative is one of the two sides', at a tie of minimum and maximum that of the first
+operand. Steps (rounding, ``//``, comparisons, casts of integers) have none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from .graph import SCORE, Node, make, number, walk
+
+_Rule = Callable[[Node, Node], tuple[Node | None, ...]]
+"""From a node and the derivative with respect to it to those with respect to its operands."""
+
+ZERO: Final = number(0.0)
+
+
+def _f(value: float) -> Node:
+    return number(float(value))
+
+
+def _unary(of: Callable[[Node, Node], Node]) -> _Rule:
+    """The rule of a function of one operand, whose derivative is ``of(node, operand)``."""
+    return lambda node, d: (make("mul", d, of(node, node.args[0])),)
+
+
+def _where(node: Node, d: Node) -> tuple[Node | None, ...]:
+    condition = node.args[0]
+    return None, make("where", condition, d, ZERO), make("where", condition, ZERO, d)
+
+
+def _extreme(comparison: str) -> _Rule:
+    def rule(node: Node, d: Node) -> tuple[Node | None, ...]:
+        first = make(comparison, *node.args)
+        return make("where", first, d, ZERO), make("where", first, ZERO, d)
+
+    return rule
+
+
+def _power(node: Node, d: Node) -> tuple[Node | None, ...]:
+    base, exponent = node.args
+    below = make("pow", base, make("sub", exponent, _f(1)))
+    return (
+        make("mul", d, make("mul", exponent, below)),
+        None if exponent.op in ("number", "param") else make("mul", d, make("mul", node, make("log", base))),
+    )
+
+
+def _none(node: Node, d: Node) -> tuple[Node | None, ...]:
+    return (None,) * len(node.args)
+
+
+RULES: Final[dict[str, _Rule]] = {
+    "add": lambda node, d: (d, d),
+    "sub": lambda node, d: (d, make("neg", d)),
+    "mul": lambda node, d: (make("mul", d, node.args[1]), make("mul", d, node.args[0])),
+    "div": lambda node, d: (
+        make("div", d, node.args[1]),
+        make("neg", make("div", make("mul", d, node), node.args[1])),
+    ),
+    "neg": lambda node, d: (make("neg", d),),
+    "mod": lambda node, d: (d, make("neg", make("mul", d, make("floor", make("div", *node.args))))),
+    "minimum": _extreme("le"),
+    "maximum": _extreme("ge"),
+    "where": _where,
+    "pow": _power,
+    "abs": _unary(lambda node, x: make("sign", x)),
+    "exp": _unary(lambda node, x: node),
+    "exp2": _unary(lambda node, x: make("mul", node, _f(math.log(2)))),
+    "expm1": _unary(lambda node, x: make("add", node, _f(1))),
+    "log": _unary(lambda node, x: make("div", _f(1), x)),
+    "log2": _unary(lambda node, x: make("div", _f(1 / math.log(2)), x)),
+    "log1p": _unary(lambda node, x: make("div", _f(1), make("add", x, _f(1)))),
+    "sqrt": _unary(lambda node, x: make("div", _f(0.5), node)),
+    "rsqrt": _unary(lambda node, x: make("div", make("mul", _f(-0.5), node), x)),
+    "tanh": _unary(lambda node, x: make("sub", _f(1), make("mul", node, node))),
+    "sigmoid": _unary(lambda node, x: make("mul", node, make("sub", _f(1), node))),
+    "sin": _unary(lambda node, x: make("cos", x)),
+    "cos": _unary(lambda node, x: make("neg", make("sin", x))),
+    "erf": _unary(lambda node, x: make("mul", _f(2 / math.sqrt(math.pi)), make("exp", make("neg", make("mul", x, x))))),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign", "floordiv", "float", "int", "bool"), _none),
+}
+"""Of the operations that give floats; the others have no derivative."""
+
+
+def derivatives(root: Node) -> dict[Node, Node]:
+    """D root / d node, for the score and for every element of a floating-point array that ``root`` depends on.
+
+    A zero derivative is left out.
+    """
+    order = [x for x in walk([root]) if x.kind == "float"]
+    found: dict[Node, Node] = {root: _f(1)}
+    for node in reversed(order):
+        d = found.get(node)
+        if d is None or node.op in ("score", "load", "number", "param"):
+            continue
+        for operand, part in zip(node.args, RULES[node.op](node, d), strict=True):
+            if part is None or operand.kind != "float" or not _matters(operand):
+                continue
+            found[operand] = make("add", found[operand], part) if operand in found else part
+    return {x: d for x, d in found.items() if x == SCORE or x.op == "load"}
+
+
+def _matters(node: Node) -> bool:
+    """Whether a derivative with respect to it is wanted, or leads to one that is."""
+    return any(x == SCORE or (x.op == "load" and x.kind == "float") for x in walk([node]))
+
+
+def slope(root: Node) -> Node:
+    """D root / d score."""
+    return derivatives(root).get(SCORE, ZERO)

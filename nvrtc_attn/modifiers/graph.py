@@ -1,0 +1,233 @@
+"""The expression that a modifier is: nodes of floats, integers and booleans over a score and its position.
+
+A node is immutable and equal to another with the same content. Floats are computed in float32 (on the CPU in the type
+of the call), integers are int32, ``//`` and ``%`` floor as Python's.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from ..base.errors import TraceError
+
+Kind = Literal["float", "int", "bool"]
+_RANK: Final = {"bool": 0, "int": 1, "float": 2}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """One operation, its operands, and the kind of number that comes out.
+
+    ``value`` is the number of a ``number``, (slot, number) of a ``param``, and the capture of a ``load``.
+    """
+
+    op: str
+    args: tuple[Node, ...] = ()
+    kind: Kind = "float"
+    value: Any = None
+    _hash: int = field(init=False, repr=False)
+    depends: frozenset[str] = field(init=False, repr=False)
+    """Which of score, b, h, q, k it depends on."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.op, self.kind, repr(self.value), self.args)))
+        depends = frozenset((self.op,)) if self.op in INPUTS else frozenset().union(*(x.depends for x in self.args))
+        object.__setattr__(self, "depends", depends)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Node)
+            and self._hash == other._hash
+            and (self.op, self.kind, repr(self.value)) == (other.op, other.kind, repr(other.value))
+            and self.args == other.args
+        )
+
+
+POSITIONS: Final = ("b", "h", "q", "k")
+INPUTS: Final = ("score", *POSITIONS)
+SCORE: Final = Node("score")
+POSITION_NODES: Final = tuple(Node(name, kind="int") for name in POSITIONS)
+
+# What an operation makes of its operands' kinds.
+FLOAT_UNARY: Final = (
+    "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf",
+)  # fmt: skip
+ROUNDING: Final = ("floor", "ceil", "round", "trunc")
+SAME_UNARY: Final = ("neg", "abs", "sign")
+ARITHMETIC: Final = ("add", "sub", "mul", "floordiv", "mod", "minimum", "maximum")
+COMPARISONS: Final = ("lt", "le", "gt", "ge", "eq", "ne")
+LOGIC: Final = ("and", "or", "xor")
+OPERATIONS: Final = (
+    *FLOAT_UNARY, *ROUNDING, *SAME_UNARY, *ARITHMETIC, *COMPARISONS, *LOGIC, "not", "div", "pow", "shl", "shr", "where",
+    "float", "int", "bool",
+)  # fmt: skip
+"""All but the leaves: inputs, ``number``, ``param``, and ``load``, an element of a captured array."""
+
+_FOLD: Final[dict[str, Callable[..., Any]]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "neg": operator.neg,
+    "floordiv": operator.floordiv, "mod": operator.mod, "minimum": min, "maximum": max, "lt": operator.lt,
+    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne, "abs": abs,
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "float": float, "int": int, "bool": bool,
+    "shl": operator.lshift, "shr": operator.rshift, "exp": math.exp, "log": math.log, "sqrt": math.sqrt,
+    "tanh": math.tanh,
+}  # fmt: skip
+
+
+def number(value: bool | int | float) -> Node:
+    """A literal, which is part of the text of a kernel."""
+    return Node("number", kind=kind_of(value), value=value)
+
+
+def kind_of(value: bool | int | float) -> Kind:
+    return "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+
+
+def constant(node: Node) -> Any:
+    """The number that a node is known to be, of a literal or of this call; None of other nodes."""
+    if node.op == "number":
+        return node.value
+    return node.value[1] if node.op == "param" else None
+
+
+def cast(node: Node, kind: Kind) -> Node:
+    if node.kind == kind:
+        return node
+    return _fold(Node(kind, (node,), kind))
+
+
+def make(op: str, *args: Node) -> Node:
+    """The node of an operation, with its operands brought to one kind, simplified where literals allow it.
+
+    Raises
+    ------
+    TraceError
+        The operation does not exist for these kinds.
+    """
+    if op in FLOAT_UNARY:
+        return _fold(Node(op, (cast(args[0], "float"),)))
+    if op in ROUNDING:
+        return args[0] if args[0].kind != "float" else Node(op, args)
+    if op in SAME_UNARY:
+        x = cast(args[0], "int") if args[0].kind == "bool" else args[0]
+        return _fold(Node(op, (x,), x.kind))
+    if op in ("float", "int", "bool"):
+        return cast(args[0], op)  # type: ignore[arg-type]
+    if op in ARITHMETIC:
+        return _simplified(op, *_alike(args, "int"))
+    if op == "div":
+        return _simplified(op, *(cast(x, "float") for x in args))
+    if op in COMPARISONS:
+        return _fold(Node(op, tuple(_alike(args, "bool")), "bool"))
+    if op in LOGIC or op == "not":
+        if any(x.kind == "float" for x in args):
+            raise TraceError(f"{op!r} of floating-point numbers: compare them first.")
+        same = _alike(args, "bool")
+        return _simplified(op, *same)
+    if op in ("shl", "shr"):
+        if any(x.kind == "float" for x in args):
+            raise TraceError("a shift of floating-point numbers: multiply by a power of two.")
+        return _fold(Node(op, tuple(cast(x, "int") for x in args), "int"))
+    if op == "where":
+        condition, *values = args
+        a, b = _alike(values, "bool")
+        condition = condition if condition.kind == "bool" else make("ne", condition, number(0))
+        if condition.op == "number":
+            return a if condition.value else b
+        return a if a == b else Node("where", (condition, a, b), a.kind)
+    if op == "pow":
+        return _power(*args)
+    raise TraceError(f"{op!r} is no operation of a modifier.")
+
+
+def load(capture: int, kind: Kind, index: Sequence[Node]) -> Node:
+    """An element of a captured array."""
+    return Node("load", tuple(cast(x, "int") for x in index), kind, capture)
+
+
+def _alike(nodes: Sequence[Node], least: Kind) -> list[Node]:
+    kind = max((least, *(x.kind for x in nodes)), key=lambda x: _RANK[x])
+    return [cast(x, kind) for x in nodes]
+
+
+def _power(base: Node, exponent: Node) -> Node:
+    if exponent.op == "number" and float(exponent.value).is_integer() and 0 <= exponent.value <= 4:
+        result = number(1) if base.kind != "float" else number(1.0)
+        for _ in range(int(exponent.value)):
+            result = make("mul", result, base)
+        return result if exponent.kind != "float" else cast(result, "float")
+    if base.kind != "float" and exponent.kind != "float":
+        raise TraceError("'pow' of integers: make the base a float, as in 2.0 ** x.")
+    base, exponent = cast(base, "float"), cast(exponent, "float")
+    if base.op == "number" and base.value == 2:
+        return make("exp2", exponent)
+    return _fold(Node("pow", (base, exponent)))
+
+
+def _simplified(op: str, *args: Node) -> Node:
+    kind = args[0].kind
+    if len(args) == 2 and not all(x.op == "number" for x in args):
+        a, b = args
+        first = a.value if a.op == "number" else None
+        second = b.value if b.op == "number" else None
+        if kind == "bool":  # of and, or, xor
+            for known, other in ((first, b), (second, a)):
+                if known is not None and op == "and":
+                    return other if known else number(False)
+                if known is not None and op == "or":
+                    return number(True) if known else other
+        elif (op == "add" and first == 0) or (op == "mul" and first == 1):
+            return b
+        elif (op in ("add", "sub") and second == 0) or (op in ("mul", "div") and second == 1):
+            return a
+    if op == "not":
+        if args[0].op == "not":
+            return args[0].args[0]
+        if kind == "bool" and args[0].op == "number":
+            return number(not args[0].value)
+    return _fold(Node(op, args, kind))
+
+
+def _fold(node: Node) -> Node:
+    """The literal that an operation on literals is, where it is one."""
+    compute = _FOLD.get(node.op)
+    if compute is None or not all(x.op == "number" for x in node.args):
+        return node
+    try:
+        value = compute(*(x.value for x in node.args))
+    except (ArithmeticError, ValueError):
+        return node
+    convert: Callable[[Any], Any] = {"float": float, "int": int, "bool": bool}[node.kind]
+    return number(convert(value))
+
+
+def walk(roots: Sequence[Node]) -> Iterator[Node]:
+    """Every node below ``roots`` once, operands before what uses them, in an order that only the graph decides."""
+    done: set[Node] = set()
+    stack = [(x, False) for x in reversed(roots)]
+    while stack:
+        node, ready = stack.pop()
+        if node in done:
+            continue
+        if ready:
+            done.add(node)
+            yield node
+        else:
+            stack.append((node, True))
+            stack += [(x, False) for x in reversed(node.args) if x not in done]
+
+
+def rebuilt(root: Node, value_of: Callable[[Node], Any]) -> Node:
+    """``root`` with other values of its nodes."""
+    made: dict[Node, Node] = {}
+    for node in walk([root]):
+        made[node] = Node(node.op, tuple(made[x] for x in node.args), node.kind, value_of(node))
+    return made[root]

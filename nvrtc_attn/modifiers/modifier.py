@@ -1,0 +1,97 @@
+"""A traced modifier: its `Program`, which decides the kernel, and the arrays and numbers of this call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .derivative import derivatives
+from .graph import Node, rebuilt, walk
+from .proxy import dtype_of
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The expressions with numbered operands: equal for calls that differ in numbers and in the content of arrays."""
+
+    score: Node | None
+    mask: Node | None
+    captures: tuple[tuple[str, int], ...]
+    """Dtype and rank of each captured array."""
+    numbers: tuple[str, ...]
+    """``float`` or ``int`` of each number that is given at run time."""
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.score, self.mask, self.captures, self.numbers)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Modifier:
+    """What `trace` returns. Pass it as ``score_mod``: nothing is traced again."""
+
+    program: Program
+    captures: tuple[Any, ...]
+    numbers: tuple[float, ...]
+    known: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
+    """What was worked out from it before: a call asks for the same again."""
+
+    @classmethod
+    def of(cls, score: Node | None, mask: Node | None, captures: tuple[Any, ...]) -> Modifier:
+        """The modifier of expressions over ``captures``."""
+        return cls.parts(score, mask, captures)[0]
+
+    @classmethod
+    def parts(
+        cls, score: Node | None, mask: Node | None, captures: tuple[Any, ...]
+    ) -> tuple[Modifier, tuple[int, ...]]:
+        """Number the operands in the order in which the expressions use them, and leave out the others.
+
+        Also returns which of ``captures`` the modifier has.
+        """
+        roots = [x for x in (score, mask) if x is not None]
+        slots: dict[int, int] = {}
+        params: dict[int, int] = {}
+        numbers: list[float] = []
+        kinds: list[str] = []
+        for node in walk(roots):
+            if node.op == "load":
+                slots.setdefault(node.value, len(slots))
+            elif node.op == "param" and node.value[0] not in params:
+                params[node.value[0]] = len(params)
+                numbers.append(node.value[1])
+                kinds.append(node.kind)
+
+        def value_of(node: Node) -> Any:
+            if node.op == "param":
+                return params[node.value[0]]
+            return slots[node.value] if node.op == "load" else node.value
+
+        def numbered(root: Node | None) -> Node | None:
+            return None if root is None else rebuilt(root, value_of)
+
+        kept = tuple(sorted(slots, key=lambda x: slots[x]))
+        arrays = tuple(captures[i] for i in kept)
+        program = Program(numbered(score), numbered(mask), tuple((dtype_of(x), x.ndim) for x in arrays), tuple(kinds))
+        return cls(program, arrays, tuple(numbers)), kept
+
+    @property
+    def valued(self) -> tuple[Node | None, Node | None]:
+        """The expressions of score and mask with the numbers of this call."""
+
+        def value_of(node: Node) -> Any:
+            return (node.value, self.numbers[node.value]) if node.op == "param" else node.value
+
+        score, mask = (None if x is None else rebuilt(x, value_of) for x in (self.program.score, self.program.mask))
+        return score, mask
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        """Which captured arrays the score has a derivative to."""
+        if self.program.score is None:
+            return ()
+        return tuple(sorted({x.value for x in derivatives(self.program.score) if x.op == "load"}))

@@ -1,0 +1,412 @@
+"""What a modifier's function is called with: objects that write down what is done to them.
+
+They take Python's operators, NumPy's functions and torch's (``__torch_function__``; no framework is imported). An array
+that the function captured becomes an operand of the kernel when it is indexed with one of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
+
+import numpy as np
+
+from ..base.errors import TraceError, shown
+from .graph import Kind, Node, constant, load, make, number
+
+_KINDS: Final[dict[str, Kind]] = {
+    "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float", "bool": "bool", "uint8": "int",
+    "int32": "int", "int64": "int",
+}  # fmt: skip
+
+
+def dtype_of(array: Any) -> str:
+    return str(array.dtype).replace("torch.", "")
+
+
+def is_array(x: object) -> bool:
+    """Whether ``x`` is an array of some framework, no scalar of NumPy's."""
+    # Modules of arrays have functions of these names.
+    return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype") and not isinstance(x, np.generic)
+
+
+class Recording:
+    """One trace: what was captured, and which numbers are literals of the function's text."""
+
+    def __init__(self, literals: frozenset[tuple[str, Any]]) -> None:
+        self.captures: list[Any] = []
+        self._by_id: dict[int, int] = {}
+        self._literals = literals
+        self._slots = 0
+
+    def node(self, x: Any) -> Node:
+        """The node of anything that an operator may meet.
+
+        Raises
+        ------
+        TraceError
+            It is no number and no array of one element.
+        """
+        if isinstance(x, Proxy):
+            return x.node
+        if isinstance(x, np.generic) or _is_host_scalar(x):
+            x = x.item()
+        if isinstance(x, bool | int | float):
+            # What is no literal, and not one of the numbers that simplify, is given at run time: no recompile.
+            if isinstance(x, bool) or (type(x).__name__, x) in self._literals or x in (0, 1, -1) or not _ordinary(x):
+                return number(x)
+            self._slots += 1
+            return Node("param", kind="int" if isinstance(x, int) else "float", value=(self._slots - 1, x))
+        if isinstance(x, Captured):
+            return x.element()
+        if is_array(x):
+            if x.ndim == 0:
+                return self.element(x, ())
+            raise TraceError(
+                f"a captured array of shape {tuple(x.shape)} is used as a whole. Index it with b, h, q or k: a "
+                f"modifier works on one score."
+            )
+        raise TraceError(f"{shown(x)} of type {type(x).__name__} is no number and no array.")
+
+    def element(self, array: Any, index: tuple[Any, ...]) -> Node:
+        """An element of a captured array; ``index`` is complete."""
+        name = dtype_of(array)
+        if name not in _KINDS:
+            raise TraceError(f"a captured array has dtype {name}; accepted are {', '.join(_KINDS)}.")
+        nodes = []
+        for size, x in zip(array.shape, index, strict=True):
+            node = self.node(x)
+            if node.kind == "float":
+                raise TraceError("a captured array is indexed with a floating-point number: convert it to an integer.")
+            known = constant(node)
+            if known is not None:
+                if not -size <= known < size:
+                    raise TraceError(
+                        f"index {known} of a captured array of shape {tuple(array.shape)} is out of range."
+                    )
+                node = number(int(known) % size)
+            nodes.append(node)
+        slot = self._by_id.get(id(array))
+        if slot is None:
+            slot = self._by_id[id(array)] = len(self.captures)
+            self.captures.append(array)
+        return load(slot, _KINDS[name], nodes)
+
+    def index(self, array: Any, before: tuple[Any, ...], index: Any) -> Any:
+        """``array[before][index]`` where a proxy is among the indices."""
+        whole = (*before, *(index if isinstance(index, tuple) else (index,)))
+        for x in whole:
+            if x is None or x is Ellipsis or isinstance(x, slice):
+                raise TraceError(f"index {shown(x)} of a captured array: an index must name one element.")
+        if len(whole) > array.ndim:
+            raise TraceError(f"{len(whole)} indices of a captured array of shape {tuple(array.shape)}.")
+        if len(whole) < array.ndim:
+            return Captured(self, array, whole)
+        return Proxy(self, self.element(array, whole))
+
+
+def _is_host_scalar(x: Any) -> bool:
+    """Whether ``x`` is a number in a tensor on the CPU that wants no gradient: read now, without waiting for a GPU."""
+    if not is_array(x) or x.ndim:
+        return False
+    return isinstance(x, np.ndarray) or (
+        str(getattr(x, "device", "")) == "cpu" and getattr(x, "requires_grad", True) is False
+    )
+
+
+def _ordinary(x: float) -> bool:
+    """Whether a number can be told to a kernel: finite, and an integer that int32 holds."""
+    return -(2**31) <= x < 2**31 if isinstance(x, int) else abs(x) <= 3.4e38
+
+
+class Captured:
+    """A captured array, or a part of one that needs further indices."""
+
+    __slots__ = ("_array", "_index", "_recording")
+
+    def __init__(self, recording: Recording, array: Any, index: tuple[Any, ...] = ()) -> None:
+        self._recording, self._array, self._index = recording, array, index
+
+    def __getitem__(self, index: Any) -> Any:
+        whole = (*self._index, *(index if isinstance(index, tuple) else (index,)))
+        complete = len(whole) == self._array.ndim and all(isinstance(x, int | np.integer) for x in whole)
+        if complete or any(isinstance(x, Proxy | Captured) for x in whole):
+            return self._recording.index(self._array, self._index, index)
+        return Captured(self._recording, self._array[index])  # no proxy in it: done once, by the framework
+
+    def element(self) -> Node:
+        if self._index or self._array.ndim:
+            raise TraceError(
+                f"{len(self._index)} of the {self._array.ndim} indices of a captured array of shape "
+                f"{tuple(self._array.shape)} are given. Index every dim: a modifier works on one score."
+            )
+        return self._recording.element(self._array, ())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._array.shape)[len(self._index) :]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self._array.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise TraceError(f"{name!r} of a captured array: compute it before, outside of the function.")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch_function(func, args, kwargs or {})
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return _call(self._recording, ufunc.__name__, inputs, kwargs)
+
+
+class Proxy:
+    """A number that is known when the kernel runs."""
+
+    __slots__ = ("_recording", "node")
+
+    def __init__(self, recording: Recording, node: Node) -> None:
+        self._recording, self.node = recording, node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            return lambda *args, **kwargs: _call(self._recording, name, (self, *args), kwargs)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TraceError(f"{name!r} is not possible in a modifier, which works on one score.")
+
+    def __bool__(self) -> NoReturn:
+        raise TraceError(
+            "a branch on a value that is known only when the kernel runs (if, while, and, or, not, chained "
+            "comparisons). Use where(condition, a, b), and &, |, ~ between conditions."
+        )
+
+    def _concrete(self, *_: object) -> NoReturn:
+        raise TraceError(
+            "a value that is known only when the kernel runs is needed as a Python number (int(), float(), range(), "
+            "an index of a list or of an array that was made inside of the function)."
+        )
+
+    __int__ = __float__ = __index__ = __complex__ = __round__ = _concrete
+
+    def __len__(self) -> NoReturn:
+        raise TraceError("len() of a number: a modifier works on one score.")
+
+    def __iter__(self) -> NoReturn:
+        raise TraceError("iteration over a number: a modifier works on one score.")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TraceError("an index into a number: a modifier works on one score.")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __pos__(self) -> Proxy:
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch_function(func, args, kwargs or {})
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method != "__call__":
+            raise TraceError(f"'{ufunc.__name__}.{method}' is a shape operation: a modifier works on one score.")
+        return _call(self._recording, ufunc.__name__, inputs, kwargs)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return _call(self._recording, func.__name__, args, kwargs)
+
+
+def _binary(op: str, reflected: bool) -> Callable[[Proxy, Any], Proxy]:
+    def method(self: Proxy, other: Any) -> Proxy:
+        recording = self._recording
+        a, b = self.node, recording.node(other)
+        return Proxy(recording, make(op, b, a) if reflected else make(op, a, b))
+
+    return method
+
+
+_OPERATORS: Final = {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod", "pow": "pow",
+    "and": "and", "or": "or", "xor": "xor", "lshift": "shl", "rshift": "shr",
+}  # fmt: skip
+for _name, _op in _OPERATORS.items():
+    setattr(Proxy, f"__{_name}__", _binary(_op, False))
+    setattr(Proxy, f"__r{_name}__", _binary(_op, True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Proxy, f"__{_name}__", _binary(_name, False))
+for _name, _op in (("neg", "neg"), ("abs", "abs"), ("invert", "not")):
+    setattr(Proxy, f"__{_name}__", lambda self, op=_op: Proxy(self._recording, make(op, self.node)))
+# A partly indexed array takes part in arithmetic only to be refused, and one without dims as its element.
+for _name in (*(f"__{x}__" for x in _OPERATORS), *(f"__r{x}__" for x in _OPERATORS), "__lt__", "__le__", "__gt__",
+              "__ge__", "__eq__", "__ne__", "__neg__", "__abs__", "__invert__"):  # fmt: skip
+    setattr(
+        Captured,
+        _name,
+        lambda self, *other, name=_name: getattr(Proxy(self._recording, self.element()), name)(*other),
+    )
+
+
+# ----------------------------------------------------------------------------------------- functions of the frameworks
+
+
+def _clamp(x: Node, low: Node | None = None, high: Node | None = None) -> Node:
+    if low is not None:
+        x = make("maximum", x, low)
+    return x if high is None else make("minimum", x, high)
+
+
+def _softplus(x: Node) -> Node:
+    return make("add", make("maximum", x, number(0.0)), make("log1p", make("exp", make("neg", make("abs", x)))))
+
+
+_KEYWORDS: Final = {
+    "input": "x", "other": "b", "a_min": "low", "a_max": "high", "min": "low", "max": "high", "value": "value",
+}  # fmt: skip
+_FUNCTIONS: Final[dict[str, Callable[..., Node]]] = {
+    "where": lambda condition, a, b: make("where", condition, a, b),
+    "masked_fill": lambda x, condition, value: make("where", condition, value, x),
+    "clamp": _clamp,
+    "clip": _clamp,
+    "clamp_min": lambda x, low: _clamp(x, low),
+    "clamp_max": lambda x, high: _clamp(x, None, high),
+    "relu": lambda x: make("maximum", x, number(0)),
+    "square": lambda x: make("mul", x, x),
+    "reciprocal": lambda x: make("div", number(1.0), x),
+    "rsub": lambda a, b: make("sub", b, a),
+    "float": lambda x: make("float", x), "half": lambda x: make("float", x), "double": lambda x: make("float", x),
+    "int": lambda x: make("int", x), "long": lambda x: make("int", x), "bool": lambda x: make("bool", x),
+    "logical_not": lambda x: make("not", make("bool", x)),
+    "softplus": _softplus,
+    "silu": lambda x: make("mul", x, make("sigmoid", x)),
+}  # fmt: skip
+for _name in ("and", "or", "xor"):
+    _FUNCTIONS[f"logical_{_name}"] = lambda a, b, op=_name: make(op, make("bool", a), make("bool", b))
+# Names of NumPy, torch and of methods that mean one operation.
+_ALIASES: Final[dict[str, str]] = {
+    **{name: name for name in (
+        "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf",
+        "floor", "ceil", "round", "trunc", "abs", "sign", "add", "sub", "mul", "div", "mod", "minimum", "maximum",
+        "lt", "le", "gt", "ge", "eq", "ne", "pow", "neg",
+    )},
+    "absolute": "abs", "fabs": "abs", "negative": "neg", "rint": "round", "subtract": "sub", "multiply": "mul",
+    "divide": "div", "true_divide": "div", "truediv": "div", "floor_divide": "floordiv", "floordiv": "floordiv",
+    "remainder": "mod", "power": "pow", "float_power": "pow", "less": "lt", "less_equal": "le", "greater": "gt",
+    "greater_equal": "ge", "equal": "eq", "not_equal": "ne", "bitwise_and": "and", "bitwise_or": "or",
+    "bitwise_xor": "xor", "bitwise_not": "not", "invert": "not", "left_shift": "shl", "right_shift": "shr",
+    "bitwise_left_shift": "shl", "bitwise_right_shift": "shr", "lshift": "shl", "rshift": "shr", "and": "and",
+    "or": "or", "xor": "xor", "fmin": "minimum", "fmax": "maximum", "special_expit": "sigmoid",
+    "special_erf": "erf", "special_exp2": "exp2", "special_log1p": "log1p", "special_expm1": "expm1",
+}  # fmt: skip
+for _name, _op in _ALIASES.items():
+    _FUNCTIONS.setdefault(_name, lambda *args, op=_op: make(op, *args))
+METHODS: Final = frozenset({*_FUNCTIONS, "to", "type", "astype", "clone", "detach", "contiguous", "item"})
+_UNCHANGED: Final = ("clone", "contiguous")
+_RANDOM: Final = ("rand", "bernoulli", "dropout", "normal", "poisson", "multinomial")
+_SHAPES: Final = (
+    "sum", "mean", "prod", "amax", "amin", "max", "min", "softmax", "log_softmax", "logsumexp", "cumsum", "sort",
+    "argmax", "argmin", "reshape", "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten", "stack",
+    "cat", "concatenate", "matmul", "dot", "einsum", "gather", "index_select", "norm", "all", "any", "size", "dim",
+)  # fmt: skip
+
+
+def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Proxy:
+    """The function ``name`` of a framework."""
+    if name in ("div", "divide") and kwargs.get("rounding_mode") is not None:
+        mode = kwargs["rounding_mode"]
+        if mode == "floor":
+            return _call(recording, "floor_divide", args, {})
+        return _call(recording, "trunc", (_call(recording, "div", args, {}),), {})
+    if name in _UNCHANGED:
+        return Proxy(recording, recording.node(args[0]))
+    if name in ("to", "type", "astype"):
+        return _converted(recording, args, kwargs)
+    kwargs = {_KEYWORDS.get(key, key): x for key, x in kwargs.items() if x is not None}
+    if name in ("add", "sub", "subtract") and "alpha" in kwargs:
+        factor = kwargs.pop("alpha")
+        args = (args[0], _call(recording, "mul", (args[1], factor), {}))
+    function = _FUNCTIONS.get(name)
+    if function is None:
+        reason = "it is no function of one score"
+        if any(word in name for word in _RANDOM):
+            reason = "a modifier has no random numbers; dropout is an argument of the attention"
+        elif name in _SHAPES:
+            reason = "it changes or reduces a shape, and a modifier works on one score"
+        raise TraceError(f"{name!r} is not possible in a modifier: {reason}.")
+    nodes = [recording.node(x) for x in args if x is not None]
+    if "b" in kwargs:
+        nodes.append(recording.node(kwargs.pop("b")))
+    if "x" in kwargs:
+        nodes.insert(0, recording.node(kwargs.pop("x")))
+    try:
+        return Proxy(recording, function(*nodes, **{key: recording.node(x) for key, x in kwargs.items()}))
+    except TypeError:
+        raise TraceError(f"{name!r} with {len(args)} arguments and {sorted(kwargs) or 'no'} options.") from None
+
+
+def _converted(recording: Recording, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Proxy:
+    x, *rest = (*args, *kwargs.values())
+    node = recording.node(x)
+    for target in rest:
+        if isinstance(target, Proxy):
+            node = make(target.node.kind, node)
+            continue
+        name = getattr(target, "__name__", None) or str(target).replace("torch.", "")
+        if name in _KINDS or name in ("float", "int"):
+            node = make(_KINDS.get(name, name), node)
+    return Proxy(recording, node)
+
+
+_INDEXING: Final = ("__getitem__", "getitem")
+_READ_ONLY: Final = ("__get__",)
+
+
+def torch_function(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A call of torch with a proxy, or with an array of proxies as its index, among its arguments."""
+    recording = recording_of((*args, *kwargs.values()))
+    name = getattr(func, "__name__", str(func))
+    if recording is None:
+        return func(*args, **kwargs)
+    if name in _INDEXING:
+        return recording.index(args[0], (), args[1])
+    if name in _READ_ONLY:
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "?")
+        raise TraceError(f"{attribute!r} is not possible in a modifier, which works on one score.")
+    if name.startswith("__") and name.endswith("__"):
+        plain = name[2:-2]
+        if plain.startswith("r") and plain[1:] in _OPERATORS:
+            return _call(recording, _OPERATORS[plain[1:]], (args[1], args[0]), {})
+        name = _OPERATORS.get(plain, plain)
+    return _call(recording, name.rstrip("_") if name in ("where_", "clamp_") else name, args, kwargs)
+
+
+def recording_of(args: Any) -> Recording | None:
+    """The recording that a proxy among the arguments belongs to."""
+    for x in args:
+        if isinstance(x, Proxy | Captured):
+            return x._recording
+        if isinstance(x, tuple | list):
+            found = recording_of(x)
+            if found is not None:
+                return found
+    return None
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """``a`` where a condition holds, else ``b``: the branch of native modifiers."""
+    recording = recording_of((condition, a, b))
+    if recording is None:
+        return a if operator.truth(condition) else b
+    return _call(recording, "where", (condition, a, b), {})

@@ -1,0 +1,214 @@
+"""From the functions of a call to its `Modifier`: an expression, the arrays it reads, the numbers it was given."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from ..base.errors import TraceError, shown
+from .graph import INPUTS, Node, cast, number
+from .modifier import Modifier
+from .proxy import Captured, Proxy, Recording, is_array
+
+_MAX_DEPTH: Final = 16
+
+
+def trace(
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    *,
+    aux: Mapping[str, Any] | None = None,
+) -> Modifier:
+    """Trace the functions of a call once, to be used any number of times.
+
+    Parameters
+    ----------
+    score_mod
+        ``score_mod(score, b, h, q, k)`` returns what takes the place of ``score = softmax_scale * q . k``.
+    mask_mod
+        ``mask_mod(b, h, q, k)`` returns whether query q sees key k.
+    aux
+        Arrays by name, which both functions then take as one more argument and index: ``aux["slopes"][h]``. Arrays that
+        a function captures by itself need no mention.
+
+    Returns
+    -------
+    Modifier
+        ``score_mod=`` of any call takes it. Arrays are operands: their content, and that of a captured number, may
+        change from call to call without a new kernel.
+
+    Raises
+    ------
+    TraceError
+        The message names the operation that is not possible.
+    """
+    if isinstance(score_mod, Modifier):
+        if mask_mod is not None or aux is not None:
+            raise TraceError("score_mod: a traced modifier has its mask_mod and its arrays already.")
+        return score_mod
+    for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if not (function is None or callable(function)):
+            raise TypeError(f"{name}: got {shown(function)} of type {type(function).__name__}. It is a function.")
+    recording = Recording(frozenset(_literals(score_mod)) | frozenset(_literals(mask_mod)))
+    inputs = {name: Proxy(recording, Node(name, kind="float" if name == "score" else "int")) for name in INPUTS}
+    positions = tuple(inputs[name] for name in INPUTS[1:])
+    more = () if aux is None else (_Aux(recording, aux),)
+    score = mask = None
+    with _torch_mode():
+        if score_mod is not None:
+            score = cast(_called(recording, "score_mod", score_mod, (inputs["score"], *positions, *more)), "float")
+        if mask_mod is not None:
+            mask = _called(recording, "mask_mod", mask_mod, (*positions, *more))
+            if mask.kind == "float":
+                raise TraceError("mask_mod: returned a floating-point number. It returns whether the key is kept.")
+            mask = cast(mask, "bool")
+    if mask == number(True):
+        mask = None
+    return Modifier.of(score, mask, tuple(recording.captures))
+
+
+class _Aux:
+    """The arrays of ``aux``, by name as items and as attributes."""
+
+    def __init__(self, recording: Recording, arrays: Mapping[str, Any]) -> None:
+        self._arrays = {name: Captured(recording, x) if is_array(x) else x for name, x in arrays.items()}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._arrays[name]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._arrays[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _called(recording: Recording, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Node:
+    try:
+        result = _with_captures(function, recording, 0)(*args)
+        return recording.node(result)
+    except TraceError as error:
+        raise TraceError(f"{name}: {error.args[0]}") from None
+    except TypeError as error:
+        if "positional argument" in str(error):
+            raise TraceError(f"{name}: {error}. It is called with ({', '.join(INPUTS)})"[:-1] + ").") from None
+        raise
+
+
+# ------------------------------------------------------------------------- what a function captured, and its literals
+
+
+def _with_captures(x: Any, recording: Recording, depth: int) -> Any:
+    """The function with the arrays that it and the functions it uses captured as operands, in containers, too.
+
+    torch's tensors stay as they are: `_torch_mode` sees what is done to them.
+    """
+    if _is_plain_array(x):
+        return Captured(recording, x)
+    if depth > _MAX_DEPTH:
+        return x
+
+    def replaced(value: Any) -> Any:
+        return _with_captures(value, recording, depth + 1)
+
+    if type(x) is dict:
+        items = {name: replaced(value) for name, value in x.items()}
+        return items if any(items[name] is not x[name] for name in x) else x
+    if type(x) in (list, tuple):
+        elements = [replaced(value) for value in x]
+        return type(x)(elements) if any(a is not b for a, b in zip(elements, x, strict=True)) else x
+    if not isinstance(x, types.FunctionType):
+        return x
+
+    changed = False
+    cells = []
+    for cell in x.__closure__ or ():
+        try:
+            before = cell.cell_contents
+        except ValueError:  # not filled yet: a function that calls itself
+            cells.append(cell)
+            continue
+        after = before if before is x else replaced(before)
+        changed |= after is not before
+        cells.append(cell if after is before else types.CellType(after))
+    values = x.__globals__
+    for name in _names(x.__code__):
+        before = x.__globals__.get(name)
+        # Other functions of the same file may read arrays, too; those of a library do not.
+        if before is x or not (_is_plain_array(before) or getattr(before, "__globals__", None) is x.__globals__):
+            continue
+        after = replaced(before)
+        if after is not before:
+            values = dict(values) if values is x.__globals__ else values
+            values[name] = after
+            changed = True
+    defaults = tuple(map(replaced, x.__defaults__ or ()))
+    changed |= any(a is not b for a, b in zip(defaults, x.__defaults__ or (), strict=True))
+    if not changed:
+        return x
+    result = types.FunctionType(x.__code__, values, x.__name__, defaults or None, tuple(cells) or None)
+    result.__kwdefaults__ = x.__kwdefaults__
+    return result
+
+
+def _is_plain_array(x: object) -> bool:
+    return not isinstance(x, type) and is_array(x) and not hasattr(x, "__torch_function__")
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for x in code.co_consts:
+        if isinstance(x, types.CodeType):
+            yield from _names(x)
+
+
+def _literals(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Numbers in the text of a function and of those that it captured: they belong to the kernel's text, too."""
+    if depth > _MAX_DEPTH or not isinstance(function, types.FunctionType):
+        return
+    codes = [function.__code__]
+    while codes:
+        for x in codes.pop().co_consts:
+            if isinstance(x, types.CodeType):
+                codes.append(x)
+            elif isinstance(x, int | float):
+                yield type(x).__name__, x
+                yield type(x).__name__, -x  # a negative literal may be a positive one that is negated
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            inner = cell.cell_contents
+            for x in inner if isinstance(inner, tuple | list) else (inner,):
+                if x is not function:
+                    yield from _literals(x, depth + 1)
+
+
+@contextlib.contextmanager
+def _torch_mode() -> Iterator[None]:
+    """While torch is there, see the indexing of its tensors, which asks no argument but the tensor for its meaning."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    with _mode_class(torch)():
+        yield
+
+
+_modes: dict[Any, Any] = {}
+
+
+def _mode_class(torch: Any) -> Any:
+    if torch not in _modes:
+        from .proxy import recording_of, torch_function
+
+        class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                kwargs = kwargs or {}
+                if recording_of((*args, *kwargs.values())) is None:
+                    return func(*args, **kwargs)
+                return torch_function(func, args, kwargs)
+
+        _modes[torch] = Mode
+    return _modes[torch]

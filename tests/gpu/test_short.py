@@ -1,0 +1,121 @@
+"""The portable backward pass where one tile holds all keys: dq is stored, and the kernel prepares its own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+from harness import DEVICE, Run, failures, oracle, torch
+
+from nvrtc_attn.front.problem import AttentionProblem
+from nvrtc_attn.heuristics import portable_backward
+from nvrtc_attn.plans import plan
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plans of the portable family with these switches, for plans made from here on."""
+    choose = portable_backward.choose_backward
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "portable")
+
+    def forced(**switches: Any) -> list[Any]:
+        made = []
+
+        def chosen(problem: AttentionProblem, **target: Any) -> Any:
+            made.append(choose(problem, **target, **switches))
+            return made[-1]
+
+        monkeypatch.setattr(plan, "_plans", {})
+        monkeypatch.setattr(portable_backward, "choose_backward", chosen)
+        return made
+
+    return forced
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "windows_of_swin": {"batch": 5, "seqlen_q": 49, "seqlen_k": 49, "num_heads": 4, "head_dim": 32, "bias": "1hqk"},
+    "full_bias": {"seqlen_q": 64, "seqlen_k": 64, "head_dim": 32, "bias": "bhqk", "dlse": True},
+    "float32_bias": {"seqlen_q": 63, "seqlen_k": 50, "head_dim": 64, "bias": "11qk", "bias_dtype": "float32"},
+    "one_row": {"seqlen_q": 1, "seqlen_k": 17, "head_dim": 64},
+    "several_query_tiles": {"seqlen_q": 333, "seqlen_k": 100, "head_dim": 64, "num_heads": 6, "num_heads_kv": 2},
+    # Rows without a key, before the first and after the last query tile that sees one.
+    "rows_before": {"seqlen_q": 300, "seqlen_k": 49, "head_dim": 64, "causal": True},
+    "rows_after": {"seqlen_q": 400, "seqlen_k": 100, "head_dim": 40, "causal": "top_left", "window_size": (10, 0)},
+    "diagonal": {"seqlen_q": 128, "seqlen_k": 128, "head_dim": 64, "causal": True, "dlse": True},
+    "diagonal_128": {"seqlen_q": 200, "seqlen_k": 128, "head_dim": 128, "causal": "top_left"},
+    "window": {"seqlen_q": 77, "seqlen_k": 77, "head_dim": 32, "window_size": (20, 5)},
+    "dropout": {"seqlen_q": 61, "seqlen_k": 59, "head_dim": 64, "dropout_p": 0.2, "softcap": 5.0},
+    "negative_scale": {"seqlen_q": 60, "seqlen_k": 64, "head_dim": 32, "softmax_scale": -0.2},
+    "narrow_head": {"seqlen_q": 70, "seqlen_k": 33, "head_dim": 8, "head_dim_v": 24},
+    "odd_head": {"seqlen_q": 70, "seqlen_k": 33, "head_dim": 59, "head_dim_v": 37},
+    "head_of_72": {"seqlen_q": 129, "seqlen_k": 120, "head_dim": 72, "head_dim_v": 104},
+    "head_of_256": {"seqlen_q": 129, "seqlen_k": 60, "head_dim": 256},
+    "float32": {"seqlen_q": 65, "seqlen_k": 64, "head_dim": 64, "dtype": "float32", "bias": "1hqk"},
+    "unaligned": {"seqlen_q": 50, "seqlen_k": 51, "head_dim": 32, "layout": "unaligned"},
+    "last_strided": {"seqlen_q": 50, "seqlen_k": 51, "head_dim": 64, "layout": "last_strided"},
+    "packed": {"seqlen_q": 51, "seqlen_k": 51, "head_dim": 64, "layout": "packed"},
+    "many": {"batch": 70, "seqlen_q": 64, "seqlen_k": 64, "num_heads": 12, "head_dim": 64, "causal": True},
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str, fused: bool, force: Any) -> None:
+    case = cases.make_case(f"short-{name}", **{"dtype": "bfloat16", **CASES[name]})
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = force(stores_dq=True, fused=fused)
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+    kernels = [launch.config.kernel for launch in made[-1].launches]
+    assert "dq_convert" not in kernels
+    assert ("delta" in kernels) != fused
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_wide_head_in_slices(fused: bool, force: Any) -> None:
+    """Thread blocks with a slice of the head dim each: rows are prepared before them."""
+    case = cases.make_case("short-slices", dtype="bfloat16", seqlen_q=40, seqlen_k=30, head_dim=512)
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    force(stores_dq=True, fused=fused)
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+
+
+def test_lengths_on_the_device(force: Any) -> None:
+    """Also none: every row of dq is written."""
+    import nvrtc_attn.torch as na
+
+    q, k, v = (torch.randn(4, 60, 3, 32, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dout = torch.randn(4, 60, 3, 32, device=DEVICE, dtype=torch.bfloat16)
+    used = torch.tensor([60, 0, 1, 33], dtype=torch.int32, device=DEVICE)
+
+    def gradients() -> Any:
+        return torch.autograd.grad(na.attention(q, k, v, seqused_k=used), (q, k, v), dout)
+
+    expected = gradients()
+    for fused in (False, True):
+        made = force(stores_dq=True, fused=fused)
+        torch.empty(1 << 24, device=DEVICE).fill_(float("nan"))  # what the outputs are made of
+        for x, y in zip(gradients(), expected, strict=True):
+            torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+        assert made
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_same_bits_every_time(fused: bool, force: Any) -> None:
+    """Nothing is added up by several blocks: a race shows."""
+    import nvrtc_attn.torch as na
+
+    q, k, v = (torch.randn(512, 49, 4, 32, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 4, 49, 49, device=DEVICE, dtype=torch.bfloat16)
+    dout = torch.randn(512, 49, 4, 32, device=DEVICE, dtype=torch.bfloat16)
+    force(stores_dq=True, fused=fused)
+    out = na.attention(q, k, v, bias=bias)
+    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    for _ in range(1000):
+        again = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))

@@ -1,0 +1,266 @@
+"""Modifiers for tests: named ones and random ones of a grammar, with the textbook in float64 that they are compared to.
+
+The oracle calls the same Python function with NumPy arrays of all scores and positions at once: nothing of the package
+is in it. What a function does must therefore mean the same to arrays: NumPy's functions, and `&`, `|`, `~`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ModifierCase:
+    """``make(arrays)`` returns (score_mod, mask_mod) over named arrays, which `sizes` gives shapes of."""
+
+    name: str
+    make: Callable[[Mapping[str, Any]], tuple[Any, Any]]
+    arrays: Callable[[tuple[int, int, int, int], np.random.Generator], dict[str, Array]] = field(
+        default=lambda sizes, rng: {}
+    )
+    trained: tuple[str, ...] = ()
+    """Arrays with a gradient."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _floats(*shape: int, rng: np.random.Generator) -> Array:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def _documents(count: int, rng: np.random.Generator) -> Array:
+    return np.sort(rng.integers(0, 4, count)).astype(np.int32)
+
+
+def _t5_bucket(distance: Any) -> Any:
+    """T5's buckets of relative positions, 16 on each side."""
+    near = 8
+    size = abs(distance)
+    far = near + (np.log(np.maximum(size, 1) / near) / np.log(128 / near) * near).astype(np.int32)
+    bucket = np.where(size < near, size, np.minimum(far, 15))
+    return bucket + np.where(distance > 0, 16, 0)
+
+
+def named_cases() -> list[ModifierCase]:
+    def score(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
+        return lambda a: (lambda s, b, h, q, k: function(a, s, b, h, q, k), None)
+
+    def mask(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
+        return lambda a: (None, lambda b, h, q, k: function(a, b, h, q, k))
+
+    slope, width = 0.3, 7
+    return [
+        ModifierCase("distance", score(lambda a, s, b, h, q, k: s - slope * abs(q - k))),
+        ModifierCase(
+            "alibi", score(lambda a, s, b, h, q, k: s + a["slopes"][h] * (k - q)),
+            lambda n, rng: {"slopes": _floats(n[1], rng=rng)}, ("slopes",),
+        ),
+        ModifierCase("alibi by formula", score(lambda a, s, b, h, q, k: s + np.exp2(-(h + 1) * 8.0 / 4) * (k - q))),
+        ModifierCase("softcap", score(lambda a, s, b, h, q, k: 2.0 * np.tanh(s / 2.0))),
+        ModifierCase(
+            "softcap and alibi",
+            score(lambda a, s, b, h, q, k: slope * np.tanh(s / slope) + a["slopes"][h] * (k - q)),
+            lambda n, rng: {"slopes": _floats(n[1], rng=rng)}, ("slopes",),
+        ),
+        ModifierCase(
+            "head scale", score(lambda a, s, b, h, q, k: s * a["scales"][h]),
+            lambda n, rng: {"scales": _floats(n[1], rng=rng)}, ("scales",),
+        ),
+        ModifierCase(
+            "temperature", score(lambda a, s, b, h, q, k: s * np.exp(a["t"][0])),
+            lambda n, rng: {"t": _floats(1, rng=rng)}, ("t",),
+        ),
+        ModifierCase(
+            "bias", score(lambda a, s, b, h, q, k: s + a["bias"][b, h, q, k]),
+            lambda n, rng: {"bias": _floats(*n, rng=rng)}, ("bias",),
+        ),
+        ModifierCase(
+            "bias by head", score(lambda a, s, b, h, q, k: s + a["bias"][h, q, k]),
+            lambda n, rng: {"bias": _floats(*n[1:], rng=rng)}, ("bias",),
+        ),
+        ModifierCase(
+            "relative bias", score(lambda a, s, b, h, q, k: s + a["table"][h, q - k + a["table"].shape[1] // 2]),
+            lambda n, rng: {"table": _floats(n[1], 2 * max(n[2:]) + 2, rng=rng)}, ("table",),
+        ),
+        ModifierCase(
+            "t5", score(lambda a, s, b, h, q, k: s + a["table"][_t5_bucket(k - q), h]),
+            lambda n, rng: {"table": _floats(32, n[1], rng=rng)}, ("table",),
+        ),
+        ModifierCase(
+            "swin", score(lambda a, s, b, h, q, k: s + a["table"][a["index"][q, k], h]),
+            lambda n, rng: {
+                "table": _floats(9, n[1], rng=rng), "index": rng.integers(0, 9, n[2:]).astype(np.int64),
+            }, ("table",),
+        ),
+        ModifierCase(
+            "rows and columns", score(lambda a, s, b, h, q, k: s + a["rows"][b, q] * a["columns"][h, k]),
+            lambda n, rng: {"rows": _floats(n[0], n[2], rng=rng), "columns": _floats(n[1], n[3], rng=rng)},
+            ("rows", "columns"),
+        ),
+        ModifierCase(
+            "array twice", score(lambda a, s, b, h, q, k: s + a["x"][q % 3] * s + a["x"][k % 3]),
+            lambda n, rng: {"x": _floats(3, rng=rng)}, ("x",),
+        ),
+        ModifierCase("masked by score", score(lambda a, s, b, h, q, k: np.where((q >= k) & (k % 3 != 1), s, -np.inf))),
+        ModifierCase("causal", mask(lambda a, b, h, q, k: q >= k)),
+        ModifierCase("window", mask(lambda a, b, h, q, k: (q - k <= width) & (k <= q + 2))),
+        ModifierCase(
+            "prefix", mask(lambda a, b, h, q, k: (k < a["lengths"][b]) | (k <= q)),
+            lambda n, rng: {"lengths": rng.integers(0, n[3] + 1, n[0]).astype(np.int32)},
+        ),
+        ModifierCase(
+            "documents", mask(lambda a, b, h, q, k: (a["rows"][q] == a["columns"][k]) & (k <= q + width)),
+            lambda n, rng: {"rows": _documents(n[2], rng), "columns": _documents(n[3], rng)},
+        ),
+        ModifierCase("dilated", mask(lambda a, b, h, q, k: ((q - k) % 3 == 0) & (h % 2 == 0) | (q // 4 == k // 4))),
+        ModifierCase(
+            "natten", mask(lambda a, b, h, q, k: (abs(q // 5 - k // 5) <= 1) & (abs(q % 5 - k % 5) <= 1)),
+        ),
+        ModifierCase(
+            "both",
+            lambda a: (
+                lambda s, b, h, q, k: s * 0.5 + a["x"][k], lambda b, h, q, k: (k < width) | (abs(q - k) < width),
+            ),
+            lambda n, rng: {"x": _floats(n[3], rng=rng)}, ("x",),
+        ),
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- the grammar
+
+
+def random_case(seed: int, *, smooth: bool = True) -> ModifierCase:
+    """A random modifier of the grammar; ``smooth`` leaves out what finite differences cannot follow."""
+    rng = np.random.default_rng(seed)
+    expression = _score(rng, 3)
+    masks = rng.random() < 0.5
+    condition = _condition(rng, 2) if masks else "True"
+    text_mask = f"lambda b, h, q, k: {condition} | (q == k)" if masks else "None"
+    text = f"lambda s, b, h, q, k: {expression}"
+    constants = {f"c{i}": round(float(rng.uniform(0.2, 2.0)), 3) for i in range(3)}
+    whole = {f"n{i}": int(rng.integers(2, 9)) for i in range(3)}
+
+    def make(arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+        names = {"np": np, **constants, **whole, **arrays}
+        return eval(text, names), eval(text_mask, names)
+
+    def arrays(n: tuple[int, int, int, int], rng: np.random.Generator) -> dict[str, Array]:
+        everything = {
+            "zero": _floats(1, rng=rng), "head": _floats(n[1], rng=rng), "row": _floats(n[2], rng=rng),
+            "column": _floats(n[3], rng=rng), "batch": _floats(n[0], n[1], rng=rng),
+            "table": _floats(n[1], 2 * max(n[2:]) + 2, rng=rng), "full": _floats(n[1], n[2], n[3], rng=rng),
+            "bucket": _floats(7, rng=rng), "ids_q": rng.integers(0, 7, n[2]).astype(np.int32),
+            "ids_k": rng.integers(0, 7, n[3]).astype(np.int64), "flags": rng.random(n[3]) < 0.7,
+        }  # fmt: skip
+        return {name: x for name, x in everything.items() if name in text or name in text_mask}
+
+    trained = tuple(
+        name for name in ("zero", "head", "row", "column", "batch", "table", "full", "bucket") if f"{name}[" in text
+    )
+    return ModifierCase(f"random {seed}: {text}; {text_mask}", make, arrays, trained)
+
+
+def _pick(rng: np.random.Generator, options: Sequence[str]) -> str:
+    return options[int(rng.integers(len(options)))]
+
+
+def _integer(rng: np.random.Generator, depth: int) -> str:
+    leaves = ("b", "h", "q", "k", "n0", "n1", "3", "ids_q[q]", "ids_k[k]")
+    if depth == 0 or rng.random() < 0.3:
+        return _pick(rng, leaves)
+    a, b = (_integer(rng, depth - 1) for _ in range(2))
+    return _pick(
+        rng,
+        (
+            f"({a} + {b})", f"({a} - {b})", f"abs({a} - {b})", f"({a} // n2)", f"({a} % n1)", f"({a} // 4)",
+            f"np.minimum({a}, {b})", f"np.maximum({a}, {b})",
+        ),
+    )  # fmt: skip
+
+
+def _condition(rng: np.random.Generator, depth: int) -> str:
+    if depth == 0 or rng.random() < 0.2:
+        a, b = (_integer(rng, 1) for _ in range(2))
+        return _pick(
+            rng, (f"({a} <= {b})", f"({a} < {b} + n0)", f"({a} == {b})", f"({a} != {b})", "flags[k]", "(q >= k)")
+        )
+    a, b = (_condition(rng, depth - 1) for _ in range(2))
+    return _pick(rng, (f"({a} & {b})", f"({a} | {b})", f"(~{a})", f"({a} ^ {b})"))
+
+
+def _term(rng: np.random.Generator) -> str:
+    """Something that does not depend on the score."""
+    return _pick(
+        rng,
+        (
+            "c0", "0.5", "zero[0]", "head[h]", "row[q]", "column[k]", "batch[b, h]", "table[h, q - k + column_count]",
+            "full[h, q, k]", "bucket[(q + k) % 7]", "bucket[ids_q[q]]", f"np.tanh(0.1 * {_integer(rng, 1)})",
+            f"np.where({_condition(rng, 0)}, c1, -0.25)",
+        ),
+    ).replace("column_count", "table.shape[1] // 2")  # fmt: skip
+
+
+def _score(rng: np.random.Generator, depth: int) -> str:
+    """Bounded where a chain of exponentials would leave float32."""
+    if depth == 0:
+        return "s"
+    x = _score(rng, depth - 1)
+    y = _score(rng, depth - 1) if rng.random() < 0.2 else "s"
+    found = _pick(
+        rng,
+        (
+            f"{x} + {_term(rng)}", f"{x} * {_term(rng)}", f"{x} - c2 * {_term(rng)}", f"c0 * np.tanh({x} / c0)",
+            f"np.sin({x})", f"np.where({_condition(rng, 1)}, {x}, {y})", f"np.exp(-{x} * {x})",
+            f"{x} / (1.0 + abs({y}))", f"np.log1p(np.exp(np.tanh({x}) * c1))",
+            f"np.sqrt({x} ** 2 + 1.0) + {_term(rng)}",
+            f"np.maximum({x}, {_term(rng)})", f"np.expm1(0.3 * np.tanh({x}))",
+        ),
+    )  # fmt: skip
+    return f"({found})"
+
+
+# --------------------------------------------------------------------------------------------------------- the oracle
+
+
+def textbook(
+    q: Array,
+    k: Array,
+    v: Array,
+    score_mod: Any,
+    mask_mod: Any,
+    *,
+    softmax_scale: float | None = None,
+    bias: Array | None = None,
+    keep: Array | None = None,
+) -> tuple[Array, Array]:
+    """(out, lse) in float64, with the functions called on arrays. ``keep``: dropout's mask and multiplier."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x, group, 2) for x in (k, v))
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    s = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    sizes = s.shape
+    b, h, i, j = (np.arange(n).reshape([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate(sizes))
+    with np.errstate(all="ignore"):
+        if score_mod is not None:
+            s = np.broadcast_to(score_mod(s, b, h, i, j), sizes)
+        if bias is not None:
+            s = s + bias
+        if mask_mod is not None:
+            s = np.where(np.broadcast_to(mask_mod(b, h, i, j), sizes), s, -np.inf)
+        top = s.max(-1, keepdims=True)
+        p = np.exp(s - np.where(np.isfinite(top), top, 0))
+        total = p.sum(-1, keepdims=True)
+        lse = np.where(total > 0, np.log(total) + np.where(np.isfinite(top), top, 0), -np.inf)[..., 0]
+        p = p / np.where(total > 0, total, 1)
+    if keep is not None:
+        p = p * keep
+    return np.einsum("bhqk,bkhd->bqhd", p, v), lse

@@ -1,0 +1,119 @@
+"""JAX's automatic sharding on four CPU devices: nothing is gathered, and the numbers are those of one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+SHAPES = {"q": (4, 32, 4, 16), "k": (4, 40, 2, 16), "v": (4, 40, 2, 24)}
+# Name -> (mesh axes of batch and heads, shapes that differ, options). The mesh is 2 x 2.
+CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "batch and heads": ("x", "y", {"k": (4, 40, 4, 16), "v": (4, 40, 4, 24)}, {"causal": True}),
+    "grouped heads": ("x", "y", {}, {"causal": True, "softcap": 5.0}),
+    "one key head": ("x", "y", {"k": (4, 40, 1, 16), "v": (4, 40, 1, 24)}, {}),
+    "batch over the mesh": (("x", "y"), None, {}, {"window_size": (8, 4)}),
+    "heads over the mesh": (None, ("x", "y"), {"k": (4, 40, 4, 16), "v": (4, 40, 4, 24)}, {}),
+    "bias of all": ("x", "y", {"bias": (4, 4, 32, 40)}, {}),
+    "bias of heads": ("x", "y", {"bias": (1, 4, 32, 40)}, {"causal": True}),
+    "bias of batches": ("x", "y", {"bias": (4, 1, 1, 40)}, {}),
+    "bias of none": ("x", "y", {"bias": (1, 1, 32, 40)}, {}),
+    "mask of batches": ("x", "y", {"mask": (4, 1, 1, 40)}, {}),
+    "mask of heads": ("x", "y", {"mask": (1, 4, 32, 40)}, {}),
+    "dropout": (("x", "y"), None, {}, {"dropout_p": 0.3, "rng": (5, 2**32 - 17)}),
+    "dropout of a key": ("x", None, {}, {"dropout_p": 0.3, "rng": "key"}),
+}
+PROGRAM = """
+import json, os, re, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from nvrtc_attn.jax import attention
+
+shapes, cases, shardy = json.loads(sys.argv[1])
+jax.config.update("jax_use_shardy_partitioner", shardy)
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+
+def spec(name, shape, batch, heads):
+    axes = (batch, heads, None, None) if name in ("bias", "mask") else (batch, None, heads, None)
+    axes = [tuple(x) if isinstance(x, list) else x for x in axes]
+    return NamedSharding(mesh, PartitionSpec(*(x if n > 1 else None for x, n in zip(axes, shape))))
+
+def same(found, expected):
+    return all(np.allclose(a, b, 1e-4, 1e-4) for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True))
+
+results = {}
+for case, (batch, heads, differ, options) in cases.items():
+    if options.get("rng") == "key":
+        options["rng"] = jax.random.key(7)
+    options = {n: tuple(x) if isinstance(x, list) else x for n, x in options.items()}
+    keys = jax.random.split(jax.random.key(0), 9)
+    arrays = {n: jax.random.normal(key, s) for key, (n, s) in zip(keys, {**shapes, **differ}.items())}
+    if "mask" in arrays:
+        arrays["mask"] = arrays["mask"] > -1
+    floats = {n: x for n, x in arrays.items() if n != "mask"}
+    rest = {n: x for n, x in arrays.items() if n == "mask"}
+
+    def loss(floats, rest):
+        call = jax.checkpoint(lambda x: attention(**x, **rest, **options, return_lse=True)[0])
+        out, lse = call(floats), attention(**floats, **rest, **options, return_lse=True)[1]
+        return (out**2).sum() + lse.sum(), (out, lse)
+
+    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    expected = gradient(floats, rest)
+    put = [{n: jax.device_put(x, spec(n, x.shape, batch, heads)) for n, x in g.items()} for g in (floats, rest)]
+    compiled = gradient.lower(*put).compile()
+    found = compiled(*put)
+    moves = re.findall("all-gather|all-to-all|collective-permute", compiled.as_text())
+    out = found[0][1][0]
+    results[case] = [sorted(set(moves)), same(found, expected), out.addressable_shards[0].data.shape]
+print(json.dumps(results))
+"""
+
+
+def run(repository: Path, cases: Any, shardy: bool) -> dict[str, Any]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+    command = [sys.executable, "-c", PROGRAM, json.dumps([SHAPES, cases, shardy])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(repository: Path) -> dict[str, Any]:
+    return run(repository, CASES, True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batch_and_heads_stay_split_and_the_numbers_are_the_same(case: str, found: dict[str, Any]) -> None:
+    moves, same, part = found[case]
+    assert moves == []
+    assert same
+    batch, heads = (1 if axes is None else 2 ** len(axes) for axes in CASES[case][:2])
+    assert part == [4 // batch, 32, 4 // heads, 24]
+
+
+def test_what_cannot_be_split_is_gathered_and_right(repository: Path) -> None:
+    """Heads with dropout; more devices than key heads."""
+    cases = {
+        "dropout": ("x", "y", {}, {"dropout_p": 0.3, "rng": (5, 7)}),
+        "key heads": (None, ("x", "y"), {"k": (4, 40, 4, 16), "v": (4, 40, 4, 24)}, {"dropout_p": 0.1, "rng": (1, 2)}),
+    }
+    for moves, same, _ in run(repository, cases, True).values():
+        assert same
+        assert "all-gather" in moves
+
+
+def test_the_older_partitioner(repository: Path) -> None:
+    cases = {name: CASES[name] for name in ("grouped heads", "bias of heads", "dropout")}
+    for moves, same, _ in run(repository, cases, False).values():
+        assert same
+        assert moves == []

@@ -1,0 +1,429 @@
+"""Modifiers on the CPU: values against the functions themselves on float64 arrays, gradients by finite differences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import modifiers
+import numpy as np
+import pytest
+from modifiers import Array, ModifierCase
+
+import nvrtc_attn
+from nvrtc_attn.cpu import reference
+from nvrtc_attn.modifiers import derivative, evaluate, graph, proxy
+from nvrtc_attn.modifiers.evaluate import HostModifier
+from nvrtc_attn.modifiers.trace import trace
+
+SIZES = ((2, 4, 13, 21), (1, 2, 24, 17), (2, 2, 8, 8))
+RANDOM = 250
+
+
+def tensors(sizes: tuple[int, int, int, int], seed: int, dtype: Any = np.float32) -> tuple[Array, Array, Array, Array]:
+    b, h, m, n = sizes
+    rng = np.random.default_rng(seed)
+    shapes = ((b, m, h, 8), (b, n, h // 2, 8), (b, n, h // 2, 8), (b, m, h, 8))
+    q, k, v, dout = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return q, k, v, dout
+
+
+def arrays_of(case: ModifierCase, sizes: tuple[int, int, int, int], seed: int) -> dict[str, Array]:
+    return case.arrays(sizes, np.random.default_rng(seed))
+
+
+def all_cases() -> list[ModifierCase]:
+    return [*modifiers.named_cases(), *(modifiers.random_case(seed) for seed in range(RANDOM))]
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name.split(":")[0])
+def test_out_and_lse_are_those_of_the_functions_on_arrays(case: ModifierCase) -> None:
+    for seed, sizes in enumerate(SIZES):
+        arrays = arrays_of(case, sizes, seed)
+        q, k, v, _ = tensors(sizes, seed)
+        out, lse = nvrtc_attn.attention(q, k, v, return_lse=True, **functions(case, arrays))
+        exact, exact_lse = modifiers.textbook(q, k, v, *case.make(arrays))
+        np.testing.assert_allclose(lse, exact_lse, rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(out, exact, rtol=2e-3, atol=2e-4)
+
+
+def functions(case: ModifierCase, arrays: dict[str, Array]) -> dict[str, Any]:
+    score_mod, mask_mod = case.make(arrays)
+    return {"score_mod": score_mod, "mask_mod": mask_mod}
+
+
+def loss(q: Array, k: Array, v: Array, dout: Array, dlse: Array, case: ModifierCase, arrays: dict[str, Array]) -> float:
+    out, lse = modifiers.textbook(q, k, v, *case.make(arrays))
+    return float((out * dout).sum() + (np.where(np.isfinite(lse), lse, 0) * dlse).sum())
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name.split(":")[0])
+def test_gradients_are_those_of_finite_differences(case: ModifierCase) -> None:
+    """In float64, along random directions: of q, k, v and of every captured array."""
+    for seed, sizes in enumerate(SIZES[:2]):
+        arrays = arrays_of(case, sizes, seed)
+        wide = {name: x.astype(np.float64) if x.dtype == np.float32 else x for name, x in arrays.items()}
+        q, k, v, dout = tensors(sizes, seed, np.float64)
+        rng = np.random.default_rng(seed + 1)
+        dlse = rng.standard_normal((q.shape[0], q.shape[2], q.shape[1]))
+        traced = trace(*case.make(wide))
+        modifier = HostModifier(traced, traced.captures)
+        sums = [np.zeros(x.shape) if i in traced.differentiable else None for i, x in enumerate(traced.captures)]
+        assert {id(x) for x, g in zip(traced.captures, sums, strict=True) if g is not None} <= {
+            id(wide[name]) for name in case.trained
+        }
+        out, lse = reference.attention_forward(q, k, v, modifier=modifier)
+        dq, dk, dv, _ = reference.attention_backward(
+            dout, q, k, v, out, lse, dlse=np.where(np.isfinite(lse), dlse, 0), modifier=modifier, capture_grads=sums
+        )
+        named: dict[str, tuple[Array, Array]] = {"q": (q, dq), "k": (k, dk), "v": (v, dv)}
+        for x, g in zip(traced.captures, sums, strict=True):
+            if g is not None:
+                named[next(name for name, y in wide.items() if y is x)] = (x, g)
+        for name, (x, gradient) in named.items():
+            direction = rng.standard_normal(x.shape)
+            step = 1e-6
+            ends = []
+            for sign in (1, -1):
+                moved = {"q": q, "k": k, "v": v, **wide, name: x + sign * step * direction}
+                ends.append(loss(moved["q"], moved["k"], moved["v"], dout, dlse, case, {n: moved[n] for n in wide}))
+            slope = (ends[0] - ends[1]) / (2 * step)
+            scale = np.abs(gradient * direction).sum() + 1e-3
+            assert abs(slope - (gradient * direction).sum()) <= 2e-6 * scale + 1e-7 * abs(ends[0]), (case.name, name)
+
+
+@pytest.mark.parametrize("name", ["alibi", "relative bias", "both", "array twice"])
+def test_gradients_of_the_public_function(name: str) -> None:
+    """float32 gradients of everything, every element written, against the float64 path."""
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    arrays = arrays_of(case, SIZES[0], 3)
+    q, k, v, dout = tensors(SIZES[0], 3)
+    modifier = nvrtc_attn.trace(*case.make(arrays))
+    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+    dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
+    daux = [np.full(x.shape, np.nan, np.float32) for x in modifier.captures]
+    nvrtc_attn.attention_backward(dout, q, k, v, out, lse, dq, dk, dv, score_mod=modifier, daux=daux)
+    wide = HostModifier(modifier, [x.astype(np.float64) for x in modifier.captures])
+    sums = [np.zeros(x.shape) for x in modifier.captures]
+    doubles = [x.astype(np.float64) for x in (dout, q, k, v)]
+    exact = reference.attention_forward(*doubles[1:], modifier=wide)
+    expected = reference.attention_backward(*doubles, *exact, modifier=wide, capture_grads=sums)
+    for ours, theirs in zip((dq, dk, dv, *daux), (*expected[:3], *sums), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_the_modifier_sees_positions_within_packed_sequences() -> None:
+    q, k, v, _ = tensors((1, 2, 13, 13), 0)
+    cu = np.array([0, 5, 13], np.int32)
+    tables = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score + tables[b, j] * i
+
+    out = nvrtc_attn.attention(
+        q, k, v, score_mod=score_mod, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=8, max_seqlen_k=8
+    )
+    for b, (start, end) in enumerate(((0, 5), (5, 13))):
+        part = [x[:, start:end] for x in (q, k, v)]
+        exact, _ = modifiers.textbook(*part, lambda s, _b, h, i, j, b=b: s + tables[b, j] * i, None)
+        np.testing.assert_allclose(out[:, start:end], exact, rtol=1e-4, atol=1e-4)
+
+
+def test_with_bias_dropout_and_causal() -> None:
+    """The order: modifier, bias, masks, then dropout of the probabilities."""
+    sizes = SIZES[0]
+    q, k, v, _ = tensors(sizes, 5)
+    bias = np.random.default_rng(5).standard_normal((1, sizes[1], 1, sizes[3])).astype(np.float32)
+    out = nvrtc_attn.attention(
+        q, k, v, bias=bias, causal="top_left", dropout_p=0.3, rng=(7, 8),
+        score_mod=lambda s, b, h, i, j: s * s - 0.1 * j,
+    )  # fmt: skip
+    keep = nvrtc_attn.dropout_keep_mask(sizes, 0.3, (7, 8)) / 0.7
+    exact, _ = modifiers.textbook(
+        q, k, v, lambda s, b, h, i, j: s * s - 0.1 * j, lambda b, h, i, j: j <= i, bias=bias, keep=keep
+    )
+    np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_without_a_key() -> None:
+    q, k, v, dout = tensors((1, 2, 4, 4), 0)
+    modifier = nvrtc_attn.trace(None, lambda b, h, i, j: i > j)
+    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+    assert (out[:, 0] == 0).all()
+    assert (lse[..., 0] == -np.inf).all()
+    assert np.isfinite(lse[..., 1:]).all()
+    dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
+    nvrtc_attn.attention_backward(dout, q, k, v, out, lse, dq, dk, dv, score_mod=modifier)
+    assert (dq[:, 0] == 0).all()
+    assert all(np.isfinite(x).all() for x in (dq, dk, dv))
+
+
+# ------------------------------------------------------------------------------------------------------------ tracing
+
+
+TABLE = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def branch(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s if q > k else -s
+
+
+def chained(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return np.where(0 < q < k, s, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (branch, "branch on a value"),
+        (chained, "branch on a value"),
+        (lambda s, b, h, q, k: s + TABLE, r"captured array of shape \(3, 4\)|is used as a whole|indices of a captured"),
+        (lambda s, b, h, q, k: s + TABLE[h], "1 of the 2 indices"),
+        (lambda s, b, h, q, k: s + TABLE[h, :], "must name one element"),
+        (lambda s, b, h, q, k: s + TABLE[h, k, q], "3 indices of a captured array"),
+        (lambda s, b, h, q, k: s + TABLE[h, s], "floating-point number"),
+        (lambda s, b, h, q, k: s + TABLE[h, 4], "out of range"),
+        (lambda s, b, h, q, k: s.reshape(-1), "'reshape'"),
+        (lambda s, b, h, q, k: np.sum(s), "'sum'"),
+        (lambda s, b, h, q, k: np.add.reduce(s), "'add.reduce'"),
+        (lambda s, b, h, q, k: [1.0, 2.0][h] * s, "needed as a Python number"),
+        (lambda s, b, h, q, k: sum(range(k)) * s, "needed as a Python number"),
+        (lambda s, b, h, q, k: s & 1, "compare them first"),
+        (lambda s, b, h, q, k: s + 2**h, "'pow' of integers"),
+        (lambda s, b, h, q, k: "text", "is no number"),
+        (lambda s, b, h, q, k: None, "is no number"),
+        (lambda s, b, h, q: s, "is called with"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_by_name(function: Any, words: str) -> None:
+    q, k, v, _ = tensors(SIZES[2], 0)
+    with pytest.raises(nvrtc_attn.TraceError, match=words) as error:
+        nvrtc_attn.attention(q, k, v, score_mod=function)
+    assert str(error.value).startswith("score_mod: ")
+    assert isinstance(error.value, ValueError)
+
+
+def test_other_refusals() -> None:
+    q, k, v, dout = tensors(SIZES[2], 0)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + TABLE[0, i]
+
+    with pytest.raises(ValueError, match="out of range"):
+        nvrtc_attn.attention(q, k, v, score_mod=score_mod)
+    with pytest.raises(ValueError, match=r"softcap: got 2\.0 with score_mod"):
+        nvrtc_attn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * s, softcap=2.0)
+    with pytest.raises(nvrtc_attn.TraceError, match="mask_mod: returned a floating-point number"):
+        nvrtc_attn.attention(q, k, v, mask_mod=lambda b, h, i, j: 0.5 * i)
+    with pytest.raises(TypeError, match="score_mod: got 3"):
+        nvrtc_attn.attention(q, k, v, score_mod=3)
+    with pytest.raises(ValueError, match="aux"):
+        nvrtc_attn.attention(q, k, v, aux={"x": TABLE})
+    modifier = nvrtc_attn.trace(lambda s, b, h, i, j: s + TABLE[0, i % 4])
+    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+    gradients = [np.empty_like(x) for x in (q, k, v)]
+    for daux, words in (([], "0 arrays"), ([np.zeros((3, 4))], "float64"), ([np.zeros((4, 3), np.float32)], "shape")):
+        with pytest.raises(ValueError, match=words):
+            nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux)
+    flags = np.array([True, False] * 4)
+    modifier = nvrtc_attn.trace(lambda s, b, h, i, j: np.where(flags[j], s, 0.0))
+    with pytest.raises(ValueError, match="no derivative"):
+        nvrtc_attn.attention_backward(
+            dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=[np.zeros(8, np.float32)]
+        )
+
+
+def test_an_index_out_of_range_at_a_masked_pair_does_not_matter() -> None:
+    q, k, v, _ = tensors((1, 2, 8, 8), 0)
+    table = np.arange(8, dtype=np.float32)
+    out = nvrtc_attn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[i - j], causal=True)
+    padded = np.concatenate([table, np.zeros(8, np.float32)])
+    exact, _ = modifiers.textbook(q, k, v, lambda s, b, h, i, j: s + padded[i - j], lambda b, h, i, j: j <= i)
+    np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_aux_arrays_are_one_more_argument() -> None:
+    q, k, v, _ = tensors(SIZES[2], 0)
+    slopes = np.array([0.5, -0.25], np.float32)
+    out = nvrtc_attn.attention(
+        q, k, v, score_mod=lambda s, b, h, i, j, aux: s + aux["slopes"][h] * j, aux={"slopes": slopes}
+    )
+    exact, _ = modifiers.textbook(q, k, v, lambda s, b, h, i, j: s + slopes[h] * j, None)
+    np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_captured_numbers_and_arrays_do_not_change_the_program() -> None:
+    """A function made again with other numbers and arrays has an equal program: no kernel is compiled for it."""
+
+    def make(slope: float, width: int, table: Array) -> nvrtc_attn.Modifier:
+        return nvrtc_attn.trace(
+            lambda s, b, h, q, k: s + slope * abs(q - k) + table[h] * 2.5, lambda b, h, q, k: (q - k) % width == 0
+        )
+
+    first = make(0.25, 7, np.zeros(4, np.float32))
+    second = make(0.75, 9, np.ones(6, np.float32))
+    assert first.program == second.program
+    assert hash(first.program) == hash(second.program)
+    assert (first.numbers, second.numbers) == ((0.25, 7), (0.75, 9))
+    assert first.program.captures == (("float32", 1),)
+    assert make(0.25, 7, np.zeros(4, np.float16)).program != first.program
+    assert make(0.25, 7.5, np.zeros(4, np.float32)).program != first.program  # type: ignore[arg-type]
+    # 2.5 is in the text of the function.
+    assert "2.5" in repr(first.program)
+    assert "0.25" not in repr(first.program)
+
+
+def test_constants_are_folded() -> None:
+    def program(function: Any) -> Any:
+        return trace(function).program.score
+
+    assert program(lambda s, b, h, q, k: s * 1 + 0) == graph.SCORE
+    assert program(lambda s, b, h, q, k: s + (q * 0 + 1 - 1) * 0.0) != graph.SCORE  # NaN and infinity survive
+    assert program(lambda s, b, h, q, k: np.where(~((q > k) & False), s, 0.0)) == graph.SCORE
+    assert trace(None, lambda b, h, q, k: (q > k) | True).program.mask is None
+
+
+def test_every_operation_has_values_and_a_derivative() -> None:
+    """Tables that must know the same operations."""
+    computed = set(graph.OPERATIONS) - {"float", "int", "bool"}
+    assert set(evaluate.FUNCTIONS) == computed
+    of_floats = (
+        {*graph.FLOAT_UNARY, *graph.ROUNDING, *graph.SAME_UNARY, *graph.ARITHMETIC, "div", "pow", "where"}
+        | {"float", "int", "bool"}
+    )  # fmt: skip
+    assert set(derivative.RULES) == of_floats
+
+
+@pytest.mark.parametrize(
+    "op", [*graph.FLOAT_UNARY, *graph.SAME_UNARY, "minimum", "maximum", "mod", "pow", "div", "mul", "sub"]
+)
+def test_each_derivative_by_finite_differences(op: str) -> None:
+    """Of the operation's own node, at points where it has one."""
+    x = np.array([0.3, 0.9, 1.7, 2.4])
+    other = graph.number(1.3)
+    operands = (graph.SCORE,) if op in (*graph.FLOAT_UNARY, *graph.SAME_UNARY) else (graph.SCORE, other)
+    for order in {operands, operands[::-1]}:
+        node = graph.make(op, *order)
+
+        def at(points: Array, node: graph.Node = node) -> Array:
+            values = evaluate.Values({"score": points}, (), np.dtype(np.float64))(node)
+            return np.broadcast_to(values, points.shape)
+
+        values = evaluate.Values({"score": x}, (), np.dtype(np.float64))
+        slope = np.broadcast_to(values(derivative.slope(node)), x.shape)
+        np.testing.assert_allclose(slope, (at(x + 1e-6) - at(x - 1e-6)) / 2e-6, rtol=1e-6, atol=1e-8)
+
+
+def test_the_tables_of_functions_name_operations() -> None:
+    assert set(proxy._ALIASES.values()) <= set(graph.OPERATIONS)
+
+
+# ------------------------------------------------------------------------------------------------ canonical modifiers
+
+
+BIAS = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
+ROWS = np.random.default_rng(0).standard_normal((2, 12)).astype(np.float32)
+
+
+def described(m: int = 8, n: int = 8, **arguments: Any) -> Any:
+    from nvrtc_attn.front.call import CallOptions, describe
+
+    score_mod, mask_mod = arguments.pop("score_mod", None), arguments.pop("mask_mod", None)
+    bias = arguments.pop("bias", None)
+    q, k, v, _ = tensors((1, 2, m, n), 0)
+    modifier = None if score_mod is None and mask_mod is None else trace(score_mod, mask_mod)
+    return describe(q, k, v, options=CallOptions(**arguments), stream=None, modifier=modifier, bias=bias)
+
+
+WIDTH, CAP = 3, 30.0
+CANONICAL = [
+    ({"mask_mod": lambda b, h, q, k: q >= k}, {"causal": True}),
+    ({"mask_mod": lambda b, h, q, k: k <= q}, {"causal": "top_left"}),
+    ({"mask_mod": lambda b, h, q, k: q - k >= 0}, {"causal": True}),
+    ({"mask_mod": lambda b, h, q, k: k < q + 1}, {"causal": True}),
+    ({"mask_mod": lambda b, h, q, k: ~(k > q)}, {"causal": True}),
+    ({"mask_mod": lambda b, h, q, k: ~((k > q) | (q - k > WIDTH))}, {"causal": True, "window_size": (WIDTH, None)}),
+    ({"mask_mod": lambda b, h, q, k: (q >= k) & (q - k <= WIDTH)}, {"causal": True, "window_size": (WIDTH, None)}),
+    ({"mask_mod": lambda b, h, q, k: abs(q - k) <= WIDTH}, {"window_size": (WIDTH, WIDTH)}),
+    ({"mask_mod": lambda b, h, q, k: abs(q - k) < WIDTH}, {"window_size": (WIDTH - 1, WIDTH - 1)}),
+    ({"mask_mod": lambda b, h, q, k: 2 * q - q > k - WIDTH}, {"window_size": (None, WIDTH - 1)}),
+    (
+        {"mask_mod": lambda b, h, q, k: k <= q + WIDTH, "causal": True, "window_size": (5, None)},
+        {"causal": True, "window_size": (5, None)},
+    ),
+    ({"score_mod": lambda s, b, h, q, k: CAP * np.tanh(s / CAP)}, {"softcap": CAP}),
+    ({"score_mod": lambda s, b, h, q, k: np.tanh(s / 20) * 20}, {"softcap": 20.0}),
+    ({"score_mod": lambda s, b, h, q, k: np.where(q >= k, s, -np.inf)}, {"causal": True}),
+    ({"score_mod": lambda s, b, h, q, k: np.where(q < k, -np.inf, s)}, {"causal": True}),
+    ({"score_mod": lambda s, b, h, q, k: s + BIAS[h, q, k]}, {"bias": BIAS[None]}),
+    ({"score_mod": lambda s, b, h, q, k: BIAS[h, k, q] + s}, {"bias": BIAS[None].swapaxes(2, 3)}),
+    (
+        {"score_mod": lambda s, b, h, q, k: np.where(q >= k, CAP * np.tanh(s / CAP) + BIAS[h, q, k], -np.inf)},
+        {"bias": BIAS[None], "causal": True, "softcap": CAP},
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "means"), CANONICAL, ids=map(str, range(len(CANONICAL))))
+def test_a_modifier_that_options_can_say_is_the_call_with_those_options(
+    given: dict[str, Any], means: dict[str, Any]
+) -> None:
+    """Also the problem is equal up to the way of saying "top left", and so are the kernels and the numbers."""
+    from nvrtc_attn.heuristics.common import features_of
+
+    ours, theirs = described(**given), described(**means)
+    assert ours.modifier is None
+    assert features_of(ours.problem) == features_of(theirs.problem)
+    for name in ("window_left", "window_right", "softcap", "bias", "modifier"):
+        assert getattr(ours.problem, name) == getattr(theirs.problem, name), name
+    q, k, v, _ = tensors((1, 2, 8, 8), 0)
+    np.testing.assert_array_equal(nvrtc_attn.attention(q, k, v, **given), nvrtc_attn.attention(q, k, v, **means))
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ({"mask_mod": lambda b, h, q, k: q >= k}, (8, 12)),
+        ({"mask_mod": lambda b, h, q, k: q - k <= WIDTH}, (8, 12)),
+        ({"mask_mod": lambda b, h, q, k: q > k}, (8, 8)),
+        ({"mask_mod": lambda b, h, q, k: (q >= k) & (k % 2 == 0)}, (8, 8)),
+        ({"mask_mod": lambda b, h, q, k: q >= k, "causal": True}, (8, 12)),
+        ({"mask_mod": lambda b, h, q, k: q >= k, "causal": "top_left", "window_size": (2, None)}, (8, 12)),
+        ({"score_mod": lambda s, b, h, q, k: s + ROWS[h, k]}, (8, 12)),
+        ({"score_mod": lambda s, b, h, q, k: s + ROWS[h, q]}, (8, 12)),
+        ({"score_mod": lambda s, b, h, q, k: np.sin(s) + ROWS[h, k]}, (8, 12)),
+        ({"score_mod": lambda s, b, h, q, k: s * ROWS[h, k] + ROWS[h, k]}, (8, 12)),
+        ({"score_mod": lambda s, b, h, q, k: s + BIAS[h, q, k] + ROWS[h, k]}, (8, 8)),
+        ({"score_mod": lambda s, b, h, q, k: np.where(s > 0, s, -np.inf)}, (8, 8)),
+    ],
+    ids=map(str, range(12)),
+)
+def test_what_is_left_of_a_modifier_gives_the_same_numbers(given: dict[str, Any], lengths: tuple[int, int]) -> None:
+    q, k, v, _ = tensors((1, 2, *lengths), 0)
+    out = nvrtc_attn.attention(q, k, v, **given)
+    causal = given.get("causal", False)
+    left = given.get("window_size", (None, None))[0]
+    off = lengths[1] - lengths[0] if causal is True else 0
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        keep = given["mask_mod"](b, h, i, j) if "mask_mod" in given else j >= 0
+        keep = keep & (j <= i + off) if causal else keep
+        return keep if left is None else keep & (j >= i + off - left)
+
+    exact, _ = modifiers.textbook(q, k, v, given.get("score_mod"), mask)
+    np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_of_an_array_that_became_a_bias() -> None:
+    q, k, v, dout = tensors((2, 2, 8, 8), 0)
+    modifier = trace(lambda s, b, h, i, j: np.sin(s) * ROWS[0, 3] + BIAS[h, j, i])
+    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+    gradients = [np.full_like(x, np.nan) for x in (q, k, v)]
+    daux = [np.full(x.shape, np.nan, np.float32) for x in modifier.captures]
+    nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux)
+    wide = HostModifier(modifier, [x.astype(np.float64) for x in modifier.captures])
+    sums = [np.zeros(x.shape) for x in modifier.captures]
+    doubles = [x.astype(np.float64) for x in (dout, q, k, v)]
+    exact = reference.attention_forward(*doubles[1:], modifier=wide)
+    expected = reference.attention_backward(*doubles, *exact, modifier=wide, capture_grads=sums)
+    for ours, theirs in zip((*gradients, *daux), (*expected[:3], *sums), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
