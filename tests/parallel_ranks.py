@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,35 @@ def tensors(rank: int, size: int, device: Any) -> Found:
     return found
 
 
+def packed(rank: int, size: int, device: Any) -> Found:
+    """Packed sequences by ulysses, with dropout: out and gradients of one process's call."""
+    found: Found = []
+    lengths = (9, 0, 17, 14)
+    cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    keywords: dict[str, Any] = {
+        "cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 17, "max_seqlen_k": 17, "causal": True,
+        "dropout_p": 0.25, "rng": (3, 5), "window_size": (6, None),
+    }  # fmt: skip
+    generator = torch.Generator(device).manual_seed(0)
+    whole = [torch.randn(1, 43, heads, 16, device=device, generator=generator) for heads in (8, 4, 4, 8)]
+    whole[:3] = [x.requires_grad_() for x in whole[:3]]
+    expected = nvrtc_attn.torch.attention(*whole[:3], **keywords)
+    gradients = torch.autograd.grad(expected, whole[:3], whole[3])
+    for layout in ("zigzag", "contiguous"):
+        cp = ContextParallel(seqlen=43, layout=layout)
+        mine = [cp.shard(x.detach(), 1).requires_grad_() for x in whole[:3]]
+        out = cp.attention(*mine, **keywords)
+        parts = torch.autograd.grad(out, mine, cp.shard(whole[3], 1))
+        for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *parts), (expected, *gradients), strict=True):
+            error = float((cp.unshard(x.detach(), 1) - y.detach()).abs().max())
+            if not error < 1e-5:
+                found.append(f"{layout}: {name} {error:.3g}")
+    ring = ContextParallel(seqlen=43, strategy="ring")
+    mine = [ring.shard(x.detach(), 1) for x in whole[:3]]
+    found += refused("ring", "'ulysses'", lambda: ring.attention(*mine, **keywords))
+    return found
+
+
 def long(rank: int, size: int, device: Any) -> Found:
     """Sequences of many tiles: every strategy against one GPU's call, and dq, dk, dv likewise."""
     found: Found = []
@@ -189,6 +220,23 @@ def long(rank: int, size: int, device: Any) -> Found:
                     if not error < 0.02:  # two roundings to bfloat16 are 0.008
                         found.append(f"{strategy} {options} {seqlen}: {name} {float(error):.3g}")
     return found
+
+
+def killed(rank: int, size: int, device: Any) -> Found:
+    """The last rank is gone: the others raise within the timeout of their group."""
+    cp = ContextParallel(seqlen=64, strategy="all_gather")
+    x = torch.zeros(1, cp.local_seqlen, 2, 8, device=device)
+    if rank == size - 1:
+        print('RESULT {"killed": []}', flush=True)
+        os._exit(0)
+    start = time.monotonic()
+    said = ["nothing was raised"]
+    try:
+        float(cp.attention(x, x, x).sum())
+    except RuntimeError:
+        said = [] if time.monotonic() - start < 2 * SECONDS else ["raised after twice the timeout"]
+    print("RESULT " + json.dumps({"killed": said}), flush=True)
+    os._exit(0)  # the group is broken: there is nothing to say goodbye to
 
 
 def main() -> None:

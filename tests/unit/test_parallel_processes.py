@@ -56,5 +56,9 @@ def run(size: int, directory: Path, *programs: str, device: str = "cpu") -> dict
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_together_compute_the_whole(size: int, tmp_path: Path) -> None:
     """Every strategy forward and backward, the dropout mask bit for bit, lengths that do not divide, faults."""
-    found = run(size, tmp_path, "tensors", "dropout", "faults", "problems")
+    found = run(size, tmp_path, "tensors", "dropout", "packed", "faults", "problems")
     assert not any(found.values()), "\n".join(f"{name}: {fault}" for name, faults in found.items() for fault in faults)
+
+
+def test_a_rank_that_is_gone_lets_the_others_fail(tmp_path: Path) -> None:
+    assert run(2, tmp_path, "killed") == {"killed": []}

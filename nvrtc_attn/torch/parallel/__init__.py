@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ...base import env
-from ...base.errors import shown
+from ...base.errors import UnsupportedError, shown
 from ...base.version import __version__
 from ...front.call import CallOptions, describe_shapes, plain_options
 from ...front.part import Part
@@ -206,6 +206,11 @@ class ContextParallel:
         softcap: float = 0.0,
         dropout_p: float = 0.0,
         rng: Any = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        seqused_k: torch.Tensor | None = None,
         return_lse: bool = False,
         deterministic: bool | None = None,
         part: Part | None = None,
@@ -224,6 +229,9 @@ class ContextParallel:
         rng
             Default: a seed that the first rank draws from torch's generator, for all of them. Otherwise the same on all
             ranks. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+            Of the whole, on every rank: sequences packed on the token dim, of which a rank has any tokens. Only where
+            ``"ulysses"`` shares the heads, which has all tokens of a head on one rank.
         part
             Batch and heads of a still larger attention: with data and tensor parallelism beside, the dropout mask is
             then that of all.
@@ -248,12 +256,21 @@ class ContextParallel:
         options = plain_options(
             CallOptions(
                 causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-                dropout_p=dropout_p, return_lse=True, deterministic=deterministic,
+                dropout_p=dropout_p, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=True,
+                deterministic=deterministic,
                 dbias=grad and bias is not None and bias.requires_grad,
             )
         )  # fmt: skip
-        self._check_tensors(q, k, v, bias, mask, options, part)
+        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+        packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+        self._check_tensors(q, k, v, bias, mask, lengths, options, part)
         strategy = self._strategy(q, k)
+        if packed and not _has_all_tokens(strategy):
+            raise UnsupportedError(
+                f"cu_seqlens_q, cu_seqlens_k: packed sequences are computed by strategy 'ulysses', here is "
+                f"{self.strategy!r} with {k.shape[2]} key heads over {self.size} ranks. Pass strategy='ulysses', or "
+                "sequences as a batch."
+            )
         always = self._check == "always" or env.debug()
         if always or (self._check == "first" and not self._calls):
             self._compare(q, k, v, bias, mask, options, part, grad, rng)
@@ -267,7 +284,8 @@ class ContextParallel:
             self._draw(q, rng) if options.dropout_p > 0 else NO_RNG,
             self.seqlen,
             self.seqlen_k,
-            band_of(left, right, self.seqlen, self.seqlen_k, bottom_right),
+            band_of(None if packed else left, None if packed else right, self.seqlen, self.seqlen_k, bottom_right),
+            (cu_seqlens_q, cu_seqlens_k, seqused_k) if cu_seqlens_q is not None and cu_seqlens_k is not None else None,
             None if part is None else part.batch,
             None if part is None else part.heads,
         )
@@ -275,8 +293,9 @@ class ContextParallel:
         return (out, lse) if return_lse else out
 
     def _check_tensors(
-        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, options: CallOptions, part: Part | None
-    ) -> None:
+        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, lengths: dict[str, Any], options: CallOptions,
+        part: Part | None,
+    ) -> None:  # fmt: skip
         """Refuse this rank's tensors by what it knows: as `nvrtc_attn.attention` would those of the whole."""
         tokens, keys = self.local_seqlen, self.local_seqlen_k
         given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
@@ -311,9 +330,12 @@ class ContextParallel:
             and min(map(length, self.chunks_q)) <= 1 < self.size
         ):
             faults.append("bias, mask: some rank has a single row, whose rows cannot be told from a broadcast one")
+        for name, x in lengths.items():
+            if x is not None:
+                operands[name] = (tuple(x.shape), str(x.dtype).removeprefix("torch."))
         if faults:
             raise ValueError(f"{'. '.join(faults)}. Nothing was sent.")
-        describe_shapes(operands, options._replace(part=part), Device("cuda" if q.is_cuda else "cpu", 0))
+        describe_shapes(operands, options._replace(part=part), Device("cuda" if q.is_cuda else "meta", 0))
 
     def _strategy(self, q: torch.Tensor, k: torch.Tensor) -> Strategy:
         """Who computes what, for the heads of these tensors."""
@@ -376,6 +398,12 @@ class ContextParallel:
         for group in reversed(self._groups):
             dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
         return checked_rng(seed, q)
+
+
+def _has_all_tokens(strategy: Strategy) -> bool:
+    """Whether each rank computes its heads of all tokens."""
+    inside = strategy.inside if isinstance(strategy, Ulysses) else strategy
+    return isinstance(inside, AllGather) and inside.size == 1
 
 
 def _groups_of(found: Violations, group: Any, dims: int) -> list[Any]:

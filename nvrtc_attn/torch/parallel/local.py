@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ class Whole(NamedTuple):
     keys: int
     band: Band
     """Row i sees keys from i + first to i + last."""
+    lengths: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+    """cu_seqlens_q, cu_seqlens_k and seqused_k of packed sequences, which every rank has whole."""
     batch: Interval | None = None
     """Of a still larger attention, whose dropout mask this one has: where its batch entries lie, of how many."""
     heads: Interval | None = None
@@ -32,9 +35,9 @@ class Whole(NamedTuple):
     def part(self, heads: slice, rows: Interval, keys: Interval, num_heads: int) -> CallOptions:
         """The options of the part with these query heads (of ``num_heads`` here), rows and keys."""
         first, count = self.heads or (0, num_heads)
-        part = Part(
-            batch=self.batch, heads=(first + heads.start, count), rows=(rows[0], self.rows), keys=(keys[0], self.keys)
-        )
+        part = Part(batch=self.batch, heads=(first + heads.start, count))
+        if self.lengths is None:
+            part = replace(part, rows=(rows[0], self.rows), keys=(keys[0], self.keys))
         return self.options._replace(part=part, return_lse=True)
 
 
@@ -51,38 +54,43 @@ def slice_scores(x: torch.Tensor | None, heads: slice, rows: slice, keys: Interv
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, mask: torch.Tensor | None,
-    options: CallOptions, rng: RngState, *, partial: bool = False,
+    options: CallOptions, whole: Whole, *, partial: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Out and lse of one part. ``partial`` results are float32 where there is a kernel for it."""
     if partial and q.dtype != torch.float32 and not q.is_cuda:
         out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        api.attention_forward(q, k, v, out, lse=lse, bias=bias, mask=mask, rng=rng, **options.arguments())
+        named = _optional(bias, mask, whole)
+        api.attention_forward(q, k, v, out, lse=lse, **named, rng=whole.rng, **options.arguments())
         return out, lse
-    found: tuple[torch.Tensor, torch.Tensor] = passes.forward(_tensors(q, k, v, bias, mask), options, rng)
+    tensors = (q, k, v, *_optional(bias, mask, whole).values())
+    found: tuple[torch.Tensor, torch.Tensor] = passes.forward(tensors, options, whole.rng)
     return found
 
 
 def backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    options: CallOptions, rng: RngState,
+    options: CallOptions, whole: Whole,
 ) -> Any:  # fmt: skip
     """The shares dq, dk, dv and dbias of one part, float32 where there is a kernel for it; dbias None if not asked."""
     if q.dtype != torch.float32 and not q.is_cuda:
-        gradients = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
+        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
         dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if options.dbias else None
         api.attention_backward(
-            dout, q, k, v, out, lse, *gradients, dlse=dlse, dbias=dbias, bias=bias, mask=mask, rng=rng,
+            dout, q, k, v, out, lse, dq, dk, dv, dlse=dlse, dbias=dbias, **_optional(bias, mask, whole), rng=whole.rng,
             deterministic=options.deterministic, **options.arguments(),
         )  # fmt: skip
-        return (*gradients, dbias)
-    return passes.backward(_tensors(q, k, v, bias, mask), out, lse, dout, dlse, options, rng)
+        return dq, dk, dv, dbias
+    tensors = (q, k, v, *_optional(bias, mask, whole).values())
+    return passes.backward(tensors, out, lse, dout, dlse, options, whole.rng)
 
 
-def _tensors(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+def _optional(bias: Any, mask: Any, whole: Whole) -> dict[str, Any]:
+    """The optional inputs by name, in the order of the table."""
     given = {"bias": bias, "mask": mask}
-    return (q, k, v, *(given.get(name) for name in OPTIONAL_INPUTS))
+    given |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), whole.lengths or (), strict=False))
+    return {name: given.get(name) for name in OPTIONAL_INPUTS}
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:

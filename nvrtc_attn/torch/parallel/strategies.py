@@ -143,7 +143,7 @@ class AllGather(_Tokens):
                 out_part, lse_part = local.forward(
                     x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
                     slice_scores(x.mask, of_q, at, keys),
-                    whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads), whole.rng,
+                    whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads), whole,
                 )  # fmt: skip
                 if out is None or lse is None:
                     out, lse = out_part, lse_part
@@ -174,7 +174,7 @@ class AllGather(_Tokens):
                     x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
                     slice_scores(x.mask, of_q, at, keys), out[:, at, of_q], lse[:, of_q, at], dout[:, at, of_q],
                     None if dlse is None else dlse[:, of_q, at],
-                    whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads), whole.rng,
+                    whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads), whole,
                 )  # fmt: skip
                 dq[:, at, of_q] = gradients[0]
                 dk_all[:, where] += gradients[1]
@@ -243,7 +243,7 @@ class Ring(_Tokens):
                 out_part, lse_part = local.forward(
                     x.q[:, at], k[:, where], v[:, where], slice_scores(x.bias, heads, at, keys),
                     slice_scores(x.mask, heads, at, keys),
-                    whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole.rng, partial=True,
+                    whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole, partial=True,
                 )  # fmt: skip
                 local.merge_into(out[:, at], lse[:, :, at], out_part, lse_part)
             if coming is not None:
@@ -268,7 +268,7 @@ class Ring(_Tokens):
                     x.q[:, at], k[:, where], v[:, where], slice_scores(x.bias, heads, at, keys),
                     slice_scores(x.mask, heads, at, keys), out[:, at], lse[:, :, at], dout[:, at],
                     None if dlse is None else dlse[:, :, at],
-                    whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole.rng,
+                    whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole,
                 )  # fmt: skip
                 dq[:, at] += gradients[0]
                 dk[:, where] += gradients[1]
