@@ -15,7 +15,7 @@ import hashlib
 import json
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -98,7 +98,10 @@ def time_grid(directory: Path) -> int:
         code = (directory / version / file_name(config)).read_bytes()
         return compiler.CompiledKernel(code, f"{version} {file_name(config)}", "", 0.0, False, config)
 
-    plan.compile_kernel = cubin  # type: ignore[attr-defined]
+    def cubins(configs: Sequence[KernelConfig], _meanwhile: Any) -> Iterator[compiler.CompiledKernel]:
+        return map(cubin, configs)
+
+    plan.compile_kernels = cubins  # type: ignore[attr-defined]
     props = device.properties(0)
     print(f"{props.name}, {props.num_sms} multiprocessors; microseconds with NVRTC {versions[0]} and {versions[1]}")
     same, worst = [], 1.0

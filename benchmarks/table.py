@@ -163,7 +163,8 @@ SECTIONS = (
 HEAD = """# Benchmarks
 
 This file is written by `python benchmarks/table.py` from `benchmarks/results/`; `python benchmarks/attention.py` makes
-the results (`--part` chooses, `--quick` times each call for half as long) and `python benchmarks/plot.py` the plots.
+the results (`--part` chooses, `--quick` times each call for half as long), `python benchmarks/models.py` those of
+shapes of published models, and `python benchmarks/plot.py` the plots.
 bfloat16 unless a case says otherwise. `seed` (the memory-efficient kernel), `flash2` and `cudnn` are the backends of
 `torch.nn.functional.scaled_dot_product_attention`, `fa3` and `fa4` FlashAttention-3 and -4. TFLOP/s count 4 B H S S D
 operations forward, 2.5 times as many backward, half of it when causal.

@@ -104,8 +104,9 @@ def attention(
         Sequences packed on the token dim of q and of k, v (then B = 1): sequence b is rows ``cu[b]`` to ``cu[b + 1]``.
     max_seqlen_q, max_seqlen_k
         Longest sequence; needed with cu_seqlens. A tensor with one integer is read, which waits for a GPU it is on.
-    seqused_k : int32 ``[nb]``, optional
-        Keys of each sequence that take part.
+    seqused_k : int32 ``[nb]`` or ``[B]``, optional
+        Keys of each sequence, or of each batch entry, that take part: the first so many. Alignment to the bottom right
+        is to the last of them.
     score_mod
         ``score_mod(score, b, h, q, k)`` gives what takes the place of ``score = softmax_scale * q . k``, before the
         bias: operators and functions of Python, NumPy or torch, and elements of captured arrays. b is the sequence of
@@ -380,7 +381,7 @@ def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: t
 def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
     """`describe`, and under ``NVRTC_ATTN_DEBUG`` the values of lengths that lie on the device."""
     call = describe(q, k, v, **arguments)
-    if call.problem.varlen and not call.on_cpu and env.debug():
+    if (call.problem.varlen or call.problem.seqused_k) and not call.on_cpu and env.debug():
         from .plans.debug import check_device_lengths
 
         check_device_lengths(call)

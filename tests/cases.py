@@ -467,7 +467,7 @@ def named_cases() -> list[Case]:
         make_case("empty-keys", seqlen_k=0, dlse=True, bias="bhq1"),
         make_case("empty-heads", num_heads=0),
     ]
-    cases += _varlen_cases() + _several_tile_cases()
+    cases += _varlen_cases() + _used_cases() + _several_tile_cases()
     cases += _few_query_cases() + _bias_tile_cases() + _wide_head_cases()
     for layout in LAYOUTS[1:]:
         for dtype in ("float16", "float32"):
@@ -680,6 +680,35 @@ def _bias_cases() -> list[Case]:
         make_case("bias-aligned", bias="bhqk", seqlen_q=128, seqlen_k=256, head_dim=128, dtype="bfloat16"),
     ]
     return cases
+
+
+def _used_cases() -> list[Case]:
+    """Keys of a dense batch that end early: none, one, a tile's edge, all."""
+    batch: dict[str, Any] = {"batch": 5, "seqlen_q": 150, "seqlen_k": 333, "seqused_k": (333, 0, 1, 128, 200)}
+    short: dict[str, Any] = {**batch, "seqlen_k": 100, "seqused_k": (100, 0, 1, 64, 77)}
+    cases = []
+    for d in (64, 128, 192, 256):
+        cases += [
+            make_case(f"used-{d}", **batch, head_dim=d, dlse=True),
+            make_case(f"used-causal-{d}", **batch, head_dim=d, causal=True, dtype="bfloat16"),
+            make_case(f"used-bias-{d}", **batch, head_dim=d, bias="1hqk", causal="top_left"),
+            make_case(f"used-short-{d}", **short, head_dim=d, causal=True, num_heads=4, num_heads_kv=2),
+        ]
+    return [
+        *cases,
+        make_case("used-window", **batch, window_size=(40, 10), num_heads=4, num_heads_kv=2),
+        make_case("used-everything", **batch, dropout_p=0.25, softcap=6.0, causal=True, dlse=True, window_size=(70, 0),
+                  num_heads=4, num_heads_kv=2, head_dim=32, head_dim_v=80),
+        make_case("used-mask", **batch, mask="b11k", head_dim=40),
+        make_case("used-bias-mask-dropout", **batch, bias="bhqk", mask="1hqk", dropout_p=0.1),
+        make_case("used-bias-broadcast", **short, bias="1h1k", bias_dtype="float32"),
+        make_case("used-float32", **batch, dtype="float32", causal=True, deterministic=True),
+        make_case("used-deterministic", **batch, causal=True, deterministic=True, head_dim=128),
+        make_case("used-decode", batch=3, seqlen_q=1, seqlen_k=5003, seqused_k=(5003, 0, 77), causal=True, num_heads=8,
+                  num_heads_kv=2, head_dim=128),
+        make_case("used-long", batch=2, seqlen_q=1100, seqlen_k=1300, seqused_k=(1200, 65), causal=True, head_dim=128,
+                  dtype="bfloat16"),
+    ]  # fmt: skip
 
 
 def _varlen_cases() -> list[Case]:

@@ -23,8 +23,10 @@ struct ForwardParams {
   int const* seqused_k;           // [nb]
   long long const* rng_seed_ptr;  // null: rng_seed / rng_offset below hold the values
   long long const* rng_offset_ptr;
-  float* out_partial;       // split keys: [num_splits, B, H, Mq, Kv] float32
-  float2* softmax_partial;  // split keys: [num_splits, B, H, Mq] (largest score, sum of exponentials below it)
+  float* out_partial;  // split keys: [num_splits, B, H, Mq, Kv] float32
+  // Split keys: [num_splits, B, H, Mq] (largest score, sum of exponentials below it). The Hopper kernel, which does not split:
+  // the list of the tiles of packed sequences (hopper/common/tile_list.cuh).
+  float2* softmax_partial;
   unsigned long long rng_seed;
   unsigned long long rng_offset;
   // -- strides --------------------------------------------------------------------------------------
@@ -69,13 +71,16 @@ struct alignas(64) TensorMap {
 
 // The Hopper forward kernel: the pass's own fields first.
 struct HopperForwardParams : ForwardParams {
-  int num_tiles;           // query tiles of all heads and batch entries (varlen: and of the virtual last sequence)
-  int heads_per_group;     // num_heads / num_heads_kv
-  int pair_rounds;         // the schedule with a band, see hopper/forward/scheduler.cuh
-  int head_pairs;          // ceil(num_m_blocks / 2)
-  int tail_first_head;     // after the pairs: the first head that is not finished,
-  int tail_done;           // how many of its pairs are, and
-  int tail_whole_heads;    // how many heads are not begun
+  int num_tiles;         // query tiles of all heads and batch entries (varlen: and of the virtual last sequence)
+  int heads_per_group;   // num_heads / num_heads_kv
+  int pair_rounds;       // the schedule with a band, see hopper/forward/scheduler.cuh
+  int head_pairs;        // ceil(num_m_blocks / 2)
+  int tail_first_head;   // after the pairs: the first head that is not finished,
+  int tail_done;         // how many of its pairs are, and
+  int tail_whole_heads;  // how many heads are not begun
+  int chunk_rows;        // packed: tokens whose K and V of a key head stay in L2, and how many such chunks there are
+  int num_chunks;
+  int num_workers;         // packed: thread blocks that share the list of tiles
   TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;
@@ -108,7 +113,7 @@ struct BackwardParams {
   float* dq_accum;       // workspace float32, layout private to the kernels that use it
   float* dkv_accum;      // workspace float32, private likewise
   float* dbias_partial;  // workspace float32 [num_dbias_splits, numel(bias)]
-  int* counters;         // workspace of zeros, private likewise
+  int* counters;         // workspace of zeros, private likewise; Hopper, packed: the list of key tiles
   unsigned long long rng_seed;
   unsigned long long rng_offset;
   // -- strides --------------------------------------------------------------------------------------
@@ -150,9 +155,12 @@ struct BackwardParams {
 struct HopperBackwardParams : BackwardParams {
   // Where the counter of key tiles lies, in floats from row_lse (hopper/backward/schedule.cuh).
   long long counter_offset;
-  int num_tiles;           // key tiles of all key heads and batch entries (varlen: and of the virtual last sequence)
-  int heads_per_group;     // num_heads / num_heads_kv
-  int query_step;          // dense: by how many query tiles a key tile begins after the one before it, times 4096
+  int num_tiles;        // key tiles of all key heads and batch entries (packed: at most, the list says how many)
+  int heads_per_group;  // num_heads / num_heads_kv
+  int query_step;       // dense: by how many query tiles a key tile begins after the one before it, times 4096
+  int chunk_rows;  // packed: tokens whose Q, dO and dq of a key head stay in L2, and how many such chunks there are
+  int num_chunks;
+  int num_workers;         // packed: thread blocks that share the list of tiles
   TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;
@@ -161,15 +169,42 @@ struct HopperBackwardParams : BackwardParams {
   TensorMap tensor_map_dbias;
 };
 
+// Behind the params of a kernel with kTileWords, so that those of the others lie where they lay: where the words are
+// (collective/tile_words.cuh), and what kernel/tile_plan.cuh, which writes them, must know.
+template <class Params>
+struct WithTileWords : Params {
+  // In words, from softmax_partial (forward) or counters (backward); strides of dims that words are shared over are 0.
+  long long tile_words_offset;
+  long long tile_words_stride_b, tile_words_stride_h, tile_words_stride_line;
+  // Words by query tile beside those by key tile: what the deterministic pass counts with.
+  long long tile_order_offset;
+  long long tile_order_stride_b, tile_order_stride_h, tile_order_stride_line;
+  int tile_plan_rows;        // queries of a tile
+  int tile_plan_cols;        // keys
+  int tile_plan_lines;       // lines of words of a (batch entry, head)
+  int tile_plan_tiles;       // bits of a line
+  int tile_plan_heads;       // with words of their own
+  int tile_plan_transposed;  // 1: a line is a key tile, its bits are query tiles
+};
+using TiledForwardParams = WithTileWords<ForwardParams>;
+using TiledHopperForwardParams = WithTileWords<HopperForwardParams>;
+using TiledBackwardParams = WithTileWords<BackwardParams>;
+using TiledHopperBackwardParams = WithTileWords<HopperBackwardParams>;
+
 // The same for a part of a larger attention, whose dropout mask it has. Last, so that nothing before them moves: kernels of
 // whole calls know none of these.
 template <class Params>
 struct PartOf : Params {
-  int dropout_heads, dropout_rows, dropout_columns;  // of the whole
+  alignas(alignof(Params)) int dropout_heads;  // of the whole; not in the padding at the end of Params
+  int dropout_rows, dropout_columns;
 };
 using ForwardPartParams = PartOf<ForwardParams>;
 using BackwardPartParams = PartOf<BackwardParams>;
 using HopperForwardPartParams = PartOf<HopperForwardParams>;
 using HopperBackwardPartParams = PartOf<HopperBackwardParams>;
+using TiledForwardPartParams = PartOf<TiledForwardParams>;
+using TiledBackwardPartParams = PartOf<TiledBackwardParams>;
+using TiledHopperForwardPartParams = PartOf<TiledHopperForwardParams>;
+using TiledHopperBackwardPartParams = PartOf<TiledHopperBackwardParams>;
 
 }  // namespace nvrtc_attn

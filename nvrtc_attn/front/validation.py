@@ -190,12 +190,17 @@ def check_varlen(
                     f"max_seqlen_{side}: got {shown(length)} without cu_seqlens. Dense lengths come from the shapes. "
                     f"Remove it."
                 )
-        if "seqused_k" in tensors:
-            found.unsupported(
-                f"seqused_k: shape {tensors['seqused_k'].shape} without cu_seqlens. It shortens packed sequences. Pass "
-                f"q, k, v as [1, batch * seqlen, heads, head_dim] with cu_seqlens = arange(batch + 1) * seqlen, or "
-                f"a mask."
-            )
+        if "seqused_k" in tensors and ranks_fit:
+            used, (batch, columns) = tensors["seqused_k"], tensors["k"].shape[:2]
+            if used.shape[0] != batch:
+                found.value(f"seqused_k: shape {used.shape}. The batch is {batch}, one element for each entry.")
+            else:
+                _check_dense_vector(found, "seqused_k", used)
+                values = as_numpy(used) if (used.device.type, used.dtype) == ("cpu", "int32") else None
+                for fault in check_lengths(
+                    None, None, values, total_q=None, total_k=columns, max_seqlen_q=None, max_seqlen_k=None
+                ):
+                    found.value(fault)
         return 0, 0, 0
 
     totals = {side: tensors[side].shape[1] if ranks_fit else None for side in "qk"}
@@ -305,13 +310,15 @@ def check_lengths(
             )
     if seqused_k is not None:
         used = seqused_k.astype(np.int64)
-        slots = None
+        slots, bounded_by = None, ""
         if cu_seqlens_k is not None and cu_seqlens_k.size == used.size + 1:
-            slots = np.diff(cu_seqlens_k.astype(np.int64))
+            slots, bounded_by = np.diff(cu_seqlens_k.astype(np.int64)), "the length of sequence {} in cu_seqlens_k"
+        elif cu_seqlens_k is None and total_k is not None:
+            slots, bounded_by = np.full(used.size, total_k), "the keys of batch entry {}"
         wrong = (used < 0) if slots is None else (used < 0) | (used > slots)
         if wrong.any():
             at = int(np.argmax(wrong))
-            bound = "" if slots is None else f" and at most {slots[at]}, the length of sequence {at} in cu_seqlens_k"
+            bound = "" if slots is None else f" and at most {slots[at]}, {bounded_by.format(at)}"
             faults.append(f"seqused_k: element {at} is {used[at]}. It is at least 0{bound}.")
     return faults
 

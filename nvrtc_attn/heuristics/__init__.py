@@ -66,6 +66,10 @@ def choose_backward(
     from . import portable_backward
 
     _check_part(problem)
+    if backend in ("auto", "portable") and arch != "sm_75":
+        short = portable_backward.short_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+        if short is not None:
+            return short
     if _asks_for_hopper(arch, backend):
         from . import hopper_backward
 

@@ -16,6 +16,11 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
+def packed_slots(rows: int, sequences: int, tile: int) -> int:
+    """How many numbers tiles of packed sequences have, whatever the lengths: ``collective/packed_slots.cuh``."""
+    return rows // tile + sequences + 1
+
+
 def is_vectorizable(layout: OperandLayout, itemsize: int) -> bool:
     """Whether every row of the last dim is contiguous and starts and ends at a multiple of 16 bytes."""
     if layout.offset_alignment < 16 or layout.shape[-1] * itemsize % 16:

@@ -13,15 +13,17 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
-from . import hopper_dbias, portable_backward, portable_dq
-from .common import ceil_div, features_of, is_aligned, is_full_shape
+from . import hopper_dbias, portable_backward, portable_dq, tile_words
+from .common import ceil_div, features_of, is_aligned, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (
     DTYPES_16BIT,
+    TileList,
     product_width,
     reasons_against_size,
     reasons_against_target,
     score_operands,
+    tile_list,
 )
 from .hopper_dbias import dbias_layout
 from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
@@ -67,6 +69,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
         rows += config.block_m  # zeros
     if config.fused:  # three warps, 32 rows of out and of dout each, and mbarriers
         helpers = 3 * 2 * 32 * (2 * config.head_dim_v + 16) + 8 * 4
+    if config.features.tile_words:  # how many query tiles, and which one each slot of q holds
+        helpers += 16 + 8 * config.num_stages
     barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
     return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers + helpers
 
@@ -105,8 +109,25 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
 
 
 def key_tiles(problem: AttentionProblem) -> int:
-    """Key tiles of all key heads and sequences."""
-    return problem.batch * problem.num_heads_kv * ceil_div(problem.seqlen_k, BLOCK_N)
+    """Key tiles of all key heads and sequences; of packed ones what the tensor can hold."""
+    tiles = problem.batch * ceil_div(problem.seqlen_k, BLOCK_N)
+    if problem.varlen:
+        tiles = min(tiles, problem.k.shape[1] // BLOCK_N + problem.batch)
+    return problem.num_heads_kv * tiles
+
+
+def tile_list_of(problem: AttentionProblem, splits: int) -> TileList:
+    """The list of the key tiles of packed sequences."""
+    group = problem.num_heads // problem.num_heads_kv // splits
+    l2_bytes = WIDE_L2_BYTES if is_wide(problem) else L2_BYTES
+    return tile_list(
+        problem.k.shape[1],
+        problem.batch,
+        BLOCK_N,
+        heads=problem.num_heads_kv * splits,
+        resident_rows=problem.q.shape[1],
+        l2_rows=l2_bytes // (group * (2 * problem.head_dim_v + 6 * problem.head_dim)),
+    )
 
 
 def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
@@ -224,7 +245,7 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     if 2 * main.grid >= num_sms:
         return []
     portable = portable_backward.choose_backward(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
-    splits = dict(portable_backward.kernel_of(portable).params)["num_splits"]
+    splits = portable_backward.splits_of(portable)
     if splits <= 2:
         return []
     return [f"{tiles} key tiles leave most of {num_sms} multiprocessors idle; queries split in {splits} fill more"]
@@ -268,7 +289,14 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     )
     if tile.wide:
         return wide_config(problem, config)
+    if walks_words(problem):
+        config = tile_words.with_words(config)
     return replace(config, smem_bytes=smem_bytes(config))
+
+
+def walks_words(problem: AttentionProblem) -> bool:
+    """Whether the kernel leaves out tiles that a mask hides; the two blocks of a wide tile compute all of them."""
+    return not is_wide(problem) and not has_one_key_tile(problem) and tile_words.pays(problem, BLOCK_N)
 
 
 def prepare_warps(head_dim_v: int) -> int:
@@ -306,10 +334,16 @@ def plan_spec(
     varlen = int(problem.varlen)
     num_m_blocks = ceil_div(problem.seqlen_q, config.block_m)
     num_n_blocks = max(ceil_div(problem.seqlen_k, config.block_n), 1)
-    num_tiles = (problem.batch + varlen) * problem.num_heads_kv * num_n_blocks * tile.splits
     entries = 1 if varlen else problem.batch
     # Varlen: each sequence begins in a tile of its own.
-    tiles = problem.q.shape[1] // config.block_m + problem.batch + 1 if varlen else num_m_blocks
+    tiles = packed_slots(problem.q.shape[1], problem.batch, config.block_m) if varlen else num_m_blocks
+    key_tiles_of_head = entries * num_n_blocks
+    listed, group = None, head_group(problem, tile.splits)
+    if varlen:
+        listed = tile_list_of(problem, tile.splits)
+        key_tiles_of_head, group = listed.tiles, listed.heads
+    num_tiles = problem.num_heads_kv * key_tiles_of_head * tile.splits
+    workers = min(num_sms // config.cluster, num_tiles)  # thread blocks, or pairs of them
     rows = tiles * config.block_m
     statistics = entries * problem.num_heads * rows
     schedule = (
@@ -318,7 +352,10 @@ def plan_spec(
         ("num_splits", tile.splits),
         ("heads_per_group", problem.num_heads // problem.num_heads_kv // tile.splits),
         ("query_step", query_step(num_m_blocks, num_n_blocks)),
-        ("head_group", head_group(problem, tile.splits)),
+        ("head_group", group),
+        ("chunk_rows", listed.chunk_rows if listed else 0),
+        ("num_chunks", listed.num_chunks if listed else 0),
+        ("num_workers", workers if listed else 0),
         ("counter_offset", statistics),
     )
     # The kernels beside it read only the shape of its tiles.
@@ -326,18 +363,29 @@ def plan_spec(
         name: getattr(config, name) for name in ("arch", "dtype", "head_dim", "head_dim_v", "block_m", "block_n")
     }
     shape |= {"num_warps": 8, "features": Features(varlen=problem.varlen)}
+    # The list of key tiles depends on the mask, too.
+    masked = Features(varlen=True, band=problem.band, seqused_k=problem.seqused_k) if varlen else Features()
     switches = {name: getattr(config, name) for name in ("log2_lse", "one_key_tile", "keep_words", "ordered")}
     prepare = HopperBackwardConfig(
-        kernel="backward_hopper_prepare", **switches, **(shape | {"num_warps": prepare_warps(config.head_dim_v)})
+        kernel="backward_hopper_prepare",
+        **switches,
+        **(shape | {"num_warps": prepare_warps(config.head_dim_v), "features": masked}),
+        # Not more registers than those of dense problems need (40), for the sake of the one that makes the list.
+        min_blocks_per_sm=48 // prepare_warps(config.head_dim_v) if varlen else 1,
     )
     convert = BackwardConfig(kernel="dq_convert", transposed_blocks=config.block_m == 80, **shape)
-    m_params = (("num_m_blocks", num_m_blocks),)
-    launches = []
+    m_params: tuple[tuple[str, int], ...] = (("num_m_blocks", num_m_blocks),)
+    launches, workspaces = [], []
+    words_params: tuple[tuple[str, int], ...] = ()
+    if config.features.tile_words:
+        plans, words_params, buffer = tile_words.backward_launches(problem, config, ordered=config.ordered)
+        launches += plans
+        workspaces.append(buffer)
     if not config.fused:
         launches.append(
             Launch(
                 config=prepare,
-                grid=num_m_blocks * (config.block_m // PREPARE_ROWS) * problem.num_heads * problem.batch,
+                grid=entries * tiles * (config.block_m // PREPARE_ROWS) * problem.num_heads + varlen,
                 block=prepare.num_threads,
                 smem_bytes=0,
                 params=(*m_params, *schedule),
@@ -346,10 +394,10 @@ def plan_spec(
     launches.append(
         Launch(
             config=config,
-            grid=config.cluster * min(num_sms // config.cluster, num_tiles),
+            grid=config.cluster * workers,
             block=config.num_threads,
             smem_bytes=config.smem_bytes,
-            params=(*m_params, *schedule),
+            params=(*m_params, *schedule, *words_params),
             tensor_maps=(
                 tensor_map("tensor_map_q", "q", problem.q, 2, config.block_m // config.cluster),
                 tensor_map("tensor_map_k", "k", problem.k, 2, config.block_n // config.cluster),
@@ -364,14 +412,14 @@ def plan_spec(
         launches.append(
             Launch(
                 config=convert_dkv,
-                grid=num_n_blocks * problem.num_heads_kv * problem.batch,
+                grid=key_tiles_of_head * problem.num_heads_kv,
                 block=convert_dkv.num_threads,
                 smem_bytes=0,
                 params=(("num_n_blocks", num_n_blocks),),
             )
         )
     head = rows * config.head_dim
-    workspaces = [
+    workspaces += [
         Workspace(
             field="delta",
             nbytes=4 * statistics,
@@ -384,7 +432,7 @@ def plan_spec(
         launches.append(
             Launch(
                 config=convert,
-                grid=num_m_blocks * problem.num_heads * (problem.batch + varlen),
+                grid=entries * tiles * problem.num_heads,
                 block=convert.num_threads,
                 smem_bytes=0,
                 params=m_params,
@@ -402,8 +450,10 @@ def plan_spec(
             )
         )
     if config.split:
-        numel = problem.batch * problem.num_heads_kv * num_n_blocks * BLOCK_N * (config.head_dim + config.head_dim_v)
+        numel = problem.num_heads_kv * key_tiles_of_head * BLOCK_N * (config.head_dim + config.head_dim_v)
         workspaces.append(Workspace(field="dkv_accum", nbytes=4 * numel, zeroed=True))
+    if listed:
+        workspaces.append(Workspace(field="counters", nbytes=listed.nbytes))
     if config.fused:  # key tiles and pieces of rows that were handed out, finished pieces of each head
         heads = problem.batch * problem.num_heads
         workspaces.append(Workspace(field="counters", nbytes=4 * (2 + heads), zeroed=True))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from ..base.architectures import ARCHITECTURES
 from ..front.operands import unread_by
 from ..front.problem import AttentionProblem
-from .common import ceil_div
+from .common import ceil_div, packed_slots
 
 SMEM_LIMIT: Final = ARCHITECTURES["sm_90a"].smem_per_block_optin
 """Bytes of shared memory that a block may use on the only GPUs that the family runs on."""
 DTYPES_16BIT: Final = ("float16", "bfloat16")
 MIN_QUERY_ROWS: Final = 64
 """Fewer rows leave most of a tile empty: the portable family's small tiles and key splits serve them."""
+
+
+LIST_CHUNKS: Final = 128
+"""Chunks of packed sequences, at most: ``kListChunks`` in ``cuda_src/nvrtc_attn/hopper/common/tile_list.cuh``."""
 
 
 def product_width(head_dim: int) -> int:
@@ -46,3 +51,36 @@ def reasons_against_size(problem: AttentionProblem) -> list[str]:
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads):
         found.append("a dim is empty")
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileList:
+    """The list of the tiles of packed sequences, ``cuda_src/nvrtc_attn/hopper/common/tile_list.cuh``."""
+
+    tiles: int
+    """At most so many, whatever the lengths are."""
+    chunk_rows: int
+    """Rows of a chunk, whose operands stay in L2 for one key head."""
+    num_chunks: int
+    heads: int
+    """Key heads whose tiles are handed out together, at least."""
+
+    @property
+    def nbytes(self) -> int:
+        return 16 + 8 * self.tiles
+
+
+def tile_list(rows: int, sequences: int, tile: int, *, heads: int, resident_rows: int, l2_rows: int) -> TileList:
+    """The list of tiles of ``tile`` of ``rows`` tokens.
+
+    ``resident_rows`` are the tokens of the other operand, of which ``l2_rows`` of one key head stay in L2. Where more
+    heads fit, they share a pass over the list, so that the longest tiles of all of them come first.
+    """
+    chunk_rows = max(l2_rows, ceil_div(resident_rows, LIST_CHUNKS), 1)
+    fitting = chunk_rows // max(resident_rows, 1)
+    return TileList(
+        tiles=packed_slots(rows, sequences, tile),
+        chunk_rows=chunk_rows,
+        num_chunks=max(ceil_div(resident_rows, chunk_rows), 1),
+        heads=max(x for x in range(1, heads + 1) if heads % x == 0 and (x == 1 or x <= fitting)),
+    )

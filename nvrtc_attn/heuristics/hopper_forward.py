@@ -10,16 +10,19 @@ import numpy.typing as npt
 
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
-from ..jit.config import HopperForwardConfig
-from .common import ceil_div, features_of, is_vectorizable
+from ..jit.config import Features, HopperForwardConfig
+from . import tile_words
+from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
     MIN_QUERY_ROWS,
     SMEM_LIMIT,
+    TileList,
     product_width,
     reasons_against_size,
     reasons_against_target,
     score_operands,
+    tile_list,
 )
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
@@ -30,11 +33,19 @@ MAX_HEAD_DIM: Final = 256
 L2_BYTES: Final = 40 << 20
 """What stays in an L2 of 50 to 60 MB beside queries and outputs."""
 BLOCKS_SHARING_A_HEAD: Final = 8
+LIST_WARPS: Final = 32
+"""Of the thread block that lists the tiles of packed sequences: all there can be, because there is one block."""
 MEASURED_SMS: Final = 132
 """Multiprocessors of the GPU that the tile table was measured on; of another one where nothing says how many it has."""
 TILE_OVERHEAD_COLUMNS: Final = 128.0
 """What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
 2026-11, from lengths 512 to 16384."""
+
+FITS_KEYS: Final = False
+"""Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`). Nobody has measured it yet:
+part ``fit`` of ``benchmarks/short.py``."""
+KEY_TILE_OVERHEAD_COLUMNS: Final = 24
+"""What a key tile costs beside its columns, in columns: no tile is worth being narrower than 80."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +70,7 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     scores = _score_bytes(config)
     barriers = 16 * config.num_stages_scores if scores else 0
     barriers += 8 * config.num_stages if config.features.mask else 0
+    barriers += 16 * config.features.tile_words
     return 128 * rows + scores + 32 * config.num_stages_q + 32 * config.num_stages + barriers
 
 
@@ -85,7 +97,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     direct = problem.bias is not None or problem.mask is not None
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
-    diagonal = problem.window_right is not None and not problem.varlen
+    diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
     mapped = problem.softcap > 0 or problem.softmax_scale <= 0
     if widest <= 64:
         if direct:
@@ -105,13 +117,14 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
             columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
         # A third slot for K and V brings the keys of the next query tile in time, 3 to 6 % up to 2048. With it and a
         # half tile ptxas serialises the products (C7511, 14 % slower), as it does with a half tile and mapped scores.
+        columns = fitted_columns(problem, columns)
         third = rows == 192 and columns == 128 and not lengths and not problem.band
         return Tile(
             block_m=rows,
             block_n=columns,
             num_stages=3 if third else 2,
             num_stages_q=2,
-            half_tile=diagonal and not (problem.seqused_k or mapped) and problem.seqlen_q <= 2048 and columns == 128,
+            half_tile=diagonal and not mapped and problem.seqlen_q <= 2048 and columns == 128,
             lazy_max=True,
         )
     if widest <= 128:
@@ -121,7 +134,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
         # against 667 with 176 keys and one slot. A third slot for K and V in its place is 5 % slower at 1024.
         half = diagonal and problem.seqlen_q <= 1024 and not (operands or mapped)
         # With dropout and 80 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
-        columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else 128
+        columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else fitted_columns(problem, 128)
         return Tile(block_m=128, block_n=columns, num_stages_q=2, half_tile=half, lazy_max=True)
     if widest <= 192:
         if direct:
@@ -138,12 +151,29 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     return Tile(block_m=128, block_n=64 if short or fits else 80, ping_pong=False)
 
 
+def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = None) -> int:
+    """The width of a key tile, at most ``columns``, with the least work for all keys: 197 are two tiles of 112.
+
+    Where no mask of positions or lengths on the device decide what is in a tile.
+    """
+    fits = FITS_KEYS if fits is None else fits
+    if not fits or columns <= 80 or problem.band or problem.varlen or problem.seqused_k or score_operands(problem):
+        return columns
+
+    def cost(width: int) -> int:
+        return ceil_div(problem.seqlen_k, width) * (width + KEY_TILE_OVERHEAD_COLUMNS)
+
+    return min(range(columns, 79, -16), key=cost)
+
+
 def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
     """Query rows of a tile at head dim 64: 192 are faster by what the table above says, unless they stay empty.
 
     Or unless every smaller tile has a multiprocessor to itself: 128 small tiles take 13 % less time than 88 large ones.
     """
     rows = problem.seqlen_q
+    if problem.varlen:  # those of a sequence on average
+        rows = min(rows, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
     if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= num_sms:
         return 128
     return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
@@ -190,7 +220,10 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         )
     if problem.head_dim_v > 192 and problem.dropout_p > 0 and (problem.varlen or problem.seqused_k):
         found.append(f"head_dim_v is {problem.head_dim_v}; with dropout and lengths on the device likewise")
-    if (problem.batch + 1) * problem.num_heads * (ceil_div(problem.seqlen_q, 64) + 1) >= 2**31:
+    tiles = problem.batch * (ceil_div(problem.seqlen_q, 64) + 1)
+    if problem.varlen:
+        tiles = packed_slots(problem.q.shape[1], problem.batch, 64)
+    if (tiles + 1) * problem.num_heads >= 2**31:
         found.append("there are 2^31 query tiles")
     found += reasons_against_size(problem)
     for name in ("q", "k", "v"):
@@ -207,7 +240,7 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
 
 def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
     """The config of ``problem`` with ``tile``."""
-    return HopperForwardConfig(
+    config = HopperForwardConfig(
         kernel="forward_hopper",
         arch="sm_90a",
         dtype=problem.dtype,
@@ -225,6 +258,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         score_tiles=tile.score_tiles,
         num_stages_scores=tile.num_stages_scores,
     )
+    return tile_words.with_words(config) if tile_words.pays(problem, tile.block_n) else config
 
 
 def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
@@ -283,21 +317,81 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
     return best
 
 
+def tile_list_of(problem: AttentionProblem, tile: Tile) -> TileList:
+    """The list of the query tiles of packed sequences."""
+    return tile_list(
+        problem.q.shape[1],
+        problem.batch,
+        tile.block_m,
+        heads=problem.num_heads_kv,
+        resident_rows=problem.k.shape[1],
+        l2_rows=L2_BYTES // (2 * (problem.head_dim + problem.head_dim_v)),
+    )
+
+
+def _packed_plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:
+    """The launches for packed sequences: one makes the list of tiles, the other works on them."""
+    config, tiles = config_of(problem, tile), tile_list_of(problem, tile)
+    group = problem.num_heads // problem.num_heads_kv
+    grid = min(num_sms, problem.num_heads * tiles.tiles)
+    params = (
+        ("num_m_blocks", max(ceil_div(problem.seqlen_q, tile.block_m), 1)),
+        ("num_splits", 1),
+        ("num_tiles", problem.num_heads * tiles.tiles),  # at most
+        ("heads_per_group", group),
+        ("head_group", tiles.heads),
+        ("chunk_rows", tiles.chunk_rows),
+        ("num_chunks", tiles.num_chunks),
+        ("num_workers", grid),
+    )
+    # Of the other kernel's config what the list depends on, so that many problems share it.
+    features = Features(band=problem.band, varlen=True, seqused_k=problem.seqused_k)
+    making = HopperForwardConfig(
+        kernel="packed_tiles",
+        arch=config.arch,
+        dtype="bfloat16",
+        head_dim=64,
+        head_dim_v=64,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        num_warps=LIST_WARPS,
+        features=features,
+    )
+    return ForwardPlanSpec(
+        launches=(
+            Launch(config=making, grid=1, block=making.num_threads, smem_bytes=0, params=params),
+            Launch(
+                config=config,
+                grid=grid,
+                block=config.num_threads,
+                smem_bytes=smem_bytes(config),
+                params=params,
+                tensor_maps=_operand_maps(problem, tile),
+            ),
+        ),
+        tile_list_bytes=tiles.nbytes,
+    )
+
+
 def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> ForwardPlanSpec:
     """The launch of ``problem`` with ``tile``."""
+    if problem.varlen:
+        return _packed_plan_spec(problem, tile, num_sms=num_sms)
     config = config_of(problem, tile)
     num_m_blocks = max(ceil_div(problem.seqlen_q, tile.block_m), 1)
-    all_heads = (problem.batch + int(problem.varlen)) * problem.num_heads
+    all_heads = problem.batch * problem.num_heads
     num_tiles = all_heads * num_m_blocks
     grid = min(num_sms, num_tiles)
     group = problem.num_heads // problem.num_heads_kv
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
-    # The model is for sequences of one length.
     rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
+    words = tile_words.words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     return ForwardPlanSpec(
+        tile_words_bytes=words.nbytes if words else 0,
         launches=(
+            *([tile_words.plan_launch(words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,
@@ -313,15 +407,19 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                     ("tail_first_head", first_head),
                     ("tail_done", done),
                     ("tail_whole_heads", all_heads - first_head - int(done > 0)),
+                    *(words.params() if words else ()),
                 ),
-                tensor_maps=(
-                    tensor_map("tensor_map_q", "q", problem.q, 2, tile.block_m),
-                    tensor_map("tensor_map_k", "k", problem.k, 2, tile.block_n),
-                    tensor_map("tensor_map_v", "v", problem.v, 2, tile.block_n),
-                    *_score_maps(problem, tile),
-                ),
+                tensor_maps=(*_operand_maps(problem, tile), *_score_maps(problem, tile)),
             ),
-        )
+        ),
+    )
+
+
+def _operand_maps(problem: AttentionProblem, tile: Tile) -> tuple[TensorMap, ...]:
+    return (
+        tensor_map("tensor_map_q", "q", problem.q, 2, tile.block_m),
+        tensor_map("tensor_map_k", "k", problem.k, 2, tile.block_n),
+        tensor_map("tensor_map_v", "v", problem.v, 2, tile.block_n),
     )
 
 
@@ -338,7 +436,7 @@ def _score_maps(problem: AttentionProblem, tile: Tile) -> list[TensorMap]:
 
 def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) -> list[str]:
     """Why the portable family is faster than the plan ``spec``; empty when it is not."""
-    (launch,) = spec.launches
+    launch = spec.main
     if problem.seqlen_q <= MIN_QUERY_ROWS and max(problem.head_dim, problem.head_dim_v) <= 64:
         # 64 rows and keys at head dim 64: the portable kernel takes 18 us, this one 25.
         return [f"{problem.seqlen_q} query rows fill half a tile"]
@@ -380,11 +478,15 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles.append(replace(tile, half_tile=not tile.half_tile))
     if tile.score_tiles and tile.num_stages_q == 2:
         tiles.append(replace(tile, num_stages_q=1))
+    fitted = fitted_columns(problem, tile.block_n, fits=True) if max(problem.head_dim, problem.head_dim_v) <= 128 else 0
+    if 0 < fitted < tile.block_n:
+        tiles.append(replace(tile, block_n=fitted, num_stages=2))
     # Tiles of 96 keys, not 112, which are slower in four of five cases and spill with dropout. Scores come in slabs
     # of 64 columns.
     step = 64 if tile.score_tiles else 32
     columns = (tile.block_n - 1) // step * step
     if columns >= 64:
         tiles.append(replace(tile, block_n=columns, half_tile=False))
+    tiles = list(dict.fromkeys(tiles))
     fitting = [x for x in tiles if smem_bytes(config_of(problem, x)) <= smem_limit]
     return [plan_spec(problem, x, num_sms=num_sms) for x in fitting]

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
-from ..front.problem import AttentionProblem
+from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import BackwardConfig, Features
-from .common import features_of, is_aligned, is_full_shape
+from . import tile_words
+from .common import features_of, is_aligned, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .spec import BackwardPlanSpec, Launch, Workspace
 
@@ -26,6 +27,10 @@ DECODE_ROWS: Final = 32
 """Up to this many query rows the loop is one tile, most of a large one would be padding."""
 SKIP_HIDDEN_ROWS: Final = 768
 """Up to this many query rows under a key tile its part above the diagonal is worth leaving out."""
+
+SHORT_TOKENS: Final = 0
+"""Up to this many queries and keys a plan that stores dq and prepares its own rows is the first choice, whatever the
+family. 0: nowhere yet, because nobody has measured it (``benchmarks/short.py``); at most 128."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,11 +233,21 @@ def choose_backward(
         num_splits = _choose_splits(problem, config, slots, num_m_blocks, num_n_blocks)
     config = replace(config, split=num_splits > 1, skip_hidden=_skips_hidden(problem, config))
 
-    launches = [] if fused else [_delta(problem, config, num_m_blocks)]
-    launches.append(_dkv(problem, config, num_n_blocks, num_splits, slots))
+    launches: list[Launch] = []
+    workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
+    words_params: tuple[tuple[str, int], ...] = ()
+    # Wider heads have no registers left to walk words with: 8 bytes of spills for 8.6 at head dim 256.
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    if narrow and not stores_dq and tile_words.pays(problem, config.block_n):
+        config = tile_words.with_words(config)
+        launches, words_params, buffer = tile_words.backward_launches(problem, config)
+        workspaces.append(buffer)
+    if not fused:
+        launches.append(_delta(problem, config, num_m_blocks))
+    main = _dkv(problem, config, num_n_blocks, num_splits, slots)
+    launches.append(replace(main, params=(*main.params, *words_params)))
     if num_splits > 1:
         launches.append(_dkv_convert(problem, config, num_n_blocks))
-    workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
     if stores_dq:
         pass
     elif problem.deterministic:
@@ -265,6 +280,19 @@ def may_store_dq(problem: AttentionProblem) -> bool:
     return 0 < problem.seqlen_k <= 128 and problem.seqlen_q > 0 and not (problem.varlen or problem.mask)
 
 
+def short_plan(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, tokens: int | None = None
+) -> BackwardPlanSpec | None:
+    """The plan of one kernel for short sequences, up to ``tokens`` (`SHORT_TOKENS`) long; None where there is none."""
+    longest = SHORT_TOKENS if tokens is None else tokens
+    if max(problem.seqlen_q, problem.seqlen_k) > longest or not may_store_dq(problem):
+        return None
+    try:
+        return choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, stores_dq=True, fused=True)
+    except UnsupportedError:  # the portable family has other bounds, and wide heads no tile that holds all keys
+        return None
+
+
 def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
     reasons = []
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
@@ -283,6 +311,11 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 
 
+def splits_of(spec: BackwardPlanSpec) -> int:
+    """Parts of the query loop of the dk/dv kernel."""
+    return dict(kernel_of(spec).params)["num_splits"]
+
+
 def candidates(problem: AttentionProblem, **target: Any) -> list[BackwardPlanSpec]:
     """The first rows of the tile table that fit, then the first row with half and with twice its splits, if any.
 
@@ -295,7 +328,7 @@ def candidates(problem: AttentionProblem, **target: Any) -> list[BackwardPlanSpe
         with contextlib.suppress(UnsupportedError):  # no tile of this head dim holds all keys
             found += [choose_backward(problem, **target, stores_dq=True, fused=fused) for fused in (True, False)]
     found += [first, *(choose_backward(problem, **target, rank=rank) for rank in (1, 2))]
-    num_splits = dict(kernel_of(first).params)["num_splits"]
+    num_splits = splits_of(first)
     if num_splits > 1:
         splits = (num_splits // 2, min(2 * num_splits, MAX_SPLITS))
         found += [choose_backward(problem, **target, num_splits=count) for count in splits]
@@ -386,7 +419,8 @@ def _choose_splits(
     """Parts of the query loop: more than one where key tiles alone leave multiprocessors idle."""
     if problem.deterministic:
         return 1
-    blocks = num_n_blocks * problem.batch * problem.num_heads_kv * config.dim_slices
+    tiles = min(num_n_blocks * problem.batch, _tiles(problem, problem.k, num_n_blocks, config.block_n))
+    blocks = tiles * problem.num_heads_kv * config.dim_slices
     if blocks == 0:
         return 1
     tiles = num_m_blocks * (problem.num_heads // problem.num_heads_kv)
@@ -426,9 +460,14 @@ def _plain(config: BackwardConfig, kernel: str) -> BackwardConfig:
     )
 
 
+def _tiles(problem: AttentionProblem, operand: OperandLayout, num_blocks: int, block: int) -> int:
+    """Tiles of ``block`` rows of all sequences: ``num_blocks`` each or, packed, the slots of what the tensor holds."""
+    return packed_slots(operand.shape[1], problem.batch, block) if problem.varlen else problem.batch * num_blocks
+
+
 def _delta(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
     delta = _plain(config, "delta")
-    grid = num_m_blocks * problem.num_heads * problem.batch
+    grid = problem.num_heads * _tiles(problem, problem.q, num_m_blocks, config.block_m)
     return Launch(
         config=delta, grid=grid, block=delta.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
     )
@@ -444,8 +483,8 @@ def _head_group(problem: AttentionProblem, num_n_blocks: int, slots: int) -> int
 
 
 def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, num_splits: int, slots: int) -> Launch:
-    sequences = problem.batch + problem.varlen  # one more, virtual, owns the tokens of no sequence
-    grid = num_n_blocks * problem.num_heads_kv * sequences * num_splits * config.dim_slices
+    tiles = _tiles(problem, problem.k, num_n_blocks, config.block_n)
+    grid = problem.num_heads_kv * tiles * num_splits * config.dim_slices
     return Launch(
         config=config,
         grid=grid,
@@ -454,14 +493,14 @@ def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, n
         params=(
             ("num_n_blocks", num_n_blocks),
             ("num_splits", num_splits),
-            ("head_group", _head_group(problem, num_n_blocks, slots)),
+            ("head_group", _head_group(problem, tiles if problem.varlen else num_n_blocks, slots)),
         ),
     )
 
 
 def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int) -> Launch:
     convert = _plain(config, "dkv_convert")
-    grid = num_n_blocks * problem.num_heads_kv * problem.batch
+    grid = problem.num_heads_kv * _tiles(problem, problem.k, num_n_blocks, config.block_n)
     return Launch(
         config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_n_blocks", num_n_blocks),)
     )
@@ -469,7 +508,7 @@ def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks
 
 def _dq_convert(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
     convert = _plain(config, "dq_convert")
-    grid = num_m_blocks * problem.num_heads * (problem.batch + problem.varlen)
+    grid = problem.num_heads * _tiles(problem, problem.q, num_m_blocks, config.block_m)
     return Launch(
         config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
     )
@@ -502,7 +541,6 @@ def _workspaces(
         )
     if num_splits > 1:
         # Per (batch, key head) the rows of dk and then those of dv, in whole tiles.
-        head = num_n_blocks * config.block_n * (config.head_dim + config.head_dim_v)
-        # Packed sequences each have room for the longest: splits are for few of them.
-        nbytes = 4 * problem.batch * problem.num_heads_kv * head
+        rows = _tiles(problem, problem.k, num_n_blocks, config.block_n) * config.block_n
+        nbytes = 4 * problem.num_heads_kv * rows * (config.head_dim + config.head_dim_v)
         yield Workspace(field="dkv_accum", nbytes=nbytes, zeroed=True)

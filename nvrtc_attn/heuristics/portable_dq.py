@@ -10,7 +10,7 @@ from typing import Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import DbiasConfig, DqConfig, KernelConfig
-from .common import ceil_div, features_of, is_vectorizable
+from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .spec import Launch
 
@@ -146,11 +146,12 @@ def choose_dq(
         fitting.sort(key=lambda c: c.streamed or warps_per_sm(c.num_warps, smem_bytes(c), smem_limit) < MIN_WARPS)
     config = fitting[0]
     num_m_blocks = ceil_div(problem.seqlen_q, config.block_m)
-    batch = problem.batch + problem.varlen  # one more: tokens outside every sequence
+    tiles = problem.batch * num_m_blocks
     if problem.varlen:
         num_m_blocks = max(num_m_blocks, 1)
+        tiles = packed_slots(problem.q.shape[1], problem.batch, config.block_m)
     return Launch(
-        config=config, grid=batch * problem.num_heads * num_m_blocks, block=config.num_threads,
+        config=config, grid=problem.num_heads * tiles, block=config.num_threads,
         smem_bytes=smem_bytes(config), params=(("num_m_blocks", num_m_blocks),),
     )  # fmt: skip
 

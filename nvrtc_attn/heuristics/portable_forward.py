@@ -10,7 +10,8 @@ from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
-from .common import ceil_div, features_of, is_vectorizable, maps_scores, round_up
+from . import tile_words
+from .common import ceil_div, features_of, is_vectorizable, maps_scores, packed_slots, round_up
 from .portable_common import MEASURED_SMEM, MIN_WARPS, SMEM_RESERVED, warps_per_sm
 from .spec import ForwardPlanSpec, Launch
 
@@ -161,6 +162,10 @@ def _head_group(problem: AttentionProblem, config: ForwardConfig) -> int:
     if not problem.band:
         return 1
     bytes_per_head = max(config.itemsize * problem.seqlen_k * (config.head_dim + config.head_dim_v), 1)
+    if problem.varlen and not packs_heads(problem):  # heads whose tiles of all sequences are interleaved
+        rows = max(problem.k.shape[1], 1)
+        bytes_per_head = max(config.itemsize * rows * (config.head_dim + config.head_dim_v), 1)
+        return max(1, min(problem.num_heads, L2_BYTES // bytes_per_head))
     return max(1, min(problem.batch * problem.num_heads, L2_BYTES // bytes_per_head))
 
 
@@ -339,16 +344,34 @@ def choose_forward(
         by_registers = 3 if config.block_m <= DECODE_ROWS else config.min_blocks_per_sm
         slots = num_sms * _resident(config, smem_limit, by_registers)
         num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, slots, max_splits)
+    plans: tuple[Launch, ...] = ()
+    words_params: tuple[tuple[str, int], ...] = ()
+    words_bytes, softmax_bytes = 0, 8 * num_splits * num_rows if num_splits > 1 else 0
+    if tile_words.pays(problem, config.block_n) and _has_lines(problem, config, num_m_blocks):
+        config = tile_words.with_words(config)
+        words = tile_words.words_of(
+            problem, problem.seqlen_q if config.packed_heads else config.block_m, config.block_n
+        )
+        plans, words_params = (tile_words.plan_launch(words, config, softmax_bytes),), words.params(softmax_bytes)
+        words_bytes = words.nbytes
     if num_splits == 1:
-        virtual_heads = problem.num_heads // group if problem.varlen else 0
+        units = heads + (problem.num_heads // group if problem.varlen else 0)
+        grid = units * num_m_blocks
+        if problem.varlen and group == 1:
+            grid = problem.num_heads * packed_slots(problem.q.shape[1], problem.batch, config.block_m)
         launch = Launch(
             config=config,
-            grid=(heads + virtual_heads) * num_m_blocks,
+            grid=grid,
             block=config.num_threads,
             smem_bytes=smem_bytes(config),
-            params=(("num_m_blocks", num_m_blocks), ("num_splits", 1), ("head_group", _head_group(problem, config))),
+            params=(
+                ("num_m_blocks", num_m_blocks),
+                ("num_splits", 1),
+                ("head_group", _head_group(problem, config)),
+                *words_params,
+            ),
         )
-        return ForwardPlanSpec(launches=(launch,))
+        return ForwardPlanSpec(launches=(*plans, launch), tile_words_bytes=words_bytes)
 
     split_config = replace(config, split=True)
     combine_config = ForwardConfig(
@@ -366,12 +389,13 @@ def choose_forward(
     )
     return ForwardPlanSpec(
         launches=(
+            *plans,
             Launch(
                 config=split_config,
                 grid=heads * num_splits * num_m_blocks,
                 block=config.num_threads,
                 smem_bytes=smem_bytes(split_config),
-                params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits), ("head_group", 1)),
+                params=(("num_m_blocks", num_m_blocks), ("num_splits", num_splits), ("head_group", 1), *words_params),
             ),
             Launch(
                 config=combine_config,
@@ -383,8 +407,18 @@ def choose_forward(
         ),
         num_splits=num_splits,
         out_partial_bytes=4 * num_splits * num_rows * config.head_dim_v,
-        softmax_partial_bytes=8 * num_splits * num_rows,
+        softmax_partial_bytes=softmax_bytes,
+        tile_words_bytes=words_bytes,
     )
+
+
+def _has_lines(problem: AttentionProblem, config: ForwardConfig, num_m_blocks: int) -> bool:
+    """Whether a tile of queries has one line of words. Rows of packed heads are queries of several heads."""
+    if not config.packed_heads:
+        return True
+    assert problem.mask is not None
+    _, heads, rows, _ = problem.mask.shape
+    return heads == 1 and (rows == 1 or num_m_blocks == 1)
 
 
 def _with_tile(config: ForwardConfig, tile: Tile) -> ForwardConfig:
@@ -399,7 +433,7 @@ def candidates(problem: AttentionProblem, **target: Any) -> list[ForwardPlanSpec
     """
     first = choose_forward(problem, **target)
     found = [first, *(choose_forward(problem, **target, rank=rank) for rank in (1, 2))]
-    if first.num_splits > 1 or 2 * first.launches[0].grid <= target["num_sms"]:
+    if first.num_splits > 1 or 2 * first.main.grid <= target["num_sms"]:
         splits = (first.num_splits // 2, 2 * first.num_splits)
         found += [choose_forward(problem, **target, num_splits=count) for count in splits if count]
     return found

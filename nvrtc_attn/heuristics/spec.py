@@ -58,22 +58,36 @@ class BackwardPlanSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPlanSpec:
-    """The forward pass: one kernel, or with ``num_splits`` > 1 one over key splits and one that combines them."""
+    """The forward pass: one kernel, with ``num_splits`` > 1 one over key splits and one that combines them.
+
+    Before the Hopper kernel on packed sequences there is one that lists their tiles.
+    """
 
     launches: tuple[Launch, ...]
     num_splits: int = 1
     out_partial_bytes: int = 0
     softmax_partial_bytes: int = 0
+    tile_list_bytes: int = 0
+    """Of the list that the first of two launches makes: the tiles of packed sequences."""
+    tile_words_bytes: int = 0
+    """Of the words that the first launch makes: the tiles that a mask leaves anything of."""
 
     @property
     def workspaces(self) -> tuple[Workspace, ...]:
-        """The partial results between the two kernels; none without splits."""
+        """Partial results of splits with words of tiles behind them, or a list of tiles; none with one kernel."""
+        nbytes = self.softmax_partial_bytes + self.tile_words_bytes + self.tile_list_bytes
+        statistics = Workspace(field="softmax_partial", nbytes=nbytes)
         if self.num_splits == 1:
-            return ()
+            return (statistics,) if statistics.nbytes else ()
         return (
             Workspace(field="out_partial", nbytes=self.out_partial_bytes, params=(("num_splits", self.num_splits),)),
-            Workspace(field="softmax_partial", nbytes=self.softmax_partial_bytes),
+            statistics,
         )
+
+    @property
+    def main(self) -> Launch:
+        """The launch of the forward kernel itself, which another may come before."""
+        return next(launch for launch in self.launches if launch.config.kernel.startswith("forward"))
 
 
 def label(spec: ForwardPlanSpec | BackwardPlanSpec) -> str:

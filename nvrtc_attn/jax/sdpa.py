@@ -87,12 +87,16 @@ def dot_product_attention(
         else:
             distance = np.arange(rows)[:, None] - np.arange(columns)
             mask = _both(mask, jnp.asarray((distance <= left) & (distance >= -right))[None, None])
+    used = None
     if key_value_seq_lengths is not None:
         lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-        mask = _both(mask, (jnp.arange(columns) < lengths[:, None])[:, None, None])
+        if causal or window == (None, None):
+            used = jnp.clip(lengths, 0, columns)
+        else:  # seqused_k would align the window to the last key in use
+            mask = _both(mask, (jnp.arange(columns) < lengths[:, None])[:, None, None])
     result = attention(
         q, k, v, bias=bias, mask=mask, causal=causal, window_size=window, softmax_scale=scale,
-        return_lse=bool(return_residual),
+        seqused_k=used, return_lse=bool(return_residual),
     )  # fmt: skip
     out, lse = result if return_residual else (result, None)
     if query_seq_lengths is not None:

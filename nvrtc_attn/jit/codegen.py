@@ -14,7 +14,14 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.operands import FURTHER_INPUTS
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
-from .params import PART_PARAMS, BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
+from .params import (
+    PART_PARAMS,
+    WITH_TILE_WORDS,
+    BackwardParams,
+    ForwardParams,
+    HopperBackwardParams,
+    HopperForwardParams,
+)
 
 ENTRY_NAME: Final = "attention_entry"
 """The ``extern "C"`` name of the kernel in every generated file."""
@@ -36,16 +43,16 @@ def constant_name(field: str) -> str:
 
 def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct that the kernel of ``config`` takes by value."""
-    whole = _whole_params_class(config)
-    return PART_PARAMS[whole] if config.features.part else whole
-
-
-def _whole_params_class(config: KernelConfig) -> type[ctypes.Structure]:
+    params: type[ctypes.Structure] = BackwardParams
     if isinstance(config, HopperForwardConfig):
-        return HopperForwardParams
-    if isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
-        return HopperBackwardParams
-    return ForwardParams if isinstance(config, ForwardConfig) else BackwardParams
+        params = HopperForwardParams
+    elif isinstance(config, HopperBackwardConfig | HopperDbiasConfig):
+        params = HopperBackwardParams
+    elif isinstance(config, ForwardConfig):
+        params = ForwardParams
+    if config.features.tile_words:
+        params = WITH_TILE_WORDS[params]
+    return PART_PARAMS[params] if config.features.part else params
 
 
 def _trait_lines(name: str, value: Any) -> list[str]:

@@ -26,6 +26,8 @@ class Features:
     """Element type of the additive bias, ``None`` for no bias."""
     mask: bool = False
     """Read a byte mask, non-zero = keep."""
+    tile_words: bool = False
+    """Walk the tiles that words in the workspace keep (``collective/tile_words.cuh``), beside a byte mask."""
     softcap: bool = False
     prescale: bool = False
     """Multiply scores by the softmax scale before the row maximum: needed when the scale is not positive."""

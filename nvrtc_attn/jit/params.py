@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from ..front.operands import BACKWARD, FORWARD, OPERANDS
 
@@ -95,9 +95,9 @@ class HopperForwardParams(ForwardParams):
     _fields_ = [
         *[(name, _I32) for name in (
             "num_tiles", "heads_per_group", "pair_rounds", "head_pairs", "tail_first_head", "tail_done",
-            "tail_whole_heads",
+            "tail_whole_heads", "chunk_rows", "num_chunks", "num_workers",
         )],
-        ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 28) % 64)),
+        ("_padding", ctypes.c_uint8 * (-(ctypes.sizeof(ForwardParams) + 40) % 64)),
         *[
             (f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8))
             for name in ("q", "k", "v", "bias", "mask")
@@ -110,13 +110,57 @@ class HopperBackwardParams(BackwardParams):
 
     _fields_ = [
         ("counter_offset", _I64),
-        *[(name, _I32) for name in ("num_tiles", "heads_per_group", "query_step")],
-        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 20) % 64)),
+        *[(name, _I32) for name in (
+            "num_tiles", "heads_per_group", "query_step", "chunk_rows", "num_chunks", "num_workers",
+        )],
+        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 32) % 64)),
         *[
             (f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8))
             for name in ("q", "k", "v", "dout", "bias", "dbias")
         ],
     ]  # fmt: skip
+
+
+def _tile_words(base: type[ctypes.Structure]) -> list[Any]:
+    """Fields of ``WithTileWords`` behind those of ``base``, and the padding to its alignment."""
+    words = [
+        (f"tile_{x}_{y}", _I64) for x in ("words", "order") for y in ("offset", "stride_b", "stride_h", "stride_line")
+    ]
+    plan = [(f"tile_plan_{x}", _I32) for x in ("rows", "cols", "lines", "tiles", "heads", "transposed")]
+    alignment = TENSOR_MAP_BYTES // 2 if issubclass(base, HopperForwardParams | HopperBackwardParams) else 8
+    begin = -(-ctypes.sizeof(base) // alignment) * alignment
+    end = begin + 8 * len(words) + 4 * len(plan)
+    return [*words, *plan, ("_padding_of_words", ctypes.c_uint8 * (-end % alignment))]
+
+
+class TiledForwardParams(ForwardParams):
+    """Arguments of a portable forward kernel that walks words of tiles, and of the kernel that writes them."""
+
+    _fields_ = _tile_words(ForwardParams)
+
+
+class TiledHopperForwardParams(HopperForwardParams):
+    """Arguments of the Hopper forward kernel that walks words of tiles."""
+
+    _fields_ = _tile_words(HopperForwardParams)
+
+
+class TiledBackwardParams(BackwardParams):
+    """Arguments of a portable backward kernel that walks words of tiles, and of the kernel that writes them."""
+
+    _fields_ = _tile_words(BackwardParams)
+
+
+class TiledHopperBackwardParams(HopperBackwardParams):
+    """Arguments of the Hopper backward kernel that walks words of tiles."""
+
+    _fields_ = _tile_words(HopperBackwardParams)
+
+
+WITH_TILE_WORDS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
+    tiled.__mro__[1]: tiled
+    for tiled in (TiledForwardParams, TiledHopperForwardParams, TiledBackwardParams, TiledHopperBackwardParams)
+}
 
 
 def _part_of(base: type[ctypes.Structure], alignment: int) -> type[ctypes.Structure]:
@@ -130,12 +174,7 @@ def _part_of(base: type[ctypes.Structure], alignment: int) -> type[ctypes.Struct
 
 
 PART_PARAMS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
-    base: _part_of(base, alignment)
-    for base, alignment in (
-        (ForwardParams, 8),
-        (BackwardParams, 8),
-        (HopperForwardParams, 64),
-        (HopperBackwardParams, 64),
-    )
+    base: _part_of(base, TENSOR_MAP_BYTES // 2 if issubclass(base, HopperForwardParams | HopperBackwardParams) else 8)
+    for base in (*WITH_TILE_WORDS, *WITH_TILE_WORDS.values())
 }
 """The params of a kernel with dropout of a part of a larger attention, by those of the same kernel of a whole one."""

@@ -24,10 +24,12 @@ def check_device_lengths(call: Call) -> None:
         if x is not None and name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     }
     problem = call.problem
+    longest: dict[str, int | None] = {"max_seqlen_q": None, "max_seqlen_k": None}
+    if problem.varlen:
+        longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
     faults = check_lengths(
         values.get("cu_seqlens_q"), values.get("cu_seqlens_k"), values.get("seqused_k"),
-        total_q=problem.q.shape[1], total_k=problem.k.shape[1],
-        max_seqlen_q=problem.seqlen_q, max_seqlen_k=problem.seqlen_k,
+        total_q=problem.q.shape[1], total_k=problem.k.shape[1], **longest,
     )  # fmt: skip
     if faults:
         raise ValueError("\n".join(faults))

@@ -45,7 +45,15 @@ REFERENCE_SMS: Final[dict[str, int]] = {
 """Multiprocessors of a common GPU of each target; a choice that depends on the number takes ``num_sms``."""
 
 _FORWARD: Final = (ForwardConfig, HopperForwardConfig)
-_SMALL: Final = ("delta", "dq_convert", "dkv_convert", "backward_hopper_prepare", "combine", "dbias_reduce")
+_SMALL: Final = (
+    "delta",
+    "dq_convert",
+    "dkv_convert",
+    "backward_hopper_prepare",
+    "combine",
+    "dbias_reduce",
+    "tile_plan",
+)
 """Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""
 DEFAULT_SEQLENS: Final = ((4096, 4096), (1024, 1024), (8192, 8192), (1, 4096))
 """Training or prefill, middling, short and long, and decode. Other lengths choose among the same kernels mostly."""

@@ -48,6 +48,7 @@ attention_backward: Any = torch.ops.nvrtc_attn.attention_backward.default
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _SEED, _SEED_WORD, _DROPOUT = 8, 10, 17  # positions in the signature
 _BIAS: Final = 3
+_SEQUSED_K: Final = 7
 
 
 # ------------------------------------------------------------------------------------------------------- the door
@@ -442,6 +443,8 @@ def register_sharding() -> None:
         for index, x in enumerate(arguments):
             if not hasattr(x, "tensor_meta"):
                 result.append(None)
+            elif index == _SEQUSED_K and dim == 0 and arguments[5] is None:
+                result.append(Shard(0))  # a length for each batch entry
             elif dim is None or index > 4:
                 result.append(Replicate())
             elif index < 3:

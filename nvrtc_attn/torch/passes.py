@@ -33,6 +33,7 @@ _GRADIENTS: Final = tuple(
     for name, place in zip(GRADIENTS, DIFFERENTIABLE_PLACES, strict=True)
 )
 _CU_SEQLENS_Q: Final = INPUTS.index("cu_seqlens_q")
+_SEQUSED_K: Final = INPUTS.index("seqused_k")
 _NO_ADDRESSES: Final = (0,) * len(OPTIONAL_INPUTS)
 
 
@@ -46,7 +47,7 @@ def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_f
         if x is not None:
             key = (*key, *map(signature, optional))
             given = True
-            if tensors[_CU_SEQLENS_Q] is not None and env.debug():
+            if (tensors[_CU_SEQLENS_Q] is not None or tensors[_SEQUSED_K] is not None) and env.debug():
                 _describe(tensors, options)  # checks the lengths, which no plan knows
             break
     entry = _forward_plans.get(key)

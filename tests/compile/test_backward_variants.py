@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from architectures import ONE_OF_EACH_CLASS, TWINS, untuned_spill_bytes
 
+from nvrtc_attn import heuristics
 from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
@@ -379,3 +380,22 @@ def test_plans_that_store_dq_are_candidates() -> None:
     assert [(c.stores_dq, c.fused) for c in found[:3]] == [(True, True), (True, False), (False, False)]
     for other in (problem(), problem(batch=64, seqlen_q=49, seqlen_k=100, head_dim=512)):
         assert not any(dkv(spec).stores_dq for spec in portable_backward.candidates(other, **target))
+
+
+def test_short_sequences_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`SHORT_TOKENS`: off, everything is as it was; on, one kernel serves problems as short as it says."""
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": NUM_SMS, "smem_limit": 232448}
+    sizes = {"batch": 64, "seqlen_q": 49, "seqlen_k": 49, "head_dim": 32}
+    swin = problem(dtype="float16", **sizes)
+
+    def kernels(what: AttentionProblem, backend: str = "auto") -> list[str]:
+        return [x.config.kernel for x in heuristics.choose_backward(what, **target, backend=backend).launches]
+
+    monkeypatch.setattr(portable_backward, "SHORT_TOKENS", 0)
+    assert kernels(swin) == ["delta", "backward_portable", "dq_convert"]
+    monkeypatch.setattr(portable_backward, "SHORT_TOKENS", 64)
+    for backend in ("auto", "portable"):
+        assert kernels(swin, backend) == ["backward_portable"]
+    assert len(kernels(swin, "legacy")) == 3
+    for longer in ({"seqlen_q": 65}, {"seqlen_k": 65}, {"varlen": True}, {"head_dim": 512}):
+        assert len(kernels(problem(**{**sizes, **longer}))) > 1, longer

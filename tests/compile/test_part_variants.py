@@ -27,6 +27,8 @@ def configs(
         name: ((2, length, count, head_dim), dtype)
         for name, length, count in zip("qkv", (queries, 1024, 1024), heads, strict=True)
     }
+    if options.pop("mask", False):
+        shapes["mask"] = ((2, 1, queries, 1024), "bool")
     call = describe_shapes(shapes, CallOptions(return_lse=True, part=part, **options), Device("cuda", 0))
     target: dict[str, Any] = {"arch": arch, "num_sms": 132, "smem_limit": 232448 if arch == "sm_90" else 101376}
     problem = call.with_dense()
@@ -38,7 +40,8 @@ def configs(
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [
-        ("sm_90", {}), ("sm_90", {"causal": True, "head_dim": 128}), ("sm_90", {"head_dim": 192}), ("sm_89", {}),
+        ("sm_90", {}), ("sm_90", {"causal": True, "head_dim": 128}), ("sm_90", {"mask": True}),
+        ("sm_89", {"mask": True}), ("sm_90", {"head_dim": 192}), ("sm_89", {}),
         ("sm_89", {"queries": 1, "causal": True}), ("sm_75", {"dtype": "float16"}), ("sm_90", {"dtype": "float32"}),
     ],
 )  # fmt: skip

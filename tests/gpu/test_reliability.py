@@ -22,6 +22,7 @@ from nvrtc_attn.plans import autotune, plan
 from nvrtc_attn.runtime import device
 from nvrtc_attn.runtime import kernel as module
 from nvrtc_attn.runtime.buffers import DeviceBuffer
+from nvrtc_attn.torch import passes
 
 BATCH, ROWS, HEADS = 2, 130, 2
 HOPPER = "hopper"
@@ -37,8 +38,8 @@ def random_qkv(rows: int = 128, head_dim: int = 64, heads: int = 4, dtype: Any =
 def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and loaded kernels of this test alone. What was loaded before stays on the device, unused."""
     for owner, name in (
-        (plan, "_plans"), (plan, "_kernels"), (module, "_kernels"), (autotune, "_choices"), (na, "_forward_plans"),
-        (na, "_backward_plans"),
+        (plan, "_plans"), (plan, "_kernels"), (module, "_kernels"), (autotune, "_choices"),
+        (passes, "_forward_plans"), (passes, "_backward_plans"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, {})
 

@@ -157,7 +157,7 @@ def test_torch_kernels_get_the_same_problem(benchmarks: Path) -> None:
             assert case.window or case.softcap or (case.packed and (case.causal or case.hkv)), case.name
             continue
         expected = models.Running(peers.plain_math(case, inputs), case.backward)
-        assert models.distance(found, expected, inputs.seen) < 0.02, case.name
+        assert max(models.distances(found, expected, inputs.seen)) < 0.02, case.name
         compared.add(case.kind)
     assert len(compared) >= 11
 
@@ -190,7 +190,7 @@ def test_a_hopeless_rival_is_run_once(benchmarks: Path) -> None:
     pytest.importorskip("torch")
     import models
 
-    times = {"ours.fwd": 5.0, "ours.bwd": 1.0, "a.fwd": 1.0, "a.bwd": 1.9, "b.fwd": 2.1, "b.bwd": 2.1}
+    times = {"ours.fwd": 5.0, "ours.bwd": 1.0, "a.fwd": 1.0, "a.bwd": 1.4, "b.fwd": 1.6, "b.bwd": 1.6}
     assert models.slow(times) == {"b.fwd", "b.bwd"}
 
 
@@ -206,3 +206,25 @@ def test_summary_names_the_cases_behind(benchmarks: Path) -> None:
     assert "geometric mean 1.000 of 2 cases, 1 at 1.00" in lines[0]
     assert [line for line in lines if "0.500 x (s): 2.000 ms, fa3 1.000 ms" in line]
     assert not [line for line in lines if " y " in line]
+
+
+def test_candidates_for_small_work_are_plans(benchmarks: Path) -> None:
+    """Every problem has some beside today's choice; one without a launch before or behind it for short sequences."""
+    import short
+
+    from nvrtc_attn.heuristics import hopper_backward
+
+    assert {kind.part for kind in short.KINDS} == {"short", "tiny", "decode", "fit", "step"}
+    for kind in short.KINDS:
+        for backward in kind.directions:
+            specs = short.plans_of(kind, backward)
+            assert len(specs) >= 2, kind.name
+            assert next(iter(specs)) == "today", kind.name
+            if backward and kind.part == "short" and kind.q <= 128:
+                (name,) = [n for n in specs if n.endswith("store+rows")][:1]
+                kernels = [launch.config.kernel for launch in specs[name].launches]
+                assert kernels == ["backward_portable", "backward_dbias", "dbias_reduce"], kind.name
+    (step,) = [kind for kind in short.KINDS if kind.part == "step"][:1]
+    specs = short.plans_of(step, backward=True).values()
+    today, zero = (dict(hopper_backward.kernel_of(x).params)["query_step"] for x in specs)
+    assert today > zero == 0

@@ -73,14 +73,26 @@ HOST = f"""
 #define NVRTC_ATTN_DEVICE inline
 struct {{ int x; }} gridDim, blockIdx;
 namespace nvrtc_attn {{
-struct HopperForwardParams {{ int {", ".join(PARAMETERS)}; }};
+struct HopperForwardParams {{
+  int {", ".join(PARAMETERS)};
+  int* softmax_partial;
+}};
+struct int2 {{ int x, y; }};
+struct TileList {{  // of packed sequences: tests/unit/test_tile_list.py
+  int* words;
+  int* counter() const {{ return words; }}
+  int count() const {{ return 0; }}
+  int heads() const {{ return 1; }}
+  int2 operator[](int) const {{ return {{}}; }}
+}};
+inline int atomicAdd(int*, int) {{ return 0; }}
 inline int uniform(int a) {{ return a; }}
 inline int uniform_quotient(int a, int b) {{ return int(unsigned(a) / unsigned(b)); }}
 }}
 %s
 template <bool kBand>
 int deal(nvrtc_attn::HopperForwardParams const& params, int most, int* found) {{
-  nvrtc_attn::TileScheduler<kBand> scheduler{{params}};
+  nvrtc_attn::TileScheduler<kBand, false> scheduler{{params}};
   nvrtc_attn::WorkTile tile;
   int count = 0;
   for (; scheduler.next(tile) && count < most; ++count) {{
@@ -205,3 +217,30 @@ def test_tile_follows_the_multiprocessors_of_the_gpu(num_sms: int, rows: int) ->
     assert found.launches[0].config.block_m == rows
     plans = hopper_forward.candidates(asked, arch="sm_90", num_sms=num_sms, smem_limit=232448)
     assert plans[0] == found
+
+
+def test_key_tiles_of_which_less_stays_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off until it is measured; then by the columns that are computed, and only where nothing else decides them."""
+
+    def columns(seqlen: int, head_dim: int = 64, causal: bool = False) -> int:
+        return hopper_forward.choose_tile(problem(64, seqlen, 12, head_dim, causal)).block_n
+
+    lengths = (196, 197, 257, 577, 729, 1024, 4096)
+    monkeypatch.setattr(hopper_forward, "FITS_KEYS", False)
+    assert {columns(n, d) for n in lengths for d in (64, 72, 112)} == {128}
+    monkeypatch.setattr(hopper_forward, "FITS_KEYS", True)
+    for head_dim in (64, 72, 112):
+        assert [columns(n, head_dim) for n in lengths] == [112, 112, 96, 128, 128, 128, 128]
+    assert columns(197, causal=True) == 128
+    assert columns(197, 160) == hopper_forward.choose_tile(problem(64, 4096, 12, 160, False)).block_n
+    for n in range(129, 1200):
+        width = columns(n)
+        computed = -(-n // width) * width
+        assert computed <= -(-n // 128) * 128, n
+
+
+def test_the_fitting_tile_is_a_candidate() -> None:
+    asked = problem(64, 197, 12, 64, False)
+    plans = hopper_forward.candidates(asked, arch="sm_90", num_sms=NUM_SMS, smem_limit=232448)
+    assert [spec.launches[0].config.block_n for spec in plans].count(112) == 1
+    assert len({spec.launches[0].config for spec in plans}) == len(plans)

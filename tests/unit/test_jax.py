@@ -201,6 +201,20 @@ def test_packed_sequences() -> None:
     close(jax.jit(jax.grad(lambda x: (packed(x) ** 2).sum()))(x), jax.grad(lambda x: (apart(x) ** 2).sum())(x), 1e-4)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_used_keys_of_a_dense_batch(mapped: bool) -> None:
+    q, k, v, bias = arrays()
+    used = jnp.array([N, 7], np.int32)
+    keep = (jnp.arange(N) < used[:, None])[:, None, None]
+
+    def gradients(call: Any) -> Any:
+        gradient = jax.grad(lambda *x: (call(*x) ** 2).sum(), (0, 1, 2, 3))
+        return jax.vmap(gradient)(*(jnp.stack([x, x]) for x in (q, k, v, bias))) if mapped else gradient(q, k, v, bias)
+
+    found = gradients(lambda q, k, v, bias: attention(q, k, v, bias=bias, seqused_k=used))
+    close(found, gradients(lambda q, k, v, bias: attention(q, k, v, bias=bias, mask=keep)), 1e-5)
+
+
 def test_bfloat16_and_empty() -> None:
     q, k, v, _ = arrays(jnp.bfloat16)
     assert jax.grad(lambda q: attention(q, k, v).astype(np.float32).sum())(q).dtype == jnp.bfloat16

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "bias of none": ("x", "y", {"bias": (1, 1, 32, 40)}, {}),
     "mask of batches": ("x", "y", {"mask": (4, 1, 1, 40)}, {}),
     "mask of heads": ("x", "y", {"mask": (1, 4, 32, 40)}, {}),
+    "used keys": ("x", "y", {"seqused_k": (4,)}, {"causal": True}),
     "dropout": (("x", "y"), None, {}, {"dropout_p": 0.3, "rng": (5, 2**32 - 17)}),
     "dropout of a key": ("x", None, {}, {"dropout_p": 0.3, "rng": "key"}),
 }
@@ -42,7 +43,7 @@ jax.config.update("jax_use_shardy_partitioner", shardy)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
 
 def spec(name, shape, batch, heads):
-    axes = (batch, heads, None, None) if name in ("bias", "mask") else (batch, None, heads, None)
+    axes = (batch, heads, None, None) if name in ("bias", "mask", "seqused_k") else (batch, None, heads, None)
     axes = [tuple(x) if isinstance(x, list) else x for x in axes]
     return NamedSharding(mesh, PartitionSpec(*(x if n > 1 else None for x, n in zip(axes, shape))))
 
@@ -58,8 +59,10 @@ for case, (batch, heads, differ, options) in cases.items():
     arrays = {n: jax.random.normal(key, s) for key, (n, s) in zip(keys, {**shapes, **differ}.items())}
     if "mask" in arrays:
         arrays["mask"] = arrays["mask"] > -1
-    floats = {n: x for n, x in arrays.items() if n != "mask"}
-    rest = {n: x for n, x in arrays.items() if n == "mask"}
+    if "seqused_k" in arrays:
+        arrays["seqused_k"] = jnp.array([40, 0, 17, 33], np.int32)
+    rest = {n: arrays.pop(n) for n in ("mask", "seqused_k") if n in arrays}
+    floats = arrays
 
     def loss(floats, rest):
         call = jax.checkpoint(lambda x: attention(**x, **rest, **options, return_lse=True)[0])

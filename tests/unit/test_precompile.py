@@ -159,7 +159,6 @@ def warmup(*arguments: str) -> tuple[int, str]:
         (["--varlen", "--bias"], "bias: .* with cu_seqlens"),
         (["--varlen", "--mask"], "mask: .* with cu_seqlens"),
         (["--varlen", "--dbias"], "bias: .* with cu_seqlens"),
-        (["--seqused-k"], "seqused_k: .* without cu_seqlens"),
         (["--seqlen", "9999999999"], "above 2147483647"),
         (["--varlen", "--batch", "99999", "--seqlen", "99999"], "above 2147483647"),
     ],

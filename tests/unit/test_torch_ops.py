@@ -533,3 +533,19 @@ def test_dtensors_are_gathered_where_a_part_is_not_the_whole(case: str, mesh: An
         assert tuple(out.placements) == (Replicate(),)
         with pytest.raises(ValueError, match="same on all ranks"):
             na.attention(q, k, v, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_used_keys_of_a_dense_batch(compiled: bool) -> None:
+    def gradients(call: Any, **options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = [torch.randn(3, n, 4, 16, requires_grad=True) for n in (20, 30, 30)]
+        bias = torch.randn(1, 4, 20, 30, requires_grad=True)
+        out = call(*x, bias=bias, **options)
+        return [out.detach(), *torch.autograd.grad((out**2).sum(), [*x, bias])]
+
+    used = torch.tensor([30, 0, 13], dtype=torch.int32)
+    call = torch.compile(na.attention, backend="aot_eager", fullgraph=True) if compiled else na.attention
+    mask = torch.arange(30) < used[:, None, None, None]
+    for a, b in zip(gradients(call, seqused_k=used), gradients(na.attention, mask=mask), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -186,6 +186,13 @@ struct ScoreOperand {
       }
     }
   }
+  NVRTC_ATTN_DEVICE void fill(Element x) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) value[m][n][0] = value[m][n][1] = ElementPair<Element>{x, x};
+    }
+  }
   // Of value e of accumulator tile (m, n); anything where it is not enabled.
   NVRTC_ATTN_DEVICE Element at(int m, int n, int e) const {
     ElementPair<Element> const& pair = value[kEnabled ? m : 0][kEnabled ? n : 0][e >> 1];

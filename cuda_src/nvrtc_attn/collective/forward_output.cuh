@@ -3,6 +3,7 @@
 #include "epilogue.cuh"
 #include "forward_operands.cuh"
 #include "packed_heads.cuh"
+#include "packed_slots.cuh"
 #include "softmax.cuh"
 
 namespace nvrtc_attn {
@@ -10,9 +11,13 @@ namespace nvrtc_attn {
 // Which piece of the work this thread has. Units (sequence, head, split) come in groups of `head_group`; within a group the
 // query tiles run from the last, which sees the most keys under a causal mask, to the first, each for all units of the
 // group. The host makes groups as large as their K and V fit in L2 when tiles differ in length, and 1 otherwise.
+// Packed sequences with kSlots: a unit is a head, and its tiles are those of all sequences, by slot (packed_slots.cuh).
 template <class Traits>
 struct Position {
   using Shape = ForwardShape<Traits>;
+  // With splits or few queries the tiles of the longest sequence are few.
+  static constexpr bool kSlots = Traits::kVarlen && !Traits::kSplit && !Traits::kPackedHeads;
+  using Slots = PackedSlots<Traits::kBlockM>;
   int tid, lane, warp_row0, warp_n, warp_d;
   int m_block, split, h, b;  // packed heads: h is the first of the tile's
 
@@ -27,6 +32,28 @@ struct Position {
     warp_row0 = warp % Shape::kWarpsM * Shape::kWarpRows;
     warp_n = Traits::kWarpsN > 1 ? warp / Shape::kWarpsM : 0;
     warp_d = Traits::kWarpsD > 1 ? warp / Shape::kWarpsM : 0;
+    if constexpr (kSlots) {
+      find_slot(params, block);
+    } else {
+      find_unit(params, block);
+    }
+  }
+
+ private:
+  NVRTC_ATTN_DEVICE void find_slot(ForwardParams const& params, int block) {
+    Slots const slots{params.cu_seqlens_q, params.batch, params.total_q};
+    int const per_group = params.head_group * slots.count();
+    int const group = block / per_group;
+    int const in_group = block - group * per_group;
+    int const units = min(params.head_group, params.num_heads - group * params.head_group);
+    PackedSlot const found = slots.find_together(slots.count() - 1 - in_group / units, lane);
+    m_block = found.tile;
+    b = found.b;
+    h = group * params.head_group + in_group % units;
+    split = 0;
+  }
+
+  NVRTC_ATTN_DEVICE void find_unit(ForwardParams const& params, int block) {
     int const num_splits = Traits::kSplit ? params.num_splits : 1;
     int const heads = Traits::kPackedHeads ? params.num_heads_kv : params.num_heads;
     int const num_units = (params.batch + (Traits::kVarlen && !Traits::kSplit)) * heads * num_splits;

@@ -39,9 +39,10 @@ struct TransposedScoreGradient {
   ScoreMap<Traits> map;
   float multiplier;  // of kept probabilities: 1 / (1 - p)
   int dbias_cols;    // columns to write: all keys of the tensor, also those that seqused_k leaves out
+  bool whole;        // kTileWords: the byte mask hides nothing of the tile
 
   NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_,
-                                            int len_k)
+                                            int len_k, bool whole_ = false)
       : positions(params, len_q, len_k),
         bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
              params.bias_stride_m, params.bias_stride_n),
@@ -51,7 +52,8 @@ struct TransposedScoreGradient {
         dropout(dropout_params<Traits>(params), b, h),
         map(params),
         multiplier(params.dropout_multiplier),
-        dbias_cols(dbias_cols_) {}
+        dbias_cols(dbias_cols_),
+        whole(whole_) {}
 
   // The 16-bit bias of a warp tile before it is used: word [n][m][half] holds query i0 + 8 m + g and keys 2t, 2t + 1 of the 8
   // from j0 + 16 n + 8 half on. Four bytes a load and the registers' own transpose (movmatrix) instead of a load a score.
@@ -108,6 +110,10 @@ struct TransposedScoreGradient {
       }
     }
     if (positions.has_rows(i0, 8 * kM) && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
+      if (Traits::kTileWords && whole) {
+        apply<false, false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
+        return;
+      }
       apply<false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
     } else {
       apply<true>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
@@ -134,7 +140,7 @@ struct TransposedScoreGradient {
     }
   }
 
-  template <bool kCheckPosition, int kN, int kM>
+  template <bool kCheckPosition, bool kReadsMask = Traits::kMask, int kN, int kM>
   NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
                                unsigned keep_bits, float const* row_lse, float const* row_delta, int i0, int j0,
                                int lane) const {
@@ -176,14 +182,14 @@ struct TransposedScoreGradient {
             if constexpr (kBiasElements) tile_bias[e] = !kCheckPosition || kept ? to_float(*bias.at(ie, j)) : 0.0f;
             y = map.score(s[n][m][e], tile_bias[e], tanh_value);
           }
-          if constexpr (Traits::kMask) {
+          if constexpr (kReadsMask) {
             if (!kCheckPosition || kept) kept = *mask.at(ie, j) != 0;
           }
           float p = map.probability(y, reference[e & 1]);
           float z_dp = dp[n][m][e];
           if constexpr (Traits::kDropout) z_dp = (keep >> e & 1) ? z_dp * multiplier : 0.0f;
           float ds = p * (z_dp - delta[e & 1]);
-          if constexpr (kCheckPosition || Traits::kMask) {
+          if constexpr (kCheckPosition || kReadsMask) {
             p = masked_gradient(p, kept);
             ds = masked_gradient(ds, kept);
           }
@@ -195,7 +201,7 @@ struct TransposedScoreGradient {
           if constexpr (Traits::kSoftcap) {
             float slope = map.slope(tanh_value);
             // q.k of a score that is not kept may be NaN: zero times its slope would be too.
-            if constexpr (kCheckPosition || Traits::kMask) slope = masked_gradient(slope, kept);
+            if constexpr (kCheckPosition || kReadsMask) slope = masked_gradient(slope, kept);
             ds *= slope;
           }
           s[n][m][e] = p;

@@ -140,6 +140,9 @@ struct DescendingTileLoader {
              index_t(chunk * Tile::kVec) * stride_col;
   }
 
+  // Leave out so many tiles.
+  NVRTC_ATTN_DEVICE void skip(int tiles, index_t stride_row) { source -= index_t(tiles) * Tile::kRows * stride_row; }
+
   // Load one tile into the stage that starts `bytes` after `tile`. `rows` and `cols` as in load_tile().
   NVRTC_ATTN_DEVICE void load(Element* tile, int bytes, index_t stride_row, index_t stride_col, int rows, int cols) {
     // Read again, so that what follows from it is worked out for each tile and takes no register in between.

@@ -14,6 +14,7 @@
 //   does not grow with the head dim: ring of (M slice | N slice) x stages | dS.
 #pragma once
 #include "../collective/hidden_keys.cuh"
+#include "../collective/packed_slots.cuh"
 #include "../collective/score_gradient.cuh"
 #include "../common/tile_load.cuh"
 
@@ -366,14 +367,14 @@ struct BackwardDq {
   }
 };
 
-// Varlen: rows of the token dim that belong to no sequence become zero; block `m` of `num_m_blocks` takes its share.
+// Varlen: rows of the token dim that belong to no sequence become zero; part `m` of `parts` takes its share.
 template <class Traits>
-NVRTC_ATTN_DEVICE void zero_dq_outside(BackwardParams const& params, int h, int m) {
+NVRTC_ATTN_DEVICE void zero_dq_outside(BackwardParams const& params, int h, int m, int parts) {
   using Element = typename Traits::Element;
   int const before = params.cu_seqlens_q[0];
   int const end = params.cu_seqlens_q[params.batch];
   int const rows = before + params.total_q - end;
-  for (int r = m; r < rows; r += params.num_m_blocks) {
+  for (int r = m; r < rows; r += parts) {
     int const row = r < before ? r : end + r - before;
     Element* p =
         reinterpret_cast<Element*>(params.dq) + index_t(row) * params.dq_stride_m + index_t(h) * params.dq_stride_h;
@@ -383,20 +384,25 @@ NVRTC_ATTN_DEVICE void zero_dq_outside(BackwardParams const& params, int h, int 
   }
 }
 
-// Grid: (batch, or batch + 1 when varlen) * num_heads * num_m_blocks.
+// Grid: batch * num_heads * num_m_blocks; packed num_heads * slots (collective/packed_slots.cuh).
 template <class Traits>
 NVRTC_ATTN_DEVICE void backward_dq(BackwardParams const& params) {
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   int const bh = blockIdx.x / params.num_m_blocks;
   int m = blockIdx.x % params.num_m_blocks;
-  int const b = bh / params.num_heads;
-  int const h = bh % params.num_heads;
+  int b = bh / params.num_heads;
+  int h = bh % params.num_heads;
   if constexpr (Traits::kVarlen) {
+    PackedSlots<Traits::kBlockM> const slots{params.cu_seqlens_q, params.batch, params.total_q};
+    h = blockIdx.x / slots.count();
+    PackedSlot const found = slots.find_together(blockIdx.x - h * slots.count(), threadIdx.x % 32);
+    m = found.tile;
+    b = found.b;
     if (b == params.batch) {
-      zero_dq_outside<Traits>(params, h, m);
+      zero_dq_outside<Traits>(params, h, m, slots.parts());
       return;
     }
-    if (m * Traits::kBlockM >= params.cu_seqlens_q[b + 1] - params.cu_seqlens_q[b]) return;
+    if (m >= params.num_m_blocks || m * Traits::kBlockM >= params.cu_seqlens_q[b + 1] - params.cu_seqlens_q[b]) return;
   }
   if constexpr (Traits::kBand) {
     // Rows near the end see the most keys under a causal mask: start them first so that the last wave is short.

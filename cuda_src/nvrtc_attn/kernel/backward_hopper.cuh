@@ -120,7 +120,7 @@ struct KeyTileConsumer {
         if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
           release_operands();
           zero_keys_of_no_sequence<Element, Shape::kConsumers>(params, announced_key_head<Traits>(params, tile),
-                                                               tile.n_block, params.num_n_blocks, tid);
+                                                               tile.n_block, tile_list(params).parts(), tid);
           continue;
         }
       }
@@ -132,7 +132,8 @@ struct KeyTileConsumer {
   // ---- A key tile
 
   NVRTC_ATTN_DEVICE void consume(Work const& work) {
-    int const left = work.range.count * params.heads_per_group;
+    int left = work.range.count * params.heads_per_group;
+    if constexpr (Traits::kTileWords) left = load_shared_uniform(smem + Shape::kOffsetCount);
     if constexpr (Traits::kDbiasStore && !Shape::kBiasTiles) zero_dbias_beside(work, left > 0);
     DkTiles dk;
     DvTiles dv;
@@ -147,7 +148,7 @@ struct KeyTileConsumer {
       if (left > 0) add_to_workspace(dk, dv);
     } else {
       store_dk(dk, work);
-      if (work.range.count == 0 || !kEarlyStore) store_dv(dv, work);
+      if ((Traits::kTileWords ? left : work.range.count) == 0 || !kEarlyStore) store_dv(dv, work);
     }
   }
 
@@ -164,11 +165,16 @@ struct KeyTileConsumer {
     bool stored = false;
 #pragma unroll 1
     for (; left > 0; --left) {
+      bool whole = false;
+      if constexpr (Traits::kTileWords) {
+        barriers.full_q(slot.stage).wait(slot.parity);
+        read_query_tile(h, m, whole);
+      }
       int const m0 = m * kBlockM;
       Probabilities p, ds;
       ScoreTiles s, dp;
       // S, and dP beside P.
-      barriers.full_q(slot.stage).wait(slot.parity);
+      if constexpr (!Traits::kTileWords) barriers.full_q(slot.stage).wait(slot.parity);
       start_s(s);
       barriers.full_dout(slot.stage).wait(slot.parity);
       start_dp(dp);
@@ -179,7 +185,7 @@ struct KeyTileConsumer {
         wait_products<0>();
         pin_registers(s);
         pin_registers(dp);
-        make_p_and_ds(s, dp, work, h, m0, n_group);
+        make_p_and_ds(s, dp, work, h, m0, n_group, whole);
         pack_fragments<Element>(p, s);
         if constexpr (Shape::kEarlyDv) {
           zero_queries(work, m0);
@@ -247,7 +253,7 @@ struct KeyTileConsumer {
       if (!Traits::kSplit && left == 1) release_k();
       add_dq(dq, work, h, m0);
       if (kEarlyStore && left == 1) store_dv(dv, work);
-      work.range.next(h, m);
+      if constexpr (!Traits::kTileWords) work.range.next(h, m);
       // Nothing stays in flight over the end of the loop: ptxas runs out of registers otherwise.
       wait_products<0>();
       pin_registers(dk);
@@ -318,13 +324,14 @@ struct KeyTileConsumer {
   // ---- Between the products: P and dS of a tile
 
   // P from S, and dS from dP, in their places (kRich).
-  NVRTC_ATTN_DEVICE void make_p_and_ds(ScoreTiles& s, ScoreTiles& dp, Work const& work, int h, int m0, int n_group) {
+  NVRTC_ATTN_DEVICE void make_p_and_ds(ScoreTiles& s, ScoreTiles& dp, Work const& work, int h, int m0, int n_group,
+                                       bool whole) {
     // As many queries at a time as leave registers for what they read: bias words or mask bytes, Philox blocks.
     constexpr bool kNarrow = Shape::kSlabs == 1 && Shape::kSlabsV == 1;
     constexpr int kRead = int(Traits::kHasBias && Traits::kMask) + int(Traits::kDropout);
     constexpr int kChunk = kNarrow ? 8 >> kRead : Traits::kDropout ? 4 : 2;
     TransposedScoreGradient<Traits> const gradient(params, work.tile.b, h, work.seqlen.len_q, params.seqlen_k,
-                                                   work.seqlen.len_k);
+                                                   work.seqlen.len_k, whole);
     float const* const lse = reinterpret_cast<float const*>(smem_pointer + (statistics(Shape::kOffsetLse) - smem));
     float const* const delta = reinterpret_cast<float const*>(smem_pointer + (statistics(Shape::kOffsetDelta) - smem));
 #pragma unroll
@@ -336,6 +343,15 @@ struct KeyTileConsumer {
       gradient.load_bias(bias, i0, n_group + 16 * warp, lane);
       gradient(s_chunk, dp_chunk, bias, lse + 8 * kChunk * c, delta + 8 * kChunk * c, i0, n_group + 16 * warp, lane);
     }
+  }
+
+  // kTileWords: what the slot of Q holds, and whether the byte mask hides nothing of it.
+  NVRTC_ATTN_DEVICE void read_query_tile(int& h, int& m, bool& whole) const {
+    unsigned const from = smem + Shape::kOffsetQueryTiles + 8 * slot.stage;
+    h = load_shared_uniform(from);
+    m = load_shared_uniform(from + 4);
+    whole = m < 0;
+    if (whole) m = -1 - m;
   }
 
   NVRTC_ATTN_DEVICE void load_keep_words(TransposedKeepWords& words) {
@@ -361,10 +377,24 @@ struct KeyTileConsumer {
 
   // ---- Zeros for what is not the tile's
 
-  // dbias of the queries before and behind those that see the tile, if any.
+  // dbias of the queries before and behind those that see the tile, if any. kTileWords: of every query tile without products.
   NVRTC_ATTN_DEVICE void zero_dbias_beside(Work const& work, bool any) {
     constexpr int kWarps = Shape::kConsumers / 32;
     int const len_q = work.seqlen.len_q;
+    if constexpr (Traits::kTileWords) {
+      KeptQueries<Traits> const kept{params, work};
+      int const first_head = announced_first_head<Traits>(params, work.tile);
+      int const cols = min(Shape::kBlockN, params.seqlen_k - work.n0);
+      for (int head = first_head; head < first_head + params.heads_per_group; ++head) {
+        for (int m = 0; m * kBlockM < len_q; ++m) {
+          bool const runs = m >= work.range.first && m < kept.end() && kept.line(head).some(m);
+          if (runs) continue;
+          zero_dbias<Traits, kWarps>(params, work.tile.b, head, work.n0, cols, m * kBlockM,
+                                     min((m + 1) * kBlockM, len_q), tid);
+        }
+      }
+      return;
+    }
     int const first = any ? work.range.first * kBlockM : len_q;
     int const last = (work.range.first + work.range.count) * kBlockM;
     int const cols = min(Shape::kBlockN, params.seqlen_k - work.n0);
@@ -467,9 +497,10 @@ struct KeyTileConsumer {
   NVRTC_ATTN_DEVICE void add_to_workspace(DkTiles const& dk, DvTiles const& dv) {
     KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);
     release_k();
-    index_t const rows = index_t(params.num_n_blocks) * Shape::kBlockN;
-    index_t const first = tile.n_block * Shape::kBlockN + 64 * group + 16 * warp;
-    int const head = tile.b * params.num_heads_kv + announced_key_head<Traits>(params, tile);
+    index_t const rows = dkv_accum_rows<Traits>(params);
+    index_t const first =
+        dkv_accum_row0<Traits>(params, tile.b) + (tile.n_block * Shape::kBlockN + 64 * group + 16 * warp);
+    int const head = dkv_accum_head<Traits>(params, tile.b, announced_key_head<Traits>(params, tile));
     float* const accum = params.dkv_accum + index_t(head) * dkv_accum_size<Traits>(params);
     add_blocks(accum + first * Traits::kHeadDim, dk, lane);
     add_blocks(accum + rows * Traits::kHeadDim + first * Traits::kHeadDimV, dv, lane);
@@ -526,8 +557,9 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
   __syncthreads();
   // A broadcast tells the compiler that the role is uniform over the warp.
   int const warp_group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
+  constexpr bool kCounts = Traits::kOrdered && Traits::kTileWords;  // the warp that orders additions reads words
   if (warp_group == 0 || warp_group > Shape::kGroups) {
-    give_registers<Traits::kKeepWords ? 32 : 24>();
+    give_registers<Traits::kKeepWords ? 32 : kCounts ? 56 : 24>();
     int const warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
     if (warp == 0) {
       BackwardLoader<Traits, Shape>(params, barriers, smem, 0).run();
@@ -539,7 +571,7 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
       make_keep_words<Traits>(params, helpers, warp < 4 ? warp + 3 : warp - 12);
     }
   } else {
-    take_registers<Traits::kKeepWords ? 224 : 240>();
+    take_registers<Traits::kKeepWords || kCounts ? 224 : 240>();
     KeyTileConsumer<Traits>(params, smem_pointer, smem, warp_group - 1).run();
   }
 }

@@ -5,8 +5,10 @@
 // a short pass takes as long as the latencies that one thread waits for: here those of one row, whatever the tile.
 // Rows without a P (has_probabilities), and padding, get an infinite reference. Rows of the workspaces: collective/
 // gradient_accumulator.cuh (accumulator_row0). No shared memory, no barrier.
+// Packed: a CTA for every slot's rows (collective/packed_slots.cuh), and the first one makes the list of key tiles.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
+#include "../collective/packed_slots.cuh"
 #include "../collective/scores.cuh"
 #include "../collective/seqlen.cuh"
 #include "../hopper/backward/ordered_dq.cuh"
@@ -28,10 +30,23 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
   if (blockIdx.x == 0 && tid == 0) *tile_counter(params) = 0;
   int block = int(blockIdx.x);
   int const parts = params.num_m_blocks * (kBlockM / kRows);
-  int const m0 = block % parts * kRows;
-  block /= parts;
-  int const h = block % params.num_heads;
-  int const b = block / params.num_heads;
+  int m0, h, b;
+  if constexpr (Traits::kVarlen) {
+    if (block == 0) return list_key_tiles<Traits>(params);
+    constexpr int kParts = kBlockM / kRows;
+    PackedSlots<kBlockM> const slots{params.cu_seqlens_q, params.batch, params.total_q};
+    int const slot = (block - 1) / kParts;  // of all heads
+    h = slot / slots.count();
+    PackedSlot const found = slots.find_together(slot - h * slots.count(), tid % 32);
+    if (found.b == params.batch || found.tile >= params.num_m_blocks) return;
+    b = found.b;
+    m0 = found.tile * kBlockM + (block - 1) % kParts * kRows;
+  } else {
+    m0 = block % parts * kRows;
+    block /= parts;
+    h = block % params.num_heads;
+    b = block / params.num_heads;
+  }
   SeqlenInfo<Traits::kVarlen, false> const seqlen(params, b);
   if (m0 / kBlockM * kBlockM >= seqlen.len_q) return;  // none of the tile's rows
 

@@ -22,7 +22,9 @@
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/hidden_keys.cuh"
+#include "../collective/packed_slots.cuh"
 #include "../collective/score_gradient_transposed.cuh"
+#include "../collective/tile_words.cuh"
 #include "../common/tile_load.cuh"
 #include "../common/tile_store.cuh"
 #include "dkv_convert.cuh"
@@ -615,9 +617,11 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   NVRTC_ATTN_DEVICE void store_gradients() {
     identify();
     if constexpr (Traits::kSplit) {
-      float* accum = params.dkv_accum + (index_t(b) * params.num_heads_kv + hk) * dkv_accum_size<Traits>(params);
-      add_gradient<Tiles::kHeadDim>(accum, dk);
-      add_gradient<Tiles::kHeadDimV>(accum + index_t(params.num_n_blocks) * Tiles::kBlockN * Tiles::kHeadDim, dv);
+      float* accum = params.dkv_accum + index_t(dkv_accum_head<Traits>(params, b, hk)) * dkv_accum_size<Traits>(params);
+      index_t const row0 = accumulator_row0<Traits::kVarlen, Tiles::kBlockN>(seqlen.k_row0, b);
+      add_gradient<Tiles::kHeadDim>(accum + row0 * Tiles::kHeadDim, dk);
+      add_gradient<Tiles::kHeadDimV>(accum + dkv_accum_rows<Traits>(params) * Tiles::kHeadDim + row0 * Tiles::kHeadDimV,
+                                     dv);
     } else {
       int const rows = seqlen.len_k_slot - n0;
       auto* dk_dst =
@@ -655,11 +659,23 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   NVRTC_ATTN_DEVICE void run(int n_block, int split) {
     PositionMask<Traits::kBand> const positions(params, seqlen.len_q, seqlen.len_k);
     int const heads = params.num_heads / params.num_heads_kv;
+    auto const line = [&](int h) {  // kTileWords; nothing of its address stays over the loop
+      int first_key = n0;
+      asm volatile("" : "+r"(first_key));
+      return tile_line(params, b, h, first_key / Tiles::kBlockN);
+    };
     int first_tile, last_tile;
     positions.template query_tiles<Tiles::kBlockM>(n0, Tiles::kBlockN, first_tile, last_tile);
     int const count = max(last_tile - first_tile, 0);
     if constexpr (Traits::kDbiasStore) {
-      if (split == 0 && slice == 0) {
+      if (Traits::kTileWords && split == 0 && slice == 0) {
+        for (int h = hk * heads; h < (hk + 1) * heads; ++h) {
+          for (int m = 0; m * Tiles::kBlockM < seqlen.len_q; ++m) {
+            if (m >= first_tile && m < last_tile && line(h).some(m)) continue;
+            zero_dbias(h, m * Tiles::kBlockM, min((m + 1) * Tiles::kBlockM, seqlen.len_q));
+          }
+        }
+      } else if (split == 0 && slice == 0) {
         for (int h = hk * heads; h < (hk + 1) * heads; ++h) {
           zero_dbias(h, 0, count > 0 ? min(first_tile * Tiles::kBlockM, seqlen.len_q) : seqlen.len_q);
           if (count > 0) zero_dbias(h, last_tile * Tiles::kBlockM, seqlen.len_q);
@@ -685,16 +701,36 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
       end = min(begin + share, total);
       if (begin == end) return;
     }
-    if (begin < end) {
+    int left = end - begin;
+    if constexpr (Traits::kTileWords) {  // those that have something, of this part
+      static_assert(Traits::kMask && !Traits::kVarlen, "words are of a mask");
+      left = 0;
+#pragma unroll 1
+      for (int at = begin; at < end;) {  // a head, or what the part has of it
+        int const tile = first_tile + at % count;
+        int const tiles = min(last_tile - tile, end - at);
+        left += line(hk * heads + at / count).count(tile, tile + tiles);
+        at += tiles;
+      }
+      if (Traits::kSplit && left == 0) return;
+    }
+    if (left > 0) {
       int h = hk * heads + begin / count;
       int tile = first_tile + begin % count;
       auto const advance = [&](int& of_h, int& of_tile) {
-        if (++of_tile == last_tile) {
+        if constexpr (Traits::kTileWords) {  // there is one
+          of_tile = line(of_h).first_from(of_tile + 1, last_tile);
+#pragma unroll 1
+          while (of_tile == last_tile) of_tile = line(++of_h).first_from(first_tile, last_tile);
+        } else if (++of_tile == last_tile) {
           of_tile = first_tile;
           ++of_h;
         }
       };
-      int left = end - begin;
+      if constexpr (Traits::kTileWords) {
+        --tile;
+        advance(h, tile);
+      }
       load_keys();
       if constexpr (Traits::kVInRegisters) keep_values();
       load_q(h, tile * Tiles::kBlockM, left & 1);
@@ -725,11 +761,13 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
           load_statistics(next_h, next_tile * Tiles::kBlockM, stage ^ 1);
           cp_async_commit<kLegacy>();
         }
+        bool whole = false;
+        if constexpr (Traits::kTileWords) whole = line(h).all(tile);
         TransposedScoreGradient<Traits> const gradient(params, b, h, seqlen.len_q, slice == 0 ? params.seqlen_k : 0,
-                                                       seqlen.len_k);
+                                                       seqlen.len_k, whole);
         process_tile(gradient, m0, stage);
         int const h_done = h;
-        advance(h, tile);
+        if (!Traits::kTileWords || more) advance(h, tile);
         if constexpr (Tiles::kDq || Tiles::kStages * Tiles::kStagesDout < 4) {
           __syncthreads();
           if (more) {
@@ -762,29 +800,35 @@ NVRTC_ATTN_DEVICE void backward_portable(BackwardParams const& params) {
     split = block % params.num_splits;
     block /= params.num_splits;
   }
-  int const heads = params.num_heads_kv * (params.batch + Traits::kVarlen);
+  // Packed: tiles of all sequences in their order instead of those of one (batch, key head).
+  PackedSlots<Traits::kBlockN> const slots{params.cu_seqlens_k, params.batch, params.total_k};
+  int const heads = Traits::kVarlen ? params.num_heads_kv : params.num_heads_kv * params.batch;
+  int const tiles = Traits::kVarlen ? slots.count() : params.num_n_blocks;
   int const groups = max(heads / params.head_group, 1);
-  int const group = min(block / (params.head_group * params.num_n_blocks), groups - 1);
+  int const group = min(block / (params.head_group * tiles), groups - 1);
   int const first_head = group * params.head_group;
-  int const in_group = block - first_head * params.num_n_blocks;
+  int const in_group = block - first_head * tiles;
   int const group_size = group == groups - 1 ? heads - first_head : params.head_group;
-  int const n_block = in_group / group_size;
+  int n_block = in_group / group_size;
   int const head = first_head + in_group % group_size;
-  int const hk = head % params.num_heads_kv;
-  int const b = head / params.num_heads_kv;
+  int const hk = Traits::kVarlen ? head : head % params.num_heads_kv;
+  int b = Traits::kVarlen ? 0 : head / params.num_heads_kv;
   if constexpr (Traits::kVarlen) {
+    PackedSlot const found = slots.find_together(n_block, int(threadIdx.x) % 32);
+    n_block = found.tile;
+    b = found.b;
     if (b == params.batch) {
       if (slice != 0 || split != 0) return;
       zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dk) + index_t(hk) * params.dk_stride_h,
                                             params.dk_stride_n, params.dk_stride_d, params.cu_seqlens_k, params.batch,
-                                            params.total_k, params.head_dim, n_block, params.num_n_blocks,
-                                            int(threadIdx.x));
+                                            params.total_k, params.head_dim, n_block, slots.parts(), int(threadIdx.x));
       zero_unused_rows<Traits::kNumThreads>(reinterpret_cast<Element*>(params.dv) + index_t(hk) * params.dv_stride_h,
                                             params.dv_stride_n, params.dv_stride_d, params.cu_seqlens_k, params.batch,
-                                            params.total_k, params.head_dim_v, n_block, params.num_n_blocks,
+                                            params.total_k, params.head_dim_v, n_block, slots.parts(),
                                             int(threadIdx.x));
       return;
     }
+    if (n_block >= params.num_n_blocks) return;
   }
   SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, b);
   int const n0 = n_block * Traits::kBlockN;

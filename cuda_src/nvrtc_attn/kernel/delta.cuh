@@ -5,6 +5,7 @@
 // No shared memory, no barrier. Writes every row of every sequence, nothing for tokens of no sequence.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
+#include "../collective/packed_slots.cuh"
 #include "../collective/seqlen.cuh"
 #include "../common/numbers.cuh"
 #include "../params.cuh"
@@ -29,10 +30,20 @@ NVRTC_ATTN_DEVICE void delta(BackwardParams const& params) {
 
   int const tid = int(threadIdx.x);
   int block = int(blockIdx.x);
-  int const m_block = block % params.num_m_blocks;
-  block /= params.num_m_blocks;
-  int const h = block % params.num_heads;
-  int const b = block / params.num_heads;
+  int m_block, h, b;
+  if constexpr (Traits::kVarlen) {
+    PackedSlots<kBlockM> const slots{params.cu_seqlens_q, params.batch, params.total_q};
+    h = block / slots.count();
+    PackedSlot const found = slots.find_together(block - h * slots.count(), tid % 32);
+    m_block = found.tile;
+    b = found.b;
+    if (b == params.batch || m_block >= params.num_m_blocks) return;
+  } else {
+    m_block = block % params.num_m_blocks;
+    block /= params.num_m_blocks;
+    h = block % params.num_heads;
+    b = block / params.num_heads;
+  }
   SeqlenInfo<Traits::kVarlen, false> const seqlen(params, b);
   int const m0 = m_block * kBlockM;
   if (m0 >= seqlen.len_q) return;

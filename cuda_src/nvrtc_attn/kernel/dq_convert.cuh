@@ -4,6 +4,7 @@
 // belong to no sequence, so every element of dq is written. No shared memory, no barrier.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
+#include "../collective/packed_slots.cuh"
 #include "../collective/seqlen.cuh"
 #include "../params.cuh"
 
@@ -18,17 +19,27 @@ NVRTC_ATTN_DEVICE void dq_convert(BackwardParams const& params) {
 
   int const tid = int(threadIdx.x);
   int block = int(gridDim.x - 1 - blockIdx.x);  // the tiles that were added to last are still in L2
-  int const m_block = block % params.num_m_blocks;
-  block /= params.num_m_blocks;
-  int const h = block % params.num_heads;
-  int const b = block / params.num_heads;
+  int m_block, h, b;
+  PackedSlots<kBlockM> const slots{params.cu_seqlens_q, params.batch, params.total_q};
+  if constexpr (Traits::kVarlen) {
+    h = block / slots.count();
+    PackedSlot const found = slots.find_together(block - h * slots.count(), tid % 32);
+    m_block = found.tile;
+    b = found.b;
+  } else {
+    m_block = block % params.num_m_blocks;
+    block /= params.num_m_blocks;
+    h = block % params.num_heads;
+    b = block / params.num_heads;
+  }
   Element* const head = reinterpret_cast<Element*>(params.dq) + index_t(h) * params.dq_stride_h;
   if constexpr (Traits::kVarlen) {
     if (b == params.batch) {
       zero_unused_rows<kThreads>(head, params.dq_stride_m, params.dq_stride_d, params.cu_seqlens_q, params.batch,
-                                 params.total_q, params.head_dim, m_block, params.num_m_blocks, tid);
+                                 params.total_q, params.head_dim, m_block, slots.parts(), tid);
       return;
     }
+    if (m_block >= params.num_m_blocks) return;
   }
   SeqlenInfo<Traits::kVarlen, false> const seqlen(params, b);
   int const m0 = m_block * kBlockM;

@@ -5,11 +5,12 @@
 // rows. A consumer keeps the products of two key tiles in flight: while the tensor cores compute P V of tile j it does
 // the softmax of tile j + 1, whose Q K^T was issued just before. With kPingPong the groups also take turns at issuing, so
 // that one group's products run under the other's softmax.
-// Key tiles run from the last to the first: those that need an element mask come first.
+// Key tiles run from the last to the first: those that need an element mask come first. With kTileWords only those of which
+// the byte mask leaves something; the loading warp looks them up and writes which one it is beside the slot of its K.
 //
 // Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): kNumStagesQ x sQ[kBlockM][kHeadDim], kNumStages x
 // sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesScores x bias and mask (hopper/forward/score_tile.cuh),
-// kNumStagesQ x which tile it is, then the mbarriers. The output goes from registers to global memory.
+// kNumStagesQ x which tile it is, kTileWords: which key tile each slot of K holds, then the mbarriers. The output goes from registers to global memory.
 //
 // Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the
 // copies, `empty` one arrival per consumer warp. full_q also announces the tile: the loading warp follows the schedule,
@@ -81,6 +82,28 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
     Element* const to = reinterpret_cast<Element*>(params.out) + index_t(batch_index) * params.out_stride_b +
                         index_t(h) * params.out_stride_h + (index_t(q_row0) + row) * params.out_stride_m + 8 * t;
     store_row<Element>(to, o, r, factor, valid, params.head_dim_v, t);
+  }
+}
+
+// kTileWords: which key tile a slot of K holds, once it is there. `first` becomes n at the last tile, and less than n before, so
+// that n > first says that there are more, as where tiles are counted down.
+template <class Shape>
+NVRTC_ATTN_DEVICE void read_key_tile(unsigned smem, int stage, int& n, int& first, bool& whole) {
+  SlotTile const slot = read_slot_tile(smem + Shape::kOffsetKeyTiles + 4 * stage);
+  n = slot.n();
+  first = slot.is_last() ? n : n - 1;
+  whole = slot.is_whole();
+}
+
+// kTileWords, before n is counted down: it becomes one more than the next key tile, which is in slot `stage`, if there is one.
+// (Another way to count than the loop's own, and kernels without words get other machine code.)
+template <class Shape>
+NVRTC_ATTN_DEVICE void look_ahead(unsigned smem, int stage, int& n, int& first, bool& whole) {
+  if constexpr (Shape::kTileWords) {
+    if (n > first) {
+      read_key_tile<Shape>(smem, stage, n, first, whole);
+      ++n;
+    }
   }
 }
 
@@ -162,15 +185,16 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     if constexpr (Traits::kVarlen) {
       if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
         release_q();
-        zero_rows_of_no_sequence<Element, Shape::kConsumers>(params, tile.h, tile.m_block, params.num_m_blocks, tid);
+        zero_rows_of_no_sequence<Element, Shape::kConsumers>(params, tile.h, tile.m_block, tile_list(params).parts(),
+                                                             tid);
         continue;
       }
     }
     SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, tile.b);
     int const len_q = seqlen.len_q;
     int const m0 = tile.m_block * Shape::kBlockM;
-    pad_lse<Shape::kConsumers>(params, tile.b, tile.h, len_q, m0, Shape::kBlockM,
-                               tile.m_block == params.num_m_blocks - 1, tid);
+    bool const last_tile = Traits::kVarlen ? m0 + Shape::kBlockM >= len_q : tile.m_block == params.num_m_blocks - 1;
+    pad_lse<Shape::kConsumers>(params, tile.b, tile.h, len_q, m0, Shape::kBlockM, last_tile, tid);
     if (m0 >= len_q) {
       release_q();
       continue;
@@ -178,6 +202,9 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     PositionMask<Traits::kBand> const mask(params, len_q, seqlen.len_k);
     int first, last;
     mask.template key_tiles<kBlockN>(m0, Shape::kBlockM, first, last);
+    if constexpr (Traits::kTileWords) {
+      if (!read_has_keys(smem + Shape::kOffsetTiles + 16 * q_slot.stage)) last = first;
+    }
 
     ScoreMap<Traits> const map(params);
     Dropout const dropout = Traits::kDropout ? Dropout(dropout_params<Traits>(params), tile.b, tile.h) : Dropout();
@@ -200,6 +227,11 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       FragmentA<Element> p[Shape::kStepsN];
 
       int n = last - 1;
+      bool whole = false;
+      if constexpr (Traits::kTileWords) {
+        barriers.full_k(k_slot.stage).wait(k_slot.parity);
+        read_key_tile<Shape>(smem, k_slot.stage, n, first, whole);
+      }
       if constexpr (Traits::kVarlen || Traits::kSequsedK) {
         // Rows of V beyond the sequence belong to another one or to nobody: they may hold NaN, which 0 * NaN would spread.
         // (Beyond the tensor the copy engine delivers zeros.)
@@ -235,6 +267,10 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         }
         wait_turn();
         pass_turn();
+        if constexpr (Traits::kTileWords) {
+          barriers.full_k(k_slot.stage).wait(k_slot.parity);
+          look_ahead<Shape>(smem, k_slot.stage, n, first, whole);
+        }
       }
 
       barriers.full_k(k_slot.stage).wait(k_slot.parity);
@@ -244,14 +280,14 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
         start_scores(s);
         if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
-        scores.load(operands, n * kBlockN);
+        scores.load(operands, n * kBlockN, whole);
         await_scores(operands);
         wait_products<0>();
         pin_registers(s);
         release(barriers.empty_k(k_slot.stage));
         k_slot.advance();
         if (kReleaseEarly && n == first) release_q();
-        scores.finish(s, operands, n * kBlockN);
+        scores.finish(s, operands, n * kBlockN, whole);
         release_scores();
         softmax.raise(s, map);
         softmax.add(scores.exponentiate(s, softmax.references(s), n * kBlockN, keep));
@@ -275,6 +311,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       if constexpr (Traits::kHalfTile && Shape::kGroups == 3) n = opaque(n);
 
       if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
+      look_ahead<Shape>(smem, k_slot.stage, n, first, whole);
 #pragma unroll 1
       for (--n; n >= first; --n) {
         wait_turn();
@@ -288,7 +325,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         pass_turn();
         typename ScoreTile<Traits>::template Operands<Shape::kTilesN> operands;
         if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
-        scores.load(operands, n * kBlockN);
+        scores.load(operands, n * kBlockN, whole);
         await_scores(operands);
 
         wait_products<1>();
@@ -301,7 +338,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         float2 sums;
         if constexpr (Traits::kLazyMax) {
           // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
-          scores.finish(s, operands, n * kBlockN);
+          scores.finish(s, operands, n * kBlockN, whole);
           sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
           redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
           if (!redo) {
@@ -310,7 +347,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
           }
         } else {
           release(barriers.empty_k(k_stage));
-          scores.finish(s, operands, n * kBlockN);
+          scores.finish(s, operands, n * kBlockN, whole);
           release_scores();
           raised = softmax.raise(s, map);
           sums = scores.exponentiate(s, softmax.references(s), n * kBlockN, keep);
@@ -333,8 +370,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
             unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + warp_row0 * kSlabRowBytes;
             recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, lane);
             release(barriers.empty_k(k_stage));
-            scores.load(operands, n0);
-            scores.finish(s, operands, n0);
+            scores.load(operands, n0, whole);
+            scores.finish(s, operands, n0, whole);
             release_scores();
             raised = softmax.raise(s, map);
             settled = softmax.settled();
@@ -344,6 +381,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         softmax.add(sums);
         if (raised) softmax.rescale(o);
         pack_probabilities<Traits>(p, s, keep);
+        look_ahead<Shape>(smem, k_slot.stage, n, first, whole);
       }
       if constexpr (!kReleaseEarly) release_q();
 

@@ -3,7 +3,8 @@
 // Roles: kNumWarps = warps_m * kWarpsN * kWarpsD. Warps along m own 16 * kTilesM query rows each. kWarpsD > 1 divides the value
 // columns when the output does not fit in registers; each such warp recomputes the scores. kWarpsN > 1 divides the keys
 // of every tile (decode: one row block, all warps busy) and merges the softmax states through shared memory at the end.
-// Key tiles run from the last to the first, so the tiles that need an element mask come first.
+// Key tiles run from the last to the first, so the tiles that need an element mask come first. With kTileWords only those of
+// which the byte mask leaves something: all threads read the same words.
 //
 // Shared memory: sQ[kBlockM][kHeadDim], then kNumStages times sK[kBlockN][kHeadDim], sV[kBlockN][kHeadDimV]; the
 // epilogue reuses it from the start for the output tile, or for kWarpsN partial outputs in float32.
@@ -16,6 +17,7 @@
 #include "../collective/forward_products.cuh"
 #include "../collective/hidden_keys.cuh"
 #include "../collective/seqlen.cuh"
+#include "../collective/tile_words.cuh"
 
 namespace nvrtc_attn {
 
@@ -45,8 +47,11 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   if constexpr (Traits::kVarlen) {
     if (b == params.batch) {  // the virtual sequence of all tokens outside the others; combine does it with split keys
       if constexpr (!Traits::kSplit) {
+        using Slots = typename Position<Traits>::Slots;
+        int const parts =
+            Position<Traits>::kSlots ? Slots{params.cu_seqlens_q, b, params.total_q}.parts() : params.num_m_blocks;
         for (int g = 0; g < row_map.group; ++g) {
-          zero_rows_of_no_sequence<Element, kThreads>(params, h + g, here.m_block, params.num_m_blocks, tid);
+          zero_rows_of_no_sequence<Element, kThreads>(params, h + g, here.m_block, parts, tid);
         }
       }
       return;
@@ -56,14 +61,15 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   int const num_rows = row_map.rows(seqlen.len_q);
   int const len_k = seqlen.len_k;
   if constexpr (!Traits::kSplit) {
-    bool const last_block = here.m_block == params.num_m_blocks - 1;
+    bool const last_block =
+        Position<Traits>::kSlots ? m0 + kBlockM >= num_rows : here.m_block == params.num_m_blocks - 1;
     if constexpr (!Traits::kPackedHeads) {
       pad_lse<kThreads>(params, b, h, seqlen.len_q, m0, kBlockM, last_block, tid);
     } else if (last_block) {
       for (int g = 0; g < row_map.group; ++g) pad_lse<kThreads>(params, b, h + g, seqlen.len_q, 0, 0, true, tid);
     }
   }
-  if (m0 >= num_rows) return;
+  if (m0 >= num_rows || (Position<Traits>::kSlots && here.m_block >= params.num_m_blocks)) return;
 
   // This warp's part of the tile.
   int const warp_row0 = here.warp_row0;
@@ -76,6 +82,21 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     int const share = ceil_div(max(last - first, 0), params.num_splits);
     first += here.split * share;
     last = min(last, first + share);
+  }
+  TileLine kept{};
+  if constexpr (Traits::kTileWords) {
+    static_assert(Traits::kMask && !Traits::kVarlen, "words are of a mask");
+    kept = tile_line(params, b, h, here.m_block);
+    last = kept.last_before(last) + 1;
+  }
+  auto tile_before = [&](int tile) {
+    if constexpr (Traits::kTileWords) {
+      return kept.last_before(tile);
+    } else {
+      return tile - 1;
+    }
+  };
+  if constexpr (Traits::kSplit) {
     if (first >= last) {  // fewer key tiles than splits, or keys that are not in use: the partial output is never read
       for (int row = m0 + tid; row < min(m0 + kBlockM, num_rows); row += kThreads) {
         params.softmax_partial[partial_row(params, here.split, b, h + row_map.head(row), row_map.query(row))] =
@@ -123,6 +144,10 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
                   params.head_dim_v);
   };
 
+  // kTileWords: tiles between the one that was loaded last and the next.
+  auto skip_k = [&](int tile, int next) { loader_k.skip(tile - 1 - next, params.k_stride_n); };
+  auto skip_v = [&](int tile, int next) { loader_v.skip(tile - 1 - next, params.v_stride_n); };
+
   ScoreMap<Traits> const map(params);
   OnlineSoftmax<Traits, Shape::kTilesM> softmax;
   AccTile o[Shape::kTilesM][Shape::kTilesD];
@@ -156,11 +181,28 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     query.address = lane_address_a<typename Shape::TileQ>(sQ, warp_row0, lane);
     KeyOperand<Shape> const key(sK, warp_col0, lane);
     ValueOperand<Shape> const value(sV, warp_col0, here.warp_d, lane);
+    int ahead = last - 1;  // kTileWords, kStages > 1: the next tile to load
+    auto skip_to_next = [&] {
+      int const loaded = ahead;
+      ahead = tile_before(loaded);
+      skip_k(loaded, ahead);
+      skip_v(loaded, ahead);
+    };
     if constexpr (kStages == 1) {
       load_k(last - 1, 0);
       cp_async_commit<kLegacy>();
       load_v(last - 1, 0);
       cp_async_commit<kLegacy>();
+    } else if constexpr (Traits::kTileWords) {
+#pragma unroll
+      for (int stage = 0; stage < kStages - 1; ++stage) {
+        if (ahead >= first) {
+          load_k(ahead, stage);
+          load_v(ahead, stage);
+          skip_to_next();
+        }
+        cp_async_commit<kLegacy>();
+      }
     } else {
 #pragma unroll
       for (int stage = 0; stage < kStages - 1; ++stage) {
@@ -179,7 +221,9 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
 
     int stage = 0;      // the one that holds the current tile
     bool has_v = true;  // kStages == 1: V of the first tile was loaded ahead
-    for (int tile = last - 1; tile >= first; --tile) {
+    for (int tile = last - 1, next = 0; tile >= first; tile = Traits::kTileWords ? next : tile - 1) {
+      bool whole = false;  // the byte mask hides nothing
+      if constexpr (Traits::kTileWords) whole = kept.all(tile);
       int const n0 = tile * kBlockN;
       // Tiles that this warp's rows see nothing of (above the diagonal of a causal block) need no work, only barriers.
       bool visible = true;
@@ -188,17 +232,18 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       if constexpr (Traits::kBand) visible = mask.sees_tile(query0, queries, n0 + warp_col0, Shape::kWarpCols);
 
       cp_async_wait<kLegacy, kStages == 1 ? 1 : kStages - 2>();
-      if constexpr (kStages > 1) zero_hidden_v(n0, stage);
+      if (kStages > 1 && !whole) zero_hidden_v(n0, stage);
       __syncthreads();
       if constexpr (kStages == 1) {
         if (!has_v) load_v(tile, 0);
         has_v = false;
       } else {
-        int const next = tile - (kStages - 1);
-        if (next >= first) {
+        int const later = Traits::kTileWords ? ahead : tile - (kStages - 1);
+        if (later >= first) {
           int const next_stage = stage == 0 ? kStages - 1 : stage - 1;
-          load_k(next, next_stage);
-          load_v(next, next_stage);
+          load_k(later, next_stage);
+          load_v(later, next_stage);
+          if constexpr (Traits::kTileWords) skip_to_next();
         }
       }
       cp_async_commit<kLegacy>();
@@ -208,7 +253,13 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
         ScoreOperand<Bias, Traits::kHasBias, Shape::kTilesM, Shape::kTilesN> bias_tile;
         ScoreOperand<unsigned char, Traits::kMask, Shape::kTilesM, Shape::kTilesN> mask_tile;
         if constexpr (Traits::kHasBias) bias_tile.load(bias, i0, n0 + j0, num_rows, len_k);
-        if constexpr (Traits::kMask) mask_tile.load(byte_mask, i0, n0 + j0, num_rows, len_k);
+        if constexpr (Traits::kMask) {
+          if (whole) {
+            mask_tile.fill(1);
+          } else {
+            mask_tile.load(byte_mask, i0, n0 + j0, num_rows, len_k);
+          }
+        }
         multiply_qk<Shape>(s, query, key, stage * Shape::TileK::kBytes);
 #pragma unroll
         for (int m = 0; m < Shape::kTilesM; ++m) {
@@ -231,9 +282,15 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
 
       if constexpr (kStages == 1) {
         cp_async_wait<kLegacy, 0>();
-        zero_hidden_v(n0, 0);
+        if (!whole) zero_hidden_v(n0, 0);
         __syncthreads();
-        if (tile > first) load_k(tile - 1, 0);
+        if constexpr (Traits::kTileWords) {
+          next = tile_before(tile);
+          skip_k(tile, next);
+          if (next >= first) load_k(next, 0);
+        } else {
+          if (tile > first) load_k(tile - 1, 0);
+        }
         cp_async_commit<kLegacy>();
         cp_async_commit<kLegacy>();  // empty: the wait for K leaves one group, which is V the first time
       }
@@ -249,6 +306,13 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
         }
       }
       if constexpr (kStages > 1) stage = stage + 1 == kStages ? 0 : stage + 1;
+      if constexpr (Traits::kTileWords) {
+        if constexpr (kStages == 1) {
+          skip_v(tile, next);
+        } else {
+          next = tile_before(tile);
+        }
+      }
     }
     cp_async_wait<kLegacy, 0>();
     __syncthreads();  // the epilogue overwrites the tiles

@@ -77,6 +77,10 @@ struct HelperBarriers {
   NVRTC_ATTN_DEVICE Mbarrier at(int place) const { return {base + Shape::kOffsetBarriers + Mbarrier::kBytes * place}; }
 };
 
+struct QueryTile {
+  int h, m;
+};
+
 // Read where it is needed: these warps have 24 or 32 registers.
 NVRTC_ATTN_DEVICE int lane_id() {
   int lane;
@@ -84,8 +88,9 @@ NVRTC_ATTN_DEVICE int lane_id() {
   return lane;
 }
 
-// Calls action(work, h, m, left) for every query tile m of every key tile, in the order of the consumers, by one warp.
-// `left` counts down to 1 at the last one of a key tile.
+// Calls action(work, h, m, left, next) for every query tile m of every key tile, in the order of the consumers, by one warp.
+// `left` counts down to 1 at the last one of a key tile; kTileWords: `next` is the one after, if there is one, looked for by the
+// whole warp.
 template <class Traits, class Action>
 NVRTC_ATTN_DEVICE void follow_schedule(HopperBackwardParams const& params, HelperBarriers<Traits> const& barriers,
                                        Action&& action) {
@@ -99,9 +104,24 @@ NVRTC_ATTN_DEVICE void follow_schedule(HopperBackwardParams const& params, Helpe
     KeyTileWork<Traits> const work(params, tile, tile.b);
     int h = tile.h * params.heads_per_group;
     int m = work.range.start;
+    if constexpr (Traits::kTileWords) {
+      KeptQueries<Traits> const kept{params, work};
+      int in_head = 0;
+      int left = kept.total(h);
+      if (left > 0) kept.begin(h, m, in_head);
+#pragma unroll 1
+      for (; left > 0; --left) {
+        QueryTile next{h, m};
+        if (left > 1) kept.next(next.h, next.m, in_head);
+        action(work, h, m, left, next);
+        h = next.h;
+        m = next.m;
+      }
+      continue;
+    }
 #pragma unroll 1
     for (int left = work.range.count * params.heads_per_group; left > 0; --left) {
-      action(work, h, m, left);
+      action(work, h, m, left, QueryTile{});
       work.range.next(h, m);
     }
   }

@@ -146,7 +146,7 @@ NVRTC_ATTN_DEVICE void make_keep_words(HopperBackwardParams const& params, Helpe
   Dropout const dropout(dropout_params<Traits>(params), 0, 0);  // its row0: that of the first head
   RingPosition<Shape::kStages> slot;
   int unit = maker;  // this warp's next, counted from the first of the query tile
-  follow_schedule<Traits>(params, barriers, [&](KeyTileWork<Traits> const& work, int h, int m, int) {
+  follow_schedule<Traits>(params, barriers, [&](KeyTileWork<Traits> const& work, int h, int m, int, QueryTile) {
     barriers.empty_keep(slot.stage).wait(slot.parity ^ 1);
 #pragma unroll 1
     for (; unit < Shape::kKeepUnits; unit += Shape::kMakers) {

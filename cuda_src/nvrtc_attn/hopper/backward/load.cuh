@@ -46,8 +46,14 @@ struct BackwardLoader {
     }
     // Ordered additions: a block that runs must not wait for one that does not, so that even the first tile is taken.
     int t = Traits::kOrdered ? take_tile() : int(blockIdx.x) / Shape::kBlocks;
-    while (t < params.num_tiles) {
-      KeyTile tile = key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
+    while (Traits::kVarlen || t < params.num_tiles) {
+      KeyTile tile;
+      if constexpr (Traits::kVarlen) {
+        tile = packed_key_tile<Traits::kSplit>(params, t);
+        if (tile.n_block < 0) break;
+      } else {
+        tile = key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
+      }
       if constexpr (Traits::kFused) {
         wait_for_rows<Traits>(params, tile.b, tile.h);
         t = opaque(t);
@@ -57,13 +63,15 @@ struct BackwardLoader {
       announce_to_helpers(tile);
       bool const is_real = !(Traits::kVarlen && tile.b == params.batch);
       Work const work(params, tile, is_real ? tile.b : 0);
-      if (!is_real || work.range.count == 0) {
-        announce(tile, tile.h * params.heads_per_group);
+      int left = work.range.count;
+      if constexpr (Traits::kTileWords) left = KeptQueries<Traits>{params, work}.total(tile.h * params.heads_per_group);
+      if (!is_real || left == 0) {
+        announce(tile, tile.h * params.heads_per_group, 0);
         if (issuer) barriers.full_k().arrive();
         barriers.empty_v().wait(parity ^ 1);
         if (issuer) barriers.full_v().arrive();
       } else {
-        load(work);
+        load(work, left);
       }
       if constexpr (Shape::kBytesZeros > 0) {
         if (issuer && is_real) store_zeros(work);
@@ -72,7 +80,7 @@ struct BackwardLoader {
       parity ^= 1;
     }
     announce_to_helpers({-1, 0, 0});
-    announce({-1, 0, 0}, 0);
+    announce({-1, 0, 0}, 0, 0);
     if (issuer) barriers.full_k().arrive();
     if constexpr (Shape::kBytesZeros > 0) wait_stores_read();  // before the block's shared memory becomes another's
   }
@@ -96,20 +104,28 @@ struct BackwardLoader {
   };
 
   // All copies of one key tile, in the order in which slots become free at the end of the tile before.
-  NVRTC_ATTN_DEVICE void load(Work const& work) {
+  NVRTC_ATTN_DEVICE void load(Work const& work, int kept_queries) {
     Queries queries(params, work, rank);
     int const hk = key_head<Traits>(params, work.tile.h);
     if constexpr (Shape::kBiasTiles) prefetch(work, queries, hk);
     int const row = work.seqlen.k_row0 + work.n0 + rank * Shape::kKeys;
+    KeptQueries<Traits> const kept{params, work};
+    int in_head = 0;
+    if constexpr (Traits::kTileWords) kept.begin(queries.h, queries.m, in_head);
     barriers.empty_v().wait(parity ^ 1);
     if (issuer) load_v(work, row, hk);
     load_q(work, queries);
     load_dout(queries);
-    announce(work.tile, queries.h);
+    announce(work.tile, Traits::kTileWords ? work.tile.h * params.heads_per_group : queries.h, kept_queries);
     if (issuer) load_k(work, row, hk);
+    int const total = Traits::kTileWords ? kept_queries : work.range.count * params.heads_per_group;
 #pragma unroll 1
-    for (int left = work.range.count * params.heads_per_group - 1; left > 0; --left) {
-      work.range.next(queries.h, queries.m);
+    for (int left = total - 1; left > 0; --left) {
+      if constexpr (Traits::kTileWords) {
+        kept.next(queries.h, queries.m, in_head);
+      } else {
+        work.range.next(queries.h, queries.m);
+      }
       load_q(work, queries);
       load_dout(queries);
     }
@@ -155,6 +171,7 @@ struct BackwardLoader {
     int const s = q_slot.stage;
     Mbarrier const full = barriers.full_q(s);
     wait_until_empty(barriers.empty_q(s), q_slot.parity);
+    if constexpr (Traits::kTileWords) name_query_tile(work, queries);
     if (issuer) {
       full.arrive_and_expect(Shape::kBytesQ + Shape::kBytesStatistic);
       load_rows<Shape::kSlabs>(smem + Shape::kOffsetQ + s * Shape::kBytesQ, params.tensor_map_q, full, queries,
@@ -166,6 +183,17 @@ struct BackwardLoader {
       if (issuer) load_bias(work, queries);
     }
     q_slot.advance();
+  }
+
+  // Beside the slot of Q, in front of the barrier that its copies complete: head, and query tile, negative (- 1 - m) where the
+  // byte mask hides nothing of the tile.
+  NVRTC_ATTN_DEVICE void name_query_tile(Work const& work, Queries const& queries) {
+    bool const whole = KeptQueries<Traits>{params, work}.line(queries.h).all(queries.m);
+    if (issuer) {
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(smem + Shape::kOffsetQueryTiles + 8 * q_slot.stage),
+                   "r"(queries.h), "r"(whole ? -1 - queries.m : queries.m)
+                   : "memory");
+    }
   }
 
   // dO and delta.
@@ -291,13 +319,16 @@ struct BackwardLoader {
   }
 
   // To the consumers, in front of the barrier that the tile's keys complete; a negative n_block ends their work. The fourth
-  // word is the parity of the tile after. kSplit: the second is the first query head.
-  NVRTC_ATTN_DEVICE void announce(KeyTile const& tile, int first_head) {
+  // word is the parity of the tile after. kSplit: the second is the first query head. kTileWords: `left` query tiles.
+  NVRTC_ATTN_DEVICE void announce(KeyTile const& tile, int first_head, int left) {
     barriers.empty_k().wait(parity ^ 1);
     if (issuer) {
       asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTile), "r"(tile.n_block),
                    "r"(Traits::kSplit ? first_head : tile.h), "r"(tile.b), "r"(parity ^ 1)
                    : "memory");
+      if constexpr (Traits::kTileWords) {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + Shape::kOffsetCount), "r"(left) : "memory");
+      }
     }
   }
   NVRTC_ATTN_DEVICE void announce_to_helpers(KeyTile const& tile) {

@@ -34,40 +34,52 @@ template <class Traits>
 NVRTC_ATTN_DEVICE void order_additions(HopperBackwardParams const& params, HelperBarriers<Traits> const& barriers) {
   unsigned parity = 0;
   bool announced = false;  // the turn of this query tile
-  follow_schedule<Traits>(params, barriers, [&](KeyTileWork<Traits> const& work, int h, int m, int left) {
-    if (lane_id() == 0) {
-      auto counter = [&](int head, int query_tile) {
-        return additions_to<Traits::kBlockM>(
-            params, index_t(work.seqlen.batch_index) * params.delta_stride_b + index_t(head) * params.delta_stride_h +
-                        accumulator_row0<Traits::kVarlen, Traits::kBlockM>(work.seqlen.q_row0, work.tile.b) +
-                        query_tile * Traits::kBlockM);
-      };
-      auto before = [&](int query_tile) {
-        return additions_before<Traits>(work.mask, query_tile * Traits::kBlockM, work.tile.n_block);
-      };
-      if (!announced) {
-        int const* const at = counter(h, m);
-        while (load_acquire(at) != before(m)) {
+  follow_schedule<Traits>(
+      params, barriers, [&](KeyTileWork<Traits> const& work, int h, int m, int left, QueryTile next) {
+        if (lane_id() == 0) {
+          auto counter = [&](int head, int query_tile) {
+            return additions_to<Traits::kBlockM>(
+                params, index_t(work.seqlen.batch_index) * params.delta_stride_b +
+                            index_t(head) * params.delta_stride_h +
+                            accumulator_row0<Traits::kVarlen, Traits::kBlockM>(work.seqlen.q_row0, work.tile.b) +
+                            query_tile * Traits::kBlockM);
+          };
+          auto before = [&](int head, int query_tile) {
+            if constexpr (Traits::kTileWords) {
+              int const last =
+                  work.mask.template last_key_tile<Traits::kBlockM, Traits::kBlockN>(query_tile * Traits::kBlockM);
+              return tile_order_line(params, work.tile.b, head, query_tile).count(work.tile.n_block + 1, last + 1);
+            }
+            return additions_before<Traits>(work.mask, query_tile * Traits::kBlockM, work.tile.n_block);
+          };
+          if (!announced) {
+            int const* const at = counter(h, m);
+            while (load_acquire(at) != before(h, m)) {
+            }
+            barriers.turn().arrive();
+          }
+          announced = false;
+          if (left > 1) {
+            int next_h = h, next_m = m;
+            if constexpr (Traits::kTileWords) {
+              next_h = next.h;
+              next_m = next.m;
+            } else {
+              work.range.next(next_h, next_m);
+            }
+            int const* const at = counter(next_h, next_m);
+            int const wanted = before(next_h, next_m);
+            while (!barriers.added().test(parity)) announced = announced || load_acquire(at) == wanted;
+          } else {
+            barriers.added().wait(parity);
+          }
+          if (announced) barriers.turn().arrive();
+          asm volatile("fence.acq_rel.gpu;" ::: "memory");
+          asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(counter(h, m)), "r"(before(h, m) + 1) : "memory");
         }
-        barriers.turn().arrive();
-      }
-      announced = false;
-      if (left > 1) {
-        int next_h = h, next_m = m;
-        work.range.next(next_h, next_m);
-        int const* const at = counter(next_h, next_m);
-        int const wanted = before(next_m);
-        while (!barriers.added().test(parity)) announced = announced || load_acquire(at) == wanted;
-      } else {
-        barriers.added().wait(parity);
-      }
-      if (announced) barriers.turn().arrive();
-      asm volatile("fence.acq_rel.gpu;" ::: "memory");
-      asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(counter(h, m)), "r"(before(m) + 1) : "memory");
-    }
-    __syncwarp();
-    parity ^= 1;
-  });
+        __syncwarp();
+        parity ^= 1;
+      });
 }
 
 }  // namespace nvrtc_attn

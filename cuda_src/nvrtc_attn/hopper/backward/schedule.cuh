@@ -4,12 +4,15 @@
 // without a band, so that neighbouring blocks share Q, dO and dq in L2. Every block takes the tile of its own index first
 // and then the next that nobody has taken, from a counter in global memory that the kernel before this one, or the host, has
 // set to zero.
+// Packed: the real key tiles, from a list (hopper/common/tile_list.cuh), once for every few key heads.
 // Each tile is worked on by one block in a fixed order, so dk and dv do not depend on who takes it. With kSplit a key head stands
 // for num_splits virtual ones, each with a part of its query heads; their tiles add to the same dk and dv, in any order.
 #pragma once
 #include "../../collective/mask.cuh"
 #include "../../collective/seqlen.cuh"
+#include "../../collective/tile_words.cuh"
 #include "../../params.cuh"
+#include "../common/tile_list.cuh"
 #include "../common/uniform.cuh"
 
 namespace nvrtc_attn {
@@ -37,6 +40,51 @@ NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
   int const heads_kv = kSplit ? params.num_heads_kv * params.num_splits : params.num_heads_kv;
   int const b = uniform_quotient(head, heads_kv);
   return {kDescending ? params.num_n_blocks - 1 - n_block : n_block, head - b * heads_kv, b};
+}
+
+NVRTC_ATTN_DEVICE TileList tile_list(HopperBackwardParams const& params) { return {params.counters}; }
+
+// The key tiles of packed sequences, those that the most query tiles see first. In the deterministic pass those of a
+// sequence stay together, the highest keys first (hopper/backward/ordered_dq.cuh).
+template <class Traits>
+NVRTC_ATTN_DEVICE void list_key_tiles(HopperBackwardParams const& params) {
+  constexpr int kBlockN = Traits::kBlockN;
+  auto query_tiles = [&](int b, int n_block) {
+    SeqlenInfo<true, Traits::kSequsedK> const seqlen(params, b);
+    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+    int first, last;
+    mask.template query_tiles<Traits::kBlockM>(n_block * kBlockN, kBlockN, first, last);
+    return max(last - first, 0);
+  };
+  TileListShape const shape = {params.num_n_blocks,
+                               false,  // no tile without keys
+                               params.cu_seqlens_q,
+                               params.chunk_rows,
+                               params.num_chunks,
+                               params.num_m_blocks,
+                               params.num_heads_kv * params.num_splits,
+                               params.head_group,
+                               1,
+                               params.num_workers};
+  make_tile_list<Traits::kNumThreads, kBlockN, Traits::kBand && !Traits::kOrdered, Traits::kOrdered>(
+      tile_list(params), shape, PackedSlots<kBlockN>{params.cu_seqlens_k, params.batch, params.total_k}, query_tiles,
+      int(threadIdx.x));
+}
+
+// Tile number t of packed sequences; a negative n_block where there are no more.
+template <bool kSplit>
+NVRTC_ATTN_DEVICE KeyTile packed_key_tile(HopperBackwardParams const& params, int t) {
+  TileList const list = tile_list(params);
+  int const heads_kv = kSplit ? params.num_heads_kv * params.num_splits : params.num_heads_kv;
+  int const heads = uniform(list.heads());  // a divisor of all
+  int const in_pass = uniform(list.count()) * heads;
+  if (in_pass == 0) return {-1, 0, 0};
+  int const pass = uniform_quotient(t, in_pass);
+  if (pass * heads >= heads_kv) return {-1, 0, 0};
+  int const rest = t - pass * in_pass;
+  int const i = uniform_quotient(rest, heads);
+  int2 const found = list[i];
+  return {uniform(found.y), pass * heads + rest - i * heads, uniform(found.x)};
 }
 
 // The key head of a virtual one.
@@ -104,6 +152,45 @@ struct KeyTileWork {
         seqlen(params, b),
         mask(params, seqlen.len_q, seqlen.len_k),
         range(params, mask, tile.n_block) {}
+};
+
+// kTileWords: those of a key tile's query tiles that have something, of every query head of the group in turn, as
+// QueryRange goes through all of them. Uniform over the warp.
+template <class Traits>
+struct KeptQueries {
+  HopperBackwardParams const& params;
+  KeyTileWork<Traits> const& work;
+
+  NVRTC_ATTN_DEVICE int end() const { return work.range.first + work.range.count; }
+  NVRTC_ATTN_DEVICE TileLine line(int h) const { return tile_line(params, work.tile.b, h, work.tile.n_block); }
+  NVRTC_ATTN_DEVICE int of_head(int h) const { return uniform(line(h).count(work.range.first, end())); }
+  NVRTC_ATTN_DEVICE int total(int first_head) const {
+    int sum = 0;
+#pragma unroll 1
+    for (int h = first_head; h < first_head + params.heads_per_group; ++h) sum += of_head(h);
+    return sum;
+  }
+  // The first one from `m` on, or round from the beginning: of a head that has one.
+  NVRTC_ATTN_DEVICE int from(int h, int m) const {
+    int found = line(h).first_from(m, end());
+    if (found >= end()) found = line(h).first_from(work.range.first, end());
+    return uniform(found);
+  }
+  // To the first one of all, from head h on; there is one.
+  NVRTC_ATTN_DEVICE void begin(int& h, int& m, int& in_head) const {
+    for (in_head = of_head(h); in_head == 0; in_head = of_head(++h)) {
+    }
+    m = from(h, work.range.start);
+  }
+  // To the next; there is one. `in_head`: how many of the head's are left, this one included.
+  NVRTC_ATTN_DEVICE void next(int& h, int& m, int& in_head) const {
+    if (--in_head == 0) {
+      ++h;
+      begin(h, m, in_head);
+    } else {
+      m = from(h, m + 1);
+    }
+  }
 };
 
 }  // namespace nvrtc_attn

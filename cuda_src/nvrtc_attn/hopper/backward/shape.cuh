@@ -58,7 +58,10 @@ struct HopperBackwardShape {
   static constexpr int kOffsetLse = kOffsetZeros + kBytesZeros;
   static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
   static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
-  static constexpr int kOffsetBarriers = kOffsetTile + 16;
+  // kTileWords: how many query tiles the key tile has, and beside each slot of Q which one it holds (16 and 8 bytes).
+  static constexpr int kOffsetCount = kOffsetTile + 16;
+  static constexpr int kOffsetQueryTiles = kOffsetCount + 16;
+  static constexpr int kOffsetBarriers = kOffsetCount + (Traits::kTileWords ? 16 + 8 * kStages : 0);
   static constexpr int kOffsetHelpers = kOffsetBarriers + BarrierMap::kBytes;
   static constexpr int kBytes =
       kOffsetHelpers + (Traits::kFused ? PieceShape<Traits>::kBytes : HelperShape<Traits>::kBytes);
@@ -69,6 +72,8 @@ struct HopperBackwardShape {
   static_assert(kStages == 2, "slots of dS go with those of Q");
   static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
   static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
+  static_assert(!Traits::kTileWords || (Traits::kMask && !Traits::kVarlen && !Traits::kOneKeyTile && !kBiasTiles),
+                "words are of a mask; dq of query tiles that no key tile visits comes from the workspace");
   static_assert(!(Traits::kSplit && Traits::kOrdered), "dk and dv have no order of additions");
   static_assert(!(Traits::kSplit && kStoresTiles), "the loading warp has no register for both");
   static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");

@@ -7,6 +7,13 @@ namespace nvrtc_attn {
 
 NVRTC_ATTN_DEVICE int uniform(int a) { return int(__reduce_or_sync(0xffffffffu, unsigned(a))); }
 
+// A word that is the same for all lanes.
+NVRTC_ATTN_DEVICE int load_shared_uniform(unsigned address) {
+  int word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return uniform(word);
+}
+
 // a / b for values that are equal in all lanes of a converged warp. A division goes through floating point, which has no uniform
 // registers, and everything that follows from it would live in the few vector registers of the loading warp; the
 // result of a warp reduction is uniform again.

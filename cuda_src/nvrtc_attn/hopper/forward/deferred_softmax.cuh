@@ -169,16 +169,32 @@ struct ScoreTile {
   };
 
   template <int kTilesN>
-  NVRTC_ATTN_DEVICE void load(Operands<kTilesN>& operands, int n0) const {
+  NVRTC_ATTN_DEVICE void load(Operands<kTilesN>& operands, int n0, bool whole = false) const {
     int const j0 = n0 + 2 * (lane & 3);
     operands.bias.load(bias, i, j0, mask.len_q, mask.len_k);
+    if (Traits::kTileWords && whole) return;
     operands.byte_mask.load(byte_mask, i, j0, mask.len_q, mask.len_k);
   }
 
   template <int kTilesN>
-  NVRTC_ATTN_DEVICE void finish(AccTile (&s)[1][kTilesN], Operands<kTilesN> const& operands, int n0) const {
+  NVRTC_ATTN_DEVICE void finish(AccTile (&s)[1][kTilesN], Operands<kTilesN> const& operands, int n0,
+                                bool whole = false) const {
     int const j0 = n0 + 2 * (lane & 3);
-    if constexpr (Traits::kScoreTiles) {
+    if (Traits::kTileWords && whole) {  // the byte mask hides nothing
+      if constexpr (Traits::kScoreTiles) {
+        tiles.template apply<false>(s, map, operands.tile);
+      } else {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float bias_value = 0.0f;
+            if constexpr (Traits::kHasBias) bias_value = to_float(operands.bias.at(n, e));
+            s[0][n][e] = map.score(s[0][n][e], bias_value);
+          }
+        }
+      }
+    } else if constexpr (Traits::kScoreTiles) {
       tiles.apply(s, map, operands.tile);
     } else {
 #pragma unroll

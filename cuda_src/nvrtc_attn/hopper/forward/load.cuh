@@ -4,6 +4,7 @@
 #include "../../collective/hidden_keys.cuh"
 #include "../../collective/mask.cuh"
 #include "../../collective/seqlen.cuh"
+#include "../../collective/tile_words.cuh"
 #include "../common/tma.cuh"
 #include "../common/uniform.cuh"
 #include "scheduler.cuh"
@@ -18,6 +19,20 @@ NVRTC_ATTN_DEVICE WorkTile read_tile(unsigned address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
   return {uniform(m_block), uniform(h), uniform(b)};
 }
+
+// kTileWords: the key tile that a slot of K holds, as the loading warp writes it beside the slot.
+struct SlotTile {
+  static constexpr int kLast = 1 << 30;  // no key tile comes after it
+  static constexpr int kWhole = 1 << 29;
+  int word;
+
+  NVRTC_ATTN_DEVICE int n() const { return word & (kWhole - 1); }
+  NVRTC_ATTN_DEVICE bool is_last() const { return (word & kLast) != 0; }
+  NVRTC_ATTN_DEVICE bool is_whole() const { return (word & kWhole) != 0; }  // the byte mask hides nothing of it
+};
+NVRTC_ATTN_DEVICE SlotTile read_slot_tile(unsigned address) { return {load_shared_uniform(address)}; }
+// Of what the loading warp announced: whether the query tile has a key tile.
+NVRTC_ATTN_DEVICE bool read_has_keys(unsigned address) { return load_shared_uniform(address + 12) != 0; }
 
 // The loading warp. All lanes follow the schedule, one issues.
 template <class Traits>
@@ -47,7 +62,7 @@ struct ForwardLoader {
       if constexpr (Scores::kSlabsBias > 0) prefetch_tensor_map(params.tensor_map_bias);
       if constexpr (Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
     }
-    TileScheduler<Traits::kBand> scheduler(params);
+    TileScheduler<Traits::kBand, Traits::kVarlen> scheduler(params);
     WorkTile tile;
     while (scheduler.next(tile)) {
       bool loads = !(Traits::kVarlen && tile.b == params.batch);
@@ -57,13 +72,22 @@ struct ForwardLoader {
       int first, last;
       mask.template key_tiles<Shape::kBlockN>(m0, Shape::kBlockM, first, last);
       loads = loads && m0 < seqlen.len_q && first < last;
+      if constexpr (Traits::kTileWords) {
+        last = uniform(tile_line(params, tile.b, tile.h, tile.m_block).last_before(last)) + 1;
+        loads = loads && first < last;
+      }
       if (!loads) {
+        if constexpr (Traits::kVarlen) scheduler.take(issuer);
         announce(tile.m_block, tile.h, tile.b);
         if (issuer) barriers.full_q(q_slot.stage).arrive();
         q_slot.advance();
         continue;
       }
       Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
+      if constexpr (Traits::kTileWords) {
+        load_kept(from, tile, first, last - 1);
+        continue;
+      }
       // In the order of use: a consumer asks for the K of the next tile before the V of this one.
       load_k(from, last - 1);
       announce(tile.m_block, tile.h, tile.b);
@@ -75,6 +99,7 @@ struct ForwardLoader {
         load_scores(from, n);
         load_v(from, n + 1);
       }
+      if constexpr (Traits::kVarlen) scheduler.take(issuer);
       load_v(from, first);
     }
     announce(-1, 0, 0);
@@ -101,12 +126,43 @@ struct ForwardLoader {
     }
   };
 
-  // Which tile it is travels in front of the barrier that its queries complete.
-  NVRTC_ATTN_DEVICE void announce(int m_block, int h, int b) {
+  // The same, of the key tiles that the words keep, n the last of them.
+  NVRTC_ATTN_DEVICE void load_kept(Source const& from, WorkTile const& tile, int first, int n) {
+    TileLine const line = tile_line(params, tile.b, tile.h, tile.m_block);
+    auto name_k = [&](int next) {  // beside the slot that load_k() has yet to fill
+      SlotTile const name{n | (next < first ? SlotTile::kLast : 0) | (line.all(n) ? SlotTile::kWhole : 0)};
+      barriers.empty_k(k_slot.stage).wait(k_slot.parity ^ 1);
+      if (issuer) {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + Shape::kOffsetKeyTiles + 4 * k_slot.stage), "r"(name.word)
+                     : "memory");
+      }
+      return name.is_whole();
+    };
+    int next = uniform(line.last_before(n));
+    bool whole = name_k(next);
+    load_k(from, n);
+    announce(tile.m_block, tile.h, tile.b, 1);
+    load_q(from);
+    load_scores(from, n, whole);
+#pragma unroll 1
+    while (next >= first) {
+      int const before = n;
+      n = next;
+      next = uniform(line.last_before(n));
+      whole = name_k(next);
+      load_k(from, n);
+      load_scores(from, n, whole);
+      load_v(from, before);
+    }
+    load_v(from, n);
+  }
+
+  // Which tile it is travels in front of the barrier that its queries complete. kTileWords: and whether it has any keys.
+  NVRTC_ATTN_DEVICE void announce(int m_block, int h, int b, int has_keys = 0) {
     barriers.empty_q(q_slot.stage).wait(q_slot.parity ^ 1);
     if (issuer) {
       asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTiles + 16 * q_slot.stage),
-                   "r"(m_block), "r"(h), "r"(b), "r"(0)
+                   "r"(m_block), "r"(h), "r"(b), "r"(has_keys)
                    : "memory");
     }
   }
@@ -153,15 +209,16 @@ struct ForwardLoader {
     v_slot.advance();
   }
 
-  // Bias and mask.
-  NVRTC_ATTN_DEVICE void load_scores(Source const& from, int n) {
+  // Bias and mask, the latter not of a whole tile.
+  NVRTC_ATTN_DEVICE void load_scores(Source const& from, int n, bool whole = false) {
     if constexpr (Shape::kStagesScores > 0) {
       Mbarrier const full = barriers.full_scores(score_slot.stage);
       unsigned const slot = smem + Shape::kOffsetScores + score_slot.stage * Scores::kBytes;
       barriers.empty_scores(score_slot.stage).wait(score_slot.parity ^ 1);
       if (issuer) {
         int const rows_bias = params.bias_stride_m == 0 ? 1 : Shape::kBlockM;
-        int const rows_mask = params.mask_stride_m == 0 ? 1 : Shape::kBlockM;
+        int rows_mask = params.mask_stride_m == 0 ? 1 : Shape::kBlockM;
+        if (Traits::kTileWords && whole) rows_mask = 0;
         full.arrive_and_expect(Scores::kSlabsBias * 128 * rows_bias + Scores::kSlabsMask * 64 * rows_mask);
 #pragma unroll
         for (int slab = 0; slab < Scores::kSlabsBias; ++slab) {
@@ -173,6 +230,7 @@ struct ForwardLoader {
         }
 #pragma unroll
         for (int slab = 0; slab < Scores::kSlabsMask; ++slab) {
+          if (Traits::kTileWords && whole) break;
           load_box(slot + Scores::kOffsetMask + slab * Scores::kSlabMask, params.tensor_map_mask, full.address,
                    n * Shape::kBlockN + slab * Scores::kColumnsMask, params.mask_stride_m == 0 ? 0 : from.m0,
                    params.mask_stride_h == 0 ? 0 : from.h, params.mask_stride_b == 0 ? 0 : from.b, kEvictNormal);
@@ -191,7 +249,7 @@ NVRTC_ATTN_DEVICE void zero_hidden_values(HopperForwardParams const& params, For
   constexpr int kWords = (Shape::kBlockN + 31) / 32;
   int const lane = int(threadIdx.x) & 31;
   RingPosition<Shape::kStages> slot;
-  TileScheduler<Traits::kBand> scheduler(params);
+  TileScheduler<Traits::kBand, false> scheduler(params);
   WorkTile tile;
   while (scheduler.next(tile)) {
     SeqlenInfo<false, Traits::kSequsedK> const seqlen(params, tile.b);
@@ -199,14 +257,23 @@ NVRTC_ATTN_DEVICE void zero_hidden_values(HopperForwardParams const& params, For
     int first, last;
     mask.template key_tiles<Shape::kBlockN>(tile.m_block * Shape::kBlockM, Shape::kBlockM, first, last);
     HiddenKeys const hidden(params, tile.b, tile.h, 1);
+    auto before = [&](int n) {
+      if constexpr (Traits::kTileWords) {
+        return uniform(tile_line(params, tile.b, tile.h, tile.m_block).last_before(n));
+      } else {
+        return n - 1;
+      }
+    };
 #pragma unroll 1
-    for (int n = last - 1; n >= first; --n) {
+    for (int n = before(last); n >= first; n = before(n)) {
       unsigned words[kWords];
+      bool reads = true;
+      if constexpr (Traits::kTileWords) reads = !tile_line(params, tile.b, tile.h, tile.m_block).all(n);
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         int const row = 32 * w + lane;
         int const j = n * Shape::kBlockN + row;
-        words[w] = __ballot_sync(0xffffffffu, row < Shape::kBlockN && j < seqlen.len_k && hidden(j));
+        words[w] = __ballot_sync(0xffffffffu, reads && row < Shape::kBlockN && j < seqlen.len_k && hidden(j));
       }
       barriers.full_v(slot.stage).wait(slot.parity);
       unsigned const tile_v = smem + Shape::kOffsetV + slot.stage * Shape::kBytesV + lane * 16;

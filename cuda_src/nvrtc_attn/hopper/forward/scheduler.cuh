@@ -1,12 +1,16 @@
-// Which query tiles a persistent thread block works on, in order. Static: no counter in global memory, nothing to reset.
+// Which query tiles a persistent thread block works on, in order. Dense: static, no counter in global memory, nothing to reset.
 //
 // Tiles of equal cost (no band): query tiles of a head vary fastest, so that neighbouring blocks share K and V in L2.
 // With a band the cost of a tile depends on its rows. When causal it is affine in them, so the i-th longest and the i-th
 // shortest tile of a head make pairs of equal cost. params.pair_rounds rounds hand out one pair a block, heads in order.
 // The rest goes out tile by tile, longest first, every other round backwards: a block that had the longest tile of one
 // round has the shortest of the next. The host picks the number of rounds that comes out most even.
+//
+// Packed: the real tiles, from a list (hopper/common/tile_list.cuh), once for every few heads. Every block takes the tile
+// of its own index first and then the next that nobody has taken.
 #pragma once
 #include "../../params.cuh"
+#include "../common/tile_list.cuh"
 #include "../common/uniform.cuh"
 
 namespace nvrtc_attn {
@@ -24,7 +28,7 @@ NVRTC_ATTN_DEVICE int moved_on(int i, int head, int count) {
   return sum - uniform_quotient(sum, count) * count;
 }
 
-template <bool kBand>
+template <bool kBand, bool kVarlen>
 struct TileScheduler {
   HopperForwardParams const& params;
   int round = 0;
@@ -45,7 +49,7 @@ struct TileScheduler {
 };
 
 template <>
-struct TileScheduler<true> {
+struct TileScheduler<true, false> {
   HopperForwardParams const& params;
   int step = 0;  // twice the round, plus one for the second tile of a pair
 
@@ -96,6 +100,41 @@ struct TileScheduler<true> {
     tile.b = uniform_quotient(head, params.num_heads);
     tile.h = head - tile.b * params.num_heads;
     return true;
+  }
+};
+
+NVRTC_ATTN_DEVICE TileList tile_list(HopperForwardParams const& params) {
+  return {reinterpret_cast<int*>(params.softmax_partial)};
+}
+
+template <bool kBand>
+struct TileScheduler<kBand, true> {
+  HopperForwardParams const& params;
+  int taken = int(blockIdx.x);  // of the lane that has taken it
+
+  NVRTC_ATTN_DEVICE explicit TileScheduler(HopperForwardParams const& params_) : params(params_) {}
+
+  NVRTC_ATTN_DEVICE bool next(WorkTile& tile) {
+    TileList const list = tile_list(params);
+    int const t = uniform(taken);
+    int const heads = uniform(list.heads());  // a divisor of all
+    int const in_pass = uniform(list.count()) * heads;
+    if (in_pass == 0) return false;
+    int const pass = uniform_quotient(t, in_pass);
+    if (pass * heads >= params.num_heads) return false;
+    int const rest = t - pass * in_pass;
+    int const i = uniform_quotient(rest, heads);
+    int2 const found = list[i];
+    tile.h = pass * heads + rest - i * heads;
+    tile.b = uniform(found.x);
+    tile.m_block = uniform(found.y);
+    return true;
+  }
+
+  // Ahead of next(), by all lanes: the answer takes its time.
+  NVRTC_ATTN_DEVICE void take(bool issuer) {
+    taken = 0;
+    if (issuer) taken = int(gridDim.x) + atomicAdd(tile_list(params).counter(), 1);
   }
 };
 

@@ -68,7 +68,7 @@ struct ScoreTileAccess {
   }
 
   // Raw products -> scores with bias, -inf where the mask drops. `slot` is the slot's address, a multiple of 1024.
-  template <int kTilesN>
+  template <bool kReadsMask = true, int kTilesN>
   NVRTC_ATTN_DEVICE void apply(AccTile (&s)[1][kTilesN], ScoreMap<Traits> const& map, unsigned slot) const {
 #pragma unroll
     for (int n = 0; n < kTilesN; n += 4) {
@@ -102,7 +102,7 @@ struct ScoreTileAccess {
           }
         }
       }
-      if constexpr (Shape::kSlabsMask > 0) {
+      if constexpr (kReadsMask && Shape::kSlabsMask > 0) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll

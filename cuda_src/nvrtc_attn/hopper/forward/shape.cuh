@@ -31,10 +31,13 @@ struct HopperShape {
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
   using Scores = ScoreTileShape<Traits>;
   static constexpr int kStagesScores = Scores::kStages;
+  static constexpr bool kTileWords = Traits::kTileWords;
   static constexpr int kStagesClean = Traits::kMask ? kStages : 0;
   static constexpr int kOffsetScores = kOffsetV + kStages * kBytesV;
   static constexpr int kOffsetTiles = kOffsetScores + kStagesScores * Scores::kBytes;
-  static constexpr int kOffsetBarriers = kOffsetTiles + 16 * kStagesQ;
+  // kTileWords: a word beside each slot of K, which key tile it holds.
+  static constexpr int kOffsetKeyTiles = kOffsetTiles + 16 * kStagesQ;
+  static constexpr int kOffsetBarriers = kOffsetKeyTiles + (Traits::kTileWords ? 16 : 0);
 
   // Places of the mbarriers; of what has slots, that of the first.
   enum Place : int {
@@ -57,12 +60,13 @@ struct HopperShape {
 
   // 65536 registers: what the consumers need, the rest to the loading group.
   static constexpr bool kSmallTile = Traits::kHasBias || Traits::kMask;
-  static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : kSmallTile ? 232 : 240;
-  static constexpr int kRegistersProducer = kGroups == 3 ? 32 : kSmallTile ? 40 : 24;
+  static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : kTileWords ? 224 : kSmallTile ? 232 : 240;
+  static constexpr int kRegistersProducer = kGroups == 3 ? 32 : kTileWords ? 56 : kSmallTile ? 40 : 24;
 
   static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
   static_assert(!(Traits::kHalfTile && Traits::kDropout), "the first tile makes the flags of a whole one");
+  static_assert(!Traits::kTileWords || (Traits::kMask && !Traits::kVarlen && kStages <= 4), "words are of a mask");
   static_assert(kStages >= 2, "a consumer waits for the next K before it gives back a V");
   static_assert(kBlockN % 16 == 0 && Traits::kHeadDim % 16 == 0 && Traits::kHeadDimV % 16 == 0,
                 "matrix product shapes");

@@ -1,0 +1,181 @@
+// The tiles that packed sequences really have, in the order in which a persistent kernel works on them. One thread block makes
+// the list before that kernel, from the lengths on the device (make_tile_list).
+//
+// Order: sequences that lie in the same `chunk_rows` rows, whose other operand stays in L2, are neighbours, the chunk with the
+// longest tile first. In a chunk the longest tiles come first, by `Cost`: with kByTile each tile for itself, otherwise
+// whole sequences, whose tiles stay in their order (kDescending: the last one first). Tiles of about the same length keep no
+// order. Sorted by counting, in kListBuckets classes of all chunks together.
+// Behind them come the parts of the rows of no sequence, b == batch, if there are such rows.
+//
+// The kernel goes through the list once for every `heads` heads: as many as stay in L2, or more where otherwise one pass would
+// be shorter than the longest tile, which would end alone.
+//
+// In memory (int): the counter of tiles taken, set to 0; how many tiles there are; how many parts; heads; (b, tile) of each.
+// At most one tile for every slot (collective/packed_slots.cuh), so that the host knows how much room they take.
+#pragma once
+#include "../../collective/packed_slots.cuh"
+
+namespace nvrtc_attn {
+
+constexpr int kListBuckets = 2048;
+constexpr int kListChunks = 128;  // at most
+
+struct TileList {
+  int* words;
+
+  NVRTC_ATTN_DEVICE int* counter() const { return words; }
+  NVRTC_ATTN_DEVICE int count() const { return words[1]; }
+  NVRTC_ATTN_DEVICE int parts() const { return words[2]; }
+  NVRTC_ATTN_DEVICE int heads() const { return words[3]; }
+  NVRTC_ATTN_DEVICE int2& operator[](int i) const { return reinterpret_cast<int2*>(words + 4)[i]; }
+};
+
+struct TileListShape {
+  int max_tiles;          // of a sequence: what the caller says of the longest
+  bool keep_empty;        // sequences without rows have a tile as well
+  int const* cu_seqlens;  // of the rows that chunks are made of
+  int chunk_rows;
+  int num_chunks;
+  int most_cost;
+  int heads_kv;   // key heads
+  int heads_fit;  // a divisor of them: how many stay in L2
+  int group;      // heads of the list's tiles for each key head
+  int workers;    // thread blocks that share the list
+};
+
+template <int kThreads, int kTile, bool kByTile, bool kDescending, class Cost>
+NVRTC_ATTN_DEVICE void make_tile_list(TileList const& list, TileListShape const& shape, PackedSlots<kTile> const& slots,
+                                      Cost const& cost, int tid) {
+  constexpr int kEach = kListBuckets / kThreads;
+  static_assert(kListBuckets % kThreads == 0 && kThreads % 32 == 0, "a whole number of buckets for each thread");
+  __shared__ int buckets[kListBuckets];  // how many tiles, then where the next one goes
+  __shared__ int costliest[kListChunks];
+  __shared__ int chunks[kListChunks];  // in their order
+  __shared__ int warp_sums[kThreads / 32];
+  __shared__ float work;  // of all tiles, in classes
+  int const lane = tid % 32;
+  int const capacity = slots.count();
+  int const classes = kListBuckets / shape.num_chunks;
+  float const class_of_cost = float(classes) / float(shape.most_cost + 1);
+
+  auto num_tiles = [&](int b) {
+    int const rows = slots.cu_seqlens[b + 1] - slots.cu_seqlens[b];
+    int const least = shape.keep_empty ? 1 : 0;
+    int const tiles = rows > 0 ? (rows + kTile - 1) / kTile : 0;
+    return min(max(tiles, least), shape.max_tiles);
+  };
+  auto bucket_of = [&](int b, int tile) {
+    int const chunk = min(shape.cu_seqlens[b] / shape.chunk_rows, shape.num_chunks - 1);
+    int const from_below = min(int(float(cost(b, tile)) * class_of_cost), classes - 1);
+    return &buckets[chunk * classes + classes - 1 - from_below];
+  };
+  auto put = [&](int at, int b, int tile) {
+    if (at < capacity) list[at] = make_int2(b, tile);  // always, if the lengths are what they must be
+  };
+  // Calls action(b, tile) for every tile, by any thread.
+  auto each_tile = [&](auto&& action) {
+    for (int slot = tid; slot < capacity; slot += kThreads) {
+      PackedSlot const found = slots.find(slot);
+      if (found.b < slots.batch && found.tile < num_tiles(found.b)) action(found.b, found.tile);
+    }
+  };
+
+  // How many tiles of each class.
+  for (int i = tid; i < kListBuckets; i += kThreads) buckets[i] = 0;
+  if (tid == 0) work = 0.0f;
+  __syncthreads();
+  if constexpr (kByTile) {
+    each_tile([&](int b, int tile) { atomicAdd(bucket_of(b, tile), 1); });
+  } else {
+    for (int b = tid; b < slots.batch; b += kThreads) {
+      if (int const tiles = num_tiles(b)) atomicAdd(bucket_of(b, 0), tiles);
+    }
+  }
+  __syncthreads();
+
+  // Chunks by their first class that is not empty.
+  for (int c = tid; c < shape.num_chunks; c += kThreads) {
+    int i = 0;
+    while (i < classes && buckets[c * classes + i] == 0) ++i;
+    costliest[c] = i;
+  }
+  __syncthreads();
+  for (int c = tid; c < shape.num_chunks; c += kThreads) {
+    int rank = 0;
+    for (int other = 0; other < shape.num_chunks; ++other) {
+      rank += costliest[other] < costliest[c] || (costliest[other] == costliest[c] && other < c);
+    }
+    chunks[rank] = c;
+  }
+  __syncthreads();
+
+  // Where each class begins: an exclusive sum in the order of chunks.
+  auto in_order = [&](int i) -> int& {
+    int const chunk = i / classes;
+    // What num_chunks does not divide are classes of nothing, behind the last chunk.
+    return buckets[chunk < shape.num_chunks ? chunks[chunk] * classes + i - chunk * classes : i];
+  };
+  int sum = 0;
+  float own_work = 0.0f;
+  for (int i = tid * kEach; i < (tid + 1) * kEach; ++i) {
+    int const tiles = in_order(i);
+    sum += tiles;
+    own_work += float(tiles) * float(classes - i % classes);
+  }
+  if (own_work > 0.0f) atomicAdd(&work, own_work);
+  int up_to = sum;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    int const other = __shfl_up_sync(0xffffffffu, up_to, distance);
+    if (lane >= distance) up_to += other;
+  }
+  if (lane == 31) warp_sums[tid / 32] = up_to;
+  __syncthreads();
+  int next = up_to - sum;
+  int tiles_of_all = 0;
+  for (int warp = 0; warp < kThreads / 32; ++warp) {
+    if (warp < tid / 32) next += warp_sums[warp];
+    tiles_of_all += warp_sums[warp];
+  }
+  for (int i = tid * kEach; i < (tid + 1) * kEach; ++i) {
+    int& bucket = in_order(i);
+    int const tiles = bucket;
+    bucket = next;
+    next += tiles;
+  }
+  __syncthreads();
+
+  if constexpr (kByTile) {
+    each_tile([&](int b, int tile) { put(atomicAdd(bucket_of(b, tile), 1), b, tile); });
+  } else {
+    // A warp writes the tiles of 32 sequences, one sequence after the other.
+    for (int b0 = tid - lane; b0 < slots.batch; b0 += kThreads) {
+      int const own = b0 + lane;
+      int const own_tiles = own < slots.batch ? num_tiles(own) : 0;
+      int const own_first = own_tiles > 0 ? atomicAdd(bucket_of(own, 0), own_tiles) : 0;
+      for (int i = 0; i < 32; ++i) {
+        int const tiles = __shfl_sync(0xffffffffu, own_tiles, i);
+        int const first = __shfl_sync(0xffffffffu, own_first, i);
+        for (int tile = lane; tile < tiles; tile += 32) {
+          put(first + tile, b0 + i, kDescending ? tiles - 1 - tile : tile);
+        }
+      }
+    }
+  }
+  bool const any_outside = slots.cu_seqlens[0] > 0 || slots.cu_seqlens[slots.batch] < slots.total;
+  int const parts = any_outside ? slots.parts() : 0;
+  for (int part = tid; part < parts; part += kThreads) put(tiles_of_all + part, slots.batch, part);
+  if (tid == 0) {
+    list.words[0] = 0;
+    list.words[1] = min(tiles_of_all + parts, capacity);
+    list.words[2] = max(parts, 1);
+    float const longest = float(classes - costliest[chunks[0]]);
+    float const enough = 1.25f * longest * float(shape.workers);
+    int heads = shape.heads_fit;
+    while (heads < shape.heads_kv && (shape.heads_kv % heads != 0 || work * float(heads * shape.group) < enough)) {
+      ++heads;
+    }
+    list.words[3] = heads * shape.group;
+  }
+}
+
+}  // namespace nvrtc_attn

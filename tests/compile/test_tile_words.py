@@ -1,0 +1,78 @@
+"""Kernels that walk words of tiles: no spill where those without words have none, no serialised product."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from nvrtc_attn import heuristics
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.jit.compile import compile_kernel
+from nvrtc_attn.jit.config import KernelConfig
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+BATCH, LENGTH, HEADS = 4, 2048, 16
+KERNELS = ("tile_plan", "forward_hopper", "forward_portable", "backward_hopper", "backward_portable")
+CAUSAL = {"window_right": 0}
+SCORES = (BATCH, HEADS, LENGTH, LENGTH)
+
+
+def problem(head_dim: int, mask: tuple[int, ...] = (BATCH, 1, 1, LENGTH), **more: Any) -> AttentionProblem:
+    dtype = "bfloat16"
+    heads_kv = more.pop("num_heads_kv", HEADS)
+    if more.pop("bias", False):
+        more |= {"bias": dense_layout(SCORES, dtype), "dbias_layout": dense_layout(SCORES, dtype), "dbias": True}
+    keys = dense_layout((BATCH, LENGTH, heads_kv, head_dim), dtype)
+    return AttentionProblem(
+        dtype=dtype, batch=BATCH, seqlen_q=LENGTH, seqlen_k=LENGTH, num_heads=HEADS, num_heads_kv=heads_kv,
+        head_dim=head_dim, head_dim_v=head_dim, q=dense_layout((BATCH, LENGTH, HEADS, head_dim), dtype), k=keys, v=keys,
+        mask=dense_layout(mask, "bool"), **more,
+    )  # fmt: skip
+
+
+def kernels(asked: AttentionProblem, backend: str) -> list[KernelConfig]:
+    specs = (
+        heuristics.choose_forward(asked, **TARGET, backend=backend),
+        heuristics.choose_backward(asked, **TARGET, backend=backend),
+    )
+    found = [launch.config for spec in specs for launch in spec.launches if launch.config.features.tile_words]
+    assert {config.kernel for config in found} <= set(KERNELS)
+    return list(dict.fromkeys(found))
+
+
+HOPPER: dict[str, AttentionProblem] = {
+    **{f"d{d}": problem(d) for d in (64, 128, 192, 256)},
+    **{f"d{d}_causal_grouped": problem(d, num_heads_kv=4, **CAUSAL) for d in (64, 128)},
+    "d64_deterministic": problem(64, deterministic=True),
+    "d64_deterministic_bias_causal": problem(64, deterministic=True, bias=True, **CAUSAL),
+    "d64_bias": problem(64, bias=True),
+    "d64_dropout": problem(64, dropout_p=0.1),
+    "d128_softcap": problem(128, softcap=20.0),
+}
+SPILLED = {("d64", "forward_portable"): 8, ("d64", "backward_portable"): 72, ("d128", "backward_portable"): 124}
+"""Of the portable family; without words 36, 52 and 68 bytes."""
+
+
+@pytest.mark.slow(sample=["d64", "d128"])
+@pytest.mark.compiles(kernels=lambda name: kernels(HOPPER[name], "hopper"))
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper_kernels_do_not_spill(name: str) -> None:
+    found = kernels(HOPPER[name], "hopper")
+    assert any(config.kernel == "forward_hopper" for config in found)
+    for config in found:
+        kernel = compile_kernel(config)
+        assert not re.search(r"C75\d\d", kernel.log), kernel.log
+        if config.kernel.endswith("hopper"):
+            assert kernel.spill_bytes == 0, config
+
+
+@pytest.mark.slow(sample=["d64"])
+@pytest.mark.compiles(kernels=lambda name: kernels(HOPPER[name], "portable"))
+@pytest.mark.parametrize("name", ["d64", "d128"])
+def test_portable_kernels_spill_no_more_than_is_known(name: str) -> None:
+    for config in kernels(HOPPER[name], "portable"):
+        assert compile_kernel(config).spill_bytes <= SPILLED.get((name, config.kernel), 0), config

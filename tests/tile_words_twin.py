@@ -1,0 +1,45 @@
+"""What ``kernel/tile_plan.cuh`` writes, in NumPy: the words of a mask, by the layout of `heuristics.tile_words`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nvrtc_attn.heuristics.tile_words import WORD_TILES, TileWords
+
+Array = npt.NDArray[Any]
+
+
+def tile_bits(mask: Array, words: TileWords, seqlen_q: int, seqlen_k: int) -> tuple[Array, Array]:
+    """``some`` and ``all``: bool ``[batch, heads, lines, tiles]`` of a mask in its broadcast form."""
+    mask = np.broadcast_to(mask != 0, (*mask.shape[:2], 1 if words.one_row else seqlen_q, seqlen_k))
+    rows = np.arange(0, mask.shape[2], words.rows)
+    cols = np.arange(0, seqlen_k, words.cols)
+    kept = np.add.reduceat(np.add.reduceat(mask.astype(np.int64), rows, axis=2), cols, axis=3)
+    sizes = np.outer(np.diff([*rows, mask.shape[2]]), np.diff([*cols, seqlen_k]))
+    some, all_kept = kept > 0, kept == sizes
+    if words.transposed:
+        shape = (*mask.shape[:2], words.lines, words.tiles)
+        return tuple(np.broadcast_to(x.swapaxes(2, 3), shape) for x in (some, all_kept))  # type: ignore[return-value]
+    return some, all_kept
+
+
+def tile_words(mask: Array, words: TileWords, seqlen_q: int, seqlen_k: int) -> Array:
+    """uint32 ``[batch, heads, lines, words, 2]``, the last dim ``some`` and ``all``; bits beyond the tiles are 0."""
+    bits = np.stack(tile_bits(mask, words, seqlen_q, seqlen_k), axis=-1)
+    padding = [(0, 0)] * 3 + [(0, -words.tiles % WORD_TILES), (0, 0)]
+    bits = np.pad(bits, padding).reshape(*bits.shape[:3], words.words, WORD_TILES, 2)
+    weights = np.uint32(1) << np.arange(WORD_TILES, dtype=np.uint32)
+    packed: Array = (bits.astype(np.uint32) * weights[:, None]).sum(axis=-2, dtype=np.uint32)
+    return packed
+
+
+def of_tiles(found: Array, words: TileWords) -> Array:
+    """``found``, words as a kernel left them, without the bits beyond the tiles."""
+    last = words.tiles % WORD_TILES
+    cut = found.copy()
+    if last:
+        cut[..., -1, :] &= np.uint32((1 << last) - 1)
+    return cut
