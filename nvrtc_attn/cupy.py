@@ -13,7 +13,7 @@ import cupy
 from . import api
 from .base.errors import shown
 
-_OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - {"dbias", "workspace"}
+_OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - {"dbias", "dsink", "workspace"}
 
 
 def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -28,8 +28,8 @@ def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
 
 def attention_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, with_dbias: bool = True, **options: Any
-) -> tuple[Any, Any, Any, Any]:
-    """Gradients of `attention`, allocated here: ``(dq, dk, dv, dbias)``.
+) -> tuple[Any, ...]:
+    """Gradients of `attention`, allocated here: ``(dq, dk, dv, dbias)``, and with a sink dsink as the fifth.
 
     Parameters
     ----------
@@ -44,11 +44,11 @@ def attention_backward(
 
     Returns
     -------
-    dq, dk, dv, dbias
-        Row-major, in the shapes and dtypes of q, k, v and bias; dbias is None without a bias, or where not wanted.
+    dq, dk, dv, dbias, and with a sink dsink
+        Row-major, in the shapes and dtypes of q, k, v, bias, sink; dbias is None without a bias, or where not wanted.
     """
-    bias = options.get("bias")
-    optional = {name: x for name, x in (("dlse", dlse), ("bias", bias)) if x is not None}
+    bias, sink = options.get("bias"), options.get("sink")
+    optional = {name: x for name, x in (("dlse", dlse), ("bias", bias), ("sink", sink)) if x is not None}
     _check(dout=dout, q=q, k=k, v=v, out=out, lse=lse, **optional)
     if not isinstance(with_dbias, bool):
         raise TypeError(
@@ -61,12 +61,13 @@ def attention_backward(
     with cupy.cuda.Device(q.device.id):
         dq, dk, dv = (cupy.empty(x.shape, x.dtype) for x in (q, k, v))
         dbias = cupy.empty(bias.shape, bias.dtype) if bias is not None and with_dbias else None
-        size = api.backward_workspace_bytes(q, k, v, dbias=dbias is not None, **options)
+        dsink = None if sink is None else cupy.empty(sink.shape, sink.dtype)
+        size = api.backward_workspace_bytes(q, k, v, dbias=dbias is not None, dsink=dsink is not None, **options)
         api.attention_backward(
             _dense(dout), q, k, v, _dense(out), lse, dq, dk, dv,
-            dlse=dlse, dbias=dbias, workspace=cupy.empty(size, cupy.uint8), **options,
+            dlse=dlse, dbias=dbias, dsink=dsink, workspace=cupy.empty(size, cupy.uint8), **options,
         )  # fmt: skip
-    return dq, dk, dv, dbias
+    return (dq, dk, dv, dbias) if sink is None else (dq, dk, dv, dbias, dsink)
 
 
 def _dense(x: Any) -> Any:

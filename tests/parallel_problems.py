@@ -47,7 +47,8 @@ def problems(
             layout = random_layout(rng, case.seqlen_q, ranks)
         if (case.bias or case.mask) and min(map(length, chunks_of(layout, case.seqlen_q, ranks))) <= 1:
             continue
-        yield Shared(case=dataclasses.replace(case, layout="contiguous", deterministic=False), layout=layout)
+        case = dataclasses.replace(case, layout="contiguous", deterministic=False, sink=None)
+        yield Shared(case=case, layout=layout)
         found += 1
         if found == count:
             return

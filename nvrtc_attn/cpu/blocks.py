@@ -51,6 +51,7 @@ class Plan:
     k: Array
     bias: Array | None
     mask: Array | None
+    sink: Array | None
     modifier: HostModifier | None
     dtype: np.dtype[Any]
     num_heads: int
@@ -101,6 +102,12 @@ class Plan:
         part = x[tile.batch, self.heads(tile), tile.q_tokens].astype(self.dtype)
         b, h, m = part.shape
         return part.reshape(b, h // self.group, self.group, m, 1)
+
+    def load_sink(self, tile: Tile) -> Array | None:
+        """``[1, key heads, group, 1, 1]`` of the tile, in the compute dtype."""
+        if self.sink is None:
+            return None
+        return self.sink[self.heads(tile)].astype(self.dtype).reshape(1, -1, self.group, 1, 1)
 
     def row_blocks(self, tile: Tile) -> Iterator[tuple[int, int]]:
         step = max(1, self.block_m // self.group)
@@ -203,6 +210,7 @@ def make_plan(
     v: Array,
     bias: Array | None,
     mask: Array | None,
+    sink: Array | None,
     causal: Causal,
     window_size: Window | None,
     softmax_scale: float | None,
@@ -267,6 +275,8 @@ def make_plan(
         full = (batch, num_heads, seqlen_q, seqlen_k)
         if operand is not None and not _broadcasts(operand.shape, full):
             raise ValueError(f"{name}: got shape {operand.shape}; accepted is {full} with any dim replaced by 1")
+    if sink is not None and sink.shape != (num_heads,):
+        raise ValueError(f"sink: got shape {sink.shape}; accepted is {(num_heads,)}, one logit a query head")
 
     used: list[int] | None = None
     if seqused_k is not None:
@@ -302,8 +312,8 @@ def make_plan(
         shift = part.shift(seqlen_q, seqlen_k, bottom_right)
     _, all_heads, max_q, max_k = whole.whole((batch, num_heads, longest_q, longest_k))
     return Plan(
-        k=k, bias=bias, mask=mask, modifier=modifier, dtype=dtype, num_heads=all_heads, origin=whole.origin(),
-        shift=shift, group=group, left=left, right=right, bottom_right=bottom_right, scale=scale,
+        k=k, bias=bias, mask=mask, sink=sink, modifier=modifier, dtype=dtype, num_heads=all_heads,
+        origin=whole.origin(), shift=shift, group=group, left=left, right=right, bottom_right=bottom_right, scale=scale,
         softcap=float(softcap), dropout_p=dropout_p, seed=seed, offset=offset, block_m=block_m, block_n=block_n,
         tiles=tuple(tiles), max_q=max_q, max_k=max_k,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from ..base.errors import UnsupportedError
 from ..base.log import log_once
+from ..front.operands import OPERANDS
 from ..front.problem import LIKE_Q, AttentionProblem
 from .spec import BackwardPlanSpec, ForwardPlanSpec, label
 
@@ -134,14 +135,17 @@ def _by_label(
 
 
 def _check_part(problem: AttentionProblem) -> None:
-    """Refuse float32 results of 16-bit inputs, which the CPU path alone writes."""
+    """Refuse what the CPU path alone does: float32 results of 16-bit inputs, and a sink beside dropout of a part."""
     reasons = [
         f"{name} is float32 and q {problem.q.dtype}: the kernels write the type of q"
         for name in LIKE_Q
         if (x := problem.layout_of(name)) is not None and x.dtype == "float32" != problem.q.dtype
     ]
+    if problem.dropout_pitches is not None:
+        behind = [name for name in problem.further_inputs if OPERANDS[name].behind]
+        reasons += [f"{name} is given, which no kernel reads beside dropout of a part" for name in behind]
     if reasons:
-        raise UnsupportedError("no GPU kernel computes this. Pass outputs of the type of q.", reasons)
+        raise UnsupportedError("no GPU kernel computes this. The CPU path does.", reasons)
 
 
 def _asks_for_hopper(arch: str, backend: str) -> bool:

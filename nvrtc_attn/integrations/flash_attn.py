@@ -28,6 +28,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 # The bias of a row is as large as slope * rows of its call, and lse is float32: P of the backward pass has a relative
@@ -183,6 +184,66 @@ def flash_attn_varlen_qkvpacked_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    """flash_attn's function of the same name, for a cache that is one tensor; without gradients.
+
+    Parameters
+    ----------
+    q : ``[B, M, H, D]``
+    k_cache, v_cache : ``[B, longest, Hkv, D]``, ``[B, longest, Hkv, Dv]``
+        Written to where ``k`` and ``v`` are given.
+    k, v : ``[B, new, Hkv, D]``, ``[B, new, Hkv, Dv]``
+        Put into the cache behind what is there, and attended to. They must fit: the lengths are not read.
+    cache_seqlens : int, or int32 ``[B]``
+        How many keys each batch entry has before ``k``; default: the whole cache, where ``k`` is not given.
+    causal, window_size
+        Aligned to the last key of each batch entry, the new ones included.
+    num_splits
+        Not looked at: how keys are split follows from the problem.
+    return_softmax_lse
+        Return (out, lse), lse float32 ``[B, H, M]``.
+
+    Raises
+    ------
+    UnsupportedError
+        With every reason: rotary embeddings, ``cache_batch_idx``, ``cache_leftpad``, ``block_table``, ``alibi_slopes``.
+    """
+    del rotary_interleaved, num_splits
+    given = {
+        "rotary_cos": (rotary_cos, "rotate q and k before the call."),
+        "rotary_sin": (rotary_sin, "rotate q and k before the call."),
+        "cache_batch_idx": (cache_batch_idx, "index the cache before the call."),
+        "cache_leftpad": (cache_leftpad, "keys begin at 0. Mask them with nvrtc_attn.torch.attention instead."),
+        "block_table": (block_table, "keys in pages are not gathered. Copy them into one tensor."),
+        "alibi_slopes": (alibi_slopes, "positions end where the cache does. Use flash_attn_func."),
+    }
+    _refuse([f"{name}: {why}" for name, (x, why) in given.items() if x is not None])
+    if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
+        raise ValueError("k, v: both are given or none, and cache_seqlens with them.")
+    used = cache_seqlens
+    if isinstance(used, int):
+        used = torch.full((q.shape[0],), used, dtype=torch.int32, device=q.device)
+    with torch.no_grad():
+        if k is not None and v is not None and used is not None:
+            places = used[:, None] + torch.arange(k.shape[1], device=q.device)
+            entries = torch.arange(q.shape[0], device=q.device)[:, None]
+            k_cache[entries, places] = k
+            v_cache[entries, places] = v
+            used = used + k.shape[1]
+        return attention(
+            q, k_cache, v_cache, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+            seqused_k=used, return_lse=bool(return_softmax_lse),
+        )  # fmt: skip
 
 
 def _unpacked(packed: torch.Tensor, name: str, rank: int) -> tuple[torch.Tensor, ...]:

@@ -183,6 +183,10 @@ def _literals(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
             for x in inner if isinstance(inner, tuple | list) else (inner,):
                 if x is not function:
                     yield from _literals(x, depth + 1)
+    for name in _names(function.__code__):
+        other = function.__globals__.get(name)
+        if other is not function and getattr(other, "__globals__", None) is function.__globals__:
+            yield from _literals(other, depth + 1)
 
 
 @contextlib.contextmanager

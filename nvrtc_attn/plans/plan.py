@@ -11,7 +11,8 @@ import ctypes
 import math
 import struct
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar, Final, TypeVar
 
 from ..base import env
@@ -28,11 +29,13 @@ from ..jit.params import (
     BACKWARD_WORKSPACES,
     FORWARD_WORKSPACES,
     PART_FIELDS,
+    RNG_ADDRESSES,
+    RNG_WORDS,
     UNBOUNDED,
     BackwardParams,
     ForwardParams,
-    inputs_first,
 )
+from ..modifiers.cuda import NO_MODIFIER, ModifierValues
 from ..runtime import driver
 from ..runtime.kernel import Kernel, ParamsBuffer, check_nvrtc, launch, load_kernel
 from ..runtime.tensor_maps import TensorMapEncoder
@@ -45,16 +48,28 @@ _WORKSPACE_ALIGNMENT: Final = 256
 class _Step:
     """One launch with its own copy of the params."""
 
-    __slots__ = ("block", "grid", "kernel", "smem_bytes", "spare", "template", "tensor_maps")
+    __slots__ = ("behind", "block", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "template", "tensor_maps")
 
     def __init__(
-        self, spec: Launch, kernel: Kernel, params: ForwardParams | BackwardParams, problem: AttentionProblem
+        self,
+        spec: Launch,
+        kernel: Kernel,
+        params: ForwardParams | BackwardParams,
+        behind: Mapping[str, int],
+        problem: AttentionProblem,
     ) -> None:
         pointers, struct_type = type(params).POINTERS, params_class(spec.config)
         values: Any = params
         if struct_type is not type(params):  # a struct that begins with the pass's own
             values = struct_type.from_buffer_copy(bytes(params).ljust(ctypes.sizeof(struct_type), b"\0"))
+        self.behind: tuple[struct.Struct, int] | None = None
+        if params.BEHIND and hasattr(values, params.BEHIND[0]):
+            self.behind = struct.Struct(f"<{len(params.BEHIND)}Q"), getattr(struct_type, params.BEHIND[0]).offset
+            for name, value in behind.items():
+                setattr(values, name, value)
         self.tensor_maps = TensorMapEncoder(spec.tensor_maps, struct_type, pointers) if spec.tensor_maps else None
+        # Where what a modifier captured begins; 0 for a kernel that has none.
+        self.modifier_at = struct_type.modifier.offset if spec.config.features.modifier else 0
         of_part = zip(PART_FIELDS, problem.dropout_pitches or (), strict=True) if spec.config.features.part else ()
         for name, value in (*spec.params, *of_part):
             setattr(values, name, value)
@@ -63,12 +78,23 @@ class _Step:
         self.template = bytes(values)
         self.spare: list[ParamsBuffer] = []  # as many as threads have run this at once
 
-    def run(self, pointers: struct.Struct, addresses: tuple[int, ...], stream: int) -> None:
+    def run(
+        self,
+        pointers: struct.Struct,
+        addresses: tuple[int, ...],
+        behind: tuple[int, ...],
+        stream: int,
+        modifier: bytes = b"",
+    ) -> None:
         try:
             params = self.spare.pop()
         except IndexError:
             params = ParamsBuffer(self.template)
         pointers.pack_into(params.data, 0, *addresses)
+        if self.behind is not None:
+            self.behind[0].pack_into(params.data, self.behind[1], *behind)
+        if self.modifier_at:
+            ctypes.memmove(ctypes.addressof(params.data) + self.modifier_at, modifier, len(modifier))
         if self.tensor_maps is not None:
             self.tensor_maps.write(params.data, addresses)
         launch(self.kernel, self.grid, self.block, self.smem_bytes, params, stream)
@@ -118,7 +144,8 @@ class _PlanBase:
     """Names of the operands, in the order of the addresses that ``run`` takes."""
     _BACKWARD: ClassVar[bool]
     _WORKSPACES: ClassVar[tuple[str, ...]]
-    _OUTPUTS_LATER: ClassVar[int]
+    _FRONT: ClassVar[itemgetter[Any]]
+    _BEHIND: ClassVar[list[int]]
     _POINTERS: ClassVar[struct.Struct]
 
     def __init__(
@@ -147,7 +174,7 @@ class _PlanBase:
         launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
         loaded = _load(launches, device_index, stream, meanwhile)
         self._steps = tuple(
-            _Step(launch_spec, kernel, type(params).from_buffer_copy(params), problem)
+            _Step(launch_spec, kernel, type(params).from_buffer_copy(params), _behind(problem, params.BEHIND), problem)
             for launch_spec, kernel in zip(launches, loaded, strict=True)
         )
 
@@ -161,7 +188,14 @@ class _PlanBase:
         """Stack and spills of a thread, in the kernel that has the most."""
         return max((step.kernel.local_bytes for step in self._steps), default=0)
 
-    def run(self, stream: int, addresses: tuple[int, ...], workspace: int = 0, rng: RngState = NO_RNG) -> None:
+    def run(
+        self,
+        stream: int,
+        addresses: tuple[int, ...],
+        workspace: int = 0,
+        rng: RngState = NO_RNG,
+        modifier: ModifierValues = NO_MODIFIER,
+    ) -> None:
         """Launch. ``addresses`` are those of ``OPERANDS``, 0 for what is not there; ``workspace`` is one, too."""
         if not self._steps:
             return
@@ -171,16 +205,22 @@ class _PlanBase:
         else:
             seed, offset, seed_address, offset_address, _ = rng
             tail = (seed_address, offset_address, *[workspace + start for start in self._offsets], seed, offset)
-        later = self._OUTPUTS_LATER
-        pointers = addresses + tail
-        if later:  # they lie between the addresses of the random numbers and the workspaces
-            pointers = addresses[:-later] + tail[:2] + addresses[-later:] + tail[2:]
+        known = addresses + tail
+        pointers, behind = self._FRONT(known), tuple([known[place] for place in self._BEHIND])
         device = self._steps[0].kernel.device
         with driver.device_context(device):
             for start, nbytes in self._zeroed:
                 driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=device)
+            for address, nbytes in modifier.zeroed:
+                driver.call("cuMemsetD8Async", address, 0, nbytes, stream, device=device)
             for step in self._steps:
-                step.run(self._POINTERS, pointers, stream)
+                step.run(self._POINTERS, pointers, behind, stream, modifier.block)
+
+
+def _order(names: Sequence[str], workspaces: tuple[str, ...], pointers: Sequence[str]) -> list[int]:
+    """Where the addresses of ``pointers`` are among those of a pass's operands, random numbers and workspaces."""
+    known = (*names, *RNG_ADDRESSES, *workspaces, *RNG_WORDS)
+    return [known.index(name) for name in pointers]
 
 
 class ForwardPlan(_PlanBase):
@@ -190,7 +230,8 @@ class ForwardPlan(_PlanBase):
     OPERANDS = FORWARD
     _BACKWARD = False
     _WORKSPACES = FORWARD_WORKSPACES
-    _OUTPUTS_LATER = len(FORWARD) - inputs_first(FORWARD, False)
+    _FRONT = itemgetter(*_order(FORWARD, FORWARD_WORKSPACES, ForwardParams.POINTERS))
+    _BEHIND = _order(FORWARD, FORWARD_WORKSPACES, ForwardParams.BEHIND)
     _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
 
 
@@ -201,7 +242,8 @@ class BackwardPlan(_PlanBase):
     OPERANDS = BACKWARD
     _BACKWARD = True
     _WORKSPACES = BACKWARD_WORKSPACES
-    _OUTPUTS_LATER = len(BACKWARD) - inputs_first(BACKWARD, True)
+    _FRONT = itemgetter(*_order(BACKWARD, BACKWARD_WORKSPACES, BackwardParams.POINTERS))
+    _BEHIND = _order(BACKWARD, BACKWARD_WORKSPACES, BackwardParams.BEHIND)
     _POINTERS = struct.Struct(f"<{len(BackwardParams.POINTERS)}Q")
 
 
@@ -265,7 +307,7 @@ def _params(problem: AttentionProblem, backward: bool) -> ForwardParams | Backwa
     params: Any = BackwardParams() if backward else ForwardParams()
     for name in BACKWARD if backward else FORWARD:
         row, operand = OPERANDS[name], problem.layout_of(name)
-        if operand is not None and row.strides:
+        if operand is not None and row.strides and not row.behind:
             strides = broadcast_strides(operand) if row.broadcast else operand.strides
             for dim, stride in zip(row.strides, strides, strict=True):
                 setattr(params, f"{name}_stride_{dim}", stride)
@@ -290,6 +332,19 @@ def _params(problem: AttentionProblem, backward: bool) -> ForwardParams | Backwa
             setattr(params, f"dbias_size_{dim}", size)
     params.num_splits = 1
     return params  # type: ignore[no-any-return]
+
+
+def _behind(problem: AttentionProblem, names: Sequence[str]) -> dict[str, int]:
+    """The params of the operands that lie behind, other than their addresses."""
+    found: dict[str, int] = {}
+    for name in names:
+        operand = problem.layout_of(name)
+        if operand is not None:
+            strides = zip(OPERANDS[name].strides, operand.strides, strict=True)
+            found |= {f"{name}_stride_{dim}": stride for dim, stride in strides}
+            if not OPERANDS[name].gradient_of:
+                found[f"{name}_float32"] = int(operand.dtype == "float32")
+    return found
 
 
 def broadcast_strides(operand: OperandLayout) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from harness import DEVICE, Run, backend, failures, families, oracle, torch
 import nvrtc_attn
 import nvrtc_attn.torch as na
 from nvrtc_attn.front.call import CallOptions
+from nvrtc_attn.front.operands import OPTIONAL_INPUTS
 from nvrtc_attn.front.philox import RngState
 from nvrtc_attn.torch import passes
 from nvrtc_attn.torch.parallel import merge_partials
@@ -67,7 +68,7 @@ def sliced(run: Run, where: tuple[slice, ...]) -> tuple[Any, ...]:
     h_kv, i = slice(h.start // group, h.stop // group), run.inputs
     scores = [slice_scores(i.get(name), h, m, (n.start, n.stop)) for name in ("bias", "mask")]
     scores = [x if x is None or x.shape[0] == 1 else x[b] for x in scores]
-    return (i["q"][b, m, h], i["k"][b, n, h_kv], i["v"][b, n, h_kv], *scores, None, None, None)
+    return (i["q"][b, m, h], i["k"][b, n, h_kv], i["v"][b, n, h_kv], *scores, *(None for _ in OPTIONAL_INPUTS[2:]))
 
 
 CASES = [
@@ -118,7 +119,7 @@ def test_parts_together_are_the_whole(fields: dict[str, Any], family: str) -> No
         out = found["out"].to(run.inputs["q"].dtype)
         for h, m, n in itertools.product(heads, rows, keys):
             dlse = run.inputs["dlse"][:, h, m] if "dlse" in run.inputs else None
-            dq, dk, dv, dbias = passes.backward(
+            dq, dk, dv, dbias, *_ = passes.backward(
                 sliced(run, (everything, h, m, n)), out[:, m, h], found["lse"][:, h, m], run.inputs["dout"][:, m, h],
                 dlse, part(h, m, n), rng,
             )  # fmt: skip

@@ -76,6 +76,8 @@ def run_in_parts(case: Case, arrays: dict[str, Array], cuts: Cuts) -> dict[str, 
             keywords, x, _ = part_of(b, h, m, n)
             out = np.full((*x["q"].shape[:3], case.head_dim_v), np.nan, np.float32)
             lse = np.full((x["q"].shape[0], x["q"].shape[2], x["q"].shape[1]), np.nan, np.float32)
+            if "sink" in arrays and n is keys[0]:  # one more logit of the row, not of every part of its keys
+                keywords["sink"] = arrays["sink"][h]
             nvrtc_attn.attention_forward(*x.values(), out, lse=lse, **keywords)
             outs.append(out)
             lses.append(lse)
@@ -111,7 +113,8 @@ def dense_cases(seed: int, count: int) -> Iterator[tuple[Case, Cuts]]:
             pieces(rng, case.batch, 2), pieces(rng, case.num_heads, 3, max(group, 1)),
             pieces(rng, case.seqlen_q, 4), pieces(rng, case.seqlen_k, 4),
         )  # fmt: skip
-        yield dataclasses.replace(case, bias_dtype="float32"), cuts
+        sink = None if case.sink is None else "float32"
+        yield dataclasses.replace(case, bias_dtype="float32", sink=sink), cuts
         found += 1
         if found == count:
             return
@@ -124,7 +127,7 @@ def check(case: Case, cuts: Cuts) -> list[str]:
     exact = cases.attention_dense(case, exact_in)
     low = cases.attention_low_precision(case, exact_in)
     given = {name: x.astype(case.dtype) if name in ("q", "k", "v", "dout") else x for name, x in arrays.items()}
-    for name in ("bias", "dlse"):
+    for name in ("bias", "dlse", "sink"):
         if name in given:
             given[name] = given[name].astype(np.float32)
     faults = []
