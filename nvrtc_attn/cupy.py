@@ -12,6 +12,8 @@ import cupy
 
 from . import api
 from .base.errors import shown
+from .front.call import CallOptions
+from .front.operands import OPTIONAL_INPUTS
 
 _OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - {"dbias", "dsink", "workspace"}
 
@@ -58,20 +60,23 @@ def attention_backward(
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"attention_backward() got an unexpected keyword argument {name!r}")
+    more = {name: options.pop(name, None) for name in ("rng", "stream", "score_mod", "mask_mod", "aux", "daux")}
+    optional_inputs = [options.pop(name, None) for name in OPTIONAL_INPUTS]
     with cupy.cuda.Device(q.device.id):
         dq, dk, dv = (cupy.empty(x.shape, x.dtype) for x in (q, k, v))
         dbias = cupy.empty(bias.shape, bias.dtype) if bias is not None and with_dbias else None
         dsink = None if sink is None else cupy.empty(sink.shape, sink.dtype)
-        size = api.backward_workspace_bytes(q, k, v, dbias=dbias is not None, dsink=dsink is not None, **options)
-        api.attention_backward(
-            _dense(dout), q, k, v, _dense(out), lse, dq, dk, dv,
-            dlse=dlse, dbias=dbias, dsink=dsink, workspace=cupy.empty(size, cupy.uint8), **options,
+        api.run_backward(
+            # In the order of `BACKWARD`.
+            (q, k, v, _dense(out), _dense(dout), lse, dlse, *optional_inputs, dq, dk, dv, dbias, dsink),
+            CallOptions(**options, return_lse=True, dbias=dbias is not None, dsink=dsink is not None),
+            workspace=None, **more, new_workspace=lambda size: cupy.empty(size, cupy.uint8),
         )  # fmt: skip
     return (dq, dk, dv, dbias) if sink is None else (dq, dk, dv, dbias, dsink)
 
 
 def _dense(x: Any) -> Any:
-    """What the workspace is sized for: row-major and aligned to 16 bytes. A copy only of other layouts."""
+    """Row-major and aligned to 16 bytes, what kernels read fastest. A copy only of other layouts."""
     x = cupy.ascontiguousarray(x)
     return x.copy() if x.data.ptr % 16 else x
 

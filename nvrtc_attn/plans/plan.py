@@ -71,28 +71,6 @@ class _Step:
         self.template = bytes(values)
         self.spare: list[ParamsBuffer] = []  # as many as threads have run this at once
 
-    def run(
-        self,
-        pointers: struct.Struct,
-        addresses: tuple[int, ...],
-        behind: tuple[int, ...],
-        stream: int,
-        modifier: bytes = b"",
-    ) -> None:
-        try:
-            params = self.spare.pop()
-        except IndexError:
-            params = ParamsBuffer(self.template)
-        pointers.pack_into(params.data, 0, *addresses)
-        if self.behind is not None:
-            self.behind[0].pack_into(params.data, self.behind[1], *behind)
-        if self.modifier_at:
-            ctypes.memmove(ctypes.addressof(params.data) + self.modifier_at, modifier, len(modifier))
-        if self.tensor_maps is not None:
-            self.tensor_maps.write(params.data, addresses)
-        launch(self.kernel, self.grid, self.block, self.smem_bytes, params, stream)
-        self.spare.append(params)
-
 
 # Plans of many shapes share a kernel: a new shape must not pay for generating and hashing its source again.
 _kernels: dict[tuple[KernelConfig, int], Kernel] = {}
@@ -131,15 +109,37 @@ def _log_slow_path(pass_name: str, spec: ForwardPlanSpec | BackwardPlanSpec) -> 
 class _PlanBase:
     """Loaded kernels and the workspace between them. ``workspace_bytes`` is what ``run`` needs in ``workspace``."""
 
-    __slots__ = ("_offsets", "_quiet_tail", "_steps", "_zeroed", "workspace_bytes")
+    __slots__ = ("_context", "_device", "_leading_only", "_offsets", "_steps", "_zeroed", "workspace_bytes")
 
     OPERANDS: ClassVar[tuple[str, ...]]
     """Names of the operands, in the order of the addresses that ``run`` takes."""
     _BACKWARD: ClassVar[bool]
     _WORKSPACES: ClassVar[tuple[str, ...]]
+    # Places of the params' pointers, and of those behind all else, among operands, random numbers and workspaces.
     _FRONT: ClassVar[itemgetter[Any]]
-    _BEHIND: ClassVar[list[int]]
-    _POINTERS: ClassVar[struct.Struct]
+    _BEHIND: ClassVar[tuple[int, ...]]
+    _LEADING: ClassVar[int]
+    """Operands whose pointers come first, in their order."""
+    _ALL_LEAD: ClassVar[bool]
+    """These are all operands of the params' front."""
+    # The pointers of the params, as words and as bytes: all of them, and those that lead.
+    _pointers_struct: ClassVar[struct.Struct]
+    _pointers_bytes: ClassVar[struct.Struct]
+    _leading_struct: ClassVar[struct.Struct]
+    _leading_bytes: ClassVar[struct.Struct]
+
+    @classmethod
+    def __init_subclass__(cls) -> None:
+        params = BackwardParams if cls._BACKWARD else ForwardParams
+        known = (*cls.OPERANDS, *RNG_ADDRESSES, *cls._WORKSPACES, *RNG_WORDS)
+        front = [known.index(name) for name in params.POINTERS]
+        cls._FRONT, cls._BEHIND = itemgetter(*front), tuple(known.index(name) for name in params.BEHIND)
+        cls._LEADING = next(i for i, place in enumerate(front) if place != i)
+        cls._ALL_LEAD = set(cls.OPERANDS[cls._LEADING :]) <= set(params.BEHIND)
+        for name, count in (("pointers", len(front)), ("leading", cls._LEADING)):
+            words = struct.Struct(f"<{count}Q")
+            setattr(cls, f"_{name}_struct", words)
+            setattr(cls, f"_{name}_bytes", struct.Struct(f"{words.size}s"))
 
     def __init__(
         self,
@@ -162,14 +162,17 @@ class _PlanBase:
         self.workspace_bytes = end
         # A buffer that the plan does not use has offset 0: its pointer is never followed.
         self._offsets = tuple(offsets.get(name, 0) for name in self._WORKSPACES)
-        self._quiet_tail = (0, 0, *self._offsets, 0, 0)  # without random numbers and workspace
         self._zeroed = tuple(zeroed)
+        # Without dropout and workspace no kernel follows a pointer behind those of the operands: they stay 0.
+        self._leading_only = self._ALL_LEAD and not (problem.dropout_p or end)
         launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
         loaded = _load(launches, device_index, stream, meanwhile)
         self._steps = tuple(
             _Step(launch_spec, kernel, type(params).from_buffer_copy(params), _behind(problem, params.BEHIND))
             for launch_spec, kernel in zip(launches, loaded, strict=True)
         )
+        self._device = self._steps[0].kernel.device if self._steps else device_index
+        self._context = driver.primary_context(self._device) if self._steps else 0
 
     @property
     def kernel_keys(self) -> tuple[str, ...]:
@@ -192,28 +195,44 @@ class _PlanBase:
         """Launch. ``addresses`` are those of ``OPERANDS``, 0 for what is not there; ``workspace`` is one, too."""
         if not self._steps:
             return
-        # Tuples are added up, which takes half the time of unpacking them into one.
-        if rng is NO_RNG and not workspace:
-            tail = self._quiet_tail
+        if driver.is_current(self._device, self._context):
+            self._launch(stream, addresses, workspace, rng, modifier)
+        else:
+            with driver.device_context(self._device):
+                self._launch(stream, addresses, workspace, rng, modifier)
+
+    def _launch(
+        self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState, modifier: ModifierValues
+    ) -> None:
+        """The launches, in the plan's context. Addresses become bytes once, which takes ten times a copy of them."""
+        if self._leading_only:
+            pointers = addresses[: self._LEADING]
+            packed = self._leading_struct.pack(*pointers)
+            write = self._leading_bytes.pack_into
         else:
             seed, offset, seed_address, offset_address, _ = rng
-            tail = (seed_address, offset_address, *[workspace + start for start in self._offsets], seed, offset)
-        known = addresses + tail
-        pointers, behind = self._FRONT(known), tuple([known[place] for place in self._BEHIND])
-        device = self._steps[0].kernel.device
-        with driver.device_context(device):
-            for start, nbytes in self._zeroed:
-                driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=device)
-            for address, nbytes in modifier.zeroed:
-                driver.call("cuMemsetD8Async", address, 0, nbytes, stream, device=device)
-            for step in self._steps:
-                step.run(self._POINTERS, pointers, behind, stream, modifier.block)
-
-
-def _order(names: Sequence[str], workspaces: tuple[str, ...], pointers: Sequence[str]) -> list[int]:
-    """Where the addresses of ``pointers`` are among those of a pass's operands, random numbers and workspaces."""
-    known = (*names, *RNG_ADDRESSES, *workspaces, *RNG_WORDS)
-    return [known.index(name) for name in pointers]
+            known = (*addresses, seed_address, offset_address, *[workspace + x for x in self._offsets], seed, offset)
+            pointers = self._FRONT(known)
+            packed = self._pointers_struct.pack(*pointers)
+            write = self._pointers_bytes.pack_into
+        for start, nbytes in self._zeroed:
+            driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=self._device)
+        for address, nbytes in modifier.zeroed:
+            driver.call("cuMemsetD8Async", address, 0, nbytes, stream, device=self._device)
+        for step in self._steps:
+            try:
+                params = step.spare.pop()
+            except IndexError:
+                params = ParamsBuffer(step.template)
+            write(params.data, 0, packed)
+            if step.behind is not None:
+                step.behind[0].pack_into(params.data, step.behind[1], *[addresses[place] for place in self._BEHIND])
+            if step.modifier_at:
+                ctypes.memmove(ctypes.addressof(params.data) + step.modifier_at, modifier.block, len(modifier.block))
+            if step.tensor_maps is not None:
+                step.tensor_maps.write(params.data, pointers)
+            launch(step.kernel, step.grid, step.block, step.smem_bytes, params, stream)
+            step.spare.append(params)
 
 
 class ForwardPlan(_PlanBase):
@@ -223,9 +242,6 @@ class ForwardPlan(_PlanBase):
     OPERANDS = FORWARD
     _BACKWARD = False
     _WORKSPACES = FORWARD_WORKSPACES
-    _FRONT = itemgetter(*_order(FORWARD, FORWARD_WORKSPACES, ForwardParams.POINTERS))
-    _BEHIND = _order(FORWARD, FORWARD_WORKSPACES, ForwardParams.BEHIND)
-    _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
 
 
 class BackwardPlan(_PlanBase):
@@ -235,9 +251,6 @@ class BackwardPlan(_PlanBase):
     OPERANDS = BACKWARD
     _BACKWARD = True
     _WORKSPACES = BACKWARD_WORKSPACES
-    _FRONT = itemgetter(*_order(BACKWARD, BACKWARD_WORKSPACES, BackwardParams.POINTERS))
-    _BEHIND = _order(BACKWARD, BACKWARD_WORKSPACES, BackwardParams.BEHIND)
-    _POINTERS = struct.Struct(f"<{len(BackwardParams.POINTERS)}Q")
 
 
 def forward_plan(

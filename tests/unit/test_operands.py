@@ -79,6 +79,9 @@ def test_torch_puts_each_address_at_its_name(monkeypatch: pytest.MonkeyPatch) ->
     import nvrtc_attn.torch as adapter
     from nvrtc_attn.torch import passes
 
+    OUT = ((1, 4, 2, 8), (64, 16, 8, 1), torch.float32)
+    LSE, BIAS = ((1, 2, 4), (8, 4, 1), torch.float32), ((1, 2, 4, 4), (32, 16, 4, 1), torch.float32)
+    SINK = (2,), (1,), torch.float32
     seen: list[dict[str, int]] = []
 
     class Plan:
@@ -101,10 +104,8 @@ def test_torch_puts_each_address_at_its_name(monkeypatch: pytest.MonkeyPatch) ->
         def get(self, _key: Any, _default: Any = None) -> Any:
             return self.entry
 
-    monkeypatch.setattr(
-        passes, "_forward_plans", Always((Plan(FORWARD), ((1, 4, 2, 8), (64, 16, 8, 1)), ((1, 2, 4), (8, 4, 1))))
-    )
-    monkeypatch.setattr(passes, "_backward_plans", Always(Plan(BACKWARD)))
+    monkeypatch.setattr(passes, "_forward_plans", Always((Plan(FORWARD), OUT, LSE)))
+    monkeypatch.setattr(passes, "_backward_plans", Always((Plan(BACKWARD), [OUT, OUT, OUT, BIAS, SINK])))
     monkeypatch.setattr(passes, "raw_stream", lambda _device: 0)
     given = {name: torch.ones(1, 4, 2, 8, requires_grad=True) for name in "qkv"}
     given |= {"bias": torch.ones(1, 2, 4, 4, requires_grad=True), "mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)}
@@ -128,6 +129,7 @@ def test_torch_puts_each_address_at_its_name(monkeypatch: pytest.MonkeyPatch) ->
 
     given["bias"].requires_grad_(False)
     given["sink"].requires_grad_(False)
+    monkeypatch.setattr(passes, "_backward_plans", Always((Plan(BACKWARD), [OUT, OUT, OUT, None, None])))
     out = adapter.attention(**given, **{**numbers, "return_lse": False})
     torch.autograd.grad(out, given["q"], dout)
     assert (seen[-1]["dbias"], seen[-1]["dsink"], seen[-1]["dlse"]) == (0, 0, 0)
@@ -199,7 +201,7 @@ if adapter is not None:
             seen.append(dict(zip(FORWARD, addresses, strict=True)))
     class Always(dict):
         def get(self, *_):
-            return Plan(), ((1, 4, 2, 8), (64, 16, 8, 1)), ((1, 2, 4), (8, 4, 1))
+            return Plan(), ((1, 4, 2, 8), (64, 16, 8, 1), x.dtype), ((1, 2, 4), (8, 4, 1), x.dtype)
     from nvrtc_attn.torch import passes
     passes._forward_plans, passes.raw_stream = Always(), lambda _device: 0
     x, scale = torch.ones(1, 4, 2, 8), torch.ones(2)
