@@ -3,10 +3,12 @@
     python examples/train_gpt.py                      # train with nvrtc_attn
     python examples/train_gpt.py --attention sdpa     # the same run on torch's scaled_dot_product_attention
     python examples/train_gpt.py --compare            # both, and SDPA again on another backend; checks, plots, saves
+    python examples/train_gpt.py --compare --processes 2 --compile --autocast   # DDP on 2 GPUs, torch.compile, bfloat16
 
-The model is float32; q, k and v are cast to bfloat16 for attention on a GPU. Dropout is off and the seed is fixed, so
-runs differ by the rounding inside attention alone. Training amplifies that, so curves are compared to what two backends
-of SDPA differ by: smoothed over 5 % of the run, nvrtc_attn may be off by twice their largest difference plus 0.01 nats.
+The model is float32; q, k and v are cast to bfloat16 for attention on a GPU, under ``--autocast`` by torch. Dropout is
+off and the seed is fixed, so runs differ by the rounding inside attention alone. Training amplifies that, so curves are
+compared to what two backends of SDPA differ by: smoothed over 5 % of the run, nvrtc_attn may be off by twice their
+largest difference plus 0.01 nats.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import contextlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +25,12 @@ from typing import Any
 
 try:
     import torch
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
     from torch import nn
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.parallel import DistributedDataParallel
 
     import nvrtc_attn.torch
 except ImportError as error:
@@ -58,7 +64,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).to(self.dtype).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.norm1(x))
+        qkv = qkv if torch.is_autocast_enabled(x.device.type) else qkv.to(self.dtype)
+        qkv = qkv.view(batch, length, 3, self.heads, width // self.heads)
         out = self.attention(*qkv.unbind(2))  # three strided views of one tensor, read where they are
         x = x + self.project(out.reshape(batch, length, width).to(x.dtype))
         return x + self.mlp(self.norm2(x))
@@ -94,10 +102,34 @@ def corpus(limit: int = 2_000_000) -> str:
     return "\n".join(path.read_text(encoding="utf-8", errors="ignore") for path in kept)[:limit]
 
 
-def train(name: str, options: argparse.Namespace, text: str) -> dict[str, Any]:
+def run(name: str, options: argparse.Namespace, text: str) -> dict[str, Any]:
+    """`train` in this process, or in as many as the options say, each with a share of every batch."""
+    if options.processes == 1:
+        return train(name, options, text)
+    with tempfile.TemporaryDirectory() as directory:
+        mp.spawn(_process, (name, options, text, Path(directory)), options.processes)
+        result: dict[str, Any] = json.loads((Path(directory) / "result").read_text())
+    return result
+
+
+def _process(rank: int, name: str, options: argparse.Namespace, text: str, directory: Path) -> None:
+    on_gpu = options.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", f"file://{directory}/store", rank=rank, world_size=options.processes
+    )
+    result = train(name, options, text, rank)
+    if rank == 0:
+        (directory / "result").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def train(name: str, options: argparse.Namespace, text: str, rank: int = 0) -> dict[str, Any]:
     """One run: its losses, its validation loss and its speed."""
-    device = torch.device(options.device)
-    on_gpu = device.type == "cuda"
+    on_gpu = options.device == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    share = slice(rank, None, options.processes)  # of every batch, the same batches for any number of processes
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")  # TF32 outside attention, the same in every run
     characters = sorted(set(text))
@@ -108,7 +140,7 @@ def train(name: str, options: argparse.Namespace, text: str) -> dict[str, Any]:
 
     def batch(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         starts = torch.randint(len(part) - options.context - 1, (options.batch, 1), generator=order).to(device)
-        window = part[starts + torch.arange(options.context + 1, device=device)]
+        window = part[starts[share] + torch.arange(options.context + 1, device=device)]
         return window[:, :-1], window[:, 1:]
 
     attention = nvrtc if name == "nvrtc_attn" else sdpa
@@ -118,6 +150,10 @@ def train(name: str, options: argparse.Namespace, text: str) -> dict[str, Any]:
     }
     backend = sdpa_kernel(backends[name]) if name in backends else contextlib.nullcontext()
     model = GPT(len(characters), options, attention, torch.bfloat16 if on_gpu else torch.float32).to(device)
+    if options.processes > 1:
+        model = DistributedDataParallel(model, device_ids=[rank] if on_gpu else None)
+    if options.compile:
+        model = torch.compile(model, backend=options.compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95))
     warmup = max(options.steps // 20, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -125,7 +161,8 @@ def train(name: str, options: argparse.Namespace, text: str) -> dict[str, Any]:
     )
 
     def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        with torch.autocast(device.type, torch.bfloat16, enabled=options.autocast):
+            return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
     losses, start = [], time.perf_counter()
     with backend:
@@ -143,15 +180,20 @@ def train(name: str, options: argparse.Namespace, text: str) -> dict[str, Any]:
         _synchronise(device)
         seconds = (time.perf_counter() - start) / counted
         with torch.no_grad():
-            validation = torch.stack([loss(*batch(data[split:])) for _ in range(10)]).mean().item()
-    curve = torch.stack(losses).cpu().tolist()
+            losses += [loss(*batch(data[split:])) for _ in range(10)]
+    found = torch.stack(losses)
+    if options.processes > 1:
+        dist.all_reduce(found)
+        found /= options.processes
+    curve, validation = found[:-10].cpu().tolist(), found[-10:].mean().item()
     speed = options.batch * options.context / seconds
-    print(
-        f"{name:20s} loss {curve[0]:.3f} -> {sum(curve[-10:]) / len(curve[-10:]):.3f}, validation {validation:.3f}, "
-        f"{1e3 * seconds:.1f} ms per step, {speed:,.0f} characters/s",
-        flush=True,
-    )
-    return {"losses": curve, "validation": validation, "ms_per_step": 1e3 * seconds}
+    if rank == 0:
+        print(
+            f"{name:20s} loss {curve[0]:.3f} -> {sum(curve[-10:]) / len(curve[-10:]):.3f}, validation "
+            f"{validation:.3f}, {1e3 * seconds:.1f} ms per step, {speed:,.0f} characters/s",
+            flush=True,
+        )
+    return {"losses": curve, "validation": validation, "ms_per_step": 1e3 * seconds, "tokens_per_second": speed}
 
 
 def _synchronise(device: torch.device) -> None:
@@ -164,7 +206,7 @@ def smooth(curve: list[float], window: int) -> torch.Tensor:
 
 
 def compare(options: argparse.Namespace, text: str) -> int:
-    runs = {name: train(name, options, text) for name in ("sdpa", "nvrtc_attn", "sdpa, other backend")}
+    runs = {name: run(name, options, text) for name in ("sdpa", "nvrtc_attn", "sdpa, other backend")}
     window = max(options.steps // 20, 1)
     curves = {name: smooth(run["losses"], window) for name, run in runs.items()}
     noise = float((curves["sdpa"] - curves["sdpa, other backend"]).abs().max())
@@ -181,7 +223,9 @@ def compare(options: argparse.Namespace, text: str) -> int:
     summary = {"device": where, "torch": torch.__version__, "options": vars(options), "window": window}
     result = {"difference": difference, "noise": noise, "tolerance": tolerance, "passed": passed}
     (directory / "train_gpt.json").write_text(json.dumps({**summary, **result, "runs": runs}, indent=1) + "\n")
-    plot(directory / "train_gpt.png", runs, curves, f"character GPT on {where}, {options.steps} steps", window)
+    where = f"{options.processes} x {where}" if options.processes > 1 else where
+    title = f"character GPT on {where}, {options.context} characters, {options.steps} steps"
+    plot(directory / "train_gpt.png", runs, curves, title, window)
     return 0 if passed else 1
 
 
@@ -197,7 +241,7 @@ def plot(path: Path, runs: dict[str, Any], curves: dict[str, torch.Tensor], titl
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1))
     for name, curve in curves.items():
         steps = range(window - 1, window - 1 + len(curve))
-        top.plot(steps, curve, label=f"{name} (validation {runs[name]['validation']:.3f})")
+        top.plot(steps, curve, label=f"{name} ({runs[name]['tokens_per_second']:,.0f} tokens/s)")
         if name != "sdpa":
             bottom.plot(steps, curve - curves["sdpa"], label=name)
     top.set(ylabel=f"loss (nats), mean of {window} steps", title=title)
@@ -216,6 +260,9 @@ def main() -> int:
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     parser.add_argument("--out", default="train_gpt_results", help="directory of the plot and the numbers")
+    parser.add_argument("--processes", type=int, default=1, help="of DistributedDataParallel, one a GPU")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
+    parser.add_argument("--autocast", action="store_true", help="the model's forward pass under bfloat16 autocast")
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--lr", type=float, default=1e-3)
     sizes = {"steps": (1500, 30), "layers": (6, 2), "width": (384, 64), "heads": (6, 4), "context": (256, 64)}
@@ -226,11 +273,13 @@ def main() -> int:
     for name, value in vars(options).items():
         if isinstance(value, tuple):
             setattr(options, name, value[options.device == "cpu"])
+    if options.batch % options.processes:
+        parser.error(f"--batch {options.batch} is not a multiple of --processes {options.processes}")
     text = corpus()
     print(f"{len(text):,} characters, {len(set(text))} different; {vars(options)}")
     if options.compare:
         return compare(options, text)
-    train("nvrtc_attn" if options.attention == "nvrtc" else "sdpa", options, text)
+    run("nvrtc_attn" if options.attention == "nvrtc" else "sdpa", options, text)
     return 0
 
 

@@ -22,6 +22,7 @@ from .front.operands import (
     GRADIENTS,
     INPUTS,
     OPERANDS,
+    OPTIONAL_GRADIENTS,
     OPTIONAL_INPUTS,
     FurtherInputs,
     addresses,
@@ -32,6 +33,7 @@ from .front.problem import Causal, WindowSize
 from .front.signature import Signature, sign
 from .front.tensors import Device, TensorView, current_stream, framework_of
 from .front.validation import Violations, check_real, check_shape
+from .modifiers.cuda import NO_MODIFIER, modifier_values
 from .modifiers.modifier import Modifier
 from .plans import repeats
 from .plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
@@ -79,7 +81,8 @@ def attention(
     """Scaled dot-product attention, ``out = dropout(softmax(S)) v``, in memory linear in the sequence length.
 
     ``S[i, j] = softcap(softmax_scale * q_i . k_j) + bias[i, j]`` with ``softcap(s) = c tanh(s / c)``, and -inf where a
-    mask drops the key. ``score_mod`` takes the place of the softcap. Not differentiable by itself:
+    mask drops the key. ``score_mod`` takes the place of the softcap. With a sink,
+    ``softmax(S)[i, j] = exp(S[i, j]) / (sum_j exp(S[i, j]) + exp(sink[h]))``. Not differentiable by itself:
     `nvrtc_attn.torch.attention` and `nvrtc_attn.jax.attention` are.
 
     Parameters
@@ -124,11 +127,14 @@ def attention(
         Arrays by name that both functions take as one more argument.
     return_lse
         Return (out, lse); lse is float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), the natural log of the sum of
-        ``exp(S)``, -inf for a row with no valid key.
+        ``exp(S)`` and of ``exp(sink)``; -inf for a row with no valid key, or the sink.
     deterministic
         Only matters to the backward pass. The forward pass is always bitwise reproducible.
     out : ``[B, Mq, H, Kv]``, optional
         Written and returned. Must not overlap an input. Not possible for JAX arrays, which are immutable.
+    sink : ``[H]``, optional
+        float32, or dtype of q. One more logit in every row of a query head (gpt-oss; StreamingLLM, Xiao et al., 2023),
+        which takes probability and has no value. Scale, softcap, bias, masks and dropout do not touch it. -inf is none.
     stream
         CUDA stream to run on: an object of torch or CuPy, anything with ``__cuda_stream__``, or a handle. Default: the
         current stream of q's framework; the legacy default stream for JAX and other DLPack producers.
@@ -153,6 +159,8 @@ def attention(
     makes its out and lse NaN. k and v of keys beyond ``seqused_k``, outside every sequence, or hidden by a mask of one
     row for all queries contribute nothing, whatever they hold, and k of any hidden key nothing to out and lse. A NaN or
     infinity in v of a key that causal, window_size or another mask hides may reach rows that do not see it.
+
+    With a sink a row whose keys are all hidden has an lse, that of the sink alone, and no output either.
 
     Gradients are computed from lse, whose rounding is a relative error of P of up to ``|lse| * 2**-22``. A row with
     ``|lse| >= 2**22`` (4.2 million) has no gradient: see `attention_backward`.
@@ -270,6 +278,7 @@ def attention_backward(
     *,
     dlse: Any = None,
     dbias: Any = None,
+    dsink: Any = None,
     bias: Any = None,
     mask: Any = None,
     causal: Causal = False,
@@ -297,6 +306,7 @@ def attention_backward(
     With Z the keep mask times ``1 / (1 - p)``, ``P = exp(S - lse)`` and ``D = rowsum(dout * out)``:
     ``dv = (P * Z)^T dout``, ``dP = Z * (dout v^T)``, ``dS = P * (dP - D + dlse)``, ``dbias = dS`` summed over the dims
     that the bias broadcasts, ``dT = dS * softcap'``, ``dq = softmax_scale * dT k``, ``dk = softmax_scale * dT^T q``.
+    A sink has no value, so its dP is 0: ``dsink[h] = sum over rows of exp(sink[h] - lse) * (dlse - D)``.
 
     Parameters
     ----------
@@ -309,6 +319,8 @@ def attention_backward(
         Gradient with respect to lse, None = 0.
     dbias : shape and dtype of bias, optional
         Written when given; broadcast dims are summed in float32 without a temporary of ``[B, H, Mq, Mk]``.
+    dsink : shape and dtype of sink, optional
+        Written when given: one more small kernel, which adds in a fixed order, ``deterministic`` or not.
     rng
         The values the forward pass used; needed with dropout.
     daux
@@ -334,10 +346,10 @@ def attention_backward(
     """
     options = CallOptions(
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=True,
-        deterministic=deterministic, dbias=dbias is not None,
+        deterministic=deterministic, dbias=dbias is not None, dsink=dsink is not None,
     )  # fmt: skip
     inputs = (bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention_backward", further))
-    operands = (q, k, v, out, dout, lse, dlse, *inputs, dq, dk, dv, dbias)
+    operands = (q, k, v, out, dout, lse, dlse, *inputs, dq, dk, dv, dbias, dsink)
     run_backward(operands, options, rng, workspace, stream, score_mod, mask_mod, aux, daux)
 
 
@@ -368,6 +380,22 @@ def run_backward(
     _backward(call, given, rng, workspace, daux, new_workspace, signature)
 
 
+def backward_allocating(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any, *, dlse: Any, score_mod: Any,
+    daux: Sequence[Any] | None, softmax_scale: float | None, deterministic: bool,
+) -> None:  # fmt: skip
+    """`attention_backward` of a modifier with a workspace of its own, in q's framework."""
+    trained = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
+    options = CallOptions(softmax_scale=softmax_scale, return_lse=True, deterministic=deterministic)
+    call = checked_call(q, k, v, options=options, stream=None, modifier=score_mod, trained=trained)
+    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+
+    def new(size: int) -> Any:
+        return _allocate(q, framework_of(q), (size,), "uint8", call.device, call.launch_stream)
+
+    _backward(call, given, None, None, daux, new, None)
+
+
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
     """Bytes that `attention_forward` needs in ``workspace`` for these arguments (keyword arguments as there); often 0.
 
@@ -380,13 +408,17 @@ def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
     return forward_plan(call.with_dense(), call.device.index, call.launch_stream).workspace_bytes
 
 
-def backward_workspace_bytes(q: Any, k: Any, v: Any, *, dbias: bool = False, **options: Any) -> int:
+def backward_workspace_bytes(
+    q: Any, k: Any, v: Any, *, dbias: bool = False, dsink: bool = False, **options: Any
+) -> int:
     """Bytes that `attention_backward` needs in ``workspace`` for dense, aligned gradients (arguments as there).
 
-    ``dbias`` says whether the gradient of the bias is wanted. Compiles and loads the kernels.
+    ``dbias`` and ``dsink`` say whether the gradients of bias and sink are wanted, ``daux`` has something else than None
+    for each captured array whose gradient is. Compiles and loads the kernels.
     """
     options.pop("dlse", None)
-    call = _describe_for_query("backward_workspace_bytes", q, k, v, {**options, "return_lse": True}, dbias)
+    options["return_lse"] = True
+    call = _describe_for_query("backward_workspace_bytes", q, k, v, options, dbias=dbias, dsink=dsink)
     if call.on_cpu:
         return 0
     return backward_plan(call.with_dense(), call.device.index, call.launch_stream).workspace_bytes
@@ -428,16 +460,18 @@ def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
     return call
 
 
-def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], dbias: bool = False) -> Call:
+def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], **gradients: Any) -> Call:
     tensors = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
     tensors["modifier"] = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
+    daux = options.pop("daux", None)
+    tensors["trained"] = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
         options.pop(ignored, None)
     for name in options:
-        if name not in CallOptions._fields or name == "dbias":
+        if name not in CallOptions._fields or name in OPTIONAL_GRADIENTS:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return checked_call(q, k, v, **tensors, options=CallOptions(**options, dbias=dbias), stream=stream)
+    return checked_call(q, k, v, **tensors, options=CallOptions(**options, **gradients), stream=stream)
 
 
 def _modifier(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier | None:
@@ -633,7 +667,7 @@ def _backward(
     if workspace is None and new_workspace is not None and plan.workspace_bytes:
         workspace = new_workspace(plan.workspace_bytes)
     address = call.workspace_address(workspace, plan.workspace_bytes)
-    _launch(plan, call, views, address, call.rng_state(rng), (workspace,))
+    _launch(plan, call, views, address, call.rng_state(rng), (workspace, capture_gradients), capture_gradients)
     if signature is not None:
         repeats.remember(signature, plan, {**call.tensors, **views}, {})
 
@@ -645,8 +679,13 @@ def _launch(
     workspace: int,
     rng: philox.RngState,
     owners: tuple[Any, ...],
+    capture_gradients: Sequence[TensorView | None] = (),
 ) -> None:
     pointers = {name: x.ptr for known in (call.tensors, views) for name, x in known.items()}
-    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng)
+    values = NO_MODIFIER
+    if call.modifier is not None:
+        program, numbers = call.modifier.program, call.modifier.numbers
+        values = modifier_values(program, call.problem.trained, call.captures, capture_gradients, numbers)
+    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng, values)
     if call.hold_owners:
         hold(call.device.index, call.launch_stream, (call, views, owners, rng))

@@ -55,7 +55,7 @@ def read(tensors: Sequence[Any], *, detached: bool = False) -> tuple[str, list[A
 
 def are_plain(options: CallOptions) -> bool:
     """Whether equal options of this kind mean the same: 1 equals True, and is no ``causal``."""
-    causal, window, scale, softcap, dropout_p, longest_q, longest_k, return_lse, deterministic, _ = options
+    causal, window, scale, softcap, dropout_p, longest_q, longest_k, return_lse, deterministic, *_ = options
     return (
         (causal is False or causal is True or causal.__class__ is str)
         and (window is None or is_plain_window(window))

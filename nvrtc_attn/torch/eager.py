@@ -36,6 +36,7 @@ _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _NO_WINDOW: Final = (None, None)
 _NUMBERS: Final = frozenset((float, int))  # not bool
 _differentiable: Final = itemgetter(*DIFFERENTIABLE_PLACES)
+_NOTHING_FURTHER: Final = (None,) * len(FURTHER_INPUTS)
 _new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
 _NONE: Final = (None,) * len(OPTIONAL_INPUTS)
 
@@ -63,7 +64,7 @@ def attention(
     deterministic: bool | None = None,
     **further: Unpack[FurtherInputs],
 ) -> Any:
-    """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias and, through a returned lse, in the lse.
+    """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias, sink and, by a returned lse, in lse.
 
     Parameters as there, but:
 
@@ -85,6 +86,7 @@ def attention(
         or q.is_meta
         or not (bias is None or bias.__class__ in _PLAIN)
         or not (mask is None or mask.__class__ in _PLAIN)
+        or not (not further or all(x is None or x.__class__ in _PLAIN for x in further.values()))
     ):
         if ops.is_dtensor(q):
             ops.register_sharding()
@@ -94,15 +96,21 @@ def attention(
         )  # fmt: skip
     if _autocast():
         q, k, v, bias = ops.cast_for_autocast(q, k, v, bias)
-    tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if further or FURTHER_INPUTS:
-        tensors = (*tensors, *check_further("attention", further))
+        further = ops.cast_further_for_autocast(q, further)
+    tensors: Tensors = (
+        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
+        *(check_further("attention", further) if further else _NOTHING_FURTHER),
+    )  # fmt: skip
     grad = _grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or _wants_gradient(_differentiable(tensors)[3:])
     )
     if deterministic is None:
         deterministic = grad and _deterministic()
     dbias = grad and bias is not None and bias.requires_grad
+    dsink = False
+    if further:
+        sink = further.get("sink")
+        dsink = grad and sink is not None and sink.requires_grad
     # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
     if not (
         (causal is False or causal is True or causal.__class__ is str)
@@ -118,11 +126,11 @@ def attention(
     ):
         (
             causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-            deterministic, dbias,
+            deterministic, dbias, dsink,
         ) = plain_options(
             CallOptions(
                 causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-                deterministic, dbias,
+                deterministic, dbias, dsink,
             )
         )  # fmt: skip
     state = NO_RNG
@@ -137,7 +145,7 @@ def attention(
     # Without a backward pass it does not matter how that would be: one plan for both.
     options = _new_tuple(CallOptions, (
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse or grad,
-        deterministic and grad, dbias,
+        deterministic and grad, dbias, dsink,
     ))  # fmt: skip
     if not grad:
         out, lse = forward(tensors, options, state)

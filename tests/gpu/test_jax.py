@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 from typing import Any
 
@@ -221,3 +222,64 @@ def test_donated_input(bridge: None) -> None:
     expected = numbers(attention(q, k, v))
     found = jax.jit(attention, donate_argnums=0)(q + 0, k, v)
     np.testing.assert_array_equal(numbers(found), expected)
+
+
+def test_exported_program_runs_and_has_its_gradients(bridge: None) -> None:
+    """Of `jax.export`, which is told that the custom call may be in it; serialised where flatbuffers is installed."""
+    (q, k, v, _), _ = make()
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return (attention(q, k, v, causal=True).astype(np.float32) ** 2).sum()
+
+    check = jax.export.DisabledSafetyCheck.custom_call("nvrtc_attn.launch")
+    exported = jax.export.export(jax.jit(jax.value_and_grad(loss)), disabled_checks=[check])(q, k, v)
+    if importlib.util.find_spec("flatbuffers"):
+        exported = jax.export.deserialize(exported.serialize())
+    value, gradient = exported.call(q, k, v)
+    expected, slope = jax.value_and_grad(loss)(q, k, v)
+    np.testing.assert_allclose(numbers(value), numbers(expected), rtol=1e-4)
+    np.testing.assert_allclose(numbers(gradient), numbers(slope), atol=2e-2)
+
+
+@pytest.mark.parametrize("case", ["plain", "shared bias", "one key head", "dropout"])
+def test_two_gpus_split_batch_or_heads_without_a_gather(case: str, bridge: None) -> None:
+    if len(jax.devices("gpu")) < 2:
+        pytest.skip("needs two GPUs")
+    (q, k, v, bias), _ = make()
+    if case == "one key head":
+        k, v = k[:, :, :1], v[:, :, :1]
+    options: dict[str, Any] = {"dropout_p": 0.2, "rng": (5, 2**32 - 17)} if case == "dropout" else {"causal": True}
+    mesh = jax.sharding.Mesh(np.array(jax.devices("gpu")[:2]), ("x",))
+    heads = case in ("one key head", "shared bias")
+
+    def place(x: Any, dims: tuple[Any, ...]) -> Any:
+        spec = jax.sharding.PartitionSpec(*(d if n > 1 else None for d, n in zip(dims, x.shape, strict=True)))
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+    def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        given = bias if case == "shared bias" else None
+        return (attention(q, k, v, bias=given, **options).astype(np.float32) ** 2).sum()
+
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+    expected = gradient(q, k, v, bias)
+    rows = (None, None, "x", None) if heads else ("x", None, None, None)
+    put = [*(place(x, rows) for x in (q, k, v)), place(bias, (None, "x" if heads else None, None, None))]
+    compiled = gradient.lower(*put).compile()
+    assert "all-gather" not in compiled.as_text()
+    for found, wanted in zip(jax.tree.leaves(compiled(*put)), jax.tree.leaves(expected), strict=True):
+        scale = max(float(abs(numbers(wanted)).max()), 1e-3)
+        assert float(abs(numbers(found) - numbers(wanted)).max()) <= 1e-2 * scale
+
+
+def test_used_keys_of_a_dense_batch(bridge: None) -> None:
+    (q, k, v, bias), _ = make()
+    used = jnp.array([333, 77], np.int32)
+    keep = (jnp.arange(333) < used[:, None])[:, None, None]
+
+    def loss(q: Any, k: Any, v: Any, bias: Any, **options: Any) -> Any:
+        return (attention(q, k, v, bias=bias, **options).astype(np.float32) ** 2).sum()
+
+    found = jax.grad(loss, (0, 1, 2, 3))(q, k, v, bias, seqused_k=used)
+    expected = jax.grad(loss, (0, 1, 2, 3))(q, k, v, bias, mask=keep)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(numbers(a), numbers(b), atol=2e-2)

@@ -324,3 +324,27 @@ def test_mask_does_not_depend_on_the_instruction_set(monkeypatch: pytest.MonkeyP
     first = na.attention(q, q, v, dropout_p=0.5, rng=3)
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "legacy")
     torch.testing.assert_close(na.attention(q, q, v, dropout_p=0.5, rng=3), first, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["auto", "portable"])
+@pytest.mark.parametrize(("head_dim", "keys"), [(64, 333), (128, 333), (192, 333), (256, 333), (64, 100), (128, 100)])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_keys_beyond_the_used_ones_of_a_dense_batch_may_hold_anything(
+    poison: float, head_dim: int, keys: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", backend)
+    torch.manual_seed(0)
+    used = torch.tensor([keys, 0, 1, 64, keys - 30], dtype=torch.int32, device="cuda")
+    q = torch.randn(5, 150, 4, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(5, keys, 2, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    beyond = (torch.arange(keys, device="cuda") >= used[:, None])[:, :, None, None]
+    results = []
+    for value in (0.0, poison):
+        given = [q, *(x.masked_fill(beyond, value).requires_grad_() for x in (k, v))]
+        out = na.attention(*given, causal=True, seqused_k=used, deterministic=True)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), given)])
+    for plain, poisoned in zip(*results, strict=True):
+        assert plain.isfinite().all()
+        torch.testing.assert_close(poisoned, plain, rtol=0, atol=0)
+    assert not results[0][2].masked_select(beyond).any()
+    assert not results[0][0][1].any()

@@ -193,3 +193,16 @@ def test_files_that_the_documents_name_exist(page: str, repository: Path) -> Non
     roots += [folder for folder in (roots[1] / "heuristics", roots[2] / "collective") if page.endswith("kernels.md")]
     named = set(re.findall(r"`([\w./]+\.(?:cuh|py|sh))`", (repository / page).read_text(encoding="utf-8")))
     assert not [name for name in sorted(named) if not any((root / name).exists() for root in roots)]
+
+
+def test_the_table_of_integrations_has_the_versions_that_the_modules_check(repository: Path) -> None:
+    table = (repository / "docs" / "integrations" / "README.md").read_text(encoding="utf-8")
+    checked = set()
+    for path in (repository / "nvrtc_attn" / "integrations").glob("*.py"):
+        for library, _, last in re.findall(
+            r'check_version\("(\w+)", "([\d.]+)", "([\d.]+)"\)', path.read_text("utf-8")
+        ):
+            rows = [line for line in table.splitlines() if line.startswith("|") and library in line.lower()]
+            assert any(f"| {last} |" in row for row in rows), f"{library} {last}"
+            checked.add(library)
+    assert checked >= {"transformers", "diffusers"}

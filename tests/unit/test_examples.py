@@ -89,6 +89,19 @@ def test_cupy_attention_without_a_gpu(repository: Path, tmp_path: Path) -> None:
     assert run(repository, "cupy_attention.py", cwd=tmp_path).startswith("skipped: ")
 
 
+def test_train_gpt_compiled_under_autocast_in_two_processes(repository: Path, tmp_path: Path) -> None:
+    """DistributedDataParallel under gloo; each process has every other row of the batches of one process."""
+    sizes = ("--steps", "6", "--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "4")
+    out = run(
+        repository, "train_gpt.py", "--processes", "2", "--compile", "aot_eager", "--autocast", *sizes, cwd=tmp_path
+    )
+    if not installed("torch"):
+        assert out.startswith("skipped: torch is not installed")
+        return
+    first, last = map(float, re.findall(r"nvrtc_attn +loss (\S+) -> (\S+),", out)[0])
+    assert last < first < 5
+
+
 def test_train_gpt(repository: Path, tmp_path: Path) -> None:
     sizes = ("--steps", "6", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "2")
     out = run(repository, "train_gpt.py", "--compare", *sizes, cwd=tmp_path)
@@ -103,3 +116,10 @@ def test_train_gpt(repository: Path, tmp_path: Path) -> None:
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert (tmp_path / "train_gpt_results" / "train_gpt.png").exists() == installed("matplotlib")
+
+
+def test_numpy_modifiers(repository: Path, tmp_path: Path) -> None:
+    """Gradient descent on a table that a modifier captured: the loss falls by an order of magnitude."""
+    out = run(repository, "numpy_modifiers.py", cwd=tmp_path)
+    losses = [float(x) for x in re.findall(r"loss (\S+)", out)]
+    assert losses[-1] < losses[0] / 10

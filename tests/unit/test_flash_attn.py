@@ -27,6 +27,11 @@ SIGNATURES = {
         "q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *POSITIONAL,
     ],
     "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *POSITIONAL],
+    "flash_attn_with_kvcache": [
+        "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
+        "cache_leftpad", "block_table", "softmax_scale", "causal", "window_size", "softcap", "rotary_interleaved",
+        "alibi_slopes", "num_splits", "return_softmax_lse",
+    ],
 }  # fmt: skip
 
 
@@ -83,6 +88,13 @@ def test_signatures(name: str) -> None:
     parameters = inspect.signature(getattr(integration, name)).parameters
     assert list(parameters) == SIGNATURES[name]
     defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    if name == "flash_attn_with_kvcache":
+        others = {
+            "causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True, "num_splits": 0,
+            "return_softmax_lse": False,
+        }  # fmt: skip
+        assert defaults == {**dict.fromkeys(SIGNATURES[name][3:]), **others}
+        return
     assert defaults == {
         "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0,
         "alibi_slopes": None, "deterministic": False, "return_attn_probs": False,
@@ -240,3 +252,98 @@ def test_compiles_whole(options: dict[str, Any]) -> None:
     got = torch.autograd.grad(out.square().sum(), leaves)
     for a, b in zip(got, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("new", [0, 3])
+def test_cache_of_one_tensor(new: int, causal: bool) -> None:
+    """Each batch entry alone, with the keys that it has; the rest of the cache holds NaN."""
+    torch.manual_seed(0)
+    lengths = [9, 0, 4] if new else [9, 1, 4]
+    q = torch.randn(3, max(new, 1), 4, 16)
+    caches = [torch.full((3, 16, 2, 16), torch.nan) for _ in "kv"]
+    for cache in caches:
+        for entry, length in zip(cache, lengths, strict=True):
+            entry[:length] = torch.randn(length, 2, 16)
+    fresh = [torch.randn(3, new, 2, 16) for _ in "kv"] if new else [None, None]
+    before = [cache.clone() for cache in caches]
+    used = torch.tensor(lengths, dtype=torch.int32)
+    out, lse = integration.flash_attn_with_kvcache(
+        q, *caches, *fresh, cache_seqlens=used, causal=causal, return_softmax_lse=True, num_splits=4
+    )
+    for b, length in enumerate(lengths):
+        keys, values = (
+            old[b, :length] if add is None else torch.cat([old[b, :length], add[b]])
+            for old, add in zip(before, fresh, strict=True)
+        )
+        expected = integration.attention(q[b : b + 1], keys[None], values[None], causal=causal, return_lse=True)
+        torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), expected, rtol=1e-5, atol=1e-5)
+        for cache, wanted in zip(caches, (keys, values), strict=True):
+            torch.testing.assert_close(cache[b, : length + new], wanted, rtol=0, atol=0)
+            assert cache[b, length + new :].isnan().all()
+    whole = integration.flash_attn_with_kvcache(q, *(x.nan_to_num() for x in caches), causal=causal)
+    torch.testing.assert_close(whole, integration.attention(q, *(x.nan_to_num() for x in caches), causal=causal))
+
+
+def test_what_a_cache_cannot_have_is_refused() -> None:
+    q, cache = torch.randn(1, 1, 2, 16), torch.randn(1, 8, 2, 16)
+    with pytest.raises(UnsupportedError) as info:
+        integration.flash_attn_with_kvcache(
+            q, cache, cache, rotary_cos=q, rotary_sin=q, block_table=q, cache_batch_idx=q
+        )
+    assert len(info.value.reasons) == 4
+    with pytest.raises(ValueError, match="both are given or none"):
+        integration.flash_attn_with_kvcache(q, cache, cache, k=q)
+    with pytest.raises(ValueError, match="cache_seqlens with them"):
+        integration.flash_attn_with_kvcache(q, cache, cache, k=q, v=q)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (4, 0)])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_alibi_of_packed_sequences(
+    per_sequence: bool, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence alone, gradients too; tokens of none at both ends, a sequence without queries, one without keys."""
+    monkeypatch.setattr(integration, "_ALIBI_ROWS", {torch.float32: 5})  # several parts
+    torch.manual_seed(0)
+    lengths = ((7, 9), (0, 4), (12, 12), (3, 0), (5, 2))
+    starts_q, starts_k = ([2], [1])
+    for m, n in lengths:
+        starts_q.append(starts_q[-1] + m)
+        starts_k.append(starts_k[-1] + n)
+    inputs = [
+        torch.randn(n, h, 16, requires_grad=True) for n, h in ((starts_q[-1] + 3, 4), *(((starts_k[-1] + 2), 2),) * 2)
+    ]
+    slopes = torch.rand(*([5, 4] if per_sequence else [4])).requires_grad_()
+    inputs.append(slopes)
+    q, k, v, _ = inputs
+    found, lse, _ = integration.flash_attn_varlen_func(
+        q, k, v, torch.tensor(starts_q, dtype=torch.int32), torch.tensor(starts_k, dtype=torch.int32), 12, 12,
+        causal=True, window_size=window, alibi_slopes=slopes, return_attn_probs=True,
+    )  # fmt: skip
+    nothing, empty = torch.zeros(1, dtype=torch.int32), torch.zeros(2, 4, 16)
+    assert not integration.flash_attn_varlen_func(
+        empty, empty, empty, nothing, nothing, 0, 0, causal=True, alibi_slopes=torch.ones(4)
+    ).any()
+    outs, sums = [torch.zeros(2, 4, 16)], [torch.full((4, 2), -torch.inf)]
+    for b, (m, n) in enumerate(lengths):
+        q0, k0 = starts_q[b], starts_k[b]
+        of_sequence = slopes[b] if per_sequence else slopes
+        out, sum_ = integration.flash_attn_func(
+            q[None, q0 : q0 + m], k[None, k0 : k0 + n], v[None, k0 : k0 + n], causal=True, window_size=window,
+            alibi_slopes=of_sequence, return_attn_probs=True,
+        )[:2]  # fmt: skip
+        outs.append(out[0])
+        sums.append(sum_[0])
+    expected = torch.cat([*outs, torch.zeros(3, 4, 16)])
+    expected_lse = torch.cat([*sums, torch.full((4, 3), -torch.inf)], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    weight = torch.linspace(-1, 1, found.numel()).view(found.shape)
+    finite = expected_lse.isfinite()
+    gradients = [
+        torch.autograd.grad((o * weight).sum() + x[finite].sum(), inputs)
+        for o, x in ((found, lse), (expected, expected_lse))
+    ]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

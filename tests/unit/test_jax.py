@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -491,3 +492,13 @@ def test_an_error_in_the_numpy_path_is_the_programs(monkeypatch: pytest.MonkeyPa
     q, k, v, _ = arrays()
     with pytest.raises(jax.errors.JaxRuntimeError, match="not today"):
         attention(q, k, v).block_until_ready()
+
+
+def test_exported_program() -> None:
+    q, k, v, _ = arrays()
+    gradient = jax.jit(jax.value_and_grad(lambda *x: (attention(*x, causal=True) ** 2).sum()))
+    check = jax.export.DisabledSafetyCheck.custom_call("nvrtc_attn.launch")
+    exported = jax.export.export(gradient, disabled_checks=[check])(q, k, v)
+    if importlib.util.find_spec("flatbuffers"):
+        exported = jax.export.deserialize(exported.serialize())
+    close(exported.call(q, k, v), gradient(q, k, v), 1e-6)

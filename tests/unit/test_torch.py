@@ -99,7 +99,7 @@ def test_no_plan_is_looked_up_for_options_of_the_wrong_kind(name: str, grad: boo
 
 
 @pytest.mark.parametrize(
-    "name", [*WRONG, "q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "rng"]
+    "name", [*WRONG, "q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "sink", "rng"]
 )
 def test_wrong_kinds_are_refused_by_name(name: str) -> None:
     given = packed() if name.startswith(("max_", "cu_", "seqused")) else tensors()

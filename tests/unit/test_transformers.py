@@ -379,3 +379,31 @@ def test_refusals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPa
     assert [record.message for record in caplog.records if "weights" in record.message] == [
         'attn_implementation="nvrtc_attn" returns no attention weights; "eager" does.'
     ]
+
+
+def test_trainer(tmp_path: Any) -> None:
+    """Two steps of Hugging Face's Trainer, with padding, have the losses of eager attention."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+    losses = []
+    for implementation in ("eager", "nvrtc_attn"):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**SIZES), attn_implementation=implementation
+        )
+        ids, _ = tokens()
+        keep = torch.ones_like(ids)
+        keep[0, -3:] = 0  # behind: no label is predicted from a row that sees no key
+        rows = [
+            {"input_ids": row, "attention_mask": mask, "labels": row.where(mask.bool(), -100)}
+            for row, mask in zip(ids, keep, strict=True)
+        ]
+        options = transformers.TrainingArguments(
+            output_dir=str(tmp_path / implementation), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2,
+            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=options, train_dataset=rows)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 2
+    assert losses[0][1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)  # as they are logged, to four digits

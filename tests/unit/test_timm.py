@@ -1,0 +1,45 @@
+"""A Vision Transformer of timm trains under `nvrtc_attn.torch.enable_sdpa` as it does without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+timm = pytest.importorskip("timm", reason="timm is not installed", exc_type=(ImportError, RuntimeError))
+
+import nvrtc_attn.torch as na  # noqa: E402 - after the skips
+from nvrtc_attn.torch import replaced  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def losses() -> list[float]:
+    torch.manual_seed(0)
+    model = timm.models.vision_transformer.VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5
+    )
+    images, labels = torch.randn(4, 3, 16, 16), torch.arange(4)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    found = []
+    for _ in range(3):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch.library.get_kernel is missing")
+def test_vision_transformer_trains_the_same() -> None:
+    expected = losses()
+    replaced._taken.clear()
+    options: dict[str, Any] = {"_keys": ("CPU",)}  # made for CUDA; here the CPU's are taken over
+    with na.enable_sdpa(all=True, **options):
+        found = losses()
+        taken = dict(replaced._taken)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert found[-1] < found[0]
+    assert sum(taken.values()) >= 6, taken  # two layers, three steps
