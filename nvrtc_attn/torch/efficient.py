@@ -36,6 +36,7 @@ LSE_ALIGNMENT: Final = 32
 _CAUSAL: Final[tuple[Causal, ...]] = (False, "top_left", "bottom_right")
 _NUMBERS: Final = frozenset((float, int))  # not bool
 _NO_FURTHER: Final = (0,) * len(FURTHER_INPUTS)
+_NO_FURTHER_GRADIENTS: Final = (0,) * (len(GRADIENTS) - len(("dq", "dk", "dv", "dbias")))
 _Tensors = tuple[torch.Tensor | None, ...]
 _Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of what is allocated
 
@@ -248,7 +249,7 @@ def efficient_attention_backward(
     workspace = new((plan.workspace_bytes,), (1,), torch.uint8)
     # In the order of `BACKWARD`.
     inputs = (q, k, v, out_, dout, lse, 0, bias_, 0, starts_q, starts_k, 0, *_NO_FURTHER)
-    gradients = (*[x.data_ptr() for x in grads], address_of(grad_bias))
+    gradients = (*[x.data_ptr() for x in grads], address_of(grad_bias), *_NO_FURTHER_GRADIENTS)
     plan.run(raw_stream(index), inputs + gradients, workspace.data_ptr(), rng)
     return (*grads, grad_bias)
 

@@ -134,6 +134,8 @@ INPUTS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "float32 bias": (qkv(), {"bias": tensor(1, 4, 64, 64, dtype=FP32)}),
     "bias a batch": (qkv(), {"bias": tensor(2, 1, 64, 64)}),
     "bias permuted": (qkv(), {"bias": tensor(1, 4, 64, 64).mT}),
+    "sink": (qkv(), {"sink": tensor(4, dtype=FP32)}),
+    "sink of q's type": (qkv(), {"sink": tensor(4)}),
     "mask": (qkv(), {"mask": tensor(2, 1, 1, 64, dtype=torch.bool)}),
     "packed": ([x[:1] for x in qkv()], PACKED),
     "packed, longer": ([x[:1] for x in qkv()], {**PACKED, "max_seqlen_k": 41}),
@@ -178,7 +180,7 @@ def aten_call(name: str, mode: str, grad: str) -> None:
     """The seed's entry points, with those of the options that they have."""
     values, options = INPUTS[name]
     causal, window = options.get("causal", False), options.get("window_size")
-    if window == (3, 1) or options.keys() & {"softcap", "mask", "dropout_p"} or name == "seqused of batches":
+    if window == (3, 1) or options.keys() & {"softcap", "mask", "dropout_p", "sink"} or name == "seqused of batches":
         return
     kind = {False: 2 if window else 0, True: 2, "top_left": 1}[causal]
     packed = [options.get(f"{what}_{x}") for what in ("cu_seqlens", "max_seqlen") for x in "qk"]
