@@ -1,6 +1,6 @@
 """Speed of nvrtc_attn beside torch's own attention kernels, on one GPU, in one process.
 
-    python benchmarks/attention.py [--out DIRECTORY] [--part grid,features,sizes,few,start] [--quick]
+    python benchmarks/attention.py [--out DIRECTORY] [--part grid,features,sizes,few,start,host] [--quick]
 
 ``seed`` is SDPA's memory-efficient kernel, ``flash2`` and ``cudnn`` its other two; ``fa3`` and ``fa4`` take part where
 they are installed (`peers.py`). Shapes of published models are in `models.py`. TFLOP/s are 4 B H Mq Mk D / time forward
@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import host
 import measure as measure_module
 import peers
 import torch
@@ -341,7 +342,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=None, help="directory for JSON and plots, default benchmarks/results"
     )
-    parts = "grid,features,sizes,few,start"
+    parts = "grid,features,sizes,few,start,host"
     parser.add_argument("--part", default=parts, help=f"comma-separated, default {parts}")
     parser.add_argument("--quick", action="store_true", help="three lengths instead of six, shorter timing")
     parser.add_argument("--commit", default="", help="of the measured tree, where that is a copy without git history")
@@ -355,6 +356,10 @@ def main() -> None:
         rows = start_up()
         print_table(rows, ["what", "value"])
         save(f"start_{backend}", rows, arguments.out)
+    if "host" in parts:
+        rows = host.rows()
+        print_table(rows, host.columns())
+        save(f"host_{backend}", rows, arguments.out)
     if "features" in parts:
         rows = features(rep_ms)
         columns = [

@@ -1,10 +1,11 @@
 """Packed sequences against the dense problem of their mean length, forward and backward, in TFLOP/s.
 
-    python benchmarks/packed.py [--save NAME] [--mixes eleven skewed even] [--rep 60]
+    python benchmarks/packed.py [--save NAME] [--mixes eleven skewed even] [--rep 60] [--stages 3]
 
 Both are replayed from a CUDA graph: the host's share of a call is no part of the numbers. TFLOP/s count what the
 lengths ask for: 4 D operations a score forward and 10 D backward, half of them when causal. ``ratio`` is packed over
-dense; 0.93 and more is the goal. ``us`` are the packed problem's.
+dense; 0.93 and more is the goal. ``us`` are the packed problem's. ``--stages`` gives the packed forward kernel of head
+dim 64 another number of slots for K and V than the tile table.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from measure import in_turn, print_table, save
 
 import nvrtc_attn
 from nvrtc_attn import api
+from nvrtc_attn.front.problem import AttentionProblem
+from nvrtc_attn.heuristics import hopper_forward
 
 HEADS = 16
 MIXES: dict[str, list[int]] = {
@@ -97,7 +100,17 @@ def main() -> None:
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of a measurement")
     parser.add_argument("--save", help="name of a file in the results folder")
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--stages", type=int, help="slots for K and V of packed sequences at head dim 64")
     arguments = parser.parse_args()
+    if arguments.stages:
+        choose_tile = hopper_forward.choose_tile
+
+        def with_stages(problem: AttentionProblem, *num_sms: int) -> hopper_forward.Tile:
+            tile = choose_tile(problem, *num_sms)
+            changed = problem.varlen and problem.head_dim <= 64
+            return replace(tile, num_stages=arguments.stages) if changed else tile
+
+        hopper_forward.choose_tile = with_stages
 
     cases = [(mix, d, causal) for mix in arguments.mixes for d in arguments.dims for causal in (False, True)]
 

@@ -115,6 +115,7 @@ TILES: dict[str, Tile] = {
     "64x64b3dq2": replace(SMALL_DQ2, blocks_per_sm=3),
     "128x128b2": WIDE,
     "64x128b2": FLAT,
+    "64x256b1": portable_backward.TILES_256_KEYS[0],
 }
 WAYS: dict[str, dict[str, bool]] = {
     "atomic": {},
@@ -130,9 +131,11 @@ def backward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str,
         return
     longest = max(problem.seqlen_q, problem.seqlen_k)
     for name, tile in TILES.items():
-        if tile.block_n < min(longest, 128) or (longest <= 64 < tile.block_n and name != "128x128b2"):
+        if tile.block_n < longest or (name != "128x128b2" and tile.block_n >= max(2 * longest, 128)):
             continue
-        ways = WAYS if name in ("64x64b3", "128x128b2") else {"store+rows": WAYS["store+rows"]}
+        ways = WAYS
+        if name not in ("64x64b3", "128x128b2"):
+            ways = {way: WAYS[way] for way in WAYS if way == "store+rows" or (way == "store" and tile.block_n == 256)}
         for what, options in ways.items():
             yield f"{name} {what}", lambda tile=tile, options=options: portable_backward_plan(problem, tile, options)
     yield "portable table", lambda: portable_backward.choose_backward(problem, **TARGET)
@@ -142,7 +145,7 @@ def backward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str,
 
 
 def portable_backward_plan(problem: AttentionProblem, tile: Tile, options: dict[str, bool]) -> Spec:
-    with mock.patch.multiple(portable_backward, TILES_16BIT=(tile,), TILES_SHORT=()):
+    with mock.patch.multiple(portable_backward, TILES_16BIT=(tile,), TILES_SHORT=(), TILES_256_KEYS=()):
         return portable_backward.choose_backward(problem, **TARGET, **options)
 
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from .base import env
 from .front import philox, tensors
-from .front.call import Call, CallOptions, describe
+from .front.call import Call, CallOptions, describe, rng_state
 from .front.operands import (
+    BACKWARD,
+    FORWARD,
     GRADIENTS,
+    INPUTS,
     OPERANDS,
+    OPTIONAL_GRADIENTS,
     OPTIONAL_INPUTS,
     FurtherInputs,
     addresses,
@@ -26,10 +30,14 @@ from .front.operands import (
     takes_further_inputs,
 )
 from .front.problem import Causal, WindowSize
-from .front.tensors import Device, TensorView, framework_of
+from .front.signature import Signature, sign
+from .front.tensors import Device, TensorView, current_stream, framework_of
 from .front.validation import Violations, check_real, check_shape
+from .modifiers.cuda import NO_MODIFIER, modifier_values
 from .modifiers.modifier import Modifier
+from .plans import repeats
 from .plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
+from .plans.repeats import Repeat
 from .runtime import driver
 from .runtime.lifetime import hold
 
@@ -37,6 +45,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 tensors.connect_driver(driver.device_of)
+# Places in the order of the operands of a pass, by their number.
+_LENGTHS: Final = {len(names): (names.index("cu_seqlens_q"), names.index("seqused_k")) for names in (FORWARD, BACKWARD)}
+_MADE: Final = tuple((name, FORWARD.index(name)) for name in ("out", "lse"))
 
 
 @takes_further_inputs
@@ -70,7 +81,8 @@ def attention(
     """Scaled dot-product attention, ``out = dropout(softmax(S)) v``, in memory linear in the sequence length.
 
     ``S[i, j] = softcap(softmax_scale * q_i . k_j) + bias[i, j]`` with ``softcap(s) = c tanh(s / c)``, and -inf where a
-    mask drops the key. ``score_mod`` takes the place of the softcap. Not differentiable by itself:
+    mask drops the key. ``score_mod`` takes the place of the softcap. With a sink,
+    ``softmax(S)[i, j] = exp(S[i, j]) / (sum_j exp(S[i, j]) + exp(sink[h]))``. Not differentiable by itself:
     `nvrtc_attn.torch.attention` and `nvrtc_attn.jax.attention` are.
 
     Parameters
@@ -115,11 +127,14 @@ def attention(
         Arrays by name that both functions take as one more argument.
     return_lse
         Return (out, lse); lse is float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), the natural log of the sum of
-        ``exp(S)``, -inf for a row with no valid key.
+        ``exp(S)`` and of ``exp(sink)``; -inf for a row with no valid key, or the sink.
     deterministic
         Only matters to the backward pass. The forward pass is always bitwise reproducible.
     out : ``[B, Mq, H, Kv]``, optional
         Written and returned. Must not overlap an input. Not possible for JAX arrays, which are immutable.
+    sink : ``[H]``, optional
+        float32, or dtype of q. One more logit in every row of a query head (gpt-oss; StreamingLLM, Xiao et al., 2023),
+        which takes probability and has no value. Scale, softcap, bias, masks and dropout do not touch it. -inf is none.
     stream
         CUDA stream to run on: an object of torch or CuPy, anything with ``__cuda_stream__``, or a handle. Default: the
         current stream of q's framework; the legacy default stream for JAX and other DLPack producers.
@@ -145,13 +160,23 @@ def attention(
     row for all queries contribute nothing, whatever they hold, and k of any hidden key nothing to out and lse. A NaN or
     infinity in v of a key that causal, window_size or another mask hides may reach rows that do not see it.
 
+    With a sink a row whose keys are all hidden has an lse, that of the sink alone, and no output either.
+
     Gradients are computed from lse, whose rounding is a relative error of P of up to ``|lse| * 2**-22``. A row with
     ``|lse| >= 2**22`` (4.2 million) has no gradient: see `attention_backward`.
     """
     options = CallOptions(
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic
     )
-    check_further("attention", further)
+    # In the order of `FORWARD`, as below.
+    operands = (
+        q, k, v, out, None, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention", further),
+    )  # fmt: skip
+    signature = None
+    if stream is None and score_mod is None and mask_mod is None and aux is None:
+        signature = sign(operands, options)
+    if signature is not None and (known := _find(signature, operands)) is not None:
+        return _attention_again(known, signature, q, out, options, rng)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
         **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
@@ -162,10 +187,16 @@ def attention(
         return _allocate(q, framework, shape, dtype, call.device, call.launch_stream)
 
     given = out
+    made = {}
     if out is None:
-        out = new(call.out_shape, call.problem.dtype)
-    lse = new(call.lse_shape, "float32") if return_lse else None
-    _forward(call, {"out": out, "lse": lse}, rng, None, new_workspace=lambda size: new((size,), "uint8"))
+        out, made["out"] = new(call.out_shape, call.problem.dtype), (call.out_shape, call.problem.dtype)
+    lse = None
+    if return_lse:
+        lse, made["lse"] = new(call.lse_shape, "float32"), (call.lse_shape, "float32")
+    _forward(
+        call, {"out": out, "lse": lse}, rng, None, new_workspace=lambda size: new((size,), "uint8"),
+        signature=signature, made=made,
+    )  # fmt: skip
     if framework == "jax":
         from .runtime.buffers import to_jax
 
@@ -217,12 +248,20 @@ def attention_forward(
     options = CallOptions(
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=lse is not None
     )
-    check_further("attention_forward", further)
+    operands = (
+        q, k, v, out, lse, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
+        *check_further("attention_forward", further),
+    )  # fmt: skip
+    signature = None
+    if stream is None and score_mod is None and mask_mod is None and aux is None:
+        signature = sign((*operands, workspace), options)
+    if signature is not None and _ran_again(signature, operands, options, rng):
+        return
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
         **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
     )  # fmt: skip
-    _forward(call, {"out": out, "lse": lse}, rng, workspace)
+    _forward(call, {"out": out, "lse": lse}, rng, workspace, signature=signature)
 
 
 @takes_further_inputs
@@ -239,6 +278,7 @@ def attention_backward(
     *,
     dlse: Any = None,
     dbias: Any = None,
+    dsink: Any = None,
     bias: Any = None,
     mask: Any = None,
     causal: Causal = False,
@@ -266,6 +306,7 @@ def attention_backward(
     With Z the keep mask times ``1 / (1 - p)``, ``P = exp(S - lse)`` and ``D = rowsum(dout * out)``:
     ``dv = (P * Z)^T dout``, ``dP = Z * (dout v^T)``, ``dS = P * (dP - D + dlse)``, ``dbias = dS`` summed over the dims
     that the bias broadcasts, ``dT = dS * softcap'``, ``dq = softmax_scale * dT k``, ``dk = softmax_scale * dT^T q``.
+    A sink has no value, so its dP is 0: ``dsink[h] = sum over rows of exp(sink[h] - lse) * (dlse - D)``.
 
     Parameters
     ----------
@@ -278,6 +319,8 @@ def attention_backward(
         Gradient with respect to lse, None = 0.
     dbias : shape and dtype of bias, optional
         Written when given; broadcast dims are summed in float32 without a temporary of ``[B, H, Mq, Mk]``.
+    dsink : shape and dtype of sink, optional
+        Written when given: one more small kernel, which adds in a fixed order, ``deterministic`` or not.
     rng
         The values the forward pass used; needed with dropout.
     daux
@@ -303,21 +346,54 @@ def attention_backward(
     """
     options = CallOptions(
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=True,
-        deterministic=deterministic, dbias=dbias is not None,
+        deterministic=deterministic, dbias=dbias is not None, dsink=dsink is not None,
     )  # fmt: skip
-    check_further("attention_backward", further)
+    inputs = (bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention_backward", further))
+    operands = (q, k, v, out, dout, lse, dlse, *inputs, dq, dk, dv, dbias, dsink)
+    run_backward(operands, options, rng, workspace, stream, score_mod, mask_mod, aux, daux)
+
+
+def run_backward(
+    operands: tuple[Any, ...], options: CallOptions, rng: Any, workspace: Any, stream: Any, score_mod: Any = None,
+    mask_mod: Any = None, aux: Mapping[str, Any] | None = None, daux: Sequence[Any] | None = None,
+    new_workspace: Callable[[int], Any] | None = None,
+) -> None:  # fmt: skip
+    """`attention_backward` of ``operands`` in the order of `BACKWARD`; ``new_workspace(nbytes)`` makes a workspace."""
+    signature = None
+    if stream is None and score_mod is None and mask_mod is None and aux is None and daux is None:
+        signature = sign((*operands, workspace), options)
+    known_rng = rng is not None or options.dropout_p == 0
+    if signature is not None and known_rng and _ran_again(signature, operands, options, rng, new_workspace):
+        return
     modifier = _modifier(score_mod, mask_mod, aux)
     if daux is not None and modifier is None:
         raise ValueError("daux: given without score_mod and mask_mod, which capture the arrays.")
     trained = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
+    given = dict(zip(BACKWARD, operands, strict=True))
+    q, k, v, *optional = (given.pop(name) for name in INPUTS)
     call = checked_call(
-        q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream, modifier=modifier, trained=trained,
+        q, k, v, **dict(zip(OPTIONAL_INPUTS, optional, strict=True)), options=options, stream=stream,
+        modifier=modifier, trained=trained,
     )  # fmt: skip
-    if dropout_p > 0 and rng is None:
+    if options.dropout_p > 0 and rng is None:
         raise ValueError("rng: None, but dropout_p > 0. Pass the (seed, offset) that the forward pass used.")
-    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}
-    _backward(call, given, rng, workspace, daux)
+    _backward(call, given, rng, workspace, daux, new_workspace, signature)
+
+
+def backward_allocating(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any, *, dlse: Any, score_mod: Any,
+    daux: Sequence[Any] | None, softmax_scale: float | None, deterministic: bool,
+) -> None:  # fmt: skip
+    """`attention_backward` of a modifier with a workspace of its own, in q's framework."""
+    trained = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
+    options = CallOptions(softmax_scale=softmax_scale, return_lse=True, deterministic=deterministic)
+    call = checked_call(q, k, v, options=options, stream=None, modifier=score_mod, trained=trained)
+    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+
+    def new(size: int) -> Any:
+        return _allocate(q, framework_of(q), (size,), "uint8", call.device, call.launch_stream)
+
+    _backward(call, given, None, None, daux, new, None)
 
 
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
@@ -332,13 +408,17 @@ def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
     return forward_plan(call.with_dense(), call.device.index, call.launch_stream).workspace_bytes
 
 
-def backward_workspace_bytes(q: Any, k: Any, v: Any, *, dbias: bool = False, **options: Any) -> int:
+def backward_workspace_bytes(
+    q: Any, k: Any, v: Any, *, dbias: bool = False, dsink: bool = False, **options: Any
+) -> int:
     """Bytes that `attention_backward` needs in ``workspace`` for dense, aligned gradients (arguments as there).
 
-    ``dbias`` says whether the gradient of the bias is wanted. Compiles and loads the kernels.
+    ``dbias`` and ``dsink`` say whether the gradients of bias and sink are wanted, ``daux`` has something else than None
+    for each captured array whose gradient is. Compiles and loads the kernels.
     """
     options.pop("dlse", None)
-    call = _describe_for_query("backward_workspace_bytes", q, k, v, {**options, "return_lse": True}, dbias)
+    options["return_lse"] = True
+    call = _describe_for_query("backward_workspace_bytes", q, k, v, options, dbias=dbias, dsink=dsink)
     if call.on_cpu:
         return 0
     return backward_plan(call.with_dense(), call.device.index, call.launch_stream).workspace_bytes
@@ -380,16 +460,18 @@ def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
     return call
 
 
-def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], dbias: bool = False) -> Call:
+def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], **gradients: Any) -> Call:
     tensors = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
     tensors["modifier"] = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
+    daux = options.pop("daux", None)
+    tensors["trained"] = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
         options.pop(ignored, None)
     for name in options:
-        if name not in CallOptions._fields or name == "dbias":
+        if name not in CallOptions._fields or name in OPTIONAL_GRADIENTS:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return checked_call(q, k, v, **tensors, options=CallOptions(**options, dbias=dbias), stream=stream)
+    return checked_call(q, k, v, **tensors, options=CallOptions(**options, **gradients), stream=stream)
 
 
 def _modifier(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier | None:
@@ -452,6 +534,71 @@ def plan_backward(call: Call, views: Mapping[str, TensorView]) -> BackwardPlan:
     return backward_plan(call.with_outputs(**views), call.device.index, call.launch_stream)
 
 
+def _find(signature: Signature, operands: tuple[Any, ...]) -> Repeat | None:
+    """A call that was made before; None also where lengths on the device are to be looked at."""
+    starts, used = _LENGTHS[len(operands)]
+    if (operands[starts] is not None or operands[used] is not None) and env.debug():
+        return None
+    return repeats.find(signature)
+
+
+def _attention_again(known: Repeat, signature: Signature, q: Any, out: Any, options: CallOptions, rng: Any) -> Any:
+    """`attention` of a call that was made before."""
+    framework, index = signature.framework, signature.device
+    addresses = signature.addresses
+    lse = None
+    for name, place in _MADE:
+        if name in known.made:
+            x, addresses[place] = _empty(framework, q, index, *known.made[name])
+            out, lse = (x, lse) if name == "out" else (out, x)
+    size = known.plan.workspace_bytes
+    _workspace, address = _empty(framework, q, index, (size,), (1,), "uint8") if size else (None, 0)
+    stream = current_stream(framework, index)
+    known.plan.run(stream, tuple(addresses), address, _rng_again(options, rng, index, stream))
+    return (out, lse) if options.return_lse else out
+
+
+def _ran_again(
+    signature: Signature, operands: tuple[Any, ...], options: CallOptions, rng: Any,
+    new_workspace: Callable[[int], Any] | None = None,
+) -> bool:  # fmt: skip
+    """Run a pass that was run before. False if it was not, or lacks a workspace: for the description to say."""
+    known = _find(signature, operands)
+    if known is None:
+        return False
+    *addresses, address = signature.addresses
+    stream = current_stream(signature.framework, signature.device)
+    size = known.plan.workspace_bytes
+    if size and not address:
+        if new_workspace is None:
+            return False
+        workspace = new_workspace(size)
+        address = _address(signature.framework, workspace)
+    rng = _rng_again(options, rng, signature.device, stream)
+    known.plan.run(stream, tuple(addresses), address, rng)
+    return True
+
+
+def _rng_again(options: CallOptions, rng: Any, index: int, stream: int) -> philox.RngState:
+    return philox.NO_RNG if options.dropout_p == 0 else rng_state(rng, Device("cuda", index), stream)
+
+
+def _empty(
+    framework: str, like: Any, index: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str
+) -> tuple[Any, int]:
+    """An uninitialised array of torch or CuPy on a GPU, and its address."""
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        x = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=like.device)
+        return x, x.data_ptr()
+    x = _allocate(like, framework, shape, dtype, Device("cuda", index), 0)
+    return x, x.data.ptr
+
+
+def _address(framework: str, x: Any) -> int:
+    return int(x.data_ptr() if framework == "torch" else x.data.ptr)
+
+
 def _forward(
     call: Call,
     given: Mapping[str, Any],
@@ -459,8 +606,10 @@ def _forward(
     workspace: Any,
     *,
     new_workspace: Callable[[int], Any] | None = None,
+    signature: Signature | None = None,
+    made: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
 ) -> None:
-    """Run the forward pass; ``given`` are the outputs."""
+    """Run the forward pass; ``given`` are the outputs, those of them in ``made`` by us."""
     views: dict[str, TensorView] = {}
     for name, x in given.items():
         if x is not None or OPERANDS[name].forward == "out":
@@ -477,10 +626,20 @@ def _forward(
     state = call.rng_state(rng)
     if 0 not in call.out_shape:
         _launch(plan, call, views, address, state, (given, workspace))
+        if signature is not None:
+            made = made or {}
+            theirs = {name: x for name, x in views.items() if name not in made}
+            repeats.remember(signature, plan, {**call.tensors, **theirs}, made)
 
 
 def _backward(
-    call: Call, given: Mapping[str, Any], rng: Any, workspace: Any, daux: Sequence[Any] | None = None
+    call: Call,
+    given: Mapping[str, Any],
+    rng: Any,
+    workspace: Any,
+    daux: Sequence[Any] | None,
+    new_workspace: Callable[[int], Any] | None,
+    signature: Signature | None,
 ) -> None:
     """Run the backward pass; ``given`` are its further inputs and its outputs."""
     views: dict[str, TensorView] = {}
@@ -505,8 +664,12 @@ def _backward(
         backward(call, views, rng, capture_gradients)
         return
     plan = plan_backward(call, views)
+    if workspace is None and new_workspace is not None and plan.workspace_bytes:
+        workspace = new_workspace(plan.workspace_bytes)
     address = call.workspace_address(workspace, plan.workspace_bytes)
-    _launch(plan, call, views, address, call.rng_state(rng), (workspace,))
+    _launch(plan, call, views, address, call.rng_state(rng), (workspace, capture_gradients), capture_gradients)
+    if signature is not None:
+        repeats.remember(signature, plan, {**call.tensors, **views}, {})
 
 
 def _launch(
@@ -516,8 +679,13 @@ def _launch(
     workspace: int,
     rng: philox.RngState,
     owners: tuple[Any, ...],
+    capture_gradients: Sequence[TensorView | None] = (),
 ) -> None:
     pointers = {name: x.ptr for known in (call.tensors, views) for name, x in known.items()}
-    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng)
+    values = NO_MODIFIER
+    if call.modifier is not None:
+        program, numbers = call.modifier.program, call.modifier.numbers
+        values = modifier_values(program, call.problem.trained, call.captures, capture_gradients, numbers)
+    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng, values)
     if call.hold_owners:
         hold(call.device.index, call.launch_stream, (call, views, owners, rng))

@@ -12,8 +12,10 @@ import cupy
 
 from . import api
 from .base.errors import shown
+from .front.call import CallOptions
+from .front.operands import OPTIONAL_INPUTS
 
-_OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - {"dbias", "workspace"}
+_OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - {"dbias", "dsink", "workspace"}
 
 
 def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -28,8 +30,8 @@ def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
 
 def attention_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, with_dbias: bool = True, **options: Any
-) -> tuple[Any, Any, Any, Any]:
-    """Gradients of `attention`, allocated here: ``(dq, dk, dv, dbias)``.
+) -> tuple[Any, ...]:
+    """Gradients of `attention`, allocated here: ``(dq, dk, dv, dbias)``, and with a sink dsink as the fifth.
 
     Parameters
     ----------
@@ -44,11 +46,11 @@ def attention_backward(
 
     Returns
     -------
-    dq, dk, dv, dbias
-        Row-major, in the shapes and dtypes of q, k, v and bias; dbias is None without a bias, or where not wanted.
+    dq, dk, dv, dbias, and with a sink dsink
+        Row-major, in the shapes and dtypes of q, k, v, bias, sink; dbias is None without a bias, or where not wanted.
     """
-    bias = options.get("bias")
-    optional = {name: x for name, x in (("dlse", dlse), ("bias", bias)) if x is not None}
+    bias, sink = options.get("bias"), options.get("sink")
+    optional = {name: x for name, x in (("dlse", dlse), ("bias", bias), ("sink", sink)) if x is not None}
     _check(dout=dout, q=q, k=k, v=v, out=out, lse=lse, **optional)
     if not isinstance(with_dbias, bool):
         raise TypeError(
@@ -58,19 +60,23 @@ def attention_backward(
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"attention_backward() got an unexpected keyword argument {name!r}")
+    more = {name: options.pop(name, None) for name in ("rng", "stream", "score_mod", "mask_mod", "aux", "daux")}
+    optional_inputs = [options.pop(name, None) for name in OPTIONAL_INPUTS]
     with cupy.cuda.Device(q.device.id):
         dq, dk, dv = (cupy.empty(x.shape, x.dtype) for x in (q, k, v))
         dbias = cupy.empty(bias.shape, bias.dtype) if bias is not None and with_dbias else None
-        size = api.backward_workspace_bytes(q, k, v, dbias=dbias is not None, **options)
-        api.attention_backward(
-            _dense(dout), q, k, v, _dense(out), lse, dq, dk, dv,
-            dlse=dlse, dbias=dbias, workspace=cupy.empty(size, cupy.uint8), **options,
+        dsink = None if sink is None else cupy.empty(sink.shape, sink.dtype)
+        api.run_backward(
+            # In the order of `BACKWARD`.
+            (q, k, v, _dense(out), _dense(dout), lse, dlse, *optional_inputs, dq, dk, dv, dbias, dsink),
+            CallOptions(**options, return_lse=True, dbias=dbias is not None, dsink=dsink is not None),
+            workspace=None, **more, new_workspace=lambda size: cupy.empty(size, cupy.uint8),
         )  # fmt: skip
-    return dq, dk, dv, dbias
+    return (dq, dk, dv, dbias) if sink is None else (dq, dk, dv, dbias, dsink)
 
 
 def _dense(x: Any) -> Any:
-    """What the workspace is sized for: row-major and aligned to 16 bytes. A copy only of other layouts."""
+    """Row-major and aligned to 16 bytes, what kernels read fastest. A copy only of other layouts."""
     x = cupy.ascontiguousarray(x)
     return x.copy() if x.data.ptr % 16 else x
 

@@ -58,6 +58,8 @@ class Case:
     """One of `MASK_KINDS`."""
     mask_dtype: str = "bool"
     """"bool", or "uint8" with any non-zero byte for True."""
+    sink: str | None = None
+    """Element type, "same" (as q) or "float32"."""
     softcap: float = 0.0
     dropout_p: float = 0.0
     seed: int = 1234
@@ -105,7 +107,7 @@ def make_case(name: str, **fields: Any) -> Case:
 
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """Shapes of every float operand and result; "bias", "mask" and "dbias" only if the case has them."""
+    """Shapes of every float operand and result; "bias", "mask", "sink" and their gradients if the case has them."""
     batch, seqlen_q, seqlen_k = case.batch, case.seqlen_q, case.seqlen_k
     if case.varlen:
         batch = 1
@@ -120,18 +122,22 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
     for name, spec in (("bias", case.bias), ("dbias", case.bias), ("mask", case.mask)):
         if spec is not None:
             found[name] = tuple(1 if letter == "1" else full[letter] for letter in spec)
+    if case.sink is not None:
+        found |= dict.fromkeys(("sink", "dsink"), (case.num_heads,))
     return found
 
 
 def make_arrays(case: Case, rng: np.random.Generator | None = None) -> dict[str, Array]:
     """Random inputs: float32 normal q, k, v, dout and, where the case has them, dlse, bias, bool mask, int32 lengths.
 
-    Without ``rng`` the numbers depend on the case's name only.
+    A sink takes about as much of a row as its keys. Without ``rng`` the numbers depend on the case's name only.
     """
     rng = np.random.default_rng(zlib.crc32(case.name.encode())) if rng is None else rng
     shape = shapes(case)
     names = ["q", "k", "v", "dout"] + ["dlse"] * case.dlse + ["bias"] * (case.bias is not None)
     arrays: dict[str, Array] = {name: rng.standard_normal(shape[name], np.float32) for name in names}
+    if case.sink is not None:
+        arrays["sink"] = sink_values(case, rng.standard_normal(shape["sink"], np.float32))
     if case.layout == "expanded":
         for name in ("k", "v"):
             arrays[name] = np.ascontiguousarray(np.broadcast_to(arrays[name][:1], shape[name]))
@@ -147,6 +153,13 @@ def make_arrays(case: Case, rng: np.random.Generator | None = None) -> dict[str,
     if case.seqused_k:
         arrays["seqused_k"] = np.array(case.seqused_k, np.int32)
     return arrays
+
+
+def sink_values(case: Case, normal: Array) -> Array:
+    """Sinks from normal numbers, arrays of NumPy or tensors of torch alike: a large share of every row, or no sink."""
+    values = normal * 1.5 + float(np.log1p(case.seqlen_k))
+    values[normal < -1.5] = -np.inf
+    return values
 
 
 def make_mask(kind: str, u: Array) -> Array:
@@ -186,7 +199,7 @@ def call_options(case: Case) -> dict[str, Any]:
 
 def reference_options(case: Case, arrays: dict[str, Array]) -> dict[str, Any]:
     """All keyword arguments of ``nvrtc_attn.cpu.reference.attention_forward`` for this case."""
-    names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "sink")
     operands = {name: arrays[name] for name in names if name in arrays}
     return {**call_options(case), **operands, "seed": case.seed, "offset": case.offset}
 
@@ -216,7 +229,7 @@ def placement(name: str, shape: tuple[int, ...], layout: str, rng: np.random.Gen
     elif layout == "packed" and name in ("q", "k", "v", "dq", "dk", "dv") and is_token_tensor:
         pads[1] = 2 * shape[2] * shape[3]
         offset = "qkv".index(name[-1]) * shape[2] * shape[3]
-    elif layout == "padded_rows":
+    elif layout == "padded_rows" and rank > 1:
         pads[rank - 2] = 2
     elif layout == "last_strided":
         step = 2
@@ -272,6 +285,8 @@ def cast_inputs(case: Case, arrays: dict[str, Array], to: npt.DTypeLike = np.flo
         if name in cast:
             dtype = "float32" if name == "bias" and case.bias_dtype == "float32" else case.dtype
             cast[name] = round_to(cast[name], dtype).astype(to)
+    if "sink" in cast:
+        cast["sink"] = round_to(cast["sink"], "float32" if case.sink == "float32" else case.dtype).astype(to)
     if "dlse" in cast:
         cast["dlse"] = cast["dlse"].astype(to)
     return cast
@@ -280,7 +295,7 @@ def cast_inputs(case: Case, arrays: dict[str, Array], to: npt.DTypeLike = np.flo
 def attention_dense(
     case: Case, arrays: dict[str, Array], precision: str = "float64", dither: np.random.Generator | None = None
 ) -> dict[str, Array]:
-    """out, lse, dq, dk, dv and dbias by the textbook, with whole [Mq, Mk] matrices: small problems only.
+    """out, lse, dq, dk, dv, dbias and dsink by the textbook, with whole [Mq, Mk] matrices: small problems only.
 
     With a ``precision`` below float64 every intermediate result is rounded to it (products and softmax accumulate in
     float32), which is the same math as a framework does it in that precision. With ``dither`` numbers are rounded on
@@ -304,7 +319,7 @@ def attention_dense(
 
     shape = shapes(case)
     results: dict[str, Array] = {
-        name: np.zeros(shape[name], work) for name in ("out", "dq", "dk", "dv", "dbias") if name in shape
+        name: np.zeros(shape[name], work) for name in ("out", "dq", "dk", "dv", "dbias", "dsink") if name in shape
     }
     results["lse"] = np.full(shape["lse"], -np.inf, work)
     for sequence, batch, rows, keys in _sequences(case):
@@ -326,8 +341,13 @@ def attention_dense(
             visible = visible & (_of_batch(arrays["mask"], batch, num_keys) != 0)
         s = np.where(visible, s, -np.inf)
         top = s.max(-1, keepdims=True, initial=-np.inf)
+        sink = np.full((case.num_heads, 1, 1), -np.inf, work)
+        if "sink" in arrays:
+            sink = arrays["sink"].astype(work)[:, None, None]
+            top = np.maximum(top, sink)
         e = np.exp(s - np.where(np.isfinite(top), top, 0))
-        total = e.sum(-1, keepdims=True)
+        e_sink = np.exp(sink - np.where(np.isfinite(top), top, 0))
+        total = e.sum(-1, keepdims=True) + e_sink
         seen = total > 0
         p = rnd(np.divide(e, total, out=np.zeros_like(e), where=seen))
         z = _dropout_weights(case, sequence, num_rows, num_keys).astype(work)
@@ -342,6 +362,9 @@ def attention_dense(
         if "dlse" in arrays:
             inner = inner - arrays["dlse"][batch, :, rows, None].astype(work)
         ds = rnd(p * (dp - inner))
+        if "dsink" in results:
+            share = np.divide(e_sink, total, out=np.zeros_like(total), where=seen)
+            results["dsink"] -= rnd(rnd(share) * inner).sum((1, 2))
         if "dbias" in results:
             part = _of_batch(results["dbias"], batch, num_keys)
             part += ds.sum(tuple(axis for axis, size in enumerate(part.shape) if size == 1), keepdims=True)
@@ -351,6 +374,8 @@ def attention_dense(
             per_head = rnd(product(weights.swapaxes(1, 2), x))
             summed = per_head.reshape(case.num_heads_kv, group, *per_head.shape[1:]).sum(1)
             results[name][batch, keys] = rnd(summed).swapaxes(0, 1)
+    if "dsink" in results:
+        results["dsink"] = results["dsink"] if case.sink == "float32" else rnd(results["dsink"])
     if "dbias" in results:
         results["dbias"] = results["dbias"] if case.bias_dtype == "float32" else rnd(results["dbias"])
     return results
@@ -374,6 +399,21 @@ def error_bound(exact: Array, low_precision: Array, dtype: str, factor: float = 
     error = float(np.abs(low_precision[finite].astype(np.float64) - truth).max())
     rounding = 0.0 if dtype == "float32" else float(np.abs(round_to(truth, dtype).astype(np.float64) - truth).max())
     return factor * error + max(rounding, 1e-5)
+
+
+def summed_rows_error(case: Case, arrays: dict[str, Array], exact: dict[str, Array]) -> float:
+    """Four standard deviations of what rounding ``out`` does to a dsink: to delta, which dsink sums over the rows.
+
+    A dsink is few numbers, for which the yardstick can be small by chance. float32: as in the GPU tests' harness, the
+    unit roundoff of the sums of products that ``out`` comes from.
+    """
+    if case.sink is None or 0 in shapes(case)["out"]:
+        return 0.0
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-22}[case.dtype]
+    variance = ((arrays["dout"].astype(np.float64) * exact["out"]) ** 2).sum(-1).swapaxes(1, 2) * (unit**2 / 3)
+    lse = np.where(np.isfinite(exact["lse"]), exact["lse"], np.inf)
+    share = np.exp(arrays["sink"].astype(np.float64)[:, None] - lse)
+    return float(4 * np.sqrt((share**2 * np.nan_to_num(variance)).sum((0, 2)).max()))
 
 
 def _sequences(case: Case) -> Iterator[tuple[int, int, slice, slice]]:
@@ -469,7 +509,7 @@ def named_cases() -> list[Case]:
         make_case("empty-heads", num_heads=0),
     ]
     cases += _varlen_cases() + _used_cases() + _several_tile_cases()
-    cases += _few_query_cases() + _bias_tile_cases() + _wide_head_cases()
+    cases += _few_query_cases() + _bias_tile_cases() + _wide_head_cases() + _sink_cases()
     for layout in LAYOUTS[1:]:
         for dtype in ("float16", "float32"):
             case = make_case(
@@ -639,6 +679,55 @@ def _wide_head_cases() -> list[Case]:
     ]
 
 
+def _sink_cases() -> list[Case]:
+    """A sink beside everything else, at head dims of every kernel, and where rows have no key."""
+    lengths = ((113, 203), (1, 239), (64, 64), (0, 50), (50, 0), (127, 31))
+    used = (200, 7, 64, 0, 0, 30)
+    grouped: dict[str, Any] = {"num_heads": 8, "num_heads_kv": 2}
+    fields: list[dict[str, Any]] = [
+        {},
+        {"dtype": "bfloat16", "causal": True, "dlse": True},
+        {"dtype": "float32", "causal": "top_left", "dlse": True},
+        {"sink": "same"},
+        {"sink": "same", "dtype": "bfloat16", "head_dim": 128, "causal": True, **grouped},
+        {"seqlen_q": 500, "seqlen_k": 600, "window_size": (127, 0), "causal": True, "dtype": "bfloat16", **grouped},
+        {"head_dim": 128, "seqlen_q": 300, "seqlen_k": 400, "dropout_p": 0.2, "dlse": True},
+        {"head_dim": 192, "head_dim_v": 128, "causal": True, "dtype": "bfloat16"},
+        {"head_dim": 256, "seqlen_q": 300, "seqlen_k": 400, "dlse": True, "causal": True, "dtype": "bfloat16"},
+        {"head_dim": 320},
+        {"head_dim": 59, "head_dim_v": 40, "layout": "random", "sink": "same"},
+        {"softcap": 5.0, "dtype": "bfloat16"},
+        {"bias": "bhqk", "seqlen_k": 208},
+        {"bias": "1h1k", "mask": "bhqk", "mask_empty": True, "dlse": True},
+        {"mask": "b11k", "mask_kind": "padding"},
+        {"mask": "bhqk", "mask_kind": "empty", "dlse": True},
+        {"softmax_scale": -0.2},
+        {"softmax_scale": 0.0},
+        {"deterministic": True, "causal": True, "dtype": "bfloat16", "dlse": True},
+        {"seqlen_q": 203, "seqlen_k": 17, "window_size": (4, 0), "dlse": True},
+        {"seqlen_k": 0, "dlse": True},
+        {"seqlen_q": 0},
+        {"batch": 0},
+        {"num_heads": 0},
+        {"seqlens": lengths, "causal": True, "dlse": True, "tail": (5, 9), "lead": (2, 0), "dtype": "bfloat16"},
+        {"seqlens": lengths, "seqused_k": used, "dropout_p": 0.25, "head_dim": 128, **grouped},
+        {"seqlens": lengths, "seqused_k": used, "head_dim": 256, "dtype": "bfloat16", "deterministic": True},
+        # Few queries: rows of one tile are of several heads, and keys are split.
+        {**grouped, "seqlen_q": 1, "batch": 1, "seqlen_k": 5003, "head_dim": 128, "dtype": "bfloat16"},
+        {**grouped, "seqlen_q": 5, "batch": 1, "seqlen_k": 5003, "causal": True, "bias": "1h1k", "sink": "same"},
+        {**grouped, "seqlen_q": 7, "causal": True, "dlse": True},
+        {**grouped, "seqlen_q": 40, "head_dim": 96, "dropout_p": 0.3},
+        {**grouped, "seqlens": ((1, 5003),) * 3, "seqused_k": (5003, 0, 77), "seqlen_q": 1, "tail": (3, 0)},
+        {"seqlen_q": 2000, "seqlen_k": 77, "dtype": "bfloat16", "batch": 1},
+        {"num_heads": 6, "num_heads_kv": 2, "head_dim": 72, "head_dim_v": 40, "causal": True, "window_size": (90, 3),
+         "bias": "1hqk", "mask": "b11k", "softcap": 8.0, "dropout_p": 0.15, "offset": 77, "dlse": True},
+    ]  # fmt: skip
+    return [
+        make_case(f"sink-{n}-d{case.get('head_dim', 64)}", **{"sink": "float32", **case})
+        for n, case in enumerate(fields)
+    ]
+
+
 def _basic() -> Iterator[tuple[str, bool | str]]:
     yield from zip(_DTYPES, (False, True, "top_left"), strict=True)
 
@@ -663,7 +752,12 @@ def _mask_cases() -> list[Case]:
         make_case("mask-empty-rows", mask="bhqk", mask_empty=True, dlse=True, bias="11qk"),
         make_case("mask-empty-batch", mask="b11k", mask_empty=True, dlse=True),
         make_case("mask-causal", mask="b11k", causal=True, num_heads=4, num_heads_kv=2),
-    ]
+        # Long enough for a plan of the tiles that the mask leaves anything of.
+        make_case(
+            "mask-tiles", mask="b11k", mask_kind="left_padding", head_dim=64, seqlen_q=1024, seqlen_k=1024, num_heads=8,
+            dtype="bfloat16",
+        ),
+    ]  # fmt: skip
     return cases
 
 
@@ -797,6 +891,8 @@ def random_case(seed: int, index: int, max_flops: float = 20e6) -> Case:
         fields["softmax_scale"] = float(choose(0.05, 0.3, -0.1, 1.0))
     fields["layout"] = choose("contiguous", "random", *LAYOUTS[1:-1], weights=(4, 3, 1, 1, 1, 1, 1, 1))
     fields |= {"dlse": bool(rng.random() < 0.3), "deterministic": bool(rng.random() < 0.3)}
+    if rng.random() < 0.2:
+        fields["sink"] = choose("float32", "same")
 
     case = make_case(f"random-{seed}-{index}", **fields)
     while case.flops > max_flops and (case.num_heads > case.num_heads_kv or case.num_heads_kv > 1 or case.batch > 1):

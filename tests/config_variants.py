@@ -15,6 +15,7 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "dbias_dtype": ("float16", "bfloat16", "float32"),
     "dq": ("none",),
     "dbias": ("store",),
+    "modifier": ("// ModifierBlock: 8 bytes\n", "// ModifierBlock: 16 bytes\n"),
     "optional": (),  # tests/unit/test_operands.py
 }
 

@@ -119,6 +119,9 @@ class FakeDriver:
     def do_CtxPopCurrent(self) -> int:
         return self.stack.pop()
 
+    def do_CtxSetCurrent(self, context: Any) -> None:
+        self.stack[:] = [int(context)]
+
     def do_LibraryLoadData(self, code: bytes, *_options: Any) -> int:
         self.images.append((self.stack[-1] - 0x1000, code))
         return len(self.images)
@@ -141,7 +144,8 @@ class FakeDriver:
         return None
 
     def do_LaunchKernel(self, *arguments: Any) -> None:
-        self.launches.append((self.stack[-1], *arguments))
+        *what, stream, params, extra = arguments
+        self.launches.append((self.stack[-1], *what, stream or 0, params, extra))
 
     def do_TensorMapEncodeTiled(self, *arguments: Any) -> Any:
         self.tensor_maps.append(arguments)

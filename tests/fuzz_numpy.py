@@ -13,6 +13,8 @@ from fuzz_problems import Problem
 
 import nvrtc_attn
 
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+
 
 def on_cpu(p: Problem) -> Problem:
     """``p`` as NumPy can hold it: bfloat16 becomes float32, or float16 where the scores are large."""
@@ -59,16 +61,17 @@ def run(p: Problem, arrays: dict[str, Array]) -> dict[str, Array]:
         return put(name, np.full(shape[name], np.nan))
 
     given = poison_outside(p, arrays)
-    i = {name: put(name, given[name]) for name in ("q", "k", "v", "dout", "dlse", "bias", "mask") if name in given}
+    i = {name: put(name, given[name]) for name in given if name not in _LENGTHS}
     options: dict[str, Any] = {**cases.call_options(case), "rng": (case.seed, case.offset)}
-    options |= {name: i[name] for name in ("bias", "mask") if name in i}
-    options |= {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k") if name in given}
-    names = ["out", "lse", "dq", "dk", "dv"] + ["dbias"] * p.want_dbias
+    options |= {name: i[name] for name in ("bias", "mask", "sink") if name in i}
+    options |= {name: given[name] for name in _LENGTHS if name in given}
+    names = ["out", "lse", "dq", "dk", "dv"] + ["dbias"] * p.want_dbias + ["dsink"] * (case.sink is not None)
     results = {name: blank(name) for name in names}
     nvrtc_attn.attention_forward(i["q"], i["k"], i["v"], results["out"], lse=results["lse"], **options)
     nvrtc_attn.attention_backward(
         i["dout"], i["q"], i["k"], i["v"], results["out"], results["lse"], results["dq"], results["dk"], results["dv"],
-        dbias=results.get("dbias"), dlse=i.get("dlse"), deterministic=case.deterministic, **options,
+        dbias=results.get("dbias"), dsink=results.get("dsink"), dlse=i.get("dlse"),
+        deterministic=case.deterministic, **options,
     )  # fmt: skip
     return results
 
@@ -92,6 +95,8 @@ def check(p: Problem) -> list[str]:
             continue
         low = low or _yardsticks(p, arrays)
         bound = max(cases.error_bound(truth, sample[name], dtype) for sample in low)
+        if name == "dsink":
+            bound += cases.summed_rows_error(case, arrays, exact)
         if not error <= bound:
             lines.append(f"{name}: max error {error:.3e}, allowed {bound:.3e}")
     return lines

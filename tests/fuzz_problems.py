@@ -144,7 +144,7 @@ def structure(seed: int, number: int) -> Structure:
         backend = "legacy"
     else:
         backend = draw.choose("auto", "hopper", "portable", weights=(5, 2, 0) if hopper else (4, 0.5, 4))
-    return Structure(
+    frame = Structure(
         fields=fields,
         backend=backend,
         group=draw.choose(1, 2, 3, 4, 8, weights=(5, 2, 1, 2, 1)),
@@ -155,6 +155,9 @@ def structure(seed: int, number: int) -> Structure:
         layouts=_DENSE_LAYOUTS if hopper or draw.chance(0.6) else _LAYOUTS,
         regime=draw.choose("any", "few", "short", weights=(8, 1, 1) if hopper else (7, 2, 1)),
     )
+    if draw.chance(0.2):
+        fields["sink"] = draw.choose("float32", "same")
+    return frame
 
 
 def problem(seed: int, index: int) -> Problem:
@@ -316,6 +319,8 @@ def operand_dtype(p: Problem, name: str) -> str:
         return "float32"
     if name == "mask":
         return p.case.mask_dtype
+    if name in ("sink", "dsink"):
+        return "float32" if p.case.sink == "float32" else p.case.dtype
     return "float32" if name in ("bias", "dbias") and p.case.bias_dtype == "float32" else p.case.dtype
 
 
@@ -330,7 +335,8 @@ def kernel_configs(
     limit = ARCHITECTURES[arch].smem_per_block_optin if smem_limit is None else smem_limit
     target: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": limit, "backend": p.backend}
     asked = described(p)
-    forward = heuristics.choose_forward(dataclasses.replace(asked, dbias=False, deterministic=False), **target)
+    plain = dataclasses.replace(asked, dbias=False, dsink=False, deterministic=False)
+    forward = heuristics.choose_forward(plain, **target)
     backward = heuristics.choose_backward(asked, **target)
     launches = [*(forward.launches if 0 not in cases.shapes(p.case)["out"] else ()), *backward.launches]
     return list(dict.fromkeys(launch.config for launch in launches if launch.grid))
@@ -351,14 +357,14 @@ def described(p: Problem) -> AttentionProblem:
     def lengths(count: int) -> TensorView:
         return TensorView(1 << 20, (count,), (1,), "int32", gpu)
 
-    operands: dict[str, TensorView] = {name: view(name) for name in ("bias", "mask") if name in shape}
+    operands: dict[str, TensorView] = {name: view(name) for name in ("bias", "mask", "sink") if name in shape}
     if case.varlen:
         operands |= {f"cu_seqlens_{side}": lengths(case.batch + 1) for side in "qk"}
     if case.seqused_k:
         operands["seqused_k"] = lengths(case.batch)
     built = build_problem(
         view("q"), view("k"), view("v"), **operands, **cases.call_options(case), return_lse=True,
-        deterministic=case.deterministic, dbias=p.want_dbias,
+        deterministic=case.deterministic, dbias=p.want_dbias, dsink=case.sink is not None,
     )  # fmt: skip
     outputs: dict[str, Any] = {name: layout(view(name)) for name in ("out", "dout", "dq", "dk", "dv")}
     if p.want_dbias:
@@ -398,6 +404,8 @@ FEATURES: Final[dict[str, Callable[[Problem], bool]]] = {
         f"mask {kind}": lambda p, kind=kind: p.case.mask is not None and p.case.mask_kind == kind
         for kind in cases.MASK_KINDS
     },
+    "sink": lambda p: p.case.sink is not None,
+    "sink of 16 bit": lambda p: p.case.sink == "same" and p.case.dtype != "float32",
     "softcap": lambda p: p.case.softcap > 0,
     "dropout": lambda p: p.case.dropout_p > 0,
     "varlen": lambda p: p.case.varlen,

@@ -146,7 +146,7 @@ def attention_dense(
     dither: torch.Generator | None = None,
     tile: int | None = None,
 ) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv and dbias of the inputs ``x``; ``precision`` means what it does in `cases.attention_dense`.
+    """out, lse and all gradients of the inputs ``x``; ``precision`` means what it does in `cases.attention_dense`.
 
     So does ``dither``: another sample of the rounding errors that the same math in this precision has. With ``tile``
     the gradients of q, k and v are sums over tiles of so many keys, or rows of one head after another of a group,
@@ -172,10 +172,18 @@ def attention_dense(
     shape = cases.shapes(case)
     batch, heads, heads_kv = case.batch, case.num_heads, case.num_heads_kv
     m, n, d, dv = case.seqlen_q, case.seqlen_k, case.head_dim, case.head_dim_v
-    names = [name for name in ("out", "dq", "dk", "dv", "dbias") if name in shape]
+    names = [name for name in ("out", "dq", "dk", "dv", "dbias", "dsink") if name in shape]
+    sink = x["sink"].to(work) if "sink" in x else torch.full((heads,), -torch.inf, dtype=work, device=device)
     if 0 in (batch, heads, m, n):
         empty = {name: torch.zeros(shape[name], dtype=work, device=device) for name in names}
-        return {**empty, "lse": torch.full(shape["lse"], -torch.inf, dtype=work, device=device)}
+        empty["lse"] = torch.full(shape["lse"], -torch.inf, dtype=work, device=device)
+        if "sink" in x and 0 not in (batch, heads, m):  # no keys: the sink alone
+            rows_first = geometry.unpad(sink.expand(batch, m, heads), geometry.rows, shape["lse"][2], -torch.inf)
+            empty["lse"] = rows_first.transpose(1, 2)
+            if "dlse" in x:
+                of_rows = geometry.pad(x["dlse"].transpose(1, 2), geometry.rows, m).to(work)
+                empty["dsink"] = torch.where(sink == -torch.inf, 0.0, of_rows.sum((0, 1)))
+        return empty
     group = heads // heads_kv
 
     def by_head(name: str, index: Tensor | None, longest: int) -> Tensor:
@@ -203,10 +211,12 @@ def attention_dense(
         visible = flags if visible is None else visible & flags
     if visible is not None:
         s = s.masked_fill(~visible, -torch.inf)
-    top = s.amax(-1, keepdim=True)
+    sink = sink[:, None, None]
+    top = torch.maximum(s.amax(-1, keepdim=True), sink)
     top = torch.where(top == -torch.inf, 0.0, top)
     e = torch.exp(s - top)
-    total = e.sum(-1, keepdim=True)
+    e_sink = torch.exp(sink - top)
+    total = e.sum(-1, keepdim=True) + e_sink
     seen = total > 0
     p = rnd(e / torch.where(seen, total, 1.0))
     del s, e
@@ -227,6 +237,10 @@ def attention_dense(
     ds = rnd(p * (dp - inner))
     del dp, p
     results = {}
+    if "dsink" in shape:
+        share = rnd(e_sink / torch.where(seen, total, 1.0))
+        results["dsink"] = -rnd(share * inner).sum((0, 2, 3))
+        results["dsink"] = results["dsink"] if case.sink == "float32" else rnd(results["dsink"])
     if "dbias" in shape:
         axes = [axis for axis, size in enumerate(shape["dbias"]) if size == 1 and scores[axis] > 1]
         summed = ds.sum(axes, keepdim=True) if axes else ds
@@ -280,6 +294,8 @@ def draw_arrays(p: Problem, device: Any) -> dict[str, Tensor]:
     sizes = [int(np.prod(shape[name])) for name in names]
     flat = torch.randn(sum(sizes), generator=generator, device=device)
     arrays = {name: part.reshape(shape[name]) for name, part in zip(names, flat.split(sizes), strict=True)}
+    if case.sink is not None:
+        arrays["sink"] = cases.sink_values(case, torch.randn(shape["sink"], generator=generator, device=device))
     if p.bias_hidden:
         hidden = torch.rand(shape["bias"], generator=generator, device=device) < 0.2
         arrays["bias"] = arrays["bias"].masked_fill(hidden, -torch.inf)
@@ -365,15 +381,12 @@ class Run:
 
     @property
     def _operands(self) -> dict[str, Tensor]:
-        return {name: self.inputs[name] for name in ("bias", "mask") if name in self.inputs} | self.lengths
+        return {name: self.inputs[name] for name in ("bias", "mask", "sink") if name in self.inputs} | self.lengths
 
-    def _call(self, *, dbias: bool, deterministic: bool) -> Any:
-        given = {"bias": None, "mask": None, "cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_k": None}
-        options = CallOptions(
-            **cases.call_options(self.problem.case), return_lse=True, dbias=dbias, deterministic=deterministic
-        )
+    def _call(self, **gradients: bool) -> Any:
+        options = CallOptions(**cases.call_options(self.problem.case), return_lse=True, **gradients)
         q, k, v = (self.inputs[name] for name in "qkv")
-        return describe(q, k, v, **(given | self._operands), options=options, stream=None)
+        return describe(q, k, v, **self._operands, options=options, stream=None)
 
     def forward(self, blank: Blanks) -> dict[str, Tensor]:
         case, i = self.problem.case, self.inputs
@@ -381,7 +394,7 @@ class Run:
         workspace = None
         if self.device.type == "cuda":
             # The public query is for dense results: strided ones may take other kernels and other sizes.
-            call = self._call(dbias=False, deterministic=False)
+            call = self._call()
             views = {n: view(x, n, stream=call.producer_stream) for n, x in (("out", out), ("lse", lse))}
             workspace = _workspace(api.plan_forward(call, views).workspace_bytes, self.device)
         nvrtc_attn.attention_forward(
@@ -392,18 +405,20 @@ class Run:
 
     def backward(self, forward: dict[str, Tensor], blank: Blanks) -> dict[str, Tensor]:
         p, i = self.problem, self.inputs
-        grads = {name: blank(name) for name in ("dq", "dk", "dv", *(("dbias",) if p.want_dbias else ()))}
+        dsink = p.case.sink is not None
+        names = ("dq", "dk", "dv", *(("dbias",) if p.want_dbias else ()), *(("dsink",) if dsink else ()))
+        grads = {name: blank(name) for name in names}
         workspace = None
         if self.device.type == "cuda":
-            call = self._call(dbias=p.want_dbias, deterministic=p.case.deterministic)
+            call = self._call(dbias=p.want_dbias, dsink=dsink, deterministic=p.case.deterministic)
             tensors = {**forward, **grads, **{name: i[name] for name in ("dout", "dlse") if name in i}}
             views = {name: view(x, name, stream=call.producer_stream) for name, x in tensors.items()}
             workspace = _workspace(api.plan_backward(call, views).workspace_bytes, self.device)
         nvrtc_attn.attention_backward(
             i["dout"], i["q"], i["k"], i["v"], forward["out"], forward["lse"],
-            grads["dq"], grads["dk"], grads["dv"], dbias=grads.get("dbias"), dlse=i.get("dlse"),
-            workspace=workspace, deterministic=p.case.deterministic, rng=(p.case.seed, p.case.offset),
-            **cases.call_options(p.case), **self._operands,
+            grads["dq"], grads["dk"], grads["dv"], dbias=grads.get("dbias"), dsink=grads.get("dsink"),
+            dlse=i.get("dlse"), workspace=workspace, deterministic=p.case.deterministic,
+            rng=(p.case.seed, p.case.offset), **cases.call_options(p.case), **self._operands,
         )  # fmt: skip
         return grads
 
@@ -421,8 +436,8 @@ class Verdict:
     problem: Problem
     names: list[str]
     numbers: Tensor
-    """Error, yardstick and rounding for each name; then the allowance for dbias, elements touched outside, and
-    differences between two runs."""
+    """Error, yardstick and rounding for each name; then the allowances for dbias and for dsink, elements touched
+    outside, and differences between two runs."""
 
     def lines(self, device: Any, *, appeal: bool = True) -> list[str]:
         """What is wrong; empty where nothing is."""
@@ -433,11 +448,12 @@ class Verdict:
 
     def _judge(self) -> list[str]:
         values = self.numbers.tolist()
-        allowance, touched, differing = values[-3:]
+        *allowances, touched, differing = values[-4:]
+        allowed = dict(zip(("dbias", "dsink"), allowances, strict=True))
         lines = []
         for at, name in enumerate(self.names):
             error, low, rounding = values[at], values[len(self.names) + at], values[2 * len(self.names) + at]
-            bound = 2 * low + max(rounding, 1e-5) + (allowance if name == "dbias" else 0.0)
+            bound = 2 * low + max(rounding, 1e-5) + allowed.get(name, 0.0)
             if not error <= bound:
                 lines.append(f"{name}: max error {error:.3e}, allowed {bound:.3e}")
         if touched > 0:
@@ -479,7 +495,7 @@ def judge(p: Problem, device: Any, *, appeal: bool = False) -> Verdict:
     rows = [error, low, rounding]
     numbers = [_amax(part) for row in rows for part in row.split(sizes)]
     numbers[2 * len(names) + names.index("lse")] = torch.zeros((), dtype=torch.float64, device=run.device)
-    numbers.append(_summed_delta_error(case, exact, run))
+    numbers += [_summed_delta_error(case, exact, run), _summed_rows_error(case, exact, run)]
     numbers += [touched.double(), differing.double()]
     return Verdict(p, names, torch.stack(numbers))
 
@@ -537,3 +553,14 @@ def _summed_delta_error(case: Case, exact: dict[str, Tensor], run: Run) -> Tenso
     unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-22}[case.dtype]
     variance = ((run.inputs["dout"].double() * exact["out"]) ** 2).sum(-1) * (unit**2 / 3)
     return 4 * torch.sqrt(variance.mean() * (variance.numel() / max(1, exact["dbias"].numel())))
+
+
+def _summed_rows_error(case: Case, exact: dict[str, Tensor], run: Run) -> Tensor:
+    """`cases.summed_rows_error` in torch."""
+    if case.sink is None or 0 in cases.shapes(case)["out"]:
+        return torch.zeros((), dtype=torch.float64, device=run.device)
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-22}[case.dtype]
+    variance = ((run.inputs["dout"].double() * exact["out"]) ** 2).sum(-1).transpose(1, 2) * (unit**2 / 3)
+    lse = torch.where(torch.isfinite(exact["lse"]), exact["lse"], torch.inf)
+    share = torch.exp(run.inputs["sink"].double()[:, None] - lse)
+    return 4 * torch.sqrt((share**2 * variance.nan_to_num(0.0)).sum((0, 2)).amax())

@@ -191,4 +191,23 @@ using TiledHopperForwardParams = WithTileWords<HopperForwardParams>;
 using TiledBackwardParams = WithTileWords<BackwardParams>;
 using TiledHopperBackwardParams = WithTileWords<HopperBackwardParams>;
 
+// Behind the params of a kernel with a sink, and behind the words of tiles where it has those too.
+template <class Params>
+struct WithSink : Params {
+  void const* sink;  // [H], one more logit a row
+  long long sink_stride_h;
+  int sink_float32;  // otherwise of q's element type
+};
+using FurtherForwardParams = WithSink<ForwardParams>;
+using FurtherHopperForwardParams = WithSink<HopperForwardParams>;
+using FurtherTiledForwardParams = WithSink<TiledForwardParams>;
+using FurtherTiledHopperForwardParams = WithSink<TiledHopperForwardParams>;
+
+struct FurtherBackwardParams : BackwardParams {
+  void const* sink;
+  void* dsink;  // [H], of the sink's element type
+  long long sink_stride_h, dsink_stride_h;
+  int sink_float32;
+};
+
 }  // namespace nvrtc_attn

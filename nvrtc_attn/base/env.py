@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -159,19 +161,12 @@ def backend() -> str:
     return value
 
 
-_ENVIRONMENT: Final[Any] = getattr(os.environ, "_data", None)  # what os.environ itself reads and writes
-_BACKEND: Final[Any] = os.environ.encodekey("NVRTC_ATTN_BACKEND")
-
-
-def raw_backend() -> Any:
-    """``NVRTC_ATTN_BACKEND`` as it is, not validated: a key for the fast paths, which look up what `backend` led to.
-
-    ``os.environ.get`` encodes the name and decodes the value at every call: 0.7 of the 6 us that a launch costs.
-    """
-    try:
-        return _ENVIRONMENT.get(_BACKEND)
-    except AttributeError:  # no CPython
-        return os.environ.get("NVRTC_ATTN_BACKEND")
+# ``NVRTC_ATTN_BACKEND`` as it is, not validated: part of the keys by which calls find again what `backend` led to.
+# Asked of the dictionary behind ``os.environ``, which encodes the name and decodes the value at every call: 0.7 us.
+raw_backend: Final[Callable[[], Any]] = functools.partial(
+    getattr(os.environ, "_data", os.environ).get,
+    os.environ.encodekey("NVRTC_ATTN_BACKEND") if hasattr(os.environ, "_data") else "NVRTC_ATTN_BACKEND",
+)
 
 
 def debug() -> bool:

@@ -31,8 +31,7 @@ def backward(call: Call, views: Mapping[str, TensorView], rng: Any, daux: Sequen
     q, k, v = (_read(call.tensors[name]) for name in "qkv")
     gradients = reference.attention_backward(
         read.pop("dout"), q, k, v, read.pop("out"), read.pop("lse"), **read, bias_grad="dbias" in views,
-        capture_grads=sums,
-        **_options(call, rng),
+        sink_grad="dsink" in views, capture_grads=sums, **_options(call, rng),
     )  # fmt: skip
     for name, gradient in zip(GRADIENTS, gradients, strict=True):
         if name in views and gradient is not None:

@@ -50,6 +50,7 @@ class Plan:
     k: Array
     bias: Array | None
     mask: Array | None
+    sink: Array | None
     modifier: HostModifier | None
     dtype: np.dtype[Any]
     num_heads: int
@@ -95,6 +96,12 @@ class Plan:
         part = x[tile.batch, self.heads(tile), tile.q_tokens].astype(self.dtype)
         b, h, m = part.shape
         return part.reshape(b, h // self.group, self.group, m, 1)
+
+    def load_sink(self, tile: Tile) -> Array | None:
+        """``[1, key heads, group, 1, 1]`` of the tile, in the compute dtype."""
+        if self.sink is None:
+            return None
+        return self.sink[self.heads(tile)].astype(self.dtype).reshape(1, -1, self.group, 1, 1)
 
     def row_blocks(self, tile: Tile) -> Iterator[tuple[int, int]]:
         step = max(1, self.block_m // self.group)
@@ -194,6 +201,7 @@ def make_plan(
     v: Array,
     bias: Array | None,
     mask: Array | None,
+    sink: Array | None,
     causal: Causal,
     window_size: Window | None,
     softmax_scale: float | None,
@@ -257,6 +265,8 @@ def make_plan(
         full = (batch, num_heads, seqlen_q, seqlen_k)
         if operand is not None and not _broadcasts(operand.shape, full):
             raise ValueError(f"{name}: got shape {operand.shape}; accepted is {full} with any dim replaced by 1")
+    if sink is not None and sink.shape != (num_heads,):
+        raise ValueError(f"sink: got shape {sink.shape}; accepted is {(num_heads,)}, one logit a query head")
 
     used: list[int] | None = None
     if seqused_k is not None:
@@ -285,7 +295,7 @@ def make_plan(
             tokens = slice(0, seqlen_q), slice(0, seqlen_k if used is None else used[b])
             tiles += [Tile(slice(b, min(b + batch_step, batch)), b, *tokens, part) for part in heads]
     return Plan(
-        k=k, bias=bias, mask=mask, modifier=modifier, dtype=dtype, num_heads=num_heads, group=group,
+        k=k, bias=bias, mask=mask, sink=sink, modifier=modifier, dtype=dtype, num_heads=num_heads, group=group,
         left=left, right=right, bottom_right=causal != "top_left", scale=scale, softcap=float(softcap),
         dropout_p=dropout_p, seed=seed, offset=offset, block_m=block_m, block_n=block_n, tiles=tuple(tiles),
         max_q=max_seqlen_q if varlen and max_seqlen_q is not None else max(lengths_q, default=0),

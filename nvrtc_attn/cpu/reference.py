@@ -35,6 +35,7 @@ def attention_forward(
     *,
     bias: Array | None = None,
     mask: Array | None = None,
+    sink: Array | None = None,
     causal: Causal = False,
     window_size: Window = (None, None),
     softmax_scale: float | None = None,
@@ -66,6 +67,9 @@ def attention_forward(
         Added in the compute dtype after the softcap.
     mask : ``[1|B, 1|H, 1|Mq, 1|Mk]``, optional
         Non-zero or True keeps the key.
+    sink : ``[H]``, optional
+        One more logit in every row of a query head, which takes probability and has no value: added to the sum of
+        ``exp(S)`` as it is, without scale, softcap, mask or dropout.
     causal
         ``True`` or ``"bottom_right"`` keeps ``j <= i + Mk - Mq``, ``"top_left"`` keeps ``j <= i``.
     window_size
@@ -96,11 +100,11 @@ def attention_forward(
     out : ``[B, Mq, H, Kv]``, dtype of ``q``
         Rows without any key are 0.
     lse : ``[B, H, Mq]``, compute dtype
-        Natural log of the sum of ``exp(S)``; dropout is not part of it. Rows without any key are -inf. With
-        ``cu_seqlens``, ``[1, H, total_q]``.
+        Natural log of the sum of ``exp(S)`` and, with one, ``exp(sink)``; dropout is not part of it. Rows without any
+        key are -inf, or the sink. With ``cu_seqlens``, ``[1, H, total_q]``; tokens outside every sequence are -inf.
     """
     plan = make_plan(
-        q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, seed, offset, cu_seqlens_q,
+        q, k, v, bias, mask, sink, causal, window_size, softmax_scale, softcap, dropout_p, seed, offset, cu_seqlens_q,
         cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, compute_dtype, block_m, block_n, modifier,
     )  # fmt: skip
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
@@ -113,7 +117,7 @@ def attention_forward(
 
 def _forward_tile(plan: Plan, tile: Tile, q: Array, v: Array, out: Array, lse: Array) -> None:
     q_tile, k, v_tile = plan.load_rows(q, tile), plan.load_keys(plan.k, tile), plan.load_keys(v, tile)
-    heads = plan.heads(tile)
+    heads, sink = plan.heads(tile), plan.load_sink(tile)
     for i0, i1 in plan.row_blocks(tile):
         q_rows = _flatten(q_tile[..., i0:i1, :])
         statistic_shape = (*q_tile.shape[:3], i1 - i0, 1)
@@ -131,6 +135,13 @@ def _forward_tile(plan: Plan, tile: Tile, q: Array, v: Array, out: Array, lse: A
                 np.copyto(p, 0, where=plan.dropped(tile, p.shape[0], i0, i1, j0, j1))
             acc *= rescale
             acc += _weighted_sum(_flatten(p), v_tile[..., j0:j1, :]).reshape(acc.shape)
+            top = new_top
+        if sink is not None:
+            new_top = np.maximum(top, sink)
+            base = np.where(new_top == -np.inf, 0, new_top)
+            rescale = np.exp(top - base)
+            total = total * rescale + np.where(sink == np.inf, 1, np.exp(sink - base))
+            acc *= rescale
             top = new_top
         seen = total != 0
         acc *= plan.dtype.type(multiplier(plan.dropout_p))
@@ -150,8 +161,10 @@ def attention_backward(
     *,
     dlse: Array | None = None,
     bias_grad: bool = False,
+    sink_grad: bool = False,
     bias: Array | None = None,
     mask: Array | None = None,
+    sink: Array | None = None,
     causal: Causal = False,
     window_size: Window = (None, None),
     softmax_scale: float | None = None,
@@ -169,12 +182,13 @@ def attention_backward(
     block_n: int = BLOCK_N,
     modifier: HostModifier | None = None,
     capture_grads: Sequence[Array | None] = (),
-) -> tuple[Array, Array, Array, Array | None]:
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """Gradients of `attention_forward`, whose options must be passed unchanged.
 
     With Z the keep mask times ``1 / (1 - dropout_p)``, ``P = exp(S - lse)`` and ``D = rowsum(dO * O)``:
     ``dV = (P * Z)^T dO``, ``dP = Z * (dO V^T)``, ``dS = P * (dP - D + dLSE)``, ``dBias = dS`` summed over the dims
     that the bias broadcasts, ``dT = dS * softcap'``, ``dQ = softmax_scale * dT K``, ``dK = softmax_scale * dT^T Q``.
+    A sink has no value, so its dP is 0: ``dSink = sum over rows of exp(sink - lse) * (dLSE - D)``.
 
     Parameters
     ----------
@@ -184,6 +198,8 @@ def attention_backward(
         either: rounding ``lse`` changes their P by up to a factor of two.
     bias_grad
         Whether to return dbias.
+    sink_grad
+        Whether to return dsink.
     capture_grads
         For each array that the modifier captured, an array of its shape in the compute dtype to which its gradient is
         added, or None.
@@ -194,9 +210,11 @@ def attention_backward(
         Shapes and dtypes of q, k, v; every element is written, zeros where nothing attends.
     dbias
         Shape and dtype of ``bias``, or ``None`` without ``bias_grad``.
+    dsink
+        Shape and dtype of ``sink``, or ``None`` without ``sink_grad``.
     """
     plan = make_plan(
-        q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, seed, offset, cu_seqlens_q,
+        q, k, v, bias, mask, sink, causal, window_size, softmax_scale, softcap, dropout_p, seed, offset, cu_seqlens_q,
         cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, compute_dtype, block_m, block_n, modifier,
     )  # fmt: skip
     for name, given, shape in (
@@ -209,7 +227,10 @@ def attention_backward(
             raise ValueError(f"{name}: got shape {given.shape}; accepted is {shape}")
     if bias_grad and bias is None:
         raise ValueError("bias_grad: got True without a bias; pass the bias whose gradient is wanted")
+    if sink_grad and sink is None:
+        raise ValueError("sink_grad: got True without a sink; pass the sink whose gradient is wanted")
     dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
+    dsink = np.zeros(sink.shape, np.float64) if sink_grad and sink is not None else None
     dbias = np.zeros(bias.shape, plan.dtype) if bias_grad and bias is not None else None
     with np.errstate(all="ignore"):
         for tile in plan.tiles:
@@ -219,9 +240,17 @@ def attention_backward(
             row_lse = plan.load_statistic(lse, tile)
             # exp(S - inf) = 0: no weight in an empty row, nor in one whose weights `lse` cannot tell.
             np.copyto(row_lse, np.inf, where=np.abs(row_lse) >= largest_lse(lse.dtype))
+            logit = plan.load_sink(tile)
+            if dsink is not None and logit is not None:
+                share = np.where(row_lse == np.inf, 0, np.exp(logit - row_lse))
+                part = np.where(share == 0, 0, share * shift).sum((0, 3, 4), dtype=np.float64)
+                dsink[plan.heads(tile)] += part.reshape(-1)
             rows, keys = (tile.batch, tile.q_tokens), (tile.batch, tile.k_tokens, tile.kv_heads)
             _backward_tile(plan, tile, dout, q, v, row_lse, shift, dq[rows], dk[keys], dv[keys], dbias, capture_grads)
-        return dq, dk, dv, None if dbias is None or bias is None else dbias.astype(bias.dtype)
+        return (
+            dq, dk, dv, None if dbias is None or bias is None else dbias.astype(bias.dtype),
+            None if dsink is None or sink is None else dsink.astype(sink.dtype),
+        )  # fmt: skip
 
 
 def largest_lse(dtype: npt.DTypeLike) -> float:

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ..base.errors import shown
 from ..modifiers.modifier import Modifier, Program
 from . import philox
 from .modified import Modified, gradient_views, simplify
-from .operands import INPUTS, OPERANDS, OPTIONAL_INPUTS
+from .operands import INPUTS, OPERANDS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
 from .philox import NO_RNG, RngState
 from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, dense_layout, layout
 from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, may_overlap, stream_handle, view
@@ -39,13 +39,18 @@ class CallOptions(NamedTuple):
     deterministic: bool = False
     dbias: bool = False
     """Whether the backward pass makes the gradient of the bias."""
+    dsink: bool = False
+    """And that of the sink."""
 
     def arguments(self) -> dict[str, Any]:
         """Those that the core functions of both passes take by name."""
         values = self._asdict()
-        for name in ("return_lse", "deterministic", "dbias"):
+        for name in _FLAGS:
             del values[name]
         return values
+
+
+_FLAGS: Final = ("return_lse", "deterministic", *OPTIONAL_GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +194,15 @@ class Call:
 
     def with_dense(self, *more: str) -> AttentionProblem:
         """The same of dense operands: those that the options ask for, and ``more``."""
-        asked = ("lse",) * self.options.return_lse + ("dbias",) * self.options.dbias
+        asked = ("lse",) * self.options.return_lse
+        asked += tuple(name for name in OPTIONAL_GRADIENTS if getattr(self.options, name))
         names = dict.fromkeys((*asked, *more))
         return self.problem.with_layouts(**{name: self.problem.dense_layout_of(name) for name in names})
+
+
+_Program: TypeAlias = tuple[Program | None, tuple[int, ...]]
+"""What was traced, and which of its arrays get gradients."""
+_NO_PROGRAM: Final[_Program] = (None, ())
 
 
 def describe(
@@ -246,7 +257,9 @@ def describe(
         if modified.bias is not None:
             tensors["bias"] = modified.bias
             options = options._replace(dbias=modified.bias_capture in trained)
-    program = None if modified is None or modified.modifier is None else modified.modifier.program
+    program: _Program = _NO_PROGRAM
+    if modified is not None and modified.modifier is not None:
+        program = modified.modifier.program, modified.trained(trained)
     return Call(
         tensors=tensors, options=options, problem=_problem(tensors, options, program), producer_stream=producer_stream,
         launch_stream=launch_stream, hold_owners=hold_owners, modified=modified,
@@ -279,7 +292,9 @@ _problems_lock = threading.Lock()
 
 
 def _problem(
-    tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None
+    tensors: Mapping[str, TensorView],
+    options: CallOptions,
+    program: _Program = _NO_PROGRAM,
 ) -> AttentionProblem:
     """`build_problem` of a call, remembered by what it looks at: validation takes as long as all else of a call."""
     key = _problem_key(tensors, options, program)
@@ -294,15 +309,23 @@ def _problem(
     return problem
 
 
-def _build(tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None) -> AttentionProblem:
+def _build(
+    tensors: Mapping[str, TensorView],
+    options: CallOptions,
+    program: _Program = _NO_PROGRAM,
+) -> AttentionProblem:
     arguments: dict[str, Any] = {**tensors, **options._asdict()}  # tensors and options have the names of its arguments
-    return build_problem(**arguments, modifier=program)
+    return build_problem(**arguments, modifier=program[0], trained=program[1])
 
 
 _LENGTHS: Final = frozenset(name for name in INPUTS if OPERANDS[name].is_lengths)
 
 
-def _problem_key(tensors: Mapping[str, TensorView], options: CallOptions, program: Program | None = None) -> Hashable:
+def _problem_key(
+    tensors: Mapping[str, TensorView],
+    options: CallOptions,
+    program: _Program = _NO_PROGRAM,
+) -> Hashable:
     """None where the outcome depends on more: on lengths in host memory, or on options that are not told by a hash.
 
     Types of options are part of it, because 1 equals True and 1.0 and is accepted for neither.
@@ -336,7 +359,7 @@ def plain_options(options: CallOptions) -> CallOptions:
     dropout = check_real(found, "dropout_p", options.dropout_p, 0.0, 1.0, "in [0, 1]")
     longest_q = check_integer(found, "max_seqlen_q", options.max_seqlen_q)
     longest_k = check_integer(found, "max_seqlen_k", options.max_seqlen_k)
-    flags = {name: check_flag(found, name, getattr(options, name)) for name in ("return_lse", "deterministic", "dbias")}
+    flags = {name: check_flag(found, name, getattr(options, name)) for name in _FLAGS}
     found.stop()
     causal = options.causal
     return CallOptions(

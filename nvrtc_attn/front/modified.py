@@ -27,6 +27,10 @@ class Modified(NamedTuple):
     bias: TensorView | None
     bias_operand: BiasOperand | None
 
+    def trained(self, whole: frozenset[int]) -> tuple[int, ...]:
+        """Those of `captures` that are among ``whole``, which counts the arrays of the whole modifier."""
+        return tuple(i for i, place in enumerate(self.kept) if place in whole)
+
     @property
     def bias_capture(self) -> int:
         """The place of the bias among the arrays of the whole modifier, -1 without one."""

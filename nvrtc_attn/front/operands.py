@@ -5,7 +5,8 @@ memory of the autotuner and the adapters of the frameworks are derived from it. 
 
 * a row here, after the last input, and its name in `FurtherInputs`,
 * its pointer in ``cuda_src/nvrtc_attn/params.cuh``, after that of the input before it (and, unless it is a dense
-  vector, its strides after those of the operands with the same dims): the generated ``static_assert`` lines check both,
+  vector, its strides after those of the operands with the same dims): the generated ``static_assert`` lines check both.
+  With ``behind`` it lies behind all else instead, so that kernels that do not read it stay as they are,
 * what a kernel does with it, behind ``Traits::kHas<Name>``, and the same in `nvrtc_attn.cpu.reference`.
 
 The public functions take it by its name then. Until all do something with it, name the kernel families that do
@@ -46,6 +47,8 @@ class Operand:
     """Each dim is full or 1, and a kernel walks a dim of size 1 with stride 0. Not for packed sequences."""
     dense: bool = False
     """A vector without gaps, which has no strides in the params."""
+    behind: bool = False
+    """Its pointer, strides and element type lie behind the params of its pass, in those of the kernels that read it."""
     families: tuple[str, ...] = FAMILIES
     """The kernel families that read it; asked of `FURTHER_INPUTS` alone."""
 
@@ -70,7 +73,7 @@ def _rows() -> tuple[Operand, ...]:
     out = (*q[:3], "head_dim_v")
     lse = ("batch", "num_heads", "seqlen_q")
     scores = ("batch", "num_heads", "seqlen_q", "seqlen_k")
-    starts, counts = ("number of sequences + 1",), ("number of sequences",)
+    starts, counts, heads = ("number of sequences + 1",), ("number of sequences",), ("num_heads",)
 
     def row(
         name: str, axes: Shape | tuple[str, ...], dtypes: str, forward: Role, backward: Role, **more: Any
@@ -97,10 +100,12 @@ def _rows() -> tuple[Operand, ...]:
         row("cu_seqlens_q", starts, "int32", "in?", "in?", dense=True),
         row("cu_seqlens_k", starts, "int32", "in?", "in?", dense=True),
         row("seqused_k", counts, "int32", "in?", "in?", dense=True),
+        row("sink", heads, "float32 q", "in?", "in?", behind=True),
         row("dq", q, "q", "", "out", gradient_of="q"),
         row("dk", k, "k", "", "out", gradient_of="k"),
         row("dv", v, "v", "", "out", gradient_of="v"),
         row("dbias", scores, "bias", "", "out?", gradient_of="bias", broadcast=True),
+        row("dsink", heads, "sink", "", "out?", gradient_of="sink", behind=True),
     )
 
 
@@ -113,6 +118,7 @@ FORWARD: Final = tuple(row.name for row in OPERANDS.values() if row.forward)
 BACKWARD: Final = tuple(row.name for row in OPERANDS.values() if row.backward)
 GRADIENTS: Final = tuple(row.name for row in OPERANDS.values() if row.gradient_of and row.backward in ("out", "out?"))
 """What the backward pass writes. One that is optional is asked for by an option of its name."""
+OPTIONAL_GRADIENTS: Final = tuple(name for name in GRADIENTS if OPERANDS[name].backward == "out?")
 DIFFERENTIABLE: Final = tuple(OPERANDS[name].gradient_of for name in GRADIENTS)
 FURTHER_INPUTS: Final = tuple(
     name for name in OPTIONAL_INPUTS if name not in ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
@@ -149,6 +155,8 @@ def unread_by(family: str, names: Sequence[str]) -> list[str]:
 
 class FurtherInputs(TypedDict, total=False):
     """`FURTHER_INPUTS` for type checkers: one line ``name: Any`` for each."""
+
+    sink: Any
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

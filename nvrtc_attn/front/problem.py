@@ -97,12 +97,15 @@ class AttentionProblem:
     return_lse: bool = False
     deterministic: bool = False
     dbias: bool = False
+    dsink: bool = False
     dbias_layout: OperandLayout | None = None
     """Of the gradient of the bias; None = dense, 16-byte aligned."""
     lse: OperandLayout | None = None
     dlse: OperandLayout | None = None
     modifier: Program | None = None
     """What takes the place of the softcap, and a mask that is computed."""
+    trained: tuple[int, ...] = ()
+    """Which arrays of the modifier the backward pass makes gradients of."""
     lse_padded: bool = False
     """The seed's lse: packed sequences have a batch entry each, rows that belong to no query are +inf, and a row
     without a valid key is 0 instead of -inf."""
@@ -204,7 +207,9 @@ def build_problem(
     return_lse: bool = False,
     deterministic: bool = False,
     dbias: bool = False,
+    dsink: bool = False,
     modifier: Program | None = None,
+    trained: tuple[int, ...] = (),
     **further: TensorView | None,
 ) -> AttentionProblem:
     """Check one call and describe it.
@@ -233,6 +238,8 @@ def build_problem(
         Required with ``cu_seqlens``, refused without.
     modifier
         What was traced of ``score_mod`` and ``mask_mod``.
+    trained
+        The arrays that it captured whose gradients are wanted.
     **further
         Other optional inputs of the table of operands.
 
@@ -263,6 +270,8 @@ def build_problem(
     ranks_fit = _check_operands(found, tensors, varlen)
     if dbias and bias is None:
         found.value("dbias: a gradient of the bias was asked for, but bias is None. Pass the bias.")
+    if dsink and given.get("sink") is None:
+        found.value("dsink: a gradient of the sink was asked for, but sink is None. Pass the sink.")
     lengths = check_varlen(found, tensors, max_seqlen_q, max_seqlen_k, varlen, ranks_fit)
 
     window = check_window(found, causal, window_size)
@@ -273,7 +282,7 @@ def build_problem(
             f"softcap * tanh(score / softcap) inside of score_mod."
         )
     dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
-    flags = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias}
+    flags = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias, "dsink": dsink}
     flags = {name: check_flag(found, name, flag) for name, flag in flags.items()}
     found.stop()
 
@@ -300,6 +309,7 @@ def build_problem(
         softcap=cap,
         dropout_p=dropout or 0.0,
         modifier=modifier,
+        trained=trained,
         varlen=varlen,
         seqused_k=seqused_k is not None,
         further=tuple((name, x) for name, x in layouts.items() if name not in _LAYOUTS),
@@ -307,6 +317,7 @@ def build_problem(
         return_lse=flags["return_lse"],
         deterministic=flags["deterministic"],
         dbias=flags["dbias"],
+        dsink=flags["dsink"],
     )
 
 

@@ -83,7 +83,7 @@ def may_overlap(a: TensorView, b: TensorView) -> bool:
     """Whether an element of ``a`` shares a byte with one of ``b``; exact except for pathological layouts (True)."""
     if a.device != b.device or 0 in a.shape or 0 in b.shape:
         return False
-    (first_a, end_a), (first_b, end_b) = _span(a), _span(b)
+    (first_a, end_a), (first_b, end_b) = span(a), span(b)
     if end_a <= first_b or end_b <= first_a:
         return False
     # NumPy solves the interleaved case (slices of one packed buffer) from addresses alone: nothing is dereferenced.
@@ -125,7 +125,7 @@ def normalised(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, .
     return tuple([0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)])
 
 
-def _span(v: TensorView) -> tuple[int, int]:
+def span(v: TensorView) -> tuple[int, int]:
     """Lowest address of an element, and the end of the highest."""
     reach = [stride * (size - 1) for stride, size in zip(v.strides, v.shape, strict=True)]
     itemsize = DTYPES[v.dtype].itemsize

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ctypes import c_float
 
+from ..front.operands import OPERANDS
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import Features
+from ..modifiers.cuda import cuda_source
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -31,8 +33,8 @@ def is_vectorizable(layout: OperandLayout, itemsize: int) -> bool:
     return all(size == 1 or stride * itemsize % 16 == 0 for size, stride in outer)
 
 
-def features_of(problem: AttentionProblem) -> Features:
-    """Policies that the kernel needs for ``problem``."""
+def features_of(problem: AttentionProblem, *, behind: bool = False) -> Features:
+    """Policies that the kernel needs for ``problem``; ``behind``: it reads the operands whose params lie behind."""
     return Features(
         band=problem.band,
         bias=problem.bias.dtype if problem.bias is not None else None,
@@ -43,13 +45,19 @@ def features_of(problem: AttentionProblem) -> Features:
         dropout=problem.dropout_p > 0,
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
-        optional=" ".join(problem.further_inputs),
+        modifier="" if problem.modifier is None else cuda_source(problem.modifier, problem.trained),
+        optional=" ".join(name for name in problem.further_inputs if behind or not OPERANDS[name].behind),
     )
 
 
 def maps_scores(features: Features) -> bool:
     """Whether kernels turn products into scores in natural units: ``kMapsScores`` in ``collective/scores.cuh``."""
-    return features.prescale or features.softcap or features.bias is not None
+    return (
+        features.prescale
+        or features.softcap
+        or features.bias is not None
+        or "static constexpr bool kScores = true;" in features.modifier
+    )
 
 
 def is_full_shape(problem: AttentionProblem) -> bool:

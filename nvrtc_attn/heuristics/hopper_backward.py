@@ -26,6 +26,7 @@ from .hopper_common import (
     tile_list,
 )
 from .hopper_dbias import dbias_layout
+from .sink import choose_sink
 from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
 
@@ -96,7 +97,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     if is_wide(problem):
         return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
     # What a score needs beside its product takes the registers of half of the queries.
-    plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem)
+    plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
     block_m = 128 if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and plain else 64
     tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms))
     if not is_plain(problem):
@@ -219,7 +220,8 @@ def reasons_against_spills(problem: AttentionProblem) -> list[str]:
         found.append("two of bias, mask and dropout beyond head dim 64, where the kernel would spill registers")
     if problem.dropout_p > 0 and problem.softcap:
         found.append("softcap and dropout beyond head dim 64, where the kernel would spill registers")
-    if problem.deterministic and (problem.mask or (problem.bias and problem.bias.dtype == "float32")):
+    per_score = problem.mask and not hides_keys(problem)
+    if problem.deterministic and (per_score or (problem.bias and problem.bias.dtype == "float32")):
         found.append("deterministic, with a mask or a float32 bias beyond head dim 64: it would spill registers")
     return found
 
@@ -277,12 +279,14 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         num_warps=4 + BLOCK_N // 16 + 4 * keep_words,
         num_stages=NUM_STAGES,
         features=features,
-        log2_lse=(score_operands(problem) == 0 or keep_words) and not (features.softcap or features.prescale),
+        log2_lse=(score_operands(problem) == 0 or keep_words or hides_keys(problem))
+        and not (features.softcap or features.prescale),
         one_key_tile=one_key_tile,
         dbias="store" if stores_dbias(problem) else "none",
         dbias_dtype=problem.bias.dtype if stores_dbias(problem) and problem.bias is not None else None,
         bias_tiles=bias_as_tiles(problem),
         keep_words=keep_words,
+        key_mask=hides_keys(problem),
         ordered=problem.deterministic and not one_key_tile,
         fused=tile.fused,
         split=tile.splits > 1,
@@ -292,6 +296,17 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     if walks_words(problem):
         config = tile_words.with_words(config)
     return replace(config, smem_bytes=smem_bytes(config))
+
+
+def hides_keys(problem: AttentionProblem) -> bool:
+    """Whether the mask, alone, is the same for all queries of a key head: [B, 1, 1, Mk], padding.
+
+    A score then needs no byte of it, and P is known before dP, as without a mask.
+    """
+    if problem.mask is None or score_operands(problem) > 1 or problem.softcap or is_wide(problem):
+        return False
+    _, heads, rows, _ = problem.mask.shape
+    return rows == 1 and (heads == 1 or problem.num_heads == problem.num_heads_kv)
 
 
 def walks_words(problem: AttentionProblem) -> bool:
@@ -466,6 +481,7 @@ def plan_spec(
             partial = Workspace(field="dbias_partial", nbytes=nbytes, params=(("num_dbias_splits", splits),))
         launches += more
         workspaces.append(partial)
+    launches += choose_sink(problem, arch="sm_90a", block_m=config.block_m, padded=True, log2_lse=config.log2_lse)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
 

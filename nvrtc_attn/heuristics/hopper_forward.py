@@ -251,7 +251,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         num_warps=4 + tile.block_m // 16,
         num_stages=tile.num_stages,
         num_stages_q=tile.num_stages_q,
-        features=features_of(problem),
+        features=features_of(problem, behind=True),
         ping_pong=tile.ping_pong,
         half_tile=tile.half_tile,
         lazy_max=tile.lazy_max,
@@ -473,6 +473,8 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
     if score_operands(problem) == 0 and max(problem.head_dim, problem.head_dim_v) <= 64 and tile.block_n >= 112:
         rows, columns = (128, 128) if tile.block_m == 192 else (192, 112 if lengths else 128)
         tiles.append(replace(tile, block_m=rows, block_n=columns, half_tile=False))
+    if problem.varlen and tile.block_m == 192 and tile.num_stages == 2:
+        tiles.append(replace(tile, num_stages=3))  # the keys of the next query tile come in time, as of dense ones
     diagonal = problem.window_right is not None and score_operands(problem) == 0 and not lengths
     if tile.half_tile or (diagonal and tile.block_n == 128):
         tiles.append(replace(tile, half_tile=not tile.half_tile))

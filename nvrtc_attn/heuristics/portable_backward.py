@@ -17,6 +17,7 @@ from ..jit.config import BackwardConfig, Features
 from . import tile_words
 from .common import features_of, is_aligned, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
+from .sink import choose_sink
 from .spec import BackwardPlanSpec, Launch, Workspace
 
 MAX_HEAD_DIM: Final = 512
@@ -30,7 +31,8 @@ SKIP_HIDDEN_ROWS: Final = 768
 
 SHORT_TOKENS: Final = 0
 """Up to this many queries and keys a plan that stores dq and prepares its own rows is the first choice, whatever the
-family. 0: nowhere yet, because nobody has measured it (``benchmarks/short.py``); at most 128."""
+family. 0: nowhere yet, because nobody has measured it (``benchmarks/short.py``); at most `MAX_SHORT_KEYS`."""
+MAX_SHORT_KEYS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,8 @@ TILES_SHORT: Final = (
     Tile(width=32, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=4, blocks_per_sm=3),
     Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=4, blocks_per_sm=2),
 )
+# Behind the others, for more than 128 keys; two blocks a multiprocessor spill 548 bytes.
+TILES_256_KEYS: Final = (Tile(width=64, block_m=64, block_n=256, num_warps=8, warps_n=8, warps_m_dq=4),)
 
 
 def smem_bytes(config: BackwardConfig) -> int:
@@ -124,13 +128,17 @@ def smem_bytes(config: BackwardConfig) -> int:
 
 
 def _spills(config: BackwardConfig) -> bool:
-    """Whether ptxas (CUDA 13.0) spills this variant of a row with V in registers: then the next row is taken.
+    """Whether ptxas (CUDA 13.0) spills this variant of a row: then the next row is taken.
+
+    128 x 128 at D 128: 4 to 48 bytes with most modifiers. The others are rows with V in registers.
 
     64 x 128 at D 128: 8 bytes with a bias or a mask. 32 x 64 at D 256: 8 bytes without additions to dq or with stores
     of dbias, and for 12.x 8 to 64 with most features, at D 240 with none.
     """
     features = config.features
     reads_scores = features.bias is not None or features.mask
+    if features.modifier and config.block_m == 128 and config.block_n == 128 and config.num_warps == 8:
+        return True
     if not config.v_in_registers or config.num_warps < 8:
         return False
     if config.warps_n_dkv == 8:
@@ -264,6 +272,7 @@ def choose_backward(
         workspaces.append(
             Workspace(field="dbias_partial", nbytes=partial_bytes, params=(("num_dbias_splits", num_dbias_splits),))
         )
+    launches += choose_sink(problem, arch=arch, block_m=config.block_m, padded=False)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
 
@@ -275,9 +284,11 @@ def kernel_of(spec: BackwardPlanSpec) -> Launch:
 def may_store_dq(problem: AttentionProblem) -> bool:
     """Whether one tile can hold all keys, and dq need not be added up: then every row of it is written by one block.
 
-    Rows of a masked problem may be left out where nothing is kept, tokens of no packed sequence belong to no tile.
+    Rows of a masked problem may be left out where nothing is kept, tokens of no packed sequence belong to no tile, and
+    other operands may have kernels that read what ``delta`` prepares.
     """
-    return 0 < problem.seqlen_k <= 128 and problem.seqlen_q > 0 and not (problem.varlen or problem.mask)
+    others = problem.varlen or problem.mask is not None or problem.further_inputs
+    return 0 < problem.seqlen_k <= MAX_SHORT_KEYS and problem.seqlen_q > 0 and not others
 
 
 def short_plan(
@@ -305,8 +316,11 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
     if problem.varlen and problem.bias is not None:
         reasons.append("bias: given with cu_seqlens - packed sequences share no key index - run the batch padded")
     reasons += unread_by("backward_portable", problem.further_inputs)
-    if problem.modifier is not None:
-        reasons.append("score_mod or mask_mod is given, which only the CPU computes so far")
+    if problem.deterministic and problem.trained:
+        reasons.append(
+            "deterministic: with a gradient of an array that score_mod captured - atomics add to its elements in any "
+            "order - a bias array, indexed with b, h, q and k alone, has an ordered gradient"
+        )
     if reasons:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 
@@ -354,7 +368,7 @@ def _choose_config(
     reasons, fitting = [], []
     prefers_warps = smem_limit < MEASURED_SMEM and not legacy_mma and problem.seqlen_q > DECODE_ROWS
     if stores_dq and problem.dtype != "float32":
-        tiles = TILES_SHORT + tiles
+        tiles = TILES_SHORT + tiles + TILES_256_KEYS
     for tile in _in_order(tiles, problem.seqlen_q):
         if tile.less_smem and not prefers_warps:
             continue

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
-from ..front.operands import unread_by
+from ..front.operands import OPERANDS, unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
 from . import tile_words
@@ -29,6 +29,9 @@ IN_FLIGHT_BYTES: Final = 30 << 10
 """Of K and V on the way to each multiprocessor. With fewer the memory begins to idle, see `_stream_keys`."""
 SPLIT_BYTES: Final = 30 << 20
 """What splitting costs, in bytes that could have been read: 7 us of an H200, most of it the second kernel."""
+DEEPER_STREAMS: Final = False
+"""Whether tiles of a few rows may also have a third stage where blocks are many: `_stream_keys` says that 64 x 4096, 32
+heads on 8, gains 4 %. Nobody has measured it (part ``decode`` of ``benchmarks/short.py``: ``s3``)."""
 COMBINE_WARPS: Final = 4
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
@@ -125,7 +128,7 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
         yield Tile(block_m=16, block_n=16, num_warps=1)
         return
     if fast_loads and seqlen_q > 64 and not features.dropout:
-        reads_scores = features.bias is not None or features.mask
+        reads_scores = features.bias is not None or features.mask or bool(features.modifier)
         if dim_v <= 64 and dim <= 64 and not (reads_scores or features.softcap or features.prescale):
             # 351 TFLOP/s at head dim 64, 6 % more than 128 x 64 in three blocks. With softcap or a bias 128 columns
             # spill, and for 12.x with a band, too.
@@ -170,7 +173,9 @@ def _head_group(problem: AttentionProblem, config: ForwardConfig) -> int:
 
 
 def packs_heads(problem: AttentionProblem) -> bool:
-    """Whether the query heads of a key head are rows of one tile."""
+    """Whether the query heads of a key head are rows of one tile. A modifier is computed for one head a tile."""
+    if problem.modifier is not None:
+        return False
     return 0 < problem.num_heads_kv < problem.num_heads and problem.seqlen_q < PACKED_QUERIES
 
 
@@ -241,20 +246,25 @@ def _stream_keys(
 
     # 81, 133 and 227 registers at D 64, 128 and 256.
     registers = min(255, 40 + 3 * config.head_dim_v // 4)
-    slots = num_sms * _resident(config, smem_limit, 65536 // (config.num_threads * registers))
-    busy = num_sms * IN_FLIGHT_BYTES / (tile_bytes * (config.num_stages - 1))
-    best, best_cost = 1, 0.0
-    for splits in range(1, most + 1):
-        waves, rest = divmod(blocks * splits, slots)
-        together = blocks * splits + busy
-        if not ragged:
-            together = waves * slots + ((rest**4 + busy**4) ** 0.25 if rest else 0)
-        cost = (ceil_div(num_key_tiles, splits) + 0.25) * tile_bytes * together  # a block starts and ends, too
-        if splits > 1:
-            cost += SPLIT_BYTES + 2 * splits * row_bytes
-        if splits == 1 or cost < 0.99 * best_cost:
-            best, best_cost = splits, cost
-    return config, best
+    considered = [config]
+    many = blocks > num_sms and config.block_m <= DECODE_ROWS
+    if DEEPER_STREAMS and many and smem_bytes(deeper) <= smem_limit:
+        considered.append(deeper)
+    best, best_cost = (config, 1), 0.0
+    for staged in considered:
+        slots = num_sms * _resident(staged, smem_limit, 65536 // (staged.num_threads * registers))
+        busy = num_sms * IN_FLIGHT_BYTES / (tile_bytes * (staged.num_stages - 1))
+        for splits in range(1, most + 1):
+            waves, rest = divmod(blocks * splits, slots)
+            together = blocks * splits + busy
+            if not ragged:
+                together = waves * slots + ((rest**4 + busy**4) ** 0.25 if rest else 0)
+            cost = (ceil_div(num_key_tiles, splits) + 0.25) * tile_bytes * together  # a block starts and ends, too
+            if splits > 1:
+                cost += SPLIT_BYTES + 2 * splits * row_bytes
+            if not best_cost or cost < 0.99 * best_cost:
+                best, best_cost = (staged, splits), cost
+    return best
 
 
 def choose_forward(
@@ -284,8 +294,6 @@ def choose_forward(
     if legacy_mma and problem.dtype != "float16":
         reasons.append(f"dtype is {problem.dtype}; compute capability 7.5 has matrix instructions for float16 only")
     reasons += unread_by("forward_portable", problem.further_inputs)
-    if problem.modifier is not None:
-        reasons.append("score_mod or mask_mod is given, which only the CPU computes so far")
     if reasons:
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", reasons)
 
@@ -359,6 +367,7 @@ def choose_forward(
         grid = units * num_m_blocks
         if problem.varlen and group == 1:
             grid = problem.num_heads * packed_slots(problem.q.shape[1], problem.batch, config.block_m)
+        config = _with_sink(problem, config)
         launch = Launch(
             config=config,
             grid=grid,
@@ -385,7 +394,11 @@ def choose_forward(
         num_warps=COMBINE_WARPS if num_rows >= 8 * num_sms else 2 * COMBINE_WARPS,
         legacy_mma=legacy_mma,
         # Scores that the kernel over splits maps are in natural units, others in those of q.k: kMapsScores.
-        features=Features(varlen=problem.varlen, prescale=maps_scores(config.features)),
+        features=Features(
+            varlen=problem.varlen,
+            prescale=maps_scores(config.features),
+            optional=" ".join(name for name in problem.further_inputs if OPERANDS[name].behind),
+        ),
     )
     return ForwardPlanSpec(
         launches=(
@@ -410,6 +423,17 @@ def choose_forward(
         softmax_partial_bytes=softmax_bytes,
         tile_words_bytes=words_bytes,
     )
+
+
+def _with_sink(problem: AttentionProblem, config: ForwardConfig) -> ForwardConfig:
+    """``config`` that reads what lies behind the params. A sink comes after the last key tile: no other tile but one.
+
+    For 10.x and 11.0 ptxas spills the loop's counter with 128 columns, which no problem with words of tiles has.
+    """
+    optional = features_of(problem, behind=True).optional
+    if optional and config.block_n == 128 and config.arch in ("sm_100", "sm_103", "sm_110"):
+        config = replace(config, block_n=112)
+    return replace(config, features=replace(config.features, optional=optional))
 
 
 def _has_lines(problem: AttentionProblem, config: ForwardConfig, num_m_blocks: int) -> bool:

@@ -99,6 +99,8 @@ def pays(problem: AttentionProblem, block_n: int) -> bool:
     The kernel that it runs before must be long enough, and have tiles to leave out. Nothing is known of what the mask
     holds: that is on the device.
     """
+    if problem.modifier is not None:
+        return False  # what it captured lies where the words would
     if problem.mask is None or problem.varlen or ceil_div(problem.seqlen_k, block_n) < MIN_KEY_TILES:
         return False
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k

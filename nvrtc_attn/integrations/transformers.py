@@ -223,17 +223,14 @@ def attention_forward(
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):
         batch = max(query.shape[0], key.shape[0])  # learned queries come with batch 1
         query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
+    if s_aux is not None and s_aux.dtype not in (query.dtype, torch.float32):
+        s_aux = s_aux.to(query.dtype)
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, mask=mask, causal=causal,
         window_size=window, softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout,
-        return_lse=s_aux is not None,
+        sink=s_aux,
     )  # fmt: skip
-    if s_aux is None:
-        return out, None
-    # A sink takes exp(sink) of the sum of a row and has no value: softmax without it, times sigmoid(lse - sink).
-    out, lse = out
-    share = torch.sigmoid(lse - s_aux.float()[None, :, None])
-    return (out * share.transpose(1, 2)[..., None]).to(out.dtype), None
+    return out, None
 
 
 def _is_traced() -> bool:

@@ -30,6 +30,7 @@ from ..front.operands import (
     GRADIENTS,
     INPUTS,
     OPERANDS,
+    OPTIONAL_GRADIENTS,
     OPTIONAL_INPUTS,
     FurtherInputs,
     addresses,
@@ -128,7 +129,7 @@ def attention(
     deterministic: bool = False,
     **further: Unpack[FurtherInputs],
 ) -> Any:
-    """`nvrtc_attn.attention`, differentiable once in q, k, v, bias and, through a returned lse, in the lse.
+    """`nvrtc_attn.attention`, differentiable once in q, k, v, bias, sink and, through a returned lse, in the lse.
 
     Parameters as there, but:
 
@@ -180,19 +181,24 @@ def _primal(kind: _Kind, operands: dict[str, Any]) -> Any:
 
 def _forward_rule(kind: _Kind, operands: dict[str, Any]) -> Any:
     values = {name: x.value for name, x in operands.items()}
-    # A structure may tell what a value cannot: whether the gradient of the bias, which costs time, is wanted.
-    dbias = () if "bias" in operands and operands["bias"].perturbed else None
-    _compile_ahead(kind, values, dbias is not None)
+    # A structure may tell what a value cannot: whether an optional gradient, which costs time, is wanted.
+    inputs = {name: operands.get(OPERANDS[name].gradient_of) for name in OPTIONAL_GRADIENTS}
+    wanted = {name: () if x is not None and x.perturbed else None for name, x in inputs.items()}
+    _compile_ahead(kind, values, _flags(wanted))
     out, lse = _run(replace(kind, options=kind.options._replace(return_lse=True)), values)
-    return [out, lse][: 1 + kind.options.return_lse], (values, out, lse, dbias)
+    return [out, lse][: 1 + kind.options.return_lse], (values, out, lse, wanted)
 
 
-def _compile_ahead(kind: _Kind, values: dict[str, Any], dbias: bool) -> None:
+def _flags(wanted: dict[str, Any]) -> dict[str, Any]:
+    return {name: x is not None for name, x in wanted.items()}
+
+
+def _compile_ahead(kind: _Kind, values: dict[str, Any], gradients: dict[str, Any]) -> None:
     """Let the backward pass's kernels compile beside the forward one's, for the shapes before any ``jax.vmap``."""
     if not _on_gpu():
         return
     try:
-        bound = _bind(replace(kind, options=kind.options._replace(return_lse=True, dbias=dbias)), values)
+        bound = _bind(replace(kind, options=kind.options._replace(return_lse=True, **gradients)), values)
         for index in _local_devices():
             BackwardPrefetch(_describe(bound, Device("cuda", index)).with_dense(), index).start()
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
@@ -200,13 +206,13 @@ def _compile_ahead(kind: _Kind, values: dict[str, Any], dbias: bool) -> None:
 
 
 def _backward_rule(kind: _Kind, residuals: Any, cotangents: Any) -> Any:
-    values, out, lse, dbias = residuals
+    values, out, lse, wanted = residuals
     zero = jax.custom_derivatives.SymbolicZero
     dout = jnp.zeros_like(out) if isinstance(cotangents[0], zero) else cotangents[0]
     operands = {**values, "dout": dout, "out": out, "lse": lse}
     if kind.options.return_lse and not isinstance(cotangents[1], zero):
         operands["dlse"] = cotangents[1]
-    options = kind.options._replace(return_lse=True, dbias=dbias is not None)
+    options = kind.options._replace(return_lse=True, **_flags(wanted))
     backward = _Kind(options, kind.rng, backward=True)
     gradients = zip(backward.results, _run(backward, operands), strict=True)
     named = {OPERANDS[name].gradient_of: gradient for name, gradient in gradients}
@@ -281,9 +287,12 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
     """Fold the mapped axis into the batch where that computes the same, otherwise loop."""
     options = kind.options
     batch = {name: x.shape[is_batched] for name, x, is_batched in zip(names, arrays, batched, strict=True) if x.ndim}
+    mapped = dict(zip(names, batched, strict=True))
     shared_bias = "bias" in batch and batch["bias"] != batch["q"]
-    batchless = any(name in OPERANDS and OPERANDS[name].axes[0] != "batch" for name in names)
-    if batchless or options.dropout_p > 0 or (options.dbias and shared_bias):
+    batchless = [name for name in names if name in OPERANDS and OPERANDS[name].axes[0] != "batch"]
+    # A sink of all batches goes with the longer one as it is; its gradient would be summed over the mapped axis, too.
+    alone = any(name != "sink" or options.dsink or mapped[name] for name in batchless)
+    if alone or options.dropout_p > 0 or (options.dbias and shared_bias):
 
         def one(mapped: list[Any]) -> Any:
             items = iter(mapped)
@@ -295,7 +304,9 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
     folded = {}
     for name, x, is_batched in zip(names, arrays, batched, strict=True):
         shape = x.shape[is_batched:]
-        if not is_batched and shape[0] == 1 and OPERANDS[name].broadcast and not options.dbias:
+        if name in batchless:
+            folded[name] = x
+        elif not is_batched and shape[0] == 1 and OPERANDS[name].broadcast and not options.dbias:
             folded[name] = x  # broadcast over the longer batch as well
         else:
             x = x if is_batched else x[None]

@@ -7,14 +7,23 @@ with it the cache key) without a line here; a field whose meaning cannot be deri
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from dataclasses import fields
 from typing import Any, Final
 
 from ..base.dtypes import DTYPES
-from ..front.operands import FURTHER_INPUTS
+from ..front.operands import FURTHER_INPUTS, OPERANDS
+from ..modifiers.cuda import block_bytes
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
-from .params import WITH_TILE_WORDS, BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
+from .params import (
+    WITH_SINK,
+    WITH_TILE_WORDS,
+    BackwardParams,
+    ForwardParams,
+    HopperBackwardParams,
+    HopperForwardParams,
+)
 
 ENTRY_NAME: Final = "attention_entry"
 """The ``extern "C"`` name of the kernel in every generated file."""
@@ -36,6 +45,19 @@ def constant_name(field: str) -> str:
 
 def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct that the kernel of ``config`` takes by value."""
+    base = base_params_class(config)
+    return modified_params(base, block_bytes(config.features.modifier)) if config.features.modifier else base
+
+
+@functools.lru_cache(maxsize=256)
+def modified_params(base: type[ctypes.Structure], nbytes: int) -> type[ctypes.Structure]:
+    """``base`` with what a modifier captured behind it."""
+    fields = [("modifier", ctypes.c_uint64 * (nbytes // 8))]
+    return type(base.__name__, (base,), {"_fields_": fields})
+
+
+def base_params_class(config: KernelConfig) -> type[ctypes.Structure]:
+    """The struct without what a modifier captured."""
     params: type[ctypes.Structure] = BackwardParams
     if isinstance(config, HopperForwardConfig):
         params = HopperForwardParams
@@ -43,11 +65,20 @@ def params_class(config: KernelConfig) -> type[ctypes.Structure]:
         params = HopperBackwardParams
     elif isinstance(config, ForwardConfig):
         params = ForwardParams
-    return WITH_TILE_WORDS[params] if config.features.tile_words else params
+    if config.features.tile_words:
+        params = WITH_TILE_WORDS[params]
+    if any(OPERANDS[name].behind for name in config.features.optional.split() if name in OPERANDS):
+        if params not in WITH_SINK:
+            raise ValueError(f"optional={config.features.optional!r}: {config.kernel} reads none of what lies behind")
+        params = WITH_SINK[params]
+    return params
 
 
 def _trait_lines(name: str, value: Any) -> list[str]:
     """The members of ``Traits`` that say ``name == value``, usually one."""
+    if name == "modifier":
+        # No line where there is none: the text of such kernels, and their key, is what it was.
+        return ["using Modifier = nvrtc_attn::Modifier<Element>;"] if value else []
     if name == "optional":
         given = value.split()
         if unknown := set(given) - set(FURTHER_INPUTS):
@@ -117,7 +148,17 @@ def entry_source(config: KernelConfig) -> str:
             if isinstance(part, Features) or field.name not in _OUTSIDE_TRAITS:
                 traits += _trait_lines(field.name, getattr(part, field.name))
     traits.append(f"static constexpr int kNumThreads = {config.num_threads};")
-    struct = params_class(config)
+    struct = base_params_class(config)
+    params = f"nvrtc_attn::{struct.__name__}"
+    asserts = _layout_asserts(struct)
+    if config.features.modifier:
+        params = f"nvrtc_attn::Modified<{params}>"
+        whole = params_class(config)
+        asserts += [
+            f"using WholeParams = {params};",
+            f'static_assert(sizeof(WholeParams) == {ctypes.sizeof(whole)}, "sizeof(WholeParams)");',
+            f"OFFSET(WholeParams, modifier, {whole.modifier.offset});",
+        ]
     cluster = "__cluster_dims__(Traits::kCluster, 1, 1) " if getattr(config, "cluster", 1) > 1 else ""
     return "\n".join(
         [
@@ -125,14 +166,15 @@ def entry_source(config: KernelConfig) -> str:
             # Angle brackets: NVRTC looks up quoted names of the main file in the working directory first.
             f"#include <nvrtc_attn/kernel/{config.kernel}.cuh>",
             "",
+            *config.features.modifier.splitlines(),
             "struct Traits {",
             *(f"  {line}" for line in traits),
             "};",
             "",
-            *_layout_asserts(struct),
+            *asserts,
             "",
             f'extern "C" __global__ void {cluster}__launch_bounds__(Traits::kNumThreads, Traits::kMinBlocksPerSm)',
-            f"{ENTRY_NAME}(__grid_constant__ nvrtc_attn::{struct.__name__} const params) {{",
+            f"{ENTRY_NAME}(__grid_constant__ {params} const params) {{",
             f"  nvrtc_attn::{config.kernel}<Traits>(params);",
             "}",
             "",

@@ -35,6 +35,8 @@ class Features:
     varlen: bool = False
     """Sequences are packed and delimited by ``cu_seqlens_q`` / ``cu_seqlens_k``."""
     seqused_k: bool = False
+    modifier: str = ""
+    """C++ text of the user's function of a score and its position, of `modifiers.cuda`; empty for none."""
     optional: str = ""
     """Names of further optional operands that are there, of the table in ``front/operands.py``."""
 
@@ -153,6 +155,8 @@ class HopperBackwardConfig(KernelConfig):
     """The copy engine brings the bias and takes a full-shape dbias away; otherwise every thread moves its own."""
     keep_words: bool = field(default=False, metadata=GIVEN)
     """Warps of the loading group make dropout's decisions ahead of the consumers."""
+    key_mask: bool = field(default=False, metadata=GIVEN)
+    """The mask is the same for all queries of a key head: threads know of their two keys whether they are hidden."""
     ordered: bool = field(default=False, metadata=GIVEN)
     """Key tiles add to dq in a fixed order: the deterministic pass."""
     fused: bool = False
@@ -211,3 +215,13 @@ class DbiasConfig(KernelConfig):
     split: bool = field(default=False, metadata=GIVEN)
     """Write float32 partial sums, one per share of the reduced tiles, for ``dbias_reduce``."""
     dbias_dtype: str = field(default="float32", metadata=GIVEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkConfig(KernelConfig):
+    """The kernel that sums the gradient of a sink over the rows of its head, after those that prepare the rows."""
+
+    padded: bool = field(default=False, metadata=GIVEN)
+    """Rows of the workspaces are in whole tiles of ``block_m``, in each of which one sequence begins at most."""
+    log2_lse: bool = field(default=False, metadata=GIVEN)
+    """The workspace holds LSE in base 2."""

@@ -31,7 +31,17 @@ def inputs_first(names: Sequence[str], backward: bool) -> int:
 
 def _pointers(names: Sequence[str], backward: bool, workspaces: tuple[str, ...]) -> tuple[str, ...]:
     first = inputs_first(names, backward)
-    return (*names[:first], *RNG_ADDRESSES, *names[first:], *workspaces, *RNG_WORDS)
+    return (
+        *_in_front(names[:first]), *RNG_ADDRESSES, *_in_front(names[first:]), *workspaces, *RNG_WORDS,
+    )  # fmt: skip
+
+
+def _in_front(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if not OPERANDS[name].behind)
+
+
+def _behind(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if OPERANDS[name].behind)
 
 
 def _strides(name: str, dims: str) -> list[tuple[str, type[ctypes.c_int64]]]:
@@ -40,14 +50,23 @@ def _strides(name: str, dims: str) -> list[tuple[str, type[ctypes.c_int64]]]:
 
 def _operand_strides(names: Sequence[str], ends: str) -> list[tuple[str, type[ctypes.c_int64]]]:
     """Strides of the operands whose last dim is one of ``ends``."""
-    rows = [row for name in names if (row := OPERANDS[name]).strides and row.strides[-1] in ends]
+    rows = [row for name in _in_front(names) if (row := OPERANDS[name]).strides and row.strides[-1] in ends]
     return [field for row in rows for field in _strides(row.name, row.strides)]
+
+
+def _fields_behind(names: Sequence[str]) -> Any:
+    """Pointers, strides, and for each input whether its elements are float32 (otherwise they are those of q)."""
+    rows = [OPERANDS[name] for name in _behind(names)]
+    strides = [field for row in rows for field in _strides(row.name, row.strides)]
+    kinds = [(f"{row.name}_float32", _I32) for row in rows if not row.gradient_of]
+    return [*((row.name, _P) for row in rows), *strides, *kinds]
 
 
 class ForwardParams(ctypes.Structure):
     """Arguments of the forward and combine kernels."""
 
     POINTERS: Final = _pointers(FORWARD, False, FORWARD_WORKSPACES)
+    BEHIND: Final = _behind(FORWARD)
     _fields_ = [
         *[(name, _P) for name in POINTERS],
         # Of tensors like q, of lse, of tensors like the scores, of others.
@@ -67,6 +86,7 @@ class BackwardParams(ctypes.Structure):
     """Arguments of every backward kernel: delta, dk/dv, dq, dbias and the conversions."""
 
     POINTERS: Final = _pointers(BACKWARD, True, BACKWARD_WORKSPACES)
+    BEHIND: Final = _behind(BACKWARD)
     _fields_ = [
         *[(name, _P) for name in POINTERS],
         *_operand_strides(BACKWARD, "d"), *_operand_strides(BACKWARD, "m"), *_strides("delta", "bh"),
@@ -119,16 +139,20 @@ class HopperBackwardParams(BackwardParams):
     ]  # fmt: skip
 
 
-def _tile_words(base: type[ctypes.Structure]) -> list[Any]:
-    """Fields of ``WithTileWords`` behind those of ``base``, and the padding to its alignment."""
+def _tile_words(base: type[ctypes.Structure], behind: Sequence[Any] = ()) -> list[Any]:
+    """Fields of ``WithTileWords`` behind those of ``base``, then ``behind``, and the padding to its alignment."""
     words = [
         (f"tile_{x}_{y}", _I64) for x in ("words", "order") for y in ("offset", "stride_b", "stride_h", "stride_line")
     ]
     plan = [(f"tile_plan_{x}", _I32) for x in ("rows", "cols", "lines", "tiles", "heads", "transposed")]
+    return _padded(base, [*words, *plan, *behind])
+
+
+def _padded(base: type[ctypes.Structure], fields: Sequence[Any]) -> list[Any]:
+    """``fields`` behind those of ``base``, which is aligned as its tensor maps are, and the padding at their end."""
     alignment = TENSOR_MAP_BYTES // 2 if issubclass(base, HopperForwardParams | HopperBackwardParams) else 8
-    begin = -(-ctypes.sizeof(base) // alignment) * alignment
-    end = begin + 8 * len(words) + 4 * len(plan)
-    return [*words, *plan, ("_padding_of_words", ctypes.c_uint8 * (-end % alignment))]
+    size = sum(ctypes.sizeof(kind) for _, kind in fields)
+    return [*fields, ("_padding_behind", ctypes.c_uint8 * (-(ctypes.sizeof(base) + size) % alignment))]
 
 
 class TiledForwardParams(ForwardParams):
@@ -158,4 +182,43 @@ class TiledHopperBackwardParams(HopperBackwardParams):
 WITH_TILE_WORDS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
     tiled.__mro__[1]: tiled
     for tiled in (TiledForwardParams, TiledHopperForwardParams, TiledBackwardParams, TiledHopperBackwardParams)
+}
+
+
+class FurtherForwardParams(ForwardParams):
+    """Arguments of a portable forward kernel, or `combine`, that reads the operands which lie behind."""
+
+    _fields_ = _padded(ForwardParams, _fields_behind(FORWARD))
+
+
+class FurtherHopperForwardParams(HopperForwardParams):
+    """Arguments of the Hopper forward kernel that reads them."""
+
+    _fields_ = _padded(HopperForwardParams, _fields_behind(FORWARD))
+
+
+class FurtherTiledForwardParams(ForwardParams):
+    """Arguments of a portable forward kernel that walks words of tiles and reads them."""
+
+    _fields_ = _tile_words(ForwardParams, _fields_behind(FORWARD))
+
+
+class FurtherTiledHopperForwardParams(HopperForwardParams):
+    """Arguments of the Hopper forward kernel that does both."""
+
+    _fields_ = _tile_words(HopperForwardParams, _fields_behind(FORWARD))
+
+
+class FurtherBackwardParams(BackwardParams):
+    """Arguments of the kernel that sums the gradient of a sink."""
+
+    _fields_ = _padded(BackwardParams, _fields_behind(BACKWARD))
+
+
+WITH_SINK: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
+    ForwardParams: FurtherForwardParams,
+    HopperForwardParams: FurtherHopperForwardParams,
+    TiledForwardParams: FurtherTiledForwardParams,
+    TiledHopperForwardParams: FurtherTiledHopperForwardParams,
+    BackwardParams: FurtherBackwardParams,
 }

@@ -36,6 +36,8 @@ class Recording:
 
     def __init__(self, literals: frozenset[tuple[str, Any]]) -> None:
         self.captures: list[Any] = []
+        self.computed = False
+        """Whether the function computed with an array instead of indexing it: the result is that of its content now."""
         self._by_id: dict[int, int] = {}
         self._literals = literals
         self._slots = 0
@@ -50,7 +52,7 @@ class Recording:
         """
         if isinstance(x, Proxy):
             return x.node
-        if isinstance(x, np.generic) or _is_host_scalar(x):
+        if isinstance(x, np.generic) or is_host_scalar(x):
             x = x.item()
         if isinstance(x, bool | int | float):
             # What is no literal, and not one of the numbers that simplify, is given at run time: no recompile.
@@ -106,7 +108,7 @@ class Recording:
         return Proxy(self, self.element(array, whole))
 
 
-def _is_host_scalar(x: Any) -> bool:
+def is_host_scalar(x: Any) -> bool:
     """Whether ``x`` is a number in a tensor on the CPU that wants no gradient: read now, without waiting for a GPU."""
     if not is_array(x) or x.ndim:
         return False
@@ -133,6 +135,7 @@ class Captured:
         complete = len(whole) == self._array.ndim and all(isinstance(x, int | np.integer) for x in whole)
         if complete or any(isinstance(x, Proxy | Captured) for x in whole):
             return self._recording.index(self._array, self._index, index)
+        self._recording.computed = True
         return Captured(self._recording, self._array[index])  # no proxy in it: done once, by the framework
 
     def element(self) -> Node:
@@ -312,7 +315,10 @@ _ALIASES: Final[dict[str, str]] = {
 }  # fmt: skip
 for _name, _op in _ALIASES.items():
     _FUNCTIONS.setdefault(_name, lambda *args, op=_op: make(op, *args))
-METHODS: Final = frozenset({*_FUNCTIONS, "to", "type", "astype", "clone", "detach", "contiguous", "item"})
+_FILLED: Final = {"zeros": 0, "ones": 1}
+METHODS: Final = frozenset(
+    {*_FUNCTIONS, "new_zeros", "new_ones", "new_full", "to", "type", "astype", "clone", "contiguous", "detach", "item"}
+)
 _UNCHANGED: Final = ("clone", "contiguous")
 _RANDOM: Final = ("rand", "bernoulli", "dropout", "normal", "poisson", "multinomial")
 _SHAPES: Final = (
@@ -331,6 +337,8 @@ def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mappin
         return _call(recording, "trunc", (_call(recording, "div", args, {}),), {})
     if name in _UNCHANGED:
         return Proxy(recording, recording.node(args[0]))
+    if name.startswith("new_") or name.endswith("_like"):
+        return _filled(recording, name, args, kwargs)
     if name in ("to", "type", "astype"):
         return _converted(recording, args, kwargs)
     kwargs = {_KEYWORDS.get(key, key): x for key, x in kwargs.items() if x is not None}
@@ -354,6 +362,22 @@ def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mappin
         return Proxy(recording, function(*nodes, **{key: recording.node(x) for key, x in kwargs.items()}))
     except TypeError:
         raise TraceError(f"{name!r} with {len(args)} arguments and {sorted(kwargs) or 'no'} options.") from None
+
+
+def _filled(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Proxy:
+    """A number of the kind of a proxy: ``x.new_ones(())``, ``zeros_like(x)`` and so on."""
+    what = name.removeprefix("new_").removesuffix("_like")
+    x, *rest = args
+    shape = () if name.endswith("_like") else rest.pop(0) if rest else kwargs.get("size", ())
+    if what not in (*_FILLED, "full") or (shape != () and tuple(shape) != ()):
+        reason = "a modifier has no random numbers; dropout is an argument of the attention"
+        if not any(word in name for word in _RANDOM):
+            reason = "it makes an array, and a modifier works on one score"
+        raise TraceError(f"{name!r} is not possible in a modifier: {reason}.")
+    value = _FILLED.get(what, rest[0] if rest else kwargs.get("fill_value", 0))
+    filled = Proxy(recording, make(recording.node(x).kind, recording.node(value)))
+    dtype = kwargs.get("dtype")
+    return filled if dtype is None else _converted(recording, (filled, dtype), {})
 
 
 def _converted(recording: Recording, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Proxy:

@@ -183,6 +183,8 @@ def _keep(key: str, label: str) -> str:
 
 
 def _may_measure(problem: AttentionProblem, backward: bool, device_index: int, stream: int) -> bool:
+    if problem.modifier is not None:
+        return False  # the arrays that it captured are not there, and scratch memory could not stand for indices
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, *problem.q.shape, *problem.k.shape):
         return False
     slow_inputs = not all(_is_fast(x) for x in (problem.q, problem.k, problem.v))
@@ -247,6 +249,7 @@ def _essence(problem: AttentionProblem, backward: bool) -> AttentionProblem:
         return_lse=False,
         deterministic=problem.deterministic and backward,
         dbias=problem.dbias and backward,
+        dsink=False,
     )
 
 

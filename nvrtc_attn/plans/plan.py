@@ -11,7 +11,8 @@ import ctypes
 import math
 import struct
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar, Final, TypeVar
 
 from ..base import env
@@ -27,11 +28,13 @@ from ..jit.config import KernelConfig
 from ..jit.params import (
     BACKWARD_WORKSPACES,
     FORWARD_WORKSPACES,
+    RNG_ADDRESSES,
+    RNG_WORDS,
     UNBOUNDED,
     BackwardParams,
     ForwardParams,
-    inputs_first,
 )
+from ..modifiers.cuda import NO_MODIFIER, ModifierValues
 from ..runtime import driver
 from ..runtime.kernel import Kernel, ParamsBuffer, check_nvrtc, launch, load_kernel
 from ..runtime.tensor_maps import TensorMapEncoder
@@ -44,31 +47,29 @@ _WORKSPACE_ALIGNMENT: Final = 256
 class _Step:
     """One launch with its own copy of the params."""
 
-    __slots__ = ("block", "grid", "kernel", "smem_bytes", "spare", "template", "tensor_maps")
+    __slots__ = ("behind", "block", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "template", "tensor_maps")
 
-    def __init__(self, spec: Launch, kernel: Kernel, params: ForwardParams | BackwardParams) -> None:
+    def __init__(
+        self, spec: Launch, kernel: Kernel, params: ForwardParams | BackwardParams, behind: Mapping[str, int]
+    ) -> None:
         pointers, struct_type = type(params).POINTERS, params_class(spec.config)
         values: Any = params
         if struct_type is not type(params):  # a struct that begins with the pass's own
             values = struct_type.from_buffer_copy(bytes(params).ljust(ctypes.sizeof(struct_type), b"\0"))
+        self.behind: tuple[struct.Struct, int] | None = None
+        if params.BEHIND and hasattr(values, params.BEHIND[0]):
+            self.behind = struct.Struct(f"<{len(params.BEHIND)}Q"), getattr(struct_type, params.BEHIND[0]).offset
+            for name, value in behind.items():
+                setattr(values, name, value)
         self.tensor_maps = TensorMapEncoder(spec.tensor_maps, struct_type, pointers) if spec.tensor_maps else None
+        # Where what a modifier captured begins; 0 for a kernel that has none.
+        self.modifier_at = struct_type.modifier.offset if spec.config.features.modifier else 0
         for name, value in spec.params:
             setattr(values, name, value)
         self.grid, self.block, self.smem_bytes = spec.grid, spec.block, spec.smem_bytes
         self.kernel = kernel
         self.template = bytes(values)
         self.spare: list[ParamsBuffer] = []  # as many as threads have run this at once
-
-    def run(self, pointers: struct.Struct, addresses: tuple[int, ...], stream: int) -> None:
-        try:
-            params = self.spare.pop()
-        except IndexError:
-            params = ParamsBuffer(self.template)
-        pointers.pack_into(params.data, 0, *addresses)
-        if self.tensor_maps is not None:
-            self.tensor_maps.write(params.data, addresses)
-        launch(self.kernel, self.grid, self.block, self.smem_bytes, params, stream)
-        self.spare.append(params)
 
 
 # Plans of many shapes share a kernel: a new shape must not pay for generating and hashing its source again.
@@ -108,14 +109,37 @@ def _log_slow_path(pass_name: str, spec: ForwardPlanSpec | BackwardPlanSpec) -> 
 class _PlanBase:
     """Loaded kernels and the workspace between them. ``workspace_bytes`` is what ``run`` needs in ``workspace``."""
 
-    __slots__ = ("_offsets", "_quiet_tail", "_steps", "_zeroed", "workspace_bytes")
+    __slots__ = ("_context", "_device", "_leading_only", "_offsets", "_steps", "_zeroed", "workspace_bytes")
 
     OPERANDS: ClassVar[tuple[str, ...]]
     """Names of the operands, in the order of the addresses that ``run`` takes."""
     _BACKWARD: ClassVar[bool]
     _WORKSPACES: ClassVar[tuple[str, ...]]
-    _OUTPUTS_LATER: ClassVar[int]
-    _POINTERS: ClassVar[struct.Struct]
+    # Places of the params' pointers, and of those behind all else, among operands, random numbers and workspaces.
+    _FRONT: ClassVar[itemgetter[Any]]
+    _BEHIND: ClassVar[tuple[int, ...]]
+    _LEADING: ClassVar[int]
+    """Operands whose pointers come first, in their order."""
+    _ALL_LEAD: ClassVar[bool]
+    """These are all operands of the params' front."""
+    # The pointers of the params, as words and as bytes: all of them, and those that lead.
+    _pointers_struct: ClassVar[struct.Struct]
+    _pointers_bytes: ClassVar[struct.Struct]
+    _leading_struct: ClassVar[struct.Struct]
+    _leading_bytes: ClassVar[struct.Struct]
+
+    @classmethod
+    def __init_subclass__(cls) -> None:
+        params = BackwardParams if cls._BACKWARD else ForwardParams
+        known = (*cls.OPERANDS, *RNG_ADDRESSES, *cls._WORKSPACES, *RNG_WORDS)
+        front = [known.index(name) for name in params.POINTERS]
+        cls._FRONT, cls._BEHIND = itemgetter(*front), tuple(known.index(name) for name in params.BEHIND)
+        cls._LEADING = next(i for i, place in enumerate(front) if place != i)
+        cls._ALL_LEAD = set(cls.OPERANDS[cls._LEADING :]) <= set(params.BEHIND)
+        for name, count in (("pointers", len(front)), ("leading", cls._LEADING)):
+            words = struct.Struct(f"<{count}Q")
+            setattr(cls, f"_{name}_struct", words)
+            setattr(cls, f"_{name}_bytes", struct.Struct(f"{words.size}s"))
 
     def __init__(
         self,
@@ -138,14 +162,17 @@ class _PlanBase:
         self.workspace_bytes = end
         # A buffer that the plan does not use has offset 0: its pointer is never followed.
         self._offsets = tuple(offsets.get(name, 0) for name in self._WORKSPACES)
-        self._quiet_tail = (0, 0, *self._offsets, 0, 0)  # without random numbers and workspace
         self._zeroed = tuple(zeroed)
+        # Without dropout and workspace no kernel follows a pointer behind those of the operands: they stay 0.
+        self._leading_only = self._ALL_LEAD and not (problem.dropout_p or end)
         launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
         loaded = _load(launches, device_index, stream, meanwhile)
         self._steps = tuple(
-            _Step(launch_spec, kernel, type(params).from_buffer_copy(params))
+            _Step(launch_spec, kernel, type(params).from_buffer_copy(params), _behind(problem, params.BEHIND))
             for launch_spec, kernel in zip(launches, loaded, strict=True)
         )
+        self._device = self._steps[0].kernel.device if self._steps else device_index
+        self._context = driver.primary_context(self._device) if self._steps else 0
 
     @property
     def kernel_keys(self) -> tuple[str, ...]:
@@ -157,26 +184,55 @@ class _PlanBase:
         """Stack and spills of a thread, in the kernel that has the most."""
         return max((step.kernel.local_bytes for step in self._steps), default=0)
 
-    def run(self, stream: int, addresses: tuple[int, ...], workspace: int = 0, rng: RngState = NO_RNG) -> None:
+    def run(
+        self,
+        stream: int,
+        addresses: tuple[int, ...],
+        workspace: int = 0,
+        rng: RngState = NO_RNG,
+        modifier: ModifierValues = NO_MODIFIER,
+    ) -> None:
         """Launch. ``addresses`` are those of ``OPERANDS``, 0 for what is not there; ``workspace`` is one, too."""
         if not self._steps:
             return
-        # Tuples are added up, which takes half the time of unpacking them into one.
-        if rng is NO_RNG and not workspace:
-            tail = self._quiet_tail
+        if driver.is_current(self._device, self._context):
+            self._launch(stream, addresses, workspace, rng, modifier)
+        else:
+            with driver.device_context(self._device):
+                self._launch(stream, addresses, workspace, rng, modifier)
+
+    def _launch(
+        self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState, modifier: ModifierValues
+    ) -> None:
+        """The launches, in the plan's context. Addresses become bytes once, which takes ten times a copy of them."""
+        if self._leading_only:
+            pointers = addresses[: self._LEADING]
+            packed = self._leading_struct.pack(*pointers)
+            write = self._leading_bytes.pack_into
         else:
             seed, offset, seed_address, offset_address, _ = rng
-            tail = (seed_address, offset_address, *[workspace + start for start in self._offsets], seed, offset)
-        later = self._OUTPUTS_LATER
-        pointers = addresses + tail
-        if later:  # they lie between the addresses of the random numbers and the workspaces
-            pointers = addresses[:-later] + tail[:2] + addresses[-later:] + tail[2:]
-        device = self._steps[0].kernel.device
-        with driver.device_context(device):
-            for start, nbytes in self._zeroed:
-                driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=device)
-            for step in self._steps:
-                step.run(self._POINTERS, pointers, stream)
+            known = (*addresses, seed_address, offset_address, *[workspace + x for x in self._offsets], seed, offset)
+            pointers = self._FRONT(known)
+            packed = self._pointers_struct.pack(*pointers)
+            write = self._pointers_bytes.pack_into
+        for start, nbytes in self._zeroed:
+            driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=self._device)
+        for address, nbytes in modifier.zeroed:
+            driver.call("cuMemsetD8Async", address, 0, nbytes, stream, device=self._device)
+        for step in self._steps:
+            try:
+                params = step.spare.pop()
+            except IndexError:
+                params = ParamsBuffer(step.template)
+            write(params.data, 0, packed)
+            if step.behind is not None:
+                step.behind[0].pack_into(params.data, step.behind[1], *[addresses[place] for place in self._BEHIND])
+            if step.modifier_at:
+                ctypes.memmove(ctypes.addressof(params.data) + step.modifier_at, modifier.block, len(modifier.block))
+            if step.tensor_maps is not None:
+                step.tensor_maps.write(params.data, pointers)
+            launch(step.kernel, step.grid, step.block, step.smem_bytes, params, stream)
+            step.spare.append(params)
 
 
 class ForwardPlan(_PlanBase):
@@ -186,8 +242,6 @@ class ForwardPlan(_PlanBase):
     OPERANDS = FORWARD
     _BACKWARD = False
     _WORKSPACES = FORWARD_WORKSPACES
-    _OUTPUTS_LATER = len(FORWARD) - inputs_first(FORWARD, False)
-    _POINTERS = struct.Struct(f"<{len(ForwardParams.POINTERS)}Q")
 
 
 class BackwardPlan(_PlanBase):
@@ -197,8 +251,6 @@ class BackwardPlan(_PlanBase):
     OPERANDS = BACKWARD
     _BACKWARD = True
     _WORKSPACES = BACKWARD_WORKSPACES
-    _OUTPUTS_LATER = len(BACKWARD) - inputs_first(BACKWARD, True)
-    _POINTERS = struct.Struct(f"<{len(BackwardParams.POINTERS)}Q")
 
 
 def forward_plan(
@@ -261,7 +313,7 @@ def _params(problem: AttentionProblem, backward: bool) -> ForwardParams | Backwa
     params: Any = BackwardParams() if backward else ForwardParams()
     for name in BACKWARD if backward else FORWARD:
         row, operand = OPERANDS[name], problem.layout_of(name)
-        if operand is not None and row.strides:
+        if operand is not None and row.strides and not row.behind:
             strides = broadcast_strides(operand) if row.broadcast else operand.strides
             for dim, stride in zip(row.strides, strides, strict=True):
                 setattr(params, f"{name}_stride_{dim}", stride)
@@ -286,6 +338,19 @@ def _params(problem: AttentionProblem, backward: bool) -> ForwardParams | Backwa
             setattr(params, f"dbias_size_{dim}", size)
     params.num_splits = 1
     return params  # type: ignore[no-any-return]
+
+
+def _behind(problem: AttentionProblem, names: Sequence[str]) -> dict[str, int]:
+    """The params of the operands that lie behind, other than their addresses."""
+    found: dict[str, int] = {}
+    for name in names:
+        operand = problem.layout_of(name)
+        if operand is not None:
+            strides = zip(OPERANDS[name].strides, operand.strides, strict=True)
+            found |= {f"{name}_stride_{dim}": stride for dim, stride in strides}
+            if not OPERANDS[name].gradient_of:
+                found[f"{name}_float32"] = int(operand.dtype == "float32")
+    return found
 
 
 def broadcast_strides(operand: OperandLayout) -> tuple[int, ...]:

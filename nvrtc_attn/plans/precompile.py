@@ -52,6 +52,7 @@ _SMALL: Final = (
     "backward_hopper_prepare",
     "combine",
     "dbias_reduce",
+    "sink_gradient",
     "tile_plan",
 )
 """Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""

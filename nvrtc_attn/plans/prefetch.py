@@ -51,7 +51,7 @@ class BackwardPrefetch:
     def start_after(self, forward_kernels: tuple[str, ...]) -> None:
         """Begin, unless that was done for other shapes that have the same forward kernels."""
         p = self._problem
-        key = (forward_kernels, self._device_index, p.deterministic, p.dbias)
+        key = (forward_kernels, self._device_index, p.deterministic, p.dbias, p.dsink)
         if key not in _done:
             with _lock:
                 if len(_done) < _MAX_DONE:

@@ -50,9 +50,10 @@ _forked_after_use = False
 
 
 def _after_fork_in_child() -> None:
-    global _forked_after_use, _lock
+    global _api, _forked_after_use, _lock
     _lock = threading.RLock()  # the parent's may be held by a thread that does not exist here
     _forked_after_use = _forked_after_use or _api is not None
+    _api = None  # whoever asks for it passes by the refusal
 
 
 if hasattr(os, "register_at_fork"):
@@ -67,6 +68,10 @@ def api() -> Any:
     CudaError
         There is no driver or no device, or this process was forked from one that had used CUDA.
     """
+    return _api if _api is not None else _load()
+
+
+def _refuse_fork() -> None:
     if _forked_after_use:
         raise CudaError(
             "this process was forked after nvrtc_attn had used CUDA in the parent; the driver does not work in such a "
@@ -74,11 +79,11 @@ def api() -> Any:
             3,
             "CUDA_ERROR_NOT_INITIALIZED",
         )
-    return _api if _api is not None else _load()
 
 
 def _load() -> Any:
     global _api
+    _refuse_fork()
     with _lock:
         if _api is None:
             module, answer = _first_call("cuInit", 0)
@@ -158,6 +163,7 @@ def check_device(device: int) -> None:
 
 def driver_version() -> tuple[int, int]:
     """CUDA version that the installed driver supports, for example ``(13, 0)``. Known without any device."""
+    _refuse_fork()
     if _api is not None:
         version = call("cuDriverGetVersion")
     else:
@@ -188,6 +194,15 @@ def primary_context(device: int) -> int:
 def current_context() -> int:
     """Handle of the calling thread's current context, 0 for none."""
     return int(call("cuCtxGetCurrent"))
+
+
+def is_current(device: int, context: int) -> bool:
+    """Whether ``context``, the primary one of ``device``, is current and sound: `device_context` had nothing to do.
+
+    One call of the driver's and three look-ups, a quarter of what that context manager takes to find the same.
+    """
+    module = api()
+    return device not in _faults and int(module.cuCtxGetCurrent()[1] or 0) == context
 
 
 def adopt_context(device: int) -> None:

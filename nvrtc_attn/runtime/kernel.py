@@ -208,8 +208,9 @@ def launch(kernel: Kernel, grid: int, block: int, smem_bytes: int, params: Param
     """
     if not 0 < grid <= MAX_GRID:
         raise ValueError(f"grid={grid} blocks: the driver accepts 1 to 2**31 - 1; split the batch")
+    # The bindings make an object of every stream handle but None, which is the legacy default stream.
     code = driver.api().cuLaunchKernel(
-        kernel.function, grid, 1, 1, block, 1, 1, smem_bytes, stream, params.address, 0
+        kernel.function, grid, 1, 1, block, 1, 1, smem_bytes, stream or None, params.address, 0
     )[0]  # fmt: skip
     if code != driver.SUCCESS:
         raise _refused(kernel, grid, block, smem_bytes, int(code))

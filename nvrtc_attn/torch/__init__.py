@@ -2,8 +2,17 @@
 
 from . import flash
 from .eager import attention
+from .flex import BlockMask, create_block_mask, flex_attention
 from .ops import register_sharding
 from .sdpa import enable_sdpa, scaled_dot_product_attention
 
-__all__ = ["attention", "enable_sdpa", "register_sharding", "scaled_dot_product_attention"]
+__all__ = [
+    "BlockMask",
+    "attention",
+    "create_block_mask",
+    "enable_sdpa",
+    "flex_attention",
+    "register_sharding",
+    "scaled_dot_product_attention",
+]
 flash.register()

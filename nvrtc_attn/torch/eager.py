@@ -10,19 +10,17 @@ from torch.autograd.function import once_differentiable
 
 from ..front.call import CallOptions, plain_options
 from ..front.operands import (
-    DIFFERENTIABLE,
     FURTHER_INPUTS,
-    INPUTS,
+    OPTIONAL_INPUTS,
     FurtherInputs,
     check_further,
     takes_further_inputs,
 )
-from ..front.philox import NO_RNG, RngState
+from ..front.philox import NO_RNG
 from ..front.problem import Causal, WindowSize
 from . import ops
-from .passes import DIFFERENTIABLE_PLACES, Tensors, backward, forward, is_negated
+from .passes import DIFFERENTIABLE_PLACES, LazyTensors, Tensors, backward, forward
 from .random import checked_rng, draw_rng
-from .tensors import resolved
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,11 +36,9 @@ _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _NO_WINDOW: Final = (None, None)
 _NUMBERS: Final = frozenset((float, int))  # not bool
 _differentiable: Final = itemgetter(*DIFFERENTIABLE_PLACES)
+_NOTHING_FURTHER: Final = (None,) * len(FURTHER_INPUTS)
 _new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
-# Gradients and a None -> the gradient of each input.
-_by_input: Final = itemgetter(
-    *(DIFFERENTIABLE.index(name) if name in DIFFERENTIABLE else len(DIFFERENTIABLE) for name in INPUTS)
-)
+_NONE: Final = (None,) * len(OPTIONAL_INPUTS)
 
 
 @takes_further_inputs
@@ -68,7 +64,7 @@ def attention(
     deterministic: bool | None = None,
     **further: Unpack[FurtherInputs],
 ) -> Any:
-    """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias and, through a returned lse, in the lse.
+    """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias, sink and, by a returned lse, in lse.
 
     Parameters as there, but:
 
@@ -90,6 +86,7 @@ def attention(
         or q.is_meta
         or not (bias is None or bias.__class__ in _PLAIN)
         or not (mask is None or mask.__class__ in _PLAIN)
+        or not (not further or all(x is None or x.__class__ in _PLAIN for x in further.values()))
     ):
         if ops.is_dtensor(q):
             ops.register_sharding()
@@ -99,13 +96,21 @@ def attention(
         )  # fmt: skip
     if _autocast():
         q, k, v, bias = ops.cast_for_autocast(q, k, v, bias)
-    tensors: Tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if further or FURTHER_INPUTS:
-        tensors = (*tensors, *check_further("attention", further))
-    grad = _grad_enabled() and _wants_gradient(_differentiable(tensors))
+        further = ops.cast_further_for_autocast(q, further)
+    tensors: Tensors = (
+        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
+        *(check_further("attention", further) if further else _NOTHING_FURTHER),
+    )  # fmt: skip
+    grad = _grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or _wants_gradient(_differentiable(tensors)[3:])
+    )
     if deterministic is None:
         deterministic = grad and _deterministic()
     dbias = grad and bias is not None and bias.requires_grad
+    dsink = False
+    if further:
+        sink = further.get("sink")
+        dsink = grad and sink is not None and sink.requires_grad
     # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
     if not (
         (causal is False or causal is True or causal.__class__ is str)
@@ -121,11 +126,11 @@ def attention(
     ):
         (
             causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-            deterministic, dbias,
+            deterministic, dbias, dsink,
         ) = plain_options(
             CallOptions(
                 causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-                deterministic, dbias,
+                deterministic, dbias, dsink,
             )
         )  # fmt: skip
     state = NO_RNG
@@ -140,15 +145,22 @@ def attention(
     # Without a backward pass it does not matter how that would be: one plan for both.
     options = _new_tuple(CallOptions, (
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse or grad,
-        deterministic and grad, dbias,
+        deterministic and grad, dbias, dsink,
     ))  # fmt: skip
-    if grad:
-        if is_negated(_differentiable(tensors)):
-            tensors = tuple(map(resolved, tensors))
-        out, lse = _Attention.apply(options, state, *tensors)
-    else:
+    if not grad:
         out, lse = forward(tensors, options, state)
-    return (out, lse) if return_lse else out
+        return (out, lse) if return_lse else out
+    try:
+        results = forward(tensors, options, state, backward_follows=True)
+    except LazyTensors as lazy:
+        tensors = lazy.tensors
+        results = forward(tensors, options, state, backward_follows=True)
+    # Each argument and each tensor that is kept costs 0.4 us: what is not there is left out.
+    for x in tensors[3:]:
+        if x is not None:
+            return _attach((options, state, results, tensors, return_lse), *_differentiable(tensors))
+    tensors = tensors[:3]
+    return _attach((options, state, results, tensors, return_lse), *tensors)
 
 
 def _is_plain_window(window_size: Any) -> bool:
@@ -159,26 +171,35 @@ def _is_plain_window(window_size: Any) -> bool:
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    @staticmethod
-    def forward(ctx: Any, options: CallOptions, rng: RngState, *tensors: Any) -> Any:
-        out, lse = forward(tensors, options, rng, backward_follows=True)
-        ctx.save_for_backward(out, lse, *tensors)
-        ctx.options, ctx.rng = options, rng
-        ctx.set_materialize_grads(False)
-        return out, lse
+    """The node of the graph. The forward pass is done when it is made: a result is one of ours, or both."""
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+    def forward(ctx: Any, call: tuple[Any, ...], *_: Any) -> Any:
+        options, rng, results, tensors, return_lse = call
+        ctx.save_for_backward(*results, *tensors)
+        ctx.call = options, rng
+        ctx.set_materialize_grads(False)
+        return results if return_lse else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
         # Without a graph of this pass there is nothing to refuse, and the wrapper takes two microseconds.
         return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dout, dlse)
 
 
+# Past the Python layer of `Function.apply`, which serves transformations: those get the operators. 2.5 us.
+_attach: Any = super(torch.autograd.Function, _Attention).apply
+
+
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
     """The gradient of each argument of `_Attention.forward`."""
+    options, rng = ctx.call
     out, lse, *tensors = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    gradients = backward(tuple(tensors), out, lse, dout, dlse, ctx.options, ctx.rng)
-    return (None, None, *_by_input((*gradients, None)))
+    if len(tensors) == 3:
+        dq, dk, dv, *_ = backward((*tensors, *_NONE), out, lse, dout, dlse, options, rng)
+        return None, dq, dk, dv
+    return (None, *backward(tuple(tensors), out, lse, dout, dlse, options, rng))
 
 
 _gradients_once: Any = once_differentiable(_gradients)  # type: ignore[no-untyped-call, unused-ignore]

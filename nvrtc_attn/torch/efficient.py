@@ -3,25 +3,64 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..api import checked_call
+from ..base import env
 from ..base.errors import shown
 from ..front.call import Call, CallOptions
-from ..front.operands import GRADIENTS, addresses
+from ..front.dlpack import compact_strides
+from ..front.operands import FURTHER_INPUTS, GRADIENTS
 from ..front.philox import NO_RNG
 from ..front.problem import AttentionProblem, Causal, OperandLayout, dense_layout, layout
+from ..front.signature import read
 from ..front.tensors import view
 from ..front.validation import Violations, check_integer
-from ..plans.plan import backward_plan, forward_plan
+from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .random import as_tensor, checked_rng, draw_rng, no_state, rng_values
-from .tensors import detached, raw_stream, resolved
+from .tensors import (
+    address_of,
+    allocator,
+    current_device,
+    detached,
+    empty_on_current,
+    raw_stream,
+    remember,
+    resolved,
+)
 
 LSE_ALIGNMENT: Final = 32
 """Rows of the log-sum-exp are padded to a multiple of this with +inf, so that ``exp(s - lse)`` is 0 there."""
 _CAUSAL: Final[tuple[Causal, ...]] = (False, "top_left", "bottom_right")
+_NUMBERS: Final = frozenset((float, int))  # not bool
+_NO_FURTHER: Final = (0,) * len(FURTHER_INPUTS)
+_Tensors = tuple[torch.Tensor | None, ...]
+_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of what is allocated
+
+
+class _Forward(NamedTuple):
+    """What a forward call needs that was made before."""
+
+    plan: ForwardPlan | None
+    out: _Made
+    lse: _Made
+    packed: tuple[int, int, int] | None
+    seqlen_q: int
+    seqlen_k: int
+
+
+class _Backward(NamedTuple):
+    """The same of a backward call; gradients of query, key, value and bias."""
+
+    plan: BackwardPlan
+    gradients: tuple[Any, ...]
+
+
+# Everything of a call but its addresses -> what it needs.
+_forward_calls: dict[Any, _Forward] = {}
+_backward_calls: dict[Any, _Backward] = {}
 
 
 def efficient_attention_forward(
@@ -74,39 +113,61 @@ def efficient_attention_forward(
         As `nvrtc_attn.attention`.
     """
     _check_flags(compute_log_sumexp=compute_log_sumexp)
-    query, key, value, bias = (_plain(x) for x in (query, key, value, bias))
-    call = _describe(
-        (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k),
-        (max_seqlen_q, max_seqlen_k),
-        custom_mask_type,
-        window_size,
-        scale,
-        dropout_p,
-    )
-    if call.problem.varlen and dropout_p > 0 and max_seqlen_k is None:
-        raise ValueError(
-            "max_seqlen_k: None, but the dropout mask of packed sequences is indexed by it. Pass the longest."
-        )
-    device = query.device
-    rows = -(-call.problem.seqlen_q // LSE_ALIGNMENT) * LSE_ALIGNMENT
-    lse_shape = (call.problem.batch, query.shape[2], rows if compute_log_sumexp else 0)
-    plan = None
-    if 0 not in call.out_shape:  # before numbers are drawn: where no kernel is ready, torch's own draws them
-        problem = _padded(call.with_outputs(), dense_layout(lse_shape, "float32") if compute_log_sumexp else None)
-        plan = forward_plan(problem, call.device.index, raw_stream(device))
-    packed = (call.problem.batch, call.problem.seqlen_q, call.problem.seqlen_k) if call.problem.varlen else None
-    state = draw_rng(query, key, packed) if dropout_p > 0 else NO_RNG
-    seed, offset = map(as_tensor, rng_values(state) if dropout_p > 0 else no_state(device))
-    out = torch.empty(call.out_shape, dtype=query.dtype, device=device)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+    tensors: _Tensors = (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k)
+    numbers = (max_seqlen_q, max_seqlen_k, custom_mask_type, window_size, scale, dropout_p)
+    found = _read(tensors, numbers, compute_log_sumexp)
+    known = None if found is None else _forward_calls.get(found[0])
+    if found is None or known is None:
+        tensors = tuple(map(_plain, tensors))
+        known = _first_forward(tensors, numbers, compute_log_sumexp)
+        if found is not None and known.plan is not None:
+            remember(_forward_calls, found[0], known)
+    places = found[1] if found is not None else list(map(address_of, tensors))
+    index = query.get_device()
+    # Drawn when the plan is there: where no kernel is ready, torch's own draws them.
+    state = draw_rng(query, key, known.packed) if dropout_p > 0 else NO_RNG
+    seed, offset = map(as_tensor, rng_values(state) if dropout_p > 0 else no_state(query.device))
+    new = empty_on_current if current_device() == index else allocator(index)
+    out, lse = new(*known.out), new(*known.lse)
+    plan = known.plan
     if plan is None:
         lse.fill_(float("inf"))
     else:
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
-        pointers = _pointers(call) | {"out": out.data_ptr(), "lse": lse.data_ptr() if compute_log_sumexp else 0}
-        plan.run(raw_stream(device), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), state)
-    k_length = (_integer("max_seqlen_k", max_seqlen_k) or 0) if call.problem.varlen else key.shape[1]
-    return out, lse, seed, offset, call.problem.seqlen_q, k_length
+        workspace = new((plan.workspace_bytes,), (1,), torch.uint8)
+        q, k, v, bias_, starts_q, starts_k, used = places
+        # In the order of `FORWARD`.
+        lse_address = lse.data_ptr() if compute_log_sumexp else 0
+        used = used if known.packed is not None else 0
+        operands = (q, k, v, out.data_ptr(), lse_address, bias_, 0, starts_q, starts_k, used, *_NO_FURTHER)
+        plan.run(raw_stream(index), operands, workspace.data_ptr(), state)
+    return out, lse, seed, offset, known.seqlen_q, known.seqlen_k
+
+
+def _first_forward(tensors: _Tensors, numbers: tuple[Any, ...], compute_log_sumexp: bool) -> _Forward:
+    """What a forward call needs, of plain tensors."""
+    query: Any
+    key: Any
+    query, key, *_ = tensors
+    call = _describe(tensors, *numbers)
+    problem, max_seqlen_k = call.problem, numbers[1]
+    if problem.varlen and problem.dropout_p > 0 and max_seqlen_k is None:
+        raise ValueError(
+            "max_seqlen_k: None, but the dropout mask of packed sequences is indexed by it. Pass the longest."
+        )
+    rows = -(-problem.seqlen_q // LSE_ALIGNMENT) * LSE_ALIGNMENT
+    lse_shape = (problem.batch, query.shape[2], rows if compute_log_sumexp else 0)
+    plan = None
+    if 0 not in call.out_shape:
+        padded = _padded(call.with_outputs(), dense_layout(lse_shape, "float32") if compute_log_sumexp else None)
+        plan = forward_plan(padded, call.device.index, raw_stream(call.device.index))
+    return _Forward(
+        plan,
+        (call.out_shape, compact_strides(call.out_shape), query.dtype),
+        (lse_shape, compact_strides(lse_shape), torch.float32),
+        (problem.batch, problem.seqlen_q, problem.seqlen_k) if problem.varlen else None,
+        problem.seqlen_q,
+        (_integer("max_seqlen_k", max_seqlen_k) or 0) if problem.varlen else key.shape[1],
+    )
 
 
 def efficient_attention_backward(
@@ -162,19 +223,46 @@ def efficient_attention_backward(
             f"num_splits_key: got {num_splits_key}, which makes the algorithm non-deterministic, while deterministic "
             f"algorithms are in force. Pass None or 1."
         )
-    query, key, value, bias = (_plain(x) for x in (query, key, value, bias))
-    out, grad_out_, logsumexp = (_plain(x) for x in (out, grad_out_, logsumexp))
-    call = _describe(
-        (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, None),
-        (max_seqlen_q, max_seqlen_k),
-        custom_mask_type,
-        window_size,
-        scale,
-        dropout_p,
-        deterministic=deterministic,
-        dbias=bias_requires_grad and bias is not None,
-    )
-    views = {"out": call.input_view(out, "out"), "dout": call.input_view(grad_out_, "dout", "grad_out_")}
+    tensors: _Tensors = (query, key, value, bias, cu_seqlens_q, cu_seqlens_k, None, out, grad_out_, logsumexp)
+    numbers = (max_seqlen_q, max_seqlen_k, custom_mask_type, window_size, scale, dropout_p)
+    flags = (deterministic, bias_requires_grad and bias is not None, shared_storage_dqdkdv)
+    found = _read(tensors, numbers, *flags)
+    known = None if found is None else _backward_calls.get(found[0])
+    if found is None or known is None:
+        tensors = tuple(map(_plain, tensors))
+        known = _first_backward(tensors, numbers, *flags)
+        if found is not None:
+            remember(_backward_calls, found[0], known)
+    q, k, v, bias_, starts_q, starts_k, _, out_, dout, lse = found[1] if found else list(map(address_of, tensors))
+    index = query.get_device()
+    rng = checked_rng((philox_seed, philox_offset), query) if dropout_p > 0 else NO_RNG
+    new = empty_on_current if current_device() == index else allocator(index)
+    if shared_storage_dqdkdv:
+        b, m, h, d = query.shape
+        grads = torch.empty((b, m, 3, h, d), dtype=query.dtype, device=query.device).unbind(2)
+    else:
+        grads = tuple([new(*made) for made in known.gradients[:3]])
+    wanted = known.gradients[3]
+    grad_bias = None if wanted is None else new(*wanted)
+    plan = known.plan
+    workspace = new((plan.workspace_bytes,), (1,), torch.uint8)
+    # In the order of `BACKWARD`.
+    inputs = (q, k, v, out_, dout, lse, 0, bias_, 0, starts_q, starts_k, 0, *_NO_FURTHER)
+    gradients = (*[x.data_ptr() for x in grads], address_of(grad_bias))
+    plan.run(raw_stream(index), inputs + gradients, workspace.data_ptr(), rng)
+    return (*grads, grad_bias)
+
+
+def _first_backward(
+    tensors: _Tensors, numbers: tuple[Any, ...], deterministic: bool, dbias: bool, shared: bool
+) -> _Backward:
+    """What a backward call needs, of plain tensors."""
+    query: Any
+    key: Any
+    value: Any
+    query, key, value, bias, *_, out, dout, logsumexp = tensors
+    call = _describe(tensors[:7], *numbers, deterministic=deterministic, dbias=dbias)
+    views: dict[str, Any] = {"out": call.input_view(out, "out"), "dout": call.input_view(dout, "dout", "grad_out_")}
     lse_view = view(logsumexp, "logsumexp")
     wanted = (call.problem.batch, query.shape[2], call.problem.seqlen_q)
     rows_fit = len(lse_view.shape) == 3 and lse_view.shape[:2] == wanted[:2] and lse_view.shape[2] >= wanted[2]
@@ -183,32 +271,44 @@ def efficient_attention_backward(
             f"logsumexp: got {lse_view.dtype} of shape {lse_view.shape} on {lse_view.device}. Needed is float32 of "
             f"shape {wanted}, or longer in the last dim, on {call.device}: what the forward function returned."
         )
-    rng = checked_rng((philox_seed, philox_offset), query) if dropout_p > 0 else NO_RNG
-    if shared_storage_dqdkdv:
+    made: list[Any] = [(tuple(x.shape), compact_strides(tuple(x.shape)), x.dtype) for x in (query, key, value)]
+    if shared:
         if query.shape != key.shape or key.shape != value.shape:
             raise ValueError(
                 f"shared_storage_dqdkdv: needs query, key and value of one shape, got {tuple(query.shape)}, "
                 f"{tuple(key.shape)}, {tuple(value.shape)}. Pass False."
             )
         b, m, h, d = query.shape
-        grads = torch.empty((b, m, 3, h, d), dtype=query.dtype, device=query.device).unbind(2)
-    else:
-        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
-    grad_bias = None
-    if bias_requires_grad and bias is not None:
-        grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-    views |= {name: view(x, name) for name, x in zip(GRADIENTS, (*grads, grad_bias), strict=True) if x is not None}
+        slices = torch.empty((b, m, 3, h, d), dtype=query.dtype, device=query.device).unbind(2)
+        views |= {name: view(x, name) for name, x in zip(GRADIENTS, slices, strict=False)}
+    made.append(None)
+    if dbias and bias is not None:
+        made[3] = (tuple(bias.shape), compact_strides(tuple(bias.shape)), bias.dtype)
+        views["dbias"] = call.problem.dense_layout_of("dbias")
     problem = _padded(call.with_outputs(**views), layout(lse_view))
-    plan = backward_plan(problem, call.device.index, raw_stream(query.device))
-    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=query.device)
-    pointers = _pointers(call) | {name: x.ptr for name, x in views.items()} | {"lse": lse_view.ptr}
-    plan.run(raw_stream(query.device), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), rng)
-    return (*grads, grad_bias)
+    return _Backward(backward_plan(problem, call.device.index, raw_stream(call.device.index)), tuple(made))
+
+
+def _read(tensors: _Tensors, numbers: tuple[Any, ...], *flags: bool) -> tuple[Any, list[int]] | None:
+    """The key of a call, and the addresses of its tensors; None for a call that is to be described."""
+    max_seqlen_q, max_seqlen_k, mask_type, window_size, scale, dropout_p = numbers
+    if not (
+        mask_type.__class__ is int
+        and (max_seqlen_q is None or max_seqlen_q.__class__ is int)
+        and (max_seqlen_k is None or max_seqlen_k.__class__ is int)
+        and (window_size is None or window_size.__class__ is int)
+        and (scale is None or scale.__class__ in _NUMBERS)
+        and dropout_p.__class__ in _NUMBERS
+    ) or (tensors[4] is not None and env.debug()):
+        return None
+    found = read(tensors, detached=True)
+    return None if found is None else ((numbers, flags, env.raw_backend(), *found[1]), found[2])
 
 
 def _describe(
     tensors: tuple[torch.Tensor | None, ...],
-    max_seqlens: tuple[int | None, int | None],
+    max_q: int | None,
+    max_k: int | None,
     custom_mask_type: int,
     window_size: int | None,
     scale: float | None,
@@ -240,7 +340,6 @@ def _describe(
             f"query: on {query.device}. These entry points stand in for CUDA operators: use nvrtc_attn.attention."
         )
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
-    max_q, max_k = max_seqlens
     options: dict[str, Any] = {}
     if varlen:
         # The seed needs no longest key length in the forward pass; every sequence fits in all tokens.
@@ -278,8 +377,3 @@ def _plain(x: Any) -> Any:
 def _padded(problem: AttentionProblem, lse: OperandLayout | None) -> AttentionProblem:
     """The problem with the seed's log-sum-exp."""
     return replace(problem, lse=lse, lse_padded=True)
-
-
-def _pointers(call: Call) -> dict[str, int]:
-    """Addresses of the inputs."""
-    return {name: x.ptr for name, x in call.tensors.items()}

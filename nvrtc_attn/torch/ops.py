@@ -17,17 +17,22 @@ import torch
 
 from ..base.errors import UnsupportedError, shown
 from ..front.call import CallOptions, describe_shapes, plain_options
-from ..front.operands import FURTHER_INPUTS
+from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_GRADIENTS, check_further
 from ..front.philox import NO_RNG
 from ..front.problem import Causal, WindowSize
 from ..front.tensors import Device
 from . import passes
 from .random import checked_rng, rng_values
 
-_INPUTS: Final = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")
+_SEED: Final = len(INPUTS)  # positions in the signature: the inputs of the table of operands, then the random numbers
+_SEED_WORD, _DROPOUT = _SEED + 2, _SEED + 9
+_BIAS: Final = INPUTS.index("bias")
+_BATCHLESS: Final = tuple(place for place, name in enumerate(INPUTS) if OPERANDS[name].axes[0] != "batch")
+_DIFFERENTIABLE: Final = tuple(map(INPUTS.index, DIFFERENTIABLE))
+_OPTIONS: Final = len(OPTIONAL_GRADIENTS)
 _SIGNATURE: Final = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? seqused_k, Tensor? seed, Tensor? offset, SymInt seed_word, SymInt offset_word, str causal, "
+    ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in INPUTS)
+    + ", Tensor? seed, Tensor? offset, SymInt seed_word, SymInt offset_word, str causal, "
     "SymInt? window_left, SymInt? window_right, float? softmax_scale, float softcap, float dropout_p, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic"
 )
@@ -38,17 +43,14 @@ _LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SIGNATURE}, bool dbias) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SIGNATURE}, "
+    f"{', '.join(f'bool {name}' for name in OPTIONAL_GRADIENTS)}) -> "
+    f"({', '.join(f'Tensor {name}' for name in ('dq', 'dk', 'dv', *OPTIONAL_GRADIENTS))})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 attention_forward: Any = torch.ops.nvrtc_attn.attention_forward.default
 attention_backward: Any = torch.ops.nvrtc_attn.attention_backward.default
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-_SEED, _SEED_WORD, _DROPOUT = 8, 10, 17  # positions in the signature
-_BIAS: Final = 3
-_SEQUSED_K: Final = 7
-
 
 # ------------------------------------------------------------------------------------------------------- the door
 
@@ -61,13 +63,8 @@ def attention(
     """`nvrtc_attn.torch.attention` by the operators: what torch.compile traces, so nothing here looks at memory."""
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    given = [name for name, x in further.items() if x is not None]
-    if given:
-        raise UnsupportedError(
-            f"{', '.join(given)}: the operators of torch do not take this yet, and torch.compile, torch.export, "
-            "torch.func, dispatch modes and tensor subclasses need them. Call outside of these."
-        )
-    for name, x in zip(_INPUTS, (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k), strict=False):
+    tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention", further))
+    for name, x in zip(INPUTS, tensors, strict=True):
         if not (isinstance(x, torch.Tensor) or (x is None and name not in ("q", "k", "v"))):
             raise TypeError(f"{name}: got {shown(x)} of type {type(x).__name__}. nvrtc_attn.torch takes torch tensors.")
     options = (causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
@@ -80,15 +77,16 @@ def attention(
         causal = "bottom_right" if causal else ""  # type: ignore[assignment]
     left, right = (None, None) if window_size is None else window_size
     q, k, v, bias = cast_for_autocast(q, k, v, bias)
+    more = check_further("attention", cast_further_for_autocast(q, further))
     seed = offset = None
     words = (0, 0)
     if dropout_p > 0:
         seed, offset, words = _rng_operands(rng, q)
     # Tensors of transformations hide what a level further out differentiates.
     functorch = torch._C._functorch.maybe_current_level() is not None if not _in_dynamo() else False
-    with_lse = return_lse or functorch or (torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias))
+    with_lse = return_lse or functorch or (torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, *more))
     arguments = (
-        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, seed, offset, *words, causal, left, right,
+        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *more, seed, offset, *words, causal, left, right,
         softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic, with_lse,
     )  # fmt: skip
     if functorch:
@@ -109,6 +107,16 @@ def cast_for_autocast(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any, Any,
     return _cast(q, device, dtype), _cast(k, device, dtype), _cast(v, device, dtype), _cast(bias, device, dtype)
 
 
+def cast_further_for_autocast(q: Any, further: Mapping[str, Any]) -> Any:
+    """``further``, where autocast is on: what may be of q's type or float32 stays in float32 or becomes as q is."""
+    if not further or not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return further
+    return {
+        name: x.to(q.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float32 else x
+        for name, x in further.items()
+    }
+
+
 def _cast(x: Any, device: str, dtype: torch.dtype) -> Any:
     """Autocast's own rule: floating tensors of its device, float64 left alone."""
     if not isinstance(x, torch.Tensor) or x.device.type != device:
@@ -120,8 +128,8 @@ def _in_dynamo() -> bool:
     return bool(torch.compiler.is_dynamo_compiling())
 
 
-def _any_requires_grad(q: Any, k: Any, v: Any, bias: Any) -> bool:
-    return bool(q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad))
+def _any_requires_grad(*tensors: Any) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
 
 
 def _are_plain(
@@ -176,19 +184,19 @@ def _rng_operands(rng: Any, q: Any) -> tuple[Any, Any, tuple[Any, Any]]:
 # ---------------------------------------------------------------------------------------------------- the kernels
 
 
-def _split(arguments: tuple[Any, ...], return_lse: bool, dbias: bool) -> tuple[Any, CallOptions, Any]:
+def _split(arguments: tuple[Any, ...], return_lse: bool, *gradients: bool) -> tuple[Any, CallOptions, Any]:
     """(tensors, options, state of the dropout) as the eager functions take them, of the arguments in `_SIGNATURE`."""
     *tensors, seed, offset = map(_as_plain, arguments[:_SEED_WORD])
     seed_word, offset_word, causal, left, right, scale, softcap, dropout_p, max_q, max_k = arguments[_SEED_WORD:-1]
     options = CallOptions(
-        _CAUSAL[causal], (left, right), scale, softcap, dropout_p, max_q, max_k, return_lse, arguments[-1], dbias
+        _CAUSAL[causal], (left, right), scale, softcap, dropout_p, max_q, max_k, return_lse, arguments[-1], *gradients
     )
     state = NO_RNG
     if dropout_p > 0:
         words = (seed_word & (2**64 - 1), offset_word & (2**64 - 1))
         pair = tuple(word if x is None else x for x, word in zip((seed, offset), words, strict=True))
         state = checked_rng(pair, tensors[0])
-    return (*tensors, *(None for _ in FURTHER_INPUTS)), options, state
+    return tuple(tensors), options, state
 
 
 _CAUSAL: Final[dict[str, Causal]] = {"": False, "bottom_right": True, "top_left": "top_left"}
@@ -202,7 +210,7 @@ def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel of the operator ``attention_forward``, below autograd."""
     *arguments_, return_lse = arguments
     with torch.no_grad():
-        tensors, options, rng = _split(tuple(arguments_), return_lse, dbias=False)
+        tensors, options, rng = _split(tuple(arguments_), return_lse)
         # Below autograd lse tells that gradients are wanted, though not whether that of a bias is.
         out, lse = passes.forward(tensors, options, rng, backward_follows=return_lse and tensors[_BIAS] is None)
         q = tensors[0]
@@ -217,14 +225,12 @@ def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
     """The kernel of the operator ``attention_backward``."""
-    *arguments_, dbias = arguments
+    arguments_, wanted = arguments[:-_OPTIONS], arguments[-_OPTIONS:]
     with torch.no_grad():
-        tensors, options, rng = _split(tuple(arguments_), return_lse=True, dbias=dbias)
+        tensors, options, rng = _split(arguments_, True, *wanted)
         dout, dlse, out, lse = map(_as_plain, (dout, dlse, out, lse))
-        *gradients, gradient = passes.backward(tensors, out, lse, dout, dlse, options, rng)
-        if gradient is None:
-            gradient = dout.new_empty(0)
-    return (*gradients, gradient)
+        gradients = passes.backward(tensors, out, lse, dout, dlse, options, rng)
+    return tuple(dout.new_empty(0) if x is None else x for x in gradients)
 
 
 for _key in ("CPU", "CUDA"):
@@ -237,29 +243,29 @@ for _key in ("CPU", "CUDA"):
 
 def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, _, v = arguments[:3]
-    _validate(arguments[:-1], dbias=False)
+    _validate(arguments[:-1])
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3]))
     return out, q.new_empty((batch, heads, rows) if arguments[-1] else (0,), dtype=torch.float32)
 
 
 def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
-    q, k, v, bias = arguments[:4]
-    _validate(arguments[:-1], dbias=arguments[-1])
-    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    if arguments[-1]:
-        return (*gradients, torch.empty_like(bias, memory_format=torch.contiguous_format))
-    return (*gradients, dout.new_empty(0))
+    wanted = dict(zip(OPTIONAL_GRADIENTS, arguments[-_OPTIONS:], strict=True))
+    _validate(arguments[:-_OPTIONS], **wanted)
+    inputs = [arguments[place] for place in _DIFFERENTIABLE]
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.get(name, True) else dout.new_empty(0)
+        for name, x in zip(GRADIENTS, inputs, strict=True)
+    )
 
 
 torch.library.register_fake("nvrtc_attn::attention_forward", _forward_fake, lib=_LIBRARY)
 torch.library.register_fake("nvrtc_attn::attention_backward", _backward_fake, lib=_LIBRARY)
 
 
-def _validate(arguments: tuple[Any, ...], dbias: bool) -> None:
+def _validate(arguments: tuple[Any, ...], **gradients: bool) -> None:
     """Refuse while tracing what the kernels would refuse later; sizes that are symbols must wait."""
-    names = _INPUTS[:_SEED]
-    given = {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
+    given = {name: x for name, x in zip(INPUTS, arguments, strict=False) if x is not None}
     for name in ("q", "k", "v"):
         if given[name].dim() != 4:
             raise ValueError(f"{name}: shape {tuple(given[name].shape)}. Expected rank 4, [batch, seqlen, heads, dim].")
@@ -270,7 +276,7 @@ def _validate(arguments: tuple[Any, ...], dbias: bool) -> None:
     causal, left, right, scale, softcap, dropout_p, max_q, max_k, deterministic = scalars[2:]
     options = CallOptions(
         causal=_CAUSAL[causal], window_size=(left, right), softmax_scale=scale, softcap=softcap, dropout_p=dropout_p,
-        max_seqlen_q=max_q, max_seqlen_k=max_k, deterministic=deterministic, dbias=dbias, return_lse=dbias,
+        max_seqlen_q=max_q, max_seqlen_k=max_k, deterministic=deterministic, return_lse=bool(gradients), **gradients,
     )  # fmt: skip
     operands = {n: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for n, x in given.items()}
     describe_shapes(operands, options, Device("cuda" if given["q"].is_cuda else "meta", 0))
@@ -298,10 +304,12 @@ def _derivative(
     if lse.numel() == 0 and out.numel() != 0:  # traced where no gradient was wanted
         out, lse = forward(*arguments, True)
     dout = torch.zeros_like(out) if dout is None else dout
-    dbias = bool(ctx.needs_input_grad[_BIAS])
-    gradients = backward(dout, dlse, out, lse, *arguments, dbias)
-    dq, dk, dv = (x if needed else None for x, needed in zip(gradients[:3], ctx.needs_input_grad[:3], strict=True))
-    return (dq, dk, dv, gradients[3] if dbias else None, *none[4:])
+    needed = [bool(ctx.needs_input_grad[place]) for place in _DIFFERENTIABLE]
+    gradients = backward(dout, dlse, out, lse, *arguments, *needed[-_OPTIONS:])
+    found: list[Any] = list(none)
+    for place, gradient, is_needed in zip(_DIFFERENTIABLE, gradients, needed, strict=True):
+        found[place] = gradient if is_needed else None
+    return tuple(found)
 
 
 def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -366,34 +374,41 @@ class _Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore
 
 
 def _forward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    return _vmap(attention_forward, 0, info.batch_size, in_dims, arguments, dbias=False)
+    return _vmap(attention_forward, 0, info.batch_size, in_dims, arguments, (False,) * _OPTIONS)
 
 
 def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    return _vmap(attention_backward, 4, info.batch_size, in_dims, arguments, dbias=arguments[-1])
+    return _vmap(attention_backward, 4, info.batch_size, in_dims, arguments, arguments[-_OPTIONS:])
 
 
 def _vmap(
-    op: Any, first: int, size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], dbias: bool
+    op: Any, first: int, size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], wanted: tuple[bool, ...]
 ) -> tuple[Any, Any]:
     """Fold the mapped axis into the batch where that computes the same, otherwise loop.
 
-    ``first`` arguments come before those of `_SIGNATURE`.
+    ``first`` arguments come before those of `_SIGNATURE`. ``wanted`` are the optional gradients: one without a batch
+    (of a sink) is of each element of the mapped axis by itself.
     """
+    dbias = wanted[OPTIONAL_GRADIENTS.index("dbias")]
     moved = [x.movedim(d, 0) if d is not None else x for x, d in zip(arguments, in_dims, strict=True)]
     mapped = [d is not None for d in in_dims]
     q, bias = first, first + _BIAS
     batch = moved[q].shape[mapped[q]]
     shared_bias = dbias and moved[bias].shape[mapped[bias]] != batch
-    lengths = any(x is not None for x in moved[first + 5 : first + 8])
-    if lengths or shared_bias or moved[first + _DROPOUT] > 0:
+    summed = {OPERANDS[name].gradient_of for name, wants in zip(OPTIONAL_GRADIENTS, wanted, strict=True) if wants}
+    one_by_one = shared_bias or any(
+        moved[first + place] is not None
+        and (OPERANDS[INPUTS[place]].is_lengths or mapped[first + place] or INPUTS[place] in summed)
+        for place in _BATCHLESS
+    )
+    if one_by_one or moved[first + _DROPOUT] > 0:
         results = [
             op(*(x[i] if is_mapped else x for x, is_mapped in zip(moved, mapped, strict=True))) for i in range(size)
         ]
         return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
     folded = []
     for index, (x, is_mapped) in enumerate(zip(moved, mapped, strict=True)):
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor) or index - first in _BATCHLESS:
             folded.append(x)
             continue
         shape = x.shape[is_mapped:]
@@ -443,10 +458,12 @@ def register_sharding() -> None:
         for index, x in enumerate(arguments):
             if not hasattr(x, "tensor_meta"):
                 result.append(None)
-            elif index == _SEQUSED_K and dim == 0 and arguments[5] is None:
+            elif INPUTS[index] == "seqused_k" and dim == 0 and arguments[5] is None:
                 result.append(Shard(0))  # a length for each batch entry
-            elif dim is None or index > 4:
+            elif dim is None or index >= _SEED or (index in _BATCHLESS and INPUTS[index] != "sink"):
                 result.append(Replicate())
+            elif INPUTS[index] == "sink":  # one of each head
+                result.append(Shard(0) if dim == 2 else Replicate())
             elif index < 3:
                 result.append(Shard(dim))
             else:  # bias and mask, [batch, heads, rows, keys], each full or 1
@@ -485,12 +502,13 @@ def register_sharding() -> None:
             like_q = Replicate() if dim is None else Shard(dim)
             lse = {None: Replicate(), 0: Shard(0), 2: Shard(1)}[dim]
             inputs = placements(rest, dim)
-            dbias = Replicate()
-            if arguments[-1] and dim is not None:
-                given = inputs[_BIAS]
-                dbias = given if isinstance(given, Shard) else Partial()
+            optional: list[Any] = []
+            for name, wanted in zip(OPTIONAL_GRADIENTS, arguments[-_OPTIONS:], strict=True):
+                given = inputs[INPUTS.index(OPERANDS[name].gradient_of)]
+                is_summed = wanted and dim is not None and not isinstance(given, Shard)
+                optional.append(Partial() if is_summed else given if wanted else Replicate())
             before = [like_q, None if arguments[1] is None else lse, like_q, lse]
-            rules.append(([like_q, like_q, like_q, dbias], [*before, *inputs]))
+            rules.append(([like_q, like_q, like_q, *optional], [*before, *inputs]))
         return rules
 
     register(attention_forward)(forward_rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Final
 
 import torch
@@ -17,16 +18,27 @@ from ..front.tensors import view
 from ..plans.plan import BackwardPlan, ForwardPlan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
 from ..runtime import driver
-from .tensors import detached, raw_stream, remember, resolved, signature
+from .tensors import (
+    address_of,
+    allocator,
+    current_device,
+    detached,
+    empty_on_current,
+    raw_stream,
+    remember,
+    resolved,
+    signature,
+)
 
 Tensors = tuple[torch.Tensor | None, ...]
 """`INPUTS` of the table of operands, in its order."""
 DIFFERENTIABLE_PLACES: Final = tuple(map(INPUTS.index, DIFFERENTIABLE))
 """Of each gradient, the place of its input."""
-_Dense = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
+_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of what a pass allocates
 # Everything of a call but its addresses -> plan, out and lse: the steady state is one lookup here.
-_forward_plans: dict[Any, tuple[ForwardPlan, _Dense, _Dense]] = {}
-_backward_plans: dict[Any, BackwardPlan] = {}
+_forward_plans: dict[Any, tuple[ForwardPlan, _Made, _Made]] = {}
+# The same -> plan, and each gradient or None.
+_backward_plans: dict[Any, tuple[BackwardPlan, list[_Made | None]]] = {}
 # Of each gradient: the place of its input, and the option that asks for it where it may be missing.
 _GRADIENTS: Final = tuple(
     (place, name if OPERANDS[name].backward == "out?" else None)
@@ -35,65 +47,101 @@ _GRADIENTS: Final = tuple(
 _CU_SEQLENS_Q: Final = INPUTS.index("cu_seqlens_q")
 _SEQUSED_K: Final = INPUTS.index("seqused_k")
 _NO_ADDRESSES: Final = (0,) * len(OPTIONAL_INPUTS)
+_BYTE: Final = torch.uint8
+_adopted = threading.local()
+
+
+class LazyTensors(Exception):  # noqa: N818 - nothing is wrong
+    """Some of the tensors stand for others, which autograd must see: those are ``tensors``."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self.tensors = tensors
 
 
 def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_follows: bool = False) -> Any:
-    """(out, lse or None) of detached tensors, `INPUTS` in their order. The options are plain ones (`plain_options`)."""
+    """(out, lse or None) of detached tensors, `INPUTS` in their order. The options are plain ones (`plain_options`).
+
+    Raises
+    ------
+    LazyTensors
+        If a backward pass follows: call again with its tensors.
+    """
+    q: Any
+    k: Any
+    v: Any
     q, k, v = tensors[:3]
     optional = tensors[3:]
-    key: Any = (options, env.raw_backend(), signature(q), signature(k), signature(v))
     given = False
     for x in optional:
         if x is not None:
-            key = (*key, *map(signature, optional))
             given = True
-            if (tensors[_CU_SEQLENS_Q] is not None or tensors[_SEQUSED_K] is not None) and env.debug():
-                _describe(tensors, options)  # checks the lengths, which no plan knows
             break
-    entry = _forward_plans.get(key)
-    ahead = None
+    try:
+        # One flat key: what of the tensors decides the kernels is everything but the addresses beyond their alignment.
+        q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        index = q.get_device()
+        key: Any = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            index, k.get_device(), v.get_device(),
+            (q_address | k_address | v_address) & 15 and (q_address & 15, k_address & 15, v_address & 15),
+            q.is_neg() or k.is_neg() or v.is_neg(), options, env.raw_backend(),
+        )  # fmt: skip
+        if given:
+            key = (*key, *map(signature, optional))
+        entry = _forward_plans.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        key = entry = None  # no plain tensors: refused on the way to a plan, and nothing is remembered of them
     if entry is None:
-        _check_tensors(tensors)
-        if is_negated(tensors):
-            return forward(tuple(map(resolved, tensors)), options, rng, backward_follows=backward_follows)
-        if q is not None and not q.is_cuda:
-            inputs = map(detached, tensors[:3])
-            result = api.attention(*inputs, **_keywords(tensors, options), rng=rng, return_lse=options.return_lse)
-            return result if options.return_lse else (result, None)
-        call = _describe(tensors, options)
-        ahead = _backward_ahead(call) if backward_follows else None
-        plan = forward_plan(
-            call.with_dense(), call.device.index, call.launch_stream, meanwhile=None if ahead is None else ahead.start
-        )
-        entry = remember(_forward_plans, key, (plan, _dense(call.out_shape), _dense(call.lse_shape)))
-    plan, out_like, lse_like = entry
-    assert q is not None and k is not None and v is not None  # noqa: PT018
-    device = q.device
-    # `torch.empty` takes twice the time: it has more forms of a shape to tell apart.
-    out = q.new_empty_strided(*out_like)
-    lse = q.new_empty_strided(*lse_like, dtype=torch.float32) if options.return_lse else None
-    if 0 not in out_like[0]:
+        return _first_forward(tensors, options, rng, backward_follows, key)
+    if given and (tensors[_CU_SEQLENS_Q] is not None or tensors[_SEQUSED_K] is not None) and env.debug():
+        _describe(tensors, options)  # checks the lengths, which no plan knows
+    plan, out_made, lse_made = entry
+    new = empty_on_current if current_device() == index else allocator(index)
+    shape, strides, dtype = out_made
+    out = new(shape, strides, dtype)
+    if options.return_lse:
+        lse = new(*lse_made)
+        lse_address = lse.data_ptr()
+    else:
+        lse, lse_address = None, 0
+    if 0 not in shape:
         size = plan.workspace_bytes
-        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        addresses = [0 if x is None else x.data_ptr() for x in optional] if given else _NO_ADDRESSES
+        workspace = new((size,), (1,), _BYTE) if size else None
         # In the order of `FORWARD`.
+        addresses = (q_address, k_address, v_address, out.data_ptr(), lse_address)
         plan.run(
-            raw_stream(device),
-            (
-                q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-                *addresses,
-            ),
+            raw_stream(index),
+            addresses + (tuple(map(address_of, optional)) if given else _NO_ADDRESSES),
             0 if workspace is None else workspace.data_ptr(),
             rng,
-        )  # fmt: skip
-        if ahead is not None:
-            ahead.start_after(plan.kernel_keys)
+        )
     return out, lse
 
 
-def _backward_ahead(call: Call) -> BackwardPrefetch | None:
-    """The backward pass of a call as `backward` will plan it, if the gradient of out is dense."""
-    return BackwardPrefetch(call.with_dense(), call.device.index)
+def _first_forward(tensors: Tensors, options: CallOptions, rng: RngState, backward_follows: bool, key: Any) -> Any:
+    """`forward` of what no plan is known for, or never will be."""
+    _check_tensors(tensors)
+    plain = tuple(map(resolved, tensors))
+    if any(x is not y for x, y in zip(plain, tensors, strict=True)):
+        if backward_follows:
+            raise LazyTensors(plain)
+        return forward(plain, options, rng)
+    q: Any = tensors[0]
+    if not q.is_cuda:
+        inputs = map(detached, tensors[:3])
+        result = api.attention(*inputs, **_keywords(tensors, options), rng=rng, return_lse=options.return_lse)
+        return result if options.return_lse else (result, None)
+    call = _describe(tensors, options)
+    ahead = BackwardPrefetch(call.with_dense(), call.device.index) if backward_follows else None
+    plan = forward_plan(
+        call.with_dense(), call.device.index, call.launch_stream, meanwhile=None if ahead is None else ahead.start
+    )
+    remember(_forward_plans, key, (plan, _dense(call.out_shape, q.dtype), _dense(call.lse_shape, torch.float32)))
+    result = forward(tensors, options, rng)
+    if ahead is not None and 0 not in call.out_shape:
+        ahead.start_after(plan.kernel_keys)
+    return result
 
 
 def backward(
@@ -101,42 +149,102 @@ def backward(
     options: CallOptions, rng: RngState,
 ) -> Any:  # fmt: skip
     """Gradients in the order of `GRADIENTS`, dense, of detached tensors; None for one that the options do not want."""
-    if dout.is_cuda:
-        driver.adopt_context(dout.get_device())  # autograd's thread: cuBLAS warns where nothing was current before it
-    dout = dout.resolve_neg()
-    dlse = None if dlse is None else dlse.resolve_neg()
-    if dout.stride(-1) != 1 or 0 in dout.stride():
-        # An expanded gradient (of a sum, say): one packed copy costs less than reading elements one by one.
-        dout = dout.contiguous()
+    q: Any
+    k: Any
+    v: Any
     q, k, v = tensors[:3]
-    assert q is not None and k is not None and v is not None  # noqa: PT018
-    gradients = [
-        _empty_like(tensors[place]) if option is None or getattr(options, option) else None
-        for place, option in _GRADIENTS
-    ]
-    key = (options, env.raw_backend(), *map(signature, (*tensors, out, lse, dout, dlse)))
-    plan = _backward_plans.get(key)
-    if plan is None:
-        named = dict(zip(GRADIENTS, gradients, strict=True))
-        if not q.is_cuda:
-            arguments: dict[str, Any] = _keywords(tensors, options) | named | {"dlse": dlse, "rng": rng}
-            api.attention_backward(dout, q.detach(), k.detach(), v.detach(), out, lse, **arguments)
-            return gradients
-        named |= {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-        views = {name: view(x.detach(), name) for name, x in named.items() if x is not None}
-        plan = remember(_backward_plans, key, api.plan_backward(_describe(tensors, options), views))
-    size = plan.workspace_bytes
-    workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    optional = tensors[3:]
+    given = False
+    for x in optional:
+        if x is not None:
+            given = True
+            break
+    strides = dout.stride()
+    if strides[-1] != 1 or 0 in strides:
+        # An expanded gradient (of a sum, say): one packed copy costs less than reading elements one by one.
+        dout = dout.resolve_neg().contiguous()
+        strides = dout.stride()
+    negated = q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg() or dout.is_neg()
+    if negated or (dlse is not None and dlse.is_neg()):
+        everything = map(resolved, (*tensors, out, lse, dout, dlse))
+        *inputs, out, lse, dout, dlse = everything
+        return backward(tuple(inputs), out, lse, dout, dlse, options, rng)
+    q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    out_address, lse_address, dout_address = out.data_ptr(), lse.data_ptr(), dout.data_ptr()
+    index = dout.get_device()
+    aligned = (q_address | k_address | v_address | out_address | lse_address | dout_address) & 15
+    key: Any = (
+        q.shape, k.shape, v.shape, out.shape, lse.shape, dout.shape,
+        q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), strides,
+        q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype, dout.dtype,
+        q.get_device(), k.get_device(), v.get_device(), out.get_device(), lse.get_device(), index,
+        aligned and (q_address & 15, k_address & 15, v_address & 15, out_address & 15, lse_address & 15,
+                     dout_address & 15),
+        dlse if dlse is None else signature(dlse), options, env.raw_backend(),
+    )  # fmt: skip
+    if given:
+        key = (*key, *map(signature, optional))
+    entry = _backward_plans.get(key)
+    if entry is None:
+        if not dout.is_cuda:
+            return _backward_on_cpu(tensors, out, lse, dout, dlse, options, rng)
+        entry = _first_backward(tensors, out, lse, dout, dlse, options, key)
+    try:
+        adopted = _adopted.devices
+    except AttributeError:
+        adopted = _adopted.devices = set()
+    if index >= 0 and index not in adopted:
+        driver.adopt_context(index)  # autograd's thread: cuBLAS warns where nothing was current before it
+        adopted.add(index)
+    plan, made = entry
+    new = empty_on_current if current_device() == index else allocator(index)
+    gradients = [x if x is None else new(*x) for x in made]
+    workspace = new((plan.workspace_bytes,), (1,), _BYTE)
     # In the order of `BACKWARD`.
     plan.run(
-        raw_stream(q.device),
+        raw_stream(index),
         (
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(), _ptr(dlse),
-            *map(_ptr, tensors[3:]), *map(_ptr, gradients),
+            q_address, k_address, v_address, out_address, dout_address, lse_address, address_of(dlse),
+            *(map(address_of, optional) if given else _NO_ADDRESSES), *map(address_of, gradients),
         ),
         workspace.data_ptr(),
         rng,
     )  # fmt: skip
+    return gradients
+
+
+def _first_backward(
+    tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+    options: CallOptions, key: Any,
+) -> Any:  # fmt: skip
+    """The entry of `_backward_plans` for a call that has none."""
+    call = _describe(tensors, options)
+    named = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    views: dict[str, Any] = {name: view(x.detach(), name) for name, x in named.items() if x is not None}
+    made: list[_Made | None] = []
+    for name, (place, option) in zip(GRADIENTS, _GRADIENTS, strict=True):
+        x = tensors[place]
+        wanted = x is not None and (option is None or getattr(options, option))
+        made.append(_dense(tuple(x.shape), x.dtype) if x is not None and wanted else None)
+        if wanted:
+            views[name] = call.problem.dense_layout_of(name)
+    return remember(_backward_plans, key, (api.plan_backward(call, views), made))
+
+
+def _backward_on_cpu(
+    tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+    options: CallOptions, rng: RngState,
+) -> Any:  # fmt: skip
+    gradients = [
+        torch.empty_like(tensors[place], memory_format=torch.contiguous_format)
+        if option is None or getattr(options, option)
+        else None
+        for place, option in _GRADIENTS
+    ]
+    named = dict(zip(GRADIENTS, gradients, strict=True))
+    arguments: dict[str, Any] = _keywords(tensors, options) | named | {"dlse": dlse, "rng": rng}
+    q, k, v = map(detached, tensors[:3])
+    api.attention_backward(dout, q, k, v, out, lse, **arguments)
     return gradients
 
 
@@ -159,22 +267,5 @@ def _check_tensors(tensors: Tensors) -> None:
             )
 
 
-def is_negated(tensors: Tensors) -> bool:
-    """Whether one of them is a lazily negated view."""
-    for x in tensors:  # noqa: SIM110 - a generator takes longer
-        if isinstance(x, torch.Tensor) and x.is_neg():
-            return True
-    return False
-
-
-def _dense(shape: tuple[int, ...]) -> _Dense:
-    return shape, compact_strides(shape)
-
-
-def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    """A dense tensor of x's shape, in half the time of ``torch.empty``."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _ptr(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def _dense(shape: tuple[int, ...], dtype: torch.dtype) -> _Made:
+    return shape, compact_strides(shape), dtype

@@ -61,4 +61,5 @@ def as_tensor(word: Any) -> torch.Tensor:
     """The seed's form of a Philox word: int64, unsigned values above 2**63 wrapped."""
     if isinstance(word, torch.Tensor):
         return word
-    return torch.tensor(word - 2**64 if word >= 2**63 else word, dtype=torch.int64)
+    # In half the time of `torch.tensor`, and on the CPU whatever the default device is.
+    return torch.scalar_tensor(word - 2**64 if word >= 2**63 else word, dtype=torch.int64, device="cpu")

@@ -92,7 +92,7 @@ def efficient_forward(
         problem = _padded(
             call.with_outputs(), dense_layout(tuple(lse.shape), "float32") if compute_log_sumexp else None
         )
-        plan = remember(_forward_plans, key_, forward_plan(problem, call.device.index, raw_stream(device)))
+        plan = remember(_forward_plans, key_, forward_plan(problem, call.device.index, raw_stream(device.index)))
     state, words = NO_RNG, (0, 0)
     if dropout_p > 0:
         state = draw_rng(q, k, None)
@@ -114,7 +114,7 @@ def efficient_forward(
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
         pointers = _pointers(q=q, k=k, v=v, out=out, lse=lse if compute_log_sumexp else None, bias=bias)
         address = 0 if workspace is None else workspace.data_ptr()
-        plan.run(raw_stream(device), addresses(plan.OPERANDS, pointers), address, state)
+        plan.run(raw_stream(device.index), addresses(plan.OPERANDS, pointers), address, state)
     seed, offset = map(as_tensor, words)
     return out.transpose(1, 2), lse, seed, offset
 
@@ -164,8 +164,8 @@ def efficient_backward(
         named = {"out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}
         views = {name: view(detached(x), name) for name, x in named.items() if x is not None}
         problem = _padded(call.with_outputs(**views), layout(view(detached(lse), "logsumexp")))
-        plan = remember(_backward_plans, key_, backward_plan(problem, call.device.index, raw_stream(device)))
+        plan = remember(_backward_plans, key_, backward_plan(problem, call.device.index, raw_stream(device.index)))
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
     pointers = _pointers(q=q, k=k, v=v, out=out, dout=dout, lse=lse, bias=bias, dq=dq, dk=dk, dv=dv, dbias=dbias)
-    plan.run(raw_stream(device), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), rng)
+    plan.run(raw_stream(device.index), addresses(plan.OPERANDS, pointers), workspace.data_ptr(), rng)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dbias

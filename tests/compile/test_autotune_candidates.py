@@ -34,8 +34,12 @@ PROBLEMS: dict[str, tuple[str, AttentionProblem]] = {
     "d64_causal_short": ("sm_90", problem(64, 1024, window_right=0)),
     "d128_causal": ("sm_90", problem(128, window_right=0)),
     "d256_causal": ("sm_90", problem(256, window_right=0)),
+    "d64_packed": ("sm_90", problem(64, varlen=True)),
+    "d64_packed_causal": ("sm_90", problem(64, varlen=True, window_right=0)),
     "d64_bias": ("sm_90", problem(64, bias=BIAS)),
     "d128_dropout": ("sm_90", problem(128, dropout_p=0.1, window_right=0)),
+    "d32_short": ("sm_90", problem(32, 49)),
+    "d64_of_an_image": ("sm_90", problem(64, 197)),
     "d128_sm_80": ("sm_80", problem(128, dtype="float16")),
 }
 

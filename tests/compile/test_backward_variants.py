@@ -276,7 +276,8 @@ def test_few_key_tiles_split_the_query_loop() -> None:
     packed = plan("sm_90", batch=2, seqlen_q=4096, seqlen_k=77, varlen=True)
     assert [launch.config.kernel for launch in packed.launches] == kernels
     assert dict(packed.launches[1].params)["num_splits"] == dict(spec.launches[1].params)["num_splits"]
-    assert next(w for w in packed.workspaces if w.field == "dkv_accum").nbytes == accumulator.nbytes
+    # Of 77 tokens and 2 sequences, each of which begins in a tile of its own.
+    assert next(w for w in packed.workspaces if w.field == "dkv_accum").nbytes == 4 * 16 * (0 + 2 + 1) * 128 * (64 + 64)
 
 
 def test_causal_key_tiles_are_interleaved_by_two_waves() -> None:
@@ -324,6 +325,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 20.0},
     "head_dim_64": {"head_dim": 64, **SHORT_BIAS},
     "128_keys": {"seqlen_q": 128, "seqlen_k": 128, "head_dim": 64},
+    "256_keys": {"seqlen_q": 256, "seqlen_k": 256, "bias": (1, 4, 256, 256), "dbias": True},
     "head_dim_128": {"seqlen_q": 128, "seqlen_k": 128, "head_dim": 128},
     "head_dim_256": {"head_dim": 256},
     "float32": {"dtype": "float32"},
@@ -360,17 +362,25 @@ def test_short_sequences_have_small_tiles_and_more_blocks() -> None:
     assert dkv(short_plan(head_dim=64)).min_blocks_per_sm == 2
     longer = dkv(short_plan(seqlen_q=100, seqlen_k=100))
     assert longer.block_n == 128
+    assert dkv(short_plan(seqlen_q=300, seqlen_k=200)).block_n == 256
     assert dkv(plan("sm_90", head_dim=32)).min_blocks_per_sm == 2, "what was measured stays"
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"varlen": True}, {"mask": (4096, 1, 1, 49)}, {"seqlen_k": 129}, {"head_dim": 256, "seqlen_k": 65}],
+    [{"varlen": True}, {"mask": (4096, 1, 1, 49)}, {"seqlen_k": 257}, {"head_dim": 256, "seqlen_k": 65}],
     ids=name,
 )
 def test_dq_of_several_blocks_is_added_up(changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError):
         short_plan(**changes)
+
+
+def test_other_operands_have_the_kernels_that_their_gradients_read_from() -> None:
+    """A sink's gradient comes from the statistics of ``delta``."""
+    sizes: dict[str, Any] = {"batch": 64, "seqlen_q": 49, "seqlen_k": 49, "head_dim": 32}
+    assert portable_backward.may_store_dq(problem(**sizes))
+    assert not portable_backward.may_store_dq(problem(**sizes, further=(("sink", layout((16,), "float32")),)))
 
 
 def test_plans_that_store_dq_are_candidates() -> None:

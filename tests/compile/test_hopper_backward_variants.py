@@ -69,6 +69,8 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d128_window": problem(128, window_left=100, window_right=20),
     "d64_varlen_seqused_k": problem(64, varlen=True, seqused_k=True, **CAUSAL),
     "d128_varlen": problem(128, varlen=True, **CAUSAL),
+    **{f"d{d}_varlen_full": problem(d, varlen=True, seqused_k=d == 64) for d in (64, 128, 192)},
+    "d128_varlen_dropout_full": problem(128, varlen=True, dropout_p=0.1),
     "d64_softcap": problem(64, softcap=30.0, **CAUSAL),
     "d128_softcap": problem(128, softcap=30.0, **CAUSAL),
     "d64_negative_scale": problem(64, softmax_scale=-0.1),
@@ -257,7 +259,17 @@ def test_kernel_of_a_shared_bias_compiles_clean(name: str) -> None:
 @pytest.mark.slow(sample=["d128", "d64_deterministic_dropout_varlen"])
 @pytest.mark.compiles(kernels=lambda name: [plan(VARIANTS[name], fused=False).launches[0].config])
 @pytest.mark.parametrize(
-    "name", ["d64", "d128", "d80", "d128_varlen", "d64_dropout", "d64_deterministic_dropout_varlen"]
+    "name",
+    [
+        "d64",
+        "d128",
+        "d80",
+        "d128_varlen",
+        "d128_varlen_full",
+        "d64_varlen_seqused_k",
+        "d64_dropout",
+        "d64_deterministic_dropout_varlen",
+    ],
 )
 def test_kernel_before_it_compiles_clean(name: str) -> None:
     kernel = compiled(plan(VARIANTS[name], fused=False).launches[0].config)
@@ -366,6 +378,10 @@ def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
     (workspace,) = (item for item in spec.workspaces if item.field == "dkv_accum")
     assert workspace.zeroed
     assert workspace.nbytes == 4 * 2 * 4096 * (128 + 128)
+    # Packed: of the tokens, in whole tiles of each sequence, not of the longest for each sequence.
+    packed = plan(problem(128, num_heads_kv=1, batch=10, seqlen_k=500, varlen=True), splits=4)
+    (workspace,) = (item for item in packed.workspaces if item.field == "dkv_accum")
+    assert workspace.nbytes == 4 * (512 // 128 + 10 + 1) * 128 * (128 + 128)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d64_seqused_k_many": problem(64, batch=64, seqused_k=True),
     "d256_1024": problem(256, seqlen_q=1024, seqlen_k=1024),
     "d64_varlen": problem(64, varlen=True, batch=1),
+    **{f"d{d}_varlen_causal": problem(d, varlen=True, seqused_k=True, **CAUSAL) for d in (64, 256)},
+    "d128_varlen_full": problem(128, varlen=True),
     "cross_77": problem(64, seqlen_q=4096, seqlen_k=77),
     "cross_20_causal": problem(64, seqlen_q=1100, seqlen_k=20, **CAUSAL),
     "cross_1": problem(40, seqlen_q=1100, seqlen_k=1),
@@ -132,6 +134,37 @@ def test_variant_compiles_clean(name: str) -> None:
     assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
     assert kernel.spill_bytes <= READ_AGAIN.get(name, 0)
     assert kernel.stack_bytes <= 2 * READ_AGAIN.get(name, 0)
+
+
+def tile_list(head_dim: int, changes: dict[str, Any]) -> HopperForwardConfig:
+    """The config of the kernel that lists the tiles of packed sequences."""
+    asked = problem(head_dim, varlen=True, batch=1, **changes)
+    spec = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
+    assert not isinstance(spec, list), spec
+    config = spec.launches[0].config
+    assert isinstance(config, HopperForwardConfig)
+    return config
+
+
+LISTS = [{}, CAUSAL, {"seqused_k": True}, {"window_left": 100, "seqused_k": True}]
+
+
+@pytest.mark.slow(sample=["list1-64"])
+@pytest.mark.compiles(kernels=lambda head_dim, changes: [tile_list(head_dim, changes)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("changes", LISTS, ids=[f"list{n}" for n in range(len(LISTS))])
+def test_kernel_that_lists_tiles_compiles_clean(head_dim: int, changes: dict[str, Any]) -> None:
+    config = tile_list(head_dim, changes)
+    assert config.kernel == "packed_tiles"
+    kernel = compiled(config)
+    assert "warning" not in kernel.log
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+def test_lists_of_tiles_are_shared() -> None:
+    """The kernel depends on the tile and the mask alone."""
+    assert tile_list(128, {}) == tile_list(96, {"dtype": "float16", "softcap": 30.0, "num_heads": 12})
+    assert len({tile_list(128, changes) for changes in LISTS}) == len(LISTS)
 
 
 def test_reasons_are_all_reported() -> None:

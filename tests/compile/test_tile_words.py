@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
 BATCH, LENGTH, HEADS = 4, 2048, 16
 KERNELS = ("tile_plan", "forward_hopper", "forward_portable", "backward_hopper", "backward_portable")
 CAUSAL = {"window_right": 0}
+BLOCKS = (1, 1, LENGTH, LENGTH)
 SCORES = (BATCH, HEADS, LENGTH, LENGTH)
 
 
@@ -30,7 +32,7 @@ def problem(head_dim: int, mask: tuple[int, ...] = (BATCH, 1, 1, LENGTH), **more
     return AttentionProblem(
         dtype=dtype, batch=BATCH, seqlen_q=LENGTH, seqlen_k=LENGTH, num_heads=HEADS, num_heads_kv=heads_kv,
         head_dim=head_dim, head_dim_v=head_dim, q=dense_layout((BATCH, LENGTH, HEADS, head_dim), dtype), k=keys, v=keys,
-        mask=dense_layout(mask, "bool"), **more,
+        mask=replace(dense_layout(mask, "bool"), offset_alignment=more.pop("alignment", 16)), **more,
     )  # fmt: skip
 
 
@@ -47,13 +49,18 @@ def kernels(asked: AttentionProblem, backend: str) -> list[KernelConfig]:
 HOPPER: dict[str, AttentionProblem] = {
     **{f"d{d}": problem(d) for d in (64, 128, 192, 256)},
     **{f"d{d}_causal_grouped": problem(d, num_heads_kv=4, **CAUSAL) for d in (64, 128)},
-    "d64_deterministic": problem(64, deterministic=True),
+    **{f"d{d}_deterministic_causal": problem(d, deterministic=True, **CAUSAL) for d in (64, 128)},
+    **{f"d{d}_blocks": problem(d, BLOCKS) for d in (64, 128)},
+    "d128_blocks_grouped": problem(128, BLOCKS, num_heads_kv=4),
+    "d64_blocks_deterministic": problem(64, BLOCKS, deterministic=True),
     "d64_deterministic_bias_causal": problem(64, deterministic=True, bias=True, **CAUSAL),
     "d64_bias": problem(64, bias=True),
     "d64_dropout": problem(64, dropout_p=0.1),
     "d128_softcap": problem(128, softcap=20.0),
+    **{f"d{d}_unaligned": problem(d, SCORES, alignment=1) for d in (64, 128)},
+    "d64_unaligned_bias_dropout": problem(64, SCORES, alignment=1, bias=True, dropout_p=0.1, **CAUSAL),
 }
-SPILLED = {("d64", "forward_portable"): 8, ("d64", "backward_portable"): 72, ("d128", "backward_portable"): 124}
+SPILLED = {("d64", "forward_portable"): 8, ("d64", "backward_portable"): 68, ("d128", "backward_portable"): 124}
 """Of the portable family; without words 36, 52 and 68 bytes."""
 
 

@@ -67,6 +67,10 @@ class Run:
             dtype = case.dtype if case.bias_dtype == "same" else "float32"
             bias_layout = "contiguous" if layout == "expanded" else layout
             self.inputs["bias"] = upload("bias", self.arrays["bias"], dtype, bias_layout, self.rng)
+        if "sink" in self.arrays:
+            sink_layout = layout if layout in OUTPUT_LAYOUTS else "contiguous"
+            dtype = case.dtype if case.sink == "same" else "float32"
+            self.inputs["sink"] = upload("sink", self.arrays["sink"], dtype, sink_layout, self.rng)
         if "mask" in self.arrays:
             mask_layout = "contiguous" if layout == "expanded" else layout
             self.inputs["mask"] = upload("mask", self.arrays["mask"], None, mask_layout, self.rng)
@@ -83,7 +87,7 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        score = {name: self.inputs[name] for name in ("bias", "mask") if name in self.inputs}
+        score = {name: self.inputs[name] for name in ("bias", "mask", "sink") if name in self.inputs}
         return {**cases.call_options(self.case), **score, **self.lengths, "rng": self.rng_words}
 
     def _blank(self, name: str, dtype: str) -> Any:
@@ -100,23 +104,25 @@ class Run:
         return {"out": out, "lse": lse}
 
     def backward(self, forward: dict[str, Any], *, deterministic: bool | None = None) -> dict[str, Any]:
-        """dq, dk, dv and dbias."""
+        """dq, dk, dv, dbias and dsink."""
         i = self.inputs
         grads = {name: self._blank(name, self.case.dtype) for name in ("dq", "dk", "dv")}
         if "bias" in i:
             dtype = self.case.dtype if self.case.bias_dtype == "same" else "float32"
             grads["dbias"] = self._blank("dbias", dtype)
+        if "sink" in i:
+            grads["dsink"] = self._blank("dsink", self.case.dtype if self.case.sink == "same" else "float32")
         options = {
             **self.options,
             "deterministic": self.case.deterministic if deterministic is None else deterministic,
         }
-        size = api.backward_workspace_bytes(i["q"], i["k"], i["v"], dbias="bias" in i, **options)
+        size = api.backward_workspace_bytes(i["q"], i["k"], i["v"], dbias="bias" in i, dsink="sink" in i, **options)
         # Strided gradients may ask for other kernels than dense ones, hence for some more.
         workspace = torch.full((size + (1 << 20),), 255, dtype=torch.uint8, device=DEVICE)
         nvrtc_attn.attention_backward(
             i["dout"], i["q"], i["k"], i["v"], forward["out"], forward["lse"],
-            grads["dq"], grads["dk"], grads["dv"], dbias=grads.get("dbias"), dlse=i.get("dlse"),
-            workspace=workspace, **options,
+            grads["dq"], grads["dk"], grads["dv"], dbias=grads.get("dbias"), dsink=grads.get("dsink"),
+            dlse=i.get("dlse"), workspace=workspace, **options,
         )  # fmt: skip
         return grads
 
@@ -182,6 +188,8 @@ def failures(
         bound = cases.error_bound(truth, low[name], dtype)
         if name == "dbias":
             bound += summed_delta_error(case, exact, arrays)
+        if name == "dsink":
+            bound += cases.summed_rows_error(case, arrays, exact)
         if name == "lse":  # its inputs are rounded scores in the yardstick; ours is float32 throughout
             bound = max(bound, 1e-5)
         worst = float(error.max(initial=0.0))

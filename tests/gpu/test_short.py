@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cases
@@ -9,7 +10,7 @@ import pytest
 from harness import DEVICE, Run, failures, oracle, torch
 
 from nvrtc_attn.front.problem import AttentionProblem
-from nvrtc_attn.heuristics import portable_backward
+from nvrtc_attn.heuristics import hopper_forward, portable_backward, portable_forward
 from nvrtc_attn.plans import plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -26,7 +27,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
         made = []
 
         def chosen(problem: AttentionProblem, **target: Any) -> Any:
-            made.append(choose(problem, **target, **switches))
+            made.append(choose(problem, **{**target, **switches}))
             return made[-1]
 
         monkeypatch.setattr(plan, "_plans", {})
@@ -53,6 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "narrow_head": {"seqlen_q": 70, "seqlen_k": 33, "head_dim": 8, "head_dim_v": 24},
     "odd_head": {"seqlen_q": 70, "seqlen_k": 33, "head_dim": 59, "head_dim_v": 37},
     "head_of_72": {"seqlen_q": 129, "seqlen_k": 120, "head_dim": 72, "head_dim_v": 104},
+    "256_keys": {"seqlen_q": 256, "seqlen_k": 256, "num_heads": 4, "head_dim": 32, "bias": "1hqk"},
+    "200_keys": {"seqlen_q": 333, "seqlen_k": 200, "head_dim": 64, "causal": True, "dlse": True},
     "head_of_256": {"seqlen_q": 129, "seqlen_k": 60, "head_dim": 256},
     "float32": {"seqlen_q": 65, "seqlen_k": 64, "head_dim": 64, "dtype": "float32", "bias": "1hqk"},
     "unaligned": {"seqlen_q": 50, "seqlen_k": 51, "head_dim": 32, "layout": "unaligned"},
@@ -75,14 +78,18 @@ def test_gradients(name: str, fused: bool, force: Any) -> None:
     assert ("delta" in kernels) != fused
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_wide_head_in_slices(fused: bool, force: Any) -> None:
-    """Thread blocks with a slice of the head dim each: rows are prepared before them."""
-    case = cases.make_case("short-slices", dtype="bfloat16", seqlen_q=40, seqlen_k=30, head_dim=512)
+@pytest.mark.parametrize(
+    ("dtype", "seqlen_k", "fused"), [("bfloat16", 30, False), ("bfloat16", 30, True), ("float32", 16, False)]
+)
+def test_wide_heads(dtype: str, seqlen_k: int, fused: bool, force: Any) -> None:
+    """In float32 thread blocks have a slice of the head dim each: their rows are prepared before them."""
+    case = cases.make_case("short-wide", dtype=dtype, seqlen_q=40, seqlen_k=seqlen_k, head_dim=512)
     run = Run(case)
     exact, low = oracle(case, run.arrays)
-    force(stores_dq=True, fused=fused)
+    made = force(stores_dq=True, fused=fused)
     assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+    slices = portable_backward.kernel_of(made[-1]).config.dim_slices
+    assert (slices > 1) == (dtype == "float32")
 
 
 def test_lengths_on_the_device(force: Any) -> None:
@@ -119,3 +126,46 @@ def test_the_same_bits_every_time(fused: bool, force: Any) -> None:
     for _ in range(1000):
         again = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="Hopper only")
+@pytest.mark.parametrize("head_dim", [64, 72, 112, 128])
+@pytest.mark.parametrize(("seqlen", "columns"), [(197, 112), (257, 96), (333, 112)])
+def test_key_tiles_of_which_less_stays_empty(
+    seqlen: int, columns: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
+    monkeypatch.setattr(hopper_forward, "FITS_KEYS", True)
+    choose_tile, chosen = hopper_forward.choose_tile, []
+
+    def record(*arguments: Any) -> hopper_forward.Tile:
+        chosen.append(choose_tile(*arguments))
+        return chosen[-1]
+
+    monkeypatch.setattr(hopper_forward, "choose_tile", record)
+    case = cases.make_case("short-fits", dtype="bfloat16", batch=5, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=3,
+                           head_dim=head_dim)  # fmt: skip
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    assert not failures(case, run.forward(), exact, low, run.arrays)
+    assert {tile.block_n for tile in chosen} == {columns}
+
+
+@pytest.mark.parametrize("keys", [700, 4096])
+def test_a_third_stage_where_blocks_are_many(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
+    monkeypatch.setattr(plan, "_plans", {})
+    stream_keys = portable_forward._stream_keys
+
+    def deeper(*arguments: Any, **options: Any) -> Any:
+        config, splits = stream_keys(*arguments, **options)
+        return dataclasses.replace(config, num_stages=3), splits
+
+    monkeypatch.setattr(portable_forward, "_stream_keys", deeper)
+    case = cases.make_case("short-stages", dtype="bfloat16", batch=70, seqlen_q=1, seqlen_k=keys, num_heads=8,
+                           num_heads_kv=4, head_dim=128)  # fmt: skip
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    assert not failures(case, run.forward(), exact, low, run.arrays)

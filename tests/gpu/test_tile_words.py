@@ -200,6 +200,7 @@ def test_grouped_heads(head_dim: int, shape: str) -> None:
         {"deterministic": True, "head_dim": 64},
         {"deterministic": True, "head_dim": 64, "causal": True, "num_heads": 4, "num_heads_kv": 2},
         {"deterministic": True, "head_dim": 128, "bias": "bhqk"},
+        {"deterministic": True, "head_dim": 128, "window_size": (300, 40)},
         {"seqused_k": (1100, 40, 600), "head_dim": 64},
         {"dtype": "float32", "head_dim": 64},
         {"dtype": "float16", "head_dim": 80, "head_dim_v": 40},

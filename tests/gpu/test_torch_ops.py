@@ -140,7 +140,7 @@ def test_autocast_is_that_of_sdpa(dtype: Any) -> None:
         torch.testing.assert_close(mine, other, atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.parametrize("name", ["plain", "bias", "dropout", "packed"])
+@pytest.mark.parametrize("name", ["plain", "bias", "dropout", "packed", "sink"])
 def test_opcheck(name: str) -> None:
     q, k, v = qkv(b=1, m=32, n=48)
     bias = torch.randn(1, 1, 32, 48, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -150,9 +150,10 @@ def test_opcheck(name: str) -> None:
         starts = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 12, 32], [0, 20, 48])]
         longest = (20, 28)
     seed = torch.tensor(5, device="cuda") if name == "dropout" else None
+    sink = torch.zeros(q.shape[2], device="cuda", requires_grad=True) if name == "sink" else None
     arguments = (
-        q, k, v, bias if name == "bias" else None, None, *starts, None, seed, None, 0, 3, "", None, None, None, 0.0,
-        0.3 if name == "dropout" else 0.0, *longest, True, True,
+        q, k, v, bias if name == "bias" else None, None, *starts, None, sink, seed, None, 0, 3, "", None, None, None,
+        0.0, 0.3 if name == "dropout" else 0.0, *longest, True, True,
     )  # fmt: skip
     torch.library.opcheck(ops.attention_forward, arguments)
 

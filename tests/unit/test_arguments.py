@@ -50,7 +50,7 @@ OPTIONS: dict[str, list[Any]] = {
     "dropout_p": [*NOT_NUMBERS, None, -0.1, 1.1], "max_seqlen_q": [*NOT_INTEGERS, None, 3],
     "max_seqlen_k": [*NOT_INTEGERS, None, 3], "bias": NOT_SCORES, "mask": [*NOT_SCORES, np.ones((1, 2, 4, 6))],
     "q": NOT_Q, "k": NOT_Q, "v": NOT_Q, "cu_seqlens_q": [None, *NOT_LENGTHS], "cu_seqlens_k": [None, *NOT_LENGTHS],
-    "seqused_k": NOT_LENGTHS,
+    "seqused_k": NOT_LENGTHS, "sink": [*NOT_TENSORS, arrays(1, 2), arrays(3), np.ones(2), np.ones(2, np.int32)],
 }  # fmt: skip
 FORWARD = {**OPTIONS, "rng": NOT_RNG, "return_lse": NOT_FLAGS, "deterministic": NOT_FLAGS, "stream": NOT_STREAMS,
            "out": NOT_OUTPUTS}  # fmt: skip
@@ -60,7 +60,7 @@ GRADIENTS = {name: [None, *NOT_OUTPUTS] for name in ("dq", "dk", "dv")}
 BACKWARD = {
     **OPTIONS, "rng": [None, *NOT_RNG], "deterministic": NOT_FLAGS, "stream": NOT_STREAMS, **GRADIENTS,
     "dbias": [*NOT_TENSORS, arrays(1, 2, 4, 7)], "dout": [None, *NOT_OUTPUTS[:-1]], "out": [None, *NOT_OUTPUTS[:-1]],
-    "lse": [None, *NOT_OUTPUTS], "dlse": NOT_OUTPUTS,
+    "lse": [None, *NOT_OUTPUTS], "dlse": NOT_OUTPUTS, "dsink": [*NOT_TENSORS, arrays(3)],
 }  # fmt: skip
 SIZES = {name: values for name, values in FORWARD.items() if name not in ("rng", "out")}
 MASK: dict[str, list[Any]] = {
@@ -85,12 +85,14 @@ def arguments(function: str, name: str) -> dict[str, Any]:
         given |= {"dq": arrays(1, 4, 2, 8), "dk": arrays(1, 6, 2, 8), "dv": arrays(1, 6, 2, 8)}
         given |= {"dout": arrays(1, 4, 2, 8), "out": arrays(1, 4, 2, 8), "lse": arrays(1, 2, 4)}
         given |= {"bias": arrays(1, 2, 4, 6)} if name in ("bias", "dbias") else {}
+        given |= {"sink": arrays(2)} if name in ("sink", "dsink") else {}
     return given
 
 
 FUNCTIONS: list[tuple[str, dict[str, list[Any]]]] = [
     ("attention", FORWARD), ("attention_forward", INTO), ("attention_backward", BACKWARD),
-    ("forward_workspace_bytes", SIZES), ("backward_workspace_bytes", {**SIZES, "dbias": NOT_FLAGS[:3]}),
+    ("forward_workspace_bytes", SIZES),
+    ("backward_workspace_bytes", {**SIZES, "dbias": NOT_FLAGS[:3], "dsink": NOT_FLAGS[:3]}),
     ("dropout_keep_mask", MASK),
 ]  # fmt: skip
 del FUNCTIONS[4][1]["return_lse"]
@@ -138,8 +140,9 @@ def test_unknown_options_of_the_sizes(function: Any) -> None:
     assert function(**dense(), **given) == 0
     assert api.forward_workspace_bytes(**dense(), lse=arrays(1, 2, 4)) == 0
     assert api.backward_workspace_bytes(**dense(), dlse=arrays(1, 2, 4)) == 0
-    with pytest.raises(TypeError, match="'dbias'"):
-        api.forward_workspace_bytes(**dense(), dbias=True)
+    for name in ("dbias", "dsink"):
+        with pytest.raises(TypeError, match=f"'{name}'"):
+            api.forward_workspace_bytes(**dense(), **{name: True})
 
 
 @pytest.mark.reliability(3)
@@ -173,7 +176,7 @@ def test_the_cupy_adapter_names_what_it_refuses(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "nvrtc_attn.cupy")
     array = fake.ndarray()
     names = ("dout", "q", "k", "v", "out", "lse")
-    given: dict[str, Any] = {**dict.fromkeys((*names, "dlse", "bias"), array), "with_dbias": True}
+    given: dict[str, Any] = {**dict.fromkeys((*names, "dlse", "bias", "sink"), array), "with_dbias": True}
     wrong: dict[str, list[Any]] = {name: [*NOT_TENSORS, arrays(1, 4, 2, 8)] for name in given} | {
         "with_dbias": [1, None]
     }
@@ -186,6 +189,6 @@ def test_the_cupy_adapter_names_what_it_refuses(monkeypatch: pytest.MonkeyPatch)
             if fault is not None:
                 faults.append(f"{name}={label(value)}: {fault}")
     assert not faults, "\n".join(faults)
-    for name in ("is_causal", "workspace", "out_of_place"):
+    for name in ("is_causal", "workspace", "out_of_place", "dsink"):
         with pytest.raises(TypeError, match=rf"^attention_backward\(\) got an unexpected keyword argument '{name}'"):
             adapter.attention_backward(*[array] * 6, **{name: True})

@@ -41,6 +41,8 @@ FEATURES: dict[str, Callable[[cases.Case], bool]] = {
     "tail tokens": lambda c: c.tail != (0, 0),
     "empty sequence": lambda c: any(0 in pair for pair in c.seqlens),
     "dlse": lambda c: c.dlse,
+    "sink": lambda c: c.sink is not None,
+    "16-bit sink": lambda c: c.sink == "same" and c.dtype != "float32",
     "deterministic": lambda c: c.deterministic,
     "scale": lambda c: c.softmax_scale is not None,
     **{layout: lambda c, layout=layout: c.layout == layout for layout in cases.LAYOUTS},

@@ -28,6 +28,7 @@ from nvrtc_attn.jit.config import (
     HopperDbiasConfig,
     HopperForwardConfig,
     KernelConfig,
+    SinkConfig,
 )
 from nvrtc_attn.jit.params import BackwardParams, ForwardParams
 from nvrtc_attn.plans import precompile
@@ -43,7 +44,8 @@ DBIAS = DbiasConfig(kernel="backward_dbias", **COMMON)
 HOPPER = HopperForwardConfig(kernel="forward_hopper", **{**COMMON, "num_warps": 12})
 HOPPER_BACKWARD = HopperBackwardConfig(kernel="backward_hopper", **{**COMMON, "num_warps": 12})
 HOPPER_DBIAS = HopperDbiasConfig(kernel="backward_hopper_dbias", **{**COMMON, "num_warps": 12})
-CONFIGS = [FORWARD, BACKWARD, DQ, DBIAS, HOPPER, HOPPER_BACKWARD, HOPPER_DBIAS]
+SINK = SinkConfig(kernel="sink_gradient", **COMMON)
+CONFIGS = [FORWARD, BACKWARD, DQ, DBIAS, HOPPER, HOPPER_BACKWARD, HOPPER_DBIAS, SINK]
 
 
 @pytest.mark.reliability(90)
@@ -200,7 +202,7 @@ def test_a_moved_field_does_not_compile(struct: type[ctypes.Structure], monkeypa
     fields[first], fields[first + 1] = fields[first + 1], fields[first]
     moved = type(struct.__name__, (ctypes.Structure,), {"_fields_": fields})
     config = FORWARD if struct is ForwardParams else BACKWARD
-    monkeypatch.setattr(codegen, "params_class", lambda config: moved)
+    monkeypatch.setattr(codegen, "base_params_class", lambda config: moved)
     with pytest.raises(CompileError, match="static assertion failed"):
         compile_source(compilable(config), config.arch)
 

@@ -24,7 +24,13 @@ from nvrtc_attn.front.operands import (
 )
 from nvrtc_attn.jit.codegen import entry_source
 from nvrtc_attn.jit.config import Features, ForwardConfig
-from nvrtc_attn.jit.params import BackwardParams, ForwardParams
+from nvrtc_attn.jit.params import (
+    BackwardParams,
+    ForwardParams,
+    FurtherBackwardParams,
+    FurtherForwardParams,
+    FurtherHopperForwardParams,
+)
 
 
 def test_a_pass_has_the_order_in_which_the_adapters_put_addresses() -> None:
@@ -36,13 +42,22 @@ def test_a_pass_has_the_order_in_which_the_adapters_put_addresses() -> None:
         assert OPERANDS[name].backward == OPERANDS[name].forward, f"the backward pass would ignore {name}"
 
 
-@pytest.mark.parametrize(("struct", "mirror"), [("ForwardParams", ForwardParams), ("BackwardParams", BackwardParams)])
+@pytest.mark.parametrize(
+    ("struct", "mirror"),
+    [
+        ("ForwardParams", ForwardParams), ("BackwardParams", BackwardParams),
+        ("WithSink", FurtherForwardParams), ("WithSink", FurtherHopperForwardParams),
+        ("FurtherBackwardParams", FurtherBackwardParams),
+    ],
+)  # fmt: skip
 def test_device_code_has_the_pointers_and_strides_of_the_table(struct: str, mirror: Any, repository: Path) -> None:
     """Before any compiler sees the static asserts."""
     text = (repository / "cuda_src/nvrtc_attn/params.cuh").read_text()
-    body = re.sub(r"//.*", "", text[text.index(f"struct {struct} {{") :].split("{", 1)[1].split("};")[0])
+    begin = re.search(rf"struct {struct} (: \w+ )?{{", text)
+    assert begin is not None
+    body = re.sub(r"//.*", "", text[begin.start() :].split("{", 1)[1].split("};")[0])
     fields = [name.split()[-1].strip("*") for line in body.split(";") if line.strip() for name in line.split(",")]
-    assert fields == [name for name, _ in mirror._fields_]
+    assert fields == [name for name, _ in mirror._fields_ if not name.startswith("_")]
 
 
 def test_an_operand_that_is_none_has_no_switch() -> None:
@@ -64,6 +79,9 @@ def test_torch_puts_each_address_at_its_name(monkeypatch: pytest.MonkeyPatch) ->
     import nvrtc_attn.torch as adapter
     from nvrtc_attn.torch import passes
 
+    OUT = ((1, 4, 2, 8), (64, 16, 8, 1), torch.float32)
+    LSE, BIAS = ((1, 2, 4), (8, 4, 1), torch.float32), ((1, 2, 4, 4), (32, 16, 4, 1), torch.float32)
+    SINK = (2,), (1,), torch.float32
     seen: list[dict[str, int]] = []
 
     class Plan:
@@ -86,13 +104,12 @@ def test_torch_puts_each_address_at_its_name(monkeypatch: pytest.MonkeyPatch) ->
         def get(self, _key: Any, _default: Any = None) -> Any:
             return self.entry
 
-    monkeypatch.setattr(
-        passes, "_forward_plans", Always((Plan(FORWARD), ((1, 4, 2, 8), (64, 16, 8, 1)), ((1, 2, 4), (8, 4, 1))))
-    )
-    monkeypatch.setattr(passes, "_backward_plans", Always(Plan(BACKWARD)))
+    monkeypatch.setattr(passes, "_forward_plans", Always((Plan(FORWARD), OUT, LSE)))
+    monkeypatch.setattr(passes, "_backward_plans", Always((Plan(BACKWARD), [OUT, OUT, OUT, BIAS, SINK])))
     monkeypatch.setattr(passes, "raw_stream", lambda _device: 0)
     given = {name: torch.ones(1, 4, 2, 8, requires_grad=True) for name in "qkv"}
     given |= {"bias": torch.ones(1, 2, 4, 4, requires_grad=True), "mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)}
+    given["sink"] = torch.ones(2, requires_grad=True)
     given |= {name: torch.zeros(2, dtype=torch.int32) for name in INPUTS if name not in given}
     numbers = {"max_seqlen_q": 4, "max_seqlen_k": 4, "dropout_p": 0.5, "rng": (3, 4), "return_lse": True}
     out, lse = adapter.attention(**given, **numbers)
@@ -111,9 +128,11 @@ def test_torch_puts_each_address_at_its_name(monkeypatch: pytest.MonkeyPatch) ->
     assert {name: backward[name] for name in GRADIENTS} == {name: x.data_ptr() for name, x in named.items()}
 
     given["bias"].requires_grad_(False)
+    given["sink"].requires_grad_(False)
+    monkeypatch.setattr(passes, "_backward_plans", Always((Plan(BACKWARD), [OUT, OUT, OUT, None, None])))
     out = adapter.attention(**given, **{**numbers, "return_lse": False})
     torch.autograd.grad(out, given["q"], dout)
-    assert (seen[-1]["dbias"], seen[-1]["dlse"]) == (0, 0)
+    assert (seen[-1]["dbias"], seen[-1]["dsink"], seen[-1]["dlse"]) == (0, 0, 0)
 
 
 ROW = (
@@ -182,7 +201,7 @@ if adapter is not None:
             seen.append(dict(zip(FORWARD, addresses, strict=True)))
     class Always(dict):
         def get(self, *_):
-            return Plan(), ((1, 4, 2, 8), (64, 16, 8, 1)), ((1, 2, 4), (8, 4, 1))
+            return Plan(), ((1, 4, 2, 8), (64, 16, 8, 1), x.dtype), ((1, 2, 4), (8, 4, 1), x.dtype)
     from nvrtc_attn.torch import passes
     passes._forward_plans, passes.raw_stream = Always(), lambda _device: 0
     x, scale = torch.ones(1, 4, 2, 8), torch.ones(2)

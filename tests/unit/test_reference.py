@@ -29,9 +29,10 @@ def run(case: cases.Case, arrays: Arrays, **options: Any) -> Arrays:
     q, k, v = (arrays[name] for name in "qkv")
     out, lse = attention_forward(q, k, v, **options)
     gradients = attention_backward(
-        arrays["dout"], q, k, v, out, lse, dlse=arrays.get("dlse"), bias_grad=case.bias_grad, **options
-    )
-    named = zip(("out", "lse", "dq", "dk", "dv", "dbias"), (out, lse, *gradients), strict=True)
+        arrays["dout"], q, k, v, out, lse, dlse=arrays.get("dlse"), bias_grad=case.bias_grad,
+        sink_grad=case.sink is not None, **options,
+    )  # fmt: skip
+    named = zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsink"), (out, lse, *gradients), strict=True)
     return {name: x for name, x in named if x is not None}
 
 
@@ -144,6 +145,8 @@ def gradient_cases() -> Iterator[cases.Case]:
         "mask": {"mask": "1h1k"},
         "mask-empty": {"mask": "bhqk", "mask_empty": True, "dlse": True},
         "dropout": {"dropout_p": 0.4, "offset": 5},
+        "sink": {"sink": "float32", "dlse": True},
+        "sink-empty-rows": {"sink": "float32", "mask": "bhqk", "mask_empty": True, "dlse": True, "dropout_p": 0.3},
         "mqa": {"num_heads": 3, "num_heads_kv": 1},
     }.items():
         yield cases.make_case(name, **{**sizes, **fields})
@@ -153,6 +156,7 @@ def gradient_cases() -> Iterator[cases.Case]:
     varlen = {"num_heads": 2, "num_heads_kv": 1, "head_dim": 3, "seqlens": lengths, "tail": (2, 1), "dlse": True}
     for causal in (False, True, "top_left"):
         yield cases.make_case(f"varlen-{causal}", **varlen, causal=causal)
+        yield cases.make_case(f"varlen-sink-{causal}", **varlen, causal=causal, sink="float32")
         yield cases.make_case(
             f"varlen-everything-{causal}", **varlen, causal=causal, seqused_k=used, softcap=1.1, dropout_p=0.25,
             window_size=(3, 1), head_dim_v=2,
@@ -178,7 +182,7 @@ def test_gradients_equal_finite_differences(case: cases.Case) -> None:
 
     rng = np.random.default_rng(7)
     step = 1e-5
-    for name in ("q", "k", "v", "bias"):
+    for name in ("q", "k", "v", "bias", "sink"):
         if name not in arrays:
             continue
         gradient = results["d" + name]
@@ -194,12 +198,12 @@ def test_every_single_gradient_equals_its_finite_difference() -> None:
     # Directions can hide an element whose gradient is misplaced among equals; here each element moves alone.
     case = cases.make_case(
         "element-wise", batch=1, seqlen_q=4, seqlen_k=5, head_dim=2, num_heads=2, num_heads_kv=1, causal=True,
-        bias="1h1k", softcap=1.3, dropout_p=0.2, dlse=True, window_size=(3, 0),
+        bias="1h1k", softcap=1.3, dropout_p=0.2, dlse=True, window_size=(3, 0), sink="float32",
     )  # fmt: skip
     arrays = {name: x.astype(np.float64) for name, x in cases.make_arrays(case).items()}
     results = run(case, arrays)
     step = 1e-5
-    for name in ("q", "k", "v", "bias"):
+    for name in ("q", "k", "v", "bias", "sink"):
         for index in np.ndindex(arrays[name].shape):
             losses = []
             for sign in (1, -1):

@@ -383,11 +383,11 @@ def launch_case(case: cases.Case) -> None:
         return Producer(shape, strides=where.strides, dtype=CODES[dtype], data=data)
 
     arrays = cases.make_arrays(case)
-    same = {"q", "k", "v", "dout", *(["bias"] if case.bias_dtype == "same" else [])}
+    same = {"q", "k", "v", "dout", *(["bias"] * (case.bias_dtype == "same")), *(["sink"] * (case.sink == "same"))}
     given = {name: tensor(name, x.shape, case.dtype if name in same else str(x.dtype)) for name, x in arrays.items()}
     made = {name: tensor(name, cases.shapes(case)[name], case.dtype) for name in ("out", "dq", "dk", "dv")}
     options: dict[str, Any] = {**cases.call_options(case), "rng": (1, 2)}
-    names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    names = ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "sink")
     options |= {name: given[name] for name in names if name in given}
     lse = tensor("lse", cases.shapes(case)["lse"], "float32")
     options["workspace"] = Producer((1 << 32,), dtype=(1, 8), data=next(address))
@@ -395,6 +395,8 @@ def launch_case(case: cases.Case) -> None:
     nvrtc_attn.attention_forward(q, k, v, made["out"], lse=lse, **options)
     if "bias" in given:
         options["dbias"] = tensor("dbias", arrays["bias"].shape, case.dtype if "bias" in same else "float32")
+    if "sink" in given:
+        options["dsink"] = tensor("dsink", arrays["sink"].shape, case.dtype if "sink" in same else "float32")
     nvrtc_attn.attention_backward(
         given["dout"], q, k, v, made["out"], lse, made["dq"], made["dk"], made["dv"], dlse=given.get("dlse"),
         deterministic=case.deterministic, **options,

@@ -235,12 +235,8 @@ def headers(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctype
     text = ""
     for name in HEADERS:
         source = (repository / "cuda_src/nvrtc_attn" / name).read_text()
-        if name.endswith("backward/schedule.cuh"):
-            # What reads shared memory is not for the host; packed sequences have no masks, whose words the other reads.
-            for left_out in (r"NVRTC_ATTN_DEVICE KeyTile read_key_tile.*?\n}\n", r"struct KeptQueries {.*?\n};\n"):
-                source, count = re.subn(left_out, "", source, flags=re.DOTALL)
-                assert count == 1, left_out
-            source = source.replace("template <class Traits>\n\n}", "}")
+        if name.endswith("backward/schedule.cuh"):  # what reads shared memory is not for the host
+            source = re.sub(r"NVRTC_ATTN_DEVICE KeyTile read_key_tile.*?\n}\n", "", source, flags=re.DOTALL)
         text += "".join(f"{x}\n" for x in source.splitlines() if not x.startswith(("#include", "#pragma once")))
     directory = tmp_path_factory.mktemp("tiles")
     source = PRELUDE + text + MAIN

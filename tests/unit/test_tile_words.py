@@ -234,7 +234,7 @@ def test_device_code_finds_every_tile(repository: Path, tmp_path: Path) -> None:
     sources = repository / "cuda_src" / "nvrtc_attn"
     words = (sources / "collective" / "tile_words.cuh").read_text(encoding="utf-8")
     words = words.replace("#pragma once", "").replace('#include "../params.cuh"', "")
-    schedule = (sources / "hopper" / "backward" / "schedule.cuh").read_text(encoding="utf-8")
+    schedule = (sources / "hopper" / "backward" / "kept_queries.cuh").read_text(encoding="utf-8")
     walk = re.search(r"template <class Traits>\nstruct KeptQueries \{.*?\n\};\n", schedule, re.DOTALL)
     assert walk
     source, program = tmp_path / "words.cpp", tmp_path / "words"

@@ -48,7 +48,8 @@ class Table(dict[Any, Any]):
     def get(self, key: Any, default: Any = None) -> Any:
         hash(key)
         self.asked.append(key)
-        return (self.plan, ((1, 4, 2, 8), (64, 16, 8, 1)), ((1, 2, 4), (8, 4, 1)))
+        out, lse = ((1, 4, 2, 8), (64, 16, 8, 1), torch.float32), ((1, 2, 4), (8, 4, 1), torch.float32)
+        return self.plan, out, lse
 
 
 def tensors() -> dict[str, Any]:
@@ -98,7 +99,7 @@ def test_no_plan_is_looked_up_for_options_of_the_wrong_kind(name: str, grad: boo
 
 
 @pytest.mark.parametrize(
-    "name", [*WRONG, "q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "rng"]
+    "name", [*WRONG, "q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "sink", "rng"]
 )
 def test_wrong_kinds_are_refused_by_name(name: str) -> None:
     given = packed() if name.startswith(("max_", "cu_", "seqused")) else tensors()

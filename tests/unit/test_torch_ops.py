@@ -44,7 +44,7 @@ def arguments(
     seed: Any = None, deterministic: bool = False, **more: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of the operators, what comes before their last one."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "sink")
     return (
         q, k, v, bias, mask, *map(more.get, names), seed, None, 7, 3, causal, None, None, None, 0.0, dropout_p,
         more.get("max_seqlen_q"), more.get("max_seqlen_k"), deterministic,
@@ -65,6 +65,7 @@ def problems() -> dict[str, tuple[Any, ...]]:
         "packed": arguments(*one, **packed()),
         "half": arguments(*tensors(dtype=torch.bfloat16), torch.randn(1, 1, 1, 9)),
         "no rows": arguments(*tensors(m=0)),
+        "sink": arguments(q, k, v, bias, sink=torch.randn(4, requires_grad=True)),
     }  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def detached(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-@pytest.mark.slow(sample=["bias", "device seed", "packed", "no rows"])
+@pytest.mark.slow(sample=["bias", "device seed", "packed", "no rows", "sink"])
 @pytest.mark.parametrize("name", problems())
 def test_opcheck(name: str) -> None:
     given = problems()[name]
@@ -80,8 +81,11 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(FORWARD, (*map(detached, given), False))
     given = tuple(map(detached, given))
     out, lse = FORWARD(*given, True)
-    for dlse, dbias in itertools.product((None, torch.randn_like(lse)), {False, given[3] is not None}):
-        torch.library.opcheck(BACKWARD, (torch.randn_like(out), dlse, out, lse, *given, dbias))
+    for dlse, wanted in itertools.product(
+        (None, torch.randn_like(lse)), {False, given[3] is not None or name == "sink"}
+    ):
+        gradients = wanted and given[3] is not None, wanted and name == "sink"
+        torch.library.opcheck(BACKWARD, (torch.randn_like(out), dlse, out, lse, *given, *gradients))
 
 
 # ------------------------------------------------------------------------------------------------------- compilers
@@ -492,27 +496,29 @@ def test_dtensors_shard_over_batch_and_heads(dim: int, bias_shape: tuple[int, ..
     from torch.distributed.tensor.debug import CommDebugMode
 
     devices = mesh(4)
-    whole = [*(x.detach() for x in tensors(b=4, h=8, hkv=4)), torch.randn(bias_shape)]
+    whole = [*(x.detach() for x in tensors(b=4, h=8, hkv=4)), torch.randn(bias_shape), torch.randn(8)]
     axis = {0: 0, 2: 1}[dim]
     placed = [*([Shard(dim)],) * 3, [Shard(axis) if bias_shape[axis] > 1 else Replicate()]]
+    placed.append([Shard(0) if dim == 2 else Replicate()])
     local, distributed = [], []
     for x, placement in zip(whole, placed, strict=True):
         part = x.chunk(4, placement[0].dim)[0] if isinstance(placement[0], Shard) else x
         local.append(part.clone().requires_grad_())
         distributed.append(DTensor.from_local(part.clone(), devices, placement).requires_grad_())
     with CommDebugMode() as communication:
-        q, k, v, bias = distributed
-        out, lse = na.attention(q, k, v, bias=bias, causal=True, return_lse=True)
+        q, k, v, bias, sink = distributed
+        out, lse = na.attention(q, k, v, bias=bias, sink=sink, causal=True, return_lse=True)
         out.to_local().sum().backward()
     assert (tuple(out.placements), tuple(lse.placements)) == ((Shard(dim),), (Shard(axis),))
     assert communication.get_total_counts() == 0
-    expected, _ = na.attention(local[0], local[1], local[2], bias=local[3], causal=True, return_lse=True)
+    expected, _ = na.attention(local[0], local[1], local[2], bias=local[3], sink=local[4], causal=True, return_lse=True)
     expected.sum().backward()
     torch.testing.assert_close(out.to_local(), expected)
     for ours, theirs in zip(distributed, local, strict=True):
         torch.testing.assert_close(ours.grad.to_local(), theirs.grad)
     if isinstance(placed[3][0], Replicate):
         assert isinstance(bias.grad.placements[0], Partial)
+    assert isinstance(sink.grad.placements[0], Shard if dim == 2 else Partial)
 
 
 @pytest.mark.parametrize("case", ["too few key heads", "dropout"])

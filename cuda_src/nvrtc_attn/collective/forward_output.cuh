@@ -4,6 +4,7 @@
 #include "forward_operands.cuh"
 #include "packed_heads.cuh"
 #include "packed_slots.cuh"
+#include "sink.cuh"
 #include "softmax.cuh"
 
 namespace nvrtc_attn {
@@ -89,6 +90,20 @@ struct OutputRows {
     return params.out_partial +
            partial_row(params, split, b, h + row_map.head(i), row_map.query(i)) * Traits::kHeadDimV;
   }
+  // What output row i is multiplied by, but for dropout's multiplier; writes its lse where `writes`.
+  // `sink`: of the tile's first head, which is the only one without packed heads.
+  NVRTC_ATTN_DEVICE float finish_with_sink(int i, float row_max, float row_sum, float sink, ScoreMap<Traits> const& map,
+                                           bool writes) const {
+    static_assert(!Traits::kSplit, "a sink counts once, in combine");
+    int const head = h + row_map.head(i);
+    if constexpr (Traits::kPackedHeads) sink = load_sink<Traits>(params, head);
+    RowEnd const end = take_sink<Traits>(row_max, row_sum, sink, map);
+    bool const empty = end.sum == 0.0f;
+    if (writes && params.lse != nullptr) {
+      *lse_row(params, b, head, q_row0, row_map.query(i)) = empty ? params.lse_empty : end.top + logf(end.sum);
+    }
+    return empty ? 0.0f : end.weight / end.sum;
+  }
   NVRTC_ATTN_DEVICE void write_lse(int i, float row_max, float row_sum, ScoreMap<Traits> const& map) const {
     if constexpr (Traits::kSplit) {
       params.softmax_partial[partial_row(params, split, b, h + row_map.head(i), row_map.query(i))] =
@@ -126,13 +141,19 @@ NVRTC_ATTN_DEVICE void write_output(AccTile (&o)[Shape::kTilesM][Shape::kTilesD]
   int const m0 = here.m_block * Shape::kBlockM;
   float const multiplier = Traits::kDropout ? rows.params.dropout_multiplier : 1.0f;
   Element* const sO = reinterpret_cast<Element*>(smem);
+  float const sink = load_sink<Traits>(rows.params, here.h);
 #pragma unroll
   for (int r = 0; r < Softmax::kRows; ++r) {
     int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
     bool const valid = m0 + row < rows.count;
     float const sum = softmax.row_sum[r];
-    float const factor = sum == 0.0f ? 0.0f : multiplier / sum;
-    if (t == 0 && here.warp_d == 0 && valid) rows.write_lse(m0 + row, softmax.row_max[r], sum, map);
+    float factor = sum == 0.0f ? 0.0f : multiplier / sum;
+    if constexpr (Traits::kHasSink) {
+      bool const writes = t == 0 && here.warp_d == 0 && valid;
+      factor = multiplier * rows.finish_with_sink(m0 + row, softmax.row_max[r], sum, sink, map, writes);
+    } else {
+      if (t == 0 && here.warp_d == 0 && valid) rows.write_lse(m0 + row, softmax.row_max[r], sum, map);
+    }
     float* const partial = Traits::kSplit ? rows.partial(m0 + row) + 2 * t : nullptr;
 #pragma unroll
     for (int d = 0; d < Shape::kTilesD; ++d) {
@@ -176,6 +197,7 @@ NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape
   float* const sMax = reinterpret_cast<float*>(smem);           // [kWarpsN][kBlockM]
   float* const sSum = sMax + Traits::kWarpsN * Shape::kBlockM;  // [kWarpsN][kBlockM]
   float* const sO = sSum + Traits::kWarpsN * Shape::kBlockM;    // [kWarpsN][kBlockM][kColumns]
+  float const sink = load_sink<Traits>(rows.params, here.h);
 #pragma unroll
   for (int r = 0; r < Softmax::kRows; ++r) {
     int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
@@ -197,8 +219,15 @@ NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape
     for (int w = 0; w < Traits::kWarpsN; ++w) {
       sum += sSum[w * Shape::kBlockM + row] * map.ratio(sMax[w * Shape::kBlockM + row], finite_max);
     }
-    if (t == 0 && here.warp_n == 0 && m0 + row < rows.count) rows.write_lse(m0 + row, row_max, sum, map);
-    float const factor = sum == 0.0f ? 0.0f : multiplier / sum * map.ratio(softmax.row_max[r], finite_max);
+    float factor;
+    if constexpr (Traits::kHasSink) {
+      bool const writes = t == 0 && here.warp_n == 0 && m0 + row < rows.count;
+      factor = multiplier * rows.finish_with_sink(m0 + row, row_max, sum, sink, map, writes);
+      factor *= map.ratio(softmax.row_max[r], finite_max);
+    } else {
+      if (t == 0 && here.warp_n == 0 && m0 + row < rows.count) rows.write_lse(m0 + row, row_max, sum, map);
+      factor = sum == 0.0f ? 0.0f : multiplier / sum * map.ratio(softmax.row_max[r], finite_max);
+    }
 #pragma unroll
     for (int d = 0; d < Shape::kTilesD; ++d) {
       *reinterpret_cast<float2*>(sO + (here.warp_n * Shape::kBlockM + row) * kColumns + 8 * d + 2 * t) =

@@ -299,7 +299,8 @@ struct NoDropout {
 // Everything that maps S and dP of one (batch, head) to dS. kSoftcapDerivative: return the gradient of scale * q.k (what
 // dq and dk need); otherwise the gradient of the bias, which is added after the softcap.
 template <class Traits, bool kSoftcapDerivative>
-struct ScoreGradient {
+struct ScoreGradient : ModifierOf<Traits> {
+  using Modifier = ModifierOf<Traits>;
   using Bias = typename Traits::Bias;
   using DropoutPolicy = cute::conditional_t<Traits::kDropout, Dropout, NoDropout>;
 
@@ -312,7 +313,8 @@ struct ScoreGradient {
   int cols;          // of bias and mask: more than positions.len_k with seqused_k
 
   NVRTC_ATTN_DEVICE ScoreGradient(BackwardParams const& params, int b, int h, int len_q, int len_k)
-      : positions(params, len_q, len_k),
+      : Modifier(params, b, h),
+        positions(params, len_q, len_k),
         bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
              params.bias_stride_m, params.bias_stride_n),
         mask(params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n),
@@ -385,15 +387,22 @@ struct ScoreGradient {
             float& x = s[m][n][2 * r + e];
             float bias = 0.0f;
             if constexpr (Traits::kHasBias) bias = tile.bias.value(m, r, n, e);
-            float tanh_value;
-            float const p = map.probability(map.score(x, bias, tanh_value), rows.reference[m][r]);
+            float tanh_value, modifier_slope, y;
+            if constexpr (Modifier::kScores) {
+              y = map.modified(*this, x, bias, i, j + at, modifier_slope);
+            } else {
+              y = map.score(x, bias, tanh_value);
+            }
+            float const p = map.probability(y, rows.reference[m][r]);
             float g = dp[m][n][2 * r + e];
             if constexpr (Traits::kDropout) g = keep >> at & 1 ? g * multiplier : 0.0f;
             g = p * (g - rows.delta[m][r]);
             if constexpr (Traits::kSoftcap && kSoftcapDerivative) g *= map.slope(tanh_value);
+            if constexpr (Modifier::kScores && kSoftcapDerivative) g = g != 0.0f ? g * modifier_slope : 0.0f;
             bool kept = true;
             if constexpr (kCheckPosition) kept = visible.contains(j + at);
             if constexpr (Traits::kMask) kept = kept && tile.mask.is_set(m, r, n, e);
+            if constexpr (Modifier::kMasks) kept = kept && this->keeps(i, j + at);
             x = masked_gradient(g, kept);
           }
         }

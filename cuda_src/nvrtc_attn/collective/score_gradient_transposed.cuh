@@ -26,7 +26,8 @@ NVRTC_ATTN_DEVICE unsigned keep_bits_transposed(Dropout const& dropout, int i0, 
 }
 
 template <class Traits>
-struct TransposedScoreGradient {
+struct TransposedScoreGradient : ModifierOf<Traits> {
+  using Modifier = ModifierOf<Traits>;
   using Bias = typename Traits::Bias;
   using DBias = typename Traits::DBias;
   using DropoutPolicy = cute::conditional_t<Traits::kDropout, Dropout, NoDropout>;
@@ -43,7 +44,8 @@ struct TransposedScoreGradient {
 
   NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_,
                                             int len_k, bool whole_ = false)
-      : positions(params, len_q, len_k),
+      : Modifier(params, b, h),
+        positions(params, len_q, len_k),
         bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
              params.bias_stride_m, params.bias_stride_n),
         mask(params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n),
@@ -144,8 +146,10 @@ struct TransposedScoreGradient {
   NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
                                unsigned keep_bits, float const* row_lse, float const* row_delta, int i0, int j0,
                                int lane) const {
+    constexpr bool kSelects = kReadsMask || Modifier::kMasks;  // also where positions need no test
     int const g = lane >> 2;
     int const t = lane & 3;
+    CapturedGradients<Modifier> gradients;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       int const i = i0 + 8 * m + 2 * t;
@@ -174,22 +178,31 @@ struct TransposedScoreGradient {
         for (int e = 0; e < 4; ++e) {
           int const ie = i + (e & 1);
           int const j = j0 + 16 * n + g + 8 * (e >> 1);
-          float y, tanh_value;
-          if constexpr (!Traits::kHasBias) y = map.score(s[n][m][e], 0.0f, tanh_value);
+          float y, tanh_value, modifier_slope;
+          if constexpr (Modifier::kScores) {
+            y = map.modified(*this, s[n][m][e], 0.0f, ie, j, modifier_slope);
+          } else if constexpr (!Traits::kHasBias) {
+            y = map.score(s[n][m][e], 0.0f, tanh_value);
+          }
           bool kept = true;
           if constexpr (kCheckPosition) kept = ie < positions.len_q && positions.keeps(ie, j);
           if constexpr (Traits::kHasBias) {
             if constexpr (kBiasElements) tile_bias[e] = !kCheckPosition || kept ? to_float(*bias.at(ie, j)) : 0.0f;
-            y = map.score(s[n][m][e], tile_bias[e], tanh_value);
+            if constexpr (Modifier::kScores) {
+              y += tile_bias[e];
+            } else {
+              y = map.score(s[n][m][e], tile_bias[e], tanh_value);
+            }
           }
           if constexpr (kReadsMask) {
             if (!kCheckPosition || kept) kept = *mask.at(ie, j) != 0;
           }
+          if constexpr (Modifier::kMasks) kept = kept && this->keeps(ie, j);
           float p = map.probability(y, reference[e & 1]);
           float z_dp = dp[n][m][e];
           if constexpr (Traits::kDropout) z_dp = (keep >> e & 1) ? z_dp * multiplier : 0.0f;
           float ds = p * (z_dp - delta[e & 1]);
-          if constexpr (kCheckPosition || kReadsMask) {
+          if constexpr (kCheckPosition || kSelects) {
             p = masked_gradient(p, kept);
             ds = masked_gradient(ds, kept);
           }
@@ -201,8 +214,15 @@ struct TransposedScoreGradient {
           if constexpr (Traits::kSoftcap) {
             float slope = map.slope(tanh_value);
             // q.k of a score that is not kept may be NaN: zero times its slope would be too.
-            if constexpr (kCheckPosition || kReadsMask) slope = masked_gradient(slope, kept);
+            if constexpr (kCheckPosition || kSelects) slope = masked_gradient(slope, kept);
             ds *= slope;
+          }
+          if constexpr (Modifier::kScores) {
+            // Likewise of a score that is -inf by the modifier: no gradient, whatever its derivative is.
+            if constexpr (Modifier::kTrains) {
+              if (ds != 0.0f && dbias_cols > 0) this->add(gradients.x, s[n][m][e] * map.scale, ds, ie, j);
+            }
+            ds = ds != 0.0f ? ds * modifier_slope : 0.0f;
           }
           s[n][m][e] = p;
           dp[n][m][e] = ds;
@@ -210,6 +230,7 @@ struct TransposedScoreGradient {
         if constexpr (kDbiasWords) store_dbias(tile_dbias, i0 + 8 * m + g, j0 + 16 * n + 2 * t);
       }
     }
+    if constexpr (Modifier::kTrains) gradients.finish();
   }
 };
 

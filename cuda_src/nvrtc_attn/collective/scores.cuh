@@ -4,7 +4,8 @@
 // Two modes, chosen at compile time by kMapsScores<Traits>:
 // * folded (no softcap, no bias, positive scale): the accumulator stays s = q.k and the scale rides in the exponent,
 //   P = exp2(s * exponent_scale - m * exponent_scale) with exponent_scale = scale * log2(e): one FFMA a score.
-// * mapped: the accumulator becomes s = softcap(scale * q.k) + bias in natural units and exponent_scale = log2(e). Such
+// * mapped: the accumulator becomes s = softcap(scale * q.k) + bias in natural units and exponent_scale = log2(e), with
+//   the user's score_mod, if there is one, in the place of the softcap. Such
 //   scores are subtracted before they are scaled, P = exp2((s - m) * log2(e)): a row of finite but huge negative bias
 //   (finfo.min, the common way to write a mask) must not overflow to -inf, it is an ordinary softmax.
 // Masked scores are replaced by -inf, never added to, so that NaN and inf in masked keys do not survive.
@@ -12,6 +13,7 @@
 #include "../common/numbers.cuh"
 #include "bias.cuh"
 #include "mask.cuh"
+#include "modifier.cuh"
 
 namespace nvrtc_attn {
 
@@ -33,7 +35,7 @@ NVRTC_ATTN_DEVICE float tanh_of(float x) {
 constexpr float kLargeReference = 0x1p13f;
 
 template <class Traits>
-constexpr bool kMapsScores = Traits::kSoftcap || Traits::kHasBias || Traits::kPrescale;
+constexpr bool kMapsScores = Traits::kSoftcap || Traits::kHasBias || Traits::kPrescale || ModifierOf<Traits>::kScores;
 
 template <class Traits>
 struct ScoreMap {
@@ -63,6 +65,24 @@ struct ScoreMap {
   NVRTC_ATTN_DEVICE float score(float s, float bias) const {
     float unused;
     return score(s, bias, unused);
+  }
+
+  // The same where a modifier takes the place of the softcap, and its derivative for the backward pass.
+  NVRTC_ATTN_DEVICE float modified(ModifierOf<Traits> const& modifier, float s, float bias, int i, int j) const {
+    float y = s;
+    if constexpr (kMapped) y = s * scale;
+    if constexpr (ModifierOf<Traits>::kScores) y = modifier.score(y, i, j);
+    if constexpr (Traits::kHasBias) y += bias;
+    return y;
+  }
+  NVRTC_ATTN_DEVICE float modified(ModifierOf<Traits> const& modifier, float s, float bias, int i, int j,
+                                   float& slope) const {
+    float y = s;
+    slope = 1.0f;
+    if constexpr (kMapped) y = s * scale;
+    if constexpr (ModifierOf<Traits>::kScores) y = modifier.score(y, i, j, slope);
+    if constexpr (Traits::kHasBias) y += bias;
+    return y;
   }
 
   // The derivative of the score with respect to scale * q.k: of the softcap, 1 - tanh^2.
@@ -106,6 +126,24 @@ NVRTC_ATTN_DEVICE float finish_score(ScoreMap<Traits> const& map, float s, Bias 
     y = map.score(s, 0.0f);
   }
   if constexpr (Traits::kMask) y = masked_score(y, byte != 0);
+  return y;
+}
+
+// The same with a modifier, for the score of row i and key j, which its mask keeps or not. Softcap comes with a mask_mod
+// alone.
+template <class Traits, class Bias, class Byte>
+NVRTC_ATTN_DEVICE float finish_score(ScoreMap<Traits> const& map, ModifierOf<Traits> const& modifier, float s,
+                                     Bias const& bias, Byte const& byte, int i, int j, bool kept) {
+  float y = s;
+  if constexpr (ModifierOf<Traits>::kScores) {
+    float x = 0.0f;
+    if constexpr (Traits::kHasBias) x = to_float(bias);
+    y = map.modified(modifier, s, x, i, j);
+    if constexpr (Traits::kMask) y = masked_score(y, byte != 0);
+  } else {
+    y = finish_score(map, s, bias, byte);
+  }
+  if constexpr (ModifierOf<Traits>::kMasks) y = masked_score(y, kept);
   return y;
 }
 

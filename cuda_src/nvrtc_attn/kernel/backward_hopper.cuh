@@ -60,7 +60,7 @@ struct KeyTileConsumer {
   static constexpr int kBlockM = Shape::kBlockM;
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other order leaves.
-  static constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || Traits::kMask ||
+  static constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || (Traits::kMask && !Traits::kKeyMask) ||
                                 (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap;
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // dv is stored under the last product; takes registers.
@@ -161,6 +161,17 @@ struct KeyTileConsumer {
     int m = work.range.start;
     int h = announced_first_head<Traits>(params, work.tile);
     zero_keys(work, h);
+    unsigned hidden = 0;  // kKeyMask: which of this thread's keys are
+    bool any_hidden = false;
+    if constexpr (Traits::kKeyMask) {
+      HiddenKeys const keys(params, work.tile.b, h, 1);
+      int const j = n_group + 16 * warp + (lane >> 2);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (j + 8 * r < work.seqlen.len_k && keys(j + 8 * r)) hidden |= 1u << r;
+      }
+      any_hidden = __any_sync(0xffffffffu, hidden != 0);
+    }
     barriers.full_v().wait(parity);
     bool stored = false;
 #pragma unroll 1
@@ -194,12 +205,12 @@ struct KeyTileConsumer {
       } else {
         TransposedKeepWords words;
         if constexpr (Traits::kKeepWords) load_keep_words(words);
-        bool const masked =
-            (Traits::kVarlen && m0 + kBlockM > work.seqlen.len_q) || !work.mask.keeps_tile(m0, kBlockM, n_group, 64);
+        bool const masked = (Traits::kVarlen && m0 + kBlockM > work.seqlen.len_q) ||
+                            !work.mask.keeps_tile(m0, kBlockM, n_group, 64) || (Traits::kKeyMask && any_hidden);
         wait_products<1>();
         pin_registers(s);
         if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);
-        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab());
+        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden);
         typename Scores::KeptP kept;
         if constexpr (Shape::kEarlyDv) {
           zero_queries(work, m0);  // before there are two of P

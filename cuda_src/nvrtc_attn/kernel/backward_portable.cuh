@@ -24,6 +24,7 @@
 #include "../collective/hidden_keys.cuh"
 #include "../collective/packed_slots.cuh"
 #include "../collective/score_gradient_transposed.cuh"
+#include "../collective/tile_statistics.cuh"
 #include "../collective/tile_words.cuh"
 #include "../common/tile_load.cuh"
 #include "../common/tile_store.cuh"
@@ -44,8 +45,9 @@ struct BackwardTiles {
 
   // S^T and dP^T of a warp: kRowsN keys x kRowsM queries, kChunkM queries at a time: 64 accumulator registers at most, half
   // of that in float32, whose operands take twice the registers once they are split, where dQ takes more (head dim 256), and
-  // where V takes its part.
-  static constexpr int kChunkArea = sizeof(Element) == 2 && kWarpsM <= 2 && !Traits::kVInRegisters ? 64 : 32;
+  // where V or a modifier takes its part.
+  static constexpr bool kMoreTaken = Traits::kVInRegisters || ModifierOf<Traits>::kAny;
+  static constexpr int kChunkArea = sizeof(Element) == 2 && kWarpsM <= 2 && !kMoreTaken ? 64 : 32;
   static constexpr int kRowsN = kBlockN / kWarpsN;
   static constexpr int kRowsM = kBlockM / kWarpsM;
   static constexpr int kTilesN = kRowsN / 16;
@@ -258,7 +260,8 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   // multiplied by zeros only (and edge tiles select by position anyway).
   NVRTC_ATTN_DEVICE void load_statistics(int h, int m0, int stage) const {
     if constexpr (Traits::kFused) {
-      make_statistics(h, m0, stage);
+      make_statistics<Traits>(params, seqlen, b, h, m0, sLse + stage * Tiles::kBlockM, sDelta + stage * Tiles::kBlockM,
+                              tid);
       return;
     }
     index_t const row =
@@ -277,67 +280,6 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
         cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(*lse, *to_lse, valid);
         cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(*delta, *to_delta, valid);
       }
-    }
-  }
-
-  // The same without a kernel before this one (delta.cuh): kLanes threads for a row, 16 bytes at a time.
-  NVRTC_ATTN_DEVICE void make_statistics(int h, int m0, int stage) const {
-    constexpr int kVec = Traits::kAligned ? 16 / int(sizeof(Element)) : 1;
-    constexpr int kChunks = Tiles::kHeadDimV / kVec;
-    constexpr int kLanes = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
-    int const part = tid % kLanes;
-    index_t const row0 = index_t(seqlen.q_row0) + m0;
-    Element const* out = reinterpret_cast<Element const*>(params.out) +
-                         index_t(seqlen.batch_index) * params.out_stride_b + row0 * params.out_stride_m +
-                         index_t(h) * params.out_stride_h;
-    Element const* dout = reinterpret_cast<Element const*>(params.dout) +
-                          index_t(seqlen.batch_index) * params.dout_stride_b + row0 * params.dout_stride_m +
-                          index_t(h) * params.dout_stride_h;
-    // Two rows of a thread are in flight at once; not all, whose addresses would take the registers of the products.
-#pragma unroll 2
-    for (int i = tid / kLanes; i < Tiles::kBlockM; i += kThreads / kLanes) {
-      bool const valid = m0 + i < seqlen.len_q;
-      float sum = 0.0f;
-#pragma unroll
-      for (int chunk = part; chunk < kChunks; chunk += kLanes) {
-        int const col = chunk * kVec;
-        if (!valid || col >= params.head_dim_v) continue;
-        Element const* const o = out + index_t(i) * params.out_stride_m + index_t(col) * params.out_stride_d;
-        Element const* const g = dout + index_t(i) * params.dout_stride_m + index_t(col) * params.dout_stride_d;
-        if constexpr (Traits::kAligned) {
-          uint4 const o4 = __ldcs(reinterpret_cast<uint4 const*>(o));
-          uint4 const g4 = __ldg(reinterpret_cast<uint4 const*>(g));
-          Element const* const ov = reinterpret_cast<Element const*>(&o4);
-          Element const* const gv = reinterpret_cast<Element const*>(&g4);
-#pragma unroll
-          for (int e = 0; e < kVec; ++e) sum = fmaf(to_float(ov[e]), to_float(gv[e]), sum);
-        } else {
-          sum = fmaf(to_float(*o), to_float(*g), sum);
-        }
-      }
-#pragma unroll
-      for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      if (part != 0) continue;
-      float lse = 0.0f;
-      if (valid) {
-        index_t const at = params.lse_packed ? row0 + i : index_t(m0 + i);
-        index_t const batch = params.lse_packed ? 0 : index_t(b);
-        lse = params.lse[batch * params.lse_stride_b + index_t(h) * params.lse_stride_h + at * params.lse_stride_m];
-        bool const has_p = has_probabilities(lse);
-        if (params.dlse != nullptr) {
-          sum -=
-              params.dlse[batch * params.dlse_stride_b + index_t(h) * params.dlse_stride_h + at * params.dlse_stride_m];
-        }
-        // Otherwise P = 0 and there is no gradient, whatever arrives through lse: 0 times NaN must not.
-        if (!has_p) {
-          sum = 0.0f;
-          lse = infinity();
-        }
-        params.delta[index_t(seqlen.batch_index) * params.delta_stride_b + index_t(h) * params.delta_stride_h + row0 +
-                     i] = sum;
-      }
-      sLse[stage * Tiles::kBlockM + i] = lse;
-      sDelta[stage * Tiles::kBlockM + i] = sum;
     }
   }
 

@@ -16,6 +16,7 @@
 #include "../collective/epilogue.cuh"
 #include "../collective/scores.cuh"
 #include "../collective/seqlen.cuh"
+#include "../collective/sink.cuh"
 
 namespace nvrtc_attn {
 
@@ -78,13 +79,21 @@ NVRTC_ATTN_DEVICE void combine(ForwardParams const& params) {
   }
 #pragma unroll
   for (int delta = 16; delta > 0; delta /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, delta);
+  RowEnd end;
+  if constexpr (Traits::kHasSink) {  // counts once, whatever the number of splits
+    end = take_sink<Traits>(largest, sum, load_sink<Traits>(params, h), map);
+    sum = end.sum;
+  }
   bool const empty = sum == 0.0f;  // and not its maximum: of NaN alone that is -inf too
   if (tid == 0 && params.lse != nullptr) {
-    *lse_row(params, b, h, seqlen.q_row0, i) = empty ? params.lse_empty : map.lse(largest, sum);
+    *lse_row(params, b, h, seqlen.q_row0, i) = empty              ? params.lse_empty
+                                               : Traits::kHasSink ? end.top + logf(sum)
+                                                                  : map.lse(largest, sum);
   }
   sync();
 
-  float const factor = empty ? 0.0f : 1.0f / sum;
+  float factor = empty ? 0.0f : 1.0f / sum;
+  if constexpr (Traits::kHasSink) factor *= end.weight;
   float const* const out_partial = params.out_partial + partial_row(params, 0, b, h, i) * Traits::kHeadDimV;
   Element* const out = reinterpret_cast<Element*>(params.out) + index_t(seqlen.batch_index) * params.out_stride_b +
                        index_t(h) * params.out_stride_h + (index_t(seqlen.q_row0) + i) * params.out_stride_m;

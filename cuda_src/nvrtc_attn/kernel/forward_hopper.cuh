@@ -20,6 +20,7 @@
 #pragma once
 #include "../collective/epilogue.cuh"
 #include "../collective/seqlen.cuh"
+#include "../collective/sink.cuh"
 #include "../common/fragment_load.cuh"
 #include "../hopper/common/barrier.cuh"
 #include "../hopper/common/row_store.cuh"
@@ -64,7 +65,7 @@ NVRTC_ATTN_DEVICE void recompute_scores(AccTile (&s)[1][Shape::kTilesN], unsigne
 // Normalise and write out and lse of this warp's 16 rows. Whole sectors: four threads of a row write 64 bytes.
 template <class Traits, int kTilesD>
 NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftmax<Traits> const& softmax,
-                                  ScoreMap<Traits> const& map, ForwardParams const& params, int b, int h,
+                                  ScoreMap<Traits> const& map, float sink, ForwardParams const& params, int b, int h,
                                   int batch_index, int q_row0, int len_q, int i, int lane) {
   using Element = typename Traits::Element;
   int const t = lane & 3;
@@ -72,11 +73,18 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
   for (int r = 0; r < 2; ++r) {
     int const row = i + 8 * r;
     bool const valid = row < len_q;
-    float const sum = softmax.row_sum[r];
+    float sum = softmax.row_sum[r];
+    RowEnd end;
+    if constexpr (Traits::kHasSink) {
+      end = take_sink<Traits>(softmax.row_max[r], sum, sink, map);
+      sum = end.sum;
+    }
     bool const empty = sum == 0.0f;  // and not its maximum: of NaN alone that is -inf too
-    float const factor = empty ? 0.0f : (Traits::kDropout ? params.dropout_multiplier : 1.0f) / sum;
+    float factor = empty ? 0.0f : (Traits::kDropout ? params.dropout_multiplier : 1.0f) / sum;
+    if constexpr (Traits::kHasSink) factor *= end.weight;
     if (t == 0 && valid && params.lse != nullptr) {
-      float const lse = softmax.row_max[r] * (map.exponent_scale * kLn2) + __logf(sum);
+      float const top = Traits::kHasSink ? end.top : softmax.row_max[r] * (map.exponent_scale * kLn2);
+      float const lse = top + __logf(sum);
       *lse_row(params, b, h, q_row0, row) = empty ? params.lse_empty : lse;
     }
     Element* const to = reinterpret_cast<Element*>(params.out) + index_t(batch_index) * params.out_stride_b +
@@ -216,6 +224,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     ScoreTile<Traits> const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, i, lane, tiles};
 
     DeferredSoftmax<Traits> softmax;
+    float sink = 0.0f;
     AccTile o[1][Shape::kTilesD];
 #pragma unroll
     for (int d = 0; d < Shape::kTilesD; ++d) {
@@ -391,6 +400,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       begin_products();
       start_adding_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
       commit_products();
+      sink = load_sink<Traits>(params, tile.h);  // beside the last product
       softmax.finish();
       wait_products<0>();
       pin_registers(o);
@@ -398,8 +408,10 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       v_slot.advance();
     } else {
       release_q();
+      sink = load_sink<Traits>(params, tile.h);
     }
-    write_rows<Traits>(o, softmax, map, params, tile.b, tile.h, seqlen.batch_index, seqlen.q_row0, len_q, i, lane);
+    write_rows<Traits>(o, softmax, map, sink, params, tile.b, tile.h, seqlen.batch_index, seqlen.q_row0, len_q, i,
+                       lane);
   }
 }
 

@@ -155,6 +155,8 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   // This thread's first row and column of a tile of scores.
   int const i0 = m0 + warp_row0 + (lane >> 2);
   int const j0 = warp_col0 + 2 * (lane & 3);
+  ModifierOf<Traits> const modifier(params, b, h);
+  static_assert(!ModifierOf<Traits>::kAny || !Traits::kPackedHeads, "a modifier knows one head a tile");
   Dropout const dropout = Traits::kDropout ? Dropout(params, b, h) : Dropout();
   RowScores<Bias const, Traits::kPackedHeads> const bias(
       {reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
@@ -260,6 +262,9 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
             mask_tile.load(byte_mask, i0, n0 + j0, num_rows, len_k);
           }
         }
+        // A mask_mod is asked before there are scores: its operands and they do not fit in registers together.
+        MaskBits<ModifierOf<Traits>, Shape::kTilesM, Shape::kTilesN> mask_bits;
+        mask_bits.compute(modifier, i0, n0 + j0);
         multiply_qk<Shape>(s, query, key, stage * Shape::TileK::kBytes);
 #pragma unroll
         for (int m = 0; m < Shape::kTilesM; ++m) {
@@ -268,7 +273,12 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               float& x = s[m][n][e];
-              x = finish_score(map, x, bias_tile.at(m, n, e), mask_tile.at(m, n, e));
+              if constexpr (ModifierOf<Traits>::kAny) {
+                x = finish_score(map, modifier, x, bias_tile.at(m, n, e), mask_tile.at(m, n, e),
+                                 i0 + 16 * m + 8 * (e / 2), n0 + j0 + 8 * n + e % 2, mask_bits.kept(m, n, e));
+              } else {
+                x = finish_score(map, x, bias_tile.at(m, n, e), mask_tile.at(m, n, e));
+              }
             }
           }
         }

@@ -8,6 +8,7 @@
 // Shared memory of theirs: which tile it is (16 bytes), barriers, kNumStages x a slot of keep words.
 #pragma once
 #include "../common/barrier.cuh"
+#include "kept_queries.cuh"
 #include "schedule.cuh"
 
 namespace nvrtc_attn {

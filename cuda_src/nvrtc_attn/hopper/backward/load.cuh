@@ -9,6 +9,7 @@
 #include "../common/wgmma.cuh"
 #include "barriers.cuh"
 #include "helpers.cuh"
+#include "kept_queries.cuh"
 #include "prepare_rows.cuh"
 #include "schedule.cuh"
 #include "score_tile_transposed.cuh"

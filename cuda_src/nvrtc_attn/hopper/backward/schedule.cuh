@@ -10,7 +10,6 @@
 #pragma once
 #include "../../collective/mask.cuh"
 #include "../../collective/seqlen.cuh"
-#include "../../collective/tile_words.cuh"
 #include "../../params.cuh"
 #include "../common/tile_list.cuh"
 #include "../common/uniform.cuh"
@@ -130,6 +129,11 @@ struct QueryRange {
     constexpr bool kTogether =
         Traits::kBand || Traits::kVarlen || Traits::kOrdered || (Traits::kBiasTiles && Traits::kDbiasStore);
     if constexpr (!kTogether) start = min(n_block * params.query_step >> 12, max(count - 1, 0));
+    // Packed: as if there were as many queries as keys, and round again where there are fewer. With kSplit it spills 4 bytes.
+    if constexpr (Traits::kVarlen && !Traits::kBand && !Traits::kOrdered && !Traits::kSplit) {
+      int const place = n_block * (Traits::kBlockN / Traits::kBlockM);
+      start = place - uniform_quotient(place, max(count, 1)) * count;
+    }
   }
   NVRTC_ATTN_DEVICE void next(int& h, int& m) const {
     if (++m == first + count) m = first;
@@ -152,45 +156,6 @@ struct KeyTileWork {
         seqlen(params, b),
         mask(params, seqlen.len_q, seqlen.len_k),
         range(params, mask, tile.n_block) {}
-};
-
-// kTileWords: those of a key tile's query tiles that have something, of every query head of the group in turn, as
-// QueryRange goes through all of them. Uniform over the warp.
-template <class Traits>
-struct KeptQueries {
-  HopperBackwardParams const& params;
-  KeyTileWork<Traits> const& work;
-
-  NVRTC_ATTN_DEVICE int end() const { return work.range.first + work.range.count; }
-  NVRTC_ATTN_DEVICE TileLine line(int h) const { return tile_line(params, work.tile.b, h, work.tile.n_block); }
-  NVRTC_ATTN_DEVICE int of_head(int h) const { return uniform(line(h).count(work.range.first, end())); }
-  NVRTC_ATTN_DEVICE int total(int first_head) const {
-    int sum = 0;
-#pragma unroll 1
-    for (int h = first_head; h < first_head + params.heads_per_group; ++h) sum += of_head(h);
-    return sum;
-  }
-  // The first one from `m` on, or round from the beginning: of a head that has one.
-  NVRTC_ATTN_DEVICE int from(int h, int m) const {
-    int found = line(h).first_from(m, end());
-    if (found >= end()) found = line(h).first_from(work.range.first, end());
-    return uniform(found);
-  }
-  // To the first one of all, from head h on; there is one.
-  NVRTC_ATTN_DEVICE void begin(int& h, int& m, int& in_head) const {
-    for (in_head = of_head(h); in_head == 0; in_head = of_head(++h)) {
-    }
-    m = from(h, work.range.start);
-  }
-  // To the next; there is one. `in_head`: how many of the head's are left, this one included.
-  NVRTC_ATTN_DEVICE void next(int& h, int& m, int& in_head) const {
-    if (--in_head == 0) {
-      ++h;
-      begin(h, m, in_head);
-    } else {
-      m = from(h, m + 1);
-    }
-  }
 };
 
 }  // namespace nvrtc_attn

@@ -12,7 +12,8 @@
 
 namespace nvrtc_attn {
 
-// Masked scores and their gradient in registers, for problems without byte mask, with a bias only as tiles: P is known before
+// Masked scores and their gradient in registers, for problems without byte mask but one that is the same for all queries
+// (kKeyMask), with a bias only as tiles: P is known before
 // dP, so that its product can start before dP is there. With keep words P comes times dropout's multiplier, and delta divided
 // by it (backward_hopper_prepare): dV takes P where it is kept, dS = P * kept dP - P * delta.
 template <class Traits, class Shape>
@@ -27,12 +28,18 @@ struct ScoreBlock {
   // Raw products -> P, as an operand too where that is wanted early.
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
                                        FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
-                                       int m0, bool masked, unsigned bias_slab) const {
+                                       int m0, bool masked, unsigned bias_slab, unsigned hidden = 0) const {
     // Before the mask, by whose keys the bias may be anything.
     if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map);
     if (masked) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) replace_hidden(s, r, -infinity(), mask.rows_of(j + 8 * r, m0 + 2 * t));
+      for (int r = 0; r < 2; ++r) {
+        Visible seen = mask.rows_of(j + 8 * r, m0 + 2 * t);
+        if constexpr (Traits::kKeyMask) {
+          if (hidden >> r & 1) seen.last = -1;
+        }
+        replace_hidden(s, r, -infinity(), seen);
+      }
     }
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {

@@ -74,6 +74,8 @@ struct HopperBackwardShape {
   static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
   static_assert(!Traits::kTileWords || (Traits::kMask && !Traits::kVarlen && !Traits::kOneKeyTile && !kBiasTiles),
                 "words are of a mask; dq of query tiles that no key tile visits comes from the workspace");
+  static_assert(!Traits::kKeyMask || (Traits::kMask && !Traits::kDropout && !Traits::kSoftcap && !Traits::kHasBias),
+                "scores that are products, of keys that are there or not");
   static_assert(!(Traits::kSplit && Traits::kOrdered), "dk and dv have no order of additions");
   static_assert(!(Traits::kSplit && kStoresTiles), "the loading warp has no register for both");
   static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");

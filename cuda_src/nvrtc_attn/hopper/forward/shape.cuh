@@ -63,6 +63,10 @@ struct HopperShape {
   static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : kTileWords ? 224 : kSmallTile ? 232 : 240;
   static constexpr int kRegistersProducer = kGroups == 3 ? 32 : kTileWords ? 56 : kSmallTile ? 40 : 24;
 
+  // A group that asks for more than the block was launched with would wait for ever.
+  static_assert(kGroups * kRegistersConsumer + kRegistersProducer <=
+                    65536 / Traits::kNumThreads / 8 * 8 * (kGroups + 1),
+                "registers of the block");
   static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
   static_assert(!(Traits::kHalfTile && Traits::kDropout), "the first tile makes the flags of a whole one");

@@ -1,0 +1,203 @@
+"""What a call costs on the host: every adapter of nvrtc_attn beside torch's own attention, in microseconds.
+
+    python benchmarks/host.py          or    python benchmarks/attention.py --part host
+
+One small problem (1 x 64 x 8, head dim 64), which the GPU finishes before the host has launched the next one. Each
+number is the best of 20 batches of 100 calls; the batches of all functions take turns. SDPA's backends are chosen
+around a batch: choosing takes as long as a call. Takes half a minute.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from measure import print_table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import nvrtc_attn
+import nvrtc_attn.torch as na
+from nvrtc_attn import aten
+
+SHAPE = (1, 64, 8, 64)
+BATCHES, CALLS = 20, 100
+COLUMNS = ("forward", "with gradient", "backward", "both")
+"""Without a graph, with one, the pass through it, and a call with its gradient."""
+SEED = "seed, the operator"
+SEED_SDPA = "seed, scaled_dot_product_attention"
+
+
+class Timed(NamedTuple):
+    """A function of one row and column, and what is around a batch of it."""
+
+    row: str
+    column: str
+    call: Callable[[], Any]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def differentiable(
+    row: str, call: Callable[..., Any], leaves: Any, dout: Any, around: Callable[[], Any] = nullcontext
+) -> list[Timed]:
+    """All four columns of a function that autograd knows."""
+    plain = [x.detach() for x in leaves]
+    with around():
+        out = call(*leaves)
+    return [
+        Timed(row, "forward", lambda: call(*plain), around),
+        Timed(row, "with gradient", lambda: call(*leaves), around),
+        Timed(row, "backward", lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), around),
+        Timed(row, "both", lambda: torch.autograd.grad(call(*leaves), leaves, dout), around),
+    ]
+
+
+def ours() -> list[Timed]:
+    leaves = [torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    q, k, v = (x.detach() for x in leaves)
+    dout, out, lse = torch.randn_like(q), torch.empty_like(q), torch.empty(1, 8, 64, device="cuda")
+    heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in leaves]
+    nvrtc_attn.attention_forward(q, k, v, out, lse=lse)
+    gradients = [torch.empty_like(q) for _ in range(3)]
+    workspace = torch.empty(nvrtc_attn.backward_workspace_bytes(q, k, v), device="cuda", dtype=torch.uint8)
+    none = (None,) * 5
+    _, padded, seed, offset, *_ = aten.efficient_attention_forward(q, k, v, *none, 0.0, 0, True)
+    return [
+        *differentiable("nvrtc_attn.torch.attention", na.attention, leaves, dout),
+        *differentiable(
+            "nvrtc_attn.torch.scaled_dot_product_attention", na.scaled_dot_product_attention, heads_first,
+            dout.transpose(1, 2),
+        ),
+        Timed("nvrtc_attn.attention, torch tensors", "forward", lambda: nvrtc_attn.attention(q, k, v)),
+        Timed(
+            "nvrtc_attn.attention_forward and _backward", "forward",
+            lambda: nvrtc_attn.attention_forward(q, k, v, out, lse=lse),
+        ),
+        Timed(
+            "nvrtc_attn.attention_forward and _backward", "backward",
+            lambda: nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, workspace=workspace),
+        ),
+        Timed("nvrtc_attn.aten", "forward", lambda: aten.efficient_attention_forward(q, k, v, *none, 0.0, 0, True)),
+        Timed(
+            "nvrtc_attn.aten", "backward",
+            lambda: aten.efficient_attention_backward(
+                dout, q, k, v, None, out, None, None, 64, 64, padded, 0.0, seed, offset, 0, False
+            ),
+        ),
+    ]  # fmt: skip
+
+
+def torchs() -> list[Timed]:
+    """The seed's operators, and `scaled_dot_product_attention` on each of its backends."""
+    leaves = [
+        torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)
+    ]
+    q, k, v = (x.detach() for x in leaves)
+    dout = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    forward = torch.ops.aten._scaled_dot_product_efficient_attention
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    out, *state = forward(q, k, v, None, True)
+    found = [
+        Timed(SEED, "forward", lambda: forward(q, k, v, None, False)),
+        Timed(SEED, "backward", lambda: backward(dout, q, k, v, None, out, *state, 0.0, [True, True, True, False])),
+    ]
+    for name, backend in (
+        ("seed", SDPBackend.EFFICIENT_ATTENTION), ("flash2", SDPBackend.FLASH_ATTENTION),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ):  # fmt: skip
+        row, around = f"{name}, scaled_dot_product_attention", partial(sdpa_kernel, [backend])
+        try:
+            found += differentiable(row, F.scaled_dot_product_attention, leaves, dout, around)
+        except RuntimeError as error:
+            print(f"{row}: {str(error).splitlines()[0]}")
+    return found
+
+
+def cupys() -> list[Timed]:
+    import cupy
+
+    import nvrtc_attn.cupy as adapter
+
+    # CuPy has no bfloat16 of its own.
+    q, k, v, dout = (cupy.random.standard_normal(SHAPE, dtype=cupy.float32).astype(cupy.float16) for _ in range(4))
+    out, lse = adapter.attention(q, k, v, return_lse=True)
+    return [
+        Timed("nvrtc_attn.attention, CuPy arrays", "forward", lambda: nvrtc_attn.attention(q, k, v)),
+        Timed("nvrtc_attn.cupy", "forward", lambda: adapter.attention(q, k, v)),
+        Timed("nvrtc_attn.cupy", "backward", lambda: adapter.attention_backward(dout, q, k, v, out, lse)),
+    ]
+
+
+def jaxs() -> list[Timed]:
+    import jax
+    import jax.numpy as jnp
+
+    from nvrtc_attn.jax import attention
+
+    if jax.default_backend() != "gpu":
+        raise RuntimeError("JAX has no GPU")
+    q, k, v = (jax.random.normal(key, SHAPE, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3))
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v).astype(jnp.float32).sum()
+
+    compiled = jax.jit(lambda q, k, v: attention(q, k, v))
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    return [
+        Timed("nvrtc_attn.attention, JAX arrays", "forward", lambda: nvrtc_attn.attention(q, k, v)),
+        Timed("nvrtc_attn.jax, eager", "forward", lambda: attention(q, k, v)),
+        Timed("nvrtc_attn.jax, eager", "both", lambda: jax.grad(loss, (0, 1, 2))(q, k, v)),
+        Timed("nvrtc_attn.jax, jit", "forward", lambda: compiled(q, k, v)),
+        Timed("nvrtc_attn.jax, jit", "both", lambda: gradient(q, k, v)),
+    ]
+
+
+def rows() -> list[dict[str, Any]]:
+    """A row for each way to call attention. ``/seed`` is its time over that of the seed in the same column."""
+    functions = [*ours(), *torchs()]
+    for module, make in (("cupy", cupys), ("jax", jaxs)):
+        if importlib.util.find_spec(module):
+            try:
+                functions += make()
+            except Exception as error:  # without a GPU of its own, or without the bridge
+                print(f"{module}: {str(error).splitlines()[0]}")
+    best = [float("inf")] * len(functions)
+    for number in range(BATCHES + 1):
+        for index, timed in enumerate(functions):
+            with timed.around():
+                microseconds = batch(timed.call)
+            if number:  # the first warms up
+                best[index] = min(best[index], microseconds)
+    table: dict[str, dict[str, Any]] = {}
+    for timed, microseconds in zip(functions, best, strict=True):
+        table.setdefault(timed.row, {"what": timed.row})[timed.column] = microseconds
+    for row in table.values():
+        for column in COLUMNS:
+            seed = table[SEED].get(column) or table.get(SEED_SDPA, {}).get(column)
+            if column in row and seed:
+                row[f"{column}/seed"] = row[column] / seed
+    return list(table.values())
+
+
+def batch(call: Callable[[], Any]) -> float:
+    """Microseconds of a call, of a batch that does not fill the launch queue."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e6 * seconds / CALLS
+
+
+def columns() -> list[str]:
+    return ["what", *COLUMNS, *(f"{column}/seed" for column in COLUMNS)]
+
+
+if __name__ == "__main__":
+    print_table(rows(), columns())

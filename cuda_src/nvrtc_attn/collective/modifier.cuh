@@ -1,0 +1,153 @@
+// The user's own function of a score and its position, where a kernel has one: what kernels ask of it, and what its
+// generated text (nvrtc_attn/modifiers/cuda.py) is made of. Kernels without one see an empty class.
+//
+// The text defines Modifier<Element> with score(), slope and keeps(), and ModifierBlock, the arrays and numbers that the
+// function captured, which follow the params of the kernel. Masked scores are masked as a byte mask's are.
+#pragma once
+#include "../common/numbers.cuh"
+
+namespace nvrtc_attn {
+
+// None: no member, so that what derives from it keeps its layout.
+template <class Traits, class = void>
+struct ModifierOf {
+  static constexpr bool kScores = false;
+  static constexpr bool kMasks = false;
+  static constexpr bool kTrains = false;
+  static constexpr bool kAny = false;
+  template <class Params>
+  NVRTC_ATTN_DEVICE ModifierOf(Params const&, int, int) {}
+};
+
+template <class Traits>
+struct ModifierOf<Traits, cute::void_t<typename Traits::Modifier>> : Traits::Modifier {
+  static constexpr bool kAny = true;
+  template <class Params>
+  NVRTC_ATTN_DEVICE ModifierOf(Params const& params, int b, int h) : Traits::Modifier(params, b, h) {}
+};
+
+// -- What the text is made of.
+
+// C's division and remainder truncate, Python's floor. 0 divides as it likes.
+NVRTC_ATTN_DEVICE int floor_div(int a, int b) {
+  int const q = a / b;
+  return q - int((a - q * b != 0) & ((a < 0) != (b < 0)));
+}
+NVRTC_ATTN_DEVICE int floor_mod(int a, int b) {
+  int const r = a % b;
+  return r + ((r != 0) & ((r < 0) != (b < 0)) ? b : 0);
+}
+NVRTC_ATTN_DEVICE float floor_div(float a, float b) { return floorf(a / b); }
+NVRTC_ATTN_DEVICE float floor_mod(float a, float b) { return a - floorf(a / b) * b; }
+NVRTC_ATTN_DEVICE float sign_of(float x) { return float(x > 0.0f) - float(x < 0.0f); }
+NVRTC_ATTN_DEVICE int sign_of(int x) { return int(x > 0) - int(x < 0); }
+NVRTC_ATTN_DEVICE float smaller(float a, float b) { return a < b || a != a ? a : b; }  // NaN stays, unlike fminf's
+NVRTC_ATTN_DEVICE float larger(float a, float b) { return a > b || a != a ? a : b; }
+NVRTC_ATTN_DEVICE int smaller(int a, int b) { return min(a, b); }
+NVRTC_ATTN_DEVICE int larger(int a, int b) { return max(a, b); }
+NVRTC_ATTN_DEVICE float not_a_number() { return __uint_as_float(0x7fffffffu); }
+
+template <class Element>
+NVRTC_ATTN_DEVICE float exp_of(float x) {
+  if constexpr (sizeof(Element) == 4) {
+    return expf(x);
+  } else {
+    return fast_exp2(x * kLog2e);
+  }
+}
+template <class Element>
+NVRTC_ATTN_DEVICE float sigmoid_of(float x) {
+  if constexpr (sizeof(Element) == 4) {
+    return 1.0f / (1.0f + expf(-x));
+  } else {
+    return __fdividef(1.0f, 1.0f + fast_exp2(x * -kLog2e));  // exp2 = inf gives 0
+  }
+}
+
+// One element of a captured array. Read-only for the kernel: equal reads of a tile become one.
+template <class T>
+NVRTC_ATTN_DEVICE T captured(T const* at) {
+  if constexpr (sizeof(T) == 2) {
+    unsigned short const bits = __ldg(reinterpret_cast<unsigned short const*>(at));
+    return *reinterpret_cast<T const*>(&bits);
+  } else {
+    return __ldg(at);
+  }
+}
+NVRTC_ATTN_DEVICE float to_float(double x) { return float(x); }
+NVRTC_ATTN_DEVICE bool within(int index, int size) { return unsigned(index) < unsigned(size); }
+
+// The gradient of a captured array, as a thread meets its elements: what goes to one element is summed until another one
+// comes, and by the whole warp where all threads end with the same, so that few atomics meet where an array is small.
+struct CapturedGradient {
+  float* at = nullptr;
+  float sum = 0.0f;
+
+  NVRTC_ATTN_DEVICE void add(float* element, float x) {
+    if (element != at) {
+      if (at != nullptr) atomicAdd(at, sum);
+      at = element;
+      sum = 0.0f;
+    }
+    sum += x;
+  }
+  // By whole warps.
+  NVRTC_ATTN_DEVICE void finish() {
+    unsigned long long const address = reinterpret_cast<unsigned long long>(at);
+    bool const alike = __all_sync(0xffffffffu, address == __shfl_sync(0xffffffffu, address, 0));
+    if (alike) {
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    }
+    if (at != nullptr && (!alike || threadIdx.x % 32 == 0)) atomicAdd(at, sum);
+  }
+};
+
+// What a mask_mod says of a thread's accumulator tiles of scores, one bit each.
+template <class Modifier, int kTilesM, int kTilesN, bool kMasks = Modifier::kMasks>
+struct MaskBits {
+  NVRTC_ATTN_DEVICE void compute(Modifier const&, int, int) {}
+  static NVRTC_ATTN_DEVICE bool kept(int, int, int) { return true; }
+};
+template <class Modifier, int kTilesM, int kTilesN>
+struct MaskBits<Modifier, kTilesM, kTilesN, true> {
+  static constexpr int kColumn = 4 * kTilesM;  // bits of a column of tiles
+  static constexpr int kColumns = 64 / kColumn;
+  unsigned long long words[(kTilesN + kColumns - 1) / kColumns];
+
+  // (i, j): of the thread's first score. Not unrolled in full: all operands at once are more than there are registers.
+  NVRTC_ATTN_DEVICE void compute(Modifier const& modifier, int i, int j) {
+#pragma unroll
+    for (int first = 0; first < kTilesN; first += kColumns) {
+      unsigned long long word = 0;
+#pragma unroll 1
+      for (int n = 0; n < kColumns && first + n < kTilesN; ++n) {
+        unsigned column = 0;
+#pragma unroll
+        for (int bit = 0; bit < kColumn; ++bit) {
+          bool const keep = modifier.keeps(i + 16 * (bit / 4) + 8 * (bit / 2 % 2), j + 8 * (first + n) + bit % 2);
+          column |= unsigned(keep) << bit;
+        }
+        word |= (unsigned long long)column << (n * kColumn);
+      }
+      words[first / kColumns] = word;
+    }
+  }
+  NVRTC_ATTN_DEVICE bool kept(int m, int n, int e) const {
+    return words[n / kColumns] >> (n % kColumns * kColumn + 4 * m + e) & 1;
+  }
+};
+
+// One for each captured array's element that is met, where there are some to train.
+template <class Modifier, bool kTrains = Modifier::kTrains>
+struct CapturedGradients {};
+template <class Modifier>
+struct CapturedGradients<Modifier, true> {
+  typename Modifier::Gradients x;
+  NVRTC_ATTN_DEVICE void finish() {
+#pragma unroll
+    for (auto& gradient : x) gradient.finish();
+  }
+};
+
+}  // namespace nvrtc_attn

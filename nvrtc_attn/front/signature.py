@@ -1,0 +1,139 @@
+"""What of a call's tensors decides how it is computed, read without describing them: the key of a call made before.
+
+For tensors of torch and CuPy on a GPU only, in microseconds for all of a call. A signature holds everything that a
+`TensorView` holds but the address, of which it has the alignment: calls of one signature are valid or not together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from ..base import env
+from .call import CallOptions
+
+
+class Signature(NamedTuple):
+    """``key`` is a call without its addresses; ``framework`` made the tensors, the first of them on GPU ``device``."""
+
+    key: tuple[Any, ...]
+    addresses: list[int]
+    framework: str
+    device: int
+
+
+_NUMBERS: Final = frozenset((float, int))  # not bool
+_Facts = tuple[list[Any], list[int], int]
+
+
+def sign(tensors: Sequence[Any], options: CallOptions) -> Signature | None:
+    """The signature of a call, with the address of each tensor or 0 for None; None where a call must be described."""
+    if not are_plain(options):
+        return None
+    found = read(tensors)
+    if found is None:
+        return None
+    framework, facts, addresses, device = found
+    return Signature((options, env.raw_backend(), *facts), addresses, framework, device)
+
+
+def read(tensors: Sequence[Any], *, detached: bool = False) -> tuple[str, list[Any], list[int], int] | None:
+    """Framework, facts, addresses and GPU of a call's tensors, the first of which is there; None where `sign` has none.
+
+    ``detached``: a gradient that would be lost is no reason to refuse.
+    """
+    framework, reader = _READERS.get(type(tensors[0])) or _reader_of(tensors[0])
+    if reader is None:
+        return None
+    try:
+        found = reader(tensors, detached)
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # no memory, or not a tensor: for the description to say
+    return None if found is None else (framework, *found)
+
+
+def are_plain(options: CallOptions) -> bool:
+    """Whether equal options of this kind mean the same: 1 equals True, and is no ``causal``."""
+    causal, window, scale, softcap, dropout_p, longest_q, longest_k, return_lse, deterministic, *_ = options
+    return (
+        (causal is False or causal is True or causal.__class__ is str)
+        and (window is None or is_plain_window(window))
+        and (scale is None or scale.__class__ in _NUMBERS)
+        and softcap.__class__ in _NUMBERS
+        and dropout_p.__class__ in _NUMBERS
+        and (longest_q is None or longest_q.__class__ is int)
+        and (longest_k is None or longest_k.__class__ is int)
+        and (return_lse is False or return_lse is True)
+        and (deterministic is False or deterministic is True)
+    )
+
+
+def is_plain_window(window_size: Any) -> bool:
+    """Whether it is a pair of integers or None."""
+    if window_size.__class__ is not tuple or len(window_size) != 2:
+        return False
+    left, right = window_size
+    return (left is None or left.__class__ is int) and (right is None or right.__class__ is int)
+
+
+def _read_torch(tensors: Sequence[Any], detached: bool) -> _Facts | None:
+    facts: list[Any] = []
+    addresses: list[int] = []
+    types, grad_enabled = _torch_types, _grad_enabled
+    for x in tensors:
+        if x is None:
+            facts.append(None)
+            addresses.append(0)
+            continue
+        cls, address, device = x.__class__, x.data_ptr(), x.get_device()
+        # On the CPU, lazily negated, or with a gradient that would be lost.
+        if cls not in types or device < 0 or x.is_neg() or (x.requires_grad and not detached and grad_enabled()):
+            return None
+        facts += (x.shape, x.stride(), x.dtype, device, address & 15)
+        addresses.append(address)
+    return facts, addresses, tensors[0].get_device()
+
+
+def _read_cupy(tensors: Sequence[Any], _: bool) -> _Facts | None:
+    facts: list[Any] = []
+    addresses: list[int] = []
+    cls = type(tensors[0])
+    for x in tensors:
+        if x is None:
+            facts.append(None)
+            addresses.append(0)
+            continue
+        if x.__class__ is not cls:
+            return None
+        memory = x.data
+        address = memory.ptr
+        facts += (x.shape, x.strides, x.dtype, memory.device_id, address & 15)
+        addresses.append(address)
+    return facts, addresses, tensors[0].data.device_id
+
+
+_torch_types: frozenset[type] = frozenset()
+_grad_enabled: Callable[[], bool] = bool
+_Reader = tuple[str, "Callable[[Sequence[Any], bool], _Facts | None] | None"]
+_UNREAD: Final[_Reader] = ("", None)
+# Exact type of q -> its framework and how to read its tensors. Filled when a type is first seen.
+_READERS: dict[type, _Reader] = {}
+
+
+def _reader_of(x: object) -> _Reader:
+    """Only plain arrays have one: a subclass may have no memory, or another idea of what its attributes are."""
+    global _torch_types, _grad_enabled
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    plain = getattr(torch, "Tensor", None), getattr(getattr(torch, "nn", None), "Parameter", None)
+    if torch is not None and type(x) in plain:
+        if getattr(torch.version, "hip", None) is not None:
+            return _UNREAD
+        _torch_types, _grad_enabled = frozenset((torch.Tensor, torch.nn.Parameter)), torch.is_grad_enabled
+        reader: _Reader = ("torch", _read_torch)
+    elif cupy is not None and type(x) is getattr(cupy, "ndarray", None) and not cupy.cuda.runtime.is_hip:
+        reader = ("cupy", _read_cupy)
+    else:
+        return _UNREAD
+    _READERS[type(x)] = reader
+    return reader

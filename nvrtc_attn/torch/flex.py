@@ -1,0 +1,235 @@
+"""`flex_attention` and `create_block_mask` with the signatures of torch.nn.attention.flex_attention.
+
+Functions that were written for it run unchanged: what they do to proxies is recorded, and tensors that they captured
+are operands, with gradients. Nothing of the size of the scores is made, with ``torch.compile`` or without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import api
+from ..base.errors import shown
+from ..front.call import CallOptions
+from ..modifiers.modifier import Modifier
+from ..modifiers.trace import trace
+
+_ScoreMod = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMask:
+    """A ``mask_mod`` and the sizes that it is for: no list of blocks, no memory."""
+
+    mask_mod: _ScoreMod
+    B: int | None
+    H: int | None
+    seq_lengths: tuple[int, int]
+    BLOCK_SIZE: tuple[int, int] = (128, 128)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.B or 1, self.H or 1, *self.seq_lengths
+
+    def to(self, device: Any) -> BlockMask:
+        """The same: it has no tensor of its own."""
+        return self
+
+
+def create_block_mask(
+    mask_mod: _ScoreMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+) -> BlockMask:
+    """What `flex_attention` takes as ``block_mask``.
+
+    Takes no memory and no time on the GPU: ``mask_mod`` is compiled into the kernel. ``device``, ``BLOCK_SIZE`` and
+    ``_compile`` are accepted for the sake of the signature.
+
+    Parameters
+    ----------
+    mask_mod
+        ``mask_mod(b, h, q_idx, kv_idx)`` returns whether the key is kept.
+    B, H
+        Batch entries and heads that it tells apart; None where it does not.
+    Q_LEN, KV_LEN
+        Lengths that it is for.
+
+    Raises
+    ------
+    TraceError
+        The message names the operation that is not possible.
+    """
+    trace(None, mask_mod)
+    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN), (sizes[0], sizes[1]))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: _ScoreMod | Modifier | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+) -> Any:
+    """Attention with the user's own ``score_mod`` and ``mask_mod``, as torch.nn.attention.flex_attention's.
+
+    Differentiable in query, key, value and in every floating-point tensor that ``score_mod`` captured, also through the
+    log-sum-exp.
+
+    Parameters
+    ----------
+    query : ``[B, Hq, L, E]``
+    key : ``[1|B, Hkv, S, E]``
+    value : ``[1|B, Hkv, S, Ev]``
+    score_mod
+        ``score_mod(score, b, h, q_idx, kv_idx)``, or what `nvrtc_attn.trace` made of functions.
+    block_mask
+        What `create_block_mask` returned, or a BlockMask of torch's. The latter is read by its blocks as well, as its
+        lists need not be those of its ``mask_mod``: the former is faster.
+    scale
+        Default ``1 / sqrt(E)``.
+    enable_gqa
+        Allow Hkv to be a divisor of Hq.
+    return_lse
+        Return (out, lse), lse float32 ``[B, Hq, L]`` in natural units.
+    kernel_options
+        Ignored.
+
+    Returns
+    -------
+    out : ``[B, Hq, L, Ev]``, or (out, lse)
+
+    Raises
+    ------
+    TraceError
+        The message names the operation that is not possible.
+    ValueError
+        A mask for other lengths, or head counts that differ without ``enable_gqa``.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}, needed is [batch, heads, length, head_dim].")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query, key: {query.shape[1]} and {key.shape[1]} heads. Pass enable_gqa=True for heads that share keys."
+        )
+    batch = query.shape[0]
+    q, k, v = (x.expand(batch, -1, -1, -1).transpose(1, 2) for x in (query, key, value))
+    modifier: Modifier | None = None
+    if isinstance(score_mod, Modifier):
+        if block_mask is not None:
+            raise ValueError("block_mask: given with a traced modifier. Trace score_mod and mask_mod together.")
+        modifier = score_mod
+    else:
+        mask_mod = None if block_mask is None else _mask_mod_of(block_mask, query, key)
+        if score_mod is not None or mask_mod is not None:
+            modifier = trace(score_mod, mask_mod)
+    options = CallOptions(softmax_scale=scale, return_lse=True)
+    captures = () if modifier is None else tuple(torch.as_tensor(x, device=q.device) for x in modifier.captures)
+    out, lse = _FlexAttention.apply(modifier, options, q, k, v, *captures)
+    out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def _mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> _ScoreMod:
+    lengths = tuple(getattr(block_mask, "seq_lengths", ()))
+    wanted = (query.shape[2], key.shape[2])
+    if lengths != wanted:
+        raise ValueError(
+            f"block_mask: {shown(block_mask)[:40]} is for lengths {lengths}, but query and key have {wanted}. Make one "
+            f"for them."
+        )
+    for name, size, whole in zip("BH", block_mask.shape, query.shape, strict=False):
+        if size not in (1, whole):
+            raise ValueError(f"block_mask: its {name} is {size}, but query has {whole}.")
+    if isinstance(block_mask, BlockMask):
+        return block_mask.mask_mod
+    return _of_blocks(block_mask)
+
+
+def _of_blocks(block_mask: Any) -> _ScoreMod:
+    """The mask that a BlockMask of torch's is: whole blocks, and blocks that its function decides about."""
+    partial = _table(block_mask.kv_num_blocks, block_mask.kv_indices)
+    full = None
+    if block_mask.full_kv_num_blocks is not None:
+        full = _table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    rows, columns = block_mask.BLOCK_SIZE
+    one_batch, one_head = partial.shape[0] == 1, partial.shape[1] == 1
+    inner = block_mask.mask_mod
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        at = (0 if one_batch else b, 0 if one_head else h, q // rows, k // columns)
+        kept = partial[at] & inner(b, h, q, k)
+        return kept if full is None else kept | full[at]
+
+    return mask_mod
+
+
+def _table(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Which blocks the lists of a BlockMask name: bool ``[B, H, row blocks, column blocks]``."""
+    columns = indices.shape[-1]
+    listed = torch.arange(columns, device=indices.device) < counts[..., None]
+    table = torch.zeros((*counts.shape, columns + 1), dtype=torch.bool, device=indices.device)
+    table.scatter_(-1, torch.where(listed, indices, columns).long(), True)
+    return table[..., :columns]
+
+
+class _FlexAttention(torch.autograd.Function):
+    """Inputs: the modifier and the options, q, k, v in ``[B, L, H, E]``, the captured tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, modifier: Modifier | None, options: CallOptions, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        detached = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in tensors)
+        q, k, v = detached[:3]
+        inner = None if modifier is None else modifier.with_captures(detached[3:])
+        out, lse = api.attention(q, k, v, score_mod=inner, softmax_scale=options.softmax_scale, return_lse=True)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.modifier, ctx.options = modifier, options
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Any:
+        *tensors, out, lse = ctx.saved_tensors
+        q, k, v = (x.detach() for x in tensors[:3])
+        modifier: Modifier | None = ctx.modifier
+        captures = tuple(x.detach() for x in tensors[3:])
+        inner, daux = None, None
+        if modifier is not None:
+            inner = modifier.with_captures(captures)
+            wanted = ctx.needs_input_grad[5:]
+            trained = [i for i in modifier.differentiable if wanted[i]]
+            if trained:
+                daux = [
+                    torch.empty(x.shape, dtype=torch.float32, device=x.device) if i in trained else None
+                    for i, x in enumerate(captures)
+                ]
+        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        if dout.stride(-1) != 1 or 0 in dout.stride():
+            dout = dout.contiguous()
+        api.backward_allocating(
+            dout.resolve_neg(), q, k, v, out, lse, *gradients,
+            dlse=None if dlse is None else dlse.contiguous(), score_mod=inner, daux=daux,
+            softmax_scale=ctx.options.softmax_scale, deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        sums = [None] * len(captures) if daux is None else daux
+        of_captures = [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]
+        return None, None, *gradients, *of_captures

@@ -1,0 +1,159 @@
+"""Kernels with a sink compile for every class of architectures without a spill; those that read none are as without."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from architectures import ONE_OF_EACH_CLASS
+
+from nvrtc_attn import heuristics
+from nvrtc_attn.base.architectures import ARCHITECTURES
+from nvrtc_attn.front.call import CallOptions, describe_shapes
+from nvrtc_attn.front.problem import AttentionProblem
+from nvrtc_attn.front.tensors import Device
+from nvrtc_attn.heuristics.spec import Launch
+from nvrtc_attn.jit.codegen import params_class
+from nvrtc_attn.jit.compile import compile_kernel
+from nvrtc_attn.jit.config import Features, KernelConfig
+from nvrtc_attn.jit.params import FurtherBackwardParams, FurtherForwardParams, FurtherHopperForwardParams
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+
+def problem(
+    head_dim: int = 64, *, dtype: str = "bfloat16", batch: int = 4, rows: int = 2048, keys: int = 2048,
+    heads: int = 16, heads_kv: int = 16, packed: bool = False, bias: bool = False, sink: str | None = "float32",
+    **options: Any,
+) -> AttentionProblem:  # fmt: skip
+    tokens_q, tokens_k = ((1, batch * rows), (1, batch * keys)) if packed else ((batch, rows), (batch, keys))
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {
+        "q": ((*tokens_q, heads, head_dim), dtype),
+        **dict.fromkeys(("k", "v"), ((*tokens_k, heads_kv, head_dim), dtype)),
+    }
+    if packed:
+        shapes |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ((batch + 1,), "int32"))
+        options |= {"max_seqlen_q": rows, "max_seqlen_k": keys}
+    if bias:
+        shapes["bias"] = ((1, heads, rows, keys), dtype)
+    if sink is not None:
+        shapes["sink"] = ((heads,), sink)
+    asked = CallOptions(return_lse=True, dsink=sink is not None, **options)
+    return describe_shapes(shapes, asked, Device("cuda", 0)).with_dense()
+
+
+def launches(asked: AttentionProblem, arch: str, backend: str, *, backward: bool) -> tuple[Launch, ...]:
+    limit = ARCHITECTURES[arch].smem_per_block_optin
+    target: dict[str, Any] = {"arch": arch, "num_sms": 132, "smem_limit": limit, "backend": backend}
+    choose = heuristics.choose_backward if backward else heuristics.choose_forward
+    return choose(asked, **target).launches
+
+
+DECODE: dict[str, Any] = {"batch": 1, "rows": 1, "keys": 8192, "heads": 64, "heads_kv": 8}
+CASES: dict[str, dict[str, Any]] = {
+    "d64": {},
+    "d64-float16-sink": {"dtype": "float16", "sink": "float16"},
+    "d64-window": {"causal": True, "window_size": (127, 0), "heads": 64, "heads_kv": 8},
+    "d64-causal-short": {"causal": True, "rows": 512, "keys": 512},
+    "d64-softcap": {"softcap": 30.0},
+    "d64-bias": {"bias": True},
+    "d64-dropout": {"dropout_p": 0.1},
+    "d64-packed": {"packed": True, "causal": True},
+    "d128": {"head_dim": 128},
+    "d128-causal": {"head_dim": 128, "causal": True},
+    "d128-dropout": {"head_dim": 128, "dropout_p": 0.1, "causal": True},
+    "d128-packed": {"head_dim": 128, "packed": True, "causal": True},
+    "d192": {"head_dim": 192, "causal": True},
+    "d256": {"head_dim": 256, "causal": True},
+}
+PORTABLE: dict[str, dict[str, Any]] = {
+    "d64": {}, "d64-causal": {"causal": True}, "d128-causal": {"head_dim": 128, "causal": True}, "decode": DECODE,
+    "float32": {"dtype": "float32", "head_dim": 128},
+}  # fmt: skip
+ALWAYS_HOPPER = ["d64-window", "d128-causal"]
+
+
+def readers(found: tuple[Launch, ...]) -> list[KernelConfig]:
+    return [launch.config for launch in found if launch.config.features.optional == "sink"]
+
+
+def hopper(name: str) -> list[KernelConfig]:
+    asked = problem(**CASES[name])
+    (forward,) = readers(launches(asked, "sm_90", "hopper", backward=False))
+    (gradient,) = readers(launches(asked, "sm_90", "hopper", backward=True))
+    assert (forward.kernel, gradient.kernel) == ("forward_hopper", "sink_gradient")
+    assert gradient.arch == "sm_90a"
+    return [forward, gradient]
+
+
+def portable(arch: str, name: str) -> list[KernelConfig]:
+    fields = dict(PORTABLE[name])
+    if arch == "sm_75":
+        fields["dtype"] = "float16"
+    asked = problem(**fields)
+    forward = readers(launches(asked, arch, "portable", backward=False))
+    assert [config.kernel for config in forward] == ["combine" if name == "decode" else "forward_portable"]
+    gradients = [] if name == "decode" else readers(launches(asked, arch, "portable", backward=True))
+    return [*forward, *gradients]
+
+
+def check(config: KernelConfig) -> None:
+    kernel = compile_kernel(config)
+    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
+    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
+
+
+@pytest.mark.slow(sample=ALWAYS_HOPPER)
+@pytest.mark.compiles(kernels=hopper)
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_variants_compile_clean(name: str) -> None:
+    for config in hopper(name):
+        check(config)
+
+
+@pytest.mark.slow(sample=[f"d64-{arch}" for arch in ONE_OF_EACH_CLASS] + [f"decode-{ONE_OF_EACH_CLASS[0]}"])
+@pytest.mark.compiles(kernels=portable)
+@pytest.mark.parametrize("arch", ONE_OF_EACH_CLASS)
+@pytest.mark.parametrize("name", PORTABLE)
+def test_portable_variants_compile_clean(arch: str, name: str) -> None:
+    for config in portable(arch, name):
+        check(config)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_only_what_reads_a_sink_differs(name: str, backend: str) -> None:
+    """The same tiles and kernels as without one; one small kernel more in the backward pass."""
+    fields = CASES[name]
+    for backward in (False, True):
+        given = launches(problem(**fields), "sm_90", backend, backward=backward)
+        plain = launches(problem(**fields | {"sink": None}), "sm_90", backend, backward=backward)
+        if backward:
+            *given_, last = given
+            assert last.config.kernel == "sink_gradient"
+            assert (last.grid, params_class(last.config)) == (problem(**fields).num_heads, FurtherBackwardParams)
+            assert tuple(given_) == plain
+        else:
+            *before, launch = given
+            *before_too, without = plain
+            assert before == before_too  # the list of packed tiles
+            config = dataclasses.replace(launch.config, features=without.config.features)
+            assert dataclasses.replace(launch, config=config) == without
+            of_hopper = "hopper" in config.kernel
+            assert params_class(launch.config) is (FurtherHopperForwardParams if of_hopper else FurtherForwardParams)
+
+
+def test_with_split_keys_the_sink_counts_in_the_merge() -> None:
+    split, merge = launches(problem(**DECODE), "sm_90", "auto", backward=False)
+    plain = launches(problem(**DECODE, sink=None), "sm_90", "auto", backward=False)
+    assert split == plain[0]
+    assert (merge.config.kernel, merge.config.features) == ("combine", Features(optional="sink"))
+
+
+def test_without_the_gradient_the_backward_pass_is_that_without_a_sink() -> None:
+    asked = dataclasses.replace(problem(), dsink=False)
+    for backend in ("hopper", "portable"):
+        plain = launches(problem(sink=None), "sm_90", backend, backward=True)
+        assert launches(asked, "sm_90", backend, backward=True) == plain

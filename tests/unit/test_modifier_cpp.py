@@ -1,0 +1,151 @@
+"""The C++ text of modifiers, compiled for the host and run, against the same expressions in NumPy.
+
+What CUDA has and a host compiler has not is spelled in a few lines; the text and ``collective/modifier.cuh`` are whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import modifiers
+import numpy as np
+import pytest
+from modifiers import ModifierCase
+
+from nvrtc_attn.front.tensors import view
+from nvrtc_attn.modifiers import cuda, evaluate
+from nvrtc_attn.modifiers.derivative import derivatives, slope
+from nvrtc_attn.modifiers.trace import trace
+
+SIZES = (2, 4, 13, 21)
+PER_LIBRARY = 16
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+
+SHIM = """
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#define NVRTC_ATTN_DEVICE inline
+using std::min; using std::max; using std::abs;
+namespace cute { template <class...> using void_t = void; }
+struct Thread { int x; }; static Thread threadIdx{0};
+template <class T> T __ldg(T const* at) { return *at; }
+inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline void atomicAdd(float* at, float x) { *at += x; }
+template <class T> T __shfl_sync(unsigned, T x, int) { return x; }
+template <class T> T __shfl_xor_sync(unsigned, T x, int) { return 0; }
+inline bool __all_sync(unsigned, bool x) { return x; }
+namespace nvrtc_attn {
+constexpr float kLog2e = 1.4426950408889634f;
+inline float infinity() { return __uint_as_float(0x7f800000u); }
+inline float fast_exp2(float x) { return exp2f(x); }
+inline float to_float(float x) { return x; }
+template <class Element> float tanh_of(float x) { return tanhf(x); }
+}
+struct Plain { int nothing; };
+"""
+RUN = """
+extern "C" void SPACE_run(void const* bytes, float const* scores, float const* ds, int B, int H, int M, int N,
+                          float* out, float* slope, float* plain, unsigned char* keep) {
+  namespace x = SPACE;
+  x::Modified<Plain> params;
+  std::memcpy(&params.modifier, bytes, sizeof(x::ModifierBlock));
+  long long at = 0;
+  for (int b = 0; b < B; ++b) for (int h = 0; h < H; ++h) {
+    x::Modifier<float> const modifier(static_cast<Plain const&>(params), b, h);
+    for (int q = 0; q < M; ++q) for (int k = 0; k < N; ++k, ++at) {
+      BODY
+    }
+  }
+}
+"""
+
+
+def library(programs: list[tuple[Any, tuple[int, ...]]], folder: Path, header: Path) -> Any:
+    """A library with one function for each program."""
+    text = header.read_text(encoding="utf-8").replace("#pragma unroll", "//")
+    for line in ('#include "../common/numbers.cuh"', "#pragma once"):
+        text = text.replace(line, "")
+    lines = [SHIM, text]
+    for i, (program, trained) in enumerate(programs):
+        space = f"program{i}"
+        source = cuda.cuda_source(program, trained)
+        own = f"namespace {space} {{ using namespace nvrtc_attn;"
+        body = []
+        if program.score is not None:
+            body.append("out[at] = modifier.score(scores[at], q, k, slope[at]);")
+            body.append("plain[at] = modifier.score(scores[at], q, k);")
+        if program.mask is not None:
+            body.append("keep[at] = modifier.keeps(q, k);")
+        if "kTrains = true" in source:
+            body.append(
+                f"{space}::Modifier<float>::Gradients gradients; modifier.add(gradients, scores[at], ds[at], q, k);"
+                "for (auto& gradient : gradients) gradient.finish();"
+            )
+        lines.append(source.replace("namespace nvrtc_attn {", own))
+        lines.append(RUN.replace("SPACE", space).replace("BODY", "\n".join(body)))
+    (folder / "text.cpp").write_text("\n".join(lines), encoding="utf-8")
+    command = ["g++", "-std=c++17", "-O0", "-fPIC", "-shared", "-ffp-contract=off", "text.cpp", "-o", "text.so"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(folder / "text.so"))
+
+
+def all_cases() -> list[ModifierCase]:
+    return [*modifiers.named_cases(), *(modifiers.random_case(5000 + seed) for seed in range(74))]
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_the_text_computes_what_numpy_does(part: int, tmp_path: Path, repository: Path) -> None:
+    """Score, slope, mask, and what goes to the gradients of captured arrays."""
+    found = []
+    for case in all_cases()[part * PER_LIBRARY : (part + 1) * PER_LIBRARY]:
+        arrays = case.arrays(SIZES, np.random.default_rng(1))
+        modifier = trace(*case.make(arrays))
+        found.append((case, modifier, modifier.differentiable))
+    assert found
+    header = repository / "cuda_src" / "nvrtc_attn" / "collective" / "modifier.cuh"
+    made = library([(modifier.program, trained) for _, modifier, trained in found], tmp_path, header)
+    rng = np.random.default_rng(2)
+    scores, ds = (rng.standard_normal(SIZES).astype(np.float32) for _ in range(2))
+    axes = [np.arange(n).reshape([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate(SIZES)]
+    for i, (case, modifier, trained) in enumerate(found):
+        gradients = [np.zeros(x.shape, np.float32) if j in trained else None for j, x in enumerate(modifier.captures)]
+        values = cuda.modifier_values(
+            modifier.program, trained, [view(x, "x") for x in modifier.captures],
+            [None if x is None else view(x, "g") for x in gradients], modifier.numbers,
+        )  # fmt: skip
+        out, slopes, plain = (np.zeros(SIZES, np.float32) for _ in range(3))
+        keep = np.zeros(SIZES, np.uint8)
+        pointers = [ctypes.c_void_p(x.ctypes.data) for x in (scores, ds, out, slopes, plain, keep)]
+        getattr(made, f"program{i}_run")(values.block.ljust(8, b"\0"), *pointers[:2], *SIZES, *pointers[2:])
+
+        score, mask = modifier.valued
+        inputs = dict(zip(("score", "b", "h", "q", "k"), (scores, *axes), strict=True))
+        exact = evaluate.Values(inputs, modifier.captures, np.dtype(np.float32))
+        with np.errstate(all="ignore"):
+            if score is not None:
+                close(case, out, exact(score))
+                np.testing.assert_array_equal(out, plain)
+                close(case, slopes, exact(slope(score)))
+                sums = [np.zeros(x.shape) for x in modifier.captures]
+                for node, derivative in derivatives(score).items():
+                    if node.op == "load":
+                        index, inside = exact.indices(node)
+                        parts = np.broadcast_to(ds * exact(derivative), SIZES)
+                        parts = parts if inside is None else np.where(inside, parts, 0)
+                        np.add.at(sums[node.value], tuple(np.broadcast_to(x, SIZES) for x in index), parts)
+                for j in trained:
+                    np.testing.assert_allclose(gradients[j], sums[j], rtol=1e-3, atol=1e-3, err_msg=case.name)
+            if mask is not None:
+                np.testing.assert_array_equal(keep, np.broadcast_to(exact(mask), SIZES), err_msg=case.name)
+
+
+def close(case: ModifierCase, ours: Any, exact: Any) -> None:
+    np.testing.assert_allclose(ours, np.broadcast_to(exact, SIZES), rtol=2e-4, atol=2e-5, err_msg=case.name)

@@ -1,0 +1,119 @@
+"""The C++ text of modifiers: what it depends on, and the bytes of a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import Any
+
+import modifiers
+import numpy as np
+import pytest
+
+from nvrtc_attn.front.tensors import view
+from nvrtc_attn.heuristics import choose_backward, choose_forward
+from nvrtc_attn.jit.codegen import entry_source, params_class
+from nvrtc_attn.jit.config import Features, ForwardConfig
+from nvrtc_attn.jit.config_text import config_from_json, config_to_json
+from nvrtc_attn.modifiers import cuda, graph
+from nvrtc_attn.modifiers.trace import trace
+
+CONFIG = ForwardConfig(
+    kernel="forward_portable", arch="sm_80", dtype="float16", head_dim=64, head_dim_v=64, block_m=64, block_n=64,
+    num_warps=4,
+)  # fmt: skip
+
+
+def make(slope: float, table: Any) -> Any:
+    return trace(lambda s, b, h, q, k: s * slope + table[h, q], lambda b, h, q, k: k <= q + 5)
+
+
+def test_the_text_is_the_same_for_other_numbers_and_arrays() -> None:
+    texts = {
+        cuda.cuda_source(make(slope, np.zeros(shape, np.float32)).program)
+        for slope, shape in ((0.5, (2, 3)), (0.75, (4, 9)))
+    }
+    (text,) = texts
+    assert "0.5" not in text
+    assert cuda.cuda_source(make(0.5, np.zeros((2, 3), np.float16)).program) != text
+    assert cuda.cuda_source(make(0.5, np.zeros((2, 3), np.float32)).program, (0,)) != text
+
+
+def test_no_line_without_a_modifier() -> None:
+    """Keys of kernels that have none stay what they were."""
+    assert "odifi" not in entry_source(CONFIG)
+    text = cuda.cuda_source(make(0.5, np.zeros((2, 3), np.float32)).program)
+    changed = dataclasses.replace(CONFIG, features=Features(modifier=text))
+    source = entry_source(changed)
+    assert "using Modifier = nvrtc_attn::Modifier<Element>;" in source
+    assert "nvrtc_attn::Modified<nvrtc_attn::ForwardParams> const params" in source
+    assert config_from_json(config_to_json(changed)) == changed
+
+
+def test_the_bytes_of_a_launch() -> None:
+    """Pointers, sizes and strides, numbers; whole 8 bytes, as the struct."""
+    table = np.zeros((6, 8), np.float32)[::2, ::4]
+    modifier = make(0.5, table)
+    given = view(table, "table")
+    values = cuda.modifier_values(modifier.program, (), [given], [None], modifier.numbers)
+    size = cuda.block_bytes(cuda.cuda_source(modifier.program))
+    assert len(values.block) == size == 32
+    assert struct.unpack("<Qiiiif", values.block[:28]) == (given.ptr, 3, 2, 16, 4, 0.5)
+    assert values.zeroed == ()
+    gradient = view(np.zeros((3, 2), np.float32), "gradient")
+    values = cuda.modifier_values(modifier.program, (0,), [given], [gradient], modifier.numbers)
+    assert values.zeroed == ((gradient.ptr, 24),)
+    assert struct.unpack("<QQiiiiiif", values.block[:44]) == (given.ptr, gradient.ptr, 3, 2, 16, 4, 2, 1, 0.5)
+    with pytest.raises(ValueError, match="leave gaps"):
+        cuda.modifier_values(modifier.program, (0,), [given], [given], modifier.numbers)
+    far = dataclasses.replace(given, strides=(2**31, 1))
+    with pytest.raises(ValueError, match="int32"):
+        cuda.modifier_values(modifier.program, (), [far], [None], modifier.numbers)
+
+
+def test_the_struct_has_what_the_text_says() -> None:
+    text = cuda.cuda_source(trace(None, lambda b, h, q, k: (q // 4) % 2 == 0).program)
+    assert cuda.block_bytes(text) == 8
+    config = dataclasses.replace(CONFIG, features=Features(modifier=text))
+    plain, whole = params_class(CONFIG), params_class(config)
+    assert whole.modifier.offset == -(-__import__("ctypes").sizeof(plain) // 8) * 8  # type: ignore[attr-defined]
+
+
+def test_every_operation_has_an_expression() -> None:
+    others = {"abs", "not", "bool"}
+    assert set(cuda.EXPRESSIONS) | others == set(graph.OPERATIONS)
+
+
+def test_integers_beyond_int32_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit int32"):
+        cuda.cuda_source(trace(lambda s, b, h, q, k: s + q * 3000000000).program)
+
+
+def problem(**changes: Any) -> Any:
+    from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+
+    layout = dense_layout((1, 512, 4, 64), "float16")
+    small = dense_layout((1, 512, 2, 64), "float16")
+    return AttentionProblem(
+        dtype="float16", batch=1, seqlen_q=512, seqlen_k=512, num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64,
+        q=layout, k=small, v=small, softmax_scale=0.125, **changes,
+    )  # fmt: skip
+
+
+def test_only_kernels_of_scores_have_the_text() -> None:
+    """And the Hopper family is not asked: the portable one serves it on any GPU, with one head a tile."""
+    case = next(x for x in modifiers.named_cases() if x.name == "alibi")
+    modifier = trace(*case.make(case.arrays((1, 4, 512, 512), np.random.default_rng(0))))
+    asked = problem(modifier=modifier.program, trained=(0,))
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+    forward = choose_forward(dataclasses.replace(asked, trained=()), **target)
+    backward = choose_backward(asked, **target)
+    named = {x.config.kernel: x.config.features.modifier for x in (*forward.launches, *backward.launches)}
+    with_text = {name for name, text in named.items() if text}
+    assert with_text == {"forward_portable", "backward_portable"}
+    assert "kTrains = true" in named["backward_portable"]
+    assert "kTrains = false" in named["forward_portable"]
+    with pytest.raises(ValueError, match="atomics"):
+        choose_backward(dataclasses.replace(asked, deterministic=True), **target)
+    ordered = choose_backward(dataclasses.replace(asked, trained=(), deterministic=True), **target)
+    assert any(x.config.kernel == "backward_dq" and x.config.features.modifier for x in ordered.launches)

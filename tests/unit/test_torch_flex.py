@@ -1,0 +1,270 @@
+"""`nvrtc_attn.torch.flex_attention` on the CPU: FlexAttention's examples against torch, gradients against autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+from torch.nn.attention import flex_attention as theirs  # noqa: E402
+
+import nvrtc_attn  # noqa: E402
+from nvrtc_attn.torch import create_block_mask, flex_attention  # noqa: E402
+
+B, H, M, N, E = 2, 4, 24, 24, 8
+EXAMPLES: dict[str, Any] = {}
+TABLE = torch.linspace(-1, 1, 2 * M * H).reshape(2 * M, H)
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+DOCUMENTS = torch.tensor([0] * 7 + [1] * 9 + [2] * 8)
+OFFSETS = torch.tensor([0, 7, 16, 24])
+PREFIX = torch.tensor([5, 11])
+BUCKETS = (torch.arange(M)[:, None] - torch.arange(N)[None]).abs().clamp(max=6)
+
+
+def example(function: Any) -> Any:
+    EXAMPLES[function.__name__] = function
+    return function
+
+
+@example
+def noop(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score
+
+
+@example
+def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    bias = SLOPES[h] * (kv_idx - q_idx)
+    return score + bias
+
+
+@example
+def alibi_formula(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    scale = torch.exp2(-((h + 1) * 8.0 / H))
+    return score + (kv_idx - q_idx) * scale
+
+
+@example
+def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + (q_idx - kv_idx)
+
+
+@example
+def relative_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + TABLE[q_idx - kv_idx + M, h]
+
+
+@example
+def swin(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + TABLE[BUCKETS[q_idx, kv_idx], h]
+
+
+@example
+def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 20.0 * torch.tanh(score / 20.0)
+
+
+@example
+def causal_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+
+@example
+def methods(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    far = (q_idx - kv_idx).abs().clamp(min=1).to(torch.float32).log()
+    return score.masked_fill(kv_idx % 5 == 4, -1e4) - far.sigmoid() * 0.5 - torch.ones_like(far)
+
+
+@example
+def two_arrays(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    same = DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
+    return torch.where(same & (kv_idx - OFFSETS[DOCUMENTS[kv_idx]] < 6), score * SLOPES[h], score - 3)
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def sliding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= 6)
+
+
+def prefix(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx <= PREFIX[b]
+
+
+def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
+
+
+def natten(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    width, half = 6, 1
+    q_x, q_y = q_idx // width, q_idx % width
+    kv_x, kv_y = kv_idx // width, kv_idx % width
+    center_x = q_x.clamp(half, 4 - 1 - half)
+    center_y = q_y.clamp(half, width - 1 - half)
+    return ((center_x - kv_x).abs() <= half) & ((center_y - kv_y).abs() <= half)
+
+
+def dilated(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.logical_and((q_idx - kv_idx) % 2 == 0, torch.abs(q_idx - kv_idx) <= 8)
+
+
+MASKS = {
+    "causal": causal, "sliding": sliding, "prefix_lm": theirs.or_masks(prefix, causal), "document": document,
+    "document_causal": theirs.and_masks(document, causal), "natten": natten, "dilated": dilated,
+}  # fmt: skip
+
+
+def tensors(dtype: Any = torch.float32, heads: int = H) -> tuple[Any, Any, Any]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((B, H, M, E), (B, heads, N, E), (B, heads, N, E))
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)  # type: ignore[return-value]
+
+
+def dense(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, scale: float | None = None) -> tuple[Any, Any]:
+    """The same on whole matrices, with autograd."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    positions = [torch.arange(n).reshape([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(scores.shape)]
+    if score_mod is not None:
+        scores = score_mod(scores, *positions)
+    if mask_mod is not None:
+        scores = torch.where(mask_mod(*positions), scores, -math.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_score_mods_are_those_of_torch(name: str) -> None:
+    q, k, v = tensors()
+    out, lse = flex_attention(q, k, v, EXAMPLES[name], return_lse=True)
+    expected, expected_lse = theirs.flex_attention(q, k, v, EXAMPLES[name], return_lse=True)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_those_of_torch(name: str) -> None:
+    """Ours and a BlockMask of torch's, of small blocks so that some are whole."""
+    q, k, v = tensors()
+    block_mask = theirs.create_block_mask(MASKS[name], B, H, M, N, device="cpu", BLOCK_SIZE=4)
+    ours = create_block_mask(MASKS[name], B, H, M, N, device="cpu")
+    expected, _ = dense(q, k, v, None, MASKS[name])
+    for given in (ours, block_mask):
+        torch.testing.assert_close(flex_attention(q, k, v, block_mask=given), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_without_a_function() -> None:
+    """`from_kv_blocks`: the lists alone say what is kept."""
+    q, k, v = tensors()
+    counts = torch.tensor([[[1, 2, 3]]])
+    indices = torch.tensor([[[[0, 1, 2], [2, 0, 1], [0, 1, 2]]]])
+    block_mask = theirs.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=8, mask_mod=causal, seq_lengths=(M, N))
+    kept = torch.tensor([[1, 0, 0], [1, 0, 1], [1, 1, 1]], dtype=torch.bool)
+
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return kept[i // 8, j // 8] & (i >= j)
+
+    expected, _ = dense(q, k, v, None, mask_mod)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=block_mask), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_captured_tensors(dtype: Any) -> None:
+    """q, k, v, a table, slopes, a scalar and a bias, through out and lse; in the types of what they belong to."""
+    parameters = {
+        "table": (torch.randn(2 * M, H)).to(dtype),
+        "slopes": SLOPES.clone(),
+        "temperature": torch.tensor(1.3),
+        "bias": torch.randn(H, M, N),
+    }
+
+    def make(p: dict[str, Any]) -> Any:
+        def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            x = score * p["temperature"] + p["slopes"][h] * (k - q)
+            return torch.tanh(x / 3) * 3 + p["table"][q - k + M, h] + p["bias"][h, q, k]
+
+        return score_mod
+
+    found = []
+    for run in ("ours", "dense"):
+        # The textbook adds up in float32 what ours does.
+        leaves = {name: (x.clone() if run == "ours" else x.float()).requires_grad_() for name, x in parameters.items()}
+        q, k, v = (x.to(torch.float32).requires_grad_() for x in tensors(dtype))
+        if run == "ours":
+            out, lse = flex_attention(
+                q, k, v, make(leaves), create_block_mask(causal, None, None, M, N), return_lse=True
+            )
+        else:
+            out, lse = dense(q, k, v, make(leaves), causal)
+        (out.square().sum() + lse.sin().sum()).backward()
+        found.append({"q": q.grad, "k": k.grad, "v": v.grad, **{name: x.grad for name, x in leaves.items()}})
+    for name, gradient in found[0].items():
+        assert gradient is not None, name
+        assert gradient.dtype == (dtype if name == "table" else torch.float32)
+        tolerance = 1e-2 if gradient.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(gradient.float(), found[1][name], rtol=tolerance, atol=tolerance)
+
+
+def test_grouped_heads_scale_and_shared_batch() -> None:
+    q, k, v = tensors(heads=2)
+    expected, _ = dense(q, k, v, alibi, causal, 0.3)
+    mask = create_block_mask(causal, None, None, M, N)
+    out = flex_attention(q, k, v, alibi, mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    expected, _ = dense(q, k[:1], v[:1], alibi, None)
+    out = flex_attention(q, k[:1], v[:1], alibi, enable_gqa=True)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_traced_modifier_reads_its_tensors_anew() -> None:
+    slopes = SLOPES.clone()
+    modifier = nvrtc_attn.trace(lambda s, b, h, q, k: s + slopes[h] * (k - q))
+    q, k, v = tensors()
+    for _ in range(2):
+        expected, _ = dense(q, k, v, lambda s, b, h, i, j: s + slopes[h] * (j - i), None)
+        torch.testing.assert_close(flex_attention(q, k, v, modifier), expected, rtol=1e-4, atol=1e-5)
+        slopes.mul_(-2)
+
+
+def test_a_compiled_caller_keeps_working() -> None:
+    """With a graph break: the function is called as it is."""
+    q, k, v = tensors()
+    compiled = torch.compile(lambda q: flex_attention(q * 1.0, k, v, alibi) + 1, backend="eager")
+    expected, _ = dense(q, k, v, alibi, None)
+    torch.testing.assert_close(compiled(q), expected + 1, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda s, b, h, q, k: s if q > k else 0 * s, "branch"),
+        (lambda s, b, h, q, k: s + torch.rand_like(s), "'rand_like'.*random"),
+        (lambda s, b, h, q, k: s + TABLE[q], "1 of the 2 indices"),
+        (lambda s, b, h, q, k: torch.softmax(s, 0), "'softmax'.*shape"),
+        (lambda s, b, h, q, k: torch.linalg.norm(s), "'linalg_norm'"),
+        (lambda s, b, h, q, k: s.item(), "'item'"),
+        (lambda s, b, h, q, k: s.shape[0] * s, "'shape'"),
+        (lambda s, b, h, q, k: s + torch.stack([s, s]), "stack"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_by_name(function: Any, words: str) -> None:
+    with pytest.raises(nvrtc_attn.TraceError, match=words):
+        flex_attention(*tensors(), function)
+
+
+def test_other_refusals() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="is for lengths"):
+        flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, M, N + 1))
+    with pytest.raises(ValueError, match="its H is 3"):
+        flex_attention(q, k, v, block_mask=create_block_mask(causal, None, 3, M, N))
+    with pytest.raises(ValueError, match="enable_gqa"):
+        flex_attention(q, k[:, :2], v[:, :2])
+    with pytest.raises(ValueError, match="query: shape"):
+        flex_attention(q[0], k, v)
+    with pytest.raises(nvrtc_attn.TraceError, match="mask_mod"):
+        create_block_mask(lambda b, h, i, j: bool(i > j), None, None, M, N)
