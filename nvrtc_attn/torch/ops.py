@@ -466,7 +466,7 @@ def register_sharding() -> None:
         for index, x in enumerate(arguments):
             if not hasattr(x, "tensor_meta"):
                 result.append(None)
-            elif INPUTS[index] == "seqused_k" and dim == 0 and arguments[5] is None:
+            elif index < _SEED and INPUTS[index] == "seqused_k" and dim == 0 and arguments[5] is None:
                 result.append(Shard(0))  # a length for each batch entry
             elif dim is None or index >= _SEED or (index in _BATCHLESS and INPUTS[index] != "sink"):
                 result.append(Replicate())
