@@ -335,10 +335,10 @@ def attention_dense(
             t = np.tanh(s / work(case.softcap))
             s, slope = rnd(work(case.softcap) * t), 1 - t * t
         if "bias" in arrays:
-            s = rnd(s + _of_batch(arrays["bias"].astype(work), batch))
+            s = rnd(s + _of_batch(arrays["bias"].astype(work), batch, num_keys))
         visible = np.broadcast_to(_visible(case, num_rows, num_keys), s.shape)
         if "mask" in arrays:
-            visible = visible & (_of_batch(arrays["mask"], batch) != 0)
+            visible = visible & (_of_batch(arrays["mask"], batch, num_keys) != 0)
         s = np.where(visible, s, -np.inf)
         top = s.max(-1, keepdims=True, initial=-np.inf)
         sink = np.full((case.num_heads, 1, 1), -np.inf, work)
@@ -366,7 +366,7 @@ def attention_dense(
             share = np.divide(e_sink, total, out=np.zeros_like(total), where=seen)
             results["dsink"] -= rnd(rnd(share) * inner).sum((1, 2))
         if "dbias" in results:
-            part = results["dbias"][batch if results["dbias"].shape[0] > 1 else 0]
+            part = _of_batch(results["dbias"], batch, num_keys)
             part += ds.sum(tuple(axis for axis, size in enumerate(part.shape) if size == 1), keepdims=True)
         ds = rnd(ds * slope)
         results["dq"][batch, rows] = rnd(rnd(product(ds, k)) * scale).swapaxes(0, 1)
@@ -430,9 +430,10 @@ def _sequences(case: Case) -> Iterator[tuple[int, int, slice, slice]]:
         start_q, start_k = start_q + m, start_k + n
 
 
-def _of_batch(x: Array, batch: int) -> Array:
+def _of_batch(x: Array, batch: int, num_keys: int) -> Array:
+    """A view of the rows and keys of a batch entry in a broadcast operand."""
     part: Array = x[batch if x.shape[0] > 1 else 0]
-    return part
+    return part[..., :num_keys] if part.shape[-1] > 1 else part
 
 
 def _visible(case: Case, num_rows: int, num_keys: int) -> Array:
@@ -751,7 +752,12 @@ def _mask_cases() -> list[Case]:
         make_case("mask-empty-rows", mask="bhqk", mask_empty=True, dlse=True, bias="11qk"),
         make_case("mask-empty-batch", mask="b11k", mask_empty=True, dlse=True),
         make_case("mask-causal", mask="b11k", causal=True, num_heads=4, num_heads_kv=2),
-    ]
+        # Long enough for a plan of the tiles that the mask leaves anything of.
+        make_case(
+            "mask-tiles", mask="b11k", mask_kind="left_padding", head_dim=64, seqlen_q=1024, seqlen_k=1024, num_heads=8,
+            dtype="bfloat16",
+        ),
+    ]  # fmt: skip
     return cases
 
 

@@ -81,11 +81,7 @@ def flash_attn_func(
             f"alibi_slopes: with {q.shape[1]} queries, {k.shape[1]} keys and no causal. Pass the bias to "
             f"nvrtc_attn.torch.attention instead."
         )
-    if alibi_slopes.shape not in ((q.shape[2],), (q.shape[0], q.shape[2])):
-        raise ValueError(
-            f"alibi_slopes: shape {tuple(alibi_slopes.shape)}. It is [num_heads] = [{q.shape[2]}] or [batch, "
-            f"num_heads] = [{q.shape[0]}, {q.shape[2]}]."
-        )
+    _check_slopes(alibi_slopes, q.shape[0], q.shape[2])
     _refuse(reasons)
     slopes = alibi_slopes.float().reshape(-1, q.shape[2], 1)
     out, lse = _alibi(q, k, v, slopes, left, 0 if causal else right, options)
@@ -130,6 +126,8 @@ def flash_attn_varlen_func(
     q, k, v : ``[total_q, H, D]``, ``[total_k, Hkv, D]``, ``[total_k, Hkv, Dv]``
     cu_seqlens_q, cu_seqlens_k : int32 ``[number of sequences + 1]``
         Sequence b is rows ``cu[b]`` to ``cu[b + 1]``.
+    alibi_slopes : float32 ``[H]`` or ``[number of sequences, H]``
+        With ``causal``. No kernel adds a bias to packed sequences: tokens are copied into a batch of the longest ones.
     return_attn_probs
         Return (out, lse, empty tensor), lse float32 ``[H, total_q]``.
 
@@ -138,17 +136,26 @@ def flash_attn_varlen_func(
     Raises
     ------
     UnsupportedError
-        With every reason: ``alibi_slopes``, ``block_table``, probabilities under dropout.
+        With every reason: ``alibi_slopes`` without causal or with dropout, ``block_table``, probabilities of dropout.
     """
     reasons = _dropped_probabilities(return_attn_probs, dropout_p)
-    if alibi_slopes is not None:
-        reasons.append("alibi_slopes: no kernel adds a bias to packed sequences. Pad to a dense batch.")
+    if alibi_slopes is not None and not causal:
+        reasons.append("alibi_slopes: of packed sequences with causal=True only. Pad to a dense batch.")
+    if alibi_slopes is not None and dropout_p:
+        reasons.append("alibi_slopes: of packed sequences without dropout only. Pad to a dense batch.")
     if block_table is not None:
         reasons.append("block_table: keys in pages are not gathered. Copy them into one tensor.")
     _refuse(reasons)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name}: shape {tuple(x.shape)}. Packed sequences are [total tokens, heads, head_dim].")
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1])
+        out, lse = _packed_alibi(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes.float(), window_size,
+            {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic or None},
+        )  # fmt: skip
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
     result = attention(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), causal=causal, window_size=window_size,
         softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
@@ -263,6 +270,54 @@ def _dropped_probabilities(wanted: bool, dropout_p: float) -> list[str]:
 def _refuse(reasons: list[str]) -> None:
     if reasons:
         raise UnsupportedError("nvrtc_attn does not compute this call of flash_attn.", reasons)
+
+
+def _check_slopes(slopes: torch.Tensor, batch: int, heads: int) -> None:
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes: shape {tuple(slopes.shape)}. It is [num_heads] = [{heads}] or [batch, num_heads] = "
+            f"[{batch}, {heads}]."
+        )
+
+
+def _packed_alibi(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor, rows: int,
+    columns: int, slopes: torch.Tensor, window_size: Sequence[int], options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) of packed sequences, causal, as a batch: queries at the end of their rows, keys at the beginning.
+
+    So the last query of every sequence is in the last row, and the alignment to the last key in use is the sequence's.
+    """
+    total, device = q.shape[0], q.device
+    if rows == 0 or starts_q.shape[0] < 2:  # no sequence, or none with queries
+        lse = torch.full((q.shape[1], total), -torch.inf, device=device)
+        return q.new_zeros((*q.shape[:2], v.shape[2])), lse
+    at = starts_q[1:, None] - rows + torch.arange(rows, device=device)
+    queries = q[at.clamp(0, max(total - 1, 0))]  # what stands before a sequence is computed and left out
+    at = starts_k[:-1, None] + torch.arange(columns, device=device)
+    keys, values = (x[at.clamp(0, max(x.shape[0] - 1, 0))] for x in (k, v))
+    used = starts_k.diff()
+    left = None if window_size[0] is None or window_size[0] < 0 else window_size[0]
+    wide = slopes.reshape(-1, q.shape[1], 1)
+    step, outs, sums = _ALIBI_ROWS.get(q.dtype, 128), [], []
+    for start in range(0, rows, step):
+        end = min(start + step, rows)
+        seen = (used - (rows - end)).clamp(min=0)  # keys up to the diagonal of the last query
+        distance = (torch.arange(columns, device=device) - (seen[:, None] - 1)).clamp(max=0).float()
+        out, lse = attention(
+            queries[:, start:end], keys, values, bias=(wide * distance[:, None])[:, :, None], causal=True,
+            window_size=(left, None), seqused_k=seen, return_lse=True, **options,
+        )  # fmt: skip
+        behind = torch.arange(end - start - 1, -1, -1, device=device, dtype=torch.float32)
+        outs.append(out)
+        sums.append(lse + wide * behind)
+    token = torch.arange(total, device=device)
+    sequence = torch.searchsorted(starts_q[1:], token, right=True, out_int32=True).clamp(max=starts_q.shape[0] - 2)
+    row = (token - starts_q[1:][sequence] + rows).clamp(0, rows - 1)
+    outside = (token < starts_q[0]) | (token >= starts_q[-1])
+    out = torch.cat(outs, 1)[sequence, row].masked_fill(outside[:, None, None], 0)
+    lse = torch.cat(sums, 2)[sequence, :, row].masked_fill(outside[:, None], -torch.inf)
+    return out, lse.transpose(0, 1)
 
 
 def _alibi(

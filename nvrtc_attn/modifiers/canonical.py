@@ -5,14 +5,18 @@ Such a call runs the kernel that it would run with those options, whose machine 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from .graph import POSITIONS, SCORE, Node, constant, make
+from .graph import POSITIONS, SCORE, Node, constant, make, walk
 from .modifier import Modifier
 
-_INVERSE = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
+_MAX_TERMS: Final = 64  # of a sum that are looked at; a sum of sums has exponentially many
+_INVERSE: Final = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ def canonical(
         The captured arrays that may become a bias.
     """
     score, mask = modifier.valued
-    conditions = [] if mask is None else list(_conditions(mask))
+    conditions = [] if mask is None else _conditions(mask)
     while score is not None and score.op == "where":
         condition, a, b = score.args
         if "score" in condition.depends:
@@ -93,21 +97,33 @@ def canonical(
     for x in left:
         rest = x if rest is None else make("and", rest, x)
     residual, kept = (None, ()) if score is None and rest is None else Modifier.parts(score, rest, modifier.captures)
+    if residual is not None:
+        residual = residual.with_captures(())  # known for as long as the trace: it must not hold arrays
     return Canonical(residual, kept, band, cap, found_bias)
 
 
-def _conditions(node: Node) -> Iterator[Node]:
-    """Conditions that hold together where ``node`` does."""
-    if node.op == "and" and node.kind == "bool":
-        for x in node.args:
-            yield from _conditions(x)
-    elif node.op == "not" and node.args[0].op == "or" and node.kind == "bool":
-        for x in node.args[0].args:
-            yield from _conditions(make("not", x))
-    elif node.op == "not" and node.args[0].op in _INVERSE and node.args[0].args[0].kind != "float":
-        yield make(_INVERSE[node.args[0].op], *node.args[0].args)
-    else:
-        yield node
+def _conditions(node: Node) -> list[Node]:
+    """Conditions that hold together where ``node`` does, each once."""
+    found: dict[Node, None] = {}
+    seen = set()
+    stack = [node]
+    while stack:
+        x = stack.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        inner = x.args[0] if x.op == "not" else x
+        if x.kind != "bool":
+            found[x] = None
+        elif x.op == "and":
+            stack += reversed(x.args)
+        elif x.op == "not" and inner.op == "or":
+            stack += [make("not", y) for y in reversed(inner.args)]
+        elif x.op == "not" and inner.op in _INVERSE and inner.args[0].kind != "float":
+            found[make(_INVERSE[inner.op], *inner.args)] = None
+        else:
+            found[x] = None
+    return list(found)
 
 
 def _bounds(node: Node) -> Bounds | None:
@@ -135,6 +151,7 @@ def _bounds(node: Node) -> Bounds | None:
     return None
 
 
+@functools.lru_cache(maxsize=4096)
 def _linear(node: Node) -> tuple[int, int, int] | None:
     """(a, b, c) of an integer ``a q + b k + c``."""
     known = constant(node)
@@ -187,19 +204,13 @@ def _terms(node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _without_bias(score: Node, modifier: Modifier, allowed: frozenset[int]) -> tuple[Node, BiasOperand | None]:
-    for term, rest in _terms(score):
+    for term, rest in itertools.islice(_terms(score), _MAX_TERMS):
         if term.op == "load" and term.value in allowed and "score" in rest.depends:
             dims = _dims(term.args, modifier.captures[term.value].shape)
-            used_again = any(x.op == "load" and x.value == term.value for x in _walk(rest))
+            used_again = any(x.op == "load" and x.value == term.value for x in walk([rest]))
             if dims is not None and not used_again:
                 return rest, BiasOperand(term.value, dims)
     return score, None
-
-
-def _walk(node: Node) -> Iterator[Node]:
-    yield node
-    for x in node.args:
-        yield from _walk(x)
 
 
 def _dims(index: Sequence[Node], shape: Sequence[int]) -> tuple[int | None, ...] | None:

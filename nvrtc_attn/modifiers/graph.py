@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from ..base.errors import TraceError
@@ -18,40 +19,39 @@ Kind = Literal["float", "int", "bool"]
 _RANK: Final = {"bool": 0, "int": 1, "float": 2}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One operation, its operands, and the kind of number that comes out.
+    """One operation, its operands, and the kind of number that comes out. Never changed.
 
-    ``value`` is the number of a ``number``, (slot, number) of a ``param``, and the capture of a ``load``.
+    ``value`` is the number of a ``number``, (slot, number) of a ``param``, and the capture of a ``load``. Nodes with
+    the same content are one object: expressions share their parts, and comparing two would else take exponential time.
     """
 
+    __slots__ = ("__weakref__", "args", "depends", "kind", "op", "value")
     op: str
-    args: tuple[Node, ...] = ()
-    kind: Kind = "float"
-    value: Any = None
-    _hash: int = field(init=False, repr=False)
-    depends: frozenset[str] = field(init=False, repr=False)
+    args: tuple[Node, ...]
+    kind: Kind
+    value: Any
+    depends: frozenset[str]
     """Which of score, b, h, q, k it depends on."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.op, self.kind, repr(self.value), self.args)))
-        depends = frozenset((self.op,)) if self.op in INPUTS else frozenset().union(*(x.depends for x in self.args))
-        object.__setattr__(self, "depends", depends)
+    def __new__(cls, op: str, args: tuple[Node, ...] = (), kind: Kind = "float", value: Any = None) -> Node:
+        # The node keeps its operands, and so their numbers, for as long as it is in the table.
+        key = (op, kind, repr(value), tuple(map(id, args)))
+        found = _nodes.get(key)
+        if found is not None:
+            return found
+        node = object.__new__(cls)
+        node.op, node.args, node.kind, node.value = op, args, kind, value
+        node.depends = frozenset((op,)) if op in INPUTS else frozenset().union(*(x.depends for x in args))
+        with _nodes_lock:
+            return _nodes.setdefault(key, node)
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            isinstance(other, Node)
-            and self._hash == other._hash
-            and (self.op, self.kind, repr(self.value)) == (other.op, other.kind, repr(other.value))
-            and self.args == other.args
-        )
+    def __repr__(self) -> str:
+        return f"Node({self.op!r}, {self.kind!r}, {self.value!r}, {len(self.args)} operands)"
 
 
+_nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
+_nodes_lock = threading.Lock()
 POSITIONS: Final = ("b", "h", "q", "k")
 INPUTS: Final = ("score", *POSITIONS)
 SCORE: Final = Node("score")
@@ -231,3 +231,14 @@ def rebuilt(root: Node, value_of: Callable[[Node], Any]) -> Node:
     for node in walk([root]):
         made[node] = Node(node.op, tuple(made[x] for x in node.args), node.kind, value_of(node))
     return made[root]
+
+
+def listing(roots: Sequence[Node]) -> str:
+    """All nodes below ``roots`` in order, one after the other: equal for equal expressions, in any process."""
+    places: dict[Node, int] = {}
+    lines = []
+    for node in walk(roots):
+        places[node] = len(places)
+        value = "" if node.value is None else f" {node.value!r}"
+        lines.append(f"{node.op}:{node.kind}{value}({' '.join(str(places[x]) for x in node.args)})")
+    return "; ".join([*lines, " ".join(str(places[x]) for x in roots)])

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .derivative import derivatives
-from .graph import Node, rebuilt, walk
+from .graph import Node, listing, rebuilt, walk
 from .proxy import dtype_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Program:
     """The expressions with numbered operands: equal for calls that differ in numbers and in the content of arrays."""
 
@@ -28,6 +28,10 @@ class Program:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __repr__(self) -> str:
+        roots = {name: x for name, x in (("score", self.score), ("mask", self.mask)) if x is not None}
+        return f"Program({', '.join(roots)}: {listing(list(roots.values()))}; {self.captures}, {self.numbers})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +82,12 @@ class Modifier:
         arrays = tuple(captures[i] for i in kept)
         program = Program(numbered(score), numbered(mask), tuple((dtype_of(x), x.ndim) for x in arrays), tuple(kinds))
         return cls(program, arrays, tuple(numbers)), kept
+
+    def with_captures(self, captures: tuple[Any, ...]) -> Modifier:
+        """The same over other arrays of the same dtypes and shapes; what was worked out of it is shared."""
+        result = Modifier(self.program, captures, self.numbers)
+        object.__setattr__(result, "known", self.known)
+        return result
 
     @property
     def valued(self) -> tuple[Node | None, Node | None]:

@@ -36,6 +36,8 @@ class Recording:
 
     def __init__(self, literals: frozenset[tuple[str, Any]]) -> None:
         self.captures: list[Any] = []
+        self.computed = False
+        """Whether the function computed with an array instead of indexing it: the result is that of its content now."""
         self._by_id: dict[int, int] = {}
         self._literals = literals
         self._slots = 0
@@ -50,7 +52,7 @@ class Recording:
         """
         if isinstance(x, Proxy):
             return x.node
-        if isinstance(x, np.generic) or _is_host_scalar(x):
+        if isinstance(x, np.generic) or is_host_scalar(x):
             x = x.item()
         if isinstance(x, bool | int | float):
             # What is no literal, and not one of the numbers that simplify, is given at run time: no recompile.
@@ -106,7 +108,7 @@ class Recording:
         return Proxy(self, self.element(array, whole))
 
 
-def _is_host_scalar(x: Any) -> bool:
+def is_host_scalar(x: Any) -> bool:
     """Whether ``x`` is a number in a tensor on the CPU that wants no gradient: read now, without waiting for a GPU."""
     if not is_array(x) or x.ndim:
         return False
@@ -133,6 +135,7 @@ class Captured:
         complete = len(whole) == self._array.ndim and all(isinstance(x, int | np.integer) for x in whole)
         if complete or any(isinstance(x, Proxy | Captured) for x in whole):
             return self._recording.index(self._array, self._index, index)
+        self._recording.computed = True
         return Captured(self._recording, self._array[index])  # no proxy in it: done once, by the framework
 
     def element(self) -> Node:

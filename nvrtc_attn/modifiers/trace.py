@@ -12,6 +12,7 @@ from ..base.errors import TraceError, shown
 from .graph import INPUTS, Node, cast, number
 from .modifier import Modifier
 from .proxy import Captured, Proxy, Recording, is_array
+from .remembered import facts_of, find, remember
 
 _MAX_DEPTH: Final = 16
 
@@ -52,12 +53,16 @@ def trace(
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if not (function is None or callable(function)):
             raise TypeError(f"{name}: got {shown(function)} of type {type(function).__name__}. It is a function.")
+    facts = facts_of(score_mod, mask_mod) if aux is None else None
+    found = None if facts is None else find(facts)
+    if found is not None:
+        return found
     recording = Recording(frozenset(_literals(score_mod)) | frozenset(_literals(mask_mod)))
     inputs = {name: Proxy(recording, Node(name, kind="float" if name == "score" else "int")) for name in INPUTS}
     positions = tuple(inputs[name] for name in INPUTS[1:])
     more = () if aux is None else (_Aux(recording, aux),)
     score = mask = None
-    with _torch_mode():
+    with _torch_mode(recording):
         if score_mod is not None:
             score = cast(_called(recording, "score_mod", score_mod, (inputs["score"], *positions, *more)), "float")
         if mask_mod is not None:
@@ -67,7 +72,10 @@ def trace(
             mask = cast(mask, "bool")
     if mask == number(True):
         mask = None
-    return Modifier.of(score, mask, tuple(recording.captures))
+    modifier = Modifier.of(score, mask, tuple(recording.captures))
+    if facts is not None and not recording.computed:
+        remember(facts, modifier)
+    return modifier
 
 
 class _Aux:
@@ -190,13 +198,13 @@ def _literals(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def _torch_mode() -> Iterator[None]:
+def _torch_mode(recording: Recording) -> Iterator[None]:
     """While torch is there, see the indexing of its tensors, which asks no argument but the tensor for its meaning."""
     torch = sys.modules.get("torch")
     if torch is None:
         yield
         return
-    with _mode_class(torch)():
+    with _mode_class(torch)(recording):
         yield
 
 
@@ -208,9 +216,15 @@ def _mode_class(torch: Any) -> Any:
         from .proxy import recording_of, torch_function
 
         class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+            def __init__(self, recording: Recording) -> None:
+                super().__init__()
+                self._recording = recording
+
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 kwargs = kwargs or {}
                 if recording_of((*args, *kwargs.values())) is None:
+                    name = getattr(getattr(func, "__self__", None), "__name__", "")
+                    self._recording.computed |= name not in ("shape", "dtype", "device", "ndim", "requires_grad")
                     return func(*args, **kwargs)
                 return torch_function(func, args, kwargs)
 

@@ -199,7 +199,7 @@ class _FlexAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         detached = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in tensors)
         q, k, v = detached[:3]
-        inner = None if modifier is None else Modifier(modifier.program, detached[3:], modifier.numbers)
+        inner = None if modifier is None else modifier.with_captures(detached[3:])
         out, lse = api.attention(q, k, v, score_mod=inner, softmax_scale=options.softmax_scale, return_lse=True)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.modifier, ctx.options = modifier, options
@@ -214,7 +214,7 @@ class _FlexAttention(torch.autograd.Function):
         captures = tuple(x.detach() for x in tensors[3:])
         inner, daux = None, None
         if modifier is not None:
-            inner = Modifier(modifier.program, captures, modifier.numbers)
+            inner = modifier.with_captures(captures)
             wanted = ctx.needs_input_grad[5:]
             trained = [i for i in modifier.differentiable if wanted[i]]
             if trained:

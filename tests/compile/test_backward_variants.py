@@ -376,6 +376,13 @@ def test_dq_of_several_blocks_is_added_up(changes: dict[str, Any]) -> None:
         short_plan(**changes)
 
 
+def test_other_operands_have_the_kernels_that_their_gradients_read_from() -> None:
+    """A sink's gradient comes from the statistics of ``delta``."""
+    sizes: dict[str, Any] = {"batch": 64, "seqlen_q": 49, "seqlen_k": 49, "head_dim": 32}
+    assert portable_backward.may_store_dq(problem(**sizes))
+    assert not portable_backward.may_store_dq(problem(**sizes, further=(("sink", layout((16,), "float32")),)))
+
+
 def test_plans_that_store_dq_are_candidates() -> None:
     target: dict[str, Any] = {"arch": "sm_90", "num_sms": NUM_SMS, "smem_limit": 232448}
     short = problem(batch=64, seqlen_q=49, seqlen_k=49, head_dim=32)

@@ -206,3 +206,36 @@ def test_transformers() -> None:
                 assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
             exact, same, ours = (out.detach().double() for out in outs)
             assert float((ours - exact).abs().max()) <= 2 * float((same - exact).abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alibi_of_packed_sequences_and_a_cache(dtype: Any) -> None:
+    """Each sequence alone; then the same keys from a cache that is one tensor."""
+    torch.manual_seed(0)
+    starts = torch.tensor([0, 300, 300, 700, 1000], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(1000, h, 64, device="cuda", dtype=dtype, requires_grad=True) for h in (4, 2, 2))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device="cuda")
+    found = flash_attn.flash_attn_varlen_func(q, k, v, starts, starts, 400, 400, causal=True, alibi_slopes=slopes)
+    parts = [
+        flash_attn.flash_attn_func(*(x[None, a:b] for x in (q, k, v)), causal=True, alibi_slopes=slopes)[0]
+        for a, b in ((0, 300), (300, 700), (700, 1000))
+    ]
+    expected = torch.cat(parts)
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (found, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=10 * tolerance, rtol=tolerance)
+
+    caches = [torch.full((3, 512, 2, 64), torch.nan, device="cuda", dtype=dtype) for _ in "kv"]
+    lengths = torch.tensor([511, 0, 100], dtype=torch.int32, device="cuda")
+    old = [torch.randn(3, 512, 2, 64, device="cuda", dtype=dtype) for _ in "kv"]
+    hidden = (torch.arange(512, device="cuda") >= lengths[:, None])[:, :, None, None]
+    for cache, x in zip(caches, old, strict=True):
+        cache.copy_(x.masked_fill(hidden, torch.nan))
+    query, key, value = (torch.randn(3, 1, h, 64, device="cuda", dtype=dtype) for h in (4, 2, 2))
+    out = flash_attn.flash_attn_with_kvcache(query, *caches, key, value, cache_seqlens=lengths, causal=True)
+    for b, length in enumerate(lengths.tolist()):
+        keys, values = (torch.cat([x[b, :length], new[b]])[None] for x, new in zip(old, (key, value), strict=True))
+        alone = flash_attn.flash_attn_func(query[b : b + 1], keys, values, causal=True)
+        torch.testing.assert_close(out[b : b + 1], alone, atol=tolerance, rtol=tolerance)

@@ -296,3 +296,54 @@ def test_what_a_cache_cannot_have_is_refused() -> None:
         integration.flash_attn_with_kvcache(q, cache, cache, k=q)
     with pytest.raises(ValueError, match="cache_seqlens with them"):
         integration.flash_attn_with_kvcache(q, cache, cache, k=q, v=q)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (4, 0)])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_alibi_of_packed_sequences(
+    per_sequence: bool, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence alone, gradients too; tokens of none at both ends, a sequence without queries, one without keys."""
+    monkeypatch.setattr(integration, "_ALIBI_ROWS", {torch.float32: 5})  # several parts
+    torch.manual_seed(0)
+    lengths = ((7, 9), (0, 4), (12, 12), (3, 0), (5, 2))
+    starts_q, starts_k = ([2], [1])
+    for m, n in lengths:
+        starts_q.append(starts_q[-1] + m)
+        starts_k.append(starts_k[-1] + n)
+    inputs = [
+        torch.randn(n, h, 16, requires_grad=True) for n, h in ((starts_q[-1] + 3, 4), *(((starts_k[-1] + 2), 2),) * 2)
+    ]
+    slopes = torch.rand(*([5, 4] if per_sequence else [4])).requires_grad_()
+    inputs.append(slopes)
+    q, k, v, _ = inputs
+    found, lse, _ = integration.flash_attn_varlen_func(
+        q, k, v, torch.tensor(starts_q, dtype=torch.int32), torch.tensor(starts_k, dtype=torch.int32), 12, 12,
+        causal=True, window_size=window, alibi_slopes=slopes, return_attn_probs=True,
+    )  # fmt: skip
+    nothing, empty = torch.zeros(1, dtype=torch.int32), torch.zeros(2, 4, 16)
+    assert not integration.flash_attn_varlen_func(
+        empty, empty, empty, nothing, nothing, 0, 0, causal=True, alibi_slopes=torch.ones(4)
+    ).any()
+    outs, sums = [torch.zeros(2, 4, 16)], [torch.full((4, 2), -torch.inf)]
+    for b, (m, n) in enumerate(lengths):
+        q0, k0 = starts_q[b], starts_k[b]
+        of_sequence = slopes[b] if per_sequence else slopes
+        out, sum_ = integration.flash_attn_func(
+            q[None, q0 : q0 + m], k[None, k0 : k0 + n], v[None, k0 : k0 + n], causal=True, window_size=window,
+            alibi_slopes=of_sequence, return_attn_probs=True,
+        )[:2]  # fmt: skip
+        outs.append(out[0])
+        sums.append(sum_[0])
+    expected = torch.cat([*outs, torch.zeros(3, 4, 16)])
+    expected_lse = torch.cat([*sums, torch.full((4, 3), -torch.inf)], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    weight = torch.linspace(-1, 1, found.numel()).view(found.shape)
+    finite = expected_lse.isfinite()
+    gradients = [
+        torch.autograd.grad((o * weight).sum() + x[finite].sum(), inputs)
+        for o, x in ((found, lse), (expected, expected_lse))
+    ]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -72,7 +72,7 @@ def test_gradients_are_those_of_finite_differences(case: ModifierCase) -> None:
             id(wide[name]) for name in case.trained
         }
         out, lse = reference.attention_forward(q, k, v, modifier=modifier)
-        dq, dk, dv, _ = reference.attention_backward(
+        dq, dk, dv, *_ = reference.attention_backward(
             dout, q, k, v, out, lse, dlse=np.where(np.isfinite(lse), dlse, 0), modifier=modifier, capture_grads=sums
         )
         named: dict[str, tuple[Array, Array]] = {"q": (q, dq), "k": (k, dk), "v": (v, dv)}
@@ -427,3 +427,114 @@ def test_the_gradient_of_an_array_that_became_a_bias() -> None:
     expected = reference.attention_backward(*doubles, *exact, modifier=wide, capture_grads=sums)
     for ours, theirs in zip((*gradients, *daux), (*expected[:3], *sums), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------- remembered
+
+
+def remembered(*functions: Any) -> bool:
+    """Whether the second of two equal calls finds the trace of the first."""
+    from nvrtc_attn.modifiers import remembered as table
+
+    before = len(table._traces)
+    trace(*functions)
+    facts = table.facts_of(*functions, None) if len(functions) == 1 else table.facts_of(*functions)
+    found = facts is not None and table.find(facts) is not None
+    assert found or len(table._traces) == before
+    return found
+
+
+def test_a_trace_is_remembered_by_all_that_the_function_reads() -> None:
+    """Numbers, shapes, aliases and captured functions; arrays are those of the call."""
+
+    def make(slope: Any, x: Array, y: Array, inner: Any = abs) -> Any:
+        return lambda s, b, h, q, k: s + slope * x[h] + y[h] * inner(q - k)
+
+    one, two = np.ones(4, np.float32), np.arange(4, dtype=np.float32)
+    assert remembered(make(0.5, one, two))
+    again = trace(make(0.5, two, one))
+    assert [id(x) for x in again.captures] == [id(two), id(one)]
+    assert trace(make(0.75, one, two)).numbers == (0.75,)
+    assert trace(make(2, one, two)).program.numbers == ("int",)
+    assert len(trace(make(0.5, one, one)).captures) == 1
+    assert trace(make(0.5, one.astype(np.float64), two)).program.captures[0][0] == "float64"
+    assert trace(make(0.5, one, two, lambda x: x * x)).program != again.program
+    assert remembered(make(0.5, one, two, lambda x: x * x))
+    q, k, v, _ = tensors((1, 4, 8, 8), 0)
+    for x in (one, two, 3 * two):
+        out = nvrtc_attn.attention(q, k, v, score_mod=make(0.5, x, two))
+        exact, _ = modifiers.textbook(q, k, v, make(0.5, x, two), None)
+        np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-4)
+
+
+class Settings:
+    width = 3
+
+
+def test_what_may_change_unseen_is_traced_anew() -> None:
+    """Attributes of the user's objects, and results of computing with an array."""
+    settings = Settings()
+    table = np.arange(8, dtype=np.float32)
+
+    def by_class(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k) % Settings.width == 0
+
+    def by_object(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k) % settings.width == 0
+
+    def by_part(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[2:][h]
+
+    assert not remembered(None, by_class)
+    assert not remembered(None, by_object)
+    assert not remembered(by_part)
+    before = trace(None, by_object).numbers
+    settings.width = 5
+    assert (before, trace(None, by_object).numbers) == ((3,), (5,))
+
+
+def test_what_is_remembered_holds_no_array() -> None:
+    import gc
+    import weakref
+
+    q, k, v, _ = tensors((1, 2, 8, 8), 0)
+
+    def call() -> Any:
+        table = np.ones(16, np.float32)
+
+        def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return np.sin(s) + table[q] * k
+
+        nvrtc_attn.attention(q, k, v, score_mod=score_mod)
+        assert remembered(score_mod)
+        return weakref.ref(table)
+
+    watched = call()
+    gc.collect()
+    assert watched() is None
+
+
+def test_expressions_that_share_their_parts_take_no_exponential_time() -> None:
+    """2**60 paths lead through this one: it is traced twice, derived, written, compared and shown."""
+    from nvrtc_attn.modifiers.cuda import cuda_source
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for _ in range(60):
+            s = s * s + 0.5 * np.tanh(s)
+        for _ in range(60):
+            s = s + s
+        return s
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        x, kept = q, k >= 0
+        for _ in range(60):
+            x = x + x
+            kept = (kept & (q > 2)) & (kept & (x < k))
+        return kept
+
+    first, second = (trace(lambda *x: score_mod(*x), lambda *x: mask_mod(*x)) for _ in range(2))
+    assert first.program == second.program
+    assert len(repr(first.program)) < 40000
+    assert cuda_source(first.program) == cuda_source(second.program)
+    q, k, v, _ = tensors((1, 2, 4, 4), 0)
+    nvrtc_attn.attention(q, k, v, score_mod=score_mod, mask_mod=mask_mod)
