@@ -138,7 +138,8 @@ def oracle(case: Case, arrays: dict[str, Array]) -> tuple[dict[str, Array], dict
     In torch on the GPU, which is some 50 times as fast as the NumPy reference that it is tested against
     (tests/unit/test_fuzz.py). The yardstick of float32 is NumPy's: a GPU's float32 product adds in an order of its own.
     """
-    inputs = {name: torch.from_numpy(x).to(DEVICE) for name, x in cases.cast_inputs(case, arrays).items()}
+    # Copied: an array may be a broadcast view, which torch warns of.
+    inputs = {name: torch.from_numpy(np.array(x)).to(DEVICE) for name, x in cases.cast_inputs(case, arrays).items()}
     geometry = fuzz_torch.Geometry(case, DEVICE)
     keep = fuzz_torch.keep_mask(case, DEVICE) if case.dropout_p > 0 else None
     exact = fuzz_torch.attention_dense(case, inputs, geometry, "float64", keep)

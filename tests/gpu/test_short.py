@@ -12,6 +12,7 @@ from harness import DEVICE, Run, failures, oracle, torch
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_forward, portable_backward, portable_forward
 from nvrtc_attn.plans import plan
+from nvrtc_attn.torch import passes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -31,6 +32,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
             return made[-1]
 
         monkeypatch.setattr(plan, "_plans", {})
+        monkeypatch.setattr(passes, "_backward_plans", {})
         monkeypatch.setattr(portable_backward, "choose_backward", chosen)
         return made
 

@@ -76,6 +76,7 @@ def test_many_packed_sequences() -> None:
         check(cases.make_case("many", seqlens=lengths, sink="float32", dlse=True, dtype="bfloat16", **fields))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # of torch
 def test_compiled_by_inductor() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(512, 512))
     sink = torch.randn(8, device=DEVICE, requires_grad=True)

@@ -262,6 +262,7 @@ def test_a_captured_graph_follows_the_mask_that_it_finds(family: str) -> None:
 
     with backend(family):
         size = api.backward_workspace_bytes(i["q"], i["k"], i["v"], deterministic=True, **options) + (1 << 20)
+        size = max(size, api.forward_workspace_bytes(i["q"], i["k"], i["v"], return_lse=True, **options))
         workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         both(workspace)  # compiled and loaded
         graph = torch.cuda.CUDAGraph()
