@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         dropout_keep_mask,
         forward_workspace_bytes,
     )
+    from .front.part import Part
     from .modifiers.modifier import Modifier
     from .modifiers.proxy import where
     from .modifiers.trace import trace
@@ -30,6 +31,7 @@ __all__ = [
     "CudaError",
     "DeviceFaultError",
     "Modifier",
+    "Part",
     "TraceError",
     "UnsupportedError",
     "__version__",
@@ -47,10 +49,11 @@ __all__ = [
 _MODULES = {
     "to_device": "runtime.buffers",
     "Modifier": "modifiers.modifier",
+    "Part": "front.part",
     "trace": "modifiers.trace",
     "where": "modifiers.proxy",
 }
-_API = (*(name for name in __all__ if name[0].islower()), "Modifier")
+_API = (*(name for name in __all__ if name[0].islower()), "Modifier", "Part")
 
 
 def __getattr__(name: str) -> Any:

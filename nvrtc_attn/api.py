@@ -29,6 +29,7 @@ from .front.operands import (
     check_further,
     takes_further_inputs,
 )
+from .front.part import Part
 from .front.problem import Causal, WindowSize
 from .front.signature import Signature, sign
 from .front.tensors import Device, TensorView, current_stream, framework_of
@@ -74,6 +75,7 @@ def attention(
     aux: Mapping[str, Any] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    part: Part | None = None,
     out: Any = None,
     stream: Any = None,
     **further: Unpack[FurtherInputs],
@@ -130,6 +132,8 @@ def attention(
         ``exp(S)`` and of ``exp(sink)``; -inf for a row with no valid key, or the sink.
     deterministic
         Only matters to the backward pass. The forward pass is always bitwise reproducible.
+    part : nvrtc_attn.Part, optional
+        Where this call lies in a larger attention, whose causal alignment, windows and dropout mask it then has.
     out : ``[B, Mq, H, Kv]``, optional
         Written and returned. Must not overlap an input. Not possible for JAX arrays, which are immutable.
     sink : ``[H]``, optional
@@ -166,14 +170,15 @@ def attention(
     ``|lse| >= 2**22`` (4.2 million) has no gradient: see `attention_backward`.
     """
     options = CallOptions(
-        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic
-    )
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic,
+        part=part,
+    )  # fmt: skip
     # In the order of `FORWARD`, as below.
     operands = (
         q, k, v, out, None, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention", further),
     )  # fmt: skip
     signature = None
-    if stream is None and score_mod is None and mask_mod is None and aux is None:
+    if stream is None and part is None and score_mod is None and mask_mod is None and aux is None:
         signature = sign(operands, options)
     if signature is not None and (known := _find(signature, operands)) is not None:
         return _attention_again(known, signature, q, out, options, rng)
@@ -225,6 +230,7 @@ def attention_forward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
+    part: Part | None = None,
     score_mod: Any = None,
     mask_mod: Any = None,
     aux: Mapping[str, Any] | None = None,
@@ -246,14 +252,15 @@ def attention_forward(
     The others are those of `attention`, and so are the errors. Backward needs the same ``rng``: pass one with dropout.
     """
     options = CallOptions(
-        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=lse is not None
-    )
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=lse is not None,
+        part=part,
+    )  # fmt: skip
     operands = (
         q, k, v, out, lse, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
         *check_further("attention_forward", further),
     )  # fmt: skip
     signature = None
-    if stream is None and score_mod is None and mask_mod is None and aux is None:
+    if stream is None and part is None and score_mod is None and mask_mod is None and aux is None:
         signature = sign((*operands, workspace), options)
     if signature is not None and _ran_again(signature, operands, options, rng):
         return
@@ -297,6 +304,7 @@ def attention_backward(
     aux: Mapping[str, Any] | None = None,
     daux: Sequence[Any] | None = None,
     deterministic: bool = False,
+    part: Part | None = None,
     workspace: Any = None,
     stream: Any = None,
     **further: Unpack[FurtherInputs],
@@ -347,6 +355,7 @@ def attention_backward(
     options = CallOptions(
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=True,
         deterministic=deterministic, dbias=dbias is not None, dsink=dsink is not None,
+        part=part,
     )  # fmt: skip
     inputs = (bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention_backward", further))
     operands = (q, k, v, out, dout, lse, dlse, *inputs, dq, dk, dv, dbias, dsink)
@@ -360,7 +369,14 @@ def run_backward(
 ) -> None:  # fmt: skip
     """`attention_backward` of ``operands`` in the order of `BACKWARD`; ``new_workspace(nbytes)`` makes a workspace."""
     signature = None
-    if stream is None and score_mod is None and mask_mod is None and aux is None and daux is None:
+    if (
+        stream is None
+        and options.part is None
+        and score_mod is None
+        and mask_mod is None
+        and aux is None
+        and daux is None
+    ):
         signature = sign((*operands, workspace), options)
     known_rng = rng is not None or options.dropout_p == 0
     if signature is not None and known_rng and _ran_again(signature, operands, options, rng, new_workspace):
@@ -611,6 +627,11 @@ def _forward(
 ) -> None:
     """Run the forward pass; ``given`` are the outputs, those of them in ``made`` by us."""
     views: dict[str, TensorView] = {}
+    if rng is None and call.options.part is not None and call.problem.dropout_p > 0:
+        raise ValueError(
+            "rng: None, but dropout_p > 0 and this is a part of a larger attention, whose mask it has. Pass the "
+            "(seed, offset) of the whole, the same for all parts."
+        )
     for name, x in given.items():
         if x is not None or OPERANDS[name].forward == "out":
             views[name] = call.output_view(x, name, views)
@@ -623,7 +644,7 @@ def _forward(
     if new_workspace is not None and plan.workspace_bytes:
         workspace = new_workspace(plan.workspace_bytes)
     address = call.workspace_address(workspace, plan.workspace_bytes)
-    state = call.rng_state(rng)
+    state = call.kernel_rng(rng)
     if 0 not in call.out_shape:
         _launch(plan, call, views, address, state, (given, workspace))
         if signature is not None:
@@ -667,7 +688,7 @@ def _backward(
     if workspace is None and new_workspace is not None and plan.workspace_bytes:
         workspace = new_workspace(plan.workspace_bytes)
     address = call.workspace_address(workspace, plan.workspace_bytes)
-    _launch(plan, call, views, address, call.rng_state(rng), (workspace, capture_gradients), capture_gradients)
+    _launch(plan, call, views, address, call.kernel_rng(rng), (workspace, capture_gradients), capture_gradients)
     if signature is not None:
         repeats.remember(signature, plan, {**call.tensors, **views}, {})
 

@@ -49,6 +49,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--causal/--no-causal", default=None, help="[default: both]")
 @click.option("--bias", is_flag=True, help="An additive bias.")
 @click.option("--dbias", is_flag=True, help="And its gradient.")
+@click.option("--sink", is_flag=True, help="Attention sinks.")
 @click.option("--mask", is_flag=True, help="A boolean mask.")
 @click.option("--softcap", is_flag=True)
 @click.option("--dropout", is_flag=True)

@@ -87,6 +87,8 @@ class Geometry:
             # Behind the last token there is a row of zeros, which padding reads and whose result is thrown away.
             self.rows = self._index(starts[:, 0], lengths_q, case.seqlen_q, shape["q"][1])
             self.keys = self._index(starts[:, 1], lengths_k, case.seqlen_k, shape["k"][1])
+        elif case.seqused_k:
+            lengths_k = np.array(case.seqused_k)
         self.lengths_q, self.lengths_k = lengths_q, lengths_k
 
     def _index(self, starts: Any, lengths: Any, longest: int, spare: int) -> Tensor:
@@ -114,13 +116,14 @@ class Geometry:
         left, right = (None if w == -1 else w for w in case.window_size)
         if case.causal:
             right = 0 if right is None else min(right, 0)
-        if left is None and right is None and not case.varlen:
+        ragged = case.varlen or case.seqused_k
+        if left is None and right is None and not ragged:
             return None
         i = torch.arange(case.seqlen_q, device=device)[:, None]
         j = torch.arange(case.seqlen_k, device=device)
         m, n, off = case.seqlen_q, case.seqlen_k, case.seqlen_k - case.seqlen_q
         keep = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
-        if case.varlen:
+        if ragged:
             sizes = _upload(np.stack((self.lengths_q, self.lengths_k)), device)[:, :, None, None, None]
             m, n = sizes[0], sizes[1]
             off = n - m

@@ -191,6 +191,22 @@ using TiledHopperForwardParams = WithTileWords<HopperForwardParams>;
 using TiledBackwardParams = WithTileWords<BackwardParams>;
 using TiledHopperBackwardParams = WithTileWords<HopperBackwardParams>;
 
+// The same for a part of a larger attention, whose dropout mask it has. Last, so that nothing before them moves: kernels of
+// whole calls know none of these.
+template <class Params>
+struct PartOf : Params {
+  alignas(alignof(Params)) int dropout_heads;  // of the whole; not in the padding at the end of Params
+  int dropout_rows, dropout_columns;
+};
+using ForwardPartParams = PartOf<ForwardParams>;
+using BackwardPartParams = PartOf<BackwardParams>;
+using HopperForwardPartParams = PartOf<HopperForwardParams>;
+using HopperBackwardPartParams = PartOf<HopperBackwardParams>;
+using TiledForwardPartParams = PartOf<TiledForwardParams>;
+using TiledBackwardPartParams = PartOf<TiledBackwardParams>;
+using TiledHopperForwardPartParams = PartOf<TiledHopperForwardParams>;
+using TiledHopperBackwardPartParams = PartOf<TiledHopperBackwardParams>;
+
 // Behind the params of a kernel with a sink, and behind the words of tiles where it has those too.
 template <class Params>
 struct WithSink : Params {

@@ -19,7 +19,8 @@ from . import reference
 def forward(call: Call, views: Mapping[str, TensorView], rng: Any) -> None:
     """Write what ``views`` names: out and maybe lse."""
     q, k, v = (_read(call.tensors[name]) for name in "qkv")
-    results = dict(zip(("out", "lse"), reference.attention_forward(q, k, v, **_options(call, rng)), strict=True))
+    arrays = reference.attention_forward(q, k, v, **_options(call, rng), result_dtype=_wider(views["out"]))
+    results = dict(zip(("out", "lse"), arrays, strict=True))
     for name, view in views.items():
         _write(view, results[name])
 
@@ -31,7 +32,8 @@ def backward(call: Call, views: Mapping[str, TensorView], rng: Any, daux: Sequen
     q, k, v = (_read(call.tensors[name]) for name in "qkv")
     gradients = reference.attention_backward(
         read.pop("dout"), q, k, v, read.pop("out"), read.pop("lse"), **read, bias_grad="dbias" in views,
-        sink_grad="dsink" in views, capture_grads=sums, **_options(call, rng),
+        sink_grad="dsink" in views, capture_grads=sums,
+        result_dtype=_wider(views["dq"], views["dk"], views["dv"]), **_options(call, rng),
     )  # fmt: skip
     for name, gradient in zip(GRADIENTS, gradients, strict=True):
         if name in views and gradient is not None:
@@ -58,7 +60,13 @@ def _options(call: Call, rng: Any) -> dict[str, Any]:
         "offset": state.offset,
         "max_seqlen_q": problem.seqlen_q if problem.varlen else None,
         "max_seqlen_k": problem.seqlen_k if problem.varlen else None,
+        "part": options.part,
     }
+
+
+def _wider(*views: TensorView) -> type[np.float32] | None:
+    """The type of results: that of the inputs, or float32 where one of them is to be written so."""
+    return np.float32 if any(view.dtype == "float32" for view in views) else None
 
 
 def _bound(bound: SupportsIndex | None) -> int | None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import UnsupportedError
+from ..front.part import Part
 from ..front.philox import keep_mask, threshold
 from ..modifiers.evaluate import HostModifier, Values
 
@@ -54,6 +55,11 @@ class Plan:
     modifier: HostModifier | None
     dtype: np.dtype[Any]
     num_heads: int
+    """Of the whole attention, as max_q and max_k: what dropout's index counts by."""
+    origin: tuple[int, int, int, int]
+    """Batch entry, head, row and key of the whole that the call begins at."""
+    shift: int | None
+    """What the diagonal of a part is moved by; None: what the lengths say."""
     group: int
     """Query heads per key head."""
     left: int | None
@@ -109,7 +115,9 @@ class Plan:
 
     def band(self, tile: Tile) -> tuple[float, float]:
         """(low, high) such that row i keeps the keys with ``low <= j - i <= high``."""
-        shift = tile.seqlen_k - tile.seqlen_q if self.bottom_right else 0
+        shift = self.shift
+        if shift is None:
+            shift = tile.seqlen_k - tile.seqlen_q if self.bottom_right else 0
         low = -math.inf if self.left is None else shift - self.left
         return low, math.inf if self.right is None else shift + self.right
 
@@ -182,12 +190,13 @@ class Plan:
     def dropped(self, tile: Tile, batches: int, i0: int, i1: int, j0: int, j1: int) -> Array:
         """Where dropout drops a score of the block."""
         heads = self.heads(tile)
+        b0, h0, first_row, first_key = self.origin
         keep = keep_mask(
             (batches, heads.stop - heads.start, i1 - i0, j1 - j0),
             self.dropout_p,
             self.seed,
             self.offset,
-            origin=(tile.sequence, heads.start, i0, j0),
+            origin=(b0 + tile.sequence, h0 + heads.start, first_row + i0, first_key + j0),
             num_heads=self.num_heads,
             max_seqlen_q=self.max_q,
             max_seqlen_k=self.max_k,
@@ -214,6 +223,7 @@ def make_plan(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     seqused_k: npt.ArrayLike | None,
+    part: Part | None,
     compute_dtype: npt.DTypeLike | None,
     block_m: int,
     block_n: int,
@@ -294,12 +304,18 @@ def make_plan(
         for b in range(0, batch, batch_step):
             tokens = slice(0, seqlen_q), slice(0, seqlen_k if used is None else used[b])
             tiles += [Tile(slice(b, min(b + batch_step, batch)), b, *tokens, part) for part in heads]
+    longest_q = max_seqlen_q if varlen and max_seqlen_q is not None else max(lengths_q, default=0)
+    longest_k = max_seqlen_k if varlen and max_seqlen_k is not None else max(lengths_k, default=0)
+    bottom_right = causal != "top_left"
+    whole, shift = part or Part(), None
+    if part is not None and not varlen:
+        shift = part.shift(seqlen_q, seqlen_k, bottom_right)
+    _, all_heads, max_q, max_k = whole.whole((batch, num_heads, longest_q, longest_k))
     return Plan(
-        k=k, bias=bias, mask=mask, sink=sink, modifier=modifier, dtype=dtype, num_heads=num_heads, group=group,
-        left=left, right=right, bottom_right=causal != "top_left", scale=scale, softcap=float(softcap),
-        dropout_p=dropout_p, seed=seed, offset=offset, block_m=block_m, block_n=block_n, tiles=tuple(tiles),
-        max_q=max_seqlen_q if varlen and max_seqlen_q is not None else max(lengths_q, default=0),
-        max_k=max_seqlen_k if varlen and max_seqlen_k is not None else max(lengths_k, default=0),
+        k=k, bias=bias, mask=mask, sink=sink, modifier=modifier, dtype=dtype, num_heads=all_heads,
+        origin=whole.origin(), shift=shift, group=group, left=left, right=right, bottom_right=bottom_right, scale=scale,
+        softcap=float(softcap), dropout_p=dropout_p, seed=seed, offset=offset, block_m=block_m, block_n=block_n,
+        tiles=tuple(tiles), max_q=max_q, max_k=max_k,
     )  # fmt: skip
 
 

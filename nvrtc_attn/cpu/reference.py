@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..front.part import Part
 from ..front.philox import multiplier
 from ..modifiers.evaluate import HostModifier
 from .blocks import Array, Causal, Plan, Tile, Window, make_plan
@@ -48,6 +49,8 @@ def attention_forward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: npt.ArrayLike | None = None,
+    part: Part | None = None,
+    result_dtype: npt.DTypeLike | None = None,
     compute_dtype: npt.DTypeLike | None = None,
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
@@ -88,6 +91,10 @@ def attention_forward(
         Pitches of the dropout index with ``cu_seqlens``; by default the longest lengths.
     seqused_k : ``[nb]`` or ``[B]``, optional
         Only the first ``seqused_k[b]`` keys of sequence b exist; the others are not read.
+    part
+        Where the call lies in a larger attention, whose causal alignment, windows and dropout it then has.
+    result_dtype
+        Of out, which is by default that of ``q``; lse has the compute dtype.
     compute_dtype
         float32 or float64; by default float64 for float64 inputs and float32 for all others.
     block_m, block_n
@@ -97,7 +104,7 @@ def attention_forward(
 
     Returns
     -------
-    out : ``[B, Mq, H, Kv]``, dtype of ``q``
+    out : ``[B, Mq, H, Kv]``
         Rows without any key are 0.
     lse : ``[B, H, Mq]``, compute dtype
         Natural log of the sum of ``exp(S)`` and, with one, ``exp(sink)``; dropout is not part of it. Rows without any
@@ -105,9 +112,9 @@ def attention_forward(
     """
     plan = make_plan(
         q, k, v, bias, mask, sink, causal, window_size, softmax_scale, softcap, dropout_p, seed, offset, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, compute_dtype, block_m, block_n, modifier,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, part, compute_dtype, block_m, block_n, modifier,
     )  # fmt: skip
-    out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+    out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype if result_dtype is None else result_dtype)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, plan.dtype)
     with np.errstate(all="ignore"):
         for tile in plan.tiles:
@@ -177,6 +184,8 @@ def attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: npt.ArrayLike | None = None,
+    part: Part | None = None,
+    result_dtype: npt.DTypeLike | None = None,
     compute_dtype: npt.DTypeLike | None = None,
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
@@ -200,6 +209,8 @@ def attention_backward(
         Whether to return dbias.
     sink_grad
         Whether to return dsink.
+    result_dtype
+        Of dq, dk, dv, which are by default those of q, k, v.
     capture_grads
         For each array that the modifier captured, an array of its shape in the compute dtype to which its gradient is
         added, or None.
@@ -207,7 +218,7 @@ def attention_backward(
     Returns
     -------
     dq, dk, dv
-        Shapes and dtypes of q, k, v; every element is written, zeros where nothing attends.
+        Shapes of q, k, v; every element is written, zeros where nothing attends.
     dbias
         Shape and dtype of ``bias``, or ``None`` without ``bias_grad``.
     dsink
@@ -215,7 +226,7 @@ def attention_backward(
     """
     plan = make_plan(
         q, k, v, bias, mask, sink, causal, window_size, softmax_scale, softcap, dropout_p, seed, offset, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, compute_dtype, block_m, block_n, modifier,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, part, compute_dtype, block_m, block_n, modifier,
     )  # fmt: skip
     for name, given, shape in (
         ("dout", dout, (*q.shape[:3], v.shape[3])),
@@ -229,8 +240,8 @@ def attention_backward(
         raise ValueError("bias_grad: got True without a bias; pass the bias whose gradient is wanted")
     if sink_grad and sink is None:
         raise ValueError("sink_grad: got True without a sink; pass the sink whose gradient is wanted")
-    dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
     dsink = np.zeros(sink.shape, np.float64) if sink_grad and sink is not None else None
+    dq, dk, dv = (np.zeros(x.shape, x.dtype if result_dtype is None else result_dtype) for x in (q, k, v))
     dbias = np.zeros(bias.shape, plan.dtype) if bias_grad and bias is not None else None
     with np.errstate(all="ignore"):
         for tile in plan.tiles:
@@ -243,8 +254,8 @@ def attention_backward(
             logit = plan.load_sink(tile)
             if dsink is not None and logit is not None:
                 share = np.where(row_lse == np.inf, 0, np.exp(logit - row_lse))
-                part = np.where(share == 0, 0, share * shift).sum((0, 3, 4), dtype=np.float64)
-                dsink[plan.heads(tile)] += part.reshape(-1)
+                by_head = np.where(share == 0, 0, share * shift).sum((0, 3, 4), dtype=np.float64)
+                dsink[plan.heads(tile)] += by_head.reshape(-1)
             rows, keys = (tile.batch, tile.q_tokens), (tile.batch, tile.k_tokens, tile.kv_heads)
             _backward_tile(plan, tile, dout, q, v, row_lse, shift, dq[rows], dk[keys], dv[keys], dbias, capture_grads)
         return (

@@ -11,11 +11,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from ..base.dtypes import DTYPES
-from ..base.errors import shown
+from ..base.errors import UnsupportedError, shown
 from ..modifiers.modifier import Modifier, Program
 from . import philox
 from .modified import Modified, gradient_views, simplify
 from .operands import INPUTS, OPERANDS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
+from .part import Part
 from .philox import NO_RNG, RngState
 from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, dense_layout, layout
 from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, may_overlap, stream_handle, view
@@ -41,6 +42,8 @@ class CallOptions(NamedTuple):
     """Whether the backward pass makes the gradient of the bias."""
     dsink: bool = False
     """And that of the sink."""
+    part: Part | None = None
+    """Where the call lies in a larger attention; None = it is the whole."""
 
     def arguments(self) -> dict[str, Any]:
         """Those that the core functions of both passes take by name."""
@@ -100,7 +103,7 @@ class Call:
         """A view of a further input of the backward pass, ``called`` so by the caller."""
         called = called or name
         result = view(x, called, stream=self.producer_stream)
-        faults = self._faults(result, name, called)
+        faults = self._faults(result, name, called, self.problem.dtypes_of(name)[:1])
         if faults:
             raise ValueError("; ".join(faults) + ". Pass what the forward pass returned, or its gradient.")
         return result
@@ -108,7 +111,7 @@ class Call:
     def output_view(self, x: object, name: str, others: Mapping[str, TensorView]) -> TensorView:
         """A writable view of ``x`` of the right shape, dtype and device, apart from the inputs and ``others``."""
         result = view(x, name, stream=self.producer_stream, writable=True)
-        faults = self._faults(result, name, name)
+        faults = self._faults(result, name, name, self.problem.dtypes_of(name))
         if faults:
             raise ValueError("; ".join(faults) + ". Pass an array made for it, or let the function allocate.")
         for known in (self.tensors, others):
@@ -144,14 +147,14 @@ class Call:
             self.modified, given, self.producer_stream, (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
         )
 
-    def _faults(self, x: TensorView, name: str, called: str) -> list[str]:
+    def _faults(self, x: TensorView, name: str, called: str, dtypes: Sequence[str]) -> list[str]:
         """Where an operand is not as the table has it."""
-        shape, dtype = self.problem.shape_of(name), self.problem.dtype_of(name)
+        shape = self.problem.shape_of(name)
         faults = []
         if x.shape != shape:
             faults.append(f"{called}: shape {x.shape}, needed is {shape}")
-        if x.dtype != dtype:
-            faults.append(f"{called}: dtype {x.dtype}, needed is {dtype}")
+        if x.dtype not in dtypes:
+            faults.append(f"{called}: dtype {x.dtype}, needed is {' or '.join(dtypes)}")
         if x.device != self.device:
             faults.append(f"{called}: on {x.device}, needed is {self.device}, where q is")
         return faults
@@ -185,6 +188,18 @@ class Call:
     def rng_state(self, rng: Any) -> RngState:
         """``rng`` as the kernels take it; not looked at without dropout."""
         return NO_RNG if self.options.dropout_p == 0 else rng_state(rng, self.device, self.producer_stream)
+
+    def kernel_rng(self, rng: Any) -> RngState:
+        """`rng_state` as a launch takes it: of a part of a larger attention, with the place of its first score."""
+        return self.rng_state(rng).moved(self.dropout_base)
+
+    @property
+    def dropout_base(self) -> int:
+        """Dropout index of the call's first score in the whole, beside the offset."""
+        part, problem = self.options.part, self.problem
+        if part is None or problem.dropout_p == 0:
+            return 0
+        return part.dropout_base((problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k))
 
     def with_outputs(self, **given: TensorView | OperandLayout) -> AttentionProblem:
         """The problem with layouts of operands that are no inputs, see `AttentionProblem.with_layouts`."""
@@ -252,6 +267,11 @@ def describe(
             tensors[name] = view(x, name, stream=producer_stream)
     modified = None
     if modifier is not None:
+        if options.part is not None:
+            raise UnsupportedError(
+                "part: given with score_mod or mask_mod, whose positions and captured arrays are of the whole. "
+                "Write them as a bias, a mask, causal= or window_size=."
+            )
         modified = simplify(modifier, options, tensors, optional, producer_stream, trained)
         options = modified.options
         if modified.bias is not None:
@@ -371,6 +391,7 @@ def plain_options(options: CallOptions) -> CallOptions:
         max_seqlen_q=longest_q,
         max_seqlen_k=longest_k,
         **flags,
+        part=options.part,
     )
 
 
@@ -381,7 +402,7 @@ def hash_tells(options: tuple[type, ...], bounds: tuple[type, ...]) -> bool:
     A list cannot, and a tensor is hashed by its identity: a table would grow by an entry a call.
     """
     scalars = (bool, int, float, str, type(None), np.bool_, np.number)
-    return all(kind is tuple or issubclass(kind, scalars) for kind in options) and all(
+    return all(kind in (tuple, Part) or issubclass(kind, scalars) for kind in options) and all(
         issubclass(kind, scalars) for kind in bounds
     )
 

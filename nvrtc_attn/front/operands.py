@@ -39,7 +39,8 @@ class Operand:
     axes: tuple[str, ...]
     """Names of the dims, outermost first. Packed sequences have batch 1 and all tokens on seqlen_q and seqlen_k."""
     dtypes: tuple[str, ...]
-    """Accepted element types; the name of an operand means the type of that one."""
+    """Accepted element types, that of an allocation first; the name of an operand means the type of that one. What a
+    pass reads beside the inputs is of the first."""
     forward: Role
     backward: Role
     gradient_of: str = ""
@@ -91,7 +92,7 @@ def _rows() -> tuple[Operand, ...]:
         row("q", q, "q", "in", "in"),
         row("k", k, "q", "in", "in"),
         row("v", v, "q", "in", "in"),
-        row("out", out, "q", "out", "in"),
+        row("out", out, "q float32", "out", "in"),
         row("dout", out, "q", "", "in", gradient_of="out"),
         row("lse", lse, "float32", "out?", "in"),
         row("dlse", lse, "float32", "", "in?", gradient_of="lse"),
@@ -101,9 +102,9 @@ def _rows() -> tuple[Operand, ...]:
         row("cu_seqlens_k", starts, "int32", "in?", "in?", dense=True),
         row("seqused_k", counts, "int32", "in?", "in?", dense=True),
         row("sink", heads, "float32 q", "in?", "in?", behind=True),
-        row("dq", q, "q", "", "out", gradient_of="q"),
-        row("dk", k, "k", "", "out", gradient_of="k"),
-        row("dv", v, "v", "", "out", gradient_of="v"),
+        row("dq", q, "q float32", "", "out", gradient_of="q"),
+        row("dk", k, "k float32", "", "out", gradient_of="k"),
+        row("dv", v, "v float32", "", "out", gradient_of="v"),
         row("dbias", scores, "bias", "", "out?", gradient_of="bias", broadcast=True),
         row("dsink", heads, "sink", "", "out?", gradient_of="sink", behind=True),
     )

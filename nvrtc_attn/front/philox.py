@@ -44,6 +44,10 @@ class RngState(NamedTuple):
     offset_address: int = 0
     owners: tuple[Any, ...] = ()
 
+    def moved(self, by: int) -> RngState:
+        """The stream from ``by`` numbers on. An offset on the GPU stays there: kernels of parts add up both words."""
+        return self._replace(offset=(self.offset + by) & _INDEX_MASK) if by else self
+
 
 NO_RNG: Final = RngState(0, 0)
 """That of a call without dropout."""

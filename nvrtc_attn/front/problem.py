@@ -15,6 +15,7 @@ from ..modifiers.modifier import Program
 from . import philox
 from .dlpack import compact_strides
 from .operands import BACKWARD, INPUTS, OPERANDS, OPTIONAL_INPUTS, dtypes_of, shape_of
+from .part import Part
 from .tensorview import TensorView, normalised
 from .validation import (
     Violations,
@@ -76,12 +77,15 @@ class AttentionProblem:
     k: OperandLayout
     v: OperandLayout
     window_left: int | None = None
-    """None = unbounded. Causal problems have ``window_right`` 0 (or less)."""
+    """None = unbounded. Causal problems have ``window_right`` 0 (or less). Those of a part of a larger attention are
+    counted from its own top left corner, where the whole's diagonal may lie to either side: any sign."""
     window_right: int | None = None
     bottom_right: bool = True
     softmax_scale: float = 1.0
     softcap: float = 0.0
     dropout_p: float = 0.0
+    dropout_pitches: tuple[int, int, int] | None = None
+    """Heads, rows and keys of the larger attention whose dropout this part has; None of a whole one."""
     bias: OperandLayout | None = None
     """As passed in: rank 4, each dim full or 1."""
     mask: OperandLayout | None = None
@@ -142,14 +146,17 @@ class AttentionProblem:
     def dtype_of(self, name: str) -> str:
         return self.dense_layout_of(name).dtype
 
+    def dtypes_of(self, name: str) -> tuple[str, ...]:
+        """The accepted element types of an operand, that of an allocation first."""
+        return dtypes_of(name, {other: x.dtype for other in INPUTS if (x := self.layout_of(other)) is not None})
+
     def dense_layout_of(self, name: str) -> OperandLayout:
         """A row-major layout of an operand that is no input."""
         found: OperandLayout | None = self._known.get(name)
         if found is None:
             given = {other: x for other in INPUTS if (x := self.layout_of(other)) is not None}
             shape = shape_of(name, {other: x.shape for other, x in given.items()})
-            dtypes = dtypes_of(name, {other: x.dtype for other, x in given.items()})
-            found = self._known[name] = dense_layout(shape, dtypes[0])
+            found = self._known[name] = dense_layout(shape, self.dtypes_of(name)[0])
         return found
 
     def with_layouts(self, **layouts: OperandLayout) -> AttentionProblem:
@@ -208,6 +215,7 @@ def build_problem(
     deterministic: bool = False,
     dbias: bool = False,
     dsink: bool = False,
+    part: Part | None = None,
     modifier: Program | None = None,
     trained: tuple[int, ...] = (),
     **further: TensorView | None,
@@ -236,6 +244,8 @@ def build_problem(
         int32 on the device of ``q``. Their values are checked when they are in host memory.
     max_seqlen_q, max_seqlen_k
         Required with ``cu_seqlens``, refused without.
+    part
+        Where the call lies in a larger attention, whose masks and dropout it has.
     modifier
         What was traced of ``score_mod`` and ``mask_mod``.
     trained
@@ -247,7 +257,7 @@ def build_problem(
     -------
     AttentionProblem
         Windows are normalised: causal is ``window_right = 0``, and a bound that excludes no key is ``None`` (so causal
-        decoding, one query aligned to the bottom right, has no band at all).
+        decoding, one query aligned to the bottom right, has no band at all). Those of a part are relative to it.
 
     Raises
     ------
@@ -284,6 +294,14 @@ def build_problem(
     dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
     flags = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias, "dsink": dsink}
     flags = {name: check_flag(found, name, flag) for name, flag in flags.items()}
+    sizes = (0, 0, 0, 0)
+    if ranks_fit:
+        sizes = (lengths[0], q.shape[2], *lengths[1:]) if varlen else (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    given_part: object = part
+    if not isinstance(given_part, Part | None):
+        found.kind(f"part: got {shown(part)} of type {type(part).__name__}. It is an nvrtc_attn.Part or None.")
+    elif part is not None and ranks_fit:
+        part.check(found, sizes, varlen)
     found.stop()
 
     if dropout and philox.threshold(dropout) < 0:
@@ -291,6 +309,9 @@ def build_problem(
         dropout = 0.0
     batch, seqlen_q, seqlen_k = lengths if varlen else (q.shape[0], q.shape[1], v.shape[1])
     bottom_right = not (isinstance(causal, str) and causal == "top_left")
+    if part is not None and not varlen:
+        window = _relative_window(window, part.shift(seqlen_q, seqlen_k, bottom_right), seqlen_q, seqlen_k)
+        bottom_right = False
     left, right = _effective_window(window, seqlen_q, seqlen_k, bottom_right)
     layouts: dict[str, Any] = {name: layout(x) for name, x in tensors.items() if not OPERANDS[name].is_lengths}
     return AttentionProblem(
@@ -308,6 +329,7 @@ def build_problem(
         softmax_scale=scale,
         softcap=cap,
         dropout_p=dropout or 0.0,
+        dropout_pitches=_pitches(part, sizes) if dropout else None,
         modifier=modifier,
         trained=trained,
         varlen=varlen,
@@ -319,6 +341,22 @@ def build_problem(
         dbias=flags["dbias"],
         dsink=flags["dsink"],
     )
+
+
+def _pitches(part: Part | None, sizes: Sequence[int]) -> tuple[int, int, int] | None:
+    """Heads, rows and keys of the whole, which dropout's index counts by; None where they are the call's."""
+    if part is None or (part.whole(sizes)[1:] == tuple(sizes[1:]) and not any(part.origin())):
+        return None
+    return part.whole(sizes)[1:]
+
+
+def _relative_window(
+    window: tuple[int | None, int | None], shift: int, seqlen_q: int, seqlen_k: int
+) -> tuple[int | None, int | None]:
+    """The bounds counted from a part's own corner; beyond its far side one hides everything, however far it is."""
+    left, right = window
+    left = None if left is None else max(left - shift, -seqlen_k)
+    return left, None if right is None else max(right + shift, -seqlen_q)
 
 
 def _checked_tensors(found: Violations, given: Mapping[str, object]) -> dict[str, TensorView]:

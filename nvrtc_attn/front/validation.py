@@ -27,7 +27,7 @@ FLOAT32_TINY: Final = float(np.finfo(np.float32).tiny)
 MAX_SCALE: Final = FLOAT32_MAX * math.log(2)
 """Kernels work in base 2 and multiply the scale by ``log2(e)``, in float32."""
 # Sizes and windows are 32-bit in the kernels' parameters (strides and offsets are 64-bit).
-_MAX_SIZE: Final = 2**31 - 1
+MAX_SIZE: Final = 2**31 - 1
 _CAUSAL: Final = (False, True, "bottom_right", "top_left")
 _POINTER: Final = "See help(nvrtc_attn.attention)."
 
@@ -102,8 +102,8 @@ def check_ranks(found: Violations, tensors: dict[str, TensorView]) -> bool:
                 f"Reshape it{' (batch 1 for packed sequences)' if name in ('q', 'k', 'v') else ''}."
             )
             fit = fit and name not in ("q", "k", "v")
-        elif max(tensor.shape) > _MAX_SIZE:
-            found.unsupported(f"{name}: shape {tensor.shape} has a dim above {_MAX_SIZE}, the kernels' 32-bit sizes.")
+        elif max(tensor.shape) > MAX_SIZE:
+            found.unsupported(f"{name}: shape {tensor.shape} has a dim above {MAX_SIZE}, the kernels' 32-bit sizes.")
     return fit
 
 
@@ -392,8 +392,8 @@ def check_shape(found: Violations, shape: object) -> tuple[int, int, int, int]:
         if given is None:
             found.kind(f"shape: {name} is None. It is an integer.")
         size = check_integer(found, f"shape, {name}", given) or 0
-        if not 0 <= size <= _MAX_SIZE:
-            found.value(f"shape: {name} is {shown(size)}. It is from 0 to {_MAX_SIZE}.")
+        if not 0 <= size <= MAX_SIZE:
+            found.value(f"shape: {name} is {shown(size)}. It is from 0 to {MAX_SIZE}.")
         sizes.append(size)
     return sizes[0], sizes[1], sizes[2], sizes[3]
 

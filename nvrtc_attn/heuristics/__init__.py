@@ -9,8 +9,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from ..base.errors import UnsupportedError
 from ..base.log import log_once
-from ..front.problem import AttentionProblem
+from ..front.operands import OPERANDS
+from ..front.problem import LIKE_Q, AttentionProblem
 from .spec import BackwardPlanSpec, ForwardPlanSpec, label
 
 MAX_CANDIDATES: Final = 8
@@ -43,6 +45,7 @@ def choose_forward(
     """
     from . import portable_forward
 
+    _check_part(problem)
     if _asks_for_hopper(arch, backend):
         from . import hopper_forward
 
@@ -63,6 +66,7 @@ def choose_backward(
     """Kernels of the backward pass; arguments, errors and what ``backend`` means as in `choose_forward`."""
     from . import portable_backward
 
+    _check_part(problem)
     if backend in ("auto", "portable") and arch != "sm_75":
         short = portable_backward.short_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
         if short is not None:
@@ -128,6 +132,20 @@ def _by_label(
         if name not in found and len(found) < MAX_CANDIDATES:
             found[name] = spec
     return found
+
+
+def _check_part(problem: AttentionProblem) -> None:
+    """Refuse what the CPU path alone does: float32 results of 16-bit inputs, and a sink beside dropout of a part."""
+    reasons = [
+        f"{name} is float32 and q {problem.q.dtype}: the kernels write the type of q"
+        for name in LIKE_Q
+        if (x := problem.layout_of(name)) is not None and x.dtype == "float32" != problem.q.dtype
+    ]
+    if problem.dropout_pitches is not None:
+        behind = [name for name in problem.further_inputs if OPERANDS[name].behind]
+        reasons += [f"{name} is given, which no kernel reads beside dropout of a part" for name in behind]
+    if reasons:
+        raise UnsupportedError("no GPU kernel computes this. The CPU path does.", reasons)
 
 
 def _asks_for_hopper(arch: str, backend: str) -> bool:

@@ -45,6 +45,7 @@ def features_of(problem: AttentionProblem, *, behind: bool = False) -> Features:
         dropout=problem.dropout_p > 0,
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
+        part=problem.dropout_pitches is not None,
         modifier="" if problem.modifier is None else cuda_source(problem.modifier, problem.trained),
         optional=" ".join(name for name in problem.further_inputs if behind or not OPERANDS[name].behind),
     )

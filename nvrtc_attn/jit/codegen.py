@@ -17,6 +17,7 @@ from ..front.operands import FURTHER_INPUTS, OPERANDS
 from ..modifiers.cuda import block_bytes
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
 from .params import (
+    PART_PARAMS,
     WITH_SINK,
     WITH_TILE_WORDS,
     BackwardParams,
@@ -71,6 +72,10 @@ def base_params_class(config: KernelConfig) -> type[ctypes.Structure]:
         if params not in WITH_SINK:
             raise ValueError(f"optional={config.features.optional!r}: {config.kernel} reads none of what lies behind")
         params = WITH_SINK[params]
+    if config.features.part:
+        if params not in PART_PARAMS:
+            raise ValueError(f"part: no kernel has it beside {config.features.optional!r}")
+        params = PART_PARAMS[params]
     return params
 
 
@@ -150,6 +155,8 @@ def entry_source(config: KernelConfig) -> str:
     traits.append(f"static constexpr int kNumThreads = {config.num_threads};")
     struct = base_params_class(config)
     params = f"nvrtc_attn::{struct.__name__}"
+    if config.features.part:
+        traits.append(f"using PartParams = {params};")
     asserts = _layout_asserts(struct)
     if config.features.modifier:
         params = f"nvrtc_attn::Modified<{params}>"

@@ -35,6 +35,8 @@ class Features:
     varlen: bool = False
     """Sequences are packed and delimited by ``cu_seqlens_q`` / ``cu_seqlens_k``."""
     seqused_k: bool = False
+    part: bool = False
+    """Dropout counts by the sizes of a larger attention, which the call is a part of."""
     modifier: str = ""
     """C++ text of the user's function of a score and its position, of `modifiers.cuda`; empty for none."""
     optional: str = ""

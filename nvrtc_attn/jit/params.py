@@ -102,6 +102,8 @@ class BackwardParams(ctypes.Structure):
 
 
 TENSOR_MAP_BYTES: Final = 128
+PART_FIELDS: Final = ("dropout_heads", "dropout_rows", "dropout_columns")
+"""Sizes of the attention that a call is a part of, which the index of dropout counts by."""
 
 
 class HopperForwardParams(ForwardParams):
@@ -183,6 +185,23 @@ WITH_TILE_WORDS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
     tiled.__mro__[1]: tiled
     for tiled in (TiledForwardParams, TiledHopperForwardParams, TiledBackwardParams, TiledHopperBackwardParams)
 }
+
+
+def _part_of(base: type[ctypes.Structure], alignment: int) -> type[ctypes.Structure]:
+    """``base`` with the sizes of the whole behind it: ``PartOf`` in ``params.cuh``."""
+    end = ctypes.sizeof(base) + 4 * len(PART_FIELDS)
+    fields: list[tuple[str, type]] = [(name, _I32) for name in PART_FIELDS]
+    padding = -end % alignment  # tensor maps align the whole struct
+    if padding:
+        fields.append(("_end", ctypes.c_uint8 * padding))
+    return type(base.__name__.replace("Params", "PartParams"), (base,), {"_fields_": fields})
+
+
+PART_PARAMS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
+    base: _part_of(base, TENSOR_MAP_BYTES // 2 if issubclass(base, HopperForwardParams | HopperBackwardParams) else 8)
+    for base in (*WITH_TILE_WORDS, *WITH_TILE_WORDS.values())
+}
+"""The params of a kernel with dropout of a part of a larger attention, by those of the same kernel of a whole one."""
 
 
 class FurtherForwardParams(ForwardParams):

@@ -122,6 +122,12 @@ def _ordinary(x: float) -> bool:
     return -(2**31) <= x < 2**31 if isinstance(x, int) else abs(x) <= 3.4e38
 
 
+def names_element(array: Any, index: Any) -> bool:
+    """Whether an index of plain integers is complete: the element is then an operand, too, and may have a gradient."""
+    whole = index if isinstance(index, tuple) else (index,)
+    return len(whole) == array.ndim and all(type(x) is int or isinstance(x, np.integer) for x in whole)
+
+
 class Captured:
     """A captured array, or a part of one that needs further indices."""
 
@@ -132,8 +138,7 @@ class Captured:
 
     def __getitem__(self, index: Any) -> Any:
         whole = (*self._index, *(index if isinstance(index, tuple) else (index,)))
-        complete = len(whole) == self._array.ndim and all(isinstance(x, int | np.integer) for x in whole)
-        if complete or any(isinstance(x, Proxy | Captured) for x in whole):
+        if names_element(self._array, whole) or any(isinstance(x, Proxy | Captured) for x in whole):
             return self._recording.index(self._array, self._index, index)
         self._recording.computed = True
         return Captured(self._recording, self._array[index])  # no proxy in it: done once, by the framework

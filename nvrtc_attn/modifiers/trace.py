@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..base.errors import TraceError, shown
 from .graph import INPUTS, Node, cast, number
 from .modifier import Modifier
-from .proxy import Captured, Proxy, Recording, is_array
+from .proxy import Captured, Proxy, Recording, is_array, names_element
 from .remembered import facts_of, find, remember
 
 _MAX_DEPTH: Final = 16
@@ -223,6 +223,8 @@ def _mode_class(torch: Any) -> Any:
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 kwargs = kwargs or {}
                 if recording_of((*args, *kwargs.values())) is None:
+                    if getattr(func, "__name__", "") == "__getitem__" and names_element(*args):
+                        return self._recording.index(args[0], (), args[1])
                     name = getattr(getattr(func, "__self__", None), "__name__", "")
                     self._recording.computed |= name not in ("shape", "dtype", "device", "ndim", "requires_grad")
                     return func(*args, **kwargs)

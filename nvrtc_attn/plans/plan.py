@@ -28,6 +28,7 @@ from ..jit.config import KernelConfig
 from ..jit.params import (
     BACKWARD_WORKSPACES,
     FORWARD_WORKSPACES,
+    PART_FIELDS,
     RNG_ADDRESSES,
     RNG_WORDS,
     UNBOUNDED,
@@ -50,7 +51,12 @@ class _Step:
     __slots__ = ("behind", "block", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "template", "tensor_maps")
 
     def __init__(
-        self, spec: Launch, kernel: Kernel, params: ForwardParams | BackwardParams, behind: Mapping[str, int]
+        self,
+        spec: Launch,
+        kernel: Kernel,
+        params: ForwardParams | BackwardParams,
+        behind: Mapping[str, int],
+        problem: AttentionProblem,
     ) -> None:
         pointers, struct_type = type(params).POINTERS, params_class(spec.config)
         values: Any = params
@@ -64,7 +70,8 @@ class _Step:
         self.tensor_maps = TensorMapEncoder(spec.tensor_maps, struct_type, pointers) if spec.tensor_maps else None
         # Where what a modifier captured begins; 0 for a kernel that has none.
         self.modifier_at = struct_type.modifier.offset if spec.config.features.modifier else 0
-        for name, value in spec.params:
+        of_part = zip(PART_FIELDS, problem.dropout_pitches or (), strict=True) if spec.config.features.part else ()
+        for name, value in (*spec.params, *of_part):
             setattr(values, name, value)
         self.grid, self.block, self.smem_bytes = spec.grid, spec.block, spec.smem_bytes
         self.kernel = kernel
@@ -168,7 +175,7 @@ class _PlanBase:
         launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
         loaded = _load(launches, device_index, stream, meanwhile)
         self._steps = tuple(
-            _Step(launch_spec, kernel, type(params).from_buffer_copy(params), _behind(problem, params.BEHIND))
+            _Step(launch_spec, kernel, type(params).from_buffer_copy(params), _behind(problem, params.BEHIND), problem)
             for launch_spec, kernel in zip(launches, loaded, strict=True)
         )
         self._device = self._steps[0].kernel.device if self._steps else device_index

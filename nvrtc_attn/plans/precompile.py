@@ -75,6 +75,8 @@ class Request:
     causal: bool = False
     bias: bool = False
     dbias: bool = False
+    sink: bool = False
+    """Attention sinks, with their gradient."""
     mask: bool = False
     softcap: bool = False
     dropout: bool = False
@@ -127,6 +129,8 @@ def problems(request: Request) -> list[AttentionProblem]:
             operands["bias"] = (scores, dtype)
         if request.mask:
             operands["mask"] = (scores, "bool")
+        if request.sink:
+            operands["sink"] = ((heads,), "float32")
         if request.varlen:
             operands |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ((batch + 1,), "int32"))
         if request.seqused_k:
@@ -140,6 +144,7 @@ def problems(request: Request) -> list[AttentionProblem]:
             return_lse=request.backward,
             deterministic=request.deterministic,
             dbias=request.dbias and request.backward,
+            dsink=request.sink and request.backward,
         )
         found.append(describe_shapes(operands, options, Device("cuda", 0)).with_dense())
     return found

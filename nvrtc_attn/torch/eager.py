@@ -16,6 +16,7 @@ from ..front.operands import (
     check_further,
     takes_further_inputs,
 )
+from ..front.part import Part
 from ..front.philox import NO_RNG
 from ..front.problem import Causal, WindowSize
 from ..front.signature import is_plain_window
@@ -63,6 +64,7 @@ def attention(
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    part: Part | None = None,
     **further: Unpack[FurtherInputs],
 ) -> Any:
     """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias, sink and, by a returned lse, in lse.
@@ -93,7 +95,7 @@ def attention(
             ops.register_sharding()
         return ops.attention(
             q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, further,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further,
         )  # fmt: skip
     if _autocast():
         q, k, v, bias = ops.cast_for_autocast(q, k, v, bias)
@@ -124,14 +126,15 @@ def attention(
         and (max_seqlen_k is None or max_seqlen_k.__class__ is int)
         and (return_lse is False or return_lse is True)
         and (deterministic is False or deterministic is True)
+        and (part is None or part.__class__ is Part)
     ):
         (
             causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-            deterministic, dbias, dsink,
+            deterministic, dbias, dsink, part,
         ) = plain_options(
             CallOptions(
                 causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-                deterministic, dbias, dsink,
+                deterministic, dbias, dsink, part,
             )
         )  # fmt: skip
     state = NO_RNG
@@ -139,6 +142,8 @@ def attention(
     if dropout_p > 0 and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4:
         if rng is not None:
             state = checked_rng(rng, q)
+        elif part is not None:
+            raise ValueError("rng: None, but this is a part of a larger attention. Pass its (seed, offset).")
         elif cu_seqlens_q is None:
             state = draw_rng(q, k, None)
         elif isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
@@ -146,7 +151,7 @@ def attention(
     # Without a backward pass it does not matter how that would be: one plan for both.
     options = _new_tuple(CallOptions, (
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse or grad,
-        deterministic and grad, dbias, dsink,
+        deterministic and grad, dbias, dsink, part,
     ))  # fmt: skip
     if not grad:
         out, lse = forward(tensors, options, state)

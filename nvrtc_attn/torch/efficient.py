@@ -314,7 +314,7 @@ def _describe(
     window_size: int | None,
     scale: float | None,
     dropout_p: float,
-    **more: bool,
+    **more: Any,
 ) -> Call:
     query, key, value, bias, cu_seqlens_q, cu_seqlens_k, seqlen_k = tensors
     names = ("query", "key", "value", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqlen_k")

@@ -18,6 +18,7 @@ import torch
 from ..base.errors import UnsupportedError, shown
 from ..front.call import CallOptions, describe_shapes, plain_options
 from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_GRADIENTS, check_further
+from ..front.part import Part
 from ..front.philox import NO_RNG
 from ..front.problem import Causal, WindowSize
 from ..front.tensors import Device
@@ -58,11 +59,16 @@ _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 def attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, causal: Causal, window_size: WindowSize, softmax_scale: Any,
     softcap: Any, dropout_p: Any, rng: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    seqused_k: Any, return_lse: bool, deterministic: bool | None, further: Mapping[str, Any],
+    seqused_k: Any, return_lse: bool, deterministic: bool | None, part: Part | None, further: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """`nvrtc_attn.torch.attention` by the operators: what torch.compile traces, so nothing here looks at memory."""
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if part is not None:
+        raise UnsupportedError(
+            "part: the operators of torch do not take it, and torch.compile, torch.export, torch.func, dispatch modes "
+            "and tensor subclasses need them. Call outside of these."
+        )
     tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention", further))
     for name, x in zip(INPUTS, tensors, strict=True):
         if not (isinstance(x, torch.Tensor) or (x is None and name not in ("q", "k", "v"))):
@@ -188,8 +194,9 @@ def _split(arguments: tuple[Any, ...], return_lse: bool, *gradients: bool) -> tu
     """(tensors, options, state of the dropout) as the eager functions take them, of the arguments in `_SIGNATURE`."""
     *tensors, seed, offset = map(_as_plain, arguments[:_SEED_WORD])
     seed_word, offset_word, causal, left, right, scale, softcap, dropout_p, max_q, max_k = arguments[_SEED_WORD:-1]
+    wanted: Any = gradients
     options = CallOptions(
-        _CAUSAL[causal], (left, right), scale, softcap, dropout_p, max_q, max_k, return_lse, arguments[-1], *gradients
+        _CAUSAL[causal], (left, right), scale, softcap, dropout_p, max_q, max_k, return_lse, arguments[-1], *wanted
     )
     state = NO_RNG
     if dropout_p > 0:
@@ -274,9 +281,10 @@ def _validate(arguments: tuple[Any, ...], **gradients: bool) -> None:
     if not all(isinstance(n, (int, float, str, type(None))) for n in (*sizes, *scalars)):
         return
     causal, left, right, scale, softcap, dropout_p, max_q, max_k, deterministic = scalars[2:]
+    wanted: dict[str, Any] = {**gradients}
     options = CallOptions(
         causal=_CAUSAL[causal], window_size=(left, right), softmax_scale=scale, softcap=softcap, dropout_p=dropout_p,
-        max_seqlen_q=max_q, max_seqlen_k=max_k, deterministic=deterministic, return_lse=bool(gradients), **gradients,
+        max_seqlen_q=max_q, max_seqlen_k=max_k, deterministic=deterministic, return_lse=bool(gradients), **wanted,
     )  # fmt: skip
     operands = {n: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for n, x in given.items()}
     describe_shapes(operands, options, Device("cuda" if given["q"].is_cuda else "meta", 0))
@@ -458,7 +466,7 @@ def register_sharding() -> None:
         for index, x in enumerate(arguments):
             if not hasattr(x, "tensor_meta"):
                 result.append(None)
-            elif INPUTS[index] == "seqused_k" and dim == 0 and arguments[5] is None:
+            elif index < _SEED and INPUTS[index] == "seqused_k" and dim == 0 and arguments[5] is None:
                 result.append(Shard(0))  # a length for each batch entry
             elif dim is None or index >= _SEED or (index in _BATCHLESS and INPUTS[index] != "sink"):
                 result.append(Replicate())

@@ -114,7 +114,7 @@ def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_f
             raw_stream(index),
             addresses + (tuple(map(address_of, optional)) if given else _NO_ADDRESSES),
             0 if workspace is None else workspace.data_ptr(),
-            rng,
+            rng if options.part is None else _of_part(rng, tensors, options),
         )
     return out, lse
 
@@ -208,9 +208,14 @@ def backward(
             *(map(address_of, optional) if given else _NO_ADDRESSES), *map(address_of, gradients),
         ),
         workspace.data_ptr(),
-        rng,
+        rng if options.part is None else _of_part(rng, tensors, options),
     )  # fmt: skip
     return gradients
+
+
+def _of_part(rng: RngState, tensors: Tensors, options: CallOptions) -> RngState:
+    """The random numbers of the part's first score on; the same as `Call.kernel_rng`."""
+    return rng.moved(_describe(tensors, options).dropout_base) if options.dropout_p > 0 else rng
 
 
 def _first_backward(

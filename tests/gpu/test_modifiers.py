@@ -24,13 +24,24 @@ def all_cases() -> list[ModifierCase]:
     return [*modifiers.named_cases(), *(modifiers.random_case(1000 + seed) for seed in range(RANDOM))]
 
 
-def close(name: str, ours: Any, exact: Any, tolerance: float) -> None:
-    """Relative to the largest value: sums of many terms of both signs have errors of its size."""
+class Sizes(HostModifier):
+    """Sums of the sizes of what goes to the gradients: their rounding errors are relative to those."""
+
+    def add_gradients(self, values: Any, ds: Any, gradients: Any) -> None:
+        for node, derivative in self._slopes.items():
+            if node.op == "load" and gradients[node.value] is not None:
+                index, _ = values.indices(node)
+                parts = np.abs(ds * values(derivative))
+                np.add.at(gradients[node.value], tuple(np.broadcast_to(x, parts.shape) for x in index), parts)
+
+
+def close(name: str, ours: Any, exact: Any, tolerance: float, size: float = 1.0) -> None:
+    """Relative to the largest value: sums of many terms of both signs have errors of its size, or of one given."""
     ours = ours.detach().double().cpu().numpy()
     finite = np.isfinite(exact)
     np.testing.assert_array_equal(np.isfinite(ours), finite, err_msg=name)
     error = np.abs(ours[finite] - exact[finite]).max(initial=0.0)
-    assert error <= tolerance * max(np.abs(exact[finite]).max(initial=0.0), 1.0), (name, error)
+    assert error <= tolerance * max(np.abs(exact[finite]).max(initial=0.0), size), (name, error)
 
 
 def check(case: ModifierCase, sizes: tuple[int, int, int, int], dtype: str, head_dim: int, **options: Any) -> None:
@@ -71,9 +82,15 @@ def check(case: ModifierCase, sizes: tuple[int, int, int, int], dtype: str, head
     )
     for name, ours, theirs in zip(("dq", "dk", "dv"), gradients, expected[:3], strict=True):
         close(name, ours, theirs, 4 * tolerance)
-    for i, (ours, theirs) in enumerate(zip(daux, sums, strict=True)):
-        if ours is not None:
-            close(f"daux[{i}]", ours, theirs, 4 * tolerance)
+    if trained:
+        sizes_of = [None if x is None else np.zeros_like(x) for x in sums]
+        absolute = Sizes(on_host, wide.captures)
+        reference.attention_backward(
+            doubles[3], *doubles[:3], *exact, modifier=absolute, capture_grads=sizes_of, **plain
+        )
+        for i, (ours, theirs, size) in enumerate(zip(daux, sums, sizes_of, strict=True)):
+            if ours is not None:
+                close(f"daux[{i}]", ours, theirs, 4 * tolerance, max(1.0, size.max(initial=0.0)))
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name.split(":")[0])

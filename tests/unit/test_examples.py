@@ -48,7 +48,14 @@ def test_quickstart_names_its_architectures(repository: Path, tmp_path: Path) ->
         run(repository, "quickstart.py", "--arch", "sm_70", "--seqlen", "64", cwd=tmp_path)
 
 
-DOORS = ("nvrtc_attn", "nvrtc_attn.torch", "nvrtc_attn.jax", "nvrtc_attn.cupy", "nvrtc_attn.aten")
+DOORS = (
+    "nvrtc_attn",
+    "nvrtc_attn.torch",
+    "nvrtc_attn.torch.parallel",
+    "nvrtc_attn.jax",
+    "nvrtc_attn.cupy",
+    "nvrtc_attn.aten",
+)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
@@ -116,6 +123,19 @@ def test_train_gpt(repository: Path, tmp_path: Path) -> None:
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert (tmp_path / "train_gpt_results" / "train_gpt.png").exists() == installed("matplotlib")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "all_gather"])
+def test_training_in_two_processes_is_training_in_one(repository: Path, tmp_path: Path, strategy: str) -> None:
+    """By one command on gloo, with dropout: every step's loss is that of a single process on whole sequences."""
+    if not installed("torch"):
+        pytest.skip("torch is not installed")
+    out = run(
+        repository, "train_gpt_parallel.py", "--processes", "2", "--compare", "--steps", "4", "--strategy", strategy,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert re.search(r"2 ranks, \w+: loss \d", out)
+    assert "passed" in out
 
 
 def test_numpy_modifiers(repository: Path, tmp_path: Path) -> None:

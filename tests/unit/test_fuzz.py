@@ -374,3 +374,18 @@ def test_the_command_in_two_processes(capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert "12 problems of" in out
     assert ", 0 wrong, " in out
+
+
+@pytest.mark.parametrize("name", ["used-short-64", "used-mask", "used-bias-mask-dropout", "used-window", "used-decode"])
+def test_torch_reference_knows_used_keys_of_a_dense_batch(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    import fuzz_torch
+
+    (case,) = (case for case in cases.named_cases() if case.name == name)
+    arrays = cases.make_arrays(case)
+    expected = cases.attention_dense(case, arrays)
+    inputs = {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}
+    keep = fuzz_torch.keep_mask(case, "cpu") if case.dropout_p > 0 else None
+    found = fuzz_torch.attention_dense(case, inputs, fuzz_torch.Geometry(case, "cpu"), "float64", keep)
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name].numpy(), x, atol=1e-6, err_msg=name)

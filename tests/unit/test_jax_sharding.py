@@ -27,6 +27,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "bias of none": ("x", "y", {"bias": (1, 1, 32, 40)}, {}),
     "mask of batches": ("x", "y", {"mask": (4, 1, 1, 40)}, {}),
     "mask of heads": ("x", "y", {"mask": (1, 4, 32, 40)}, {}),
+    "sink": ("x", "y", {"sink": (4,)}, {"causal": True}),
     "used keys": ("x", "y", {"seqused_k": (4,)}, {"causal": True}),
     "dropout": (("x", "y"), None, {}, {"dropout_p": 0.3, "rng": (5, 2**32 - 17)}),
     "dropout of a key": ("x", None, {}, {"dropout_p": 0.3, "rng": "key"}),
@@ -43,6 +44,8 @@ jax.config.update("jax_use_shardy_partitioner", shardy)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
 
 def spec(name, shape, batch, heads):
+    if name == "sink":
+        return NamedSharding(mesh, PartitionSpec(tuple(heads) if isinstance(heads, list) else heads))
     axes = (batch, heads, None, None) if name in ("bias", "mask", "seqused_k") else (batch, None, heads, None)
     axes = [tuple(x) if isinstance(x, list) else x for x in axes]
     return NamedSharding(mesh, PartitionSpec(*(x if n > 1 else None for x, n in zip(axes, shape))))

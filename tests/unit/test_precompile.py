@@ -58,6 +58,8 @@ def call(request: precompile.Request, seqlen_q: int, seqlen_k: int, *, backward:
         options["bias"] = tensor((1, h, seqlen_q, seqlen_k), request.dtype)
     if request.mask:
         options["mask"] = tensor((1, h, seqlen_q, seqlen_k), "bool")
+    if request.sink:
+        options["sink"] = tensor((h,), "float32")
     if request.softcap:
         options["softcap"] = 15.0
     if request.dropout:
@@ -69,7 +71,7 @@ def call(request: precompile.Request, seqlen_q: int, seqlen_k: int, *, backward:
         options["seqused_k"] = tensor((b,), "int32")
     if backward:
         return api.backward_workspace_bytes(
-            q, k, v, dbias=request.dbias, deterministic=request.deterministic, **options
+            q, k, v, dbias=request.dbias, dsink=request.sink, deterministic=request.deterministic, **options
         )
     return api.forward_workspace_bytes(q, k, v, return_lse=lse, **options)
 
@@ -81,6 +83,7 @@ def requests() -> list[precompile.Request]:
         {"head_dim": 72}, {"dtype": "float32"}, {"num_heads_kv": 4}, {"num_heads_kv": 1, "batch": 1},
         {"bias": True}, {"dbias": True}, {"mask": True}, {"softcap": True}, {"dropout": True}, {"varlen": True},
         {"varlen": True, "seqused_k": True}, {"deterministic": True}, {"backward": False}, {"batch": 64},
+        {"sink": True},
     ]  # fmt: skip
     archs = ("sm_75", "sm_80", "sm_86", "sm_100", "sm_120")
     others = [{"arch": arch, "causal": causal} for arch in archs for causal in (True, False)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import modifiers
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -207,6 +209,13 @@ def test_gradients_of_captured_tensors(dtype: Any) -> None:
         assert gradient.dtype == (dtype if name == "table" else torch.float32)
         tolerance = 1e-2 if gradient.dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(gradient.float(), found[1][name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", modifiers.named_cases(), ids=str)
+def test_tensors_and_numpy_arrays_make_the_same_program(case: modifiers.ModifierCase) -> None:
+    arrays = case.arrays((B, H, M, N), np.random.default_rng(0))
+    ours = nvrtc_attn.trace(*case.make({name: torch.from_numpy(x) for name, x in arrays.items()}))
+    assert ours.program == nvrtc_attn.trace(*case.make(arrays)).program
 
 
 def test_grouped_heads_scale_and_shared_batch() -> None:

@@ -573,3 +573,31 @@ def test_compiled_programs_announce_their_backward_pass(monkeypatch: pytest.Monk
     compiled(q)
     compiled(q.clone().requires_grad_(), bias=bias)  # whose gradient may be wanted or not: other kernels
     assert announced == [True, False, False]
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_dtensors_with_used_keys_of_a_dense_batch(dim: int, mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    devices = mesh(4)
+    whole = [x.detach() for x in tensors(b=4, h=8, hkv=4)]
+    used = torch.tensor([5, 9, 0, 2], dtype=torch.int32)
+    local = [x.chunk(4, dim)[0].clone() for x in whole]
+    q, k, v = (DTensor.from_local(x, devices, [Shard(dim)]) for x in local)
+    local_used, placement = (used[:1], Shard(0)) if dim == 0 else (used, Replicate())
+    with CommDebugMode() as communication:
+        out = na.attention(q, k, v, seqused_k=DTensor.from_local(local_used, devices, [placement]))
+    assert communication.get_total_counts() == 0
+    assert tuple(out.placements) == (Shard(dim),)
+    torch.testing.assert_close(out.to_local(), na.attention(*local, seqused_k=local_used))
+
+
+def test_dtensors_with_a_seed_in_a_tensor(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole = [x.detach() for x in tensors(b=4, h=8, hkv=4)]
+    devices, seed = mesh(4), torch.tensor(3)
+    q, k, v, word = (DTensor.from_local(x, devices, [Replicate()]) for x in (*whole, seed))
+    found = na.attention(q, k, v, dropout_p=0.5, rng=(word, 0))
+    torch.testing.assert_close(found.to_local(), na.attention(*whole, dropout_p=0.5, rng=(3, 0)))

@@ -61,6 +61,16 @@ struct Dropout {
     row0 = offset + ((unsigned long long)b * params.num_heads + h) * (unsigned long long)params.seqlen_q * pitch;
   }
 
+  // Of a part of a larger attention: counted by the sizes of the whole. Where the offset lies on the device, the word beside
+  // it has the place of the part's first score.
+  template <class Params>
+  NVRTC_ATTN_DEVICE Dropout(PartOf<Params> const& params, int b, int h)
+      : Dropout(static_cast<Params const&>(params), 0, 0) {
+    pitch = (unsigned long long)params.dropout_columns;
+    if (params.rng_offset_ptr) row0 += params.rng_offset;
+    row0 += ((unsigned long long)b * params.dropout_heads + h) * (unsigned long long)params.dropout_rows * pitch;
+  }
+
   NVRTC_ATTN_DEVICE bool keep(unsigned long long t) const {
     uint4 const w = philox_block(seed, t >> 2);
     unsigned const lane = unsigned(t) & 3;
@@ -91,5 +101,27 @@ struct Dropout {
            unsigned(w.w > threshold) << 3;
   }
 };
+
+// What a `Dropout` is made of: with the sizes of the whole where the call is a part.
+template <class Traits, class Params>
+NVRTC_ATTN_DEVICE auto const& dropout_params(Params const& params) {
+  if constexpr (Traits::kPart) {
+    return static_cast<typename Traits::PartParams const&>(params);
+  } else {
+    return params;
+  }
+}
+
+// By how many rows one head is apart from the next in the mask, and how many heads a batch entry has there.
+template <class Traits, class Params>
+NVRTC_ATTN_DEVICE int dropout_rows(Params const& params) {
+  if constexpr (Traits::kPart) return dropout_params<Traits>(params).dropout_rows;
+  return params.seqlen_q;
+}
+template <class Traits, class Params>
+NVRTC_ATTN_DEVICE int dropout_heads(Params const& params) {
+  if constexpr (Traits::kPart) return dropout_params<Traits>(params).dropout_heads;
+  return params.num_heads;
+}
 
 }  // namespace nvrtc_attn

@@ -318,7 +318,7 @@ struct ScoreGradient : ModifierOf<Traits> {
         bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
              params.bias_stride_m, params.bias_stride_n),
         mask(params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n),
-        dropout(params, b, h),
+        dropout(dropout_params<Traits>(params), b, h),
         map(params),
         multiplier(params.dropout_multiplier),
         cols(params.seqlen_k) {}

@@ -51,7 +51,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
         mask(params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n),
         dbias(reinterpret_cast<DBias*>(params.dbias), b, h, params.dbias_stride_b, params.dbias_stride_h,
               params.dbias_stride_m, params.dbias_stride_n),
-        dropout(params, b, h),
+        dropout(dropout_params<Traits>(params), b, h),
         map(params),
         multiplier(params.dropout_multiplier),
         dbias_cols(dbias_cols_),

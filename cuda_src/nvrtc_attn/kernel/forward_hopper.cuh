@@ -215,7 +215,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     }
 
     ScoreMap<Traits> const map(params);
-    Dropout const dropout = Traits::kDropout ? Dropout(params, tile.b, tile.h) : Dropout();
+    Dropout const dropout = Traits::kDropout ? Dropout(dropout_params<Traits>(params), tile.b, tile.h) : Dropout();
     ScoreTensor<Bias const> const bias(reinterpret_cast<Bias const*>(params.bias), tile.b, tile.h, params.bias_stride_b,
                                        params.bias_stride_h, params.bias_stride_m, params.bias_stride_n);
     ScoreTensor<unsigned char const> const byte_mask(params.mask, tile.b, tile.h, params.mask_stride_b,

@@ -157,7 +157,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   int const j0 = warp_col0 + 2 * (lane & 3);
   ModifierOf<Traits> const modifier(params, b, h);
   static_assert(!ModifierOf<Traits>::kAny || !Traits::kPackedHeads, "a modifier knows one head a tile");
-  Dropout const dropout = Traits::kDropout ? Dropout(params, b, h) : Dropout();
+  Dropout const dropout = Traits::kDropout ? Dropout(dropout_params<Traits>(params), b, h) : Dropout();
   RowScores<Bias const, Traits::kPackedHeads> const bias(
       {reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
        params.bias_stride_m, params.bias_stride_n},
@@ -307,7 +307,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       if (visible) {
         softmax.update(s, o, map);
         Probabilities<Traits, Shape, OnlineSoftmax<Traits, Shape::kTilesM>> p{
-            softmax, map, dropout, row_map, params.seqlen_q, i0, n0 + warp_col0, lane};
+            softmax, map, dropout, row_map, dropout_rows<Traits>(params), i0, n0 + warp_col0, lane};
         softmax.get_references(s, map, p.reference);
         if constexpr (sizeof(Element) == 4) {
           multiply_pv_chains<Shape>(o, s, p, value, stage * Shape::TileV::kBytes);

@@ -143,7 +143,7 @@ NVRTC_ATTN_DEVICE void make_keep_words(HopperBackwardParams const& params, Helpe
                                        int maker) {
   using Shape = HelperShape<Traits>;
   static_assert(Traits::kBlockN == 128, "units of a tile");
-  Dropout const dropout(params, 0, 0);  // its row0: that of the whole mask
+  Dropout const dropout(dropout_params<Traits>(params), 0, 0);  // its row0: that of the first head
   RingPosition<Shape::kStages> slot;
   int unit = maker;  // this warp's next, counted from the first of the query tile
   follow_schedule<Traits>(params, barriers, [&](KeyTileWork<Traits> const& work, int h, int m, int, QueryTile) {
@@ -152,9 +152,9 @@ NVRTC_ATTN_DEVICE void make_keep_words(HopperBackwardParams const& params, Helpe
     for (; unit < Shape::kKeepUnits; unit += Shape::kMakers) {
       int const keys = unit / 2 * 32;
       int const e = unit & 1;
-      unsigned long long const row =
-          ((unsigned long long)work.tile.b * params.num_heads + h) * (unsigned long long)params.seqlen_q +
-          unsigned(m * Traits::kBlockM + 2 * (lane_id() & 3) + e);
+      unsigned long long const row = ((unsigned long long)work.tile.b * dropout_heads<Traits>(params) + h) *
+                                         (unsigned long long)dropout_rows<Traits>(params) +
+                                     unsigned(m * Traits::kBlockM + 2 * (lane_id() & 3) + e);
       unsigned word[4];
       keep_flags_of_rows<Traits::kBlockM / 8>(
           dropout, dropout.row0 + row * dropout.pitch + unsigned(work.tile.n_block * 128 + keys + (lane_id() & ~3)),

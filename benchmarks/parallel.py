@@ -1,0 +1,197 @@
+"""Causal attention over a sequence on all GPUs of a launch: ContextParallel beside one GPU and beside torch's own.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel.py                   # 16k to 64k tokens, at most 200 s
+    torchrun --nproc-per-node 8 benchmarks/parallel.py --seqlens 131072  # any number of GPUs and lengths
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --seqlens 256 --repeats 1   # does it run at all
+
+Prints a line for each length, head count and implementation: milliseconds forward + backward (the slowest rank, median
+of the repeats), the efficiency t(1) / (N t(N)) against one GPU of this package in the same run, and the most memory of
+a rank. ``local`` is the same work with nothing sent, and zeros received: the difference is what communication exposes.
+torch's ``context_parallel`` shards in its own order and computes its causal mask on FLASH and CUDNN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+
+import nvrtc_attn.torch  # noqa: E402 - of this checkout
+from nvrtc_attn.torch.parallel import ContextParallel, strategies  # noqa: E402
+from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
+
+Step = Callable[[], None]
+
+
+def tensors(seqlen: int, heads: tuple[int, int], options: Any, device: torch.device) -> list[torch.Tensor]:
+    """q, k, v that want gradients, and dout: random, of this rank's share of tokens."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    counts = (heads[0], heads[1], heads[1], heads[0])
+    found = [torch.randn(1, seqlen, n, options.head_dim, device=device, dtype=dtype) for n in counts]
+    return [*(x.requires_grad_() for x in found[:3]), found[3]]
+
+
+def differentiate(function: Callable[..., torch.Tensor], x: list[torch.Tensor]) -> Step:
+    def step() -> None:
+        torch.autograd.grad(function(*x[:3]), x[:3], x[3])
+
+    return step
+
+
+def milliseconds(step: Step, repeats: int, device: torch.device) -> tuple[float, float]:
+    """(median over repeats of the slowest rank's time, GiB at most on any rank)."""
+    times = []
+    on_gpu = device.type == "cuda"
+    for number in range(repeats + 2):
+        if on_gpu and number == 1:
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+        taken = torch.tensor([1e3 * (time.perf_counter() - start)], device=device)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        if number >= 2:  # kernels compile, allocators and communicators warm up
+            times.append(float(taken))
+    most = torch.tensor([torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0], device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return median(times), float(most)
+
+
+@contextlib.contextmanager
+def no_communication() -> Any:
+    """What is received is whatever is in memory: the same kernels and copies, and nothing sent."""
+
+    def exchange(group: Any, sends: Any, shapes: Any) -> Pending:
+        flat = torch.cat([x.reshape(-1) for of_rank in sends for x in of_rank])
+        count = sum(torch.Size(shape).numel() for of_rank in shapes for shape in of_rank)
+        return Pending(None, flat, flat.new_zeros(count), shapes)
+
+    before = strategies.exchange
+    strategies.exchange = exchange
+    try:
+        yield
+    finally:
+        strategies.exchange = before
+
+
+def torch_context_parallel(x: list[torch.Tensor], seqlen: int, backend: str, held: contextlib.ExitStack) -> Step:
+    """torch's ring over its own kernels, in its own balanced layout; buffers are [B, H, S, D]."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    dout = x[3].transpose(1, 2).contiguous()
+    whole = [torch.randn(1, y.shape[2], seqlen, y.shape[3], dtype=y.dtype, device=y.device) for y in x[:3]]
+    # Entering it shards the buffers in place, which is no part of the time.
+    held.enter_context(context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2]))
+    local = [y.detach().clone().requires_grad_() for y in whole]
+    gqa = local[0].shape[1] != local[1].shape[1]
+
+    def step() -> None:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            out = torch.nn.functional.scaled_dot_product_attention(*local, is_causal=True, enable_gqa=gqa)
+            torch.autograd.grad(out, local, dout)
+
+    return step
+
+
+class Cell:
+    """One length and head count: every implementation in turn."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, seqlen: int, pair: str, end: float) -> None:
+        self.options, self.device, self.seqlen, self.pair, self.end = options, device, seqlen, pair, end
+        self.heads = int(pair.split("/")[0]), int(pair.split("/")[1])
+        self.alone: float | None = None
+
+    def late(self) -> bool:
+        """Whether the time is over, on any rank: all of them stop together."""
+        over = torch.tensor([float(time.perf_counter() > self.end)], device=self.device)
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        return bool(over > 0)
+
+    def report(self, name: str, make: Callable[[], Step], note: str = "") -> float | None:
+        if self.late():
+            return None
+        row = f"{self.seqlen:8d} {self.pair:>6s} {name:24s}"
+        try:
+            ms, most = milliseconds(make(), self.options.repeats, self.device)
+        except (RuntimeError, ValueError, ImportError) as error:
+            # Every rank fails alike: unsupported, or out of memory. A rank alone would end at the timeout.
+            if dist.get_rank() == 0:
+                print(f"{row} {type(error).__name__}: {str(error)[:90]}", flush=True)
+            return None
+        if dist.get_rank() == 0:
+            share = " " * 6 if note or not self.alone else f"{self.alone / (dist.get_world_size() * ms):6.3f}"
+            print(f"{row} {ms:9.2f} ms {share} {most:7.2f} GiB {note}", flush=True)
+        return ms
+
+    def one_gpu(self) -> Step:
+        x = tensors(self.seqlen, self.heads, self.options, self.device)
+        return differentiate(lambda q, k, v: nvrtc_attn.torch.attention(q, k, v, causal=True), x)
+
+    def sharded(self, strategy: str) -> Step:
+        cp = ContextParallel(seqlen=self.seqlen, strategy=strategy)
+        x = tensors(cp.local_seqlen, self.heads, self.options, self.device)
+        return differentiate(lambda q, k, v: cp.attention(q, k, v, causal=True), x)
+
+    def run(self) -> None:
+        self.alone = self.report("one GPU", self.one_gpu, "each rank the whole")
+        for strategy in self.options.strategies:
+            make = functools.partial(self.sharded, strategy)
+            self.report(strategy, make)
+            with no_communication():
+                self.report(f"{strategy}, local", make, "nothing sent")
+        for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION") if self.device.type == "cuda" else ():
+            with contextlib.ExitStack() as held:
+                x = tensors(self.seqlen // dist.get_world_size(), self.heads, self.options, self.device)
+                make = functools.partial(torch_context_parallel, x, self.seqlen, backend, held)
+                self.report(f"torch {backend.split('_')[0].lower()}", make)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[16384, 32768, 65536])
+    parser.add_argument("--heads", nargs="+", default=["32/8", "32/32"], help="query heads / key heads")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--strategies", nargs="+", default=["all_gather", "ulysses", "ring"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=180.0, help="begin no measurement after so many")
+    options = parser.parse_args()
+    local = int(os.environ["LOCAL_RANK"])
+    on_gpu = options.device == "cuda"
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=5))
+    end = time.perf_counter() + options.seconds
+    if dist.get_rank() == 0:
+        where = f"{dist.get_world_size()} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
+        print(f"{where}, torch {torch.__version__}, causal, head dim {options.head_dim}, forward + backward")
+    for seqlen in options.seqlens:
+        for pair in options.heads:
+            Cell(options, device, seqlen, pair, end).run()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,464 @@
+"""Attention over a sequence that is sharded over ranks, on `torch.distributed`: `ContextParallel`.
+
+The answer is that of one GPU: every mask, window, bias and dropout decision is the whole's, however many ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ...base import env
+from ...base.errors import UnsupportedError, shown
+from ...base.version import __version__
+from ...front.call import CallOptions, describe_shapes, plain_options
+from ...front.part import Part
+from ...front.philox import NO_RNG, RngState
+from ...front.problem import Causal, WindowSize
+from ...front.tensors import Device
+from ...front.validation import Violations, check_integer, check_window
+from ..ops import cast_for_autocast
+from ..random import checked_rng
+from .exchange import exchange, same_everywhere
+from .layouts import Chunks, band_of, chunks_of, length, places, together
+from .local import Whole, merge_partials
+from .strategies import AllGather, Inputs, Ring, Strategy, Ulysses
+
+__all__ = ["ContextParallel", "merge_partials"]
+
+_STRATEGIES: Final = ("auto", "all_gather", "ulysses", "ring")
+_PAIRS: Final = (("ulysses", "ring"), ("ulysses", "all_gather"))
+_PIPELINE: Final = 4
+"""Groups of key heads of which one is computed while the next is fetched, on a GPU."""
+
+
+class ContextParallel:
+    """Attention whose sequence is sharded over the ranks of a group.
+
+    Parameters
+    ----------
+    group
+        A process group, a `DeviceMesh` with one dim, or None for all ranks; for a pair of strategies a mesh with two
+        dims, of which the last is that of ``"ulysses"``.
+    seqlen
+        Tokens of the whole sequence, of queries and keys.
+    seqlen_k
+        Keys of the whole, where they are not as many as the queries.
+    strategy
+        ``"all_gather"``: each rank fetches the keys that its queries see. ``"ulysses"``: ranks swap tokens for heads,
+        whose number they must divide (key heads: one number must divide the other). ``"ring"``: keys go around, a
+        rank holds those of two ranks at a time. ``("ulysses", "ring")`` and ``("ulysses", "all_gather")``: the first
+        inside, over the last dim of the mesh. ``"auto"``: ulysses where the heads divide, otherwise all_gather.
+    layout
+        Which tokens a rank has: ``"zigzag"`` (two pieces, equal work under a causal mask), ``"contiguous"``, or for
+        each rank its intervals ``[(start, stop), ...]``, ascending. The sequence need not divide.
+    pipeline
+        Groups of key heads of all_gather: one is computed while the next is on its way. Default: 4 on a GPU, or as many
+        as there are key heads.
+    check
+        Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``,
+        ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1`` means always.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, when sequence lengths, layouts, strategies or versions differ between them; it names the ranks.
+
+    Notes
+    -----
+    Making one is collective, and so are `attention`, its backward pass and `unshard`: all ranks of the group call them
+    in the same order. A rank that is gone lets the others fail after the timeout of the process group
+    (``init_process_group(timeout=...)``; ``TORCH_NCCL_ASYNC_ERROR_HANDLING=1`` for NCCL).
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        seqlen: int,
+        seqlen_k: int | None = None,
+        strategy: str | tuple[str, str] = "auto",
+        layout: Any = "zigzag",
+        pipeline: int | None = None,
+        check: str = "first",
+    ) -> None:
+        found = Violations()
+        self.seqlen = check_integer(found, "seqlen", seqlen) or 0
+        keys = check_integer(found, "seqlen_k", seqlen_k)
+        self.seqlen_k = self.seqlen if keys is None else keys
+        if self.seqlen < 0 or self.seqlen_k < 0:
+            found.value(f"seqlen: got {shown(seqlen)}, seqlen_k {shown(seqlen_k)}. They are at least 0.")
+        pair = strategy if isinstance(strategy, tuple) else (strategy,)
+        if not ((len(pair) == 1 and pair[0] in _STRATEGIES) or pair in _PAIRS):
+            found.value(
+                f"strategy: got {shown(strategy)}. It is one of {_STRATEGIES}, ('ulysses', 'ring') or "
+                "('ulysses', 'all_gather')."
+            )
+        if check not in ("first", "always", "never"):
+            found.value(f"check: got {shown(check)}. It is 'first', 'always' or 'never'.")
+        if pipeline is not None and (check_integer(found, "pipeline", pipeline) or 0) < 1:
+            found.value(f"pipeline: got {shown(pipeline)}. It is at least 1.")
+        self._groups = _groups_of(found, group, len(pair))
+        found.stop()
+        self.strategy, self._pipeline, self._check, self._calls = strategy, pipeline, check, 0
+        sizes = [dist.get_world_size(x) for x in self._groups]
+        ranks = [dist.get_rank(x) for x in self._groups]
+        self.size = sizes[0] * (sizes[1] if len(sizes) == 2 else 1)
+        self.rank = ranks[0] if len(sizes) == 1 else ranks[0] * sizes[1] + ranks[1]
+        fault = ""
+        self.chunks_q: tuple[Chunks, ...] = ()
+        self.chunks_k: tuple[Chunks, ...] = ()
+        try:
+            self.chunks_q = chunks_of(layout, self.seqlen, self.size)
+            self.chunks_k = self.chunks_q
+            if self.seqlen_k != self.seqlen:
+                if layout not in ("zigzag", "contiguous"):
+                    raise ValueError("layout: intervals are for queries and keys of one length. Name a layout instead.")
+                self.chunks_k = chunks_of(layout, self.seqlen_k, self.size)
+        except (TypeError, ValueError) as error:
+            fault = str(error)
+        # The one collective: what must be the same is compared before anything depends on it, faults are everyone's.
+        same_everywhere(
+            self._groups,
+            {
+                "version": __version__, "seqlen": self.seqlen, "seqlen_k": self.seqlen_k, "strategy": str(strategy),
+                "layout": f"{layout if isinstance(layout, str) else self.chunks_q}", "pipeline": pipeline,
+                "fault": fault,
+            },
+        )  # fmt: skip
+        if fault:
+            raise ValueError(fault)
+
+    # -------------------------------------------------------------------------------------------------- tensors
+
+    @property
+    def local_seqlen(self) -> int:
+        """Queries of this rank."""
+        return length(self.chunks_q[self.rank])
+
+    @property
+    def local_seqlen_k(self) -> int:
+        """Keys of this rank."""
+        return length(self.chunks_k[self.rank])
+
+    def positions(self, device: Any = None) -> torch.Tensor:
+        """Position in the whole sequence of each of this rank's queries, int64: for rotary embeddings and the like."""
+        return torch.cat(
+            [torch.arange(a, b, device=device) for a, b in self.chunks_q[self.rank]] or [torch.arange(0, device=device)]
+        )
+
+    def shard(self, x: torch.Tensor, dim: int = 1, *, keys: bool = False) -> torch.Tensor:
+        """Take this rank's tokens of a tensor that has the whole sequence on ``dim``. No communication.
+
+        Its gradient is zero outside: the sum over all ranks is that of the whole tensor.
+        """
+        chunks, whole = (self.chunks_k, self.seqlen_k) if keys else (self.chunks_q, self.seqlen)
+        if x.shape[dim] != whole:
+            raise ValueError(f"x: shape {tuple(x.shape)}, whose dim {dim} must be {whole}, the whole sequence.")
+        mine = [x.narrow(dim, a, b - a) for a, b in chunks[self.rank]]
+        return torch.cat(mine or [x.narrow(dim, 0, 0)], dim)
+
+    def unshard(self, x: torch.Tensor, dim: int = 1, *, keys: bool = False) -> torch.Tensor:
+        """The whole tensor of the ranks' tokens, on every rank. Its gradient is added up over the ranks."""
+        mine = length((self.chunks_k if keys else self.chunks_q)[self.rank])
+        if x.shape[dim] != mine:
+            raise ValueError(
+                f"x: shape {tuple(x.shape)}, whose dim {dim} must be {mine}, the tokens of rank {self.rank}."
+            )
+        found: torch.Tensor = _Unshard.apply(self, x, dim % x.dim(), keys)
+        return found
+
+    def _unsharded(self, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
+        chunks = self.chunks_k if keys else self.chunks_q
+        parts, ranks = [x], [(self.rank,)]
+        # Over the last dim of a mesh first: ranks are numbered along it.
+        for group, level in reversed(list(zip(self._groups, range(len(self._groups)), strict=True))):
+            count = dist.get_world_size(group)
+            step = 1 if level == len(self._groups) - 1 else dist.get_world_size(self._groups[-1])
+            first = ranks[0][0] - dist.get_rank(group) * step
+            theirs = [tuple(first + i * step + j for j in range(len(ranks[0]))) for i in range(count)]
+            shapes = [[_resized(x, dim, length(chunks[r])) for r in of_rank] for of_rank in theirs]
+            received = exchange(group, [parts] * count, shapes).wait()
+            parts, ranks = [y for of_rank in received for y in of_rank], [tuple(r for of in theirs for r in of)]
+        whole = x.new_empty(_resized(x, dim, self.seqlen_k if keys else self.seqlen))
+        for r, part in zip(ranks[0], parts, strict=True):
+            for (a, b), at in zip(chunks[r], places(chunks[r], chunks[r]), strict=True):
+                whole.narrow(dim, a, b - a).copy_(part.narrow(dim, at.start, b - a))
+        return whole
+
+    # ------------------------------------------------------------------------------------------------- attention
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        causal: Causal = False,
+        window_size: WindowSize = (None, None),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        rng: Any = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        seqused_k: torch.Tensor | None = None,
+        return_lse: bool = False,
+        deterministic: bool | None = None,
+        part: Part | None = None,
+    ) -> Any:
+        """`nvrtc_attn.torch.attention` of this rank's tokens in the whole sequence, with gradients.
+
+        Parameters
+        ----------
+        q : ``[B, tokens, H, K]``
+        k : ``[B, tokens, Hkv, K]``
+        v : ``[B, tokens, Hkv, Kv]``
+            The tokens of this rank, see `shard` and `positions`.
+        bias, mask : ``[1|B, 1|H, 1|tokens, 1|Mk]``, optional
+            This rank's rows (or one), all keys of the whole. The gradient of a bias with one row is this rank's share:
+            add it up over the ranks, as the gradients of all parameters that ranks have in common.
+        rng
+            Default: a seed that the first rank draws from torch's generator, for all of them. Otherwise the same on all
+            ranks. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+            Of the whole, on every rank: sequences packed on the token dim, of which a rank has any tokens. Only where
+            ``"ulysses"`` shares the heads, which has all tokens of a head on one rank.
+        part
+            Batch and heads of a still larger attention: with data and tensor parallelism beside, the dropout mask is
+            then that of all.
+
+        The others are those of `nvrtc_attn.torch.attention`.
+
+        Returns
+        -------
+        out, or (out, lse)
+            Of this rank's rows.
+
+        Raises
+        ------
+        ValueError, TypeError
+            On this rank, before any communication, for what is wrong with its tensors; on all ranks, naming them, for
+            what differs between them (see ``check``).
+        """
+        q, k, v, bias = cast_for_autocast(q, k, v, bias)
+        grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias))
+        if deterministic is None:
+            deterministic = grad and torch.are_deterministic_algorithms_enabled()
+        options = plain_options(
+            CallOptions(
+                causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+                dropout_p=dropout_p, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=True,
+                deterministic=deterministic,
+                dbias=grad and bias is not None and bias.requires_grad,
+            )
+        )  # fmt: skip
+        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+        packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+        self._check_tensors(q, k, v, bias, mask, lengths, options, part)
+        strategy = self._strategy(q, k)
+        if packed and not _has_all_tokens(strategy):
+            raise UnsupportedError(
+                f"cu_seqlens_q, cu_seqlens_k: packed sequences are computed by strategy 'ulysses', here is "
+                f"{self.strategy!r} with {k.shape[2]} key heads over {self.size} ranks. Pass strategy='ulysses', or "
+                "sequences as a batch."
+            )
+        always = self._check == "always" or env.debug()
+        if always or (self._check == "first" and not self._calls):
+            self._compare(q, k, v, bias, mask, options, part, grad, rng)
+        self._calls += 1
+        # The band of the whole: what a rank needs of the others follows from it.
+        found = Violations()
+        left, right = check_window(found, options.causal, options.window_size)
+        bottom_right = options.causal != "top_left"
+        whole = Whole(
+            options._replace(part=None),
+            self._draw(q, rng) if options.dropout_p > 0 else NO_RNG,
+            self.seqlen,
+            self.seqlen_k,
+            band_of(None if packed else left, None if packed else right, self.seqlen, self.seqlen_k, bottom_right),
+            (cu_seqlens_q, cu_seqlens_k, seqused_k) if cu_seqlens_q is not None and cu_seqlens_k is not None else None,
+            None if part is None else part.batch,
+            None if part is None else part.heads,
+        )
+        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask)
+        return (out, lse) if return_lse else out
+
+    def _check_tensors(
+        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, lengths: dict[str, Any], options: CallOptions,
+        part: Part | None,
+    ) -> None:  # fmt: skip
+        """Refuse this rank's tensors by what it knows: as `nvrtc_attn.attention` would those of the whole."""
+        tokens, keys = self.local_seqlen, self.local_seqlen_k
+        given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+        faults, operands = [], {}
+        for name, x in given.items():
+            if x is None and name in ("bias", "mask"):
+                continue
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(
+                    f"{name}: got {shown(x)} of type {type(x).__name__}. ContextParallel takes torch tensors."
+                )
+            if x.dim() != 4:
+                raise ValueError(f"{name}: shape {tuple(x.shape)} has rank {x.dim()}. Expected rank 4.")
+            if x.device != q.device:
+                faults.append(f"{name}: on {x.device}, needed is {q.device}, where q is")
+            shape, dim = list(x.shape), 1 if name in "qkv" else 2
+            needed = keys if name in ("k", "v") else tokens
+            if not (x.shape[dim] == needed or (dim == 2 and x.shape[dim] == 1)):
+                faults.append(
+                    f"{name}: shape {tuple(x.shape)}, whose dim {dim} must be {needed}, the tokens of rank {self.rank} "
+                    f"of {self.seqlen_k if name in ('k', 'v') else self.seqlen}"
+                )
+            if name in "qkv" or x.shape[2] != 1:
+                shape[dim] = self.seqlen_k if name in ("k", "v") else self.seqlen
+            operands[name] = (tuple(shape), str(x.dtype).removeprefix("torch."))
+        if part is not None and (not isinstance(part, Part) or part.rows is not None or part.keys is not None):
+            faults.append(
+                f"part: got {shown(part)}. It is an nvrtc_attn.Part of batch and heads, rows and keys are the ranks'"
+            )
+        if (
+            any(x is not None and x.shape[2] != 1 for x in (bias, mask))
+            and min(map(length, self.chunks_q)) <= 1 < self.size
+        ):
+            faults.append("bias, mask: some rank has a single row, whose rows cannot be told from a broadcast one")
+        for name, x in lengths.items():
+            if x is not None:
+                operands[name] = (tuple(x.shape), str(x.dtype).removeprefix("torch."))
+        if faults:
+            raise ValueError(f"{'. '.join(faults)}. Nothing was sent.")
+        describe_shapes(operands, options._replace(part=part), Device("cuda" if q.is_cuda else "meta", 0))
+
+    def _strategy(self, q: torch.Tensor, k: torch.Tensor) -> Strategy:
+        """Who computes what, for the heads of these tensors."""
+        name, groups, size, rank = self.strategy, self._groups, self.size, self.rank
+        pipeline = self._pipeline or (_PIPELINE if q.is_cuda else 1)
+        whole_q, whole_k = [together(self.chunks_q)], [together(self.chunks_k)]
+        everything = AllGather(None, 0, whole_q, whole_k)
+        if isinstance(name, tuple):
+            outer, inner = groups
+            width = dist.get_world_size(inner)
+            why_not = Ulysses.why_not(q.shape[2], k.shape[2], width)
+            if why_not:
+                raise ValueError(f"strategy: ulysses over {width} ranks, but {why_not}.")
+            rows = [slice(i * width, (i + 1) * width) for i in range(size // width)]
+            over_q, over_k = ([together(x[s]) for s in rows] for x in (self.chunks_q, self.chunks_k))
+            beyond: Strategy = (
+                Ring(outer, rank // width, over_q, over_k)
+                if name[1] == "ring"
+                else AllGather(outer, rank // width, over_q, over_k, pipeline)
+            )
+            mine = rows[rank // width]
+            return Ulysses(inner, rank % width, self.chunks_q[mine], self.chunks_k[mine], beyond)
+        if size == 1:
+            return everything
+        why_not = Ulysses.why_not(q.shape[2], k.shape[2], size)
+        if name == "ulysses" and why_not:
+            raise ValueError(f"strategy: 'ulysses' over {size} ranks, but {why_not}. Use 'all_gather' or 'auto'.")
+        if name == "ulysses" or (name == "auto" and k.shape[2] % size == 0 and not why_not):
+            return Ulysses(groups[0], rank, self.chunks_q, self.chunks_k, everything)
+        if name == "ring":
+            return Ring(groups[0], rank, self.chunks_q, self.chunks_k)
+        return AllGather(groups[0], rank, self.chunks_q, self.chunks_k, pipeline)
+
+    def _compare(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, options: CallOptions,
+        part: Part | None, grad: bool, rng: Any,
+    ) -> None:  # fmt: skip
+        """Ask all ranks whether they mean the same call."""
+        words = rng if isinstance(rng, tuple) else (rng,)
+        seed = words if all(isinstance(x, int) for x in words) and options.dropout_p > 0 else None
+
+        def scores(x: Any) -> Any:
+            return None if x is None else (str(x.dtype), *x.shape[:2], "one row" if x.shape[2] == 1 else "", x.shape[3])
+
+        same_everywhere(
+            self._groups,
+            {
+                "dtype": str(q.dtype), "device type": q.device.type, "batch": q.shape[0],
+                "heads": (q.shape[2], k.shape[2]), "head dims": (q.shape[3], v.shape[3]),
+                "bias": scores(bias), "mask": scores(mask), "options": str(options), "gradient": grad,
+                "part": None if part is None else (part.batch, part.heads), "rng": seed,
+            },
+        )  # fmt: skip
+
+    def _draw(self, q: torch.Tensor, rng: Any) -> RngState:
+        """The random numbers of the whole: a seed of the first rank's generator, which stays on the GPU."""
+        if rng is not None:
+            return checked_rng(rng, q)
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=q.device)
+        for group in reversed(self._groups):
+            dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+        return checked_rng(seed, q)
+
+
+def _has_all_tokens(strategy: Strategy) -> bool:
+    """Whether each rank computes its heads of all tokens."""
+    inside = strategy.inside if isinstance(strategy, Ulysses) else strategy
+    return isinstance(inside, AllGather) and inside.size == 1
+
+
+def _groups_of(found: Violations, group: Any, dims: int) -> list[Any]:
+    """The process groups, one for each dim of a mesh, the outermost first."""
+    if not (dist.is_available() and dist.is_initialized()):
+        found.value("group: torch.distributed is not initialised. Call torch.distributed.init_process_group first.")
+        return []
+    if hasattr(group, "get_group"):
+        if group.ndim != dims:
+            found.value(f"group: a mesh with {group.ndim} dims, but strategy needs {dims}.")
+            return []
+        return [group.get_group(i) for i in range(dims)]
+    if dims != 1:
+        found.value("group: a pair of strategies needs a DeviceMesh with two dims, the last one that of 'ulysses'.")
+        return []
+    return [dist.group.WORLD if group is None else group]
+
+
+def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
+
+
+class _Unshard(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(ctx: Any, cp: ContextParallel, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
+        ctx.cp, ctx.dim, ctx.keys = cp, dim, keys
+        return cp._unsharded(x, dim, keys)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        cp = ctx.cp
+        total = gradient.contiguous().clone()
+        for group in cp._groups:
+            dist.all_reduce(total, group=group)
+        return None, cp.shard(total, ctx.dim, keys=ctx.keys), None, None
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(ctx: Any, strategy: Strategy, whole: Whole, *tensors: Any) -> Any:
+        q, k, v, bias, mask = tensors
+        out, lse, saved = strategy.forward(Inputs(q, k, v, bias, mask, 0, q.shape[2]), whole)
+        ctx.save_for_backward(*(x for x in saved if isinstance(x, torch.Tensor)))
+        ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in saved]
+        ctx.strategy, ctx.whole, ctx.like_out = strategy, whole, (out.shape, out.dtype, out.device)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        tensors = iter(ctx.saved_tensors)
+        saved = tuple(next(tensors) if x is None else x[0] for x in ctx.others)
+        if dout is None:
+            shape, dtype, device = ctx.like_out
+            dout = torch.zeros(shape, dtype=dtype, device=device)
+        gradients = ctx.strategy.backward(saved, ctx.whole, dout.contiguous(), dlse)
+        return None, None, *gradients, None

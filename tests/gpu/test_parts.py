@@ -1,0 +1,135 @@
+"""Parts of a larger attention on the GPU: masks and dropout of the whole, out and gradients that add up to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+from cases import Case
+from harness import DEVICE, Run, backend, failures, families, oracle, torch
+
+import nvrtc_attn
+import nvrtc_attn.torch as na
+from nvrtc_attn.front.call import CallOptions
+from nvrtc_attn.front.operands import OPTIONAL_INPUTS
+from nvrtc_attn.front.philox import RngState
+from nvrtc_attn.torch import passes
+from nvrtc_attn.torch.parallel import merge_partials
+from nvrtc_attn.torch.parallel.local import slice_scores
+
+B, H, ROWS, KEYS = 3, 6, 300, 333  # rows of the mask begin anywhere in a block of random numbers
+PLACES = [
+    (slice(0, 3), slice(0, 6), (0, 96), (0, 96)),
+    (slice(1, 3), slice(2, 6), (171, 120), (50, 128)),
+    (slice(2, 3), slice(4, 6), (299, 1), (7, 128)),  # rows of packed heads
+    (slice(0, 1), slice(0, 2), (64, 128), (332, 1)),
+]
+FAMILIES = families(cases.make_case("any", dtype="float16")) if torch.cuda.is_available() else ("portable",)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_mask_of_parts_is_the_wholes_bit_for_bit(family: str, on_device: bool, width: int) -> None:
+    """Forward by values that are one hot, backward by dv of gradients that are."""
+    p, words = 0.3, (123456789012345, 98765432109)
+    rng: Any = tuple(torch.tensor(x, device=DEVICE) for x in words) if on_device else words
+    keep = nvrtc_attn.dropout_keep_mask((B, H, ROWS, KEYS), p, words)
+    for b, h, (first_row, rows), (first_key, keys) in PLACES:
+        rows, keys = min(rows, width), min(keys, width)
+        sizes = (b.stop - b.start, h.stop - h.start)
+        q = torch.zeros(sizes[0], rows, sizes[1], 64, device=DEVICE, dtype=torch.float16)
+        k = torch.zeros(sizes[0], keys, sizes[1] // 2, 64, device=DEVICE, dtype=torch.float16)
+        eye = torch.eye(256, width, device=DEVICE, dtype=torch.float16)
+        v = eye[:keys, None].expand(*k.shape[:3], width).contiguous()
+        dout = eye[:rows, None].expand(*q.shape[:3], width).contiguous()
+        part = nvrtc_attn.Part(batch=(b.start, B), heads=(h.start, H), rows=(first_row, ROWS), keys=(first_key, KEYS))
+        with backend(family):
+            q.requires_grad_()
+            v.requires_grad_()
+            out = na.attention(q, k, v, dropout_p=p, rng=rng, part=part)
+            (dv,) = torch.autograd.grad(out, v, dout)
+        expected = keep[b, h, first_row : first_row + rows, first_key : first_key + keys]
+        found = (out.detach() != 0)[..., :keys].transpose(1, 2).cpu().numpy()
+        assert np.array_equal(found, expected), part
+        # A key head's dv is summed over its two query heads: kept by either.
+        either = expected.reshape(sizes[0], -1, 2, rows, keys).any(2)
+        assert np.array_equal((dv != 0)[..., :rows].permute(0, 2, 3, 1).cpu().numpy(), either), part
+
+
+def sliced(run: Run, where: tuple[slice, ...]) -> tuple[Any, ...]:
+    """q, k, v, bias and mask of a part."""
+    b, h, m, n = where
+    group = run.case.num_heads // run.case.num_heads_kv
+    h_kv, i = slice(h.start // group, h.stop // group), run.inputs
+    scores = [slice_scores(i.get(name), h, m, (n.start, n.stop)) for name in ("bias", "mask")]
+    scores = [x if x is None or x.shape[0] == 1 else x[b] for x in scores]
+    return (i["q"][b, m, h], i["k"][b, n, h_kv], i["v"][b, n, h_kv], *scores, *(None for _ in OPTIONAL_INPUTS[2:]))
+
+
+CASES = [
+    {"causal": True}, {"causal": "top_left", "seqlen_k": 1500}, {"window_size": (100, 30)},
+    {"causal": True, "window_size": (257, None), "dropout_p": 0.2},
+    {"dropout_p": 0.5, "head_dim": 256, "head_dim_v": 256},
+    {"bias": "bhqk", "causal": True, "dropout_p": 0.1}, {"bias": "1hqk", "window_size": (64, 64)},
+    {"mask": "b11k", "causal": True}, {"softcap": 20.0, "causal": True, "dlse": True},
+    {"dtype": "float32", "causal": True},
+    {"causal": True, "seqlen_q": 2100, "seqlen_k": 700}, {"causal": True, "deterministic": True, "dropout_p": 0.1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fields", CASES, ids=lambda fields: "-".join(map(str, fields.values())))
+def test_parts_together_are_the_whole(fields: dict[str, Any], family: str) -> None:
+    """Rows cut in three, keys in two, heads in two: by the error rule of the whole."""
+    known: dict[str, Any] = {
+        "dtype": "float16", "batch": 2, "seqlen_q": 1000, "seqlen_k": 1000, "num_heads": 8, "num_heads_kv": 4,
+        "head_dim": 128, "head_dim_v": 128, **fields,
+    }  # fmt: skip
+    case: Case = dataclasses.replace(cases.make_case("part"), **known)
+    if case.dtype == "float32" and family == "hopper":
+        pytest.skip("the Hopper kernels are of 16-bit types")
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    options = CallOptions(**cases.call_options(case), return_lse=True, dbias="bias" in run.inputs)
+    options = options._replace(deterministic=case.deterministic)
+    rng = RngState(case.seed, case.offset)
+    rows = [slice(0, 130), slice(130, 700), slice(700, case.seqlen_q)]
+    keys = [slice(0, 333), slice(333, case.seqlen_k)]
+    heads = [slice(0, 2), slice(2, 8)]
+    found = {name: torch.zeros(cases.shapes(case)[name], device=DEVICE) for name in ("out", "lse", "dq", "dk", "dv")}
+    if "bias" in run.inputs:
+        found["dbias"] = torch.zeros(run.inputs["bias"].shape, device=DEVICE)
+    everything = slice(0, case.batch)
+
+    def part(h: slice, m: slice, n: slice) -> CallOptions:
+        return options._replace(
+            part=nvrtc_attn.Part(heads=(h.start, 8), rows=(m.start, case.seqlen_q), keys=(n.start, case.seqlen_k))
+        )
+
+    with backend(family):
+        for h, m in itertools.product(heads, rows):
+            parts = [passes.forward(sliced(run, (everything, h, m, n)), part(h, m, n), rng) for n in keys]
+            outs, lses = zip(*parts, strict=True)
+            found["out"][:, m, h], found["lse"][:, h, m] = merge_partials(outs, lses, torch.float32)
+        out = found["out"].to(run.inputs["q"].dtype)
+        for h, m, n in itertools.product(heads, rows, keys):
+            dlse = run.inputs["dlse"][:, h, m] if "dlse" in run.inputs else None
+            dq, dk, dv, dbias, *_ = passes.backward(
+                sliced(run, (everything, h, m, n)), out[:, m, h], found["lse"][:, h, m], run.inputs["dout"][:, m, h],
+                dlse, part(h, m, n), rng,
+            )  # fmt: skip
+            h_kv = slice(h.start // 2, h.stop // 2)
+            found["dq"][:, m, h] += dq
+            found["dk"][:, n, h_kv] += dk
+            found["dv"][:, n, h_kv] += dv
+            if dbias is not None:
+                share = slice_scores(found["dbias"], h, m, (n.start, n.stop))
+                assert share is not None
+                share += dbias
+    lines = failures(case, found, exact, low, run.arrays)
+    assert not lines, "\n".join(lines)

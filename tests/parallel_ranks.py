@@ -1,0 +1,265 @@
+"""One rank of a ContextParallel of several processes: `python parallel_ranks.py RANK SIZE FILE DEVICE PROGRAM`.
+
+Prints a line of JSON: what was wrong on this rank. Gloo on the CPU, NCCL on GPUs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import parallel_problems
+import torch
+import torch.distributed as dist
+from parallel_problems import Shared, take
+from torch.distributed.device_mesh import init_device_mesh
+
+import nvrtc_attn
+import nvrtc_attn.torch
+from nvrtc_attn.torch.parallel import ContextParallel
+
+SECONDS = 120
+Found = list[str]
+
+
+def run(shared: Shared, cp: ContextParallel, device: Any, **more: Any) -> Found:
+    """One problem forward and backward; every rank collects the whole and compares it."""
+    case = shared.case
+    given = parallel_problems.whole_tensors(case, device)
+    of_q, of_k = cp.chunks_q[cp.rank], cp.chunks_k[cp.rank]
+    q, k, v = (
+        take(given[name], chunks, 1).detach().requires_grad_()
+        for name, chunks in (("q", of_q), ("k", of_k), ("v", of_k))
+    )
+    keywords = parallel_problems.options(case)
+    bias = None
+    for name in ("bias", "mask"):
+        if name in given:
+            x = given[name]
+            keywords[name] = x if x.shape[2] == 1 else take(x, of_q, 2)
+    if "bias" in keywords:
+        bias = keywords["bias"] = keywords["bias"].detach().clone().requires_grad_()
+    out, lse = cp.attention(q, k, v, return_lse=True, **keywords, **more)
+    gradients = [take(given["dout"], of_q, 1)]
+    if "dlse" in given:
+        gradients.append(take(given["dlse"], of_q, 2))
+    torch.autograd.backward([out, lse][: len(gradients)], gradients)
+    found = {
+        "out": cp.unshard(out.detach(), 1), "lse": cp.unshard(lse.detach(), 2), "dq": cp.unshard(q.grad, 1),
+        "dk": cp.unshard(k.grad, 1, keys=True), "dv": cp.unshard(v.grad, 1, keys=True),
+    }  # fmt: skip
+    if bias is not None:
+        if bias.shape[2] == 1:
+            share = bias.grad.float()
+            dist.all_reduce(share)
+            found["dbias"] = share
+        else:
+            found["dbias"] = cp.unshard(bias.grad, 2)
+    return [f"{cp.strategy}, {shared}: {fault}" for fault in parallel_problems.faults(case, found)]
+
+
+def problems(rank: int, size: int, device: Any) -> Found:
+    """Random problems with every strategy."""
+    found: Found = []
+    count = 3 if device == "cpu" else 12
+    for strategy in ("all_gather", "ring", "auto", "ulysses"):
+        for shared in parallel_problems.problems(21, count, size, heads_divide=strategy == "ulysses"):
+            case = shared.case
+            cp = ContextParallel(seqlen=case.seqlen_q, seqlen_k=case.seqlen_k, strategy=strategy, layout=shared.layout)
+            found += run(shared, cp, device)
+    if size == 4:
+        mesh = init_device_mesh(device, (2, 2))
+        for pair in (("ulysses", "ring"), ("ulysses", "all_gather")):
+            for shared in parallel_problems.problems(22, count, 4, heads_divide=True):
+                case = shared.case
+                cp = ContextParallel(
+                    mesh, seqlen=case.seqlen_q, seqlen_k=case.seqlen_k, strategy=pair, layout=shared.layout
+                )
+                found += run(shared, cp, device)
+    return found
+
+
+def dropout(rank: int, size: int, device: Any) -> Found:
+    """The mask is `dropout_keep_mask` of the whole, of a seed that the first rank draws where none is given."""
+    found: Found = []
+    seqlen, heads, p = 32, 4, 0.5
+    v = torch.eye(seqlen, device=device)[None, :, None].expand(1, seqlen, heads, seqlen)
+    for strategy in ("all_gather", "ring", "ulysses"):
+        cp = ContextParallel(seqlen=seqlen, strategy=strategy)
+        q = torch.zeros(1, cp.local_seqlen, heads, 8, device=device)
+        mine = cp.shard(v, 1).contiguous()
+        out = cp.unshard(cp.attention(q, q, mine, dropout_p=p, rng=(5, 77)), 1)
+        keep = nvrtc_attn.dropout_keep_mask((1, heads, seqlen, seqlen), p, (5, 77))
+        if not np.array_equal(out.transpose(1, 2).cpu().numpy() != 0, keep):
+            found.append(f"{strategy}: the mask is not the whole's")
+        torch.manual_seed(rank)  # ranks disagree, and the first one is asked
+        first = cp.unshard(cp.attention(q, q, mine, dropout_p=p), 1)
+        torch.manual_seed(0)
+        seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device=device))
+        keep = nvrtc_attn.dropout_keep_mask((1, heads, seqlen, seqlen), p, seed)
+        if not np.array_equal(first.transpose(1, 2).cpu().numpy() != 0, keep):
+            found.append(f"{strategy}: the mask is not that of the first rank's seed")
+    return found
+
+
+def refused(what: str, words: str, call: Callable[[], Any]) -> Found:
+    try:
+        call()
+    except ValueError as error:
+        return [] if words in str(error) else [f"{what}: {error}"]
+    return [f"{what}: nothing was raised"]
+
+
+def faults(rank: int, size: int, device: Any) -> Found:
+    """What differs between ranks is one ValueError on all of them; wrong shapes are found before anything is sent."""
+    found = refused("seqlen", "seqlen differs", lambda: ContextParallel(seqlen=32 + rank))
+    layouts = ("zigzag", "contiguous", "zigzag", "zigzag")
+    found += refused("layout", "layout differs", lambda: ContextParallel(seqlen=32, layout=layouts[rank]))
+    wrong = [[(0, 32)]] if rank else "zigzag"
+    found += refused("bad layout", "1 ranks", lambda: ContextParallel(seqlen=32, layout=wrong))
+    strategies = ("ring", "all_gather", "ring", "ring")
+    found += refused("strategy", "strategy differs", lambda: ContextParallel(seqlen=32, strategy=strategies[rank]))
+    cp = ContextParallel(seqlen=32)
+    x = torch.zeros(1, cp.local_seqlen, 2, 8, dtype=torch.float16 if rank else torch.float32, device=device)
+    found += refused("dtype", "dtype differs", lambda: cp.attention(x, x, x))
+    cp = ContextParallel(seqlen=32, check="always")
+    x = torch.zeros(1, cp.local_seqlen, 2, 8, device=device)
+    cp.attention(x, x, x)
+    found += refused("options", "options differs", lambda: cp.attention(x, x, x, causal=rank == 0))
+    found += refused("rng", "rng differs", lambda: cp.attention(x, x, x, dropout_p=0.5, rng=rank))
+    if rank == 0:  # on one rank alone: the others are not asked
+        found += refused("shape", "Nothing was sent", lambda: cp.attention(x[:, 1:], x, x))
+        found += refused("bias", "Nothing was sent", lambda: cp.attention(x, x, x, bias=torch.zeros(1, 2, 32, 32)))
+        found += refused("unshard", "dim 1 must be", lambda: cp.unshard(x[:, 1:]))
+    cp.attention(x, x, x)  # and the group is usable
+    return found
+
+
+def tensors(rank: int, size: int, device: Any) -> Found:
+    """Shards put together are the whole, gradients too; sequences that do not divide, or are shorter than the ranks."""
+    found: Found = []
+    for seqlen in (37, 3, 0):
+        for layout in ("zigzag", "contiguous"):
+            cp = ContextParallel(seqlen=seqlen, layout=layout)
+            whole = torch.arange(2 * seqlen * 3, dtype=torch.float32, device=device).view(2, seqlen, 3).requires_grad_()
+            mine = cp.shard(whole, 1)
+            again = cp.unshard(mine, 1)
+            if not torch.equal(again, whole) or not torch.equal(mine, whole[:, cp.positions(device)]):
+                found.append(f"{layout} {seqlen}: not the whole again")
+            again.backward(torch.ones_like(again))
+            expected = torch.zeros_like(whole)
+            expected[:, cp.positions(device)] = size
+            if not torch.equal(whole.grad, expected):
+                found.append(f"{layout} {seqlen}: gradient")
+            q = torch.ones(1, cp.local_seqlen, 2, 8, device=device, requires_grad=True)
+            cp.attention(q, q, q, causal=True).sum().backward()
+            if not torch.isfinite(q.grad).all():
+                found.append(f"{layout} {seqlen}: attention")
+    return found
+
+
+def packed(rank: int, size: int, device: Any) -> Found:
+    """Packed sequences by ulysses, with dropout: out and gradients of one process's call."""
+    found: Found = []
+    lengths = (9, 0, 17, 14)
+    cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    keywords: dict[str, Any] = {
+        "cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 17, "max_seqlen_k": 17, "causal": True,
+        "dropout_p": 0.25, "rng": (3, 5), "window_size": (6, None),
+    }  # fmt: skip
+    generator = torch.Generator(device).manual_seed(0)
+    whole = [torch.randn(1, 43, heads, 16, device=device, generator=generator) for heads in (8, 4, 4, 8)]
+    whole[:3] = [x.requires_grad_() for x in whole[:3]]
+    expected = nvrtc_attn.torch.attention(*whole[:3], **keywords)
+    gradients = torch.autograd.grad(expected, whole[:3], whole[3])
+    for layout in ("zigzag", "contiguous"):
+        cp = ContextParallel(seqlen=43, layout=layout)
+        mine = [cp.shard(x.detach(), 1).requires_grad_() for x in whole[:3]]
+        out = cp.attention(*mine, **keywords)
+        parts = torch.autograd.grad(out, mine, cp.shard(whole[3], 1))
+        for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *parts), (expected, *gradients), strict=True):
+            error = float((cp.unshard(x.detach(), 1) - y.detach()).abs().max())
+            if not error < 1e-5:
+                found.append(f"{layout}: {name} {error:.3g}")
+    ring = ContextParallel(seqlen=43, strategy="ring")
+    mine = [ring.shard(x.detach(), 1) for x in whole[:3]]
+    found += refused("ring", "'ulysses'", lambda: ring.attention(*mine, **keywords))
+    return found
+
+
+def long(rank: int, size: int, device: Any) -> Found:
+    """Sequences of many tiles: every strategy against one GPU's call, and dq, dk, dv likewise."""
+    found: Found = []
+    for options in (
+        {"causal": True}, {"causal": True, "window_size": (300, None), "dropout_p": 0.2, "rng": (3, 9)},
+        {"window_size": (500, 100)}, {"causal": True, "softcap": 15.0},
+    ):  # fmt: skip
+        for seqlen in (4096, 3001):
+            generator = torch.Generator(device).manual_seed(1)
+            whole = [
+                torch.randn(1, seqlen, heads, 64, device=device, dtype=torch.bfloat16, generator=generator)
+                for heads in (8, 4, 4, 8)
+            ]
+            whole[:3] = [x.requires_grad_() for x in whole[:3]]
+            expected = nvrtc_attn.torch.attention(*whole[:3], **options)
+            gradients = torch.autograd.grad(expected, whole[:3], whole[3])
+            for strategy in ("all_gather", "ring", "ulysses"):
+                cp = ContextParallel(seqlen=seqlen, strategy=strategy)
+                mine = [cp.shard(x.detach(), 1).requires_grad_() for x in whole[:3]]
+                out = cp.attention(*mine, **options)
+                parts = torch.autograd.grad(out, mine, cp.shard(whole[3], 1))
+                for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *parts), (expected, *gradients), strict=True):
+                    error = (cp.unshard(x.detach(), 1).float() - y.float()).abs().max() / y.float().abs().max()
+                    if not error < 0.02:  # two roundings to bfloat16 are 0.008
+                        found.append(f"{strategy} {options} {seqlen}: {name} {float(error):.3g}")
+    return found
+
+
+def killed(rank: int, size: int, device: Any) -> Found:
+    """The last rank is gone: the others raise within the timeout of their group."""
+    cp = ContextParallel(seqlen=64, strategy="all_gather")
+    x = torch.zeros(1, cp.local_seqlen, 2, 8, device=device)
+    if rank == size - 1:
+        print('RESULT {"killed": []}', flush=True)
+        os._exit(0)
+    start = time.monotonic()
+    said = ["nothing was raised"]
+    try:
+        float(cp.attention(x, x, x).sum())
+    except RuntimeError:
+        said = [] if time.monotonic() - start < 2 * SECONDS else ["raised after twice the timeout"]
+    print("RESULT " + json.dumps({"killed": said}), flush=True)
+    os._exit(0)  # the group is broken: there is nothing to say goodbye to
+
+
+def main() -> None:
+    rank, size, file, device, *programs = sys.argv[1:]
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(int(rank))
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl", init_method=f"file://{Path(file).resolve()}", rank=int(rank),
+        world_size=int(size), timeout=datetime.timedelta(seconds=SECONDS),
+    )  # fmt: skip
+    results = {}
+    for name in programs:
+        try:
+            results[name] = globals()[name](int(rank), int(size), device)
+        except Exception as error:
+            results[name] = [f"{type(error).__name__}: {error}"]
+            raise
+        finally:
+            print("RESULT " + json.dumps({name: results.get(name)}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

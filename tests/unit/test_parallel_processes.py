@@ -1,0 +1,64 @@
+"""ContextParallel of 2 and 4 processes on gloo: numbers, dropout masks, faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed as dist
+
+TESTS = Path(__file__).resolve().parent.parent
+SECONDS = 400
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("this build of torch has no gloo", allow_module_level=True)
+
+
+def run(size: int, directory: Path, *programs: str, device: str = "cpu") -> dict[str, list[str]]:
+    """What was wrong in each program, on any rank."""
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS))), "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    command = [sys.executable, str(TESTS / "parallel_ranks.py")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), str(directory / "store"), device, *programs],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    found: dict[str, list[str]] = {name: [] for name in programs}
+    try:
+        for rank, process in enumerate(ranks):
+            said, _ = process.communicate(timeout=SECONDS)
+            lines = [json.loads(line[7:]) for line in said.splitlines() if line.startswith("RESULT ")]
+            results = {name: faults for line in lines for name, faults in line.items()}
+            for name in programs:
+                found[name] += results.get(name) or (
+                    [] if name in results else [f"rank {rank} gave up: {said[-3000:]}"]
+                )
+            assert process.returncode == 0 or any(found.values()), said[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_together_compute_the_whole(size: int, tmp_path: Path) -> None:
+    """Every strategy forward and backward, the dropout mask bit for bit, lengths that do not divide, faults."""
+    found = run(size, tmp_path, "tensors", "dropout", "packed", "faults", "problems")
+    assert not any(found.values()), "\n".join(f"{name}: {fault}" for name, faults in found.items() for fault in faults)
+
+
+def test_a_rank_that_is_gone_lets_the_others_fail(tmp_path: Path) -> None:
+    assert run(2, tmp_path, "killed") == {"killed": []}

@@ -1,0 +1,242 @@
+"""How ranks share an attention: the strategies of ContextParallel in threads of one process, against the whole."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import parallel_problems  # noqa: E402
+from parallel_problems import Shared, take  # noqa: E402
+
+import nvrtc_attn  # noqa: E402
+from nvrtc_attn.front.call import CallOptions  # noqa: E402
+from nvrtc_attn.front.philox import RngState  # noqa: E402
+from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
+from nvrtc_attn.torch.parallel import local, merge_partials, strategies  # noqa: E402
+from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
+from nvrtc_attn.torch.parallel.layouts import band_of, chunks_of, joined, length, needed, places, together  # noqa: E402
+
+QUICK, FULL = 8, 2000
+
+
+class Board:
+    """A process group of threads: each puts up what it sends and takes what is for it."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.sent = size, {}
+        self.barrier = threading.Barrier(size, timeout=60)
+
+
+class Member:
+    def __init__(self, board: Board, rank: int) -> None:
+        self.board, self.rank = board, rank
+
+
+def exchange(group: Member | None, sends: Sequence[Any], shapes: Sequence[Any]) -> Pending:
+    """`exchange` between threads; refuses what torch.distributed would: sizes that do not agree."""
+    flat = torch.cat([x.reshape(-1) for tensors in sends for x in tensors])
+    if group is None:
+        return Pending(None, flat, flat, shapes)
+    board, rank = group.board, group.rank
+    board.sent[rank] = [[x.clone() for x in tensors] for tensors in sends]
+    board.barrier.wait()
+    parts = []
+    for r, of_rank in enumerate(shapes):
+        got = [x.reshape(-1) for x in board.sent[r][rank]]
+        assert sum(x.numel() for x in got) == sum(math.prod(shape) for shape in of_rank), (r, rank)
+        parts += got
+    received = torch.cat([*parts, flat[:0]])
+    board.barrier.wait()
+    return Pending(None, flat, received, shapes)
+
+
+def run_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """``work(rank)`` in as many threads; the first error of any."""
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with torch.no_grad():
+                results[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+            for board in boards:
+                board.barrier.abort()
+
+    boards.clear()
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    assert not errors
+    return results
+
+
+boards: list[Board] = []
+
+
+def make(name: str, size: int, layout: Any, seqlens: tuple[int, int]) -> tuple[Any, Any, Callable[[int], Any]]:
+    """(chunks of queries, of keys, the strategy of a rank)."""
+    chunks_q, chunks_k = (chunks_of(layout, n, size) for n in seqlens)
+    board = Board(size)
+    everything = strategies.AllGather(None, 0, [together(chunks_q)], [together(chunks_k)])
+
+    def of(rank: int) -> Any:
+        boards.append(board)
+        if name == "all_gather":
+            return strategies.AllGather(Member(board, rank), rank, chunks_q, chunks_k, pipeline=2)
+        if name == "ring":
+            return strategies.Ring(Member(board, rank), rank, chunks_q, chunks_k)
+        if name == "ulysses":
+            return strategies.Ulysses(Member(board, rank), rank, chunks_q, chunks_k, everything)
+        width = 2
+        inner, outer = Member(rows[rank // width], rank % width), Member(columns[rank % width], rank // width)
+        boards.extend((inner.board, outer.board))
+        mine = [slice(i, i + width) for i in range(0, size, width)]
+        over = [[together(chunks[s]) for s in mine] for chunks in (chunks_q, chunks_k)]
+        kind = strategies.Ring if name == "ulysses x ring" else strategies.AllGather
+        beyond = kind(outer, rank // width, *over)
+        own = mine[rank // width]
+        return strategies.Ulysses(inner, rank % width, chunks_q[own], chunks_k[own], beyond)
+
+    rows, columns = [Board(2) for _ in range(size // 2)], [Board(size // 2) for _ in range(2)]
+    return chunks_q, chunks_k, of
+
+
+def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run one problem on ``size`` threads; what is wrong with it."""
+    monkeypatch.setattr(strategies, "exchange", exchange)
+    case = shared.case
+    given = parallel_problems.whole_tensors(case)
+    keywords = parallel_problems.options(case)
+    seed, offset = keywords.pop("rng")
+    left, right = check_window(Violations(), case.causal, case.window_size)
+    whole = local.Whole(
+        CallOptions(**keywords, return_lse=True, dbias="bias" in given), RngState(seed, offset), case.seqlen_q,
+        case.seqlen_k, band_of(left, right, case.seqlen_q, case.seqlen_k, case.causal != "top_left"),
+    )  # fmt: skip
+    chunks_q, chunks_k, strategy = make(name, size, shared.layout, (case.seqlen_q, case.seqlen_k))
+
+    def work(rank: int) -> Any:
+        of_q, of_k = chunks_q[rank], chunks_k[rank]
+        scores = [
+            None if x is None else x if x.shape[2] == 1 else take(x, of_q, 2)
+            for x in (given.get("bias"), given.get("mask"))
+        ]
+        mine = strategy(rank)
+        inputs = strategies.Inputs(
+            take(given["q"], of_q, 1), take(given["k"], of_k, 1), take(given["v"], of_k, 1), *scores, 0, case.num_heads
+        )
+        out, lse, saved = mine.forward(inputs, whole)
+        dlse = take(given["dlse"], of_q, 2) if "dlse" in given else None
+        return out, lse, *mine.backward(saved, whole, take(given["dout"], of_q, 1), dlse)
+
+    found: dict[str, Any] = {}
+    for rank, results in enumerate(run_ranks(size, work)):
+        for key, x in zip(("out", "lse", "dq", "dk", "dv", "dbias"), results, strict=True):
+            if x is None:
+                continue
+            chunks = chunks_k[rank] if key in ("dk", "dv") else chunks_q[rank]
+            dim = 2 if key in ("lse", "dbias") else 1
+            if key == "dbias" and given["bias"].shape[2] == 1:
+                found[key] = found.get(key, 0) + x.float()
+                continue
+            length_of = case.seqlen_k if key in ("dk", "dv") else case.seqlen_q
+            total = found.setdefault(key, torch.full((*x.shape[:dim], length_of, *x.shape[dim + 1 :]), torch.nan))
+            for (a, b), at in zip(chunks, places(chunks, chunks), strict=True):
+                total.narrow(dim, a, b - a).copy_(x.narrow(dim, at.start, b - a))
+    return [f"{name} over {size}, {shared}: {fault}" for fault in parallel_problems.faults(case, found)]
+
+
+CASES = [
+    ("all_gather", 2), ("all_gather", 3), ("ring", 2), ("ring", 3), ("ulysses", 2), ("ulysses", 4),
+    ("ulysses x ring", 4), ("ulysses x all_gather", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_random_problems_are_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = []
+    for shared in parallel_problems.problems(11, QUICK, size, heads_divide="ulysses" in name):
+        faults += check(shared, name, size, monkeypatch)
+    assert not faults, "\n".join(faults[:5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [*CASES, ("all_gather", 7), ("ring", 5)])
+def test_many_random_problems_are_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = []
+    for shared in parallel_problems.problems(12, FULL // len(CASES), size, heads_divide="ulysses" in name):
+        faults += check(shared, name, size, monkeypatch)
+    assert not faults, "\n".join(faults[:5])
+
+
+@pytest.mark.parametrize("seqlen", [0, 1, 7, 64, 100])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_layouts_hold_every_token_once(layout: str, ranks: int, seqlen: int) -> None:
+    chunks = chunks_of(layout, seqlen, ranks)
+    assert sorted(i for mine in chunks for a, b in mine for i in range(a, b)) == list(range(seqlen))
+    sizes = [length(mine) for mine in chunks]
+    assert max(sizes) - min(sizes) <= (2 if layout == "zigzag" else 1)
+
+
+def test_zigzag_shares_the_work_of_a_causal_mask() -> None:
+    work = [sum(sum(range(a + 1, b + 1)) for a, b in mine) for mine in chunks_of("zigzag", 4096, 4)]
+    assert max(work) == min(work)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("sideways", TypeError),
+        ([[(0, 8)]], ValueError),
+        ([[(0, 4)], [(3, 8)]], ValueError),
+        ([[(4, 8), (0, 4)], []], ValueError),
+        ([[(0, 4)], [(5, 8)]], ValueError),
+    ],
+)
+def test_wrong_layouts_are_refused(layout: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="layout"):
+        chunks_of(layout, 8, 2)
+
+
+def test_a_window_fetches_only_what_it_reaches() -> None:
+    chunks = chunks_of("contiguous", 64, 4)
+    band = band_of(5, 0, 64, 64, True)
+    assert [needed(mine, band, 64) for mine in chunks] == [((0, 16),), ((11, 32),), ((27, 48),), ((43, 64),)]
+    assert needed(chunks_of("zigzag", 64, 2)[0], band_of(None, 0, 64, 64, True), 64) == ((0, 64),)
+    assert joined([(0, 3), (3, 5), (7, 7), (8, 9)]) == ((0, 5), (8, 9))
+
+
+def test_partial_results_are_merged() -> None:
+    """Keys in three parts, one of which no row sees: out and lse are the whole's, rows without keys 0 and -inf."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 4, 16, generator=generator) for n in (20, 12, 12))
+    whole, whole_lse = nvrtc_attn.attention(q, k, v, causal=True, return_lse=True)
+    outs, lses = zip(
+        *[
+            nvrtc_attn.attention(
+                q, k[:, a:b], v[:, a:b], causal=True, return_lse=True,
+                part=nvrtc_attn.Part(rows=(0, 20), keys=(a, 12)),
+            )
+            for a, b in ((0, 5), (5, 5), (5, 12))
+        ],
+        strict=True,
+    )  # fmt: skip
+    out, lse = merge_partials(outs, lses)
+    torch.testing.assert_close(out, whole, atol=1e-6, rtol=0)
+    torch.testing.assert_close(lse, whole_lse, atol=1e-6, rtol=0)
+    assert (out[:, :8] == 0).all()
+    assert torch.isneginf(lse[:, :, :8]).all()

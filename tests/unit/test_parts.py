@@ -1,0 +1,271 @@
+"""Parts of a larger attention on the CPU path: a loop over ranks in one process against the whole call."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+from cases import Array, Case
+
+import nvrtc_attn
+from nvrtc_attn import heuristics
+from nvrtc_attn.front.call import CallOptions, describe
+from nvrtc_attn.front.philox import RngState
+from nvrtc_attn.front.problem import dense_layout
+
+Cuts = tuple[list[slice], list[slice], list[slice], list[slice]]
+PROBLEMS = 60
+FULL_PROBLEMS = 2000
+
+
+def pieces(rng: np.random.Generator, size: int, most: int, step: int = 1) -> list[slice]:
+    """``range(size)`` cut at random multiples of ``step``, some pieces maybe empty."""
+    cuts = sorted(int(rng.integers(0, size // step + 1)) * step for _ in range(int(rng.integers(0, most))))
+    return [slice(a, b) for a, b in itertools.pairwise((0, *cuts, size))]
+
+
+def merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
+    """The combination of partial results over parts of the keys: out ``[B, M, H, D]``, lse ``[B, H, M]``."""
+    lse = np.stack(lses).astype(np.float64)
+    top = lse.max(0)
+    weights = np.exp(lse - np.where(np.isfinite(top), top, 0))
+    total = weights.sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        whole = np.where(total > 0, top + np.log(total), -np.inf)
+        weights = np.where(total > 0, weights / total, 0)
+    out = sum(w.transpose(0, 2, 1)[..., None] * x for w, x in zip(weights, outs, strict=True))
+    return np.asarray(out), whole
+
+
+def slice_scores(x: Array, where: tuple[slice, ...]) -> Array:
+    """The part of a broadcast operand."""
+    return x[tuple(slice(None) if n == 1 else s for n, s in zip(x.shape, where, strict=True))]
+
+
+def run_in_parts(case: Case, arrays: dict[str, Array], cuts: Cuts) -> dict[str, Array]:
+    """out, lse and the gradients of ``case`` computed part by part, partial results in float32."""
+    shape = cases.shapes(case)
+    sizes = (case.batch, case.num_heads, case.seqlen_q, case.seqlen_k)
+    group = case.num_heads // max(case.num_heads_kv, 1)
+    options: dict[str, Any] = {**cases.call_options(case), "rng": (case.seed, case.offset)}
+    options.pop("deterministic", None)
+    result = {name: np.zeros(shape[name], np.float64) for name in ("out", "lse", "dq", "dk", "dv")}
+    if "bias" in arrays:
+        result["dbias"] = np.zeros(arrays["bias"].shape, np.float64)
+
+    def part_of(*where: slice) -> tuple[dict[str, Any], dict[str, Array], slice]:
+        b, h, m, n = where
+        h_kv = slice(h.start // group, h.stop // group)
+        extents = {
+            axis: (s.start, size)
+            for axis, s, size in zip(("batch", "heads", "rows", "keys"), where, sizes, strict=True)
+        }
+        given = {name: slice_scores(arrays[name], where) for name in ("bias", "mask") if name in arrays}
+        qkv = {"q": arrays["q"][b, m, h], "k": arrays["k"][b, n, h_kv], "v": arrays["v"][b, n, h_kv]}
+        return {**options, **given, "part": nvrtc_attn.Part(**extents)}, qkv, h_kv
+
+    batches, heads, rows, keys = cuts
+    for b, h, m in itertools.product(batches, heads, rows):
+        outs, lses = [], []
+        for n in keys:
+            keywords, x, _ = part_of(b, h, m, n)
+            out = np.full((*x["q"].shape[:3], case.head_dim_v), np.nan, np.float32)
+            lse = np.full((x["q"].shape[0], x["q"].shape[2], x["q"].shape[1]), np.nan, np.float32)
+            if "sink" in arrays and n is keys[0]:  # one more logit of the row, not of every part of its keys
+                keywords["sink"] = arrays["sink"][h]
+            nvrtc_attn.attention_forward(*x.values(), out, lse=lse, **keywords)
+            outs.append(out)
+            lses.append(lse)
+        result["out"][b, m, h], result["lse"][b, h, m] = merged(outs, lses)
+    out, lse = result["out"].astype(arrays["q"].dtype), result["lse"].astype(np.float32)
+    for b, h, m, n in itertools.product(*cuts):
+        keywords, x, h_kv = part_of(b, h, m, n)
+        gradients = {f"d{name}": np.full(y.shape, np.nan, np.float32) for name, y in x.items()}
+        if "bias" in arrays:
+            gradients["dbias"] = np.full(keywords["bias"].shape, np.nan, arrays["bias"].dtype)
+        nvrtc_attn.attention_backward(
+            arrays["dout"][b, m, h], *x.values(), out[b, m, h], lse[b, h, m], **gradients, **keywords,
+            dlse=arrays["dlse"][b, h, m] if "dlse" in arrays else None,
+        )  # fmt: skip
+        result["dq"][b, m, h] += gradients["dq"]
+        result["dk"][b, n, h_kv] += gradients["dk"]
+        result["dv"][b, n, h_kv] += gradients["dv"]
+        if "bias" in arrays:
+            slice_scores(result["dbias"], (b, h, m, n))[...] += gradients["dbias"]
+    return result
+
+
+def dense_cases(seed: int, count: int) -> Iterator[tuple[Case, Cuts]]:
+    """Random problems without packed sequences, and where to cut them; NumPy has no bfloat16."""
+    found = 0
+    for index in itertools.count():
+        case = cases.random_case(seed, index, max_flops=2e6)
+        if case.varlen or case.seqused_k or case.dtype == "bfloat16":
+            continue
+        rng = np.random.default_rng([seed, index])
+        group = case.num_heads // max(case.num_heads_kv, 1)
+        cuts = (
+            pieces(rng, case.batch, 2), pieces(rng, case.num_heads, 3, max(group, 1)),
+            pieces(rng, case.seqlen_q, 4), pieces(rng, case.seqlen_k, 4),
+        )  # fmt: skip
+        sink = None if case.sink is None else "float32"
+        yield dataclasses.replace(case, bias_dtype="float32", sink=sink), cuts
+        found += 1
+        if found == count:
+            return
+
+
+def check(case: Case, cuts: Cuts) -> list[str]:
+    """Where the parts together break the error rule (A10)."""
+    arrays = cases.make_arrays(case)
+    exact_in = cases.cast_inputs(case, arrays)
+    exact = cases.attention_dense(case, exact_in)
+    low = cases.attention_low_precision(case, exact_in)
+    given = {name: x.astype(case.dtype) if name in ("q", "k", "v", "dout") else x for name, x in arrays.items()}
+    for name in ("bias", "dlse", "sink"):
+        if name in given:
+            given[name] = given[name].astype(np.float32)
+    faults = []
+    for name, found in run_in_parts(case, given, cuts).items():
+        if name not in exact:
+            continue
+        finite = np.isfinite(exact[name])
+        if not np.array_equal(np.isneginf(exact[name]), np.isneginf(found)) and name == "lse":
+            faults.append(f"{case}, {cuts}: rows without keys differ")
+        error = np.abs(found[finite] - exact[name][finite]).max(initial=0)
+        bound = cases.error_bound(exact[name], low[name], "float32" if name in ("lse", "dbias") else case.dtype)
+        if not error <= bound:
+            faults.append(f"{case}, {cuts}: {name} {error:.3g}, allowed {bound:.3g}")
+    return faults
+
+
+def test_random_problems_in_parts_are_the_whole() -> None:
+    """Batch, heads, rows and keys cut at random: the parts together keep the error rule of the whole call."""
+    faults = [fault for case, cuts in dense_cases(5, PROBLEMS) for fault in check(case, cuts)]
+    assert not faults, "\n".join(faults[:5])
+
+
+@pytest.mark.slow
+def test_many_random_problems_in_parts_are_the_whole() -> None:
+    faults = [fault for case, cuts in dense_cases(6, FULL_PROBLEMS) for fault in check(case, cuts)]
+    assert not faults, "\n".join(faults[:5])
+
+
+def seen(q: Array, k: Array, **options: Any) -> Array:
+    """Which scores a call lets through, by values that are one hot."""
+    num_keys, width = k.shape[1], max(k.shape[1], 1)  # a head dim is at least 1
+    v = np.broadcast_to(np.eye(num_keys, width, dtype=np.float32)[None, :, None], (*k.shape[:3], width))
+    out = nvrtc_attn.attention(q, k, v, **options)
+    return np.asarray(out.transpose(0, 2, 1, 3)[..., :num_keys] != 0)
+
+
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+def test_the_mask_of_parts_is_the_wholes_bit_for_bit(causal: Any) -> None:
+    """Every score is kept or dropped as `dropout_keep_mask` of the whole says, and seen as the whole's window says."""
+    shape, p, rng = (3, 4, 37, 53), 0.4, (7, 1234567891011)
+    q, k = np.zeros((3, 37, 4, 8), np.float32), np.zeros((3, 53, 2, 8), np.float32)
+    options: dict[str, Any] = {"causal": causal, "window_size": (20, 5), "dropout_p": p, "rng": rng}
+    whole = seen(q, k, **options)
+    keep = nvrtc_attn.dropout_keep_mask(shape, p, rng)
+    assert (whole == (keep & seen(q, k, causal=causal, window_size=(20, 5)))).all()
+    numbers = np.random.default_rng(3)
+    for _ in range(20):
+        cuts = pieces(numbers, 3, 2), pieces(numbers, 4, 2, 2), pieces(numbers, 37, 3), pieces(numbers, 53, 3)
+        for b, h, m, n in itertools.product(*cuts):
+            part = nvrtc_attn.Part(batch=(b.start, 3), heads=(h.start, 4), rows=(m.start, 37), keys=(n.start, 53))
+            found = seen(q[b, m, h], k[b, n, h.start // 2 : h.stop // 2], **options, part=part)
+            assert (found == whole[b, h, m, n]).all(), part
+
+
+def test_packed_sequences_are_cut_into_sequences_and_heads() -> None:
+    """The dropout mask of packed sequences counts by the whole's heads and the longest lengths."""
+    lengths_q, lengths_k, p, rng = (5, 9, 3), (7, 2, 11), 0.5, (3, 99)
+    cu_q, cu_k = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths_q, lengths_k))
+    numbers = np.random.default_rng(0)
+    q, k, v = (numbers.standard_normal((1, t, 4, 8), np.float32) for t in (17, 20, 20))
+    options: dict[str, Any] = {"max_seqlen_q": 9, "max_seqlen_k": 11, "dropout_p": p, "rng": rng, "causal": True}
+    whole = nvrtc_attn.attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    for first, heads in itertools.product((0, 1), (slice(0, 2), slice(2, 4))):
+        rows, keys = slice(cu_q[first], None), slice(cu_k[first], None)
+        found = nvrtc_attn.attention(
+            q[:, rows, heads], k[:, keys, heads], v[:, keys, heads], cu_seqlens_q=cu_q[first:] - cu_q[first],
+            cu_seqlens_k=cu_k[first:] - cu_k[first], part=nvrtc_attn.Part(batch=(first, 3), heads=(heads.start, 4)),
+            **options,
+        )  # fmt: skip
+        np.testing.assert_allclose(found, whole[:, rows, heads], atol=1e-6)
+
+
+def problem(part: nvrtc_attn.Part | None, rows: int = 16, keys: int = 32, **options: Any) -> Any:
+    q, k = np.zeros((1, rows, 2, 8), np.float32), np.zeros((1, keys, 2, 8), np.float32)
+    return describe(q, k, k, options=CallOptions(part=part, **options), stream=None)
+
+
+def test_starts_are_no_part_of_a_plan() -> None:
+    """Parts that lie alike to the diagonal share a plan; what dropout adds is in the random numbers of the launch."""
+    first = problem(nvrtc_attn.Part(rows=(16, 64), keys=(0, 64)), causal=True, dropout_p=0.1)
+    second = problem(nvrtc_attn.Part(rows=(32, 64), keys=(16, 64)), causal=True, dropout_p=0.1)
+    assert first.problem == second.problem
+    assert first.problem.dropout_pitches == (2, 64, 64)
+    assert first.kernel_rng(RngState(5, 7)) == RngState(5, 7 + 16 * 64)
+    assert second.kernel_rng(RngState(5, 7)) == RngState(5, 7 + 32 * 64 + 16)
+    # Beside the diagonal there is nothing to mask: a kernel without a band.
+    assert not problem(nvrtc_attn.Part(rows=(48, 64), keys=(0, 64)), causal=True).problem.band
+    # The whole, said in words, is the whole.
+    whole = problem(nvrtc_attn.Part(rows=(0, 16), keys=(0, 32)), dropout_p=0.1).problem
+    assert whole.dropout_pitches is None
+    assert problem(None, dropout_p=0.1).problem.dropout_pitches is None
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: nvrtc_attn.Part(rows=(5, 3)), ValueError, "part, rows"),
+        (lambda: nvrtc_attn.Part(keys=(-1, 3)), ValueError, "part, keys"),
+        (lambda: nvrtc_attn.Part(heads=3), TypeError, "part, heads"),  # type: ignore[arg-type]
+        (lambda: nvrtc_attn.Part(batch=(0, None)), TypeError, "part, batch"),  # type: ignore[arg-type]
+        (lambda: nvrtc_attn.Part(batch=(0, 1.5)), TypeError, "part, batch"),  # type: ignore[arg-type]
+        (lambda: problem(nvrtc_attn.Part(rows=(8, 20))), ValueError, "ends at 24"),
+        (lambda: problem((0, 4)), TypeError, "nvrtc_attn.Part or None"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_parts_are_refused_by_name(make: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        make()
+
+
+def test_rows_of_packed_sequences_are_no_part() -> None:
+    x, cu = np.zeros((1, 8, 1, 8), np.float32), np.array([0, 8], np.int32)
+    with pytest.raises(nvrtc_attn.UnsupportedError, match="part, rows"):
+        nvrtc_attn.attention(
+            x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=8, max_seqlen_k=8,
+            part=nvrtc_attn.Part(rows=(0, 16)),
+        )  # fmt: skip
+
+
+def test_modifiers_of_parts_are_refused() -> None:
+    x = np.zeros((1, 8, 1, 8), np.float32)
+    with pytest.raises(nvrtc_attn.UnsupportedError, match="score_mod or mask_mod"):
+        nvrtc_attn.attention(x, x, x, mask_mod=lambda b, h, q, k: q >= k, part=nvrtc_attn.Part(rows=(0, 16)))
+
+
+def test_float32_results_of_16_bit_inputs_are_the_cpus() -> None:
+    """The GPU kernels do not write them yet, and say so before a launch."""
+    x = np.zeros((1, 128, 2, 64), np.float16)
+    half = describe(x, x, x, options=CallOptions(), stream=None).problem
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+    heuristics.choose_forward(half.with_layouts(), **target)
+    with pytest.raises(nvrtc_attn.UnsupportedError, match="out is float32 and q float16"):
+        heuristics.choose_forward(half.with_layouts(out=dense_layout(x.shape, "float32")), **target)
+    with pytest.raises(nvrtc_attn.UnsupportedError, match="dv is float32 and q float16"):
+        heuristics.choose_backward(half.with_layouts(dv=dense_layout(x.shape, "float32")), **target)
+
+
+def test_a_part_with_dropout_needs_the_numbers_of_the_whole() -> None:
+    x = np.zeros((1, 8, 1, 8), np.float32)
+    with pytest.raises(ValueError, match="rng: None"):
+        nvrtc_attn.attention(x, x, x, dropout_p=0.5, part=nvrtc_attn.Part(rows=(0, 16)))
