@@ -19,6 +19,7 @@ from ..front.operands import (
 from ..front.part import Part
 from ..front.philox import NO_RNG
 from ..front.problem import Causal, WindowSize
+from ..front.signature import is_plain_window
 from . import ops
 from .passes import DIFFERENTIABLE_PLACES, LazyTensors, Tensors, backward, forward
 from .random import checked_rng, draw_rng
@@ -116,7 +117,7 @@ def attention(
     # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
     if not (
         (causal is False or causal is True or causal.__class__ is str)
-        and (window_size is _NO_WINDOW or window_size is None or _is_plain_window(window_size))
+        and (window_size is _NO_WINDOW or window_size is None or is_plain_window(window_size))
         and (softmax_scale is None or softmax_scale.__class__ in _NUMBERS)
         and softcap.__class__ in _NUMBERS
         and dropout_p.__class__ in _NUMBERS
@@ -166,13 +167,6 @@ def attention(
             return _attach((options, state, results, tensors, return_lse), *_differentiable(tensors))
     tensors = tensors[:3]
     return _attach((options, state, results, tensors, return_lse), *tensors)
-
-
-def _is_plain_window(window_size: Any) -> bool:
-    if window_size.__class__ is not tuple or len(window_size) != 2:
-        return False
-    left, right = window_size
-    return (left is None or left.__class__ is int) and (right is None or right.__class__ is int)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]

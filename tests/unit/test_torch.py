@@ -22,7 +22,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn.torch as adapter  # noqa: E402 - after the skip
 from nvrtc_attn import aten  # noqa: E402
-from nvrtc_attn.torch import eager, passes, random  # noqa: E402
+from nvrtc_attn.front.signature import is_plain_window  # noqa: E402
+from nvrtc_attn.torch import passes, random  # noqa: E402
 
 
 class Plan:
@@ -72,7 +73,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
 
 WRONG: dict[str, list[Any]] = {
     "causal": [x for x in NOT_CAUSAL if type(x) is not str], "softmax_scale": NOT_NUMBERS, "softcap": NOT_NUMBERS,
-    "window_size": [x for x in NOT_WINDOWS if not eager._is_plain_window(x)], "return_lse": NOT_FLAGS,
+    "window_size": [x for x in NOT_WINDOWS if not is_plain_window(x)], "return_lse": NOT_FLAGS,
     "dropout_p": [*NOT_NUMBERS, None, 1.1, -0.1], "deterministic": [x for x in NOT_FLAGS if x is not None],
     "max_seqlen_q": [*NOT_INTEGERS, torch.tensor(4.0), torch.tensor([4, 4]), torch.tensor(True)],
     "max_seqlen_k": NOT_INTEGERS,
