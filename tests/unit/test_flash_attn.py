@@ -223,7 +223,7 @@ def test_refusals() -> None:
         integration.flash_attn_varlen_func(
             q[0], k[0], v[0], cu, cu, 6, 6, 0.5, alibi_slopes=torch.rand(4), block_table=cu, return_attn_probs=True
         )
-    assert len(caught.value.reasons) == 3
+    assert len(caught.value.reasons) == 4
     for call in (
         lambda: integration.flash_attn_func(q, k, v, alibi_slopes=torch.rand(3)),
         lambda: integration.flash_attn_qkvpacked_func(q),

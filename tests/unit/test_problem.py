@@ -498,7 +498,7 @@ class TestVarlen:
         p = build_problem(*qkv(), seqused_k=tensor(2, dtype="int32"))
         assert (p.batch, p.varlen, p.seqused_k) == (2, False, True)
         refused(ValueError, "seqused_k: shape (3,). The batch is 2", seqused_k=tensor(3, dtype="int32"))
-        refused(TypeError, "seqused_k: dtype int64", seqused_k=tensor(2, dtype="int64"))
+        refused(ValueError, "seqused_k: dtype int64", seqused_k=tensor(2, dtype="int64"))
 
     def test_kind(self) -> None:
         self.refused(TypeError, "max_seqlen_q: got 5.0 of type float", max_seqlen_q=5.0)
