@@ -16,6 +16,7 @@ from fake_driver import FakeDriver, FakeGpu, installed
 from nvrtc_attn import heuristics
 from nvrtc_attn.base.errors import CompileError
 from nvrtc_attn.front.call import CallOptions
+from nvrtc_attn.front.operands import INPUTS
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit.codegen import entry_source
@@ -187,7 +188,7 @@ def test_torch_guesses_what_its_backward_pass_plans(with_bias: bool, monkeypatch
 
     q, k, v = (torch.zeros(2, 40, h, 64).transpose(1, 2).contiguous().transpose(1, 2) for h in (4, 2, 2))
     bias = torch.zeros(1, 4, 40, 40) if with_bias else None
-    tensors = (q, k, v, bias, None, None, None, None)
+    tensors = (q, k, v, bias, *(None for _ in INPUTS[4:]))
     options = CallOptions(causal=True, return_lse=True, deterministic=True, dbias=with_bias)
     call = passes._describe(tensors, options)
     guess = BackwardPrefetch(call.with_dense(), 0)
