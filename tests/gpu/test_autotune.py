@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import nvrtc_attn  # noqa: E402 - after the skip
 from nvrtc_attn.heuristics import MAX_CANDIDATES  # noqa: E402
 from nvrtc_attn.jit.cache import KernelCache  # noqa: E402
-from nvrtc_attn.plans import autotune, measure, plan  # noqa: E402
+from nvrtc_attn.plans import autotune, measure, plan, repeats
 
 CASES = {
     case.name: case
@@ -59,6 +59,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
     monkeypatch.setattr(autotune, "kernel_cache", lambda: choices)
     monkeypatch.setattr(autotune, "_choices", {})
     monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(repeats, "_repeats", {})
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "1")
     monkeypatch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
     return found
@@ -83,6 +84,7 @@ def test_every_candidate_is_right(
         monkeypatch.setattr(autotune, "fastest", take(position))
         monkeypatch.setattr(autotune, "_choices", {})
         monkeypatch.setattr(plan, "_plans", {})
+        monkeypatch.setattr(repeats, "_repeats", {})
         choices = KernelCache(tmp_path / f"choices{position}", 1 << 20)
         monkeypatch.setattr(autotune, "kernel_cache", lambda choices=choices: choices)
         measured.labels.clear()

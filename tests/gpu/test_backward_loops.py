@@ -13,7 +13,7 @@ import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_backward
-from nvrtc_attn.plans import plan
+from nvrtc_attn.plans import plan, repeats
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -41,6 +41,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
             return dataclasses.replace(choose_tile(problem, num_sms), **switches)
 
         monkeypatch.setattr(plan, "_plans", {})
+        monkeypatch.setattr(repeats, "_repeats", {})
         monkeypatch.setattr(hopper_backward, "choose_tile", tile)
 
     return forced

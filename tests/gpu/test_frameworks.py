@@ -49,7 +49,7 @@ def test_timm_vision_transformer_trains_the_same(compiled: bool) -> None:
         taken = sum(sdpa.report()["taken"].values())
     assert found == pytest.approx(expected, rel=2e-2, abs=2e-3)
     assert found[-1] < found[0]
-    assert taken > 0
+    assert compiled or taken > 0, "a compiled program calls the operators themselves"
 
 
 PROGRAM = """

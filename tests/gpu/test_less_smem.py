@@ -10,7 +10,7 @@ import pytest
 from harness import Run, backend, failures, oracle, torch
 
 from nvrtc_attn.heuristics.spec import label
-from nvrtc_attn.plans import autotune, plan
+from nvrtc_attn.plans import autotune, plan, repeats
 from nvrtc_attn.runtime import device
 
 SMALL, LARGE = 99, 163
@@ -76,6 +76,7 @@ def labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(repeats, "_repeats", {})
     for name in ("choose_forward", "choose_backward"):
         monkeypatch.setattr(autotune, name, noted(getattr(autotune, name)))
     return found

@@ -18,7 +18,7 @@ import nvrtc_attn.torch as na
 from nvrtc_attn.base.errors import CudaError
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit.cache import kernel_cache
-from nvrtc_attn.plans import autotune, plan
+from nvrtc_attn.plans import autotune, plan, repeats
 from nvrtc_attn.runtime import device
 from nvrtc_attn.runtime import kernel as module
 from nvrtc_attn.runtime.buffers import DeviceBuffer
@@ -39,6 +39,7 @@ def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and loaded kernels of this test alone. What was loaded before stays on the device, unused."""
     for owner, name in (
         (plan, "_plans"), (plan, "_kernels"), (module, "_kernels"), (autotune, "_choices"),
+        (repeats, "_repeats"),
         (passes, "_forward_plans"), (passes, "_backward_plans"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, {})

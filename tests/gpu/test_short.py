@@ -11,7 +11,7 @@ from harness import DEVICE, Run, failures, oracle, torch
 
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_forward, portable_backward, portable_forward
-from nvrtc_attn.plans import plan
+from nvrtc_attn.plans import plan, repeats
 from nvrtc_attn.torch import passes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -32,6 +32,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
             return made[-1]
 
         monkeypatch.setattr(plan, "_plans", {})
+        monkeypatch.setattr(repeats, "_repeats", {})
         monkeypatch.setattr(passes, "_backward_plans", {})
         monkeypatch.setattr(portable_backward, "choose_backward", chosen)
         return made
@@ -138,6 +139,7 @@ def test_key_tiles_of_which_less_stays_empty(
 ) -> None:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(repeats, "_repeats", {})
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
     monkeypatch.setattr(hopper_forward, "FITS_KEYS", True)
     choose_tile, chosen = hopper_forward.choose_tile, []
@@ -159,6 +161,7 @@ def test_key_tiles_of_which_less_stays_empty(
 def test_a_third_stage_where_blocks_are_many(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(repeats, "_repeats", {})
     stream_keys = portable_forward._stream_keys
 
     def deeper(*arguments: Any, **options: Any) -> Any:

@@ -18,7 +18,7 @@ import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.heuristics import tile_words as heuristic
 from nvrtc_attn.heuristics.tile_words import TileWords, words_of
-from nvrtc_attn.plans import plan
+from nvrtc_attn.plans import plan, repeats
 
 M, N = 700, 1100
 """Eleven and nine tiles of 64 and 128, the last ones partly filled."""
@@ -28,6 +28,7 @@ M, N = 700, 1100
 def _always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heuristic, "MIN_FLOPS", 0)
     monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(repeats, "_repeats", {})
     monkeypatch.setattr(plan, "_kernels", {})
 
 
@@ -57,6 +58,7 @@ def check(case: cases.Case, mask: Any = None, *, poison: bool = False, forward_w
         with backend(family):
             plan._kernels.clear()
             plan._plans.clear()
+            repeats._repeats.clear()
             forward = run.forward()
             assert walkers("forward") or not forward_walks, family
             found = failures(case, forward, exact, low, run.arrays)
@@ -107,6 +109,7 @@ def test_words_are_those_of_the_twin(shape: str, kind: str, layout: str) -> None
         with backend(family):
             plan._kernels.clear()
             plan._plans.clear()
+            repeats._repeats.clear()
             out, lse = torch.empty_like(run.inputs["dout"]), torch.empty(3, 32, M, device=DEVICE)
             size = api.forward_workspace_bytes(i["q"], i["k"], i["v"], lse=lse, **options)
             workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
@@ -299,6 +302,7 @@ def test_a_launch_for_the_plan_is_made_from_its_threshold_on(monkeypatch: pytest
     assert walkers("forward")
     monkeypatch.setattr(heuristic, "MIN_FLOPS", 1e18)
     plan._plans.clear()
+    repeats._repeats.clear()
     plan._kernels.clear()
     without = run.forward()
     assert not walkers("forward")
