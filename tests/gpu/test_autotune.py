@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import nvrtc_attn  # noqa: E402 - after the skip
 from nvrtc_attn.heuristics import MAX_CANDIDATES  # noqa: E402
 from nvrtc_attn.jit.cache import KernelCache  # noqa: E402
-from nvrtc_attn.plans import autotune, measure, plan, repeats
+from nvrtc_attn.plans import autotune, measure, plan, repeats  # noqa: E402
 
 CASES = {
     case.name: case
