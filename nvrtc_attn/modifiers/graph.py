@@ -242,3 +242,8 @@ def listing(roots: Sequence[Node]) -> str:
         value = "" if node.value is None else f" {node.value!r}"
         lines.append(f"{node.op}:{node.kind}{value}({' '.join(str(places[x]) for x in node.args)})")
     return "; ".join([*lines, " ".join(str(places[x]) for x in roots)])
+
+
+def dtype_of(array: Any) -> str:
+    """The name of an array's dtype, of any framework."""
+    return str(array.dtype).replace("torch.", "")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .derivative import derivatives
-from .graph import Node, listing, rebuilt, walk
-from .proxy import dtype_of
+from .graph import Node, dtype_of, listing, rebuilt, walk
 
 
 @dataclass(frozen=True, slots=True, repr=False)

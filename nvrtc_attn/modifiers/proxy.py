@@ -13,16 +13,12 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from ..base.errors import TraceError, shown
-from .graph import Kind, Node, constant, load, make, number
+from .graph import Kind, Node, constant, dtype_of, load, make, number
 
 _KINDS: Final[dict[str, Kind]] = {
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float", "bool": "bool", "uint8": "int",
     "int32": "int", "int64": "int",
 }  # fmt: skip
-
-
-def dtype_of(array: Any) -> str:
-    return str(array.dtype).replace("torch.", "")
 
 
 def is_array(x: object) -> bool:

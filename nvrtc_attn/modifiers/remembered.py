@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from .graph import dtype_of
 from .modifier import Modifier
-from .proxy import dtype_of, is_array, is_host_scalar
+from .proxy import is_array, is_host_scalar
 
 _MAX_TRACES: Final = 1024
 _MAX_DEPTH: Final = 16

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from architectures import ONE_OF_EACH_CLASS
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
@@ -24,7 +25,7 @@ SCORES = (BATCH, HEADS, LENGTH, LENGTH)
 
 
 def problem(head_dim: int, mask: tuple[int, ...] = (BATCH, 1, 1, LENGTH), **more: Any) -> AttentionProblem:
-    dtype = "bfloat16"
+    dtype = more.pop("dtype", "bfloat16")
     heads_kv = more.pop("num_heads_kv", HEADS)
     if more.pop("bias", False):
         more |= {"bias": dense_layout(SCORES, dtype), "dbias_layout": dense_layout(SCORES, dtype), "dbias": True}
@@ -75,6 +76,19 @@ def test_hopper_kernels_do_not_spill(name: str) -> None:
         assert not re.search(r"C75\d\d", kernel.log), kernel.log
         if config.kernel.endswith("hopper"):
             assert kernel.spill_bytes == 0, config
+
+
+def plan_kernels(arch: str) -> list[KernelConfig]:
+    """The kernels that write the words."""
+    found = heuristics.choose_forward(problem(64, dtype="float16"), **{**TARGET, "arch": arch}, backend="portable")
+    return [launch.config for launch in found.launches if launch.config.kernel == "tile_plan"]
+
+
+@pytest.mark.compiles(kernels=plan_kernels)
+@pytest.mark.parametrize("arch", sorted(ONE_OF_EACH_CLASS))
+def test_the_plan_compiles_everywhere(arch: str) -> None:
+    (config,) = plan_kernels(arch)
+    assert compile_kernel(config).spill_bytes == 0
 
 
 @pytest.mark.slow(sample=["d64"])

@@ -145,7 +145,9 @@ def test_problems_are_those_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(InterruptedError):
                 call(request, seqlen_q, seqlen_k, backward=False, lse=request.backward)
             # What the backward pass alone says of itself.
-            backward: dict[str, Any] = {name: getattr(problem, name) for name in ("dbias", "dbias_layout")}
+            names = ("dbias", "dbias_layout", "dsink", "further")
+            backward: dict[str, Any] = {name: getattr(problem, name) for name in names}
+            assert set(seen[-1].further) <= set(problem.further)
             assert dataclasses.replace(seen.pop(), deterministic=request.deterministic, **backward) == problem
 
 

@@ -189,7 +189,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
           if constexpr (Traits::kHasBias) {
             if constexpr (kBiasElements) tile_bias[e] = !kCheckPosition || kept ? to_float(*bias.at(ie, j)) : 0.0f;
             if constexpr (Modifier::kScores) {
-              y += tile_bias[e];
+              y = map.biased(y, tile_bias[e]);
             } else {
               y = map.score(s[n][m][e], tile_bias[e], tanh_value);
             }

@@ -85,6 +85,9 @@ struct ScoreMap {
     return y;
   }
 
+  // A bias that is read after the modifier.
+  static NVRTC_ATTN_DEVICE float biased(float y, float bias) { return y + bias; }
+
   // The derivative of the score with respect to scale * q.k: of the softcap, 1 - tanh^2.
   static NVRTC_ATTN_DEVICE float slope(float tanh_value) {
     return Traits::kSoftcap ? 1.0f - tanh_value * tanh_value : 1.0f;

@@ -120,7 +120,7 @@ struct KeyTileConsumer {
         if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
           release_operands();
           zero_keys_of_no_sequence<Element, Shape::kConsumers>(params, announced_key_head<Traits>(params, tile),
-                                                               tile.n_block, tile_list(params).parts(), tid);
+                                                               tile.n_block, key_tile_list(params).parts(), tid);
           continue;
         }
       }
@@ -358,7 +358,7 @@ struct KeyTileConsumer {
 
   // kTileWords: what the slot of Q holds, and whether the byte mask hides nothing of it.
   NVRTC_ATTN_DEVICE void read_query_tile(int& h, int& m, bool& whole) const {
-    unsigned const from = smem + Shape::kOffsetQueryTiles + 8 * slot.stage;
+    unsigned const from = smem + Shape::kOffsetQueryTiles + 2 * int(sizeof(int)) * slot.stage;
     h = load_shared_uniform(from);
     m = load_shared_uniform(from + 4);
     whole = m < 0;

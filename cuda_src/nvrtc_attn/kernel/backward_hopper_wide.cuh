@@ -142,7 +142,7 @@ struct WideTileConsumer {
         if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
           release_operands();
           zero_keys_of_no_sequence<Element, Shape::kConsumers>(params, tile.h, 2 * tile.n_block + rank,
-                                                               2 * tile_list(params).parts(), tid);
+                                                               2 * key_tile_list(params).parts(), tid);
           continue;
         }
       }

@@ -79,7 +79,7 @@ NVRTC_ATTN_DEVICE void combine(ForwardParams const& params) {
   }
 #pragma unroll
   for (int delta = 16; delta > 0; delta /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, delta);
-  RowEnd end;
+  RowEnd end{};
   if constexpr (Traits::kHasSink) {  // counts once, whatever the number of splits
     end = take_sink<Traits>(largest, sum, load_sink<Traits>(params, h), map);
     sum = end.sum;

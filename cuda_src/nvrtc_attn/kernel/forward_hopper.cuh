@@ -74,7 +74,7 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
     int const row = i + 8 * r;
     bool const valid = row < len_q;
     float sum = softmax.row_sum[r];
-    RowEnd end;
+    RowEnd end{};
     if constexpr (Traits::kHasSink) {
       end = take_sink<Traits>(softmax.row_max[r], sum, sink, map);
       sum = end.sum;
@@ -96,7 +96,7 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
 // kTileWords: which key tile a slot of K holds, once it is there. `first` becomes n at the last tile, and less than n before, so
 // that n > first says that there are more, as where tiles are counted down.
 template <class Shape>
-NVRTC_ATTN_DEVICE void read_key_tile(unsigned smem, int stage, int& n, int& first, bool& whole) {
+NVRTC_ATTN_DEVICE void read_kept_tile(unsigned smem, int stage, int& n, int& first, bool& whole) {
   SlotTile const slot = read_slot_tile(smem + Shape::kOffsetKeyTiles + 4 * stage);
   n = slot.n();
   first = slot.is_last() ? n : n - 1;
@@ -109,7 +109,7 @@ template <class Shape>
 NVRTC_ATTN_DEVICE void look_ahead(unsigned smem, int stage, int& n, int& first, bool& whole) {
   if constexpr (Shape::kTileWords) {
     if (n > first) {
-      read_key_tile<Shape>(smem, stage, n, first, whole);
+      read_kept_tile<Shape>(smem, stage, n, first, whole);
       ++n;
     }
   }
@@ -193,8 +193,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     if constexpr (Traits::kVarlen) {
       if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
         release_q();
-        zero_rows_of_no_sequence<Element, Shape::kConsumers>(params, tile.h, tile.m_block, tile_list(params).parts(),
-                                                             tid);
+        zero_rows_of_no_sequence<Element, Shape::kConsumers>(params, tile.h, tile.m_block,
+                                                             query_tile_list(params).parts(), tid);
         continue;
       }
     }
@@ -239,7 +239,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       bool whole = false;
       if constexpr (Traits::kTileWords) {
         barriers.full_k(k_slot.stage).wait(k_slot.parity);
-        read_key_tile<Shape>(smem, k_slot.stage, n, first, whole);
+        read_kept_tile<Shape>(smem, k_slot.stage, n, first, whole);
       }
       if constexpr (Traits::kVarlen || Traits::kSequsedK) {
         // Rows of V beyond the sequence belong to another one or to nobody: they may hold NaN, which 0 * NaN would spread.

@@ -29,8 +29,8 @@ NVRTC_ATTN_DEVICE void packed_tiles(HopperForwardParams const& params) {
                                params.heads_per_group,
                                params.num_workers};
   make_tile_list<Traits::kNumThreads, kBlockM, Traits::kBand, false>(
-      tile_list(params), shape, PackedSlots<kBlockM>{params.cu_seqlens_q, params.batch, params.total_q}, key_tiles,
-      int(threadIdx.x));
+      query_tile_list(params), shape, PackedSlots<kBlockM>{params.cu_seqlens_q, params.batch, params.total_q},
+      key_tiles, int(threadIdx.x));
 }
 
 }  // namespace nvrtc_attn

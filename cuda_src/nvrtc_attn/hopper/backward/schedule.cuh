@@ -41,7 +41,7 @@ NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
   return {kDescending ? params.num_n_blocks - 1 - n_block : n_block, head - b * heads_kv, b};
 }
 
-NVRTC_ATTN_DEVICE TileList tile_list(HopperBackwardParams const& params) { return {params.counters}; }
+NVRTC_ATTN_DEVICE TileList key_tile_list(HopperBackwardParams const& params) { return {params.counters}; }
 
 // The key tiles of packed sequences, those that the most query tiles see first. In the deterministic pass those of a
 // sequence stay together, the highest keys first (hopper/backward/ordered_dq.cuh).
@@ -66,14 +66,14 @@ NVRTC_ATTN_DEVICE void list_key_tiles(HopperBackwardParams const& params) {
                                1,
                                params.num_workers};
   make_tile_list<Traits::kNumThreads, kBlockN, Traits::kBand && !Traits::kOrdered, Traits::kOrdered>(
-      tile_list(params), shape, PackedSlots<kBlockN>{params.cu_seqlens_k, params.batch, params.total_k}, query_tiles,
-      int(threadIdx.x));
+      key_tile_list(params), shape, PackedSlots<kBlockN>{params.cu_seqlens_k, params.batch, params.total_k},
+      query_tiles, int(threadIdx.x));
 }
 
 // Tile number t of packed sequences; a negative n_block where there are no more.
 template <bool kSplit>
 NVRTC_ATTN_DEVICE KeyTile packed_key_tile(HopperBackwardParams const& params, int t) {
-  TileList const list = tile_list(params);
+  TileList const list = key_tile_list(params);
   int const heads_kv = kSplit ? params.num_heads_kv * params.num_splits : params.num_heads_kv;
   int const heads = uniform(list.heads());  // a divisor of all
   int const in_pass = uniform(list.count()) * heads;

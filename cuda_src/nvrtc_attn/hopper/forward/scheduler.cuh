@@ -103,7 +103,7 @@ struct TileScheduler<true, false> {
   }
 };
 
-NVRTC_ATTN_DEVICE TileList tile_list(HopperForwardParams const& params) {
+NVRTC_ATTN_DEVICE TileList query_tile_list(HopperForwardParams const& params) {
   return {reinterpret_cast<int*>(params.softmax_partial)};
 }
 
@@ -115,7 +115,7 @@ struct TileScheduler<kBand, true> {
   NVRTC_ATTN_DEVICE explicit TileScheduler(HopperForwardParams const& params_) : params(params_) {}
 
   NVRTC_ATTN_DEVICE bool next(WorkTile& tile) {
-    TileList const list = tile_list(params);
+    TileList const list = query_tile_list(params);
     int const t = uniform(taken);
     int const heads = uniform(list.heads());  // a divisor of all
     int const in_pass = uniform(list.count()) * heads;
@@ -134,7 +134,7 @@ struct TileScheduler<kBand, true> {
   // Ahead of next(), by all lanes: the answer takes its time.
   NVRTC_ATTN_DEVICE void take(bool issuer) {
     taken = 0;
-    if (issuer) taken = int(gridDim.x) + atomicAdd(tile_list(params).counter(), 1);
+    if (issuer) taken = int(gridDim.x) + atomicAdd(query_tile_list(params).counter(), 1);
   }
 };
 
