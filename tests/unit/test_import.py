@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import nvrtc_attn
+
 FRAMEWORKS = {"torch", "jax", "cupy", "jax_tvm_ffi", "tvm_ffi"}
 CUDA_FREE = (
     "front.call", "front.tensors", "jit.config_text", "jit.params", "heuristics", "heuristics.hopper_backward",
@@ -176,10 +178,11 @@ def cyclic(graph: dict[str, set[str]]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def sources(repository: Path) -> dict[str, str]:
+def sources() -> dict[str, str]:
     """Text of every module of the package by its name."""
-    paths = [x for x in (repository / "nvrtc_attn").rglob("*.py") if "_include" not in x.parts]
-    return {".".join(x.relative_to(repository).with_suffix("").parts): x.read_text(encoding="utf-8") for x in paths}
+    package = Path(nvrtc_attn.__file__).parent  # of the checkout, or of a wheel that is tested
+    paths = [x for x in package.rglob("*.py") if "_include" not in x.parts]
+    return {".".join(x.relative_to(package.parent).with_suffix("").parts): x.read_text(encoding="utf-8") for x in paths}
 
 
 def test_no_module_imports_itself_by_way_of_others(sources: dict[str, str]) -> None:
