@@ -26,7 +26,8 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
+# Not preserved: these functions have keyword arguments of the table of operands, which their text does not spell out.
+autodoc_preserve_defaults = False
 autodoc_typehints = "signature"
 python_maximum_signature_line_length = 88
 napoleon_google_docstring = False
