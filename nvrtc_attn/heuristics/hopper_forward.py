@@ -176,8 +176,8 @@ def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
         rows = min(rows, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
     if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= num_sms:
         return 128
-    # A window on both sides and a sink leave 128 registers a thread too few: ptxas serialises the products (C7511).
-    if problem.window_left is not None and problem.further_inputs:
+    # A half tile or a window and a sink: 128 registers a thread are too few, and ptxas serialises the products (C7511).
+    if problem.band and problem.further_inputs and not problem.varlen:
         return 128
     return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
 

@@ -122,8 +122,8 @@ def test_portable_variants_compile_clean(arch: str, name: str) -> None:
         check(config)
 
 
-# A window with a sink has a tile of its own at head dim 64.
-@pytest.mark.parametrize("name", [name for name in CASES if name != "d64-window"])
+# Causal, or in a window, they have a tile of their own at head dim 64.
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("d64-window", "d64-causal-short")])
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 def test_only_what_reads_a_sink_differs(name: str, backend: str) -> None:
     """The same tiles and kernels as without one; one small kernel more in the backward pass."""

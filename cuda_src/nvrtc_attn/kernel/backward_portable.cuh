@@ -474,15 +474,15 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
       }
       if constexpr (Traits::kStoresdQ) {
         store_dq(dq, h, m0, row0, tile0);
-        continue;
+      } else {
+#pragma unroll
+        for (int m = 0; m < Tiles::kTilesMdQ; ++m)
+#pragma unroll
+          for (int d = 0; d < Tiles::kTilesDq; ++d) {
+            if (kTiles % Tiles::kTilesDq != 0 && tile0 + d >= kTiles) break;
+            add_block(accum + ((row0 / 16 + m) * kTiles + tile0 + d) * kAccumBlock, dq[m][d], lane);
+          }
       }
-#pragma unroll
-      for (int m = 0; m < Tiles::kTilesMdQ; ++m)
-#pragma unroll
-        for (int d = 0; d < Tiles::kTilesDq; ++d) {
-          if (kTiles % Tiles::kTilesDq != 0 && tile0 + d >= kTiles) break;
-          add_block(accum + ((row0 / 16 + m) * kTiles + tile0 + d) * kAccumBlock, dq[m][d], lane);
-        }
     }
   }
 
