@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,31 @@ from nvrtc_attn import api  # noqa: E402
 
 DEVICE = "cuda"
 OUTPUT_LAYOUTS = ("contiguous", "bhmk", "packed", "padded_rows", "last_strided", "unaligned", "random")
+
+
+_PLANS = (
+    ("plans.plan", "_plans"), ("plans.repeats", "_repeats"),
+    ("torch.passes", "_forward_plans"), ("torch.passes", "_backward_plans"),
+    ("torch.scaled_efficient", "_forward_plans"), ("torch.scaled_efficient", "_backward_plans"),
+    ("jax.custom_call", "_plans"),
+)  # fmt: skip
+_KERNELS_OF_PLANS = (("plans.plan", "_kernels"),)
+
+
+def forget_plans(monkeypatch: pytest.MonkeyPatch | None = None, *, kernels: bool = False) -> None:
+    """No call is known from here on: each asks the heuristics again, whatever the adapter.
+
+    With ``monkeypatch`` until the test ends, where what was known comes back: for tests that change what the heuristics
+    answer. ``kernels``: neither is which kernels the plans before have used; they stay loaded.
+    """
+    for name, table in (*_PLANS, *(_KERNELS_OF_PLANS if kernels else ())):
+        module = sys.modules.get(f"nvrtc_attn.{name}")  # one that is not imported has nothing to forget
+        if module is None:
+            continue
+        if monkeypatch is None:
+            getattr(module, table).clear()
+        else:
+            monkeypatch.setattr(module, table, {})
 
 
 def torch_dtype(name: str) -> Any:
