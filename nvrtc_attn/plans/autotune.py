@@ -47,7 +47,8 @@ from ..heuristics import choose_forward as table_forward
 from ..heuristics.common import features_of, is_vectorizable
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import headers
-from ..jit.cache import TUNED, kernel_cache
+from ..jit.cache import kernel_cache
+from ..jit.cache_entry import TUNED
 from ..jit.compile import request_kernels
 from ..jit.library_build import nvrtc_build
 from ..runtime import device, driver
