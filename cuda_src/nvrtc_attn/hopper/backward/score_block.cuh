@@ -1,0 +1,130 @@
+// What the Hopper backward kernel does with a tile of scores and of its gradient, in registers. Tiles are transposed: rows
+// are keys, a thread has keys j and j + 8 and queries 8 m + 2 t and the next.
+#pragma once
+#include "../../collective/mask.cuh"
+#include "../../collective/scores.cuh"
+#include "../../common/fragment_load.cuh"
+#include "keep_words_transposed.cuh"
+#include "score_tile_transposed.cuh"
+#include "../common/unpack.cuh"
+#include "../common/wgmma.cuh"
+
+namespace nvrtc_attn {
+
+// Masked scores and their gradient in registers, for problems without byte mask but one that is the same for all queries
+// (kKeyMask), with a bias only as tiles: P is known before
+// dP, so that its product can start before dP is there. With keep words P comes times dropout's multiplier, and delta divided
+// by it (backward_hopper_prepare): dV takes P where it is kept, dS = P * kept dP - P * delta.
+template <class Traits, class Shape>
+struct ScoreBlock {
+  static constexpr int kTilesM = Shape::kTilesM;
+  ScoreMap<Traits> const& map;
+  PositionMask<Traits::kBand> const& mask;
+  int j;  // this thread's first key; the other is j + 8
+  int t;  // lane % 4
+  TransposedBias<Traits> bias;
+
+  // Raw products -> P, as an operand too where that is wanted early.
+  NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
+                                       FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
+                                       int m0, bool masked, unsigned bias_slab, unsigned hidden = 0) const {
+    // Before the mask, by whose keys the bias may be anything.
+    if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map);
+    if (masked) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        Visible seen = mask.rows_of(j + 8 * r, m0 + 2 * t);
+        if constexpr (Traits::kKeyMask) {
+          if (hidden >> r & 1) seen.last = -1;
+        }
+        replace_hidden(s, r, -infinity(), seen);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+      float2 const lse = load_shared_float2(row_lse + 32 * m + 8 * t);
+      float const reference[2] = {lse.x, lse.y};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float y = s[0][m][e];
+        if constexpr (!Shape::kBiasTiles) {
+          y = map.score(s[0][m][e], 0.0f);
+          // A masked score stays -inf, whatever the map makes of it.
+          if constexpr (ScoreMap<Traits>::kMapped) y = masked_score(y, s[0][m][e] != -infinity());
+        }
+        s[0][m][e] = map.probability(y, reference[e & 1]);
+        // Here, and not behind the wait for the product that runs meanwhile.
+        if constexpr (!Shape::kEarlyDv) asm volatile("" : "+f"(s[0][m][e]));
+      }
+      if constexpr (Shape::kEarlyDv) {
+        p[m / 2].x[m % 2 * 2] = pack2<typename Shape::Element>(s[0][m][0], s[0][m][1]);
+        p[m / 2].x[m % 2 * 2 + 1] = pack2<typename Shape::Element>(s[0][m][2], s[0][m][3]);
+      }
+    }
+  }
+
+  // Where dV is started early, dS takes P from a copy of its 16 bits if there are no registers for all of it in float32:
+  // those that a product in flight reads must be left alone.
+  static constexpr bool kPacked = Shape::kEarlyDv && (kTilesM > 8 || Traits::kKeepWords);
+  struct KeptP {
+    uint32_t x[kPacked ? kTilesM : 1][2];
+  };
+  NVRTC_ATTN_DEVICE void keep(KeptP& kept, FragmentA<typename Shape::Element> const (&p)[Shape::kStepsM]) const {
+    if constexpr (kPacked) {
+#pragma unroll
+      for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          asm volatile("mov.b32 %0, %1;" : "=r"(kept.x[m][r]) : "r"(p[m / 2].x[m % 2 * 2 + r]));
+      }
+    }
+  }
+
+  // p becomes what dV takes, without what dropout drops; the other keeps it, negative.
+  NVRTC_ATTN_DEVICE void keep(KeptP& kept, FragmentA<typename Shape::Element> (&p)[Shape::kStepsM],
+                              TransposedKeepWords const& words) const {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        words.template mark<typename Shape::Element, kTilesM>(kept.x[m][r], p[m / 2].x[m % 2 * 2 + r], m, r);
+    }
+  }
+
+  // P, dP -> dS in place of dP.
+  template <bool kMasked>
+  NVRTC_ATTN_DEVICE void gradients(AccTile (&s)[1][kTilesM], KeptP const& kept, AccTile (&dp)[1][kTilesM],
+                                   unsigned row_delta) const {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+      if constexpr (kPacked) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float2 const both = unpack_pair_here<typename Shape::Element>(kept.x[m][r]);
+          s[0][m][2 * r] = both.x;
+          s[0][m][2 * r + 1] = both.y;
+        }
+      }
+      float2 const both_delta = load_shared_float2(row_delta + 32 * m + 8 * t);
+      float const delta[2] = {both_delta.x, both_delta.y};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float ds;
+        if constexpr (Traits::kKeepWords) {
+          ds = fmaf(fmaxf(s[0][m][e], 0.0f), dp[0][m][e], -(fabsf(s[0][m][e]) * delta[e & 1]));
+        } else {
+          ds = s[0][m][e] * (dp[0][m][e] - delta[e & 1]);
+        }
+        dp[0][m][e] = masked_gradient(ds, !kMasked || s[0][m][e] != 0.0f);
+      }
+    }
+  }
+};
+
+template <class Element, int kTiles>
+NVRTC_ATTN_DEVICE void pack_fragments(FragmentA<Element> (&a)[kTiles / 2], AccTile const (&c)[1][kTiles]) {
+#pragma unroll
+  for (int step = 0; step < kTiles / 2; ++step) a[step] = accumulator_as_a<Element>(c[0][2 * step], c[0][2 * step + 1]);
+}
+
+}  // namespace nvrtc_attn
