@@ -11,7 +11,6 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
-from . import tile_words
 from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
@@ -26,6 +25,8 @@ from .hopper_common import (
 )
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
+from .tile_words import pays as words_pay
+from .tile_words import plan_launch, with_words, words_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -261,7 +262,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         score_tiles=tile.score_tiles,
         num_stages_scores=tile.num_stages_scores,
     )
-    return tile_words.with_words(config) if tile_words.pays(problem, tile.block_n) else config
+    return with_words(config) if words_pay(problem, tile.block_n) else config
 
 
 def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
@@ -390,11 +391,11 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
-    words = tile_words.words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
+    words = words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     return ForwardPlanSpec(
         tile_words_bytes=words.nbytes if words else 0,
         launches=(
-            *([tile_words.plan_launch(words, config)] if words else ()),
+            *([plan_launch(words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,
