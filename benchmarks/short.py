@@ -98,7 +98,6 @@ KINDS = (
     Kind(part="decode", b=8, q=1, k=2048, h=64, hkv=8, d=64),
     Kind(part="decode", b=1, q=8, k=8192, h=32, hkv=8, d=128),
     Kind(part="decode", b=64, q=2, k=2048, h=32, hkv=8, d=128),
-    Kind(part="decode", b=16, q=16, k=4096, h=64, hkv=8, d=128),
     Kind(part="decode", b=1, q=1, k=8192, h=32, hkv=8, d=128),
     Kind(part="decode", b=8, q=1, k=2048, h=64, hkv=8, d=128),
     Kind(part="decode", b=32, q=1, k=8192, h=32, hkv=8, d=128),
@@ -204,7 +203,7 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
             staged = replace(tile, num_stages=stages)
             if stages > 3:
                 yield f"s{stages} x1", lambda t=staged: portable_forward_plan(problem, t, 1)
-            for splits in portable_forward.CLUSTERS:
+            for splits in portable_forward.CLUSTERS if stages < 6 else (8,):
                 if 60 <= problem.batch * problem.num_heads_kv * splits <= 1060:
                     yield f"s{stages} c{splits}", lambda t=staged, n=splits: portable_forward_plan(problem, t, n, True)
         return
