@@ -1,6 +1,6 @@
 """Plans for small work beside the one that is chosen now: short sequences, tiny problems, decoding, few tiles.
 
-    python benchmarks/short.py [--part short,tiny,decode,pack,fit,step] [--only REGEX] [--compile-only] [--no-seed]
+    python benchmarks/short.py [--part short,tiny,decode,pack,few,fit,step] [--only REGEX] [--compile-only] [--no-seed]
                                [--out FILE]
 
 A line is one problem and direction: the time of today's choice in microseconds, then each candidate with today's time
@@ -57,7 +57,9 @@ class Kind:
     @property
     def directions(self) -> tuple[bool, ...]:
         """Whether backward, of each pass that has candidates."""
-        return {"short": (False, True), "fit": (False,), "decode": (False,), "pack": (False,)}.get(self.part, (True,))
+        return {"short": (False, True), "fit": (False,), "decode": (False,), "pack": (False,), "few": (False,)}.get(
+            self.part, (True,)
+        )
 
     @property
     def name(self) -> str:
@@ -110,6 +112,13 @@ KINDS = (
     Kind(part="pack", b=32, q=32, k=4096, h=32, hkv=8, d=64, causal=True),
     Kind(part="pack", b=64, q=8, k=4096, h=64, hkv=4, d=128, causal=True),
     Kind(part="pack", b=4, q=100, k=2048, h=32, hkv=8, d=128, causal=True),
+    Kind(part="few", b=16, q=1024, k=120, h=16, d=72),
+    Kind(part="few", b=4, q=4096, k=77, h=10, d=64),
+    Kind(part="few", b=64, q=256, h=16, d=64),
+    Kind(part="few", b=64, q=256, h=6, d=64, causal=True),
+    Kind(part="few", b=4, q=256, h=8, d=160),
+    Kind(part="few", b=128, q=197, h=12, d=64),
+    Kind(part="few", b=32, q=729, h=16, d=72),
     Kind(part="fit", b=128, q=197, h=12, d=64),
     Kind(part="fit", b=64, q=257, h=16, d=112),
     Kind(part="fit", b=32, q=729, h=16, d=72),
@@ -207,6 +216,9 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
                 if 60 <= problem.batch * problem.num_heads_kv * splits <= 1060:
                     yield f"s{stages} c{splits}", lambda t=staged, n=splits: portable_forward_plan(problem, t, n, True)
         return
+    if kind.part == "few":
+        yield from few_key_plans(problem)
+        return
     if kind.part == "pack":
         yield "packed", lambda: packed_heads_plan(problem)
         for stages in (2, 3):
@@ -232,6 +244,23 @@ def portable_forward_plan(
 ) -> Spec:
     with mock.patch.object(portable_forward, "_tiles_by_shape", return_value=[tile]):
         return portable_forward.choose_forward(problem, **TARGET, num_splits=splits, clustered=clustered)
+
+
+def few_key_plans(problem: AttentionProblem) -> Iterator[tuple[str, Callable[[], Spec]]]:
+    """More slots for what the next query tile needs, and other tiles: one or two key tiles hide little."""
+    tile = hopper_forward.choose_tile(problem, TARGET["num_sms"])
+    for stages_q, stages in ((2, 3), (2, 4), (3, 2), (3, 3)):
+        more = replace(tile, num_stages=stages, num_stages_q=stages_q, half_tile=False)
+        if hopper_forward.smem_bytes(hopper_forward.config_of(problem, more)) <= TARGET["smem_limit"]:
+            yield f"q{stages_q} s{stages}", lambda t=more: hopper_forward.plan_spec(problem, t, num_sms=132)
+    for name, other in (
+        ("no turns", replace(tile, ping_pong=False)),
+        ("64 keys", replace(tile, block_n=64, num_stages=3, half_tile=False)),
+        ("192 rows", replace(tile, block_m=192, num_stages=2, half_tile=False)),
+    ):
+        if max(problem.head_dim, problem.head_dim_v) <= 64 or other.block_m != 192:
+            yield name, lambda t=other: hopper_forward.plan_spec(problem, t, num_sms=132)
+    yield "portable table", lambda: portable_forward.choose_forward(problem, **TARGET)
 
 
 def packed_heads_plan(problem: AttentionProblem) -> Spec:
@@ -314,7 +343,7 @@ def measure(kind: Kind, backward: bool, specs: dict[str, Spec]) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="short,tiny,decode,pack,fit,step")
+    parser.add_argument("--part", default="short,tiny,decode,pack,few,fit,step")
     parser.add_argument("--only", default="", help="regular expression in a problem's name")
     parser.add_argument("--compile-only", action="store_true", help="registers and spills, without a GPU")
     parser.add_argument("--no-seed", action="store_true")
