@@ -68,6 +68,7 @@ class Tile:
     score_tiles: bool = False
     num_stages_scores: int = 2
     packed_heads: bool = False
+    keep_words: bool = False
 
 
 def smem_bytes(config: HopperForwardConfig) -> int:
@@ -78,7 +79,10 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     barriers = 16 * config.num_stages_scores if scores else 0
     barriers += 8 * config.num_stages if config.features.mask else 0
     barriers += 16 * config.features.tile_words
-    return 128 * rows + scores + 32 * config.num_stages_q + 32 * config.num_stages + barriers
+    # Two words a consumer and two barriers for each of four slots.
+    barriers += 4 * (8 * 2 * config.block_m + 16) if config.keep_words else 0
+    announced = (32 if config.features.varlen else 16) * config.num_stages_q
+    return 128 * rows + scores + announced + 16 * config.num_stages_q + 32 * config.num_stages + barriers
 
 
 def _score_bytes(config: HopperForwardConfig) -> int:
@@ -291,7 +295,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         head_dim_v=product_width(problem.head_dim_v),
         block_m=tile.block_m,
         block_n=tile.block_n,
-        num_warps=4 + tile.block_m // 16,
+        num_warps=4 + tile.block_m // 16 + 4 * tile.keep_words,
         num_stages=tile.num_stages,
         num_stages_q=tile.num_stages_q,
         features=features_of(problem, behind=True),
@@ -301,6 +305,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         score_tiles=tile.score_tiles,
         num_stages_scores=tile.num_stages_scores,
         packed_heads=tile.packed_heads,
+        keep_words=tile.keep_words,
     )
     return with_words(config) if words_pay(problem, tile.block_n) else config
 
@@ -376,6 +381,7 @@ def tile_list_of(problem: AttentionProblem, tile: Tile) -> TileList:
         heads=problem.num_heads_kv,
         resident_rows=problem.k.shape[1],
         l2_rows=L2_BYTES // (2 * (problem.head_dim + problem.head_dim_v)),
+        entry_bytes=32,
     )
 
 

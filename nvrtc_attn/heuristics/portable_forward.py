@@ -440,7 +440,7 @@ def choose_forward(
 def _may_cluster(problem: AttentionProblem, config: ForwardConfig, num_splits: int, smem_limit: int) -> bool:
     """Whether the blocks of ``num_splits`` splits can be a cluster. Words of tiles lie behind partial results."""
     fits = smem_bytes(replace(config, split=True, cluster=num_splits)) <= smem_limit
-    other = problem.varlen or tile_words.pays(problem, config.block_n)
+    other = problem.varlen or words_pay(problem, config.block_n)
     return config.arch == "sm_90" and num_splits in CLUSTERS and config.warps_d == 1 and fits and not other
 
 

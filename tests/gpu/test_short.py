@@ -176,8 +176,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
 
     def put(choose: Any) -> None:
-        monkeypatch.setattr(plan, "_plans", {})
-        monkeypatch.setattr(repeats, "_repeats", {})
+        forget_plans(monkeypatch)
         monkeypatch.setattr(heuristics, "choose_forward", choose)
 
     return put
