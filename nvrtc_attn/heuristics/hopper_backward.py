@@ -62,6 +62,18 @@ class Tile:
     """Idle warps of the kernel prepare the rows, instead of a kernel before it."""
     splits: int = 1
     """Thread blocks that share the query heads of a group; a divisor of their number."""
+    parts: int = 1
+    """Thread blocks that share the query tiles of a key tile, of all that are not ``whole``."""
+    whole: int = 0
+    """So many key tiles, the first ones, are one block's each. Read where ``parts`` are more than one."""
+    own_code: bool = False
+    """`HopperBackwardConfig.own_code`: head dims of 72 to 112."""
+    values_in_registers: bool = False
+    """`HopperBackwardConfig.values_in_registers`: head dims up to 96."""
+    heads_together: int | None = None
+    """Key heads whose tiles are handed out together, instead of `head_group`."""
+    step: int | None = None
+    """By how many query tiles a key tile begins after the one before it, times 4096, instead of `query_step`."""
 
 
 def smem_bytes(config: HopperBackwardConfig) -> int:
@@ -76,6 +88,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
         rows += config.block_m  # zeros
     if config.fused:  # three warps, 32 rows of out and of dout each, and mbarriers
         helpers = 3 * 2 * 32 * (2 * config.head_dim_v + 16) + 8 * 4
+    if config.parts:  # which query tiles
+        helpers += 16
     if config.features.tile_words:  # how many query tiles, and which one each slot of q holds
         helpers += 16 + 8 * config.num_stages
     barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
@@ -296,6 +310,9 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         ordered=problem.deterministic and not one_key_tile,
         fused=tile.fused,
         split=tile.splits > 1,
+        parts=tile.parts > 1,
+        own_code=tile.own_code,
+        values_in_registers=tile.values_in_registers,
     )
     if tile.wide:
         return wide_config(problem, config)
@@ -364,19 +381,24 @@ def plan_spec(
         listed = tile_list_of(problem, tile.splits)
         key_tiles_of_head, group = listed.tiles, listed.heads
     num_tiles = problem.num_heads_kv * key_tiles_of_head * tile.splits
+    if tile.heads_together is not None and not varlen:
+        group = tile.heads_together
+    shared = num_tiles - tile.whole if config.parts else 0
+    num_tiles += shared * (tile.parts - 1)
     workers = min(num_sms // config.cluster, num_tiles)  # thread blocks, or pairs of them
     rows = tiles * config.block_m
     statistics = entries * problem.num_heads * rows
     schedule = (
         ("num_n_blocks", num_n_blocks),
         ("num_tiles", num_tiles),
-        ("num_splits", tile.splits),
+        ("num_splits", tile.splits * tile.parts),
         ("heads_per_group", problem.num_heads // problem.num_heads_kv // tile.splits),
-        ("query_step", query_step(num_m_blocks, num_n_blocks)),
+        ("query_step", query_step(num_m_blocks, num_n_blocks) if tile.step is None else tile.step),
         ("head_group", group),
         ("chunk_rows", listed.chunk_rows if listed else 0),
         ("num_chunks", listed.num_chunks if listed else 0),
         ("num_workers", workers if listed else 0),
+        ("num_whole", tile.whole),
         ("counter_offset", statistics),
     )
     # The kernels beside it read only the shape of its tiles.
@@ -439,6 +461,13 @@ def plan_spec(
                 params=(("num_n_blocks", num_n_blocks),),
             )
         )
+    if shared:
+        convert_parts = HopperBackwardConfig(kernel="dkv_parts_convert", **shape)
+        launches.append(
+            Launch(config=convert_parts, grid=shared, block=convert_parts.num_threads, smem_bytes=0, params=schedule)
+        )
+        nbytes = 4 * shared * BLOCK_N * (config.head_dim + config.head_dim_v)
+        workspaces.append(Workspace(field="dkv_accum", nbytes=nbytes, zeroed=True))
     head = rows * config.head_dim
     workspaces += [
         Workspace(

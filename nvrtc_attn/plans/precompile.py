@@ -49,6 +49,7 @@ _SMALL: Final = (
     "delta",
     "dq_convert",
     "dkv_convert",
+    "dkv_parts_convert",
     "backward_hopper_prepare",
     "combine",
     "dbias_reduce",

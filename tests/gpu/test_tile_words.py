@@ -60,7 +60,8 @@ def check(case: cases.Case, mask: Any = None, *, poison: bool = False, forward_w
             found = failures(case, forward, exact, low, run.arrays)
             backward = run.backward(forward)
             found += failures(case, backward, exact, low, run.arrays)
-            if not case.deterministic and case.head_dim <= 128:
+            wide = family == "hopper" and (case.head_dim > 64) != (case.head_dim_v > 64)  # two blocks compute all tiles
+            if not case.deterministic and case.head_dim <= 128 and not wide:
                 assert walkers("backward"), family
         lines += [f"{family}: {line}" for line in found]
     assert not lines, "\n".join([f"{case}", *lines])
