@@ -27,8 +27,6 @@ from nvrtc_attn.plans import plan as plans
 from nvrtc_attn.runtime import driver
 from nvrtc_attn.torch import passes, tensors
 
-attach: Any = super(torch.autograd.Function, torch.autograd.Function).apply
-
 
 class Empty(torch.autograd.Function):
     """Nothing is kept and nothing computed: what a node of Python's costs."""
@@ -152,7 +150,7 @@ def main() -> None:
     options = CallOptions(return_lse=True)
     inputs = (q, k, v, *(None,) * (len(INPUTS) - 3))
     out, lse = passes.forward(inputs, options, NO_RNG)
-    passes.backward(inputs, out, lse, dout, None, options, NO_RNG)
+    _kept = passes.backward(inputs, out, lse, dout, None, options, NO_RNG)
     plans._PlanBase.run = original  # type: ignore[method-assign]
     for name, (plan, arguments) in found.items():
         steps, zeroed = len(plan._steps), len(plan._zeroed)
