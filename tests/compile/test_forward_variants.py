@@ -369,6 +369,51 @@ def test_a_third_stage_takes_the_place_of_splits() -> None:
     assert chosen(8, 64, 2048, head_dim=64)[0] == 2
 
 
+CLUSTERED: dict[str, dict[str, Any]] = {
+    "d128": {},
+    "d64": {"head_dim": 64},
+    "d256": {"head_dim": 256},
+    "32-rows-causal": {"seqlen_q": 8, **CAUSAL},
+    "64-rows-causal": {"seqlen_q": 16, **CAUSAL},
+    "bias-dropout": {"bias": "bfloat16", "dropout_p": 0.1},
+    "seqused-k": {"seqused_k": True},
+}
+
+
+def clustered(name: str, splits: int) -> ForwardPlanSpec:
+    sizes = {"seqlen_q": 1, "seqlen_k": 8192, "num_heads_kv": 4, "batch": 8, "head_dim": 128}
+    return choose("sm_90", problem(**{**sizes, **CLUSTERED[name]}), num_splits=splits, clustered=True)
+
+
+@pytest.mark.slow(sample=["4-d128", "8-32-rows-causal"])
+@pytest.mark.compiles(kernels=lambda name, splits: [clustered(name, splits).main.config])
+@pytest.mark.parametrize("name", CLUSTERED)
+@pytest.mark.parametrize("splits", [4, 8])
+def test_clusters_compile_without_spills(name: str, splits: int) -> None:
+    from nvrtc_attn.jit.compile import compile_kernel
+
+    compiled = compile_kernel(clustered(name, splits).main.config)
+    assert "warning" not in compiled.log
+    assert compiled.spill_bytes == 0
+    assert compiled.static_smem_bytes == 0
+
+
+def test_splits_of_a_cluster_need_no_second_kernel() -> None:
+    sizes = {"seqlen_q": 1, "seqlen_k": 8192, "num_heads_kv": 4, "batch": 8, "head_dim": 128}
+    (launch,) = clustered("d128", 4).launches
+    assert isinstance(launch.config, ForwardConfig)
+    assert launch.config.cluster == dict(launch.params)["num_splits"] == dict(launch.params)["head_group"] == 4
+    assert launch.grid == 8 * 4 * 4
+    assert clustered("d128", 4).workspaces == ()
+    assert launch.smem_bytes == smem_bytes(launch.config)
+    for arch, splits, changes in (
+        ("sm_80", 4, {}), ("sm_90", 3, {}), ("sm_90", 16, {}), ("sm_90", 4, {"varlen": True}),
+        ("sm_90", 4, {"mask": True, "batch": 1, "seqlen_q": 4, "seqlen_k": 65536}),
+    ):  # fmt: skip
+        spec = choose(arch, problem(**{**sizes, **changes}), num_splits=splits, clustered=True)
+        assert spec.launches[-1].config.kernel == "combine", (arch, splits, changes)
+
+
 def test_ragged_lengths_are_split_finer() -> None:
     decode = {"batch": 32, "seqlen_q": 1, "seqlen_k": 8192, "num_heads": 32, "num_heads_kv": 8, "head_dim": 128}
     assert choose("sm_90", problem(**decode)).num_splits == 1
