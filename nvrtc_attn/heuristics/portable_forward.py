@@ -33,8 +33,10 @@ DEEPER_ROWS: Final = 32
 """Up to this many rows a tile may have a third stage. Where blocks are many it takes the place of splits: 64 x 4096
 keys, 32 heads on 8, D 128, 256 us without splits, 264 with two, 282 with two stages and two splits; two queries of 2048
 keys 139 and 149. One block each of 32 rows, 8 queries of 8192 keys: 24.0 against 26.2 (H200, 2026-11-22)."""
-CLUSTERS: Final = (2, 4, 8)
+CLUSTERS: Final = (2, 4, 8, 16)
 """Splits that a cluster of thread blocks adds up itself. Eight blocks are what every GPU with clusters has room for."""
+WIDE_CLUSTER_SMS: Final = 128
+"""Multiprocessors of a GPU of which enough lie together for sixteen blocks: a slice of one may have fewer."""
 CLUSTERS_FIRST: Final = False
 """Whether such a plan may be the choice: not measured yet (``c`` in part ``decode`` of ``benchmarks/short.py``)."""
 COMBINE_WARPS: Final = 4
@@ -357,7 +359,7 @@ def choose_forward(
         by_registers = 3 if config.block_m <= DECODE_ROWS else config.min_blocks_per_sm
         slots = num_sms * _resident(config, smem_limit, by_registers)
         num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, slots, max_splits)
-    if clustered and _may_cluster(problem, config, num_splits, smem_limit):
+    if clustered and _may_cluster(problem, config, num_splits, smem_limit, num_sms):
         config = _with_sink(problem, replace(config, split=True, cluster=num_splits))
         params = (("num_m_blocks", num_m_blocks), ("num_splits", num_splits), ("head_group", num_splits))
         grid = heads * num_splits * num_m_blocks
@@ -438,11 +440,14 @@ def choose_forward(
     )
 
 
-def _may_cluster(problem: AttentionProblem, config: ForwardConfig, num_splits: int, smem_limit: int) -> bool:
+def _may_cluster(
+    problem: AttentionProblem, config: ForwardConfig, num_splits: int, smem_limit: int, num_sms: int
+) -> bool:
     """Whether the blocks of ``num_splits`` splits can be a cluster. Words of tiles lie behind partial results."""
     fits = smem_bytes(replace(config, split=True, cluster=num_splits)) <= smem_limit
     other = problem.varlen or tile_words.pays(problem, config.block_n)
-    return config.arch == "sm_90" and num_splits in CLUSTERS and config.warps_d == 1 and fits and not other
+    enough = num_splits <= 8 or num_sms >= WIDE_CLUSTER_SMS
+    return config.arch == "sm_90" and num_splits in CLUSTERS and enough and config.warps_d == 1 and fits and not other
 
 
 def _with_sink(problem: AttentionProblem, config: ForwardConfig) -> ForwardConfig:
@@ -480,6 +485,6 @@ def candidates(problem: AttentionProblem, **target: Any) -> list[ForwardPlanSpec
     if first.num_splits > 1 or 2 * first.main.grid <= target["num_sms"]:
         splits = (first.num_splits // 2, 2 * first.num_splits)
         found += [choose_forward(problem, **target, num_splits=count) for count in splits if count]
-        clusters = [x for x in CLUSTERS if 2 * x > first.num_splits >= x or (x == 8 and first.num_splits > 8)]
+        clusters = [x for x in CLUSTERS if 2 * x > first.num_splits >= x or x == 16 < first.num_splits]
         found += [choose_forward(problem, **target, num_splits=count, clustered=True) for count in clusters]
     return found

@@ -203,7 +203,7 @@ CLUSTERED: dict[str, dict[str, Any]] = {
     "48_rows": {"seqlen_q": 6, "seqlen_k": 2050, "num_heads": 8, "num_heads_kv": 1, "head_dim": 128, "causal": True},
     "window": {"seqlen_q": 4, "seqlen_k": 4000, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64,
                "window_size": (300, 0)},
-    "several_tiles": {"seqlen_q": 200, "seqlen_k": 1100, "num_heads": 4, "num_heads_kv": 4, "head_dim": 64,
+    "several_tiles": {"seqlen_q": 200, "seqlen_k": 4100, "num_heads": 4, "num_heads_kv": 4, "head_dim": 64,
                       "causal": True},
     "bias": {"seqlen_q": 3, "seqlen_k": 1500, "num_heads": 8, "num_heads_kv": 2, "head_dim": 80, "bias": "bhqk"},
     "softcap": {"seqlen_q": 2, "seqlen_k": 1500, "num_heads": 8, "num_heads_kv": 2, "head_dim": 128, "softcap": 5.0},
@@ -214,8 +214,10 @@ CLUSTERED: dict[str, dict[str, Any]] = {
 
 
 @HOPPER_ONLY
-@pytest.mark.parametrize("splits", [2, 4, 8])
-@pytest.mark.parametrize("name", CLUSTERED)
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [(name, n) for name, case in CLUSTERED.items() for n in (2, 4, 8, 16) if n < 16 or case["seqlen_k"] >= 2048],
+)
 def test_splits_of_a_cluster(name: str, splits: int, planned: Any) -> None:
     """One launch: the blocks of a cluster add their results up."""
     case = cases.make_case(f"short-cluster-{name}", **{"dtype": "bfloat16", "batch": 3, **CLUSTERED[name]})
