@@ -11,7 +11,6 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
-from . import tile_words
 from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
@@ -26,6 +25,8 @@ from .hopper_common import (
 )
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, packed_map, reasons_against, score_map, score_reasons_against, tensor_map
+from .tile_words import pays as words_pay
+from .tile_words import plan_launch, with_words, words_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -67,6 +68,7 @@ class Tile:
     score_tiles: bool = False
     num_stages_scores: int = 2
     packed_heads: bool = False
+    keep_words: bool = False
 
 
 def smem_bytes(config: HopperForwardConfig) -> int:
@@ -77,7 +79,10 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     barriers = 16 * config.num_stages_scores if scores else 0
     barriers += 8 * config.num_stages if config.features.mask else 0
     barriers += 16 * config.features.tile_words
-    return 128 * rows + scores + 32 * config.num_stages_q + 32 * config.num_stages + barriers
+    # Two words a consumer and two barriers for each of four slots.
+    barriers += 4 * (8 * 2 * config.block_m + 16) if config.keep_words else 0
+    announced = (32 if config.features.varlen else 16) * config.num_stages_q
+    return 128 * rows + scores + announced + 16 * config.num_stages_q + 32 * config.num_stages + barriers
 
 
 def _score_bytes(config: HopperForwardConfig) -> int:
@@ -290,7 +295,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         head_dim_v=product_width(problem.head_dim_v),
         block_m=tile.block_m,
         block_n=tile.block_n,
-        num_warps=4 + tile.block_m // 16,
+        num_warps=4 + tile.block_m // 16 + 4 * tile.keep_words,
         num_stages=tile.num_stages,
         num_stages_q=tile.num_stages_q,
         features=features_of(problem, behind=True),
@@ -300,8 +305,9 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         score_tiles=tile.score_tiles,
         num_stages_scores=tile.num_stages_scores,
         packed_heads=tile.packed_heads,
+        keep_words=tile.keep_words,
     )
-    return tile_words.with_words(config) if tile_words.pays(problem, tile.block_n) else config
+    return with_words(config) if words_pay(problem, tile.block_n) else config
 
 
 def queries_of_tile(problem: AttentionProblem, tile: Tile) -> int:
@@ -375,6 +381,7 @@ def tile_list_of(problem: AttentionProblem, tile: Tile) -> TileList:
         heads=problem.num_heads_kv,
         resident_rows=problem.k.shape[1],
         l2_rows=L2_BYTES // (2 * (problem.head_dim + problem.head_dim_v)),
+        entry_bytes=32,
     )
 
 
@@ -437,11 +444,11 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
-    words = tile_words.words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
+    words = words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     return ForwardPlanSpec(
         tile_words_bytes=words.nbytes if words else 0,
         launches=(
-            *([tile_words.plan_launch(words, config)] if words else ()),
+            *([plan_launch(words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,

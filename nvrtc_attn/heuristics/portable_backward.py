@@ -14,11 +14,13 @@ from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import BackwardConfig, Features
-from . import tile_words
 from .common import features_of, is_aligned, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .sink import choose_sink
 from .spec import BackwardPlanSpec, Launch, Workspace
+from .tile_words import backward_launches as words_launches
+from .tile_words import pays as words_pay
+from .tile_words import with_words
 
 MAX_HEAD_DIM: Final = 512
 MAX_SPLITS: Final = 32
@@ -221,7 +223,7 @@ def choose_backward(
     UnsupportedError
         No kernel serves the problem; carries every reason.
     """
-    from . import portable_dq
+    from .portable_dq import choose_dbias, choose_dq
 
     _check_supported(problem, legacy_mma)
     # Broadcast dims of the bias are summed by a kernel of their own; a full-shape gradient is one store per score.
@@ -250,9 +252,9 @@ def choose_backward(
     words_params: tuple[tuple[str, int], ...] = ()
     # Wider heads have no registers left to walk words with: 8 bytes of spills for 8.6 at head dim 256.
     narrow = max(problem.head_dim, problem.head_dim_v) <= 128
-    if narrow and not stores_dq and tile_words.pays(problem, config.block_n):
-        config = tile_words.with_words(config)
-        launches, words_params, buffer = tile_words.backward_launches(problem, config)
+    if narrow and not stores_dq and words_pay(problem, config.block_n):
+        config = with_words(config)
+        launches, words_params, buffer = words_launches(problem, config)
         workspaces.append(buffer)
     if not fused:
         launches.append(_delta(problem, config, num_m_blocks))
@@ -263,13 +265,11 @@ def choose_backward(
     if stores_dq:
         pass
     elif problem.deterministic:
-        launches.append(
-            portable_dq.choose_dq(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma)
-        )
+        launches.append(choose_dq(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma))
     else:
         launches.append(_dq_convert(problem, config, num_m_blocks))
     if problem.dbias and not stores_dbias:
-        dbias_launches, num_dbias_splits, partial_bytes = portable_dq.choose_dbias(
+        dbias_launches, num_dbias_splits, partial_bytes = choose_dbias(
             problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma
         )
         launches += dbias_launches

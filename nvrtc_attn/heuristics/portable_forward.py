@@ -10,10 +10,11 @@ from ..base.errors import UnsupportedError
 from ..front.operands import OPERANDS, unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
-from . import tile_words
 from .common import ceil_div, features_of, is_vectorizable, maps_scores, packed_slots, round_up
 from .portable_common import MEASURED_SMEM, MIN_WARPS, SMEM_RESERVED, warps_per_sm
 from .spec import ForwardPlanSpec, Launch
+from .tile_words import pays as words_pay
+from .tile_words import plan_launch, with_words, words_of
 
 MAX_HEAD_DIM: Final = 512
 MAX_SPLITS: Final = 256
@@ -370,12 +371,10 @@ def choose_forward(
     plans: tuple[Launch, ...] = ()
     words_params: tuple[tuple[str, int], ...] = ()
     words_bytes, softmax_bytes = 0, 8 * num_splits * num_rows if num_splits > 1 else 0
-    if tile_words.pays(problem, config.block_n) and _has_lines(problem, config, num_m_blocks):
-        config = tile_words.with_words(config)
-        words = tile_words.words_of(
-            problem, problem.seqlen_q if config.packed_heads else config.block_m, config.block_n
-        )
-        plans, words_params = (tile_words.plan_launch(words, config, softmax_bytes),), words.params(softmax_bytes)
+    if words_pay(problem, config.block_n) and _has_lines(problem, config, num_m_blocks):
+        config = with_words(config)
+        words = words_of(problem, problem.seqlen_q if config.packed_heads else config.block_m, config.block_n)
+        plans, words_params = (plan_launch(words, config, softmax_bytes),), words.params(softmax_bytes)
         words_bytes = words.nbytes
     if num_splits == 1:
         units = heads + (problem.num_heads // group if problem.varlen else 0)
@@ -445,7 +444,7 @@ def _may_cluster(
 ) -> bool:
     """Whether the blocks of ``num_splits`` splits can be a cluster. Words of tiles lie behind partial results."""
     fits = smem_bytes(replace(config, split=True, cluster=num_splits)) <= smem_limit
-    other = problem.varlen or tile_words.pays(problem, config.block_n)
+    other = problem.varlen or words_pay(problem, config.block_n)
     enough = num_splits <= 8 or num_sms >= WIDE_CLUSTER_SMS
     return config.arch == "sm_90" and num_splits in CLUSTERS and enough and config.warps_d == 1 and fits and not other
 

@@ -109,6 +109,8 @@ class HopperForwardConfig(KernelConfig):
     score_tiles: bool = False
     """The copy engine brings bias and mask as tiles; otherwise every thread reads its own elements."""
     num_stages_scores: int = 2
+    keep_words: bool = False
+    """Warps of their own make dropout's decisions ahead of the consumers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +171,12 @@ class HopperBackwardConfig(KernelConfig):
     """Idle warps of the kernel do what ``backward_hopper_prepare`` else does before it."""
     split: bool = False
     """Thread blocks share the query heads of a group, and add their dk and dv up in a float32 workspace."""
+    parts: bool = False
+    """Some key tiles are worked on in parts, each with some of the query tiles of its heads, which are added up."""
+    own_code: bool = False
+    """Each consumer has code of its own, and no more columns of dq than there are."""
+    values_in_registers: bool = False
+    """V of a key tile stays in registers, instead of being read from shared memory at every query tile."""
     num_stages_dout: int = 2
     """Slots of dout; ``num_stages`` are those of q."""
     cluster: int = field(default=1, metadata=GIVEN)

@@ -7,13 +7,11 @@ from typing import Any
 
 import cases
 import pytest
-from harness import DEVICE, Run, failures, oracle, torch
+from harness import DEVICE, Run, failures, forget_plans, oracle, torch
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_forward, portable_backward, portable_forward
-from nvrtc_attn.plans import plan, repeats
-from nvrtc_attn.torch import passes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -32,9 +30,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
             made.append(choose(problem, **{**target, **switches}))
             return made[-1]
 
-        monkeypatch.setattr(plan, "_plans", {})
-        monkeypatch.setattr(repeats, "_repeats", {})
-        monkeypatch.setattr(passes, "_backward_plans", {})
+        forget_plans(monkeypatch)
         monkeypatch.setattr(portable_backward, "choose_backward", chosen)
         return made
 
@@ -139,8 +135,7 @@ def test_key_tiles_of_which_less_stays_empty(
     seqlen: int, columns: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(repeats, "_repeats", {})
+    forget_plans(monkeypatch)
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
     choose_tile, chosen = hopper_forward.choose_tile, []
 
@@ -160,8 +155,7 @@ def test_key_tiles_of_which_less_stays_empty(
 @pytest.mark.parametrize("keys", [700, 4096])
 def test_a_third_stage_where_blocks_are_many(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(repeats, "_repeats", {})
+    forget_plans(monkeypatch)
     stream_keys = portable_forward._stream_keys
 
     def deeper(*arguments: Any, **options: Any) -> Any:
@@ -182,8 +176,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
 
     def put(choose: Any) -> None:
-        monkeypatch.setattr(plan, "_plans", {})
-        monkeypatch.setattr(repeats, "_repeats", {})
+        forget_plans(monkeypatch)
         monkeypatch.setattr(heuristics, "choose_forward", choose)
 
     return put

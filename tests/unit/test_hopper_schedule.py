@@ -78,14 +78,19 @@ struct HopperForwardParams {{
   int* softmax_partial;
 }};
 struct int2 {{ int x, y; }};
-struct TileList {{  // of packed sequences: tests/unit/test_tile_list.py
+template <class Entry>
+struct TileListOf {{  // of packed sequences: tests/unit/test_tile_list.py
   int* words;
   int* counter() const {{ return words; }}
   int count() const {{ return 0; }}
   int heads() const {{ return 1; }}
-  int2 operator[](int) const {{ return {{}}; }}
+  Entry& operator[](int) const;
 }};
-inline int atomicAdd(int*, int) {{ return 0; }}
+struct SpreadWords {{
+  void load(void const*) {{}}
+  int word(int) const {{ return 0; }}
+}};
+inline int count_up(int*) {{ return 0; }}
 inline int uniform(int a) {{ return a; }}
 inline int uniform_quotient(int a, int b) {{ return int(unsigned(a) / unsigned(b)); }}
 }}

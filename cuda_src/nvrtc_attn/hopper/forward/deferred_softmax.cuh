@@ -249,7 +249,7 @@ struct ScoreTile {
   }
   // Registers must suffice for both.
   static constexpr bool kKeepBeside =
-      Traits::kHeadDimV <= 128 && !Traits::kSoftcap && !Traits::kHasBias && !Traits::kMask;
+      !Traits::kKeepWords && Traits::kHeadDimV <= 128 && !Traits::kSoftcap && !Traits::kHasBias && !Traits::kMask;
 };
 
 // P as the left operand of P V, what dropout drops as zeros; its multiplier waits for the normalisation.
