@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import cases
@@ -172,18 +173,32 @@ def test_a_third_stage_where_blocks_are_many(keys: int, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Plans that are made of what the caller's function makes of a problem, from here on."""
+    """Plans that are made of what the caller's function makes of a problem, from here on: as a list, never empty.
+
+    The end of the test asks, because values that another plan computed would pass as well.
+    """
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
+    lists: list[list[Any]] = []
 
-    def put(choose: Any) -> None:
+    def put(choose: Any) -> list[Any]:
+        made: list[Any] = []
+
+        def chosen(problem: AttentionProblem, **target: Any) -> Any:
+            made.append(choose(problem, **{name: value for name, value in target.items() if name != "backend"}))
+            return made[-1]
+
         forget_plans(monkeypatch)
-        monkeypatch.setattr(autotune, "table_forward", choose)
+        monkeypatch.setattr(autotune, "table_forward", chosen)
+        lists.append(made)
+        return made
 
-    return put
+    yield put
+    assert lists, "nothing was forced"
+    assert all(lists), "a forced plan was not asked for"
 
 
-def without_backend(target: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in target.items() if name != "backend"}
+def clustered(splits: int) -> Any:
+    return functools.partial(portable_forward.choose_forward, num_splits=splits, clustered=True)
 
 
 HOPPER_ONLY = pytest.mark.skipif(
@@ -216,16 +231,8 @@ def test_splits_of_a_cluster(name: str, splits: int, planned: Any) -> None:
     case = cases.make_case(f"short-cluster-{name}", **{"dtype": "bfloat16", "batch": 3, **CLUSTERED[name]})
     run = Run(case)
     exact, low = oracle(case, run.arrays)
-    made = []
-
-    def choose(problem: AttentionProblem, **target: Any) -> Any:
-        options = without_backend(target)
-        made.append(portable_forward.choose_forward(problem, **options, num_splits=splits, clustered=True))
-        return made[-1]
-
-    planned(choose)
+    made = planned(clustered(splits))
     assert not failures(case, run.forward(), exact, low, run.arrays)
-    assert made
     assert all((len(spec.launches), spec.main.config.cluster) == (1, splits) for spec in made)
 
 
@@ -239,17 +246,14 @@ def test_lengths_that_leave_blocks_of_a_cluster_empty(splits: int, planned: Any)
     used = torch.tensor([1030, 0, 1, 65, 700], dtype=torch.int32, device=DEVICE)
     expected = na.attention(q, k, v, seqused_k=used, return_lse=True)
 
-    def choose(problem: AttentionProblem, **target: Any) -> Any:
-        options = without_backend(target)
-        return portable_forward.choose_forward(problem, **options, num_splits=splits, clustered=True)
-
-    planned(choose)
+    made = planned(clustered(splits))
     found = na.attention(q, k, v, seqused_k=used, return_lse=True)
     torch.testing.assert_close(found[0], expected[0], atol=5e-4, rtol=1e-2)
     torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
     first = found[0].clone()
     for _ in range(300):  # nobody leaves before the others have read: a race shows
         assert torch.equal(na.attention(q, k, v, seqused_k=used), first)
+    assert all(spec.main.config.cluster == splits for spec in made)
 
 
 @HOPPER_ONLY
@@ -261,12 +265,10 @@ def test_a_sink_counts_once_in_a_cluster(planned: Any) -> None:
     sink = torch.randn(8, device=DEVICE)
     expected = na.attention(q, k, v, sink=sink, return_lse=True)
 
-    def choose(problem: AttentionProblem, **target: Any) -> Any:
-        return portable_forward.choose_forward(problem, **without_backend(target), num_splits=4, clustered=True)
-
-    planned(choose)
+    made = planned(clustered(4))
     for x, y in zip(na.attention(q, k, v, sink=sink, return_lse=True), expected, strict=True):
         torch.testing.assert_close(x, y, atol=5e-4, rtol=1e-2)
+    assert all(spec.main.config.cluster == 4 for spec in made)
 
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -299,15 +301,8 @@ def test_packed_heads_of_the_hopper_kernel(name: str, planned: Any) -> None:
     case = cases.make_case(f"short-packed-{name}", **{"dtype": "bfloat16", "batch": 3, **PACKED[name]})
     run = Run(case)
     exact, low = oracle(case, run.arrays)
-    made = []
-
-    def choose(problem: AttentionProblem, **target: Any) -> Any:
-        made.append(hopper_forward.packed_heads_plan(problem, **without_backend(target)))
-        return made[-1]
-
-    planned(choose)
+    made = planned(hopper_forward.packed_heads_plan)
     assert not failures(case, run.forward(), exact, low, run.arrays)
-    assert made
     assert all(spec.main.config.packed_heads for spec in made)
 
 
@@ -320,7 +315,8 @@ def test_packed_heads_with_lengths_on_the_device(planned: Any) -> None:
     k[0, 390:] = v[0, 390:] = float("nan")
     used = torch.tensor([390, 0, 5, 131], dtype=torch.int32, device=DEVICE)
     expected = na.attention(q, k, v, seqused_k=used, causal=True, return_lse=True)
-    planned(lambda problem, **target: hopper_forward.packed_heads_plan(problem, **without_backend(target)))
+    made = planned(hopper_forward.packed_heads_plan)
     found = na.attention(q, k, v, seqused_k=used, causal=True, return_lse=True)
     torch.testing.assert_close(found[0], expected[0], atol=5e-4, rtol=1e-2)
     torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
+    assert all(spec.main.config.packed_heads for spec in made)
