@@ -34,6 +34,14 @@ DEEPER_ROWS: Final = 32
 """Up to this many rows a tile may have a third stage. Where blocks are many it takes the place of splits: 64 x 4096
 keys, 32 heads on 8, D 128, 256 us without splits, 264 with two, 282 with two stages and two splits; two queries of 2048
 keys 139 and 149. One block each of 32 rows, 8 queries of 8192 keys: 24.0 against 26.2 (H200, 2026-11-22)."""
+DEEPEST_BYTES: Final = 80 << 10
+"""Of K and V on the way to a block that is alone on its multiprocessor and has all keys."""
+CHAIN_BYTES: Final = 900 << 10
+CHAIN_BYTES_OF_DIM: Final = 13 << 10
+"""What such a block costs a key tile at least, in bytes that all others could have read, and more of it for each column
+of the head: from barrier to barrier it takes 0.43 us at D 64 and 0.64 at D 128, 33 and 52 GB/s. 8 x 2048 keys, 64 heads
+on 8: D 64 22.9 us against 26.3 with eight splits, D 128 30.2 against 35.4 with two; 4 x 8192 keys take 88 us against
+54.6 (H200, 2026-11-22)."""
 CLUSTERS: Final = (2, 4, 8, 16)
 """Splits that a cluster of thread blocks adds up itself. Eight blocks are what every GPU with clusters has room for."""
 WIDE_CLUSTER_SMS: Final = 128
@@ -249,15 +257,17 @@ def _stream_keys(
         and 32 << 10 <= tile_bytes * (config.num_stages - 1) < 64 << 10
         and smem_bytes(deeper) <= smem_limit
     )
-    if deepens and 0 < one_each <= most and 10 * blocks * one_each >= 9 * num_sms and not ragged:
-        return deeper, one_each
-
     # 81, 133 and 227 registers at D 64, 128 and 256.
     registers = min(255, 40 + 3 * config.head_dim_v // 4)
     considered = [config]
     if deepens and blocks > num_sms:
         considered.append(deeper)
     best, best_cost = (config, 1), 0.0
+    if deepens and 0 < one_each <= most and 10 * blocks * one_each >= 9 * num_sms and not ragged:
+        best = deeper, one_each
+        best_cost = (ceil_div(num_key_tiles, one_each) + 0.25) * tile_bytes * blocks * one_each
+        best_cost += SPLIT_BYTES + 2 * one_each * row_bytes if one_each > 1 else 0
+        considered = []
     for staged in considered:
         slots = num_sms * _resident(staged, smem_limit, 65536 // (staged.num_threads * registers))
         busy = num_sms * IN_FLIGHT_BYTES / (tile_bytes * (staged.num_stages - 1))
@@ -271,6 +281,14 @@ def _stream_keys(
                 cost += SPLIT_BYTES + 2 * splits * row_bytes
             if not best_cost or cost < 0.99 * best_cost:
                 best, best_cost = (staged, splits), cost
+    # Fewer blocks than multiprocessors and not many keys: one block walks through all of them in less time than the
+    # second kernel takes, if what it asks for ahead is as much as its way from tile to tile is long.
+    deepest = replace(config, num_stages=1 + ceil_div(DEEPEST_BYTES, tile_bytes))
+    narrow = config.block_m <= DECODE_ROWS and max(config.head_dim, config.head_dim_v) <= 128
+    if narrow and best[1] > 1 and blocks < num_sms and not ragged and smem_bytes(deepest) <= smem_limit:
+        chain = CHAIN_BYTES + CHAIN_BYTES_OF_DIM * config.head_dim_v
+        if (num_key_tiles + 0.25) * max(tile_bytes * blocks, chain) < 0.97 * best_cost:
+            return deepest, 1
     return best
 
 

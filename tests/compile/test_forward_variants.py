@@ -366,7 +366,12 @@ def test_a_third_stage_takes_the_place_of_splits() -> None:
     assert chosen(64, 32, 2048, queries=2) == (3, 1)
     assert chosen(1, 32, 8192, queries=8) == (3, 16)
     assert chosen(16, 32, 4096) == (3, 1)
-    assert chosen(8, 64, 2048, head_dim=64)[0] == 2
+    # As many blocks as half of the multiprocessors, of few keys: no second kernel; of more keys it pays.
+    assert chosen(8, 64, 2048, head_dim=64) == (6, 1)
+    assert chosen(8, 64, 2048) == (4, 1)
+    assert chosen(8, 64, 8192) == (3, 2)
+    assert chosen(4, 32, 8192) == (3, 4)
+    assert chosen(8, 64, 8192, head_dim=256)[1] > 1
 
 
 CLUSTERED: dict[str, dict[str, Any]] = {

@@ -153,22 +153,25 @@ def test_key_tiles_of_which_less_stays_empty(
     assert {tile.block_n for tile in chosen} == {columns}
 
 
-@pytest.mark.parametrize("keys", [700, 4096])
-def test_a_third_stage_where_blocks_are_many(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stages", [3, 4, 6])
+@pytest.mark.parametrize(("keys", "head_dim"), [(1, 64), (130, 128), (700, 64), (4096, 128)])
+def test_more_stages_of_keys(keys: int, head_dim: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     forget_plans(monkeypatch)
-    stream_keys = portable_forward._stream_keys
+    stream_keys, chosen = portable_forward._stream_keys, []
 
     def deeper(*arguments: Any, **options: Any) -> Any:
         config, splits = stream_keys(*arguments, **options)
-        return dataclasses.replace(config, num_stages=3), splits
+        chosen.append(stages)
+        return dataclasses.replace(config, num_stages=stages), splits
 
     monkeypatch.setattr(portable_forward, "_stream_keys", deeper)
     case = cases.make_case("short-stages", dtype="bfloat16", batch=70, seqlen_q=1, seqlen_k=keys, num_heads=8,
-                           num_heads_kv=4, head_dim=128)  # fmt: skip
+                           num_heads_kv=4, head_dim=head_dim)  # fmt: skip
     run = Run(case)
     exact, low = oracle(case, run.arrays)
     assert not failures(case, run.forward(), exact, low, run.arrays)
+    assert chosen
 
 
 @pytest.fixture
