@@ -12,6 +12,7 @@ from architectures import ONE_OF_EACH_CLASS, TWINS
 from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
+from nvrtc_attn.heuristics import portable_forward
 from nvrtc_attn.heuristics.common import features_of, is_vectorizable
 from nvrtc_attn.heuristics.portable_forward import (
     MAX_PARTIAL_BYTES,
@@ -417,6 +418,40 @@ def test_splits_of_a_cluster_need_no_second_kernel() -> None:
     ):  # fmt: skip
         spec = choose(arch, problem(**{**sizes, **changes}), num_splits=splits, clustered=True)
         assert spec.launches[-1].config.kernel == "combine", (arch, splits, changes)
+
+
+def test_clusters_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off, neither the table nor the autotuner takes one; on, they replace splits, not deep streams of all keys."""
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+
+    def decode(batch: int, heads: int, keys: int, queries: int = 1, **changes: Any) -> AttentionProblem:
+        sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": keys, "num_heads": heads, "num_heads_kv": 8}
+        return problem(**{**sizes, "head_dim": 128, **changes})
+
+    def chosen(what: AttentionProblem) -> tuple[int, int]:
+        spec = choose("sm_90", what)
+        assert isinstance(spec.main.config, ForwardConfig)
+        assert spec.main.smem_bytes == smem_bytes(spec.main.config) <= target["smem_limit"]
+        return spec.main.config.num_stages, spec.main.config.cluster
+
+    def clusters_of(what: AttentionProblem) -> set[int]:
+        found = portable_forward.candidates(what, **target)
+        return {spec.main.config.cluster for spec in found if isinstance(spec.main.config, ForwardConfig)}
+
+    split = (decode(1, 32, 8192), decode(1, 32, 8192, queries=8), decode(4, 32, 8192, queries=4))
+    whole = (decode(64, 32, 4096), decode(16, 32, 4096))
+    assert portable_forward.CLUSTERS_FIRST is False
+    assert {chosen(what)[1] for what in (*split, *whole)} == {1}
+    assert {n for what in split for n in clusters_of(what)} == {1}
+    monkeypatch.setattr(portable_forward, "CLUSTERS_FIRST", True)
+    assert [chosen(what) for what in split] == [(6, 8), (6, 8), (3, 4)]
+    assert {chosen(what)[1] for what in whole} == {1}
+    assert clusters_of(split[0]) == {1, 4, 8, 16}
+    # So long that half of the multiprocessors could not read the keys as fast as all.
+    assert chosen(decode(1, 32, 131072))[1] == 1
+    for changes in ({"varlen": True}, {"seqused_k": True}, {"head_dim": 256}):
+        assert chosen(decode(4, 32, 8192, **changes))[1] == 1, changes
+    assert choose("sm_80", split[0]).launches[-1].config.kernel == "combine"
 
 
 def test_ragged_lengths_are_split_finer() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import hopper_forward
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec
@@ -197,6 +198,41 @@ def test_tiles_of_packed_heads_have_whole_groups(heads: int, heads_kv: int, quer
     assert q.dims == (128, heads, queries, 2)
     assert q.strides_bytes == (256, 256 * heads, 256 * heads * queries)
     assert q.box == (64, heads // heads_kv, per_tile)
+
+
+def test_packed_heads_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off, neither the table nor the autotuner takes them; on, where rows fill a tile that queries of a head do not."""
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": SMEM_LIMIT}
+
+    def asked(batch: int, queries: int, keys: int, heads: int, heads_kv: int) -> AttentionProblem:
+        q, k = (dense_layout((batch, rows, n, 128), "bfloat16") for rows, n in ((queries, heads), (keys, heads_kv)))
+        sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": keys, "num_heads": heads, "num_heads_kv": heads_kv}
+        return problem(128, q=q, k=k, v=k, **sizes)
+
+    def packs(what: AttentionProblem) -> bool:
+        config = heuristics.choose_forward(what, **target).main.config
+        return isinstance(config, HopperForwardConfig) and config.packed_heads
+
+    full = (
+        asked(16, 16, 4096, 64, 8),
+        asked(16, 16, 4096, 28, 4),
+        asked(64, 8, 4096, 64, 4),
+        asked(16, 64, 2048, 16, 4),
+    )
+    other = (
+        asked(64, 1, 4096, 32, 8),  # few rows: the memory's time
+        asked(1, 16, 8192, 64, 8),  # few tiles: keys are split
+        asked(4, 100, 2048, 32, 8),  # seven tiles instead of eight
+        asked(2, 4096, 4096, 32, 8),
+        asked(16, 16, 4096, 8, 8),
+    )
+    assert hopper_forward.PACKS_HEADS is False
+    assert not any(map(packs, (*full, *other)))
+    assert not any("packed_heads" in name for what in full for name in heuristics.forward_candidates(what, **target))
+    monkeypatch.setattr(hopper_forward, "PACKS_HEADS", True)
+    assert all(map(packs, full))
+    assert not any(map(packs, other))
+    assert any("packed_heads" in name for name in heuristics.forward_candidates(other[2], **target))
 
 
 def test_what_cannot_pack_heads() -> None:
