@@ -27,6 +27,8 @@ from . import device as devices
 from . import driver
 
 MAX_GRID: Final = 2**31 - 1
+PORTABLE_CLUSTER: Final = 8
+"""Thread blocks of a cluster that every GPU with clusters has room for. More must be asked for."""
 _Slot = ctypes.c_void_p * 1
 
 
@@ -164,6 +166,9 @@ def _load_image(compiled: CompiledKernel, device: int, smem_bytes: int) -> Kerne
         smem_bytes,
         device=device,
     )
+    if getattr(compiled.config, "cluster", 1) > PORTABLE_CLUSTER:
+        allowed = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        driver.call("cuFuncSetAttribute", function, allowed, 1, device=device)
     driver.call("cuFuncLoad", function, device=device)
     return Kernel(
         key=compiled.key,
