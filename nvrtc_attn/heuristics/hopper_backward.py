@@ -40,6 +40,12 @@ BLOCK_N: Final = 128
 NUM_STAGES: Final = 2
 PREPARE_ROWS: Final = 16
 """Query rows of a thread block of ``backward_hopper_prepare``."""
+TURNS_OF_TILE: Final = 2
+"""What a key tile takes beside its query tiles, in those."""
+TURNS_OF_PART: Final = 5
+"""What a part of one takes: it adds up three query tiles' worth of dk and dv."""
+MAX_PARTS: Final = 16
+MIN_GAIN_OF_PARTS: Final = 0.96
 L2_BYTES: Final = 32 << 20
 """What stays in an L2 of 50 to 60 MB beside what streams through."""
 
@@ -161,6 +167,33 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
         if group % splits == 0 and (waves >= 8 or (not problem.band and waves >= 0.95 * math.ceil(waves))):
             return splits
     return group
+
+
+def can_share(problem: AttentionProblem) -> bool:
+    """Whether thread blocks can share the query tiles of a key tile: registers suffice, and lengths alone say which."""
+    on_device = problem.varlen or problem.seqused_k or problem.deterministic
+    scores = score_operands(problem) == 0 or (hides_keys(problem) and not walks_words(problem))
+    return scores and not (problem.softcap or on_device or is_wide(problem))
+
+
+def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int) -> tuple[int, int]:
+    """Parts of a key tile and how many key tiles, the first ones, are whole: what takes the fewest query tiles' time.
+
+    A thread block has a key tile, or a part of one, and then the next; where the last ones leave multiprocessors idle,
+    their query tiles are shared. A part costs some query tiles' time beside its own: it begins, and adds up dk and dv.
+    """
+    if not can_share(problem) or problem.band:
+        return 1, 0
+    tiles = key_tiles(problem)
+    turns = ceil_div(problem.seqlen_q, block_m) * (problem.num_heads // max(problem.num_heads_kv, 1))
+    best, least = (1, 0), ceil_div(tiles, num_sms) * (turns + TURNS_OF_TILE)
+    for whole in dict.fromkeys((0, tiles // num_sms * num_sms)):
+        for parts in range(2, MAX_PARTS + 1):
+            waves = ceil_div((tiles - whole) * parts, num_sms)
+            time = whole // num_sms * (turns + TURNS_OF_TILE) + waves * (ceil_div(turns, parts) + TURNS_OF_PART)
+            if time < least * (1 if best[0] > 1 else MIN_GAIN_OF_PARTS):
+                best, least = (parts, whole), time
+    return best
 
 
 def is_plain(problem: AttentionProblem) -> bool:

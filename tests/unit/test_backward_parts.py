@@ -140,7 +140,8 @@ def test_every_query_tile_of_every_head_once(
         lengths.setdefault(tile, []).append(count)
         for h, m in found[4 : 4 + 2 * count].reshape(-1, 2).tolist():
             assert h // group == tile[1]
-            turns[(*tile, h, m)] += 1
+            key = (*tile, h, m)
+            turns[key] += 1
     assert set(turns.values()) == {1}
     first = [n * 128 // 80 if asked.band else 0 for n in range(given["num_n_blocks"])]
     seen = sum(max(given["num_m_blocks"] - x, 0) for x in first)
