@@ -13,7 +13,6 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
-from . import hopper_dbias, portable_backward, portable_dq, tile_words
 from .common import ceil_div, features_of, is_aligned, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (
@@ -25,10 +24,17 @@ from .hopper_common import (
     score_operands,
     tile_list,
 )
-from .hopper_dbias import dbias_layout
+from .hopper_dbias import choose_dbias, dbias_layout
+from .hopper_dbias import serves as serves_dbias
+from .portable_backward import choose_backward as portable_plan
+from .portable_backward import splits_of
+from .portable_dq import choose_dbias as portable_dbias
 from .sink import choose_sink
 from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
+from .tile_words import backward_launches as words_launches
+from .tile_words import pays as words_pay
+from .tile_words import with_words
 
 MIN_HEAD_DIM: Final = 40
 """Smaller ones leave half of a 64-column slab empty; the portable family has exact tiles for them."""
@@ -293,8 +299,8 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     tiles = dict(main.params)["num_tiles"]
     if 2 * main.grid >= num_sms:
         return []
-    portable = portable_backward.choose_backward(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
-    splits = portable_backward.splits_of(portable)
+    portable = portable_plan(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
+    splits = splits_of(portable)
     if splits <= 2:
         return []
     return [f"{tiles} key tiles leave most of {num_sms} multiprocessors idle; queries split in {splits} fill more"]
@@ -344,7 +350,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     if tile.wide:
         return wide_config(problem, config)
     if walks_words(problem):
-        config = tile_words.with_words(config)
+        config = with_words(config)
     return replace(config, smem_bytes=smem_bytes(config))
 
 
@@ -361,7 +367,7 @@ def hides_keys(problem: AttentionProblem) -> bool:
 
 def walks_words(problem: AttentionProblem) -> bool:
     """Whether the kernel leaves out tiles that a mask hides; the two blocks of a wide tile compute all of them."""
-    return not is_wide(problem) and not has_one_key_tile(problem) and tile_words.pays(problem, BLOCK_N)
+    return not is_wide(problem) and not has_one_key_tile(problem) and words_pay(problem, BLOCK_N)
 
 
 def prepare_warps(head_dim_v: int) -> int:
@@ -448,7 +454,7 @@ def plan_spec(
     launches, workspaces = [], []
     words_params: tuple[tuple[str, int], ...] = ()
     if config.features.tile_words:
-        plans, words_params, buffer = tile_words.backward_launches(problem, config, ordered=config.ordered)
+        plans, words_params, buffer = words_launches(problem, config, ordered=config.ordered)
         launches += plans
         workspaces.append(buffer)
     if not config.fused:
@@ -536,10 +542,10 @@ def plan_spec(
         workspaces.append(Workspace(field="counters", nbytes=4 * (2 + heads), zeroed=True))
     if problem.dbias and config.dbias == "none":
         # Broadcast dims of the bias are summed by a kernel of their own, or where it cannot by the portable family's.
-        if hopper_dbias.serves(problem):
-            more, partial = hopper_dbias.choose_dbias(problem, dout_layout(problem), arch=arch, num_sms=num_sms)
+        if serves_dbias(problem):
+            more, partial = choose_dbias(problem, dout_layout(problem), arch=arch, num_sms=num_sms)
         else:
-            more, splits, nbytes = portable_dq.choose_dbias(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+            more, splits, nbytes = portable_dbias(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
             partial = Workspace(field="dbias_partial", nbytes=nbytes, params=(("num_dbias_splits", splits),))
         launches += more
         workspaces.append(partial)

@@ -8,12 +8,10 @@ from typing import Any
 
 import cases
 import pytest
-from harness import DEVICE, Run, failures, oracle, torch
+from harness import DEVICE, Run, failures, forget_plans, oracle, torch
 
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_backward
-from nvrtc_attn.plans import plan, repeats
-from nvrtc_attn.torch import passes
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -35,9 +33,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
             made.append(dataclasses.replace(choose(problem, num_sms), **changes))
             return made[-1]
 
-        monkeypatch.setattr(plan, "_plans", {})
-        monkeypatch.setattr(repeats, "_repeats", {})
-        monkeypatch.setattr(passes, "_backward_plans", {})
+        forget_plans(monkeypatch)
         monkeypatch.setattr(hopper_backward, "choose_tile", chosen)
         return made
 

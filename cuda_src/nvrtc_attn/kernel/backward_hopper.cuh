@@ -37,8 +37,9 @@
 #include "../hopper/backward/gradient_store.cuh"
 #include "../hopper/backward/load.cuh"
 #include "../hopper/backward/ordered_dq.cuh"
-#include "../hopper/backward/scores.cuh"
+#include "../hopper/backward/score_block.cuh"
 #include "../hopper/backward/shape.cuh"
+#include "../hopper/backward/zeros.cuh"
 #include "../hopper/common/barrier.cuh"
 #include "dkv_convert.cuh"
 
