@@ -97,7 +97,8 @@ def step(*tiles: float, **more: Any) -> dict[str, dict[str, Any]]:
 
 
 OWN = {"own": {"own_code": True}, "v": {"values_in_registers": True}}
-OWN["own v"] = OWN["own"] | OWN["v"]
+KV: dict[str, Any] = {"keys_in_registers": True, "values_in_registers": True}
+OWN |= {"own v": OWN["own"] | OWN["v"], "own kv": OWN["own"] | KV}
 CASES = (
     Case(
         name="Wan 2.1 14B, text",

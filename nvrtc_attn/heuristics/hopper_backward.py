@@ -74,8 +74,9 @@ class Tile:
     """So many key tiles, the first ones, are one block's each. Read where ``parts`` are more than one."""
     own_code: bool = False
     """`HopperBackwardConfig.own_code`: head dims of 72 to 112."""
+    keys_in_registers: bool = False
     values_in_registers: bool = False
-    """`HopperBackwardConfig.values_in_registers`: head dims up to 96."""
+    """`HopperBackwardConfig.values_in_registers`: head dims up to 96, as for keys."""
     heads_together: int | None = None
     """Key heads whose tiles are handed out together, instead of `head_group`."""
     step: int | None = None
@@ -345,6 +346,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         split=tile.splits > 1,
         parts=tile.parts > 1,
         own_code=tile.own_code,
+        keys_in_registers=tile.keys_in_registers,
         values_in_registers=tile.values_in_registers,
     )
     if tile.wide:

@@ -411,8 +411,9 @@ def test_split_groups_compile_without_a_spill(changes: dict[str, Any]) -> None:
         (96, {"parts": 4, "own_code": True, "values_in_registers": True}, CAUSAL),
         (64, {"values_in_registers": True}, {"dtype": "float16", **CAUSAL}),
         (64, {"values_in_registers": True, "fused": False}, {}),
-        *((d, {"own_code": True, "values_in_registers": d <= 96}, CAUSAL) for d in (72, 80, 96, 112)),
-        (96, {"own_code": True, "values_in_registers": True, "fused": False}, {}),
+        *((d, {"own_code": True, "values_in_registers": d <= 96}, CAUSAL) for d in (72, 96, 112)),
+        *((d, {"own_code": True, "keys_in_registers": True, "values_in_registers": True}, CAUSAL) for d in (80, 96)),
+        (96, {"own_code": True, "keys_in_registers": True, "values_in_registers": True, "fused": False}, {}),
     ],
     ids=lambda x: str(x) if isinstance(x, int) else "_".join(x) or "plain",
 )

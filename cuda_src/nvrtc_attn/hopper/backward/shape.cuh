@@ -94,7 +94,8 @@ struct HopperBackwardShape {
                 "turns that nothing but lengths decides, and registers");
   static_assert(!Traits::kOwnCode || (!kSplitRows && !kTransposedDq && kSlabs == kGroups),
                 "dQ of one group has fewer columns than that of the other");
-  static_assert(!Traits::kValuesInRegisters || (kHeadDimV <= 96 && !kBiasTiles), "registers");
+  static_assert(!(Traits::kKeysInRegisters || Traits::kValuesInRegisters) || (kHeadDim <= 96 && kHeadDimV <= 96),
+                "registers");
   static_assert(!(Traits::kFused && kTransposedDq), "shared memory, and a tile is no whole number of pieces");
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
   static_assert(!kBiasTiles || (sizeof(typename Traits::Bias) == 2 && !Traits::kSoftcap && !Traits::kVarlen),
