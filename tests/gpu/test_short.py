@@ -9,9 +9,9 @@ import cases
 import pytest
 from harness import DEVICE, Run, failures, forget_plans, oracle, torch
 
-from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_forward, portable_backward, portable_forward
+from nvrtc_attn.plans import autotune
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -177,7 +177,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def put(choose: Any) -> None:
         forget_plans(monkeypatch)
-        monkeypatch.setattr(heuristics, "choose_forward", choose)
+        monkeypatch.setattr(autotune, "table_forward", choose)
 
     return put
 
