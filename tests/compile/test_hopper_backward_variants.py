@@ -362,9 +362,14 @@ def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
 
     grouped: dict[str, Any] = {"num_heads": 32, "num_heads_kv": 1, "seqlen_q": 4096, "seqlen_k": 4096}
     assert splits(**grouped) == 2  # 64 key tiles: one a multiprocessor
-    assert splits(**grouped, **CAUSAL) == 32  # eight a multiprocessor
-    assert splits(**grouped | {"num_heads_kv": 4}, **CAUSAL) == 8
+    assert splits(**grouped, **CAUSAL) == 8  # four a multiprocessor
+    assert splits(**grouped | {"num_heads_kv": 4}, **CAUSAL) == 2
     assert splits(**grouped | {"batch": 16, "num_heads_kv": 8}, **CAUSAL) == 1
+    documents = {"num_heads": 32, "num_heads_kv": 8, "batch": 16, "seqlen_q": 1024, "seqlen_k": 1024, "varlen": True}
+    packed = {name: dense_layout((1, 16384, 8 if name in "kv" else 32, 128), "bfloat16") for name in "qkv"}
+    assert splits(**documents, **packed, **CAUSAL) == 1
+    half = {name: dense_layout((1, 8192, 8 if name in "kv" else 32, 128), "bfloat16") for name in "qkv"}
+    assert splits(**documents | {"batch": 8}, **half, **CAUSAL) == 2
     stored: dict[str, Any] = {"bias": SCORES, "dbias": True, "num_heads_kv": 1}
     assert splits(**stored) == 1 < splits(**stored | {"dbias": False})
     assert splits(**grouped, **CAUSAL, deterministic=True) == splits(**grouped, head_dim=256, **CAUSAL) == 1
