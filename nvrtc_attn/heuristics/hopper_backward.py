@@ -183,7 +183,7 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
 
     Causal tiles have unequal work: four a multiprocessor, of packed sequences, whose longest are not known, eight.
     Time with as few over time with twice as many, H200, D 128, 32 heads on 8: 0.93 (16 x 1024), 0.93 (2 x 8192), 0.83
-    (packed 16 x 1024); with four times as many 0.96 (1 x 8192, 64 on 8). docs/experiments.md, "Grouped heads".
+    (packed 16 x 1024); with four times as many 0.96 (1 x 8192, 64 on 8). docs/experiments.md, "who has which key tile".
     """
     if problem.deterministic or is_wide(problem) or not problem.num_heads_kv:
         return 1
@@ -322,8 +322,8 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     """Why the portable family is faster than the plan ``spec``; empty when it is not.
 
     Where multiprocessors are busy this family takes 0.45 to 0.9 of its time in every case measured (H200, 2026-11-21).
-    But it does not split queries, and with thread blocks for less than half of the multiprocessors a portable kernel
-    that splits them in more than two keeps more of the GPU at work (docs/experiments.md, "Few key tiles").
+    But with thread blocks for less than half of the multiprocessors, whose queries `choose_parts` does not share, a
+    portable kernel that splits them in more than two keeps more at work (docs/experiments.md, "Few key tiles").
     """
     main = kernel_of(spec)
     tiles = dict(main.params)["num_tiles"]
@@ -639,6 +639,8 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         if max(problem.head_dim, problem.head_dim_v) > 64:
             registers = {"own_code": False, "values_in_registers": False}
             tiles[replace(tile, block_m=80, fused=False, **registers)] = None
+        if tile.values_in_registers and max(problem.head_dim, problem.head_dim_v) > 64:
+            tiles[replace(tile, own_code=True, keys_in_registers=True)] = None
     if tile.splits > 1:
         tiles[replace(tile, splits=1)] = None
     # Parts where no table has them: one key tile, or so few that the multiprocessors are not half full.

@@ -412,6 +412,7 @@ def test_split_groups_compile_without_a_spill(changes: dict[str, Any]) -> None:
         (128, {"parts": 4, "fused": False, "block_m": 80}, {"num_heads_kv": 1, **CAUSAL}),
         (128, {"parts": 4, "fused": True, "block_m": 64}, {"num_heads_kv": 1, **CAUSAL}),
         (64, {"parts": 4, "fused": False}, {}),
+        (64, {"parts": 4, "fused": False}, {"seqlen_k": 77}),
         (64, {"parts": 4, "fused": True}, {"window_left": 100, "window_right": 20}),
         (96, {"parts": 4, "own_code": True, "values_in_registers": True}, CAUSAL),
         (64, {"values_in_registers": True}, {"dtype": "float16", **CAUSAL}),
@@ -464,9 +465,16 @@ def test_candidates_have_the_other_preparation_and_other_tiles() -> None:
     assert switches(64, **long) == [(128, False), (64, False), (128, True)]
     assert switches(128) == [(64, True), (64, False), (80, False)]
     assert switches(128, **long) == [(80, False), (64, False), (64, True)]
-    assert switches(96, **long, **CAUSAL) == [(64, False), (64, True), (80, False)]
+    assert switches(96, **long, **CAUSAL) == [(64, False), (64, True), (80, False), (64, False)]  # K in registers too
     assert switches(128, dropout_p=0.1) == [(64, False)]
     assert switches(256) == [(64, False)]
+    # Few key tiles of many queries in parts: one tile of all keys, also of a padding mask.
+    text = {"seqlen_q": 4096, "seqlen_k": 77}
+    mask = dataclasses.replace(MASK, shape=(2, 1, 1, 77), strides=(77, 0, 0, 1))
+    for changes in ({}, {"mask": mask}):
+        parts = hopper_backward.candidates(problem(64, **text, **changes), **TARGET)[-1]
+        assert dict(kernel_of(parts).params)["num_splits"] == 16
+        assert kernel_of(parts).grid == 128
 
 
 def test_dq_of_one_key_tile_needs_no_workspace() -> None:
