@@ -130,6 +130,21 @@ def test_columns_of_dq_and_values_in_registers(
         assert made
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 80, 96])
+def test_packed_sequences_with_values_in_registers(head_dim: int, causal: bool, force: Any) -> None:
+    """What lies behind a sequence is another's, and may be anything."""
+    case = cases.make_case(
+        "ways-packed", dtype="bfloat16", batch=4, num_heads=4, num_heads_kv=2, head_dim=head_dim, causal=causal,
+        seqlens=((300, 300), (77, 200), (515, 64), (130, 130)),
+    )  # fmt: skip
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = force(own_code=head_dim in (72, 80), values_in_registers=True)
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+    assert made
+
+
 def test_parts_many_times(force: Any) -> None:
     """A race between the parts of a tile, or with the conversion, would move the gradients by more than rounding."""
     import nvrtc_attn.torch as na

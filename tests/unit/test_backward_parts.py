@@ -231,3 +231,13 @@ def test_what_stays_in_registers() -> None:
         (False, True), (True, True), (True, True), (False, True), (False, False), (False, False), (False, False),
     ]  # fmt: skip
     assert chosen(80, softcap=30.0) == chosen(64, deterministic=True) == (False, False)
+
+
+def test_queries_of_a_tile_of_split_heads() -> None:
+    def chosen(batch: int, heads: int, heads_kv: int) -> tuple[int, int]:
+        tile = hopper_backward.choose_tile(problem(batch, 8192, 8192, heads, heads_kv, True), NUM_SMS)
+        return tile.splits, tile.block_m
+
+    assert chosen(2, 32, 8) == chosen(1, 64, 8) == (1, 80)
+    assert chosen(1, 48, 1) == (8, 64)
+    assert chosen(1, 32, 2) == (4, 64)
