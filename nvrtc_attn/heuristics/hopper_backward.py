@@ -220,7 +220,8 @@ def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
         return 1
     if problem.band:
         unbounded = problem.window_left is None and problem.window_right is not None
-        return group if unbounded and group * head_bytes(problem) > MOST_OF_GROUP and 2 * tiles >= num_sms else 1
+        drifts = group * head_bytes(problem) > MOST_OF_GROUP and head_bytes(problem) <= L2_BYTES
+        return group if unbounded and drifts and num_sms <= 2 * tiles <= 16 * num_sms else 1
     turns = ceil_div(problem.seqlen_q, block_m)
     if group > 1 or 2 * tiles < num_sms:  # heads are split, or it may be the portable family's
         return 1
@@ -375,9 +376,10 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         fused=tile.fused,
         split=tile.splits > 1,
         parts=tile.parts > 1,
-        own_code=tile.own_code,
-        keys_in_registers=tile.keys_in_registers,
-        values_in_registers=tile.values_in_registers,
+        # Not of 80 queries, whose dQ is computed transposed and takes the registers.
+        own_code=tile.own_code and tile.block_m == 64,
+        keys_in_registers=tile.keys_in_registers and tile.block_m == 64,
+        values_in_registers=tile.values_in_registers and tile.block_m != 80,
     )
     if tile.wide:
         return wide_config(problem, config)
@@ -638,8 +640,7 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         fused_size = 64 if tile.block_m == 80 else tile.block_m
         tiles[replace(tile, block_m=fused_size, fused=not tile.fused)] = None
         if max(problem.head_dim, problem.head_dim_v) > 64:
-            registers = {"own_code": False, "values_in_registers": False}
-            tiles[replace(tile, block_m=80, fused=False, **registers)] = None
+            tiles[replace(tile, block_m=80, fused=False)] = None
         if tile.values_in_registers and max(problem.head_dim, problem.head_dim_v) > 64:
             tiles[replace(tile, own_code=True, keys_in_registers=True)] = None
     elif problem.varlen and not (score_operands(problem) or problem.softcap or problem.deterministic or tile.wide):

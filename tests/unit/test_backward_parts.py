@@ -184,6 +184,8 @@ def test_launches_and_workspace() -> None:
         (problem(4, 4096, 77, 10, 10, False), 1),  # one key tile: not measured
         (problem(1, 16384, 16384, 64, 4, True), 16),  # 268 MB of Q, dO and dq for each key head
         (problem(1, 16384, 16384, 64, 4, True, window_left=4095), 1),
+        (problem(1, 131072, 131072, 32, 8, True), 1),  # no head stays in L2, and the sums would take 1 GB
+        (problem(4, 16384, 16384, 64, 4, True), 1),  # key tiles enough for whole groups to be balanced
         (problem(1, 8192, 8192, 64, 8, True), 1),
         (problem(1, 32760, 512, 40, 40, False, deterministic=True), 1),
     ],
