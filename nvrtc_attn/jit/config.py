@@ -175,6 +175,8 @@ class HopperBackwardConfig(KernelConfig):
     """Some key tiles are worked on in parts, each with some of the query tiles of its heads, which are added up."""
     own_code: bool = False
     """Each consumer has code of its own, and no more columns of dq than there are."""
+    keys_in_registers: bool = False
+    """K of a key tile stays in registers for S, instead of being read from shared memory at every query tile."""
     values_in_registers: bool = False
     """V of a key tile stays in registers, instead of being read from shared memory at every query tile."""
     num_stages_dout: int = 2

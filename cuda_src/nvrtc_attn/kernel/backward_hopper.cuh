@@ -61,7 +61,8 @@ struct KeyTileConsumer {
   using DqTiles = AccTile[1][kTilesDq];
   using DkTiles = AccTile[1][Shape::kTilesD];
   using DvTiles = AccTile[1][Shape::kTilesDv];
-  using Values = FragmentA<Element>[Traits::kValuesInRegisters ? Traits::kHeadDimV / 16 : 1];  // V, as left operand
+  using Keys = FragmentA<Element>[Traits::kKeysInRegisters ? Traits::kHeadDim / 16 : 1];  // K and V, as left operands
+  using Values = FragmentA<Element>[Traits::kValuesInRegisters ? Traits::kHeadDimV / 16 : 1];
   static constexpr int kBlockM = Shape::kBlockM;
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other order leaves.
@@ -187,9 +188,11 @@ struct KeyTileConsumer {
       }
       any_hidden = __any_sync(0xffffffffu, hidden != 0);
     }
+    Keys k;
+    if constexpr (Traits::kKeysInRegisters) load_own_keys(k, smem);
     barriers.full_v().wait(parity);
     Values v;
-    if constexpr (Traits::kValuesInRegisters) load_values(v);
+    if constexpr (Traits::kValuesInRegisters) load_own_keys(v, smem + Shape::kOffsetV);
     bool stored = false;
 #pragma unroll 1
     for (; left > 0; --left) {
@@ -203,7 +206,7 @@ struct KeyTileConsumer {
       ScoreTiles s, dp;
       // S, and dP beside P.
       if constexpr (!Traits::kTileWords) barriers.full_q(slot.stage).wait(slot.parity);
-      start_s(s);
+      start_s(s, k);
       barriers.full_dout(slot.stage).wait(slot.parity);
       start_dp(dp, v);
       if constexpr (Shape::kStoresTiles) {
@@ -301,11 +304,17 @@ struct KeyTileConsumer {
   // ---- The five products, in the order in which they start
 
   // S^T = K Q^T: 64 keys, all queries of the tile.
-  NVRTC_ATTN_DEVICE void start_s(ScoreTiles& s) {
+  NVRTC_ATTN_DEVICE void start_s(ScoreTiles& s, Keys& k) {
     pin_registers(s);
-    begin_products();
-    start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(s, k_left,
-                                                                          q_right + slot.stage * (Shape::kBytesQ >> 4));
+    uint64_t const q = q_right + slot.stage * (Shape::kBytesQ >> 4);
+    if constexpr (Traits::kKeysInRegisters) {
+      pin_registers(k);
+      begin_products();
+      start_product_abt<Element, kBlockM>(s, k, q);
+    } else {
+      begin_products();
+      start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(s, k_left, q);
+    }
     commit_products();
   }
 
@@ -324,15 +333,16 @@ struct KeyTileConsumer {
     commit_products();
   }
 
-  // V of this warp's keys, once a key tile: 16 keys by 16 columns a fragment.
-  NVRTC_ATTN_DEVICE void load_values(Values& v) const {
+  // K or V of this warp's keys, once a key tile: 16 keys by 16 columns a fragment.
+  template <int kSteps>
+  NVRTC_ATTN_DEVICE void load_own_keys(FragmentA<Element> (&a)[kSteps], unsigned tile) const {
     int const row = 64 * group + 16 * warp + (lane & 15);
-    unsigned const from = smem + Shape::kOffsetV + row * kSlabRowBytes;
+    unsigned const from = tile + row * kSlabRowBytes;
 #pragma unroll
-    for (int step = 0; step < Traits::kHeadDimV / 16; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       int const chunk = 2 * (step % 4) + (lane >> 4);
-      ldmatrix_x4(from + step / 4 * Shape::kSlabK + ((chunk ^ (row & 7)) << 4), v[step].x[0], v[step].x[1],
-                  v[step].x[2], v[step].x[3]);
+      ldmatrix_x4(from + step / 4 * Shape::kSlabK + ((chunk ^ (row & 7)) << 4), a[step].x[0], a[step].x[1],
+                  a[step].x[2], a[step].x[3]);
     }
   }
 
