@@ -472,6 +472,29 @@ def choose_forward(
     return reasons or plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms)
 
 
+def _untimed_tiles(problem: AttentionProblem, tile: Tile) -> list[Tile]:
+    """Tiles that compile without a spill and look better on paper: ``benchmarks/forward_tiles.py`` times them."""
+    widest, operands = max(problem.head_dim, problem.head_dim_v), score_operands(problem)
+    lengths = problem.varlen or problem.seqused_k
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0
+    if operands == 1 and problem.dropout_p > 0 and widest <= 128 and not problem.varlen:
+        return [replace(tile, keep_words=True)]
+    if operands or mapped or problem.further_inputs or problem.modifier is not None:
+        return []
+    if 64 < widest <= 96 and not problem.seqused_k:  # three consumers, as at head dim 64
+        return [
+            replace(tile, block_m=192, block_n=columns, half_tile=False)
+            for columns in (112, 96)
+            if columns < 112 or widest <= 80
+        ]
+    if 128 < problem.head_dim <= 192 and problem.head_dim_v <= 128 and not lengths:
+        # The output is as narrow as at head dim 128.
+        return [replace(tile, block_n=128, lazy_max=lazy) for lazy in (False, True)]
+    if 96 < widest <= 128 and problem.varlen and not problem.seqused_k and problem.window_right is not None:
+        return [replace(tile, half_tile=True)]
+    return []
+
+
 def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[ForwardPlanSpec]:
     """The table's plan and some whose tile differs from it as rows of the table differ; none where it has no plan."""
     if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):
@@ -489,6 +512,7 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles.append(replace(tile, half_tile=not tile.half_tile))
     if tile.score_tiles and tile.num_stages_q == 2:
         tiles.append(replace(tile, num_stages_q=1))
+    tiles += _untimed_tiles(problem, tile)
     fitted = fitted_columns(problem, tile.block_n, fits=True) if max(problem.head_dim, problem.head_dim_v) <= 128 else 0
     if 0 < fitted < tile.block_n:
         tiles.append(replace(tile, block_n=fitted, num_stages=2))

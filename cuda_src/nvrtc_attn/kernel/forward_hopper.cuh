@@ -447,24 +447,28 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
   __syncthreads();
   // A broadcast tells the compiler that the role is uniform over the warp.
   int const warp_group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
-  if (warp_group == 0) {
+  if constexpr (Traits::kKeepWords) {
+    int const warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
+    if (warp < 4 || warp_group > Shape::kGroups) {
+      give_registers<Shape::kRegistersProducer>();
+      if (warp == 0) {
+        ForwardLoader<Traits>(params, barriers, smem).run();
+      } else {
+        make_keep_words<Traits>(params, barriers, smem, warp < 4 ? warp - 1 : warp - 1 - 4 * Shape::kGroups);
+      }
+      return;
+    }
+  } else if (warp_group == 0) {
     give_registers<Shape::kRegistersProducer>();
     if (threadIdx.x < 32) {
       ForwardLoader<Traits>(params, barriers, smem).run();
     } else if constexpr (Traits::kMask) {
       if (threadIdx.x < 64 && params.mask_stride_m == 0) zero_hidden_values<Traits>(params, barriers, smem);
-    } else if constexpr (Traits::kKeepWords) {
-      make_keep_words<Traits>(params, barriers, smem, __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0) - 1);
     }
-  } else if (Traits::kKeepWords && warp_group == Shape::kGroups + 1) {
-    give_registers<Shape::kRegistersProducer>();
-    if constexpr (Traits::kKeepWords) {
-      make_keep_words<Traits>(params, barriers, smem, __shfl_sync(0xffffffffu, int(threadIdx.x) / 32 % 4, 0) + 3);
-    }
-  } else {
-    take_registers<Shape::kRegistersConsumer>();
-    consume_tiles<Traits>(params, barriers, smem_pointer, smem, warp_group - 1);
+    return;
   }
+  take_registers<Shape::kRegistersConsumer>();
+  consume_tiles<Traits>(params, barriers, smem_pointer, smem, warp_group - 1);
 }
 
 }  // namespace nvrtc_attn
