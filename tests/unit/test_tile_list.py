@@ -28,7 +28,7 @@ INTS = (
     "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "total_q", "total_k", "num_m_blocks",
     "num_n_blocks", "num_splits", "head_group", "lse_packed", "window_left", "window_right", "bottom_right",
     "num_tiles", "heads_per_group", "chunk_rows", "num_chunks", "num_workers", "pair_rounds", "head_pairs",
-    "tail_first_head", "tail_done", "tail_whole_heads", "query_step", "counter_offset",
+    "tail_first_head", "tail_done", "tail_whole_heads", "query_step", "counter_offset", "num_whole",
 )  # fmt: skip
 HEADERS = (
     "collective/mask.cuh", "collective/seqlen.cuh", "collective/packed_slots.cuh", "hopper/common/tile_list.cuh",

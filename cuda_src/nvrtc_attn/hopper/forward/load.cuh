@@ -7,6 +7,7 @@
 #include "../../collective/tile_words.cuh"
 #include "../common/tma.cuh"
 #include "../common/uniform.cuh"
+#include "query_rows.cuh"
 #include "scheduler.cuh"
 #include "shape.cuh"
 
@@ -90,10 +91,11 @@ struct ForwardLoader {
     while (scheduler.next(tile)) {
       bool loads = !(Traits::kVarlen && tile.b == params.batch);
       auto const seqlen = seqlen_of<Traits>(params, tile);
-      int const m0 = tile.m_block * Shape::kBlockM;
+      int const queries = QueryRows<Traits::kPackedHeads, Shape::kBlockM>::per_tile(params);
+      int const m0 = tile.m_block * queries;
       PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
       int first, last;
-      mask.template key_tiles<Shape::kBlockN>(m0, Shape::kBlockM, first, last);
+      mask.template key_tiles<Shape::kBlockN>(m0, queries, first, last);
       loads = loads && m0 < seqlen.len_q && first < last;
       if constexpr (Traits::kTileWords) {
         last = uniform(tile_line(params, tile.b, tile.h, tile.m_block).last_before(last)) + 1;
@@ -141,8 +143,8 @@ struct ForwardLoader {
     NVRTC_ATTN_DEVICE Source(HopperForwardParams const& params, Tile const& tile, int batch_index, int q_row_,
                              int k_row0_, int m0_)
         : h(tile.h), b(tile.b), q_row(q_row_), k_row0(k_row0_), m0(m0_) {
-      int const h_kv = uniform_quotient(tile.h, params.heads_per_group);
-      q_h = params.q_stride_h == 0 ? 0 : tile.h;
+      int const h_kv = Traits::kPackedHeads ? tile.h : uniform_quotient(tile.h, params.heads_per_group);
+      q_h = params.q_stride_h == 0 ? 0 : Traits::kPackedHeads ? tile.h * params.heads_per_group : tile.h;
       q_b = params.q_stride_b == 0 ? 0 : batch_index;
       k_h = params.k_stride_h == 0 ? 0 : h_kv;
       k_b = params.k_stride_b == 0 ? 0 : batch_index;
@@ -203,11 +205,19 @@ struct ForwardLoader {
   NVRTC_ATTN_DEVICE void load_q(Source const& from) {
     if (issuer) {
       Mbarrier const full = barriers.full_q(q_slot.stage);
-      full.arrive_and_expect(Shape::kBytesQ);
+      int bytes = Shape::kBytesQ;
+      if constexpr (Traits::kPackedHeads) {
+        int const group = params.heads_per_group;
+        bytes = Shape::kSlabsQ * kSlabRowBytes * (Shape::kBlockM / group * group);
+      }
+      full.arrive_and_expect(bytes);
 #pragma unroll
       for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
+        // kPackedHeads: the heads of a query lie next to each other in the box.
+        int const inner = Traits::kPackedHeads ? from.q_h : from.q_row;
+        int const outer = Traits::kPackedHeads ? from.q_row : from.q_h;
         load_box(smem + q_slot.stage * Shape::kBytesQ + slab * Shape::kSlabQ, params.tensor_map_q, full.address,
-                 slab * kSlabColumns, from.q_row, from.q_h, from.q_b, kEvictFirst);
+                 slab * kSlabColumns, inner, outer, from.q_b, kEvictFirst);
       }
     }
     q_slot.advance();
