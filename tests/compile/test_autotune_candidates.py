@@ -42,9 +42,7 @@ PROBLEMS: dict[str, tuple[str, AttentionProblem]] = {
     "d128_dropout": ("sm_90", problem(128, dropout_p=0.1, window_right=0)),
     "d32_short": ("sm_90", problem(32, 49)),
     "d64_of_an_image": ("sm_90", problem(64, 197)),
-    "d64_dropout": ("sm_90", problem(64, dropout_p=0.1)),
     "d80_causal": ("sm_90", problem(80, window_right=0)),
-    "d96": ("sm_90", problem(96)),
     "d72_packed": ("sm_90", problem(72, varlen=True)),
     "d192_128_causal": (
         "sm_90",
