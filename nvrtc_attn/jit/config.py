@@ -109,8 +109,6 @@ class HopperForwardConfig(KernelConfig):
     score_tiles: bool = False
     """The copy engine brings bias and mask as tiles; otherwise every thread reads its own elements."""
     num_stages_scores: int = 2
-    keep_words: bool = False
-    """Warps of their own make dropout's decisions ahead of the consumers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,11 @@ def problem(
     return AttentionProblem(**{**values, **changes})
 
 
+def packed_problem(head_dim: int, tokens: int = 32768) -> AttentionProblem:
+    layout = dense_layout((1, tokens, 4, head_dim), "bfloat16")
+    return problem(head_dim, varlen=True, batch=64, q=layout, k=layout, v=layout)
+
+
 def choose(asked: AttentionProblem) -> HopperForwardConfig:
     spec = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
     assert not isinstance(spec, list), spec
@@ -56,6 +61,13 @@ FLOAT = dataclasses.replace(SCORES, dtype="float32")
 UNALIGNED = dataclasses.replace(SCORES, offset_alignment=2)  # of which every thread reads its own elements
 UNALIGNED_MASK = dataclasses.replace(MASK, offset_alignment=1)
 CAUSAL = {"window_right": 0}
+NARROW_VALUES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_left": 100, "window_right": 20},
+    "varlen": {"varlen": True, "batch": 1},
+    "varlen_causal": {"varlen": True, "batch": 1, **CAUSAL},
+    "softcap": {"softcap": 30.0},
+}
 EVERYTHING = {"bias": SCORES, "mask": MASK, "softcap": 30.0, "dropout_p": 0.1, **CAUSAL}
 UNALIGNED_EVERYTHING = {**EVERYTHING, "bias": UNALIGNED, "mask": UNALIGNED_MASK}
 VARIANTS: dict[str, AttentionProblem] = {
@@ -81,6 +93,12 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d64_varlen": problem(64, varlen=True, batch=1),
     **{f"d{d}_varlen_causal": problem(d, varlen=True, seqused_k=True, **CAUSAL) for d in (64, 256)},
     "d128_varlen_full": problem(128, varlen=True),
+    "d64_varlen_causal_wide": problem(64, varlen=True, batch=1, **CAUSAL),
+    "d72_many": problem(72, batch=64),
+    "d96_many": problem(96, batch=16, seqlen_q=4096, seqlen_k=4096),
+    **{f"d{d}_varlen_many": packed_problem(d) for d in (72, 96)},
+    **{f"d192_dv128_{name}": problem(192, 128, **changes) for name, changes in NARROW_VALUES.items()},
+    "d192_causal_long": problem(192, seqlen_q=4096, seqlen_k=4096, **CAUSAL),
     "cross_77": problem(64, seqlen_q=4096, seqlen_k=77),
     "cross_20_causal": problem(64, seqlen_q=1100, seqlen_k=20, **CAUSAL),
     "cross_1": problem(40, seqlen_q=1100, seqlen_k=1),
