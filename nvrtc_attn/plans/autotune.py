@@ -109,6 +109,11 @@ def choose_backward(
     return _choose(problem, True, table, candidates, device_index, stream, plan_of, tune)
 
 
+def narrower_forward(problem: AttentionProblem, device_index: int) -> list[ForwardPlanSpec]:
+    """What else to try where the kernel of `choose_forward` spills registers."""
+    return heuristics.narrower_forward(problem, **_target(device.properties(device_index)))
+
+
 def expected_backward(problem: AttentionProblem, device_index: int) -> BackwardPlanSpec:
     """The plan that `choose_backward` takes unless it measures. Decides nothing and asks the driver for nothing new.
 

@@ -58,7 +58,7 @@ extern "C" void SPACE_run(void const* bytes, float const* scores, float const* d
   std::memcpy(&params.modifier, bytes, sizeof(x::ModifierBlock));
   long long at = 0;
   for (int b = 0; b < B; ++b) for (int h = 0; h < H; ++h) {
-    x::Modifier<float> const modifier(static_cast<Plain const&>(params), b, h);
+    x::Modifier<float> const modifier(params.modifier, b, h);
     for (int q = 0; q < M; ++q) for (int k = 0; k < N; ++k, ++at) {
       BODY
     }
@@ -80,7 +80,7 @@ def library(programs: list[tuple[Any, tuple[int, ...]]], folder: Path, header: P
         body = []
         if program.score is not None:
             body.append("out[at] = modifier.score(scores[at], q, k, slope[at]);")
-            body.append("plain[at] = modifier.score(scores[at], q, k);")
+            body.append("plain[at] = modifier.score(scores[at], q, k, q - q % 4, k - k % 8);")
         if program.mask is not None:
             body.append("keep[at] = modifier.keeps(q, k);")
         if "kTrains = true" in source:
@@ -132,7 +132,7 @@ def test_the_text_computes_what_numpy_does(part: int, tmp_path: Path, repository
         with np.errstate(all="ignore"):
             if score is not None:
                 close(case, out, exact(score))
-                np.testing.assert_array_equal(out, plain)
+                close(case, plain, exact(score))  # counted from where a tile begins
                 close(case, slopes, exact(slope(score)))
                 sums = [np.zeros(x.shape) for x in modifier.captures]
                 for node, derivative in derivatives(score).items():
