@@ -386,6 +386,12 @@ class _Position(NamedTuple):
     """Its absolute value is meant."""
 
 
+@functools.lru_cache(maxsize=1024)
+def has_head_slope(program: Program) -> bool:
+    """Whether the score's derivative is the same for all scores of a head, as ``kHeadSlope`` in the text."""
+    return program.score is None or derivatives(program.score).get(SCORE, ZERO).depends <= {"b", "h"}
+
+
 _ARITHMETIC: Final = frozenset(
     (
         "add",

@@ -37,13 +37,18 @@ constexpr float kLargeReference = 0x1p13f;
 template <class Traits>
 constexpr bool kMapsScores = Traits::kSoftcap || Traits::kHasBias || Traits::kPrescale || ModifierOf<Traits>::kScores;
 
-// The Hopper forward kernel (that alone has kLazyMax), which looks for large references anyway, takes the scores of a
-// modifier as it takes products: one operation less.
+// The scores of a modifier taken as products are, one operation less: by the Hopper forward kernel (that alone has kLazyMax),
+// which looks for large references anyway, and by the backward one where lse comes times log2(e).
 template <class Traits, class = void>
-constexpr bool kFoldsModified = false;
+constexpr bool kLooksForLarge = false;
 template <class Traits>
-constexpr bool kFoldsModified<Traits, cute::void_t<decltype(Traits::kLazyMax)>> =
-    ModifierOf<Traits>::kScores && !Traits::kHasBias;
+constexpr bool kLooksForLarge<Traits, cute::void_t<decltype(Traits::kLazyMax)>> = !Traits::kHasBias;
+template <class Traits, class = void>
+constexpr bool kReadsLog2Lse = false;
+template <class Traits>
+constexpr bool kReadsLog2Lse<Traits, cute::void_t<decltype(Traits::kLog2Lse)>> = Traits::kLog2Lse;
+template <class Traits>
+constexpr bool kFoldsModified = ModifierOf<Traits>::kScores && (kLooksForLarge<Traits> || kReadsLog2Lse<Traits>);
 
 template <class Traits>
 struct ScoreMap {
