@@ -60,9 +60,10 @@ def check(
     dtype: str,
     head_dim: int,
     operands: dict[str, Any] | None = None,
+    train: bool = True,
     **options: Any,
 ) -> None:
-    """``operands``: further inputs, as NumPy arrays."""
+    """``operands``: further inputs, as NumPy arrays. ``train``: ask for the gradients of captured arrays."""
     b, h, m, n = sizes
     operands = operands or {}
     given = {name: torch.from_numpy(x).to(DEVICE) for name, x in operands.items()}
@@ -87,7 +88,7 @@ def check(
     close("lse", lse, exact[1], tolerance)
     close("out", out, exact[0], tolerance)
 
-    trained = () if options.get("deterministic") else modifier.differentiable
+    trained = () if options.get("deterministic") or not train else modifier.differentiable
     sums = [np.zeros(x.shape) if i in trained else None for i, x in enumerate(modifier.captures)]
     expected = reference.attention_backward(
         doubles[3], *doubles[:3], *exact, modifier=wide, capture_grads=sums, **plain
@@ -148,6 +149,7 @@ def test_hopper(name: str, head_dim: int, option: str) -> None:
     with backend("hopper"):
         check(named(name), (1, 4, 333, 450), "bfloat16", head_dim, **HOPPER[option])
     assert walked("forward_hopper") == (head_dim <= 128 or option != "dropout")
+    assert walked("backward_hopper") == (head_dim <= 64 or (head_dim <= 128 and option != "dropout"))
 
 
 @pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernels run on 9.0 alone")
@@ -175,6 +177,20 @@ def test_hopper_beside_other_operands(name: str, head_dim: int, kind: str) -> No
     with backend("hopper"):
         check(named(name), sizes, "float16", head_dim, operands)
     assert walked("forward_hopper")
+    assert walked("backward_hopper") == (head_dim == 64 or kind in ("sink", "seqused_k"))
+
+
+@pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernels run on 9.0 alone")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["alibi", "head scale", "relative bias", "documents", "softcap and alibi"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_backward_alone(name: str, head_dim: int, deterministic: bool) -> None:
+    """Without a gradient of what is captured P is made before dP: of all queries, in groups of heads, and in order."""
+    plan._kernels.clear()
+    plan._plans.clear()
+    with backend("hopper"):
+        check(named(name), (1, 4, 450, 333), "float16", head_dim, train=False, deterministic=deterministic)
+    assert walked("backward_hopper")
 
 
 @pytest.mark.parametrize("family", ["portable", "hopper"])
