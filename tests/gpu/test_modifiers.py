@@ -210,19 +210,28 @@ def test_packed_sequences(name: str, head_dim: int, family: str) -> None:
     on_device = [torch.from_numpy(x).to(DEVICE) for x in starts]
     plan._kernels.clear()
     plan._plans.clear()
+    packed: dict[str, Any] = {
+        "causal": True, "cu_seqlens_q": on_device[0], "cu_seqlens_k": on_device[1], "max_seqlen_q": longest[0],
+        "max_seqlen_k": longest[1], "score_mod": modifier,
+    }  # fmt: skip
+    dout = torch.randn_like(q)
+    gradients = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     with backend(family):
-        out, lse = nvrtc_attn.attention(
-            q, k, v, score_mod=modifier, return_lse=True, causal=True, cu_seqlens_q=on_device[0],
-            cu_seqlens_k=on_device[1], max_seqlen_q=longest[0], max_seqlen_k=longest[1],
-        )  # fmt: skip
-    exact = reference.attention_forward(
-        *(x.double().cpu().numpy() for x in (q, k, v)), modifier=HostModifier(host, host.captures), causal=True,
-        cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
-    )  # fmt: skip
+        out, lse = nvrtc_attn.attention(q, k, v, return_lse=True, **packed)
+        size = api.backward_workspace_bytes(q, k, v, **packed)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+        nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, workspace=workspace, **packed)
+    doubles = [x.double().cpu().numpy() for x in (q, k, v)]
+    wide = HostModifier(host, host.captures)
+    starting: dict[str, Any] = {"causal": True, "cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    exact = reference.attention_forward(*doubles, modifier=wide, **starting)
     close("lse", lse, exact[1], 2e-3)
     close("out", out, exact[0], 2e-3)
+    expected = reference.attention_backward(dout.double().cpu().numpy(), *doubles, *exact, modifier=wide, **starting)
+    for what, ours, theirs in zip(("dq", "dk", "dv"), gradients, expected[:3], strict=True):
+        close(what, ours, theirs, 8e-3)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert walked("forward_hopper") == (family == "hopper")
+        assert walked("forward_hopper") == walked("backward_hopper") == (family == "hopper")
 
 
 @pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernels run on 9.0 alone")
