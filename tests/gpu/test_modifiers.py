@@ -88,7 +88,7 @@ def check(
     close("lse", lse, exact[1], tolerance)
     close("out", out, exact[0], tolerance)
 
-    trained = () if options.get("deterministic") or not train else modifier.differentiable
+    trained = modifier.differentiable if train else ()
     sums = [np.zeros(x.shape) if i in trained else None for i, x in enumerate(modifier.captures)]
     expected = reference.attention_backward(
         doubles[3], *doubles[:3], *exact, modifier=wide, capture_grads=sums, **plain
@@ -276,6 +276,37 @@ def test_deterministic_and_causal(name: str) -> None:
     case = next(x for x in modifiers.named_cases() if x.name == name)
     check(case, SIZES[0], "float16", 64, deterministic=True)
     check(case, SIZES[0], "float16", 128, causal=True, window_size=(60, None))
+
+
+@pytest.mark.parametrize("family", ["portable", "hopper"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["alibi", "temperature", "relative bias", "rows and columns", "array twice", "t5"])
+def test_gradients_of_captures_are_reproducible_on_request(name: str, head_dim: int, family: str) -> None:
+    """Arrays indexed by nothing, the head, the row, the key, their distance, a table, and twice; and they are right."""
+    plan._kernels.clear()
+    plan._plans.clear()
+    case, sizes = named(name), (2, 4, 700, 600)
+    with backend(family):
+        check(case, sizes, "float16", head_dim, deterministic=True, causal=True)
+        assert any(c.kernel == "captured_sum" for c, _ in plan._kernels)
+        arrays = {x: torch.from_numpy(y).to(DEVICE) for x, y in case.arrays(sizes, np.random.default_rng(0)).items()}
+        modifier = nvrtc_attn.trace(*case.make(arrays))
+        shapes = (sizes[2], sizes[3], sizes[3], sizes[2])
+        q, k, v, dout = (torch.randn(2, n, 4, head_dim, device=DEVICE, dtype=torch.float16) for n in shapes)
+        out, lse = nvrtc_attn.attention(q, k, v, return_lse=True, score_mod=modifier)
+        found = []
+        for _ in range(20):
+            gradients = [torch.empty_like(x) for x in (q, k, v)]
+            daux = [
+                torch.empty(tuple(x.shape), device=DEVICE) if i in modifier.differentiable else None
+                for i, x in enumerate(modifier.captures)
+            ]
+            api.backward_allocating(
+                dout, q, k, v, out, lse, *gradients, dlse=None, score_mod=modifier, daux=daux, softmax_scale=None,
+                deterministic=True,
+            )  # fmt: skip
+            found.append([*gradients, *(x for x in daux if x is not None)])
+    assert all(torch.equal(x, y) for more in found[1:] for x, y in zip(found[0], more, strict=True))
 
 
 def test_decoding_splits_keys() -> None:

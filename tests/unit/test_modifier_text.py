@@ -11,6 +11,7 @@ import modifiers
 import numpy as np
 import pytest
 
+from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.tensors import view
 from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.jit.codegen import entry_source, params_class
@@ -70,6 +71,20 @@ def test_the_bytes_of_a_launch() -> None:
     far = dataclasses.replace(given, strides=(2**31, 1))
     with pytest.raises(ValueError, match="int32"):
         cuda.modifier_values(modifier.program, (), [far], [None], modifier.numbers)
+
+
+def test_the_bytes_of_a_launch_with_ordered_gradients() -> None:
+    """Words of 264 bytes an element behind the plan's workspace, in the order of the gradient's own memory."""
+    table = np.zeros((3, 2), np.float32)
+    modifier = make(0.5, table)
+    gradient = view(np.zeros((2, 3), np.float32).T, "gradient")
+    assert cuda.ordered_bytes((0,), [table]) == 6 * 264
+    values = cuda.modifier_values(modifier.program, (0,), [view(table, "x")], [gradient], modifier.numbers, 4096)
+    assert values.zeroed == ((4096, 6 * 264),)
+    assert len(values.block) == cuda.block_bytes(cuda.cuda_source(modifier.program, (0,), True))
+    assert struct.unpack("<QQQiiiiiiif", values.block[:56])[1:] == (4096, gradient.ptr, 3, 2, 2, 1, 33, 99, 6, 0.5)
+    with pytest.raises(UnsupportedError, match="arrays of 5000000 elements"):
+        cuda.ordered_bytes((1,), [table, np.zeros((5, 1000000), np.float16)])
 
 
 def test_the_struct_has_what_the_text_says() -> None:
@@ -155,8 +170,12 @@ def test_only_kernels_of_scores_have_the_text() -> None:
     portable = (choose_forward(dataclasses.replace(asked, trained=()), **older), choose_backward(asked, **older))
     found = [x.config.kernel for spec in portable for x in spec.launches if x.config.features.modifier]
     assert found == ["forward_portable", "backward_portable"]
-    with pytest.raises(ValueError, match="atomics"):
-        choose_backward(dataclasses.replace(asked, deterministic=True), **target)
+    for where in (target, older):
+        summed = choose_backward(dataclasses.replace(asked, deterministic=True), **where).launches
+        texts = {x.config.kernel: x.config.features.modifier for x in summed if x.config.features.modifier}
+        assert [x.config.kernel for x in summed][-1] == "captured_sum"
+        assert all("CapturedGradient<ExactSum>" in text for text in texts.values())
+    assert "CapturedGradient<AtomicSum>" in named["backward_hopper"]
     plain = dataclasses.replace(asked, trained=(), deterministic=True)
     assert any(
         x.config.kernel == "backward_hopper" and x.config.ordered for x in choose_backward(plain, **target).launches
