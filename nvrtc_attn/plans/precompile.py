@@ -54,6 +54,7 @@ _SMALL: Final = (
     "combine",
     "dbias_reduce",
     "sink_gradient",
+    "captured_sum",
     "tile_plan",
 )
 """Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""

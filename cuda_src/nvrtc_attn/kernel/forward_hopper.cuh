@@ -242,7 +242,17 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       row = i;
       thread_lane = lane;
     }
-    ScoreTile<Traits> const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, row, thread_lane, tiles, rows};
+    ScoreTile<Traits> const scores{ModifierOf<Traits>(params, tile.b, tile.h),
+                                   map,
+                                   mask,
+                                   bias,
+                                   byte_mask,
+                                   dropout,
+                                   m0 + 64 * group,
+                                   row,
+                                   thread_lane,
+                                   tiles,
+                                   rows};
 
     DeferredSoftmax<Traits> softmax;
     float sink = 0.0f;
