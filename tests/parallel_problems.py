@@ -37,7 +37,7 @@ def problems(
         rng = np.random.default_rng([seed, index, ranks])
         if heads_divide:
             group = case.num_heads // case.num_heads_kv
-            count_kv, group = int(rng.choice([1, ranks])), min(group, 2)
+            count_kv, group = int(rng.choice([1, ranks, 2 * ranks])), min(group, 2)
             case = dataclasses.replace(
                 case, num_heads_kv=count_kv, num_heads=count_kv * (ranks if count_kv == 1 else group)
             )

@@ -68,11 +68,13 @@ def run(shared: Shared, cp: ContextParallel, device: Any, **more: Any) -> Found:
 def problems(rank: int, size: int, device: Any) -> Found:
     """Random problems with every strategy."""
     found: Found = []
-    count = 3 if device == "cpu" else 12
+    count = 3  # kernels of a problem take seconds to compile
     for strategy in ("all_gather", "ring", "auto", "ulysses"):
         for shared in parallel_problems.problems(21, count, size, heads_divide=strategy == "ulysses"):
             case = shared.case
-            cp = ContextParallel(seqlen=case.seqlen_q, seqlen_k=case.seqlen_k, strategy=strategy, layout=shared.layout)
+            cp = ContextParallel(
+                seqlen=case.seqlen_q, seqlen_k=case.seqlen_k, strategy=strategy, layout=shared.layout, pipeline=2
+            )
             found += run(shared, cp, device)
     if size == 4:
         mesh = init_device_mesh(device, (2, 2))
@@ -244,9 +246,14 @@ def main() -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(int(rank))
+    more: dict[str, Any] = {}
+    if device == "cuda":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        more["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        more["device_id"] = torch.device("cuda", int(rank))
     dist.init_process_group(
         "gloo" if device == "cpu" else "nccl", init_method=f"file://{Path(file).resolve()}", rank=int(rank),
-        world_size=int(size), timeout=datetime.timedelta(seconds=SECONDS),
+        world_size=int(size), timeout=datetime.timedelta(seconds=SECONDS), **more,
     )  # fmt: skip
     results = {}
     for name in programs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,22 +37,20 @@ class Member:
         self.board, self.rank = board, rank
 
 
-def exchange(group: Member | None, sends: Sequence[Any], shapes: Sequence[Any]) -> Pending:
-    """`exchange` between threads; refuses what torch.distributed would: sizes that do not agree."""
-    flat = torch.cat([x.reshape(-1) for tensors in sends for x in tensors])
-    if group is None:
-        return Pending(None, flat, flat, shapes)
+def exchange(group: Member, sends: Sequence[Any], receives: Sequence[Any]) -> Pending:
+    """`exchange` between threads; refuses what torch.distributed would: tensors that do not agree."""
     board, rank = group.board, group.rank
+    assert len(sends) == len(receives) == board.size
     board.sent[rank] = [[x.clone() for x in tensors] for tensors in sends]
     board.barrier.wait()
-    parts = []
-    for r, of_rank in enumerate(shapes):
-        got = [x.reshape(-1) for x in board.sent[r][rank]]
-        assert sum(x.numel() for x in got) == sum(math.prod(shape) for shape in of_rank), (r, rank)
-        parts += got
-    received = torch.cat([*parts, flat[:0]])
+    for r, tensors in enumerate(receives):
+        for mine, theirs in zip(tensors, board.sent[r][rank], strict=True):
+            assert mine.shape == theirs.shape
+            assert mine.dtype == theirs.dtype
+            assert mine.is_contiguous() or r == rank
+            mine.copy_(theirs)
     board.barrier.wait()
-    return Pending(None, flat, received, shapes)
+    return Pending()
 
 
 def run_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
@@ -99,7 +96,7 @@ def make(name: str, size: int, layout: Any, seqlens: tuple[int, int]) -> tuple[A
         if name == "ring":
             return strategies.Ring(Member(board, rank), rank, chunks_q, chunks_k)
         if name == "ulysses":
-            return strategies.Ulysses(Member(board, rank), rank, chunks_q, chunks_k, everything)
+            return strategies.Ulysses(Member(board, rank), rank, chunks_q, chunks_k, everything, pipeline=2)
         width = 2
         inner, outer = Member(rows[rank // width], rank % width), Member(columns[rank % width], rank // width)
         boards.extend((inner.board, outer.board))

@@ -180,8 +180,8 @@ class ContextParallel:
             step = 1 if level == len(self._groups) - 1 else dist.get_world_size(self._groups[-1])
             first = ranks[0][0] - dist.get_rank(group) * step
             theirs = [tuple(first + i * step + j for j in range(len(ranks[0]))) for i in range(count)]
-            shapes = [[_resized(x, dim, length(chunks[r])) for r in of_rank] for of_rank in theirs]
-            received = exchange(group, [parts] * count, shapes).wait()
+            received = [[x.new_empty(_resized(x, dim, length(chunks[r]))) for r in of_rank] for of_rank in theirs]
+            exchange(group, [parts] * count, received).wait()
             parts, ranks = [y for of_rank in received for y in of_rank], [tuple(r for of in theirs for r in of)]
         whole = x.new_empty(_resized(x, dim, self.seqlen_k if keys else self.seqlen))
         for r, part in zip(ranks[0], parts, strict=True):
@@ -364,7 +364,7 @@ class ContextParallel:
         if name == "ulysses" and why_not:
             raise ValueError(f"strategy: 'ulysses' over {size} ranks, but {why_not}. Use 'all_gather' or 'auto'.")
         if name == "ulysses" or (name == "auto" and k.shape[2] % size == 0 and not why_not):
-            return Ulysses(groups[0], rank, self.chunks_q, self.chunks_k, everything)
+            return Ulysses(groups[0], rank, self.chunks_q, self.chunks_k, everything, pipeline)
         if name == "ring":
             return Ring(groups[0], rank, self.chunks_q, self.chunks_k)
         return AllGather(groups[0], rank, self.chunks_q, self.chunks_k, pipeline)

@@ -9,10 +9,10 @@ import torch
 
 from ... import api
 from ...front.call import CallOptions
-from ...front.operands import OPTIONAL_INPUTS
+from ...front.operands import BACKWARD, OPTIONAL_INPUTS
 from ...front.part import Part
 from ...front.philox import RngState
-from .. import passes
+from ..tensors import detached
 from .layouts import Band, Interval
 
 
@@ -52,38 +52,64 @@ def slice_scores(x: torch.Tensor | None, heads: slice, rows: slice, keys: Interv
     return found
 
 
+def empty_partial(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    """Memory for the out of some of the keys: float32 where there is a kernel for it."""
+    dtype = q.dtype if q.is_cuda else torch.float32
+    return torch.empty((*q.shape[:3], head_dim_v), dtype=dtype, device=q.device)
+
+
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, mask: torch.Tensor | None,
-    options: CallOptions, whole: Whole, *, partial: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Out and lse of one part. ``partial`` results are float32 where there is a kernel for it."""
-    if partial and q.dtype != torch.float32 and not q.is_cuda:
-        out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        named = _optional(bias, mask, whole)
-        api.attention_forward(q, k, v, out, lse=lse, **named, rng=whole.rng, **options.arguments())
-        return out, lse
-    tensors = (q, k, v, *_optional(bias, mask, whole).values())
-    found: tuple[torch.Tensor, torch.Tensor] = passes.forward(tensors, options, whole.rng)
-    return found
+    out: torch.Tensor, options: CallOptions, whole: Whole,
+) -> torch.Tensor:  # fmt: skip
+    """Write out of one part to ``out``, which may be a part of a larger tensor, and return its lse."""
+    named = {name: detached(x) for name, x in _optional(bias, mask, whole).items()} | options.arguments()
+    lse: torch.Tensor
+    _, lse = api.attention(detached(q), detached(k), detached(v), rng=whole.rng, out=out, return_lse=True, **named)
+    return lse
 
 
 def backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    options: CallOptions, whole: Whole,
-) -> Any:  # fmt: skip
-    """The shares dq, dk, dv and dbias of one part, float32 where there is a kernel for it; dbias None if not asked."""
-    if q.dtype != torch.float32 and not q.is_cuda:
-        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if options.dbias else None
-        api.attention_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, dlse=dlse, dbias=dbias, **_optional(bias, mask, whole), rng=whole.rng,
-            deterministic=options.deterministic, **options.arguments(),
-        )  # fmt: skip
-        return dq, dk, dv, dbias
-    tensors = (q, k, v, *_optional(bias, mask, whole).values())
-    return passes.backward(tensors, out, lse, dout, dlse, options, whole.rng)
+    gradients: tuple[torch.Tensor, ...], options: CallOptions, whole: Whole, *, add: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """The shares of one part of dq, dk and dv: dq is written, dk and dv likewise or, with ``add``, added to.
+
+    ``gradients`` may be parts of larger tensors, and float32. Returns dbias where the options ask for it.
+    """
+    dq, dk, dv = gradients
+    of_q, of_k, of_v = (
+        x if _writes(q, x) and not (add and x is not dq) else torch.empty(x.shape, dtype=like, device=q.device)
+        for x, like in ((dq, q.dtype), (dk, _share_dtype(q)), (dv, _share_dtype(q)))
+    )
+    dbias = None
+    if options.dbias and bias is not None:
+        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+    named = {**_optional(bias, mask, whole), "dlse": dlse, "dbias": dbias, "q": q, "k": k, "v": v, "out": out}
+    named |= {"dout": dout, "lse": lse, "dq": of_q, "dk": of_k, "dv": of_v}
+    api.run_backward(
+        tuple(detached(named.get(name)) for name in BACKWARD), options, whole.rng, None, None,
+        new_workspace=lambda size: torch.empty(size, dtype=torch.uint8, device=q.device),
+    )  # fmt: skip
+    if of_q is not dq:
+        dq.copy_(of_q)
+    for x, share in ((dk, of_k), (dv, of_v)):
+        if add:
+            x += share
+        elif share is not x:
+            x.copy_(share)
+    return dbias
+
+
+def _share_dtype(q: torch.Tensor) -> torch.dtype:
+    """Of a part's gradients that are added to others: float32 where there is a kernel for it."""
+    return q.dtype if q.is_cuda else torch.float32
+
+
+def _writes(q: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a kernel writes a gradient of the type of ``x``."""
+    return x.dtype in (q.dtype, _share_dtype(q))
 
 
 def _optional(bias: Any, mask: Any, whole: Whole) -> dict[str, Any]:
