@@ -84,7 +84,7 @@ def milliseconds(
     """(median over repeats of the slowest rank's time, GiB at most on any rank). Fewer repeats of what takes long."""
     times: list[float] = []
     on_gpu = device.type == "cuda"
-    number = 0
+    number, calls = 0, 1
     while len(times) < repeats:
         if on_gpu and number == 1:
             torch.cuda.reset_peak_memory_stats()
@@ -94,13 +94,15 @@ def milliseconds(
         if on_gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        step()
+        for _ in range(calls):
+            step()
         if on_gpu:
             torch.cuda.synchronize()
-        taken = torch.tensor([1e3 * (time.perf_counter() - start)], device=device)
+        taken = torch.tensor([1e3 * (time.perf_counter() - start) / calls], device=device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
-        if number == 1:  # the same number on every rank
-            repeats = min(repeats, max(2, int(1e3 * seconds / float(taken))))
+        if number == 1:  # the same numbers on every rank; short ones follow one another, as in a model
+            calls = max(1, min(8, int(60 / float(taken))))
+            repeats = min(repeats, max(2, int(1e3 * seconds / (calls * float(taken)))))
         if number >= 2:  # kernels compile, allocators and communicators warm up
             times.append(float(taken))
         number += 1

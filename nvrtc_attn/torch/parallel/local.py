@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ... import api
+from ...base import env
 from ...front.call import CallOptions
-from ...front.operands import BACKWARD, OPTIONAL_INPUTS
+from ...front.operands import BACKWARD, FORWARD, INPUTS, OPTIONAL_INPUTS
 from ...front.part import Part
 from ...front.philox import RngState
-from ..tensors import detached
+from ...front.tensors import view
+from ..tensors import address_of, detached, raw_stream, remember, signature
 from .layouts import Band, Interval
+
+_plans: dict[Any, Any] = {}
+"""Everything of a part but its addresses -> plan, and where its dropout begins."""
 
 
 class Whole(NamedTuple):
@@ -31,14 +37,22 @@ class Whole(NamedTuple):
     batch: Interval | None = None
     """Of a still larger attention, whose dropout mask this one has: where its batch entries lie, of how many."""
     heads: Interval | None = None
+    return_lse: bool = True
+    """Whether somebody asks for the lse of the rank's rows."""
 
     def part(self, heads: slice, rows: Interval, keys: Interval, num_heads: int) -> CallOptions:
         """The options of the part with these query heads (of ``num_heads`` here), rows and keys."""
         first, count = self.heads or (0, num_heads)
-        part = Part(batch=self.batch, heads=(first + heads.start, count))
         if self.lengths is None:
-            part = replace(part, rows=(rows[0], self.rows), keys=(keys[0], self.keys))
+            part = _part(self.batch, (first + heads.start, count), (rows[0], self.rows), (keys[0], self.keys))
+        else:
+            part = _part(self.batch, (first + heads.start, count), None, None)
         return self.options._replace(part=part, return_lse=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _part(batch: Interval | None, heads: Interval, rows: Interval | None, keys: Interval | None) -> Part:
+    return Part(batch=batch, heads=heads, rows=rows, keys=keys)
 
 
 def slice_scores(x: torch.Tensor | None, heads: slice, rows: slice, keys: Interval) -> torch.Tensor | None:
@@ -63,10 +77,43 @@ def forward(
     out: torch.Tensor, options: CallOptions, whole: Whole,
 ) -> torch.Tensor:  # fmt: skip
     """Write out of one part to ``out``, which may be a part of a larger tensor, and return its lse."""
-    named = {name: detached(x) for name, x in _optional(bias, mask, whole).items()} | options.arguments()
-    lse: torch.Tensor
-    _, lse = api.attention(detached(q), detached(k), detached(v), rng=whole.rng, out=out, return_lse=True, **named)
+    named = _optional(bias, mask, whole)
+    if not q.is_cuda:
+        lse: torch.Tensor
+        arguments = {name: detached(x) for name, x in named.items()} | options.arguments()
+        _, lse = api.attention(
+            detached(q), detached(k), detached(v), rng=whole.rng, out=out, return_lse=True, **arguments
+        )
+        return lse
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    named |= {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if out.numel():
+        _run(api.plan_forward, FORWARD, named, options, whole.rng)
     return lse
+
+
+def _run(make: Callable[..., Any], order: Sequence[str], named: dict[str, Any], options: CallOptions, rng: Any) -> None:
+    """Launch a pass of a part on the current stream; planned once for these shapes, strides and options.
+
+    The public functions look at every tensor anew, which takes longer than the kernel of a short part.
+    """
+    operands = [named.get(name) for name in order]
+    key = (order, *map(signature, operands), options, env.raw_backend())
+    known = _plans.get(key)
+    if known is None:
+        inputs = {name: detached(x) for name, x in named.items() if name in INPUTS}
+        call = api.checked_call(**inputs, options=options, stream=None)
+        views = {name: view(x.detach(), name) for name, x in named.items() if x is not None and name not in INPUTS}
+        known = remember(_plans, key, (make(call, views), call.dropout_base))
+    plan, base = known
+    index = named["q"].get_device()
+    workspace = None
+    if plan.workspace_bytes:
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=named["q"].device)
+    plan.run(
+        raw_stream(index), tuple(map(address_of, operands)), 0 if workspace is None else workspace.data_ptr(),
+        rng.moved(base) if options.dropout_p > 0 else rng,
+    )  # fmt: skip
 
 
 def backward(
@@ -88,10 +135,10 @@ def backward(
         dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     named = {**_optional(bias, mask, whole), "dlse": dlse, "dbias": dbias, "q": q, "k": k, "v": v, "out": out}
     named |= {"dout": dout, "lse": lse, "dq": of_q, "dk": of_k, "dv": of_v}
-    api.run_backward(
-        tuple(detached(named.get(name)) for name in BACKWARD), options, whole.rng, None, None,
-        new_workspace=lambda size: torch.empty(size, dtype=torch.uint8, device=q.device),
-    )  # fmt: skip
+    if q.is_cuda:
+        _run(api.plan_backward, BACKWARD, named, options, whole.rng)
+    else:
+        api.run_backward(tuple(detached(named.get(name)) for name in BACKWARD), options, whole.rng, None, None)
     if of_q is not dq:
         dq.copy_(of_q)
     for x, share in ((dk, of_k), (dv, of_v)):

@@ -47,8 +47,8 @@ class Gradients(NamedTuple):
 
 
 class Strategy(Protocol):
-    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
-        """Return out and lse of the rank's rows, and what `backward` needs."""
+    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor | None, Saved]:
+        """Return out and lse (where it is asked for) of the rank's rows, and what `backward` needs."""
 
     def backward(
         self, saved: tuple[Any, ...], whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None
@@ -418,10 +418,12 @@ class Ulysses(_Tokens):
 
         return finish
 
-    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
+    def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor | None, Saved]:
         groups = self._groups(x.q.shape[2], x.k.shape[2])
         out = x.q.new_empty((*x.q.shape[:3], x.v.shape[3]))
-        lse = x.q.new_empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), dtype=torch.float32)
+        lse = None
+        if whole.return_lse:
+            lse = x.q.new_empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), dtype=torch.float32)
         saved: list[Any] = [x.q.shape[2], x.k.shape[2], None if x.bias is None else tuple(x.bias.shape)]
         leaving: list[Callable[[], None]] = []
 
@@ -438,9 +440,10 @@ class Ulysses(_Tokens):
             inputs = Inputs(q, k, v, bias, mask, x.head + heads[self.rank].q.start, x.num_heads)
             of_heads, lse_of_heads, of_inside = self.inside.forward(inputs, whole)
             saved += [len(of_inside), *of_inside]
-            leaving.append(
-                self._to_tokens(heads, (of_heads, out, 1, False, False), (lse_of_heads, lse, 2, False, False))
-            )
+            back = [(of_heads, out, 1, False, False)]
+            if lse is not None and lse_of_heads is not None:
+                back.append((lse_of_heads, lse, 2, False, False))
+            leaving.append(self._to_tokens(heads, *back))
             if len(leaving) == AHEAD:
                 leaving.pop(0)()
         for finish in leaving:
