@@ -46,9 +46,17 @@ def features_of(problem: AttentionProblem, *, behind: bool = False) -> Features:
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
         part=problem.dropout_pitches is not None,
+        float32_q=is_float32(problem, "out", "dq"),
+        float32_k=is_float32(problem, "dk", "dv"),
         modifier="" if problem.modifier is None else cuda_source(problem.modifier, problem.trained),
         optional=" ".join(name for name in problem.further_inputs if behind or not OPERANDS[name].behind),
     )
+
+
+def is_float32(problem: AttentionProblem, *names: str) -> bool:
+    """Whether any of these results is float32 and q is not."""
+    layouts = (problem.layout_of(name) for name in names)
+    return problem.dtype != "float32" and any(x is not None and x.dtype == "float32" for x in layouts)
 
 
 def maps_scores(features: Features) -> bool:

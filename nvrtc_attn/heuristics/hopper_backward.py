@@ -14,7 +14,7 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
 from . import hopper_dbias, portable_backward, portable_dq, tile_words
-from .common import ceil_div, features_of, is_aligned, is_full_shape, packed_slots
+from .common import ceil_div, features_of, is_aligned, is_float32, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (
     DTYPES_16BIT,
@@ -106,7 +106,9 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     waves = tile.splits * key_tiles(problem) / num_sms
     fused = waves > 2 and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
     full_width = product_width(min(problem.head_dim, problem.head_dim_v)) == 128
-    return replace(tile, block_m=80 if full_width and not fused else block_m, fused=fused)
+    # Blocks of dq of 80 queries are turned round in 16 bits.
+    transposed = full_width and not fused and not is_float32(problem, "dq")
+    return replace(tile, block_m=80 if transposed else block_m, fused=fused)
 
 
 def key_tiles(problem: AttentionProblem) -> int:
@@ -266,6 +268,11 @@ def dout_layout(problem: AttentionProblem) -> OperandLayout:
 def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     """The config of the dk/dv kernel of ``problem`` with ``tile``."""
     features = features_of(problem)
+    features = replace(  # of what this kernel itself stores
+        features,
+        float32_q=features.float32_q and has_one_key_tile(problem),
+        float32_k=features.float32_k and tile.splits == 1,
+    )
     keep_words = uses_keep_words(problem)
     one_key_tile = has_one_key_tile(problem)
     config = HopperBackwardConfig(
@@ -388,7 +395,12 @@ def plan_spec(
         # Not more registers than those of dense problems need (40), for the sake of the one that makes the list.
         min_blocks_per_sm=48 // prepare_warps(config.head_dim_v) if varlen else 1,
     )
-    convert = BackwardConfig(kernel="dq_convert", transposed_blocks=config.block_m == 80, **shape)
+    results = features_of(problem)
+    convert = BackwardConfig(
+        kernel="dq_convert",
+        transposed_blocks=config.block_m == 80,
+        **(shape | {"features": Features(varlen=problem.varlen, float32_q=results.float32_q)}),
+    )
     m_params: tuple[tuple[str, int], ...] = (("num_m_blocks", num_m_blocks),)
     launches, workspaces = [], []
     words_params: tuple[tuple[str, int], ...] = ()
@@ -423,7 +435,10 @@ def plan_spec(
         )
     )
     if config.split:
-        convert_dkv = BackwardConfig(kernel="dkv_convert", **(shape | {"num_warps": 4, "block_m": 64}))
+        features = Features(varlen=problem.varlen, float32_k=results.float32_k)
+        convert_dkv = BackwardConfig(
+            kernel="dkv_convert", **(shape | {"num_warps": 4, "block_m": 64, "features": features})
+        )
         launches.append(
             Launch(
                 config=convert_dkv,

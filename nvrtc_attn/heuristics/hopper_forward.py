@@ -261,7 +261,10 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         score_tiles=tile.score_tiles,
         num_stages_scores=tile.num_stages_scores,
     )
-    return tile_words.with_words(config) if tile_words.pays(problem, tile.block_n) else config
+    if tile_words.pays(problem, tile.block_n):
+        return tile_words.with_words(config)
+    # Tiles of packed sequences are handed out anyway, and beside a mask a second warp follows the schedule.
+    return replace(config, tickets=problem.sm_margin is not None and not (problem.varlen or problem.mask))
 
 
 def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
@@ -393,6 +396,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     words = tile_words.words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     return ForwardPlanSpec(
         tile_words_bytes=words.nbytes if words else 0,
+        ticket_bytes=4 * config.tickets,
         launches=(
             *([tile_words.plan_launch(words, config)] if words else ()),
             Launch(

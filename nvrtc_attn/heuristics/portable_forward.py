@@ -354,7 +354,8 @@ def choose_forward(
         num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, slots, max_splits)
     plans: tuple[Launch, ...] = ()
     words_params: tuple[tuple[str, int], ...] = ()
-    words_bytes, softmax_bytes = 0, 8 * num_splits * num_rows if num_splits > 1 else 0
+    splits = num_splits > 1 or config.features.float32_q
+    words_bytes, softmax_bytes = 0, 8 * num_splits * num_rows if splits else 0
     if tile_words.pays(problem, config.block_n) and _has_lines(problem, config, num_m_blocks):
         config = tile_words.with_words(config)
         words = tile_words.words_of(
@@ -362,7 +363,7 @@ def choose_forward(
         )
         plans, words_params = (tile_words.plan_launch(words, config, softmax_bytes),), words.params(softmax_bytes)
         words_bytes = words.nbytes
-    if num_splits == 1:
+    if num_splits == 1 and not config.features.float32_q:
         units = heads + (problem.num_heads // group if problem.varlen else 0)
         grid = units * num_m_blocks
         if problem.varlen and group == 1:
@@ -382,7 +383,8 @@ def choose_forward(
         )
         return ForwardPlanSpec(launches=(*plans, launch), tile_words_bytes=words_bytes)
 
-    split_config = replace(config, split=True)
+    # Float32 results come from float32 partial ones, even of a single split: one more kernel converts anyway.
+    split_config = replace(config, split=True, features=replace(config.features, float32_q=False))
     combine_config = ForwardConfig(
         kernel="combine",
         arch=arch,
@@ -397,6 +399,7 @@ def choose_forward(
         features=Features(
             varlen=problem.varlen,
             prescale=maps_scores(config.features),
+            float32_q=config.features.float32_q,
             optional=" ".join(name for name in problem.further_inputs if OPERANDS[name].behind),
         ),
     )

@@ -111,17 +111,19 @@ def make(name: str, size: int, layout: Any, seqlens: tuple[int, int]) -> tuple[A
     return chunks_q, chunks_k, of
 
 
-def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> list[str]:
     """Run one problem on ``size`` threads; what is wrong with it."""
     monkeypatch.setattr(strategies, "exchange", exchange)
     case = shared.case
-    given = parallel_problems.whole_tensors(case)
+    given = parallel_problems.whole_tensors(case, device)
     keywords = parallel_problems.options(case)
     seed, offset = keywords.pop("rng")
     left, right = check_window(Violations(), case.causal, case.window_size)
+    options = CallOptions(**keywords, return_lse=True, dbias="bias" in given, deterministic=case.deterministic)
     whole = local.Whole(
-        CallOptions(**keywords, return_lse=True, dbias="bias" in given), RngState(seed, offset), case.seqlen_q,
-        case.seqlen_k, band_of(left, right, case.seqlen_q, case.seqlen_k, case.causal != "top_left"),
+        options, RngState(seed, offset), case.seqlen_q, case.seqlen_k,
+        band_of(left, right, case.seqlen_q, case.seqlen_k, case.causal != "top_left"),
+        sm_margin=None if device == "cpu" else 0,
     )  # fmt: skip
     chunks_q, chunks_k, strategy = make(name, size, shared.layout, (case.seqlen_q, case.seqlen_k))
 
@@ -144,6 +146,7 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch)
         for key, x in zip(("out", "lse", "dq", "dk", "dv", "dbias"), results, strict=True):
             if x is None:
                 continue
+            x = x.cpu()
             chunks = chunks_k[rank] if key in ("dk", "dv") else chunks_q[rank]
             dim = 2 if key in ("lse", "dbias") else 1
             if key == "dbias" and given["bias"].shape[2] == 1:

@@ -67,7 +67,7 @@ template <class Traits, int kTilesD>
 NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftmax<Traits> const& softmax,
                                   ScoreMap<Traits> const& map, float sink, ForwardParams const& params, int b, int h,
                                   int batch_index, int q_row0, int len_q, int i, int lane) {
-  using Element = typename Traits::Element;
+  using Element = ResultQ<Traits>;
   int const t = lane & 3;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

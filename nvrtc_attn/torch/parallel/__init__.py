@@ -62,6 +62,9 @@ class ContextParallel:
     check
         Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``,
         ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1`` means always.
+    sm_margin
+        Multiprocessors that the kernels leave to communication. None are needed for it to begin: kernels hand out their
+        tiles as multiprocessors ask for them, and do not wait for those that NCCL has.
 
     Raises
     ------
@@ -85,6 +88,7 @@ class ContextParallel:
         layout: Any = "zigzag",
         pipeline: int | None = None,
         check: str = "first",
+        sm_margin: int = 0,
     ) -> None:
         found = Violations()
         self.seqlen = check_integer(found, "seqlen", seqlen) or 0
@@ -100,11 +104,14 @@ class ContextParallel:
             )
         if check not in ("first", "always", "never"):
             found.value(f"check: got {shown(check)}. It is 'first', 'always' or 'never'.")
+        if (check_integer(found, "sm_margin", sm_margin) or 0) < 0:
+            found.value(f"sm_margin: got {sm_margin}. It is at least 0.")
         if pipeline is not None and (check_integer(found, "pipeline", pipeline) or 0) < 1:
             found.value(f"pipeline: got {shown(pipeline)}. It is at least 1.")
         self._groups = _groups_of(found, group, len(pair))
         found.stop()
         self.strategy, self._pipeline, self._check, self._calls = strategy, pipeline, check, 0
+        self._sm_margin = sm_margin
         self._checked: dict[Any, bool] = {}  # calls whose tensors were looked at
         sizes = [dist.get_world_size(x) for x in self._groups]
         ranks = [dist.get_rank(x) for x in self._groups]
@@ -291,6 +298,7 @@ class ContextParallel:
             None if part is None else part.batch,
             None if part is None else part.heads,
             return_lse,
+            self._sm_margin if q.is_cuda and self.size > 1 else None,
         )
         out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask)
         return (out, lse) if return_lse else out

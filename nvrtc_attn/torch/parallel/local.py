@@ -39,20 +39,23 @@ class Whole(NamedTuple):
     heads: Interval | None = None
     return_lse: bool = True
     """Whether somebody asks for the lse of the rank's rows."""
+    sm_margin: int | None = None
+    """`Part.sm_margin` of every part."""
 
     def part(self, heads: slice, rows: Interval, keys: Interval, num_heads: int) -> CallOptions:
         """The options of the part with these query heads (of ``num_heads`` here), rows and keys."""
         first, count = self.heads or (0, num_heads)
-        if self.lengths is None:
-            part = _part(self.batch, (first + heads.start, count), (rows[0], self.rows), (keys[0], self.keys))
-        else:
-            part = _part(self.batch, (first + heads.start, count), None, None)
+        where: tuple[Interval | None, Interval | None]
+        where = (None, None) if self.lengths else ((rows[0], self.rows), (keys[0], self.keys))
+        part = _part(self.batch, (first + heads.start, count), *where, self.sm_margin)
         return self.options._replace(part=part, return_lse=True)
 
 
 @functools.lru_cache(maxsize=4096)
-def _part(batch: Interval | None, heads: Interval, rows: Interval | None, keys: Interval | None) -> Part:
-    return Part(batch=batch, heads=heads, rows=rows, keys=keys)
+def _part(
+    batch: Interval | None, heads: Interval, rows: Interval | None, keys: Interval | None, sm_margin: int | None
+) -> Part:
+    return Part(batch=batch, heads=heads, rows=rows, keys=keys, sm_margin=sm_margin)
 
 
 def slice_scores(x: torch.Tensor | None, heads: slice, rows: slice, keys: Interval) -> torch.Tensor | None:
@@ -67,9 +70,14 @@ def slice_scores(x: torch.Tensor | None, heads: slice, rows: slice, keys: Interv
 
 
 def empty_partial(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
-    """Memory for the out of some of the keys: float32 where there is a kernel for it."""
-    dtype = q.dtype if q.is_cuda else torch.float32
-    return torch.empty((*q.shape[:3], head_dim_v), dtype=dtype, device=q.device)
+    """Memory for the out of some of the keys."""
+    return torch.empty((*q.shape[:3], head_dim_v), dtype=torch.float32, device=q.device)
+
+
+def empty_share(q: torch.Tensor, options: CallOptions) -> torch.Tensor:
+    """Memory for the dq of some of the keys: float32 where there is a kernel for it."""
+    dtype = q.dtype if q.is_cuda and options.deterministic else torch.float32
+    return torch.empty(q.shape, dtype=dtype, device=q.device)
 
 
 def forward(
@@ -123,12 +131,12 @@ def backward(
 ) -> torch.Tensor | None:  # fmt: skip
     """The shares of one part of dq, dk and dv: dq is written, dk and dv likewise or, with ``add``, added to.
 
-    ``gradients`` may be parts of larger tensors, and float32. Returns dbias where the options ask for it.
+    ``gradients`` may be parts of larger tensors, and of the type of q or float32. Returns dbias where the options ask
+    for it.
     """
     dq, dk, dv = gradients
     of_q, of_k, of_v = (
-        x if _writes(q, x) and not (add and x is not dq) else torch.empty(x.shape, dtype=like, device=q.device)
-        for x, like in ((dq, q.dtype), (dk, _share_dtype(q)), (dv, _share_dtype(q)))
+        torch.empty(x.shape, dtype=torch.float32, device=q.device) if add and x is not dq else x for x in gradients
     )
     dbias = None
     if options.dbias and bias is not None:
@@ -139,24 +147,10 @@ def backward(
         _run(api.plan_backward, BACKWARD, named, options, whole.rng)
     else:
         api.run_backward(tuple(detached(named.get(name)) for name in BACKWARD), options, whole.rng, None, None)
-    if of_q is not dq:
-        dq.copy_(of_q)
-    for x, share in ((dk, of_k), (dv, of_v)):
-        if add:
-            x += share
-        elif share is not x:
-            x.copy_(share)
+    if add:
+        dk += of_k
+        dv += of_v
     return dbias
-
-
-def _share_dtype(q: torch.Tensor) -> torch.dtype:
-    """Of a part's gradients that are added to others: float32 where there is a kernel for it."""
-    return q.dtype if q.is_cuda else torch.float32
-
-
-def _writes(q: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a kernel writes a gradient of the type of ``x``."""
-    return x.dtype in (q.dtype, _share_dtype(q))
 
 
 def _optional(bias: Any, mask: Any, whole: Whole) -> dict[str, Any]:

@@ -285,7 +285,7 @@ class Ring(_Tokens):
             under_way = self._pass_on(source, k, v) if step + 1 < self.size else None
             dk, dv = (torch.zeros(y.shape, dtype=torch.float32, device=y.device) for y in (k, v))
             for chunk, at, keys, where in self._pairs(whole, source):
-                share = torch.empty(x.q[:, at].shape, dtype=torch.float32, device=x.q.device)
+                share = local.empty_share(x.q[:, at], whole.options)
                 of_bias = local.backward(
                     x.q[:, at], k[:, where], v[:, where], slice_scores(x.bias, heads, at, keys),
                     slice_scores(x.mask, heads, at, keys), out[:, at], lse[:, :, at], dout[:, at],

@@ -62,7 +62,7 @@ struct ForwardLoader {
       if constexpr (Scores::kSlabsBias > 0) prefetch_tensor_map(params.tensor_map_bias);
       if constexpr (Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
     }
-    TileScheduler<Traits::kBand, Traits::kVarlen> scheduler(params);
+    TileScheduler<Traits::kBand, Traits::kVarlen, Traits::kTickets> scheduler(params);
     WorkTile tile;
     while (scheduler.next(tile)) {
       bool loads = !(Traits::kVarlen && tile.b == params.batch);
@@ -77,7 +77,7 @@ struct ForwardLoader {
         loads = loads && first < last;
       }
       if (!loads) {
-        if constexpr (Traits::kVarlen) scheduler.take(issuer);
+        if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.take(issuer);
         announce(tile.m_block, tile.h, tile.b);
         if (issuer) barriers.full_q(q_slot.stage).arrive();
         q_slot.advance();
@@ -99,7 +99,7 @@ struct ForwardLoader {
         load_scores(from, n);
         load_v(from, n + 1);
       }
-      if constexpr (Traits::kVarlen) scheduler.take(issuer);
+      if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.take(issuer);
       load_v(from, first);
     }
     announce(-1, 0, 0);

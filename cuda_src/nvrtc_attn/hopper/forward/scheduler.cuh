@@ -7,7 +7,7 @@
 // round has the shortest of the next. The host picks the number of rounds that comes out most even.
 //
 // Packed: the real tiles, from a list (hopper/common/tile_list.cuh), once for every few heads. Every block takes the tile
-// of its own index first and then the next that nobody has taken.
+// of its own index first and then the next that nobody has taken. With kTickets dense ones are handed out so, too.
 #pragma once
 #include "../../params.cuh"
 #include "../common/tile_list.cuh"
@@ -28,7 +28,7 @@ NVRTC_ATTN_DEVICE int moved_on(int i, int head, int count) {
   return sum - uniform_quotient(sum, count) * count;
 }
 
-template <bool kBand, bool kVarlen>
+template <bool kBand, bool kVarlen, bool kTickets = false>
 struct TileScheduler {
   HopperForwardParams const& params;
   int round = 0;
@@ -49,7 +49,7 @@ struct TileScheduler {
 };
 
 template <>
-struct TileScheduler<true, false> {
+struct TileScheduler<true, false, false> {
   HopperForwardParams const& params;
   int step = 0;  // twice the round, plus one for the second tile of a pair
 
@@ -107,8 +107,35 @@ NVRTC_ATTN_DEVICE TileList query_tile_list(HopperForwardParams const& params) {
   return {reinterpret_cast<int*>(params.softmax_partial)};
 }
 
+// Dense, head after head, the longest tile of each first: a block that started late, because others had its multiprocessor,
+// takes fewer of them. The host has set the counter to zero.
 template <bool kBand>
-struct TileScheduler<kBand, true> {
+struct TileScheduler<kBand, false, true> {
+  HopperForwardParams const& params;
+  int taken = int(blockIdx.x);  // of the lane that has taken it
+
+  NVRTC_ATTN_DEVICE explicit TileScheduler(HopperForwardParams const& params_) : params(params_) {}
+
+  NVRTC_ATTN_DEVICE bool next(WorkTile& tile) {
+    int const t = uniform(taken);
+    if (t >= params.num_tiles) return false;
+    int const head = uniform_quotient(t, params.num_m_blocks);
+    int const rank = t - head * params.num_m_blocks;
+    tile.m_block = kBand ? params.num_m_blocks - 1 - rank : rank;
+    tile.b = uniform_quotient(head, params.num_heads);
+    tile.h = head - tile.b * params.num_heads;
+    return true;
+  }
+
+  // Ahead of next(), by all lanes: the answer takes its time.
+  NVRTC_ATTN_DEVICE void take(bool issuer) {
+    taken = 0;
+    if (issuer) taken = int(gridDim.x) + atomicAdd(query_tile_list(params).counter(), 1);
+  }
+};
+
+template <bool kBand>
+struct TileScheduler<kBand, true, false> {
   HopperForwardParams const& params;
   int taken = int(blockIdx.x);  // of the lane that has taken it
 
