@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from cases import Array, Case
 
-from nvrtc_attn.torch.parallel.layouts import chunks_of, length
+from nvrtc_attn.front.chunks import chunks_of, length
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -15,11 +15,11 @@ from parallel_problems import Shared, take  # noqa: E402
 
 import nvrtc_attn  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
+from nvrtc_attn.front.chunks import band_of, chunks_of, joined, length, needed, places, together  # noqa: E402
 from nvrtc_attn.front.philox import RngState  # noqa: E402
 from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
 from nvrtc_attn.torch.parallel import local, merge_partials, strategies  # noqa: E402
 from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
-from nvrtc_attn.torch.parallel.layouts import band_of, chunks_of, joined, length, needed, places, together  # noqa: E402
 
 QUICK, FULL = 8, 2000
 

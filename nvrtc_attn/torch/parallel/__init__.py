@@ -15,6 +15,7 @@ from ...base import env
 from ...base.errors import UnsupportedError, shown
 from ...base.version import __version__
 from ...front.call import CallOptions, describe_shapes, plain_options
+from ...front.chunks import Chunks, band_of, chunks_of, length, places, together
 from ...front.part import Part
 from ...front.philox import NO_RNG, RngState
 from ...front.problem import Causal, WindowSize
@@ -24,7 +25,6 @@ from ..ops import cast_for_autocast
 from ..random import checked_rng
 from ..tensors import remember, signature
 from .exchange import exchange, same_everywhere
-from .layouts import Chunks, band_of, chunks_of, length, places, together
 from .local import Whole, merge_partials
 from .strategies import AllGather, Inputs, Ring, Strategy, Ulysses
 

@@ -11,12 +11,12 @@ import torch
 from ... import api
 from ...base import env
 from ...front.call import CallOptions
+from ...front.chunks import Band, Interval
 from ...front.operands import BACKWARD, FORWARD, INPUTS, OPTIONAL_INPUTS
 from ...front.part import Part
 from ...front.philox import RngState
 from ...front.tensors import view
 from ..tensors import address_of, detached, raw_stream, remember, signature
-from .layouts import Band, Interval
 
 _plans: dict[Any, Any] = {}
 """Everything of a part but its addresses -> plan, and where its dropout begins."""

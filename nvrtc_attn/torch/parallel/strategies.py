@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...front.chunks import Chunks, Interval, common, length, needed, places, reach, together
 from . import local
 from .exchange import Pending, exchange
-from .layouts import Chunks, Interval, common, length, needed, places, reach, together
 from .local import Whole, slice_scores
 
 Saved = tuple[Any, ...]
