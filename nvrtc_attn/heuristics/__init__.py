@@ -70,7 +70,8 @@ def choose_backward(
 
     _check_part(problem)
     num_sms = _left(problem, num_sms)
-    if backend in ("auto", "portable") and arch != "sm_75" and not is_float32(problem, "dq", "dk", "dv"):
+    plain = not (_legacy(arch, backend) or is_float32(problem, "dq", "dk", "dv"))
+    if backend in ("auto", "portable") and plain:
         short = portable_backward.short_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
         if short is not None:
             return short
@@ -83,7 +84,7 @@ def choose_backward(
         if not isinstance(found, list):
             return found
         _log_portable("backward: the portable kernels", found, backend)
-    return portable_backward.choose_backward(
+    return portable_backward.choose_first(
         problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
     )
 

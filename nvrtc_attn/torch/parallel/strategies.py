@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...front.chunks import Chunks, Interval, common, length, needed, places, reach, together
-from . import local
 from .exchange import Pending, exchange
-from .local import Whole, slice_scores
+from .local import Whole, empty_partial, empty_share, merge_into, slice_scores
+from .local import backward as backward_here
+from .local import forward as forward_here
 
 Saved = tuple[Any, ...]
 AHEAD = 2
@@ -139,7 +140,7 @@ class AllGather(_Tokens):
             of_q = slice(heads.start * per_head, heads.stop * per_head)
             for chunk, at in self.rows():
                 keys, where = _seen(chunk, whole, routes.have)
-                lse[:, of_q, at] = local.forward(
+                lse[:, of_q, at] = forward_here(
                     x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
                     slice_scores(x.mask, of_q, at, keys), out[:, at, of_q],
                     whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads), whole,
@@ -179,7 +180,7 @@ class AllGather(_Tokens):
                     written = where.start, where.stop
                     for y in of_all:
                         y[:, : where.start], y[:, where.stop :] = 0, 0
-                share = local.backward(
+                share = backward_here(
                     x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
                     slice_scores(x.mask, of_q, at, keys), out[:, at, of_q], lse[:, of_q, at], dout[:, at, of_q],
                     None if dlse is None else dlse[:, of_q, at], (dq[:, at, of_q], *(y[:, where] for y in of_all)),
@@ -259,13 +260,13 @@ class Ring(_Tokens):
             source = (self.rank - step) % self.size
             under_way = self._pass_on(source, k, v) if step + 1 < self.size else None
             for chunk, at, keys, where in self._pairs(whole, source):
-                out_part = local.empty_partial(x.q[:, at], x.v.shape[3])
-                lse_part = local.forward(
+                out_part = empty_partial(x.q[:, at], x.v.shape[3])
+                lse_part = forward_here(
                     x.q[:, at], k[:, where], v[:, where], slice_scores(x.bias, heads, at, keys),
                     slice_scores(x.mask, heads, at, keys), out_part,
                     whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole,
                 )  # fmt: skip
-                local.merge_into(out[:, at], lse[:, :, at], out_part, lse_part)
+                merge_into(out[:, at], lse[:, :, at], out_part, lse_part)
             if under_way is not None:
                 pending, (k, v) = under_way
                 pending.wait()
@@ -285,8 +286,8 @@ class Ring(_Tokens):
             under_way = self._pass_on(source, k, v) if step + 1 < self.size else None
             dk, dv = (torch.zeros(y.shape, dtype=torch.float32, device=y.device) for y in (k, v))
             for chunk, at, keys, where in self._pairs(whole, source):
-                share = local.empty_share(x.q[:, at], whole.options)
-                of_bias = local.backward(
+                share = empty_share(x.q[:, at], whole.options)
+                of_bias = backward_here(
                     x.q[:, at], k[:, where], v[:, where], slice_scores(x.bias, heads, at, keys),
                     slice_scores(x.mask, heads, at, keys), out[:, at], lse[:, :, at], dout[:, at],
                     None if dlse is None else dlse[:, :, at], (share, dk[:, where], dv[:, where]),
