@@ -46,7 +46,8 @@ def run(shared: Shared, cp: ContextParallel, device: Any, **more: Any) -> Found:
             keywords[name] = x if x.shape[2] == 1 else take(x, of_q, 2)
     if "bias" in keywords:
         bias = keywords["bias"] = keywords["bias"].detach().clone().requires_grad_()
-    out, lse = cp.attention(q, k, v, return_lse=True, **keywords, **more)
+    sink = given["sink"].detach().clone().requires_grad_() if "sink" in given else None
+    out, lse = cp.attention(q, k, v, return_lse=True, sink=sink, **keywords, **more)
     gradients = [take(given["dout"], of_q, 1)]
     if "dlse" in given:
         gradients.append(take(given["dlse"], of_q, 2))
@@ -62,6 +63,9 @@ def run(shared: Shared, cp: ContextParallel, device: Any, **more: Any) -> Found:
             found["dbias"] = share
         else:
             found["dbias"] = cp.unshard(bias.grad, 2)
+    if sink is not None:
+        found["dsink"] = sink.grad.float()
+        dist.all_reduce(found["dsink"])
     return [f"{cp.strategy}, {shared}: {fault}" for fault in parallel_problems.faults(case, found)]
 
 

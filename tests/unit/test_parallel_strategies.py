@@ -119,7 +119,9 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch,
     keywords = parallel_problems.options(case)
     seed, offset = keywords.pop("rng")
     left, right = check_window(Violations(), case.causal, case.window_size)
-    options = CallOptions(**keywords, return_lse=True, dbias="bias" in given, deterministic=case.deterministic)
+    options = CallOptions(
+        **keywords, return_lse=True, dbias="bias" in given, dsink="sink" in given, deterministic=case.deterministic
+    )
     whole = local.Whole(
         options, RngState(seed, offset), case.seqlen_q, case.seqlen_k,
         band_of(left, right, case.seqlen_q, case.seqlen_k, case.causal != "top_left"),
@@ -135,7 +137,13 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch,
         ]
         mine = strategy(rank)
         inputs = strategies.Inputs(
-            take(given["q"], of_q, 1), take(given["k"], of_k, 1), take(given["v"], of_k, 1), *scores, 0, case.num_heads
+            take(given["q"], of_q, 1),
+            take(given["k"], of_k, 1),
+            take(given["v"], of_k, 1),
+            *scores,
+            0,
+            case.num_heads,
+            given.get("sink"),
         )
         out, lse, saved = mine.forward(inputs, whole)
         dlse = take(given["dlse"], of_q, 2) if "dlse" in given else None
@@ -143,10 +151,13 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch,
 
     found: dict[str, Any] = {}
     for rank, results in enumerate(run_ranks(size, work)):
-        for key, x in zip(("out", "lse", "dq", "dk", "dv", "dbias"), results, strict=True):
+        for key, x in zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsink"), results, strict=True):
             if x is None:
                 continue
             x = x.cpu()
+            if key == "dsink":  # the share of the rank's rows
+                found[key] = found.get(key, 0) + x
+                continue
             chunks = chunks_k[rank] if key in ("dk", "dv") else chunks_q[rank]
             dim = 2 if key in ("lse", "dbias") else 1
             if key == "dbias" and given["bias"].shape[2] == 1:

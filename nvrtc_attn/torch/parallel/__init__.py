@@ -223,6 +223,7 @@ class ContextParallel:
         return_lse: bool = False,
         deterministic: bool | None = None,
         part: Part | None = None,
+        sink: torch.Tensor | None = None,
     ) -> Any:
         """`nvrtc_attn.torch.attention` of this rank's tokens in the whole sequence, with gradients.
 
@@ -235,6 +236,8 @@ class ContextParallel:
         bias, mask : ``[1|B, 1|H, 1|tokens, 1|Mk]``, optional
             This rank's rows (or one), all keys of the whole. The gradient of a bias with one row is this rank's share:
             add it up over the ranks, as the gradients of all parameters that ranks have in common.
+        sink : ``[H]``, optional
+            One more logit in every row of a head, on every rank. Its gradient is this rank's share likewise.
         rng
             Default: a seed that the first rank draws from torch's generator, for all of them. Otherwise the same on all
             ranks. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
@@ -259,7 +262,7 @@ class ContextParallel:
             what differs between them (see ``check``).
         """
         q, k, v, bias = cast_for_autocast(q, k, v, bias)
-        grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias))
+        grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink))
         if deterministic is None:
             deterministic = grad and torch.are_deterministic_algorithms_enabled()
         options = plain_options(
@@ -268,11 +271,12 @@ class ContextParallel:
                 dropout_p=dropout_p, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=True,
                 deterministic=deterministic,
                 dbias=grad and bias is not None and bias.requires_grad,
+                dsink=grad and sink is not None and sink.requires_grad,
             )
         )  # fmt: skip
         lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
         packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-        self._check_tensors(q, k, v, bias, mask, lengths, options, part)
+        self._check_tensors({"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}, lengths, options, part)
         strategy = self._strategy(q, k)
         if packed and not _has_all_tokens(strategy):
             raise UnsupportedError(
@@ -282,7 +286,7 @@ class ContextParallel:
             )
         always = self._check == "always" or env.debug()
         if always or (self._check == "first" and not self._calls):
-            self._compare(q, k, v, bias, mask, options, part, grad, rng)
+            self._compare(q, k, v, bias, mask, sink, options, part, grad, rng)
         self._calls += 1
         # The band of the whole: what a rank needs of the others follows from it.
         found = Violations()
@@ -300,27 +304,28 @@ class ContextParallel:
             return_lse,
             self._sm_margin if q.is_cuda and self.size > 1 else None,
         )
-        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask)
+        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask, sink)
         return (out, lse) if return_lse else out
 
     def _check_tensors(
-        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, lengths: dict[str, Any], options: CallOptions,
-        part: Part | None,
-    ) -> None:  # fmt: skip
+        self, given: dict[str, Any], lengths: dict[str, Any], options: CallOptions, part: Part | None
+    ) -> None:
         """Refuse this rank's tensors by what it knows: as `nvrtc_attn.attention` would those of the whole."""
-        tokens, keys = self.local_seqlen, self.local_seqlen_k
-        given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+        tokens, keys, q = self.local_seqlen, self.local_seqlen_k, given["q"]
         key: Any = (*map(signature, given.values()), *map(signature, lengths.values()), options)
         if key in self._checked and part is None:
             return
         faults, operands = [], {}
         for name, x in given.items():
-            if x is None and name in ("bias", "mask"):
+            if x is None and name in ("bias", "mask", "sink"):
                 continue
             if not isinstance(x, torch.Tensor):
                 raise TypeError(
                     f"{name}: got {shown(x)} of type {type(x).__name__}. ContextParallel takes torch tensors."
                 )
+            if name == "sink":
+                operands[name] = (tuple(x.shape), str(x.dtype).removeprefix("torch."))
+                continue
             if x.dim() != 4:
                 raise ValueError(f"{name}: shape {tuple(x.shape)} has rank {x.dim()}. Expected rank 4.")
             if x.device != q.device:
@@ -340,7 +345,7 @@ class ContextParallel:
                 f"part: got {shown(part)}. It is an nvrtc_attn.Part of batch and heads, rows and keys are the ranks'"
             )
         if (
-            any(x is not None and x.shape[2] != 1 for x in (bias, mask))
+            any(x is not None and x.shape[2] != 1 for x in (given["bias"], given["mask"]))
             and min(map(length, self.chunks_q)) <= 1 < self.size
         ):
             faults.append("bias, mask: some rank has a single row, whose rows cannot be told from a broadcast one")
@@ -386,8 +391,8 @@ class ContextParallel:
         return AllGather(groups[0], rank, self.chunks_q, self.chunks_k, pipeline)
 
     def _compare(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, options: CallOptions,
-        part: Part | None, grad: bool, rng: Any,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, sink: Any,
+        options: CallOptions, part: Part | None, grad: bool, rng: Any,
     ) -> None:  # fmt: skip
         """Ask all ranks whether they mean the same call."""
         words = rng if isinstance(rng, tuple) else (rng,)
@@ -401,7 +406,8 @@ class ContextParallel:
             {
                 "dtype": str(q.dtype), "device type": q.device.type, "batch": q.shape[0],
                 "heads": (q.shape[2], k.shape[2]), "head dims": (q.shape[3], v.shape[3]),
-                "bias": scores(bias), "mask": scores(mask), "options": str(options), "gradient": grad,
+                "bias": scores(bias), "mask": scores(mask), "sink": None if sink is None else str(sink.dtype),
+                 "options": str(options), "gradient": grad,
                 "part": None if part is None else (part.batch, part.heads), "rng": seed,
             },
         )  # fmt: skip
@@ -460,8 +466,9 @@ class _Unshard(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, whole: Whole, *tensors: Any) -> Any:
-        q, k, v, bias, mask = tensors
-        out, lse, saved = strategy.forward(Inputs(q, k, v, bias, mask, 0, q.shape[2]), whole)
+        q, k, v, bias, mask, sink = tensors
+        out, lse, saved = strategy.forward(Inputs(q, k, v, bias, mask, 0, q.shape[2], sink), whole)
+        ctx.sink_dtype = None if sink is None else sink.dtype
         ctx.save_for_backward(*(x for x in saved if isinstance(x, torch.Tensor)))
         ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in saved]
         ctx.strategy, ctx.whole, ctx.like_out = strategy, whole, (out.shape, out.dtype, out.device)
@@ -477,4 +484,5 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
             shape, dtype, device = ctx.like_out
             dout = torch.zeros(shape, dtype=dtype, device=device)
         gradients = ctx.strategy.backward(saved, ctx.whole, dout.contiguous(), dlse)
-        return None, None, *gradients, None
+        *of_inputs, dsink = gradients
+        return None, None, *of_inputs, None, None if dsink is None else dsink.to(ctx.sink_dtype)

@@ -48,7 +48,7 @@ class Whole(NamedTuple):
         where: tuple[Interval | None, Interval | None]
         where = (None, None) if self.lengths else ((rows[0], self.rows), (keys[0], self.keys))
         part = _part(self.batch, (first + heads.start, count), *where, self.sm_margin)
-        return self.options._replace(part=part, return_lse=True)
+        return self.options._replace(part=part, return_lse=True, dsink=False)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,6 +158,27 @@ def _optional(bias: Any, mask: Any, whole: Whole) -> dict[str, Any]:
     given = {"bias": bias, "mask": mask}
     given |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), whole.lengths or (), strict=False))
     return {name: given.get(name) for name in OPTIONAL_INPUTS}
+
+
+def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
+    """Let the sink ``[H]`` take its share of every row, in place: of results over all keys, once.
+
+    No kernel has to know of it, in which calls of a row it would count more than once.
+    """
+    total = torch.logaddexp(lse, sink.float()[None, :, None])
+    out.mul_(_weight(lse, total.masked_fill(total == -torch.inf, 0.0)))
+    lse.copy_(total)
+
+
+def sink_gradient(
+    out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, sink: torch.Tensor
+) -> torch.Tensor:
+    """``dsink[h] = -sum over rows of exp(sink[h] - lse) * (rowsum(dout * out) - dlse)``, float32, of these rows."""
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    taken = torch.exp(sink.float()[None, :, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
+    return -(taken * delta).sum((0, 2))
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:

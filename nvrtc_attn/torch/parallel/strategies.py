@@ -19,7 +19,7 @@ import torch
 
 from ...front.chunks import Chunks, Interval, common, length, needed, places, reach, together
 from .exchange import Pending, exchange
-from .local import Whole, empty_partial, empty_share, merge_into, slice_scores
+from .local import Whole, apply_sink, empty_partial, empty_share, merge_into, sink_gradient, slice_scores
 from .local import backward as backward_here
 from .local import forward as forward_here
 
@@ -38,6 +38,7 @@ class Inputs(NamedTuple):
     mask: torch.Tensor | None
     head: int
     num_heads: int
+    sink: torch.Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -45,6 +46,8 @@ class Gradients(NamedTuple):
     dk: torch.Tensor
     dv: torch.Tensor
     dbias: torch.Tensor | None
+    dsink: torch.Tensor | None = None
+    """Float32, the share of the rank's rows."""
 
 
 class Strategy(Protocol):
@@ -146,6 +149,8 @@ class AllGather(_Tokens):
                     whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads), whole,
                 )  # fmt: skip
             del k, v
+        if x.sink is not None:
+            apply_sink(out, lse, x.sink)
         return out, lse, (*x, out, lse)
 
     def backward(
@@ -199,7 +204,7 @@ class AllGather(_Tokens):
                 returning.pop(0)()
         for finish in returning:
             finish()
-        return Gradients(dq, dk, dv, _dbias_like(dbias, x.bias))
+        return Gradients(dq, dk, dv, _dbias_like(dbias, x.bias), _dsink(x, whole, out, lse, dout, dlse))
 
     def _return(
         self, routes: _Routes, of_all: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
@@ -270,6 +275,8 @@ class Ring(_Tokens):
             if under_way is not None:
                 pending, (k, v) = under_way
                 pending.wait()
+        if x.sink is not None:
+            apply_sink(out, lse, x.sink)
         result = out.to(x.q.dtype)
         return result, lse, (*x, result, lse)
 
@@ -308,7 +315,10 @@ class Ring(_Tokens):
         if travelling is not None:
             pending, (dk, dv) = travelling
             pending.wait()
-        return Gradients(dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), _dbias_like(dbias, x.bias))
+        return Gradients(
+            dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), _dbias_like(dbias, x.bias),
+            _dsink(x, whole, out, lse, dout, dlse),
+        )  # fmt: skip
 
 
 class _Heads(NamedTuple):
@@ -438,7 +448,8 @@ class Ulysses(_Tokens):
                 y if y is None else heads[self.rank].of(y, 1, False) if y.shape[2] == 1 else scores.pop(0)
                 for y in (x.bias, x.mask)
             )
-            inputs = Inputs(q, k, v, bias, mask, x.head + heads[self.rank].q.start, x.num_heads)
+            sink = None if x.sink is None else x.sink[heads[self.rank].q]
+            inputs = Inputs(q, k, v, bias, mask, x.head + heads[self.rank].q.start, x.num_heads, sink)
             of_heads, lse_of_heads, of_inside = self.inside.forward(inputs, whole)
             saved += [len(of_inside), *of_inside]
             back = [(of_heads, out, 1, False, False)]
@@ -468,6 +479,7 @@ class Ulysses(_Tokens):
         dk, dv = (dout.new_zeros((y.shape[0], tokens_k, num_heads_kv, y.shape[3]), dtype=kind) for y in (k, v))
         wants = whole.options.dbias and bias_shape is not None
         dbias = torch.zeros(bias_shape, dtype=torch.float32, device=dout.device) if wants else None
+        dsink = torch.zeros(num_heads, dtype=torch.float32, device=dout.device) if whole.options.dsink else None
         leaving: list[Callable[[], None]] = []
 
         def begin(heads: Sequence[_Heads]) -> tuple[Pending, list[torch.Tensor]]:
@@ -482,6 +494,8 @@ class Ulysses(_Tokens):
                 (found.dq, dq, 1, False, False), (found.dk.to(kind), dk, 1, True, shared),
                 (found.dv.to(kind), dv, 1, True, shared),
             ]  # fmt: skip
+            if dsink is not None and found.dsink is not None:
+                dsink[heads[self.rank].q] = found.dsink
             if dbias is not None and found.dbias is not None:
                 if dbias.shape[2] == 1:
                     share = heads[self.rank].of(dbias, 1, False)
@@ -493,9 +507,8 @@ class Ulysses(_Tokens):
                 leaving.pop(0)()
         for finish in leaving:
             finish()
-        return Gradients(
-            dq, dk.to(dout.dtype), dv.to(dout.dtype), dbias if dbias is None or bias is None else dbias.to(bias.dtype)
-        )
+        dbias = dbias if dbias is None or bias is None else dbias.to(bias.dtype)
+        return Gradients(dq, dk.to(dout.dtype), dv.to(dout.dtype), dbias, dsink)
 
 
 def _begun_ahead(groups: Sequence[Any], begin: Callable[[Any], Any]) -> Iterator[Any]:
@@ -575,6 +588,12 @@ def _add_dbias(dbias: torch.Tensor | None, share: Any, heads: slice, rows: slice
         part = slice_scores(dbias, heads, rows, keys)
         assert part is not None
         part += share
+
+
+def _dsink(
+    x: Inputs, whole: Whole, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> torch.Tensor | None:
+    return sink_gradient(out, lse, dout, dlse, x.sink) if x.sink is not None and whole.options.dsink else None
 
 
 def _dbias_like(dbias: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
