@@ -14,7 +14,7 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
 from ..modifiers.cuda import has_head_slope, takes_registers
-from .common import ceil_div, choose_captured, features_of, is_aligned, is_full_shape, packed_slots
+from .common import ceil_div, choose_captured, features_of, is_aligned, is_float32, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (
     DTYPES_16BIT,
@@ -146,12 +146,13 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     waves = tile.splits * key_tiles(problem) / num_sms
     fused = waves > 2 and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
     widths = [product_width(x) for x in (problem.head_dim, problem.head_dim_v)]
-    full_width = min(widths) == 128 and not fused
-    parts = choose_parts(problem, 80 if full_width else block_m, num_sms)
+    # Blocks of dq of 80 queries are turned round in 16 bits.
+    transposed = min(widths) == 128 and not fused and not is_float32(problem, "dq")
+    parts = choose_parts(problem, 80 if transposed else block_m, num_sms)
     splits = 1 if parts > 1 else tile.splits
     tile = replace(tile, fused=fused, splits=splits, parts=parts, **registers_of(problem))
     # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
-    return replace(tile, block_m=80) if full_width and splits == 1 else tile
+    return replace(tile, block_m=80) if transposed and splits == 1 else tile
 
 
 def registers_of(problem: AttentionProblem) -> dict[str, bool]:
@@ -219,7 +220,7 @@ def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
     """
     group = problem.num_heads // max(problem.num_heads_kv, 1)
     tiles = key_tiles(problem)
-    if not is_plain(problem) or not tiles:
+    if not is_plain(problem) or not tiles or is_float32(problem, "dk", "dv"):  # its parts write the type of k
         return 1
     if problem.band:
         unbounded = problem.window_left is None and problem.window_right is not None
@@ -366,6 +367,11 @@ def dout_layout(problem: AttentionProblem) -> OperandLayout:
 def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     """The config of the dk/dv kernel of ``problem`` with ``tile``."""
     features = features_of(problem)
+    features = replace(  # of what this kernel itself stores
+        features,
+        float32_q=features.float32_q and has_one_key_tile(problem),
+        float32_k=features.float32_k and tile.splits == 1,
+    )
     keep_words = uses_keep_words(problem)
     one_key_tile = has_one_key_tile(problem)
     config = HopperBackwardConfig(
@@ -532,7 +538,12 @@ def plan_spec(
         # Not more registers than those of dense problems need (40), for the sake of the one that makes the list.
         min_blocks_per_sm=48 // prepare_warps(config.head_dim_v) if varlen else 1,
     )
-    convert = BackwardConfig(kernel="dq_convert", transposed_blocks=config.block_m == 80, **shape)
+    results = features_of(problem)
+    convert = BackwardConfig(
+        kernel="dq_convert",
+        transposed_blocks=config.block_m == 80,
+        **(shape | {"features": Features(varlen=problem.varlen, float32_q=results.float32_q)}),
+    )
     m_params: tuple[tuple[str, int], ...] = (("num_m_blocks", num_m_blocks),)
     launches, workspaces = [], []
     words_params: tuple[tuple[str, int], ...] = ()
@@ -567,7 +578,10 @@ def plan_spec(
         )
     )
     if config.split:
-        convert_dkv = BackwardConfig(kernel="dkv_convert", **(shape | {"num_warps": 4, "block_m": 64}))
+        features = Features(varlen=problem.varlen, float32_k=results.float32_k)
+        convert_dkv = BackwardConfig(
+            kernel="dkv_convert", **(shape | {"num_warps": 4, "block_m": 64, "features": features})
+        )
         launches.append(
             Launch(
                 config=convert_dkv,

@@ -357,7 +357,10 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         num_stages_scores=tile.num_stages_scores,
         packed_heads=tile.packed_heads,
     )
-    return with_words(config) if words_pay(problem, tile.block_n) else config
+    if words_pay(problem, tile.block_n):
+        return with_words(config)
+    # Tiles of packed sequences are handed out anyway, and beside a mask a second warp follows the schedule.
+    return replace(config, tickets=problem.sm_margin is not None and not (problem.varlen or problem.mask))
 
 
 def queries_of_tile(problem: AttentionProblem, tile: Tile) -> int:
@@ -497,6 +500,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     words = words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     return ForwardPlanSpec(
         tile_words_bytes=words.nbytes if words else 0,
+        ticket_bytes=4 * config.tickets,
         launches=(
             *([plan_launch(words, config)] if words else ()),
             Launch(

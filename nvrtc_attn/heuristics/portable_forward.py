@@ -410,13 +410,14 @@ def choose_forward(
         return ForwardPlanSpec(launches=(launch,))
     plans: tuple[Launch, ...] = ()
     words_params: tuple[tuple[str, int], ...] = ()
-    words_bytes, softmax_bytes = 0, 8 * num_splits * num_rows if num_splits > 1 else 0
+    splits = num_splits > 1 or config.features.float32_q
+    words_bytes, softmax_bytes = 0, 8 * num_splits * num_rows if splits else 0
     if words_pay(problem, config.block_n) and _has_lines(problem, config, num_m_blocks):
         config = with_words(config)
         words = words_of(problem, problem.seqlen_q if config.packed_heads else config.block_m, config.block_n)
         plans, words_params = (plan_launch(words, config, softmax_bytes),), words.params(softmax_bytes)
         words_bytes = words.nbytes
-    if num_splits == 1:
+    if num_splits == 1 and not config.features.float32_q:
         units = heads + (problem.num_heads // group if problem.varlen else 0)
         grid = units * num_m_blocks
         if problem.varlen and group == 1:
@@ -436,7 +437,8 @@ def choose_forward(
         )
         return ForwardPlanSpec(launches=(*plans, launch), tile_words_bytes=words_bytes)
 
-    split_config = replace(config, split=True)
+    # Float32 results come from float32 partial ones, even of a single split: one more kernel converts anyway.
+    split_config = replace(config, split=True, features=replace(config.features, float32_q=False))
     combine_config = ForwardConfig(
         kernel="combine",
         arch=arch,
@@ -451,6 +453,7 @@ def choose_forward(
         features=Features(
             varlen=problem.varlen,
             prescale=maps_scores(config.features),
+            float32_q=config.features.float32_q,
             optional=" ".join(name for name in problem.further_inputs if OPERANDS[name].behind),
         ),
     )
@@ -482,9 +485,12 @@ def choose_forward(
 def _may_cluster(
     problem: AttentionProblem, config: ForwardConfig, num_splits: int, smem_limit: int, num_sms: int
 ) -> bool:
-    """Whether the blocks of ``num_splits`` splits can be a cluster. Words of tiles lie behind partial results."""
+    """Whether the blocks of ``num_splits`` splits can be a cluster: it writes results of the type of q.
+
+    Words of tiles lie behind partial results.
+    """
     fits = smem_bytes(replace(config, split=True, cluster=num_splits)) <= smem_limit
-    other = problem.varlen or words_pay(problem, config.block_n)
+    other = problem.varlen or config.features.float32_q or words_pay(problem, config.block_n)
     enough = num_splits <= 8 or num_sms >= WIDE_CLUSTER_SMS
     return config.arch == "sm_90" and num_splits in CLUSTERS and enough and config.warps_d == 1 and fits and not other
 

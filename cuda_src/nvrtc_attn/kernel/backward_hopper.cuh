@@ -53,6 +53,7 @@ template <class Traits, int kOwn = -1>
 struct KeyTileConsumer {
   using Shape = HopperBackwardShape<Traits>;
   using Element = typename Shape::Element;
+  using Result = ResultK<Traits>;
   using Work = KeyTileWork<Traits>;
   using Scores = ScoreBlock<Traits, Shape>;
   using Modifier = ModifierOf<Traits>;
@@ -519,10 +520,11 @@ struct KeyTileConsumer {
     int const tile0 = Shape::kSplitRows ? 0 : group * Shape::kTilesDq;
     if constexpr (Traits::kOneKeyTile) {
       int const row = m0 + 16 * row_block;
-      store_rows<Element>(reinterpret_cast<Element*>(params.dq) + index_t(work.tile.b) * params.dq_stride_b +
-                              index_t(row) * params.dq_stride_m + index_t(head) * params.dq_stride_h + 8 * tile0,
-                          params.dq_stride_m, dq, params.scale, work.seqlen.len_q - row, params.head_dim - 8 * tile0,
-                          lane);
+      using Result = ResultQ<Traits>;
+      store_rows<Result>(reinterpret_cast<Result*>(params.dq) + index_t(work.tile.b) * params.dq_stride_b +
+                             index_t(row) * params.dq_stride_m + index_t(head) * params.dq_stride_h + 8 * tile0,
+                         params.dq_stride_m, dq, params.scale, work.seqlen.len_q - row, params.head_dim - 8 * tile0,
+                         lane);
       return;
     }
     int const block = Shape::kTransposedDq ? (4 * group + warp) * Shape::kTilesDq : row_block * Shape::kTilesD + tile0;
@@ -549,15 +551,15 @@ struct KeyTileConsumer {
 
   NVRTC_ATTN_DEVICE void store_dk(DkTiles const& dk, Work const& work) {
     int const key = work.n0 + 64 * group + 16 * warp;
-    store_rows<Element>(key_rows<Element>(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h,
-                                          work.tile, work.seqlen, key),
-                        params.dk_stride_n, dk, params.scale, work.seqlen.len_k_slot - key, params.head_dim, lane);
+    store_rows<Result>(key_rows<Result>(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h,
+                                        work.tile, work.seqlen, key),
+                       params.dk_stride_n, dk, params.scale, work.seqlen.len_k_slot - key, params.head_dim, lane);
   }
   NVRTC_ATTN_DEVICE void store_dv(DvTiles const& dv, Work const& work) {
     int const key = work.n0 + 64 * group + 16 * warp;
-    store_rows<Element>(key_rows<Element>(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h,
-                                          work.tile, work.seqlen, key),
-                        params.dv_stride_n, dv, 1.0f, work.seqlen.len_k_slot - key, params.head_dim_v, lane);
+    store_rows<Result>(key_rows<Result>(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h,
+                                        work.tile, work.seqlen, key),
+                       params.dv_stride_n, dv, 1.0f, work.seqlen.len_k_slot - key, params.head_dim_v, lane);
   }
 
   // kSplit: this warp's 16 keys. Which tile it was is read again, and K released behind that: over the loop there are no
