@@ -394,7 +394,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     return ForwardPlanSpec(
         tile_words_bytes=words.nbytes if words else 0,
         launches=(
-            *([tile_words.plan_launch(words, config)] if words else ()),
+            *([tile_words.plan_launch(problem, words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,

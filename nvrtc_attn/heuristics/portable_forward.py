@@ -360,7 +360,8 @@ def choose_forward(
         words = tile_words.words_of(
             problem, problem.seqlen_q if config.packed_heads else config.block_m, config.block_n
         )
-        plans, words_params = (tile_words.plan_launch(words, config, softmax_bytes),), words.params(softmax_bytes)
+        plans = (tile_words.plan_launch(problem, words, config, softmax_bytes),)
+        words_params = words.params(softmax_bytes)
         words_bytes = words.nbytes
     if num_splits == 1:
         units = heads + (problem.num_heads // group if problem.varlen else 0)

@@ -22,6 +22,7 @@ from .modifier import Program
 _TYPES: Final = {"float": "float", "int": "int", "bool": "bool"}
 _LEAVES: Final = (*INPUTS, "number", "param")
 _FLOAT32_MAX: Final = 3.4028234663852886e38
+_FLOAT32: Final = struct.Struct("f")
 _BLOCK_BYTES: Final = re.compile(r"^// ModifierBlock: (\d+) bytes$", re.MULTILINE)
 
 EXPRESSIONS: Final[dict[str, str]] = {
@@ -71,7 +72,7 @@ def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
         "};",
         "template <class Params>",
         "struct Modified : Params {",
-        "  ModifierBlock modifier;",
+        "  alignas(alignof(Params)) ModifierBlock modifier;  // not in the padding at the end of Params",
         "};",
         "template <class Element>",
         "struct Modifier {",
@@ -81,9 +82,7 @@ def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
         "  ModifierBlock const& block;",
         "  int b, h;",
         *(f"  {_TYPES[x.kind]} {name};" for x, name in members.items()),
-        "  template <class Params>",
-        "  NVRTC_ATTN_DEVICE Modifier(Params const& params, int b_, int h_)",
-        "      : block(static_cast<Modified<Params> const&>(params).modifier), b(b_), h(h_) {",
+        "  NVRTC_ATTN_DEVICE Modifier(ModifierBlock const& block_, int b_, int h_) : block(block_), b(b_), h(h_) {",
         *text.body(list(members), inside=True),
         *(f"    {name} = {text.name(x, inside=True)};" for x, name in members.items()),
         "  }",
@@ -301,4 +300,4 @@ def _literal(node: Node) -> str:
         return "not_a_number()"
     if abs(value) > _FLOAT32_MAX:
         return "infinity()" if value > 0 else "-infinity()"
-    return f"{float(value).hex()}f"
+    return f"{_FLOAT32.unpack(_FLOAT32.pack(value))[0].hex()}f"

@@ -23,7 +23,8 @@ template <class Traits>
 struct ModifierOf<Traits, cute::void_t<typename Traits::Modifier>> : Traits::Modifier {
   static constexpr bool kAny = true;
   template <class Params>
-  NVRTC_ATTN_DEVICE ModifierOf(Params const& params, int b, int h) : Traits::Modifier(params, b, h) {}
+  NVRTC_ATTN_DEVICE ModifierOf(Params const& params, int b, int h)
+      : Traits::Modifier(static_cast<typename Traits::ModifiedParams const&>(params).modifier, b, h) {}
 };
 
 // -- What the text is made of.
@@ -107,34 +108,54 @@ struct CapturedGradient {
 template <class Modifier, int kTilesM, int kTilesN, bool kMasks = Modifier::kMasks>
 struct MaskBits {
   NVRTC_ATTN_DEVICE void compute(Modifier const&, int, int) {}
+  NVRTC_ATTN_DEVICE void fill() {}
   static NVRTC_ATTN_DEVICE bool kept(int, int, int) { return true; }
+  static NVRTC_ATTN_DEVICE bool drops() { return false; }
 };
 template <class Modifier, int kTilesM, int kTilesN>
 struct MaskBits<Modifier, kTilesM, kTilesN, true> {
   static constexpr int kColumn = 4 * kTilesM;  // bits of a column of tiles
-  static constexpr int kColumns = 64 / kColumn;
-  unsigned long long words[(kTilesN + kColumns - 1) / kColumns];
+  static constexpr int kColumns = 32 / kColumn;
+  static constexpr int kWords = (kTilesN + kColumns - 1) / kColumns;
+  unsigned words[kWords];
 
   // (i, j): of the thread's first score. Not unrolled in full: all operands at once are more than there are registers.
   NVRTC_ATTN_DEVICE void compute(Modifier const& modifier, int i, int j) {
 #pragma unroll
-    for (int first = 0; first < kTilesN; first += kColumns) {
-      unsigned long long word = 0;
+    for (int w = 0; w < kWords; ++w) {
+      unsigned word = 0;
 #pragma unroll 1
-      for (int n = 0; n < kColumns && first + n < kTilesN; ++n) {
+      for (int n = 0; n < columns(w); ++n) {
         unsigned column = 0;
 #pragma unroll
         for (int bit = 0; bit < kColumn; ++bit) {
-          bool const keep = modifier.keeps(i + 16 * (bit / 4) + 8 * (bit / 2 % 2), j + 8 * (first + n) + bit % 2);
+          bool const keep =
+              modifier.keeps(i + 16 * (bit / 4) + 8 * (bit / 2 % 2), j + 8 * (w * kColumns + n) + bit % 2);
           column |= unsigned(keep) << bit;
         }
-        word |= (unsigned long long)column << (n * kColumn);
+        word = word >> kColumn | column << (32 - kColumn);  // the last column on top
       }
-      words[first / kColumns] = word;
+      words[w] = word;
     }
   }
+  NVRTC_ATTN_DEVICE void fill() {
+#pragma unroll
+    for (unsigned& word : words) word = ~0u;
+  }
   NVRTC_ATTN_DEVICE bool kept(int m, int n, int e) const {
-    return words[n / kColumns] >> (n % kColumns * kColumn + 4 * m + e) & 1;
+    int const w = n / kColumns;
+    return words[w] >> (32 - (columns(w) - n % kColumns) * kColumn + 4 * m + e) & 1;
+  }
+  // Whether any score is dropped.
+  NVRTC_ATTN_DEVICE bool drops() const {
+    bool all = true;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) all &= ~words[w] >> (32 - columns(w) * kColumn) == 0;
+    return !all;
+  }
+  // Of word w.
+  static constexpr NVRTC_ATTN_DEVICE int columns(int w) {
+    return kTilesN - w * kColumns < kColumns ? kTilesN - w * kColumns : kColumns;
   }
 };
 

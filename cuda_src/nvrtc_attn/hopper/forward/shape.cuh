@@ -70,7 +70,9 @@ struct HopperShape {
   static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
   static_assert(!(Traits::kHalfTile && Traits::kDropout), "the first tile makes the flags of a whole one");
-  static_assert(!Traits::kTileWords || (Traits::kMask && !Traits::kVarlen && kStages <= 4), "words are of a mask");
+  static_assert(!Traits::kTileWords ||
+                    ((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen && kStages <= 4),
+                "words are of a mask");
   static_assert(kStages >= 2, "a consumer waits for the next K before it gives back a V");
   static_assert(kBlockN % 16 == 0 && Traits::kHeadDim % 16 == 0 && Traits::kHeadDimV % 16 == 0,
                 "matrix product shapes");
