@@ -1,13 +1,14 @@
 """Plans for small work beside the one that is chosen now: short sequences, tiny problems, decoding, few tiles.
 
-    python benchmarks/short.py [--part short,tiny,decode,fit,step] [--only REGEX] [--compile-only] [--no-seed]
+    python benchmarks/short.py [--part short,tiny,decode,pack,few,fit,step] [--only REGEX] [--compile-only] [--no-seed]
                                [--out FILE]
 
 A line is one problem and direction: the time of today's choice in microseconds, then each candidate with today's time
 over its own: above 1 is faster. ``seed`` is torch's memory-efficient kernel. Runs alternate, each behind a clear of the
 L2, on plausible numbers; results are not looked at, tests/gpu/test_short.py does. Candidates of the backward pass:
 ``store`` keeps dq of a tile that holds all keys instead of adding it up, ``+rows`` prepares its rows in the same
-kernel, ``b3`` means three blocks a multiprocessor, ``atomic`` is what the portable kernel does today.
+kernel, ``b3`` means three blocks a multiprocessor, ``atomic`` is what the portable kernel adds up. Of decoding: ``s3``
+is three stages, ``x4`` four splits with a second kernel, ``c4`` four splits as a cluster that needs none.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Kind:
     @property
     def directions(self) -> tuple[bool, ...]:
         """Whether backward, of each pass that has candidates."""
-        return {"short": (False, True), "fit": (False,), "decode": (False,)}.get(self.part, (True,))
+        return {"short": (False, True), "fit": (False,), "decode": (False,), "pack": (False,), "few": (False,)}.get(
+            self.part, (True,)
+        )
 
     @property
     def name(self) -> str:
@@ -88,6 +91,7 @@ KINDS = (
     Kind(part="short", b=1000, q=100, h=8, d=32, bias=True),
     Kind(part="tiny", b=1, q=64, h=8, d=64),
     Kind(part="tiny", b=1, q=128, h=12, d=32),
+    Kind(part="tiny", b=1, q=128, h=12, d=64),
     Kind(part="tiny", b=64, q=77, h=12, d=64, causal=True),
     Kind(part="tiny", b=64, q=256, h=6, d=64, causal=True),
     Kind(part="tiny", b=4, q=256, h=16, d=72),
@@ -96,7 +100,25 @@ KINDS = (
     Kind(part="decode", b=8, q=1, k=2048, h=64, hkv=8, d=64),
     Kind(part="decode", b=1, q=8, k=8192, h=32, hkv=8, d=128),
     Kind(part="decode", b=64, q=2, k=2048, h=32, hkv=8, d=128),
-    Kind(part="decode", b=16, q=16, k=4096, h=64, hkv=8, d=128),
+    Kind(part="decode", b=1, q=1, k=8192, h=32, hkv=8, d=128),
+    Kind(part="decode", b=8, q=1, k=2048, h=64, hkv=8, d=128),
+    Kind(part="decode", b=32, q=1, k=8192, h=32, hkv=8, d=128),
+    Kind(part="decode", b=4, q=4, k=8192, h=32, hkv=8, d=128),
+    Kind(part="decode", b=32, q=1, k=8192, h=48, hkv=1, d=128),
+    Kind(part="pack", b=16, q=16, k=4096, h=64, hkv=8, d=128),
+    Kind(part="pack", b=16, q=16, k=4096, h=64, hkv=8, d=128, causal=True),
+    Kind(part="pack", b=16, q=16, k=4096, h=28, hkv=4, d=128, causal=True),
+    Kind(part="pack", b=16, q=64, k=2048, h=16, hkv=4, d=96),
+    Kind(part="pack", b=32, q=32, k=4096, h=32, hkv=8, d=64, causal=True),
+    Kind(part="pack", b=64, q=8, k=4096, h=64, hkv=4, d=128, causal=True),
+    Kind(part="pack", b=4, q=100, k=2048, h=32, hkv=8, d=128, causal=True),
+    Kind(part="few", b=16, q=1024, k=120, h=16, d=72),
+    Kind(part="few", b=4, q=4096, k=77, h=10, d=64),
+    Kind(part="few", b=64, q=256, h=16, d=64),
+    Kind(part="few", b=64, q=256, h=6, d=64, causal=True),
+    Kind(part="few", b=4, q=256, h=8, d=160),
+    Kind(part="few", b=128, q=197, h=12, d=64),
+    Kind(part="few", b=32, q=729, h=16, d=72),
     Kind(part="fit", b=128, q=197, h=12, d=64),
     Kind(part="fit", b=64, q=257, h=16, d=112),
     Kind(part="fit", b=32, q=729, h=16, d=72),
@@ -186,6 +208,24 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
                     continue
                 staged = replace(tile, num_stages=stages)
                 yield f"s{stages} x{splits}", lambda t=staged, n=splits: portable_forward_plan(problem, t, n)
+        for stages in (2, 3, 4, 6):
+            staged = replace(tile, num_stages=stages)
+            if stages > 3:
+                yield f"s{stages} x1", lambda t=staged: portable_forward_plan(problem, t, 1)
+            for splits in portable_forward.CLUSTERS if stages < 6 else (8,):
+                if 60 <= problem.batch * problem.num_heads_kv * splits <= 1060:
+                    yield f"s{stages} c{splits}", lambda t=staged, n=splits: portable_forward_plan(problem, t, n, True)
+        return
+    if kind.part == "few":
+        yield from few_key_plans(problem)
+        return
+    if kind.part == "pack":
+        yield "packed", lambda: packed_heads_plan(problem)
+        for stages in (2, 3):
+            tile = replace(hopper_forward.packed_heads_tile(problem), block_n=64, num_stages=stages + 1)
+            yield f"packed 64 keys s{stages + 1}", lambda t=tile: hopper_forward.plan_spec(problem, t, num_sms=132)
+        yield "portable table", lambda: portable_forward.choose_forward(problem, **TARGET)
+        yield "hopper", lambda: hopper_forward_plan(problem)
         return
     if kind.part == "fit":
         tile = hopper_forward.choose_tile(problem, TARGET["num_sms"])
@@ -199,9 +239,35 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
     yield "hopper", lambda: hopper_forward_plan(problem)
 
 
-def portable_forward_plan(problem: AttentionProblem, tile: portable_forward.Tile, splits: int) -> Spec:
+def portable_forward_plan(
+    problem: AttentionProblem, tile: portable_forward.Tile, splits: int, clustered: bool = False
+) -> Spec:
     with mock.patch.object(portable_forward, "_tiles_by_shape", return_value=[tile]):
-        return portable_forward.choose_forward(problem, **TARGET, num_splits=splits)
+        return portable_forward.choose_forward(problem, **TARGET, num_splits=splits, clustered=clustered)
+
+
+def few_key_plans(problem: AttentionProblem) -> Iterator[tuple[str, Callable[[], Spec]]]:
+    """More slots for what the next query tile needs, and other tiles: one or two key tiles hide little."""
+    tile = hopper_forward.choose_tile(problem, TARGET["num_sms"])
+    for stages_q, stages in ((2, 3), (2, 4), (3, 2), (3, 3)):
+        more = replace(tile, num_stages=stages, num_stages_q=stages_q, half_tile=False)
+        if hopper_forward.smem_bytes(hopper_forward.config_of(problem, more)) <= TARGET["smem_limit"]:
+            yield f"q{stages_q} s{stages}", lambda t=more: hopper_forward.plan_spec(problem, t, num_sms=132)
+    for name, other in (
+        ("no turns", replace(tile, ping_pong=False)),
+        ("64 keys", replace(tile, block_n=64, num_stages=3, half_tile=False)),
+        ("192 rows", replace(tile, block_m=192, num_stages=2, half_tile=False)),
+    ):
+        if max(problem.head_dim, problem.head_dim_v) <= 64 or other.block_m != 192:
+            yield name, lambda t=other: hopper_forward.plan_spec(problem, t, num_sms=132)
+    yield "portable table", lambda: portable_forward.choose_forward(problem, **TARGET)
+
+
+def packed_heads_plan(problem: AttentionProblem) -> Spec:
+    found = hopper_forward.packed_heads_plan(problem, **TARGET)
+    if isinstance(found, list):
+        raise UnsupportedError("no packed plan", found)
+    return found
 
 
 def hopper_forward_plan(problem: AttentionProblem) -> Spec:
@@ -277,7 +343,7 @@ def measure(kind: Kind, backward: bool, specs: dict[str, Spec]) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="short,tiny,decode,fit,step")
+    parser.add_argument("--part", default="short,tiny,decode,pack,few,fit,step")
     parser.add_argument("--only", default="", help="regular expression in a problem's name")
     parser.add_argument("--compile-only", action="store_true", help="registers and spills, without a GPU")
     parser.add_argument("--no-seed", action="store_true")

@@ -253,26 +253,41 @@ def plot(path: Path, runs: dict[str, Any], curves: dict[str, torch.Tensor], titl
     print(f"saved {path} and {path.with_suffix('.json')}")
 
 
-def main() -> int:
-    gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", choices=("nvrtc", "sdpa"), default="nvrtc")
+def options_of_a_run(description: str | None, sizes: dict[str, tuple[int, int]]) -> argparse.ArgumentParser:
+    """The options that every run has: those of the model and of a step have a default for GPUs and one for the CPU."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compare", action="store_true")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
-    parser.add_argument("--out", default="train_gpt_results", help="directory of the plot and the numbers")
-    parser.add_argument("--processes", type=int, default=1, help="of DistributedDataParallel, one a GPU")
-    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
-    parser.add_argument("--autocast", action="store_true", help="the model's forward pass under bfloat16 autocast")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--lr", type=float, default=1e-3)
-    sizes = {"steps": (1500, 30), "layers": (6, 2), "width": (384, 64), "heads": (6, 4), "context": (256, 64)}
-    for name, (on_gpu, on_cpu) in {**sizes, "batch": (64, 8)}.items():
+    for name, (on_gpu, on_cpu) in sizes.items():
         parser.add_argument(f"--{name}", type=int, help=f"default {on_gpu}, on the CPU {on_cpu}")
         parser.set_defaults(**{name: (on_gpu, on_cpu)})
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with the defaults of its device."""
     options = parser.parse_args()
     for name, value in vars(options).items():
         if isinstance(value, tuple):
             setattr(options, name, value[options.device == "cpu"])
+    return options
+
+
+SIZES = {
+    "steps": (1500, 30), "layers": (6, 2), "width": (384, 64), "heads": (6, 4), "context": (256, 64), "batch": (64, 8),
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = options_of_a_run(__doc__, SIZES)
+    parser.add_argument("--attention", choices=("nvrtc", "sdpa"), default="nvrtc")
+    parser.add_argument("--out", default="train_gpt_results", help="directory of the plot and the numbers")
+    parser.add_argument("--processes", type=int, default=1, help="of DistributedDataParallel, one a GPU")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
+    parser.add_argument("--autocast", action="store_true", help="the model's forward pass under bfloat16 autocast")
+    options = parse(parser)
     if options.batch % options.processes:
         parser.error(f"--batch {options.batch} is not a multiple of --processes {options.processes}")
     text = corpus()

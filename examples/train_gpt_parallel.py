@@ -25,7 +25,7 @@ try:
     import torch
     import torch.distributed as dist
     from torch.nn import functional
-    from train_gpt import GPT, Attention, corpus
+    from train_gpt import GPT, Attention, corpus, options_of_a_run, parse
 
     import nvrtc_attn.torch
     from nvrtc_attn.torch.parallel import ContextParallel
@@ -144,26 +144,19 @@ def launch(options: argparse.Namespace) -> int:
         return max(abs(process.wait()) for process in ranks)
 
 
+SIZES = {
+    "steps": (100, 6), "layers": (4, 2), "width": (1024, 64), "heads": (8, 4), "context": (65536, 96), "batch": (1, 2),
+}  # fmt: skip
+
+
 def main() -> int:
-    gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of_a_run(__doc__, SIZES)
     parser.add_argument("--processes", type=int, help="start so many ranks here, instead of a launcher's")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     parser.add_argument("--strategy", choices=("auto", "all_gather", "ulysses", "ring"), default="auto")
-    parser.add_argument("--compare", action="store_true")
     parser.add_argument("--fsdp", action="store_true", help="shard the parameters, too")
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--store", help=argparse.SUPPRESS)
-    sizes = {"steps": (100, 6), "layers": (4, 2), "width": (1024, 64), "heads": (8, 4), "context": (65536, 96)}
-    for name, (on_gpu, on_cpu) in {**sizes, "batch": (1, 2)}.items():
-        parser.add_argument(f"--{name}", type=int, help=f"default {on_gpu}, on the CPU {on_cpu}")
-        parser.set_defaults(**{name: (on_gpu, on_cpu)})
-    options = parser.parse_args()
-    for name, value in vars(options).items():
-        if isinstance(value, tuple):
-            setattr(options, name, value[options.device == "cpu"])
+    options = parse(parser)
     if all(name in os.environ for name in LAUNCHED):
         return work(options)
     if options.processes is None:

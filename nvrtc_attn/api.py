@@ -7,48 +7,37 @@ All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anythin
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from .base import env
 from .front import philox, tensors
-from .front.call import Call, CallOptions, describe, rng_state
+from .front.call import Call, CallOptions, describe
 from .front.operands import (
     BACKWARD,
-    FORWARD,
-    GRADIENTS,
     INPUTS,
-    OPERANDS,
     OPTIONAL_GRADIENTS,
     OPTIONAL_INPUTS,
     FurtherInputs,
-    addresses,
     check_further,
     takes_further_inputs,
 )
 from .front.part import Part
 from .front.problem import Causal, WindowSize
-from .front.signature import Signature, sign
-from .front.tensors import Device, TensorView, current_stream, framework_of
+from .front.signature import sign
+from .front.tensors import framework_of
 from .front.validation import Violations, check_real, check_shape
-from .modifiers.cuda import NO_MODIFIER, modifier_values
 from .modifiers.modifier import Modifier
-from .plans import repeats
-from .plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
-from .plans.repeats import Repeat
-from .runtime import driver
-from .runtime.lifetime import hold
+from .plans import repeats, run
+from .plans.plan import backward_plan, forward_plan
+from .plans.run import plan_backward as plan_backward
+from .plans.run import plan_forward as plan_forward
+from .runtime import arrays, driver
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 tensors.connect_driver(driver.device_of)
-# Places in the order of the operands of a pass, by their number.
-_LENGTHS: Final = {len(names): (names.index("cu_seqlens_q"), names.index("seqused_k")) for names in (FORWARD, BACKWARD)}
-_MADE: Final = tuple((name, FORWARD.index(name)) for name in ("out", "lse"))
 
 
 @takes_further_inputs
@@ -180,8 +169,8 @@ def attention(
     signature = None
     if stream is None and part is None and score_mod is None and mask_mod is None and aux is None:
         signature = sign(operands, options)
-    if signature is not None and (known := _find(signature, operands)) is not None:
-        return _attention_again(known, signature, q, out, options, rng)
+    if signature is not None and (known := repeats.find(signature, operands)) is not None:
+        return repeats.attention_again(known, signature, q, out, options, rng)
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
         **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
@@ -189,7 +178,7 @@ def attention(
     framework = framework_of(q)
 
     def new(shape: tuple[int, ...], dtype: str) -> Any:
-        return _allocate(q, framework, shape, dtype, call.device, call.launch_stream)
+        return arrays.allocate(q, framework, shape, dtype, call.device, call.launch_stream)
 
     given = out
     made = {}
@@ -198,7 +187,7 @@ def attention(
     lse = None
     if return_lse:
         lse, made["lse"] = new(call.lse_shape, "float32"), (call.lse_shape, "float32")
-    _forward(
+    run.forward(
         call, {"out": out, "lse": lse}, rng, None, new_workspace=lambda size: new((size,), "uint8"),
         signature=signature, made=made,
     )  # fmt: skip
@@ -262,13 +251,13 @@ def attention_forward(
     signature = None
     if stream is None and part is None and score_mod is None and mask_mod is None and aux is None:
         signature = sign((*operands, workspace), options)
-    if signature is not None and _ran_again(signature, operands, options, rng):
+    if signature is not None and repeats.ran_again(signature, operands, options, rng):
         return
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
         **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
     )  # fmt: skip
-    _forward(call, {"out": out, "lse": lse}, rng, workspace, signature=signature)
+    run.forward(call, {"out": out, "lse": lse}, rng, workspace, signature=signature)
 
 
 @takes_further_inputs
@@ -379,7 +368,7 @@ def run_backward(
     ):
         signature = sign((*operands, workspace), options)
     known_rng = rng is not None or options.dropout_p == 0
-    if signature is not None and known_rng and _ran_again(signature, operands, options, rng, new_workspace):
+    if signature is not None and known_rng and repeats.ran_again(signature, operands, options, rng, new_workspace):
         return
     modifier = _modifier(score_mod, mask_mod, aux)
     if daux is not None and modifier is None:
@@ -393,7 +382,7 @@ def run_backward(
     )  # fmt: skip
     if options.dropout_p > 0 and rng is None:
         raise ValueError("rng: None, but dropout_p > 0. Pass the (seed, offset) that the forward pass used.")
-    _backward(call, given, rng, workspace, daux, new_workspace, signature)
+    run.backward(call, given, rng, workspace, daux, new_workspace, signature)
 
 
 def backward_allocating(
@@ -407,9 +396,9 @@ def backward_allocating(
     given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
 
     def new(size: int) -> Any:
-        return _allocate(q, framework_of(q), (size,), "uint8", call.device, call.launch_stream)
+        return arrays.allocate(q, framework_of(q), (size,), "uint8", call.device, call.launch_stream)
 
-    _backward(call, given, None, None, daux, new, None)
+    run.backward(call, given, None, None, daux, new, None)
 
 
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
@@ -499,214 +488,3 @@ def _modifier(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> M
     from .modifiers.trace import trace
 
     return trace(score_mod, mask_mod, aux=aux)
-
-
-def _allocate(like: Any, framework: str, shape: tuple[int, ...], dtype: str, device: Device, stream: int) -> Any:
-    """An uninitialised row-major array of the framework that made ``like``, on ``device``, for work on ``stream``.
-
-    Raises
-    ------
-    TypeError
-        The framework is not known: the caller must pass the outputs.
-    """
-    if framework == "torch":
-        torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
-    if framework == "cupy":
-        cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(device.index):
-            return cupy.empty(shape, dtype=_numpy_dtype(dtype))
-    if framework == "numpy":
-        return np.empty(shape, dtype=_numpy_dtype(dtype))
-    if framework == "jax":
-        from .runtime.buffers import DeviceBuffer, HostBuffer
-
-        return DeviceBuffer(shape, dtype, device.index, stream) if device.type == "cuda" else HostBuffer(shape, dtype)
-    raise TypeError(
-        f"out: cannot allocate an output for a {type(like).__module__}.{type(like).__qualname__}. Known are torch, "
-        f"CuPy, JAX and NumPy. Pass the outputs to nvrtc_attn.attention_forward and nvrtc_attn.attention_backward."
-    )
-
-
-def _numpy_dtype(dtype: str) -> Any:
-    if dtype != "bfloat16":
-        return np.dtype(dtype)
-    try:
-        from ml_dtypes import bfloat16
-    except ImportError:
-        raise TypeError(
-            "out: NumPy has no bfloat16 of its own. Install ml_dtypes, or use float16 or float32 arrays."
-        ) from None
-    return np.dtype(bfloat16)
-
-
-def plan_forward(call: Call, views: Mapping[str, TensorView]) -> ForwardPlan:
-    """The plan for ``call`` with the forward pass's outputs in ``views`` (no out = a dense one)."""
-    return forward_plan(call.with_outputs(**views), call.device.index, call.launch_stream)
-
-
-def plan_backward(call: Call, views: Mapping[str, TensorView]) -> BackwardPlan:
-    """The plan for ``call`` with the backward pass's tensors in ``views`` (out, lse, dq, ...; missing = dense)."""
-    return backward_plan(call.with_outputs(**views), call.device.index, call.launch_stream)
-
-
-def _find(signature: Signature, operands: tuple[Any, ...]) -> Repeat | None:
-    """A call that was made before; None also where lengths on the device are to be looked at."""
-    starts, used = _LENGTHS[len(operands)]
-    if (operands[starts] is not None or operands[used] is not None) and env.debug():
-        return None
-    return repeats.find(signature)
-
-
-def _attention_again(known: Repeat, signature: Signature, q: Any, out: Any, options: CallOptions, rng: Any) -> Any:
-    """`attention` of a call that was made before."""
-    framework, index = signature.framework, signature.device
-    addresses = signature.addresses
-    lse = None
-    for name, place in _MADE:
-        if name in known.made:
-            x, addresses[place] = _empty(framework, q, index, *known.made[name])
-            out, lse = (x, lse) if name == "out" else (out, x)
-    size = known.plan.workspace_bytes
-    _workspace, address = _empty(framework, q, index, (size,), (1,), "uint8") if size else (None, 0)
-    stream = current_stream(framework, index)
-    known.plan.run(stream, tuple(addresses), address, _rng_again(options, rng, index, stream))
-    return (out, lse) if options.return_lse else out
-
-
-def _ran_again(
-    signature: Signature, operands: tuple[Any, ...], options: CallOptions, rng: Any,
-    new_workspace: Callable[[int], Any] | None = None,
-) -> bool:  # fmt: skip
-    """Run a pass that was run before. False if it was not, or lacks a workspace: for the description to say."""
-    known = _find(signature, operands)
-    if known is None:
-        return False
-    *addresses, address = signature.addresses
-    stream = current_stream(signature.framework, signature.device)
-    size = known.plan.workspace_bytes
-    if size and not address:
-        if new_workspace is None:
-            return False
-        workspace = new_workspace(size)
-        address = _address(signature.framework, workspace)
-    rng = _rng_again(options, rng, signature.device, stream)
-    known.plan.run(stream, tuple(addresses), address, rng)
-    return True
-
-
-def _rng_again(options: CallOptions, rng: Any, index: int, stream: int) -> philox.RngState:
-    return philox.NO_RNG if options.dropout_p == 0 else rng_state(rng, Device("cuda", index), stream)
-
-
-def _empty(
-    framework: str, like: Any, index: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str
-) -> tuple[Any, int]:
-    """An uninitialised array of torch or CuPy on a GPU, and its address."""
-    if framework == "torch":
-        torch = sys.modules["torch"]
-        x = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=like.device)
-        return x, x.data_ptr()
-    x = _allocate(like, framework, shape, dtype, Device("cuda", index), 0)
-    return x, x.data.ptr
-
-
-def _address(framework: str, x: Any) -> int:
-    return int(x.data_ptr() if framework == "torch" else x.data.ptr)
-
-
-def _forward(
-    call: Call,
-    given: Mapping[str, Any],
-    rng: Any,
-    workspace: Any,
-    *,
-    new_workspace: Callable[[int], Any] | None = None,
-    signature: Signature | None = None,
-    made: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
-) -> None:
-    """Run the forward pass; ``given`` are the outputs, those of them in ``made`` by us."""
-    views: dict[str, TensorView] = {}
-    if rng is None and call.options.part is not None and call.problem.dropout_p > 0:
-        raise ValueError(
-            "rng: None, but dropout_p > 0 and this is a part of a larger attention, whose mask it has. Pass the "
-            "(seed, offset) of the whole, the same for all parts."
-        )
-    for name, x in given.items():
-        if x is not None or OPERANDS[name].forward == "out":
-            views[name] = call.output_view(x, name, views)
-    if call.on_cpu:
-        from .cpu.attention import forward
-
-        forward(call, views, rng)
-        return
-    plan = plan_forward(call, views)
-    if new_workspace is not None and plan.workspace_bytes:
-        workspace = new_workspace(plan.workspace_bytes)
-    address = call.workspace_address(workspace, plan.workspace_bytes)
-    state = call.kernel_rng(rng)
-    if 0 not in call.out_shape:
-        _launch(plan, call, views, address, state, (given, workspace))
-        if signature is not None:
-            made = made or {}
-            theirs = {name: x for name, x in views.items() if name not in made}
-            repeats.remember(signature, plan, {**call.tensors, **theirs}, made)
-
-
-def _backward(
-    call: Call,
-    given: Mapping[str, Any],
-    rng: Any,
-    workspace: Any,
-    daux: Sequence[Any] | None,
-    new_workspace: Callable[[int], Any] | None,
-    signature: Signature | None,
-) -> None:
-    """Run the backward pass; ``given`` are its further inputs and its outputs."""
-    views: dict[str, TensorView] = {}
-    for name, x in given.items():
-        row = OPERANDS[name]
-        if x is None and row.backward.endswith("?"):
-            continue
-        if name not in GRADIENTS:
-            views[name] = call.input_view(x, name)
-        elif row.gradient_of not in call.tensors:
-            raise ValueError(
-                f"{name}: given, but {row.gradient_of} is None. Pass the {row.gradient_of} that the forward pass used."
-            )
-        else:
-            views[name] = call.output_view(x, name, views)
-    capture_gradients, dbias = call.capture_gradients(daux)
-    if dbias is not None:
-        views["dbias"] = dbias
-    if call.on_cpu:
-        from .cpu.attention import backward
-
-        backward(call, views, rng, capture_gradients)
-        return
-    plan = plan_backward(call, views)
-    if workspace is None and new_workspace is not None and plan.workspace_bytes:
-        workspace = new_workspace(plan.workspace_bytes)
-    address = call.workspace_address(workspace, plan.workspace_bytes)
-    _launch(plan, call, views, address, call.kernel_rng(rng), (workspace, capture_gradients), capture_gradients)
-    if signature is not None:
-        repeats.remember(signature, plan, {**call.tensors, **views}, {})
-
-
-def _launch(
-    plan: ForwardPlan | BackwardPlan,
-    call: Call,
-    views: Mapping[str, TensorView],
-    workspace: int,
-    rng: philox.RngState,
-    owners: tuple[Any, ...],
-    capture_gradients: Sequence[TensorView | None] = (),
-) -> None:
-    pointers = {name: x.ptr for known in (call.tensors, views) for name, x in known.items()}
-    values = NO_MODIFIER
-    if call.modifier is not None:
-        program, numbers = call.modifier.program, call.modifier.numbers
-        values = modifier_values(program, call.problem.trained, call.captures, capture_gradients, numbers)
-    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng, values)
-    if call.hold_owners:
-        hold(call.device.index, call.launch_stream, (call, views, owners, rng))

@@ -401,11 +401,28 @@ def error_bound(exact: Array, low_precision: Array, dtype: str, factor: float = 
     return factor * error + max(rounding, 1e-5)
 
 
+def summed_delta_error(case: Case, arrays: dict[str, Array], exact: dict[str, Array]) -> float:
+    """Four standard deviations of what rounding ``out`` does to a dbias that is summed over all keys.
+
+    Such a sum is 0 by algebra (rows of P * (dP - delta) cancel), up to the error of delta = rowsum(dO * O) with O in
+    the input precision. One or a few numbers of the yardstick can be small by chance: this is their expected size.
+
+    float32: O and dP are sums of products whose operands are pairs of TF32 numbers, 11 + 11 bits; it is their unit
+    roundoff that counts, not that of the 24 bits O is stored in.
+    """
+    if case.bias is None or case.bias[3] != "1" or 0 in shapes(case)["out"]:
+        return 0.0
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-22}[case.dtype]
+    variance = (arrays["dout"].astype(np.float64) * exact["out"]) ** 2 * unit**2 / 3
+    rows = variance.sum(-1).size / max(1, exact["dbias"].size)
+    return float(4 * np.sqrt(variance.sum(-1).mean() * rows))
+
+
 def summed_rows_error(case: Case, arrays: dict[str, Array], exact: dict[str, Array]) -> float:
     """Four standard deviations of what rounding ``out`` does to a dsink: to delta, which dsink sums over the rows.
 
-    A dsink is few numbers, for which the yardstick can be small by chance. float32: as in the GPU tests' harness, the
-    unit roundoff of the sums of products that ``out`` comes from.
+    A dsink is few numbers, for which the yardstick can be small by chance. float32: as above, the unit roundoff of
+    the sums of products that ``out`` comes from.
     """
     if case.sink is None or 0 in shapes(case)["out"]:
         return 0.0

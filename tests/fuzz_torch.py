@@ -544,10 +544,7 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _summed_delta_error(case: Case, exact: dict[str, Tensor], run: Run) -> Tensor:
-    """Four standard deviations of what rounding ``out`` does to a dbias that is summed over all keys.
-
-    Such a sum is 0 by algebra, and with few elements the yardstick can be small by chance; see the GPU tests' harness.
-    """
+    """`cases.summed_delta_error` in torch."""
     if case.bias is None or case.bias[3] != "1" or 0 in cases.shapes(case)["out"]:
         return torch.zeros((), dtype=torch.float64, device=run.device)
     unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-22}[case.dtype]

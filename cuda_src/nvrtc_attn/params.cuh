@@ -161,6 +161,7 @@ struct HopperBackwardParams : BackwardParams {
   int chunk_rows;  // packed: tokens whose Q, dO and dq of a key head stay in L2, and how many such chunks there are
   int num_chunks;
   int num_workers;         // packed: thread blocks that share the list of tiles
+  int num_whole;           // kParts: so many key tiles come first and are not shared
   TensorMap tensor_map_q;  // [batch][head][row][head dim], boxes of 64 columns and one tile of rows
   TensorMap tensor_map_k;
   TensorMap tensor_map_v;

@@ -1,4 +1,4 @@
-"""How the NumPy path cuts a call into work: validation, tiles, and the score blocks that both passes share."""
+"""How the NumPy path cuts a call into work: validation, pieces, and the score blocks that both passes share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPERAND_ELEMENTS: Final = 1 << 22  # Elements of q, k, v converted at a time, u
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class Piece:
     """Work of one pass over the rows: some batches (one sequence when their lengths differ) x some key heads."""
 
     batch: slice
@@ -74,62 +74,62 @@ class Plan:
     max_k: int
     block_m: int
     block_n: int
-    tiles: tuple[Tile, ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def dropout(self) -> bool:
         return threshold(self.dropout_p) >= 0
 
-    def heads(self, tile: Tile) -> slice:
-        return slice(tile.kv_heads.start * self.group, tile.kv_heads.stop * self.group)
+    def heads(self, piece: Piece) -> slice:
+        return slice(piece.kv_heads.start * self.group, piece.kv_heads.stop * self.group)
 
-    def load_rows(self, x: Array, tile: Tile) -> Array:
-        """``x[B, Mq, H, d]`` -> contiguous ``[batches, key heads, group, Mq, d]`` of the tile, in the compute dtype."""
-        part = x[tile.batch, tile.q_tokens, self.heads(tile)]
+    def load_rows(self, x: Array, piece: Piece) -> Array:
+        """``x[B, Mq, H, d]`` -> contiguous ``[batches, key heads, group, Mq, d]`` of a piece, in the compute dtype."""
+        part = x[piece.batch, piece.q_tokens, self.heads(piece)]
         b, m, h, d = part.shape
         rows = part.reshape(b, m, h // self.group, self.group, d).transpose(0, 2, 3, 1, 4)
         converted: Array = rows.astype(self.dtype, order="C")
         return converted
 
-    def load_keys(self, x: Array, tile: Tile) -> Array:
-        """``x[B, Mk, Hkv, d]`` -> contiguous ``[batches, key heads, Mk, d]`` of the tile, in the compute dtype."""
-        part = x[tile.batch, tile.k_tokens, tile.kv_heads].transpose(0, 2, 1, 3)
+    def load_keys(self, x: Array, piece: Piece) -> Array:
+        """``x[B, Mk, Hkv, d]`` -> contiguous ``[batches, key heads, Mk, d]`` of the piece, in the compute dtype."""
+        part = x[piece.batch, piece.k_tokens, piece.kv_heads].transpose(0, 2, 1, 3)
         converted: Array = part.astype(self.dtype, order="C")
         return converted
 
-    def load_statistic(self, x: Array, tile: Tile) -> Array:
+    def load_statistic(self, x: Array, piece: Piece) -> Array:
         """``x[B, H, Mq]`` -> ``[batches, key heads, group, Mq, 1]``."""
-        part = x[tile.batch, self.heads(tile), tile.q_tokens].astype(self.dtype)
+        part = x[piece.batch, self.heads(piece), piece.q_tokens].astype(self.dtype)
         b, h, m = part.shape
         return part.reshape(b, h // self.group, self.group, m, 1)
 
-    def load_sink(self, tile: Tile) -> Array | None:
-        """``[1, key heads, group, 1, 1]`` of the tile, in the compute dtype."""
+    def load_sink(self, piece: Piece) -> Array | None:
+        """``[1, key heads, group, 1, 1]`` of the piece, in the compute dtype."""
         if self.sink is None:
             return None
-        return self.sink[self.heads(tile)].astype(self.dtype).reshape(1, -1, self.group, 1, 1)
+        return self.sink[self.heads(piece)].astype(self.dtype).reshape(1, -1, self.group, 1, 1)
 
-    def row_blocks(self, tile: Tile) -> Iterator[tuple[int, int]]:
+    def row_blocks(self, piece: Piece) -> Iterator[tuple[int, int]]:
         step = max(1, self.block_m // self.group)
-        return ((i, min(i + step, tile.seqlen_q)) for i in range(0, tile.seqlen_q, step))
+        return ((i, min(i + step, piece.seqlen_q)) for i in range(0, piece.seqlen_q, step))
 
-    def band(self, tile: Tile) -> tuple[float, float]:
+    def band(self, piece: Piece) -> tuple[float, float]:
         """(low, high) such that row i keeps the keys with ``low <= j - i <= high``."""
         shift = self.shift
         if shift is None:
-            shift = tile.seqlen_k - tile.seqlen_q if self.bottom_right else 0
+            shift = piece.seqlen_k - piece.seqlen_q if self.bottom_right else 0
         low = -math.inf if self.left is None else shift - self.left
         return low, math.inf if self.right is None else shift + self.right
 
-    def key_blocks(self, tile: Tile, i0: int, i1: int) -> Iterator[tuple[int, int]]:
+    def key_blocks(self, piece: Piece, i0: int, i1: int) -> Iterator[tuple[int, int]]:
         """The key blocks that any of the rows [i0, i1) can see."""
-        low, high = self.band(tile)
+        low, high = self.band(piece)
         first = int(max(0, i0 + low))
-        last = int(min(tile.seqlen_k, i1 + high))
+        last = int(min(piece.seqlen_k, i1 + high))
         return ((j, min(j + self.block_n, last)) for j in range(first, last, self.block_n))
 
     def scores(
-        self, tile: Tile, q_rows: Array, k: Array, i0: int, i1: int, j0: int, j1: int
+        self, piece: Piece, q_rows: Array, k: Array, i0: int, i1: int, j0: int, j1: int
     ) -> tuple[Array, Array | None, Values | None]:
         """Masked scores ``[batches, key heads, group, i1 - i0, j1 - j0]``, the slope of the softcap or of the modifier,
         and the modifier's values.
@@ -142,7 +142,7 @@ class Plan:
         s *= self.dtype.type(self.scale)
         slope = values = None
         if self.modifier is not None:
-            values = self.modifier.values(self._positions(tile, s, i0, i1, j0, j1), self.dtype)
+            values = self.modifier.values(self._positions(piece, s, i0, i1, j0, j1), self.dtype)
             if self.modifier.score is not None:
                 slope = np.broadcast_to(values(self.modifier.slope), s.shape)
                 s = np.broadcast_to(values(self.modifier.score), s.shape).astype(self.dtype)  # a copy of its own
@@ -152,13 +152,13 @@ class Plan:
             slope = 1 - s * s
             s *= self.dtype.type(self.softcap)
         if self.bias is not None:
-            s += self._operand_block(self.bias, tile, i0, i1, j0, j1).astype(self.dtype)
-        low, high = self.band(tile)
+            s += self._operand_block(self.bias, piece, i0, i1, j0, j1).astype(self.dtype)
+        low, high = self.band(piece)
         if j0 - (i1 - 1) < low or (j1 - 1) - i0 > high:
             distance = np.arange(j0, j1) - np.arange(i0, i1)[:, None]
             np.copyto(s, -np.inf, where=(distance < low) | (distance > high))
         if self.mask is not None:
-            np.copyto(s, -np.inf, where=self._operand_block(self.mask, tile, i0, i1, j0, j1) == 0)
+            np.copyto(s, -np.inf, where=self._operand_block(self.mask, piece, i0, i1, j0, j1) == 0)
         if self.modifier is not None and values is not None:
             if self.modifier.mask is not None:
                 np.copyto(s, -np.inf, where=~values(self.modifier.mask))
@@ -166,37 +166,37 @@ class Plan:
                 self.modifier.check(values, s != -np.inf)
         return s, slope, values
 
-    def _positions(self, tile: Tile, s: Array, i0: int, i1: int, j0: int, j1: int) -> dict[str, Array]:
+    def _positions(self, piece: Piece, s: Array, i0: int, i1: int, j0: int, j1: int) -> dict[str, Array]:
         """What a modifier is a function of: the scores and where they are."""
-        heads = self.heads(tile)
+        heads = self.heads(piece)
         return {
             "score": s,
-            "b": np.arange(tile.sequence, tile.sequence + len(s)).reshape(-1, 1, 1, 1, 1),
+            "b": np.arange(piece.sequence, piece.sequence + len(s)).reshape(-1, 1, 1, 1, 1),
             "h": np.arange(heads.start, heads.stop).reshape(1, -1, self.group, 1, 1),
             "q": np.arange(i0, i1).reshape(1, 1, 1, -1, 1),
             "k": np.arange(j0, j1).reshape(1, 1, 1, 1, -1),
         }
 
-    def operand_index(self, x: Array, tile: Tile, i0: int, i1: int, j0: int, j1: int) -> tuple[slice, ...]:
+    def operand_index(self, x: Array, piece: Piece, i0: int, i1: int, j0: int, j1: int) -> tuple[slice, ...]:
         """The part of a broadcastable ``[1|B, 1|H, 1|Mq, 1|Mk]`` operand that belongs to a block."""
-        full = (tile.batch, self.heads(tile), slice(i0, i1), slice(j0, j1))
+        full = (piece.batch, self.heads(piece), slice(i0, i1), slice(j0, j1))
         return tuple(slice(0, 1) if size == 1 else part for size, part in zip(x.shape, full, strict=True))
 
-    def _operand_block(self, x: Array, tile: Tile, i0: int, i1: int, j0: int, j1: int) -> Array:
-        part = x[self.operand_index(x, tile, i0, i1, j0, j1)]
+    def _operand_block(self, x: Array, piece: Piece, i0: int, i1: int, j0: int, j1: int) -> Array:
+        part = x[self.operand_index(x, piece, i0, i1, j0, j1)]
         b, h, m, n = part.shape
         return part.reshape((b, 1, 1, m, n) if x.shape[1] == 1 else (b, h // self.group, self.group, m, n))
 
-    def dropped(self, tile: Tile, batches: int, i0: int, i1: int, j0: int, j1: int) -> Array:
+    def dropped(self, piece: Piece, batches: int, i0: int, i1: int, j0: int, j1: int) -> Array:
         """Where dropout drops a score of the block."""
-        heads = self.heads(tile)
+        heads = self.heads(piece)
         b0, h0, first_row, first_key = self.origin
         keep = keep_mask(
             (batches, heads.stop - heads.start, i1 - i0, j1 - j0),
             self.dropout_p,
             self.seed,
             self.offset,
-            origin=(b0 + tile.sequence, h0 + heads.start, first_row + i0, first_key + j0),
+            origin=(b0 + piece.sequence, h0 + heads.start, first_row + i0, first_key + j0),
             num_heads=self.num_heads,
             max_seqlen_q=self.max_q,
             max_seqlen_k=self.max_k,
@@ -291,7 +291,7 @@ def make_plan(
     units = max(1, min(block_m * block_n // (rows * columns), _OPERAND_ELEMENTS // operand_size))
     head_step = min(units, max(1, num_heads_kv))
     batch_step = max(1, units // max(1, num_heads_kv)) if used is None and head_step >= num_heads_kv else 1
-    tiles: list[Tile] = []
+    pieces: list[Piece] = []
     # Key heads that no query head reads are no work: their gradients stay zero.
     busy_heads = num_heads_kv if num_heads else 0
     heads = [slice(h, min(h + head_step, busy_heads)) for h in range(0, busy_heads, head_step)]
@@ -299,11 +299,11 @@ def make_plan(
         for b, (start_q, start_k) in enumerate(zip(starts_q[:-1], starts_k[:-1], strict=True)):
             num_keys = lengths_k[b] if used is None else used[b]
             tokens = slice(start_q, start_q + lengths_q[b]), slice(start_k, start_k + num_keys)
-            tiles += [Tile(slice(0, 1), b, *tokens, part) for part in heads]
+            pieces += [Piece(slice(0, 1), b, *tokens, part) for part in heads]
     else:
         for b in range(0, batch, batch_step):
             tokens = slice(0, seqlen_q), slice(0, seqlen_k if used is None else used[b])
-            tiles += [Tile(slice(b, min(b + batch_step, batch)), b, *tokens, part) for part in heads]
+            pieces += [Piece(slice(b, min(b + batch_step, batch)), b, *tokens, part) for part in heads]
     longest_q = max_seqlen_q if varlen and max_seqlen_q is not None else max(lengths_q, default=0)
     longest_k = max_seqlen_k if varlen and max_seqlen_k is not None else max(lengths_k, default=0)
     bottom_right = causal != "top_left"
@@ -315,7 +315,7 @@ def make_plan(
         k=k, bias=bias, mask=mask, sink=sink, modifier=modifier, dtype=dtype, num_heads=all_heads,
         origin=whole.origin(), shift=shift, group=group, left=left, right=right, bottom_right=bottom_right, scale=scale,
         softcap=float(softcap), dropout_p=dropout_p, seed=seed, offset=offset, block_m=block_m, block_n=block_n,
-        tiles=tuple(tiles), max_q=max_q, max_k=max_k,
+        pieces=tuple(pieces), max_q=max_q, max_k=max_k,
     )  # fmt: skip
 
 

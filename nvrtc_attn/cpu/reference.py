@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ..front.part import Part
 from ..front.philox import multiplier
 from ..modifiers.evaluate import HostModifier
-from .blocks import Array, Causal, Plan, Tile, Window, make_plan
+from .blocks import Array, Causal, Piece, Plan, Window, make_plan
 
 # Scores in flight: 256 x 512 float32 are 512 KiB, a share of L2 between the two products. Forward at head dim 64 and
 # 128, sequence 2048: 128 x 256 is 18 to 30 % slower, 512 x 1024 likewise (2-core AMD EPYC, OpenBLAS, 2026-11).
@@ -117,31 +117,31 @@ def attention_forward(
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype if result_dtype is None else result_dtype)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, plan.dtype)
     with np.errstate(all="ignore"):
-        for tile in plan.tiles:
-            _forward_tile(plan, tile, q, v, out[tile.batch, tile.q_tokens], lse[tile.batch, :, tile.q_tokens])
+        for piece in plan.pieces:
+            _forward_piece(plan, piece, q, v, out[piece.batch, piece.q_tokens], lse[piece.batch, :, piece.q_tokens])
     return out, lse
 
 
-def _forward_tile(plan: Plan, tile: Tile, q: Array, v: Array, out: Array, lse: Array) -> None:
-    q_tile, k, v_tile = plan.load_rows(q, tile), plan.load_keys(plan.k, tile), plan.load_keys(v, tile)
-    heads, sink = plan.heads(tile), plan.load_sink(tile)
-    for i0, i1 in plan.row_blocks(tile):
-        q_rows = _flatten(q_tile[..., i0:i1, :])
-        statistic_shape = (*q_tile.shape[:3], i1 - i0, 1)
+def _forward_piece(plan: Plan, piece: Piece, q: Array, v: Array, out: Array, lse: Array) -> None:
+    q_piece, k, v_piece = plan.load_rows(q, piece), plan.load_keys(plan.k, piece), plan.load_keys(v, piece)
+    heads, sink = plan.heads(piece), plan.load_sink(piece)
+    for i0, i1 in plan.row_blocks(piece):
+        q_rows = _flatten(q_piece[..., i0:i1, :])
+        statistic_shape = (*q_piece.shape[:3], i1 - i0, 1)
         top = np.full(statistic_shape, -np.inf, plan.dtype)
         total = np.zeros(statistic_shape, plan.dtype)
-        acc = np.zeros((*q_tile.shape[:3], i1 - i0, v_tile.shape[-1]), plan.dtype)
-        for j0, j1 in plan.key_blocks(tile, i0, i1):
-            p, _, _ = plan.scores(tile, q_rows, k, i0, i1, j0, j1)
+        acc = np.zeros((*q_piece.shape[:3], i1 - i0, v_piece.shape[-1]), plan.dtype)
+        for j0, j1 in plan.key_blocks(piece, i0, i1):
+            p, _, _ = plan.scores(piece, q_rows, k, i0, i1, j0, j1)
             new_top = np.maximum(top, p.max(-1, keepdims=True))
             base = np.where(new_top == -np.inf, 0, new_top)  # -inf - -inf would be NaN.
             np.exp(np.subtract(p, base, out=p), out=p)
             rescale = np.exp(top - base)
             total = total * rescale + p.sum(-1, keepdims=True)
             if plan.dropout:
-                np.copyto(p, 0, where=plan.dropped(tile, p.shape[0], i0, i1, j0, j1))
+                np.copyto(p, 0, where=plan.dropped(piece, p.shape[0], i0, i1, j0, j1))
             acc *= rescale
-            acc += _weighted_sum(_flatten(p), v_tile[..., j0:j1, :]).reshape(acc.shape)
+            acc += _weighted_sum(_flatten(p), v_piece[..., j0:j1, :]).reshape(acc.shape)
             top = new_top
         if sink is not None:
             new_top = np.maximum(top, sink)
@@ -244,20 +244,20 @@ def attention_backward(
     dq, dk, dv = (np.zeros(x.shape, x.dtype if result_dtype is None else result_dtype) for x in (q, k, v))
     dbias = np.zeros(bias.shape, plan.dtype) if bias_grad and bias is not None else None
     with np.errstate(all="ignore"):
-        for tile in plan.tiles:
-            shift = -np.sum(plan.load_rows(dout, tile) * plan.load_rows(out, tile), -1, keepdims=True)
+        for piece in plan.pieces:
+            shift = -np.sum(plan.load_rows(dout, piece) * plan.load_rows(out, piece), -1, keepdims=True)
             if dlse is not None:
-                shift += plan.load_statistic(dlse, tile)
-            row_lse = plan.load_statistic(lse, tile)
+                shift += plan.load_statistic(dlse, piece)
+            row_lse = plan.load_statistic(lse, piece)
             # exp(S - inf) = 0: no weight in an empty row, nor in one whose weights `lse` cannot tell.
             np.copyto(row_lse, np.inf, where=np.abs(row_lse) >= largest_lse(lse.dtype))
-            logit = plan.load_sink(tile)
+            logit = plan.load_sink(piece)
             if dsink is not None and logit is not None:
                 share = np.where(row_lse == np.inf, 0, np.exp(logit - row_lse))
                 by_head = np.where(share == 0, 0, share * shift).sum((0, 3, 4), dtype=np.float64)
-                dsink[plan.heads(tile)] += by_head.reshape(-1)
-            rows, keys = (tile.batch, tile.q_tokens), (tile.batch, tile.k_tokens, tile.kv_heads)
-            _backward_tile(plan, tile, dout, q, v, row_lse, shift, dq[rows], dk[keys], dv[keys], dbias, capture_grads)
+                dsink[plan.heads(piece)] += by_head.reshape(-1)
+            rows, keys = (piece.batch, piece.q_tokens), (piece.batch, piece.k_tokens, piece.kv_heads)
+            _backward_piece(plan, piece, dout, q, v, row_lse, shift, dq[rows], dk[keys], dv[keys], dbias, capture_grads)
         return (
             dq, dk, dv, None if dbias is None or bias is None else dbias.astype(bias.dtype),
             None if dsink is None or sink is None else dsink.astype(sink.dtype),
@@ -272,9 +272,9 @@ def largest_lse(dtype: npt.DTypeLike) -> float:
     return float(2 ** (np.finfo(dtype).nmant - 1))
 
 
-def _backward_tile(
+def _backward_piece(
     plan: Plan,
-    tile: Tile,
+    piece: Piece,
     dout: Array,
     q: Array,
     v: Array,
@@ -286,22 +286,22 @@ def _backward_tile(
     dbias: Array | None,
     capture_grads: Sequence[Array | None],
 ) -> None:
-    """``shift`` is dLSE - D. ``dq``, ``dk``, ``dv`` are the tile's parts of the outputs; ``dbias`` is whole."""
-    q_tile, dout_tile = plan.load_rows(q, tile), plan.load_rows(dout, tile)
-    k_tile, v_tile = plan.load_keys(plan.k, tile), plan.load_keys(v, tile)
-    dk_acc, dv_acc = np.zeros_like(k_tile), np.zeros_like(v_tile)
+    """``shift`` is dLSE - D. ``dq``, ``dk``, ``dv`` are the piece's parts of the outputs; ``dbias`` is whole."""
+    q_piece, dout_piece = plan.load_rows(q, piece), plan.load_rows(dout, piece)
+    k_piece, v_piece = plan.load_keys(plan.k, piece), plan.load_keys(v, piece)
+    dk_acc, dv_acc = np.zeros_like(k_piece), np.zeros_like(v_piece)
     scale, keep_scale = plan.dtype.type(plan.scale), plan.dtype.type(multiplier(plan.dropout_p))
-    for i0, i1 in plan.row_blocks(tile):
-        q_rows, dout_rows = _flatten(q_tile[..., i0:i1, :]), _flatten(dout_tile[..., i0:i1, :])
-        dq_acc = np.zeros((*q_tile.shape[:3], i1 - i0, q_tile.shape[-1]), plan.dtype)
-        for j0, j1 in plan.key_blocks(tile, i0, i1):
-            k, v_block = k_tile[..., j0:j1, :], v_tile[..., j0:j1, :]
-            p, slope, values = plan.scores(tile, q_rows, k_tile, i0, i1, j0, j1)
+    for i0, i1 in plan.row_blocks(piece):
+        q_rows, dout_rows = _flatten(q_piece[..., i0:i1, :]), _flatten(dout_piece[..., i0:i1, :])
+        dq_acc = np.zeros((*q_piece.shape[:3], i1 - i0, q_piece.shape[-1]), plan.dtype)
+        for j0, j1 in plan.key_blocks(piece, i0, i1):
+            k, v_block = k_piece[..., j0:j1, :], v_piece[..., j0:j1, :]
+            p, slope, values = plan.scores(piece, q_rows, k_piece, i0, i1, j0, j1)
             np.exp(np.subtract(p, lse[..., i0:i1, :], out=p), out=p)
             ds = _matmul(dout_rows, v_block.swapaxes(-1, -2)).reshape(p.shape)
             p_dropped = p
             if plan.dropout:
-                dropped = plan.dropped(tile, p.shape[0], i0, i1, j0, j1)
+                dropped = plan.dropped(piece, p.shape[0], i0, i1, j0, j1)
                 p_dropped = p * keep_scale
                 ds *= keep_scale
                 np.copyto(p_dropped, 0, where=dropped)
@@ -313,7 +313,7 @@ def _backward_tile(
             if dbias is not None:
                 per_head: Array = ds.reshape(len(ds), -1, i1 - i0, j1 - j0)
                 reduced = tuple(axis for axis, size in enumerate(dbias.shape) if size == 1)
-                dbias[plan.operand_index(dbias, tile, i0, i1, j0, j1)] += per_head.sum(reduced, keepdims=True)
+                dbias[plan.operand_index(dbias, piece, i0, i1, j0, j1)] += per_head.sum(reduced, keepdims=True)
             if plan.modifier is not None and values is not None and capture_grads:
                 plan.modifier.add_gradients(values, ds, capture_grads)
             if slope is not None:
@@ -321,7 +321,7 @@ def _backward_tile(
                 np.copyto(ds, 0, where=p == 0)
             dq_acc += _weighted_sum(_flatten(ds), k).reshape(dq_acc.shape)
             dk_acc[..., j0:j1, :] += _weighted_sum(_flatten(ds).swapaxes(-1, -2), q_rows)
-        dq[:, i0:i1, plan.heads(tile)] = _as_tokens(dq_acc * scale)
+        dq[:, i0:i1, plan.heads(piece)] = _as_tokens(dq_acc * scale)
     dk[...] = (dk_acc * scale).transpose(0, 2, 1, 3)
     dv[...] = dv_acc.transpose(0, 2, 1, 3)
 

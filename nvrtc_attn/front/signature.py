@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ..base import env
 from .call import CallOptions
+from .part import Part
 
 
 class Signature(NamedTuple):
@@ -23,7 +24,8 @@ class Signature(NamedTuple):
     device: int
 
 
-_NUMBERS: Final = frozenset((float, int))  # not bool
+NUMBERS: Final = frozenset((float, int))
+"""Types of an option that is a number; not bool."""
 _Facts = tuple[list[Any], list[int], int]
 
 
@@ -55,17 +57,18 @@ def read(tensors: Sequence[Any], *, detached: bool = False) -> tuple[str, list[A
 
 def are_plain(options: CallOptions) -> bool:
     """Whether equal options of this kind mean the same: 1 equals True, and is no ``causal``."""
-    causal, window, scale, softcap, dropout_p, longest_q, longest_k, return_lse, deterministic, *_ = options
+    causal, window, scale, softcap, dropout_p, longest_q, longest_k, return_lse, deterministic, _, _, part = options
     return (
         (causal is False or causal is True or causal.__class__ is str)
         and (window is None or is_plain_window(window))
-        and (scale is None or scale.__class__ in _NUMBERS)
-        and softcap.__class__ in _NUMBERS
-        and dropout_p.__class__ in _NUMBERS
+        and (scale is None or scale.__class__ in NUMBERS)
+        and softcap.__class__ in NUMBERS
+        and dropout_p.__class__ in NUMBERS
         and (longest_q is None or longest_q.__class__ is int)
         and (longest_k is None or longest_k.__class__ is int)
         and (return_lse is False or return_lse is True)
         and (deterministic is False or deterministic is True)
+        and (part is None or part.__class__ is Part)
     )
 
 

@@ -67,7 +67,7 @@ def choose_backward(
     from . import portable_backward
 
     _check_part(problem)
-    if backend in ("auto", "portable") and arch != "sm_75":
+    if backend in ("auto", "portable") and not _legacy(arch, backend):
         short = portable_backward.short_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
         if short is not None:
             return short
@@ -80,7 +80,7 @@ def choose_backward(
         if not isinstance(found, list):
             return found
         _log_portable("backward: the portable kernels", found, backend)
-    return portable_backward.choose_backward(
+    return portable_backward.choose_first(
         problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
     )
 

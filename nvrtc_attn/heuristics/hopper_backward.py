@@ -13,7 +13,6 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
-from . import hopper_dbias, portable_backward, portable_dq, tile_words
 from .common import ceil_div, features_of, is_aligned, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (
@@ -25,10 +24,17 @@ from .hopper_common import (
     score_operands,
     tile_list,
 )
-from .hopper_dbias import dbias_layout
+from .hopper_dbias import choose_dbias, dbias_layout
+from .hopper_dbias import serves as serves_dbias
+from .portable_backward import choose_backward as portable_plan
+from .portable_backward import splits_of
+from .portable_dq import choose_dbias as portable_dbias
 from .sink import choose_sink
 from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
+from .tile_words import backward_launches as words_launches
+from .tile_words import pays as words_pay
+from .tile_words import with_words
 
 MIN_HEAD_DIM: Final = 40
 """Smaller ones leave half of a 64-column slab empty; the portable family has exact tiles for them."""
@@ -56,6 +62,18 @@ class Tile:
     """Idle warps of the kernel prepare the rows, instead of a kernel before it."""
     splits: int = 1
     """Thread blocks that share the query heads of a group; a divisor of their number."""
+    parts: int = 1
+    """Thread blocks that share the query tiles of a key tile, of all that are not ``whole``."""
+    whole: int = 0
+    """So many key tiles, the first ones, are one block's each. Read where ``parts`` are more than one."""
+    own_code: bool = False
+    """`HopperBackwardConfig.own_code`: head dims of 72 to 112."""
+    values_in_registers: bool = False
+    """`HopperBackwardConfig.values_in_registers`: head dims up to 96."""
+    heads_together: int | None = None
+    """Key heads whose tiles are handed out together, instead of `head_group`."""
+    step: int | None = None
+    """By how many query tiles a key tile begins after the one before it, times 4096, instead of `query_step`."""
 
 
 def smem_bytes(config: HopperBackwardConfig) -> int:
@@ -70,6 +88,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
         rows += config.block_m  # zeros
     if config.fused:  # three warps, 32 rows of out and of dout each, and mbarriers
         helpers = 3 * 2 * 32 * (2 * config.head_dim_v + 16) + 8 * 4
+    if config.parts:  # which query tiles
+        helpers += 16
     if config.features.tile_words:  # how many query tiles, and which one each slot of q holds
         helpers += 16 + 8 * config.num_stages
     barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
@@ -246,8 +266,8 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     tiles = dict(main.params)["num_tiles"]
     if 2 * main.grid >= num_sms:
         return []
-    portable = portable_backward.choose_backward(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
-    splits = portable_backward.splits_of(portable)
+    portable = portable_plan(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
+    splits = splits_of(portable)
     if splits <= 2:
         return []
     return [f"{tiles} key tiles leave most of {num_sms} multiprocessors idle; queries split in {splits} fill more"]
@@ -290,11 +310,14 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         ordered=problem.deterministic and not one_key_tile,
         fused=tile.fused,
         split=tile.splits > 1,
+        parts=tile.parts > 1,
+        own_code=tile.own_code,
+        values_in_registers=tile.values_in_registers,
     )
     if tile.wide:
         return wide_config(problem, config)
     if walks_words(problem):
-        config = tile_words.with_words(config)
+        config = with_words(config)
     return replace(config, smem_bytes=smem_bytes(config))
 
 
@@ -311,7 +334,7 @@ def hides_keys(problem: AttentionProblem) -> bool:
 
 def walks_words(problem: AttentionProblem) -> bool:
     """Whether the kernel leaves out tiles that a mask hides; the two blocks of a wide tile compute all of them."""
-    return not is_wide(problem) and not has_one_key_tile(problem) and tile_words.pays(problem, BLOCK_N)
+    return not is_wide(problem) and not has_one_key_tile(problem) and words_pay(problem, BLOCK_N)
 
 
 def prepare_warps(head_dim_v: int) -> int:
@@ -358,19 +381,24 @@ def plan_spec(
         listed = tile_list_of(problem, tile.splits)
         key_tiles_of_head, group = listed.tiles, listed.heads
     num_tiles = problem.num_heads_kv * key_tiles_of_head * tile.splits
+    if tile.heads_together is not None and not varlen:
+        group = tile.heads_together
+    shared = num_tiles - tile.whole if config.parts else 0
+    num_tiles += shared * (tile.parts - 1)
     workers = min(num_sms // config.cluster, num_tiles)  # thread blocks, or pairs of them
     rows = tiles * config.block_m
     statistics = entries * problem.num_heads * rows
     schedule = (
         ("num_n_blocks", num_n_blocks),
         ("num_tiles", num_tiles),
-        ("num_splits", tile.splits),
+        ("num_splits", tile.splits * tile.parts),
         ("heads_per_group", problem.num_heads // problem.num_heads_kv // tile.splits),
-        ("query_step", query_step(num_m_blocks, num_n_blocks)),
+        ("query_step", query_step(num_m_blocks, num_n_blocks) if tile.step is None else tile.step),
         ("head_group", group),
         ("chunk_rows", listed.chunk_rows if listed else 0),
         ("num_chunks", listed.num_chunks if listed else 0),
         ("num_workers", workers if listed else 0),
+        ("num_whole", tile.whole),
         ("counter_offset", statistics),
     )
     # The kernels beside it read only the shape of its tiles.
@@ -393,7 +421,7 @@ def plan_spec(
     launches, workspaces = [], []
     words_params: tuple[tuple[str, int], ...] = ()
     if config.features.tile_words:
-        plans, words_params, buffer = tile_words.backward_launches(problem, config, ordered=config.ordered)
+        plans, words_params, buffer = words_launches(problem, config, ordered=config.ordered)
         launches += plans
         workspaces.append(buffer)
     if not config.fused:
@@ -433,6 +461,13 @@ def plan_spec(
                 params=(("num_n_blocks", num_n_blocks),),
             )
         )
+    if shared:
+        convert_parts = HopperBackwardConfig(kernel="dkv_parts_convert", **shape)
+        launches.append(
+            Launch(config=convert_parts, grid=shared, block=convert_parts.num_threads, smem_bytes=0, params=schedule)
+        )
+        nbytes = 4 * shared * BLOCK_N * (config.head_dim + config.head_dim_v)
+        workspaces.append(Workspace(field="dkv_accum", nbytes=nbytes, zeroed=True))
     head = rows * config.head_dim
     workspaces += [
         Workspace(
@@ -474,10 +509,10 @@ def plan_spec(
         workspaces.append(Workspace(field="counters", nbytes=4 * (2 + heads), zeroed=True))
     if problem.dbias and config.dbias == "none":
         # Broadcast dims of the bias are summed by a kernel of their own, or where it cannot by the portable family's.
-        if hopper_dbias.serves(problem):
-            more, partial = hopper_dbias.choose_dbias(problem, dout_layout(problem), arch=arch, num_sms=num_sms)
+        if serves_dbias(problem):
+            more, partial = choose_dbias(problem, dout_layout(problem), arch=arch, num_sms=num_sms)
         else:
-            more, splits, nbytes = portable_dq.choose_dbias(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+            more, splits, nbytes = portable_dbias(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
             partial = Workspace(field="dbias_partial", nbytes=nbytes, params=(("num_dbias_splits", splits),))
         launches += more
         workspaces.append(partial)

@@ -64,13 +64,17 @@ class TileList:
     num_chunks: int
     heads: int
     """Key heads whose tiles are handed out together, at least."""
+    entry_bytes: int = 8
+    """What the list says of a tile: which it is, and in the forward pass all about its sequence."""
 
     @property
     def nbytes(self) -> int:
-        return 16 + 8 * self.tiles
+        return 16 + self.entry_bytes * self.tiles
 
 
-def tile_list(rows: int, sequences: int, tile: int, *, heads: int, resident_rows: int, l2_rows: int) -> TileList:
+def tile_list(
+    rows: int, sequences: int, tile: int, *, heads: int, resident_rows: int, l2_rows: int, entry_bytes: int = 8
+) -> TileList:
     """The list of tiles of ``tile`` of ``rows`` tokens.
 
     ``resident_rows`` are the tokens of the other operand, of which ``l2_rows`` of one key head stay in L2. Where more
@@ -83,4 +87,5 @@ def tile_list(rows: int, sequences: int, tile: int, *, heads: int, resident_rows
         chunk_rows=chunk_rows,
         num_chunks=max(ceil_div(resident_rows, chunk_rows), 1),
         heads=max(x for x in range(1, heads + 1) if heads % x == 0 and (x == 1 or x <= fitting)),
+        entry_bytes=entry_bytes,
     )

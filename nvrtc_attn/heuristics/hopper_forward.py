@@ -11,7 +11,6 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
-from . import tile_words
 from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
@@ -25,7 +24,9 @@ from .hopper_common import (
     tile_list,
 )
 from .spec import ForwardPlanSpec, Launch
-from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
+from .tensor_map import TensorMap, packed_map, reasons_against, score_map, score_reasons_against, tensor_map
+from .tile_words import pays as words_pay
+from .tile_words import plan_launch, with_words, words_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -41,9 +42,14 @@ TILE_OVERHEAD_COLUMNS: Final = 128.0
 """What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
 2026-11, from lengths 512 to 16384."""
 
-FITS_KEYS: Final = False
-"""Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`). Nobody has measured it yet:
-part ``fit`` of ``benchmarks/short.py``."""
+FITS_KEYS: Final = True
+"""Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`): 112 keys take 8 to 9 % less
+time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
+LEAST_FIT: Final = 1.04
+"""What a narrower tile must gain by `fitted_columns`: it costs the third slot for K and V at head dim 64."""
+PACKS_HEADS: Final = False
+"""Whether heads are packed where it pays (`packs_heads`). Nobody has measured it yet: part ``pack`` of
+``benchmarks/short.py``."""
 KEY_TILE_OVERHEAD_COLUMNS: Final = 24
 """What a key tile costs beside its columns, in columns: no tile is worth being narrower than 80."""
 
@@ -61,6 +67,8 @@ class Tile:
     lazy_max: bool = False
     score_tiles: bool = False
     num_stages_scores: int = 2
+    packed_heads: bool = False
+    keep_words: bool = False
 
 
 def smem_bytes(config: HopperForwardConfig) -> int:
@@ -71,7 +79,10 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     barriers = 16 * config.num_stages_scores if scores else 0
     barriers += 8 * config.num_stages if config.features.mask else 0
     barriers += 16 * config.features.tile_words
-    return 128 * rows + scores + 32 * config.num_stages_q + 32 * config.num_stages + barriers
+    # Two words a consumer and two barriers for each of four slots.
+    barriers += 4 * (8 * 2 * config.block_m + 16) if config.keep_words else 0
+    announced = (32 if config.features.varlen else 16) * config.num_stages_q
+    return 128 * rows + scores + announced + 16 * config.num_stages_q + 32 * config.num_stages + barriers
 
 
 def _score_bytes(config: HopperForwardConfig) -> int:
@@ -151,6 +162,38 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     return Tile(block_m=128, block_n=64 if short or fits else 80, ping_pong=False)
 
 
+def may_pack_heads(problem: AttentionProblem) -> bool:
+    """Whether the query heads of a key head can be rows of one tile: nothing but scores, a group that a tile holds.
+
+    The copy engine brings the heads of a query as neighbours, so they must be different ones.
+    """
+    group = problem.num_heads // max(problem.num_heads_kv, 1)
+    other = problem.varlen or score_operands(problem) or problem.further_inputs or problem.modifier is not None
+    return 1 < group <= 64 and problem.q.strides[2] != 0 and not other
+
+
+def packs_heads(problem: AttentionProblem) -> bool:
+    """Whether it pays: more rows than the portable family's tiles for decoding take, or a quarter fewer tiles."""
+    if not PACKS_HEADS or not may_pack_heads(problem):
+        return False
+    group = problem.num_heads // problem.num_heads_kv
+    if problem.seqlen_q < MIN_QUERY_ROWS:
+        return problem.seqlen_q * group > 64
+    alone, packed = group * ceil_div(problem.seqlen_q, 128), ceil_div(problem.seqlen_q, 128 // group)
+    return 4 * packed <= 3 * alone
+
+
+def rows_of_heads(problem: AttentionProblem) -> AttentionProblem:
+    """``problem`` with the heads of a group as further rows, for choices that look at no position."""
+    group = problem.num_heads // problem.num_heads_kv
+    return replace(problem, seqlen_q=problem.seqlen_q * group, num_heads=problem.num_heads_kv)
+
+
+def packed_heads_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
+    """The tile with packed heads: that of as many rows of one head, without a half tile (its bounds are rows)."""
+    return replace(choose_tile(rows_of_heads(problem), num_sms), half_tile=False, packed_heads=True)
+
+
 def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = None) -> int:
     """The width of a key tile, at most ``columns``, with the least work for all keys: 197 are two tiles of 112.
 
@@ -163,7 +206,8 @@ def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = 
     def cost(width: int) -> int:
         return ceil_div(problem.seqlen_k, width) * (width + KEY_TILE_OVERHEAD_COLUMNS)
 
-    return min(range(columns, 79, -16), key=cost)
+    best = min(range(columns, 79, -16), key=cost)
+    return best if LEAST_FIT * cost(best) <= cost(columns) else columns
 
 
 def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
@@ -251,7 +295,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         head_dim_v=product_width(problem.head_dim_v),
         block_m=tile.block_m,
         block_n=tile.block_n,
-        num_warps=4 + tile.block_m // 16,
+        num_warps=4 + tile.block_m // 16 + 4 * tile.keep_words,
         num_stages=tile.num_stages,
         num_stages_q=tile.num_stages_q,
         features=features_of(problem, behind=True),
@@ -260,14 +304,22 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         lazy_max=tile.lazy_max,
         score_tiles=tile.score_tiles,
         num_stages_scores=tile.num_stages_scores,
+        packed_heads=tile.packed_heads,
+        keep_words=tile.keep_words,
     )
-    return tile_words.with_words(config) if tile_words.pays(problem, tile.block_n) else config
+    return with_words(config) if words_pay(problem, tile.block_n) else config
+
+
+def queries_of_tile(problem: AttentionProblem, tile: Tile) -> int:
+    """How many queries ``tile`` has: its rows, unless they are several heads'."""
+    return tile.block_m // (problem.num_heads // problem.num_heads_kv) if tile.packed_heads else tile.block_m
 
 
 def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
     """Key tiles that each query tile sees, plus what a query tile costs beside them."""
-    first_row = np.arange(0, problem.seqlen_q, tile.block_m)
-    last_row = np.minimum(first_row + tile.block_m, problem.seqlen_q) - 1
+    rows = queries_of_tile(problem, tile)
+    first_row = np.arange(0, problem.seqlen_q, rows)
+    last_row = np.minimum(first_row + rows, problem.seqlen_q) - 1
     offset = problem.seqlen_k - problem.seqlen_q if problem.bottom_right else 0
     low, high = np.zeros_like(first_row), np.full_like(first_row, problem.seqlen_k)
     if problem.window_left is not None:
@@ -276,7 +328,7 @@ def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
         high = np.clip(last_row + offset + problem.window_right + 1, 0, problem.seqlen_k)
     key_tiles = np.maximum(-(-high // tile.block_n) - low // tile.block_n, 0)
     # Warp-groups without rows do not compute, but those beside them gain little more than a half.
-    filled = np.maximum((last_row - first_row + 1) / tile.block_m, 0.5)
+    filled = np.maximum((last_row - first_row + 1) / rows, 0.5)
     costs: Array = key_tiles * filled + TILE_OVERHEAD_COLUMNS / tile.block_n
     return costs
 
@@ -329,6 +381,7 @@ def tile_list_of(problem: AttentionProblem, tile: Tile) -> TileList:
         heads=problem.num_heads_kv,
         resident_rows=problem.k.shape[1],
         l2_rows=L2_BYTES // (2 * (problem.head_dim + problem.head_dim_v)),
+        entry_bytes=32,
     )
 
 
@@ -381,20 +434,21 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     if problem.varlen:
         return _packed_plan_spec(problem, tile, num_sms=num_sms)
     config = config_of(problem, tile)
-    num_m_blocks = max(ceil_div(problem.seqlen_q, tile.block_m), 1)
-    all_heads = problem.batch * problem.num_heads
+    num_m_blocks = max(ceil_div(problem.seqlen_q, queries_of_tile(problem, tile)), 1)
+    heads = problem.num_heads_kv if tile.packed_heads else problem.num_heads  # that the schedule counts
+    all_heads = problem.batch * heads
     num_tiles = all_heads * num_m_blocks
     grid = min(num_sms, num_tiles)
-    group = problem.num_heads // problem.num_heads_kv
+    group = heads // problem.num_heads_kv
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
     rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
-    words = tile_words.words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
+    words = words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     return ForwardPlanSpec(
         tile_words_bytes=words.nbytes if words else 0,
         launches=(
-            *([tile_words.plan_launch(problem, words, config)] if words else ()),
+            *([plan_launch(problem, words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,
@@ -404,6 +458,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                     ("num_m_blocks", num_m_blocks),
                     ("num_splits", 1),
                     ("num_tiles", num_tiles),
+                    ("num_heads", heads),
                     ("heads_per_group", problem.num_heads // problem.num_heads_kv),
                     ("pair_rounds", rounds),
                     ("head_pairs", head_pairs),
@@ -419,8 +474,12 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
 
 
 def _operand_maps(problem: AttentionProblem, tile: Tile) -> tuple[TensorMap, ...]:
+    queries = tensor_map("tensor_map_q", "q", problem.q, 2, tile.block_m)
+    if tile.packed_heads:
+        group = problem.num_heads // problem.num_heads_kv
+        queries = packed_map("tensor_map_q", "q", problem.q, 2, group, tile.block_m // group)
     return (
-        tensor_map("tensor_map_q", "q", problem.q, 2, tile.block_m),
+        queries,
         tensor_map("tensor_map_k", "k", problem.k, 2, tile.block_n),
         tensor_map("tensor_map_v", "v", problem.v, 2, tile.block_n),
     )
@@ -440,7 +499,9 @@ def _score_maps(problem: AttentionProblem, tile: Tile) -> list[TensorMap]:
 def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) -> list[str]:
     """Why the portable family is faster than the plan ``spec``; empty when it is not."""
     launch = spec.main
-    if problem.seqlen_q <= MIN_QUERY_ROWS and max(problem.head_dim, problem.head_dim_v) <= 64:
+    assert isinstance(launch.config, HopperForwardConfig)
+    packed = launch.config.packed_heads
+    if not packed and problem.seqlen_q <= MIN_QUERY_ROWS and max(problem.head_dim, problem.head_dim_v) <= 64:
         # 64 rows and keys at head dim 64: the portable kernel takes 18 us, this one 25.
         return [f"{problem.seqlen_q} query rows fill half a tile"]
     tiles = dict(launch.params)["num_tiles"]
@@ -462,14 +523,30 @@ def choose_forward(
     problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
 ) -> ForwardPlanSpec | list[str]:
     """The plan of the forward pass, or every reason why the portable family has to serve ``problem``."""
+    if packs_heads(problem):
+        found = packed_heads_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+        if not isinstance(found, list):
+            return found
     reasons = reasons_for_portable(problem, arch=arch, smem_limit=smem_limit)
     return reasons or plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms)
 
 
+def packed_heads_plan(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
+) -> ForwardPlanSpec | list[str]:
+    """The plan with packed heads, of a problem that `may_pack_heads`, or every reason against it."""
+    reasons = reasons_for_portable(rows_of_heads(problem), arch=arch, smem_limit=smem_limit)
+    return reasons or plan_spec(problem, packed_heads_tile(problem, num_sms), num_sms=num_sms)
+
+
 def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[ForwardPlanSpec]:
     """The table's plan and some whose tile differs from it as rows of the table differ; none where it has no plan."""
+    packed: list[ForwardPlanSpec] = []
+    if may_pack_heads(problem) and problem.seqlen_q * problem.num_heads > 64 * problem.num_heads_kv:
+        found = packed_heads_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+        packed = [] if isinstance(found, list) else [found]
     if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):
-        return []
+        return packed
     tile = choose_tile(problem, num_sms)
     tiles = [tile]
     lengths = problem.varlen or problem.seqused_k
@@ -494,4 +571,5 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles.append(replace(tile, block_n=columns, half_tile=False))
     tiles = list(dict.fromkeys(tiles))
     fitting = [x for x in tiles if smem_bytes(config_of(problem, x)) <= smem_limit]
-    return [plan_spec(problem, x, num_sms=num_sms) for x in fitting]
+    plans = [plan_spec(problem, x, num_sms=num_sms) for x in fitting]
+    return [*plans[:1], *packed, *plans[1:]]

@@ -14,11 +14,13 @@ from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import BackwardConfig, Features
-from . import tile_words
 from .common import features_of, is_aligned, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .sink import choose_sink
 from .spec import BackwardPlanSpec, Launch, Workspace
+from .tile_words import backward_launches as words_launches
+from .tile_words import pays as words_pay
+from .tile_words import with_words
 
 MAX_HEAD_DIM: Final = 512
 MAX_SPLITS: Final = 32
@@ -29,9 +31,13 @@ DECODE_ROWS: Final = 32
 SKIP_HIDDEN_ROWS: Final = 768
 """Up to this many query rows under a key tile its part above the diagonal is worth leaving out."""
 
-SHORT_TOKENS: Final = 0
-"""Up to this many queries and keys a plan that stores dq and prepares its own rows is the first choice, whatever the
-family. 0: nowhere yet, because nobody has measured it (``benchmarks/short.py``); at most `MAX_SHORT_KEYS`."""
+SHORT_TOKENS: Final = 64
+"""Up to this many queries and keys a tile of 64 x 64 that stores dq is the first choice, whatever the family, at head
+dims up to 64: 1.9 times as fast as the Hopper kernel, whose tile stays three quarters empty (8000 x 64, H4 D 32 with a
+gradient of the bias; H200, 2026-11-22), and 2.7 to 3.1 times as fast as adding dq up (256 and 4096 x 49)."""
+ONE_TILE_TOKENS: Final = 128
+"""Up to this many the family stores dq where its tile holds all keys: 1.2 times as fast as adding it up (1000 x 100, H8
+D 32). The Hopper kernel, where there is one, takes 0.56 to 0.8 of its time, and stays."""
 MAX_SHORT_KEYS: Final = 256
 
 
@@ -106,8 +112,8 @@ TILES_32BIT: Final = (
 )  # fmt: skip
 
 # Ahead of the others where one tile holds all keys of a short sequence and dq is stored (`may_store_dq`). There a block
-# does little between its loads and its stores, and more blocks hide them: 168 registers a thread, without spills. Not
-# measured yet; benchmarks/short.py compares them.
+# does little between its loads and its stores, and more blocks hide them: 168 registers a thread, without spills. Two
+# blocks take 19 to 27 % longer at head dim 32, warps that share rows of dq 2 to 5 % (H200, 2026-11-22).
 TILES_SHORT: Final = (
     Tile(width=32, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=4, blocks_per_sm=3),
     Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=4, blocks_per_sm=2),
@@ -217,7 +223,7 @@ def choose_backward(
     UnsupportedError
         No kernel serves the problem; carries every reason.
     """
-    from . import portable_dq
+    from .portable_dq import choose_dbias, choose_dq
 
     _check_supported(problem, legacy_mma)
     # Broadcast dims of the bias are summed by a kernel of their own; a full-shape gradient is one store per score.
@@ -246,9 +252,9 @@ def choose_backward(
     words_params: tuple[tuple[str, int], ...] = ()
     # Wider heads have no registers left to walk words with: 8 bytes of spills for 8.6 at head dim 256.
     narrow = max(problem.head_dim, problem.head_dim_v) <= 128
-    if narrow and not stores_dq and tile_words.pays(problem, config.block_n):
-        config = tile_words.with_words(config)
-        launches, words_params, buffer = tile_words.backward_launches(problem, config)
+    if narrow and not stores_dq and words_pay(problem, config.block_n):
+        config = with_words(config)
+        launches, words_params, buffer = words_launches(problem, config)
         workspaces.append(buffer)
     if not fused:
         launches.append(_delta(problem, config, num_m_blocks))
@@ -259,13 +265,11 @@ def choose_backward(
     if stores_dq:
         pass
     elif problem.deterministic:
-        launches.append(
-            portable_dq.choose_dq(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma)
-        )
+        launches.append(choose_dq(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma))
     else:
         launches.append(_dq_convert(problem, config, num_m_blocks))
     if problem.dbias and not stores_dbias:
-        dbias_launches, num_dbias_splits, partial_bytes = portable_dq.choose_dbias(
+        dbias_launches, num_dbias_splits, partial_bytes = choose_dbias(
             problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma
         )
         launches += dbias_launches
@@ -291,17 +295,49 @@ def may_store_dq(problem: AttentionProblem) -> bool:
     return 0 < problem.seqlen_k <= MAX_SHORT_KEYS and problem.seqlen_q > 0 and not others
 
 
-def short_plan(
-    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, tokens: int | None = None
-) -> BackwardPlanSpec | None:
-    """The plan of one kernel for short sequences, up to ``tokens`` (`SHORT_TOKENS`) long; None where there is none."""
-    longest = SHORT_TOKENS if tokens is None else tokens
-    if max(problem.seqlen_q, problem.seqlen_k) > longest or not may_store_dq(problem):
+def short_plan(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> BackwardPlanSpec | None:
+    """The plan for short sequences that is ahead of every family's, `SHORT_TOKENS`; None where there is none."""
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    if longest > SHORT_TOKENS or max(problem.head_dim, problem.head_dim_v) > 64 or not may_store_dq(problem):
         return None
+    return _storing_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+
+
+def choose_first(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, legacy_mma: bool = False
+) -> BackwardPlanSpec:
+    """The family's first choice: `choose_backward`, with dq stored where its tile holds all keys."""
+    target: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit}
+    plan = choose_backward(problem, **target, legacy_mma=legacy_mma)
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    if longest <= ONE_TILE_TOKENS and may_store_dq(problem) and not legacy_mma:
+        stored = _storing_plan(problem, **target)
+        if stored is not None and _tile_of(stored) == _tile_of(plan):
+            return stored
+    return plan
+
+
+def _storing_plan(problem: AttentionProblem, **target: Any) -> BackwardPlanSpec | None:
+    """The plan that stores dq, None where no tile holds all keys.
+
+    With at most one wave of thread blocks nothing hides a launch, and the kernel prepares its own rows: 1 x 64 and 1 x
+    128 tokens take 10 to 15 % less time so, 768 to 32000 blocks 3 to 15 % more (H200, 2026-11-22).
+    """
     try:
-        return choose_backward(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, stores_dq=True, fused=True)
-    except UnsupportedError:  # the portable family has other bounds, and wide heads no tile that holds all keys
+        plan = choose_backward(problem, **target, stores_dq=True)
+        main = kernel_of(plan)
+        assert isinstance(main.config, BackwardConfig)
+        if main.grid > target["num_sms"] * max(_blocks_per_sm(main.config, target["smem_limit"]), 1):
+            return plan
+        fused = choose_backward(problem, **target, stores_dq=True, fused=True)
+    except UnsupportedError:
         return None
+    return fused if _tile_of(fused) == _tile_of(plan) else plan
+
+
+def _tile_of(spec: BackwardPlanSpec) -> tuple[int, int, int]:
+    config = kernel_of(spec).config
+    return config.block_m, config.block_n, config.num_warps
 
 
 def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:

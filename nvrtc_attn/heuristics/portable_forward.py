@@ -10,10 +10,11 @@ from ..base.errors import UnsupportedError
 from ..front.operands import OPERANDS, unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
-from . import tile_words
 from .common import ceil_div, features_of, is_vectorizable, maps_scores, packed_slots, round_up
 from .portable_common import MEASURED_SMEM, MIN_WARPS, SMEM_RESERVED, warps_per_sm
 from .spec import ForwardPlanSpec, Launch
+from .tile_words import pays as words_pay
+from .tile_words import plan_launch, with_words, words_of
 
 MAX_HEAD_DIM: Final = 512
 MAX_SPLITS: Final = 256
@@ -29,9 +30,14 @@ IN_FLIGHT_BYTES: Final = 30 << 10
 """Of K and V on the way to each multiprocessor. With fewer the memory begins to idle, see `_stream_keys`."""
 SPLIT_BYTES: Final = 30 << 20
 """What splitting costs, in bytes that could have been read: 7 us of an H200, most of it the second kernel."""
-DEEPER_STREAMS: Final = False
-"""Whether tiles of a few rows may also have a third stage where blocks are many: `_stream_keys` says that 64 x 4096, 32
-heads on 8, gains 4 %. Nobody has measured it (part ``decode`` of ``benchmarks/short.py``: ``s3``)."""
+DEEPER_ROWS: Final = 32
+"""Up to this many rows a tile may have a third stage. Where blocks are many it takes the place of splits: 64 x 4096
+keys, 32 heads on 8, D 128, 256 us without splits, 264 with two, 282 with two stages and two splits; two queries of 2048
+keys 139 and 149. One block each of 32 rows, 8 queries of 8192 keys: 24.0 against 26.2 (H200, 2026-11-22)."""
+CLUSTERS: Final = (2, 4, 8)
+"""Splits that a cluster of thread blocks adds up itself. Eight blocks are what every GPU with clusters has room for."""
+CLUSTERS_FIRST: Final = False
+"""Whether such a plan may be the choice: not measured yet (``c`` in part ``decode`` of ``benchmarks/short.py``)."""
 COMBINE_WARPS: Final = 4
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
@@ -60,7 +66,9 @@ def smem_bytes(config: ForwardConfig) -> int:
         return 4 * MAX_SPLITS * config.block_m + 16 * config.num_threads
     tiles = config.block_m * config.head_dim
     tiles += config.num_stages * config.block_n * (config.head_dim + config.head_dim_v)
-    if config.warps_n > 1:
+    if config.cluster > 1:
+        epilogue = 4 * config.block_m * (config.warps_n * (config.head_dim_v + 2) + 2)
+    elif config.warps_n > 1:
         epilogue = 4 * config.warps_n * config.block_m * (config.head_dim_v + 2)
     else:
         epilogue = config.itemsize * config.block_m * config.head_dim_v
@@ -234,21 +242,18 @@ def _stream_keys(
     # would not.
     one_each = num_sms // max(blocks, 1)
     deeper = replace(config, num_stages=config.num_stages + 1)
-    if (
-        0 < one_each <= most
-        and 10 * blocks * one_each >= 9 * num_sms
-        and not ragged
-        and config.block_m <= DECODE_ROWS
+    deepens = (
+        config.block_m <= DEEPER_ROWS
         and 32 << 10 <= tile_bytes * (config.num_stages - 1) < 64 << 10
         and smem_bytes(deeper) <= smem_limit
-    ):
+    )
+    if deepens and 0 < one_each <= most and 10 * blocks * one_each >= 9 * num_sms and not ragged:
         return deeper, one_each
 
     # 81, 133 and 227 registers at D 64, 128 and 256.
     registers = min(255, 40 + 3 * config.head_dim_v // 4)
     considered = [config]
-    many = blocks > num_sms and config.block_m <= DECODE_ROWS
-    if DEEPER_STREAMS and many and smem_bytes(deeper) <= smem_limit:
+    if deepens and blocks > num_sms:
         considered.append(deeper)
     best, best_cost = (config, 1), 0.0
     for staged in considered:
@@ -276,11 +281,12 @@ def choose_forward(
     legacy_mma: bool = False,
     rank: int = 0,
     num_splits: int | None = None,
+    clustered: bool = CLUSTERS_FIRST,
 ) -> ForwardPlanSpec:
     """Kernels of the forward pass; see ``heuristics.choose_forward``.
 
     ``rank`` takes a later row of the table among those that fit (the last, where there are fewer), ``num_splits``
-    another number of splits: both for `candidates`.
+    another number of splits, ``clustered`` adds splits up in clusters where it can: for `candidates`.
 
     Raises
     ------
@@ -352,16 +358,21 @@ def choose_forward(
         by_registers = 3 if config.block_m <= DECODE_ROWS else config.min_blocks_per_sm
         slots = num_sms * _resident(config, smem_limit, by_registers)
         num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, slots, max_splits)
+    if clustered and _may_cluster(problem, config, num_splits, smem_limit):
+        config = _with_sink(problem, replace(config, split=True, cluster=num_splits))
+        params = (("num_m_blocks", num_m_blocks), ("num_splits", num_splits), ("head_group", num_splits))
+        grid = heads * num_splits * num_m_blocks
+        launch = Launch(
+            config=config, grid=grid, block=config.num_threads, smem_bytes=smem_bytes(config), params=params
+        )
+        return ForwardPlanSpec(launches=(launch,))
     plans: tuple[Launch, ...] = ()
     words_params: tuple[tuple[str, int], ...] = ()
     words_bytes, softmax_bytes = 0, 8 * num_splits * num_rows if num_splits > 1 else 0
-    if tile_words.pays(problem, config.block_n) and _has_lines(problem, config, num_m_blocks):
-        config = tile_words.with_words(config)
-        words = tile_words.words_of(
-            problem, problem.seqlen_q if config.packed_heads else config.block_m, config.block_n
-        )
-        plans = (tile_words.plan_launch(problem, words, config, softmax_bytes),)
-        words_params = words.params(softmax_bytes)
+    if words_pay(problem, config.block_n) and _has_lines(problem, config, num_m_blocks):
+        config = with_words(config)
+        words = words_of(problem, problem.seqlen_q if config.packed_heads else config.block_m, config.block_n)
+        plans, words_params = (plan_launch(problem, words, config, softmax_bytes),), words.params(softmax_bytes)
         words_bytes = words.nbytes
     if num_splits == 1:
         units = heads + (problem.num_heads // group if problem.varlen else 0)
@@ -426,6 +437,13 @@ def choose_forward(
     )
 
 
+def _may_cluster(problem: AttentionProblem, config: ForwardConfig, num_splits: int, smem_limit: int) -> bool:
+    """Whether the blocks of ``num_splits`` splits can be a cluster. Words of tiles lie behind partial results."""
+    fits = smem_bytes(replace(config, split=True, cluster=num_splits)) <= smem_limit
+    other = problem.varlen or words_pay(problem, config.block_n)
+    return config.arch == "sm_90" and num_splits in CLUSTERS and config.warps_d == 1 and fits and not other
+
+
 def _with_sink(problem: AttentionProblem, config: ForwardConfig) -> ForwardConfig:
     """``config`` that reads what lies behind the params. A sink comes after the last key tile: no other tile but one.
 
@@ -461,4 +479,6 @@ def candidates(problem: AttentionProblem, **target: Any) -> list[ForwardPlanSpec
     if first.num_splits > 1 or 2 * first.main.grid <= target["num_sms"]:
         splits = (first.num_splits // 2, 2 * first.num_splits)
         found += [choose_forward(problem, **target, num_splits=count) for count in splits if count]
+        clusters = [x for x in CLUSTERS if 2 * x > first.num_splits >= x or (x == 8 and first.num_splits > 8)]
+        found += [choose_forward(problem, **target, num_splits=count, clustered=True) for count in clusters]
     return found

@@ -25,7 +25,8 @@ class TensorMap:
 
     ``field`` of the params struct receives it, and ``pointer`` names the field that holds the tensor's address. Dims
     are (head dim, row, head, batch), innermost first; ``strides_bytes`` are those of the outer three. A box is ``box``
-    columns by rows of one head, written to shared memory with the swizzle of its width in bytes (128 or 64).
+    columns by rows of one head, written to shared memory with the swizzle of its width in bytes (128 or 64). Of packed
+    heads the dims are (head dim, head, row, batch), and a box is columns by heads by rows.
     """
 
     field: str
@@ -33,7 +34,7 @@ class TensorMap:
     dtype: str
     dims: tuple[int, int, int, int]
     strides_bytes: tuple[int, int, int]
-    box: tuple[int, int]
+    box: tuple[int, ...]
 
 
 def reasons_against(name: str, layout: OperandLayout, itemsize: int) -> list[str]:
@@ -73,6 +74,18 @@ def tensor_map(field: str, pointer: str, layout: OperandLayout, itemsize: int, r
         dims=(dims[0], dims[1], dims[2], dims[3]),
         strides_bytes=(strides[0], strides[1], strides[2]),
         box=(SLAB_BYTES // itemsize, rows),
+    )
+
+
+def packed_map(field: str, pointer: str, layout: OperandLayout, itemsize: int, heads: int, rows: int) -> TensorMap:
+    """`tensor_map` for boxes of ``rows`` rows of ``heads`` heads, those of a row next to each other."""
+    made = tensor_map(field, pointer, layout, itemsize, rows)
+    (columns, length, all_heads, batch), (row, head, entry) = made.dims, made.strides_bytes
+    return replace(
+        made,
+        dims=(columns, all_heads, length, batch),
+        strides_bytes=(head, row, entry),
+        box=(made.box[0], heads, rows),
     )
 
 

@@ -45,8 +45,9 @@ from ..front.tensors import Device
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
 from ..runtime import device
-from . import host
 from .host import Memory
+from .host import array as host_array
+from .host import register as register_host_target
 from .partition import partitioned
 
 if TYPE_CHECKING:
@@ -427,7 +428,7 @@ def _run_host(operands: Sequence[Memory], results: Sequence[Memory]) -> None:
     """The custom call on the CPU platform: the same operands and results."""
     *results, _, (_, (_, *key), _) = results
     bound = _pass_of(tuple(key), lambda: [(shape, dtype) for _, shape, dtype in operands])
-    _on_cpu(bound, *map(host.array, operands), into=list(map(host.array, results)))
+    _on_cpu(bound, *map(host_array, operands), into=list(map(host_array, results)))
 
 
 def _on_cpu(bound: _Pass, *arrays: Any, into: Sequence[Any]) -> None:
@@ -456,7 +457,7 @@ def _register_host() -> None:
     global _host_registered
     with _lock:
         if not _host_registered:
-            host.register(_TARGET, _run_host)
+            register_host_target(_TARGET, _run_host)
             _host_registered = True
 
 

@@ -1,11 +1,6 @@
 """The disk cache of compiled kernels: one checked file per entry, safe against crashes, races and strangers.
 
-A file is ``<directory>/<key>.nvat``::
-
-    b"NVAT"  u16 schema  u16 flags  u32 header_len  u64 payload_len      little endian
-    header   JSON: the key and what is known of the kernel
-    payload  the cubin
-    sha256   over everything before it
+A file is ``<directory>/<key>.nvat``; `cache_entry` says what is in it, `ownership` who could change it.
 
 A GPU image can read and write all GPU memory of its process, so an entry counts as code. It is used only if the
 directory and all its parents belong to us or root and nobody else can write to them (sticky ``/tmp``-like parents
@@ -28,31 +23,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import re
 import stat
-import struct
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from ..base import env
 from ..base.errors import CacheWarning
 from ..base.log import log_once
+from .cache_entry import TUNED, Entry, decode_entry, encode_entry
+from .ownership import why_unsafe, why_unusable
 
-MAGIC: Final = b"NVAT"
-SCHEMA: Final = 1
 SUFFIX: Final = ".nvat"
-TUNED: Final = "autotune"
-"""What stands for the kernel's name in the metadata of a choice that was measured; such an entry has no payload."""
-_HEAD: Final = struct.Struct("<4sHHIQ")
-_DIGEST_BYTES: Final = 32
 _MAX_ENTRY_BYTES: Final = 256 << 20
 _STALE_TEMP_S: Final = 3600.0
 """Age from which a temporary is a leftover where nothing tells whether its writer lives: one of another machine."""
@@ -66,13 +55,6 @@ _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FATAL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM})
 """After these, writing is not tried again in this process."""
 _POSIX: Final = os.name == "posix"
-
-
-class Entry(NamedTuple):
-    """A cubin and what is recorded about it."""
-
-    code: bytes
-    metadata: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,90 +77,6 @@ class EntryInfo:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.problem or 'good'}, {self.size_bytes} bytes"
-
-
-def encode_entry(key: str, metadata: Mapping[str, Any], code: bytes) -> bytes:
-    """The bytes of an entry file."""
-    header = json.dumps({**metadata, "key": key}, sort_keys=True, separators=(",", ":")).encode()
-    body = _HEAD.pack(MAGIC, SCHEMA, 0, len(header), len(code)) + header + code
-    return body + hashlib.sha256(body, usedforsecurity=False).digest()
-
-
-def decode_entry(data: bytes, key: str) -> Entry:
-    """Check and take apart an entry file.
-
-    Raises
-    ------
-    ValueError
-        It is not a whole entry for ``key``; the message says why.
-    """
-    if len(data) < _HEAD.size + _DIGEST_BYTES:
-        raise ValueError(f"truncated: {len(data)} bytes")
-    magic, schema, flags, header_len, payload_len = _HEAD.unpack_from(data)
-    if magic != MAGIC:
-        raise ValueError("not a kernel cache entry")
-    if schema != SCHEMA or flags != 0:
-        raise ValueError(f"schema {schema} flags {flags}, this version reads schema {SCHEMA} flags 0")
-    end = _HEAD.size + header_len + payload_len
-    if end + _DIGEST_BYTES != len(data):
-        raise ValueError(f"length {len(data)}, the head says {end + _DIGEST_BYTES}")
-    view = memoryview(data)
-    if hashlib.sha256(view[:end], usedforsecurity=False).digest() != data[end:]:
-        raise ValueError("checksum mismatch")
-    try:
-        metadata = json.loads(bytes(view[_HEAD.size : _HEAD.size + header_len]))
-    except RecursionError:
-        raise ValueError("the header is nested too deeply") from None
-    if not isinstance(metadata, dict):
-        raise ValueError(f"the header is no JSON object but {type(metadata).__name__}")
-    if metadata.get("key") != key:
-        raise ValueError(f"it is the entry of key {metadata.get('key')}")
-    for name in ("kernel", "arch", "log"):
-        if not isinstance(metadata.get(name, ""), str):
-            raise ValueError(f"the header's {name} is no text")
-    # A float, or an integer that is one exactly: float(10**400) raises.
-    milliseconds = metadata.get("compile_ms", 0.0)
-    if not isinstance(milliseconds, float) and not (isinstance(milliseconds, int) and abs(milliseconds) < 1 << 53):
-        raise ValueError("the header's compile_ms is no number")
-    return Entry(bytes(view[_HEAD.size + header_len : end]), metadata)
-
-
-def _trusted_owner(status: os.stat_result) -> bool:
-    return not _POSIX or status.st_uid in (os.geteuid(), 0)
-
-
-def _why_unsafe(status: os.stat_result, path: str, *, sticky_ok: bool) -> str:
-    """Why others could change what is at ``path``; empty if they cannot."""
-    if not _POSIX:
-        return ""
-    if not _trusted_owner(status):
-        return f"{path} belongs to uid {status.st_uid}, not to uid {os.geteuid()} or root"
-    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if writable and not (sticky_ok and status.st_mode & stat.S_ISVTX):
-        return f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, others can write to it (chmod go-w {path})"
-    return ""
-
-
-def _why_unusable(directory: Path) -> str:
-    """Why ``directory`` must not be used; empty if it may be, or if it does not exist yet below safe parents."""
-    literal = os.path.abspath(directory)
-    # A link may be swapped by whoever can write to the directory that holds it, so both spellings count.
-    resolved = Path(os.path.realpath(os.path.dirname(literal)))
-    for parent in sorted({os.fspath(p) for p in (*Path(literal).parents, resolved, *resolved.parents)}):
-        try:
-            status = os.stat(parent)
-        except FileNotFoundError:
-            continue
-        why = _why_unsafe(status, parent, sticky_ok=True)
-        if why:
-            return why
-    try:
-        status = os.lstat(literal)
-    except FileNotFoundError:
-        return ""
-    if not stat.S_ISDIR(status.st_mode):
-        return f"{literal} is {'a symbolic link' if stat.S_ISLNK(status.st_mode) else 'not a directory'}"
-    return _why_unsafe(status, literal, sticky_ok=False)
 
 
 def _machine() -> str:
@@ -273,7 +171,7 @@ class KernelCache:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_ENTRY_BYTES:
                 raise ValueError("not a regular file of a plausible size")
-            why = _why_unsafe(status, path, sticky_ok=False)
+            why = why_unsafe(status, path, sticky_ok=False)
             if why:
                 raise ValueError(why)
             # Not before the checks: opening a directory raises, and leaves the descriptor to us.
@@ -405,7 +303,7 @@ class KernelCache:
             self._warn("there is no home directory for a cache; set NVRTC_ATTN_CACHE_DIR to a private directory")
             return None
         try:
-            why = _why_unusable(self.path)
+            why = why_unusable(self.path)
             home = self.path.parent.parent
             if self.path.parent.name == ".cache" and not home.is_dir():
                 why = f"the home directory {home} does not exist"  # and is not ours to create
@@ -415,7 +313,7 @@ class KernelCache:
                     with contextlib.suppress(FileExistsError):
                         if not directory.is_dir():
                             os.mkdir(directory, 0o700)
-                why = _why_unusable(self.path)
+                why = why_unusable(self.path)
         except OSError as error:
             why = f"{self.path}: {error.strerror or error}"
             self._write_disabled = self._write_disabled or create

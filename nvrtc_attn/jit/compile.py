@@ -29,7 +29,8 @@ from ..base import env
 from ..base.errors import CompileError
 from ..base.log import LOGGER
 from . import headers, nvrtc_worker, worker_pool
-from .cache import SCHEMA, kernel_cache
+from .cache import kernel_cache
+from .cache_entry import SCHEMA
 from .codegen import entry_source
 from .config import KernelConfig
 from .config_text import warmup_command

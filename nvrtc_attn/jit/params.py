@@ -131,9 +131,9 @@ class HopperBackwardParams(BackwardParams):
     _fields_ = [
         ("counter_offset", _I64),
         *[(name, _I32) for name in (
-            "num_tiles", "heads_per_group", "query_step", "chunk_rows", "num_chunks", "num_workers",
+            "num_tiles", "heads_per_group", "query_step", "chunk_rows", "num_chunks", "num_workers", "num_whole",
         )],
-        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 32) % 64)),
+        ("_padding", ctypes.c_uint8 * (-(-(-ctypes.sizeof(BackwardParams) // 8) * 8 + 36) % 64)),
         *[
             (f"tensor_map_{name}", ctypes.c_uint64 * (TENSOR_MAP_BYTES // 8))
             for name in ("q", "k", "v", "dout", "bias", "dbias")

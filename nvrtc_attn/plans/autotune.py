@@ -33,7 +33,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from .. import heuristics
 from ..base import env
 from ..base.dtypes import DTYPES
 from ..base.errors import CompileError, CudaError, DeviceFaultError, UnsupportedError
@@ -41,10 +40,15 @@ from ..base.log import LOGGER, log_once
 from ..base.version import __version__
 from ..front.operands import INPUTS, OPERANDS
 from ..front.problem import LIKE_Q, AttentionProblem, OperandLayout
+from ..heuristics import __file__ as heuristics_file
+from ..heuristics import backward_candidates, forward_candidates
+from ..heuristics import choose_backward as table_backward
+from ..heuristics import choose_forward as table_forward
 from ..heuristics.common import features_of, is_vectorizable
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import headers
-from ..jit.cache import TUNED, kernel_cache
+from ..jit.cache import kernel_cache
+from ..jit.cache_entry import TUNED
 from ..jit.compile import request_kernels
 from ..jit.library_build import nvrtc_build
 from ..runtime import device, driver
@@ -93,8 +97,7 @@ def choose_forward(
     UnsupportedError
         No kernel serves the problem.
     """
-    table, candidates = heuristics.choose_forward, heuristics.forward_candidates
-    return _choose(problem, False, table, candidates, device_index, stream, plan_of, tune)
+    return _choose(problem, False, table_forward, forward_candidates, device_index, stream, plan_of, tune)
 
 
 def choose_backward(
@@ -105,8 +108,7 @@ def choose_backward(
     tune: bool | None = None,
 ) -> BackwardPlanSpec:
     """The plan of the backward pass, as `choose_forward`."""
-    table, candidates = heuristics.choose_backward, heuristics.backward_candidates
-    return _choose(problem, True, table, candidates, device_index, stream, plan_of, tune)
+    return _choose(problem, True, table_backward, backward_candidates, device_index, stream, plan_of, tune)
 
 
 def expected_backward(problem: AttentionProblem, device_index: int) -> BackwardPlanSpec:
@@ -122,9 +124,9 @@ def expected_backward(problem: AttentionProblem, device_index: int) -> BackwardP
     label = ""
     if env.autotune() is not False:
         key = problem_key(problem, True, props, target["backend"])
-        label = _choices.get(key, "") or _remembered(key, lambda: heuristics.backward_candidates(problem, **target))
-    chosen = heuristics.backward_candidates(problem, **target).get(label) if label else None
-    return heuristics.choose_backward(problem, **target) if chosen is None else chosen
+        label = _choices.get(key, "") or _remembered(key, lambda: backward_candidates(problem, **target))
+    chosen = backward_candidates(problem, **target).get(label) if label else None
+    return table_backward(problem, **target) if chosen is None else chosen
 
 
 def _target(props: device.DeviceProperties) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def problem_key(problem: AttentionProblem, backward: bool, props: device.DeviceP
 def _library() -> tuple[str, ...]:
     """What decides which candidates there are and how fast. Of this process: not looked at again."""
     tables = hashlib.sha256(usedforsecurity=False)
-    for path in sorted(Path(heuristics.__file__).parent.glob("*.py")):
+    for path in sorted(Path(heuristics_file).parent.glob("*.py")):
         tables.update(path.read_bytes())
     return __version__, tables.hexdigest(), headers.header_digest(), nvrtc_build()
 

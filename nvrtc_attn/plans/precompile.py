@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .. import heuristics
 from ..base import env
 from ..base.architectures import ARCHITECTURES, arch_of
 from ..base.errors import CompileError
 from ..front.call import CallOptions, describe_shapes
 from ..front.problem import AttentionProblem
 from ..front.tensors import Device
+from ..heuristics import backward_candidates, choose_backward, choose_forward, forward_candidates
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import worker_pool
 from ..jit.compile import compile_kernel
@@ -49,6 +49,7 @@ _SMALL: Final = (
     "delta",
     "dq_convert",
     "dkv_convert",
+    "dkv_parts_convert",
     "backward_hopper_prepare",
     "combine",
     "dbias_reduce",
@@ -178,12 +179,12 @@ def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[Ke
             specs: list[ForwardPlanSpec | BackwardPlanSpec] = []
             backward = request.backward and problem.seqlen_q > 1
             if candidates:  # the choice is the first of them
-                specs += heuristics.forward_candidates(problem, **target_of).values()
-                specs += heuristics.backward_candidates(problem, **target_of).values() if backward else ()
+                specs += forward_candidates(problem, **target_of).values()
+                specs += backward_candidates(problem, **target_of).values() if backward else ()
             else:
-                specs.append(heuristics.choose_forward(problem, **target_of))
+                specs.append(choose_forward(problem, **target_of))
                 if backward:
-                    specs.append(heuristics.choose_backward(problem, **target_of))
+                    specs.append(choose_backward(problem, **target_of))
             chosen.update((launch.config, None) for spec in specs for launch in spec.launches)
     return sorted(chosen, key=lambda c: (c.kernel not in _SMALL, not isinstance(c, _FORWARD), c.head_dim), reverse=True)
 

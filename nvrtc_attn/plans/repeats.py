@@ -10,14 +10,18 @@ Concurrency: the tables' entries are complete when they appear; they are written
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from ..base import env
+from ..front.call import CallOptions, rng_state
 from ..front.dlpack import compact_strides
-from ..front.operands import OPERANDS
+from ..front.operands import BACKWARD, FORWARD, OPERANDS
+from ..front.philox import NO_RNG, RngState
 from ..front.signature import Signature
-from ..front.tensors import TensorView
+from ..front.tensors import Device, TensorView, current_stream
 from ..front.tensorview import span
+from ..runtime.arrays import address_of, allocate_again
 from .plan import BackwardPlan, ForwardPlan
 
 Span = tuple[int, int]
@@ -35,13 +39,22 @@ class Repeat(NamedTuple):
     """Shape, strides and dtype of the outputs that were not."""
 
 
+# Places in the order of the operands of a pass, by their number.
+_LENGTHS: Final = {len(names): (names.index("cu_seqlens_q"), names.index("seqused_k")) for names in (FORWARD, BACKWARD)}
+_MADE: Final = tuple((name, FORWARD.index(name)) for name in ("out", "lse"))
 _MAX_ENTRIES: Final = 4096
 _repeats: dict[tuple[Any, ...], Repeat] = {}
 _lock = threading.Lock()
 
 
-def find(signature: Signature) -> Repeat | None:
-    """The call of this signature; None where it is new, or where an output may share memory with another operand."""
+def find(signature: Signature, operands: tuple[Any, ...]) -> Repeat | None:
+    """The call of this signature; None where it is new, or where an output may share memory with another operand.
+
+    None also where lengths on the device are to be looked at, which a call that was made before does not.
+    """
+    starts, used = _LENGTHS[len(operands)]
+    if (operands[starts] is not None or operands[used] is not None) and env.debug():
+        return None
     found = _repeats.get(signature.key)
     if found is not None and found.outputs and not _apart(found, signature.addresses):
         return None
@@ -94,3 +107,44 @@ def _apart(known: Repeat, addresses: Sequence[int]) -> bool:
             return False
         end = max(end, last)
     return True
+
+
+def attention_again(known: Repeat, signature: Signature, q: Any, out: Any, options: CallOptions, rng: Any) -> Any:
+    """`attention` of a call that was made before."""
+    framework, index = signature.framework, signature.device
+    addresses = signature.addresses
+    lse = None
+    for name, place in _MADE:
+        if name in known.made:
+            x, addresses[place] = allocate_again(framework, q, index, *known.made[name])
+            out, lse = (x, lse) if name == "out" else (out, x)
+    size = known.plan.workspace_bytes
+    _workspace, address = allocate_again(framework, q, index, (size,), (1,), "uint8") if size else (None, 0)
+    stream = current_stream(framework, index)
+    known.plan.run(stream, tuple(addresses), address, _rng_again(options, rng, index, stream))
+    return (out, lse) if options.return_lse else out
+
+
+def ran_again(
+    signature: Signature, operands: tuple[Any, ...], options: CallOptions, rng: Any,
+    new_workspace: Callable[[int], Any] | None = None,
+) -> bool:  # fmt: skip
+    """Run a pass that was run before. False if it was not, or lacks a workspace: for the description to say."""
+    known = find(signature, operands)
+    if known is None:
+        return False
+    *addresses, address = signature.addresses
+    stream = current_stream(signature.framework, signature.device)
+    size = known.plan.workspace_bytes
+    if size and not address:
+        if new_workspace is None:
+            return False
+        workspace = new_workspace(size)
+        address = address_of(signature.framework, workspace)
+    rng = _rng_again(options, rng, signature.device, stream)
+    known.plan.run(stream, tuple(addresses), address, rng)
+    return True
+
+
+def _rng_again(options: CallOptions, rng: Any, index: int, stream: int) -> RngState:
+    return NO_RNG if options.dropout_p == 0 else rng_state(rng, Device("cuda", index), stream)

@@ -95,7 +95,7 @@ def encode(item: TensorMap, address: int) -> bytes:
         address,
         [module.cuuint64_t(size) for size in item.dims],
         [module.cuuint64_t(stride) for stride in item.strides_bytes],
-        [module.cuuint32_t(size) for size in (*item.box, 1, 1)],
+        [module.cuuint32_t(size) for size in (*item.box, 1, 1)[: len(item.dims)]],
         [module.cuuint32_t(1)] * len(item.dims),
         module.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         # A mask's boxes are 64 bytes wide, all others 128.

@@ -19,8 +19,9 @@ from ..front.operands import (
 from ..front.part import Part
 from ..front.philox import NO_RNG
 from ..front.problem import Causal, WindowSize
-from ..front.signature import is_plain_window
-from . import ops
+from ..front.signature import are_plain
+from .ops import attention as attention_by_operators
+from .ops import cast_for_autocast, cast_further_for_autocast, is_dtensor, register_sharding
 from .passes import DIFFERENTIABLE_PLACES, LazyTensors, Tensors, backward, forward
 from .random import checked_rng, draw_rng
 
@@ -36,7 +37,6 @@ _grad_enabled: Final = torch.is_grad_enabled
 _deterministic: Final = torch._C._get_deterministic_algorithms
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _NO_WINDOW: Final = (None, None)
-_NUMBERS: Final = frozenset((float, int))  # not bool
 _differentiable: Final = itemgetter(*DIFFERENTIABLE_PLACES)
 _NOTHING_FURTHER: Final = (None,) * len(FURTHER_INPUTS)
 _new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
@@ -91,15 +91,15 @@ def attention(
         or not (mask is None or mask.__class__ in _PLAIN)
         or not (not further or all(x is None or x.__class__ in _PLAIN for x in further.values()))
     ):
-        if ops.is_dtensor(q):
-            ops.register_sharding()
-        return ops.attention(
+        if is_dtensor(q):
+            register_sharding()
+        return attention_by_operators(
             q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q,
             cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further,
         )  # fmt: skip
     if _autocast():
-        q, k, v, bias = ops.cast_for_autocast(q, k, v, bias)
-        further = ops.cast_further_for_autocast(q, further)
+        q, k, v, bias = cast_for_autocast(q, k, v, bias)
+        further = cast_further_for_autocast(q, further)
     tensors: Tensors = (
         q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
         *(check_further("attention", further) if further else _NOTHING_FURTHER),
@@ -109,34 +109,23 @@ def attention(
     )
     if deterministic is None:
         deterministic = grad and _deterministic()
+    elif deterministic is True:
+        deterministic = grad  # without a backward pass it does not matter how that would be: one plan for both
     dbias = grad and bias is not None and bias.requires_grad
     dsink = False
     if further:
         sink = further.get("sink")
         dsink = grad and sink is not None and sink.requires_grad
+    options: CallOptions = _new_tuple(CallOptions, (
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k,
+        grad if return_lse is False else return_lse, deterministic, dbias, dsink, part,
+    ))  # fmt: skip
     # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
-    if not (
-        (causal is False or causal is True or causal.__class__ is str)
-        and (window_size is _NO_WINDOW or window_size is None or is_plain_window(window_size))
-        and (softmax_scale is None or softmax_scale.__class__ in _NUMBERS)
-        and softcap.__class__ in _NUMBERS
-        and dropout_p.__class__ in _NUMBERS
-        and 0 <= dropout_p <= 1
-        and (max_seqlen_q is None or max_seqlen_q.__class__ is int)
-        and (max_seqlen_k is None or max_seqlen_k.__class__ is int)
-        and (return_lse is False or return_lse is True)
-        and (deterministic is False or deterministic is True)
-        and (part is None or part.__class__ is Part)
-    ):
-        (
-            causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-            deterministic, dbias, dsink, part,
-        ) = plain_options(
-            CallOptions(
-                causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-                deterministic, dbias, dsink, part,
-            )
-        )  # fmt: skip
+    if not (are_plain(options) and 0 <= dropout_p <= 1):
+        options = plain_options(options._replace(return_lse=return_lse))
+        max_seqlen_q, max_seqlen_k, dropout_p = options.max_seqlen_q, options.max_seqlen_k, options.dropout_p
+        return_lse = options.return_lse
+        options = options._replace(return_lse=return_lse or grad, deterministic=options.deterministic and grad)
     state = NO_RNG
     # What is no tensor, or of another rank, is refused below.
     if dropout_p > 0 and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4:
@@ -148,11 +137,6 @@ def attention(
             state = draw_rng(q, k, None)
         elif isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
             state = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
-    # Without a backward pass it does not matter how that would be: one plan for both.
-    options = _new_tuple(CallOptions, (
-        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse or grad,
-        deterministic and grad, dbias, dsink, part,
-    ))  # fmt: skip
     if not grad:
         out, lse = forward(tensors, options, state)
         return (out, lse) if return_lse else out

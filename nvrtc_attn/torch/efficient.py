@@ -11,19 +11,20 @@ from ..api import checked_call
 from ..base import env
 from ..base.errors import shown
 from ..front.call import Call, CallOptions
-from ..front.dlpack import compact_strides
-from ..front.operands import FURTHER_INPUTS, GRADIENTS
+from ..front.operands import FURTHER_INPUTS, GRADIENTS, OPERANDS
 from ..front.philox import NO_RNG
 from ..front.problem import AttentionProblem, Causal, OperandLayout, dense_layout, layout
-from ..front.signature import read
+from ..front.signature import NUMBERS, read
 from ..front.tensors import view
 from ..front.validation import Violations, check_integer
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .random import as_tensor, checked_rng, draw_rng, no_state, rng_values
 from .tensors import (
+    Made,
     address_of,
     allocator,
     current_device,
+    dense,
     detached,
     empty_on_current,
     raw_stream,
@@ -34,19 +35,17 @@ from .tensors import (
 LSE_ALIGNMENT: Final = 32
 """Rows of the log-sum-exp are padded to a multiple of this with +inf, so that ``exp(s - lse)`` is 0 there."""
 _CAUSAL: Final[tuple[Causal, ...]] = (False, "top_left", "bottom_right")
-_NUMBERS: Final = frozenset((float, int))  # not bool
 _NO_FURTHER: Final = (0,) * len(FURTHER_INPUTS)
-_NO_FURTHER_GRADIENTS: Final = (0,) * (len(GRADIENTS) - len(("dq", "dk", "dv", "dbias")))
+_NO_FURTHER_GRADIENTS: Final = (0,) * sum(OPERANDS[name].gradient_of in FURTHER_INPUTS for name in GRADIENTS)
 _Tensors = tuple[torch.Tensor | None, ...]
-_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of what is allocated
 
 
 class _Forward(NamedTuple):
     """What a forward call needs that was made before."""
 
     plan: ForwardPlan | None
-    out: _Made
-    lse: _Made
+    out: Made
+    lse: Made
     packed: tuple[int, int, int] | None
     seqlen_q: int
     seqlen_k: int
@@ -163,8 +162,8 @@ def _first_forward(tensors: _Tensors, numbers: tuple[Any, ...], compute_log_sume
         plan = forward_plan(padded, call.device.index, raw_stream(call.device.index))
     return _Forward(
         plan,
-        (call.out_shape, compact_strides(call.out_shape), query.dtype),
-        (lse_shape, compact_strides(lse_shape), torch.float32),
+        dense(call.out_shape, query.dtype),
+        dense(lse_shape, torch.float32),
         (problem.batch, problem.seqlen_q, problem.seqlen_k) if problem.varlen else None,
         problem.seqlen_q,
         (_integer("max_seqlen_k", max_seqlen_k) or 0) if problem.varlen else key.shape[1],
@@ -272,7 +271,7 @@ def _first_backward(
             f"logsumexp: got {lse_view.dtype} of shape {lse_view.shape} on {lse_view.device}. Needed is float32 of "
             f"shape {wanted}, or longer in the last dim, on {call.device}: what the forward function returned."
         )
-    made: list[Any] = [(tuple(x.shape), compact_strides(tuple(x.shape)), x.dtype) for x in (query, key, value)]
+    made: list[Any] = [dense(x.shape, x.dtype) for x in (query, key, value)]
     if shared:
         if query.shape != key.shape or key.shape != value.shape:
             raise ValueError(
@@ -284,7 +283,7 @@ def _first_backward(
         views |= {name: view(x, name) for name, x in zip(GRADIENTS, slices, strict=False)}
     made.append(None)
     if dbias and bias is not None:
-        made[3] = (tuple(bias.shape), compact_strides(tuple(bias.shape)), bias.dtype)
+        made[3] = dense(bias.shape, bias.dtype)
         views["dbias"] = call.problem.dense_layout_of("dbias")
     problem = _padded(call.with_outputs(**views), layout(lse_view))
     return _Backward(backward_plan(problem, call.device.index, raw_stream(call.device.index)), tuple(made))
@@ -298,8 +297,8 @@ def _read(tensors: _Tensors, numbers: tuple[Any, ...], *flags: bool) -> tuple[An
         and (max_seqlen_q is None or max_seqlen_q.__class__ is int)
         and (max_seqlen_k is None or max_seqlen_k.__class__ is int)
         and (window_size is None or window_size.__class__ is int)
-        and (scale is None or scale.__class__ in _NUMBERS)
-        and dropout_p.__class__ in _NUMBERS
+        and (scale is None or scale.__class__ in NUMBERS)
+        and dropout_p.__class__ in NUMBERS
     ) or (tensors[4] is not None and env.debug()):
         return None
     found = read(tensors, detached=True)

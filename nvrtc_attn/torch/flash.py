@@ -11,10 +11,12 @@ from typing import Any, Final
 
 import torch
 
-from . import ops
+from ..front.operands import INPUTS, OPTIONAL_GRADIENTS
+from .ops import run_backward, run_forward
 from .replaced import NotTakenError, replace_kernels, why_not
 
 NAME: Final = "nvrtc_attn"
+_NO_OPTIONAL_GRADIENTS: Final = (False,) * len(OPTIONAL_GRADIENTS)
 
 
 class Handle:
@@ -59,10 +61,8 @@ def _arguments(
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
     causal = "bottom_right" if is_causal else ""  # flash attention's; torch asks for it with equal lengths only
-    return (
-        q, k, v, None, None, cu_q, cu_k, used, None, None, 0, 0, causal, *window, scale, 0.0, 0.0, *longest,
-        deterministic,
-    )  # fmt: skip
+    inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_k": used}
+    return (*map(inputs.get, INPUTS), None, None, 0, 0, causal, *window, scale, 0.0, 0.0, *longest, deterministic)
 
 
 def _refuse(dropout_p: float, **others: Any) -> None:
@@ -94,7 +94,7 @@ def _scaled_forward(
     _refuse(dropout_p, return_debug_mask=return_debug_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     arguments = _arguments(q, k, v, None, None, None, None, None, is_causal, scale, (None, None))
-    out, lse = ops.run_forward(*arguments, True)
+    out, lse = run_forward(*arguments, True)
     return _like(out.transpose(1, 2), query), lse, None, None, query.shape[2], key.shape[2], *_nothing_drawn(query)
 
 
@@ -106,7 +106,7 @@ def _scaled_backward(
     _refuse(dropout_p)
     q, k, v, out, dout = (x.transpose(1, 2) for x in (query, key, value, out, grad_out))
     arguments = _arguments(q, k, v, None, None, None, None, None, is_causal, scale, (None, None))
-    gradients = ops.run_backward(dout, None, out, logsumexp, *arguments, False)
+    gradients = run_backward(dout, None, out, logsumexp, *arguments, *_NO_OPTIONAL_GRADIENTS)
     pairs = zip(gradients[:3], (query, key, value), strict=True)
     return tuple(_like(gradient.transpose(1, 2), x) for gradient, x in pairs)
 
@@ -120,7 +120,7 @@ def _forward(
     _refuse(dropout_p, return_debug_mask=return_debug_mask, alibi_slopes=alibi_slopes, **others)
     q, k, v = (x if cum_seq_q is None else x[None] for x in (query, key, value))
     window = (window_size_left, window_size_right)
-    out, lse = ops.run_forward(
+    out, lse = run_forward(
         *_arguments(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, is_causal, scale, window), True
     )
     if cum_seq_q is not None:
@@ -138,7 +138,7 @@ def _backward(
     q, k, v, o, dout, lse = inputs if cum_seq_q is None else (x[None] for x in inputs)
     window = (window_size_left, window_size_right)
     arguments = _arguments(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, None, is_causal, scale, window)
-    gradients = ops.run_backward(dout, None, o, lse, *arguments, False)[:3]
+    gradients = run_backward(dout, None, o, lse, *arguments, *_NO_OPTIONAL_GRADIENTS)[:3]
     if cum_seq_q is not None:
         gradients = tuple(x[0] for x in gradients)
     return tuple(_like(gradient, x) for gradient, x in zip(gradients, (query, key, value), strict=True))

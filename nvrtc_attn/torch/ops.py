@@ -22,7 +22,7 @@ from ..front.part import Part
 from ..front.philox import NO_RNG
 from ..front.problem import Causal, WindowSize
 from ..front.tensors import Device
-from . import passes
+from .passes import backward, forward
 from .random import checked_rng, rng_values
 
 _SEED: Final = len(INPUTS)  # positions in the signature: the inputs of the table of operands, then the random numbers
@@ -219,7 +219,7 @@ def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         tensors, options, rng = _split(tuple(arguments_), return_lse)
         # Below autograd lse tells that gradients are wanted, though not whether that of a bias is.
-        out, lse = passes.forward(tensors, options, rng, backward_follows=return_lse and tensors[_BIAS] is None)
+        out, lse = forward(tensors, options, rng, backward_follows=return_lse and tensors[_BIAS] is None)
         q = tensors[0]
         if not out.numel():
             out = out.new_empty(out.shape)  # strides of nothing differ
@@ -236,7 +236,7 @@ def run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> A
     with torch.no_grad():
         tensors, options, rng = _split(arguments_, True, *wanted)
         dout, dlse, out, lse = map(_as_plain, (dout, dlse, out, lse))
-        gradients = passes.backward(tensors, out, lse, dout, dlse, options, rng)
+        gradients = backward(tensors, out, lse, dout, dlse, options, rng)
     return tuple(dout.new_empty(0) if x is None else x for x in gradients)
 
 

@@ -11,7 +11,6 @@ from .. import api
 from ..base import env
 from ..base.errors import shown
 from ..front.call import Call, CallOptions
-from ..front.dlpack import compact_strides
 from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_INPUTS
 from ..front.philox import RngState
 from ..front.tensors import view
@@ -19,9 +18,11 @@ from ..plans.plan import BackwardPlan, ForwardPlan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
 from ..runtime import driver
 from .tensors import (
+    Made,
     address_of,
     allocator,
     current_device,
+    dense,
     detached,
     empty_on_current,
     raw_stream,
@@ -34,11 +35,10 @@ Tensors = tuple[torch.Tensor | None, ...]
 """`INPUTS` of the table of operands, in its order."""
 DIFFERENTIABLE_PLACES: Final = tuple(map(INPUTS.index, DIFFERENTIABLE))
 """Of each gradient, the place of its input."""
-_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of what a pass allocates
 # Everything of a call but its addresses -> plan, out and lse: the steady state is one lookup here.
-_forward_plans: dict[Any, tuple[ForwardPlan, _Made, _Made]] = {}
+_forward_plans: dict[Any, tuple[ForwardPlan, Made, Made]] = {}
 # The same -> plan, and each gradient or None.
-_backward_plans: dict[Any, tuple[BackwardPlan, list[_Made | None]]] = {}
+_backward_plans: dict[Any, tuple[BackwardPlan, list[Made | None]]] = {}
 # Of each gradient: the place of its input, and the option that asks for it where it may be missing.
 _GRADIENTS: Final = tuple(
     (place, name if OPERANDS[name].backward == "out?" else None)
@@ -137,7 +137,7 @@ def _first_forward(tensors: Tensors, options: CallOptions, rng: RngState, backwa
     plan = forward_plan(
         call.with_dense(), call.device.index, call.launch_stream, meanwhile=None if ahead is None else ahead.start
     )
-    remember(_forward_plans, key, (plan, _dense(call.out_shape, q.dtype), _dense(call.lse_shape, torch.float32)))
+    remember(_forward_plans, key, (plan, dense(call.out_shape, q.dtype), dense(call.lse_shape, torch.float32)))
     result = forward(tensors, options, rng)
     if ahead is not None and 0 not in call.out_shape:
         ahead.start_after(plan.kernel_keys)
@@ -226,11 +226,11 @@ def _first_backward(
     call = _describe(tensors, options)
     named = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     views: dict[str, Any] = {name: view(x.detach(), name) for name, x in named.items() if x is not None}
-    made: list[_Made | None] = []
+    made: list[Made | None] = []
     for name, (place, option) in zip(GRADIENTS, _GRADIENTS, strict=True):
         x = tensors[place]
         wanted = x is not None and (option is None or getattr(options, option))
-        made.append(_dense(tuple(x.shape), x.dtype) if x is not None and wanted else None)
+        made.append(dense(x.shape, x.dtype) if x is not None and wanted else None)
         if wanted:
             views[name] = call.problem.dense_layout_of(name)
     return remember(_backward_plans, key, (api.plan_backward(call, views), made))
@@ -270,7 +270,3 @@ def _check_tensors(tensors: Tensors) -> None:
                 f"{name}: got {shown(x)} of type {type(x).__module__}.{type(x).__qualname__}. nvrtc_attn.torch takes "
                 f"torch tensors; nvrtc_attn.attention takes those of any framework."
             )
-
-
-def _dense(shape: tuple[int, ...], dtype: torch.dtype) -> _Made:
-    return shape, compact_strides(shape), dtype

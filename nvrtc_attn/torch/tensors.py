@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from ..front.dlpack import compact_strides
+
 
 def _raw_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
@@ -25,6 +27,8 @@ empty_on_current: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", 
 half the time of `torch.empty_strided`."""
 current_device: Any = getattr(torch._C, "_cuda_getDevice", _no_device) if empty_on_current is not None else _no_device
 """Index of the GPU on which `empty_on_current` allocates."""
+Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of what a pass allocates."""
 _unwrapped: Final[Any] = torch._C._functorch.unwrap_if_dead
 _MAX_ENTRIES: Final = 4096
 _table_lock = threading.Lock()
@@ -37,6 +41,12 @@ def allocator(index: int) -> Any:
 
 def _empty_on(index: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device=index if index >= 0 else "cpu")
+
+
+def dense(shape: tuple[int, ...], dtype: torch.dtype) -> Made:
+    """A tensor in row-major order."""
+    shape = tuple(shape)
+    return shape, compact_strides(shape), dtype
 
 
 def address_of(x: torch.Tensor | None) -> int:

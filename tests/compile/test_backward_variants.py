@@ -392,20 +392,38 @@ def test_plans_that_store_dq_are_candidates() -> None:
         assert not any(dkv(spec).stores_dq for spec in portable_backward.candidates(other, **target))
 
 
-def test_short_sequences_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`SHORT_TOKENS`: off, everything is as it was; on, one kernel serves problems as short as it says."""
+def test_short_sequences_store_dq() -> None:
+    """Up to 64 tokens ahead of every family, up to 128 where the portable family serves them, in its own tile."""
     target: dict[str, Any] = {"arch": "sm_90", "num_sms": NUM_SMS, "smem_limit": 232448}
-    sizes = {"batch": 64, "seqlen_q": 49, "seqlen_k": 49, "head_dim": 32}
+    sizes = {"batch": 256, "seqlen_q": 49, "seqlen_k": 49, "head_dim": 32}
     swin = problem(dtype="float16", **sizes)
 
     def kernels(what: AttentionProblem, backend: str = "auto") -> list[str]:
         return [x.config.kernel for x in heuristics.choose_backward(what, **target, backend=backend).launches]
 
-    monkeypatch.setattr(portable_backward, "SHORT_TOKENS", 0)
-    assert kernels(swin) == ["delta", "backward_portable", "dq_convert"]
-    monkeypatch.setattr(portable_backward, "SHORT_TOKENS", 64)
     for backend in ("auto", "portable"):
-        assert kernels(swin, backend) == ["backward_portable"]
-    assert len(kernels(swin, "legacy")) == 3
-    for longer in ({"seqlen_q": 65}, {"seqlen_k": 65}, {"varlen": True}, {"head_dim": 512}):
-        assert len(kernels(problem(**{**sizes, **longer}))) > 1, longer
+        assert kernels(swin, backend) == ["delta", "backward_portable"]
+    assert kernels(swin, "legacy") == ["delta", "backward_portable", "dq_convert"]
+    full = {"seqlen_q": 64, "seqlen_k": 64, "head_dim": 64}
+    assert kernels(problem(**{**sizes, **full})) == ["delta", "backward_portable"]
+    assert "backward_hopper" in kernels(problem(**{**sizes, **full}), "hopper")
+    # A wave of thread blocks at most: no launch before the kernel.
+    assert kernels(problem(**{**sizes, "batch": 1})) == ["backward_portable"]
+    assert kernels(problem(**{**sizes, "batch": 8, "seqlen_q": 64, "seqlen_k": 64})) == ["backward_portable"]
+    for longer in ({"seqlen_q": 65, "seqlen_k": 65}, {"seqlen_k": 65}, {"head_dim": 72}):
+        what = problem(**{**sizes, **full, **longer})
+        assert "backward_hopper" in kernels(what)
+        assert kernels(what, "portable") == ["delta", "backward_portable"]
+    for other in ({"varlen": True}, {"head_dim": 512}, {"seqlen_q": 129}, {"seqlen_k": 129}):
+        assert "dq_convert" in kernels(problem(**{**sizes, **other}), "portable"), other
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_120"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dq_is_stored_in_the_tile_of_the_table(arch: str, head_dim: int) -> None:
+    """Past 64 tokens: the tile that holds all keys and the one with enough warps may be different ones."""
+    target = {"arch": arch, "num_sms": NUM_SMS, "smem_limit": ARCHITECTURES[arch].smem_per_block_optin}
+    what = problem(batch=64, seqlen_q=128, seqlen_k=128, head_dim=head_dim)
+    table, first = (dkv(make(what, **target)) for make in (choose_backward, portable_backward.choose_first))
+    assert (first.block_m, first.block_n, first.num_warps) == (table.block_m, table.block_n, table.num_warps)
+    assert first.stores_dq == (table.block_n == 128)

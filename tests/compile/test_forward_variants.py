@@ -12,7 +12,6 @@ from architectures import ONE_OF_EACH_CLASS, TWINS
 from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
-from nvrtc_attn.heuristics import portable_forward
 from nvrtc_attn.heuristics.common import features_of, is_vectorizable
 from nvrtc_attn.heuristics.portable_forward import (
     MAX_PARTIAL_BYTES,
@@ -335,7 +334,7 @@ def test_few_queries_make_rows_of_the_heads_that_share_a_key_head(queries: int, 
     [
         # (batch, heads, key heads, keys, head dim): what was measured fastest on 132 multiprocessors, or within 1 %.
         ((32, 32, 32, 8192, 128), (1,), 2),
-        ((32, 32, 8, 8192, 128), (1,), 2),
+        ((32, 32, 8, 8192, 128), (1,), 3),
         ((16, 64, 8, 8192, 128), (1,), 3),
         ((8, 32, 8, 8192, 128), (2,), 3),
         ((1, 32, 8, 32768, 128), (16,), 3),
@@ -353,23 +352,21 @@ def test_decoding_splits_keys_as_measured(shape: tuple[int, ...], splits: tuple[
     assert spec.launches[0].config.num_stages == stages
 
 
-def test_a_third_stage_for_many_blocks_is_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off until it is measured; on, it serves only where blocks outnumber the multiprocessors."""
+def test_a_third_stage_takes_the_place_of_splits() -> None:
+    """Where blocks are many, and with 32 rows where every multiprocessor has one."""
 
-    def chosen(batch: int, heads: int, keys: int, head_dim: int = 128) -> tuple[int, int]:
-        sizes = {"batch": batch, "seqlen_q": 1, "seqlen_k": keys, "num_heads": heads, "num_heads_kv": 8}
+    def chosen(batch: int, heads: int, keys: int, head_dim: int = 128, queries: int = 1) -> tuple[int, int]:
+        sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": keys, "num_heads": heads, "num_heads_kv": 8}
         spec = choose("sm_90", problem(**sizes, head_dim=head_dim))
         config = spec.launches[0].config
         assert smem_bytes(config) == spec.launches[0].smem_bytes
         return config.num_stages, spec.num_splits
 
-    fewer = ((16, 32, 8192), (1, 32, 32768), (8, 64, 2048, 64))
-    monkeypatch.setattr(portable_forward, "DEEPER_STREAMS", False)
-    before = [chosen(*shape) for shape in fewer]
-    assert chosen(64, 32, 4096) == (2, 2)
-    monkeypatch.setattr(portable_forward, "DEEPER_STREAMS", True)
     assert chosen(64, 32, 4096) == (3, 1)
-    assert [chosen(*shape) for shape in fewer] == before
+    assert chosen(64, 32, 2048, queries=2) == (3, 1)
+    assert chosen(1, 32, 8192, queries=8) == (3, 16)
+    assert chosen(16, 32, 4096) == (3, 1)
+    assert chosen(8, 64, 2048, head_dim=64)[0] == 2
 
 
 def test_ragged_lengths_are_split_finer() -> None:

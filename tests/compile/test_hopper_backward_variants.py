@@ -400,6 +400,34 @@ def test_split_groups_compile_without_a_spill(changes: dict[str, Any]) -> None:
     assert compiled(config).spill_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "tile", "changes"),
+    [
+        (128, {"parts": 4, "fused": False, "block_m": 80}, {}),
+        (128, {"parts": 4, "fused": False, "block_m": 80}, {"num_heads_kv": 1, **CAUSAL}),
+        (128, {"parts": 4, "fused": True, "block_m": 64}, {"num_heads_kv": 1, **CAUSAL}),
+        (64, {"parts": 4, "fused": False}, {}),
+        (64, {"parts": 4, "fused": True}, {"window_left": 100, "window_right": 20}),
+        (96, {"parts": 4, "own_code": True, "values_in_registers": True}, CAUSAL),
+        (64, {"values_in_registers": True}, {"dtype": "float16", **CAUSAL}),
+        (64, {"values_in_registers": True, "fused": False}, {}),
+        *((d, {"own_code": True, "values_in_registers": d <= 96}, CAUSAL) for d in (72, 80, 96, 112)),
+        (96, {"own_code": True, "values_in_registers": True, "fused": False}, {}),
+    ],
+    ids=lambda x: str(x) if isinstance(x, int) else "_".join(x) or "plain",
+)
+@pytest.mark.slow(sample=["128-parts_fused_block_m-plain"])
+def test_ways_that_no_table_chooses_compile(head_dim: int, tile: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Without a spill, and without a remark that products wait for each other."""
+    dtype = changes.get("dtype", "bfloat16")
+    asked = problem(head_dim, dtype, **{name: x for name, x in changes.items() if name != "dtype"})
+    for launch in plan(asked, splits=1, **tile).launches:
+        if launch.config.kernel in ("backward_hopper", "dkv_parts_convert"):
+            made = compiled(launch.config)
+            assert made.spill_bytes == 0
+            assert not re.search("C75[01]", made.log)
+
+
 def test_plan_with_80_queries() -> None:
     prepare, main, convert = (spec := plan(problem(128, seqlen_q=4096, seqlen_k=4096))).launches
     assert label(spec) == "hopper 80x128 num_warps=12 num_stages=2"

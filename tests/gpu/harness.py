@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,31 @@ from nvrtc_attn import api  # noqa: E402
 
 DEVICE = "cuda"
 OUTPUT_LAYOUTS = ("contiguous", "bhmk", "packed", "padded_rows", "last_strided", "unaligned", "random")
+
+
+_PLANS = (
+    ("plans.plan", "_plans"), ("plans.repeats", "_repeats"),
+    ("torch.passes", "_forward_plans"), ("torch.passes", "_backward_plans"),
+    ("torch.scaled_efficient", "_forward_plans"), ("torch.scaled_efficient", "_backward_plans"),
+    ("jax.custom_call", "_plans"),
+)  # fmt: skip
+_KERNELS_OF_PLANS = (("plans.plan", "_kernels"),)
+
+
+def forget_plans(monkeypatch: pytest.MonkeyPatch | None = None, *, kernels: bool = False) -> None:
+    """No call is known from here on: each asks the heuristics again, whatever the adapter.
+
+    With ``monkeypatch`` until the test ends, where what was known comes back: for tests that change what the heuristics
+    answer. ``kernels``: neither is which kernels the plans before have used; they stay loaded.
+    """
+    for name, table in (*_PLANS, *(_KERNELS_OF_PLANS if kernels else ())):
+        module = sys.modules.get(f"nvrtc_attn.{name}")  # one that is not imported has nothing to forget
+        if module is None:
+            continue
+        if monkeypatch is None:
+            getattr(module, table).clear()
+        else:
+            monkeypatch.setattr(module, table, {})
 
 
 def torch_dtype(name: str) -> Any:
@@ -151,23 +177,6 @@ def oracle(case: Case, arrays: dict[str, Array]) -> tuple[dict[str, Array], dict
     return {name: to_numpy(x) for name, x in exact.items()}, low
 
 
-def summed_delta_error(case: Case, exact: dict[str, Array], arrays: dict[str, Array]) -> float:
-    """Four standard deviations of what rounding ``out`` does to a dbias that is summed over all keys.
-
-    Such a sum is 0 by algebra (rows of P * (dP - delta) cancel), up to the error of delta = rowsum(dO * O) with O in
-    the input precision. One or a few numbers of the yardstick can be small by chance: this is their expected size.
-
-    float32: O and dP are sums of products whose operands are pairs of TF32 numbers, 11 + 11 bits; it is their unit
-    roundoff that counts, not that of the 24 bits O is stored in.
-    """
-    if case.bias is None or case.bias[3] != "1":
-        return 0.0
-    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-22}[case.dtype]
-    variance = (arrays["dout"].astype(np.float64) * exact["out"]) ** 2 * unit**2 / 3
-    rows = variance.sum(-1).size / max(1, exact["dbias"].size)
-    return float(4 * np.sqrt(variance.sum(-1).mean() * rows))
-
-
 def failures(
     case: Case, found: dict[str, Any], exact: dict[str, Array], low: dict[str, Array], arrays: dict[str, Array]
 ) -> list[str]:
@@ -188,7 +197,7 @@ def failures(
         dtype = "float32" if name == "lse" else case.dtype
         bound = cases.error_bound(truth, low[name], dtype)
         if name == "dbias":
-            bound += summed_delta_error(case, exact, arrays)
+            bound += cases.summed_delta_error(case, arrays, exact)
         if name == "dsink":
             bound += cases.summed_rows_error(case, arrays, exact)
         if name == "lse":  # its inputs are rounded scores in the yardstick; ours is float32 throughout

@@ -13,14 +13,14 @@ from typing import Any
 
 import cases
 import pytest
-from harness import Run, failures, oracle
+from harness import Run, failures, forget_plans, oracle
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn  # noqa: E402 - after the skip
 from nvrtc_attn.heuristics import MAX_CANDIDATES  # noqa: E402
 from nvrtc_attn.jit.cache import KernelCache  # noqa: E402
-from nvrtc_attn.plans import autotune, measure, plan, repeats  # noqa: E402
+from nvrtc_attn.plans import autotune, measure  # noqa: E402
 
 CASES = {
     case.name: case
@@ -58,8 +58,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
     monkeypatch.setattr(measure, "times_us", found)
     monkeypatch.setattr(autotune, "kernel_cache", lambda: choices)
     monkeypatch.setattr(autotune, "_choices", {})
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(repeats, "_repeats", {})
+    forget_plans(monkeypatch)
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "1")
     monkeypatch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
     return found
@@ -83,8 +82,7 @@ def test_every_candidate_is_right(
     for position in range(MAX_CANDIDATES):
         monkeypatch.setattr(autotune, "fastest", take(position))
         monkeypatch.setattr(autotune, "_choices", {})
-        monkeypatch.setattr(plan, "_plans", {})
-        monkeypatch.setattr(repeats, "_repeats", {})
+        forget_plans(monkeypatch)
         choices = KernelCache(tmp_path / f"choices{position}", 1 << 20)
         monkeypatch.setattr(autotune, "kernel_cache", lambda choices=choices: choices)
         measured.labels.clear()

@@ -7,13 +7,12 @@ from typing import Any
 
 import cases
 import pytest
-from harness import DEVICE, Run, backend, failures, oracle, torch
+from harness import DEVICE, Run, backend, failures, forget_plans, oracle, torch
 
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_backward
-from nvrtc_attn.plans import plan, repeats
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -40,8 +39,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
             assert hopper_backward.is_plain(problem) or not {"block_m", "fused"} & set(switches)
             return dataclasses.replace(choose_tile(problem, num_sms), **switches)
 
-        monkeypatch.setattr(plan, "_plans", {})
-        monkeypatch.setattr(repeats, "_repeats", {})
+        forget_plans(monkeypatch)
         monkeypatch.setattr(hopper_backward, "choose_tile", tile)
 
     return forced

@@ -7,10 +7,10 @@ from typing import Any
 
 import cases
 import pytest
-from harness import Run, backend, failures, oracle, torch
+from harness import Run, backend, failures, forget_plans, oracle, torch
 
 from nvrtc_attn.heuristics.spec import label
-from nvrtc_attn.plans import autotune, plan, repeats
+from nvrtc_attn.plans import autotune
 from nvrtc_attn.runtime import device
 
 SMALL, LARGE = 99, 163
@@ -75,8 +75,7 @@ def labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(repeats, "_repeats", {})
+    forget_plans(monkeypatch)
     for name in ("choose_forward", "choose_backward"):
         monkeypatch.setattr(autotune, name, noted(getattr(autotune, name)))
     return found

@@ -11,18 +11,17 @@ from typing import Any
 
 import cases
 import pytest
-from harness import check, torch
+from harness import check, forget_plans, torch
 
 import nvrtc_attn
 import nvrtc_attn.torch as na
 from nvrtc_attn.base.errors import CudaError
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit.cache import kernel_cache
-from nvrtc_attn.plans import autotune, plan, repeats
+from nvrtc_attn.plans import autotune, plan
 from nvrtc_attn.runtime import device
 from nvrtc_attn.runtime import kernel as module
 from nvrtc_attn.runtime.buffers import DeviceBuffer
-from nvrtc_attn.torch import passes
 
 BATCH, ROWS, HEADS = 2, 130, 2
 HOPPER = "hopper"
@@ -37,11 +36,8 @@ def random_qkv(rows: int = 128, head_dim: int = 64, heads: int = 4, dtype: Any =
 @pytest.fixture
 def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and loaded kernels of this test alone. What was loaded before stays on the device, unused."""
-    for owner, name in (
-        (plan, "_plans"), (plan, "_kernels"), (module, "_kernels"), (autotune, "_choices"),
-        (repeats, "_repeats"),
-        (passes, "_forward_plans"), (passes, "_backward_plans"),
-    ):  # fmt: skip
+    forget_plans(monkeypatch, kernels=True)
+    for owner, name in ((module, "_kernels"), (autotune, "_choices")):
         monkeypatch.setattr(owner, name, {})
 
 

@@ -1,4 +1,4 @@
-"""The portable backward pass where one tile holds all keys: dq is stored, and the kernel prepares its own rows."""
+"""Few keys and few queries: dq of one key tile is stored; splits are a cluster; heads are rows of one Hopper tile."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import cases
 import pytest
-from harness import DEVICE, Run, failures, oracle, torch
+from harness import DEVICE, Run, failures, forget_plans, oracle, torch
 
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_forward, portable_backward, portable_forward
-from nvrtc_attn.plans import plan, repeats
-from nvrtc_attn.torch import passes
+from nvrtc_attn.plans import autotune
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -31,9 +30,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
             made.append(choose(problem, **{**target, **switches}))
             return made[-1]
 
-        monkeypatch.setattr(plan, "_plans", {})
-        monkeypatch.setattr(repeats, "_repeats", {})
-        monkeypatch.setattr(passes, "_backward_plans", {})
+        forget_plans(monkeypatch)
         monkeypatch.setattr(portable_backward, "choose_backward", chosen)
         return made
 
@@ -138,10 +135,8 @@ def test_key_tiles_of_which_less_stays_empty(
     seqlen: int, columns: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(repeats, "_repeats", {})
+    forget_plans(monkeypatch)
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
-    monkeypatch.setattr(hopper_forward, "FITS_KEYS", True)
     choose_tile, chosen = hopper_forward.choose_tile, []
 
     def record(*arguments: Any) -> hopper_forward.Tile:
@@ -160,8 +155,7 @@ def test_key_tiles_of_which_less_stays_empty(
 @pytest.mark.parametrize("keys", [700, 4096])
 def test_a_third_stage_where_blocks_are_many(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(repeats, "_repeats", {})
+    forget_plans(monkeypatch)
     stream_keys = portable_forward._stream_keys
 
     def deeper(*arguments: Any, **options: Any) -> Any:
@@ -174,3 +168,157 @@ def test_a_third_stage_where_blocks_are_many(keys: int, monkeypatch: pytest.Monk
     run = Run(case)
     exact, low = oracle(case, run.arrays)
     assert not failures(case, run.forward(), exact, low, run.arrays)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plans that are made of what the caller's function makes of a problem, from here on."""
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
+
+    def put(choose: Any) -> None:
+        forget_plans(monkeypatch)
+        monkeypatch.setattr(autotune, "table_forward", choose)
+
+    return put
+
+
+def without_backend(target: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in target.items() if name != "backend"}
+
+
+HOPPER_ONLY = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="Hopper only"
+)
+CLUSTERED: dict[str, dict[str, Any]] = {
+    "one_query": {"seqlen_q": 1, "seqlen_k": 3001, "num_heads": 8, "num_heads_kv": 2, "head_dim": 128},
+    "every_head_alone": {"seqlen_q": 1, "seqlen_k": 2048, "num_heads": 4, "num_heads_kv": 4, "head_dim": 64},
+    "causal": {"seqlen_q": 8, "seqlen_k": 2050, "num_heads": 8, "num_heads_kv": 2, "head_dim": 128, "causal": True},
+    "48_rows": {"seqlen_q": 6, "seqlen_k": 2050, "num_heads": 8, "num_heads_kv": 1, "head_dim": 128, "causal": True},
+    "window": {"seqlen_q": 4, "seqlen_k": 4000, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64,
+               "window_size": (300, 0)},
+    "several_tiles": {"seqlen_q": 200, "seqlen_k": 1100, "num_heads": 4, "num_heads_kv": 4, "head_dim": 64,
+                      "causal": True},
+    "bias": {"seqlen_q": 3, "seqlen_k": 1500, "num_heads": 8, "num_heads_kv": 2, "head_dim": 80, "bias": "bhqk"},
+    "softcap": {"seqlen_q": 2, "seqlen_k": 1500, "num_heads": 8, "num_heads_kv": 2, "head_dim": 128, "softcap": 5.0},
+    "dropout": {"seqlen_q": 2, "seqlen_k": 1500, "num_heads": 8, "num_heads_kv": 2, "head_dim": 64, "dropout_p": 0.2},
+    "odd_head": {"seqlen_q": 1, "seqlen_k": 1100, "num_heads": 4, "num_heads_kv": 2, "head_dim": 59, "head_dim_v": 37},
+    "head_of_256": {"seqlen_q": 1, "seqlen_k": 1100, "num_heads": 4, "num_heads_kv": 2, "head_dim": 256},
+}  # fmt: skip
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_splits_of_a_cluster(name: str, splits: int, planned: Any) -> None:
+    """One launch: the blocks of a cluster add their results up."""
+    case = cases.make_case(f"short-cluster-{name}", **{"dtype": "bfloat16", "batch": 3, **CLUSTERED[name]})
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = []
+
+    def choose(problem: AttentionProblem, **target: Any) -> Any:
+        options = without_backend(target)
+        made.append(portable_forward.choose_forward(problem, **options, num_splits=splits, clustered=True))
+        return made[-1]
+
+    planned(choose)
+    assert not failures(case, run.forward(), exact, low, run.arrays)
+    assert made
+    assert all((len(spec.launches), spec.main.config.cluster) == (1, splits) for spec in made)
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_lengths_that_leave_blocks_of_a_cluster_empty(splits: int, planned: Any) -> None:
+    import nvrtc_attn.torch as na
+
+    q = torch.randn(5, 1, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (torch.randn(5, 1030, 2, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    used = torch.tensor([1030, 0, 1, 65, 700], dtype=torch.int32, device=DEVICE)
+    expected = na.attention(q, k, v, seqused_k=used, return_lse=True)
+
+    def choose(problem: AttentionProblem, **target: Any) -> Any:
+        options = without_backend(target)
+        return portable_forward.choose_forward(problem, **options, num_splits=splits, clustered=True)
+
+    planned(choose)
+    found = na.attention(q, k, v, seqused_k=used, return_lse=True)
+    torch.testing.assert_close(found[0], expected[0], atol=5e-4, rtol=1e-2)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
+    first = found[0].clone()
+    for _ in range(300):  # nobody leaves before the others have read: a race shows
+        assert torch.equal(na.attention(q, k, v, seqused_k=used), first)
+
+
+@HOPPER_ONLY
+def test_a_sink_counts_once_in_a_cluster(planned: Any) -> None:
+    import nvrtc_attn.torch as na
+
+    q = torch.randn(2, 2, 8, 64, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 1030, 2, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    sink = torch.randn(8, device=DEVICE)
+    expected = na.attention(q, k, v, sink=sink, return_lse=True)
+
+    def choose(problem: AttentionProblem, **target: Any) -> Any:
+        return portable_forward.choose_forward(problem, **without_backend(target), num_splits=4, clustered=True)
+
+    planned(choose)
+    for x, y in zip(na.attention(q, k, v, sink=sink, return_lse=True), expected, strict=True):
+        torch.testing.assert_close(x, y, atol=5e-4, rtol=1e-2)
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "128_rows": {"seqlen_q": 16, "seqlen_k": 1000, "num_heads": 16, "num_heads_kv": 2, "head_dim": 128},
+    "causal": {"seqlen_q": 16, "seqlen_k": 1000, "num_heads": 16, "num_heads_kv": 2, "head_dim": 128, "causal": True},
+    "seven_heads": {"seqlen_q": 31, "seqlen_k": 777, "num_heads": 14, "num_heads_kv": 2, "head_dim": 128,
+                    "causal": True},
+    "48_heads": {"seqlen_q": 5, "seqlen_k": 777, "num_heads": 48, "num_heads_kv": 1, "head_dim": 128, "causal": True},
+    "resampler": {"seqlen_q": 64, "seqlen_k": 2048, "num_heads": 16, "num_heads_kv": 4, "head_dim": 96},
+    "several_tiles": {"seqlen_q": 300, "seqlen_k": 700, "num_heads": 6, "num_heads_kv": 2, "head_dim": 64,
+                      "causal": True},
+    "top_left": {"seqlen_q": 100, "seqlen_k": 300, "num_heads": 8, "num_heads_kv": 2, "head_dim": 64,
+                 "causal": "top_left"},
+    "rows_without_keys": {"seqlen_q": 200, "seqlen_k": 100, "num_heads": 4, "num_heads_kv": 2, "head_dim": 128,
+                          "causal": True},
+    "window": {"seqlen_q": 50, "seqlen_k": 900, "num_heads": 8, "num_heads_kv": 2, "head_dim": 72,
+               "window_size": (100, 3)},
+    "softcap": {"seqlen_q": 33, "seqlen_k": 555, "num_heads": 8, "num_heads_kv": 2, "head_dim": 128, "softcap": 5.0},
+    "mla": {"seqlen_q": 20, "seqlen_k": 555, "num_heads": 8, "num_heads_kv": 1, "head_dim": 192, "head_dim_v": 128},
+    "head_of_256": {"seqlen_q": 20, "seqlen_k": 555, "num_heads": 8, "num_heads_kv": 2, "head_dim": 256,
+                    "causal": True},
+    "strided": {"seqlen_q": 40, "seqlen_k": 555, "num_heads": 8, "num_heads_kv": 2, "head_dim": 64,
+                "layout": "bhmk"},
+}  # fmt: skip
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_heads_of_the_hopper_kernel(name: str, planned: Any) -> None:
+    case = cases.make_case(f"short-packed-{name}", **{"dtype": "bfloat16", "batch": 3, **PACKED[name]})
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = []
+
+    def choose(problem: AttentionProblem, **target: Any) -> Any:
+        made.append(hopper_forward.packed_heads_plan(problem, **without_backend(target)))
+        return made[-1]
+
+    planned(choose)
+    assert not failures(case, run.forward(), exact, low, run.arrays)
+    assert made
+    assert all(spec.main.config.packed_heads for spec in made)
+
+
+@HOPPER_ONLY
+def test_packed_heads_with_lengths_on_the_device(planned: Any) -> None:
+    import nvrtc_attn.torch as na
+
+    q = torch.randn(4, 24, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (torch.randn(4, 400, 2, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    k[0, 390:] = v[0, 390:] = float("nan")
+    used = torch.tensor([390, 0, 5, 131], dtype=torch.int32, device=DEVICE)
+    expected = na.attention(q, k, v, seqused_k=used, causal=True, return_lse=True)
+    planned(lambda problem, **target: hopper_forward.packed_heads_plan(problem, **without_backend(target)))
+    found = na.attention(q, k, v, seqused_k=used, causal=True, return_lse=True)
+    torch.testing.assert_close(found[0], expected[0], atol=5e-4, rtol=1e-2)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)

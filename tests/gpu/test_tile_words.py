@@ -11,14 +11,14 @@ from typing import Any
 import cases
 import numpy as np
 import pytest
-from harness import DEVICE, Run, backend, failures, families, oracle, torch
+from harness import DEVICE, Run, backend, failures, families, forget_plans, oracle, torch
 from tile_words_twin import of_tiles, tile_words
 
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.heuristics import tile_words as heuristic
 from nvrtc_attn.heuristics.tile_words import TileWords, words_of
-from nvrtc_attn.plans import plan, repeats
+from nvrtc_attn.plans import plan
 
 M, N = 700, 1100
 """Eleven and nine tiles of 64 and 128, the last ones partly filled."""
@@ -27,9 +27,7 @@ M, N = 700, 1100
 @pytest.fixture(autouse=True)
 def _always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heuristic, "MIN_FLOPS", 0)
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(repeats, "_repeats", {})
-    monkeypatch.setattr(plan, "_kernels", {})
+    forget_plans(monkeypatch, kernels=True)
 
 
 def walkers(prefix: str) -> list[Any]:
@@ -56,15 +54,14 @@ def check(case: cases.Case, mask: Any = None, *, poison: bool = False, forward_w
     lines = []
     for family in families(case):
         with backend(family):
-            plan._kernels.clear()
-            plan._plans.clear()
-            repeats._repeats.clear()
+            forget_plans(kernels=True)
             forward = run.forward()
             assert walkers("forward") or not forward_walks, family
             found = failures(case, forward, exact, low, run.arrays)
             backward = run.backward(forward)
             found += failures(case, backward, exact, low, run.arrays)
-            if not case.deterministic and case.head_dim <= 128:
+            wide = family == "hopper" and (case.head_dim > 64) != (case.head_dim_v > 64)  # two blocks compute all tiles
+            if not case.deterministic and case.head_dim <= 128 and not wide:
                 assert walkers("backward"), family
         lines += [f"{family}: {line}" for line in found]
     assert not lines, "\n".join([f"{case}", *lines])
@@ -107,9 +104,7 @@ def test_words_are_those_of_the_twin(shape: str, kind: str, layout: str) -> None
     i, options = run.inputs, run.options
     for family in families(asked):
         with backend(family):
-            plan._kernels.clear()
-            plan._plans.clear()
-            repeats._repeats.clear()
+            forget_plans(kernels=True)
             out, lse = torch.empty_like(run.inputs["dout"]), torch.empty(3, 32, M, device=DEVICE)
             size = api.forward_workspace_bytes(i["q"], i["k"], i["v"], lse=lse, **options)
             workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
@@ -301,9 +296,7 @@ def test_a_launch_for_the_plan_is_made_from_its_threshold_on(monkeypatch: pytest
     with_plan = run.forward()
     assert walkers("forward")
     monkeypatch.setattr(heuristic, "MIN_FLOPS", 1e18)
-    plan._plans.clear()
-    repeats._repeats.clear()
-    plan._kernels.clear()
+    forget_plans(kernels=True)
     without = run.forward()
     assert not walkers("forward")
     assert torch.allclose(with_plan["out"].float(), without["out"].float(), atol=2e-2)

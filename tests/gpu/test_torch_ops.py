@@ -184,7 +184,7 @@ def test_selective_checkpointing_runs_the_forward_pass_once(monkeypatch: pytest.
     block, x = Block().cuda(), torch.randn(2, 128, 256, device="cuda", requires_grad=True)
     (expected,) = torch.autograd.grad(block(x).sum(), x)
     original, calls = passes.forward, []
-    for module in (eager, passes):  # the eager function's, and that of the operators
+    for module in (eager, ops):  # the eager function's, and that of the operators
         monkeypatch.setattr(module, "forward", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
     contexts = partial(create_selective_checkpoint_contexts, policy)
     (dx,) = torch.autograd.grad(checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum(), x)

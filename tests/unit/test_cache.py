@@ -28,7 +28,8 @@ from nvrtc_attn.base.errors import CacheWarning
 from nvrtc_attn.jit import cache as cache_module
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit import headers
-from nvrtc_attn.jit.cache import KernelCache, decode_entry, encode_entry, kernel_cache
+from nvrtc_attn.jit.cache import KernelCache, kernel_cache
+from nvrtc_attn.jit.cache_entry import SCHEMA, decode_entry, encode_entry
 
 # Some tests fork, and the test runner may have threads of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
@@ -901,4 +902,4 @@ def test_hashes_work_where_fips_allows_sha2_only(cache: KernelCache, monkeypatch
         monkeypatch.setattr(hashlib, name, forbidden)
     cache.put(KEY, METADATA, CODE)
     assert cache.get(KEY) is not None
-    assert cache_module.SCHEMA == 1
+    assert SCHEMA == 1

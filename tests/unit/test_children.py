@@ -122,7 +122,8 @@ REFUSALS = """
     import nvrtc_attn
     from nvrtc_attn.base import env
     from nvrtc_attn.jit import config_text
-    from nvrtc_attn.jit.cache import KernelCache, decode_entry
+    from nvrtc_attn.jit.cache import KernelCache
+    from nvrtc_attn.jit.cache_entry import decode_entry
     from nvrtc_attn.runtime.kernel import launch
     from nvrtc_attn.front.philox import keep_mask
     from pathlib import Path

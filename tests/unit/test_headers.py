@@ -134,7 +134,7 @@ def test_an_edit_of_our_code_changes_the_digest_of_the_kernels_that_include_it(i
         changed_by[name] = {kernel for kernel, digest in after.items() if digest != before[kernel]}
         assert changed_by[name] == including(root, name), name
     assert digests(root) == before
-    assert changed_by["hopper/wide/scores.cuh"] == {"backward_hopper_wide"}
+    assert changed_by["hopper/wide/group_scores.cuh"] == {"backward_hopper_wide"}
     assert changed_by["params.cuh"] == set(before)
     assert {"forward_portable", "forward_hopper", "backward_hopper"} <= changed_by["collective/mask.cuh"] < set(before)
 

@@ -122,7 +122,7 @@ def test_refusals() -> None:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "_kernels", {})
-    monkeypatch.setattr(api, "hold", lambda *_: None)
+    monkeypatch.setattr("nvrtc_attn.plans.run.hold", lambda *_: None)
     with instant_compiler(tmp_path / "kernels"), installed(FakeDriver([FakeGpu()])) as driver_in_python:
         yield driver_in_python
 

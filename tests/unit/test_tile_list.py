@@ -29,7 +29,7 @@ INTS = (
     "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "total_q", "total_k", "num_m_blocks",
     "num_n_blocks", "num_splits", "head_group", "lse_packed", "window_left", "window_right", "bottom_right",
     "num_tiles", "heads_per_group", "chunk_rows", "num_chunks", "num_workers", "pair_rounds", "head_pairs",
-    "tail_first_head", "tail_done", "tail_whole_heads", "query_step", "counter_offset",
+    "tail_first_head", "tail_done", "tail_whole_heads", "query_step", "counter_offset", "num_whole",
 )  # fmt: skip
 HEADERS = (
     "collective/mask.cuh", "collective/seqlen.cuh", "collective/packed_slots.cuh", "hopper/common/tile_list.cuh",
@@ -45,6 +45,11 @@ inline int atomicAdd(int* at, int by) {
   *at += by;
   return before;
 }
+inline int atomicMin(int* at, int by) {
+  int const before = *at;
+  if (by < before) *at = by;
+  return before;
+}
 inline float atomicAdd(float* at, float by) { return *at += by; }
 namespace nvrtc_attn {
 using index_t = long long;
@@ -53,6 +58,12 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int uniform(int a) { return a; }
 inline int uniform_quotient(int a, int b) { return int(unsigned(a) / unsigned(b)); }
+struct SpreadWords {
+  int own[8];
+  void load(void const* from) { std::memcpy(own, from, sizeof(own)); }
+  int word(int i) const { return own[i]; }
+};
+inline int count_up(int* counter) { return atomicAdd(counter, 1); }
 struct Params {
   int const* cu_seqlens_q;
   int const* cu_seqlens_k;
@@ -89,9 +100,16 @@ extern "C" int forward(HopperForwardParams const* params, int band, int used, in
     if (!band && !used) packed_tiles<Traits<false, false, false, false>>(*params);
   });
   TileScheduler<false, true> scheduler(*params);
-  WorkTile tile;
+  scheduler.begin(true);
+  PackedTile tile;
   int count = 0;
-  for (; count < most && scheduler.next(tile); scheduler.take(true)) {
+  for (; count < most && scheduler.next(tile); scheduler.look_ahead(true)) {
+    if (tile.b < params->batch) {  // its lengths
+      int const* const q = params->cu_seqlens_q + tile.b;
+      int const* const k = params->cu_seqlens_k + tile.b;
+      int const len_k = used ? max(min(params->seqused_k[tile.b], k[1] - k[0]), 0) : k[1] - k[0];
+      if (tile.q_row0 != q[0] || tile.len_q != q[1] - q[0] || tile.k_row0 != k[0] || tile.len_k != len_k) abort();
+    }
     found[3 * count] = tile.b;
     found[3 * count + 1] = tile.h;
     found[3 * count + 2] = tile.m_block;
@@ -239,7 +257,7 @@ def test_every_query_tile_is_taken_once_and_long_ones_first(headers: ctypes.CDLL
     causal, used, padded = (rng.random() < 0.5 for _ in range(3))
     shape = hopper_common.tile_list(
         packed.total[0], batch, BLOCK_M, heads=packed.heads_kv, resident_rows=packed.total[1],
-        l2_rows=rng.choice((10**6, packed.total[1], 1000)),
+        l2_rows=rng.choice((10**6, packed.total[1], 1000)), entry_bytes=32,
     )  # fmt: skip
     memory = np.full(shape.nbytes // 4 + 64, -7, np.int32)
     p = packed.params(
@@ -396,7 +414,7 @@ def test_the_grid_holds_the_real_tiles() -> None:
     assert not isinstance(forward, list)
     assert [x.config.kernel for x in forward.launches] == ["packed_tiles", "forward_hopper"]
     real = sum(ceil_div(x, forward.launches[1].config.block_m) for x in MIXES["skewed"])
-    assert forward.workspaces[0].nbytes < 16 + 8 * (real + 2 * 64)
+    assert forward.workspaces[0].nbytes < 16 + 32 * (real + 2 * 64)
     backward = hopper_backward.choose_backward(asked, arch="sm_90", num_sms=132, smem_limit=232448)
     assert not isinstance(backward, list)
     block_m = backward.launches[1].config.block_m

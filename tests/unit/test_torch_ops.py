@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn.torch as na  # noqa: E402 - after the skip
-from nvrtc_attn.torch import eager, ops, passes  # noqa: E402
+from nvrtc_attn.torch import eager, ops  # noqa: E402
 
 FORWARD, BACKWARD = ops.attention_forward, ops.attention_backward
 # Of torch's own compiler, not of ours: modules that it imports are deprecated, and its workers fork.
@@ -345,7 +345,7 @@ def eager_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Filled with the names of the kernels' functions as they run."""
     seen: list[str] = []
     for name in ("forward", "backward"):
-        for module in (eager, passes):  # the eager function's, and that of the operators
+        for module in (eager, ops):  # the eager function's, and that of the operators
             original = getattr(module, name)
             monkeypatch.setattr(module, name, lambda *a, _n=name, _f=original, **k: (seen.append(_n), _f(*a, **k))[1])
     return seen
@@ -560,13 +560,13 @@ def test_used_keys_of_a_dense_batch(compiled: bool) -> None:
 def test_compiled_programs_announce_their_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels begin to compile beside those of the forward pass, as in eager calls."""
     announced = []
-    original = passes.forward
+    original = ops.forward
 
     def spy(*arguments: Any, backward_follows: bool = False) -> Any:
         announced.append(backward_follows)
         return original(*arguments, backward_follows=backward_follows)
 
-    monkeypatch.setattr(passes, "forward", spy)
+    monkeypatch.setattr(ops, "forward", spy)
     q, bias = torch.randn(1, 8, 2, 8), torch.randn(1, 2, 8, 8)
     compiled = torch.compile(lambda q, **options: na.attention(q, q, q, **options), backend="aot_eager")
     compiled(q.clone().requires_grad_()).sum().backward()

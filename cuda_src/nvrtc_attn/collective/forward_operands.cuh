@@ -14,6 +14,8 @@ struct ForwardShape {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kStages = Traits::kNumStages;
+  // Splits of the keys leave partial results for `combine`, unless their blocks are a cluster and add them up themselves.
+  static constexpr bool kPartials = Traits::kSplit && Traits::kCluster == 1;
   static constexpr int kWarpsD = Traits::kWarpsD;
   static constexpr int kWarpsM = Traits::kNumWarps / (Traits::kWarpsN * Traits::kWarpsD);
   static constexpr int kWarpRows = kBlockM / kWarpsM;
@@ -37,6 +39,8 @@ struct ForwardShape {
   static_assert(kWarpCols % 16 == 0 && Traits::kWarpsN * kWarpCols == kBlockN, "keys of a warp are pairs of 8");
   static_assert(kWarpDims % 8 == 0 && Traits::kWarpsD * kWarpDims == Traits::kHeadDimV, "value columns divide evenly");
   static_assert(kWarpsD == 1 || kWarpsD == 2 || kWarpsD == 4, "a power of two, as the swizzle's bits");
+  static_assert(Traits::kCluster == 1 || (Traits::kSplit && !Traits::kVarlen && kWarpsD == 1),
+                "blocks of one query tile");
   static_assert(kWarpsD == 1 || kWarpDims % 16 == 0, "warps take 16 value columns in turn");
 
   // First of the 8 value columns of this warp's output tile d.

@@ -6,6 +6,7 @@
 #include "packed_slots.cuh"
 #include "sink.cuh"
 #include "softmax.cuh"
+#include "split_cluster.cuh"
 
 namespace nvrtc_attn {
 
@@ -94,7 +95,7 @@ struct OutputRows {
   // `sink`: of the tile's first head, which is the only one without packed heads.
   NVRTC_ATTN_DEVICE float finish_with_sink(int i, float row_max, float row_sum, float sink, ScoreMap<Traits> const& map,
                                            bool writes) const {
-    static_assert(!Traits::kSplit, "a sink counts once, in combine");
+    static_assert(!ForwardShape<Traits>::kPartials, "a sink counts once, in combine");
     int const head = h + row_map.head(i);
     if constexpr (Traits::kPackedHeads) sink = load_sink<Traits>(params, head);
     RowEnd const end = take_sink<Traits>(row_max, row_sum, sink, map);
@@ -105,7 +106,7 @@ struct OutputRows {
     return empty ? 0.0f : end.weight / end.sum;
   }
   NVRTC_ATTN_DEVICE void write_lse(int i, float row_max, float row_sum, ScoreMap<Traits> const& map) const {
-    if constexpr (Traits::kSplit) {
+    if constexpr (ForwardShape<Traits>::kPartials) {
       params.softmax_partial[partial_row(params, split, b, h + row_map.head(i), row_map.query(i))] =
           make_float2(row_max, row_sum);
     } else if (params.lse != nullptr) {
@@ -255,6 +256,111 @@ NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape
       }
     }
   }
+}
+
+// Splits of the keys as the blocks of a cluster: every block adds up its warps' outputs of the same rows, and then all of
+// them the blocks', each for its share of the rows, in the order of the splits. One launch instead of two.
+//
+// Shared memory, from the start: sMax, sSum[kWarpsN][kBlockM], sO[kWarpsN][kBlockM][columns], of which the first slice
+// becomes the block's, and the block's maximum and sum of every row.
+template <class Traits, class Shape, class Softmax>
+NVRTC_ATTN_DEVICE void add_up_cluster(AccTile (&o)[Shape::kTilesM][Shape::kTilesD], Softmax const& softmax,
+                                      ScoreMap<Traits> const& map, OutputRows<Traits> const& rows, unsigned char* smem,
+                                      Position<Traits> const& here) {
+  using Element = typename Shape::Element;
+  constexpr int kColumns = Traits::kHeadDimV;
+  constexpr int kWarps = Traits::kWarpsN;
+  int const g = here.lane >> 2;
+  int const t = here.lane & 3;
+  int const m0 = here.m_block * Shape::kBlockM;
+  float* const sMax = reinterpret_cast<float*>(smem);
+  float* const sSum = sMax + kWarps * Shape::kBlockM;
+  float* const sO = sSum + kWarps * Shape::kBlockM;
+  float2* const sRow = reinterpret_cast<float2*>(sO + kWarps * Shape::kBlockM * kColumns);
+#pragma unroll
+  for (int r = 0; r < Softmax::kRows; ++r) {
+    int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
+    if (t == 0) {
+      sMax[here.warp_n * Shape::kBlockM + row] = softmax.row_max[r];
+      sSum[here.warp_n * Shape::kBlockM + row] = softmax.row_sum[r];
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < Softmax::kRows; ++r) {
+    int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
+    float row_max = -infinity();
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, sMax[w * Shape::kBlockM + row]);
+    float const finite_max = Softmax::finite(row_max);
+    if (t == 0 && here.warp_n == 0) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        sum += sSum[w * Shape::kBlockM + row] * map.ratio(sMax[w * Shape::kBlockM + row], finite_max);
+      }
+      sRow[row] = make_float2(row_max, sum);
+    }
+    float const factor = map.ratio(softmax.row_max[r], finite_max);
+#pragma unroll
+    for (int d = 0; d < Shape::kTilesD; ++d) {
+      *reinterpret_cast<float2*>(sO + (here.warp_n * Shape::kBlockM + row) * kColumns + 8 * d + 2 * t) =
+          make_float2(o[r / 2][d][2 * (r % 2)] * factor, o[r / 2][d][2 * (r % 2) + 1] * factor);
+    }
+  }
+  constexpr int kVectors = Shape::kBlockM * kColumns / 4;  // four columns each
+  if constexpr (kWarps > 1) {
+    __syncthreads();
+    for (int n = here.tid; n < kVectors; n += Shape::kThreads) {
+      float4 x = reinterpret_cast<float4 const*>(sO)[n];
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) {
+        float4 const v = reinterpret_cast<float4 const*>(sO)[w * kVectors + n];
+        x.x += v.x, x.y += v.y, x.z += v.z, x.w += v.w;
+      }
+      reinterpret_cast<float4*>(sO)[n] = x;
+    }
+  }
+  SplitCluster<Traits::kCluster> const cluster(smem);
+  cluster.sync();
+  float const multiplier = Traits::kDropout ? rows.params.dropout_multiplier : 1.0f;
+  for (int n = here.split * Shape::kThreads + here.tid; n < kVectors; n += Traits::kCluster * Shape::kThreads) {
+    int const row = n / (kColumns / 4);
+    int const col = n % (kColumns / 4) * 4;
+    if (m0 + row >= rows.count) break;  // rows only grow
+    float2 of_split[Traits::kCluster];
+    float4 x[Traits::kCluster];
+#pragma unroll
+    for (int s = 0; s < Traits::kCluster; ++s) of_split[s] = cluster.load(sRow + row, s);
+#pragma unroll
+    for (int s = 0; s < Traits::kCluster; ++s) x[s] = cluster.load(reinterpret_cast<float4 const*>(sO) + n, s);
+    float row_max = -infinity();
+#pragma unroll
+    for (int s = 0; s < Traits::kCluster; ++s) row_max = fmaxf(row_max, of_split[s].x);
+    float const finite_max = Softmax::finite(row_max);
+    float sum = 0.0f;
+    float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int s = 0; s < Traits::kCluster; ++s) {
+      float const weight = map.ratio(of_split[s].x, finite_max);
+      sum += weight * of_split[s].y;
+      acc[0] += weight * x[s].x, acc[1] += weight * x[s].y, acc[2] += weight * x[s].z, acc[3] += weight * x[s].w;
+    }
+    float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+    if constexpr (Traits::kHasSink) {
+      factor = rows.finish_with_sink(m0 + row, row_max, sum, load_sink<Traits>(rows.params, here.h), map, col == 0);
+    } else {
+      if (col == 0) rows.write_lse(m0 + row, row_max, sum, map);
+    }
+    factor *= multiplier;
+    Element* const to = rows.out(m0 + row) + index_t(col) * rows.params.out_stride_d;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (col + c < rows.params.head_dim_v)
+        to[index_t(c) * rows.params.out_stride_d] = from_float<Element>(factor * acc[c]);
+    }
+  }
+  cluster.sync();  // nobody leaves while another reads from its shared memory
 }
 
 }  // namespace nvrtc_attn

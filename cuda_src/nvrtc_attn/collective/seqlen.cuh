@@ -13,6 +13,11 @@ struct SeqlenInfo {
   int len_k_slot;   // keys that belong to the sequence: >= len_k with seqused_k
   int batch_index;  // index for batch strides (0 when varlen: one packed batch entry)
 
+  // Packed, of what a list of tiles says: what a caller must not ask then is len_k_slot.
+  NVRTC_ATTN_DEVICE SeqlenInfo(int q_row0_, int len_q_, int k_row0_, int len_k_)
+      : q_row0(q_row0_), k_row0(k_row0_), len_q(len_q_), len_k(len_k_), len_k_slot(len_k_), batch_index(0) {
+    static_assert(kVarlen, "dense lengths are those of the params");
+  }
   template <class Params>
   NVRTC_ATTN_DEVICE SeqlenInfo(Params const& params, int b) {
     if constexpr (kVarlen) {

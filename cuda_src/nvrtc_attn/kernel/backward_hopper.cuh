@@ -1,6 +1,7 @@
 // Attention backward on Hopper (sm_90a): dk and dv of one key tile at a time, dq added into a float32 workspace. Where one
 // tile holds all keys (kOneKeyTile), dq is complete and goes to its own tensor. With kSplit several thread blocks share the
-// query heads of a key tile, and add their dk and dv into dkv_accum (kernel/dkv_convert.cuh).
+// query heads of a key tile, and add their dk and dv into dkv_accum (kernel/dkv_convert.cuh). With kParts they share the
+// query tiles of some of the key tiles (kernel/dkv_parts_convert.cuh).
 //
 // Roles: warp-group 0 loads (one thread issues all copies); each of the other two warp-groups owns 64 of the tile's 128
 // keys. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV +=
@@ -36,17 +37,19 @@
 #include "../hopper/backward/gradient_store.cuh"
 #include "../hopper/backward/load.cuh"
 #include "../hopper/backward/ordered_dq.cuh"
-#include "../hopper/backward/scores.cuh"
+#include "../hopper/backward/score_block.cuh"
 #include "../hopper/backward/shape.cuh"
+#include "../hopper/backward/zeros.cuh"
 #include "../hopper/common/barrier.cuh"
 #include "dkv_convert.cuh"
 
 namespace nvrtc_attn {
 
-// One consumer warp-group, which owns 64 of a tile's 128 keys. Accumulators are arrays of the functions, not members:
+// One consumer warp-group, which owns 64 of a tile's 128 keys. kOwn is its number where it has code of its own (kOwnCode), so
+// that its product of dQ is no wider than what is left of the columns, else -1. Accumulators are arrays of the functions, not members:
 // the compiler splits the struct into registers before it unrolls the loops over them, or not at all (up to 128 bytes
 // of spills).
-template <class Traits>
+template <class Traits, int kOwn = -1>
 struct KeyTileConsumer {
   using Shape = HopperBackwardShape<Traits>;
   using Element = typename Shape::Element;
@@ -54,9 +57,11 @@ struct KeyTileConsumer {
   using Scores = ScoreBlock<Traits, Shape>;
   using Probabilities = FragmentA<Element>[Shape::kStepsM];  // of P^T or dS^T, as left operand
   using ScoreTiles = AccTile[1][Shape::kTilesM];             // of S^T or dP^T
-  using DqTiles = AccTile[1][Shape::kTilesDq];
+  static constexpr int kTilesDq = kOwn < 1 ? Shape::kTilesDq : Shape::kTilesD - Shape::kTilesDq;
+  using DqTiles = AccTile[1][kTilesDq];
   using DkTiles = AccTile[1][Shape::kTilesD];
   using DvTiles = AccTile[1][Shape::kTilesDv];
+  using Values = FragmentA<Element>[Traits::kValuesInRegisters ? Traits::kHeadDimV / 16 : 1];  // V, as left operand
   static constexpr int kBlockM = Shape::kBlockM;
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other order leaves.
@@ -64,7 +69,8 @@ struct KeyTileConsumer {
                                 (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap;
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // dv is stored under the last product; takes registers.
-  static constexpr bool kEarlyStore = !Traits::kSplit && (!kLengthsOnDevice || (kBlockM == 128 && !Traits::kKeepWords));
+  static constexpr bool kEarlyStore =
+      !(Traits::kSplit || Traits::kParts) && (!kLengthsOnDevice || (kBlockM == 128 && !Traits::kKeepWords));
 
   // Hardware barriers; 0 is __syncthreads.
   enum NamedBarrier : int {
@@ -133,12 +139,17 @@ struct KeyTileConsumer {
 
   NVRTC_ATTN_DEVICE void consume(Work const& work) {
     int left = work.range.count * params.heads_per_group;
-    if constexpr (Traits::kTileWords) left = load_shared_uniform(smem + Shape::kOffsetCount);
+    if constexpr (Traits::kTileWords || Traits::kParts) left = load_shared_uniform(smem + Shape::kOffsetCount);
     if constexpr (Traits::kDbiasStore && !Shape::kBiasTiles) zero_dbias_beside(work, left > 0);
     DkTiles dk;
     DvTiles dv;
     clear(dk);
     clear(dv);
+    if constexpr (Traits::kParts) {
+      if (left > 0) multiply(dk, dv, work, left);
+      finish_part(dk, dv);
+      return;
+    }
     if (left == 0) {
       release_operands();
     } else {
@@ -160,6 +171,10 @@ struct KeyTileConsumer {
                         TransposedBias<Traits>(params, warp, lane)};
     int m = work.range.start;
     int h = announced_first_head<Traits>(params, work.tile);
+    if constexpr (Traits::kParts) {
+      m = load_shared_uniform(smem + Shape::kOffsetCount + 4);
+      h = load_shared_uniform(smem + Shape::kOffsetCount + 8);
+    }
     zero_keys(work, h);
     unsigned hidden = 0;  // kKeyMask: which of this thread's keys are
     bool any_hidden = false;
@@ -173,6 +188,8 @@ struct KeyTileConsumer {
       any_hidden = __any_sync(0xffffffffu, hidden != 0);
     }
     barriers.full_v().wait(parity);
+    Values v;
+    if constexpr (Traits::kValuesInRegisters) load_values(v);
     bool stored = false;
 #pragma unroll 1
     for (; left > 0; --left) {
@@ -188,7 +205,7 @@ struct KeyTileConsumer {
       if constexpr (!Traits::kTileWords) barriers.full_q(slot.stage).wait(slot.parity);
       start_s(s);
       barriers.full_dout(slot.stage).wait(slot.parity);
-      start_dp(dp);
+      start_dp(dp, v);
       if constexpr (Shape::kStoresTiles) {
         if (stored) release_stored();
       }
@@ -261,7 +278,7 @@ struct KeyTileConsumer {
       pin_registers(dv);
       pin_registers(p);
       release(barriers.empty_dout(slot.stage));
-      if (!Traits::kSplit && left == 1) release_k();
+      if (!(Traits::kSplit || Traits::kParts) && left == 1) release_k();
       add_dq(dq, work, h, m0);
       if (kEarlyStore && left == 1) store_dv(dv, work);
       if constexpr (!Traits::kTileWords) work.range.next(h, m);
@@ -293,12 +310,30 @@ struct KeyTileConsumer {
   }
 
   // dP^T = V dO^T.
-  NVRTC_ATTN_DEVICE void start_dp(ScoreTiles& dp) {
+  NVRTC_ATTN_DEVICE void start_dp(ScoreTiles& dp, Values& v) {
     pin_registers(dp);
-    begin_products();
-    start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDimV>(
-        dp, v_left, dout_right + slot.stage * (Shape::kBytesDout >> 4));
+    uint64_t const dout = dout_right + slot.stage * (Shape::kBytesDout >> 4);
+    if constexpr (Traits::kValuesInRegisters) {
+      pin_registers(v);
+      begin_products();
+      start_product_abt<Element, kBlockM>(dp, v, dout);
+    } else {
+      begin_products();
+      start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDimV>(dp, v_left, dout);
+    }
     commit_products();
+  }
+
+  // V of this warp's keys, once a key tile: 16 keys by 16 columns a fragment.
+  NVRTC_ATTN_DEVICE void load_values(Values& v) const {
+    int const row = 64 * group + 16 * warp + (lane & 15);
+    unsigned const from = smem + Shape::kOffsetV + row * kSlabRowBytes;
+#pragma unroll
+    for (int step = 0; step < Traits::kHeadDimV / 16; ++step) {
+      int const chunk = 2 * (step % 4) + (lane >> 4);
+      ldmatrix_x4(from + step / 4 * Shape::kSlabK + ((chunk ^ (row & 7)) << 4), v[step].x[0], v[step].x[1],
+                  v[step].x[2], v[step].x[3]);
+    }
   }
 
   // dV += P^T dO: P^T from registers, which must be left alone until the product is complete.
@@ -479,9 +514,9 @@ struct KeyTileConsumer {
     if constexpr (Shape::kTransposedDq) {
       tiles = 64 * group + 16 * warp < Traits::kHeadDim ? Shape::kTilesDq : 0;
     }
-    constexpr bool kAll = Shape::kTilesD == (Shape::kTransposedDq ? 16 : 2 * Shape::kTilesDq);
+    constexpr bool kAll = kOwn >= 0 || Shape::kTilesD == (Shape::kTransposedDq ? 16 : 2 * Shape::kTilesDq);
 #pragma unroll
-    for (int d = 0; d < Shape::kTilesDq; ++d) {
+    for (int d = 0; d < kTilesDq; ++d) {
       if (Shape::kSplitRows || kAll || d < tiles) add_block(to + d * kAccumBlock, dq[0][d], lane);
     }
     if constexpr (Traits::kOrdered) {
@@ -515,6 +550,29 @@ struct KeyTileConsumer {
     float* const accum = params.dkv_accum + index_t(head) * dkv_accum_size<Traits>(params);
     add_blocks(accum + first * Traits::kHeadDim, dk, lane);
     add_blocks(accum + rows * Traits::kHeadDim + first * Traits::kHeadDimV, dv, lane);
+  }
+
+  // kParts: stored, or added to the tile's slot of the workspace (kernel/dkv_parts_convert.cuh), this warp's 16 keys. What
+  // was announced is read again, as above.
+  NVRTC_ATTN_DEVICE void finish_part(DkTiles const& dk, DvTiles const& dv) {
+    KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);
+    bool const any = load_shared_uniform(smem + Shape::kOffsetCount) > 0;
+    int const part = load_shared_uniform(smem + Shape::kOffsetCount + 12);
+    if (any) {
+      release_k();
+    } else {
+      release_operands();
+    }
+    if (part < 0) {
+      Work const work(params, tile, tile.b);
+      store_dk(dk, work);
+      store_dv(dv, work);
+    } else if (any) {
+      int const row = 64 * group + 16 * warp;
+      float* const accum = params.dkv_accum + index_t(part) * (Shape::kBlockN * (Traits::kHeadDim + Traits::kHeadDimV));
+      add_blocks(accum + row * Traits::kHeadDim, dk, lane);
+      add_blocks(accum + Shape::kBlockN * Traits::kHeadDim + row * Traits::kHeadDimV, dv, lane);
+    }
   }
 
   // ---- Slots given back
@@ -580,6 +638,14 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
       prepare_rows<Traits>(params, smem + Shape::kOffsetHelpers, int(threadIdx.x) & 31);
     } else if constexpr (Traits::kKeepWords) {
       make_keep_words<Traits>(params, helpers, warp < 4 ? warp + 3 : warp - 12);
+    }
+  } else if constexpr (Traits::kOwnCode) {
+    if (warp_group == 1) {
+      take_registers<Traits::kKeepWords || kCounts ? 224 : 240>();
+      KeyTileConsumer<Traits, 0>(params, smem_pointer, smem, 0).run();
+    } else {
+      take_registers<Traits::kKeepWords || kCounts ? 224 : 240>();
+      KeyTileConsumer<Traits, 1>(params, smem_pointer, smem, 1).run();
     }
   } else {
     take_registers<Traits::kKeepWords || kCounts ? 224 : 240>();

@@ -28,7 +28,7 @@
 //
 // Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): K, V, half of the columns of the other block's K,
 // kNumStages x Q, kNumStagesDout x dO, 2 x dS[query][key] of both blocks, P[key][query] (twice where dS's factor is
-// another thing: see hopper/wide/scores.cuh), row_lse and delta for each slot, which tile it is, mail, mbarriers.
+// another thing: see hopper/wide/group_scores.cuh), row_lse and delta for each slot, which tile it is, mail, mbarriers.
 //
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO as in backward_hopper.cuh. full_ds counts the
 // bytes that the other block sends, empty_ds the other block's consumer warps that are done with what this one has
@@ -38,10 +38,11 @@
 #include "../collective/gradient_accumulator.cuh"
 #include "../hopper/backward/gradient_store.cuh"
 #include "../hopper/backward/load.cuh"
+#include "../hopper/backward/zeros.cuh"
 #include "../hopper/common/cluster.cuh"
 #include "../hopper/common/uniform.cuh"
+#include "../hopper/wide/group_scores.cuh"
 #include "../hopper/wide/products.cuh"
-#include "../hopper/wide/scores.cuh"
 #include "../hopper/wide/shape.cuh"
 
 namespace nvrtc_attn {

@@ -16,6 +16,7 @@
 // copies, `empty` one arrival per consumer warp. full_q also announces the tile: the loading warp follows the schedule,
 // the consumers read it. With a mask that is the same for all queries a second warp of the loading group zeroes the
 // rows of V that it hides, and the consumers wait for clean_v instead of full_v.
+// With kKeepWords other warps make dropout's decisions (hopper/forward/keep_words.cuh), in slots with full / empty of their own.
 // Named barriers are the groups' turns, and one is all consumers. By name: hopper/forward/shape.cuh.
 #pragma once
 #include "../collective/epilogue.cuh"
@@ -26,7 +27,9 @@
 #include "../hopper/common/row_store.cuh"
 #include "../hopper/common/wgmma.cuh"
 #include "../hopper/forward/deferred_softmax.cuh"
+#include "../hopper/forward/keep_words.cuh"
 #include "../hopper/forward/load.cuh"
+#include "../hopper/forward/query_rows.cuh"
 #include "../hopper/forward/shape.cuh"
 
 namespace nvrtc_attn {
@@ -65,14 +68,17 @@ NVRTC_ATTN_DEVICE void recompute_scores(AccTile (&s)[1][Shape::kTilesN], unsigne
 // Normalise and write out and lse of this warp's 16 rows. Whole sectors: four threads of a row write 64 bytes.
 template <class Traits, int kTilesD>
 NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftmax<Traits> const& softmax,
-                                  ScoreMap<Traits> const& map, float sink, ForwardParams const& params, int b, int h,
-                                  int batch_index, int q_row0, int len_q, int i, int lane) {
+                                  ScoreMap<Traits> const& map, float sink, ForwardParams const& params, int b,
+                                  QueryRows<Traits::kPackedHeads, Traits::kBlockM> const& rows, int batch_index,
+                                  int q_row0, int i, int lane) {
   using Element = typename Traits::Element;
   int const t = lane & 3;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     int const row = i + 8 * r;
-    bool const valid = row < len_q;
+    bool const valid = row < rows.count;
+    int const query = rows.query(row);
+    int const h = rows.head(row);
     float sum = softmax.row_sum[r];
     RowEnd end{};
     if constexpr (Traits::kHasSink) {
@@ -85,10 +91,10 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
     if (t == 0 && valid && params.lse != nullptr) {
       float const top = Traits::kHasSink ? end.top : softmax.row_max[r] * (map.exponent_scale * kLn2);
       float const lse = top + __logf(sum);
-      *lse_row(params, b, h, q_row0, row) = empty ? params.lse_empty : lse;
+      *lse_row(params, b, h, q_row0, query) = empty ? params.lse_empty : lse;
     }
     Element* const to = reinterpret_cast<Element*>(params.out) + index_t(batch_index) * params.out_stride_b +
-                        index_t(h) * params.out_stride_h + (index_t(q_row0) + row) * params.out_stride_m + 8 * t;
+                        index_t(h) * params.out_stride_h + (index_t(q_row0) + query) * params.out_stride_m + 8 * t;
     store_row<Element>(to, o, r, factor, valid, params.head_dim_v, t);
   }
 }
@@ -146,6 +152,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
   RingPosition<Shape::kStages> k_slot, v_slot;
   RingPosition<Shape::kStagesQ> q_slot;
   RingPosition<Shape::kStagesScores> score_slot;
+  RingPosition<Shape::kStagesKeep> keep_slot;
   ScoreTileAccess<Traits> const tiles(params, warp_row0, lane);
   auto release = [&](Mbarrier const& barrier) {
     if (lane == 0) barrier.arrive();
@@ -178,6 +185,19 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       score_slot.advance();
     }
   };
+  // kKeepWords: this thread's words of the next key tile.
+  auto take_keep = [&](auto& keep) {
+    if constexpr (Traits::kKeepWords) {
+      barriers.full_keep(keep_slot.stage).wait(keep_slot.parity);
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                   : "=r"(keep.word[0]), "=r"(keep.word[1])
+                   : "r"(smem + Shape::kOffsetKeep + keep_slot.stage * Shape::kBytesKeep + 8 * tid)
+                   : "memory");
+      __syncwarp();  // all lanes have read
+      release(barriers.empty_keep(keep_slot.stage));
+      keep_slot.advance();
+    }
+  };
   // Only kLazyMax computes a tile again from its queries: otherwise the last Q K^T is the end of them, and the next ones can
   // come into a single slot. D 256, S 16384, causal: 1346 against 1370 us. A second slot leaves time without that.
   constexpr bool kReleaseEarly = !Traits::kLazyMax && Shape::kStagesQ == 1;
@@ -188,7 +208,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
 
   while (true) {
     barriers.full_q(q_slot.stage).wait(q_slot.parity);
-    WorkTile const tile = read_tile(smem + Shape::kOffsetTiles + 16 * q_slot.stage);
+    typename TileScheduler<Traits::kBand, Traits::kVarlen>::Tile tile;
+    read_tile(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage, tile);
     if (tile.m_block < 0) break;
     if constexpr (Traits::kVarlen) {
       if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
@@ -198,30 +219,39 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         continue;
       }
     }
-    SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, tile.b);
+    auto const seqlen = seqlen_of<Traits>(params, tile);
     int const len_q = seqlen.len_q;
-    int const m0 = tile.m_block * Shape::kBlockM;
+    using Rows = QueryRows<Traits::kPackedHeads, Shape::kBlockM>;
+    Rows const rows(params, tile.m_block, tile.h, len_q);
+    int const m0 = rows.m0;
     bool const last_tile = Traits::kVarlen ? m0 + Shape::kBlockM >= len_q : tile.m_block == params.num_m_blocks - 1;
-    pad_lse<Shape::kConsumers>(params, tile.b, tile.h, len_q, m0, Shape::kBlockM, last_tile, tid);
+    if constexpr (Traits::kPackedHeads) {
+      for (int h = rows.h; last_tile && h < rows.h + rows.group; ++h) {
+        pad_lse<Shape::kConsumers>(params, tile.b, h, len_q, 0, 0, true, tid);
+      }
+    } else {
+      pad_lse<Shape::kConsumers>(params, tile.b, tile.h, len_q, m0, Shape::kBlockM, last_tile, tid);
+    }
     if (m0 >= len_q) {
       release_q();
       continue;
     }
     PositionMask<Traits::kBand> const mask(params, len_q, seqlen.len_k);
     int first, last;
-    mask.template key_tiles<kBlockN>(m0, Shape::kBlockM, first, last);
+    mask.template key_tiles<kBlockN>(rows.query(m0), Rows::per_tile(params), first, last);
     if constexpr (Traits::kTileWords) {
-      if (!read_has_keys(smem + Shape::kOffsetTiles + 16 * q_slot.stage)) last = first;
+      if (!read_has_keys(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage)) last = first;
     }
 
     ScoreMap<Traits> const map(params);
-    Dropout const dropout = Traits::kDropout ? Dropout(dropout_params<Traits>(params), tile.b, tile.h) : Dropout();
+    constexpr bool kMakesWords = Traits::kDropout && !Traits::kKeepWords;
+    Dropout const dropout = kMakesWords ? Dropout(dropout_params<Traits>(params), tile.b, tile.h) : Dropout();
     ScoreTensor<Bias const> const bias(reinterpret_cast<Bias const*>(params.bias), tile.b, tile.h, params.bias_stride_b,
                                        params.bias_stride_h, params.bias_stride_m, params.bias_stride_n);
     ScoreTensor<unsigned char const> const byte_mask(params.mask, tile.b, tile.h, params.mask_stride_b,
                                                      params.mask_stride_h, params.mask_stride_m, params.mask_stride_n);
     int const i = m0 + warp_row0 + (lane >> 2);
-    ScoreTile<Traits> const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, i, lane, tiles};
+    ScoreTile<Traits> const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, i, lane, tiles, rows};
 
     DeferredSoftmax<Traits> softmax;
     float sink = 0.0f;
@@ -261,7 +291,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       // Tiles of which this group sees nothing, above its diagonal or because it has no rows: let them pass. One is always
       // computed, so that all groups take equal turns.
       int const group_row = m0 + 64 * group;
-      int const columns = len_q > group_row ? mask.end_key(group_row + 63) : 0;  // that some row of the group sees
+      int const columns = rows.count > group_row ? mask.end_key(rows.query(group_row + 63)) : 0;  // that the group sees
 #pragma unroll 1
       for (; n > first && n * kBlockN >= columns; --n) {
         barriers.full_k(k_slot.stage).wait(k_slot.parity);
@@ -274,6 +304,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
           barriers.full_scores(score_slot.stage).wait(score_slot.parity);
           release_scores();
         }
+        KeepWords<Shape::kStepsN> of_nothing;
+        take_keep(of_nothing);
         wait_turn();
         pass_turn();
         if constexpr (Traits::kTileWords) {
@@ -283,7 +315,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       }
 
       barriers.full_k(k_slot.stage).wait(k_slot.parity);
-      constexpr bool kKeepAhead = Traits::kDropout && !ScoreTile<Traits>::kKeepBeside;
+      constexpr bool kKeepAhead = kMakesWords && !ScoreTile<Traits>::kKeepBeside;
       KeepWords<Shape::kStepsN> keep;
       auto first_tile = [&](auto& s) {
         typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
@@ -312,6 +344,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       } else {
         first_tile(s);
       }
+      take_keep(keep);
       pack_probabilities<Traits>(p, s, keep);
       bool settled = softmax.settled();
       // Three groups have 160 registers a thread each. NVRTC 13.5 carries what it has derived from n in both shapes of the first
@@ -389,6 +422,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         }
         softmax.add(sums);
         if (raised) softmax.rescale(o);
+        take_keep(keep);
         pack_probabilities<Traits>(p, s, keep);
         look_ahead<Shape>(smem, k_slot.stage, n, first, whole);
       }
@@ -410,8 +444,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       release_q();
       sink = load_sink<Traits>(params, tile.h);
     }
-    write_rows<Traits>(o, softmax, map, sink, params, tile.b, tile.h, seqlen.batch_index, seqlen.q_row0, len_q, i,
-                       lane);
+    write_rows<Traits>(o, softmax, map, sink, params, tile.b, rows, seqlen.batch_index, seqlen.q_row0, i, lane);
   }
 }
 
@@ -422,6 +455,17 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
   unsigned const smem = shared_address(smem_pointer);
   ForwardBarriers<Shape> const barriers{smem + Shape::kOffsetBarriers};
   if (threadIdx.x == 0) barriers.init();
+  if constexpr (Traits::kPackedHeads) {
+    // Rows of Q that no copy writes, where a group does not divide the tile.
+    int const used = QueryRows<true, Shape::kBlockM>::per_tile(params) * params.heads_per_group;
+    int const chunks = (Shape::kBlockM - used) * (kSlabRowBytes / 16);
+    for (int n = int(threadIdx.x); n < Shape::kStagesQ * Shape::kSlabsQ * chunks; n += Traits::kNumThreads) {
+      int const slab = n / chunks;
+      reinterpret_cast<uint4*>(smem_pointer + slab * Shape::kSlabQ + used * kSlabRowBytes)[n - slab * chunks] =
+          make_uint4(0, 0, 0, 0);
+    }
+    fence_async_proxy();
+  }
   __syncthreads();
   // A broadcast tells the compiler that the role is uniform over the warp.
   int const warp_group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
@@ -431,6 +475,13 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
       ForwardLoader<Traits>(params, barriers, smem).run();
     } else if constexpr (Traits::kMask) {
       if (threadIdx.x < 64 && params.mask_stride_m == 0) zero_hidden_values<Traits>(params, barriers, smem);
+    } else if constexpr (Traits::kKeepWords) {
+      make_keep_words<Traits>(params, barriers, smem, __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0) - 1);
+    }
+  } else if (Traits::kKeepWords && warp_group == Shape::kGroups + 1) {
+    give_registers<Shape::kRegistersProducer>();
+    if constexpr (Traits::kKeepWords) {
+      make_keep_words<Traits>(params, barriers, smem, __shfl_sync(0xffffffffu, int(threadIdx.x) / 32 % 4, 0) + 3);
     }
   } else {
     take_registers<Shape::kRegistersConsumer>();

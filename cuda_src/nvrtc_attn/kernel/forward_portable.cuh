@@ -3,6 +3,8 @@
 // Roles: kNumWarps = warps_m * kWarpsN * kWarpsD. Warps along m own 16 * kTilesM query rows each. kWarpsD > 1 divides the value
 // columns when the output does not fit in registers; each such warp recomputes the scores. kWarpsN > 1 divides the keys
 // of every tile (decode: one row block, all warps busy) and merges the softmax states through shared memory at the end.
+// kSplit: blocks divide the keys of a query tile and leave partial results for `combine`, or, with kCluster > 1, are a cluster and
+// add them up through each other's shared memory.
 // Key tiles run from the last to the first, so the tiles that need an element mask come first. With kTileWords only those of
 // which the byte mask, or the user's, leaves something: all threads read the same words.
 //
@@ -60,9 +62,10 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, b);
   int const num_rows = row_map.rows(seqlen.len_q);
   int const len_k = seqlen.len_k;
-  if constexpr (!Traits::kSplit) {
-    bool const last_block =
-        Position<Traits>::kSlots ? m0 + kBlockM >= num_rows : here.m_block == params.num_m_blocks - 1;
+  if constexpr (!Shape::kPartials) {
+    bool const last_block = Position<Traits>::kSlots
+                                ? m0 + kBlockM >= num_rows
+                                : here.m_block == params.num_m_blocks - 1 && (!Traits::kSplit || here.split == 0);
     if constexpr (!Traits::kPackedHeads) {
       pad_lse<kThreads>(params, b, h, seqlen.len_q, m0, kBlockM, last_block, tid);
     } else if (last_block) {
@@ -96,7 +99,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       return tile - 1;
     }
   };
-  if constexpr (Traits::kSplit) {
+  if constexpr (Shape::kPartials) {
     if (first >= last) {  // fewer key tiles than splits, or keys that are not in use: the partial output is never read
       for (int row = m0 + tid; row < min(m0 + kBlockM, num_rows); row += kThreads) {
         params.softmax_partial[partial_row(params, here.split, b, h + row_map.head(row), row_map.query(row))] =
@@ -344,7 +347,9 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
                                 rows_of.q_row0,
                                 row_map.rows(rows_of.len_q),
                                 out_is_vectorizable<Element>(params)};
-  if constexpr (Traits::kWarpsN > 1) {
+  if constexpr (Traits::kCluster > 1) {
+    add_up_cluster<Traits, Shape>(o, softmax, map, rows, smem, there);
+  } else if constexpr (Traits::kWarpsN > 1) {
     merge_and_write_output<Traits, Shape>(o, softmax, map, rows, smem, there);
   } else {
     write_output<Traits, Shape>(o, softmax, map, rows, smem, there);

@@ -30,7 +30,14 @@ NVRTC_ATTN_DEVICE void packed_tiles(HopperForwardParams const& params) {
                                params.num_workers};
   make_tile_list<Traits::kNumThreads, kBlockM, Traits::kBand, false>(
       query_tile_list(params), shape, PackedSlots<kBlockM>{params.cu_seqlens_q, params.batch, params.total_q},
-      key_tiles, int(threadIdx.x));
+      key_tiles, int(threadIdx.x), [&](int b, int m_block) {
+        PackedTile tile = {b, m_block};
+        if (b < params.batch) {
+          SeqlenInfo<true, Traits::kSequsedK> const seqlen(params, b);
+          tile = {b, m_block, seqlen.q_row0, seqlen.len_q, seqlen.k_row0, seqlen.len_k};
+        }
+        return tile;
+      });
 }
 
 }  // namespace nvrtc_attn

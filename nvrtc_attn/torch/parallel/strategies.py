@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from . import local
 from .exchange import Pending, exchange
 from .layouts import Chunks, Interval, common, length, needed, places, reach, together
-from .local import Whole, slice_scores
+from .local import Whole, merge_into, slice_scores
+from .local import backward as backward_here
+from .local import forward as forward_here
 
 Saved = tuple[Any, ...]
 
@@ -140,7 +141,7 @@ class AllGather(_Tokens):
             of_q = slice(heads.start * per_head, heads.stop * per_head)
             for chunk, at in rows:
                 keys, where = _seen(chunk, whole, have)
-                out_part, lse_part = local.forward(
+                out_part, lse_part = forward_here(
                     x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
                     slice_scores(x.mask, of_q, at, keys),
                     whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads), whole,
@@ -170,7 +171,7 @@ class AllGather(_Tokens):
                 keys, where = _seen(chunk, whole, have)
                 if keys[0] == keys[1]:
                     continue
-                gradients = local.backward(
+                gradients = backward_here(
                     x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
                     slice_scores(x.mask, of_q, at, keys), out[:, at, of_q], lse[:, of_q, at], dout[:, at, of_q],
                     None if dlse is None else dlse[:, of_q, at],
@@ -240,12 +241,12 @@ class Ring(_Tokens):
             source = (self.rank - step) % self.size
             coming = self._pass_on(source, k, v) if step + 1 < self.size else None
             for chunk, at, keys, where in self._pairs(whole, source):
-                out_part, lse_part = local.forward(
+                out_part, lse_part = forward_here(
                     x.q[:, at], k[:, where], v[:, where], slice_scores(x.bias, heads, at, keys),
                     slice_scores(x.mask, heads, at, keys),
                     whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole, partial=True,
                 )  # fmt: skip
-                local.merge_into(out[:, at], lse[:, :, at], out_part, lse_part)
+                merge_into(out[:, at], lse[:, :, at], out_part, lse_part)
             if coming is not None:
                 k, v = self._taken(coming)
         result = out.to(x.q.dtype)
@@ -264,7 +265,7 @@ class Ring(_Tokens):
             coming = self._pass_on(source, k, v) if step + 1 < self.size else None
             dk, dv = (torch.zeros(y.shape, dtype=torch.float32, device=y.device) for y in (k, v))
             for chunk, at, keys, where in self._pairs(whole, source):
-                gradients = local.backward(
+                gradients = backward_here(
                     x.q[:, at], k[:, where], v[:, where], slice_scores(x.bias, heads, at, keys),
                     slice_scores(x.mask, heads, at, keys), out[:, at], lse[:, :, at], dout[:, at],
                     None if dlse is None else dlse[:, :, at],

@@ -31,6 +31,7 @@ struct BackwardLoader {
   RingPosition<Shape::kStages> q_slot;
   RingPosition<Shape::kStagesDout> dout_slot;
   unsigned parity = 0;  // of the key tile
+  PartTurns turns;      // kParts: of the key tile
 
   NVRTC_ATTN_DEVICE BackwardLoader(HopperBackwardParams const& params_, BackwardBarriers<Shape> const& barriers_,
                                    unsigned smem_, int rank_)
@@ -53,19 +54,23 @@ struct BackwardLoader {
         tile = packed_key_tile<Traits::kSplit>(params, t);
         if (tile.n_block < 0) break;
       } else {
-        tile = key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
+        tile = tile_of(t);
       }
       if constexpr (Traits::kFused) {
         wait_for_rows<Traits>(params, tile.b, tile.h);
         t = opaque(t);
         // Computed again: nothing of it stays alive over the wait.
-        tile = key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
+        tile = tile_of(t);
       }
       announce_to_helpers(tile);
       bool const is_real = !(Traits::kVarlen && tile.b == params.batch);
       Work const work(params, tile, is_real ? tile.b : 0);
       int left = work.range.count;
       if constexpr (Traits::kTileWords) left = KeptQueries<Traits>{params, work}.total(tile.h * params.heads_per_group);
+      if constexpr (Traits::kParts) {
+        turns.find(params, work.range, TilePart(params, t), tile.h);
+        left = turns.left;
+      }
       if (!is_real || left == 0) {
         announce(tile, tile.h * params.heads_per_group, 0);
         if (issuer) barriers.full_k().arrive();
@@ -104,6 +109,14 @@ struct BackwardLoader {
           row0(work.seqlen.q_row0 + rank * (Shape::kBlockM / Shape::kBlocks)) {}
   };
 
+  NVRTC_ATTN_DEVICE KeyTile tile_of(int t) const {
+    if constexpr (Traits::kParts) {
+      return key_tile<false, false, true>(params, TilePart(params, t).tile);
+    } else {
+      return key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
+    }
+  }
+
   // All copies of one key tile, in the order in which slots become free at the end of the tile before.
   NVRTC_ATTN_DEVICE void load(Work const& work, int kept_queries) {
     Queries queries(params, work, rank);
@@ -113,13 +126,14 @@ struct BackwardLoader {
     KeptQueries<Traits> const kept{params, work};
     int in_head = 0;
     if constexpr (Traits::kTileWords) kept.begin(queries.h, queries.m, in_head);
+    if constexpr (Traits::kParts) queries.h = turns.h, queries.m = turns.m;
     barriers.empty_v().wait(parity ^ 1);
     if (issuer) load_v(work, row, hk);
     load_q(work, queries);
     load_dout(queries);
     announce(work.tile, Traits::kTileWords ? work.tile.h * params.heads_per_group : queries.h, kept_queries);
     if (issuer) load_k(work, row, hk);
-    int const total = Traits::kTileWords ? kept_queries : work.range.count * params.heads_per_group;
+    int const total = Traits::kTileWords || Traits::kParts ? kept_queries : work.range.count * params.heads_per_group;
 #pragma unroll 1
     for (int left = total - 1; left > 0; --left) {
       if constexpr (Traits::kTileWords) {
@@ -320,7 +334,7 @@ struct BackwardLoader {
   }
 
   // To the consumers, in front of the barrier that the tile's keys complete; a negative n_block ends their work. The fourth
-  // word is the parity of the tile after. kSplit: the second is the first query head. kTileWords: `left` query tiles.
+  // word is the parity of the tile after. kSplit: the second is the first query head. kTileWords: `left` query tiles. kParts: which ones.
   NVRTC_ATTN_DEVICE void announce(KeyTile const& tile, int first_head, int left) {
     barriers.empty_k().wait(parity ^ 1);
     if (issuer) {
@@ -330,6 +344,7 @@ struct BackwardLoader {
       if constexpr (Traits::kTileWords) {
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + Shape::kOffsetCount), "r"(left) : "memory");
       }
+      if constexpr (Traits::kParts) turns.store(smem + Shape::kOffsetCount);
     }
   }
   NVRTC_ATTN_DEVICE void announce_to_helpers(KeyTile const& tile) {

@@ -26,20 +26,38 @@ struct KeyTile {
   int b;
 };
 
-// Tile number t < num_tiles; kDescending: those with the highest keys of a group first.
-template <bool kDescending, bool kSplit>
+// Tile number t < num_tiles; kDescending: those with the highest keys of a group first. kParts: t < whole_key_tiles.
+template <bool kDescending, bool kSplit, bool kParts = false>
 NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
   int const group_tiles = params.head_group * params.num_n_blocks;
   int const group = uniform_quotient(t, group_tiles);
   int const rest = t - group * group_tiles;
   int const first_head = group * params.head_group;
-  int const heads = min(params.head_group, uniform_quotient(params.num_tiles, params.num_n_blocks) - first_head);
+  int const all_heads =
+      kParts ? params.batch * params.num_heads_kv : uniform_quotient(params.num_tiles, params.num_n_blocks);
+  int const heads = min(params.head_group, all_heads - first_head);
   int const n_block = uniform_quotient(rest, heads);
   int const head = first_head + rest - n_block * heads;
   int const heads_kv = kSplit ? params.num_heads_kv * params.num_splits : params.num_heads_kv;
   int const b = uniform_quotient(head, heads_kv);
   return {kDescending ? params.num_n_blocks - 1 - n_block : n_block, head - b * heads_kv, b};
 }
+
+// kParts: what the number t < num_tiles of some work means. The first num_whole key tiles are one block's each; of every later
+// one there are num_splits parts, and those of the same place are neighbours, so that they read the same rows.
+struct TilePart {
+  int tile;   // for key_tile
+  int place;  // among the parts
+  int slot;   // of dkv_accum, where the parts are added up; -1 of a whole tile
+
+  NVRTC_ATTN_DEVICE TilePart(HopperBackwardParams const& params, int t) : tile(t), place(0), slot(-1) {
+    if (t < params.num_whole) return;
+    int const shared = params.batch * params.num_heads_kv * params.num_n_blocks - params.num_whole;
+    place = uniform_quotient(t - params.num_whole, shared);
+    slot = t - params.num_whole - place * shared;
+    tile = params.num_whole + slot;
+  }
+};
 
 NVRTC_ATTN_DEVICE TileList key_tile_list(HopperBackwardParams const& params) { return {params.counters}; }
 
@@ -138,6 +156,29 @@ struct QueryRange {
   NVRTC_ATTN_DEVICE void next(int& h, int& m) const {
     if (++m == first + count) m = first;
     if (m == start) ++h;
+  }
+};
+
+// kParts: how many query tiles a part has, those of all query heads in a row, which is its first, and its slot of dkv_accum. The
+// loading warp finds them and tells the consumers. No part has two more than another.
+struct PartTurns {
+  int left = 0, m = 0, h = 0, slot = -1;
+
+  template <class Range>
+  NVRTC_ATTN_DEVICE void find(HopperBackwardParams const& params, Range const& range, TilePart const& part, int hk) {
+    int const parts = part.slot < 0 ? 1 : params.num_splits;
+    int const total = range.count * params.heads_per_group;
+    int const begin = uniform_quotient(part.place * total, parts);
+    int const head = uniform_quotient(begin, max(range.count, 1));
+    int const turned = begin - head * range.count + (range.start - range.first);
+    left = uniform_quotient((part.place + 1) * total, parts) - begin;
+    m = range.first + (turned < range.count ? turned : turned - range.count);
+    h = hk * params.heads_per_group + head;
+    slot = part.slot;
+  }
+  NVRTC_ATTN_DEVICE void store(unsigned address) const {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(left), "r"(m), "r"(h), "r"(slot)
+                 : "memory");
   }
 };
 

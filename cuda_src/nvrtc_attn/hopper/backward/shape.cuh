@@ -59,9 +59,11 @@ struct HopperBackwardShape {
   static constexpr int kOffsetDelta = kOffsetLse + kStages * kBytesStatistic;
   static constexpr int kOffsetTile = kOffsetDelta + kStages * kBytesStatistic;
   // kTileWords: how many query tiles the key tile has, and beside each slot of Q which one it holds (16 and 8 bytes).
+  // kParts: the first 16 bytes are its PartTurns and its slot of dkv_accum.
   static constexpr int kOffsetCount = kOffsetTile + 16;
   static constexpr int kOffsetQueryTiles = kOffsetCount + 16;
-  static constexpr int kOffsetBarriers = kOffsetCount + (Traits::kTileWords ? 16 + 8 * kStages : 0);
+  static constexpr int kOffsetBarriers =
+      kOffsetCount + (Traits::kTileWords ? 16 + 8 * kStages : 0) + (Traits::kParts ? 16 : 0);
   static constexpr int kOffsetHelpers = kOffsetBarriers + BarrierMap::kBytes;
   static constexpr int kBytes =
       kOffsetHelpers + (Traits::kFused ? PieceShape<Traits>::kBytes : HelperShape<Traits>::kBytes);
@@ -86,6 +88,10 @@ struct HopperBackwardShape {
   static_assert(kBlockM == 64 || kTransposedDq || kBlockM == 128, "a group computes 64 rows of dQ or of dQ^T");
   static_assert(kSplitRows ? kSlabs == 1 : kTransposedDq ? kSlabs == kGroups : kSlabs <= kGroups, "columns of dQ");
   static_assert(kPlain || !kTransposedDq, "registers");
+  static_assert(kPlain && !Traits::kSplit || !Traits::kParts, "turns that nothing but lengths decides");
+  static_assert(!Traits::kOwnCode || (!kSplitRows && !kTransposedDq && kSlabs == kGroups),
+                "dQ of one group has fewer columns than that of the other");
+  static_assert(!Traits::kValuesInRegisters || (kHeadDimV <= 96 && !kBiasTiles), "registers");
   static_assert(!(Traits::kFused && kTransposedDq), "shared memory, and a tile is no whole number of pieces");
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
   static_assert(!kBiasTiles || (sizeof(typename Traits::Bias) == 2 && !Traits::kSoftcap && !Traits::kVarlen),

@@ -10,8 +10,9 @@
 // The kernel goes through the list once for every `heads` heads: as many as stay in L2, or more where otherwise one pass would
 // be shorter than the longest tile, which would end alone.
 //
-// In memory (int): the counter of tiles taken, set to 0; how many tiles there are; how many parts; heads; (b, tile) of each.
-// At most one tile for every slot (collective/packed_slots.cuh), so that the host knows how much room they take.
+// In memory (int): the counter of tiles taken, set to 0; how many tiles there are; how many parts; heads; an entry of each,
+// (b, tile) and what else the kernel wants to know of it. At most one tile for every slot (collective/packed_slots.cuh), so
+// that the host knows how much room they take.
 #pragma once
 #include "../../collective/packed_slots.cuh"
 
@@ -20,14 +21,21 @@ namespace nvrtc_attn {
 constexpr int kListBuckets = 2048;
 constexpr int kListChunks = 128;  // at most
 
-struct TileList {
+template <class Entry>
+struct TileListOf {
   int* words;
 
   NVRTC_ATTN_DEVICE int* counter() const { return words; }
   NVRTC_ATTN_DEVICE int count() const { return words[1]; }
   NVRTC_ATTN_DEVICE int parts() const { return words[2]; }
   NVRTC_ATTN_DEVICE int heads() const { return words[3]; }
-  NVRTC_ATTN_DEVICE int2& operator[](int i) const { return reinterpret_cast<int2*>(words + 4)[i]; }
+  NVRTC_ATTN_DEVICE Entry& operator[](int i) const { return reinterpret_cast<Entry*>(words + 4)[i]; }
+};
+using TileList = TileListOf<int2>;
+
+// An entry that says no more than which tile it is.
+struct NameOfTile {
+  NVRTC_ATTN_DEVICE int2 operator()(int b, int tile) const { return make_int2(b, tile); }
 };
 
 struct TileListShape {
@@ -43,9 +51,11 @@ struct TileListShape {
   int workers;    // thread blocks that share the list
 };
 
-template <int kThreads, int kTile, bool kByTile, bool kDescending, class Cost>
-NVRTC_ATTN_DEVICE void make_tile_list(TileList const& list, TileListShape const& shape, PackedSlots<kTile> const& slots,
-                                      Cost const& cost, int tid) {
+template <int kThreads, int kTile, bool kByTile, bool kDescending, class Entry, class Cost,
+          class MakeEntry = NameOfTile>
+NVRTC_ATTN_DEVICE void make_tile_list(TileListOf<Entry> const& list, TileListShape const& shape,
+                                      PackedSlots<kTile> const& slots, Cost const& cost, int tid,
+                                      MakeEntry const& entry = MakeEntry()) {
   constexpr int kEach = kListBuckets / kThreads;
   static_assert(kListBuckets % kThreads == 0 && kThreads % 32 == 0, "a whole number of buckets for each thread");
   __shared__ int buckets[kListBuckets];  // how many tiles, then where the next one goes
@@ -70,7 +80,7 @@ NVRTC_ATTN_DEVICE void make_tile_list(TileList const& list, TileListShape const&
     return &buckets[chunk * classes + classes - 1 - from_below];
   };
   auto put = [&](int at, int b, int tile) {
-    if (at < capacity) list[at] = make_int2(b, tile);  // always, if the lengths are what they must be
+    if (at < capacity) list[at] = entry(b, tile);  // always, if the lengths are what they must be
   };
   // Calls action(b, tile) for every tile, by any thread.
   auto each_tile = [&](auto&& action) {
@@ -82,6 +92,7 @@ NVRTC_ATTN_DEVICE void make_tile_list(TileList const& list, TileListShape const&
 
   // How many tiles of each class.
   for (int i = tid; i < kListBuckets; i += kThreads) buckets[i] = 0;
+  for (int c = tid; c < shape.num_chunks; c += kThreads) costliest[c] = classes;
   if (tid == 0) work = 0.0f;
   __syncthreads();
   if constexpr (kByTile) {
@@ -94,10 +105,8 @@ NVRTC_ATTN_DEVICE void make_tile_list(TileList const& list, TileListShape const&
   __syncthreads();
 
   // Chunks by their first class that is not empty.
-  for (int c = tid; c < shape.num_chunks; c += kThreads) {
-    int i = 0;
-    while (i < classes && buckets[c * classes + i] == 0) ++i;
-    costliest[c] = i;
+  for (int i = tid; i < classes * shape.num_chunks; i += kThreads) {
+    if (buckets[i] > 0) atomicMin(&costliest[i / classes], i % classes);
   }
   __syncthreads();
   for (int c = tid; c < shape.num_chunks; c += kThreads) {
@@ -147,12 +156,14 @@ NVRTC_ATTN_DEVICE void make_tile_list(TileList const& list, TileListShape const&
   if constexpr (kByTile) {
     each_tile([&](int b, int tile) { put(atomicAdd(bucket_of(b, tile), 1), b, tile); });
   } else {
-    // A warp writes the tiles of 32 sequences, one sequence after the other.
-    for (int b0 = tid - lane; b0 < slots.batch; b0 += kThreads) {
+    // A warp writes the tiles of up to 32 sequences, one sequence after the other: of as few as there are warps for.
+    constexpr int kWarps = kThreads / 32;
+    int const each = min(32, (slots.batch + kWarps - 1) / kWarps);
+    for (int b0 = tid / 32 * each; b0 < slots.batch; b0 += kWarps * each) {
       int const own = b0 + lane;
-      int const own_tiles = own < slots.batch ? num_tiles(own) : 0;
+      int const own_tiles = lane < each && own < slots.batch ? num_tiles(own) : 0;
       int const own_first = own_tiles > 0 ? atomicAdd(bucket_of(own, 0), own_tiles) : 0;
-      for (int i = 0; i < 32; ++i) {
+      for (int i = 0; i < each; ++i) {
         int const tiles = __shfl_sync(0xffffffffu, own_tiles, i);
         int const first = __shfl_sync(0xffffffffu, own_first, i);
         for (int tile = lane; tile < tiles; tile += 32) {

@@ -21,6 +21,23 @@ NVRTC_ATTN_DEVICE int uniform_quotient(int a, int b) {
   return int(__reduce_or_sync(0xffffffffu, unsigned(a) / unsigned(b)));
 }
 
+// Eight words of memory in one register of a warp, word l % 8 in lane l. A warp with few registers can ask for them long before
+// it needs them: only word() waits for them.
+struct SpreadWords {
+  int own;
+
+  NVRTC_ATTN_DEVICE void load(void const* from) { own = static_cast<int const*>(from)[int(threadIdx.x) & 7]; }
+  NVRTC_ATTN_DEVICE int word(int i) const { return uniform(__shfl_sync(0xffffffffu, own, i)); }
+};
+
+// By one lane: what a counter held before it was counted up, which only who uses it waits for. (What the compiler makes of
+// atomicAdd() uses it at once.)
+NVRTC_ATTN_DEVICE int count_up(int* counter) {
+  int before;
+  asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // `x`, of which the compiler does not keep what it has computed before.
 NVRTC_ATTN_DEVICE int opaque(int x) {
   asm volatile("" : "+r"(x));

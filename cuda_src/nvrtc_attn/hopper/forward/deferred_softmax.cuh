@@ -4,6 +4,7 @@
 #include "../../collective/softmax.cuh"
 #include "../../common/fragment_load.cuh"
 #include "../common/keep_words.cuh"
+#include "query_rows.cuh"
 #include "score_tile.cuh"
 
 namespace nvrtc_attn {
@@ -160,6 +161,7 @@ struct ScoreTile {
   int lane;
 
   ScoreTileAccess<Traits> const& tiles;
+  QueryRows<Traits::kPackedHeads, Traits::kBlockM> const& rows;
 
   // Whether a tile of which the byte mask hides nothing is taken without it. Where threads hold what they read of bias and mask
   // there are no registers for two ways: up to 334 bytes of spills.
@@ -198,11 +200,12 @@ struct ScoreTile {
         }
       }
     }
-    if (!mask.keeps_tile(row0, 64, n0, 8 * kTilesN)) {
+    if (!mask.keeps_tile(rows.query(row0), rows.queries(row0, 64), n0, 8 * kTilesN)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        replace_hidden(s, r, -infinity(), mask.keys_below_end(i + 8 * r, j0));
-        if (mask.has_first_keys()) replace_hidden(s, r, -infinity(), mask.keys_from_first(i + 8 * r, j0));
+        int const query = rows.query(i + 8 * r);
+        replace_hidden(s, r, -infinity(), mask.keys_below_end(query, j0));
+        if (mask.has_first_keys()) replace_hidden(s, r, -infinity(), mask.keys_from_first(query, j0));
       }
     }
   }
@@ -246,7 +249,7 @@ struct ScoreTile {
   }
   // Registers must suffice for both.
   static constexpr bool kKeepBeside =
-      Traits::kHeadDimV <= 128 && !Traits::kSoftcap && !Traits::kHasBias && !Traits::kMask;
+      !Traits::kKeepWords && Traits::kHeadDimV <= 128 && !Traits::kSoftcap && !Traits::kHasBias && !Traits::kMask;
 };
 
 // P as the left operand of P V, what dropout drops as zeros; its multiplier waits for the normalisation.

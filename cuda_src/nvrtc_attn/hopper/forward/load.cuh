@@ -7,17 +7,38 @@
 #include "../../collective/tile_words.cuh"
 #include "../common/tma.cuh"
 #include "../common/uniform.cuh"
+#include "query_rows.cuh"
 #include "scheduler.cuh"
 #include "shape.cuh"
 
 namespace nvrtc_attn {
 
 // What the loading warp announced, in uniform registers.
-NVRTC_ATTN_DEVICE WorkTile read_tile(unsigned address) {
+NVRTC_ATTN_DEVICE void read_tile(unsigned address, WorkTile& tile) {
   int m_block, h, b;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(m_block), "=r"(h) : "r"(address) : "memory");
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
-  return {uniform(m_block), uniform(h), uniform(b)};
+  tile = {uniform(m_block), uniform(h), uniform(b)};
+}
+// Packed: with the lengths of its sequence, which the consumers need not read then.
+NVRTC_ATTN_DEVICE void read_tile(unsigned address, PackedTile& tile) {
+  WorkTile name;
+  read_tile(address, name);
+  int q_row0, len_q, len_k;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(q_row0), "=r"(len_q) : "r"(address + 16) : "memory");
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(len_k) : "r"(address + 24) : "memory");
+  tile = {name.b, name.m_block, uniform(q_row0), uniform(len_q), 0, uniform(len_k), name.h};
+}
+
+// The lengths of the sequence of a tile.
+template <class Traits>
+NVRTC_ATTN_DEVICE SeqlenInfo<false, Traits::kSequsedK> seqlen_of(HopperForwardParams const& params,
+                                                                 WorkTile const& tile) {
+  return SeqlenInfo<false, Traits::kSequsedK>(params, tile.b);
+}
+template <class Traits>
+NVRTC_ATTN_DEVICE SeqlenInfo<true, Traits::kSequsedK> seqlen_of(HopperForwardParams const&, PackedTile const& tile) {
+  return SeqlenInfo<true, Traits::kSequsedK>(tile.q_row0, tile.len_q, tile.k_row0, tile.len_k);
 }
 
 // kTileWords: the key tile that a slot of K holds, as the loading warp writes it beside the slot.
@@ -39,6 +60,8 @@ template <class Traits>
 struct ForwardLoader {
   using Shape = HopperShape<Traits>;
   using Scores = typename Shape::Scores;
+  using Scheduler = TileScheduler<Traits::kBand, Traits::kVarlen>;
+  using Tile = typename Scheduler::Tile;
 
   HopperForwardParams const& params;
   ForwardBarriers<Shape> const& barriers;
@@ -62,23 +85,25 @@ struct ForwardLoader {
       if constexpr (Scores::kSlabsBias > 0) prefetch_tensor_map(params.tensor_map_bias);
       if constexpr (Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
     }
-    TileScheduler<Traits::kBand, Traits::kVarlen> scheduler(params);
-    WorkTile tile;
+    Scheduler scheduler(params);
+    if constexpr (Traits::kVarlen) scheduler.begin(issuer);
+    Tile tile;
     while (scheduler.next(tile)) {
       bool loads = !(Traits::kVarlen && tile.b == params.batch);
-      SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, loads ? tile.b : 0);
-      int const m0 = tile.m_block * Shape::kBlockM;
+      auto const seqlen = seqlen_of<Traits>(params, tile);
+      int const queries = QueryRows<Traits::kPackedHeads, Shape::kBlockM>::per_tile(params);
+      int const m0 = tile.m_block * queries;
       PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
       int first, last;
-      mask.template key_tiles<Shape::kBlockN>(m0, Shape::kBlockM, first, last);
+      mask.template key_tiles<Shape::kBlockN>(m0, queries, first, last);
       loads = loads && m0 < seqlen.len_q && first < last;
       if constexpr (Traits::kTileWords) {
         last = uniform(tile_line(params, tile.b, tile.h, tile.m_block).last_before(last)) + 1;
         loads = loads && first < last;
       }
       if (!loads) {
-        if constexpr (Traits::kVarlen) scheduler.take(issuer);
-        announce(tile.m_block, tile.h, tile.b);
+        if constexpr (Traits::kVarlen) scheduler.look_ahead(issuer);
+        announce(tile);
         if (issuer) barriers.full_q(q_slot.stage).arrive();
         q_slot.advance();
         continue;
@@ -90,19 +115,21 @@ struct ForwardLoader {
       }
       // In the order of use: a consumer asks for the K of the next tile before the V of this one.
       load_k(from, last - 1);
-      announce(tile.m_block, tile.h, tile.b);
+      announce(tile);
       load_q(from);
       load_scores(from, last - 1);
+      if constexpr (Traits::kVarlen) scheduler.look_ahead(issuer);
 #pragma unroll 1
       for (int n = last - 2; n >= first; --n) {
         load_k(from, n);
         load_scores(from, n);
         load_v(from, n + 1);
       }
-      if constexpr (Traits::kVarlen) scheduler.take(issuer);
       load_v(from, first);
     }
-    announce(-1, 0, 0);
+    tile = {};
+    tile.m_block = -1;
+    announce(tile);
     if (issuer) barriers.full_q(q_slot.stage).arrive();
   }
 
@@ -113,11 +140,11 @@ struct ForwardLoader {
     int q_h, q_b, k_h, k_b, v_h, v_b;
     int q_row, k_row0, m0;
 
-    NVRTC_ATTN_DEVICE Source(HopperForwardParams const& params, WorkTile const& tile, int batch_index, int q_row_,
+    NVRTC_ATTN_DEVICE Source(HopperForwardParams const& params, Tile const& tile, int batch_index, int q_row_,
                              int k_row0_, int m0_)
         : h(tile.h), b(tile.b), q_row(q_row_), k_row0(k_row0_), m0(m0_) {
-      int const h_kv = uniform_quotient(tile.h, params.heads_per_group);
-      q_h = params.q_stride_h == 0 ? 0 : tile.h;
+      int const h_kv = Traits::kPackedHeads ? tile.h : uniform_quotient(tile.h, params.heads_per_group);
+      q_h = params.q_stride_h == 0 ? 0 : Traits::kPackedHeads ? tile.h * params.heads_per_group : tile.h;
       q_b = params.q_stride_b == 0 ? 0 : batch_index;
       k_h = params.k_stride_h == 0 ? 0 : h_kv;
       k_b = params.k_stride_b == 0 ? 0 : batch_index;
@@ -127,7 +154,7 @@ struct ForwardLoader {
   };
 
   // The same, of the key tiles that the words keep, n the last of them.
-  NVRTC_ATTN_DEVICE void load_kept(Source const& from, WorkTile const& tile, int first, int n) {
+  NVRTC_ATTN_DEVICE void load_kept(Source const& from, Tile const& tile, int first, int n) {
     TileLine const line = tile_line(params, tile.b, tile.h, tile.m_block);
     auto name_k = [&](int next) {  // beside the slot that load_k() has yet to fill
       SlotTile const name{n | (next < first ? SlotTile::kLast : 0) | (line.all(n) ? SlotTile::kWhole : 0)};
@@ -141,7 +168,7 @@ struct ForwardLoader {
     int next = uniform(line.last_before(n));
     bool whole = name_k(next);
     load_k(from, n);
-    announce(tile.m_block, tile.h, tile.b, 1);
+    announce(tile, 1);
     load_q(from);
     load_scores(from, n, whole);
 #pragma unroll 1
@@ -157,13 +184,20 @@ struct ForwardLoader {
     load_v(from, n);
   }
 
-  // Which tile it is travels in front of the barrier that its queries complete. kTileWords: and whether it has any keys.
-  NVRTC_ATTN_DEVICE void announce(int m_block, int h, int b, int has_keys = 0) {
+  // Which tile it is travels in front of the barrier that its queries complete. kTileWords: and whether it has any keys. Packed:
+  // and the lengths of its sequence.
+  NVRTC_ATTN_DEVICE void announce(Tile const& tile, int has_keys = 0) {
+    unsigned const to = smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage;
     barriers.empty_q(q_slot.stage).wait(q_slot.parity ^ 1);
     if (issuer) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem + Shape::kOffsetTiles + 16 * q_slot.stage),
-                   "r"(m_block), "r"(h), "r"(b), "r"(has_keys)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(tile.m_block), "r"(tile.h), "r"(tile.b),
+                   "r"(has_keys)
                    : "memory");
+      if constexpr (Traits::kVarlen) {
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(to + 16), "r"(tile.q_row0), "r"(tile.len_q),
+                     "r"(tile.len_k)
+                     : "memory");
+      }
     }
   }
 
@@ -171,11 +205,19 @@ struct ForwardLoader {
   NVRTC_ATTN_DEVICE void load_q(Source const& from) {
     if (issuer) {
       Mbarrier const full = barriers.full_q(q_slot.stage);
-      full.arrive_and_expect(Shape::kBytesQ);
+      int bytes = Shape::kBytesQ;
+      if constexpr (Traits::kPackedHeads) {
+        int const group = params.heads_per_group;
+        bytes = Shape::kSlabsQ * kSlabRowBytes * (Shape::kBlockM / group * group);
+      }
+      full.arrive_and_expect(bytes);
 #pragma unroll
       for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
+        // kPackedHeads: the heads of a query lie next to each other in the box.
+        int const inner = Traits::kPackedHeads ? from.q_h : from.q_row;
+        int const outer = Traits::kPackedHeads ? from.q_row : from.q_h;
         load_box(smem + q_slot.stage * Shape::kBytesQ + slab * Shape::kSlabQ, params.tensor_map_q, full.address,
-                 slab * kSlabColumns, from.q_row, from.q_h, from.q_b, kEvictFirst);
+                 slab * kSlabColumns, inner, outer, from.q_b, kEvictFirst);
       }
     }
     q_slot.advance();

@@ -7,7 +7,7 @@
 // round has the shortest of the next. The host picks the number of rounds that comes out most even.
 //
 // Packed: the real tiles, from a list (hopper/common/tile_list.cuh), once for every few heads. Every block takes the tile
-// of its own index first and then the next that nobody has taken.
+// of its own index first and then the next that nobody has taken, which it asks for two tiles before.
 #pragma once
 #include "../../params.cuh"
 #include "../common/tile_list.cuh"
@@ -30,6 +30,7 @@ NVRTC_ATTN_DEVICE int moved_on(int i, int head, int count) {
 
 template <bool kBand, bool kVarlen>
 struct TileScheduler {
+  using Tile = WorkTile;
   HopperForwardParams const& params;
   int round = 0;
 
@@ -50,6 +51,7 @@ struct TileScheduler {
 
 template <>
 struct TileScheduler<true, false> {
+  using Tile = WorkTile;
   HopperForwardParams const& params;
   int step = 0;  // twice the round, plus one for the second tile of a pair
 
@@ -103,38 +105,77 @@ struct TileScheduler<true, false> {
   }
 };
 
-NVRTC_ATTN_DEVICE TileList query_tile_list(HopperForwardParams const& params) {
+// A tile of packed sequences, as it is in the list: with all that must be known of its sequence, so that nobody reads lengths
+// from memory between two tiles.
+struct alignas(16) PackedTile {
+  int b, m_block;  // b == batch: a part of the rows of no sequence, and nothing else
+  int q_row0, len_q;
+  int k_row0, len_k;
+  int h;  // not of the list, which all heads go through
+  int unused;
+};
+
+NVRTC_ATTN_DEVICE TileListOf<PackedTile> query_tile_list(HopperForwardParams const& params) {
   return {reinterpret_cast<int*>(params.softmax_partial)};
 }
 
+// Two tiles ahead of the tile that is worked on: the number of the one after the next is on its way, and the entry of the next.
+// One after the other, when they are needed, they are three ways to L2 and back, a microsecond a tile.
 template <bool kBand>
 struct TileScheduler<kBand, true> {
+  using Tile = PackedTile;
   HopperForwardParams const& params;
-  int taken = int(blockIdx.x);  // of the lane that has taken it
+  int heads = 0;    // of a pass over the list, a divisor of all
+  int in_pass = 0;  // tiles
+  int next_h = -1;  // of the next tile; negative: there is none
+  SpreadWords next_entry;
+  int ticket;  // of the tile after it, without the first ones of all blocks; zero in all lanes but one
 
   NVRTC_ATTN_DEVICE explicit TileScheduler(HopperForwardParams const& params_) : params(params_) {}
 
-  NVRTC_ATTN_DEVICE bool next(WorkTile& tile) {
-    TileList const list = query_tile_list(params);
-    int const t = uniform(taken);
-    int const heads = uniform(list.heads());  // a divisor of all
-    int const in_pass = uniform(list.count()) * heads;
-    if (in_pass == 0) return false;
-    int const pass = uniform_quotient(t, in_pass);
-    if (pass * heads >= params.num_heads) return false;
-    int const rest = t - pass * in_pass;
-    int const i = uniform_quotient(rest, heads);
-    int2 const found = list[i];
-    tile.h = pass * heads + rest - i * heads;
-    tile.b = uniform(found.x);
-    tile.m_block = uniform(found.y);
+  // First of all, by all lanes.
+  NVRTC_ATTN_DEVICE void begin(bool issuer) {
+    take(issuer);
+    heads = uniform(query_tile_list(params).heads());
+    in_pass = uniform(query_tile_list(params).count()) * heads;
+    look_up(int(blockIdx.x));
+  }
+
+  NVRTC_ATTN_DEVICE bool next(PackedTile& tile) const {
+    if (next_h < 0) return false;
+    tile = {next_entry.word(0),
+            next_entry.word(1),
+            next_entry.word(2),
+            next_entry.word(3),
+            next_entry.word(4),
+            next_entry.word(5),
+            next_h};
     return true;
   }
 
-  // Ahead of next(), by all lanes: the answer takes its time.
+  // Once for every tile that next() has given, by all lanes.
+  NVRTC_ATTN_DEVICE void look_ahead(bool issuer) {
+    look_up(int(gridDim.x) + uniform(ticket));
+    take(issuer);
+  }
+
+ private:
+  NVRTC_ATTN_DEVICE void look_up(int t) {
+    next_h = -1;
+    if (in_pass > 0) {
+      int const pass = uniform_quotient(t, in_pass);
+      int const rest = t - pass * in_pass;
+      int const i = uniform_quotient(rest, heads);
+      if (pass * heads < params.num_heads) {
+        next_h = pass * heads + rest - i * heads;
+        next_entry.load(&query_tile_list(params)[i]);
+      }
+    }
+    next_h = uniform(next_h);  // ptxas loses that of what branches merge
+  }
   NVRTC_ATTN_DEVICE void take(bool issuer) {
-    taken = 0;
-    if (issuer) taken = int(gridDim.x) + atomicAdd(query_tile_list(params).counter(), 1);
+    ticket = 0;
+    if (issuer) ticket = count_up(query_tile_list(params).counter());
   }
 };
 

@@ -5,7 +5,7 @@
 // dropout has dropped it (dS = P * (Z * dP - delta) is not zero there). Group 1: dP and that factor -> dS, and dbias.
 #pragma once
 #include "../../collective/score_gradient_transposed.cuh"
-#include "../backward/scores.cuh"
+#include "../backward/score_block.cuh"
 #include "../backward/gradient_store.cuh"
 #include "../common/uniform.cuh"
 #include "products.cuh"

@@ -1,0 +1,274 @@
+"""Other tiles of the Hopper forward kernel beside the one that is chosen, on shapes of models that are behind.
+
+    python benchmarks/forward_tiles.py [--part packed,mla,between,dropout] [--only REGEX] [--rep 12] [--compile-only]
+                                       [--save NAME] [--workers 16]
+
+A line is one problem: microseconds of today's choice, then each candidate with today's time over its own: above 1 is
+faster. Runs are replays of CUDA graphs in turn. Every candidate writes over NaN, and its output and LSE must be today's
+but for rounding: ``WRONG`` and exit code 1 otherwise. ``list`` is the launch that lists the tiles of packed sequences,
+alone, in microseconds. ``--compile-only`` prints registers and spilled bytes and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from measure import in_turn, save
+from model_cases import spread
+from portable_limits import compile_all
+
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.heuristics.hopper_forward import Tile
+from nvrtc_attn.heuristics.spec import ForwardPlanSpec, label
+from nvrtc_attn.jit.config import KernelConfig
+
+NUM_SMS, SMEM_LIMIT = 132, 232448
+SKEWED = (64, 128, 4096, 256, 777, 2048, 512, 1024, 96, 3000, 1500)
+TOLERANCE = 0.01
+"""Relative to the norm: two orders of summation in bfloat16 differ by 0.003."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One problem: dense, or packed with ``lengths``."""
+
+    part: str
+    b: int = 1
+    q: int = 0
+    k: int = 0
+    h: int
+    hkv: int = 0
+    d: int
+    dv: int = 0
+    causal: bool = False
+    dropout: float = 0.0
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        size = f"{self.b}x{self.q}" + (f"x{self.k}" if self.k else "")
+        if self.lengths:
+            size = f"{len(self.lengths)} docs {min(self.lengths)}-{max(self.lengths)}"
+        heads = f"{self.h}/{self.hkv}" if self.hkv else f"{self.h}"
+        return f"{self.part} {size} H{heads} D{self.d}{f'/{self.dv}' if self.dv else ''}{' causal' * self.causal}"
+
+    def problem(self) -> AttentionProblem:
+        dtype, heads_kv, dv = "bfloat16", self.hkv or self.h, self.dv or self.d
+        batch, rows = self.b, (self.q, self.k or self.q)
+        if self.lengths:
+            batch, rows = 1, (sum(self.lengths),) * 2
+        wide, narrow, values, out = (
+            dense_layout(shape, dtype)
+            for shape in (
+                (batch, rows[0], self.h, self.d),
+                (batch, rows[1], heads_kv, self.d),
+                (batch, rows[1], heads_kv, dv),
+                (batch, rows[0], self.h, dv),
+            )
+        )
+        longest = (max(self.lengths),) * 2 if self.lengths else rows
+        return AttentionProblem(
+            dtype=dtype, batch=len(self.lengths) or batch, seqlen_q=longest[0], seqlen_k=longest[1], num_heads=self.h,
+            num_heads_kv=heads_kv, head_dim=self.d, head_dim_v=dv, q=wide, k=narrow, v=values, out=out,
+            varlen=bool(self.lengths), softmax_scale=self.d**-0.5, window_right=0 if self.causal else None,
+            dropout_p=self.dropout, return_lse=True, lse=dense_layout((batch, self.h, rows[0]), "float32"),
+        )  # fmt: skip
+
+
+def kinds() -> Iterator[Kind]:
+    for d in (64, 128):
+        for causal in (False, True):
+            yield Kind(part="packed", lengths=(1024,) * 64, h=16, d=d, causal=causal)
+    yield Kind(part="packed", lengths=SKEWED, h=16, d=64, causal=True)
+    yield Kind(part="packed", lengths=spread(32, 512, 64), h=12, d=64)
+    yield Kind(part="packed", lengths=spread(64, 1024, 48), h=16, d=72)
+    yield Kind(part="mla", b=2, q=8192, h=16, d=192, dv=128, causal=True)
+    yield Kind(part="mla", b=1, q=4096, h=128, d=192, dv=128, causal=True)
+    yield Kind(part="mla", b=2, q=4096, h=16, d=192, dv=128)
+    yield Kind(part="between", b=1, q=4096, h=96, hkv=8, d=192, causal=True)
+    yield Kind(part="between", b=32, q=729, h=16, d=72)
+    yield Kind(part="between", b=16, q=1024, h=16, d=72)
+    yield Kind(part="between", b=16, q=1024, k=120, h=16, d=72)
+    yield Kind(part="between", b=8, q=1024, h=8, d=80)
+    yield Kind(part="between", b=4, q=2048, h=32, d=80, causal=True)
+    yield Kind(part="between", b=2, q=4096, h=32, d=96, causal=True)
+    yield Kind(part="between", b=4, q=4096, h=16, d=96)
+    yield Kind(part="between", b=16, q=64, k=2048, h=16, hkv=4, d=96)
+    yield Kind(part="dropout", b=16, q=1024, h=12, d=64, causal=True, dropout=0.1)
+    yield Kind(part="dropout", b=4, q=2048, h=16, d=64, dropout=0.1)
+    yield Kind(part="dropout", b=4, q=2048, h=16, d=128, causal=True, dropout=0.1)
+
+
+def changes(kind: Kind, tile: Tile) -> Iterator[dict[str, Any]]:
+    """What a candidate has other than the chosen tile."""
+    if kind.dropout:
+        yield {"keep_words": True}
+        yield {"keep_words": True, "block_n": 96}
+    elif kind.part == "mla":
+        for columns in (112, 128):
+            yield {"block_n": columns}
+            yield {"block_n": columns, "lazy_max": True}
+    elif kind.d == 192:
+        yield {"block_n": 112}
+    elif kind.lengths and kind.d <= 128:
+        if kind.d <= 64:
+            for stages in (2, 3):
+                yield {"block_m": 192, "block_n": 128, "num_stages": stages}
+            yield {"block_m": 192, "block_n": 112, "num_stages": 3}
+            yield {"block_m": 128, "block_n": 128}
+        if kind.causal:
+            yield {"half_tile": True, "block_n": 128}
+    if 64 < kind.d <= 96 and not kind.dropout:
+        for columns in (112, 96, 80):
+            yield {"block_m": 192, "block_n": columns}
+        yield {"block_n": 112}
+        if kind.k:
+            yield {"block_n": min(-(-kind.k // 16) * 16, 128)}
+
+
+def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
+    """Today's choice as ``today``, then the candidates that fit and differ from it and from each other."""
+    problem = kind.problem()
+    tile = hopper_forward.choose_tile(problem, NUM_SMS)
+    found = {"today": hopper_forward.plan_spec(problem, tile, num_sms=NUM_SMS)}
+    for change in changes(kind, tile):
+        other = replace(tile, **({"half_tile": False} | change))
+        if hopper_forward.smem_bytes(hopper_forward.config_of(problem, other)) > SMEM_LIMIT:
+            continue
+        spec = hopper_forward.plan_spec(problem, other, num_sms=NUM_SMS)
+        if spec not in found.values():
+            words = [f"{other.block_m}x{other.block_n}"]
+            words += [f"{k}={v}" for k, v in change.items() if not k.startswith("block")]
+            found[" ".join(words)] = spec
+    return found
+
+
+class Runs:
+    """Tensors of one problem, and its plans as functions that run over them."""
+
+    def __init__(self, kind: Kind, specs: dict[str, ForwardPlanSpec]) -> None:
+        import torch
+
+        from nvrtc_attn.front.philox import RngState
+        from nvrtc_attn.plans.plan import ForwardPlan
+
+        problem = kind.problem()
+
+        def randn(shape: tuple[int, ...]) -> Any:
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+        tensors = {name: randn(problem.shape_of(name)) for name in ("q", "k", "v", "out")}
+        tensors["lse"] = torch.empty(problem.shape_of("lse"), device="cuda")
+        if kind.lengths:
+            ends = torch.tensor([0, *kind.lengths]).cumsum(0).to(device="cuda", dtype=torch.int32)
+            tensors |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        self.tensors = tensors
+        addresses = tuple(tensors[x].data_ptr() if x in tensors else 0 for x in ForwardPlan.OPERANDS)
+        self.functions: dict[str, Callable[[], None]] = {}
+        if kind.lengths:
+            specs = {**specs, "list": replace(specs["today"], launches=specs["today"].launches[:1])}
+        self.workspaces = []
+        for name, spec in specs.items():
+            plan = ForwardPlan(spec, problem, 0, torch.cuda.current_stream().cuda_stream)
+            workspace = torch.empty(max(plan.workspace_bytes, 1), device="cuda", dtype=torch.uint8)
+            self.workspaces.append(workspace)
+            self.functions[name] = self._graph_of(
+                lambda plan=plan, workspace=workspace: plan.run(
+                    torch.cuda.current_stream().cuda_stream, addresses, workspace.data_ptr(), RngState(17, 40)
+                )
+            )
+
+    @staticmethod
+    def _graph_of(function: Callable[[], None]) -> Callable[[], None]:
+        import torch
+
+        function()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def results(self, name: str) -> tuple[Any, Any]:
+        import torch
+
+        for output in ("out", "lse"):
+            self.tensors[output].fill_(torch.nan)
+        self.functions[name]()
+        torch.cuda.synchronize()
+        return self.tensors["out"].double(), self.tensors["lse"].double()
+
+    def wrong(self) -> list[str]:
+        """Names of candidates whose results are not today's."""
+        expected = self.results("today")
+        found = []
+        for name in self.functions:
+            if name not in ("today", "list"):
+                errors = [float((x - y).norm() / y.norm()) for x, y in zip(self.results(name), expected, strict=True)]
+                if not max(errors) < TOLERANCE:
+                    found.append(f"{name} {errors}")
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="packed,mla,between,dropout")
+    parser.add_argument("--only", default="", help="regular expression in a problem's name")
+    parser.add_argument("--rep", type=int, default=12, help="milliseconds of a measurement")
+    parser.add_argument("--compile-only", action="store_true", help="registers and spills, without a GPU")
+    parser.add_argument("--save", help="name of a file in the results folder")
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 16))
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    work = [
+        (kind, specs_of(kind))
+        for kind in kinds()
+        if kind.part in arguments.part.split(",") and re.search(arguments.only, kind.name)
+    ]
+    configs: dict[KernelConfig, None] = {}
+    for _, specs in work:
+        configs.update((launch.config, None) for spec in specs.values() for launch in spec.launches)
+    compiled = compile_all(list(configs), arguments.workers)
+    print(f"{len(configs)} kernels compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    rows: list[dict[str, Any]] = []
+    failed = False
+    for kind, specs in work:
+        if arguments.compile_only:
+            print(f"{kind.name}: today {label(specs['today'])}")
+            for name, spec in specs.items():
+                kernel = compiled[spec.main.config]
+                serial = " serialised (C7511)" if "C7511" in kernel.log else ""
+                print(f"  {name:32} {kernel.num_regs} registers, spills {kernel.spill_bytes}{serial}", flush=True)
+            continue
+        runs = Runs(kind, specs)
+        wrong = runs.wrong()
+        times = {name: 1000 * t["ms"] for name, t in in_turn(runs.functions, rep_ms=arguments.rep).items()}
+        listing = f", list {times.pop('list'):.1f}" if "list" in times else ""
+        found = [f"{name} {times['today'] / us:.3f}" for name, us in times.items() if name != "today"]
+        found += [f"WRONG {x}" for x in wrong]
+        failed |= bool(wrong)
+        print(
+            f"{kind.name}: {times['today']:.1f} us{listing} ({label(specs['today'])}) | {' | '.join(found)}", flush=True
+        )
+        rows.append({"problem": kind.name, "us": times, "wrong": wrong})
+    if arguments.save:
+        print(save(arguments.save, rows, arguments.results))
+    print(f"{time.perf_counter() - begin:.0f} s")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

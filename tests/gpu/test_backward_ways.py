@@ -1,0 +1,124 @@
+"""Ways of the Hopper backward kernel that a table may choose, each against float64: key tiles in parts, code for each
+consumer, V in registers, other orders of the key tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cases
+import pytest
+from harness import DEVICE, Run, failures, forget_plans, oracle, torch
+
+from nvrtc_attn.front.problem import AttentionProblem
+from nvrtc_attn.heuristics import hopper_backward
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="kernels of the Hopper family: needs compute capability 9.0",
+)
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plans of the Hopper family with these changes of the table's tile, for plans made from here on."""
+    choose = hopper_backward.choose_tile
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
+
+    def forced(**changes: Any) -> list[hopper_backward.Tile]:
+        made = []
+
+        def chosen(problem: AttentionProblem, num_sms: int) -> hopper_backward.Tile:
+            made.append(dataclasses.replace(choose(problem, num_sms), **changes))
+            return made[-1]
+
+        forget_plans(monkeypatch)
+        monkeypatch.setattr(hopper_backward, "choose_tile", chosen)
+        return made
+
+    return forced
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "text": {"seqlen_q": 1000, "seqlen_k": 300, "num_heads": 3, "head_dim": 128},
+    "causal": {"seqlen_q": 700, "seqlen_k": 700, "num_heads": 3, "head_dim": 128, "causal": True},
+    "grouped": {"seqlen_q": 515, "seqlen_k": 640, "num_heads": 6, "num_heads_kv": 2, "head_dim": 128, "causal": True},
+    "grouped_dense": {"seqlen_q": 410, "seqlen_k": 400, "num_heads": 6, "num_heads_kv": 2, "head_dim": 128},
+    "window": {"seqlen_q": 900, "seqlen_k": 900, "num_heads": 4, "head_dim": 128, "window_size": (200, 30)},
+    # Key tiles that no query sees, and parts without a query tile.
+    "keys_unseen": {"seqlen_q": 100, "seqlen_k": 900, "num_heads": 3, "head_dim": 128, "causal": "top_left"},
+    "negative_scale": {"seqlen_q": 500, "seqlen_k": 300, "num_heads": 2, "head_dim": 128, "softmax_scale": -0.1},
+    "head_of_64": {"seqlen_q": 1111, "seqlen_k": 300, "num_heads": 4, "head_dim": 64},
+    "head_of_64_causal": {"seqlen_q": 600, "seqlen_k": 600, "num_heads": 4, "head_dim": 64, "causal": True},
+    "head_of_72": {"seqlen_q": 500, "seqlen_k": 300, "num_heads": 4, "head_dim": 72},
+    "head_of_96": {"seqlen_q": 600, "seqlen_k": 600, "num_heads": 4, "head_dim": 96, "causal": True},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "parts": {"parts": 3},
+    "many_parts": {"parts": 11},
+    "parts_of_some": {"parts": 4, "whole": 5},
+    "parts_of_all_but_one": {"parts": 2, "whole": 1},
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_key_tiles_in_parts(name: str, way: str, fused: bool, force: Any) -> None:
+    """dk and dv of a shared tile are added up, those of a whole one stored; every element is written."""
+    case = cases.make_case(f"ways-{name}", **{"dtype": "bfloat16", "batch": 2, **SHAPES[name]})
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    block_m = 128 if case.head_dim == 64 else 64 if fused or case.head_dim < 120 else 80
+    made = force(splits=1, fused=fused, block_m=block_m, **WAYS[way])
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+    assert made
+
+
+@pytest.mark.parametrize("name", ["text", "grouped", "head_of_64", "head_of_96"])
+def test_order_of_key_tiles(name: str, force: Any) -> None:
+    """How many heads' tiles are handed out together, and how far apart key tiles begin, change no gradient."""
+    case = cases.make_case(f"ways-{name}", **{"dtype": "bfloat16", "batch": 2, **SHAPES[name]})
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    for changes in ({"heads_together": 3}, {"heads_together": 100}, {"step": 0}, {"step": 1 << 14}):
+        force(**changes)
+        assert not failures(case, run.backward(run.forward()), exact, low, run.arrays), changes
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 80, 96, 112])
+def test_columns_of_dq_and_values_in_registers(
+    head_dim: int, causal: bool, dtype: str, fused: bool, force: Any
+) -> None:
+    case = cases.make_case(
+        "ways-registers", dtype=dtype, batch=2, seqlen_q=333, seqlen_k=500, num_heads=4, num_heads_kv=2,
+        head_dim=head_dim, causal=causal,
+    )  # fmt: skip
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    own, kept = head_dim > 64, head_dim <= 96
+    for changes in ({"own_code": own}, {"values_in_registers": kept}, {"own_code": own, "values_in_registers": kept}):
+        made = force(fused=fused, **changes)
+        assert not failures(case, run.backward(run.forward()), exact, low, run.arrays), changes
+        assert made
+
+
+def test_parts_many_times(force: Any) -> None:
+    """A race between the parts of a tile, or with the conversion, would move the gradients by more than rounding."""
+    import nvrtc_attn.torch as na
+
+    q = torch.randn(1, 4000, 8, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, 400, 8, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    dout = torch.randn(1, 4000, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    out = na.attention(q, k, v)
+    force(parts=1, splits=1, fused=False, block_m=80)
+    expected = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    force(parts=7, whole=6, splits=1, fused=False, block_m=80)
+    for _ in range(1000):
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        for x, y in zip(found, expected, strict=True):
+            assert float((x.float() - y.float()).norm()) < 4e-3 * float(y.float().norm())

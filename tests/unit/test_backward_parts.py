@@ -1,0 +1,169 @@
+"""Key tiles of the Hopper backward pass in parts: every query tile of every head once, and who adds where.
+
+Where there is a C++ compiler, the text of ``hopper/backward/schedule.cuh`` itself deals the tiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.heuristics import hopper_backward
+from nvrtc_attn.heuristics.spec import BackwardPlanSpec
+from nvrtc_attn.jit.config import HopperBackwardConfig
+
+NUM_SMS = 132
+FIELDS = (
+    "batch", "num_heads_kv", "num_n_blocks", "num_tiles", "num_splits", "heads_per_group", "query_step", "head_group",
+    "num_whole", "num_m_blocks", "causal",
+)  # fmt: skip
+HOST = f"""
+#include <algorithm>
+#define NVRTC_ATTN_DEVICE inline
+using std::max, std::min;
+namespace nvrtc_attn {{
+struct HopperBackwardParams {{
+  int {", ".join(FIELDS)};
+}};
+inline int uniform_quotient(int a, int b) {{ return int(unsigned(a) / unsigned(b)); }}
+%s
+}}
+struct Range {{
+  int first, count, start;
+}};
+// The words of tile number t: key tile, key head, batch entry, slot, then head and query tile of each turn.
+extern "C" int deal(nvrtc_attn::HopperBackwardParams const* params, int t, int block_m, int* found) {{
+  nvrtc_attn::TilePart const part(*params, t);
+  nvrtc_attn::KeyTile const tile = nvrtc_attn::key_tile<false, false, true>(*params, part.tile);
+  Range range = {{params->causal ? tile.n_block * 128 / block_m : 0, 0, 0}};
+  range.count = max(params->num_m_blocks - range.first, 0);
+  range.start = params->causal ? range.first : min(tile.n_block * params->query_step >> 12, max(range.count - 1, 0));
+  nvrtc_attn::PartTurns turns;
+  turns.find(*params, range, part, tile.h);
+  int const words[] = {{tile.n_block, tile.h, tile.b, turns.slot}};
+  std::copy(words, words + 4, found);
+  int h = turns.h, m = turns.m;
+  for (int i = 0; i < turns.left; ++i) {{
+    found[4 + 2 * i] = h;
+    found[5 + 2 * i] = m;
+    if (++m == range.first + range.count) m = range.first;  // QueryRange::next
+    if (m == range.start) ++h;
+  }}
+  return turns.left;
+}}
+"""
+
+
+def problem(batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int, causal: bool) -> AttentionProblem:
+    wide, narrow = (
+        dense_layout((batch, rows, n, 128), "bfloat16") for rows, n in ((seqlen_q, heads), (seqlen_k, heads_kv))
+    )
+    return AttentionProblem(
+        dtype="bfloat16", batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=heads, num_heads_kv=heads_kv,
+        head_dim=128, head_dim_v=128, q=wide, k=narrow, v=narrow, window_right=0 if causal else None,
+    )  # fmt: skip
+
+
+def plan(asked: AttentionProblem, **changes: Any) -> BackwardPlanSpec:
+    tile = replace(hopper_backward.choose_tile(asked, NUM_SMS), splits=1, fused=False, block_m=80, **changes)
+    return hopper_backward.plan_spec(asked, tile, num_sms=NUM_SMS)
+
+
+@pytest.fixture(scope="module")
+def header(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    text = (repository / "cuda_src/nvrtc_attn/hopper/backward/schedule.cuh").read_text()
+
+    def declaration(begin: str, end: str) -> str:
+        start = text.index(begin)
+        return text[start : text.index(end, start) + len(end)]
+
+    parts = [
+        declaration("struct KeyTile {", "\n};\n"),
+        declaration("template <bool kDescending", "\n}\n"),
+        declaration("struct TilePart {", "\n};\n"),
+        declaration("struct PartTurns {", "\n};\n"),
+    ]
+    # The store is an instruction of the GPU.
+    lines = "\n".join(parts).split("\n  NVRTC_ATTN_DEVICE void store(")[0] + "\n};"
+    directory = tmp_path_factory.mktemp("parts")
+    (directory / "parts.cpp").write_text(HOST % lines)
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "parts.so", "parts.cpp"]
+    subprocess.run(command, cwd=directory, check=True)
+    return ctypes.CDLL(str(directory / "parts.so"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "whole"),
+    [
+        ((1, 32760, 512, 40, 40, False), 4, 0),
+        ((2, 1000, 300, 3, 3, False), 7, 4),
+        ((2, 700, 700, 8, 2, True), 3, 0),
+        ((1, 4608, 4608, 24, 24, False), 5, 792),
+        ((2, 100, 900, 4, 2, True), 11, 1),
+        ((1, 200, 640, 2, 1, False), 9, 0),
+    ],
+    ids=str,
+)
+def test_every_query_tile_of_every_head_once(
+    shape: tuple[int, int, int, int, int, bool], parts: int, whole: int, header: ctypes.CDLL
+) -> None:
+    asked = problem(*shape)
+    spec = plan(asked, parts=parts, whole=whole)
+    launch = hopper_backward.kernel_of(spec)
+    given = {name: getattr(asked, name, 0) for name in FIELDS} | dict(launch.params) | {"causal": int(asked.band)}
+    params = (ctypes.c_int * len(FIELDS))(*(given[name] for name in FIELDS))
+    group = asked.num_heads // asked.num_heads_kv
+    found = np.zeros(4 + 2 * group * given["num_m_blocks"], np.int32)
+    pointer = found.ctypes.data_as(ctypes.POINTER(ctypes.c_int))
+    key_tiles = asked.batch * asked.num_heads_kv * given["num_n_blocks"]
+    assert given["num_tiles"] == whole + (key_tiles - whole) * parts
+    turns: Counter[tuple[int, ...]] = Counter()
+    slots: dict[int, set[tuple[int, ...]]] = {}
+    lengths: dict[tuple[int, ...], list[int]] = {}
+    for t in range(given["num_tiles"]):
+        count = header.deal(params, t, 80, pointer)
+        tile, slot = tuple(found[:3].tolist()), int(found[3])
+        assert (slot < 0) == (t < whole)
+        slots.setdefault(slot, set()).add(tile)
+        lengths.setdefault(tile, []).append(count)
+        for h, m in found[4 : 4 + 2 * count].reshape(-1, 2).tolist():
+            assert h // group == tile[1]
+            turns[(*tile, h, m)] += 1
+    assert set(turns.values()) == {1}
+    first = [n * 128 // 80 if asked.band else 0 for n in range(given["num_n_blocks"])]
+    seen = sum(max(given["num_m_blocks"] - x, 0) for x in first)
+    assert len(turns) == asked.batch * asked.num_heads * seen
+    # A slot of the workspace has one key tile, and as many are converted.
+    shared = {slot: tiles for slot, tiles in slots.items() if slot >= 0}
+    assert sorted(shared) == list(range(key_tiles - whole))
+    assert all(len(tiles) == 1 for tiles in shared.values())
+    assert all(max(x) - min(x) <= 1 for x in lengths.values())
+
+
+def test_launches_and_workspace() -> None:
+    asked = problem(1, 4608, 4608, 24, 24, False)
+    usual = {launch.config.kernel for launch in plan(asked).launches}
+    assert "dkv_parts_convert" not in usual
+    spec = plan(asked, parts=5, whole=792)
+    kernels = {launch.config.kernel: launch for launch in spec.launches}
+    assert kernels["dkv_parts_convert"].grid == 864 - 792
+    assert dict(kernels["dkv_parts_convert"].params)["num_whole"] == 792
+    config = kernels["backward_hopper"].config
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.parts
+    assert not config.split
+    (workspace,) = (item for item in spec.workspaces if item.field == "dkv_accum")
+    assert workspace.zeroed
+    assert workspace.nbytes == 4 * 72 * 128 * 256
