@@ -13,6 +13,7 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
+from ..modifiers.cuda import has_head_slope, takes_registers
 from .common import ceil_div, features_of, is_aligned, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (
@@ -102,7 +103,7 @@ def uses_keep_words(problem: AttentionProblem) -> bool:
     All launches then take 0.77 (D 64) to 0.81 (D 128, causal) of the time (H200, 2026-11-21; the figures are in
     docs/experiments.md, "Dropout: decisions made elsewhere").
     """
-    if is_wide(problem):
+    if is_wide(problem) or problem.modifier is not None:
         return False
     return problem.dropout_p > 0 and score_operands(problem) == 1 and not problem.softcap
 
@@ -118,6 +119,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
         return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
     # What a score needs beside its product takes the registers of half of the queries.
     plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
+    if problem.modifier is not None:
+        plain = modifies_plainly(problem) and not takes_registers(problem.modifier)
     block_m = 128 if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and plain else 64
     tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms))
     if not is_plain(problem):
@@ -177,7 +180,15 @@ def is_plain(problem: AttentionProblem) -> bool:
     """
     on_device = problem.varlen or problem.seqused_k
     summed = problem.seqlen_k > BLOCK_N and not problem.deterministic and not is_wide(problem)
-    return summed and score_operands(problem) == 0 and not (problem.softcap or on_device)
+    return summed and score_operands(problem) == 0 and not (problem.softcap or on_device or problem.modifier)
+
+
+def modifies_plainly(problem: AttentionProblem) -> bool:
+    """Whether P is known before dP is there, and dS times one factor of the head: ``kPlainModifier`` without more."""
+    program = problem.modifier
+    if program is None or problem.trained or problem.softcap or score_operands(problem):
+        return False
+    return has_head_slope(program)
 
 
 def bias_as_tiles(problem: AttentionProblem) -> bool:
@@ -187,7 +198,7 @@ def bias_as_tiles(problem: AttentionProblem) -> bool:
     or dropout, P waits for both products, and every thread reads its own.
     """
     bias = problem.bias
-    if bias is None or is_wide(problem):
+    if bias is None or is_wide(problem) or problem.modifier is not None:
         return False
     if score_operands(problem) > 1 or problem.softcap or bias.dtype != problem.dtype:
         return False
@@ -219,6 +230,8 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, num_sms: int, 
         if not least <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
             found.append(f"{name} is {head_dim}; accepted are multiples of 8 from {least} to {MAX_HEAD_DIM}")
     found += reasons_against_wide(problem) if is_wide(problem) else reasons_against_spills(problem)
+    if problem.modifier is not None and is_wide(problem):
+        found.append("score_mod or mask_mod beyond head dim 128, which the kernel of two thread blocks does not read")
     if problem.varlen and problem.bias is not None:
         found.append("bias with cu_seqlens")
     found += reasons_against_size(problem)
@@ -236,6 +249,8 @@ def reasons_against_spills(problem: AttentionProblem) -> list[str]:
     if max(problem.head_dim, problem.head_dim_v) <= 64:
         return []
     found = []
+    if problem.modifier is not None and (score_operands(problem) or problem.softcap):
+        found.append("score_mod or mask_mod beside bias, mask, dropout or softcap beyond head dim 64 likewise")
     if score_operands(problem) > 1:
         found.append("two of bias, mask and dropout beyond head dim 64, where the kernel would spill registers")
     if problem.dropout_p > 0 and problem.softcap:
@@ -299,8 +314,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         num_warps=4 + BLOCK_N // 16 + 4 * keep_words,
         num_stages=NUM_STAGES,
         features=features,
-        log2_lse=(score_operands(problem) == 0 or keep_words or hides_keys(problem))
-        and not (features.softcap or features.prescale),
+        log2_lse=reads_log2_lse(problem, features),
         one_key_tile=one_key_tile,
         dbias="store" if stores_dbias(problem) else "none",
         dbias_dtype=problem.bias.dtype if stores_dbias(problem) and problem.bias is not None else None,
@@ -321,12 +335,25 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     return replace(config, smem_bytes=smem_bytes(config))
 
 
+def reads_log2_lse(problem: AttentionProblem, features: Features) -> bool:
+    """Whether P's exponent is one fused operation: of products, and of what a plain modifier makes of them."""
+    if problem.modifier is not None and problem.modifier.score is not None:
+        return modifies_plainly(problem)
+    if features.softcap or features.prescale:
+        return False
+    if problem.modifier is not None:
+        return modifies_plainly(problem)
+    return score_operands(problem) == 0 or uses_keep_words(problem) or hides_keys(problem)
+
+
 def hides_keys(problem: AttentionProblem) -> bool:
     """Whether the mask, alone, is the same for all queries of a key head: [B, 1, 1, Mk], padding.
 
     A score then needs no byte of it, and P is known before dP, as without a mask.
     """
     if problem.mask is None or score_operands(problem) > 1 or problem.softcap or is_wide(problem):
+        return False
+    if problem.modifier is not None:
         return False
     _, heads, rows, _ = problem.mask.shape
     return rows == 1 and (heads == 1 or problem.num_heads == problem.num_heads_kv)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
+from ..modifiers.cuda import takes_registers
 from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
@@ -109,7 +110,9 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
     diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
-    mapped = problem.softcap > 0 or problem.softmax_scale <= 0
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or problem.modifier is not None
+    if problem.modifier is not None and takes_registers(problem.modifier):
+        operands += 1  # what it reads waits in registers, too
     if widest <= 64:
         if direct:
             wide = problem.bias is not None and problem.bias.dtype != "float32" and lazy
@@ -267,6 +270,8 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         )
     if problem.head_dim_v > 192 and problem.dropout_p > 0 and (problem.varlen or problem.seqused_k):
         found.append(f"head_dim_v is {problem.head_dim_v}; with dropout and lengths on the device likewise")
+    if problem.modifier is not None and score_operands(problem) and max(problem.head_dim, problem.head_dim_v) > 128:
+        found.append("score_mod or mask_mod beside bias, mask or dropout beyond head dim 128: it would spill registers")
     tiles = problem.batch * (ceil_div(problem.seqlen_q, 64) + 1)
     if problem.varlen:
         tiles = packed_slots(problem.q.shape[1], problem.batch, 64)
@@ -529,6 +534,14 @@ def choose_forward(
             return found
     reasons = reasons_for_portable(problem, arch=arch, smem_limit=smem_limit)
     return reasons or plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms)
+
+
+def narrower(problem: AttentionProblem, *, num_sms: int) -> list[ForwardPlanSpec]:
+    """Plans with fewer keys a tile than the table's: fewer scores of a thread wait for what a modifier reads."""
+    tile = choose_tile(problem, num_sms)
+    step = 64 if tile.score_tiles else 32  # scores come in slabs of 64 columns
+    columns = [n for n in (tile.block_n - step, tile.block_n - 2 * step) if n >= 48]
+    return [plan_spec(problem, replace(tile, block_n=n, half_tile=False), num_sms=num_sms) for n in columns]
 
 
 def packed_heads_plan(

@@ -37,7 +37,7 @@ def tile_source(program: Program, trained: tuple[int, ...] = ()) -> str:
     leaves = leaves_of(mask)
     block = cuda_source(program, trained).partition("template <class Element>")[0]
     members = _members([mask])
-    text = _Text(program, members)
+    text = _Text(program, members, [mask])
     order = ranges_below(mask, leaves)
     names = {node: f"r{i}" for i, node in enumerate(order)}
     names |= {node: f"rows.x{i}" for i, node in enumerate(leaves.rows)}
@@ -52,9 +52,11 @@ def tile_source(program: Program, trained: tuple[int, ...] = ()) -> str:
         "  ModifierBlock const& block;",
         "  int b, h;",
         *(f"  {_TYPES[x.kind]} {name};" for x, name in members.items()),
+        *text.slice_members(),
         "  NVRTC_ATTN_DEVICE Modifier(ModifierBlock const& block_, int b_, int h_) : block(block_), b(b_), h(h_) {",
-        *text.body(list(members), inside=True),
+        *text.body([*members, *text.slice_indices()], inside=True),
         *(f"    {name} = {text.name(x, inside=True)};" for x, name in members.items()),
+        *text.slice_values(),
         "  }",
         *_values("Rows", "q", leaves.rows, text),
         *_values("Columns", "k", leaves.columns, text),

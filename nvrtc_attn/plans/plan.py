@@ -8,6 +8,7 @@ number of threads may run the same one.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import struct
 import threading
@@ -277,10 +278,35 @@ def forward_plan(
     def of(spec: ForwardPlanSpec) -> ForwardPlan:
         return ForwardPlan(spec, problem, device_index, stream, meanwhile)
 
-    return _cached(
-        ("forward", problem, device_index, env.backend()),
-        lambda: of(autotune.choose_forward(problem, device_index, stream, of, tune)),
+    def make() -> ForwardPlan:
+        plan = of(autotune.choose_forward(problem, device_index, stream, of, tune))
+        if problem.modifier is None or not plan.local_bytes:
+            return plan
+        return _least_spilled(plan, autotune.narrower_forward(problem, device_index), of)
+
+    return _cached(("forward", problem, device_index, env.backend()), make)
+
+
+def _least_spilled(
+    plan: ForwardPlan, others: Sequence[ForwardPlanSpec], of: Callable[[ForwardPlanSpec], ForwardPlan]
+) -> ForwardPlan:
+    """``plan``, whose kernel spills what a modifier reads, or the first of ``others`` that spills less, if any.
+
+    Which one it is depends on the text of the modifier alone, so that a warm cache has all that is asked for.
+    """
+    first = plan.local_bytes
+    for spec in others:
+        other = of(spec)
+        if other.local_bytes < plan.local_bytes:
+            plan = other
+        if not plan.local_bytes:
+            break
+    log_once(
+        f"a modifier takes more registers than there are: {first} bytes of a thread spilled, {plan.local_bytes} with "
+        "the tile that is used",
+        logging.INFO,
     )
+    return plan
 
 
 def backward_plan(

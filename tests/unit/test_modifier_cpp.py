@@ -56,7 +56,7 @@ def library(programs: list[tuple[Any, tuple[int, ...]]], folder: Path, header: P
         body = []
         if program.score is not None:
             body.append("out[at] = modifier.score(scores[at], q, k, slope[at]);")
-            body.append("plain[at] = modifier.score(scores[at], q, k);")
+            body.append("plain[at] = modifier.score(scores[at], q, k, q - q % 4, k - k % 8);")
         if program.mask is not None:
             body.append("keep[at] = modifier.keeps(q, k);")
         if "kTrains = true" in source:
@@ -108,7 +108,7 @@ def test_the_text_computes_what_numpy_does(part: int, tmp_path: Path, repository
         with np.errstate(all="ignore"):
             if score is not None:
                 close(case, out, exact(score))
-                np.testing.assert_array_equal(out, plain)
+                close(case, plain, exact(score))  # counted from where a tile begins
                 close(case, slopes, exact(slope(score)))
                 sums = [np.zeros(x.shape) for x in modifier.captures]
                 for node, derivative in derivatives(score).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import struct
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from nvrtc_attn.front.tensors import view
 from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.jit.codegen import entry_source, params_class
-from nvrtc_attn.jit.config import Features, ForwardConfig
+from nvrtc_attn.jit.config import Features, ForwardConfig, HopperForwardConfig
 from nvrtc_attn.jit.config_text import config_from_json, config_to_json
 from nvrtc_attn.modifiers import cuda, graph
 from nvrtc_attn.modifiers.trace import trace
@@ -100,8 +101,45 @@ def problem(**changes: Any) -> Any:
     )  # fmt: skip
 
 
+def text_of(name: str) -> str:
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    return cuda.cuda_source(trace(*case.make(case.arrays((2, 4, 8, 8), np.random.default_rng(0)))).program)
+
+
+def test_a_distance_is_known_but_for_where_the_tile_begins() -> None:
+    """A constant for each score of a tile, and no conversion."""
+    assert "fmaf(head0, float(1 * (k - k0) + -1 * (q - q0)), head0 * float(1 * k0 + -1 * q0 + 0))" in text_of("alibi")
+    assert "fabsf(float(1 * q0 + -1 * k0 + 0) + float(1 * (q - q0) + -1 * (k - k0)))" in text_of("distance")
+    twice = trace(lambda s, b, h, q, k: s + np.exp((3 * (q + 1) - b) * 0.5) + np.tanh(q * k)).program
+    text = cuda.cuda_source(twice)
+    assert "float(3 * q0 + -1 * b + 3)" in text
+    assert "float(3 * (q - q0))" in text
+    assert "float(v" in text, "a product of positions is no sum"
+
+
+def test_what_a_head_reads_of_an_array_is_found_once() -> None:
+    text = text_of("relative bias")
+    assert "slice0_at = block.x0_at + (long long)h * block.x0_stride0;" in text
+    assert "slice0_size = within(h, block.x0_size0) ? block.x0_size1 : 0;" in text
+    assert "slice" not in text_of("documents")
+
+
+def test_params_end_where_the_compiler_ends_them() -> None:
+    """Of Hopper kernels a whole number of 64 bytes, behind whatever else lies behind; so does the static_assert."""
+    text = text_of("alibi")
+    for features in (Features(), Features(optional="sink"), Features(mask=True, tile_words=True)):
+        config = HopperForwardConfig(
+            kernel="forward_hopper", arch="sm_90a", dtype="float16", head_dim=64, head_dim_v=64, block_m=128,
+            block_n=128, num_warps=12, features=dataclasses.replace(features, modifier=text),
+        )  # fmt: skip
+        whole: Any = params_class(config)
+        assert ctypes.sizeof(whole) % 64 == whole.modifier.offset % 64 == 0
+        assert ctypes.sizeof(whole) > whole.modifier.offset
+        assert f"using ModifiedParams = nvrtc_attn::Modified<nvrtc_attn::{whole.__name__}>;" in entry_source(config)
+
+
 def test_only_kernels_of_scores_have_the_text() -> None:
-    """And the Hopper family is not asked: the portable one serves it on any GPU, with one head a tile."""
+    """Of the Hopper family the forward kernel, of the portable one all, with one head a tile."""
     case = next(x for x in modifiers.named_cases() if x.name == "alibi")
     modifier = trace(*case.make(case.arrays((1, 4, 512, 512), np.random.default_rng(0))))
     asked = problem(modifier=modifier.program, trained=(0,))
@@ -110,9 +148,11 @@ def test_only_kernels_of_scores_have_the_text() -> None:
     backward = choose_backward(asked, **target)
     named = {x.config.kernel: x.config.features.modifier for x in (*forward.launches, *backward.launches)}
     with_text = {name for name, text in named.items() if text}
-    assert with_text == {"forward_portable", "backward_portable"}
+    assert with_text == {"forward_hopper", "backward_portable"}
     assert "kTrains = true" in named["backward_portable"]
-    assert "kTrains = false" in named["forward_portable"]
+    assert "kTrains = false" in named["forward_hopper"]
+    older = choose_forward(dataclasses.replace(asked, trained=()), **target | {"arch": "sm_80"})
+    assert [x.config.kernel for x in older.launches if x.config.features.modifier] == ["forward_portable"]
     with pytest.raises(ValueError, match="atomics"):
         choose_backward(dataclasses.replace(asked, deterministic=True), **target)
     ordered = choose_backward(dataclasses.replace(asked, trained=(), deterministic=True), **target)

@@ -14,6 +14,8 @@ struct ModifierOf {
   static constexpr bool kScores = false;
   static constexpr bool kMasks = false;
   static constexpr bool kTrains = false;
+  static constexpr bool kUnitSlope = true;
+  static constexpr bool kHeadSlope = true;
   static constexpr bool kAny = false;
   template <class Params>
   NVRTC_ATTN_DEVICE ModifierOf(Params const&, int, int) {}
@@ -26,6 +28,11 @@ struct ModifierOf<Traits, cute::void_t<typename Traits::Modifier>> : Traits::Mod
   NVRTC_ATTN_DEVICE ModifierOf(Params const& params, int b, int h)
       : Traits::Modifier(static_cast<typename Traits::ModifiedParams const&>(params).modifier, b, h) {}
 };
+
+// Whether the backward pass makes P before dP is there, and dS as of scores without a modifier, times the derivative at
+// most: nothing of it depends on the score or on the place in the tile.
+template <class Modifier>
+constexpr bool kPlainModifier = !Modifier::kTrains && (!Modifier::kScores || Modifier::kHeadSlope);
 
 // -- What the text is made of.
 
@@ -108,6 +115,7 @@ struct CapturedGradient {
 template <class Modifier, int kTilesM, int kTilesN, bool kMasks = Modifier::kMasks>
 struct MaskBits {
   NVRTC_ATTN_DEVICE void compute(Modifier const&, int, int) {}
+  NVRTC_ATTN_DEVICE void compute_transposed(Modifier const&, int, int) {}
   NVRTC_ATTN_DEVICE void fill() {}
   static NVRTC_ATTN_DEVICE bool kept(int, int, int) { return true; }
   static NVRTC_ATTN_DEVICE bool drops() { return false; }
@@ -121,6 +129,14 @@ struct MaskBits<Modifier, kTilesM, kTilesN, true> {
 
   // (i, j): of the thread's first score. Not unrolled in full: all operands at once are more than there are registers.
   NVRTC_ATTN_DEVICE void compute(Modifier const& modifier, int i, int j) {
+    ask([&](int n, int bit) { return modifier.keeps(i + 16 * (bit / 4) + 8 * (bit / 2 % 2), j + 8 * n + bit % 2); });
+  }
+  // Of transposed tiles, whose rows are keys.
+  NVRTC_ATTN_DEVICE void compute_transposed(Modifier const& modifier, int i, int j) {
+    ask([&](int n, int bit) { return modifier.keeps(i + 8 * n + bit % 2, j + 16 * (bit / 4) + 8 * (bit / 2 % 2)); });
+  }
+  template <class Ask>
+  NVRTC_ATTN_DEVICE void ask(Ask&& keeps) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       unsigned word = 0;
@@ -128,11 +144,7 @@ struct MaskBits<Modifier, kTilesM, kTilesN, true> {
       for (int n = 0; n < columns(w); ++n) {
         unsigned column = 0;
 #pragma unroll
-        for (int bit = 0; bit < kColumn; ++bit) {
-          bool const keep =
-              modifier.keeps(i + 16 * (bit / 4) + 8 * (bit / 2 % 2), j + 8 * (w * kColumns + n) + bit % 2);
-          column |= unsigned(keep) << bit;
-        }
+        for (int bit = 0; bit < kColumn; ++bit) column |= unsigned(keeps(w * kColumns + n, bit)) << bit;
         word = word >> kColumn | column << (32 - kColumn);  // the last column on top
       }
       words[w] = word;

@@ -181,7 +181,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
           int const j = j0 + 16 * n + g + 8 * (e >> 1);
           float y, tanh_value, modifier_slope;
           if constexpr (Modifier::kScores) {
-            y = map.modified(*this, s[n][m][e], 0.0f, ie, j, modifier_slope);
+            y = map.modified(*this, s[n][m][e], 0.0f, ie, j, i0 + 2 * t, j0 + g, modifier_slope);
           } else if constexpr (!Traits::kHasBias) {
             y = map.score(s[n][m][e], 0.0f, tanh_value);
           }
@@ -221,7 +221,8 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
           if constexpr (Modifier::kScores) {
             // Likewise of a score that is -inf by the modifier: no gradient, whatever its derivative is.
             if constexpr (Modifier::kTrains) {
-              if (ds != 0.0f && dbias_cols > 0) this->add(gradients.x, s[n][m][e] * map.scale, ds, ie, j);
+              if (ds != 0.0f && dbias_cols > 0)
+                this->add(gradients.x, s[n][m][e] * map.scale, ds, ie, j, i0 + 2 * t, j0 + g);
             }
             ds = ds != 0.0f ? ds * modifier_slope : 0.0f;
           }

@@ -55,6 +55,7 @@ struct KeyTileConsumer {
   using Element = typename Shape::Element;
   using Work = KeyTileWork<Traits>;
   using Scores = ScoreBlock<Traits, Shape>;
+  using Modifier = ModifierOf<Traits>;
   using Probabilities = FragmentA<Element>[Shape::kStepsM];  // of P^T or dS^T, as left operand
   using ScoreTiles = AccTile[1][Shape::kTilesM];             // of S^T or dP^T
   static constexpr int kTilesDq = kOwn < 1 ? Shape::kTilesDq : Shape::kTilesD - Shape::kTilesDq;
@@ -66,7 +67,9 @@ struct KeyTileConsumer {
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other order leaves.
   static constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || (Traits::kMask && !Traits::kKeyMask) ||
-                                (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap;
+                                (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap ||
+                                (Modifier::kAny && !kPlainModifier<Modifier>);
+  static_assert(!(kRich && Traits::kLog2Lse), "the code of the portable family reads lse as it is");
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // dv is stored under the last product; takes registers.
   static constexpr bool kEarlyStore =
@@ -175,6 +178,7 @@ struct KeyTileConsumer {
       m = load_shared_uniform(smem + Shape::kOffsetCount + 4);
       h = load_shared_uniform(smem + Shape::kOffsetCount + 8);
     }
+    Modifier modifier(params, work.tile.b, h);
     zero_keys(work, h);
     unsigned hidden = 0;  // kKeyMask: which of this thread's keys are
     bool any_hidden = false;
@@ -199,6 +203,9 @@ struct KeyTileConsumer {
         read_query_tile(h, m, whole);
       }
       int const m0 = m * kBlockM;
+      if constexpr (Modifier::kAny && !kRich) {
+        if (h != modifier.h) modifier.move_to(work.tile.b, h);
+      }
       Probabilities p, ds;
       ScoreTiles s, dp;
       // S, and dP beside P.
@@ -222,12 +229,17 @@ struct KeyTileConsumer {
       } else {
         TransposedKeepWords words;
         if constexpr (Traits::kKeepWords) load_keep_words(words);
-        bool const masked = (Traits::kVarlen && m0 + kBlockM > work.seqlen.len_q) ||
-                            !work.mask.keeps_tile(m0, kBlockM, n_group, 64) || (Traits::kKeyMask && any_hidden);
+        bool masked = ((Traits::kVarlen || Modifier::kAny) && m0 + kBlockM > work.seqlen.len_q) ||
+                      !work.mask.keeps_tile(m0, kBlockM, n_group, 64) || (Traits::kKeyMask && any_hidden);
+        typename Scores::KeptScores kept_scores;
+        if constexpr (Modifier::kMasks) {
+          kept_scores.compute_transposed(modifier, m0 + 2 * scores.t, scores.j);
+          masked = __any_sync(0xffffffffu, masked || kept_scores.drops());
+        }
         wait_products<1>();
         pin_registers(s);
         if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);
-        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden);
+        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden, modifier, kept_scores);
         typename Scores::KeptP kept;
         if constexpr (Shape::kEarlyDv) {
           zero_queries(work, m0);  // before there are two of P
@@ -243,9 +255,9 @@ struct KeyTileConsumer {
         }
         pin_registers(dp);
         if (masked) {
-          scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta));
+          scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta), modifier);
         } else {
-          scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta));
+          scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta), modifier);
         }
         // In 16 bits no earlier: S, dP, dK, dV and it would take all registers there are.
         if constexpr (!Shape::kEarlyDv) pack_fragments<Element>(p, s);

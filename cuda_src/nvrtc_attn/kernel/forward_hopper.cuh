@@ -251,7 +251,17 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     ScoreTensor<unsigned char const> const byte_mask(params.mask, tile.b, tile.h, params.mask_stride_b,
                                                      params.mask_stride_h, params.mask_stride_m, params.mask_stride_n);
     int const i = m0 + warp_row0 + (lane >> 2);
-    ScoreTile<Traits> const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, i, lane, tiles, rows};
+    ScoreTile<Traits> const scores{ModifierOf<Traits>(params, tile.b, tile.h),
+                                   map,
+                                   mask,
+                                   bias,
+                                   byte_mask,
+                                   dropout,
+                                   m0 + 64 * group,
+                                   i,
+                                   lane,
+                                   tiles,
+                                   rows};
 
     DeferredSoftmax<Traits> softmax;
     float sink = 0.0f;

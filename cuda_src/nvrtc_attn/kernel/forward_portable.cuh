@@ -282,7 +282,8 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
               float& x = s[m][n][e];
               if constexpr (ModifierOf<Traits>::kAny) {
                 x = finish_score(map, modifier, x, bias_tile.at(m, n, e), mask_tile.at(m, n, e),
-                                 i0 + 16 * m + 8 * (e / 2), n0 + j0 + 8 * n + e % 2, mask_bits.kept(m, n, e));
+                                 i0 + 16 * m + 8 * (e / 2), n0 + j0 + 8 * n + e % 2, i0, n0 + j0,
+                                 mask_bits.kept(m, n, e));
               } else {
                 x = finish_score(map, x, bias_tile.at(m, n, e), mask_tile.at(m, n, e));
               }

@@ -1,6 +1,7 @@
 // What the shared memory of the Hopper backward kernel holds, and where; what for is at the head of
 // kernel/backward_hopper.cuh.
 #pragma once
+#include "../../collective/modifier.cuh"
 #include "../common/wgmma.cuh"
 #include "barriers.cuh"
 #include "helpers.cuh"
@@ -80,10 +81,12 @@ struct HopperBackwardShape {
                 "scores that are products, of keys that are there or not");
   static_assert(!(Traits::kSplit && Traits::kOrdered), "dk and dv have no order of additions");
   static_assert(!(Traits::kSplit && kStoresTiles), "the loading warp has no register for both");
+  static_assert(!(ModifierOf<Traits>::kAny && (kBiasTiles || Traits::kKeepWords || Traits::kKeyMask)),
+                "beside a modifier threads read what they need");
   static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");
   static constexpr bool kPlain =
       !(kBiasTiles || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
-        Traits::kSequsedK || Traits::kOneKeyTile || Traits::kOrdered);
+        Traits::kSequsedK || Traits::kOneKeyTile || Traits::kOrdered || ModifierOf<Traits>::kAny);
   static_assert(kPlain || !Traits::kFused, "registers, and the warps that prepare rows");
   static_assert(kBlockM == 64 || kTransposedDq || kBlockM == 128, "a group computes 64 rows of dQ or of dQ^T");
   static_assert(kSplitRows ? kSlabs == 1 : kTransposedDq ? kSlabs == kGroups : kSlabs <= kGroups, "columns of dQ");
