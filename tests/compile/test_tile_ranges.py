@@ -26,7 +26,9 @@ SPILLED: dict[tuple[str, int, str], int] = {}
 """Bytes that are known."""
 
 
-def kernels(name: str, head_dim: int = 64, arch: str = "sm_90", dtype: str = "bfloat16") -> list[KernelConfig]:
+def kernels(
+    name: str, head_dim: int = 64, arch: str = "sm_90", dtype: str = "bfloat16", backend: str = "portable"
+) -> list[KernelConfig]:
     """The kernels that find tiles and those that walk them, of both passes."""
     case = next(x for x in modifiers.sparse_cases() if x.name == name)
     traced = trace(*case.make(case.arrays((2, 4, 90, 90), np.random.default_rng(0))))
@@ -36,16 +38,18 @@ def kernels(name: str, head_dim: int = 64, arch: str = "sm_90", dtype: str = "bf
         head_dim_v=head_dim, q=layout, k=layout, v=layout, softmax_scale=head_dim**-0.5, modifier=traced.program,
     )  # fmt: skip
     target: dict[str, Any] = {"arch": arch, "num_sms": 132, "smem_limit": 232448 if arch == "sm_90" else 65536}
-    specs = (heuristics.choose_forward(problem, **target), heuristics.choose_backward(problem, **target))
+    specs = [x(problem, **target, backend=backend) for x in (heuristics.choose_forward, heuristics.choose_backward)]
     found = [launch.config for spec in specs for launch in spec.launches if launch.config.features.tile_words]
     assert len(found) == 4
     return found
 
 
-@pytest.mark.slow(sample=["causal documents-64"])
+@pytest.mark.slow(sample=["causal documents-64-hopper", "causal documents-64-portable"])
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
 @pytest.mark.parametrize(("name", "head_dim"), VARIANTS)
-def test_kernels_do_not_spill(name: str, head_dim: int) -> None:
-    for config in kernels(name, head_dim):
+def test_kernels_do_not_spill(name: str, head_dim: int, backend: str) -> None:
+    for config in kernels(name, head_dim, backend=backend):
+        assert config.kernel.endswith((backend, "tile_ranges"))
         kernel = compile_kernel(config)
         assert not re.search("warning", kernel.log), kernel.log
         assert kernel.spill_bytes <= SPILLED.get((name, head_dim, config.kernel), 0), config.kernel

@@ -112,7 +112,9 @@ def all_cases() -> list[ModifierCase]:
 def test_results(case: ModifierCase) -> None:
     if not planned(case):
         pytest.skip("a window")
-    check(case)
+    for family in ("auto", "portable"):
+        with backend(family):
+            check(case)
 
 
 @pytest.mark.parametrize("head_dim", [40, 128])
