@@ -502,7 +502,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
         tile_words_bytes=words.nbytes if words else 0,
         ticket_bytes=4 * config.tickets,
         launches=(
-            *([plan_launch(words, config)] if words else ()),
+            *([plan_launch(problem, words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,

@@ -415,7 +415,7 @@ def choose_forward(
     if words_pay(problem, config.block_n) and _has_lines(problem, config, num_m_blocks):
         config = with_words(config)
         words = words_of(problem, problem.seqlen_q if config.packed_heads else config.block_m, config.block_n)
-        plans, words_params = (plan_launch(words, config, softmax_bytes),), words.params(softmax_bytes)
+        plans, words_params = (plan_launch(problem, words, config, softmax_bytes),), words.params(softmax_bytes)
         words_bytes = words.nbytes
     if num_splits == 1 and not config.features.float32_q:
         units = heads + (problem.num_heads // group if problem.varlen else 0)

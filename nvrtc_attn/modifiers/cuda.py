@@ -29,6 +29,7 @@ _MAX_LIGHT: Final = 12
 _MAX_FACTOR: Final = 1 << 10
 """Of q, k and the literal in a position: sums of them stay below 2^24, and far below int32's end."""
 _FLOAT32_MAX: Final = 3.4028234663852886e38
+_FLOAT32: Final = struct.Struct("f")
 _BLOCK_BYTES: Final = re.compile(r"^// ModifierBlock: (\d+) bytes$", re.MULTILINE)
 
 EXPRESSIONS: Final[dict[str, str]] = {
@@ -548,4 +549,4 @@ def _literal(node: Node) -> str:
         return "not_a_number()"
     if abs(value) > _FLOAT32_MAX:
         return "infinity()" if value > 0 else "-infinity()"
-    return f"{float(value).hex()}f"
+    return f"{_FLOAT32.unpack(_FLOAT32.pack(value))[0].hex()}f"

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import host_cuda
 import modifiers
 import numpy as np
 import pytest
@@ -26,34 +27,6 @@ SIZES = (2, 4, 13, 21)
 PER_LIBRARY = 16
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
-SHIM = """
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <type_traits>
-#define NVRTC_ATTN_DEVICE inline
-using std::min; using std::max; using std::abs;
-namespace cute { template <class...> using void_t = void; }
-struct Thread { int x; }; static Thread threadIdx{0};
-template <class T> T __ldg(T const* at) { return *at; }
-inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
-inline float __fdividef(float a, float b) { return a / b; }
-inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
-inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
-template <class T> void atomicAdd(T* at, T x) { *at += x; }
-template <class T> void atomicOr(T* at, T x) { *at |= x; }
-template <class T> T __shfl_sync(unsigned, T x, int) { return x; }
-template <class T> T __shfl_xor_sync(unsigned, T x, int) { return 0; }
-inline bool __all_sync(unsigned, bool x) { return x; }
-namespace nvrtc_attn {
-constexpr float kLog2e = 1.4426950408889634f;
-inline float infinity() { return __uint_as_float(0x7f800000u); }
-inline float fast_exp2(float x) { return exp2f(x); }
-inline float to_float(float x) { return x; }
-template <class Element> float tanh_of(float x) { return tanhf(x); }
-}
-struct Plain { int nothing; };
-"""
 RUN = """
 extern "C" void SPACE_run(void const* bytes, float const* scores, float const* ds, int B, int H, int M, int N,
                           float* out, float* slope, float* plain, unsigned char* keep) {
@@ -97,7 +70,7 @@ def library(
     text = header.read_text(encoding="utf-8").replace("#pragma unroll", "//")
     for line in ('#include "../common/numbers.cuh"', "#pragma once"):
         text = text.replace(line, "")
-    lines = [SHIM, text]
+    lines = [host_cuda.ONE_THREAD, text]
     for i, (program, trained) in enumerate(programs):
         space = f"program{i}"
         source = cuda.cuda_source(program, trained, ordered and bool(trained))

@@ -237,7 +237,11 @@ struct KeyTileConsumer {
                       !work.mask.keeps_tile(m0, kBlockM, n_group, 64) || (Traits::kKeyMask && any_hidden);
         typename Scores::KeptScores kept_scores;
         if constexpr (Modifier::kMasks) {
-          kept_scores.compute_transposed(modifier, m0 + 2 * scores.t, scores.j);
+          if (Traits::kTileWords && whole) {
+            kept_scores.fill();
+          } else {
+            kept_scores.compute_transposed(modifier, m0 + 2 * scores.t, scores.j);
+          }
           masked = __any_sync(0xffffffffu, masked || kept_scores.drops());
         }
         wait_products<1>();

@@ -75,7 +75,8 @@ struct HopperBackwardShape {
   static_assert(kStages == 2, "slots of dS go with those of Q");
   static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
   static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
-  static_assert(!Traits::kTileWords || (Traits::kMask && !Traits::kVarlen && !Traits::kOneKeyTile && !kBiasTiles),
+  static_assert(!Traits::kTileWords || ((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen &&
+                                        !Traits::kOneKeyTile && !kBiasTiles),
                 "words are of a mask; dq of query tiles that no key tile visits comes from the workspace");
   static_assert(!Traits::kKeyMask || (Traits::kMask && !Traits::kDropout && !Traits::kSoftcap && !Traits::kHasBias),
                 "scores that are products, of keys that are there or not");
