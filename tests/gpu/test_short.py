@@ -320,6 +320,7 @@ def test_packed_heads_with_lengths_on_the_device(planned: Any) -> None:
     expected = na.attention(q, k, v, seqused_k=used, causal=True, return_lse=True)
     made = planned(hopper_forward.packed_heads_plan)
     found = na.attention(q, k, v, seqused_k=used, causal=True, return_lse=True)
-    torch.testing.assert_close(found[0], expected[0], atol=5e-4, rtol=1e-2)
+    # Both round P to bfloat16, relative to another maximum: up to 2^-8 of the mean of |v| that P weighs.
+    torch.testing.assert_close(found[0], expected[0], atol=2**-8, rtol=1e-2)
     torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
     assert all(spec.main.config.packed_heads for spec in made)
