@@ -24,6 +24,8 @@ def allocate(like: Any, framework: str, shape: tuple[int, ...], dtype: str, devi
         return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
     if framework == "cupy":
         cupy = sys.modules["cupy"]
+        if cupy.cuda.runtime.getDevice() == device.index:
+            return cupy.empty(shape, dtype=_numpy_dtype(dtype))
         with cupy.cuda.Device(device.index):
             return cupy.empty(shape, dtype=_numpy_dtype(dtype))
     if framework == "numpy":
