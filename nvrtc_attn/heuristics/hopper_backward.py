@@ -551,7 +551,7 @@ def plan_spec(
             )
         )
     if shared:
-        convert_parts = HopperBackwardConfig(kernel="dkv_parts_convert", **shape)
+        convert_parts = HopperBackwardConfig(kernel="dkv_hopper_convert", **shape)
         launches.append(
             Launch(config=convert_parts, grid=shared, block=convert_parts.num_threads, smem_bytes=0, params=schedule)
         )
