@@ -171,8 +171,9 @@ struct ScoreTile {
   ScoreTensor<unsigned char const> const& byte_mask;
   Dropout const& dropout;
   int row0;  // first row of the warp-group
-  using Row = cute::conditional_t<Traits::kVarlen, RowAgain, int>;
-  using Lane = cute::conditional_t<Traits::kVarlen, LaneAgain, int>;
+  static constexpr bool kPlaceAgain = Traits::kVarlen && Traits::kBlockM == 192;
+  using Row = cute::conditional_t<kPlaceAgain, RowAgain, int>;
+  using Lane = cute::conditional_t<kPlaceAgain, LaneAgain, int>;
   Row i;  // this thread's first row; the other is i + 8
   Lane lane;
 
@@ -202,7 +203,7 @@ struct ScoreTile {
   NVRTC_ATTN_DEVICE void finish(AccTile (&s)[1][kTilesN], Operands<kTilesN> const& operands, int n0,
                                 bool whole = false) const {
     int column = 0;
-    if constexpr (!Traits::kVarlen) column = n0 + 2 * (lane & 3);
+    if constexpr (!kPlaceAgain) column = n0 + 2 * (lane & 3);
     if (kWhole && whole) {
       if constexpr (Traits::kScoreTiles) tiles.template apply<false>(s, map, operands.tile);
     } else if constexpr (Traits::kScoreTiles) {
@@ -218,7 +219,7 @@ struct ScoreTile {
       }
     }
     if (!mask.keeps_tile(rows.query(row0), rows.queries(row0, 64), n0, 8 * kTilesN)) {
-      int const j0 = Traits::kVarlen ? n0 + 2 * (lane & 3) : column;
+      int const j0 = kPlaceAgain ? n0 + 2 * (lane & 3) : column;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int const query = rows.query(i + 8 * r);

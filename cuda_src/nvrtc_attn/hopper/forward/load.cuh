@@ -14,20 +14,24 @@
 namespace nvrtc_attn {
 
 // What the loading warp announced, in uniform registers.
+template <class Traits>
 NVRTC_ATTN_DEVICE void read_tile(unsigned address, WorkTile& tile) {
   int m_block, h, b;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(m_block), "=r"(h) : "r"(address) : "memory");
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
   tile = {uniform(m_block), uniform(h), uniform(b)};
 }
-// Packed: with the lengths of its sequence, which the consumers need not read then.
+// Packed: with the lengths of its sequence, which the consumers need not read then. Where dropout's keys fill the uniform
+// registers they are not uniform: they would spill 76 bytes at head dim 192.
+template <class Traits>
 NVRTC_ATTN_DEVICE void read_tile(unsigned address, PackedTile& tile) {
+  auto kept = [](int x) { return Traits::kDropout ? x : uniform(x); };
   WorkTile name;
-  read_tile(address, name);
+  read_tile<Traits>(address, name);
   int q_row0, len_q, len_k;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(q_row0), "=r"(len_q) : "r"(address + 16) : "memory");
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(len_k) : "r"(address + 24) : "memory");
-  tile = {name.b, name.m_block, uniform(q_row0), uniform(len_q), 0, uniform(len_k), name.h};
+  tile = {name.b, name.m_block, kept(q_row0), kept(len_q), 0, kept(len_k), name.h};
 }
 
 // The lengths of the sequence of a tile.
