@@ -90,7 +90,6 @@ struct ForwardLoader {
       if constexpr (Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
     }
     Scheduler scheduler(params);
-    if constexpr (Traits::kVarlen) scheduler.begin(issuer);
     Tile tile;
     while (scheduler.next(tile)) {
       bool loads = !(Traits::kVarlen && tile.b == params.batch);
@@ -106,10 +105,11 @@ struct ForwardLoader {
         loads = loads && first < last;
       }
       if (!loads) {
-        if constexpr (Traits::kVarlen) scheduler.look_ahead(issuer);
+        if constexpr (Traits::kVarlen) scheduler.ask(issuer);
         announce(tile);
         if (issuer) barriers.full_q(q_slot.stage).arrive();
         q_slot.advance();
+        if constexpr (Traits::kVarlen) scheduler.look_up();
         continue;
       }
       Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
@@ -122,13 +122,20 @@ struct ForwardLoader {
       announce(tile);
       load_q(from);
       load_scores(from, last - 1);
-      if constexpr (Traits::kVarlen) scheduler.look_ahead(issuer);
+      int const ask_at = min(last - 2, first + 2);
+      if constexpr (Traits::kVarlen) {
+        if (ask_at < first) scheduler.ask(issuer);
+      }
 #pragma unroll 1
       for (int n = last - 2; n >= first; --n) {
+        if constexpr (Traits::kVarlen) {
+          if (n == ask_at) scheduler.ask(issuer);
+        }
         load_k(from, n);
         load_scores(from, n);
         load_v(from, n + 1);
       }
+      if constexpr (Traits::kVarlen) scheduler.look_up();
       load_v(from, first);
     }
     tile = {};
