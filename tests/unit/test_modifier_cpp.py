@@ -116,9 +116,10 @@ bool right(unsigned seed, bool all, bool transposed) {
   return !bits.drops() && bits.kept(kM - 1, kN - 1, 3);
 }
 extern "C" int bits_are_right(unsigned seed, bool all, bool transposed) {
-  return right<1, 2>(seed, all, transposed) && right<1, 6>(seed, all, transposed) && right<1, 8>(seed, all, transposed) &&
-         right<1, 12>(seed, all, transposed) && right<1, 14>(seed, all, transposed) &&
-         right<1, 16>(seed, all, transposed) && right<2, 8>(seed, all, transposed) && right<2, 5>(seed, all, transposed);
+  bool const rows = right<1, 2>(seed, all, transposed) && right<1, 6>(seed, all, transposed) &&
+                    right<1, 8>(seed, all, transposed) && right<1, 12>(seed, all, transposed) &&
+                    right<1, 14>(seed, all, transposed) && right<1, 16>(seed, all, transposed);
+  return rows && right<2, 8>(seed, all, transposed) && right<2, 5>(seed, all, transposed);
 }
 """
 
