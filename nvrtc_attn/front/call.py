@@ -288,11 +288,18 @@ def describe(
 
 
 def describe_shapes(
-    operands: Mapping[str, tuple[tuple[int, ...], str]], options: CallOptions, where: Device, stream: int = 0
+    operands: Mapping[str, tuple[tuple[int, ...], str]],
+    options: CallOptions,
+    where: Device,
+    stream: int = 0,
+    *,
+    modifier: Modifier | None = None,
+    trained: frozenset[int] = frozenset(),
 ) -> Call:
     """The validated call of row-major, aligned tensors whose memory is known later, or never: of shapes and dtypes.
 
-    ``operands`` has q, k, v and any of the other inputs, by name.
+    ``operands`` has q, k, v and any of the other inputs, by name. The arrays of a modifier, which are views then, stay
+    its own: none becomes a bias.
     """
     tensors = {
         name: TensorView(0, shape, dense_layout(shape, dtype).strides, dtype, where)
@@ -300,9 +307,15 @@ def describe_shapes(
         if name in operands
         for shape, dtype in (operands[name],)
     }
+    modified, program = None, _NO_PROGRAM
+    if modifier is not None:
+        modified = simplify(modifier, options, tensors, {**tensors, "bias": ()}, None, trained)
+        options = modified.options
+        if modified.modifier is not None:
+            program = modified.modifier.program, modified.trained(trained)
     return Call(
-        tensors=tensors, options=options, problem=_build(tensors, options), producer_stream=None, launch_stream=stream,
-        hold_owners=False,
+        tensors=tensors, options=options, problem=_build(tensors, options, program), producer_stream=None,
+        launch_stream=stream, hold_owners=False, modified=modified,
     )  # fmt: skip
 
 
