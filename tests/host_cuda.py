@@ -15,7 +15,10 @@ template <class T> T __ldg(T const* at) { return *at; }
 inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline void atomicAdd(float* at, float x) { *at += x; }
+inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
+inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
+template <class T> void atomicAdd(T* at, T x) { *at += x; }
+template <class T> void atomicOr(T* at, T x) { *at |= x; }
 template <class T> T __shfl_sync(unsigned, T x, int) { return x; }
 template <class T> T __shfl_xor_sync(unsigned, T x, int) { return 0; }
 inline bool __all_sync(unsigned, bool x) { return x; }

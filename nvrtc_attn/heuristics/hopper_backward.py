@@ -14,7 +14,7 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
 from ..modifiers.cuda import has_head_slope, takes_registers
-from .common import ceil_div, features_of, is_aligned, is_full_shape, packed_slots
+from .common import ceil_div, choose_captured, features_of, is_aligned, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (
     DTYPES_16BIT,
@@ -543,6 +543,7 @@ def plan_spec(
             partial = Workspace(field="dbias_partial", nbytes=nbytes, params=(("num_dbias_splits", splits),))
         launches += more
         workspaces.append(partial)
+    launches += choose_captured(problem, arch="sm_90a", num_sms=num_sms)
     launches += choose_sink(problem, arch="sm_90a", block_m=config.block_m, padded=True, log2_lse=config.log2_lse)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 

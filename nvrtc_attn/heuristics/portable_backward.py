@@ -14,7 +14,7 @@ from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import BackwardConfig, Features
-from .common import features_of, is_aligned, is_full_shape, packed_slots
+from .common import choose_captured, features_of, is_aligned, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .sink import choose_sink
 from .spec import BackwardPlanSpec, Launch, Workspace
@@ -276,6 +276,7 @@ def choose_backward(
         workspaces.append(
             Workspace(field="dbias_partial", nbytes=partial_bytes, params=(("num_dbias_splits", num_dbias_splits),))
         )
+    launches += choose_captured(problem, arch=arch, num_sms=num_sms)
     launches += choose_sink(problem, arch=arch, block_m=config.block_m, padded=False)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
@@ -352,11 +353,6 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
     if problem.varlen and problem.bias is not None:
         reasons.append("bias: given with cu_seqlens - packed sequences share no key index - run the batch padded")
     reasons += unread_by("backward_portable", problem.further_inputs)
-    if problem.deterministic and problem.trained:
-        reasons.append(
-            "deterministic: with a gradient of an array that score_mod captured - atomics add to its elements in any "
-            "order - a bias array, indexed with b, h, q and k alone, has an ordered gradient"
-        )
     if reasons:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 

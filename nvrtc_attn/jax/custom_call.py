@@ -43,7 +43,8 @@ from ..front.operands import (
 from ..front.philox import RngState
 from ..front.problem import Causal, WindowSize, dense_layout
 from ..front.tensors import Device, TensorView
-from ..modifiers.cuda import NO_MODIFIER, ModifierValues, modifier_values
+from ..heuristics.common import orders_gradients
+from ..modifiers.cuda import NO_MODIFIER, ModifierValues, modifier_values, ordered_bytes
 from ..modifiers.modifier import Modifier, Program
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
@@ -319,7 +320,7 @@ def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
     branches: dict[str, Any] = {"cpu": partial(_custom_call, bound, 0)}
     if _on_gpu():
         _register_target()
-        size = max(_plan(bound, index).workspace_bytes for index in _local_devices())
+        size = max(_plan(bound, index).workspace_bytes for index in _local_devices()) + _ordered_bytes(bound)
         branches["cuda"] = partial(_custom_call, bound, size)
     return jax.lax.platform_dependent(*arrays, **branches)
 
@@ -461,7 +462,19 @@ def _values(bound: _Pass, pointers: dict[str, int], where: Device) -> ModifierVa
         [_view(pointers.get(f"{prefix}{_AUX}{i}", 0), *bound.captures[i], where) for i in call.modified.kept]
         for prefix in ("", "d")
     )
-    return modifier_values(call.modifier.program, call.problem.trained, captures, gradients, call.modifier.numbers)
+    words = None
+    if orders_gradients(call.problem):  # behind the workspace of the plan
+        words = pointers["workspace"] + _plan(bound, where.index).workspace_bytes
+    numbers = call.modifier.numbers
+    return modifier_values(call.modifier.program, call.problem.trained, captures, gradients, numbers, words)
+
+
+def _ordered_bytes(bound: _Pass) -> int:
+    """What sums without an order need: the most of what any call of these arrays does."""
+    if not (bound.kind.trained and bound.kind.options.deterministic):
+        return 0
+    views = [_view(0, shape, dtype, Device("cuda", 0)) for shape, dtype in bound.captures]
+    return ordered_bytes(bound.kind.trained, views)
 
 
 def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPlan:

@@ -21,6 +21,9 @@ from .modifier import Program
 
 _TYPES: Final = {"float": "float", "int": "int", "bool": "bool"}
 _LEAVES: Final = (*INPUTS, "number", "param")
+_WORD_BYTES: Final = 8 * 33
+"""Of the sum of one element: ``ExactSum::kWords`` in ``collective/modifier.cuh``."""
+MAX_ORDERED_BYTES: Final = 1 << 30
 _MAX_LIGHT: Final = 12
 """Operations of a score that the widest tiles have registers for."""
 _MAX_FACTOR: Final = 1 << 10
@@ -45,13 +48,15 @@ EXPRESSIONS: Final[dict[str, str]] = {
 
 
 @functools.lru_cache(maxsize=1024)
-def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
+def cuda_source(program: Program, trained: tuple[int, ...] = (), ordered: bool = False) -> str:
     """The definitions of ``ModifierBlock`` and ``Modifier`` for a program.
 
     Parameters
     ----------
     trained
         The captured arrays whose gradients the kernel adds up.
+    ordered
+        In words of integers (``ExactSum``), which ``kernel/captured_sum.cuh`` makes the gradients of.
 
     Raises
     ------
@@ -65,7 +70,7 @@ def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
     roots += [x for load, d in gradients for x in (d, *load.args)]
     members = _members(roots)
     text = _Text(program, members, roots)
-    block = _block_fields(program, trained)
+    block = _block_fields(program, trained, ordered)
     block = block or [("long long", "nothing_at")]  # C++ has no struct of 0 bytes
     size = 8 * -(-sum(8 if name.endswith("_at") else 4 for _, name in block) // 8)
     lines = [
@@ -130,7 +135,7 @@ def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
     if gradients:
         lines += [
             "  // What a score's gradient ds gives to those of the captured arrays.",
-            f"  using Gradients = CapturedGradient[{len(gradients)}];",
+            f"  using Gradients = CapturedGradient<{'ExactSum' if ordered else 'AtomicSum'}>[{len(gradients)}];",
             "  NVRTC_ATTN_DEVICE void add(Gradients& gradients, float score, float ds, int q, int k, int q0 = 0,",
             "                             int k0 = 0) const {",
             *text.body([x for load, d in gradients for x in (d, *load.args)]),
@@ -144,6 +149,13 @@ def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
             inside = " & ".join(text.inside(load)) or "true"
             lines.append(f"    if ({inside}) gradients[{place}].add({at}, ds * {text.name(d)});")
         lines.append("  }")
+    if ordered:
+        lines += [
+            "  template <class Take>",
+            "  static NVRTC_ATTN_DEVICE void each_gradient(ModifierBlock const& block, Take&& take) {",
+            *(f"    take(block.g{i}_at, block.r{i}_at, block.g{i}_count);" for i in trained),
+            "  }",
+        ]
     return "\n".join([*lines, "};", "}  // namespace nvrtc_attn", ""])
 
 
@@ -166,14 +178,35 @@ class ModifierValues(NamedTuple):
 NO_MODIFIER: Final = ModifierValues(b"", ())
 
 
+def ordered_bytes(trained: tuple[int, ...], captures: Sequence[Any]) -> int:
+    """Memory for the sums of gradients that are to have no order of additions.
+
+    Raises
+    ------
+    UnsupportedError
+        It is more than `MAX_ORDERED_BYTES`.
+    """
+    nbytes: int = sum(_WORD_BYTES * math.prod(captures[i].shape) for i in trained)
+    if nbytes > MAX_ORDERED_BYTES:
+        raise UnsupportedError(
+            f"deterministic: the gradients of captured arrays of {nbytes // _WORD_BYTES} elements take {nbytes} bytes "
+            f"of sums without an order, and {MAX_ORDERED_BYTES} are allowed. An array that is added and indexed with "
+            "b, h, q and k alone is a bias, whose gradient takes none."
+        )
+    return nbytes
+
+
 def modifier_values(
     program: Program,
     trained: tuple[int, ...],
     captures: Sequence[Any],
     gradients: Sequence[Any],
     numbers: Sequence[float],
+    words: int | None = None,
 ) -> ModifierValues:
     """The values of one call. ``captures`` and ``gradients`` are views of device memory.
+
+    ``words`` is the address of `ordered_bytes` of memory for sums that have no order; None: atomics add to gradients.
 
     Raises
     ------
@@ -189,7 +222,15 @@ def modifier_values(
         if size and (span != size or min(gradients[i].strides, default=0) < 0):
             raise ValueError(f"daux: strides {gradients[i].strides} leave gaps, and a gradient on the GPU is dense.")
         zeroed.append((gradients[i].ptr, 4 * size))
-    values: list[Any] = [*(x.ptr for x in captures), *(gradients[i].ptr for i in trained)]
+    values: list[Any] = [x.ptr for x in captures]
+    results = [gradients[i].ptr for i in trained]
+    counts = [nbytes // 4 for _, nbytes in zeroed]
+    if words is None:
+        values += results
+    else:
+        places = [words + _WORD_BYTES * sum(counts[:n]) for n in range(len(counts))]
+        values += [*places, *results]
+        zeroed = [(words, _WORD_BYTES * sum(counts))]
     for x in (*captures, *(gradients[i] for i in trained)):
         if any(abs(stride) >= 2**31 for stride in (*x.strides, *x.shape)):
             raise UnsupportedError(
@@ -198,28 +239,32 @@ def modifier_values(
     for x in captures:
         values += (*x.shape, *x.strides)
     for i in trained:
-        values += gradients[i].strides
+        values += gradients[i].strides if words is None else [_WORD_BYTES // 8 * x for x in gradients[i].strides]
+    if words is not None:
+        values += counts
     values += numbers
-    data = _packer(program, trained).pack(*values)
+    data = _packer(program, trained, words is not None).pack(*values)
     return ModifierValues(data.ljust(-(-len(data) // 8) * 8, b"\0"), tuple(x for x in zeroed if x[1]))
 
 
 @functools.lru_cache(maxsize=1024)
-def _packer(program: Program, trained: tuple[int, ...]) -> struct.Struct:
+def _packer(program: Program, trained: tuple[int, ...], ordered: bool) -> struct.Struct:
     letters = {"float": "f", "int": "i"}
-    codes = ["Q" if name.endswith("_at") else letters[kind] for kind, name in _block_fields(program, trained)]
+    codes = ["Q" if name.endswith("_at") else letters[kind] for kind, name in _block_fields(program, trained, ordered)]
     return struct.Struct("<" + "".join(codes))
 
 
-def _block_fields(program: Program, trained: tuple[int, ...]) -> list[tuple[str, str]]:
+def _block_fields(program: Program, trained: tuple[int, ...], ordered: bool) -> list[tuple[str, str]]:
     """(type, name) of each field: pointers, sizes and strides of arrays, strides of gradients, numbers."""
     fields = [(f"{DTYPES[dtype].cpp} const*", f"x{i}_at") for i, (dtype, _) in enumerate(program.captures)]
-    fields += [("float*", f"g{i}_at") for i in trained]
+    fields += [("ExactSum::Word*" if ordered else "float*", f"g{i}_at") for i in trained]
+    fields += [("float*", f"r{i}_at") for i in trained if ordered]
     for i, (_, rank) in enumerate(program.captures):
         fields += [("int", f"x{i}_size{axis}") for axis in range(rank)]
         fields += [("int", f"x{i}_stride{axis}") for axis in range(rank)]
     for i in trained:
         fields += [("int", f"g{i}_stride{axis}") for axis in range(program.captures[i][1])]
+    fields += [("int", f"g{i}_count") for i in trained if ordered]
     return fields + [(kind, f"n{i}") for i, kind in enumerate(program.numbers)]
 
 

@@ -54,6 +54,7 @@ _SMALL: Final = (
     "combine",
     "dbias_reduce",
     "sink_gradient",
+    "captured_sum",
     "tile_plan",
     "tile_ranges",
 )

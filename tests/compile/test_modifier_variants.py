@@ -24,6 +24,7 @@ NAMES = (
 )  # fmt: skip
 PASSES = ("forward", "backward", "trained")
 VARIANTS = [(name, head_dim, which) for name in NAMES for head_dim in (64, 128) for which in PASSES]
+VARIANTS += [(name, d, "ordered") for name in ("alibi", "relative bias", "t5", "rows and columns") for d in (64, 128)]
 SAMPLE = ["alibi-64-forward", "documents-64-forward", "alibi-64-trained"]
 
 
@@ -39,7 +40,7 @@ def problem(name: str, head_dim: int, which: str, **changes: Any) -> AttentionPr
         dtype="bfloat16", batch=sizes[0], seqlen_q=sizes[2], seqlen_k=sizes[3], num_heads=sizes[1],
         num_heads_kv=sizes[1], head_dim=head_dim, head_dim_v=head_dim, q=layout, k=layout, v=layout,
         softmax_scale=head_dim**-0.5, modifier=traced.program,
-        trained=traced.differentiable if which == "trained" else (),
+        trained=traced.differentiable if which in ("trained", "ordered") else (), deterministic=which == "ordered",
     )  # fmt: skip
     return dataclasses.replace(asked, **changes)
 
@@ -52,7 +53,7 @@ def kernels(name: str, head_dim: int, which: str, backend: str = "auto") -> list
 
 
 SPILLED = {
-    ("rows and columns", 128, "backward"): 4, ("both", 128, "forward portable"): 8,
+    ("t5", 128, "trained"): 8, ("both", 128, "forward portable"): 8,
     ("rows and columns", 64, "forward"): 40, ("rows and columns", 128, "forward"): 40,
 }  # fmt: skip
 """Bytes that are known, of modifiers with several captured arrays."""
@@ -111,6 +112,26 @@ def test_the_hopper_forward_kernel_beside_other_operands(kind: str, name: str, h
             return
     assert name == "both"
     assert min(found) <= 16, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["causal", "bias", "mask", "dropout", "lengths", "negative scale", "order"])
+@pytest.mark.parametrize("name", ["alibi", "both"])
+def test_the_hopper_backward_kernel_beside_other_operands(name: str, kind: str) -> None:
+    """At head dim 64; beyond it bias, mask and dropout go to the portable kernels."""
+    more: dict[str, Any] = {"deterministic": True} if kind == "order" else BESIDE[kind]
+    for head_dim in (64, 128):
+        spec = choose_backward(problem(name, head_dim, "backward", **more), **TARGET)
+        configs = [x.config for x in spec.launches if x.config.features.modifier]
+        family = {x.kernel.split("_")[1] for x in configs}
+        portable = head_dim == 128 and kind in ("bias", "mask", "dropout")
+        assert family == {"portable" if portable else "hopper"}
+        if portable:
+            continue
+        (config,) = configs
+        kernel = compile_kernel(config)
+        assert not re.search("warning", kernel.log), kernel.log
+        assert not kernel.spill_bytes
 
 
 @pytest.mark.slow

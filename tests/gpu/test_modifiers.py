@@ -60,9 +60,10 @@ def check(
     dtype: str,
     head_dim: int,
     operands: dict[str, Any] | None = None,
+    train: bool = True,
     **options: Any,
 ) -> None:
-    """``operands``: further inputs, as NumPy arrays."""
+    """``operands``: further inputs, as NumPy arrays. ``train``: ask for the gradients of captured arrays."""
     b, h, m, n = sizes
     operands = operands or {}
     given = {name: torch.from_numpy(x).to(DEVICE) for name, x in operands.items()}
@@ -87,7 +88,7 @@ def check(
     close("lse", lse, exact[1], tolerance)
     close("out", out, exact[0], tolerance)
 
-    trained = () if options.get("deterministic") else modifier.differentiable
+    trained = modifier.differentiable if train else ()
     sums = [np.zeros(x.shape) if i in trained else None for i, x in enumerate(modifier.captures)]
     expected = reference.attention_backward(
         doubles[3], *doubles[:3], *exact, modifier=wide, capture_grads=sums, **plain
@@ -98,7 +99,7 @@ def check(
         for i, x in enumerate(modifier.captures)
     ]
     further = {} if "sink" not in given else {"dsink": torch.full_like(given["sink"], float("nan"))}
-    size = api.backward_workspace_bytes(q, k, v, score_mod=modifier, daux=daux, **given, **further, **options)
+    size = api.backward_workspace_bytes(q, k, v, score_mod=modifier, daux=daux, dsink=bool(further), **given, **options)
     workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
     nvrtc_attn.attention_backward(
         dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux, workspace=workspace, **given, **further,
@@ -128,6 +129,13 @@ def test_the_portable_kernels_alone(name: str) -> None:
         check(named(name), SIZES[0], "float16", 64)
 
 
+@pytest.mark.parametrize("name", ["alibi", "documents"])
+def test_the_portable_kernels_with_a_sink(name: str) -> None:
+    """What the modifier captured lies behind the sink in the params."""
+    with backend("portable"):
+        check(named(name), SIZES[0], "float16", 64, {"sink": np.linspace(-1, 2, 4).astype(np.float32)})
+
+
 HOPPER = {
     "causal": {"causal": True},
     "window": {"window_size": (60, 30)},
@@ -148,6 +156,7 @@ def test_hopper(name: str, head_dim: int, option: str) -> None:
     with backend("hopper"):
         check(named(name), (1, 4, 333, 450), "bfloat16", head_dim, **HOPPER[option])
     assert walked("forward_hopper") == (head_dim <= 128 or option != "dropout")
+    assert walked("backward_hopper") == (head_dim <= 64 or (head_dim <= 128 and option != "dropout"))
 
 
 @pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernels run on 9.0 alone")
@@ -175,6 +184,20 @@ def test_hopper_beside_other_operands(name: str, head_dim: int, kind: str) -> No
     with backend("hopper"):
         check(named(name), sizes, "float16", head_dim, operands)
     assert walked("forward_hopper")
+    assert walked("backward_hopper") == (head_dim == 64 or kind in ("sink", "seqused_k"))
+
+
+@pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernels run on 9.0 alone")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["alibi", "head scale", "relative bias", "documents", "softcap and alibi"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_backward_alone(name: str, head_dim: int, deterministic: bool) -> None:
+    """Without a gradient of what is captured P is made before dP: of all queries, in groups of heads, and in order."""
+    plan._kernels.clear()
+    plan._plans.clear()
+    with backend("hopper"):
+        check(named(name), (1, 4, 450, 333), "float16", head_dim, train=False, deterministic=deterministic)
+    assert walked("backward_hopper")
 
 
 @pytest.mark.parametrize("family", ["portable", "hopper"])
@@ -194,19 +217,28 @@ def test_packed_sequences(name: str, head_dim: int, family: str) -> None:
     on_device = [torch.from_numpy(x).to(DEVICE) for x in starts]
     plan._kernels.clear()
     plan._plans.clear()
+    packed: dict[str, Any] = {
+        "causal": True, "cu_seqlens_q": on_device[0], "cu_seqlens_k": on_device[1], "max_seqlen_q": longest[0],
+        "max_seqlen_k": longest[1], "score_mod": modifier,
+    }  # fmt: skip
+    dout = torch.randn_like(q)
+    gradients = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     with backend(family):
-        out, lse = nvrtc_attn.attention(
-            q, k, v, score_mod=modifier, return_lse=True, causal=True, cu_seqlens_q=on_device[0],
-            cu_seqlens_k=on_device[1], max_seqlen_q=longest[0], max_seqlen_k=longest[1],
-        )  # fmt: skip
-    exact = reference.attention_forward(
-        *(x.double().cpu().numpy() for x in (q, k, v)), modifier=HostModifier(host, host.captures), causal=True,
-        cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
-    )  # fmt: skip
+        out, lse = nvrtc_attn.attention(q, k, v, return_lse=True, **packed)
+        size = api.backward_workspace_bytes(q, k, v, **packed)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+        nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, workspace=workspace, **packed)
+    doubles = [x.double().cpu().numpy() for x in (q, k, v)]
+    wide = HostModifier(host, host.captures)
+    starting: dict[str, Any] = {"causal": True, "cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    exact = reference.attention_forward(*doubles, modifier=wide, **starting)
     close("lse", lse, exact[1], 2e-3)
     close("out", out, exact[0], 2e-3)
+    expected = reference.attention_backward(dout.double().cpu().numpy(), *doubles, *exact, modifier=wide, **starting)
+    for what, ours, theirs in zip(("dq", "dk", "dv"), gradients, expected[:3], strict=True):
+        close(what, ours, theirs, 8e-3)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert walked("forward_hopper") == (family == "hopper")
+        assert walked("forward_hopper") == walked("backward_hopper") == (family == "hopper")
 
 
 @pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernels run on 9.0 alone")
@@ -251,6 +283,37 @@ def test_deterministic_and_causal(name: str) -> None:
     case = next(x for x in modifiers.named_cases() if x.name == name)
     check(case, SIZES[0], "float16", 64, deterministic=True)
     check(case, SIZES[0], "float16", 128, causal=True, window_size=(60, None))
+
+
+@pytest.mark.parametrize("family", ["portable", "hopper"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["alibi", "temperature", "relative bias", "rows and columns", "array twice", "t5"])
+def test_gradients_of_captures_are_reproducible_on_request(name: str, head_dim: int, family: str) -> None:
+    """Arrays indexed by nothing, the head, the row, the key, their distance, a table, and twice; and they are right."""
+    plan._kernels.clear()
+    plan._plans.clear()
+    case, sizes = named(name), (2, 4, 700, 600)
+    with backend(family):
+        check(case, sizes, "float16", head_dim, deterministic=True, causal=True)
+        assert any(c.kernel == "captured_sum" for c, _ in plan._kernels)
+        arrays = {x: torch.from_numpy(y).to(DEVICE) for x, y in case.arrays(sizes, np.random.default_rng(0)).items()}
+        modifier = nvrtc_attn.trace(*case.make(arrays))
+        shapes = (sizes[2], sizes[3], sizes[3], sizes[2])
+        q, k, v, dout = (torch.randn(2, n, 4, head_dim, device=DEVICE, dtype=torch.float16) for n in shapes)
+        out, lse = nvrtc_attn.attention(q, k, v, return_lse=True, score_mod=modifier)
+        found = []
+        for _ in range(20):
+            gradients = [torch.empty_like(x) for x in (q, k, v)]
+            daux = [
+                torch.empty(tuple(x.shape), device=DEVICE) if i in modifier.differentiable else None
+                for i, x in enumerate(modifier.captures)
+            ]
+            api.backward_allocating(
+                dout, q, k, v, out, lse, *gradients, dlse=None, score_mod=modifier, daux=daux, softmax_scale=None,
+                deterministic=True,
+            )  # fmt: skip
+            found.append([*gradients, *(x for x in daux if x is not None)])
+    assert all(torch.equal(x, y) for more in found[1:] for x, y in zip(found[0], more, strict=True))
 
 
 def test_decoding_splits_keys() -> None:

@@ -11,6 +11,7 @@ import modifiers
 import numpy as np
 import pytest
 
+from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.tensors import view
 from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.jit.codegen import entry_source, params_class
@@ -70,6 +71,20 @@ def test_the_bytes_of_a_launch() -> None:
     far = dataclasses.replace(given, strides=(2**31, 1))
     with pytest.raises(ValueError, match="int32"):
         cuda.modifier_values(modifier.program, (), [far], [None], modifier.numbers)
+
+
+def test_the_bytes_of_a_launch_with_ordered_gradients() -> None:
+    """Words of 264 bytes an element behind the plan's workspace, in the order of the gradient's own memory."""
+    table = np.zeros((3, 2), np.float32)
+    modifier = make(0.5, table)
+    gradient = view(np.zeros((2, 3), np.float32).T, "gradient")
+    assert cuda.ordered_bytes((0,), [table]) == 6 * 264
+    values = cuda.modifier_values(modifier.program, (0,), [view(table, "x")], [gradient], modifier.numbers, 4096)
+    assert values.zeroed == ((4096, 6 * 264),)
+    assert len(values.block) == cuda.block_bytes(cuda.cuda_source(modifier.program, (0,), True))
+    assert struct.unpack("<QQQiiiiiiif", values.block[:56])[1:] == (4096, gradient.ptr, 3, 2, 2, 1, 33, 99, 6, 0.5)
+    with pytest.raises(UnsupportedError, match="arrays of 5000000 elements"):
+        cuda.ordered_bytes((1,), [table, np.zeros((5, 1000000), np.float16)])
 
 
 def test_the_struct_has_what_the_text_says() -> None:
@@ -139,7 +154,7 @@ def test_params_end_where_the_compiler_ends_them() -> None:
 
 
 def test_only_kernels_of_scores_have_the_text() -> None:
-    """Of the Hopper family the forward kernel, of the portable one all, with one head a tile."""
+    """Of either family, with one head a tile."""
     case = next(x for x in modifiers.named_cases() if x.name == "alibi")
     modifier = trace(*case.make(case.arrays((1, 4, 512, 512), np.random.default_rng(0))))
     asked = problem(modifier=modifier.program, trained=(0,))
@@ -148,12 +163,45 @@ def test_only_kernels_of_scores_have_the_text() -> None:
     backward = choose_backward(asked, **target)
     named = {x.config.kernel: x.config.features.modifier for x in (*forward.launches, *backward.launches)}
     with_text = {name for name, text in named.items() if text}
-    assert with_text == {"forward_hopper", "backward_portable"}
-    assert "kTrains = true" in named["backward_portable"]
+    assert with_text == {"forward_hopper", "backward_hopper"}
+    assert "kTrains = true" in named["backward_hopper"]
     assert "kTrains = false" in named["forward_hopper"]
-    older = choose_forward(dataclasses.replace(asked, trained=()), **target | {"arch": "sm_80"})
-    assert [x.config.kernel for x in older.launches if x.config.features.modifier] == ["forward_portable"]
-    with pytest.raises(ValueError, match="atomics"):
-        choose_backward(dataclasses.replace(asked, deterministic=True), **target)
-    ordered = choose_backward(dataclasses.replace(asked, trained=(), deterministic=True), **target)
+    older = target | {"arch": "sm_80"}
+    portable = (choose_forward(dataclasses.replace(asked, trained=()), **older), choose_backward(asked, **older))
+    found = [x.config.kernel for spec in portable for x in spec.launches if x.config.features.modifier]
+    assert found == ["forward_portable", "backward_portable"]
+    for where in (target, older):
+        summed = choose_backward(dataclasses.replace(asked, deterministic=True), **where).launches
+        texts = {x.config.kernel: x.config.features.modifier for x in summed if x.config.features.modifier}
+        assert [x.config.kernel for x in summed][-1] == "captured_sum"
+        assert all("CapturedGradient<ExactSum>" in text for text in texts.values())
+    assert "CapturedGradient<AtomicSum>" in named["backward_hopper"]
+    plain = dataclasses.replace(asked, trained=(), deterministic=True)
+    assert any(
+        x.config.kernel == "backward_hopper" and x.config.ordered for x in choose_backward(plain, **target).launches
+    )
+    ordered = choose_backward(plain, **older)
     assert any(x.config.kernel == "backward_dq" and x.config.features.modifier for x in ordered.launches)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "rows"),
+    [("alibi", True, 128), ("head scale", True, 128), ("relative bias", True, 64), ("documents", True, 64),
+     ("softcap and alibi", False, 64), ("array twice", False, 64)],
+)  # fmt: skip
+def test_which_modifiers_leave_the_order_of_the_backward_pass(name: str, plain: bool, rows: int) -> None:
+    """P before dP, and lse times log2(e), where the derivative is the head's own; 128 queries of light ones."""
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    program = trace(*case.make(case.arrays((1, 4, 8, 8), np.random.default_rng(0)))).program
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+    asked = problem(modifier=program)
+
+    def config(asked: Any) -> Any:
+        spec = choose_backward(asked, **target, backend="hopper")
+        return next(x.config for x in spec.launches if x.config.kernel == "backward_hopper")
+
+    assert (config(asked).log2_lse, config(asked).block_m) == (plain, rows)
+    assert not config(dataclasses.replace(asked, dropout_p=0.1)).log2_lse
+    assert not config(dataclasses.replace(asked, trained=(0,))).log2_lse or not case.trained
+    text = cuda.cuda_source(program)
+    assert ("kHeadSlope = true" in text) == plain
