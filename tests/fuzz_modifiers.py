@@ -3,8 +3,8 @@
     python tests/fuzz.py --modifiers [--problems 5000] [--seed 1] [--cpu]
 
 On the CPU values are compared with the function called on matrices, and gradients of q, k, v and of every captured
-array with central differences of that in a random direction; nothing of the package is in either. On the GPU a modifier is
-compiled once and run at several shapes and with several contents of its arrays.
+array with central differences of that in a random direction; nothing of the package is in either. On the GPU a
+modifier is compiled once and run at several shapes and with several contents of its arrays.
 """
 
 from __future__ import annotations

@@ -444,7 +444,9 @@ def _describe(bound: _Pass, where: Device, stream: int = 0) -> Call:
     captures = tuple(_view(0, shape, dtype, where) for shape, dtype in bound.captures)
     modifier = Modifier(bound.kind.program, captures, bound.kind.numbers)
     trained = frozenset(bound.kind.trained)
-    return describe_shapes(inputs, bound.kind.options, where, stream, modifier=modifier, trained=trained)
+    return describe_shapes(
+        inputs, bound.kind.options, where, stream, modifier=modifier, trained=trained, keeps_arrays=True
+    )
 
 
 def _view(address: int, shape: tuple[int, ...], dtype: str, where: Device) -> TensorView:
