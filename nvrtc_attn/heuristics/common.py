@@ -47,6 +47,8 @@ def features_of(problem: AttentionProblem, *, behind: bool = False) -> Features:
         varlen=problem.varlen,
         seqused_k=problem.seqused_k,
         part=problem.dropout_pitches is not None,
+        float32_q=is_float32(problem, "out", "dq"),
+        float32_k=is_float32(problem, "dk", "dv"),
         modifier=_modifier_text(problem),
         optional=" ".join(name for name in problem.further_inputs if behind or not OPERANDS[name].behind),
     )
@@ -73,6 +75,12 @@ def choose_captured(problem: AttentionProblem, *, arch: str, num_sms: int) -> li
         num_warps=4, features=features, dq="none",
     )  # fmt: skip
     return [Launch(config=config, grid=4 * num_sms, block=config.num_threads, smem_bytes=0)]
+
+
+def is_float32(problem: AttentionProblem, *names: str) -> bool:
+    """Whether any of these results is float32 and q is not."""
+    layouts = (problem.layout_of(name) for name in names)
+    return problem.dtype != "float32" and any(x is not None and x.dtype == "float32" for x in layouts)
 
 
 def maps_scores(features: Features) -> bool:

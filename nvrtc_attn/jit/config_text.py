@@ -45,7 +45,7 @@ def config_from_json(text: str) -> KernelConfig:
 
 
 def described(config: KernelConfig) -> str:
-    """What tells a kernel from others, for people: why it had to be compiled. No length is part of it, and no content."""
+    """What tells a kernel from others, for people: why it had to be compiled. No length or content is part of it."""
     words = [config.kernel, f"for {config.arch}", config.dtype, f"head dim {config.head_dim}"]
     if config.head_dim_v != config.head_dim:
         words.append(f"and {config.head_dim_v}")

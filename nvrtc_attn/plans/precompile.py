@@ -50,7 +50,7 @@ _SMALL: Final = (
     "delta",
     "dq_convert",
     "dkv_convert",
-    "dkv_parts_convert",
+    "dkv_hopper_convert",
     "backward_hopper_prepare",
     "combine",
     "dbias_reduce",

@@ -1,7 +1,7 @@
 // Attention backward on Hopper (sm_90a): dk and dv of one key tile at a time, dq added into a float32 workspace. Where one
 // tile holds all keys (kOneKeyTile), dq is complete and goes to its own tensor. With kSplit several thread blocks share the
 // query heads of a key tile, and add their dk and dv into dkv_accum (kernel/dkv_convert.cuh). With kParts they share the
-// query tiles of some of the key tiles (kernel/dkv_parts_convert.cuh).
+// query tiles of some of the key tiles (kernel/dkv_hopper_convert.cuh).
 //
 // Roles: warp-group 0 loads (one thread issues all copies); each of the other two warp-groups owns 64 of the tile's 128
 // keys. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV +=
@@ -53,6 +53,7 @@ template <class Traits, int kOwn = -1>
 struct KeyTileConsumer {
   using Shape = HopperBackwardShape<Traits>;
   using Element = typename Shape::Element;
+  using Result = ResultK<Traits>;
   using Work = KeyTileWork<Traits>;
   using Scores = ScoreBlock<Traits, Shape>;
   using Modifier = ModifierOf<Traits>;
@@ -62,7 +63,8 @@ struct KeyTileConsumer {
   using DqTiles = AccTile[1][kTilesDq];
   using DkTiles = AccTile[1][Shape::kTilesD];
   using DvTiles = AccTile[1][Shape::kTilesDv];
-  using Values = FragmentA<Element>[Traits::kValuesInRegisters ? Traits::kHeadDimV / 16 : 1];  // V, as left operand
+  using Keys = FragmentA<Element>[Traits::kKeysInRegisters ? Traits::kHeadDim / 16 : 1];  // K and V, as left operands
+  using Values = FragmentA<Element>[Traits::kValuesInRegisters ? Traits::kHeadDimV / 16 : 1];
   static constexpr int kBlockM = Shape::kBlockM;
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other order leaves.
@@ -191,9 +193,11 @@ struct KeyTileConsumer {
       }
       any_hidden = __any_sync(0xffffffffu, hidden != 0);
     }
+    Keys k;
+    if constexpr (Traits::kKeysInRegisters) load_own_keys(k, smem);
     barriers.full_v().wait(parity);
     Values v;
-    if constexpr (Traits::kValuesInRegisters) load_values(v);
+    if constexpr (Traits::kValuesInRegisters) load_own_keys(v, smem + Shape::kOffsetV);
     bool stored = false;
 #pragma unroll 1
     for (; left > 0; --left) {
@@ -210,7 +214,7 @@ struct KeyTileConsumer {
       ScoreTiles s, dp;
       // S, and dP beside P.
       if constexpr (!Traits::kTileWords) barriers.full_q(slot.stage).wait(slot.parity);
-      start_s(s);
+      start_s(s, k);
       barriers.full_dout(slot.stage).wait(slot.parity);
       start_dp(dp, v);
       if constexpr (Shape::kStoresTiles) {
@@ -317,11 +321,17 @@ struct KeyTileConsumer {
   // ---- The five products, in the order in which they start
 
   // S^T = K Q^T: 64 keys, all queries of the tile.
-  NVRTC_ATTN_DEVICE void start_s(ScoreTiles& s) {
+  NVRTC_ATTN_DEVICE void start_s(ScoreTiles& s, Keys& k) {
     pin_registers(s);
-    begin_products();
-    start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(s, k_left,
-                                                                          q_right + slot.stage * (Shape::kBytesQ >> 4));
+    uint64_t const q = q_right + slot.stage * (Shape::kBytesQ >> 4);
+    if constexpr (Traits::kKeysInRegisters) {
+      pin_registers(k);
+      begin_products();
+      start_product_abt<Element, kBlockM>(s, k, q);
+    } else {
+      begin_products();
+      start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(s, k_left, q);
+    }
     commit_products();
   }
 
@@ -340,15 +350,16 @@ struct KeyTileConsumer {
     commit_products();
   }
 
-  // V of this warp's keys, once a key tile: 16 keys by 16 columns a fragment.
-  NVRTC_ATTN_DEVICE void load_values(Values& v) const {
+  // K or V of this warp's keys, once a key tile: 16 keys by 16 columns a fragment.
+  template <int kSteps>
+  NVRTC_ATTN_DEVICE void load_own_keys(FragmentA<Element> (&a)[kSteps], unsigned tile) const {
     int const row = 64 * group + 16 * warp + (lane & 15);
-    unsigned const from = smem + Shape::kOffsetV + row * kSlabRowBytes;
+    unsigned const from = tile + row * kSlabRowBytes;
 #pragma unroll
-    for (int step = 0; step < Traits::kHeadDimV / 16; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       int const chunk = 2 * (step % 4) + (lane >> 4);
-      ldmatrix_x4(from + step / 4 * Shape::kSlabK + ((chunk ^ (row & 7)) << 4), v[step].x[0], v[step].x[1],
-                  v[step].x[2], v[step].x[3]);
+      ldmatrix_x4(from + step / 4 * Shape::kSlabK + ((chunk ^ (row & 7)) << 4), a[step].x[0], a[step].x[1],
+                  a[step].x[2], a[step].x[3]);
     }
   }
 
@@ -513,10 +524,11 @@ struct KeyTileConsumer {
     int const tile0 = Shape::kSplitRows ? 0 : group * Shape::kTilesDq;
     if constexpr (Traits::kOneKeyTile) {
       int const row = m0 + 16 * row_block;
-      store_rows<Element>(reinterpret_cast<Element*>(params.dq) + index_t(work.tile.b) * params.dq_stride_b +
-                              index_t(row) * params.dq_stride_m + index_t(head) * params.dq_stride_h + 8 * tile0,
-                          params.dq_stride_m, dq, params.scale, work.seqlen.len_q - row, params.head_dim - 8 * tile0,
-                          lane);
+      using Result = ResultQ<Traits>;
+      store_rows<Result>(reinterpret_cast<Result*>(params.dq) + index_t(work.tile.b) * params.dq_stride_b +
+                             index_t(row) * params.dq_stride_m + index_t(head) * params.dq_stride_h + 8 * tile0,
+                         params.dq_stride_m, dq, params.scale, work.seqlen.len_q - row, params.head_dim - 8 * tile0,
+                         lane);
       return;
     }
     int const block = Shape::kTransposedDq ? (4 * group + warp) * Shape::kTilesDq : row_block * Shape::kTilesD + tile0;
@@ -543,15 +555,15 @@ struct KeyTileConsumer {
 
   NVRTC_ATTN_DEVICE void store_dk(DkTiles const& dk, Work const& work) {
     int const key = work.n0 + 64 * group + 16 * warp;
-    store_rows<Element>(key_rows<Element>(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h,
-                                          work.tile, work.seqlen, key),
-                        params.dk_stride_n, dk, params.scale, work.seqlen.len_k_slot - key, params.head_dim, lane);
+    store_rows<Result>(key_rows<Result>(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h,
+                                        work.tile, work.seqlen, key),
+                       params.dk_stride_n, dk, params.scale, work.seqlen.len_k_slot - key, params.head_dim, lane);
   }
   NVRTC_ATTN_DEVICE void store_dv(DvTiles const& dv, Work const& work) {
     int const key = work.n0 + 64 * group + 16 * warp;
-    store_rows<Element>(key_rows<Element>(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h,
-                                          work.tile, work.seqlen, key),
-                        params.dv_stride_n, dv, 1.0f, work.seqlen.len_k_slot - key, params.head_dim_v, lane);
+    store_rows<Result>(key_rows<Result>(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h,
+                                        work.tile, work.seqlen, key),
+                       params.dv_stride_n, dv, 1.0f, work.seqlen.len_k_slot - key, params.head_dim_v, lane);
   }
 
   // kSplit: this warp's 16 keys. Which tile it was is read again, and K released behind that: over the loop there are no
@@ -568,7 +580,7 @@ struct KeyTileConsumer {
     add_blocks(accum + rows * Traits::kHeadDim + first * Traits::kHeadDimV, dv, lane);
   }
 
-  // kParts: stored, or added to the tile's slot of the workspace (kernel/dkv_parts_convert.cuh), this warp's 16 keys. What
+  // kParts: stored, or added to the tile's slot of the workspace (kernel/dkv_hopper_convert.cuh), this warp's 16 keys. What
   // was announced is read again, as above.
   NVRTC_ATTN_DEVICE void finish_part(DkTiles const& dk, DvTiles const& dv) {
     KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);

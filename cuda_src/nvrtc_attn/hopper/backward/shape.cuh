@@ -92,10 +92,14 @@ struct HopperBackwardShape {
   static_assert(kBlockM == 64 || kTransposedDq || kBlockM == 128, "a group computes 64 rows of dQ or of dQ^T");
   static_assert(kSplitRows ? kSlabs == 1 : kTransposedDq ? kSlabs == kGroups : kSlabs <= kGroups, "columns of dQ");
   static_assert(kPlain || !kTransposedDq, "registers");
-  static_assert(kPlain && !Traits::kSplit || !Traits::kParts, "turns that nothing but lengths decides");
+  static_assert(!Traits::kParts || !(kBiasTiles || Traits::kHasBias || (Traits::kMask && !Traits::kKeyMask) ||
+                                     Traits::kTileWords || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
+                                     Traits::kSequsedK || Traits::kOrdered || Traits::kSplit),
+                "turns that nothing but lengths decides, and registers");
   static_assert(!Traits::kOwnCode || (!kSplitRows && !kTransposedDq && kSlabs == kGroups),
                 "dQ of one group has fewer columns than that of the other");
-  static_assert(!Traits::kValuesInRegisters || (kHeadDimV <= 96 && !kBiasTiles), "registers");
+  static_assert(!(Traits::kKeysInRegisters || Traits::kValuesInRegisters) || (kHeadDim <= 96 && kHeadDimV <= 96),
+                "registers");
   static_assert(!(Traits::kFused && kTransposedDq), "shared memory, and a tile is no whole number of pieces");
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
   static_assert(!kBiasTiles || (sizeof(typename Traits::Bias) == 2 && !Traits::kSoftcap && !Traits::kVarlen),

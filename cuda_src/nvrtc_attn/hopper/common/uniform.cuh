@@ -43,6 +43,12 @@ NVRTC_ATTN_DEVICE int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// The thread's number, read again.
+NVRTC_ATTN_DEVICE int thread_again() {
+  int tid;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+  return tid;
+}
 template <class T>
 NVRTC_ATTN_DEVICE T* opaque(T* x) {
   asm volatile("" : "+l"(x));

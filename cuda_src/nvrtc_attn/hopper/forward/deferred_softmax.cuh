@@ -147,6 +147,20 @@ struct ContiguousScores {
   }
 };
 
+// This thread's lane, and its first row in a warp-group whose rows begin at `row0`, worked out from the thread's number
+// wherever they are used, so that nothing of them lives in a register between: packed, three groups have 160 registers a
+// thread, and of 128 keys 28 to 48 bytes would spill.
+struct LaneAgain {
+  NVRTC_ATTN_DEVICE operator int() const { return thread_again() & 31; }
+};
+struct RowAgain {
+  int row0;
+  NVRTC_ATTN_DEVICE operator int() const {
+    int const tid = thread_again();
+    return row0 + (tid >> 5 & 3) * 16 + (tid >> 2 & 7);
+  }
+};
+
 // What turns a tile of raw products into masked scores, and scores into probabilities.
 template <class Traits>
 struct ScoreTile : ModifierOf<Traits> {
@@ -158,8 +172,10 @@ struct ScoreTile : ModifierOf<Traits> {
   ScoreTensor<unsigned char const> const& byte_mask;
   Dropout const& dropout;
   int row0;  // first row of the warp-group
-  int i;     // this thread's first row; the other is i + 8
-  int lane;
+  using Row = cute::conditional_t<Traits::kVarlen, RowAgain, int>;
+  using Lane = cute::conditional_t<Traits::kVarlen, LaneAgain, int>;
+  Row i;  // this thread's first row; the other is i + 8
+  Lane lane;
 
   ScoreTileAccess<Traits> const& tiles;
   QueryRows<Traits::kPackedHeads, Traits::kBlockM> const& rows;
@@ -194,8 +210,9 @@ struct ScoreTile : ModifierOf<Traits> {
   template <int kTilesN>
   NVRTC_ATTN_DEVICE void finish(AccTile (&s)[1][kTilesN], Operands<kTilesN> const& operands, int n0,
                                 bool whole = false) const {
-    int const j0 = n0 + 2 * (lane & 3);
-    if constexpr (Modifier::kScores) modify(s, j0);
+    int column = 0;
+    if constexpr (!Traits::kVarlen) column = n0 + 2 * (lane & 3);
+    if constexpr (Modifier::kScores) modify(s, n0 + 2 * (lane & 3));
     if (kWhole && whole) {
       if constexpr (Traits::kScoreTiles) tiles.template apply<false>(s, map, operands.tile);
     } else if constexpr (Traits::kScoreTiles) {
@@ -224,6 +241,7 @@ struct ScoreTile : ModifierOf<Traits> {
       }
     }
     if (!mask.keeps_tile(rows.query(row0), rows.queries(row0, 64), n0, 8 * kTilesN)) {
+      int const j0 = Traits::kVarlen ? n0 + 2 * (lane & 3) : column;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int const query = rows.query(i + 8 * r);
@@ -284,8 +302,8 @@ struct ScoreTile : ModifierOf<Traits> {
     return exponentiate(s, reference);
   }
   // Registers must suffice for both.
-  static constexpr bool kKeepBeside = !Traits::kKeepWords && Traits::kHeadDimV <= 128 && !Traits::kSoftcap &&
-                                      !Traits::kHasBias && !Traits::kMask && !Modifier::kAny;
+  static constexpr bool kKeepBeside =
+      Traits::kHeadDimV <= 128 && !Traits::kSoftcap && !Traits::kHasBias && !Traits::kMask && !Modifier::kAny;
 };
 
 // P as the left operand of P V, what dropout drops as zeros; its multiplier waits for the normalisation.

@@ -60,7 +60,7 @@ template <class Traits>
 struct ForwardLoader {
   using Shape = HopperShape<Traits>;
   using Scores = typename Shape::Scores;
-  using Scheduler = TileScheduler<Traits::kBand, Traits::kVarlen>;
+  using Scheduler = TileScheduler<Traits::kBand, Traits::kVarlen, Traits::kTickets>;
   using Tile = typename Scheduler::Tile;
 
   HopperForwardParams const& params;
@@ -86,7 +86,7 @@ struct ForwardLoader {
       if constexpr (Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
     }
     Scheduler scheduler(params);
-    if constexpr (Traits::kVarlen) scheduler.begin(issuer);
+    if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.begin(issuer);
     Tile tile;
     while (scheduler.next(tile)) {
       bool loads = !(Traits::kVarlen && tile.b == params.batch);
@@ -102,7 +102,7 @@ struct ForwardLoader {
         loads = loads && first < last;
       }
       if (!loads) {
-        if constexpr (Traits::kVarlen) scheduler.look_ahead(issuer);
+        if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
         announce(tile);
         if (issuer) barriers.full_q(q_slot.stage).arrive();
         q_slot.advance();
@@ -118,7 +118,7 @@ struct ForwardLoader {
       announce(tile);
       load_q(from);
       load_scores(from, last - 1);
-      if constexpr (Traits::kVarlen) scheduler.look_ahead(issuer);
+      if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
 #pragma unroll 1
       for (int n = last - 2; n >= first; --n) {
         load_k(from, n);
