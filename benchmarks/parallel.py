@@ -1,13 +1,15 @@
 """Causal attention over a sequence on all GPUs of a launch: ContextParallel beside one GPU and beside torch's own.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel.py                   # 16k to 64k tokens, at most 200 s
+    torchrun --nproc-per-node 2 benchmarks/parallel.py                   # 16k to 128k tokens, at most 150 s
     torchrun --nproc-per-node 8 benchmarks/parallel.py --seqlens 131072  # any number of GPUs and lengths
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --strategies all_gather:1 all_gather:4 --ctas 16
     torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --seqlens 256 --repeats 1   # does it run at all
 
-Prints a line for each length, head count and implementation: milliseconds forward + backward (the slowest rank, median
-of the repeats), the efficiency t(1) / (N t(N)) against one GPU of this package in the same run, and the most memory of
-a rank. ``local`` is the same work with nothing sent, and zeros received: the difference is what communication exposes.
-torch's ``context_parallel`` shards in its own order and computes its causal mask on FLASH and CUDNN.
+Prints a line for each length, head count and implementation, as soon as it is known: milliseconds forward + backward
+(the slowest rank, median of the repeats) and of forward alone, the efficiency t(1) / (N t(N)) against one GPU of this
+package in the same run, the most memory of a rank, and how much of the time is communication that no kernel hides: what
+the same kernels and copies take with nothing sent, subtracted. A strategy is a name, or a name and its groups of heads
+(``ulysses:4``). torch's ``context_parallel`` shards in its own order and computes its causal mask on FLASH and CUDNN.
 """
 
 from __future__ import annotations
@@ -44,54 +46,74 @@ def tensors(seqlen: int, heads: tuple[int, int], options: Any, device: torch.dev
     return [*(x.requires_grad_() for x in found[:3]), found[3]]
 
 
-def differentiate(function: Callable[..., torch.Tensor], x: list[torch.Tensor]) -> Step:
-    def step() -> None:
+def steps_of(function: Callable[..., torch.Tensor], x: list[torch.Tensor]) -> tuple[Step, Step]:
+    """The forward pass alone, and with the backward pass."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(*x[:3])
+
+    def both() -> None:
         torch.autograd.grad(function(*x[:3]), x[:3], x[3])
 
-    return step
+    return forward, both
 
 
-def milliseconds(step: Step, repeats: int, device: torch.device) -> tuple[float, float]:
-    """(median over repeats of the slowest rank's time, GiB at most on any rank)."""
-    times = []
+class Quiet:
+    """While ``on``, nothing is sent: what is received is what the exchange before left in the memory."""
+
+    def __init__(self) -> None:
+        self.on, self.exchange = False, strategies.exchange
+
+    def __call__(self, group: Any, sends: Any, receives: Any) -> Pending:
+        if not self.on:
+            return self.exchange(group, sends, receives)
+        rank, packed = dist.get_rank(group), {}
+        for r, of_rank in enumerate(sends):
+            for x in of_rank if r != rank else ():
+                if id(x) not in packed:
+                    packed[id(x)] = x.contiguous()
+        for x, y in zip(receives[rank], sends[rank], strict=True):
+            x.copy_(y)
+        return Pending()
+
+
+def milliseconds(
+    step: Step, repeats: int, device: torch.device, seconds: float, quiet: Quiet | None = None
+) -> tuple[float, float]:
+    """(median over repeats of the slowest rank's time, GiB at most on any rank). Fewer repeats of what takes long."""
+    times: list[float] = []
     on_gpu = device.type == "cuda"
-    for number in range(repeats + 2):
+    number, calls = 0, 1
+    while len(times) < repeats:
         if on_gpu and number == 1:
             torch.cuda.reset_peak_memory_stats()
+        if quiet is not None:
+            quiet.on = number >= 2
         dist.barrier()
         if on_gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        step()
+        for _ in range(calls):
+            step()
         if on_gpu:
             torch.cuda.synchronize()
-        taken = torch.tensor([1e3 * (time.perf_counter() - start)], device=device)
+        taken = torch.tensor([1e3 * (time.perf_counter() - start) / calls], device=device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
+        if number == 1:  # the same numbers on every rank; short ones follow one another, as in a model
+            calls = max(1, min(8, int(60 / float(taken))))
+            repeats = min(repeats, max(2, int(1e3 * seconds / (calls * float(taken)))))
         if number >= 2:  # kernels compile, allocators and communicators warm up
             times.append(float(taken))
+        number += 1
     most = torch.tensor([torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0], device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return median(times), float(most)
 
 
-@contextlib.contextmanager
-def no_communication() -> Any:
-    """What is received is whatever is in memory: the same kernels and copies, and nothing sent."""
-
-    def exchange(group: Any, sends: Any, shapes: Any) -> Pending:
-        flat = torch.cat([x.reshape(-1) for of_rank in sends for x in of_rank])
-        count = sum(torch.Size(shape).numel() for of_rank in shapes for shape in of_rank)
-        return Pending(None, flat, flat.new_zeros(count), shapes)
-
-    before = strategies.exchange
-    strategies.exchange = exchange
-    try:
-        yield
-    finally:
-        strategies.exchange = before
-
-
-def torch_context_parallel(x: list[torch.Tensor], seqlen: int, backend: str, held: contextlib.ExitStack) -> Step:
+def torch_context_parallel(
+    x: list[torch.Tensor], seqlen: int, backend: str, held: contextlib.ExitStack
+) -> tuple[Step, Step]:
     """torch's ring over its own kernels, in its own balanced layout; buffers are [B, H, S, D]."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
@@ -105,12 +127,11 @@ def torch_context_parallel(x: list[torch.Tensor], seqlen: int, backend: str, hel
     local = [y.detach().clone().requires_grad_() for y in whole]
     gqa = local[0].shape[1] != local[1].shape[1]
 
-    def step() -> None:
+    def function(*qkv: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            out = torch.nn.functional.scaled_dot_product_attention(*local, is_causal=True, enable_gqa=gqa)
-            torch.autograd.grad(out, local, dout)
+            return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=gqa)
 
-    return step
+    return steps_of(function, [*local, dout])
 
 
 class Cell:
@@ -127,54 +148,69 @@ class Cell:
         dist.all_reduce(over, dist.ReduceOp.MAX)
         return bool(over > 0)
 
-    def report(self, name: str, make: Callable[[], Step], note: str = "") -> float | None:
+    def measure(self, name: str, make: Callable[[], tuple[Step, Step]], quiet: bool = False) -> float | None:
+        """Print a line, and return the milliseconds."""
         if self.late():
             return None
         row = f"{self.seqlen:8d} {self.pair:>6s} {name:24s}"
+        seconds = self.options.cell_seconds
         try:
-            ms, most = milliseconds(make(), self.options.repeats, self.device)
+            forward_step, step = make()
+            forward, _ = milliseconds(forward_step, self.options.repeats, self.device, seconds / 3)
+            ms, most = milliseconds(step, self.options.repeats, self.device, seconds)
+            hidden = ""
+            if quiet:
+                silence = Quiet()
+                strategies.exchange = silence
+                try:
+                    alone, _ = milliseconds(step, self.options.repeats, self.device, seconds, silence)
+                finally:
+                    strategies.exchange = silence.exchange
+                hidden = f"{ms - alone:8.2f} ms exposed"
         except (RuntimeError, ValueError, ImportError) as error:
             # Every rank fails alike: unsupported, or out of memory. A rank alone would end at the timeout.
             if dist.get_rank() == 0:
                 print(f"{row} {type(error).__name__}: {str(error)[:90]}", flush=True)
             return None
         if dist.get_rank() == 0:
-            share = " " * 6 if note or not self.alone else f"{self.alone / (dist.get_world_size() * ms):6.3f}"
-            print(f"{row} {ms:9.2f} ms {share} {most:7.2f} GiB {note}", flush=True)
+            share = f"{self.alone / (dist.get_world_size() * ms):6.3f}" if self.alone else " " * 6
+            print(f"{row} {ms:9.2f} ms {share} forward {forward:8.2f} ms {most:7.2f} GiB {hidden}", flush=True)
         return ms
 
-    def one_gpu(self) -> Step:
+    def one_gpu(self) -> tuple[Step, Step]:
         x = tensors(self.seqlen, self.heads, self.options, self.device)
-        return differentiate(lambda q, k, v: nvrtc_attn.torch.attention(q, k, v, causal=True), x)
+        return steps_of(lambda q, k, v: nvrtc_attn.torch.attention(q, k, v, causal=True), x)
 
-    def sharded(self, strategy: str) -> Step:
-        cp = ContextParallel(seqlen=self.seqlen, strategy=strategy)
+    def sharded(self, strategy: str) -> tuple[Step, Step]:
+        name, _, groups = strategy.partition(":")
+        cp = ContextParallel(seqlen=self.seqlen, strategy=name, pipeline=int(groups) if groups else None)
         x = tensors(cp.local_seqlen, self.heads, self.options, self.device)
-        return differentiate(lambda q, k, v: cp.attention(q, k, v, causal=True), x)
+        return steps_of(lambda q, k, v: cp.attention(q, k, v, causal=True), x)
 
     def run(self) -> None:
-        self.alone = self.report("one GPU", self.one_gpu, "each rank the whole")
+        self.alone = self.measure("one GPU", self.one_gpu)
         for strategy in self.options.strategies:
-            make = functools.partial(self.sharded, strategy)
-            self.report(strategy, make)
-            with no_communication():
-                self.report(f"{strategy}, local", make, "nothing sent")
+            self.measure(strategy, functools.partial(self.sharded, strategy), quiet=True)
         for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION") if self.device.type == "cuda" else ():
             with contextlib.ExitStack() as held:
                 x = tensors(self.seqlen // dist.get_world_size(), self.heads, self.options, self.device)
                 make = functools.partial(torch_context_parallel, x, self.seqlen, backend, held)
-                self.report(f"torch {backend.split('_')[0].lower()}", make)
+                self.measure(f"torch {backend.split('_')[0].lower()}", make)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seqlens", type=int, nargs="+", default=[16384, 32768, 65536])
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
     parser.add_argument("--heads", nargs="+", default=["32/8", "32/32"], help="query heads / key heads")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--strategies", nargs="+", default=["all_gather", "ulysses", "ring"])
+    parser.add_argument(
+        "--strategies", nargs="+", default=["all_gather:1", "all_gather:4", "ulysses:1", "ulysses:4", "ring"]
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=180.0, help="begin no measurement after so many")
+    parser.add_argument("--seconds", type=float, default=140.0, help="begin no measurement after so many")
+    parser.add_argument("--cell-seconds", type=float, default=1.0, help="fewer repeats of what takes longer")
+    parser.add_argument("--ctas", type=int, help="thread blocks that NCCL may use at most")
     options = parser.parse_args()
     local = int(os.environ["LOCAL_RANK"])
     on_gpu = options.device == "cuda"
@@ -182,12 +218,19 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=5))
+    timeout = datetime.timedelta(minutes=3)
+    if on_gpu:
+        nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if options.ctas:
+            nccl.config.max_ctas = options.ctas
+        dist.init_process_group("nccl", timeout=timeout, pg_options=nccl, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
     end = time.perf_counter() + options.seconds
     if dist.get_rank() == 0:
         where = f"{dist.get_world_size()} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
         print(f"{where}, torch {torch.__version__}, causal, head dim {options.head_dim}, forward + backward")
-    for seqlen in options.seqlens:
+    for seqlen in options.seqlens:  # the short ones first: what is cut off is the longest
         for pair in options.heads:
             Cell(options, device, seqlen, pair, end).run()
     dist.destroy_process_group()

@@ -212,7 +212,7 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
             staged = replace(tile, num_stages=stages)
             if stages > 3:
                 yield f"s{stages} x1", lambda t=staged: portable_forward_plan(problem, t, 1)
-            for splits in portable_forward.CLUSTERS if stages < 6 else (8,):
+            for splits in portable_forward.CLUSTERS if stages < 6 else (8, 16):
                 if 60 <= problem.batch * problem.num_heads_kv * splits <= 1060:
                     yield f"s{stages} c{splits}", lambda t=staged, n=splits: portable_forward_plan(problem, t, n, True)
         return

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from cases import Array, Case
 
-from nvrtc_attn.torch.parallel.layouts import chunks_of, length
+from nvrtc_attn.front.chunks import chunks_of, length
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -37,7 +37,7 @@ def problems(
         rng = np.random.default_rng([seed, index, ranks])
         if heads_divide:
             group = case.num_heads // case.num_heads_kv
-            count_kv, group = int(rng.choice([1, ranks])), min(group, 2)
+            count_kv, group = int(rng.choice([1, ranks, 2 * ranks])), min(group, 2)
             case = dataclasses.replace(
                 case, num_heads_kv=count_kv, num_heads=count_kv * (ranks if count_kv == 1 else group)
             )
@@ -47,7 +47,7 @@ def problems(
             layout = random_layout(rng, case.seqlen_q, ranks)
         if (case.bias or case.mask) and min(map(length, chunks_of(layout, case.seqlen_q, ranks))) <= 1:
             continue
-        case = dataclasses.replace(case, layout="contiguous", deterministic=False, sink=None)
+        case = dataclasses.replace(case, layout="contiguous", deterministic=False)
         yield Shared(case=case, layout=layout)
         found += 1
         if found == count:
@@ -75,8 +75,9 @@ def whole_tensors(case: Case, device: Any = "cpu") -> dict[str, torch.Tensor]:
     for name, x in arrays.items():
         if name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
             continue
+        of_sink = torch.float32 if case.sink == "float32" else dtype
         of_bias = torch.float32 if case.bias_dtype == "float32" else dtype
-        kind = {"bias": of_bias, "mask": None, "dlse": torch.float32}.get(name, dtype)
+        kind = {"bias": of_bias, "mask": None, "dlse": torch.float32, "sink": of_sink}.get(name, dtype)
         tensor = torch.from_numpy(np.ascontiguousarray(x))
         found[name] = (tensor if kind is None else tensor.to(kind)).to(device)
     return found
@@ -104,8 +105,14 @@ def faults(case: Case, found: dict[str, torch.Tensor]) -> list[str]:
             said.append(f"{name}: shape or infinities differ")
             continue
         error = np.abs(x[finite] - exact[name][finite]).max(initial=0)
-        dtype = "float32" if name == "lse" or (name == "dbias" and case.bias_dtype == "float32") else case.dtype
+        dtype = (
+            "float32"
+            if name == "lse" or (name == "dbias" and case.bias_dtype == "float32") or name == "dsink"
+            else case.dtype
+        )
         bound = cases.error_bound(exact[name], low[name], dtype)
+        if name == "dsink":
+            bound += cases.summed_rows_error(case, exact_in, exact)
         if not error <= bound:
             said.append(f"{name}: error {error:.3g}, allowed {bound:.3g}")
     return said

@@ -9,6 +9,20 @@ namespace nvrtc_attn {
 // Value of window_left / window_right that means "unbounded on that side".
 constexpr int kUnbounded = 0x7fffffff;
 
+// Results are of q's element type, or float32 where they are parts of a sum: out and dq (Q), dk and dv (K).
+template <bool kFloat32, class Element>
+struct ResultType {
+  using Type = Element;
+};
+template <class Element>
+struct ResultType<true, Element> {
+  using Type = float;
+};
+template <class Traits>
+using ResultQ = typename ResultType<Traits::kFloat32Q, typename Traits::Element>::Type;
+template <class Traits>
+using ResultK = typename ResultType<Traits::kFloat32K, typename Traits::Element>::Type;
+
 struct ForwardParams {
   // -- pointers -------------------------------------------------------------------------------------
   void const* q;                  // [B, Mq, H, K] or, varlen, [1, total_q, H, K]

@@ -37,6 +37,9 @@ class Part:
     heads: Extent | None = None
     rows: Extent | None = None
     keys: Extent | None = None
+    sm_margin: int | None = None
+    """Multiprocessors that the kernels leave to others, communication for one. Given (0 included), tiles are also
+    handed out as they are asked for, so that blocks whose multiprocessor was taken first do not hold up the rest."""
 
     def __post_init__(self) -> None:
         found = Violations()
@@ -58,6 +61,9 @@ class Part:
                     f"at most {MAX_SIZE}."
                 )
             object.__setattr__(self, axis, (start, size))
+        margin = check_integer(found, "part, sm_margin", self.sm_margin)
+        if margin is not None and margin < 0:
+            found.value(f"part, sm_margin: got {margin}. It is at least 0.")
         found.stop()
 
     def origin(self) -> Sizes:

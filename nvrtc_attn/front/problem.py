@@ -86,6 +86,8 @@ class AttentionProblem:
     dropout_p: float = 0.0
     dropout_pitches: tuple[int, int, int] | None = None
     """Heads, rows and keys of the larger attention whose dropout this part has; None of a whole one."""
+    sm_margin: int | None = None
+    """Multiprocessors that are left to others; None = nobody else is expected on any."""
     bias: OperandLayout | None = None
     """As passed in: rank 4, each dim full or 1."""
     mask: OperandLayout | None = None
@@ -330,6 +332,7 @@ def build_problem(
         softcap=cap,
         dropout_p=dropout or 0.0,
         dropout_pitches=_pitches(part, sizes) if dropout else None,
+        sm_margin=None if part is None else part.sm_margin,
         modifier=modifier,
         trained=trained,
         varlen=varlen,

@@ -13,6 +13,7 @@ from ..base.errors import UnsupportedError
 from ..base.log import log_once
 from ..front.operands import OPERANDS
 from ..front.problem import LIKE_Q, AttentionProblem
+from .common import is_float32
 from .spec import BackwardPlanSpec, ForwardPlanSpec, label
 
 MAX_CANDIDATES: Final = 8
@@ -46,6 +47,7 @@ def choose_forward(
     from . import portable_forward
 
     _check_part(problem)
+    num_sms = _left(problem, num_sms)
     if _asks_for_hopper(arch, backend):
         from . import hopper_forward
 
@@ -60,6 +62,21 @@ def choose_forward(
     )
 
 
+def narrower_forward(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
+) -> list[ForwardPlanSpec]:
+    """What to take, best first, where the kernel of `choose_forward` spills, as one with an unknown modifier may.
+
+    None of the portable family, whose tiles leave registers; arguments as in `choose_forward`.
+    """
+    from . import hopper_forward
+
+    target: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit}
+    if choose_forward(problem, **target, backend=backend).main.config.kernel != "forward_hopper":
+        return []
+    return hopper_forward.narrower(problem, num_sms=num_sms)
+
+
 def choose_backward(
     problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
 ) -> BackwardPlanSpec:
@@ -67,7 +84,9 @@ def choose_backward(
     from . import portable_backward
 
     _check_part(problem)
-    if backend in ("auto", "portable") and not _legacy(arch, backend):
+    num_sms = _left(problem, num_sms)
+    plain = not (_legacy(arch, backend) or is_float32(problem, "dq", "dk", "dv"))
+    if backend in ("auto", "portable") and plain:
         short = portable_backward.short_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
         if short is not None:
             return short
@@ -135,17 +154,23 @@ def _by_label(
 
 
 def _check_part(problem: AttentionProblem) -> None:
-    """Refuse what the CPU path alone does: float32 results of 16-bit inputs, and a sink beside dropout of a part."""
-    reasons = [
-        f"{name} is float32 and q {problem.q.dtype}: the kernels write the type of q"
-        for name in LIKE_Q
-        if (x := problem.layout_of(name)) is not None and x.dtype == "float32" != problem.q.dtype
-    ]
+    """Refuse what the CPU path alone does, of parts of a larger attention."""
+    reasons = []
+    if is_float32(problem, *LIKE_Q):
+        if problem.varlen:
+            reasons.append("float32 results of packed sequences, which are whole")
+        if problem.dk is not None and problem.dv is not None and problem.dk.dtype != problem.dv.dtype:
+            reasons.append(f"dk is {problem.dk.dtype} and dv {problem.dv.dtype}: the kernels write both alike")
     if problem.dropout_pitches is not None:
         behind = [name for name in problem.further_inputs if OPERANDS[name].behind]
         reasons += [f"{name} is given, which no kernel reads beside dropout of a part" for name in behind]
     if reasons:
         raise UnsupportedError("no GPU kernel computes this. The CPU path does.", reasons)
+
+
+def _left(problem: AttentionProblem, num_sms: int) -> int:
+    """Multiprocessors that the kernels of a problem may count on."""
+    return max(num_sms - (problem.sm_margin or 0), 1)
 
 
 def _asks_for_hopper(arch: str, backend: str) -> bool:

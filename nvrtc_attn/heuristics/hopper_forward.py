@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
+from ..modifiers.cuda import takes_registers
 from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
@@ -47,9 +48,9 @@ FITS_KEYS: Final = True
 time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
 LEAST_FIT: Final = 1.04
 """What a narrower tile must gain by `fitted_columns`: it costs the third slot for K and V at head dim 64."""
-PACKS_HEADS: Final = False
-"""Whether heads are packed where it pays (`packs_heads`). Nobody has measured it yet: part ``pack`` of
-``benchmarks/short.py``."""
+PACKS_HEADS: Final = True
+"""Whether tables and the autotuner pack heads where it pays (`packs_heads`): 16 queries of 64 heads on 8 with 4096 keys
+78.6 us instead of 122, 64 queries of 16 heads on 4 34 instead of 43 (H200, 2026-11-22)."""
 KEY_TILE_OVERHEAD_COLUMNS: Final = 24
 """What a key tile costs beside its columns, in columns: no tile is worth being narrower than 80."""
 
@@ -106,7 +107,9 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
     diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
-    mapped = problem.softcap > 0 or problem.softmax_scale <= 0
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or problem.modifier is not None
+    if problem.modifier is not None and takes_registers(problem.modifier):
+        operands += 1  # what it reads waits in registers, too
     if widest <= 64:
         if direct:
             wide = problem.bias is not None and problem.bias.dtype != "float32" and lazy
@@ -312,6 +315,8 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         )
     if problem.head_dim_v > 192 and problem.dropout_p > 0 and (problem.varlen or problem.seqused_k):
         found.append(f"head_dim_v is {problem.head_dim_v}; with dropout and lengths on the device likewise")
+    if problem.modifier is not None and score_operands(problem) and max(problem.head_dim, problem.head_dim_v) > 128:
+        found.append("score_mod or mask_mod beside bias, mask or dropout beyond head dim 128: it would spill registers")
     tiles = problem.batch * (ceil_div(problem.seqlen_q, 64) + 1)
     if problem.varlen:
         tiles = packed_slots(problem.q.shape[1], problem.batch, 64)
@@ -351,7 +356,10 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         num_stages_scores=tile.num_stages_scores,
         packed_heads=tile.packed_heads,
     )
-    return with_words(config) if words_pay(problem, tile.block_n) else config
+    if words_pay(problem, tile.block_n):
+        return with_words(config)
+    # Tiles of packed sequences are handed out anyway, and beside a mask a second warp follows the schedule.
+    return replace(config, tickets=problem.sm_margin is not None and not (problem.varlen or problem.mask))
 
 
 def queries_of_tile(problem: AttentionProblem, tile: Tile) -> int:
@@ -491,8 +499,9 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     words = words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     return ForwardPlanSpec(
         tile_words_bytes=words.nbytes if words else 0,
+        ticket_bytes=4 * config.tickets,
         launches=(
-            *([plan_launch(words, config)] if words else ()),
+            *([plan_launch(problem, words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,
@@ -575,6 +584,14 @@ def choose_forward(
     return reasons or plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms)
 
 
+def narrower(problem: AttentionProblem, *, num_sms: int) -> list[ForwardPlanSpec]:
+    """Plans with fewer keys a tile than the table's: fewer scores of a thread wait for what a modifier reads."""
+    tile = choose_tile(problem, num_sms)
+    step = 64 if tile.score_tiles else 32  # scores come in slabs of 64 columns
+    columns = [n for n in (tile.block_n - step, tile.block_n - 2 * step) if n >= 48]
+    return [plan_spec(problem, replace(tile, block_n=n, half_tile=False), num_sms=num_sms) for n in columns]
+
+
 def packed_heads_plan(
     problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
 ) -> ForwardPlanSpec | list[str]:
@@ -597,7 +614,7 @@ def _other_rows(problem: AttentionProblem, tile: Tile) -> list[Tile]:
 def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[ForwardPlanSpec]:
     """The table's plan and some whose tile differs from it as rows of the table differ; none where it has no plan."""
     packed: list[ForwardPlanSpec] = []
-    if may_pack_heads(problem) and problem.seqlen_q * problem.num_heads > 64 * problem.num_heads_kv:
+    if PACKS_HEADS and may_pack_heads(problem) and problem.seqlen_q * problem.num_heads > 64 * problem.num_heads_kv:
         found = packed_heads_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
         packed = [] if isinstance(found, list) else [found]
     if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):

@@ -14,7 +14,7 @@ from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import BackwardConfig, Features
-from .common import features_of, is_aligned, is_full_shape, packed_slots
+from .common import choose_captured, features_of, is_aligned, is_float32, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .sink import choose_sink
 from .spec import BackwardPlanSpec, Launch, Workspace
@@ -245,10 +245,16 @@ def choose_backward(
     slots = num_sms * max(_blocks_per_sm(config, smem_limit), 1)  # thread blocks that run at once
     if num_splits is None:
         num_splits = _choose_splits(problem, config, slots, num_m_blocks, num_n_blocks)
-    config = replace(config, split=num_splits > 1, skip_hidden=_skips_hidden(problem, config))
+    # Float32 results come from the float32 workspace, which other kernels convert: this one is that of 16-bit results.
+    features, config = (
+        config.features,
+        replace(config, features=replace(config.features, float32_q=False, float32_k=False)),
+    )
+    splits = num_splits > 1 or features.float32_k
+    config = replace(config, split=splits, skip_hidden=_skips_hidden(problem, config))
 
     launches: list[Launch] = []
-    workspaces = list(_workspaces(problem, config, num_n_blocks, num_splits))
+    workspaces = list(_workspaces(problem, config, num_n_blocks))
     words_params: tuple[tuple[str, int], ...] = ()
     # Wider heads have no registers left to walk words with: 8 bytes of spills for 8.6 at head dim 256.
     narrow = max(problem.head_dim, problem.head_dim_v) <= 128
@@ -260,14 +266,14 @@ def choose_backward(
         launches.append(_delta(problem, config, num_m_blocks))
     main = _dkv(problem, config, num_n_blocks, num_splits, slots)
     launches.append(replace(main, params=(*main.params, *words_params)))
-    if num_splits > 1:
-        launches.append(_dkv_convert(problem, config, num_n_blocks))
+    if splits:
+        launches.append(_dkv_convert(problem, replace(config, features=features), num_n_blocks))
     if stores_dq:
         pass
     elif problem.deterministic:
         launches.append(choose_dq(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma))
     else:
-        launches.append(_dq_convert(problem, config, num_m_blocks))
+        launches.append(_dq_convert(problem, replace(config, features=features), num_m_blocks))
     if problem.dbias and not stores_dbias:
         dbias_launches, num_dbias_splits, partial_bytes = choose_dbias(
             problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=legacy_mma
@@ -276,6 +282,7 @@ def choose_backward(
         workspaces.append(
             Workspace(field="dbias_partial", nbytes=partial_bytes, params=(("num_dbias_splits", num_dbias_splits),))
         )
+    launches += choose_captured(problem, arch=arch, num_sms=num_sms)
     launches += choose_sink(problem, arch=arch, block_m=config.block_m, padded=False)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
@@ -352,11 +359,8 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
     if problem.varlen and problem.bias is not None:
         reasons.append("bias: given with cu_seqlens - packed sequences share no key index - run the batch padded")
     reasons += unread_by("backward_portable", problem.further_inputs)
-    if problem.deterministic and problem.trained:
-        reasons.append(
-            "deterministic: with a gradient of an array that score_mod captured - atomics add to its elements in any "
-            "order - a bias array, indexed with b, h, q and k alone, has an ordered gradient"
-        )
+    if problem.deterministic and is_float32(problem, "dq"):
+        reasons.append("dq: float32 of 16-bit queries, and deterministic, whose kernel writes the type of q")
     if reasons:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 
@@ -493,7 +497,7 @@ def _skips_hidden(problem: AttentionProblem, config: BackwardConfig) -> bool:
     return rows <= SKIP_HIDDEN_ROWS
 
 
-def _plain(config: BackwardConfig, kernel: str) -> BackwardConfig:
+def _plain(config: BackwardConfig, kernel: str, features: Features = Features()) -> BackwardConfig:  # noqa: B008
     """Config of a kernel without products: only what it reads, so that problems share it."""
     return BackwardConfig(
         kernel=kernel,
@@ -505,7 +509,7 @@ def _plain(config: BackwardConfig, kernel: str) -> BackwardConfig:
         block_n=config.block_n,
         num_warps=8 if config.block_m >= 128 else 4,
         aligned=config.aligned,
-        features=Features(varlen=config.features.varlen),
+        features=replace(features, varlen=config.features.varlen),
         dq=config.dq,
     )
 
@@ -549,7 +553,7 @@ def _dkv(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, n
 
 
 def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int) -> Launch:
-    convert = _plain(config, "dkv_convert")
+    convert = _plain(config, "dkv_convert", Features(float32_k=config.features.float32_k))
     grid = problem.num_heads_kv * _tiles(problem, problem.k, num_n_blocks, config.block_n)
     return Launch(
         config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_n_blocks", num_n_blocks),)
@@ -557,16 +561,14 @@ def _dkv_convert(problem: AttentionProblem, config: BackwardConfig, num_n_blocks
 
 
 def _dq_convert(problem: AttentionProblem, config: BackwardConfig, num_m_blocks: int) -> Launch:
-    convert = _plain(config, "dq_convert")
+    convert = _plain(config, "dq_convert", Features(float32_q=config.features.float32_q))
     grid = problem.num_heads * _tiles(problem, problem.q, num_m_blocks, config.block_m)
     return Launch(
         config=convert, grid=grid, block=convert.num_threads, smem_bytes=0, params=(("num_m_blocks", num_m_blocks),)
     )
 
 
-def _workspaces(
-    problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int, num_splits: int
-) -> Iterator[Workspace]:
+def _workspaces(problem: AttentionProblem, config: BackwardConfig, num_n_blocks: int) -> Iterator[Workspace]:
     heads = problem.num_heads
     entries = 1 if problem.varlen else problem.batch
     rows = problem.q.shape[1] if problem.varlen else problem.seqlen_q
@@ -589,7 +591,7 @@ def _workspaces(
                 ("dq_accum_stride_m", config.head_dim),
             ),
         )
-    if num_splits > 1:
+    if config.split:
         # Per (batch, key head) the rows of dk and then those of dv, in whole tiles.
         rows = _tiles(problem, problem.k, num_n_blocks, config.block_n) * config.block_n
         nbytes = 4 * problem.num_heads_kv * rows * (config.head_dim + config.head_dim_v)

@@ -69,15 +69,17 @@ class ForwardPlanSpec:
     softmax_partial_bytes: int = 0
     tile_list_bytes: int = 0
     """Of the list that the first of two launches makes: the tiles of packed sequences."""
+    ticket_bytes: int = 0
+    """Of the counter of tiles that were handed out."""
     tile_words_bytes: int = 0
     """Of the words that the first launch makes: the tiles that a mask leaves anything of."""
 
     @property
     def workspaces(self) -> tuple[Workspace, ...]:
         """Partial results of splits with words of tiles behind them, or a list of tiles; none with one kernel."""
-        nbytes = self.softmax_partial_bytes + self.tile_words_bytes + self.tile_list_bytes
-        statistics = Workspace(field="softmax_partial", nbytes=nbytes)
-        if self.num_splits == 1:
+        nbytes = self.softmax_partial_bytes + self.tile_words_bytes + self.tile_list_bytes + self.ticket_bytes
+        statistics = Workspace(field="softmax_partial", nbytes=nbytes, zeroed=self.ticket_bytes > 0)
+        if not self.out_partial_bytes:
             return (statistics,) if statistics.nbytes else ()
         return (
             Workspace(field="out_partial", nbytes=self.out_partial_bytes, params=(("num_splits", self.num_splits),)),

@@ -1,6 +1,10 @@
-"""JAX: `attention` inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``, and `dot_product_attention` as jax.nn has it."""
+"""JAX: `attention` inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``, and `dot_product_attention` as jax.nn has it.
+
+`context_parallel_attention` is that of a sequence which devices share, inside ``jax.shard_map``.
+"""
 
 from .custom_call import attention
+from .parallel import context_parallel_attention
 from .sdpa import dot_product_attention
 
-__all__ = ["attention", "dot_product_attention"]
+__all__ = ["attention", "context_parallel_attention", "dot_product_attention"]

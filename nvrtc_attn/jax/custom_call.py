@@ -11,6 +11,7 @@ of a digest of the pass, the same in every process, as XLA's persistent compilat
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ from ..front.operands import (
     takes_further_inputs,
 )
 from ..front.philox import RngState
-from ..front.problem import Causal, WindowSize
+from ..front.problem import Causal, WindowSize, dense_layout
 from ..front.tensors import Device
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
@@ -52,6 +53,8 @@ from .partition import partitioned
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+__all__ = ["Kind", "as_varying", "attention", "check_call", "compute", "gradients_of_part", "rng_words", "varies"]
 
 _TARGET: Final = "nvrtc_attn.launch"
 _lock = threading.Lock()
@@ -69,6 +72,16 @@ class _Kind:
     options: CallOptions
     rng: tuple[int, int]
     backward: bool = False
+    float32: bool = False
+    """Whether dk and dv are float32: shares of a sum."""
+
+    def changed(self, **options: Any) -> _Kind:
+        """The same with other options."""
+        return replace(self, options=self.options._replace(**options))
+
+    def backwards(self) -> _Kind:
+        """The backward pass of it, as a part of a larger one."""
+        return replace(self, backward=True, float32=True)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -76,6 +89,9 @@ class _Kind:
         if self.backward:
             return tuple(d for d in GRADIENTS if OPERANDS[d].backward == "out" or getattr(self.options, d))
         return ("out", "lse") if self.options.return_lse else ("out",)
+
+
+Kind = _Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +105,11 @@ class _Pass:
     def results(self) -> list[tuple[str, tuple[int, ...], str]]:
         shapes = {name: shape for name, shape, _ in self.operands}
         dtypes = {name: dtype for name, _, dtype in self.operands}
-        return [(name, shape_of(name, shapes), dtypes_of(name, dtypes)[0]) for name in self.kind.results]
+        single = ("dk", "dv") if self.kind.float32 else ()
+        return [
+            (name, shape_of(name, shapes), "float32" if name in single else dtypes_of(name, dtypes)[0])
+            for name in self.kind.results
+        ]
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -167,10 +187,26 @@ def attention(
     options = plain_options(options)  # in Python's types, which JAX can hash
     kind = _Kind(options, (0, 0))
     if options.dropout_p > 0:
-        words, arrays = _rng_words(rng)
+        words, arrays = rng_words(rng)
         kind, operands = replace(kind, rng=words), {**operands, **arrays}
     results = _attention(kind, _equally_varying(operands))
     return tuple(results) if return_lse else results[0]
+
+
+def check_call(operands: dict[str, Any], options: CallOptions) -> None:
+    """Refuse what no pass computes; ``operands`` are (shape, dtype) by name."""
+    describe_shapes(operands, options, Device("cuda" if _on_gpu() else "abstract", 0))
+
+
+def compute(kind: _Kind, operands: dict[str, Any]) -> Any:
+    """(out, lse) of a call or a part, differentiable as `attention` is."""
+    return tuple(_attention(kind, operands))
+
+
+def gradients_of_part(kind: _Kind, operands: dict[str, Any]) -> dict[str, Any]:
+    """Shares of gradients by the input, dk and dv in float32. ``kind`` is `Kind.backwards` of the forward pass's."""
+    found = zip(kind.results, _run(kind, operands), strict=True)
+    return {OPERANDS[name].gradient_of: x for name, x in found}
 
 
 # ------------------------------------------------------------------------------------------------ differentiation
@@ -252,8 +288,8 @@ _jitted: Any = jax.jit(_compute, static_argnums=0)  # eager calls find their com
 
 
 def _run(kind: _Kind, operands: dict[str, Any]) -> Any:
-    results, axes = _jitted(kind, operands), _varies(*operands.values())
-    return [_as_varying(x, axes) for x in results] if axes else results
+    results, axes = _jitted(kind, operands), varies(*operands.values())
+    return [as_varying(x, axes) for x in results] if axes else results
 
 
 def _bind(kind: _Kind, operands: dict[str, Any]) -> _Pass:
@@ -317,7 +353,7 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
     return results, [True] * len(results)
 
 
-def _varies(*arrays: Any) -> frozenset[str]:
+def varies(*arrays: Any) -> frozenset[str]:
     """The manual axes of ``jax.shard_map`` over which one of the arrays differs from device to device."""
     types = [jax.typeof(x) for x in arrays if isinstance(x, jax.core.Tracer)]
     # Since jax 0.10 in a type of its own.
@@ -326,8 +362,8 @@ def _varies(*arrays: Any) -> frozenset[str]:
     )
 
 
-def _as_varying(x: Any, axes: frozenset[str]) -> Any:
-    missing = tuple(axes - _varies(x))
+def as_varying(x: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(axes - varies(x))
     if not missing:
         return x
     return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
@@ -335,8 +371,8 @@ def _as_varying(x: Any, axes: frozenset[str]) -> Any:
 
 def _equally_varying(operands: dict[str, Any]) -> dict[str, Any]:
     """All operands as different as the most different one: the gradient of one that was the same is summed then."""
-    axes = _varies(*operands.values())
-    return {name: _as_varying(x, axes) for name, x in operands.items()} if axes else operands
+    axes = varies(*operands.values())
+    return {name: as_varying(x, axes) for name, x in operands.items()} if axes else operands
 
 
 def _array(name: str, x: Any) -> Any:
@@ -352,7 +388,7 @@ def _array(name: str, x: Any) -> Any:
         ) from error
 
 
-def _rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
+def rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
     """Seed and offset: the ints, and by name those that are arrays, as ``uint32[2]``."""
     if rng is None:
         raise ValueError(
@@ -395,9 +431,20 @@ def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPl
         call = _describe(bound, Device("cuda", index), stream)
         names = [name for name, _, _ in (*bound.operands, *bound.results) if name in OPERANDS and name not in INPUTS]
         make: Any = backward_plan if bound.kind.backward else forward_plan
-        plan = make(call.with_dense(*names), index, stream)
+        problem = call.with_dense(*names)
+        if bound.kind.float32:
+            shares = {name: dense_layout(shape, dtype) for name, shape, dtype in bound.results if name in ("dk", "dv")}
+            dense = {name: call.problem.dense_layout_of(name) for name in names if name not in shares}
+            problem = call.with_outputs(**dense, **shares)
+        plan = make(problem, index, stream)
         plan = _plans.setdefault((bound, index), plan)
     return plan
+
+
+@functools.lru_cache(maxsize=4096)
+def _dropout_base(bound: _Pass) -> int:
+    """Where the dropout of a part begins in that of the whole."""
+    return _describe(bound, Device("cuda", 0)).dropout_base
 
 
 def _pass_of(key: tuple[int, ...], operands: Callable[[], list[tuple[tuple[int, ...], str]]]) -> _Pass:
@@ -420,6 +467,8 @@ def _launch(*arguments: Any) -> None:
     names = [name for name, _, _ in (*bound.operands, *bound.results)]
     pointers = {name: x.data_ptr() or 0 for name, x in zip((*names, "workspace"), buffers, strict=True)}
     rng = RngState(*bound.kind.rng, pointers.get("seed", 0), pointers.get("offset", 0))
+    if bound.kind.options.part is not None and bound.kind.options.dropout_p > 0:
+        rng = rng.moved(_dropout_base(bound))
     plan = _plan(bound, buffers[0].device.index, stream)
     plan.run(stream, addresses(plan.OPERANDS, pointers), pointers["workspace"], rng)
 

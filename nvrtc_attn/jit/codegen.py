@@ -24,6 +24,7 @@ from .params import (
     ForwardParams,
     HopperBackwardParams,
     HopperForwardParams,
+    padded,
 )
 
 ENTRY_NAME: Final = "attention_entry"
@@ -53,8 +54,7 @@ def params_class(config: KernelConfig) -> type[ctypes.Structure]:
 @functools.lru_cache(maxsize=256)
 def modified_params(base: type[ctypes.Structure], nbytes: int) -> type[ctypes.Structure]:
     """``base`` with what a modifier captured behind it."""
-    fields = [("modifier", ctypes.c_uint64 * (nbytes // 8))]
-    return type(base.__name__, (base,), {"_fields_": fields})
+    return type(base.__name__, (base,), {"_fields_": padded(base, [("modifier", ctypes.c_uint64 * (nbytes // 8))])})
 
 
 def base_params_class(config: KernelConfig) -> type[ctypes.Structure]:
@@ -161,6 +161,7 @@ def entry_source(config: KernelConfig) -> str:
     if config.features.modifier:
         params = f"nvrtc_attn::Modified<{params}>"
         whole = params_class(config)
+        traits.append(f"using ModifiedParams = {params};")
         asserts += [
             f"using WholeParams = {params};",
             f'static_assert(sizeof(WholeParams) == {ctypes.sizeof(whole)}, "sizeof(WholeParams)");',

@@ -37,6 +37,10 @@ class Features:
     seqused_k: bool = False
     part: bool = False
     """Dropout counts by the sizes of a larger attention, which the call is a part of."""
+    float32_q: bool = False
+    """Results like q (out, dq) are float32, whatever q is: those of a part are added to others."""
+    float32_k: bool = False
+    """And those like k and v (dk, dv)."""
     modifier: str = ""
     """C++ text of the user's function of a score and its position, of `modifiers.cuda`; empty for none."""
     optional: str = ""
@@ -106,6 +110,8 @@ class HopperForwardConfig(KernelConfig):
     """A second shape of the first product of a query tile, for warp-groups that see at most half of the key tile."""
     lazy_max: bool = False
     """After the first key tile, keep the reference of the exponentials until a sum gets out of range."""
+    tickets: bool = field(default=False, metadata=GIVEN)
+    """Blocks take the next tile that nobody has, of a counter: something else may use multiprocessors beside them."""
     score_tiles: bool = False
     """The copy engine brings bias and mask as tiles; otherwise every thread reads its own elements."""
     num_stages_scores: int = 2
@@ -173,6 +179,8 @@ class HopperBackwardConfig(KernelConfig):
     """Some key tiles are worked on in parts, each with some of the query tiles of its heads, which are added up."""
     own_code: bool = False
     """Each consumer has code of its own, and no more columns of dq than there are."""
+    keys_in_registers: bool = False
+    """K of a key tile stays in registers for S, instead of being read from shared memory at every query tile."""
     values_in_registers: bool = False
     """V of a key tile stays in registers, instead of being read from shared memory at every query tile."""
     num_stages_dout: int = 2

@@ -147,10 +147,10 @@ def _tile_words(base: type[ctypes.Structure], behind: Sequence[Any] = ()) -> lis
         (f"tile_{x}_{y}", _I64) for x in ("words", "order") for y in ("offset", "stride_b", "stride_h", "stride_line")
     ]
     plan = [(f"tile_plan_{x}", _I32) for x in ("rows", "cols", "lines", "tiles", "heads", "transposed")]
-    return _padded(base, [*words, *plan, *behind])
+    return padded(base, [*words, *plan, *behind])
 
 
-def _padded(base: type[ctypes.Structure], fields: Sequence[Any]) -> list[Any]:
+def padded(base: type[ctypes.Structure], fields: Sequence[Any]) -> list[Any]:
     """``fields`` behind those of ``base``, which is aligned as its tensor maps are, and the padding at their end."""
     alignment = TENSOR_MAP_BYTES // 2 if issubclass(base, HopperForwardParams | HopperBackwardParams) else 8
     size = sum(ctypes.sizeof(kind) for _, kind in fields)
@@ -207,13 +207,13 @@ PART_PARAMS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
 class FurtherForwardParams(ForwardParams):
     """Arguments of a portable forward kernel, or `combine`, that reads the operands which lie behind."""
 
-    _fields_ = _padded(ForwardParams, _fields_behind(FORWARD))
+    _fields_ = padded(ForwardParams, _fields_behind(FORWARD))
 
 
 class FurtherHopperForwardParams(HopperForwardParams):
     """Arguments of the Hopper forward kernel that reads them."""
 
-    _fields_ = _padded(HopperForwardParams, _fields_behind(FORWARD))
+    _fields_ = padded(HopperForwardParams, _fields_behind(FORWARD))
 
 
 class FurtherTiledForwardParams(ForwardParams):
@@ -231,7 +231,7 @@ class FurtherTiledHopperForwardParams(HopperForwardParams):
 class FurtherBackwardParams(BackwardParams):
     """Arguments of the kernel that sums the gradient of a sink."""
 
-    _fields_ = _padded(BackwardParams, _fields_behind(BACKWARD))
+    _fields_ = padded(BackwardParams, _fields_behind(BACKWARD))
 
 
 WITH_SINK: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {

@@ -54,7 +54,9 @@ _SMALL: Final = (
     "combine",
     "dbias_reduce",
     "sink_gradient",
+    "captured_sum",
     "tile_plan",
+    "tile_ranges",
 )
 """Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""
 DEFAULT_SEQLENS: Final = ((4096, 4096), (1024, 1024), (8192, 8192), (1, 4096))

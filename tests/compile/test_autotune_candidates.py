@@ -35,6 +35,7 @@ PROBLEMS: dict[str, tuple[str, AttentionProblem]] = {
     "d64": ("sm_90", problem(64)),
     "d64_causal_short": ("sm_90", problem(64, 1024, window_right=0)),
     "d128_causal": ("sm_90", problem(128, window_right=0)),
+    "d96_causal": ("sm_90", problem(96, window_right=0)),
     "d256_causal": ("sm_90", problem(256, window_right=0)),
     "d64_packed": ("sm_90", problem(64, varlen=True)),
     "d64_packed_causal": ("sm_90", problem(64, varlen=True, window_right=0)),

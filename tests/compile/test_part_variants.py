@@ -9,12 +9,14 @@ import pytest
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.call import CallOptions, describe_shapes
 from nvrtc_attn.front.part import Part
+from nvrtc_attn.front.problem import dense_layout
 from nvrtc_attn.front.tensors import Device
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.config import KernelConfig
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
+RESULTS = ("out", "dq", "dk", "dv")
 PART = Part(heads=(4, 32), rows=(1024, 8192), keys=(0, 8192))
 
 
@@ -54,6 +56,49 @@ def test_kernels_with_dropout_of_a_part_compile_and_do_not_spill(arch: str, chan
             assert compile_kernel(config).spill_bytes == 0, config
         elif config.features.part:
             compile_kernel(config)
+
+
+def float32_configs(arch: str, head_dim: int, seqlen: int = 1024, **options: Any) -> list[KernelConfig]:
+    """Every kernel of both passes with float32 results of bfloat16 tensors, and multiprocessors left to others."""
+    shapes = {name: ((1, seqlen, count, head_dim), "bfloat16") for name, count in zip("qkv", (8, 4, 4), strict=True)}
+    part = Part(rows=(1024, 8192), keys=(0, 8192), sm_margin=4)
+    call = describe_shapes(shapes, CallOptions(return_lse=True, part=part, **options), Device("cuda", 0))
+    target: dict[str, Any] = {"arch": arch, "num_sms": 132, "smem_limit": 232448 if arch == "sm_90" else 101376}
+    results = {name: dense_layout(shapes[like][0], "float32") for name, like in zip(RESULTS, "qqkv", strict=True)}
+    launches = heuristics.choose_forward(call.with_outputs(out=results.pop("out")), **target).launches
+    launches += heuristics.choose_backward(call.with_outputs(**results), **target).launches
+    return list(dict.fromkeys(launch.config for launch in launches))
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("sm_90", {"head_dim": 128, "seqlen": 4096, "window_size": (300, 0)}), ("sm_90", {"head_dim": 256}),
+        ("sm_90", {"head_dim": 64, "seqlen": 128}), ("sm_89", {"head_dim": 64}),
+    ],
+)  # fmt: skip
+def test_kernels_with_float32_results_compile_and_do_not_spill(arch: str, changes: dict[str, Any]) -> None:
+    found = float32_configs(arch, **changes)
+    written = {config.kernel for config in found if config.features.float32_q or config.features.float32_k}
+    assert len(written) >= 2, written  # what writes out, and what writes dq, dk and dv
+    for config in found:
+        if config.features.float32_q or config.features.float32_k or getattr(config, "tickets", False):
+            assert compile_kernel(config).spill_bytes == 0, config
+
+
+def test_multiprocessors_are_left_and_tiles_handed_out() -> None:
+    """A smaller grid of the persistent kernels, and a counter that the host zeroes; whole calls have neither."""
+    shapes = dict.fromkeys("qkv", ((1, 8192, 16, 128), "bfloat16"))
+    found = {}
+    for margin in (None, 0, 8):
+        options = CallOptions(return_lse=True, causal=True, part=None if margin is None else Part(sm_margin=margin))
+        problem = describe_shapes(shapes, options, Device("cuda", 0)).with_dense()
+        target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+        forward, backward = (f(problem, **target) for f in (heuristics.choose_forward, heuristics.choose_backward))
+        main = next(x for x in backward.launches if x.config.kernel == "backward_hopper")
+        zeroed = [x.nbytes for x in forward.workspaces if x.zeroed]
+        found[margin] = forward.main.grid, main.grid, forward.main.config.tickets, zeroed  # type: ignore[attr-defined]
+    assert found == {None: (132, 132, False, []), 0: (132, 132, True, [4]), 8: (124, 124, True, [4])}
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 20)}, {"softcap": 10.0}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,11 +15,11 @@ from parallel_problems import Shared, take  # noqa: E402
 
 import nvrtc_attn  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
+from nvrtc_attn.front.chunks import band_of, chunks_of, joined, length, needed, places, together  # noqa: E402
 from nvrtc_attn.front.philox import RngState  # noqa: E402
 from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
 from nvrtc_attn.torch.parallel import local, merge_partials, strategies  # noqa: E402
 from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
-from nvrtc_attn.torch.parallel.layouts import band_of, chunks_of, joined, length, needed, places, together  # noqa: E402
 
 QUICK, FULL = 8, 2000
 
@@ -38,22 +37,20 @@ class Member:
         self.board, self.rank = board, rank
 
 
-def exchange(group: Member | None, sends: Sequence[Any], shapes: Sequence[Any]) -> Pending:
-    """`exchange` between threads; refuses what torch.distributed would: sizes that do not agree."""
-    flat = torch.cat([x.reshape(-1) for tensors in sends for x in tensors])
-    if group is None:
-        return Pending(None, flat, flat, shapes)
+def exchange(group: Member, sends: Sequence[Any], receives: Sequence[Any]) -> Pending:
+    """`exchange` between threads; refuses what torch.distributed would: tensors that do not agree."""
     board, rank = group.board, group.rank
+    assert len(sends) == len(receives) == board.size
     board.sent[rank] = [[x.clone() for x in tensors] for tensors in sends]
     board.barrier.wait()
-    parts = []
-    for r, of_rank in enumerate(shapes):
-        got = [x.reshape(-1) for x in board.sent[r][rank]]
-        assert sum(x.numel() for x in got) == sum(math.prod(shape) for shape in of_rank), (r, rank)
-        parts += got
-    received = torch.cat([*parts, flat[:0]])
+    for r, tensors in enumerate(receives):
+        for mine, theirs in zip(tensors, board.sent[r][rank], strict=True):
+            assert mine.shape == theirs.shape
+            assert mine.dtype == theirs.dtype
+            assert mine.is_contiguous() or r == rank
+            mine.copy_(theirs)
     board.barrier.wait()
-    return Pending(None, flat, received, shapes)
+    return Pending()
 
 
 def run_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
@@ -99,7 +96,7 @@ def make(name: str, size: int, layout: Any, seqlens: tuple[int, int]) -> tuple[A
         if name == "ring":
             return strategies.Ring(Member(board, rank), rank, chunks_q, chunks_k)
         if name == "ulysses":
-            return strategies.Ulysses(Member(board, rank), rank, chunks_q, chunks_k, everything)
+            return strategies.Ulysses(Member(board, rank), rank, chunks_q, chunks_k, everything, pipeline=2)
         width = 2
         inner, outer = Member(rows[rank // width], rank % width), Member(columns[rank % width], rank // width)
         boards.extend((inner.board, outer.board))
@@ -114,17 +111,21 @@ def make(name: str, size: int, layout: Any, seqlens: tuple[int, int]) -> tuple[A
     return chunks_q, chunks_k, of
 
 
-def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> list[str]:
     """Run one problem on ``size`` threads; what is wrong with it."""
     monkeypatch.setattr(strategies, "exchange", exchange)
     case = shared.case
-    given = parallel_problems.whole_tensors(case)
+    given = parallel_problems.whole_tensors(case, device)
     keywords = parallel_problems.options(case)
     seed, offset = keywords.pop("rng")
     left, right = check_window(Violations(), case.causal, case.window_size)
+    options = CallOptions(
+        **keywords, return_lse=True, dbias="bias" in given, dsink="sink" in given, deterministic=case.deterministic
+    )
     whole = local.Whole(
-        CallOptions(**keywords, return_lse=True, dbias="bias" in given), RngState(seed, offset), case.seqlen_q,
-        case.seqlen_k, band_of(left, right, case.seqlen_q, case.seqlen_k, case.causal != "top_left"),
+        options, RngState(seed, offset), case.seqlen_q, case.seqlen_k,
+        band_of(left, right, case.seqlen_q, case.seqlen_k, case.causal != "top_left"),
+        sm_margin=None if device == "cpu" else 0,
     )  # fmt: skip
     chunks_q, chunks_k, strategy = make(name, size, shared.layout, (case.seqlen_q, case.seqlen_k))
 
@@ -136,7 +137,13 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch)
         ]
         mine = strategy(rank)
         inputs = strategies.Inputs(
-            take(given["q"], of_q, 1), take(given["k"], of_k, 1), take(given["v"], of_k, 1), *scores, 0, case.num_heads
+            take(given["q"], of_q, 1),
+            take(given["k"], of_k, 1),
+            take(given["v"], of_k, 1),
+            *scores,
+            0,
+            case.num_heads,
+            given.get("sink"),
         )
         out, lse, saved = mine.forward(inputs, whole)
         dlse = take(given["dlse"], of_q, 2) if "dlse" in given else None
@@ -144,8 +151,12 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch)
 
     found: dict[str, Any] = {}
     for rank, results in enumerate(run_ranks(size, work)):
-        for key, x in zip(("out", "lse", "dq", "dk", "dv", "dbias"), results, strict=True):
+        for key, x in zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsink"), results, strict=True):
             if x is None:
+                continue
+            x = x.cpu()
+            if key == "dsink":  # the share of the rank's rows
+                found[key] = found.get(key, 0) + x
                 continue
             chunks = chunks_k[rank] if key in ("dk", "dv") else chunks_q[rank]
             dim = 2 if key in ("lse", "dbias") else 1

@@ -255,16 +255,24 @@ def test_modifiers_of_parts_are_refused() -> None:
         nvrtc_attn.attention(x, x, x, mask_mod=lambda b, h, q, k: q >= k, part=nvrtc_attn.Part(rows=(0, 16)))
 
 
-def test_float32_results_of_16_bit_inputs_are_the_cpus() -> None:
-    """The GPU kernels do not write them yet, and say so before a launch."""
+def test_float32_results_that_no_gpu_kernel_writes_are_refused() -> None:
+    """Before a launch: of dk and dv one alone, and a dq in a fixed order by the portable kernels."""
     x = np.zeros((1, 128, 2, 64), np.float16)
     half = describe(x, x, x, options=CallOptions(), stream=None).problem
     target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
-    heuristics.choose_forward(half.with_layouts(), **target)
-    with pytest.raises(nvrtc_attn.UnsupportedError, match="out is float32 and q float16"):
-        heuristics.choose_forward(half.with_layouts(out=dense_layout(x.shape, "float32")), **target)
-    with pytest.raises(nvrtc_attn.UnsupportedError, match="dv is float32 and q float16"):
-        heuristics.choose_backward(half.with_layouts(dv=dense_layout(x.shape, "float32")), **target)
+    single = dense_layout(x.shape, "float32")
+    with pytest.raises(nvrtc_attn.UnsupportedError, match="both alike"):
+        heuristics.choose_backward(half.with_layouts(dv=single), **target)
+    ordered = describe(x, x, x, options=CallOptions(deterministic=True), stream=None).problem
+    heuristics.choose_backward(ordered.with_layouts(dq=single), **target, backend="hopper")
+    with pytest.raises(nvrtc_attn.UnsupportedError, match="deterministic"):
+        heuristics.choose_backward(ordered.with_layouts(dq=single), **{**target, "arch": "sm_89"})
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "2"])
+def test_wrong_margins_are_refused(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="sm_margin"):
+        nvrtc_attn.Part(sm_margin=wrong)
 
 
 def test_a_part_with_dropout_needs_the_numbers_of_the_whole() -> None:

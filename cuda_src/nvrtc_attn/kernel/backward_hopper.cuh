@@ -53,20 +53,25 @@ template <class Traits, int kOwn = -1>
 struct KeyTileConsumer {
   using Shape = HopperBackwardShape<Traits>;
   using Element = typename Shape::Element;
+  using Result = ResultK<Traits>;
   using Work = KeyTileWork<Traits>;
   using Scores = ScoreBlock<Traits, Shape>;
+  using Modifier = ModifierOf<Traits>;
   using Probabilities = FragmentA<Element>[Shape::kStepsM];  // of P^T or dS^T, as left operand
   using ScoreTiles = AccTile[1][Shape::kTilesM];             // of S^T or dP^T
   static constexpr int kTilesDq = kOwn < 1 ? Shape::kTilesDq : Shape::kTilesD - Shape::kTilesDq;
   using DqTiles = AccTile[1][kTilesDq];
   using DkTiles = AccTile[1][Shape::kTilesD];
   using DvTiles = AccTile[1][Shape::kTilesDv];
-  using Values = FragmentA<Element>[Traits::kValuesInRegisters ? Traits::kHeadDimV / 16 : 1];  // V, as left operand
+  using Keys = FragmentA<Element>[Traits::kKeysInRegisters ? Traits::kHeadDim / 16 : 1];  // K and V, as left operands
+  using Values = FragmentA<Element>[Traits::kValuesInRegisters ? Traits::kHeadDimV / 16 : 1];
   static constexpr int kBlockM = Shape::kBlockM;
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other order leaves.
   static constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || (Traits::kMask && !Traits::kKeyMask) ||
-                                (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap;
+                                (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap ||
+                                (Modifier::kAny && !kPlainModifier<Modifier>);
+  static_assert(!(kRich && Traits::kLog2Lse), "the code of the portable family reads lse as it is");
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // dv is stored under the last product; takes registers.
   static constexpr bool kEarlyStore =
@@ -175,6 +180,7 @@ struct KeyTileConsumer {
       m = load_shared_uniform(smem + Shape::kOffsetCount + 4);
       h = load_shared_uniform(smem + Shape::kOffsetCount + 8);
     }
+    Modifier modifier(params, work.tile.b, h);
     zero_keys(work, h);
     unsigned hidden = 0;  // kKeyMask: which of this thread's keys are
     bool any_hidden = false;
@@ -187,9 +193,11 @@ struct KeyTileConsumer {
       }
       any_hidden = __any_sync(0xffffffffu, hidden != 0);
     }
+    Keys k;
+    if constexpr (Traits::kKeysInRegisters) load_own_keys(k, smem);
     barriers.full_v().wait(parity);
     Values v;
-    if constexpr (Traits::kValuesInRegisters) load_values(v);
+    if constexpr (Traits::kValuesInRegisters) load_own_keys(v, smem + Shape::kOffsetV);
     bool stored = false;
 #pragma unroll 1
     for (; left > 0; --left) {
@@ -199,11 +207,14 @@ struct KeyTileConsumer {
         read_query_tile(h, m, whole);
       }
       int const m0 = m * kBlockM;
+      if constexpr (Modifier::kAny && !kRich) {
+        if (h != modifier.h) modifier.move_to(work.tile.b, h);
+      }
       Probabilities p, ds;
       ScoreTiles s, dp;
       // S, and dP beside P.
       if constexpr (!Traits::kTileWords) barriers.full_q(slot.stage).wait(slot.parity);
-      start_s(s);
+      start_s(s, k);
       barriers.full_dout(slot.stage).wait(slot.parity);
       start_dp(dp, v);
       if constexpr (Shape::kStoresTiles) {
@@ -222,12 +233,21 @@ struct KeyTileConsumer {
       } else {
         TransposedKeepWords words;
         if constexpr (Traits::kKeepWords) load_keep_words(words);
-        bool const masked = (Traits::kVarlen && m0 + kBlockM > work.seqlen.len_q) ||
-                            !work.mask.keeps_tile(m0, kBlockM, n_group, 64) || (Traits::kKeyMask && any_hidden);
+        bool masked = ((Traits::kVarlen || Modifier::kAny) && m0 + kBlockM > work.seqlen.len_q) ||
+                      !work.mask.keeps_tile(m0, kBlockM, n_group, 64) || (Traits::kKeyMask && any_hidden);
+        typename Scores::KeptScores kept_scores;
+        if constexpr (Modifier::kMasks) {
+          if (Traits::kTileWords && whole) {
+            kept_scores.fill();
+          } else {
+            kept_scores.compute_transposed(modifier, m0 + 2 * scores.t, scores.j);
+          }
+          masked = __any_sync(0xffffffffu, masked || kept_scores.drops());
+        }
         wait_products<1>();
         pin_registers(s);
         if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);
-        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden);
+        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden, modifier, kept_scores);
         typename Scores::KeptP kept;
         if constexpr (Shape::kEarlyDv) {
           zero_queries(work, m0);  // before there are two of P
@@ -243,9 +263,9 @@ struct KeyTileConsumer {
         }
         pin_registers(dp);
         if (masked) {
-          scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta));
+          scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta), modifier);
         } else {
-          scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta));
+          scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta), modifier);
         }
         // In 16 bits no earlier: S, dP, dK, dV and it would take all registers there are.
         if constexpr (!Shape::kEarlyDv) pack_fragments<Element>(p, s);
@@ -301,11 +321,17 @@ struct KeyTileConsumer {
   // ---- The five products, in the order in which they start
 
   // S^T = K Q^T: 64 keys, all queries of the tile.
-  NVRTC_ATTN_DEVICE void start_s(ScoreTiles& s) {
+  NVRTC_ATTN_DEVICE void start_s(ScoreTiles& s, Keys& k) {
     pin_registers(s);
-    begin_products();
-    start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(s, k_left,
-                                                                          q_right + slot.stage * (Shape::kBytesQ >> 4));
+    uint64_t const q = q_right + slot.stage * (Shape::kBytesQ >> 4);
+    if constexpr (Traits::kKeysInRegisters) {
+      pin_registers(k);
+      begin_products();
+      start_product_abt<Element, kBlockM>(s, k, q);
+    } else {
+      begin_products();
+      start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(s, k_left, q);
+    }
     commit_products();
   }
 
@@ -324,15 +350,16 @@ struct KeyTileConsumer {
     commit_products();
   }
 
-  // V of this warp's keys, once a key tile: 16 keys by 16 columns a fragment.
-  NVRTC_ATTN_DEVICE void load_values(Values& v) const {
+  // K or V of this warp's keys, once a key tile: 16 keys by 16 columns a fragment.
+  template <int kSteps>
+  NVRTC_ATTN_DEVICE void load_own_keys(FragmentA<Element> (&a)[kSteps], unsigned tile) const {
     int const row = 64 * group + 16 * warp + (lane & 15);
-    unsigned const from = smem + Shape::kOffsetV + row * kSlabRowBytes;
+    unsigned const from = tile + row * kSlabRowBytes;
 #pragma unroll
-    for (int step = 0; step < Traits::kHeadDimV / 16; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       int const chunk = 2 * (step % 4) + (lane >> 4);
-      ldmatrix_x4(from + step / 4 * Shape::kSlabK + ((chunk ^ (row & 7)) << 4), v[step].x[0], v[step].x[1],
-                  v[step].x[2], v[step].x[3]);
+      ldmatrix_x4(from + step / 4 * Shape::kSlabK + ((chunk ^ (row & 7)) << 4), a[step].x[0], a[step].x[1],
+                  a[step].x[2], a[step].x[3]);
     }
   }
 
@@ -497,10 +524,11 @@ struct KeyTileConsumer {
     int const tile0 = Shape::kSplitRows ? 0 : group * Shape::kTilesDq;
     if constexpr (Traits::kOneKeyTile) {
       int const row = m0 + 16 * row_block;
-      store_rows<Element>(reinterpret_cast<Element*>(params.dq) + index_t(work.tile.b) * params.dq_stride_b +
-                              index_t(row) * params.dq_stride_m + index_t(head) * params.dq_stride_h + 8 * tile0,
-                          params.dq_stride_m, dq, params.scale, work.seqlen.len_q - row, params.head_dim - 8 * tile0,
-                          lane);
+      using Result = ResultQ<Traits>;
+      store_rows<Result>(reinterpret_cast<Result*>(params.dq) + index_t(work.tile.b) * params.dq_stride_b +
+                             index_t(row) * params.dq_stride_m + index_t(head) * params.dq_stride_h + 8 * tile0,
+                         params.dq_stride_m, dq, params.scale, work.seqlen.len_q - row, params.head_dim - 8 * tile0,
+                         lane);
       return;
     }
     int const block = Shape::kTransposedDq ? (4 * group + warp) * Shape::kTilesDq : row_block * Shape::kTilesD + tile0;
@@ -527,15 +555,15 @@ struct KeyTileConsumer {
 
   NVRTC_ATTN_DEVICE void store_dk(DkTiles const& dk, Work const& work) {
     int const key = work.n0 + 64 * group + 16 * warp;
-    store_rows<Element>(key_rows<Element>(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h,
-                                          work.tile, work.seqlen, key),
-                        params.dk_stride_n, dk, params.scale, work.seqlen.len_k_slot - key, params.head_dim, lane);
+    store_rows<Result>(key_rows<Result>(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h,
+                                        work.tile, work.seqlen, key),
+                       params.dk_stride_n, dk, params.scale, work.seqlen.len_k_slot - key, params.head_dim, lane);
   }
   NVRTC_ATTN_DEVICE void store_dv(DvTiles const& dv, Work const& work) {
     int const key = work.n0 + 64 * group + 16 * warp;
-    store_rows<Element>(key_rows<Element>(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h,
-                                          work.tile, work.seqlen, key),
-                        params.dv_stride_n, dv, 1.0f, work.seqlen.len_k_slot - key, params.head_dim_v, lane);
+    store_rows<Result>(key_rows<Result>(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h,
+                                        work.tile, work.seqlen, key),
+                       params.dv_stride_n, dv, 1.0f, work.seqlen.len_k_slot - key, params.head_dim_v, lane);
   }
 
   // kSplit: this warp's 16 keys. Which tile it was is read again, and K released behind that: over the loop there are no

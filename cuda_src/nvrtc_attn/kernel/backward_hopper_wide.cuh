@@ -60,6 +60,7 @@ template <int kGroup, class Traits>
 struct WideTileConsumer {
   using Shape = WideBackwardShape<Traits>;
   using Element = typename Shape::Element;
+  using Result = ResultK<Traits>;
   using Work = KeyTileWork<Traits>;
   using Lengths = SeqlenInfo<Traits::kVarlen, Traits::kSequsedK>;
   // Whole slabs of columns: the larger part of dK to group 0, of dV to group 1.
@@ -490,15 +491,15 @@ struct WideTileConsumer {
   NVRTC_ATTN_DEVICE void store_gradients(DkTiles const& dk, DvTiles const& dv, KeyTile const& tile,
                                          Lengths const& seqlen, int key, int lane) {
     if constexpr (OwnV::kAny) {
-      store_rows<Element>(
-          key_rows<Element>(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h, tile, seqlen, key) +
+      store_rows<Result>(
+          key_rows<Result>(params.dv, params.dv_stride_b, params.dv_stride_n, params.dv_stride_h, tile, seqlen, key) +
               OwnV::kFirst * kSlabColumns,
           params.dv_stride_n, dv, Traits::kDropout ? params.dropout_multiplier : 1.0f, seqlen.len_k_slot - key,
           params.head_dim_v - OwnV::kFirst * kSlabColumns, lane);
     }
     if constexpr (OwnK::kAny) {
-      store_rows<Element>(
-          key_rows<Element>(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h, tile, seqlen, key) +
+      store_rows<Result>(
+          key_rows<Result>(params.dk, params.dk_stride_b, params.dk_stride_n, params.dk_stride_h, tile, seqlen, key) +
               OwnK::kFirst * kSlabColumns,
           params.dk_stride_n, dk, params.scale, seqlen.len_k_slot - key, params.head_dim - OwnK::kFirst * kSlabColumns,
           lane);

@@ -22,7 +22,7 @@ namespace nvrtc_attn {
 
 template <class Traits>
 NVRTC_ATTN_DEVICE void combine(ForwardParams const& params) {
-  using Element = typename Traits::Element;
+  using Element = ResultQ<Traits>;
   constexpr int kRows = Traits::kBlockM;
   constexpr int kThreads = Traits::kNumThreads / kRows;  // of a row
   constexpr int kVectors = Traits::kHeadDimV / 4;

@@ -36,7 +36,7 @@ NVRTC_ATTN_DEVICE index_t dkv_accum_row0(BackwardParams const& params, int b) {
 
 template <class Traits>
 NVRTC_ATTN_DEVICE void dkv_convert(BackwardParams const& params) {
-  using Element = typename Traits::Element;
+  using Element = ResultK<Traits>;
   constexpr int kThreads = Traits::kNumThreads;
   constexpr int kBlockN = Traits::kBlockN;
 

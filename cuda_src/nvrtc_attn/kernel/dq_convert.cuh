@@ -12,7 +12,7 @@ namespace nvrtc_attn {
 
 template <class Traits>
 NVRTC_ATTN_DEVICE void dq_convert(BackwardParams const& params) {
-  using Element = typename Traits::Element;
+  using Element = ResultQ<Traits>;
   constexpr int kThreads = Traits::kNumThreads;
   constexpr int kBlockM = Traits::kBlockM;
   constexpr int kWidth = Traits::kHeadDim;

@@ -69,7 +69,7 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
                                   ScoreMap<Traits> const& map, float sink, ForwardParams const& params, int b,
                                   QueryRows<Traits::kPackedHeads, Traits::kBlockM> const& rows, int batch_index,
                                   int q_row0, int i, int lane) {
-  using Element = typename Traits::Element;
+  using Element = ResultQ<Traits>;
   int const t = lane & 3;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -242,7 +242,17 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       row = i;
       thread_lane = lane;
     }
-    ScoreTile<Traits> const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, row, thread_lane, tiles, rows};
+    ScoreTile<Traits> const scores{ModifierOf<Traits>(params, tile.b, tile.h),
+                                   map,
+                                   mask,
+                                   bias,
+                                   byte_mask,
+                                   dropout,
+                                   m0 + 64 * group,
+                                   row,
+                                   thread_lane,
+                                   tiles,
+                                   rows};
 
     DeferredSoftmax<Traits> softmax;
     float sink = 0.0f;

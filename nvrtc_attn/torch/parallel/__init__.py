@@ -15,6 +15,7 @@ from ...base import env
 from ...base.errors import UnsupportedError, shown
 from ...base.version import __version__
 from ...front.call import CallOptions, describe_shapes, plain_options
+from ...front.chunks import Chunks, band_of, chunks_of, length, places, together
 from ...front.part import Part
 from ...front.philox import NO_RNG, RngState
 from ...front.problem import Causal, WindowSize
@@ -22,8 +23,8 @@ from ...front.tensors import Device
 from ...front.validation import Violations, check_integer, check_window
 from ..ops import cast_for_autocast
 from ..random import checked_rng
+from ..tensors import remember, signature
 from .exchange import exchange, same_everywhere
-from .layouts import Chunks, band_of, chunks_of, length, places, together
 from .local import Whole, merge_partials
 from .strategies import AllGather, Inputs, Ring, Strategy, Ulysses
 
@@ -61,6 +62,9 @@ class ContextParallel:
     check
         Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``,
         ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1`` means always.
+    sm_margin
+        Multiprocessors that the kernels leave to communication. None are needed for it to begin: kernels hand out their
+        tiles as multiprocessors ask for them, and do not wait for those that NCCL has.
 
     Raises
     ------
@@ -84,6 +88,7 @@ class ContextParallel:
         layout: Any = "zigzag",
         pipeline: int | None = None,
         check: str = "first",
+        sm_margin: int = 0,
     ) -> None:
         found = Violations()
         self.seqlen = check_integer(found, "seqlen", seqlen) or 0
@@ -99,11 +104,15 @@ class ContextParallel:
             )
         if check not in ("first", "always", "never"):
             found.value(f"check: got {shown(check)}. It is 'first', 'always' or 'never'.")
+        if (check_integer(found, "sm_margin", sm_margin) or 0) < 0:
+            found.value(f"sm_margin: got {sm_margin}. It is at least 0.")
         if pipeline is not None and (check_integer(found, "pipeline", pipeline) or 0) < 1:
             found.value(f"pipeline: got {shown(pipeline)}. It is at least 1.")
         self._groups = _groups_of(found, group, len(pair))
         found.stop()
         self.strategy, self._pipeline, self._check, self._calls = strategy, pipeline, check, 0
+        self._sm_margin = sm_margin
+        self._checked: dict[Any, bool] = {}  # calls whose tensors were looked at
         sizes = [dist.get_world_size(x) for x in self._groups]
         ranks = [dist.get_rank(x) for x in self._groups]
         self.size = sizes[0] * (sizes[1] if len(sizes) == 2 else 1)
@@ -180,8 +189,8 @@ class ContextParallel:
             step = 1 if level == len(self._groups) - 1 else dist.get_world_size(self._groups[-1])
             first = ranks[0][0] - dist.get_rank(group) * step
             theirs = [tuple(first + i * step + j for j in range(len(ranks[0]))) for i in range(count)]
-            shapes = [[_resized(x, dim, length(chunks[r])) for r in of_rank] for of_rank in theirs]
-            received = exchange(group, [parts] * count, shapes).wait()
+            received = [[x.new_empty(_resized(x, dim, length(chunks[r]))) for r in of_rank] for of_rank in theirs]
+            exchange(group, [parts] * count, received).wait()
             parts, ranks = [y for of_rank in received for y in of_rank], [tuple(r for of in theirs for r in of)]
         whole = x.new_empty(_resized(x, dim, self.seqlen_k if keys else self.seqlen))
         for r, part in zip(ranks[0], parts, strict=True):
@@ -214,6 +223,7 @@ class ContextParallel:
         return_lse: bool = False,
         deterministic: bool | None = None,
         part: Part | None = None,
+        sink: torch.Tensor | None = None,
     ) -> Any:
         """`nvrtc_attn.torch.attention` of this rank's tokens in the whole sequence, with gradients.
 
@@ -226,6 +236,8 @@ class ContextParallel:
         bias, mask : ``[1|B, 1|H, 1|tokens, 1|Mk]``, optional
             This rank's rows (or one), all keys of the whole. The gradient of a bias with one row is this rank's share:
             add it up over the ranks, as the gradients of all parameters that ranks have in common.
+        sink : ``[H]``, optional
+            One more logit in every row of a head, on every rank. Its gradient is this rank's share likewise.
         rng
             Default: a seed that the first rank draws from torch's generator, for all of them. Otherwise the same on all
             ranks. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
@@ -250,7 +262,7 @@ class ContextParallel:
             what differs between them (see ``check``).
         """
         q, k, v, bias = cast_for_autocast(q, k, v, bias)
-        grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias))
+        grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink))
         if deterministic is None:
             deterministic = grad and torch.are_deterministic_algorithms_enabled()
         options = plain_options(
@@ -259,11 +271,12 @@ class ContextParallel:
                 dropout_p=dropout_p, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=True,
                 deterministic=deterministic,
                 dbias=grad and bias is not None and bias.requires_grad,
+                dsink=grad and sink is not None and sink.requires_grad,
             )
         )  # fmt: skip
         lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
         packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-        self._check_tensors(q, k, v, bias, mask, lengths, options, part)
+        self._check_tensors({"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}, lengths, options, part)
         strategy = self._strategy(q, k)
         if packed and not _has_all_tokens(strategy):
             raise UnsupportedError(
@@ -273,7 +286,7 @@ class ContextParallel:
             )
         always = self._check == "always" or env.debug()
         if always or (self._check == "first" and not self._calls):
-            self._compare(q, k, v, bias, mask, options, part, grad, rng)
+            self._compare(q, k, v, bias, mask, sink, options, part, grad, rng)
         self._calls += 1
         # The band of the whole: what a rank needs of the others follows from it.
         found = Violations()
@@ -288,25 +301,31 @@ class ContextParallel:
             (cu_seqlens_q, cu_seqlens_k, seqused_k) if cu_seqlens_q is not None and cu_seqlens_k is not None else None,
             None if part is None else part.batch,
             None if part is None else part.heads,
+            return_lse,
+            self._sm_margin if q.is_cuda and self.size > 1 else None,
         )
-        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask)
+        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask, sink)
         return (out, lse) if return_lse else out
 
     def _check_tensors(
-        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, lengths: dict[str, Any], options: CallOptions,
-        part: Part | None,
-    ) -> None:  # fmt: skip
+        self, given: dict[str, Any], lengths: dict[str, Any], options: CallOptions, part: Part | None
+    ) -> None:
         """Refuse this rank's tensors by what it knows: as `nvrtc_attn.attention` would those of the whole."""
-        tokens, keys = self.local_seqlen, self.local_seqlen_k
-        given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+        tokens, keys, q = self.local_seqlen, self.local_seqlen_k, given["q"]
+        key: Any = (*map(signature, given.values()), *map(signature, lengths.values()), options)
+        if key in self._checked and part is None:
+            return
         faults, operands = [], {}
         for name, x in given.items():
-            if x is None and name in ("bias", "mask"):
+            if x is None and name in ("bias", "mask", "sink"):
                 continue
             if not isinstance(x, torch.Tensor):
                 raise TypeError(
                     f"{name}: got {shown(x)} of type {type(x).__name__}. ContextParallel takes torch tensors."
                 )
+            if name == "sink":
+                operands[name] = (tuple(x.shape), str(x.dtype).removeprefix("torch."))
+                continue
             if x.dim() != 4:
                 raise ValueError(f"{name}: shape {tuple(x.shape)} has rank {x.dim()}. Expected rank 4.")
             if x.device != q.device:
@@ -326,7 +345,7 @@ class ContextParallel:
                 f"part: got {shown(part)}. It is an nvrtc_attn.Part of batch and heads, rows and keys are the ranks'"
             )
         if (
-            any(x is not None and x.shape[2] != 1 for x in (bias, mask))
+            any(x is not None and x.shape[2] != 1 for x in (given["bias"], given["mask"]))
             and min(map(length, self.chunks_q)) <= 1 < self.size
         ):
             faults.append("bias, mask: some rank has a single row, whose rows cannot be told from a broadcast one")
@@ -336,6 +355,8 @@ class ContextParallel:
         if faults:
             raise ValueError(f"{'. '.join(faults)}. Nothing was sent.")
         describe_shapes(operands, options._replace(part=part), Device("cuda" if q.is_cuda else "meta", 0))
+        if part is None:
+            remember(self._checked, key, True)
 
     def _strategy(self, q: torch.Tensor, k: torch.Tensor) -> Strategy:
         """Who computes what, for the heads of these tensors."""
@@ -364,14 +385,14 @@ class ContextParallel:
         if name == "ulysses" and why_not:
             raise ValueError(f"strategy: 'ulysses' over {size} ranks, but {why_not}. Use 'all_gather' or 'auto'.")
         if name == "ulysses" or (name == "auto" and k.shape[2] % size == 0 and not why_not):
-            return Ulysses(groups[0], rank, self.chunks_q, self.chunks_k, everything)
+            return Ulysses(groups[0], rank, self.chunks_q, self.chunks_k, everything, pipeline)
         if name == "ring":
             return Ring(groups[0], rank, self.chunks_q, self.chunks_k)
         return AllGather(groups[0], rank, self.chunks_q, self.chunks_k, pipeline)
 
     def _compare(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, options: CallOptions,
-        part: Part | None, grad: bool, rng: Any,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, sink: Any,
+        options: CallOptions, part: Part | None, grad: bool, rng: Any,
     ) -> None:  # fmt: skip
         """Ask all ranks whether they mean the same call."""
         words = rng if isinstance(rng, tuple) else (rng,)
@@ -385,7 +406,8 @@ class ContextParallel:
             {
                 "dtype": str(q.dtype), "device type": q.device.type, "batch": q.shape[0],
                 "heads": (q.shape[2], k.shape[2]), "head dims": (q.shape[3], v.shape[3]),
-                "bias": scores(bias), "mask": scores(mask), "options": str(options), "gradient": grad,
+                "bias": scores(bias), "mask": scores(mask), "sink": None if sink is None else str(sink.dtype),
+                 "options": str(options), "gradient": grad,
                 "part": None if part is None else (part.batch, part.heads), "rng": seed,
             },
         )  # fmt: skip
@@ -444,8 +466,9 @@ class _Unshard(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, whole: Whole, *tensors: Any) -> Any:
-        q, k, v, bias, mask = tensors
-        out, lse, saved = strategy.forward(Inputs(q, k, v, bias, mask, 0, q.shape[2]), whole)
+        q, k, v, bias, mask, sink = tensors
+        out, lse, saved = strategy.forward(Inputs(q, k, v, bias, mask, 0, q.shape[2], sink), whole)
+        ctx.sink_dtype = None if sink is None else sink.dtype
         ctx.save_for_backward(*(x for x in saved if isinstance(x, torch.Tensor)))
         ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in saved]
         ctx.strategy, ctx.whole, ctx.like_out = strategy, whole, (out.shape, out.dtype, out.device)
@@ -461,4 +484,5 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
             shape, dtype, device = ctx.like_out
             dout = torch.zeros(shape, dtype=dtype, device=device)
         gradients = ctx.strategy.backward(saved, ctx.whole, dout.contiguous(), dlse)
-        return None, None, *gradients, None
+        *of_inputs, dsink = gradients
+        return None, None, *of_inputs, None, None if dsink is None else dsink.to(ctx.sink_dtype)

@@ -1,62 +1,68 @@
-"""Tensors between the ranks of a group, by one all-to-all each time, which torch.distributed overlaps with kernels."""
+"""Tensors between the ranks of a group, from where they lie to where they are wanted, beside the kernels.
+
+On GPUs: what `exchange` sends was written by work of the current stream, which NCCL's own stream waits for;
+`Pending.wait` makes the stream that is current then wait for NCCL's. The host waits for neither. A `Pending` keeps what
+is under way alive until a stream has waited for it, so that the allocator gives none of it away before.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-Shape = tuple[int, ...]
-
 
 class Pending:
-    """An exchange under way. `wait` makes the current stream wait for it, the host only where the tensors are on it."""
+    """An exchange under way, or one that is done."""
 
-    def __init__(
-        self, work: Any, sent: torch.Tensor, received: torch.Tensor, shapes: Sequence[Sequence[Shape]]
-    ) -> None:
-        self._work, self._sent, self._received, self._shapes = work, sent, received, shapes
+    def __init__(self, works: Sequence[Any] = (), kept: Sequence[torch.Tensor] = ()) -> None:
+        self._works, self._kept = works, kept
 
-    def wait(self) -> list[list[torch.Tensor]]:
-        """What each rank has sent, as views of one buffer."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        found, at = [], 0
-        for shapes in self._shapes:
-            tensors = []
-            for shape in shapes:
-                tensors.append(self._received[at : at + math.prod(shape)].view(shape))
-                at += math.prod(shape)
-            found.append(tensors)
-        return found
+    def wait(self) -> None:
+        """Make the current stream wait for it, and the host where the tensors are on the CPU."""
+        for work in self._works:
+            work.wait()
+        self._works, self._kept = (), ()
 
 
-def exchange(group: Any, sends: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[Shape]]) -> Pending:
-    """Send ``sends[r]`` to each rank r and receive tensors of ``shapes[r]`` from it, all of one dtype and device.
+def exchange(
+    group: Any, sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]]
+) -> Pending:
+    """Send ``sends[r]`` to each rank r, which has as many tensors of these shapes in its ``receives`` for this rank.
 
-    There is at least one tensor to one rank, maybe an empty one, of which dtype and device are taken. ``group`` None is
-    a group of one.
+    What is received is contiguous and written in place, so it may be a part of a larger tensor. What a rank sends to
+    itself is copied. Ranks call this in the same order; those without anything for one another exchange nothing.
     """
-    flat = torch.cat([x.reshape(-1) for tensors in sends for x in tensors])
-    if group is None:
-        return Pending(None, flat, flat, shapes)
-    counts = [sum(map(math.prod, of_rank)) for of_rank in shapes]
-    received = flat.new_empty(sum(counts))
-    size = flat.element_size()
-    # As bytes: what a backend moves it need not be able to add up.
-    work = dist.all_to_all_single(
-        received.view(torch.uint8),
-        flat.view(torch.uint8),
-        [size * n for n in counts],
-        [size * sum(x.numel() for x in tensors) for tensors in sends],
-        group=group,
-        async_op=True,
-    )
-    return Pending(work, flat, received, shapes)
+    rank = dist.get_rank(group)
+    operations, kept = [], list[torch.Tensor]()
+    packed: dict[int, torch.Tensor] = {}  # what goes to several ranks is made contiguous once
+    # In this order on every rank: messages between two ranks are told apart by their order alone.
+    for r, tensors in enumerate(sends):
+        if r == rank:
+            continue
+        there = dist.get_global_rank(group, r)
+        for x in tensors:
+            if x.numel():
+                if id(x) not in packed:
+                    packed[id(x)] = x.contiguous()
+                kept.append(packed[id(x)])
+                operations.append(dist.P2POp(dist.isend, kept[-1], there, group))
+    for r, tensors in enumerate(receives):
+        if r == rank:
+            continue
+        there = dist.get_global_rank(group, r)
+        for x in tensors:
+            assert x.is_contiguous(), (x.shape, x.stride())
+            if x.numel():
+                kept.append(x)
+                operations.append(dist.P2POp(dist.irecv, x, there, group))
+    # With NCCL one kernel, on the communicator of the group (which its first collective has made) and one stream of it.
+    works = dist.batch_isend_irecv(operations) if operations else []
+    for x, y in zip(receives[rank], sends[rank], strict=True):
+        x.copy_(y)  # beside it
+    return Pending(works, kept)
 
 
 def same_everywhere(groups: Sequence[Any], facts: dict[str, Any]) -> None:

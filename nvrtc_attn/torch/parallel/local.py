@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ... import api
+from ...base import env
 from ...front.call import CallOptions
-from ...front.operands import OPTIONAL_INPUTS
+from ...front.chunks import Band, Interval
+from ...front.operands import BACKWARD, FORWARD, INPUTS, OPTIONAL_INPUTS
 from ...front.part import Part
 from ...front.philox import RngState
-from .. import passes
-from .layouts import Band, Interval
+from ...front.tensors import view
+from ..tensors import address_of, detached, raw_stream, remember, signature
+
+_plans: dict[Any, Any] = {}
+"""Everything of a part but its addresses -> plan, and where its dropout begins."""
 
 
 class Whole(NamedTuple):
@@ -31,14 +37,25 @@ class Whole(NamedTuple):
     batch: Interval | None = None
     """Of a still larger attention, whose dropout mask this one has: where its batch entries lie, of how many."""
     heads: Interval | None = None
+    return_lse: bool = True
+    """Whether somebody asks for the lse of the rank's rows."""
+    sm_margin: int | None = None
+    """`Part.sm_margin` of every part."""
 
     def part(self, heads: slice, rows: Interval, keys: Interval, num_heads: int) -> CallOptions:
         """The options of the part with these query heads (of ``num_heads`` here), rows and keys."""
         first, count = self.heads or (0, num_heads)
-        part = Part(batch=self.batch, heads=(first + heads.start, count))
-        if self.lengths is None:
-            part = replace(part, rows=(rows[0], self.rows), keys=(keys[0], self.keys))
-        return self.options._replace(part=part, return_lse=True)
+        where: tuple[Interval | None, Interval | None]
+        where = (None, None) if self.lengths else ((rows[0], self.rows), (keys[0], self.keys))
+        part = _part(self.batch, (first + heads.start, count), *where, self.sm_margin)
+        return self.options._replace(part=part, return_lse=True, dsink=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _part(
+    batch: Interval | None, heads: Interval, rows: Interval | None, keys: Interval | None, sm_margin: int | None
+) -> Part:
+    return Part(batch=batch, heads=heads, rows=rows, keys=keys, sm_margin=sm_margin)
 
 
 def slice_scores(x: torch.Tensor | None, heads: slice, rows: slice, keys: Interval) -> torch.Tensor | None:
@@ -52,38 +69,88 @@ def slice_scores(x: torch.Tensor | None, heads: slice, rows: slice, keys: Interv
     return found
 
 
+def empty_partial(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    """Memory for the out of some of the keys."""
+    return torch.empty((*q.shape[:3], head_dim_v), dtype=torch.float32, device=q.device)
+
+
+def empty_share(q: torch.Tensor, options: CallOptions) -> torch.Tensor:
+    """Memory for the dq of some of the keys: float32 where there is a kernel for it."""
+    dtype = q.dtype if q.is_cuda and options.deterministic else torch.float32
+    return torch.empty(q.shape, dtype=dtype, device=q.device)
+
+
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, mask: torch.Tensor | None,
-    options: CallOptions, whole: Whole, *, partial: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Out and lse of one part. ``partial`` results are float32 where there is a kernel for it."""
-    if partial and q.dtype != torch.float32 and not q.is_cuda:
-        out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        named = _optional(bias, mask, whole)
-        api.attention_forward(q, k, v, out, lse=lse, **named, rng=whole.rng, **options.arguments())
-        return out, lse
-    tensors = (q, k, v, *_optional(bias, mask, whole).values())
-    found: tuple[torch.Tensor, torch.Tensor] = passes.forward(tensors, options, whole.rng)
-    return found
+    out: torch.Tensor, options: CallOptions, whole: Whole,
+) -> torch.Tensor:  # fmt: skip
+    """Write out of one part to ``out``, which may be a part of a larger tensor, and return its lse."""
+    named = _optional(bias, mask, whole)
+    if not q.is_cuda:
+        lse: torch.Tensor
+        arguments = {name: detached(x) for name, x in named.items()} | options.arguments()
+        _, lse = api.attention(
+            detached(q), detached(k), detached(v), rng=whole.rng, out=out, return_lse=True, **arguments
+        )
+        return lse
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    named |= {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if out.numel():
+        _run(api.plan_forward, FORWARD, named, options, whole.rng)
+    return lse
+
+
+def _run(make: Callable[..., Any], order: Sequence[str], named: dict[str, Any], options: CallOptions, rng: Any) -> None:
+    """Launch a pass of a part on the current stream; planned once for these shapes, strides and options.
+
+    The public functions look at every tensor anew, which takes longer than the kernel of a short part.
+    """
+    operands = [named.get(name) for name in order]
+    key = (order, *map(signature, operands), options, env.raw_backend())
+    known = _plans.get(key)
+    if known is None:
+        inputs = {name: detached(x) for name, x in named.items() if name in INPUTS}
+        call = api.checked_call(**inputs, options=options, stream=None)
+        views = {name: view(x.detach(), name) for name, x in named.items() if x is not None and name not in INPUTS}
+        known = remember(_plans, key, (make(call, views), call.dropout_base))
+    plan, base = known
+    index = named["q"].get_device()
+    workspace = None
+    if plan.workspace_bytes:
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=named["q"].device)
+    plan.run(
+        raw_stream(index), tuple(map(address_of, operands)), 0 if workspace is None else workspace.data_ptr(),
+        rng.moved(base) if options.dropout_p > 0 else rng,
+    )  # fmt: skip
 
 
 def backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    options: CallOptions, whole: Whole,
-) -> Any:  # fmt: skip
-    """The shares dq, dk, dv and dbias of one part, float32 where there is a kernel for it; dbias None if not asked."""
-    if q.dtype != torch.float32 and not q.is_cuda:
-        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if options.dbias else None
-        api.attention_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, dlse=dlse, dbias=dbias, **_optional(bias, mask, whole), rng=whole.rng,
-            deterministic=options.deterministic, **options.arguments(),
-        )  # fmt: skip
-        return dq, dk, dv, dbias
-    tensors = (q, k, v, *_optional(bias, mask, whole).values())
-    return passes.backward(tensors, out, lse, dout, dlse, options, whole.rng)
+    gradients: tuple[torch.Tensor, ...], options: CallOptions, whole: Whole, *, add: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """The shares of one part of dq, dk and dv: dq is written, dk and dv likewise or, with ``add``, added to.
+
+    ``gradients`` may be parts of larger tensors, and of the type of q or float32. Returns dbias where the options ask
+    for it.
+    """
+    dq, dk, dv = gradients
+    of_q, of_k, of_v = (
+        torch.empty(x.shape, dtype=torch.float32, device=q.device) if add and x is not dq else x for x in gradients
+    )
+    dbias = None
+    if options.dbias and bias is not None:
+        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+    named = {**_optional(bias, mask, whole), "dlse": dlse, "dbias": dbias, "q": q, "k": k, "v": v, "out": out}
+    named |= {"dout": dout, "lse": lse, "dq": of_q, "dk": of_k, "dv": of_v}
+    if q.is_cuda:
+        _run(api.plan_backward, BACKWARD, named, options, whole.rng)
+    else:
+        api.run_backward(tuple(detached(named.get(name)) for name in BACKWARD), options, whole.rng, None, None)
+    if add:
+        dk += of_k
+        dv += of_v
+    return dbias
 
 
 def _optional(bias: Any, mask: Any, whole: Whole) -> dict[str, Any]:
@@ -91,6 +158,27 @@ def _optional(bias: Any, mask: Any, whole: Whole) -> dict[str, Any]:
     given = {"bias": bias, "mask": mask}
     given |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), whole.lengths or (), strict=False))
     return {name: given.get(name) for name in OPTIONAL_INPUTS}
+
+
+def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
+    """Let the sink ``[H]`` take its share of every row, in place: of results over all keys, once.
+
+    No kernel has to know of it, in which calls of a row it would count more than once.
+    """
+    total = torch.logaddexp(lse, sink.float()[None, :, None])
+    out.mul_(_weight(lse, total.masked_fill(total == -torch.inf, 0.0)))
+    lse.copy_(total)
+
+
+def sink_gradient(
+    out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, sink: torch.Tensor
+) -> torch.Tensor:
+    """``dsink[h] = -sum over rows of exp(sink[h] - lse) * (rowsum(dout * out) - dlse)``, float32, of these rows."""
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    taken = torch.exp(sink.float()[None, :, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
+    return -(taken * delta).sum((0, 2))
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:

@@ -7,7 +7,8 @@
 // round has the shortest of the next. The host picks the number of rounds that comes out most even.
 //
 // Packed: the real tiles, from a list (hopper/common/tile_list.cuh), once for every few heads. Every block takes the tile
-// of its own index first and then the next that nobody has taken, which it asks for before it needs it.
+// of its own index first and then the next that nobody has taken, which it asks for before it needs it. With kTickets dense
+// ones are handed out so, too.
 #pragma once
 #include "../../params.cuh"
 #include "../common/tile_list.cuh"
@@ -28,7 +29,7 @@ NVRTC_ATTN_DEVICE int moved_on(int i, int head, int count) {
   return sum - uniform_quotient(sum, count) * count;
 }
 
-template <bool kBand, bool kVarlen>
+template <bool kBand, bool kVarlen, bool kTickets = false>
 struct TileScheduler {
   using Tile = WorkTile;
   HopperForwardParams const& params;
@@ -50,7 +51,7 @@ struct TileScheduler {
 };
 
 template <>
-struct TileScheduler<true, false> {
+struct TileScheduler<true, false, false> {
   using Tile = WorkTile;
   HopperForwardParams const& params;
   int step = 0;  // twice the round, plus one for the second tile of a pair
@@ -123,7 +124,7 @@ NVRTC_ATTN_DEVICE TileListOf<PackedTile> query_tile_list(HopperForwardParams con
 // key tiles before its end, look_up() before its last copy. Not sooner: who has taken a tile must do it, and with tiles
 // taken one tile ahead 11 causal documents of 64 to 4096 tokens take 8 % longer.
 template <bool kBand>
-struct TileScheduler<kBand, true> {
+struct TileScheduler<kBand, true, false> {
   using Tile = PackedTile;
   HopperForwardParams const& params;
   int heads = 0;    // of a pass over the list, a divisor of all
@@ -171,6 +172,34 @@ struct TileScheduler<kBand, true> {
     }
     next_h = uniform(next_h);  // ptxas loses that of what branches merge
   }
+};
+
+// Dense, head after head, the longest tile of each first: a block that started late, because others had its multiprocessor,
+// takes fewer of them. The host has set the counter to zero.
+template <bool kBand>
+struct TileScheduler<kBand, false, true> {
+  using Tile = WorkTile;
+  HopperForwardParams const& params;
+  int number = int(blockIdx.x);  // of the next tile
+  int ticket = 0;                // the one after it, as of packed ones
+
+  NVRTC_ATTN_DEVICE explicit TileScheduler(HopperForwardParams const& params_) : params(params_) {}
+
+  NVRTC_ATTN_DEVICE bool next(WorkTile& tile) {
+    int const t = number;
+    if (t >= params.num_tiles) return false;
+    int const head = uniform_quotient(t, params.num_m_blocks);
+    int const rank = t - head * params.num_m_blocks;
+    tile.m_block = kBand ? params.num_m_blocks - 1 - rank : rank;
+    tile.b = uniform_quotient(head, params.num_heads);
+    tile.h = head - tile.b * params.num_heads;
+    return true;
+  }
+
+  NVRTC_ATTN_DEVICE void ask(bool issuer) {
+    if (issuer) ticket = count_up(query_tile_list(params).counter());
+  }
+  NVRTC_ATTN_DEVICE void look_up() { number = int(gridDim.x) + uniform(ticket); }
 };
 
 }  // namespace nvrtc_attn

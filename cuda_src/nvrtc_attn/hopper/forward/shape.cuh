@@ -71,7 +71,9 @@ struct HopperShape {
   static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
   static_assert(!(Traits::kHalfTile && Traits::kDropout), "the first tile makes the flags of a whole one");
-  static_assert(!Traits::kTileWords || (Traits::kMask && !Traits::kVarlen && kStages <= 4), "words are of a mask");
+  static_assert(!Traits::kTileWords ||
+                    ((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen && kStages <= 4),
+                "words are of a mask");
   static_assert(!Traits::kPackedHeads || !(Traits::kVarlen || Traits::kHasBias || Traits::kMask || Traits::kDropout ||
                                            Traits::kHasSink || Traits::kHalfTile),
                 "rows of several heads have nothing but scores");

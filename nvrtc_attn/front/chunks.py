@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ...base.errors import shown
+from ..base.errors import shown
 
 Interval = tuple[int, int]
 """``[start, stop)`` of the whole sequence."""

@@ -1,0 +1,309 @@
+"""Attention over a sequence that is sharded over an axis of a mesh, inside `jax.shard_map`.
+
+One program runs on all devices, which differ in where their rows lie: it branches on the index of the device, with the
+place of each known while tracing, so that every branch is an ordinary part (`nvrtc_attn.Part`) with its own bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..base.errors import shown
+from ..front.call import CallOptions, plain_options
+from ..front.chunks import Band, Chunks, Interval, band_of, chunks_of, places, reach
+from ..front.part import Part
+from ..front.problem import Causal, WindowSize
+from ..front.validation import Violations, check_window
+from .custom_call import Kind, as_varying, check_call, compute, gradients_of_part, rng_words, varies
+
+STRATEGIES: Final = ("auto", "all_gather", "ulysses")
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The attention that all devices compute together; everything that is known while tracing."""
+
+    kind: Kind
+    axis: str
+    ranks: int
+    chunks_q: tuple[Chunks, ...]
+    chunks_k: tuple[Chunks, ...]
+    band: Band
+    rows: int
+    keys: int
+
+    def part(self, heads: Interval, rows: Interval | None = None, keys: Interval | None = None) -> Kind:
+        """The call of these heads (start, of how many), rows and keys."""
+        part = Part(
+            heads=heads,
+            rows=None if rows is None else (rows[0], self.rows),
+            keys=None if keys is None else (keys[0], self.keys),
+        )
+        return self.kind.changed(part=part, return_lse=True)
+
+
+def context_parallel_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    axis_name: str,
+    strategy: str = "auto",
+    layout: str = "zigzag",
+    bias: Any = None,
+    mask: Any = None,
+    causal: Causal = False,
+    window_size: WindowSize = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """`nvrtc_attn.jax.attention` of this device's tokens in the whole sequence, inside `jax.shard_map`.
+
+    Parameters
+    ----------
+    q : ``[B, tokens, H, K]``
+    k : ``[B, tokens, Hkv, K]``
+    v : ``[B, tokens, Hkv, Kv]``
+        The tokens of this device, as many on each.
+    axis_name
+        The axis of the mesh over which the sequence is sharded.
+    strategy
+        ``"all_gather"``: each device gathers the keys. ``"ulysses"``: devices swap tokens for heads, whose number they
+        divide. ``"auto"``: ulysses where the devices divide the key heads.
+    layout
+        Which tokens a device has: ``"zigzag"``, pieces r and 2 N - 1 - r of 2 N (equal work under a causal mask), or
+        ``"contiguous"``. `nvrtc_attn.jax.parallel.zigzag` puts a whole sequence in that order.
+    bias, mask : ``[1|B, 1|H, 1|tokens, 1|Mk]``, optional
+        This device's rows (or one), all keys of the whole. Only of ``"all_gather"``.
+    rng
+        The same on all devices. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
+
+    The others are those of `nvrtc_attn.jax.attention`. Differentiable once in q, k, v, bias and a returned lse; what
+    devices return of dk and dv is added up in float32.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        While tracing, on all devices alike: they run one program.
+    """
+    ranks = int(jax.lax.psum(1, axis_name))
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: got {shown(strategy)}. It is one of {STRATEGIES}.")
+    if layout not in ("zigzag", "contiguous"):
+        raise ValueError(f"layout: got {shown(layout)}. It is 'zigzag' or 'contiguous'.")
+    given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    operands = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    for name in ("q", "k", "v"):
+        if operands[name].ndim != 4:
+            raise ValueError(f"{name}: shape {operands[name].shape} has rank {operands[name].ndim}. Expected rank 4.")
+        if layout == "zigzag" and operands[name].shape[1] % 2:
+            raise ValueError(f"{name}: {operands[name].shape[1]} tokens are no two pieces. Pass layout='contiguous'.")
+    rows, keys = (operands[name].shape[1] * ranks for name in "qk")
+    options = CallOptions(
+        causal, window_size, softmax_scale, softcap, dropout_p, return_lse=return_lse, deterministic=deterministic
+    )
+    # The whole's tensors are what the options are checked against; bias and mask have this device's rows.
+    shapes = {name: (x.shape, x.dtype.name) for name, x in operands.items()}
+    for name, whole_length, dim in (
+        ("q", rows, 1),
+        ("k", keys, 1),
+        ("v", keys, 1),
+        ("bias", rows, 2),
+        ("mask", rows, 2),
+    ):
+        if name in shapes and (dim == 1 or shapes[name][0][2] != 1):
+            shape = list(shapes[name][0])
+            if dim == 2 and shape[2] != operands["q"].shape[1]:
+                raise ValueError(f"{name}: shape {tuple(shape)}, whose dim 2 must be 1 or {operands['q'].shape[1]}.")
+            shape[dim] = whole_length
+            shapes[name] = (tuple(shape), shapes[name][1])
+    check_call(shapes, options)
+    left, right = check_window(Violations(), causal, window_size)
+    words, arrays = rng_words(rng) if options.dropout_p > 0 else ((0, 0), {})
+    whole = _Whole(
+        Kind(plain_options(options), words), axis_name, ranks, chunks_of(layout, rows, ranks),
+        chunks_of(layout, keys, ranks), band_of(left, right, rows, keys, causal != "top_left"), rows, keys,
+    )  # fmt: skip
+    heads_kv = operands["k"].shape[2]
+    scores = "bias" in operands or "mask" in operands
+    if strategy == "auto":
+        strategy = "ulysses" if heads_kv % ranks == 0 and not scores else "all_gather"
+    axes = varies(*operands.values()) | {axis_name}
+    operands = {name: as_varying(x, axes) for name, x in {**operands, **arrays}.items()}
+    if strategy == "ulysses":
+        if heads_kv % ranks:
+            raise ValueError(f"strategy: 'ulysses' over {ranks} devices, which do not divide {heads_kv} key heads.")
+        if scores:
+            raise ValueError("strategy: 'ulysses' takes no bias and no mask. Pass strategy='all_gather'.")
+        out, lse = _ulysses(whole, operands)
+    else:
+        out, lse = _gathered(whole, operands)
+    return (out, lse) if return_lse else out
+
+
+def zigzag(x: Any, devices: int, axis: int = 1, *, back: bool = False) -> Any:
+    """A whole sequence in the order of the zigzag layout over so many devices, or ``back`` in its own."""
+    pieces = 2 * devices
+    if x.shape[axis] % pieces:
+        raise ValueError(f"x: dim {axis} is {x.shape[axis]}, which does not divide by {pieces}, two pieces a device.")
+    order = [piece for r in range(devices) for piece in (r, pieces - 1 - r)]
+    if back:
+        order = [int(i) for i in np.argsort(order)]
+    parts = jnp.split(x, pieces, axis)
+    return jnp.concatenate([parts[i] for i in order], axis)
+
+
+def _in_order(x: Any, chunks: Sequence[Chunks], axis: int) -> Any:
+    """Tokens of all devices, one device after the other, in the order of the sequence."""
+    pieces, at = [], 0
+    for of_rank in chunks:
+        for a, b in of_rank:
+            pieces.append((a, jax.lax.slice_in_dim(x, at, at + b - a, axis=axis)))
+            at += b - a
+    return jnp.concatenate([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], axis)
+
+
+def _by_device(x: Any, chunks: Sequence[Chunks], axis: int) -> Any:
+    """Tokens in the order of the sequence, one device after the other."""
+    return jnp.concatenate([jax.lax.slice_in_dim(x, a, b, axis=axis) for of_rank in chunks for a, b in of_rank], axis)
+
+
+# --------------------------------------------------------------------------------------------------------- ulysses
+
+
+def _ulysses(whole: _Whole, operands: dict[str, Any]) -> tuple[Any, Any]:
+    """Tokens for heads, the attention of those, and back: differentiated by JAX, as its parts are."""
+    heads = operands["q"].shape[2]
+    swapped = dict(operands)
+    for name, chunks in (("q", whole.chunks_q), ("k", whole.chunks_k), ("v", whole.chunks_k)):
+        x = jax.lax.all_to_all(operands[name], whole.axis, split_axis=2, concat_axis=1, tiled=True)
+        swapped[name] = _in_order(x, chunks, 1)
+    mine = heads // whole.ranks
+    # Without dropout it does not matter which heads they are.
+    places_of = [r * mine for r in range(whole.ranks)] if whole.kind.options.dropout_p > 0 else [0]
+    branches = [partial(compute, whole.part((first, heads))) for first in places_of]
+    if len(branches) == 1:
+        out, lse = branches[0](swapped)
+    else:
+        out, lse = jax.lax.switch(jax.lax.axis_index(whole.axis), branches, swapped)
+    out = jax.lax.all_to_all(_by_device(out, whole.chunks_q, 1), whole.axis, split_axis=1, concat_axis=2, tiled=True)
+    lse = jax.lax.all_to_all(_by_device(lse, whole.chunks_q, 2), whole.axis, split_axis=2, concat_axis=1, tiled=True)
+    return out, lse
+
+
+# ------------------------------------------------------------------------------------------------------ all_gather
+
+
+def _all_keys(whole: _Whole, x: Any) -> Any:
+    return _in_order(jax.lax.all_gather(x, whole.axis, axis=1, tiled=True), whole.chunks_k, 1)
+
+
+def _forward(whole: _Whole, operands: dict[str, Any]) -> list[Any]:
+    everything = operands | {name: _all_keys(whole, operands[name]) for name in ("k", "v")}
+    branches = [partial(_rows_forward, whole, r) for r in range(whole.ranks)]
+    out, lse = jax.lax.switch(jax.lax.axis_index(whole.axis), branches, everything)
+    return [out, lse]
+
+
+def _sliced(operands: dict[str, Any], at: slice, keys: Interval) -> dict[str, Any]:
+    """What some rows of a device see of its operands."""
+    found = dict(operands)
+    found["q"] = operands["q"][:, at]
+    for name in ("k", "v"):
+        found[name] = operands[name][:, keys[0] : keys[1]]
+    for name in ("bias", "mask"):
+        if name in operands:
+            x = operands[name]
+            x = x if x.shape[2] == 1 else x[:, :, at]
+            found[name] = x if x.shape[3] == 1 else x[..., keys[0] : keys[1]]
+    return found
+
+
+def _rows(whole: _Whole, rank: int) -> list[tuple[Interval, slice, Interval]]:
+    """Chunks of a device's queries, where its tensors have them, and the keys that they see."""
+    mine = whole.chunks_q[rank]
+    found = zip(mine, places(mine, mine), strict=True)
+    return [(chunk, at, reach(chunk, whole.band, whole.keys)) for chunk, at in found]
+
+
+def _rows_forward(whole: _Whole, rank: int, operands: dict[str, Any]) -> tuple[Any, Any]:
+    heads = (0, operands["q"].shape[2])
+    parts = [
+        compute(whole.part(heads, chunk, keys), _sliced(operands, at, keys)) for chunk, at, keys in _rows(whole, rank)
+    ]
+    outs, lses = zip(*parts, strict=True)
+    return jnp.concatenate(outs, 1), jnp.concatenate(lses, 2)
+
+
+def _rows_backward(whole: _Whole, kind: Kind, rank: int, operands: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of a device's operands in float32: of k and v for all keys, of a bias with one row its share."""
+    axes = varies(*operands.values())
+    like = {name: operands[name] for name in ("q", "k", "v", *(("bias",) if kind.options.dbias else ()))}
+    total = {name: as_varying(jnp.zeros(x.shape, np.float32), axes) for name, x in like.items()}
+    for chunk, at, keys in _rows(whole, rank):
+        if keys[0] == keys[1]:
+            continue
+        values = _sliced(operands, at, keys)
+        for name, dim in (("out", 1), ("dout", 1), ("lse", 2), ("dlse", 2)):
+            if name in operands:
+                values[name] = operands[name][:, at] if dim == 1 else operands[name][:, :, at]
+        part = whole.part((0, operands["q"].shape[2]), chunk, keys).options.part
+        gradients = gradients_of_part(kind.changed(part=part), values)
+        everywhere = slice(None)
+        for name, x in total.items():
+            if name == "q":
+                where: tuple[slice, ...] = (everywhere, at)
+            elif name == "bias":
+                of_rows = everywhere if x.shape[2] == 1 else at
+                where = (everywhere, everywhere, of_rows, everywhere if x.shape[3] == 1 else slice(*keys))
+            else:
+                where = (everywhere, slice(*keys))
+            total[name] = total[name].at[where].add(gradients[name].astype(np.float32))
+    return total
+
+
+def _primal(whole: _Whole, operands: dict[str, Any]) -> list[Any]:
+    return _forward(whole, operands)
+
+
+def _forward_rule(whole: _Whole, operands: dict[str, Any]) -> Any:
+    values = {name: x.value for name, x in operands.items()}
+    wants_bias = "bias" in operands and operands["bias"].perturbed
+    out, lse = _forward(whole, values)
+    return [out, lse], (values, out, lse, () if wants_bias else None)
+
+
+def _backward_rule(whole: _Whole, residuals: Any, cotangents: Any) -> Any:
+    values, out, lse, wants_bias = residuals
+    zero = jax.custom_derivatives.SymbolicZero
+    dout, dlse = cotangents
+    operands = values | {"out": out, "lse": lse}
+    operands["dout"] = jnp.zeros_like(out) if isinstance(dout, zero) else dout
+    if not isinstance(dlse, zero):
+        operands["dlse"] = dlse
+    operands |= {name: _all_keys(whole, values[name]) for name in ("k", "v")}
+    axes = varies(*operands.values())
+    operands = {name: as_varying(x, axes) for name, x in operands.items()}
+    kind = whole.kind.changed(return_lse=True, dbias=wants_bias is not None).backwards()
+    branches = [partial(_rows_backward, whole, kind, r) for r in range(whole.ranks)]
+    gradients = jax.lax.switch(jax.lax.axis_index(whole.axis), branches, operands)
+    for name in ("k", "v"):  # in float32, to where the keys are
+        shares = _by_device(gradients[name], whole.chunks_k, 1)
+        gradients[name] = jax.lax.psum_scatter(shares, whole.axis, scatter_dimension=1, tiled=True)
+    found = {name: gradients[name].astype(x.dtype) if name in gradients else None for name, x in values.items()}
+    return (found,)
+
+
+_gathered: Any = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+_gathered.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -1,0 +1,46 @@
+"""The strategies of ContextParallel in threads of one process on one GPU: kernels of parts without communication.
+
+Float32 results, sums in place, tiles that are handed out: everything that two GPUs do but sending.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+from cases import make_case
+from harness import backend, families, torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+
+from parallel_problems import Shared
+from test_parallel_strategies import check
+
+FAMILIES = families(cases.make_case("any", dtype="float16")) if torch.cuda.is_available() else ("portable",)
+FIELDS: list[dict[str, Any]] = [
+    {"causal": True}, {"causal": True, "window_size": (257, None), "dropout_p": 0.2}, {"dlse": True, "head_dim": 64},
+    {"bias": "bhqk", "causal": True, "head_dim": 64}, {"mask": "b11k"}, {"causal": True, "deterministic": True},
+    {"causal": True, "head_dim": 256}, {"causal": True, "seqlen_q": 301, "seqlen_k": 1203, "softcap": 20.0},
+    {"causal": True, "dtype": "float32", "head_dim": 64},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(map(str, fields.values())))
+@pytest.mark.parametrize(("name", "size"), [("all_gather", 2), ("ring", 2), ("ulysses", 2), ("ulysses x ring", 4)])
+def test_ranks_on_one_gpu_compute_the_whole(
+    name: str, size: int, fields: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {
+        "dtype": "bfloat16", "batch": 1, "seqlen_q": 1001, "seqlen_k": 1001, "num_heads": 8, "num_heads_kv": 4,
+        "head_dim": 128, **fields,
+    }  # fmt: skip
+    if known["dtype"] == "float32" and family == "hopper":
+        pytest.skip("the Hopper kernels are of 16-bit types")
+    case = make_case("ranks", **known)
+    with backend(family):
+        faults = check(Shared(case=case, layout="zigzag"), name, size, monkeypatch, "cuda")
+    assert not faults, "\n".join(faults)
