@@ -187,8 +187,8 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
     """Thread blocks that share the query heads of a group: as few as keep the multiprocessors busy.
 
     Causal tiles have unequal work: four a multiprocessor, of packed sequences, whose longest are not known, eight.
-    Time with as few over time with twice as many, H200, D 128, 32 heads on 8: 0.93 (16 x 1024), 0.93 (2 x 8192), 0.83
-    (packed 16 x 1024); with four times as many 0.96 (1 x 8192, 64 on 8). docs/experiments.md, "who has which key tile".
+    Time with as few over time with twice as many, 32 heads on 8: 0.93 (16 x 1024), 0.93 (2 x 8192), 0.83 (packed 16 x
+    1024); docs/experiments.md, "Hopper backward: who has which key tile, when".
     """
     if problem.deterministic or is_wide(problem) or not problem.num_heads_kv:
         return 1
@@ -592,7 +592,7 @@ def plan_spec(
             )
         )
     if shared:
-        convert_parts = HopperBackwardConfig(kernel="dkv_parts_convert", **shape)
+        convert_parts = HopperBackwardConfig(kernel="dkv_hopper_convert", **shape)
         launches.append(
             Launch(config=convert_parts, grid=shared, block=convert_parts.num_threads, smem_bytes=0, params=schedule)
         )

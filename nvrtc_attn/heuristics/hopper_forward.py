@@ -50,7 +50,7 @@ LEAST_FIT: Final = 1.04
 """What a narrower tile must gain by `fitted_columns`: it costs the third slot for K and V at head dim 64."""
 PACKS_HEADS: Final = True
 """Whether tables and the autotuner pack heads where it pays (`packs_heads`): 16 queries of 64 heads on 8 with 4096 keys
-78.6 us instead of 122, 64 queries of 16 heads on 4 34 instead of 43 (H200, 2026-11-22)."""
+80 us instead of 122, 64 queries of 16 heads on 4 34 instead of 43 (H200, 2026-11-22)."""
 KEY_TILE_OVERHEAD_COLUMNS: Final = 24
 """What a key tile costs beside its columns, in columns: no tile is worth being narrower than 80."""
 

@@ -53,7 +53,7 @@ MOST_STAGES: Final = 6
 WIDE_CLUSTER_SMS: Final = 128
 """Multiprocessors of a GPU of which enough lie together for sixteen blocks: a slice of one may have fewer."""
 CLUSTERS_FIRST: Final = True
-"""Whether tables and the autotuner take clusters: 1.06 to 1.23 times as fast where blocks are few (H200, 2026-11-22)."""
+"""Whether tables and the autotuner take clusters: 1.06 to 1.23 times as fast where blocks are few (H200, 2026-11)."""
 COMBINE_WARPS: Final = 4
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from ..front.problem import AttentionProblem
 from ..jit.config import BackwardConfig, Features, ForwardConfig, KernelConfig
 from ..modifiers.cuda_tiles import tile_source
-from .common import ceil_div
+from .common import ceil_div, orders_gradients
 from .spec import Launch, Workspace
 
 MIN_KEY_TILES: Final = 4
@@ -139,7 +139,7 @@ def plan_launch(problem: AttentionProblem, words: TileWords, config: KernelConfi
     """The launch that writes ``words``, before a kernel of ``config``: one kernel for a pass, whatever the tiles."""
     ranges, features = of_ranges(problem), Features(mask=True, tile_words=True)
     if ranges and problem.modifier is not None:
-        text = tile_source(problem.modifier, problem.trained)
+        text = tile_source(problem.modifier, problem.trained, orders_gradients(problem))
         features = Features(mask=problem.mask is not None, tile_words=True, modifier=text)
     fields: dict[str, Any] = {
         "kernel": "tile_ranges" if ranges else "tile_plan", "arch": config.arch, "dtype": "float16", "head_dim": 8,

@@ -19,13 +19,13 @@ _UNKNOWN: Final = {"float": "any_float()", "int": "any_int()", "bool": "any_bool
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_source(program: Program, trained: tuple[int, ...] = ()) -> str:
+def tile_source(program: Program, trained: tuple[int, ...] = (), ordered: bool = False) -> str:
     """The definitions of ``ModifierBlock`` and of a ``Modifier`` that knows ranges of the program's mask.
 
     Parameters
     ----------
-    trained
-        The captured arrays whose gradients the attention kernel adds up: its block has their addresses.
+    trained, ordered
+        Those of the attention kernel's own text: its block has the addresses of gradients.
 
     Raises
     ------
@@ -35,7 +35,7 @@ def tile_source(program: Program, trained: tuple[int, ...] = ()) -> str:
     mask = program.mask
     assert mask is not None
     leaves = leaves_of(mask)
-    block = cuda_source(program, trained).partition("template <class Element>")[0]
+    block = cuda_source(program, trained, ordered).partition("template <class Element>")[0]
     members = _members([mask])
     text = _Text(program, members, [mask])
     order = ranges_below(mask, leaves)

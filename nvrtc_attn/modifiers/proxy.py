@@ -46,6 +46,8 @@ class Recording:
         TraceError
             It is no number and no array of one element.
         """
+        if isinstance(x, Node):
+            return x
         if isinstance(x, Proxy):
             return x.node
         if isinstance(x, np.generic) or is_host_scalar(x):

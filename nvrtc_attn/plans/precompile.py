@@ -26,6 +26,7 @@ from ..jit import worker_pool
 from ..jit.compile import compile_kernel
 from ..jit.config import ForwardConfig, HopperForwardConfig, KernelConfig
 from ..jit.worker_pool import COMPILE_MEMORY_BYTES, available_memory_bytes
+from ..modifiers.modifier import Modifier
 from ..runtime import device, driver
 from . import plan
 
@@ -49,7 +50,7 @@ _SMALL: Final = (
     "delta",
     "dq_convert",
     "dkv_convert",
-    "dkv_parts_convert",
+    "dkv_hopper_convert",
     "backward_hopper_prepare",
     "combine",
     "dbias_reduce",
@@ -80,6 +81,8 @@ class Request:
     dbias: bool = False
     sink: bool = False
     """Attention sinks, with their gradient."""
+    modifier: Modifier | None = None
+    """What was traced of score_mod and mask_mod, with gradients of the arrays that the score captured."""
     mask: bool = False
     softcap: bool = False
     dropout: bool = False
@@ -149,7 +152,11 @@ def problems(request: Request) -> list[AttentionProblem]:
             dbias=request.dbias and request.backward,
             dsink=request.sink and request.backward,
         )
-        found.append(describe_shapes(operands, options, Device("cuda", 0)).with_dense())
+        modifier, trained = request.modifier, frozenset[int]()
+        if modifier is not None and request.backward:
+            trained = frozenset(modifier.differentiable)
+        call = describe_shapes(operands, options, Device("cuda", 0), modifier=modifier, trained=trained)
+        found.append(call.with_dense())
     return found
 
 

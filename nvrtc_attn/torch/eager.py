@@ -83,17 +83,12 @@ def attention(
     Gradients have the shapes of their inputs; that of a broadcast bias is summed inside the kernels. Outputs and
     gradients are dense. Runs on torch's current stream and allocates from torch's allocator.
     """
-    # Dynamo knows what the last of these says, and traces nothing behind it.
-    if (
-        bias is None
-        and mask is None
-        and cu_seqlens_q is None
-        and cu_seqlens_k is None
-        and seqused_k is None
-        and not further
-        and part is None
-        and not _traced_by_dynamo()
-    ):
+    alone = (
+        bias is None and mask is None and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None
+        and not further and part is None
+    )  # fmt: skip
+    # Dynamo knows what it is asked here, and traces nothing behind it.
+    if alone and not _traced_by_dynamo():
         options = _new_tuple(CallOptions, (
             causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
             _deterministic() if deterministic is None else deterministic, False, False, None,
@@ -103,7 +98,7 @@ def attention(
             return found
     return attend(
         q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further, ROWS_FIRST,
+        max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further, ROWS_FIRST, alone,
     )  # fmt: skip
 
 
@@ -130,9 +125,9 @@ def again(q: Any, k: Any, v: Any, options: CallOptions, layout: int) -> Any:
 def attend(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, causal: Any, window_size: Any, softmax_scale: Any, softcap: Any,
     dropout_p: Any, rng: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    seqused_k: Any, return_lse: Any, deterministic: Any, part: Any, further: Any, layout: int,
+    seqused_k: Any, return_lse: Any, deterministic: Any, part: Any, further: Any, layout: int, alone: bool,
 ) -> Any:  # fmt: skip
-    """`attention` of any tensors; q, k, v and out are laid out as ``layout`` says."""
+    """`attention` of any tensors, q, k and v ``alone`` or with others; laid out, as out is, as ``layout`` says."""
     # 0.2 us for plain tensors. Dynamo knows the first of these, and traces none of the others.
     if (
         _traced_by_dynamo()
@@ -180,7 +175,7 @@ def attend(
         max_seqlen_q, max_seqlen_k, dropout_p = options.max_seqlen_q, options.max_seqlen_k, options.dropout_p
         return_lse = options.return_lse
     known_key = None
-    if dropout_p == 0 and part is None and all(x is None for x in tensors[3:]):
+    if alone and dropout_p == 0:
         known_key = options, layout, _grad_enabled(), _autocast() and _autocast_dtype("cuda")
     # A backward pass needs the lse. Without one it does not matter how it would be: one plan for both.
     if options.return_lse is not (return_lse or grad) or (options.deterministic and not grad):
@@ -198,15 +193,17 @@ def attend(
             state = draw_rng(q, k, None)
         elif isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
             state = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
-    more: dict[str, Any] = {"heads_first": layout != ROWS_FIRST, "known_key": known_key}
+    heads_first = layout != ROWS_FIRST
     if not grad:
-        out, lse = forward(tensors, options, state, **more)
+        out, lse = forward(tensors, options, state, heads_first=heads_first, known_key=known_key)
         return (out, lse) if return_lse else out
     try:
-        results = forward(tensors, options, state, backward_follows=True, **more)
+        results = forward(
+            tensors, options, state, backward_follows=True, heads_first=heads_first, known_key=known_key
+        )  # fmt: skip
     except LazyTensors as lazy:
         tensors = lazy.tensors
-        results = forward(tensors, options, state, backward_follows=True, **more)
+        results = forward(tensors, options, state, backward_follows=True, heads_first=heads_first)
     # Each argument and each tensor that is kept costs 0.4 us: what is not there is left out.
     for x in tensors[3:]:
         if x is not None:

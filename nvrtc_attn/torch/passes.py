@@ -11,6 +11,7 @@ from .. import api
 from ..base import env
 from ..base.errors import shown
 from ..front.call import Call, CallOptions
+from ..front.guards import RECENT, guard, has_room
 from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
 from ..front.philox import RngState
 from ..front.tensors import view
@@ -25,7 +26,6 @@ from .tensors import (
     dense,
     detached,
     empty_on_current,
-    guard,
     raw_stream,
     remember,
     resolved,
@@ -52,8 +52,6 @@ _BYTE: Final = torch.uint8
 _NO_FURTHER_ADDRESSES: Final = (0,) * (1 + len(OPTIONAL_INPUTS))  # dlse and the inputs that may be missing
 _NO_FURTHER_GRADIENTS: Final = (0,) * len(OPTIONAL_GRADIENTS)
 _adopted = threading.local()
-_RECENT: Final = 8
-_EVERY: Final = 16
 
 
 class LazyTensors(Exception):  # noqa: N818 - nothing is wrong
@@ -307,16 +305,15 @@ class Known:
 
 # Everything of a call that `Known.fits` does not see -> the calls of it that were made last.
 known_calls: dict[Any, tuple[Known, ...]] = {}
-_refused = 0
 
 
 def _know(key: Any, q: Any, k: Any, v: Any, entry: Any, options: CallOptions, index: int, grad: bool) -> None:
     """Remember a forward call in `known_calls`: at its second time, not at its first."""
     recent = known_calls.get(key, ())
-    if index >= 0 and 0 not in entry[1][0] and _has_room(recent) and not any(x.fits(q, k, v) for x in recent):
+    if index >= 0 and 0 not in entry[1][0] and has_room(recent) and not any(x.fits(q, k, v) for x in recent):
         fits = guard(q, k, v)
         if fits is not None:
-            remember(known_calls, key, (Known(fits, entry, options, index, grad), *recent[: _RECENT - 1]))
+            remember(known_calls, key, (Known(fits, entry, options, index, grad), *recent[: RECENT - 1]))
 
 
 def _know_backward(
@@ -325,20 +322,11 @@ def _know_backward(
     """Remember a backward pass in the call that it follows."""
     plan, made = entry
     recent = known.backward
-    if index >= 0 and _has_room(recent) and not any(x.fits(q, k, v, out, lse, dout) for x in recent):
+    if index >= 0 and has_room(recent) and not any(x.fits(q, k, v, out, lse, dout) for x in recent):
         fits = guard(q, k, v, out, lse, dout)
         if fits is not None:
             new = KnownBackward(fits, plan, made[:3], index)
-            known.backward = (new, *recent[: _RECENT - 1])
-
-
-def _has_room(recent: tuple[Any, ...]) -> bool:
-    """Whether one more may be remembered: lengths that change at every step must not make a guard at every step."""
-    global _refused
-    if len(recent) < _RECENT:
-        return True
-    _refused += 1
-    return _refused % _EVERY == 0
+            known.backward = (new, *recent[: RECENT - 1])
 
 
 def _adopt(index: int) -> None:

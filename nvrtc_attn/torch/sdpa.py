@@ -107,7 +107,7 @@ def scaled_dot_product_attention(
             bias = attn_mask
     out: torch.Tensor = attend(
         query, key, value, bias, mask, causal, _NO_WINDOW, scale, 0.0, dropout_p, None, None, None, None, None, None,
-        False, None, None, {}, layout,
+        False, None, None, {}, layout, attn_mask is None,
     )  # fmt: skip
     return out if rank == 4 else out.reshape(*lead, *out.shape[4 - min(rank, 3) :])
 

@@ -29,7 +29,6 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", _no_device) if empty_
 """Index of the GPU on which `empty_on_current` allocates."""
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of what a pass allocates."""
-_Guards: Final[Any] = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _unwrapped: Final[Any] = torch._C._functorch.unwrap_if_dead
 _MAX_ENTRIES: Final = 4096
 _table_lock = threading.Lock()
@@ -76,50 +75,6 @@ def signature(x: Any) -> Any:
         return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg()
     except (AttributeError, RuntimeError, TypeError):
         return type(x), id(x)  # not a plain tensor: refused on the way to a plan, so nothing is remembered of it
-
-
-def guard(*tensors: torch.Tensor) -> Any:
-    """A function that says in one call whether tensors are plain ones like these, in a thread in the same state.
-
-    That of torch.compile's programs: exact type, dispatch keys (those that the thread adds or hides included), element
-    type, device, ``requires_grad``, shape and strides; whether the thread records gradients it does not say in every
-    torch. None where torch has none that tells them apart, and for tensors that are one object, which it never takes.
-    """
-    if len({id(x) for x in tensors}) < len(tensors) or not _guards_tell():
-        return None
-    return _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-
-
-@functools.cache
-def _guards_tell() -> bool:
-    """Whether the guards of this torch see all that `guard` says; they are none of its public functions."""
-    if _Guards is None:
-        return False
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            x, y = (torch.zeros(2, 4, 4, 8, dtype=torch.float16, device="cpu") for _ in range(2))
-            others = (
-                x.float(), x[:1], x.transpose(1, 2), x[:, :, :1].expand(x.shape), x.bfloat16(), x.flatten(2),
-                x.to("meta"), x.detach().requires_grad_(), torch._neg_view(x), torch.nn.Parameter(x), None,
-            )  # fmt: skip
-            fits = _Guards(y, x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            told = fits(y, x) and fits(y, torch.empty_like(x)) and not any(fits(y, other) for other in others)
-            with torch.autocast("cpu", torch.bfloat16):
-                told = told and not fits(y, x)
-            with torch.no_grad():
-                told = told and fits(y, x)
-            with torch.utils._python_dispatch._disable_current_modes(), _Nothing():
-                told = told and not fits(y, x)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-    return bool(told)
-
-
-class _Nothing(torch.utils._python_dispatch.TorchDispatchMode):
-    """A mode that changes nothing."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
 
 
 def remember(table: dict[Any, Any], key: Any, value: Any) -> Any:

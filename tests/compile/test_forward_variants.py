@@ -440,7 +440,7 @@ def test_clusters_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) 
 
     split = (decode(1, 32, 8192), decode(1, 32, 8192, queries=8), decode(4, 32, 8192, queries=4))
     whole = (decode(64, 32, 4096), decode(16, 32, 4096))
-    assert portable_forward.CLUSTERS_FIRST is False
+    monkeypatch.setattr(portable_forward, "CLUSTERS_FIRST", False)
     assert {chosen(what)[1] for what in (*split, *whole)} == {1}
     assert {n for what in split for n in clusters_of(what)} == {1}
     monkeypatch.setattr(portable_forward, "CLUSTERS_FIRST", True)

@@ -208,7 +208,7 @@ def test_variant_compiles_clean(name: str) -> None:
     if isinstance(config, HopperBackwardConfig) and config.kernel == "backward_hopper":
         # S, dP, dV, dK, dQ once each, in steps of 16: one that an order of the turn leaves out compiles as well.
         steps = config.head_dim + config.head_dim_v + 2 * config.block_m + config.block_n
-        assert count_products(kernel.code) == steps // 16
+        assert count_products(kernel.code) == (1 + config.own_code) * steps // 16
 
 
 def plan_with_80_queries(head_dim: int, changes: dict[str, Any]) -> BackwardPlanSpec:
@@ -223,6 +223,28 @@ def test_tiles_of_80_queries_compile_clean(head_dim: int, changes: dict[str, Any
     """All three launches, also where the table has another tile."""
     spec = plan_with_80_queries(head_dim, changes)
     assert kernel_of(spec).smem_bytes <= SMEM_LIMIT
+    for launch in spec.launches:
+        kernel = compiled(launch.config)
+        assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
+        assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+IN_PARTS: dict[str, AttentionProblem] = {
+    "text": problem(128, num_heads=1, num_heads_kv=1, seqlen_q=32760, seqlen_k=300),
+    "grouped_causal": problem(128, num_heads=16, num_heads_kv=1, seqlen_q=16384, **CAUSAL),
+}
+"""On `FEW_SMS` too few key tiles for whole waves, and groups of heads far larger than L2."""
+
+
+@pytest.mark.slow(sample=["text"])
+@pytest.mark.compiles(kernels=lambda name: [launch.config for launch in plan(IN_PARTS[name]).launches])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_key_tiles_in_parts_compile_clean(name: str) -> None:
+    spec = plan(IN_PARTS[name])
+    config = kernel_of(spec).config
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.parts
+    assert "dkv_hopper_convert" in [launch.config.kernel for launch in spec.launches]
     for launch in spec.launches:
         kernel = compiled(launch.config)
         assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
@@ -429,7 +451,7 @@ def test_ways_that_no_table_chooses_compile(head_dim: int, tile: dict[str, Any],
     dtype = changes.get("dtype", "bfloat16")
     asked = problem(head_dim, dtype, **{name: x for name, x in changes.items() if name != "dtype"})
     for launch in plan(asked, splits=1, **tile).launches:
-        if launch.config.kernel in ("backward_hopper", "dkv_parts_convert"):
+        if launch.config.kernel in ("backward_hopper", "dkv_hopper_convert"):
             made = compiled(launch.config)
             assert made.spill_bytes == 0
             assert not re.search("C75[01]", made.log)

@@ -244,7 +244,7 @@ def test_packed_heads_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPat
         asked(2, 4096, 4096, 32, 8),
         asked(16, 16, 4096, 8, 8),
     )
-    assert hopper_forward.PACKS_HEADS is False
+    monkeypatch.setattr(hopper_forward, "PACKS_HEADS", False)
     assert not any(map(packs, (*full, *other)))
     assert not any("packed_heads" in name for what in full for name in heuristics.forward_candidates(what, **target))
     monkeypatch.setattr(hopper_forward, "PACKS_HEADS", True)

@@ -99,7 +99,7 @@ def check(
         for i, x in enumerate(modifier.captures)
     ]
     further = {} if "sink" not in given else {"dsink": torch.full_like(given["sink"], float("nan"))}
-    size = api.backward_workspace_bytes(q, k, v, score_mod=modifier, daux=daux, **given, **further, **options)
+    size = api.backward_workspace_bytes(q, k, v, score_mod=modifier, daux=daux, dsink=bool(further), **given, **options)
     workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
     nvrtc_attn.attention_backward(
         dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux, workspace=workspace, **given, **further,
@@ -127,6 +127,13 @@ def test_modifiers(case: ModifierCase) -> None:
 def test_the_portable_kernels_alone(name: str) -> None:
     with backend("portable"):
         check(named(name), SIZES[0], "float16", 64)
+
+
+@pytest.mark.parametrize("name", ["alibi", "documents"])
+def test_the_portable_kernels_with_a_sink(name: str) -> None:
+    """What the modifier captured lies behind the sink in the params."""
+    with backend("portable"):
+        check(named(name), SIZES[0], "float16", 64, {"sink": np.linspace(-1, 2, 4).astype(np.float32)})
 
 
 HOPPER = {

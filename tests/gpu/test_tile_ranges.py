@@ -210,3 +210,42 @@ def test_other_contents_and_lengths_compile_nothing(monkeypatch: pytest.MonkeyPa
     ids = torch.arange(n, dtype=torch.int32, device=DEVICE) // 77
     q = torch.randn(2, n, 4, 64, device=DEVICE, dtype=torch.float16)
     torch.testing.assert_close(call().float(), exact(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_captured_tensors_in_documents(deterministic: bool) -> None:
+    """Through the torch door, of a table beside a mask with tiles of nothing, against autograd on whole matrices."""
+    from nvrtc_attn.torch import create_block_mask, flex_attention
+
+    length, heads = 400, 4
+    ids = torch.arange(length, device=DEVICE) // 110
+    found = []
+    before = torch.are_deterministic_algorithms_enabled()
+    for run in ("ours", "dense"):
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        q, k, v = (torch.randn(2, heads, length, 64, generator=generator, device=DEVICE) for _ in range(3))
+        table = torch.randn(2 * length, heads, generator=generator, device=DEVICE)
+        leaves = [x.requires_grad_() for x in (q, k, v, table)]
+
+        def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any = table) -> Any:
+            return s + table[i - j + length, h]
+
+        def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (ids[i] == ids[j]) & (j % 5 != 3)
+
+        if run == "ours":
+            torch.use_deterministic_algorithms(deterministic)
+            try:
+                mask = create_block_mask(mask_mod, None, None, length, length)
+                flex_attention(q, k, v, score_mod, mask).square().sum().backward()
+            finally:
+                torch.use_deterministic_algorithms(before)
+            assert walkers("backward")
+        else:
+            at = torch.meshgrid(*(torch.arange(n, device=DEVICE) for n in (2, heads, length, length)), indexing="ij")
+            scores = torch.where(mask_mod(*at), score_mod(q @ k.mT * 0.125, *at), -torch.inf)
+            (scores.softmax(-1) @ v).square().sum().backward()
+        found.append([x.grad for x in leaves])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)

@@ -158,11 +158,11 @@ def test_every_query_tile_of_every_head_once(
 def test_launches_and_workspace() -> None:
     asked = problem(1, 4608, 4608, 24, 24, False)
     usual = {launch.config.kernel for launch in plan(asked).launches}
-    assert "dkv_parts_convert" not in usual
+    assert "dkv_hopper_convert" not in usual
     spec = plan(asked, parts=5, whole=792)
     kernels = {launch.config.kernel: launch for launch in spec.launches}
-    assert kernels["dkv_parts_convert"].grid == 864 - 792
-    assert dict(kernels["dkv_parts_convert"].params)["num_whole"] == 792
+    assert kernels["dkv_hopper_convert"].grid == 864 - 792
+    assert dict(kernels["dkv_hopper_convert"].params)["num_whole"] == 792
     config = kernels["backward_hopper"].config
     assert isinstance(config, HopperBackwardConfig)
     assert config.parts

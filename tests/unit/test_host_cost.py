@@ -21,11 +21,11 @@ import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import aten  # noqa: E402
 from nvrtc_attn.front import call as front_call  # noqa: E402
-from nvrtc_attn.front import tensors  # noqa: E402
+from nvrtc_attn.front import signature, tensors  # noqa: E402
+from nvrtc_attn.front.guards import guard, tell_apart  # noqa: E402
 from nvrtc_attn.jit.params import BackwardParams, ForwardParams  # noqa: E402
 from nvrtc_attn.plans import plan, repeats  # noqa: E402
 from nvrtc_attn.torch import efficient, passes  # noqa: E402
-from nvrtc_attn.torch.tensors import _guards_tell, guard  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PACKAGE = str(Path(nvrtc_attn.__file__).parent)
@@ -64,7 +64,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
         monkeypatch.setattr(module, "raw_stream", lambda _: 7)
         monkeypatch.setattr(module, "empty_on_current", torch._C._dynamo.guards._empty_strided_cpu)
         monkeypatch.setattr(module, "current_device", lambda: GIVEN["device"])
-    monkeypatch.setattr(passes, "guard", guard_of_devices)
+    for module in (passes, signature):
+        monkeypatch.setattr(module, "guard", guard_of_devices)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tensors._torch(), "current_raw_stream", lambda _: 7)
     with installed(Recorder([FakeGpu(), FakeGpu()])) as fake, instant_compiler(tmp_path):
@@ -86,9 +87,12 @@ TABLES: list[dict[Any, Any]] = [
 ]
 
 
+KNOWN: list[dict[Any, Any]] = [passes.known_calls, signature._known, signature._numbers]
+
+
 def forget() -> None:
     """Empty every table of calls, problems, plans and kernels."""
-    for table in (*TABLES, passes.known_calls, plan._plans, plan._kernels, front_call._problems):
+    for table in (*TABLES, *KNOWN, plan._plans, plan._kernels, front_call._problems):
         table.clear()
     passes._adopted.__dict__.clear()
 
@@ -269,6 +273,7 @@ def test_a_repeated_call_launches_what_a_first_one_does(
     assert sum(sizes) > len(INPUTS)
     # Of more kinds of tensors than are known at once those are looked up that were remembered last.
     assert bool(passes.known_calls) == (call in (torch_call, sdpa_call))
+    assert bool(signature._known) == (call in (core_call, aten_call))
     again = [run(case) for case in wanted]
     assert again == first
     assert [len(table) for table in TABLES] == sizes
@@ -364,6 +369,11 @@ def test_what_a_first_call_refuses_a_repeated_one_refuses(case: str) -> None:
     change, message = REFUSED[case]
     with pytest.raises((TypeError, ValueError), match=message):
         nvrtc_attn.attention_forward(**{**given, **change(q, k, v, out)})
+    # What was apart once is asked again at other addresses, and known at the same ones.
+    for memory_of_out in (out, halves(v), out):
+        given["out"] = memory_of_out
+        with pytest.raises(ValueError, match="shares") if memory_of_out is not out else contextlib.nullcontext():
+            nvrtc_attn.attention_forward(**given)
     # Outputs between inputs of one buffer are apart, whatever the order of the addresses.
     whole = torch.zeros(2, 64, 4, 4, 64, dtype=BF16)
     slices = dict(zip(("k", "out", "q", "v"), whole.unbind(3), strict=True))
@@ -420,6 +430,7 @@ def calls_of(function: Callable[[], object]) -> int:
 
 def timed() -> dict[str, Callable[[], object]]:
     plain, leaves = qkv(), qkv(grad="qkv")
+    heads_first, first_leaves = tensors_of("sdpa"), tensors_of("sdpa", "qkv")
     out, lse, dout = torch.empty_like(plain[0]), torch.empty(2, 4, 64), torch.zeros_like(plain[0])
     workspace = torch.empty(1 << 22, dtype=torch.uint8)
     grads = [torch.empty_like(x) for x in plain]
@@ -427,6 +438,10 @@ def timed() -> dict[str, Callable[[], object]]:
         "torch, no gradient": lambda: na.attention(*plain, causal=True),
         "torch, with gradient": lambda: na.attention(*leaves, causal=True),
         "torch, both passes": lambda: torch.autograd.grad(na.attention(*leaves, causal=True), leaves, dout),
+        "torch's signature": lambda: na.scaled_dot_product_attention(*heads_first),
+        "torch's signature, both passes": lambda: torch.autograd.grad(
+            na.scaled_dot_product_attention(*first_leaves), first_leaves, dout.transpose(1, 2)
+        ),
         "aten": lambda: aten.efficient_attention_forward(*plain, None, None, None, None, None, 0.0, 2),
         "attention": lambda: nvrtc_attn.attention(*plain, causal=True),
         "attention_forward": lambda: nvrtc_attn.attention_forward(*plain, out, lse=lse, causal=True),
@@ -436,10 +451,11 @@ def timed() -> dict[str, Callable[[], object]]:
     }
 
 
-# A tenth above what was counted with Python 3.11 and torch 2.13: 50, 54, 96, 71, 77, 89, 132.
+# A tenth above what was counted with Python 3.11 and torch 2.13: 45, 49, 57, 45, 57, 64, 69, 70, 89.
 BOUNDS = {
-    "torch, no gradient": 55, "torch, with gradient": 60, "torch, both passes": 106, "aten": 79, "attention": 85,
-    "attention_forward": 98, "attention_backward": 145,
+    "torch, no gradient": 50, "torch, with gradient": 54, "torch, both passes": 63, "torch's signature": 50,
+    "torch's signature, both passes": 63, "aten": 71, "attention": 76, "attention_forward": 77,
+    "attention_backward": 98,
 }  # fmt: skip
 
 
@@ -522,6 +538,35 @@ def test_no_other_call_is_taken_for_a_known_one(door: str, other: str) -> None:
         given = [OTHERS[other](x) if n == name else x for n, x in zip("qkv", (q, k, v), strict=True)]
         with contextlib.suppress(RuntimeError, TypeError, ValueError):  # which a call refuses that is not known
             assert known(lambda given=given: call(*given)) == 0
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("other", OTHERS)
+def test_the_facts_of_no_other_tensors_are_taken_for_known_ones(other: str) -> None:
+    """Those of the core functions and of the seed's entry points."""
+    q, k, v = qkv()
+
+    def facts(*given: Any) -> Any:
+        found = signature.read(given, detached=True)
+        return found and found[1]
+
+    first = facts(q, k, None, v)
+    for _ in range(3):
+        assert facts(q, k, None, v) == facts(*(x.clone() for x in (q, k)), None, v.clone()) == first
+        assert facts(q, k, v, None) != first
+        assert facts(q, k, v) != first
+    assert signature._known
+    for name in "qkv":
+        for _ in range(3):
+            new = [OTHERS[other](x) if n == name else x for n, x in zip("qkv", (q, k, v), strict=True)]
+            # Wishes for a gradient change nothing but whether it would be lost.
+            if other in ("wants a gradient", "a parameter"):
+                assert facts(*new[:2], None, new[2]) == first
+                assert (signature.read(new) is None) == (other == "wants a gradient")
+            else:
+                assert facts(*new[:2], None, new[2]) != first
+    with torch.no_grad():
+        assert signature.read([q.detach().requires_grad_(), k, v]) is not None
 
 
 @pytest.mark.usefixtures("fake")
@@ -609,9 +654,11 @@ def test_a_guard_that_does_not_tell_is_not_used(monkeypatch: pytest.MonkeyPatch)
         def check(self, *_: Any) -> bool:
             return True
 
-    for guards in (None, Blind):
-        monkeypatch.setattr("nvrtc_attn.torch.tensors._Guards", guards)
-        assert not _guards_tell.__wrapped__()
-    monkeypatch.undo()
+    assert not tell_apart(None)
+    assert not tell_apart(Blind)
     with torch.inference_mode(), torch.autocast("cpu", BF16):
-        assert _guards_tell.__wrapped__()
+        assert tell_apart.__wrapped__(torch._C._dynamo.guards.TensorGuards)
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", Blind)
+    assert guard(*qkv()) is None
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    assert guard(*qkv()) is None

@@ -63,6 +63,40 @@ extern "C" float sum_exactly(float const* x, int count) {
 """
 
 
+BITS = """
+struct Asked {
+  static constexpr bool kMasks = true;
+  unsigned seed;
+  bool all;
+  bool keeps(int q, int k) const { return all || (unsigned(q * 7919 + k * 104729) ^ seed) * 2654435761u >> 31; }
+};
+template <int kM, int kN>
+bool right(unsigned seed, bool all, bool transposed) {
+  Asked const asked{seed, all};
+  int const i = 1000 + int(seed % 64), j = 3 + int(seed % 17);
+  nvrtc_attn::MaskBits<Asked, kM, kN> bits;
+  if (transposed) bits.compute_transposed(asked, i, j); else bits.compute(asked, i, j);
+  bool drops = false;
+  for (int m = 0; m < kM; ++m) for (int n = 0; n < kN; ++n) for (int e = 0; e < 4; ++e) {
+    // As the accumulators of products lie: rows g and g + 8 of 16, two neighbours of 8 columns.
+    int const row = 16 * m + 8 * (e / 2), column = 8 * n + e % 2;
+    bool const keep = transposed ? asked.keeps(i + column, j + row) : asked.keeps(i + row, j + column);
+    if (bits.kept(m, n, e) != keep) return false;
+    drops |= !keep;
+  }
+  if (bits.drops() != drops) return false;
+  bits.fill();
+  return !bits.drops() && bits.kept(kM - 1, kN - 1, 3);
+}
+extern "C" int bits_are_right(unsigned seed, bool all, bool transposed) {
+  bool const rows = right<1, 2>(seed, all, transposed) && right<1, 6>(seed, all, transposed) &&
+                    right<1, 8>(seed, all, transposed) && right<1, 12>(seed, all, transposed) &&
+                    right<1, 14>(seed, all, transposed) && right<1, 16>(seed, all, transposed);
+  return rows && right<2, 8>(seed, all, transposed) && right<2, 5>(seed, all, transposed);
+}
+"""
+
+
 def library(
     programs: list[tuple[Any, tuple[int, ...]]], folder: Path, header: Path, ordered: bool = False, more: str = ""
 ) -> Any:
@@ -187,3 +221,11 @@ def test_sums_of_integers_are_exact_whatever_the_order(tmp_path: Path, repositor
     assert np.isnan(total([np.nan, np.inf]))
     assert total([3e38, 3e38]) == np.inf
     assert total([3e38, 3e38, -3e38]) == np.float32(3e38)
+
+
+def test_the_bits_of_a_mask_are_those_of_its_scores(tmp_path: Path, repository: Path) -> None:
+    """Of tiles of any width, as rows and transposed; and whether any score is dropped."""
+    header = repository / "cuda_src" / "nvrtc_attn" / "collective" / "modifier.cuh"
+    made = library([], tmp_path, header, more=BITS)
+    for seed in range(300):
+        assert made.bits_are_right(seed, seed % 5 == 0, seed % 2 == 1), seed

@@ -237,7 +237,10 @@ template <class T> T __ldg(T const* at) { return *at; }
 inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline void atomicAdd(float* at, float x) { *at += x; }
+inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
+inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
+template <class T> void atomicAdd(T* at, T x) { *at += x; }
+template <class T> void atomicOr(T* at, T x) { *at |= x; }
 inline unsigned long long __shfl_sync(unsigned, unsigned long long x, int) { return x; }
 template <class T> T __shfl_xor_sync(unsigned, T x, int by) {
   int bits, other;
@@ -378,7 +381,7 @@ def test_the_block_is_that_of_the_attention_kernel() -> None:
         modifier = traced(case)
         if modifier.program.mask is None:
             continue
-        for trained in ((), modifier.differentiable):
-            texts = [x(modifier.program, trained) for x in (cuda.cuda_source, cuda_tiles.tile_source)]
+        for trained, ordered in (((), False), (modifier.differentiable, False), (modifier.differentiable, True)):
+            texts = [x(modifier.program, trained, ordered) for x in (cuda.cuda_source, cuda_tiles.tile_source)]
             assert len({x.partition("template <class Element>")[0] for x in texts}) == 1
             assert cuda.block_bytes(texts[0]) == cuda.block_bytes(texts[1])

@@ -212,7 +212,7 @@ struct MaskBits<Modifier, kTilesM, kTilesN, true> {
         unsigned column = 0;
 #pragma unroll
         for (int bit = 0; bit < kColumn; ++bit) column |= unsigned(keeps(w * kColumns + n, bit)) << bit;
-        word = word >> kColumn | column << (32 - kColumn);  // the last column on top
+        word |= column << (n * kColumn);
       }
       words[w] = word;
     }
@@ -223,13 +223,13 @@ struct MaskBits<Modifier, kTilesM, kTilesN, true> {
   }
   NVRTC_ATTN_DEVICE bool kept(int m, int n, int e) const {
     int const w = n / kColumns;
-    return words[w] >> (32 - (columns(w) - n % kColumns) * kColumn + 4 * m + e) & 1;
+    return words[w] >> (n % kColumns * kColumn + 4 * m + e) & 1;
   }
   // Whether any score is dropped.
   NVRTC_ATTN_DEVICE bool drops() const {
     bool all = true;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) all &= ~words[w] >> (32 - columns(w) * kColumn) == 0;
+    for (int w = 0; w < kWords; ++w) all &= ~words[w] << (32 - columns(w) * kColumn) == 0;
     return !all;
   }
   // Of word w.

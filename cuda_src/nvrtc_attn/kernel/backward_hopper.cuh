@@ -1,7 +1,7 @@
 // Attention backward on Hopper (sm_90a): dk and dv of one key tile at a time, dq added into a float32 workspace. Where one
 // tile holds all keys (kOneKeyTile), dq is complete and goes to its own tensor. With kSplit several thread blocks share the
 // query heads of a key tile, and add their dk and dv into dkv_accum (kernel/dkv_convert.cuh). With kParts they share the
-// query tiles of some of the key tiles (kernel/dkv_parts_convert.cuh).
+// query tiles of some of the key tiles (kernel/dkv_hopper_convert.cuh).
 //
 // Roles: warp-group 0 loads (one thread issues all copies); each of the other two warp-groups owns 64 of the tile's 128
 // keys. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV +=
@@ -580,7 +580,7 @@ struct KeyTileConsumer {
     add_blocks(accum + rows * Traits::kHeadDim + first * Traits::kHeadDimV, dv, lane);
   }
 
-  // kParts: stored, or added to the tile's slot of the workspace (kernel/dkv_parts_convert.cuh), this warp's 16 keys. What
+  // kParts: stored, or added to the tile's slot of the workspace (kernel/dkv_hopper_convert.cuh), this warp's 16 keys. What
   // was announced is read again, as above.
   NVRTC_ATTN_DEVICE void finish_part(DkTiles const& dk, DvTiles const& dv) {
     KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);

@@ -66,7 +66,6 @@ struct ForwardLoader {
   using Scores = typename Shape::Scores;
   using Scheduler = TileScheduler<Traits::kBand, Traits::kVarlen, Traits::kTickets>;
   using Tile = typename Scheduler::Tile;
-  static constexpr bool kAsks = Traits::kVarlen || Traits::kTickets;  // for its next tile
 
   HopperForwardParams const& params;
   ForwardBarriers<Shape> const& barriers;
@@ -106,11 +105,12 @@ struct ForwardLoader {
         loads = loads && first < last;
       }
       if (!loads) {
-        if constexpr (kAsks) scheduler.ask(issuer);
+        if constexpr (Traits::kVarlen) scheduler.ask(issuer);
+        if constexpr (Traits::kTickets) scheduler.look_ahead(issuer);
         announce(tile);
         if (issuer) barriers.full_q(q_slot.stage).arrive();
         q_slot.advance();
-        if constexpr (kAsks) scheduler.look_up();
+        if constexpr (Traits::kVarlen) scheduler.look_up();
         continue;
       }
       Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
@@ -123,20 +123,21 @@ struct ForwardLoader {
       announce(tile);
       load_q(from);
       load_scores(from, last - 1);
+      if constexpr (Traits::kTickets) scheduler.look_ahead(issuer);
       int const ask_at = min(last - 2, first + 2);
-      if constexpr (kAsks) {
+      if constexpr (Traits::kVarlen) {
         if (ask_at < first) scheduler.ask(issuer);
       }
 #pragma unroll 1
       for (int n = last - 2; n >= first; --n) {
-        if constexpr (kAsks) {
+        if constexpr (Traits::kVarlen) {
           if (n == ask_at) scheduler.ask(issuer);
         }
         load_k(from, n);
         load_scores(from, n);
         load_v(from, n + 1);
       }
-      if constexpr (kAsks) scheduler.look_up();
+      if constexpr (Traits::kVarlen) scheduler.look_up();
       load_v(from, first);
     }
     tile = {};

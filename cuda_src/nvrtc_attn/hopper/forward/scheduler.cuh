@@ -8,7 +8,7 @@
 //
 // Packed: the real tiles, from a list (hopper/common/tile_list.cuh), once for every few heads. Every block takes the tile
 // of its own index first and then the next that nobody has taken, which it asks for before it needs it. With kTickets dense
-// ones are handed out so, too.
+// ones are handed out so, too, asked for one tile before.
 #pragma once
 #include "../../params.cuh"
 #include "../common/tile_list.cuh"
@@ -180,13 +180,12 @@ template <bool kBand>
 struct TileScheduler<kBand, false, true> {
   using Tile = WorkTile;
   HopperForwardParams const& params;
-  int number = int(blockIdx.x);  // of the next tile
-  int ticket = 0;                // the one after it, as of packed ones
+  int number = int(blockIdx.x);  // of the next tile; zero in all lanes but one, unless it is the first
 
   NVRTC_ATTN_DEVICE explicit TileScheduler(HopperForwardParams const& params_) : params(params_) {}
 
   NVRTC_ATTN_DEVICE bool next(WorkTile& tile) {
-    int const t = number;
+    int const t = uniform(number);
     if (t >= params.num_tiles) return false;
     int const head = uniform_quotient(t, params.num_m_blocks);
     int const rank = t - head * params.num_m_blocks;
@@ -196,10 +195,11 @@ struct TileScheduler<kBand, false, true> {
     return true;
   }
 
-  NVRTC_ATTN_DEVICE void ask(bool issuer) {
-    if (issuer) ticket = count_up(query_tile_list(params).counter());
+  // Once for every tile that next() has given, by all lanes: the answer takes its time.
+  NVRTC_ATTN_DEVICE void look_ahead(bool issuer) {
+    number = 0;
+    if (issuer) number = int(gridDim.x) + count_up(query_tile_list(params).counter());
   }
-  NVRTC_ATTN_DEVICE void look_up() { number = int(gridDim.x) + uniform(ticket); }
 };
 
 }  // namespace nvrtc_attn
