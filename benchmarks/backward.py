@@ -97,7 +97,8 @@ def step(*tiles: float, **more: Any) -> dict[str, dict[str, Any]]:
 
 
 OWN = {"own": {"own_code": True}, "v": {"values_in_registers": True}}
-OWN["own v"] = OWN["own"] | OWN["v"]
+KV: dict[str, Any] = {"keys_in_registers": True, "values_in_registers": True}
+OWN |= {"own v": OWN["own"] | OWN["v"], "own kv": OWN["own"] | KV}
 CASES = (
     Case(
         name="Wan 2.1 14B, text",
@@ -105,8 +106,11 @@ CASES = (
         k=512,
         h=40,
         d=128,
-        ways=step(0, 1, 2, 4) | parts((2, 0), (3, 0), (4, 0), (9, 0), step=4096) | parts((4, 0), step=8192),
+        ways=step(0, 1, 2, 4) | parts((2, 0), (3, 0), (4, 0), (9, 0), (9, 132), step=4096) | parts((4, 0), step=8192),
     ),
+    Case(name="SDXL, text", b=4, q=4096, k=77, h=10, d=64, ways=parts((2, 0), (3, 0), (6, 0), (9, 0))),
+    Case(name="Stable Diffusion 1.5, text", b=4, q=4096, k=77, h=8, d=40, ways=parts((4, 0), (8, 0))),
+    Case(name="Wan 2.1 14B, image tokens", q=32760, k=257, h=40, d=128, ways=step(1) | parts((6, 0), step=4096)),
     Case(name="SDXL, text of 3 tiles", b=4, q=4096, k=300, h=10, d=64, ways=step(1, 2) | parts((2, 0), (4, 0))),
     Case(
         name="Nemotron",

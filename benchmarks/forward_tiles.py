@@ -1,6 +1,6 @@
 """Other tiles of the Hopper forward kernel beside the one that is chosen, on shapes of models that are behind.
 
-    python benchmarks/forward_tiles.py [--part packed,mla,between,dropout] [--only REGEX] [--rep 12] [--compile-only]
+    python benchmarks/forward_tiles.py [--part packed,mla,between] [--only REGEX] [--rep 12] [--compile-only]
                                        [--save NAME] [--workers 16]
 
 A line is one problem: microseconds of today's choice, then each candidate with today's time over its own: above 1 is
@@ -52,7 +52,6 @@ class Kind:
     d: int
     dv: int = 0
     causal: bool = False
-    dropout: float = 0.0
     lengths: tuple[int, ...] = ()
 
     @property
@@ -82,7 +81,7 @@ class Kind:
             dtype=dtype, batch=len(self.lengths) or batch, seqlen_q=longest[0], seqlen_k=longest[1], num_heads=self.h,
             num_heads_kv=heads_kv, head_dim=self.d, head_dim_v=dv, q=wide, k=narrow, v=values, out=out,
             varlen=bool(self.lengths), softmax_scale=self.d**-0.5, window_right=0 if self.causal else None,
-            dropout_p=self.dropout, return_lse=True, lse=dense_layout((batch, self.h, rows[0]), "float32"),
+            return_lse=True, lse=dense_layout((batch, self.h, rows[0]), "float32"),
         )  # fmt: skip
 
 
@@ -105,36 +104,33 @@ def kinds() -> Iterator[Kind]:
     yield Kind(part="between", b=2, q=4096, h=32, d=96, causal=True)
     yield Kind(part="between", b=4, q=4096, h=16, d=96)
     yield Kind(part="between", b=16, q=64, k=2048, h=16, hkv=4, d=96)
-    yield Kind(part="dropout", b=16, q=1024, h=12, d=64, causal=True, dropout=0.1)
-    yield Kind(part="dropout", b=4, q=2048, h=16, d=64, dropout=0.1)
-    yield Kind(part="dropout", b=4, q=2048, h=16, d=128, causal=True, dropout=0.1)
 
 
 def changes(kind: Kind, tile: Tile) -> Iterator[dict[str, Any]]:
     """What a candidate has other than the chosen tile."""
-    if kind.dropout:
-        yield {"keep_words": True}
-        yield {"keep_words": True, "block_n": 96}
-    elif kind.part == "mla":
-        for columns in (112, 128):
-            yield {"block_n": columns}
-            yield {"block_n": columns, "lazy_max": True}
+    if kind.part == "mla":
+        for columns in (96, 112, 128):
+            for lazy in (False, True):
+                yield {"block_n": columns, "lazy_max": lazy}
     elif kind.d == 192:
-        yield {"block_n": 112}
+        for columns in (96, 112):
+            yield {"block_n": columns}
     elif kind.lengths and kind.d <= 128:
         if kind.d <= 64:
             for stages in (2, 3):
                 yield {"block_m": 192, "block_n": 128, "num_stages": stages}
-            yield {"block_m": 192, "block_n": 112, "num_stages": 3}
+                yield {"block_m": 192, "block_n": 112, "num_stages": stages}
             yield {"block_m": 128, "block_n": 128}
         if kind.causal:
-            yield {"half_tile": True, "block_n": 128}
-    if 64 < kind.d <= 96 and not kind.dropout:
+            for half in (False, True):
+                yield {"half_tile": half, "block_n": 128}
+    if 64 < kind.d <= 96:
         for columns in (112, 96, 80):
             yield {"block_m": 192, "block_n": columns}
-        yield {"block_n": 112}
+        for columns in (112, 128):
+            yield {"block_m": 128, "block_n": columns}
         if kind.k:
-            yield {"block_n": min(-(-kind.k // 16) * 16, 128)}
+            yield {"block_m": 128, "block_n": min(-(-kind.k // 16) * 16, 128)}
 
 
 def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
@@ -224,7 +220,7 @@ class Runs:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="packed,mla,between,dropout")
+    parser.add_argument("--part", default="packed,mla,between")
     parser.add_argument("--only", default="", help="regular expression in a problem's name")
     parser.add_argument("--rep", type=int, default=12, help="milliseconds of a measurement")
     parser.add_argument("--compile-only", action="store_true", help="registers and spills, without a GPU")

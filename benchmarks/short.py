@@ -196,7 +196,7 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
     if kind.part == "decode":
         rows = problem.seqlen_q * problem.num_heads // problem.num_heads_kv
         tile = portable_forward.Tile(block_m=16, block_n=64, num_warps=4, num_stages=2, warps_n=4)
-        if rows > 64:
+        if rows > 32:
             tile = portable_forward.Tile(block_m=64, block_n=64, num_warps=4, num_stages=2)
         elif rows > 16:
             tile = portable_forward.Tile(block_m=32, block_n=64, num_warps=4, num_stages=2, warps_n=2)
@@ -208,11 +208,14 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
                     continue
                 staged = replace(tile, num_stages=stages)
                 yield f"s{stages} x{splits}", lambda t=staged, n=splits: portable_forward_plan(problem, t, n)
+        if rows <= 16:  # a shorter way from barrier to barrier, for each key
+            wide = portable_forward.Tile(block_m=16, block_n=128, num_warps=8, num_stages=3, warps_n=8)
+            yield "128 keys s3 x1", lambda: portable_forward_plan(problem, wide, 1)
         for stages in (2, 3, 4, 6):
             staged = replace(tile, num_stages=stages)
             if stages > 3:
                 yield f"s{stages} x1", lambda t=staged: portable_forward_plan(problem, t, 1)
-            for splits in portable_forward.CLUSTERS if stages < 6 else (8,):
+            for splits in portable_forward.CLUSTERS if stages < 6 else (8, 16):
                 if 60 <= problem.batch * problem.num_heads_kv * splits <= 1060:
                     yield f"s{stages} c{splits}", lambda t=staged, n=splits: portable_forward_plan(problem, t, n, True)
         return

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         forward_workspace_bytes,
     )
     from .front.part import Part
+    from .modifiers.blocks import block_mask
     from .modifiers.modifier import Modifier
     from .modifiers.proxy import where
     from .modifiers.trace import trace
@@ -39,6 +40,7 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "backward_workspace_bytes",
+    "block_mask",
     "dropout_keep_mask",
     "forward_workspace_bytes",
     "to_device",
@@ -48,6 +50,7 @@ __all__ = [
 
 _MODULES = {
     "to_device": "runtime.buffers",
+    "block_mask": "modifiers.blocks",
     "Modifier": "modifiers.modifier",
     "Part": "front.part",
     "trace": "modifiers.trace",

@@ -427,7 +427,8 @@ def backward_workspace_bytes(
     call = _describe_for_query("backward_workspace_bytes", q, k, v, options, dbias=dbias, dsink=dsink)
     if call.on_cpu:
         return 0
-    return backward_plan(call.with_dense(), call.device.index, call.launch_stream).workspace_bytes
+    plan = backward_plan(call.with_dense(), call.device.index, call.launch_stream)
+    return plan.workspace_bytes + run.captured_bytes(call)
 
 
 def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: tuple[int, int] | int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 import logging
 import sys
@@ -15,13 +17,15 @@ from rich.table import Table
 
 from . import collect_env
 from .base.dtypes import ATTENTION_DTYPES
-from .base.errors import CudaError, UnsupportedError
+from .base.errors import CudaError, TraceError, UnsupportedError
 from .base.log import LOGGER
 from .base.version import __version__
 from .doctor import accept_any_text, show
 from .jit.cache import KernelCache, kernel_cache
 from .jit.config import KernelConfig
 from .jit.config_text import config_from_json
+from .modifiers.modifier import Modifier
+from .modifiers.trace import trace
 from .plans import precompile
 
 
@@ -51,6 +55,11 @@ def doctor(as_json: bool) -> None:
 @click.option("--dbias", is_flag=True, help="And its gradient.")
 @click.option("--sink", is_flag=True, help="Attention sinks.")
 @click.option("--mask", is_flag=True, help="A boolean mask.")
+@click.option(
+    "--modifier",
+    metavar="MODULE:NAME",
+    help="A score_mod (5 parameters), a mask_mod (4), or a function of none of both.",
+)
 @click.option("--softcap", is_flag=True)
 @click.option("--dropout", is_flag=True)
 @click.option("--varlen", is_flag=True, help="Packed sequences.")
@@ -82,6 +91,7 @@ def warmup(
     config_json: tuple[str, ...],
     tune: bool,
     jobs: int | None,
+    modifier: str | None,
     **features: Any,
 ) -> None:
     """Compile forward and backward kernels into the cache, in parallel. Needs no GPU.
@@ -90,10 +100,16 @@ def warmup(
 
     With --tune the kernels of every candidate plan are compiled, and for the lengths given (with the batch and the
     heads) the fastest plan is measured and remembered in the cache. That needs the GPU.
+
+    --modifier names a function of a module in the current directory or installed: score_mod, mask_mod, or one without
+    parameters that returns (score_mod, mask_mod), or what nvrtc_attn.trace made. Arrays stay what they are there; other
+    contents, lengths and numbers need no other kernel.
     """
     requests: list[precompile.Request] = []
     try:
         kernels = [config_from_json(text) for text in config_json]
+        if modifier is not None:
+            features["modifier"] = _modifier_named(modifier)
         if arch or not kernels:
             if tune:
                 _check_local(arch)
@@ -125,7 +141,7 @@ def warmup(
                         f"nvrtc_attn.attention refuses the call that these options describe. {error}"
                     ) from error
             kernels += precompile.configs(requests, candidates=tune)
-    except (UnsupportedError, ValueError) as error:
+    except (UnsupportedError, ValueError, TraceError) as error:
         raise click.ClickException(str(error)) from error
     reports = _compile_with_progress(kernels, jobs)
     # rich would squeeze a table into 80 columns where the output is no terminal; a long row may wrap instead.
@@ -156,6 +172,33 @@ def _check_local(archs: tuple[str, ...]) -> None:
     absent = [arch for arch in archs if arch.rstrip("af") not in local]
     if absent:
         raise ValueError(f"--tune measures on the GPUs of this machine, {', '.join(local)}; not on {', '.join(absent)}")
+
+
+def _modifier_named(text: str) -> Modifier:
+    """The modifier of ``module:name``.
+
+    Raises
+    ------
+    ValueError
+        There is no such function, or it has neither 5, 4 nor no parameters.
+    """
+    module, _, name = text.partition(":")
+    sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--modifier {text}: {error}. Write it as module:function.") from error
+    finally:
+        sys.path.remove("")
+    if isinstance(found, Modifier):
+        return found
+    count = len(inspect.signature(found).parameters) if callable(found) else -1
+    if count not in (0, 4, 5):
+        raise ValueError(f"--modifier {text}: it is no function of (score, b, h, q, k), (b, h, q, k) or nothing.")
+    if count:
+        return trace(found) if count == 5 else trace(None, found)
+    made = found()
+    return made if isinstance(made, Modifier) else trace(*made)
 
 
 def _seqlens(text: str) -> tuple[int, int]:

@@ -5,6 +5,7 @@ CuPy has no autograd: the gradients are a call of their own.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from .base.errors import shown
 from .front.call import CallOptions
 from .front.operands import OPTIONAL_INPUTS
 
+_NOTHING: Final = nullcontext()
 _OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - {"dbias", "dsink", "workspace"}
 
 
@@ -24,7 +26,7 @@ def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
     `attention_backward` needs the lse, so ask for ``return_lse=True``, and with dropout the same ``rng``.
     """
     _check(q=q, k=k, v=v)
-    with cupy.cuda.Device(q.device.id):
+    with _on_device_of(q):
         return api.attention(q, k, v, **options)
 
 
@@ -62,7 +64,7 @@ def attention_backward(
             raise TypeError(f"attention_backward() got an unexpected keyword argument {name!r}")
     more = {name: options.pop(name, None) for name in ("rng", "stream", "score_mod", "mask_mod", "aux", "daux")}
     optional_inputs = [options.pop(name, None) for name in OPTIONAL_INPUTS]
-    with cupy.cuda.Device(q.device.id):
+    with _on_device_of(q):
         dq, dk, dv = (cupy.empty(x.shape, x.dtype) for x in (q, k, v))
         dbias = cupy.empty(bias.shape, bias.dtype) if bias is not None and with_dbias else None
         dsink = None if sink is None else cupy.empty(sink.shape, sink.dtype)
@@ -77,8 +79,16 @@ def attention_backward(
 
 def _dense(x: Any) -> Any:
     """Row-major and aligned to 16 bytes, what kernels read fastest. A copy only of other layouts."""
+    if x.flags.c_contiguous and x.data.ptr % 16 == 0:
+        return x
     x = cupy.ascontiguousarray(x)
     return x.copy() if x.data.ptr % 16 else x
+
+
+def _on_device_of(x: Any) -> AbstractContextManager[Any]:
+    """A context in which the GPU of ``x`` is current; where it is already, one that costs nothing."""
+    index = x.data.device_id
+    return _NOTHING if cupy.cuda.runtime.getDevice() == index else cupy.cuda.Device(index)
 
 
 def _check(**arrays: Any) -> None:

@@ -497,6 +497,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="the CPU path on NumPy arrays; needs neither GPU nor torch")
     parser.add_argument("--max-scores", type=int, default=100_000, help="with --cpu: pass over larger problems")
+    parser.add_argument("--modifiers", action="store_true", help="random score_mod and mask_mod: fuzz_modifiers.py")
     parser.add_argument("--replay", metavar="SEED:INDEX", help="run one problem")
     return parser.parse_args(argv)
 
@@ -505,6 +506,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, start = parse(argv), time.perf_counter()
     # The built-in table chooses, as the plan does; a measured choice would be looked up for each problem.
     os.environ["NVRTC_ATTN_AUTOTUNE"] = "0"
+    if options.modifiers:
+        import fuzz_modifiers
+
+        on_cpu = options.cpu or options.device == "cpu"
+        wrong = fuzz_modifiers.run(options.problems, options.seed, options.first, options.seconds, on_cpu)
+        return 1 if wrong else 0
     if options.replay:
         seed, index = map(int, options.replay.split(":"))
         p = fuzz_problems.problem(seed, index)

@@ -227,6 +227,147 @@ def _score(rng: np.random.Generator, depth: int) -> str:
     return f"({found})"
 
 
+# ------------------------------------------------------------------------------------------- masks that tiles can be of
+
+
+def sparse_cases() -> list[ModifierCase]:
+    """Masks with whole tiles of nothing, of the kinds that models use."""
+
+    def mask(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
+        return lambda a: (None, lambda b, h, q, k: function(a, b, h, q, k))
+
+    def documents(n: tuple[int, int, int, int], rng: np.random.Generator) -> dict[str, Array]:
+        longest = max(n[2:])
+        cuts = np.sort(rng.integers(1, longest, 5))
+        return {"ids": np.searchsorted(cuts, np.arange(longest), "right").astype(np.int32)}
+
+    def blocks(n: tuple[int, int, int, int], rng: np.random.Generator) -> dict[str, Array]:
+        return {"blocks": rng.random((n[2] // 16 + 1, n[3] // 16 + 1)) < 0.3}
+
+    width, reach = 40, 64
+    return [
+        ModifierCase("causal below", mask(lambda a, b, h, q, k: (q >= k) & (q - k < width))),
+        ModifierCase("sinks and window", mask(lambda a, b, h, q, k: (q >= k) & ((q - k < width) | (k < 4)))),
+        ModifierCase("documents", mask(lambda a, b, h, q, k: (a["ids"][q] == a["ids"][k])), documents),
+        ModifierCase(
+            "causal documents", mask(lambda a, b, h, q, k: (a["ids"][q] == a["ids"][k]) & (q >= k)), documents
+        ),
+        ModifierCase(
+            "prefix", mask(lambda a, b, h, q, k: (k < a["lengths"][b]) | (k <= q)),
+            lambda n, rng: {"lengths": rng.integers(0, n[3] + 1, n[0]).astype(np.int32)},
+        ),
+        ModifierCase(
+            "prefix of documents",
+            mask(lambda a, b, h, q, k: (a["ids"][q] == a["ids"][k]) & ((k < a["prefix"][a["ids"][q]]) | (k <= q))),
+            lambda n, rng: {**documents(n, rng), "prefix": rng.integers(0, n[3], 6).astype(np.int64)},
+        ),
+        ModifierCase(
+            "padding", mask(lambda a, b, h, q, k: k < a["lengths"][b]),
+            lambda n, rng: {"lengths": rng.integers(0, n[3] + 1, n[0]).astype(np.int32)},
+        ),
+        ModifierCase(
+            "window of a head", mask(lambda a, b, h, q, k: abs(q - k) < a["reach"][h]),
+            lambda n, rng: {"reach": rng.integers(1, n[3], n[1]).astype(np.int32)},
+        ),
+        ModifierCase(
+            "natten", mask(lambda a, b, h, q, k: (abs(q // 16 - k // 16) <= 1) & (abs(q % 16 - k % 16) <= 2)),
+        ),
+        ModifierCase("chunks", mask(lambda a, b, h, q, k: (q // reach == k // reach) & (q >= k))),
+        ModifierCase(
+            "block diffusion",
+            mask(lambda a, b, h, q, k: np.where(
+                q < reach, np.where(k < reach, q // 8 == k // 8, q // 8 > (k - reach) // 8),
+                (k >= reach) & ((q - reach) // 8 >= (k - reach) // 8),
+            )),
+        ),
+        ModifierCase("blocks", mask(lambda a, b, h, q, k: a["blocks"][q // 16, k // 16]), blocks),
+        ModifierCase("circle", mask(lambda a, b, h, q, k: np.sqrt((q - k) * (q - k) * 1.0 + 1.0) <= 20.5)),
+    ]  # fmt: skip
+
+
+def random_mask(seed: int) -> ModifierCase:
+    """A random condition of integers and floating-point numbers, arrays and their elements beyond the end."""
+    rng = np.random.default_rng([seed, 77])
+    text = f"lambda b, h, q, k: {_wide_condition(rng, 3)}"
+    constants = {f"c{i}": round(float(rng.uniform(0.2, 20.0)), 3) for i in range(3)}
+    whole = {f"n{i}": int(rng.integers(2, 40)) for i in range(3)}
+
+    def make(arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+        return None, eval(text, {"np": np, **constants, **whole, **arrays})
+
+    def arrays(n: tuple[int, int, int, int], rng: np.random.Generator) -> dict[str, Array]:
+        longest = max(n[2:])
+        everything = {
+            "ids_q": _documents(n[2], rng), "ids_k": _documents(n[3], rng).astype(np.int64),
+            "lengths": rng.integers(0, n[3] + 1, n[0]).astype(np.int32), "reach": rng.integers(0, 30, n[1]),
+            "flags": np.arange(n[3]) % 29 < 20, "row": np.cumsum(_floats(n[2], rng=rng)).astype(np.float32),
+            "column": _floats(n[3], rng=rng), "short": rng.integers(-3, 9, longest // 2).astype(np.int32),
+            "table": rng.random((longest // 8 + 1, longest // 8 + 1)) < 0.4,
+            "bytes": rng.integers(0, 5, (3, 5), np.uint8), "wide": np.round(rng.random(7), 3),
+        }  # fmt: skip
+        return {name: x for name, x in everything.items() if name in text}
+
+    return ModifierCase(f"mask {seed}: {text}", make, arrays)
+
+
+def _wide_integer(rng: np.random.Generator, depth: int) -> str:
+    leaves = (
+        "b", "h", "q", "q", "k", "k", "n0", "n1", "3", "17", "ids_q[q]", "ids_k[k]", "lengths[b]", "reach[h]",
+        "short[q]", "short[abs(q - k)]", "bytes[b, (q // 8 + k // 8) % 6]", "short[ids_q[q]]",
+    )  # fmt: skip
+    if depth == 0 or rng.random() < 0.25:
+        return _pick(rng, leaves)
+    a, b = (_wide_integer(rng, depth - 1) for _ in range(2))
+    return _pick(
+        rng,
+        (
+            f"({a} + {b})", f"({a} - {b})", f"abs({a} - {b})", f"({a} * {b})", f"({a} // n2)", f"({a} % n1)",
+            f"({a} // 8)", f"np.minimum({a}, {b})", f"np.maximum({a}, {b})", f"({a} & 7)", f"({a} & {b})",
+            f"({a} | {b})", f"({a} ^ 5)", f"({a} >> 2)", f"({a} << 1)", f"(-{a})", f"np.sign({a} - {b})", f"(~{a})",
+            f"np.where({a} < {b}, {a}, {b})",
+            f"({a} % (abs({b}) + 1))", f"({a} // (abs({b}) + 1))", f"({a} - {b}) * ({a} - {b})", f"({a} % -7)",
+        ),
+    )  # fmt: skip
+
+
+def _wide_float(rng: np.random.Generator, depth: int) -> str:
+    if depth == 0 or rng.random() < 0.3:
+        return _pick(
+            rng, ("c0", "c1", "0.5", "row[q]", "column[k]", "wide[ids_q[q]]", "q * 0.25", "k / c2", "(q - k) * 0.1")
+        )
+    a, b = (_wide_float(rng, depth - 1) for _ in range(2))
+    return _pick(
+        rng,
+        (
+            f"({a} + {b})", f"({a} - {b})", f"({a} * {b})", f"({a} / (abs({b}) + 0.5))", f"({a} / {b})",
+            f"np.tanh({a})", f"np.sqrt(abs({a}))", f"np.sqrt({a})", f"np.log1p(abs({a}))", f"np.log({a})",
+            f"np.exp(-abs({a}))", f"np.sin({a})", f"np.floor({a})", f"np.maximum({a}, {b})", f"np.minimum({a}, {b})",
+            f"abs({a})", f"({a}) * ({a})", f"({a} % 3.0)", f"({a} // 2.5)", f"np.where({a} < {b}, {a}, {b})",
+            f"np.sign({a})", f"(abs({a}) + 0.1) ** 1.5", f"np.expm1(np.minimum({a}, 3.0))",
+        ),
+    )  # fmt: skip
+
+
+def _wide_condition(rng: np.random.Generator, depth: int) -> str:
+    if depth == 0 or rng.random() < 0.15:
+        if rng.random() < 0.3:
+            return f"({_wide_float(rng, 2)} {_pick(rng, ('<', '<=', '>', '>=', '==', '!='))} {_wide_float(rng, 1)})"
+        a, b = (_wide_integer(rng, 2) for _ in range(2))
+        plain = (
+            "flags[k]",
+            "(q >= k)",
+            "(ids_q[q] == ids_k[k])",
+            "table[q // 8, k // 8]",
+            "(k < lengths[b])",
+            "(q - k < n0)",
+        )
+        return _pick(rng, (*plain, *(f"({a} {op} {b})" for op in ("<=", "<", "==", "!=", ">="))))
+    a, b = (_wide_condition(rng, depth - 1) for _ in range(2))
+    return _pick(
+        rng, (f"({a} & {b})", f"({a} & {b})", f"({a} | {b})", f"(~{a})", f"({a} ^ {b})", f"np.where({a}, {b}, ~{b})")
+    )
+
+
 # --------------------------------------------------------------------------------------------------------- the oracle
 
 

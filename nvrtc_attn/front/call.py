@@ -12,6 +12,7 @@ import numpy as np
 
 from ..base.dtypes import DTYPES
 from ..base.errors import UnsupportedError, shown
+from ..modifiers.graph import dtype_of
 from ..modifiers.modifier import Modifier, Program
 from . import philox
 from .modified import Modified, gradient_views, simplify
@@ -288,11 +289,19 @@ def describe(
 
 
 def describe_shapes(
-    operands: Mapping[str, tuple[tuple[int, ...], str]], options: CallOptions, where: Device, stream: int = 0
+    operands: Mapping[str, tuple[tuple[int, ...], str]],
+    options: CallOptions,
+    where: Device,
+    stream: int = 0,
+    *,
+    modifier: Modifier | None = None,
+    trained: frozenset[int] = frozenset(),
+    keeps_arrays: bool = False,
 ) -> Call:
     """The validated call of row-major, aligned tensors whose memory is known later, or never: of shapes and dtypes.
 
-    ``operands`` has q, k, v and any of the other inputs, by name.
+    ``operands`` has q, k, v and any of the other inputs, by name. The arrays of a modifier are taken to be row-major,
+    too, and with ``keeps_arrays`` stay its own: none becomes a bias.
     """
     tensors = {
         name: TensorView(0, shape, dense_layout(shape, dtype).strides, dtype, where)
@@ -300,9 +309,23 @@ def describe_shapes(
         if name in operands
         for shape, dtype in (operands[name],)
     }
+    modified, program = None, _NO_PROGRAM
+    if modifier is not None:
+        views = tuple(
+            TensorView(0, tuple(x.shape), dense_layout(tuple(x.shape), dtype_of(x)).strides, dtype_of(x), where)
+            for x in modifier.captures
+        )
+        given = {**tensors, "bias": ()} if keeps_arrays else tensors
+        modified = simplify(modifier.with_captures(views), options, tensors, given, None, trained)
+        options = modified.options
+        if modified.bias is not None:
+            tensors["bias"] = modified.bias
+            options = options._replace(dbias=modified.bias_capture in trained)
+        if modified.modifier is not None:
+            program = modified.modifier.program, modified.trained(trained)
     return Call(
-        tensors=tensors, options=options, problem=_build(tensors, options), producer_stream=None, launch_stream=stream,
-        hold_owners=False,
+        tensors=tensors, options=options, problem=_build(tensors, options, program), producer_stream=None,
+        launch_stream=stream, hold_owners=False, modified=modified,
     )  # fmt: skip
 
 

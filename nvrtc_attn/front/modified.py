@@ -90,7 +90,7 @@ def simplify(
 
 
 def _view(x: Any, place: int, where: Device, stream: int | None) -> TensorView:
-    found = view(x, f"captured array {place} of the modifier", stream=stream)
+    found = x if isinstance(x, TensorView) else view(x, f"captured array {place} of the modifier", stream=stream)
     if found.device != where:
         raise ValueError(
             f"score_mod, mask_mod: captured array {place}, of shape {found.shape}, is on {found.device}, but q is on "

@@ -62,6 +62,21 @@ def choose_forward(
     )
 
 
+def narrower_forward(
+    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
+) -> list[ForwardPlanSpec]:
+    """What to take, best first, where the kernel of `choose_forward` spills, as one with an unknown modifier may.
+
+    None of the portable family, whose tiles leave registers; arguments as in `choose_forward`.
+    """
+    from . import hopper_forward
+
+    target: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit}
+    if choose_forward(problem, **target, backend=backend).main.config.kernel != "forward_hopper":
+        return []
+    return hopper_forward.narrower(problem, num_sms=num_sms)
+
+
 def choose_backward(
     problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
 ) -> BackwardPlanSpec:

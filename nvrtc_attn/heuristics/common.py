@@ -6,8 +6,9 @@ from ctypes import c_float
 
 from ..front.operands import OPERANDS
 from ..front.problem import AttentionProblem, OperandLayout
-from ..jit.config import Features
+from ..jit.config import BackwardConfig, Features
 from ..modifiers.cuda import cuda_source
+from .spec import Launch
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -48,9 +49,32 @@ def features_of(problem: AttentionProblem, *, behind: bool = False) -> Features:
         part=problem.dropout_pitches is not None,
         float32_q=is_float32(problem, "out", "dq"),
         float32_k=is_float32(problem, "dk", "dv"),
-        modifier="" if problem.modifier is None else cuda_source(problem.modifier, problem.trained),
+        modifier=_modifier_text(problem),
         optional=" ".join(name for name in problem.further_inputs if behind or not OPERANDS[name].behind),
     )
+
+
+def _modifier_text(problem: AttentionProblem) -> str:
+    if problem.modifier is None:
+        return ""
+    return cuda_source(problem.modifier, problem.trained, orders_gradients(problem))
+
+
+def orders_gradients(problem: AttentionProblem) -> bool:
+    """Whether gradients of captured arrays are summed in integers, which have no order of additions."""
+    return problem.deterministic and bool(problem.trained)
+
+
+def choose_captured(problem: AttentionProblem, *, arch: str, num_sms: int) -> list[Launch]:
+    """The launch that makes the gradients of captured arrays of their words; none where atomics add to them."""
+    if not orders_gradients(problem):
+        return []
+    features = Features(modifier=features_of(problem).modifier)
+    config = BackwardConfig(
+        kernel="captured_sum", arch=arch, dtype=problem.dtype, head_dim=8, head_dim_v=8, block_m=16, block_n=16,
+        num_warps=4, features=features, dq="none",
+    )  # fmt: skip
+    return [Launch(config=config, grid=4 * num_sms, block=config.num_threads, smem_bytes=0)]
 
 
 def is_float32(problem: AttentionProblem, *names: str) -> bool:

@@ -13,7 +13,8 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
-from .common import ceil_div, features_of, is_aligned, is_float32, is_full_shape, packed_slots
+from ..modifiers.cuda import has_head_slope, takes_registers
+from .common import ceil_div, choose_captured, features_of, is_aligned, is_float32, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (
     DTYPES_16BIT,
@@ -46,6 +47,21 @@ BLOCK_N: Final = 128
 NUM_STAGES: Final = 2
 PREPARE_ROWS: Final = 16
 """Query rows of a thread block of ``backward_hopper_prepare``."""
+TURNS_OF_TILE: Final = 2
+"""What a key tile takes beside its query tiles, in those."""
+TURNS_OF_PART: Final = 5
+"""What a part of one takes: it adds up three query tiles' worth of dk and dv."""
+MAX_PARTS: Final = 16
+MIN_GAIN_OF_PARTS: Final = 16
+"""In query tiles: some 45 microseconds, of which clearing and converting the sums take a part."""
+MOST_OF_GROUP: Final = 200 << 20
+"""Bytes of Q, dO and dq of a group's heads that key tiles may read again and again."""
+MIN_WAVES_CAUSAL: Final = 3.5
+MIN_WAVES_PACKED: Final = 7.5
+MOST_STEP: Final = 2
+"""Query tiles by which a key tile begins after the one before it, at most: what it has read is still in L2 then. 1 x
+32760 x 512, 40 heads: 2.68 ms, and 3.67 spread over all of them; 4 x 4096 x 300, 10 heads, D 64: 0.136 and 0.161."""
+WINDOW_L2_BYTES: Final = 40 << 20
 L2_BYTES: Final = 32 << 20
 """What stays in an L2 of 50 to 60 MB beside what streams through."""
 
@@ -68,8 +84,9 @@ class Tile:
     """So many key tiles, the first ones, are one block's each. Read where ``parts`` are more than one."""
     own_code: bool = False
     """`HopperBackwardConfig.own_code`: head dims of 72 to 112."""
+    keys_in_registers: bool = False
     values_in_registers: bool = False
-    """`HopperBackwardConfig.values_in_registers`: head dims up to 96."""
+    """`HopperBackwardConfig.values_in_registers`: head dims up to 96, as for keys."""
     heads_together: int | None = None
     """Key heads whose tiles are handed out together, instead of `head_group`."""
     step: int | None = None
@@ -102,7 +119,7 @@ def uses_keep_words(problem: AttentionProblem) -> bool:
     All launches then take 0.77 (D 64) to 0.81 (D 128, causal) of the time (H200, 2026-11-21; the figures are in
     docs/experiments.md, "Dropout: decisions made elsewhere").
     """
-    if is_wide(problem):
+    if is_wide(problem) or problem.modifier is not None:
         return False
     return problem.dropout_p > 0 and score_operands(problem) == 1 and not problem.softcap
 
@@ -112,12 +129,15 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
 
     128 queries fit in registers up to head dim 64 only. Beyond it 80 with plain scores read 7.5 % less shared memory
     than 64 and are 1 to 4 % faster. ``fused`` saves a launch, 2 to 12 % up to 2048 queries (4096 with a band), but
-    with two key tiles a multiprocessor or fewer all of them wait for their rows at once.
+    with two key tiles a multiprocessor or fewer all of them wait for their rows at once. V in registers is 1 to 4 %
+    faster up to head dim 96, and at 72 and 80 columns dQ's products without padding 1 to 3 % more (2026-11-22).
     """
     if is_wide(problem):
         return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
     # What a score needs beside its product takes the registers of half of the queries.
     plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
+    if problem.modifier is not None:
+        plain = modifies_plainly(problem) and not takes_registers(problem.modifier)
     block_m = 128 if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and plain else 64
     tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms))
     if not is_plain(problem):
@@ -125,10 +145,20 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     longest = 4096 if problem.band else 2048
     waves = tile.splits * key_tiles(problem) / num_sms
     fused = waves > 2 and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
-    full_width = product_width(min(problem.head_dim, problem.head_dim_v)) == 128
+    widths = [product_width(x) for x in (problem.head_dim, problem.head_dim_v)]
     # Blocks of dq of 80 queries are turned round in 16 bits.
-    transposed = full_width and not fused and not is_float32(problem, "dq")
-    return replace(tile, block_m=80 if transposed else block_m, fused=fused)
+    transposed = min(widths) == 128 and not fused and not is_float32(problem, "dq")
+    parts = choose_parts(problem, 80 if transposed else block_m, num_sms)
+    splits = 1 if parts > 1 else tile.splits
+    tile = replace(tile, fused=fused, splits=splits, parts=parts, **registers_of(problem))
+    # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
+    return replace(tile, block_m=80) if transposed and splits == 1 else tile
+
+
+def registers_of(problem: AttentionProblem) -> dict[str, bool]:
+    """What of a tile of plain scores stays in registers, and whether consumers have code of their own."""
+    widths = [product_width(x) for x in (problem.head_dim, problem.head_dim_v)]
+    return {"own_code": widths[0] == 80, "values_in_registers": max(widths) <= 96}
 
 
 def key_tiles(problem: AttentionProblem) -> int:
@@ -156,8 +186,9 @@ def tile_list_of(problem: AttentionProblem, splits: int) -> TileList:
 def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
     """Thread blocks that share the query heads of a group: as few as keep the multiprocessors busy.
 
-    Causal tiles have unequal work: eight a multiprocessor. H200, D 128 causal, TFLOP/s by blocks: 2 x 4096, 32 heads on
-    one key head 1 149, 4 294, 16 419, 32 414, with 32 key heads 437 (all: benchmarks/results/grouped_heads.txt).
+    Causal tiles have unequal work: four a multiprocessor, of packed sequences, whose longest are not known, eight.
+    Time with as few over time with twice as many, 32 heads on 8: 0.93 (16 x 1024), 0.93 (2 x 8192), 0.83 (packed 16 x
+    1024); docs/experiments.md, "Hopper backward: who has which key tile, when".
     """
     if problem.deterministic or is_wide(problem) or not problem.num_heads_kv:
         return 1
@@ -166,9 +197,45 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
     group = problem.num_heads // problem.num_heads_kv
     for splits in range(1, group):
         waves = splits * key_tiles(problem) / num_sms
-        if group % splits == 0 and (waves >= 8 or (not problem.band and waves >= 0.95 * math.ceil(waves))):
+        enough = MIN_WAVES_PACKED if problem.varlen else MIN_WAVES_CAUSAL
+        if group % splits == 0 and (waves >= enough or (not problem.band and waves >= 0.95 * math.ceil(waves))):
             return splits
     return group
+
+
+def can_share(problem: AttentionProblem) -> bool:
+    """Whether thread blocks can share the query tiles of a key tile: registers suffice, and lengths alone say which."""
+    on_device = problem.varlen or problem.seqused_k or problem.deterministic
+    scores = score_operands(problem) == 0 or (hides_keys(problem) and not walks_words(problem))
+    return scores and not (problem.softcap or on_device or is_wide(problem))
+
+
+def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
+    """Parts of a key tile's query tiles, each a thread block's: those with which the last wave ends first.
+
+    Few key tiles and many queries (text cross-attention): 160 key tiles of 410 query tiles in 1, 2, 3, 4, 9 parts take
+    2.68, 2.32, 2.15, 2.08, 2.09 ms on 132 multiprocessors; 120 of 32 in 2 and 4 parts 1.10 and 1.15 of the time in one.
+    Grouped heads far too large for L2 have a query head a part: 0.92 of the time (1 x 16384, 64 on 4, causal; H200,
+    2026-11-22).
+    """
+    group = problem.num_heads // max(problem.num_heads_kv, 1)
+    tiles = key_tiles(problem)
+    if not is_plain(problem) or not tiles or is_float32(problem, "dk", "dv"):  # its parts write the type of k
+        return 1
+    if problem.band:
+        unbounded = problem.window_left is None and problem.window_right is not None
+        drifts = group * head_bytes(problem) > MOST_OF_GROUP and head_bytes(problem) <= L2_BYTES
+        return group if unbounded and drifts and num_sms <= 2 * tiles <= 16 * num_sms else 1
+    turns = ceil_div(problem.seqlen_q, block_m)
+    if group > 1 or 2 * tiles < num_sms:  # heads are split, or it may be the portable family's
+        return 1
+
+    def time(parts: int) -> int:
+        beside = TURNS_OF_PART if parts > 1 else TURNS_OF_TILE
+        return ceil_div(tiles * parts, num_sms) * (ceil_div(turns, parts) + beside)
+
+    parts = min(range(1, MAX_PARTS + 1), key=time)
+    return parts if time(1) - time(parts) >= max(MIN_GAIN_OF_PARTS, time(1) // 8) else 1
 
 
 def is_plain(problem: AttentionProblem) -> bool:
@@ -179,7 +246,15 @@ def is_plain(problem: AttentionProblem) -> bool:
     """
     on_device = problem.varlen or problem.seqused_k
     summed = problem.seqlen_k > BLOCK_N and not problem.deterministic and not is_wide(problem)
-    return summed and score_operands(problem) == 0 and not (problem.softcap or on_device)
+    return summed and score_operands(problem) == 0 and not (problem.softcap or on_device or problem.modifier)
+
+
+def modifies_plainly(problem: AttentionProblem) -> bool:
+    """Whether P is known before dP is there, and dS times one factor of the head: ``kPlainModifier`` without more."""
+    program = problem.modifier
+    if program is None or problem.trained or problem.softcap or score_operands(problem):
+        return False
+    return has_head_slope(program)
 
 
 def bias_as_tiles(problem: AttentionProblem) -> bool:
@@ -189,7 +264,7 @@ def bias_as_tiles(problem: AttentionProblem) -> bool:
     or dropout, P waits for both products, and every thread reads its own.
     """
     bias = problem.bias
-    if bias is None or is_wide(problem):
+    if bias is None or is_wide(problem) or problem.modifier is not None:
         return False
     if score_operands(problem) > 1 or problem.softcap or bias.dtype != problem.dtype:
         return False
@@ -221,6 +296,8 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, num_sms: int, 
         if not least <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
             found.append(f"{name} is {head_dim}; accepted are multiples of 8 from {least} to {MAX_HEAD_DIM}")
     found += reasons_against_wide(problem) if is_wide(problem) else reasons_against_spills(problem)
+    if problem.modifier is not None and is_wide(problem):
+        found.append("score_mod or mask_mod beyond head dim 128, which the kernel of two thread blocks does not read")
     if problem.varlen and problem.bias is not None:
         found.append("bias with cu_seqlens")
     found += reasons_against_size(problem)
@@ -238,6 +315,8 @@ def reasons_against_spills(problem: AttentionProblem) -> list[str]:
     if max(problem.head_dim, problem.head_dim_v) <= 64:
         return []
     found = []
+    if problem.modifier is not None and (score_operands(problem) or problem.softcap):
+        found.append("score_mod or mask_mod beside bias, mask, dropout or softcap beyond head dim 64 likewise")
     if score_operands(problem) > 1:
         found.append("two of bias, mask and dropout beyond head dim 64, where the kernel would spill registers")
     if problem.dropout_p > 0 and problem.softcap:
@@ -261,8 +340,8 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     """Why the portable family is faster than the plan ``spec``; empty when it is not.
 
     Where multiprocessors are busy this family takes 0.45 to 0.9 of its time in every case measured (H200, 2026-11-21).
-    But it does not split queries, and with thread blocks for less than half of the multiprocessors a portable kernel
-    that splits them in more than two keeps more of the GPU at work (docs/experiments.md, "Few key tiles").
+    But with thread blocks for less than half of the multiprocessors, whose queries `choose_parts` does not share, a
+    portable kernel that splits them in more than two keeps more at work (docs/experiments.md, "Few key tiles").
     """
     main = kernel_of(spec)
     tiles = dict(main.params)["num_tiles"]
@@ -306,8 +385,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         num_warps=4 + BLOCK_N // 16 + 4 * keep_words,
         num_stages=NUM_STAGES,
         features=features,
-        log2_lse=(score_operands(problem) == 0 or keep_words or hides_keys(problem))
-        and not (features.softcap or features.prescale),
+        log2_lse=reads_log2_lse(problem, features),
         one_key_tile=one_key_tile,
         dbias="store" if stores_dbias(problem) else "none",
         dbias_dtype=problem.bias.dtype if stores_dbias(problem) and problem.bias is not None else None,
@@ -318,8 +396,10 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         fused=tile.fused,
         split=tile.splits > 1,
         parts=tile.parts > 1,
-        own_code=tile.own_code,
-        values_in_registers=tile.values_in_registers,
+        # Not of 80 queries, whose dQ is computed transposed and takes the registers.
+        own_code=tile.own_code and tile.block_m == 64,
+        keys_in_registers=tile.keys_in_registers and tile.block_m == 64,
+        values_in_registers=tile.values_in_registers and tile.block_m != 80,
     )
     if tile.wide:
         return wide_config(problem, config)
@@ -328,12 +408,25 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     return replace(config, smem_bytes=smem_bytes(config))
 
 
+def reads_log2_lse(problem: AttentionProblem, features: Features) -> bool:
+    """Whether P's exponent is one fused operation: of products, and of what a plain modifier makes of them."""
+    if problem.modifier is not None and problem.modifier.score is not None:
+        return modifies_plainly(problem)
+    if features.softcap or features.prescale:
+        return False
+    if problem.modifier is not None:
+        return modifies_plainly(problem)
+    return score_operands(problem) == 0 or uses_keep_words(problem) or hides_keys(problem)
+
+
 def hides_keys(problem: AttentionProblem) -> bool:
     """Whether the mask, alone, is the same for all queries of a key head: [B, 1, 1, Mk], padding.
 
     A score then needs no byte of it, and P is known before dP, as without a mask.
     """
     if problem.mask is None or score_operands(problem) > 1 or problem.softcap or is_wide(problem):
+        return False
+    if problem.modifier is not None:
         return False
     _, heads, rows, _ = problem.mask.shape
     return rows == 1 and (heads == 1 or problem.num_heads == problem.num_heads_kv)
@@ -350,25 +443,47 @@ def prepare_warps(head_dim_v: int) -> int:
     return PREPARE_ROWS * (1 << (vectors - 1).bit_length()) // 32
 
 
-def head_group(problem: AttentionProblem, splits: int = 1) -> int:
+def head_bytes(problem: AttentionProblem) -> int:
+    """Q, dO and dq of a query head."""
+    return problem.seqlen_q * (2 * problem.head_dim_v + 6 * problem.head_dim)
+
+
+def head_group(problem: AttentionProblem, splits: int, workers: int) -> int:
     """Key heads whose key tiles are handed out together, longest first: as many as stay in L2; 1 without a band.
 
-    In the deterministic pass neighbouring key tiles of a head wait for each other: there other heads come between them.
+    With a band no fewer than run at the same time in any case, or the last head's longest tiles begin when nothing is
+    left beside them: D 192, 4096, 96 heads on 8, 2 instead of 1 take 0.89 of the time; D 128, 2 x 8192, 32 on 8, 0.91;
+    16384 with a window of 4096, 32 on 8, 4 instead of 1 0.97 (H200, 2026-11-22). In the deterministic pass neighbouring
+    key tiles of a head wait for each other: there other heads come between them.
     """
     if not problem.band and not problem.deterministic:
         return 1
-    group = problem.num_heads // problem.num_heads_kv // splits
-    bytes_per_head = group * problem.seqlen_q * (2 * problem.head_dim_v + 6 * problem.head_dim)
+    heads = problem.batch * problem.num_heads_kv * splits
+    per_head = head_bytes(problem)
     l2_bytes = WIDE_L2_BYTES if is_wide(problem) else L2_BYTES
-    return max(1, min(problem.batch * problem.num_heads_kv * splits, l2_bytes // max(bytes_per_head, 1)))
+    fitting = l2_bytes // max(per_head * (problem.num_heads // problem.num_heads_kv // splits), 1)
+    together = max(1, min(heads, fitting))
+    if problem.deterministic or together == heads:
+        return together
+    if problem.window_left is not None and problem.window_right is not None:
+        # Tiles of the same length walk through the heads of a group side by side: of each only the window is in L2.
+        row = per_head // max(problem.seqlen_q, 1)
+        window = problem.window_left + problem.window_right + 1
+        fitting = (WINDOW_L2_BYTES - workers * BLOCK_N * row) // (window * row)
+        running = min(8, 1 << max(fitting, 1).bit_length() - 1)
+    else:
+        running = min(workers // ceil_div(problem.seqlen_k, BLOCK_N), heads)
+    # All groups of one size.
+    even = next((x for x in range(running, together, -1) if heads % x == 0), together)
+    return max(together, even)
 
 
 def query_step(num_m_blocks: int, num_n_blocks: int) -> int:
-    """By how many query tiles a key tile begins after the one before it, times 4096: evenly over all of them.
+    """By how many query tiles a key tile begins after the one before it, times 4096: evenly over all of them, up to 2.
 
     Zero where the first rows of the last key tiles would not fit in 32 bits: 2^25 queries.
     """
-    return (num_m_blocks << 12) // num_n_blocks if num_m_blocks < 1 << 19 else 0
+    return min((num_m_blocks << 12) // num_n_blocks, MOST_STEP << 12) if num_m_blocks < 1 << 19 else 0
 
 
 def plan_spec(
@@ -383,7 +498,7 @@ def plan_spec(
     # Varlen: each sequence begins in a tile of its own.
     tiles = packed_slots(problem.q.shape[1], problem.batch, config.block_m) if varlen else num_m_blocks
     key_tiles_of_head = entries * num_n_blocks
-    listed, group = None, head_group(problem, tile.splits)
+    listed, group = None, head_group(problem, tile.splits, num_sms // config.cluster)
     if varlen:
         listed = tile_list_of(problem, tile.splits)
         key_tiles_of_head, group = listed.tiles, listed.heads
@@ -477,7 +592,7 @@ def plan_spec(
             )
         )
     if shared:
-        convert_parts = HopperBackwardConfig(kernel="dkv_parts_convert", **shape)
+        convert_parts = HopperBackwardConfig(kernel="dkv_hopper_convert", **shape)
         launches.append(
             Launch(config=convert_parts, grid=shared, block=convert_parts.num_threads, smem_bytes=0, params=schedule)
         )
@@ -531,6 +646,7 @@ def plan_spec(
             partial = Workspace(field="dbias_partial", nbytes=nbytes, params=(("num_dbias_splits", splits),))
         launches += more
         workspaces.append(partial)
+    launches += choose_captured(problem, arch="sm_90a", num_sms=num_sms)
     launches += choose_sink(problem, arch="sm_90a", block_m=config.block_m, padded=True, log2_lse=config.log2_lse)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
@@ -567,6 +683,14 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles[replace(tile, block_m=fused_size, fused=not tile.fused)] = None
         if max(problem.head_dim, problem.head_dim_v) > 64:
             tiles[replace(tile, block_m=80, fused=False)] = None
+        if tile.values_in_registers and max(problem.head_dim, problem.head_dim_v) > 64:
+            tiles[replace(tile, own_code=True, keys_in_registers=True)] = None
+    elif problem.varlen and not (score_operands(problem) or problem.softcap or problem.deterministic or tile.wide):
+        tiles[replace(tile, **registers_of(problem))] = None
     if tile.splits > 1:
         tiles[replace(tile, splits=1)] = None
+    # Parts where no table has them: one key tile, or so few that the multiprocessors are not half full.
+    few = 4 * key_tiles(problem) <= 3 * num_sms and problem.seqlen_q >= 1024
+    if few and tile.parts == tile.splits == 1 and can_share(problem) and not problem.band:
+        tiles[replace(tile, parts=num_sms // max(key_tiles(problem), 1))] = None
     return [plan_spec(problem, x, num_sms=num_sms, smem_limit=smem_limit) for x in tiles]

@@ -38,8 +38,6 @@ def reasons_against_target(problem: AttentionProblem, arch: str, family: str) ->
         found.append(f"the target is {arch}; warp-group matrix products exist on sm_90a alone")
     if problem.dtype not in DTYPES_16BIT:
         found.append(f"dtype is {problem.dtype}; accepted are float16 and bfloat16")
-    if problem.modifier is not None:
-        found.append("score_mod or mask_mod is given, which no kernel of the family reads")
     return found + unread_by(family, problem.further_inputs)
 
 

@@ -25,7 +25,7 @@ TILE_OVERHEAD: Final = 1
 def serves(problem: AttentionProblem) -> bool:
     """Whether the kernel can make dbias; q, k, v, dout and head dims are those of ``backward_hopper``."""
     bias = problem.bias
-    if bias is None or is_wide(problem):
+    if bias is None or is_wide(problem) or problem.modifier is not None:
         return False
     if bias.dtype != problem.dtype or score_operands(problem) > 1 or problem.softcap:
         return False

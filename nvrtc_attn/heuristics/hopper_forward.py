@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
+from ..modifiers.cuda import takes_registers
 from .common import ceil_div, features_of, is_vectorizable, packed_slots
 from .hopper_common import (
     DTYPES_16BIT,
@@ -47,9 +48,9 @@ FITS_KEYS: Final = True
 time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
 LEAST_FIT: Final = 1.04
 """What a narrower tile must gain by `fitted_columns`: it costs the third slot for K and V at head dim 64."""
-PACKS_HEADS: Final = False
-"""Whether heads are packed where it pays (`packs_heads`). Nobody has measured it yet: part ``pack`` of
-``benchmarks/short.py``."""
+PACKS_HEADS: Final = True
+"""Whether tables and the autotuner pack heads where it pays (`packs_heads`): 16 queries of 64 heads on 8 with 4096 keys
+80 us instead of 122, 64 queries of 16 heads on 4 34 instead of 43 (H200, 2026-11-22)."""
 KEY_TILE_OVERHEAD_COLUMNS: Final = 24
 """What a key tile costs beside its columns, in columns: no tile is worth being narrower than 80."""
 
@@ -68,7 +69,6 @@ class Tile:
     score_tiles: bool = False
     num_stages_scores: int = 2
     packed_heads: bool = False
-    keep_words: bool = False
 
 
 def smem_bytes(config: HopperForwardConfig) -> int:
@@ -79,8 +79,6 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     barriers = 16 * config.num_stages_scores if scores else 0
     barriers += 8 * config.num_stages if config.features.mask else 0
     barriers += 16 * config.features.tile_words
-    # Two words a consumer and two barriers for each of four slots.
-    barriers += 4 * (8 * 2 * config.block_m + 16) if config.keep_words else 0
     announced = (32 if config.features.varlen else 16) * config.num_stages_q
     return 128 * rows + scores + announced + 16 * config.num_stages_q + 32 * config.num_stages + barriers
 
@@ -109,7 +107,9 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
     diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
-    mapped = problem.softcap > 0 or problem.softmax_scale <= 0
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or problem.modifier is not None
+    if problem.modifier is not None and takes_registers(problem.modifier):
+        operands += 1  # what it reads waits in registers, too
     if widest <= 64:
         if direct:
             wide = problem.bias is not None and problem.bias.dtype != "float32" and lazy
@@ -123,7 +123,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
         # tile is no wider than they are, which saves a sixth of the time.
         rows = _rows_of_narrow(problem, num_sms)
         lengths = problem.varlen or problem.seqused_k
-        columns = 112 if rows == 192 and (lengths or mapped) else 128
+        wide = rows == 192 and _long_documents(problem)
+        columns = 112 if rows == 192 and (lengths or mapped) and not wide else 128
         if not lengths:
             columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
         # A third slot for K and V brings the keys of the next query tile in time, 3 to 6 % up to 2048. With it and a
@@ -135,12 +136,15 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
             block_n=columns,
             num_stages=3 if third else 2,
             num_stages_q=2,
-            half_tile=diagonal and not mapped and problem.seqlen_q <= 2048 and columns == 128,
+            half_tile=(diagonal and not mapped and problem.seqlen_q <= 2048 and columns == 128)
+            or (wide and problem.band),
             lazy_max=True,
         )
     if widest <= 128:
         if direct:
             return Tile(block_m=128, block_n=96 if lazy else 64, num_stages_q=2, lazy_max=lazy)
+        if (between := _tile_between(problem, num_sms)) is not None:
+            return between
         # A second slot for Q hides the load of the next query tile and still leaves room for 128 keys: 708 at 4096,
         # against 667 with 176 keys and one slot. A third slot for K and V in its place is 5 % slower at 1024.
         half = diagonal and problem.seqlen_q <= 1024 and not (operands or mapped)
@@ -150,7 +154,13 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     if widest <= 192:
         if direct:
             return Tile(block_m=128, block_n=64 if lazy else 48)
-        return Tile(block_m=128, block_n=96 if problem.band or operands else 112)
+        # Where values are narrow the output leaves the registers of head dim 128: 128 keys with `lazy_max` take 10 %
+        # less time than 96 or 112 without. With values of 192 columns wider causal tiles are 2 % faster at 4096.
+        plain = not (operands or mapped or problem.further_inputs or problem.modifier is not None)
+        if plain and problem.head_dim_v <= 128 and not problem.seqused_k:
+            return Tile(block_m=128, block_n=128, lazy_max=True)
+        short = problem.varlen or problem.seqused_k or problem.seqlen_q < 2048
+        return Tile(block_m=128, block_n=96 if operands or (problem.band and (short or not plain)) else 112)
     # The 128 accumulator registers of the output leave none for lazy_max (3 % slower at 4096), and the products are
     # long enough not to need turns. Shorter key tiles waste less on the diagonal, 8 % at 512.
     short = problem.window_right is not None and problem.seqlen_q <= 1024
@@ -210,6 +220,44 @@ def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = 
     return best if LEAST_FIT * cost(best) <= cost(columns) else columns
 
 
+def _long_documents(problem: AttentionProblem) -> bool:
+    """Whether packed sequences have key tiles as wide as dense ones, with a half tile if causal: 9 to 27 % less time.
+
+    From a mean of 512 keys on; of 272 (64 documents of 32 to 512) wide tiles stay empty too often, 2 % slower.
+    """
+    if not problem.varlen or problem.window_left is not None:
+        return False
+    other = problem.seqused_k or problem.softcap > 0 or problem.softmax_scale <= 0
+    if other or problem.further_inputs or problem.modifier is not None:
+        return False
+    return problem.k.shape[1] >= 512 * problem.batch
+
+
+def _tile_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
+    """Three consumers at head dims 65 to 96 as well, with 96 or 80 keys; ``None`` where two are faster.
+
+    Without a band, 192 rows take 0.79 of the time of as many rows at head dim 72, whose rows begin amid a sector, and
+    0.91 to 0.93 at 80 and 96, unless they stay empty or need more waves. Causal they are slower (0.96 at head dim 80).
+    """
+    if max(problem.head_dim, problem.head_dim_v) > 96 or problem.band or problem.seqused_k or score_operands(problem):
+        return None
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0
+    if mapped or problem.further_inputs or problem.modifier is not None:
+        return None
+    rows, heads = problem.seqlen_q, problem.batch * problem.num_heads
+    if problem.varlen:
+        rows = min(rows, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
+
+    def time(block_m: int) -> int:
+        return ceil_div(heads * ceil_div(rows, block_m), num_sms) * block_m
+
+    gain = 1.2 if problem.head_dim % 16 else 1.08
+    if time(192) > gain * time(128):
+        return None
+    columns = min((96, 80), key=lambda x: ceil_div(problem.seqlen_k, x) * (x + KEY_TILE_OVERHEAD_COLUMNS))
+    return Tile(block_m=192, block_n=columns, num_stages_q=2, lazy_max=True)
+
+
 def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
     """Query rows of a tile at head dim 64: 192 are faster by what the table above says, unless they stay empty.
 
@@ -267,6 +315,8 @@ def reasons_for_portable(problem: AttentionProblem, *, arch: str, smem_limit: in
         )
     if problem.head_dim_v > 192 and problem.dropout_p > 0 and (problem.varlen or problem.seqused_k):
         found.append(f"head_dim_v is {problem.head_dim_v}; with dropout and lengths on the device likewise")
+    if problem.modifier is not None and score_operands(problem) and max(problem.head_dim, problem.head_dim_v) > 128:
+        found.append("score_mod or mask_mod beside bias, mask or dropout beyond head dim 128: it would spill registers")
     tiles = problem.batch * (ceil_div(problem.seqlen_q, 64) + 1)
     if problem.varlen:
         tiles = packed_slots(problem.q.shape[1], problem.batch, 64)
@@ -295,7 +345,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         head_dim_v=product_width(problem.head_dim_v),
         block_m=tile.block_m,
         block_n=tile.block_n,
-        num_warps=4 + tile.block_m // 16 + 4 * tile.keep_words,
+        num_warps=4 + tile.block_m // 16,
         num_stages=tile.num_stages,
         num_stages_q=tile.num_stages_q,
         features=features_of(problem, behind=True),
@@ -305,7 +355,6 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         score_tiles=tile.score_tiles,
         num_stages_scores=tile.num_stages_scores,
         packed_heads=tile.packed_heads,
-        keep_words=tile.keep_words,
     )
     if words_pay(problem, tile.block_n):
         return with_words(config)
@@ -452,7 +501,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
         tile_words_bytes=words.nbytes if words else 0,
         ticket_bytes=4 * config.tickets,
         launches=(
-            *([plan_launch(words, config)] if words else ()),
+            *([plan_launch(problem, words, config)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,
@@ -535,6 +584,14 @@ def choose_forward(
     return reasons or plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms)
 
 
+def narrower(problem: AttentionProblem, *, num_sms: int) -> list[ForwardPlanSpec]:
+    """Plans with fewer keys a tile than the table's: fewer scores of a thread wait for what a modifier reads."""
+    tile = choose_tile(problem, num_sms)
+    step = 64 if tile.score_tiles else 32  # scores come in slabs of 64 columns
+    columns = [n for n in (tile.block_n - step, tile.block_n - 2 * step) if n >= 48]
+    return [plan_spec(problem, replace(tile, block_n=n, half_tile=False), num_sms=num_sms) for n in columns]
+
+
 def packed_heads_plan(
     problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
 ) -> ForwardPlanSpec | list[str]:
@@ -543,10 +600,21 @@ def packed_heads_plan(
     return reasons or plan_spec(problem, packed_heads_tile(problem, num_sms), num_sms=num_sms)
 
 
+def _other_rows(problem: AttentionProblem, tile: Tile) -> list[Tile]:
+    """At head dims 65 to 96 the other number of rows: which is faster depends on lengths and waves."""
+    widest, mapped = max(problem.head_dim, problem.head_dim_v), problem.softcap > 0 or problem.softmax_scale <= 0
+    other = problem.seqused_k or mapped or problem.further_inputs or problem.modifier is not None
+    if not 64 < widest <= 96 or score_operands(problem) or other:
+        return []
+    if tile.block_m == 192:
+        return [replace(tile, block_m=128, block_n=128)]
+    return [replace(tile, block_m=192, block_n=96, half_tile=False)]
+
+
 def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[ForwardPlanSpec]:
     """The table's plan and some whose tile differs from it as rows of the table differ; none where it has no plan."""
     packed: list[ForwardPlanSpec] = []
-    if may_pack_heads(problem) and problem.seqlen_q * problem.num_heads > 64 * problem.num_heads_kv:
+    if PACKS_HEADS and may_pack_heads(problem) and problem.seqlen_q * problem.num_heads > 64 * problem.num_heads_kv:
         found = packed_heads_plan(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
         packed = [] if isinstance(found, list) else [found]
     if reasons_for_portable(problem, arch=arch, smem_limit=smem_limit):
@@ -558,12 +626,14 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         rows, columns = (128, 128) if tile.block_m == 192 else (192, 112 if lengths else 128)
         tiles.append(replace(tile, block_m=rows, block_n=columns, half_tile=False))
     if problem.varlen and tile.block_m == 192 and tile.num_stages == 2:
-        tiles.append(replace(tile, num_stages=3))  # the keys of the next query tile come in time, as of dense ones
+        # The keys of the next query tile come in time, as of dense ones. Not with a half tile, as above.
+        tiles.append(replace(tile, num_stages=3, half_tile=False))
     diagonal = problem.window_right is not None and score_operands(problem) == 0 and not lengths
     if tile.half_tile or (diagonal and tile.block_n == 128):
         tiles.append(replace(tile, half_tile=not tile.half_tile))
     if tile.score_tiles and tile.num_stages_q == 2:
         tiles.append(replace(tile, num_stages_q=1))
+    tiles += _other_rows(problem, tile)
     fitted = fitted_columns(problem, tile.block_n, fits=True) if max(problem.head_dim, problem.head_dim_v) <= 128 else 0
     if 0 < fitted < tile.block_n:
         tiles.append(replace(tile, block_n=fitted, num_stages=2))

@@ -14,7 +14,7 @@ from ..base.errors import UnsupportedError
 from ..front.operands import unread_by
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import BackwardConfig, Features
-from .common import features_of, is_aligned, is_float32, is_full_shape, packed_slots
+from .common import choose_captured, features_of, is_aligned, is_float32, is_full_shape, packed_slots
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .sink import choose_sink
 from .spec import BackwardPlanSpec, Launch, Workspace
@@ -37,7 +37,7 @@ dims up to 64: 1.9 times as fast as the Hopper kernel, whose tile stays three qu
 gradient of the bias; H200, 2026-11-22), and 2.7 to 3.1 times as fast as adding dq up (256 and 4096 x 49)."""
 ONE_TILE_TOKENS: Final = 128
 """Up to this many the family stores dq where its tile holds all keys: 1.2 times as fast as adding it up (1000 x 100, H8
-D 32). The Hopper kernel, where there is one, takes 0.56 to 0.8 of its time, and stays."""
+D 32). The Hopper kernel, where there is one, takes 0.64 to 0.79 of its time, and stays."""
 MAX_SHORT_KEYS: Final = 256
 
 
@@ -113,7 +113,7 @@ TILES_32BIT: Final = (
 
 # Ahead of the others where one tile holds all keys of a short sequence and dq is stored (`may_store_dq`). There a block
 # does little between its loads and its stores, and more blocks hide them: 168 registers a thread, without spills. Two
-# blocks take 19 to 27 % longer at head dim 32, warps that share rows of dq 2 to 5 % (H200, 2026-11-22).
+# blocks take 21 to 26 % longer at head dim 32, warps that share rows of dq 2 to 3 % (H200, 2026-11-22).
 TILES_SHORT: Final = (
     Tile(width=32, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=4, blocks_per_sm=3),
     Tile(width=64, block_m=64, block_n=64, num_warps=4, warps_n=4, warps_m_dq=4, blocks_per_sm=2),
@@ -282,6 +282,7 @@ def choose_backward(
         workspaces.append(
             Workspace(field="dbias_partial", nbytes=partial_bytes, params=(("num_dbias_splits", num_dbias_splits),))
         )
+    launches += choose_captured(problem, arch=arch, num_sms=num_sms)
     launches += choose_sink(problem, arch=arch, block_m=config.block_m, padded=False)
     return BackwardPlanSpec(launches=tuple(launches), workspaces=tuple(workspaces))
 
@@ -327,7 +328,7 @@ def _storing_plan(problem: AttentionProblem, **target: Any) -> BackwardPlanSpec 
     """The plan that stores dq, None where no tile holds all keys.
 
     With at most one wave of thread blocks nothing hides a launch, and the kernel prepares its own rows: 1 x 64 and 1 x
-    128 tokens take 10 to 15 % less time so, 768 to 32000 blocks 3 to 15 % more (H200, 2026-11-22).
+    128 tokens take 10 to 15 % less time so, 768 to 32000 blocks 3 to 17 % more (H200, 2026-11-22).
     """
     try:
         plan = choose_backward(problem, **target, stores_dq=True)
@@ -360,11 +361,6 @@ def _check_supported(problem: AttentionProblem, legacy_mma: bool) -> None:
     reasons += unread_by("backward_portable", problem.further_inputs)
     if problem.deterministic and is_float32(problem, "dq"):
         reasons.append("dq: float32 of 16-bit queries, and deterministic, whose kernel writes the type of q")
-    if problem.deterministic and problem.trained:
-        reasons.append(
-            "deterministic: with a gradient of an array that score_mod captured - atomics add to its elements in any "
-            "order - a bias array, indexed with b, h, q and k alone, has an ordered gradient"
-        )
     if reasons:
         raise UnsupportedError("no kernel of the portable family computes this backward pass", reasons)
 

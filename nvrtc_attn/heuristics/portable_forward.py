@@ -34,10 +34,26 @@ DEEPER_ROWS: Final = 32
 """Up to this many rows a tile may have a third stage. Where blocks are many it takes the place of splits: 64 x 4096
 keys, 32 heads on 8, D 128, 256 us without splits, 264 with two, 282 with two stages and two splits; two queries of 2048
 keys 139 and 149. One block each of 32 rows, 8 queries of 8192 keys: 24.0 against 26.2 (H200, 2026-11-22)."""
-CLUSTERS: Final = (2, 4, 8)
+DEEPEST_BYTES: Final = 80 << 10
+"""Of K and V on the way to a block that is alone on its multiprocessor and has all keys."""
+CHAIN_BYTES: Final = 900 << 10
+CHAIN_BYTES_OF_DIM: Final = 13 << 10
+"""What such a block costs a key tile at least, in bytes that all others could have read, and more of it for each column
+of the head: from barrier to barrier it takes 0.43 us at D 64 and 0.64 at D 128, 33 and 52 GB/s. 8 x 2048 keys, 64 heads
+on 8: D 64 22.9 us against 26.3 with eight splits, D 128 30.2 against 35.4 with two; 4 x 8192 keys take 88 us against
+54.6 (H200, 2026-11-22)."""
+CLUSTERS: Final = (2, 4, 8, 16)
 """Splits that a cluster of thread blocks adds up itself. Eight blocks are what every GPU with clusters has room for."""
-CLUSTERS_FIRST: Final = False
-"""Whether such a plan may be the choice: not measured yet (``c`` in part ``decode`` of ``benchmarks/short.py``)."""
+PORTABLE_CLUSTER: Final = 8
+"""The largest cluster of the table; sixteen are for `candidates`."""
+CLUSTER_BYTES: Final = 6 << 20
+"""What adding up in a cluster costs, as `SPLIT_BYTES`. 1 x 8192 keys, 32 heads on 8: 20.7 us with eight blocks of six
+stages, 23.6 with sixteen splits and a second kernel; 4 queries of 4 x 8192 49.6 and 54.6 (H200, 2026-11-22)."""
+MOST_STAGES: Final = 6
+WIDE_CLUSTER_SMS: Final = 128
+"""Multiprocessors of a GPU of which enough lie together for sixteen blocks: a slice of one may have fewer."""
+CLUSTERS_FIRST: Final = True
+"""Whether tables and the autotuner take clusters: 1.06 to 1.23 times as fast where blocks are few (H200, 2026-11)."""
 COMBINE_WARPS: Final = 4
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
@@ -218,6 +234,7 @@ def _stream_keys(
     row_bytes: int,
     max_splits: int,
     ragged: bool,
+    clusters: bool = False,
 ) -> tuple[ForwardConfig, int]:
     """``config`` and its splits of the keys for few query rows, whose time is that of reading K and V.
 
@@ -233,6 +250,8 @@ def _stream_keys(
         What one split writes and the second kernel reads.
     ragged
         Several sequences have lengths on the device.
+    clusters
+        Splits may be a cluster: then the config says so.
     """
     tile_bytes = config.itemsize * config.block_n * (config.head_dim + config.head_dim_v)
     most = min(max_splits, max(num_key_tiles // 2, 1))
@@ -247,15 +266,17 @@ def _stream_keys(
         and 32 << 10 <= tile_bytes * (config.num_stages - 1) < 64 << 10
         and smem_bytes(deeper) <= smem_limit
     )
-    if deepens and 0 < one_each <= most and 10 * blocks * one_each >= 9 * num_sms and not ragged:
-        return deeper, one_each
-
     # 81, 133 and 227 registers at D 64, 128 and 256.
     registers = min(255, 40 + 3 * config.head_dim_v // 4)
     considered = [config]
     if deepens and blocks > num_sms:
         considered.append(deeper)
     best, best_cost = (config, 1), 0.0
+    if deepens and 0 < one_each <= most and 10 * blocks * one_each >= 9 * num_sms and not ragged:
+        best = deeper, one_each
+        best_cost = (ceil_div(num_key_tiles, one_each) + 0.25) * tile_bytes * blocks * one_each
+        best_cost += SPLIT_BYTES + 2 * one_each * row_bytes if one_each > 1 else 0
+        considered = []
     for staged in considered:
         slots = num_sms * _resident(staged, smem_limit, 65536 // (staged.num_threads * registers))
         busy = num_sms * IN_FLIGHT_BYTES / (tile_bytes * (staged.num_stages - 1))
@@ -269,6 +290,25 @@ def _stream_keys(
                 cost += SPLIT_BYTES + 2 * splits * row_bytes
             if not best_cost or cost < 0.99 * best_cost:
                 best, best_cost = (staged, splits), cost
+    # Fewer blocks than multiprocessors and not many keys: one block walks through all of them in less time than the
+    # second kernel takes, if what it asks for ahead is as much as its way from tile to tile is long.
+    deepest = replace(config, num_stages=1 + ceil_div(DEEPEST_BYTES, tile_bytes))
+    narrow = config.block_m <= DEEPER_ROWS and max(config.head_dim, config.head_dim_v) <= 128
+    if not narrow or best[1] == 1 or blocks >= num_sms or ragged:
+        return best
+    chain = CHAIN_BYTES + CHAIN_BYTES_OF_DIM * config.head_dim_v
+    if config.block_m <= DECODE_ROWS and smem_bytes(deepest) <= smem_limit:
+        cost = (num_key_tiles + 0.25) * max(tile_bytes * blocks, chain)
+        if cost < 0.97 * best_cost:
+            best, best_cost = (deepest, 1), cost
+    for count in CLUSTERS if clusters else ():
+        if count > most or blocks * count > num_sms or count > PORTABLE_CLUSTER:
+            continue
+        stages = 3 if 10 * blocks * count >= 9 * num_sms else MOST_STAGES
+        staged = replace(config, num_stages=stages, split=True, cluster=count)
+        cost = (ceil_div(num_key_tiles, count) + 0.25) * max(tile_bytes * blocks * count, chain) + CLUSTER_BYTES
+        if smem_bytes(staged) <= smem_limit and cost < 0.97 * best_cost:
+            best, best_cost = (staged, count), cost
     return best
 
 
@@ -281,12 +321,12 @@ def choose_forward(
     legacy_mma: bool = False,
     rank: int = 0,
     num_splits: int | None = None,
-    clustered: bool = CLUSTERS_FIRST,
+    clustered: bool | None = None,
 ) -> ForwardPlanSpec:
     """Kernels of the forward pass; see ``heuristics.choose_forward``.
 
     ``rank`` takes a later row of the table among those that fit (the last, where there are fewer), ``num_splits``
-    another number of splits, ``clustered`` adds splits up in clusters where it can: for `candidates`.
+    another number of splits, ``clustered`` adds those up in clusters where it can: for `candidates`.
 
     Raises
     ------
@@ -353,12 +393,13 @@ def choose_forward(
             row_bytes=row_bytes,
             max_splits=max_splits,
             ragged=problem.batch > 1 and (problem.varlen or problem.seqused_k),
+            clusters=CLUSTERS_FIRST and clustered is None and _may_cluster(problem, config, 2, smem_limit, num_sms),
         )
     else:
         by_registers = 3 if config.block_m <= DECODE_ROWS else config.min_blocks_per_sm
         slots = num_sms * _resident(config, smem_limit, by_registers)
         num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, slots, max_splits)
-    if clustered and not config.features.float32_q and _may_cluster(problem, config, num_splits, smem_limit):
+    if config.cluster > 1 or (clustered and _may_cluster(problem, config, num_splits, smem_limit, num_sms)):
         config = _with_sink(problem, replace(config, split=True, cluster=num_splits))
         params = (("num_m_blocks", num_m_blocks), ("num_splits", num_splits), ("head_group", num_splits))
         grid = heads * num_splits * num_m_blocks
@@ -373,7 +414,7 @@ def choose_forward(
     if words_pay(problem, config.block_n) and _has_lines(problem, config, num_m_blocks):
         config = with_words(config)
         words = words_of(problem, problem.seqlen_q if config.packed_heads else config.block_m, config.block_n)
-        plans, words_params = (plan_launch(words, config, softmax_bytes),), words.params(softmax_bytes)
+        plans, words_params = (plan_launch(problem, words, config, softmax_bytes),), words.params(softmax_bytes)
         words_bytes = words.nbytes
     if num_splits == 1 and not config.features.float32_q:
         units = heads + (problem.num_heads // group if problem.varlen else 0)
@@ -440,11 +481,17 @@ def choose_forward(
     )
 
 
-def _may_cluster(problem: AttentionProblem, config: ForwardConfig, num_splits: int, smem_limit: int) -> bool:
-    """Whether the blocks of ``num_splits`` splits can be a cluster. Words of tiles lie behind partial results."""
+def _may_cluster(
+    problem: AttentionProblem, config: ForwardConfig, num_splits: int, smem_limit: int, num_sms: int
+) -> bool:
+    """Whether the blocks of ``num_splits`` splits can be a cluster: it writes results of the type of q.
+
+    Words of tiles lie behind partial results.
+    """
     fits = smem_bytes(replace(config, split=True, cluster=num_splits)) <= smem_limit
-    other = problem.varlen or words_pay(problem, config.block_n)
-    return config.arch == "sm_90" and num_splits in CLUSTERS and config.warps_d == 1 and fits and not other
+    other = problem.varlen or config.features.float32_q or words_pay(problem, config.block_n)
+    enough = num_splits <= 8 or num_sms >= WIDE_CLUSTER_SMS
+    return config.arch == "sm_90" and num_splits in CLUSTERS and enough and config.warps_d == 1 and fits and not other
 
 
 def _with_sink(problem: AttentionProblem, config: ForwardConfig) -> ForwardConfig:
@@ -479,9 +526,9 @@ def candidates(problem: AttentionProblem, **target: Any) -> list[ForwardPlanSpec
     """
     first = choose_forward(problem, **target)
     found = [first, *(choose_forward(problem, **target, rank=rank) for rank in (1, 2))]
-    if first.num_splits > 1 or 2 * first.main.grid <= target["num_sms"]:
-        splits = (first.num_splits // 2, 2 * first.num_splits)
-        found += [choose_forward(problem, **target, num_splits=count) for count in splits if count]
-        clusters = [x for x in CLUSTERS if 2 * x > first.num_splits >= x or (x == 8 and first.num_splits > 8)]
+    splits = dict(first.main.params)["num_splits"]
+    if splits > 1 or 2 * first.main.grid <= target["num_sms"]:
+        found += [choose_forward(problem, **target, num_splits=count) for count in (splits // 2, 2 * splits) if count]
+        clusters = [x for x in CLUSTERS if splits <= 2 * x <= 4 * splits] if CLUSTERS_FIRST else []
         found += [choose_forward(problem, **target, num_splits=count, clustered=True) for count in clusters]
     return found

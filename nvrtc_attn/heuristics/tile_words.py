@@ -1,7 +1,8 @@
-"""Which tiles a byte mask leaves anything of: the launch that finds out, and when it is worth its time.
+"""Which tiles a mask leaves anything of: the launch that finds out, and when it is worth its time.
 
-A small kernel (``kernel/tile_plan.cuh``) reads the mask as it was passed in, once, and writes two bits a tile into the
-workspace; the attention kernel then walks the tiles that keep something (``collective/tile_words.cuh`` has the layout).
+A small kernel writes two bits a tile into the workspace: ``kernel/tile_plan.cuh`` reads a byte mask as it was passed
+in, once, ``kernel/tile_ranges.cuh`` computes ranges of a mask_mod and no score of it. The attention kernel then walks
+the tiles that keep something (``collective/tile_words.cuh`` has the layout).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, Final, TypeVar
 
 from ..front.problem import AttentionProblem
 from ..jit.config import BackwardConfig, Features, ForwardConfig, KernelConfig
-from .common import ceil_div
+from ..modifiers.cuda_tiles import tile_source
+from .common import ceil_div, orders_gradients
 from .spec import Launch, Workspace
 
 MIN_KEY_TILES: Final = 4
@@ -32,7 +34,10 @@ _Config = TypeVar("_Config", bound=KernelConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileWords:
-    """The words of one mask at one size of tiles: ``[batch][heads][lines][words]``, the mask's own batch and heads."""
+    """The words of one mask at one size of tiles: ``[batch][heads][lines][words]``, the mask's own batch and heads.
+
+    Those of a mask_mod are told apart by the batch entries, heads and queries that it depends on.
+    """
 
     batch: int
     heads: int
@@ -77,8 +82,7 @@ class TileWords:
 
 def words_of(problem: AttentionProblem, rows: int, cols: int, *, transposed: bool = False) -> TileWords:
     """The words of the mask of ``problem`` for tiles of ``rows`` queries and ``cols`` keys."""
-    assert problem.mask is not None
-    batch, heads, mask_rows, _ = problem.mask.shape
+    batch, heads, mask_rows = _forms(problem)
     query_tiles, key_tiles = ceil_div(problem.seqlen_q, rows), ceil_div(problem.seqlen_k, cols)
     one_row = mask_rows == 1
     return TileWords(
@@ -93,15 +97,31 @@ def words_of(problem: AttentionProblem, rows: int, cols: int, *, transposed: boo
     )
 
 
+def of_ranges(problem: AttentionProblem) -> bool:
+    """Whether words are of a mask_mod, by its ranges. Beside it a byte mask is left to the attention kernel."""
+    return problem.modifier is not None and problem.modifier.mask is not None
+
+
+def _forms(problem: AttentionProblem) -> tuple[int, int, int]:
+    """Batch entries, heads and queries that the mask tells apart."""
+    if problem.modifier is not None and problem.modifier.mask is not None:
+        on = problem.modifier.mask.depends
+        sizes = (("b", problem.batch), ("h", problem.num_heads), ("q", problem.seqlen_q))
+        batch, heads, rows = (size if name in on else 1 for name, size in sizes)
+        return batch, heads, rows
+    assert problem.mask is not None
+    return problem.mask.shape[0], problem.mask.shape[1], problem.mask.shape[2]
+
+
 def pays(problem: AttentionProblem, block_n: int) -> bool:
     """Whether a launch that looks for tiles without anything kept is worth its time.
 
     The kernel that it runs before must be long enough, and have tiles to leave out. Nothing is known of what the mask
     holds: that is on the device.
     """
-    if problem.modifier is not None:
-        return False  # what it captured lies where the words would
-    if problem.mask is None or problem.varlen or ceil_div(problem.seqlen_k, block_n) < MIN_KEY_TILES:
+    if (problem.mask is None and not of_ranges(problem)) or problem.varlen:
+        return False
+    if ceil_div(problem.seqlen_k, block_n) < MIN_KEY_TILES:
         return False
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
     itemsize = 4 if problem.dtype == "float32" else 2
@@ -115,22 +135,29 @@ def with_words(config: _Config) -> _Config:
     return replace(config, features=replace(config.features, tile_words=True))
 
 
-def plan_launch(words: TileWords, config: KernelConfig, offset: int = 0) -> Launch:
+def plan_launch(problem: AttentionProblem, words: TileWords, config: KernelConfig, offset: int = 0) -> Launch:
     """The launch that writes ``words``, before a kernel of ``config``: one kernel for a pass, whatever the tiles."""
+    ranges, features = of_ranges(problem), Features(mask=True, tile_words=True)
+    if ranges and problem.modifier is not None:
+        text = tile_source(problem.modifier, problem.trained, orders_gradients(problem))
+        features = Features(mask=problem.mask is not None, tile_words=True, modifier=text)
     fields: dict[str, Any] = {
-        "kernel": "tile_plan", "arch": config.arch, "dtype": "float16", "head_dim": 8, "head_dim_v": 8, "block_m": 16,
-        "block_n": 16, "num_warps": _WARPS, "features": Features(mask=True, tile_words=True),
+        "kernel": "tile_ranges" if ranges else "tile_plan", "arch": config.arch, "dtype": "float16", "head_dim": 8,
+        "head_dim_v": 8, "block_m": 16, "block_n": 16, "num_warps": _WARPS, "features": features,
     }  # fmt: skip
     # Of the backward pass, whose params are others: told apart by its name in tables of kernels, too.
     forward = config.kernel.startswith("forward")
     plan: KernelConfig = ForwardConfig(**fields) if forward else BackwardConfig(**fields, dq="none")
     lines = words.batch * words.heads * words.lines
-    one_warp = words.transposed and words.one_row
+    one_warp = words.transposed and words.one_row and not ranges
+    grid = lines if one_warp else lines * words.words
+    if ranges:  # a block has a word of 32 lines
+        grid = words.batch * words.heads * ceil_div(words.lines, WORD_TILES) * words.words
     return Launch(
         config=plan,
-        grid=lines if one_warp else lines * words.words,
+        grid=grid,
         block=32 if one_warp else plan.num_threads,
-        smem_bytes=4 * _WARPS,
+        smem_bytes=0 if ranges else 4 * _WARPS,
         params=(
             *words.params(offset),
             ("tile_plan_rows", words.rows),
@@ -151,10 +178,10 @@ def backward_launches(
     ``ordered``: also by query tile, which the deterministic pass of the Hopper family counts with.
     """
     words = words_of(problem, config.block_m, config.block_n, transposed=True)
-    launches, params, nbytes = [plan_launch(words, config)], words.params(), words.nbytes
+    launches, params, nbytes = [plan_launch(problem, words, config)], words.params(), words.nbytes
     if ordered:
         order = words_of(problem, config.block_m, config.block_n)
-        launches.append(plan_launch(order, config, nbytes))
+        launches.append(plan_launch(problem, order, config, nbytes))
         params += order.params(nbytes, "order")
         nbytes += order.nbytes
     return launches, params, Workspace(field="counters", nbytes=nbytes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -42,13 +42,17 @@ from ..front.operands import (
 )
 from ..front.philox import RngState
 from ..front.problem import Causal, WindowSize, dense_layout
-from ..front.tensors import Device
+from ..front.tensors import Device, TensorView
+from ..heuristics.common import orders_gradients
+from ..modifiers.cuda import NO_MODIFIER, ModifierValues, modifier_values, ordered_bytes
+from ..modifiers.modifier import Modifier, Program
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
 from ..runtime import device
 from .host import Memory
 from .host import array as host_array
 from .host import register as register_host_target
+from .modifier import traced
 from .partition import partitioned
 
 if TYPE_CHECKING:
@@ -57,12 +61,15 @@ if TYPE_CHECKING:
 __all__ = ["Kind", "as_varying", "attention", "check_call", "compute", "gradients_of_part", "rng_words", "varies"]
 
 _TARGET: Final = "nvrtc_attn.launch"
+_AUX: Final = "aux"
 _lock = threading.Lock()
 _registered = False
 _host_registered = False
 _passes: dict[tuple[int, ...], _Pass] = {}
 _forms: dict[tuple[int, ...], tuple[_Kind, tuple[str, ...]]] = {}
 _plans: dict[tuple[_Pass, int], ForwardPlan | BackwardPlan] = {}
+_calls: dict[_Pass, Call] = {}
+"""Of passes with a modifier, whose captured arrays are told apart by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,11 @@ class _Kind:
     options: CallOptions
     rng: tuple[int, int]
     backward: bool = False
+    program: Program | None = None
+    """Of score_mod and mask_mod; the arrays that they captured are operands ``aux0``, ``aux1`` and so on."""
+    numbers: tuple[float, ...] = ()
+    trained: tuple[int, ...] = ()
+    """Captured arrays whose gradients, ``daux0`` and so on, the backward pass makes."""
     float32: bool = False
     """Whether dk and dv are float32: shares of a sum."""
 
@@ -87,7 +99,8 @@ class _Kind:
     def results(self) -> tuple[str, ...]:
         """Operands that the pass writes."""
         if self.backward:
-            return tuple(d for d in GRADIENTS if OPERANDS[d].backward == "out" or getattr(self.options, d))
+            gradients = (d for d in GRADIENTS if OPERANDS[d].backward == "out" or getattr(self.options, d))
+            return (*gradients, *(f"d{_AUX}{i}" for i in self.trained))
         return ("out", "lse") if self.options.return_lse else ("out",)
 
 
@@ -106,10 +119,18 @@ class _Pass:
         shapes = {name: shape for name, shape, _ in self.operands}
         dtypes = {name: dtype for name, _, dtype in self.operands}
         single = ("dk", "dv") if self.kind.float32 else ()
-        return [
-            (name, shape_of(name, shapes), "float32" if name in single else dtypes_of(name, dtypes)[0])
-            for name in self.kind.results
-        ]
+
+        def written(name: str) -> tuple[str, tuple[int, ...], str]:
+            if name not in OPERANDS:
+                return name, shapes[name[1:]], "float32"
+            return name, shape_of(name, shapes), "float32" if name in single else dtypes_of(name, dtypes)[0]
+
+        return [written(name) for name in self.kind.results]
+
+    @property
+    def captures(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and element type of what the modifier captured, in its order."""
+        return [(shape, dtype) for name, shape, dtype in self.operands if name.startswith(_AUX)]
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -148,11 +169,18 @@ def attention(
     seqused_k: Any = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
     **further: Unpack[FurtherInputs],
 ) -> Any:
     """`nvrtc_attn.attention`, differentiable once in q, k, v, bias, sink and, through a returned lse, in the lse.
 
     Parameters as there, but:
+
+    score_mod, mask_mod, aux
+        Functions as there, or of ``jax.numpy``. Arrays that they captured, tracers of ``jax.jit`` and ``jax.grad`` too,
+        are operands, and floating-point ones have gradients.
 
     rng
         Needed with dropout: a JAX key, a seed, or (seed, offset), each an int, a 64-bit or 32-bit integer scalar, or
@@ -183,9 +211,14 @@ def attention(
         "seqused_k": seqused_k, **further,
     }  # fmt: skip
     operands = {name: _array(name, x) for name, x in given.items() if x is not None or name not in OPTIONAL_INPUTS}
-    _describe(_bind(_Kind(options, (0, 0)), operands), Device("cuda" if _on_gpu() else "abstract", 0))
-    options = plain_options(options)  # in Python's types, which JAX can hash
+    modifier = traced(score_mod, mask_mod, aux)
     kind = _Kind(options, (0, 0))
+    if modifier is not None:
+        kind = replace(kind, program=modifier.program, numbers=modifier.numbers)
+        operands |= {f"{_AUX}{i}": _array(f"captured array {i}", x) for i, x in enumerate(modifier.captures)}
+    _describe(_bind(kind, operands), Device("cuda" if _on_gpu() else "abstract", 0))
+    options = plain_options(options)  # in Python's types, which JAX can hash
+    kind = replace(kind, options=options)
     if options.dropout_p > 0:
         words, arrays = rng_words(rng)
         kind, operands = replace(kind, rng=words), {**operands, **arrays}
@@ -220,22 +253,32 @@ def _forward_rule(kind: _Kind, operands: dict[str, Any]) -> Any:
     values = {name: x.value for name, x in operands.items()}
     # A structure may tell what a value cannot: whether an optional gradient, which costs time, is wanted.
     inputs = {name: operands.get(OPERANDS[name].gradient_of) for name in OPTIONAL_GRADIENTS}
+    for i in _differentiable(kind.program):
+        inputs[f"d{_AUX}{i}"] = operands[f"{_AUX}{i}"]
     wanted = {name: () if x is not None and x.perturbed else None for name, x in inputs.items()}
-    _compile_ahead(kind, values, _flags(wanted))
+    _compile_ahead(_of_gradients(kind, wanted), values)
     out, lse = _run(replace(kind, options=kind.options._replace(return_lse=True)), values)
     return [out, lse][: 1 + kind.options.return_lse], (values, out, lse, wanted)
 
 
-def _flags(wanted: dict[str, Any]) -> dict[str, Any]:
-    return {name: x is not None for name, x in wanted.items()}
+@functools.lru_cache(maxsize=1024)
+def _differentiable(program: Program | None) -> tuple[int, ...]:
+    return () if program is None else Modifier(program, (), ()).differentiable
 
 
-def _compile_ahead(kind: _Kind, values: dict[str, Any], gradients: dict[str, Any]) -> None:
+def _of_gradients(kind: _Kind, wanted: dict[str, Any]) -> _Kind:
+    """``kind`` with these optional gradients, as a backward pass asks for them."""
+    flags: dict[str, Any] = {name: x is not None for name, x in wanted.items()}
+    trained = tuple(i for i in _differentiable(kind.program) if flags.pop(f"d{_AUX}{i}"))
+    return replace(kind, options=kind.options._replace(return_lse=True, **flags), trained=trained)
+
+
+def _compile_ahead(kind: _Kind, values: dict[str, Any]) -> None:
     """Let the backward pass's kernels compile beside the forward one's, for the shapes before any ``jax.vmap``."""
     if not _on_gpu():
         return
     try:
-        bound = _bind(replace(kind, options=kind.options._replace(return_lse=True, **gradients)), values)
+        bound = _bind(replace(kind, backward=True), values)
         for index in _local_devices():
             BackwardPrefetch(_describe(bound, Device("cuda", index)).with_dense(), index).start()
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
@@ -249,10 +292,12 @@ def _backward_rule(kind: _Kind, residuals: Any, cotangents: Any) -> Any:
     operands = {**values, "dout": dout, "out": out, "lse": lse}
     if kind.options.return_lse and not isinstance(cotangents[1], zero):
         operands["dlse"] = cotangents[1]
-    options = kind.options._replace(return_lse=True, **_flags(wanted))
-    backward = _Kind(options, kind.rng, backward=True)
+    backward = replace(_of_gradients(kind, wanted), backward=True)
     gradients = zip(backward.results, _run(backward, operands), strict=True)
-    named = {OPERANDS[name].gradient_of: gradient for name, gradient in gradients}
+    named = {
+        name[1:]: gradient.astype(values[name[1:]].dtype) if name not in OPERANDS else gradient
+        for name, gradient in gradients
+    }
     return ({name: named.get(name) for name in values},)
 
 
@@ -277,6 +322,8 @@ def _compute(kind: _Kind, operands: dict[str, Any]) -> Any:
         if dropout and "offset" not in names:
             moved = (kind, (*names, "offset"))
             _forms[tuple(_digest(moved))] = moved
+        if kind.program is not None:
+            return part(None, *arrays)  # its positions count batch entries and heads of the whole
         return partitioned(part, bound.operands, bound.results, dropout, kind.rng[1])(*arrays)
 
     run = jax.custom_batching.custom_vmap(dispatch)
@@ -306,7 +353,7 @@ def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
     branches: dict[str, Any] = {"cpu": partial(_custom_call, bound, 0)}
     if _on_gpu():
         _register_target()
-        size = max(_plan(bound, index).workspace_bytes for index in _local_devices())
+        size = max(_plan(bound, index).workspace_bytes for index in _local_devices()) + _ordered_bytes(bound)
         branches["cuda"] = partial(_custom_call, bound, size)
     return jax.lax.platform_dependent(*arrays, **branches)
 
@@ -323,13 +370,17 @@ def _custom_call(bound: _Pass, workspace_bytes: int, *arrays: Any) -> Any:
 def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[bool], *arrays: Any) -> Any:
     """Fold the mapped axis into the batch where that computes the same, otherwise loop."""
     options = kind.options
-    batch = {name: x.shape[is_batched] for name, x, is_batched in zip(names, arrays, batched, strict=True) if x.ndim}
+    batch = {
+        name: x.shape[is_batched]
+        for name, x, is_batched in zip(names, arrays, batched, strict=True)
+        if x.ndim and name in OPERANDS
+    }
     mapped = dict(zip(names, batched, strict=True))
     shared_bias = "bias" in batch and batch["bias"] != batch["q"]
     batchless = [name for name in names if name in OPERANDS and OPERANDS[name].axes[0] != "batch"]
     # A sink of all batches goes with the longer one as it is; its gradient would be summed over the mapped axis, too.
     alone = any(name != "sink" or options.dsink or mapped[name] for name in batchless)
-    if alone or options.dropout_p > 0 or (options.dbias and shared_bias):
+    if alone or kind.program is not None or options.dropout_p > 0 or (options.dbias and shared_bias):
 
         def one(mapped: list[Any]) -> Any:
             items = iter(mapped)
@@ -421,7 +472,44 @@ def rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
 def _describe(bound: _Pass, where: Device, stream: int = 0) -> Call:
     """The validated call, over memory that is known at run time only."""
     inputs = {name: (shape, dtype) for name, shape, dtype in bound.operands if name in INPUTS}
-    return describe_shapes(inputs, bound.kind.options, where, stream)
+    if bound.kind.program is None:
+        return describe_shapes(inputs, bound.kind.options, where, stream)
+    captures = tuple(_view(0, shape, dtype, where) for shape, dtype in bound.captures)
+    modifier = Modifier(bound.kind.program, captures, bound.kind.numbers)
+    trained = frozenset(bound.kind.trained)
+    return describe_shapes(
+        inputs, bound.kind.options, where, stream, modifier=modifier, trained=trained, keeps_arrays=True
+    )
+
+
+def _view(address: int, shape: tuple[int, ...], dtype: str, where: Device) -> TensorView:
+    return TensorView(address, shape, dense_layout(shape, dtype).strides, dtype, where)
+
+
+def _values(bound: _Pass, pointers: dict[str, int], where: Device) -> ModifierValues:
+    """What a launch passes to the modifier, of arrays at these addresses."""
+    call = _calls.get(bound)
+    if call is None:
+        call = _calls[bound] = _describe(bound, where)
+    if call.modifier is None or call.modified is None:
+        return NO_MODIFIER
+    captures, gradients = (
+        [_view(pointers.get(f"{prefix}{_AUX}{i}", 0), *bound.captures[i], where) for i in call.modified.kept]
+        for prefix in ("", "d")
+    )
+    words = None
+    if orders_gradients(call.problem):  # behind the workspace of the plan
+        words = pointers["workspace"] + _plan(bound, where.index).workspace_bytes
+    numbers = call.modifier.numbers
+    return modifier_values(call.modifier.program, call.problem.trained, captures, gradients, numbers, words)
+
+
+def _ordered_bytes(bound: _Pass) -> int:
+    """What sums without an order need: the most of what any call of these arrays does."""
+    if not (bound.kind.trained and bound.kind.options.deterministic):
+        return 0
+    views = [_view(0, shape, dtype, Device("cuda", 0)) for shape, dtype in bound.captures]
+    return ordered_bytes(bound.kind.trained, views)
 
 
 def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPlan:
@@ -469,8 +557,10 @@ def _launch(*arguments: Any) -> None:
     rng = RngState(*bound.kind.rng, pointers.get("seed", 0), pointers.get("offset", 0))
     if bound.kind.options.part is not None and bound.kind.options.dropout_p > 0:
         rng = rng.moved(_dropout_base(bound))
-    plan = _plan(bound, buffers[0].device.index, stream)
-    plan.run(stream, addresses(plan.OPERANDS, pointers), pointers["workspace"], rng)
+    index = buffers[0].device.index
+    plan = _plan(bound, index, stream)
+    more = () if bound.kind.program is None else (_values(bound, pointers, Device("cuda", index)),)
+    plan.run(stream, addresses(plan.OPERANDS, pointers), pointers["workspace"], rng, *more)
 
 
 def _run_host(operands: Sequence[Memory], results: Sequence[Memory]) -> None:
@@ -489,7 +579,13 @@ def _on_cpu(bound: _Pass, *arrays: Any, into: Sequence[Any]) -> None:
         for name, word in zip(("seed", "offset"), bound.kind.rng, strict=True)
     ]
     run: Any = api.attention_backward if bound.kind.backward else api.attention_forward
-    run(**values, **bound.kind.options.arguments(), **results, rng=tuple(rng))
+    modified: dict[str, Any] = {}
+    if bound.kind.program is not None:
+        captures = tuple(values.pop(f"{_AUX}{i}") for i in range(len(bound.captures)))
+        modified["score_mod"] = Modifier(bound.kind.program, captures, bound.kind.numbers)
+        if bound.kind.backward:
+            modified["daux"] = [results.pop(f"d{_AUX}{i}", None) for i in range(len(captures))]
+    run(**values, **bound.kind.options.arguments(), **results, **modified, rng=tuple(rng))
 
 
 def _on_gpu() -> bool:

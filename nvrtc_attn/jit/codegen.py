@@ -17,13 +17,12 @@ from ..front.operands import FURTHER_INPUTS, OPERANDS
 from ..modifiers.cuda import block_bytes
 from .config import Features, ForwardConfig, HopperBackwardConfig, HopperDbiasConfig, HopperForwardConfig, KernelConfig
 from .params import (
-    PART_PARAMS,
-    WITH_SINK,
-    WITH_TILE_WORDS,
     BackwardParams,
     ForwardParams,
     HopperBackwardParams,
     HopperForwardParams,
+    padded,
+    params_behind,
 )
 
 ENTRY_NAME: Final = "attention_entry"
@@ -53,8 +52,7 @@ def params_class(config: KernelConfig) -> type[ctypes.Structure]:
 @functools.lru_cache(maxsize=256)
 def modified_params(base: type[ctypes.Structure], nbytes: int) -> type[ctypes.Structure]:
     """``base`` with what a modifier captured behind it."""
-    fields = [("modifier", ctypes.c_uint64 * (nbytes // 8))]
-    return type(base.__name__, (base,), {"_fields_": fields})
+    return type(base.__name__, (base,), {"_fields_": padded(base, [("modifier", ctypes.c_uint64 * (nbytes // 8))])})
 
 
 def base_params_class(config: KernelConfig) -> type[ctypes.Structure]:
@@ -66,17 +64,11 @@ def base_params_class(config: KernelConfig) -> type[ctypes.Structure]:
         params = HopperBackwardParams
     elif isinstance(config, ForwardConfig):
         params = ForwardParams
-    if config.features.tile_words:
-        params = WITH_TILE_WORDS[params]
-    if any(OPERANDS[name].behind for name in config.features.optional.split() if name in OPERANDS):
-        if params not in WITH_SINK:
-            raise ValueError(f"optional={config.features.optional!r}: {config.kernel} reads none of what lies behind")
-        params = WITH_SINK[params]
-    if config.features.part:
-        if params not in PART_PARAMS:
-            raise ValueError(f"part: no kernel has it beside {config.features.optional!r}")
-        params = PART_PARAMS[params]
-    return params
+    optional = config.features.optional.split()
+    return params_behind(
+        params, tile_words=config.features.tile_words, part=config.features.part,
+        further=any(OPERANDS[name].behind for name in optional if name in OPERANDS),
+    )  # fmt: skip
 
 
 def _trait_lines(name: str, value: Any) -> list[str]:
@@ -161,6 +153,7 @@ def entry_source(config: KernelConfig) -> str:
     if config.features.modifier:
         params = f"nvrtc_attn::Modified<{params}>"
         whole = params_class(config)
+        traits.append(f"using ModifiedParams = {params};")
         asserts += [
             f"using WholeParams = {params};",
             f'static_assert(sizeof(WholeParams) == {ctypes.sizeof(whole)}, "sizeof(WholeParams)");',

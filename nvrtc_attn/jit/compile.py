@@ -33,7 +33,7 @@ from .cache import kernel_cache
 from .cache_entry import SCHEMA
 from .codegen import entry_source
 from .config import KernelConfig
-from .config_text import warmup_command
+from .config_text import described, warmup_command
 from .dump import dump_kernel
 from .library_build import nvrtc_build
 from .worker_pool import Answer, Ticket, WorkerDiedError
@@ -346,6 +346,8 @@ def _compile(request: _Request, ticket: Ticket) -> CompiledKernel:
     _dump(request, log, code)
     with _lock:
         statistics.compiles += 1
+    if config is not None:
+        LOGGER.info("compiled in %.1f s, which no cache had: %s", milliseconds / 1e3, described(config))
     metadata = {
         "arch": request.arch,
         "kernel": config.kernel if config is not None else "",

@@ -115,8 +115,6 @@ class HopperForwardConfig(KernelConfig):
     score_tiles: bool = False
     """The copy engine brings bias and mask as tiles; otherwise every thread reads its own elements."""
     num_stages_scores: int = 2
-    keep_words: bool = False
-    """Warps of their own make dropout's decisions ahead of the consumers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +179,8 @@ class HopperBackwardConfig(KernelConfig):
     """Some key tiles are worked on in parts, each with some of the query tiles of its heads, which are added up."""
     own_code: bool = False
     """Each consumer has code of its own, and no more columns of dq than there are."""
+    keys_in_registers: bool = False
+    """K of a key tile stays in registers for S, instead of being read from shared memory at every query tile."""
     values_in_registers: bool = False
     """V of a key tile stays in registers, instead of being read from shared memory at every query tile."""
     num_stages_dout: int = 2

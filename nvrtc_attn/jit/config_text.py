@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shlex
 from typing import Any
@@ -41,6 +42,22 @@ def config_from_json(text: str) -> KernelConfig:
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{text!r} is not a kernel config: {type(error).__name__}: {error}") from error
     return config
+
+
+def described(config: KernelConfig) -> str:
+    """What tells a kernel from others, for people: why it had to be compiled. No length or content is part of it."""
+    words = [config.kernel, f"for {config.arch}", config.dtype, f"head dim {config.head_dim}"]
+    if config.head_dim_v != config.head_dim:
+        words.append(f"and {config.head_dim_v}")
+    words.append(f"tile {config.block_m}x{config.block_n}")
+    for field in dataclasses.fields(config.features):
+        value = getattr(config.features, field.name)
+        if value == field.default:
+            continue
+        if field.name == "modifier":
+            value = f"{len(value.splitlines())} lines, {hashlib.sha256(value.encode()).hexdigest()[:8]}"
+        words.append(field.name if value is True else f"{field.name} ({value})")
+    return " ".join(words)
 
 
 def warmup_command(config: KernelConfig) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -141,103 +142,48 @@ class HopperBackwardParams(BackwardParams):
     ]  # fmt: skip
 
 
-def _tile_words(base: type[ctypes.Structure], behind: Sequence[Any] = ()) -> list[Any]:
-    """Fields of ``WithTileWords`` behind those of ``base``, then ``behind``, and the padding to its alignment."""
-    words = [
-        (f"tile_{x}_{y}", _I64) for x in ("words", "order") for y in ("offset", "stride_b", "stride_h", "stride_line")
-    ]
-    plan = [(f"tile_plan_{x}", _I32) for x in ("rows", "cols", "lines", "tiles", "heads", "transposed")]
-    return _padded(base, [*words, *plan, *behind])
+TILE_WORDS_FIELDS: Final = (
+    *((f"tile_{x}_{y}", _I64) for x in ("words", "order") for y in ("offset", "stride_b", "stride_h", "stride_line")),
+    *((f"tile_plan_{x}", _I32) for x in ("rows", "cols", "lines", "tiles", "heads", "transposed")),
+)
 
 
-def _padded(base: type[ctypes.Structure], fields: Sequence[Any]) -> list[Any]:
+def padded(base: type[ctypes.Structure], fields: Sequence[Any]) -> list[Any]:
     """``fields`` behind those of ``base``, which is aligned as its tensor maps are, and the padding at their end."""
     alignment = TENSOR_MAP_BYTES // 2 if issubclass(base, HopperForwardParams | HopperBackwardParams) else 8
     size = sum(ctypes.sizeof(kind) for _, kind in fields)
     return [*fields, ("_padding_behind", ctypes.c_uint8 * (-(ctypes.sizeof(base) + size) % alignment))]
 
 
-class TiledForwardParams(ForwardParams):
-    """Arguments of a portable forward kernel that walks words of tiles, and of the kernel that writes them."""
+def params_behind(
+    base: type[ctypes.Structure], *, tile_words: bool = False, further: bool = False, part: bool = False
+) -> type[ctypes.Structure]:
+    """``base`` with what some of its kernels read behind it, in this order, so that nothing before it moves.
 
-    _fields_ = _tile_words(ForwardParams)
+    ``tile_words``: ``WithTileWords`` in ``params.cuh``; ``further``: the operands that lie behind, ``WithSink``, of a
+    backward pass ``FurtherBackwardParams``; ``part``: ``PartOf``. The class has the name of the C++ struct.
 
-
-class TiledHopperForwardParams(HopperForwardParams):
-    """Arguments of the Hopper forward kernel that walks words of tiles."""
-
-    _fields_ = _tile_words(HopperForwardParams)
-
-
-class TiledBackwardParams(BackwardParams):
-    """Arguments of a portable backward kernel that walks words of tiles, and of the kernel that writes them."""
-
-    _fields_ = _tile_words(BackwardParams)
-
-
-class TiledHopperBackwardParams(HopperBackwardParams):
-    """Arguments of the Hopper backward kernel that walks words of tiles."""
-
-    _fields_ = _tile_words(HopperBackwardParams)
+    Raises
+    ------
+    ValueError
+        There is no such struct: no kernel reads them together.
+    """
+    if further and issubclass(base, BackwardParams) and (base is not BackwardParams or tile_words):
+        raise ValueError(f"{base.__name__}: its kernels read no operand that lies behind{' words' * tile_words}")
+    if further and part:
+        raise ValueError(f"{base.__name__}: no kernel of a part of an attention reads operands that lie behind")
+    return _struct_behind(base, tile_words, further, part)
 
 
-WITH_TILE_WORDS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
-    tiled.__mro__[1]: tiled
-    for tiled in (TiledForwardParams, TiledHopperForwardParams, TiledBackwardParams, TiledHopperBackwardParams)
-}
-
-
-def _part_of(base: type[ctypes.Structure], alignment: int) -> type[ctypes.Structure]:
-    """``base`` with the sizes of the whole behind it: ``PartOf`` in ``params.cuh``."""
-    end = ctypes.sizeof(base) + 4 * len(PART_FIELDS)
-    fields: list[tuple[str, type]] = [(name, _I32) for name in PART_FIELDS]
-    padding = -end % alignment  # tensor maps align the whole struct
-    if padding:
-        fields.append(("_end", ctypes.c_uint8 * padding))
-    return type(base.__name__.replace("Params", "PartParams"), (base,), {"_fields_": fields})
-
-
-PART_PARAMS: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
-    base: _part_of(base, TENSOR_MAP_BYTES // 2 if issubclass(base, HopperForwardParams | HopperBackwardParams) else 8)
-    for base in (*WITH_TILE_WORDS, *WITH_TILE_WORDS.values())
-}
-"""The params of a kernel with dropout of a part of a larger attention, by those of the same kernel of a whole one."""
-
-
-class FurtherForwardParams(ForwardParams):
-    """Arguments of a portable forward kernel, or `combine`, that reads the operands which lie behind."""
-
-    _fields_ = _padded(ForwardParams, _fields_behind(FORWARD))
-
-
-class FurtherHopperForwardParams(HopperForwardParams):
-    """Arguments of the Hopper forward kernel that reads them."""
-
-    _fields_ = _padded(HopperForwardParams, _fields_behind(FORWARD))
-
-
-class FurtherTiledForwardParams(ForwardParams):
-    """Arguments of a portable forward kernel that walks words of tiles and reads them."""
-
-    _fields_ = _tile_words(ForwardParams, _fields_behind(FORWARD))
-
-
-class FurtherTiledHopperForwardParams(HopperForwardParams):
-    """Arguments of the Hopper forward kernel that does both."""
-
-    _fields_ = _tile_words(HopperForwardParams, _fields_behind(FORWARD))
-
-
-class FurtherBackwardParams(BackwardParams):
-    """Arguments of the kernel that sums the gradient of a sink."""
-
-    _fields_ = _padded(BackwardParams, _fields_behind(BACKWARD))
-
-
-WITH_SINK: Final[dict[type[ctypes.Structure], type[ctypes.Structure]]] = {
-    ForwardParams: FurtherForwardParams,
-    HopperForwardParams: FurtherHopperForwardParams,
-    TiledForwardParams: FurtherTiledForwardParams,
-    TiledHopperForwardParams: FurtherTiledHopperForwardParams,
-    BackwardParams: FurtherBackwardParams,
-}
+@functools.cache
+def _struct_behind(base: type[ctypes.Structure], tile_words: bool, further: bool, part: bool) -> type[ctypes.Structure]:
+    if part:
+        whole = _struct_behind(base, tile_words, further, False)
+        fields = padded(whole, [(name, _I32) for name in PART_FIELDS])
+        return type(whole.__name__.replace("Params", "PartParams"), (whole,), {"_fields_": fields})
+    if not tile_words and not further:
+        return base
+    operands = BACKWARD if issubclass(base, BackwardParams) else FORWARD
+    fields = [*(TILE_WORDS_FIELDS if tile_words else ()), *(_fields_behind(operands) if further else ())]
+    name = "Further" * further + "Tiled" * tile_words + base.__name__
+    return type(name, (base,), {"_fields_": padded(base, fields)})

@@ -16,12 +16,20 @@ from typing import Any, Final, NamedTuple
 from ..base.dtypes import DTYPES
 from ..base.errors import TraceError, UnsupportedError
 from .derivative import ZERO, derivatives
-from .graph import INPUTS, SCORE, Node, walk
+from .graph import COMPARISONS, INPUTS, SCORE, Node, walk
 from .modifier import Program
 
 _TYPES: Final = {"float": "float", "int": "int", "bool": "bool"}
 _LEAVES: Final = (*INPUTS, "number", "param")
+_WORD_BYTES: Final = 8 * 33
+"""Of the sum of one element: ``ExactSum::kWords`` in ``collective/modifier.cuh``."""
+MAX_ORDERED_BYTES: Final = 1 << 30
+_MAX_LIGHT: Final = 12
+"""Operations of a score that the widest tiles have registers for."""
+_MAX_FACTOR: Final = 1 << 10
+"""Of q, k and the literal in a position: sums of them stay below 2^24, and far below int32's end."""
 _FLOAT32_MAX: Final = 3.4028234663852886e38
+_FLOAT32: Final = struct.Struct("f")
 _BLOCK_BYTES: Final = re.compile(r"^// ModifierBlock: (\d+) bytes$", re.MULTILINE)
 
 EXPRESSIONS: Final[dict[str, str]] = {
@@ -40,13 +48,15 @@ EXPRESSIONS: Final[dict[str, str]] = {
 
 
 @functools.lru_cache(maxsize=1024)
-def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
+def cuda_source(program: Program, trained: tuple[int, ...] = (), ordered: bool = False) -> str:
     """The definitions of ``ModifierBlock`` and ``Modifier`` for a program.
 
     Parameters
     ----------
     trained
         The captured arrays whose gradients the kernel adds up.
+    ordered
+        In words of integers (``ExactSum``), which ``kernel/captured_sum.cuh`` makes the gradients of.
 
     Raises
     ------
@@ -59,8 +69,8 @@ def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
     roots = [x for x in (program.score, program.mask, slope) if x is not None]
     roots += [x for load, d in gradients for x in (d, *load.args)]
     members = _members(roots)
-    text = _Text(program, members)
-    block = _block_fields(program, trained)
+    text = _Text(program, members, roots)
+    block = _block_fields(program, trained, ordered)
     block = block or [("long long", "nothing_at")]  # C++ has no struct of 0 bytes
     size = 8 * -(-sum(8 if name.endswith("_at") else 4 for _, name in block) // 8)
     lines = [
@@ -71,33 +81,48 @@ def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
         "};",
         "template <class Params>",
         "struct Modified : Params {",
-        "  ModifierBlock modifier;",
+        "  alignas(alignof(Params)) ModifierBlock modifier;  // not in the padding at the end of Params",
         "};",
         "template <class Element>",
         "struct Modifier {",
         f"  static constexpr bool kScores = {str(program.score is not None).lower()};",
         f"  static constexpr bool kMasks = {str(program.mask is not None).lower()};",
         f"  static constexpr bool kTrains = {str(bool(gradients)).lower()};",
+        "  // The score's derivative is 1, or the same for all scores of a head.",
+        f"  static constexpr bool kUnitSlope = {str(slope.op == 'number' and slope.value == 1).lower()};",
+        f"  static constexpr bool kHeadSlope = {str(slope.depends <= {'b', 'h'}).lower()};",
         "  ModifierBlock const& block;",
         "  int b, h;",
         *(f"  {_TYPES[x.kind]} {name};" for x, name in members.items()),
-        "  template <class Params>",
-        "  NVRTC_ATTN_DEVICE Modifier(Params const& params, int b_, int h_)",
-        "      : block(static_cast<Modified<Params> const&>(params).modifier), b(b_), h(h_) {",
-        *text.body(list(members), inside=True),
+        *text.slice_members(),
+        "  NVRTC_ATTN_DEVICE Modifier(ModifierBlock const& block_, int b_, int h_) : block(block_) {",
+        "    move_to(b_, h_);",
+        "  }",
+        "  NVRTC_ATTN_DEVICE void move_to(int b_, int h_) {",
+        "    b = b_, h = h_;",
+        *text.body([*members, *text.slice_indices()], inside=True),
         *(f"    {name} = {text.name(x, inside=True)};" for x, name in members.items()),
+        *text.slice_values(),
         "  }",
     ]
     if program.score is not None:
         lines += [
-            "  NVRTC_ATTN_DEVICE float score(float score, int q, int k) const {",
+            "  // (q0, k0): where the caller's offsets begin, which it knows when it is compiled.",
+            "  NVRTC_ATTN_DEVICE float score(float score, int q, int k, int q0 = 0, int k0 = 0) const {",
             *text.body([program.score]),
             f"    return {text.name(program.score)};",
             "  }",
-            "  NVRTC_ATTN_DEVICE float score(float score, int q, int k, float& slope) const {",
+            "  NVRTC_ATTN_DEVICE float score(float score, int q, int k, float& slope, int q0 = 0, int k0 = 0) const {",
             *text.body([program.score, slope]),
             f"    slope = {text.name(slope)};",
             f"    return {text.name(program.score)};",
+            "  }",
+        ]
+    if program.score is not None and slope.depends <= {"b", "h"}:
+        lines += [
+            "  NVRTC_ATTN_DEVICE float head_slope() const {",
+            *text.body([slope]),
+            f"    return {text.name(slope)};",
             "  }",
         ]
     if program.mask is not None:
@@ -110,8 +135,9 @@ def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
     if gradients:
         lines += [
             "  // What a score's gradient ds gives to those of the captured arrays.",
-            f"  using Gradients = CapturedGradient[{len(gradients)}];",
-            "  NVRTC_ATTN_DEVICE void add(Gradients& gradients, float score, float ds, int q, int k) const {",
+            f"  using Gradients = CapturedGradient<{'ExactSum' if ordered else 'AtomicSum'}>[{len(gradients)}];",
+            "  NVRTC_ATTN_DEVICE void add(Gradients& gradients, float score, float ds, int q, int k, int q0 = 0,",
+            "                             int k0 = 0) const {",
             *text.body([x for load, d in gradients for x in (d, *load.args)]),
         ]
         for place, (load, d) in enumerate(gradients):
@@ -123,6 +149,13 @@ def cuda_source(program: Program, trained: tuple[int, ...] = ()) -> str:
             inside = " & ".join(text.inside(load)) or "true"
             lines.append(f"    if ({inside}) gradients[{place}].add({at}, ds * {text.name(d)});")
         lines.append("  }")
+    if ordered:
+        lines += [
+            "  template <class Take>",
+            "  static NVRTC_ATTN_DEVICE void each_gradient(ModifierBlock const& block, Take&& take) {",
+            *(f"    take(block.g{i}_at, block.r{i}_at, block.g{i}_count);" for i in trained),
+            "  }",
+        ]
     return "\n".join([*lines, "};", "}  // namespace nvrtc_attn", ""])
 
 
@@ -145,14 +178,35 @@ class ModifierValues(NamedTuple):
 NO_MODIFIER: Final = ModifierValues(b"", ())
 
 
+def ordered_bytes(trained: tuple[int, ...], captures: Sequence[Any]) -> int:
+    """Memory for the sums of gradients that are to have no order of additions.
+
+    Raises
+    ------
+    UnsupportedError
+        It is more than `MAX_ORDERED_BYTES`.
+    """
+    nbytes: int = sum(_WORD_BYTES * math.prod(captures[i].shape) for i in trained)
+    if nbytes > MAX_ORDERED_BYTES:
+        raise UnsupportedError(
+            f"deterministic: the gradients of captured arrays of {nbytes // _WORD_BYTES} elements take {nbytes} bytes "
+            f"of sums without an order, and {MAX_ORDERED_BYTES} are allowed. An array that is added and indexed with "
+            "b, h, q and k alone is a bias, whose gradient takes none."
+        )
+    return nbytes
+
+
 def modifier_values(
     program: Program,
     trained: tuple[int, ...],
     captures: Sequence[Any],
     gradients: Sequence[Any],
     numbers: Sequence[float],
+    words: int | None = None,
 ) -> ModifierValues:
     """The values of one call. ``captures`` and ``gradients`` are views of device memory.
+
+    ``words`` is the address of `ordered_bytes` of memory for sums that have no order; None: atomics add to gradients.
 
     Raises
     ------
@@ -168,7 +222,15 @@ def modifier_values(
         if size and (span != size or min(gradients[i].strides, default=0) < 0):
             raise ValueError(f"daux: strides {gradients[i].strides} leave gaps, and a gradient on the GPU is dense.")
         zeroed.append((gradients[i].ptr, 4 * size))
-    values: list[Any] = [*(x.ptr for x in captures), *(gradients[i].ptr for i in trained)]
+    values: list[Any] = [x.ptr for x in captures]
+    results = [gradients[i].ptr for i in trained]
+    counts = [nbytes // 4 for _, nbytes in zeroed]
+    if words is None:
+        values += results
+    else:
+        places = [words + _WORD_BYTES * sum(counts[:n]) for n in range(len(counts))]
+        values += [*places, *results]
+        zeroed = [(words, _WORD_BYTES * sum(counts))]
     for x in (*captures, *(gradients[i] for i in trained)):
         if any(abs(stride) >= 2**31 for stride in (*x.strides, *x.shape)):
             raise UnsupportedError(
@@ -177,28 +239,32 @@ def modifier_values(
     for x in captures:
         values += (*x.shape, *x.strides)
     for i in trained:
-        values += gradients[i].strides
+        values += gradients[i].strides if words is None else [_WORD_BYTES // 8 * x for x in gradients[i].strides]
+    if words is not None:
+        values += counts
     values += numbers
-    data = _packer(program, trained).pack(*values)
+    data = _packer(program, trained, words is not None).pack(*values)
     return ModifierValues(data.ljust(-(-len(data) // 8) * 8, b"\0"), tuple(x for x in zeroed if x[1]))
 
 
 @functools.lru_cache(maxsize=1024)
-def _packer(program: Program, trained: tuple[int, ...]) -> struct.Struct:
+def _packer(program: Program, trained: tuple[int, ...], ordered: bool) -> struct.Struct:
     letters = {"float": "f", "int": "i"}
-    codes = ["Q" if name.endswith("_at") else letters[kind] for kind, name in _block_fields(program, trained)]
+    codes = ["Q" if name.endswith("_at") else letters[kind] for kind, name in _block_fields(program, trained, ordered)]
     return struct.Struct("<" + "".join(codes))
 
 
-def _block_fields(program: Program, trained: tuple[int, ...]) -> list[tuple[str, str]]:
+def _block_fields(program: Program, trained: tuple[int, ...], ordered: bool) -> list[tuple[str, str]]:
     """(type, name) of each field: pointers, sizes and strides of arrays, strides of gradients, numbers."""
     fields = [(f"{DTYPES[dtype].cpp} const*", f"x{i}_at") for i, (dtype, _) in enumerate(program.captures)]
-    fields += [("float*", f"g{i}_at") for i in trained]
+    fields += [("ExactSum::Word*" if ordered else "float*", f"g{i}_at") for i in trained]
+    fields += [("float*", f"r{i}_at") for i in trained if ordered]
     for i, (_, rank) in enumerate(program.captures):
         fields += [("int", f"x{i}_size{axis}") for axis in range(rank)]
         fields += [("int", f"x{i}_stride{axis}") for axis in range(rank)]
     for i in trained:
         fields += [("int", f"g{i}_stride{axis}") for axis in range(program.captures[i][1])]
+    fields += [("int", f"g{i}_count") for i in trained if ordered]
     return fields + [(kind, f"n{i}") for i, kind in enumerate(program.numbers)]
 
 
@@ -213,9 +279,37 @@ def _members(roots: Sequence[Node]) -> dict[Node, str]:
 class _Text:
     """Names and lines of a program's nodes."""
 
-    def __init__(self, program: Program, members: dict[Node, str]) -> None:
+    def __init__(self, program: Program, members: dict[Node, str], roots: Sequence[Node]) -> None:
         self._program, self._members = program, members
         self._names: dict[Node, str] = {}
+        self._slices: dict[_Slice, int] = {}
+        for x in walk(roots):
+            part = _slice_of(x)
+            if part is not None:
+                self._slices.setdefault(part, len(self._slices))
+
+    def slice_members(self) -> list[str]:
+        """Of each part of an array that batch entry and head select: where it begins, and how long it is."""
+        lines = []
+        for part, i in self._slices.items():
+            cpp = DTYPES[self._program.captures[part.capture][0]].cpp
+            lines += [f"  {cpp} const* slice{i}_at;", f"  int slice{i}_size;"]
+        return lines
+
+    def slice_indices(self) -> list[Node]:
+        return [x for part in self._slices for _, x in part.fixed]
+
+    def slice_values(self) -> list[str]:
+        lines = []
+        for part, i in self._slices.items():
+            slot, names = part.capture, [(axis, self.name(x, inside=True)) for axis, x in part.fixed]
+            at = "".join(f" + (long long){x} * block.x{slot}_stride{axis}" for axis, x in names)
+            inside = " & ".join(f"within({x}, block.x{slot}_size{axis})" for axis, x in names)
+            lines += [
+                f"    slice{i}_at = block.x{slot}_at{at};",
+                f"    slice{i}_size = {inside} ? block.x{slot}_size{part.first} : 0;",
+            ]
+        return lines
 
     def name(self, node: Node, *, inside: bool = False) -> str:
         """What a node is called: a literal, an argument, a field, a member, or a local value."""
@@ -239,7 +333,7 @@ class _Text:
             if node in done or node.op in _LEAVES or (node in self._members and not inside):
                 return
             done.add(node)
-            for x in node.args:
+            for x in _operands(node):
                 define(x)
             kind = _TYPES[node.kind]
             lines.append(f"    {kind} const {self.name(node, inside=inside)} = {self._expression(node, inside)};")
@@ -262,24 +356,178 @@ class _Text:
             return f"!{names[0]}" if node.kind == "bool" else f"~{names[0]}"
         if node.op == "bool":
             return f"{names[0]} != 0"
+        position = _position(node)
+        if position is not None:
+            return self._float_of(position, inside)
+        scaled = _scaled_position(node)
+        if scaled is not None:
+            x = self.name(scaled[0], inside=inside)
+            base, offset = self._parts_of(scaled[1], inside)
+            return f"fmaf({x}, {offset}, {x} * {base})"
         power = _power_of_two(node)
         if power is not None:
             return f"{names[0]} >> {power}" if node.op == "floordiv" else f"{names[0]} & {2**power - 1}"
         return EXPRESSIONS[node.op].format(*(f"({x})" if x.startswith("-") else x for x in names))
 
+    def _parts_of(self, position: _Position, inside: bool) -> tuple[str, str]:
+        """The float of a position where the caller's tile begins, and what its offset in the tile adds to that."""
+        base = [f"{factor} * {name}0" for name, factor in position.factors]
+        base += [f"{factor} * {self.name(x, inside=inside)}" for x, factor in position.rest]
+        offset = " + ".join(f"{factor} * ({name} - {name}0)" for name, factor in position.factors)
+        return f"float({' + '.join([*base, str(position.constant)])})", f"float({offset})"
+
+    def _float_of(self, position: _Position, inside: bool) -> str:
+        base, offset = self._parts_of(position, inside)
+        return f"fabsf({base} + {offset})" if position.magnitude else f"{base} + {offset}"
+
     def _load(self, node: Node, names: Sequence[str]) -> str:
-        slot = node.value
-        at = "".join(f" + (long long){x} * block.x{slot}_stride{axis}" for axis, x in enumerate(names))
-        element = f"captured(block.x{slot}_at{at})"
+        slot, part = node.value, _slice_of(node)
+        start, first = f"block.x{slot}_at", f"block.x{slot}_size0"
+        axes = list(range(len(names)))
+        if part is not None:
+            i = self._slices[part]
+            start, first = f"slice{i}_at", f"slice{i}_size"
+            axes = [axis for axis in axes if axis not in dict(part.fixed)]
+        at = "".join(f" + (long long){names[axis]} * block.x{slot}_stride{axis}" for axis in axes)
+        element = f"captured({start}{at})"
         dtype = self._program.captures[slot][0]
         element = f"to_float({element})" if node.kind == "float" else f"{_TYPES[node.kind]}({element})"
         if dtype == "bool":
-            element = f"captured(reinterpret_cast<unsigned char const*>(block.x{slot}_at){at}) != 0"
+            element = f"captured(reinterpret_cast<unsigned char const*>({start}){at}) != 0"
         if not names:
             return element
-        inside = " & ".join(f"within({x}, block.x{slot}_size{axis})" for axis, x in enumerate(names))
+        sizes = [first, *(f"block.x{slot}_size{axis}" for axis in axes[1:])]
+        inside = " & ".join(f"within({names[axis]}, {size})" for axis, size in zip(axes, sizes, strict=True))
         nothing = "not_a_number()" if node.kind == "float" else "false" if node.kind == "bool" else "0"
         return f"{inside} ? {element} : {nothing}"
+
+
+class _Slice(NamedTuple):
+    """The part of an array that indices of batch entry and head alone select, which is found once a tile."""
+
+    capture: int
+    fixed: tuple[tuple[int, Node], ...]
+    first: int
+    """The first axis that another index belongs to."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _slice_of(node: Node) -> _Slice | None:
+    """The part that an element is read of; None of other nodes, and where no index or every one selects it."""
+    if node.op != "load" or node.depends <= {"b", "h"}:
+        return None
+    own = [axis for axis, x in enumerate(node.args) if not x.depends <= {"b", "h"}]
+    index = tuple((axis, x) for axis, x in enumerate(node.args) if axis not in own)
+    return _Slice(node.value, index, own[0]) if index else None
+
+
+class _Position(NamedTuple):
+    """An integer that is a sum of multiples of q and k, as a float: below 2^24 both of its parts are exact."""
+
+    factors: tuple[tuple[str, int], ...]
+    rest: tuple[tuple[Node, int], ...]
+    """What depends on neither, with its factors."""
+    constant: int
+    magnitude: bool
+    """Its absolute value is meant."""
+
+
+@functools.lru_cache(maxsize=1024)
+def has_head_slope(program: Program) -> bool:
+    """Whether the score's derivative is the same for all scores of a head, as ``kHeadSlope`` in the text."""
+    return program.score is None or derivatives(program.score).get(SCORE, ZERO).depends <= {"b", "h"}
+
+
+_ARITHMETIC: Final = frozenset(
+    (
+        "add",
+        "sub",
+        "mul",
+        "neg",
+        "abs",
+        "minimum",
+        "maximum",
+        "where",
+        "float",
+        "number",
+        "param",
+        *COMPARISONS,
+        *INPUTS,
+    )
+)
+
+
+def takes_registers(program: Program) -> bool:
+    """Whether a score takes registers beside its own: a mask, an element that is read, a function, many operations."""
+    if program.mask is not None or program.score is None:
+        return True
+    own = [x for x in walk([program.score]) if not x.depends <= {"b", "h"}]
+    return len(own) > _MAX_LIGHT or any(x.op not in _ARITHMETIC for x in own)
+
+
+@functools.lru_cache(maxsize=4096)
+def _position(node: Node) -> _Position | None:
+    """The position that a float is; None of other nodes.
+
+    Its value is known but for a constant where a tile begins, so that no element of a tile converts an integer.
+    """
+    if node.op != "float" or node.args[0].kind != "int":
+        return None
+    inner = node.args[0]
+    magnitude = inner.op == "abs"
+    terms = _sum_of(inner.args[0] if magnitude else inner)
+    if terms is None:
+        return None
+    constant = terms.pop(None, 0)
+    factors = tuple((x.op, n) for x, n in terms.items() if x is not None and x.op in ("q", "k") and n)
+    rest = tuple((x, n) for x, n in terms.items() if x is not None and x.op not in ("q", "k"))
+    if not factors or any(abs(n) > _MAX_FACTOR for n in (constant, *terms.values())):
+        return None
+    return _Position(factors, rest, constant, magnitude)
+
+
+def _sum_of(node: Node) -> dict[Node | None, int] | None:
+    """The terms of an integer with their factors, under None the literal one; None where it is no such sum."""
+    if node.op == "number":
+        return {None: int(node.value)}
+    if node.op in ("q", "k") or node.depends <= {"b", "h"}:
+        return {node: 1}
+    if node.kind != "int" or node.op not in ("add", "sub", "neg", "mul"):
+        return None
+    parts = [_sum_of(x) for x in node.args]
+    a, b = parts[0], parts[-1]
+    if a is None or b is None:
+        return None
+    if node.op == "neg":
+        return {x: -n for x, n in a.items()}
+    if node.op == "mul":
+        factor, other = (a, b) if set(a) == {None} else (b, a)
+        return {x: n * factor[None] for x, n in other.items()} if set(factor) == {None} else None
+    sign = 1 if node.op == "add" else -1
+    return {x: a.get(x, 0) + sign * b.get(x, 0) for x in [*a, *(y for y in b if y not in a)]}
+
+
+@functools.lru_cache(maxsize=4096)
+def _scaled_position(node: Node) -> tuple[Node, _Position] | None:
+    """The factor and the position of a product such as ALiBi's: one fused addition a score, and a product a tile."""
+    if node.op != "mul" or node.kind != "float":
+        return None
+    for factor, other in (node.args, node.args[::-1]):
+        position = _position(other)
+        if position is not None and not position.magnitude and not factor.depends & {"score", "k"}:
+            return factor, position
+    return None
+
+
+def _operands(node: Node) -> tuple[Node, ...]:
+    """The nodes that the expression of ``node`` names."""
+    scaled, position = _scaled_position(node), _position(node)
+    if scaled is not None:
+        return scaled[0], *(x for x, _ in scaled[1].rest)
+    if position is not None:
+        return tuple(x for x, _ in position.rest)
+    part = _slice_of(node)
+    return node.args if part is None else tuple(x for axis, x in enumerate(node.args) if axis not in dict(part.fixed))
 
 
 def _power_of_two(node: Node) -> int | None:
@@ -301,4 +549,4 @@ def _literal(node: Node) -> str:
         return "not_a_number()"
     if abs(value) > _FLOAT32_MAX:
         return "infinity()" if value > 0 else "-infinity()"
-    return f"{float(value).hex()}f"
+    return f"{_FLOAT32.unpack(_FLOAT32.pack(value))[0].hex()}f"

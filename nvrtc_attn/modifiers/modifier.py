@@ -79,7 +79,9 @@ class Modifier:
 
         kept = tuple(sorted(slots, key=lambda x: slots[x]))
         arrays = tuple(captures[i] for i in kept)
-        program = Program(numbered(score), numbered(mask), tuple((dtype_of(x), x.ndim) for x in arrays), tuple(kinds))
+        program = Program(
+            numbered(score), numbered(mask), tuple((dtype_of(x), len(x.shape)) for x in arrays), tuple(kinds)
+        )
         return cls(program, arrays, tuple(numbers)), kept
 
     def with_captures(self, captures: tuple[Any, ...]) -> Modifier:

@@ -46,6 +46,8 @@ class Recording:
         TraceError
             It is no number and no array of one element.
         """
+        if isinstance(x, Node):
+            return x
         if isinstance(x, Proxy):
             return x.node
         if isinstance(x, np.generic) or is_host_scalar(x):
@@ -189,6 +191,8 @@ class Proxy:
             return lambda *args, **kwargs: _call(self._recording, name, (self, *args), kwargs)
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "device":  # to make a number on: `x.new_ones((), device=x.device)`
+            return None
         raise TraceError(f"{name!r} is not possible in a modifier, which works on one score.")
 
     def __bool__(self) -> NoReturn:

@@ -57,7 +57,7 @@ def trace(
     found = None if facts is None else find(facts)
     if found is not None:
         return found
-    recording = Recording(frozenset(_literals(score_mod)) | frozenset(_literals(mask_mod)))
+    recording = Recording(frozenset(literals(score_mod)) | frozenset(literals(mask_mod)))
     inputs = {name: Proxy(recording, Node(name, kind="float" if name == "score" else "int")) for name in INPUTS}
     positions = tuple(inputs[name] for name in INPUTS[1:])
     more = () if aux is None else (_Aux(recording, aux),)
@@ -173,7 +173,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(x)
 
 
-def _literals(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def literals(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Numbers in the text of a function and of those that it captured: they belong to the kernel's text, too."""
     if depth > _MAX_DEPTH or not isinstance(function, types.FunctionType):
         return
@@ -190,11 +190,11 @@ def _literals(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
             inner = cell.cell_contents
             for x in inner if isinstance(inner, tuple | list) else (inner,):
                 if x is not function:
-                    yield from _literals(x, depth + 1)
+                    yield from literals(x, depth + 1)
     for name in _names(function.__code__):
         other = function.__globals__.get(name)
         if other is not function and getattr(other, "__globals__", None) is function.__globals__:
-            yield from _literals(other, depth + 1)
+            yield from literals(other, depth + 1)
 
 
 @contextlib.contextmanager

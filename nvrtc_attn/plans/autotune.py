@@ -44,6 +44,7 @@ from ..heuristics import __file__ as heuristics_file
 from ..heuristics import backward_candidates, forward_candidates
 from ..heuristics import choose_backward as table_backward
 from ..heuristics import choose_forward as table_forward
+from ..heuristics import narrower_forward as narrower_table
 from ..heuristics.common import features_of, is_vectorizable
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import headers
@@ -109,6 +110,11 @@ def choose_backward(
 ) -> BackwardPlanSpec:
     """The plan of the backward pass, as `choose_forward`."""
     return _choose(problem, True, table_backward, backward_candidates, device_index, stream, plan_of, tune)
+
+
+def narrower_forward(problem: AttentionProblem, device_index: int) -> list[ForwardPlanSpec]:
+    """What else to try where the kernel of `choose_forward` spills registers."""
+    return narrower_table(problem, **_target(device.properties(device_index)))
 
 
 def expected_backward(problem: AttentionProblem, device_index: int) -> BackwardPlanSpec:

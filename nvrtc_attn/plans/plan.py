@@ -8,6 +8,7 @@ number of threads may run the same one.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import struct
 import threading
@@ -37,7 +38,7 @@ from ..jit.params import (
 )
 from ..modifiers.cuda import NO_MODIFIER, ModifierValues
 from ..runtime import driver
-from ..runtime.kernel import Kernel, ParamsBuffer, check_nvrtc, launch, load_kernel
+from ..runtime.kernel import Kernel, ParamsBuffer, check_nvrtc, load_kernel, refused, what_to_launch
 from ..runtime.tensor_maps import TensorMapEncoder
 from . import autotune
 
@@ -48,7 +49,10 @@ _WORKSPACE_ALIGNMENT: Final = 256
 class _Step:
     """One launch with its own copy of the params."""
 
-    __slots__ = ("behind", "block", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "template", "tensor_maps")
+    __slots__ = (
+        *("behind", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "template", "tensor_maps"),
+        "what",
+    )
 
     def __init__(
         self,
@@ -57,8 +61,9 @@ class _Step:
         params: ForwardParams | BackwardParams,
         behind: Mapping[str, int],
         problem: AttentionProblem,
+        pointers: Sequence[str],
     ) -> None:
-        pointers, struct_type = type(params).POINTERS, params_class(spec.config)
+        struct_type = params_class(spec.config)
         values: Any = params
         if struct_type is not type(params):  # a struct that begins with the pass's own
             values = struct_type.from_buffer_copy(bytes(params).ljust(ctypes.sizeof(struct_type), b"\0"))
@@ -73,8 +78,8 @@ class _Step:
         of_part = zip(PART_FIELDS, problem.dropout_pitches or (), strict=True) if spec.config.features.part else ()
         for name, value in (*spec.params, *of_part):
             setattr(values, name, value)
-        self.grid, self.block, self.smem_bytes = spec.grid, spec.block, spec.smem_bytes
-        self.kernel = kernel
+        self.kernel, self.grid, self.smem_bytes = kernel, spec.grid, spec.smem_bytes
+        self.what = what_to_launch(kernel, spec.grid, spec.block, spec.smem_bytes)
         self.template = bytes(values)
         self.spare: list[ParamsBuffer] = []  # as many as threads have run this at once
 
@@ -116,37 +121,22 @@ def _log_slow_path(pass_name: str, spec: ForwardPlanSpec | BackwardPlanSpec) -> 
 class _PlanBase:
     """Loaded kernels and the workspace between them. ``workspace_bytes`` is what ``run`` needs in ``workspace``."""
 
-    __slots__ = ("_context", "_device", "_leading_only", "_offsets", "_steps", "_zeroed", "workspace_bytes")
+    __slots__ = (
+        *("_context", "_copy", "_device", "_dropout", "_offsets", "_pick", "_steps", "_words", "_zeroed"),
+        "workspace_bytes",
+    )
 
     OPERANDS: ClassVar[tuple[str, ...]]
     """Names of the operands, in the order of the addresses that ``run`` takes."""
     _BACKWARD: ClassVar[bool]
     _WORKSPACES: ClassVar[tuple[str, ...]]
-    # Places of the params' pointers, and of those behind all else, among operands, random numbers and workspaces.
-    _FRONT: ClassVar[itemgetter[Any]]
     _BEHIND: ClassVar[tuple[int, ...]]
-    _LEADING: ClassVar[int]
-    """Operands whose pointers come first, in their order."""
-    _ALL_LEAD: ClassVar[bool]
-    """These are all operands of the params' front."""
-    # The pointers of the params, as words and as bytes: all of them, and those that lead.
-    _pointers_struct: ClassVar[struct.Struct]
-    _pointers_bytes: ClassVar[struct.Struct]
-    _leading_struct: ClassVar[struct.Struct]
-    _leading_bytes: ClassVar[struct.Struct]
+    """Places of the operands whose pointers lie behind all else."""
 
     @classmethod
     def __init_subclass__(cls) -> None:
         params = BackwardParams if cls._BACKWARD else ForwardParams
-        known = (*cls.OPERANDS, *RNG_ADDRESSES, *cls._WORKSPACES, *RNG_WORDS)
-        front = [known.index(name) for name in params.POINTERS]
-        cls._FRONT, cls._BEHIND = itemgetter(*front), tuple(known.index(name) for name in params.BEHIND)
-        cls._LEADING = next(i for i, place in enumerate(front) if place != i)
-        cls._ALL_LEAD = set(cls.OPERANDS[cls._LEADING :]) <= set(params.BEHIND)
-        for name, count in (("pointers", len(front)), ("leading", cls._LEADING)):
-            words = struct.Struct(f"<{count}Q")
-            setattr(cls, f"_{name}_struct", words)
-            setattr(cls, f"_{name}_bytes", struct.Struct(f"{words.size}s"))
+        cls._BEHIND = tuple(cls.OPERANDS.index(name) for name in params.BEHIND)
 
     def __init__(
         self,
@@ -167,15 +157,23 @@ class _PlanBase:
             for name, value in buffer.params:
                 setattr(params, name, value)
         self.workspace_bytes = end
-        # A buffer that the plan does not use has offset 0: its pointer is never followed.
-        self._offsets = tuple(offsets.get(name, 0) for name in self._WORKSPACES)
-        self._zeroed = tuple(zeroed)
-        # Without dropout and workspace no kernel follows a pointer behind those of the operands: they stay 0.
-        self._leading_only = self._ALL_LEAD and not (problem.dropout_p or end)
+        self._offsets, self._zeroed = tuple(offsets.values()), tuple(zeroed)
+        self._dropout = problem.dropout_p > 0
+        # What a launch is told: of the words at the params' begin those that some kernel of this problem looks at, the
+        # others are 0. A word takes 40 ns to find and write.
+        random = (*RNG_ADDRESSES, *RNG_WORDS) if self._dropout else ()
+        known = (*self.OPERANDS, *offsets, *random)
+        absent = _absent(problem)
+        words = [name if name in known and name not in absent else "" for name in params.POINTERS]
+        told = [name for name in words if name]
+        self._pick = itemgetter(*map(known.index, told))
+        self._words = struct.Struct("<" + "".join("Q" if name else "8x" for name in words))
+        self._copy = struct.Struct(f"{self._words.size}s")
         launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
         loaded = _load(launches, device_index, stream, meanwhile)
+        behind = _behind(problem, params.BEHIND)
         self._steps = tuple(
-            _Step(launch_spec, kernel, type(params).from_buffer_copy(params), _behind(problem, params.BEHIND), problem)
+            _Step(launch_spec, kernel, type(params).from_buffer_copy(params), behind, problem, told)
             for launch_spec, kernel in zip(launches, loaded, strict=True)
         )
         self._device = self._steps[0].kernel.device if self._steps else device_index
@@ -212,16 +210,16 @@ class _PlanBase:
         self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState, modifier: ModifierValues
     ) -> None:
         """The launches, in the plan's context. Addresses become bytes once, which takes ten times a copy of them."""
-        if self._leading_only:
-            pointers = addresses[: self._LEADING]
-            packed = self._leading_struct.pack(*pointers)
-            write = self._leading_bytes.pack_into
-        else:
+        known = addresses
+        if self._offsets:
+            known += tuple([workspace + x for x in self._offsets])
+        if self._dropout:
             seed, offset, seed_address, offset_address, _ = rng
-            known = (*addresses, seed_address, offset_address, *[workspace + x for x in self._offsets], seed, offset)
-            pointers = self._FRONT(known)
-            packed = self._pointers_struct.pack(*pointers)
-            write = self._pointers_bytes.pack_into
+            known += (seed_address, offset_address, seed, offset)
+        pointers = self._pick(known)
+        packed = self._words.pack(*pointers)
+        write = self._copy.pack_into
+        launch = driver.api().cuLaunchKernel
         for start, nbytes in self._zeroed:
             driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=self._device)
         for address, nbytes in modifier.zeroed:
@@ -238,7 +236,10 @@ class _PlanBase:
                 ctypes.memmove(ctypes.addressof(params.data) + step.modifier_at, modifier.block, len(modifier.block))
             if step.tensor_maps is not None:
                 step.tensor_maps.write(params.data, pointers)
-            launch(step.kernel, step.grid, step.block, step.smem_bytes, params, stream)
+            # The bindings make an object of every stream handle but None, which is the legacy default stream.
+            code = launch(*step.what, stream or None, params.address, 0)[0]
+            if code != driver.SUCCESS:
+                raise refused(step.kernel, step.what, int(code))
             step.spare.append(params)
 
 
@@ -277,10 +278,35 @@ def forward_plan(
     def of(spec: ForwardPlanSpec) -> ForwardPlan:
         return ForwardPlan(spec, problem, device_index, stream, meanwhile)
 
-    return _cached(
-        ("forward", problem, device_index, env.backend()),
-        lambda: of(autotune.choose_forward(problem, device_index, stream, of, tune)),
+    def make() -> ForwardPlan:
+        plan = of(autotune.choose_forward(problem, device_index, stream, of, tune))
+        if problem.modifier is None or not plan.local_bytes:
+            return plan
+        return _least_spilled(plan, autotune.narrower_forward(problem, device_index), of)
+
+    return _cached(("forward", problem, device_index, env.backend()), make)
+
+
+def _least_spilled(
+    plan: ForwardPlan, others: Sequence[ForwardPlanSpec], of: Callable[[ForwardPlanSpec], ForwardPlan]
+) -> ForwardPlan:
+    """``plan``, whose kernel spills what a modifier reads, or the first of ``others`` that spills less, if any.
+
+    Which one it is depends on the text of the modifier alone, so that a warm cache has all that is asked for.
+    """
+    first = plan.local_bytes
+    for spec in others:
+        other = of(spec)
+        if other.local_bytes < plan.local_bytes:
+            plan = other
+        if not plan.local_bytes:
+            break
+    log_once(
+        f"a modifier takes more registers than there are: {first} bytes of a thread spilled, {plan.local_bytes} with "
+        "the tile that is used",
+        logging.INFO,
     )
+    return plan
 
 
 def backward_plan(
@@ -345,6 +371,16 @@ def _params(problem: AttentionProblem, backward: bool) -> ForwardParams | Backwa
             setattr(params, f"dbias_size_{dim}", size)
     params.num_splits = 1
     return params  # type: ignore[no-any-return]
+
+
+def _absent(problem: AttentionProblem) -> set[str]:
+    """Operands that no kernel of this problem looks at, and whose addresses are 0 in its calls."""
+    found = set() if problem.varlen else {"cu_seqlens_q", "cu_seqlens_k"}
+    if not problem.seqused_k:
+        found.add("seqused_k")
+    if problem.mask is None:
+        found.add("mask")
+    return found if problem.bias is not None else found | {"bias", "dbias"}
 
 
 def _behind(problem: AttentionProblem, names: Sequence[str]) -> dict[str, int]:

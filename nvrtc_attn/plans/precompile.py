@@ -26,6 +26,7 @@ from ..jit import worker_pool
 from ..jit.compile import compile_kernel
 from ..jit.config import ForwardConfig, HopperForwardConfig, KernelConfig
 from ..jit.worker_pool import COMPILE_MEMORY_BYTES, available_memory_bytes
+from ..modifiers.modifier import Modifier
 from ..runtime import device, driver
 from . import plan
 
@@ -49,12 +50,14 @@ _SMALL: Final = (
     "delta",
     "dq_convert",
     "dkv_convert",
-    "dkv_parts_convert",
+    "dkv_hopper_convert",
     "backward_hopper_prepare",
     "combine",
     "dbias_reduce",
     "sink_gradient",
+    "captured_sum",
     "tile_plan",
+    "tile_ranges",
 )
 """Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""
 DEFAULT_SEQLENS: Final = ((4096, 4096), (1024, 1024), (8192, 8192), (1, 4096))
@@ -78,6 +81,8 @@ class Request:
     dbias: bool = False
     sink: bool = False
     """Attention sinks, with their gradient."""
+    modifier: Modifier | None = None
+    """What was traced of score_mod and mask_mod, with gradients of the arrays that the score captured."""
     mask: bool = False
     softcap: bool = False
     dropout: bool = False
@@ -147,7 +152,11 @@ def problems(request: Request) -> list[AttentionProblem]:
             dbias=request.dbias and request.backward,
             dsink=request.sink and request.backward,
         )
-        found.append(describe_shapes(operands, options, Device("cuda", 0)).with_dense())
+        modifier, trained = request.modifier, frozenset[int]()
+        if modifier is not None and request.backward:
+            trained = frozenset(modifier.differentiable)
+        call = describe_shapes(operands, options, Device("cuda", 0), modifier=modifier, trained=trained)
+        found.append(call.with_dense())
     return found
 
 

@@ -37,12 +37,15 @@ class Repeat(NamedTuple):
     """Places of the outputs that were given."""
     made: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]
     """Shape, strides and dtype of the outputs that were not."""
+    apart: set[tuple[int, ...]]
+    """Addresses at which no output shares memory with another operand: programs come with the same ones again."""
 
 
 # Places in the order of the operands of a pass, by their number.
 _LENGTHS: Final = {len(names): (names.index("cu_seqlens_q"), names.index("seqused_k")) for names in (FORWARD, BACKWARD)}
 _MADE: Final = tuple((name, FORWARD.index(name)) for name in ("out", "lse"))
 _MAX_ENTRIES: Final = 4096
+_MAX_APART: Final = 64
 _repeats: dict[tuple[Any, ...], Repeat] = {}
 _lock = threading.Lock()
 
@@ -56,8 +59,14 @@ def find(signature: Signature, operands: tuple[Any, ...]) -> Repeat | None:
     if (operands[starts] is not None or operands[used] is not None) and env.debug():
         return None
     found = _repeats.get(signature.key)
-    if found is not None and found.outputs and not _apart(found, signature.addresses):
-        return None
+    if found is not None and found.outputs:
+        addresses = tuple(signature.addresses)
+        if addresses not in found.apart:
+            if not _apart(found, addresses):
+                return None
+            if len(found.apart) >= _MAX_APART:
+                found.apart.clear()
+            found.apart.add(addresses)
     return found
 
 
@@ -84,7 +93,7 @@ def remember(
     with _lock:
         while len(_repeats) >= _MAX_ENTRIES:
             del _repeats[next(iter(_repeats))]
-        _repeats[signature.key] = Repeat(plan, tuple(spans), tuple(outputs), shapes)
+        _repeats[signature.key] = Repeat(plan, tuple(spans), tuple(outputs), shapes, set())
 
 
 def _apart(known: Repeat, addresses: Sequence[int]) -> bool:

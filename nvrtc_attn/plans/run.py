@@ -10,7 +10,8 @@ from ..front.operands import GRADIENTS, OPERANDS, addresses
 from ..front.philox import RngState
 from ..front.signature import Signature
 from ..front.tensors import TensorView
-from ..modifiers.cuda import NO_MODIFIER, modifier_values
+from ..heuristics.common import orders_gradients
+from ..modifiers.cuda import NO_MODIFIER, modifier_values, ordered_bytes
 from ..runtime.lifetime import hold
 from .plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .repeats import remember
@@ -96,12 +97,18 @@ def backward(
         attention.backward(call, views, rng, capture_gradients)
         return
     plan = plan_backward(call, views)
-    if workspace is None and new_workspace is not None and plan.workspace_bytes:
-        workspace = new_workspace(plan.workspace_bytes)
-    address = call.workspace_address(workspace, plan.workspace_bytes)
+    size = plan.workspace_bytes + captured_bytes(call)
+    if workspace is None and new_workspace is not None and size:
+        workspace = new_workspace(size)
+    address = call.workspace_address(workspace, size)
     _launch(plan, call, views, address, call.kernel_rng(rng), (workspace, capture_gradients), capture_gradients)
     if signature is not None:
         remember(signature, plan, {**call.tensors, **views}, {})
+
+
+def captured_bytes(call: Call) -> int:
+    """What the backward pass needs behind the workspace of its plan: it depends on the sizes of captured arrays."""
+    return ordered_bytes(call.problem.trained, call.captures) if orders_gradients(call.problem) else 0
 
 
 def _launch(
@@ -117,7 +124,8 @@ def _launch(
     values = NO_MODIFIER
     if call.modifier is not None:
         program, numbers = call.modifier.program, call.modifier.numbers
-        values = modifier_values(program, call.problem.trained, call.captures, capture_gradients, numbers)
+        words = workspace + plan.workspace_bytes if orders_gradients(call.problem) else None
+        values = modifier_values(program, call.problem.trained, call.captures, capture_gradients, numbers, words)
     plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng, values)
     if call.hold_owners:
         hold(call.device.index, call.launch_stream, (call, views, owners, rng))

@@ -27,6 +27,8 @@ from . import device as devices
 from . import driver
 
 MAX_GRID: Final = 2**31 - 1
+PORTABLE_CLUSTER: Final = 8
+"""Thread blocks of a cluster that every GPU with clusters has room for. More must be asked for."""
 _Slot = ctypes.c_void_p * 1
 
 
@@ -164,6 +166,9 @@ def _load_image(compiled: CompiledKernel, device: int, smem_bytes: int) -> Kerne
         smem_bytes,
         device=device,
     )
+    if getattr(compiled.config, "cluster", 1) > PORTABLE_CLUSTER:
+        allowed = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        driver.call("cuFuncSetAttribute", function, allowed, 1, device=device)
     driver.call("cuFuncLoad", function, device=device)
     return Kernel(
         key=compiled.key,
@@ -202,20 +207,32 @@ def launch(kernel: Kernel, grid: int, block: int, smem_bytes: int, params: Param
     Raises
     ------
     ValueError
-        ``grid`` is not in 1..2**31-1.
+        As `what_to_launch`.
     CudaError
         The driver refused the launch. A ``DeviceFaultError`` tells of earlier work that failed.
     """
+    what = what_to_launch(kernel, grid, block, smem_bytes)
+    # The bindings make an object of every stream handle but None, which is the legacy default stream.
+    code = driver.api().cuLaunchKernel(*what, stream or None, params.address, 0)[0]
+    if code != driver.SUCCESS:
+        raise refused(kernel, what, int(code))
+
+
+def what_to_launch(kernel: Kernel, grid: int, block: int, smem_bytes: int) -> tuple[Any, ...]:
+    """The arguments of ``cuLaunchKernel`` before the stream.
+
+    Raises
+    ------
+    ValueError
+        ``grid`` is not in 1..2**31-1.
+    """
     if not 0 < grid <= MAX_GRID:
         raise ValueError(f"grid={grid} blocks: the driver accepts 1 to 2**31 - 1; split the batch")
-    # The bindings make an object of every stream handle but None, which is the legacy default stream.
-    code = driver.api().cuLaunchKernel(
-        kernel.function, grid, 1, 1, block, 1, 1, smem_bytes, stream or None, params.address, 0
-    )[0]  # fmt: skip
-    if code != driver.SUCCESS:
-        raise _refused(kernel, grid, block, smem_bytes, int(code))
+    return kernel.function, grid, 1, 1, block, 1, 1, smem_bytes
 
 
-def _refused(kernel: Kernel, grid: int, block: int, smem_bytes: int, code: int) -> CudaError:
-    what = f"cuLaunchKernel({kernel.name}, grid {grid}, block {block}, {smem_bytes} bytes of shared memory)"
-    return driver.failure(what, code, kernel.device)
+def refused(kernel: Kernel, what: tuple[Any, ...], code: int) -> CudaError:
+    """The exception for a launch of `what_to_launch` that the driver refused."""
+    _, grid, _, _, block, _, _, smem_bytes = what
+    text = f"cuLaunchKernel({kernel.name}, grid {grid}, block {block}, {smem_bytes} bytes of shared memory)"
+    return driver.failure(text, code, kernel.device)

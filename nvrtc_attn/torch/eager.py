@@ -22,7 +22,7 @@ from ..front.problem import Causal, WindowSize
 from ..front.signature import are_plain
 from .ops import attention as attention_by_operators
 from .ops import cast_for_autocast, cast_further_for_autocast, is_dtensor, register_sharding
-from .passes import DIFFERENTIABLE_PLACES, LazyTensors, Tensors, backward, forward
+from .passes import DIFFERENTIABLE_PLACES, LazyTensors, Tensors, backward, forward, known_calls
 from .random import checked_rng, draw_rng
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 _transformed: Final = torch._C._functorch.maybe_current_level
 _autocast: Final = torch._C._is_any_autocast_enabled
+_autocast_dtype: Final = torch.get_autocast_dtype
 _grad_enabled: Final = torch.is_grad_enabled
 _deterministic: Final = torch._C._get_deterministic_algorithms
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -41,6 +42,8 @@ _differentiable: Final = itemgetter(*DIFFERENTIABLE_PLACES)
 _NOTHING_FURTHER: Final = (None,) * len(FURTHER_INPUTS)
 _new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
 _NONE: Final = (None,) * len(OPTIONAL_INPUTS)
+ROWS_FIRST, HEADS_FIRST, GROUPED_HEADS_FIRST = range(3)
+"""``[batch, seqlen, heads, head_dim]``, and with heads before rows; calls of one layout are not found by another."""
 
 
 @takes_further_inputs
@@ -80,6 +83,51 @@ def attention(
     Gradients have the shapes of their inputs; that of a broadcast bias is summed inside the kernels. Outputs and
     gradients are dense. Runs on torch's current stream and allocates from torch's allocator.
     """
+    alone = (
+        bias is None and mask is None and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None
+        and not further and part is None
+    )  # fmt: skip
+    # Dynamo knows what it is asked here, and traces nothing behind it.
+    if alone and not _traced_by_dynamo():
+        options = _new_tuple(CallOptions, (
+            causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
+            _deterministic() if deterministic is None else deterministic, False, False, None,
+        ))  # fmt: skip
+        found = again(q, k, v, options, ROWS_FIRST)
+        if found is not None:
+            return found
+    return attend(
+        q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further, ROWS_FIRST, alone,
+    )  # fmt: skip
+
+
+def again(q: Any, k: Any, v: Any, options: CallOptions, layout: int) -> Any:
+    """`attend` of q, k and v alone, where such a call was made before; None where it was not."""
+    try:
+        recent = known_calls.get((options, layout, _grad_enabled(), _autocast() and _autocast_dtype("cuda")))
+    except TypeError:  # options of kinds that no table takes
+        return None
+    # A table looks options up by equality, and 1 equals True.
+    if recent is None or not are_plain(options):
+        return None
+    for known in recent:
+        if known.fits(q, k, v):
+            results = known.run(q, k, v)
+            if results is None:
+                continue
+            if known.grad:
+                return _attach((known.options, NO_RNG, results, (q, k, v), options.return_lse, layout, known), q, k, v)
+            return results if options.return_lse else results[0]
+    return None
+
+
+def attend(
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, causal: Any, window_size: Any, softmax_scale: Any, softcap: Any,
+    dropout_p: Any, rng: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
+    seqused_k: Any, return_lse: Any, deterministic: Any, part: Any, further: Any, layout: int, alone: bool,
+) -> Any:  # fmt: skip
+    """`attention` of any tensors, q, k and v ``alone`` or with others; laid out, as out is, as ``layout`` says."""
     # 0.2 us for plain tensors. Dynamo knows the first of these, and traces none of the others.
     if (
         _traced_by_dynamo()
@@ -93,10 +141,13 @@ def attention(
     ):
         if is_dtensor(q):
             register_sharding()
-        return attention_by_operators(
+        if layout:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        found = attention_by_operators(
             q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q,
             cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further,
         )  # fmt: skip
+        return found.transpose(1, 2) if layout else found
     if _autocast():
         q, k, v, bias = cast_for_autocast(q, k, v, bias)
         further = cast_further_for_autocast(q, further)
@@ -108,24 +159,29 @@ def attention(
         q.requires_grad or k.requires_grad or v.requires_grad or _wants_gradient(_differentiable(tensors)[3:])
     )
     if deterministic is None:
-        deterministic = grad and _deterministic()
-    elif deterministic is True:
-        deterministic = grad  # without a backward pass it does not matter how that would be: one plan for both
+        deterministic = _deterministic()
     dbias = grad and bias is not None and bias.requires_grad
     dsink = False
     if further:
         sink = further.get("sink")
         dsink = grad and sink is not None and sink.requires_grad
     options: CallOptions = _new_tuple(CallOptions, (
-        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k,
-        grad if return_lse is False else return_lse, deterministic, dbias, dsink, part,
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic,
+        dbias, dsink, part,
     ))  # fmt: skip
     # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
     if not (are_plain(options) and 0 <= dropout_p <= 1):
-        options = plain_options(options._replace(return_lse=return_lse))
+        options = plain_options(options)
         max_seqlen_q, max_seqlen_k, dropout_p = options.max_seqlen_q, options.max_seqlen_k, options.dropout_p
         return_lse = options.return_lse
-        options = options._replace(return_lse=return_lse or grad, deterministic=options.deterministic and grad)
+    known_key = None
+    if alone and dropout_p == 0:
+        known_key = options, layout, _grad_enabled(), _autocast() and _autocast_dtype("cuda")
+    # A backward pass needs the lse. Without one it does not matter how it would be: one plan for both.
+    if options.return_lse is not (return_lse or grad) or (options.deterministic and not grad):
+        options = _new_tuple(
+            CallOptions, (*options[:7], return_lse or grad, options.deterministic and grad, *options[9:])
+        )
     state = NO_RNG
     # What is no tensor, or of another rank, is refused below.
     if dropout_p > 0 and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4:
@@ -137,20 +193,24 @@ def attention(
             state = draw_rng(q, k, None)
         elif isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
             state = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
+    heads_first = layout != ROWS_FIRST
     if not grad:
-        out, lse = forward(tensors, options, state)
+        out, lse = forward(tensors, options, state, heads_first=heads_first, known_key=known_key)
         return (out, lse) if return_lse else out
     try:
-        results = forward(tensors, options, state, backward_follows=True)
+        results = forward(
+            tensors, options, state, backward_follows=True, heads_first=heads_first, known_key=known_key
+        )  # fmt: skip
     except LazyTensors as lazy:
         tensors = lazy.tensors
-        results = forward(tensors, options, state, backward_follows=True)
+        results = forward(tensors, options, state, backward_follows=True, heads_first=heads_first)
     # Each argument and each tensor that is kept costs 0.4 us: what is not there is left out.
     for x in tensors[3:]:
         if x is not None:
-            return _attach((options, state, results, tensors, return_lse), *_differentiable(tensors))
+            call = options, state, results, tensors, return_lse, layout, None
+            return _attach(call, *_differentiable(tensors))
     tensors = tensors[:3]
-    return _attach((options, state, results, tensors, return_lse), *tensors)
+    return _attach((options, state, results, tensors, return_lse, layout, None), *tensors)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
@@ -158,16 +218,25 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *_: Any) -> Any:
-        options, rng, results, tensors, return_lse = call
+        options, rng, results, tensors, return_lse, layout, known = call
         ctx.save_for_backward(*results, *tensors)
-        ctx.call = options, rng
-        ctx.set_materialize_grads(False)
-        return results if return_lse else results[0]
+        ctx.call = options, rng, layout, known
+        if return_lse:
+            ctx.set_materialize_grads(False)
+            return results
+        return results[0]
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
-        # Without a graph of this pass there is nothing to refuse, and the wrapper takes two microseconds.
-        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dout, dlse)
+        if _grad_enabled():  # with a graph of this pass there is something to refuse; the wrapper takes 2 us
+            return _gradients_once(ctx, dout, dlse)
+        known = ctx.call[3]
+        if known is not None and dlse is None:
+            out, lse, q, k, v = ctx.saved_tensors
+            for later in known.backward:
+                if later.fits(q, k, v, out, lse, dout) and (found := later.run(q, k, v, out, lse, dout)) is not None:
+                    return found
+        return _gradients(ctx, dout, dlse)
 
 
 # Past the Python layer of `Function.apply`, which serves transformations: those get the operators. 2.5 us.
@@ -176,13 +245,16 @@ _attach: Any = super(torch.autograd.Function, _Attention).apply
 
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
     """The gradient of each argument of `_Attention.forward`."""
-    options, rng = ctx.call
+    options, rng, layout, known = ctx.call
+    heads_first = layout != ROWS_FIRST
     out, lse, *tensors = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     if len(tensors) == 3:
-        dq, dk, dv, *_ = backward((*tensors, *_NONE), out, lse, dout, dlse, options, rng)
+        dq, dk, dv, *_ = backward(
+            (*tensors, *_NONE), out, lse, dout, dlse, options, rng, heads_first=heads_first, known=known
+        )
         return None, dq, dk, dv
-    return (None, *backward(tuple(tensors), out, lse, dout, dlse, options, rng))
+    return (None, *backward(tuple(tensors), out, lse, dout, dlse, options, rng, heads_first=heads_first))
 
 
 _gradients_once: Any = once_differentiable(_gradients)  # type: ignore[no-untyped-call, unused-ignore]

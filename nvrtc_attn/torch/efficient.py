@@ -302,7 +302,7 @@ def _read(tensors: _Tensors, numbers: tuple[Any, ...], *flags: bool) -> tuple[An
     ) or (tensors[4] is not None and env.debug()):
         return None
     found = read(tensors, detached=True)
-    return None if found is None else ((numbers, flags, env.raw_backend(), *found[1]), found[2])
+    return None if found is None else ((numbers, flags, env.raw_backend(), found[1]), found[2])
 
 
 def _describe(

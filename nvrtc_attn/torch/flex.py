@@ -6,9 +6,10 @@ are operands, with gradients. Nothing of the size of the scores is made, with ``
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -101,7 +102,8 @@ def flex_attention(
         ``score_mod(score, b, h, q_idx, kv_idx)``, or what `nvrtc_attn.trace` made of functions.
     block_mask
         What `create_block_mask` returned, or a BlockMask of torch's. The latter is read by its blocks as well, as its
-        lists need not be those of its ``mask_mod``: the former is faster.
+        lists need not be those of its ``mask_mod``: the former is faster. Its lists are checked and turned into a
+        table once, which waits for the GPU, and again after they were written to.
     scale
         Default ``1 / sqrt(E)``.
     enable_gqa
@@ -120,7 +122,8 @@ def flex_attention(
     TraceError
         The message names the operation that is not possible.
     ValueError
-        A mask for other lengths, or head counts that differ without ``enable_gqa``.
+        A mask for other lengths, heads or another device, lists of blocks that name one twice or one that does not
+        exist, or head counts that differ without ``enable_gqa``.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
@@ -160,15 +163,58 @@ def _mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> _Sc
             raise ValueError(f"block_mask: its {name} is {size}, but query has {whole}.")
     if isinstance(block_mask, BlockMask):
         return block_mask.mask_mod
+    if block_mask.kv_indices.device != query.device:
+        raise ValueError(
+            f"block_mask: its lists are on {block_mask.kv_indices.device}, but query is on {query.device}. Move it "
+            f"there: block_mask.to(query.device)."
+        )
     return _of_blocks(block_mask)
+
+
+_LISTS: Final = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_tables: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor, torch.Tensor | None]] = weakref.WeakKeyDictionary()
+
+
+def _tables_of(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Which blocks the lists name, partial and full: checked, and made once for what the lists hold now."""
+    lists = [getattr(block_mask, name) for name in _LISTS]
+    facts = tuple(None if x is None else (id(x), x._version) for x in lists)
+    known = _tables.get(block_mask)
+    if known is not None and known[0] == facts:
+        return known[1], known[2]
+    counts, indices, full_counts, full_indices = lists
+    rows, columns = (-(-n // size) for n, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True))
+    found = []
+    for name, count, index in (("kv", counts, indices), ("full_kv", full_counts, full_indices)):
+        if count is None:
+            continue
+        if tuple(index.shape[:-1]) != tuple(count.shape) or count.shape[-1] != rows or index.shape[-1] > columns:
+            raise ValueError(
+                f"block_mask: {name}_num_blocks has shape {tuple(count.shape)} and {name}_indices "
+                f"{tuple(index.shape)}, needed for lengths {tuple(block_mask.seq_lengths)} in blocks of "
+                f"{tuple(block_mask.BLOCK_SIZE)} are [B, H, {rows}] and [B, H, {rows}, at most {columns}]."
+            )
+        found.append(_table(count, index, columns))
+    times = found[0] + found[1] if len(found) == 2 else found[0]
+    named = counts.sum() + (0 if full_counts is None else full_counts.sum())
+    wrong = torch.stack([(times[..., :columns] > 1).any(), times[..., :columns].sum() != named])
+    if not (wrong.is_cuda and torch.cuda.is_current_stream_capturing()):
+        twice, beyond = wrong.tolist()
+        if twice or beyond:
+            raise ValueError(
+                "block_mask: its lists name a block "
+                + ("twice, as partial and as full or in one list" if twice else f"beyond the {columns} of a row")
+                + ". Each block of a row is listed once at most, and counts are those of the lists."
+            )
+    partial, *rest = (x[..., :columns] != 0 for x in found)
+    full = rest[0] if rest else None
+    _tables[block_mask] = (facts, partial, full)
+    return partial, full
 
 
 def _of_blocks(block_mask: Any) -> _ScoreMod:
     """The mask that a BlockMask of torch's is: whole blocks, and blocks that its function decides about."""
-    partial = _table(block_mask.kv_num_blocks, block_mask.kv_indices)
-    full = None
-    if block_mask.full_kv_num_blocks is not None:
-        full = _table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    partial, full = _tables_of(block_mask)
     rows, columns = block_mask.BLOCK_SIZE
     one_batch, one_head = partial.shape[0] == 1, partial.shape[1] == 1
     inner = block_mask.mask_mod
@@ -181,13 +227,13 @@ def _of_blocks(block_mask: Any) -> _ScoreMod:
     return mask_mod
 
 
-def _table(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Which blocks the lists of a BlockMask name: bool ``[B, H, row blocks, column blocks]``."""
-    columns = indices.shape[-1]
-    listed = torch.arange(columns, device=indices.device) < counts[..., None]
-    table = torch.zeros((*counts.shape, columns + 1), dtype=torch.bool, device=indices.device)
-    table.scatter_(-1, torch.where(listed, indices, columns).long(), True)
-    return table[..., :columns]
+def _table(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """How often a list names each block: ``[B, H, row blocks, columns + 1]``, the last of indices beyond the others."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    at = torch.where(listed & (indices >= 0) & (indices < columns), indices, columns).long()
+    table = torch.zeros((*counts.shape, columns + 1), dtype=torch.int32, device=indices.device)
+    table.scatter_add_(-1, at, torch.ones_like(at, dtype=torch.int32))
+    return table
 
 
 class _FlexAttention(torch.autograd.Function):

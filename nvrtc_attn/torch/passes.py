@@ -11,7 +11,8 @@ from .. import api
 from ..base import env
 from ..base.errors import shown
 from ..front.call import Call, CallOptions
-from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_INPUTS
+from ..front.guards import RECENT, guard, has_room
+from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
 from ..front.philox import RngState
 from ..front.tensors import view
 from ..plans.plan import BackwardPlan, ForwardPlan, forward_plan
@@ -48,6 +49,8 @@ _CU_SEQLENS_Q: Final = INPUTS.index("cu_seqlens_q")
 _SEQUSED_K: Final = INPUTS.index("seqused_k")
 _NO_ADDRESSES: Final = (0,) * len(OPTIONAL_INPUTS)
 _BYTE: Final = torch.uint8
+_NO_FURTHER_ADDRESSES: Final = (0,) * (1 + len(OPTIONAL_INPUTS))  # dlse and the inputs that may be missing
+_NO_FURTHER_GRADIENTS: Final = (0,) * len(OPTIONAL_GRADIENTS)
 _adopted = threading.local()
 
 
@@ -59,8 +62,14 @@ class LazyTensors(Exception):  # noqa: N818 - nothing is wrong
         self.tensors = tensors
 
 
-def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_follows: bool = False) -> Any:
+def forward(
+    tensors: Tensors, options: CallOptions, rng: RngState, *, backward_follows: bool = False, heads_first: bool = False,
+    known_key: Any = None,
+) -> Any:  # fmt: skip
     """(out, lse or None) of detached tensors, `INPUTS` in their order. The options are plain ones (`plain_options`).
+
+    ``heads_first``: q, k, v and out are ``[batch, heads, seqlen, head_dim]``, and out is in memory as it is otherwise.
+    ``known_key``: where `known_calls` may have the call from now on.
 
     Raises
     ------
@@ -78,14 +87,14 @@ def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_f
             given = True
             break
     try:
-        # One flat key: what of the tensors decides the kernels is everything but the addresses beyond their alignment.
         q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
         index = q.get_device()
+        # One flat key: what of the tensors decides the kernels is everything but the addresses beyond their alignment.
         key: Any = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             index, k.get_device(), v.get_device(),
             (q_address | k_address | v_address) & 15 and (q_address & 15, k_address & 15, v_address & 15),
-            q.is_neg() or k.is_neg() or v.is_neg(), options, env.raw_backend(),
+            q.is_neg() or k.is_neg() or v.is_neg(), heads_first, options, env.raw_backend(),
         )  # fmt: skip
         if given:
             key = (*key, *map(signature, optional))
@@ -93,9 +102,11 @@ def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_f
     except (AttributeError, RuntimeError, TypeError):
         key = entry = None  # no plain tensors: refused on the way to a plan, and nothing is remembered of them
     if entry is None:
-        return _first_forward(tensors, options, rng, backward_follows, key)
+        return _first_forward(tensors, options, rng, backward_follows, heads_first, key)
+    if known_key is not None and not (q_address | k_address | v_address) & 15:
+        _know(known_key, q, k, v, entry, options, index, backward_follows)
     if given and (tensors[_CU_SEQLENS_Q] is not None or tensors[_SEQUSED_K] is not None) and env.debug():
-        _describe(tensors, options)  # checks the lengths, which no plan knows
+        _describe(tensors, options, heads_first)  # checks the lengths, which no plan knows
     plan, out_made, lse_made = entry
     new = empty_on_current if current_device() == index else allocator(index)
     shape, strides, dtype = out_made
@@ -114,31 +125,35 @@ def forward(tensors: Tensors, options: CallOptions, rng: RngState, *, backward_f
             raw_stream(index),
             addresses + (tuple(map(address_of, optional)) if given else _NO_ADDRESSES),
             0 if workspace is None else workspace.data_ptr(),
-            rng if options.part is None else _of_part(rng, tensors, options),
+            rng if options.part is None else _of_part(rng, tensors, options, heads_first),
         )
     return out, lse
 
 
-def _first_forward(tensors: Tensors, options: CallOptions, rng: RngState, backward_follows: bool, key: Any) -> Any:
+def _first_forward(
+    tensors: Tensors, options: CallOptions, rng: RngState, backward_follows: bool, heads_first: bool, key: Any
+) -> Any:
     """`forward` of what no plan is known for, or never will be."""
     _check_tensors(tensors)
     plain = tuple(map(resolved, tensors))
     if any(x is not y for x, y in zip(plain, tensors, strict=True)):
         if backward_follows:
             raise LazyTensors(plain)
-        return forward(plain, options, rng)
+        return forward(plain, options, rng, heads_first=heads_first)
     q: Any = tensors[0]
     if not q.is_cuda:
-        inputs = map(detached, tensors[:3])
+        inputs = _rows_first(tensors[:3], heads_first)
         result = api.attention(*inputs, **_keywords(tensors, options), rng=rng, return_lse=options.return_lse)
-        return result if options.return_lse else (result, None)
-    call = _describe(tensors, options)
+        out, lse = result if options.return_lse else (result, None)
+        return out.transpose(1, 2) if heads_first else out, lse
+    call = _describe(tensors, options, heads_first)
     ahead = BackwardPrefetch(call.with_dense(), call.device.index) if backward_follows else None
     plan = forward_plan(
         call.with_dense(), call.device.index, call.launch_stream, meanwhile=None if ahead is None else ahead.start
     )
-    remember(_forward_plans, key, (plan, dense(call.out_shape, q.dtype), dense(call.lse_shape, torch.float32)))
-    result = forward(tensors, options, rng)
+    out_made = dense(call.out_shape, q.dtype, heads_first=heads_first)
+    remember(_forward_plans, key, (plan, out_made, dense(call.lse_shape, torch.float32)))
+    result = forward(tensors, options, rng, heads_first=heads_first)
     if ahead is not None and 0 not in call.out_shape:
         ahead.start_after(plan.kernel_keys)
     return result
@@ -146,9 +161,12 @@ def _first_forward(tensors: Tensors, options: CallOptions, rng: RngState, backwa
 
 def backward(
     tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    options: CallOptions, rng: RngState,
+    options: CallOptions, rng: RngState, *, heads_first: bool = False, known: Known | None = None,
 ) -> Any:  # fmt: skip
-    """Gradients in the order of `GRADIENTS`, dense, of detached tensors; None for one that the options do not want."""
+    """Gradients in the order of `GRADIENTS`, dense, of detached tensors; None for one that the options do not want.
+
+    ``heads_first`` as in `forward`; also of dout and of the gradients. ``known`` is the forward call, if it is one.
+    """
     q: Any
     k: Any
     v: Any
@@ -168,7 +186,7 @@ def backward(
     if negated or (dlse is not None and dlse.is_neg()):
         everything = map(resolved, (*tensors, out, lse, dout, dlse))
         *inputs, out, lse, dout, dlse = everything
-        return backward(tuple(inputs), out, lse, dout, dlse, options, rng)
+        return backward(tuple(inputs), out, lse, dout, dlse, options, rng, heads_first=heads_first)
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     out_address, lse_address, dout_address = out.data_ptr(), lse.data_ptr(), dout.data_ptr()
     index = dout.get_device()
@@ -180,22 +198,18 @@ def backward(
         q.get_device(), k.get_device(), v.get_device(), out.get_device(), lse.get_device(), index,
         aligned and (q_address & 15, k_address & 15, v_address & 15, out_address & 15, lse_address & 15,
                      dout_address & 15),
-        dlse if dlse is None else signature(dlse), options, env.raw_backend(),
+        dlse if dlse is None else signature(dlse), heads_first, options, env.raw_backend(),
     )  # fmt: skip
     if given:
         key = (*key, *map(signature, optional))
     entry = _backward_plans.get(key)
     if entry is None:
         if not dout.is_cuda:
-            return _backward_on_cpu(tensors, out, lse, dout, dlse, options, rng)
-        entry = _first_backward(tensors, out, lse, dout, dlse, options, key)
-    try:
-        adopted = _adopted.devices
-    except AttributeError:
-        adopted = _adopted.devices = set()
-    if index >= 0 and index not in adopted:
-        driver.adopt_context(index)  # autograd's thread: cuBLAS warns where nothing was current before it
-        adopted.add(index)
+            return _backward_on_cpu(tensors, out, lse, dout, dlse, options, rng, heads_first)
+        entry = _first_backward(tensors, out, lse, dout, dlse, options, heads_first, key)
+    elif known is not None and not (aligned or given or dlse is not None):
+        _know_backward(known, q, k, v, out, lse, dout, entry, index)
+    _adopt(index)
     plan, made = entry
     new = empty_on_current if current_device() == index else allocator(index)
     gradients = [x if x is None else new(*x) for x in made]
@@ -208,38 +222,158 @@ def backward(
             *(map(address_of, optional) if given else _NO_ADDRESSES), *map(address_of, gradients),
         ),
         workspace.data_ptr(),
-        rng if options.part is None else _of_part(rng, tensors, options),
+        rng if options.part is None else _of_part(rng, tensors, options, heads_first),
     )  # fmt: skip
     return gradients
 
 
-def _of_part(rng: RngState, tensors: Tensors, options: CallOptions) -> RngState:
+# ------------------------------------------------------------------------------------------------- the steady state
+
+
+class KnownBackward:
+    """The backward pass behind a `Known` call, for one layout of dout."""
+
+    __slots__ = ("_backend", "_gradients", "_index", "_plan", "_workspace", "fits")
+
+    def __init__(self, fits: Any, plan: BackwardPlan, gradients: Any, index: int) -> None:
+        self.fits, self._plan, self._gradients, self._index = fits, plan, gradients, index
+        self._backend = env.raw_backend()
+        self._workspace = (plan.workspace_bytes,), (1,), _BYTE
+
+    def run(self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> Any:
+        """None, dq, dk, dv; None where an address is not aligned, or another kernel family is asked for."""
+        a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        d, e, f = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
+        if (a | b | c | d | e | f) & 15 or env.raw_backend() != self._backend:
+            return None
+        index = self._index
+        _adopt(index)
+        new = empty_on_current if current_device() == index else allocator(index)
+        made_q, made_k, made_v = self._gradients
+        dq, dk, dv, workspace = new(*made_q), new(*made_k), new(*made_v), new(*self._workspace)
+        gradients = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        # In the order of `BACKWARD`.
+        self._plan.run(
+            raw_stream(index),
+            (a, b, c, d, e, f, *_NO_FURTHER_ADDRESSES, *gradients, *_NO_FURTHER_GRADIENTS),
+            workspace.data_ptr(),
+        )
+        return None, dq, dk, dv  # as autograd takes them: of the node's first argument there is none
+
+
+class Known:
+    """A call of plain q, k and v alone that was made before, as the layers of a model make it again and again.
+
+    ``fits(q, k, v)`` is one question in C++ instead of thirty in Python: whether tensors are of the same types, element
+    types, devices, shapes and strides, with the same wish for a gradient, below the same modes and
+    transformations, and with the same lazy sign. What it does not see is in the key, or asked by `run`.
+    """
+
+    __slots__ = ("_backend", "_index", "_lse", "_out", "_plan", "_workspace", "backward", "fits", "grad", "options")
+
+    def __init__(
+        self, fits: Any, entry: tuple[ForwardPlan, Made, Made], options: CallOptions, index: int, grad: bool
+    ) -> None:
+        self.fits, self.options, self._index = fits, options, index
+        self._plan, self._out, lse = entry
+        self._lse = lse if options.return_lse else None
+        size = self._plan.workspace_bytes
+        self._workspace = ((size,), (1,), _BYTE) if size else None
+        self._backend = env.raw_backend()
+        self.grad = grad
+        self.backward: tuple[KnownBackward, ...] = ()
+
+    def run(self, q: Any, k: Any, v: Any) -> Any:
+        """(out, lse or None); None where an address is not aligned, or another kernel family is asked for."""
+        q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (q_address | k_address | v_address) & 15 or env.raw_backend() != self._backend:
+            return None
+        index = self._index
+        new = empty_on_current if current_device() == index else allocator(index)
+        out, lse, lse_address, workspace = new(*self._out), None, 0, 0
+        if self._lse is not None:
+            lse = new(*self._lse)
+            lse_address = lse.data_ptr()
+        if self._workspace is not None:
+            scratch = new(*self._workspace)
+            workspace = scratch.data_ptr()
+        # In the order of `FORWARD`.
+        addresses = (q_address, k_address, v_address, out.data_ptr(), lse_address, *_NO_ADDRESSES)
+        self._plan.run(raw_stream(index), addresses, workspace)
+        return out, lse
+
+
+# Everything of a call that `Known.fits` does not see -> the calls of it that were made last.
+known_calls: dict[Any, tuple[Known, ...]] = {}
+
+
+def _know(key: Any, q: Any, k: Any, v: Any, entry: Any, options: CallOptions, index: int, grad: bool) -> None:
+    """Remember a forward call in `known_calls`: at its second time, not at its first."""
+    recent = known_calls.get(key, ())
+    if index >= 0 and 0 not in entry[1][0] and has_room(recent) and not any(x.fits(q, k, v) for x in recent):
+        fits = guard(q, k, v)
+        if fits is not None:
+            remember(known_calls, key, (Known(fits, entry, options, index, grad), *recent[: RECENT - 1]))
+
+
+def _know_backward(
+    known: Known, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, entry: Any, index: int
+) -> None:  # fmt: skip
+    """Remember a backward pass in the call that it follows."""
+    plan, made = entry
+    recent = known.backward
+    if index >= 0 and has_room(recent) and not any(x.fits(q, k, v, out, lse, dout) for x in recent):
+        fits = guard(q, k, v, out, lse, dout)
+        if fits is not None:
+            new = KnownBackward(fits, plan, made[:3], index)
+            known.backward = (new, *recent[: RECENT - 1])
+
+
+def _adopt(index: int) -> None:
+    """Give autograd's thread the context of a GPU: cuBLAS warns where nothing was current before it."""
+    try:
+        adopted = _adopted.devices
+    except AttributeError:
+        adopted = _adopted.devices = set()
+    if index >= 0 and index not in adopted:
+        driver.adopt_context(index)
+        adopted.add(index)
+
+
+# ---------------------------------------------------------------------------------------------------- the first time
+
+
+def _of_part(rng: RngState, tensors: Tensors, options: CallOptions, heads_first: bool) -> RngState:
     """The random numbers of the part's first score on; the same as `Call.kernel_rng`."""
-    return rng.moved(_describe(tensors, options).dropout_base) if options.dropout_p > 0 else rng
+    return rng.moved(_describe(tensors, options, heads_first).dropout_base) if options.dropout_p > 0 else rng
 
 
 def _first_backward(
     tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    options: CallOptions, key: Any,
+    options: CallOptions, heads_first: bool, key: Any,
 ) -> Any:  # fmt: skip
     """The entry of `_backward_plans` for a call that has none."""
-    call = _describe(tensors, options)
+    call = _describe(tensors, options, heads_first)
+    out, dout = _rows_first((out, dout), heads_first)
     named = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     views: dict[str, Any] = {name: view(x.detach(), name) for name, x in named.items() if x is not None}
     made: list[Made | None] = []
     for name, (place, option) in zip(GRADIENTS, _GRADIENTS, strict=True):
         x = tensors[place]
         wanted = x is not None and (option is None or getattr(options, option))
-        made.append(dense(x.shape, x.dtype) if x is not None and wanted else None)
-        if wanted:
-            views[name] = call.problem.dense_layout_of(name)
+        made.append(None)
+        if x is not None and wanted:
+            views[name] = layout = call.problem.dense_layout_of(name)
+            made[-1] = dense(layout.shape, x.dtype, heads_first=heads_first and name in ("dq", "dk", "dv"))
     return remember(_backward_plans, key, (api.plan_backward(call, views), made))
 
 
 def _backward_on_cpu(
     tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    options: CallOptions, rng: RngState,
+    options: CallOptions, rng: RngState, heads_first: bool,
 ) -> Any:  # fmt: skip
+    q, k, v, out, dout = _rows_first((*tensors[:3], out, dout), heads_first)
+    tensors = (q, k, v, *tensors[3:])
     gradients = [
         torch.empty_like(tensors[place], memory_format=torch.contiguous_format)
         if option is None or getattr(options, option)
@@ -248,13 +382,21 @@ def _backward_on_cpu(
     ]
     named = dict(zip(GRADIENTS, gradients, strict=True))
     arguments: dict[str, Any] = _keywords(tensors, options) | named | {"dlse": dlse, "rng": rng}
-    q, k, v = map(detached, tensors[:3])
     api.attention_backward(dout, q, k, v, out, lse, **arguments)
+    if heads_first:
+        gradients[:3] = [x.transpose(1, 2) for x in gradients[:3] if x is not None]
     return gradients
 
 
-def _describe(tensors: Tensors, options: CallOptions) -> Call:
-    q, k, v, *others = map(detached, tensors)
+def _rows_first(tensors: Tensors, heads_first: bool) -> Any:
+    """The tensors without their autograd history, ``[batch, seqlen, heads, head_dim]``."""
+    found = map(detached, tensors)
+    return [x.transpose(1, 2) for x in found] if heads_first else list(found)
+
+
+def _describe(tensors: Tensors, options: CallOptions, heads_first: bool) -> Call:
+    q, k, v = _rows_first(tensors[:3], heads_first)
+    others = map(detached, tensors[3:])
     return api.checked_call(q, k, v, **dict(zip(OPTIONAL_INPUTS, others, strict=True)), options=options, stream=None)
 
 

@@ -16,11 +16,16 @@ import torch
 
 from ..base.errors import UnsupportedError, shown
 from ..base.log import LOGGER
+from ..front.call import CallOptions
 from ..front.problem import Causal
-from .eager import attention
+from .eager import GROUPED_HEADS_FIRST, HEADS_FIRST, again, attend
 from .efficient import efficient_attention_backward, efficient_attention_forward
 from .replaced import NotTakenError, checked, counts, replace_kernels, why_not
 from .scaled_efficient import efficient_backward, efficient_forward
+
+_traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
+_deterministic: Final = torch._C._get_deterministic_algorithms
+_NO_WINDOW: Final = (None, None)
 
 
 def scaled_dot_product_attention(
@@ -58,6 +63,13 @@ def scaled_dot_product_attention(
     ValueError, TypeError, UnsupportedError
         As `nvrtc_attn.torch.attention`.
     """
+    causal: Causal = "top_left" if is_causal else False
+    layout = GROUPED_HEADS_FIRST if enable_gqa else HEADS_FIRST
+    if attn_mask is None and not _traced_by_dynamo():
+        options = CallOptions(causal, _NO_WINDOW, scale, 0.0, dropout_p, deterministic=_deterministic())
+        found: torch.Tensor | None = again(query, key, value, options, layout)
+        if found is not None:
+            return found
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: got {shown(x)} of type {type(x).__name__}. A torch tensor is needed.")
@@ -67,7 +79,6 @@ def scaled_dot_product_attention(
             f"query, key, value: ranks {rank}, {key.dim()}, {value.dim()}. They must be equal, at least 2: "
             f"[..., heads, seqlen, head_dim]."
         )
-    causal: Causal = "top_left" if is_causal else False
     if (fixed := _causal_variant(attn_mask)) is not None:
         causal, attn_mask = fixed, None
     lead = query.shape[:-3]
@@ -94,10 +105,10 @@ def scaled_dot_product_attention(
             mask = attn_mask
         else:
             bias = attn_mask
-    out = attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, mask=mask, causal=causal,
-        softmax_scale=scale, dropout_p=dropout_p,
-    ).transpose(1, 2)  # fmt: skip
+    out: torch.Tensor = attend(
+        query, key, value, bias, mask, causal, _NO_WINDOW, scale, 0.0, dropout_p, None, None, None, None, None, None,
+        False, None, None, {}, layout, attn_mask is None,
+    )  # fmt: skip
     return out if rank == 4 else out.reshape(*lead, *out.shape[4 - min(rank, 3) :])
 
 

@@ -43,10 +43,13 @@ def _empty_on(index: int, shape: tuple[int, ...], strides: tuple[int, ...], dtyp
     return torch.empty_strided(shape, strides, dtype=dtype, device=index if index >= 0 else "cpu")
 
 
-def dense(shape: tuple[int, ...], dtype: torch.dtype) -> Made:
-    """A tensor in row-major order."""
+def dense(shape: tuple[int, ...], dtype: torch.dtype, *, heads_first: bool = False) -> Made:
+    """A tensor in row-major order; ``heads_first`` swaps the second and third dim of it, not of the memory."""
     shape = tuple(shape)
-    return shape, compact_strides(shape), dtype
+    strides = compact_strides(shape)
+    if heads_first:
+        shape, strides = tuple([(x[0], x[2], x[1], *x[3:]) for x in (shape, strides)])
+    return shape, strides, dtype
 
 
 def address_of(x: torch.Tensor | None) -> int:

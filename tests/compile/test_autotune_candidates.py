@@ -22,10 +22,12 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 def problem(head_dim: int, seqlen: int = 2048, dtype: str = "bfloat16", **changes: Any) -> AttentionProblem:
     layout = dense_layout((4, seqlen, 16, head_dim), dtype)
-    return AttentionProblem(
-        dtype=dtype, batch=4, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=16, num_heads_kv=16, head_dim=head_dim,
-        head_dim_v=head_dim, q=layout, k=layout, v=layout, softmax_scale=head_dim**-0.5, **changes,
-    )  # fmt: skip
+    values: dict[str, Any] = {
+        "dtype": dtype, "batch": 4, "seqlen_q": seqlen, "seqlen_k": seqlen, "num_heads": 16, "num_heads_kv": 16,
+        "head_dim": head_dim, "head_dim_v": head_dim, "q": layout, "k": layout, "v": layout,
+        "softmax_scale": head_dim**-0.5,
+    }  # fmt: skip
+    return AttentionProblem(**{**values, **changes})
 
 
 BIAS = dense_layout((4, 16, 2048, 2048), "bfloat16")
@@ -33,6 +35,7 @@ PROBLEMS: dict[str, tuple[str, AttentionProblem]] = {
     "d64": ("sm_90", problem(64)),
     "d64_causal_short": ("sm_90", problem(64, 1024, window_right=0)),
     "d128_causal": ("sm_90", problem(128, window_right=0)),
+    "d96_causal": ("sm_90", problem(96, window_right=0)),
     "d256_causal": ("sm_90", problem(256, window_right=0)),
     "d64_packed": ("sm_90", problem(64, varlen=True)),
     "d64_packed_causal": ("sm_90", problem(64, varlen=True, window_right=0)),
@@ -40,6 +43,13 @@ PROBLEMS: dict[str, tuple[str, AttentionProblem]] = {
     "d128_dropout": ("sm_90", problem(128, dropout_p=0.1, window_right=0)),
     "d32_short": ("sm_90", problem(32, 49)),
     "d64_of_an_image": ("sm_90", problem(64, 197)),
+    "d80_causal": ("sm_90", problem(80, window_right=0)),
+    "d72_packed": ("sm_90", problem(72, varlen=True)),
+    "d192_128_causal": (
+        "sm_90",
+        problem(192, head_dim_v=128, v=dense_layout((4, 2048, 16, 128), "bfloat16"), window_right=0),
+    ),
+    "d128_packed_causal": ("sm_90", problem(128, varlen=True, window_right=0)),
     "d128_sm_80": ("sm_80", problem(128, dtype="float16")),
 }
 

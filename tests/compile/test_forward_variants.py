@@ -12,6 +12,7 @@ from architectures import ONE_OF_EACH_CLASS, TWINS
 from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
+from nvrtc_attn.heuristics import portable_forward
 from nvrtc_attn.heuristics.common import features_of, is_vectorizable
 from nvrtc_attn.heuristics.portable_forward import (
     MAX_PARTIAL_BYTES,
@@ -366,7 +367,91 @@ def test_a_third_stage_takes_the_place_of_splits() -> None:
     assert chosen(64, 32, 2048, queries=2) == (3, 1)
     assert chosen(1, 32, 8192, queries=8) == (3, 16)
     assert chosen(16, 32, 4096) == (3, 1)
-    assert chosen(8, 64, 2048, head_dim=64)[0] == 2
+    # As many blocks as half of the multiprocessors, of few keys: no second kernel; of more keys it pays.
+    assert chosen(8, 64, 2048, head_dim=64) == (6, 1)
+    assert chosen(8, 64, 2048) == (4, 1)
+    assert chosen(8, 64, 8192) == (3, 2)
+    assert chosen(4, 32, 8192) == (3, 4)
+    assert chosen(8, 64, 8192, head_dim=256)[1] > 1
+
+
+CLUSTERED: dict[str, dict[str, Any]] = {
+    "d128": {},
+    "d64": {"head_dim": 64},
+    "d256": {"head_dim": 256},
+    "32-rows-causal": {"seqlen_q": 8, **CAUSAL},
+    "64-rows-causal": {"seqlen_q": 16, **CAUSAL},
+    "bias-dropout": {"bias": "bfloat16", "dropout_p": 0.1},
+    "seqused-k": {"seqused_k": True},
+}
+
+
+def clustered(name: str, splits: int) -> ForwardPlanSpec:
+    sizes = {"seqlen_q": 1, "seqlen_k": 8192, "num_heads_kv": 4, "batch": 8, "head_dim": 128}
+    return choose("sm_90", problem(**{**sizes, **CLUSTERED[name]}), num_splits=splits, clustered=True)
+
+
+@pytest.mark.slow(sample=["4-d128", "8-32-rows-causal"])
+@pytest.mark.compiles(kernels=lambda name, splits: [clustered(name, splits).main.config])
+@pytest.mark.parametrize("name", CLUSTERED)
+@pytest.mark.parametrize("splits", [4, 8])
+def test_clusters_compile_without_spills(name: str, splits: int) -> None:
+    from nvrtc_attn.jit.compile import compile_kernel
+
+    compiled = compile_kernel(clustered(name, splits).main.config)
+    assert "warning" not in compiled.log
+    assert compiled.spill_bytes == 0
+    assert compiled.static_smem_bytes == 0
+
+
+def test_splits_of_a_cluster_need_no_second_kernel() -> None:
+    sizes = {"seqlen_q": 1, "seqlen_k": 8192, "num_heads_kv": 4, "batch": 8, "head_dim": 128}
+    (launch,) = clustered("d128", 4).launches
+    assert isinstance(launch.config, ForwardConfig)
+    assert launch.config.cluster == dict(launch.params)["num_splits"] == dict(launch.params)["head_group"] == 4
+    assert launch.grid == 8 * 4 * 4
+    assert clustered("d128", 4).workspaces == ()
+    assert launch.smem_bytes == smem_bytes(launch.config)
+    for arch, splits, changes in (
+        ("sm_80", 4, {}), ("sm_90", 3, {}), ("sm_90", 4, {"varlen": True}),
+        ("sm_90", 4, {"mask": True, "batch": 1, "seqlen_q": 4, "seqlen_k": 65536}),
+    ):  # fmt: skip
+        spec = choose(arch, problem(**{**sizes, **changes}), num_splits=splits, clustered=True)
+        assert spec.launches[-1].config.kernel == "combine", (arch, splits, changes)
+
+
+def test_clusters_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off, neither the table nor the autotuner takes one; on, they replace splits, not deep streams of all keys."""
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+
+    def decode(batch: int, heads: int, keys: int, queries: int = 1, **changes: Any) -> AttentionProblem:
+        sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": keys, "num_heads": heads, "num_heads_kv": 8}
+        return problem(**{**sizes, "head_dim": 128, **changes})
+
+    def chosen(what: AttentionProblem) -> tuple[int, int]:
+        spec = choose("sm_90", what)
+        assert isinstance(spec.main.config, ForwardConfig)
+        assert spec.main.smem_bytes == smem_bytes(spec.main.config) <= target["smem_limit"]
+        return spec.main.config.num_stages, spec.main.config.cluster
+
+    def clusters_of(what: AttentionProblem) -> set[int]:
+        found = portable_forward.candidates(what, **target)
+        return {spec.main.config.cluster for spec in found if isinstance(spec.main.config, ForwardConfig)}
+
+    split = (decode(1, 32, 8192), decode(1, 32, 8192, queries=8), decode(4, 32, 8192, queries=4))
+    whole = (decode(64, 32, 4096), decode(16, 32, 4096))
+    monkeypatch.setattr(portable_forward, "CLUSTERS_FIRST", False)
+    assert {chosen(what)[1] for what in (*split, *whole)} == {1}
+    assert {n for what in split for n in clusters_of(what)} == {1}
+    monkeypatch.setattr(portable_forward, "CLUSTERS_FIRST", True)
+    assert [chosen(what) for what in split] == [(6, 8), (6, 8), (3, 4)]
+    assert {chosen(what)[1] for what in whole} == {1}
+    assert clusters_of(split[0]) == {1, 4, 8, 16}
+    # So long that half of the multiprocessors could not read the keys as fast as all.
+    assert chosen(decode(1, 32, 131072))[1] == 1
+    for changes in ({"varlen": True}, {"seqused_k": True}, {"head_dim": 256}):
+        assert chosen(decode(4, 32, 8192, **changes))[1] == 1, changes
+    assert choose("sm_80", split[0]).launches[-1].config.kernel == "combine"
 
 
 def test_ragged_lengths_are_split_finer() -> None:

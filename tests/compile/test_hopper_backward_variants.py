@@ -208,7 +208,7 @@ def test_variant_compiles_clean(name: str) -> None:
     if isinstance(config, HopperBackwardConfig) and config.kernel == "backward_hopper":
         # S, dP, dV, dK, dQ once each, in steps of 16: one that an order of the turn leaves out compiles as well.
         steps = config.head_dim + config.head_dim_v + 2 * config.block_m + config.block_n
-        assert count_products(kernel.code) == steps // 16
+        assert count_products(kernel.code) == (1 + config.own_code) * steps // 16
 
 
 def plan_with_80_queries(head_dim: int, changes: dict[str, Any]) -> BackwardPlanSpec:
@@ -223,6 +223,28 @@ def test_tiles_of_80_queries_compile_clean(head_dim: int, changes: dict[str, Any
     """All three launches, also where the table has another tile."""
     spec = plan_with_80_queries(head_dim, changes)
     assert kernel_of(spec).smem_bytes <= SMEM_LIMIT
+    for launch in spec.launches:
+        kernel = compiled(launch.config)
+        assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
+        assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+IN_PARTS: dict[str, AttentionProblem] = {
+    "text": problem(128, num_heads=1, num_heads_kv=1, seqlen_q=32760, seqlen_k=300),
+    "grouped_causal": problem(128, num_heads=16, num_heads_kv=1, seqlen_q=16384, **CAUSAL),
+}
+"""On `FEW_SMS` too few key tiles for whole waves, and groups of heads far larger than L2."""
+
+
+@pytest.mark.slow(sample=["text"])
+@pytest.mark.compiles(kernels=lambda name: [launch.config for launch in plan(IN_PARTS[name]).launches])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_key_tiles_in_parts_compile_clean(name: str) -> None:
+    spec = plan(IN_PARTS[name])
+    config = kernel_of(spec).config
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.parts
+    assert "dkv_hopper_convert" in [launch.config.kernel for launch in spec.launches]
     for launch in spec.launches:
         kernel = compiled(launch.config)
         assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
@@ -362,9 +384,14 @@ def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
 
     grouped: dict[str, Any] = {"num_heads": 32, "num_heads_kv": 1, "seqlen_q": 4096, "seqlen_k": 4096}
     assert splits(**grouped) == 2  # 64 key tiles: one a multiprocessor
-    assert splits(**grouped, **CAUSAL) == 32  # eight a multiprocessor
-    assert splits(**grouped | {"num_heads_kv": 4}, **CAUSAL) == 8
+    assert splits(**grouped, **CAUSAL) == 8  # four a multiprocessor
+    assert splits(**grouped | {"num_heads_kv": 4}, **CAUSAL) == 2
     assert splits(**grouped | {"batch": 16, "num_heads_kv": 8}, **CAUSAL) == 1
+    documents = {"num_heads": 32, "num_heads_kv": 8, "batch": 16, "seqlen_q": 1024, "seqlen_k": 1024, "varlen": True}
+    packed = {name: dense_layout((1, 16384, 8 if name in "kv" else 32, 128), "bfloat16") for name in "qkv"}
+    assert splits(**documents, **packed, **CAUSAL) == 1
+    half = {name: dense_layout((1, 8192, 8 if name in "kv" else 32, 128), "bfloat16") for name in "qkv"}
+    assert splits(**documents | {"batch": 8}, **half, **CAUSAL) == 2
     stored: dict[str, Any] = {"bias": SCORES, "dbias": True, "num_heads_kv": 1}
     assert splits(**stored) == 1 < splits(**stored | {"dbias": False})
     assert splits(**grouped, **CAUSAL, deterministic=True) == splits(**grouped, head_dim=256, **CAUSAL) == 1
@@ -407,12 +434,14 @@ def test_split_groups_compile_without_a_spill(changes: dict[str, Any]) -> None:
         (128, {"parts": 4, "fused": False, "block_m": 80}, {"num_heads_kv": 1, **CAUSAL}),
         (128, {"parts": 4, "fused": True, "block_m": 64}, {"num_heads_kv": 1, **CAUSAL}),
         (64, {"parts": 4, "fused": False}, {}),
+        (64, {"parts": 4, "fused": False}, {"seqlen_k": 77}),
         (64, {"parts": 4, "fused": True}, {"window_left": 100, "window_right": 20}),
         (96, {"parts": 4, "own_code": True, "values_in_registers": True}, CAUSAL),
         (64, {"values_in_registers": True}, {"dtype": "float16", **CAUSAL}),
         (64, {"values_in_registers": True, "fused": False}, {}),
-        *((d, {"own_code": True, "values_in_registers": d <= 96}, CAUSAL) for d in (72, 80, 96, 112)),
-        (96, {"own_code": True, "values_in_registers": True, "fused": False}, {}),
+        *((d, {"own_code": True, "values_in_registers": d <= 96}, CAUSAL) for d in (72, 96, 112)),
+        *((d, {"own_code": True, "keys_in_registers": True, "values_in_registers": True}, CAUSAL) for d in (80, 96)),
+        (96, {"own_code": True, "keys_in_registers": True, "values_in_registers": True, "fused": False}, {}),
     ],
     ids=lambda x: str(x) if isinstance(x, int) else "_".join(x) or "plain",
 )
@@ -422,7 +451,7 @@ def test_ways_that_no_table_chooses_compile(head_dim: int, tile: dict[str, Any],
     dtype = changes.get("dtype", "bfloat16")
     asked = problem(head_dim, dtype, **{name: x for name, x in changes.items() if name != "dtype"})
     for launch in plan(asked, splits=1, **tile).launches:
-        if launch.config.kernel in ("backward_hopper", "dkv_parts_convert"):
+        if launch.config.kernel in ("backward_hopper", "dkv_hopper_convert"):
             made = compiled(launch.config)
             assert made.spill_bytes == 0
             assert not re.search("C75[01]", made.log)
@@ -458,9 +487,16 @@ def test_candidates_have_the_other_preparation_and_other_tiles() -> None:
     assert switches(64, **long) == [(128, False), (64, False), (128, True)]
     assert switches(128) == [(64, True), (64, False), (80, False)]
     assert switches(128, **long) == [(80, False), (64, False), (64, True)]
-    assert switches(96, **long, **CAUSAL) == [(64, False), (64, True), (80, False)]
+    assert switches(96, **long, **CAUSAL) == [(64, False), (64, True), (80, False), (64, False)]  # K in registers too
     assert switches(128, dropout_p=0.1) == [(64, False)]
     assert switches(256) == [(64, False)]
+    # Few key tiles of many queries in parts: one tile of all keys, also of a padding mask.
+    text = {"seqlen_q": 4096, "seqlen_k": 77}
+    mask = dataclasses.replace(MASK, shape=(2, 1, 1, 77), strides=(77, 0, 0, 1))
+    for changes in ({}, {"mask": mask}):
+        parts = hopper_backward.candidates(problem(64, **text, **changes), **TARGET)[-1]
+        assert dict(kernel_of(parts).params)["num_splits"] == 16
+        assert kernel_of(parts).grid == 128
 
 
 def test_dq_of_one_key_tile_needs_no_workspace() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.heuristics.spec import ForwardPlanSpec
 from nvrtc_attn.jit.codegen import entry_source
 from nvrtc_attn.jit.compile import CompiledKernel, compile_source
 from nvrtc_attn.jit.config import HopperForwardConfig
@@ -30,6 +32,11 @@ def problem(
         "v": dense_layout((2, 512, 4, head_dim_v), dtype),
     }  # fmt: skip
     return AttentionProblem(**{**values, **changes})
+
+
+def packed_problem(head_dim: int, tokens: int = 32768) -> AttentionProblem:
+    layout = dense_layout((1, tokens, 4, head_dim), "bfloat16")
+    return problem(head_dim, varlen=True, batch=64, q=layout, k=layout, v=layout)
 
 
 def choose(asked: AttentionProblem) -> HopperForwardConfig:
@@ -54,6 +61,13 @@ FLOAT = dataclasses.replace(SCORES, dtype="float32")
 UNALIGNED = dataclasses.replace(SCORES, offset_alignment=2)  # of which every thread reads its own elements
 UNALIGNED_MASK = dataclasses.replace(MASK, offset_alignment=1)
 CAUSAL = {"window_right": 0}
+NARROW_VALUES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_left": 100, "window_right": 20},
+    "varlen": {"varlen": True, "batch": 1},
+    "varlen_causal": {"varlen": True, "batch": 1, **CAUSAL},
+    "softcap": {"softcap": 30.0},
+}
 EVERYTHING = {"bias": SCORES, "mask": MASK, "softcap": 30.0, "dropout_p": 0.1, **CAUSAL}
 UNALIGNED_EVERYTHING = {**EVERYTHING, "bias": UNALIGNED, "mask": UNALIGNED_MASK}
 VARIANTS: dict[str, AttentionProblem] = {
@@ -79,6 +93,12 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d64_varlen": problem(64, varlen=True, batch=1),
     **{f"d{d}_varlen_causal": problem(d, varlen=True, seqused_k=True, **CAUSAL) for d in (64, 256)},
     "d128_varlen_full": problem(128, varlen=True),
+    "d64_varlen_causal_wide": problem(64, varlen=True, batch=1, **CAUSAL),
+    "d72_many": problem(72, batch=64),
+    "d96_many": problem(96, batch=16, seqlen_q=4096, seqlen_k=4096),
+    **{f"d{d}_varlen_many": packed_problem(d) for d in (72, 96)},
+    **{f"d192_dv128_{name}": problem(192, 128, **changes) for name, changes in NARROW_VALUES.items()},
+    "d192_causal_long": problem(192, seqlen_q=4096, seqlen_k=4096, **CAUSAL),
     "cross_77": problem(64, seqlen_q=4096, seqlen_k=77),
     "cross_20_causal": problem(64, seqlen_q=1100, seqlen_k=20, **CAUSAL),
     "cross_1": problem(40, seqlen_q=1100, seqlen_k=1),
@@ -134,6 +154,113 @@ def test_variant_compiles_clean(name: str) -> None:
     assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
     assert kernel.spill_bytes <= READ_AGAIN.get(name, 0)
     assert kernel.stack_bytes <= 2 * READ_AGAIN.get(name, 0)
+
+
+def packed_heads(head_dim: int, head_dim_v: int = 0, **changes: Any) -> ForwardPlanSpec:
+    """The plan of 16 queries of 16 heads on 2, in tiles of whole groups."""
+    sizes = {"num_heads": 16, "num_heads_kv": 2, "seqlen_q": 16, **changes}
+    batch, heads, queries = sizes.get("batch", 2), sizes["num_heads"], sizes["seqlen_q"]
+    q = dense_layout((batch, queries, heads, head_dim), "bfloat16")
+    k, v = (
+        dense_layout((batch, 512, sizes["num_heads_kv"], d), "bfloat16") for d in (head_dim, head_dim_v or head_dim)
+    )
+    asked = problem(head_dim, head_dim_v or head_dim, **{**sizes, "q": q, "k": k, "v": v})
+    assert hopper_forward.may_pack_heads(asked)
+    spec = hopper_forward.packed_heads_plan(asked, arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
+    assert not isinstance(spec, list), spec
+    return spec
+
+
+PACKED_HEADS: dict[str, dict[str, Any]] = {
+    **{f"d{d}_causal": {"head_dim": d, **CAUSAL} for d in (64, 96, 128, 192, 256)},
+    "d128": {"head_dim": 128},
+    "d64_many_causal": {"head_dim": 64, "batch": 64, "seqlen_q": 48, **CAUSAL},
+    "d192_dv128": {"head_dim": 192, "head_dim_v": 128},
+    "d128_window": {"head_dim": 128, "window_left": 100, "window_right": 20},
+    "d128_softcap_causal": {"head_dim": 128, "softcap": 30.0, **CAUSAL},
+    "d64_softcap_causal": {"head_dim": 64, "batch": 64, "seqlen_q": 48, "softcap": 30.0, **CAUSAL},
+    "d128_seqused_k_causal": {"head_dim": 128, "seqused_k": True, **CAUSAL},
+    "d256_seqused_k_causal": {"head_dim": 256, "seqused_k": True, **CAUSAL},
+}
+
+
+def packed_heads_config(name: str) -> HopperForwardConfig:
+    config = packed_heads(**PACKED_HEADS[name]).main.config
+    assert isinstance(config, HopperForwardConfig)
+    assert config.packed_heads
+    return config
+
+
+@pytest.mark.slow(sample=["d128_causal"])
+@pytest.mark.compiles(kernels=lambda name: [packed_heads_config(name)])
+@pytest.mark.parametrize("name", PACKED_HEADS)
+def test_packed_heads_compile_clean(name: str) -> None:
+    kernel = compiled(packed_heads_config(name))
+    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "queries", "per_tile"),
+    [(16, 2, 16, 16), (28, 4, 18, 18), (28, 4, 19, 18), (48, 1, 2, 2), (8, 4, 64, 64), (64, 1, 3, 2)],
+)
+def test_tiles_of_packed_heads_have_whole_groups(heads: int, heads_kv: int, queries: int, per_tile: int) -> None:
+    """The schedule counts key heads, and a box of the copy engine brings the heads of some queries."""
+    spec = packed_heads(128, num_heads=heads, num_heads_kv=heads_kv, seqlen_q=queries)
+    params = dict(spec.main.params)
+    assert params["num_m_blocks"] == -(-queries // per_tile)
+    assert params["num_heads"] == heads_kv
+    assert params["heads_per_group"] == heads // heads_kv
+    assert params["num_tiles"] == 2 * heads_kv * params["num_m_blocks"]
+    q = spec.main.tensor_maps[0]
+    assert q.dims == (128, heads, queries, 2)
+    assert q.strides_bytes == (256, 256 * heads, 256 * heads * queries)
+    assert q.box == (64, heads // heads_kv, per_tile)
+
+
+def test_packed_heads_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off, neither the table nor the autotuner takes them; on, where rows fill a tile that queries of a head do not."""
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": SMEM_LIMIT}
+
+    def asked(batch: int, queries: int, keys: int, heads: int, heads_kv: int) -> AttentionProblem:
+        q, k = (dense_layout((batch, rows, n, 128), "bfloat16") for rows, n in ((queries, heads), (keys, heads_kv)))
+        sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": keys, "num_heads": heads, "num_heads_kv": heads_kv}
+        return problem(128, q=q, k=k, v=k, **sizes)
+
+    def packs(what: AttentionProblem) -> bool:
+        config = heuristics.choose_forward(what, **target).main.config
+        return isinstance(config, HopperForwardConfig) and config.packed_heads
+
+    full = (
+        asked(16, 16, 4096, 64, 8),
+        asked(16, 16, 4096, 28, 4),
+        asked(64, 8, 4096, 64, 4),
+        asked(16, 64, 2048, 16, 4),
+    )
+    other = (
+        asked(64, 1, 4096, 32, 8),  # few rows: the memory's time
+        asked(1, 16, 8192, 64, 8),  # few tiles: keys are split
+        asked(4, 100, 2048, 32, 8),  # seven tiles instead of eight
+        asked(2, 4096, 4096, 32, 8),
+        asked(16, 16, 4096, 8, 8),
+    )
+    monkeypatch.setattr(hopper_forward, "PACKS_HEADS", False)
+    assert not any(map(packs, (*full, *other)))
+    assert not any("packed_heads" in name for what in full for name in heuristics.forward_candidates(what, **target))
+    monkeypatch.setattr(hopper_forward, "PACKS_HEADS", True)
+    assert all(map(packs, full))
+    assert not any(map(packs, other))
+    assert any("packed_heads" in name for name in heuristics.forward_candidates(other[2], **target))
+
+
+def test_what_cannot_pack_heads() -> None:
+    """Bias, mask and dropout know one head a tile; heads with stride 0 are one head for the copy engine."""
+    grouped = {"num_heads": 16, "num_heads_kv": 2, "seqlen_q": 16}
+    assert hopper_forward.may_pack_heads(problem(64, **grouped))
+    repeated = OperandLayout(shape=(2, 16, 16, 64), strides=(1024, 64, 0, 1), dtype="bfloat16")
+    for changes in ({"bias": SCORES}, {"mask": MASK}, {"dropout_p": 0.1}, {"varlen": True}, {"q": repeated},
+                    {"num_heads_kv": 16}, {"num_heads": 130}):  # fmt: skip
+        assert not hopper_forward.may_pack_heads(problem(64, **{**grouped, **changes})), changes
 
 
 def tile_list(head_dim: int, changes: dict[str, Any]) -> HopperForwardConfig:

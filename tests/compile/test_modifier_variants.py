@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -9,8 +10,8 @@ import modifiers
 import numpy as np
 import pytest
 
-from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import choose_backward, choose_forward
+from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
+from nvrtc_attn.heuristics import choose_backward, choose_forward, narrower_forward
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.config import KernelConfig
 from nvrtc_attn.modifiers.trace import trace
@@ -23,27 +24,38 @@ NAMES = (
 )  # fmt: skip
 PASSES = ("forward", "backward", "trained")
 VARIANTS = [(name, head_dim, which) for name in NAMES for head_dim in (64, 128) for which in PASSES]
+VARIANTS += [(name, d, "ordered") for name in ("alibi", "relative bias", "t5", "rows and columns") for d in (64, 128)]
 SAMPLE = ["alibi-64-forward", "documents-64-forward", "alibi-64-trained"]
 
 
-def kernels(name: str, head_dim: int, which: str) -> list[KernelConfig]:
-    """The kernels with the modifier's text."""
+TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+
+
+def problem(name: str, head_dim: int, which: str, **changes: Any) -> AttentionProblem:
     case = next(x for x in modifiers.named_cases() if x.name == name)
     sizes = (2, 16, 4096, 4096)
     traced = trace(*case.make(case.arrays((2, 4, 8, 8), np.random.default_rng(0))))
     layout = dense_layout((sizes[0], sizes[2], sizes[1], head_dim), "bfloat16")
-    problem = AttentionProblem(
+    asked = AttentionProblem(
         dtype="bfloat16", batch=sizes[0], seqlen_q=sizes[2], seqlen_k=sizes[3], num_heads=sizes[1],
         num_heads_kv=sizes[1], head_dim=head_dim, head_dim_v=head_dim, q=layout, k=layout, v=layout,
         softmax_scale=head_dim**-0.5, modifier=traced.program,
-        trained=traced.differentiable if which == "trained" else (),
+        trained=traced.differentiable if which in ("trained", "ordered") else (), deterministic=which == "ordered",
     )  # fmt: skip
-    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
-    spec = (choose_forward if which == "forward" else choose_backward)(problem, **target)
+    return dataclasses.replace(asked, **changes)
+
+
+def kernels(name: str, head_dim: int, which: str, backend: str = "auto") -> list[KernelConfig]:
+    """The kernels with the modifier's text."""
+    choose = choose_forward if which == "forward" else choose_backward
+    spec = choose(problem(name, head_dim, which), **TARGET, backend=backend)
     return [x.config for x in spec.launches if x.config.features.modifier]
 
 
-SPILLED = {("rows and columns", 128, "backward"): 4, ("both", 128, "forward"): 8}
+SPILLED = {
+    ("t5", 128, "trained"): 8, ("both", 128, "forward portable"): 8,
+    ("rows and columns", 64, "forward"): 40, ("rows and columns", 128, "forward"): 40,
+}  # fmt: skip
 """Bytes that are known, of modifiers with several captured arrays."""
 
 
@@ -54,6 +66,72 @@ def test_a_modifier_compiles_without_spills(name: str, head_dim: int, which: str
         kernel = compile_kernel(config)
         assert not re.search("warning", kernel.log), kernel.log
         assert kernel.spill_bytes <= SPILLED.get((name, head_dim, which), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["relative bias", "documents", "natten", "both"])
+def test_the_portable_forward_kernel(name: str, head_dim: int) -> None:
+    for config in kernels(name, head_dim, "forward", "portable"):
+        kernel = compile_kernel(config)
+        assert not re.search("warning", kernel.log), kernel.log
+        assert kernel.spill_bytes <= SPILLED.get((name, head_dim, "forward portable"), 0)
+
+
+def _scores(cols: int, dtype: str) -> OperandLayout:
+    return dense_layout((1, 16, 4096, cols), dtype)
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "causal": {"window_right": 0},
+    "bias": {"bias": _scores(4096, "bfloat16")},
+    "float32 bias": {"bias": _scores(4096, "float32")},
+    "mask": {"mask": dense_layout((2, 1, 4096, 4096), "bool")},
+    "padding": {"mask": dense_layout((2, 1, 1, 4096), "bool")},
+    "dropout": {"dropout_p": 0.1, "window_right": 0},
+    "lengths": {"seqused_k": True},
+    "negative scale": {"softmax_scale": -0.2},
+}
+
+
+@pytest.mark.slow(sample=["causal-alibi-64", "bias-alibi-128"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["alibi", "both"])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_the_hopper_forward_kernel_beside_other_operands(kind: str, name: str, head_dim: int) -> None:
+    """With the table's tile or with the first narrower one that does not spill, which the plan takes."""
+    asked = problem(name, head_dim, "forward", **BESIDE[kind])
+    specs = [choose_forward(asked, **TARGET), *narrower_forward(asked, **TARGET)]
+    found = []
+    for spec in specs:
+        assert spec.main.config.kernel == "forward_hopper"
+        kernel = compile_kernel(spec.main.config)
+        assert not re.search("warning", kernel.log), kernel.log
+        found.append(kernel.spill_bytes)
+        if not kernel.spill_bytes:
+            return
+    assert name == "both"
+    assert min(found) <= 16, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["causal", "bias", "mask", "dropout", "lengths", "negative scale", "order"])
+@pytest.mark.parametrize("name", ["alibi", "both"])
+def test_the_hopper_backward_kernel_beside_other_operands(name: str, kind: str) -> None:
+    """At head dim 64; beyond it bias, mask and dropout go to the portable kernels."""
+    more: dict[str, Any] = {"deterministic": True} if kind == "order" else BESIDE[kind]
+    for head_dim in (64, 128):
+        spec = choose_backward(problem(name, head_dim, "backward", **more), **TARGET)
+        configs = [x.config for x in spec.launches if x.config.features.modifier]
+        family = {x.kernel.split("_")[1] for x in configs}
+        portable = head_dim == 128 and kind in ("bias", "mask", "dropout")
+        assert family == {"portable" if portable else "hopper"}
+        if portable:
+            continue
+        (config,) = configs
+        kernel = compile_kernel(config)
+        assert not re.search("warning", kernel.log), kernel.log
+        assert not kernel.spill_bytes
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from nvrtc_attn.heuristics.spec import Launch
 from nvrtc_attn.jit.codegen import params_class
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.config import Features, KernelConfig
-from nvrtc_attn.jit.params import FurtherBackwardParams, FurtherForwardParams, FurtherHopperForwardParams
+from nvrtc_attn.jit.params import BackwardParams, ForwardParams, HopperForwardParams, params_behind
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -134,7 +134,8 @@ def test_only_what_reads_a_sink_differs(name: str, backend: str) -> None:
         if backward:
             *given_, last = given
             assert last.config.kernel == "sink_gradient"
-            assert (last.grid, params_class(last.config)) == (problem(**fields).num_heads, FurtherBackwardParams)
+            assert last.grid == problem(**fields).num_heads
+            assert params_class(last.config) is params_behind(BackwardParams, further=True)
             assert tuple(given_) == plain
         else:
             *before, launch = given
@@ -142,8 +143,8 @@ def test_only_what_reads_a_sink_differs(name: str, backend: str) -> None:
             assert before == before_too  # the list of packed tiles
             config = dataclasses.replace(launch.config, features=without.config.features)
             assert dataclasses.replace(launch, config=config) == without
-            of_hopper = "hopper" in config.kernel
-            assert params_class(launch.config) is (FurtherHopperForwardParams if of_hopper else FurtherForwardParams)
+            base = HopperForwardParams if "hopper" in config.kernel else ForwardParams
+            assert params_class(launch.config) is params_behind(base, further=True)
 
 
 def test_with_split_keys_the_sink_counts_in_the_merge() -> None:

@@ -76,6 +76,24 @@ def test_key_tiles_in_parts(name: str, way: str, fused: bool, force: Any) -> Non
     assert made
 
 
+@pytest.mark.parametrize("parts", [2, 5])
+@pytest.mark.parametrize("mask", [None, "b11k"])
+@pytest.mark.parametrize(("head_dim", "seqlen_q", "causal"), [(64, 1000, False), (40, 777, False), (128, 300, True)])
+def test_one_key_tile_in_parts(
+    head_dim: int, seqlen_q: int, causal: bool, mask: str | None, parts: int, force: Any
+) -> None:
+    """dq is stored by the block that has the queries, dk and dv are added up; every row of dq is some part's."""
+    case = cases.make_case(
+        "ways-one-tile", dtype="bfloat16", batch=2, seqlen_q=seqlen_q, seqlen_k=77, num_heads=3, head_dim=head_dim,
+        causal="top_left" if causal else False, mask=mask,
+    )  # fmt: skip
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = force(parts=parts, splits=1)
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+    assert made
+
+
 @pytest.mark.parametrize("name", ["text", "grouped", "head_of_64", "head_of_96"])
 def test_order_of_key_tiles(name: str, force: Any) -> None:
     """How many heads' tiles are handed out together, and how far apart key tiles begin, change no gradient."""
@@ -101,10 +119,30 @@ def test_columns_of_dq_and_values_in_registers(
     run = Run(case)
     exact, low = oracle(case, run.arrays)
     own, kept = head_dim > 64, head_dim <= 96
-    for changes in ({"own_code": own}, {"values_in_registers": kept}, {"own_code": own, "values_in_registers": kept}):
+    for changes in (
+        {"own_code": own},
+        {"values_in_registers": kept},
+        # Of 128 queries a tile there are no registers for keys too.
+        {"own_code": own, "keys_in_registers": own and kept, "values_in_registers": kept},
+    ):
         made = force(fused=fused, **changes)
         assert not failures(case, run.backward(run.forward()), exact, low, run.arrays), changes
         assert made
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 80, 96])
+def test_packed_sequences_with_values_in_registers(head_dim: int, causal: bool, force: Any) -> None:
+    """What lies behind a sequence is another's, and may be anything."""
+    case = cases.make_case(
+        "ways-packed", dtype="bfloat16", batch=4, num_heads=4, num_heads_kv=2, head_dim=head_dim, causal=causal,
+        seqlens=((300, 300), (77, 200), (515, 64), (130, 130)),
+    )  # fmt: skip
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = force(own_code=head_dim in (72, 80), values_in_registers=True)
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+    assert made
 
 
 def test_parts_many_times(force: Any) -> None:

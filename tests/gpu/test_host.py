@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import aten  # noqa: E402
-from nvrtc_attn.torch import tensors  # noqa: E402
+from nvrtc_attn.torch import passes, tensors  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 NONE = (None,) * 5
@@ -31,6 +31,18 @@ def torch_both(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = na.attention(*leaves, causal=True, deterministic=True)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def sdpa_forward(q: Any, k: Any, v: Any, _: Any) -> list[Any]:
+    out = na.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    return [out.transpose(1, 2)]
+
+
+def sdpa_both(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
+    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    out = na.scaled_dot_product_attention(*leaves, is_causal=True)
+    gradients = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
+    return [x.detach().transpose(1, 2) for x in (out, *gradients)]
 
 
 def core_forward(q: Any, k: Any, v: Any, _: Any) -> list[Any]:
@@ -56,7 +68,7 @@ def aten_both(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
     return [out, lse, *gradients[:3]]
 
 
-FUNCTIONS = [torch_forward, torch_both, core_forward, core_both, aten_both]
+FUNCTIONS = [torch_forward, torch_both, sdpa_forward, sdpa_both, core_forward, core_both, aten_both]
 
 
 def same(found: list[Any], expected: list[Any]) -> None:
@@ -82,7 +94,7 @@ def test_repeated_calls_compute_with_their_own_tensors(function: Callable[..., l
 def test_repeated_calls_follow_the_current_stream(function: Callable[..., list[Any]]) -> None:
     """Work on another stream than the captured one would break the capture, or be missing in the replay."""
     values = make()
-    for _ in range(2):
+    for _ in range(4):
         function(*values)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -98,13 +110,31 @@ def test_repeated_calls_follow_the_current_stream(function: Callable[..., list[A
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_repeated_calls_run_on_the_gpu_of_their_tensors(function: Callable[..., list[Any]]) -> None:
     first, second = make("cuda:0"), make("cuda:1")
-    for current in (0, 1, 0):
+    for current in (0, 1, 0, 1, 0):
         with torch.cuda.device(current):
             for values in (first, second):
                 found = function(*values)
                 assert {x.device for x in found} == {values[0].device}
                 same([x.cpu() for x in found], [x.cpu() for x in fresh(function, values)])
             assert torch.cuda.current_device() == current
+
+
+@pytest.mark.parametrize(("function", "expected"), [(torch_forward, 1), (torch_both, 2), (sdpa_both, 2)])
+def test_a_warm_call_is_known_whole(
+    function: Callable[..., list[Any]], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guards of this torch tell tensors of a GPU apart, in autograd's thread too."""
+    ran: list[str] = []
+    for kind in (passes.Known, passes.KnownBackward):
+        original = kind.run
+        monkeypatch.setattr(kind, "run", lambda *x, _run=original: (ran.append(_run.__qualname__), _run(*x))[1])
+    values = make()
+    for _ in range(5):
+        ran.clear()
+        found = function(*values)
+    assert len(ran) == expected
+    same(found, fresh(function, values))
+    assert len(ran) == expected, "other strides are another call"
 
 
 def test_outputs_are_allocated_as_inductor_allocates() -> None:

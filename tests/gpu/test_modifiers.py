@@ -7,13 +7,14 @@ from typing import Any
 import modifiers
 import numpy as np
 import pytest
-from harness import DEVICE, torch
+from harness import DEVICE, backend, torch
 from modifiers import ModifierCase
 
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.cpu import reference
 from nvrtc_attn.modifiers.evaluate import HostModifier
+from nvrtc_attn.plans import plan
 
 SIZES = ((2, 4, 200, 176), (1, 2, 65, 300))
 RANDOM = 40
@@ -44,8 +45,28 @@ def close(name: str, ours: Any, exact: Any, tolerance: float, size: float = 1.0)
     assert error <= tolerance * max(np.abs(exact[finite]).max(initial=0.0), size), (name, error)
 
 
-def check(case: ModifierCase, sizes: tuple[int, int, int, int], dtype: str, head_dim: int, **options: Any) -> None:
+def walked(kernel: str) -> bool:
+    """Whether a kernel of this name that has a modifier has been loaded since `plan._kernels` was emptied."""
+    return any(c.kernel == kernel and c.features.modifier for c, _ in plan._kernels)
+
+
+def named(name: str) -> ModifierCase:
+    return next(x for x in modifiers.named_cases() if x.name == name)
+
+
+def check(
+    case: ModifierCase,
+    sizes: tuple[int, int, int, int],
+    dtype: str,
+    head_dim: int,
+    operands: dict[str, Any] | None = None,
+    train: bool = True,
+    **options: Any,
+) -> None:
+    """``operands``: further inputs, as NumPy arrays. ``train``: ask for the gradients of captured arrays."""
     b, h, m, n = sizes
+    operands = operands or {}
+    given = {name: torch.from_numpy(x).to(DEVICE) for name, x in operands.items()}
     rng = np.random.default_rng(0)
     arrays = case.arrays(sizes, rng)
     shapes = ((b, m, h, head_dim), (b, n, h // 2, head_dim), (b, n, h // 2, head_dim), (b, m, h, head_dim))
@@ -55,17 +76,19 @@ def check(case: ModifierCase, sizes: tuple[int, int, int, int], dtype: str, head
     modifier = nvrtc_attn.trace(*case.make(on_gpu))
     on_host = nvrtc_attn.trace(*case.make(arrays))
     assert on_host.program == modifier.program
-    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True, **options)
+    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True, **given, **options)
 
     doubles = [x.double().cpu().numpy() for x in (q, k, v, dout)]
     wide = HostModifier(on_host, [x.astype(np.float64) if x.dtype == np.float32 else x for x in on_host.captures])
-    plain = {name: x for name, x in options.items() if name != "deterministic"}
+    plain = {name: x for name, x in options.items() if name not in ("deterministic", "rng")} | operands
+    if "rng" in options:
+        plain["seed"], plain["offset"] = options["rng"]
     exact = reference.attention_forward(*doubles[:3], modifier=wide, **plain)
     tolerance = TOLERANCE[dtype]
     close("lse", lse, exact[1], tolerance)
     close("out", out, exact[0], tolerance)
 
-    trained = () if options.get("deterministic") else modifier.differentiable
+    trained = modifier.differentiable if train else ()
     sums = [np.zeros(x.shape) if i in trained else None for i, x in enumerate(modifier.captures)]
     expected = reference.attention_backward(
         doubles[3], *doubles[:3], *exact, modifier=wide, capture_grads=sums, **plain
@@ -75,11 +98,13 @@ def check(case: ModifierCase, sizes: tuple[int, int, int, int], dtype: str, head
         torch.full(tuple(x.shape), float("nan"), device=DEVICE) if i in trained else None
         for i, x in enumerate(modifier.captures)
     ]
-    size = api.backward_workspace_bytes(q, k, v, score_mod=modifier, daux=daux, **options)
+    further = {} if "sink" not in given else {"dsink": torch.full_like(given["sink"], float("nan"))}
+    size = api.backward_workspace_bytes(q, k, v, score_mod=modifier, daux=daux, dsink=bool(further), **given, **options)
     workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
     nvrtc_attn.attention_backward(
-        dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux, workspace=workspace, **options
-    )
+        dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux, workspace=workspace, **given, **further,
+        **options,
+    )  # fmt: skip
     for name, ours, theirs in zip(("dq", "dk", "dv"), gradients, expected[:3], strict=True):
         close(name, ours, theirs, 4 * tolerance)
     if trained:
@@ -98,6 +123,153 @@ def test_modifiers(case: ModifierCase) -> None:
     check(case, SIZES[0], "float16", 64)
 
 
+@pytest.mark.parametrize("name", [case.name for case in modifiers.named_cases()])
+def test_the_portable_kernels_alone(name: str) -> None:
+    with backend("portable"):
+        check(named(name), SIZES[0], "float16", 64)
+
+
+@pytest.mark.parametrize("name", ["alibi", "documents"])
+def test_the_portable_kernels_with_a_sink(name: str) -> None:
+    """What the modifier captured lies behind the sink in the params."""
+    with backend("portable"):
+        check(named(name), SIZES[0], "float16", 64, {"sink": np.linspace(-1, 2, 4).astype(np.float32)})
+
+
+HOPPER = {
+    "causal": {"causal": True},
+    "window": {"window_size": (60, 30)},
+    "top_left": {"causal": "top_left"},
+    "dropout": {"dropout_p": 0.2, "rng": (3, 5)},
+    "scale": {"softmax_scale": -0.2},
+}
+
+
+@pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernels run on 9.0 alone")
+@pytest.mark.parametrize("option", HOPPER)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("name", ["alibi", "prefix", "both"])
+def test_hopper(name: str, head_dim: int, option: str) -> None:
+    """Several key tiles, the last one partly filled, and rows of which nothing is left."""
+    plan._kernels.clear()
+    plan._plans.clear()
+    with backend("hopper"):
+        check(named(name), (1, 4, 333, 450), "bfloat16", head_dim, **HOPPER[option])
+    assert walked("forward_hopper") == (head_dim <= 128 or option != "dropout")
+    assert walked("backward_hopper") == (head_dim <= 64 or (head_dim <= 128 and option != "dropout"))
+
+
+@pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernels run on 9.0 alone")
+@pytest.mark.parametrize("name", ["alibi", "both"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["bias", "float32 bias", "bias of odd rows", "mask", "padding", "sink", "seqused_k"])
+def test_hopper_beside_other_operands(name: str, head_dim: int, kind: str) -> None:
+    """Bias and mask come as tiles where rows are whole vectors, else every thread reads its own."""
+    rng = np.random.default_rng(1)
+    sizes = (2, 4, 200, 301 if kind == "bias of odd rows" else 304)
+    b, h, m, n = sizes
+    operands: dict[str, Any] = {}
+    if "bias" in kind:
+        operands["bias"] = rng.standard_normal((1, h, m, n)).astype(np.float32 if "32" in kind else np.float16)
+    elif kind == "mask":
+        operands["mask"] = rng.random((b, 1, m, n)) < 0.8
+    elif kind == "padding":
+        operands["mask"] = np.arange(n) < np.array([n, 177])[:, None, None, None]
+    elif kind == "sink":
+        operands["sink"] = rng.standard_normal(h).astype(np.float32)
+    else:
+        operands["seqused_k"] = np.array([n, 130], np.int32)
+    plan._kernels.clear()
+    plan._plans.clear()
+    with backend("hopper"):
+        check(named(name), sizes, "float16", head_dim, operands)
+    assert walked("forward_hopper")
+    assert walked("backward_hopper") == (head_dim == 64 or kind in ("sink", "seqused_k"))
+
+
+@pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernels run on 9.0 alone")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["alibi", "head scale", "relative bias", "documents", "softcap and alibi"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_backward_alone(name: str, head_dim: int, deterministic: bool) -> None:
+    """Without a gradient of what is captured P is made before dP: of all queries, in groups of heads, and in order."""
+    plan._kernels.clear()
+    plan._plans.clear()
+    with backend("hopper"):
+        check(named(name), (1, 4, 450, 333), "float16", head_dim, train=False, deterministic=deterministic)
+    assert walked("backward_hopper")
+
+
+@pytest.mark.parametrize("family", ["portable", "hopper"])
+@pytest.mark.parametrize("name", ["alibi", "prefix", "rows and columns", "natten"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences(name: str, head_dim: int, family: str) -> None:
+    """b is the sequence, and q and k are positions in it."""
+    case, lengths, heads = named(name), ((0, 5), (200, 330), (129, 64), (65, 300), (1, 1)), 4
+    rng = np.random.default_rng(0)
+    longest = tuple(max(x) for x in zip(*lengths, strict=True))
+    arrays = case.arrays((len(lengths), heads, *longest), rng)
+    starts = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in zip(*lengths, strict=True)]
+    shapes = [(1, int(x[-1]) + 7, heads, head_dim) for x in (starts[0], starts[1], starts[1])]
+    q, k, v = (torch.from_numpy(rng.standard_normal(x).astype(np.float16)).to(DEVICE) for x in shapes)
+    modifier = nvrtc_attn.trace(*case.make({x: torch.from_numpy(y).to(DEVICE) for x, y in arrays.items()}))
+    host = nvrtc_attn.trace(*case.make(arrays))
+    on_device = [torch.from_numpy(x).to(DEVICE) for x in starts]
+    plan._kernels.clear()
+    plan._plans.clear()
+    packed: dict[str, Any] = {
+        "causal": True, "cu_seqlens_q": on_device[0], "cu_seqlens_k": on_device[1], "max_seqlen_q": longest[0],
+        "max_seqlen_k": longest[1], "score_mod": modifier,
+    }  # fmt: skip
+    dout = torch.randn_like(q)
+    gradients = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    with backend(family):
+        out, lse = nvrtc_attn.attention(q, k, v, return_lse=True, **packed)
+        size = api.backward_workspace_bytes(q, k, v, **packed)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+        nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, workspace=workspace, **packed)
+    doubles = [x.double().cpu().numpy() for x in (q, k, v)]
+    wide = HostModifier(host, host.captures)
+    starting: dict[str, Any] = {"causal": True, "cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    exact = reference.attention_forward(*doubles, modifier=wide, **starting)
+    close("lse", lse, exact[1], 2e-3)
+    close("out", out, exact[0], 2e-3)
+    expected = reference.attention_backward(dout.double().cpu().numpy(), *doubles, *exact, modifier=wide, **starting)
+    for what, ours, theirs in zip(("dq", "dk", "dv"), gradients, expected[:3], strict=True):
+        close(what, ours, theirs, 8e-3)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert walked("forward_hopper") == walked("backward_hopper") == (family == "hopper")
+
+
+@pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernels run on 9.0 alone")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_of_any_size(head_dim: int) -> None:
+    """Rows of huge scores of both signs, of -inf alone and of finfo.min alone, from a modifier."""
+    n, heads = 300, 2
+    rows = torch.zeros(n, device=DEVICE)
+    rows[10:40], rows[40:70], rows[70:100], rows[100:130] = 3e6, -3e6, -3.4e38, float("-inf")
+    q, k, v = (torch.randn(1, n, heads, head_dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    with backend("hopper"):
+        out, lse = nvrtc_attn.attention(
+            q, k, v, score_mod=lambda s, b, h, i, j: s * 0.5 + rows[i], causal=True, return_lse=True
+        )
+    values = rows.double().cpu().numpy()
+    exact = modifiers.textbook(
+        *(x.double().cpu().numpy() for x in (q, k, v)), lambda s, b, h, i, j: (s * 0.5 + values[i]).astype(np.float32),
+        lambda b, h, i, j: j <= i,
+    )  # fmt: skip
+    plain = np.r_[0:10, 130:n]
+    close("out", out[:, plain], exact[0][:, plain], 1.6e-2)
+    close("lse", lse[:, :, plain], exact[1][:, :, plain], 1.6e-2)
+    # float32 keeps a quarter of a unit at 3e6, and nothing of a score at 3.4e38: those are averages.
+    assert bool((out[:, 100:130] == 0).all())
+    assert bool((lse[:, :, 100:130] == float("-inf")).all())
+    means = torch.stack([v[0, : i + 1].double().mean(0) for i in range(70, 100)])
+    torch.testing.assert_close(out[0, 70:100].double(), means, atol=2e-2, rtol=2e-2)
+    assert bool(torch.isfinite(out[:, 10:70]).all())
+    close("out of large ones", out[:, 10:70], exact[0][:, 10:70], 0.5)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [40, 128, 256])
 @pytest.mark.parametrize("name", ["alibi", "relative bias", "documents", "both", "softcap and alibi"])
@@ -111,6 +283,37 @@ def test_deterministic_and_causal(name: str) -> None:
     case = next(x for x in modifiers.named_cases() if x.name == name)
     check(case, SIZES[0], "float16", 64, deterministic=True)
     check(case, SIZES[0], "float16", 128, causal=True, window_size=(60, None))
+
+
+@pytest.mark.parametrize("family", ["portable", "hopper"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["alibi", "temperature", "relative bias", "rows and columns", "array twice", "t5"])
+def test_gradients_of_captures_are_reproducible_on_request(name: str, head_dim: int, family: str) -> None:
+    """Arrays indexed by nothing, the head, the row, the key, their distance, a table, and twice; and they are right."""
+    plan._kernels.clear()
+    plan._plans.clear()
+    case, sizes = named(name), (2, 4, 700, 600)
+    with backend(family):
+        check(case, sizes, "float16", head_dim, deterministic=True, causal=True)
+        assert any(c.kernel == "captured_sum" for c, _ in plan._kernels)
+        arrays = {x: torch.from_numpy(y).to(DEVICE) for x, y in case.arrays(sizes, np.random.default_rng(0)).items()}
+        modifier = nvrtc_attn.trace(*case.make(arrays))
+        shapes = (sizes[2], sizes[3], sizes[3], sizes[2])
+        q, k, v, dout = (torch.randn(2, n, 4, head_dim, device=DEVICE, dtype=torch.float16) for n in shapes)
+        out, lse = nvrtc_attn.attention(q, k, v, return_lse=True, score_mod=modifier)
+        found = []
+        for _ in range(20):
+            gradients = [torch.empty_like(x) for x in (q, k, v)]
+            daux = [
+                torch.empty(tuple(x.shape), device=DEVICE) if i in modifier.differentiable else None
+                for i, x in enumerate(modifier.captures)
+            ]
+            api.backward_allocating(
+                dout, q, k, v, out, lse, *gradients, dlse=None, score_mod=modifier, daux=daux, softmax_scale=None,
+                deterministic=True,
+            )  # fmt: skip
+            found.append([*gradients, *(x for x in daux if x is not None)])
+    assert all(torch.equal(x, y) for more in found[1:] for x, y in zip(found[0], more, strict=True))
 
 
 def test_decoding_splits_keys() -> None:

@@ -100,7 +100,7 @@ def test_words_are_those_of_the_twin(shape: str, kind: str, layout: str) -> None
     asked = case(f"{shape} {kind}", mask=shape, mask_kind=kind, layout=layout, mask_dtype="uint8", num_heads=32)
     run = Run(asked)
     mask = run.arrays["mask"]
-    described: Any = SimpleNamespace(mask=SimpleNamespace(shape=mask.shape), seqlen_q=M, seqlen_k=N)
+    described: Any = SimpleNamespace(mask=SimpleNamespace(shape=mask.shape), seqlen_q=M, seqlen_k=N, modifier=None)
     i, options = run.inputs, run.options
     for family in families(asked):
         with backend(family):

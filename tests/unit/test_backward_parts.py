@@ -63,13 +63,15 @@ extern "C" int deal(nvrtc_attn::HopperBackwardParams const* params, int t, int b
 """
 
 
-def problem(batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int, causal: bool) -> AttentionProblem:
+def problem(
+    batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int, causal: bool, head_dim: int = 128, **more: Any
+) -> AttentionProblem:
     wide, narrow = (
-        dense_layout((batch, rows, n, 128), "bfloat16") for rows, n in ((seqlen_q, heads), (seqlen_k, heads_kv))
+        dense_layout((batch, rows, n, head_dim), "bfloat16") for rows, n in ((seqlen_q, heads), (seqlen_k, heads_kv))
     )
     return AttentionProblem(
         dtype="bfloat16", batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=heads, num_heads_kv=heads_kv,
-        head_dim=128, head_dim_v=128, q=wide, k=narrow, v=narrow, window_right=0 if causal else None,
+        head_dim=head_dim, head_dim_v=head_dim, q=wide, k=narrow, v=narrow, window_right=0 if causal else None, **more,
     )  # fmt: skip
 
 
@@ -140,7 +142,8 @@ def test_every_query_tile_of_every_head_once(
         lengths.setdefault(tile, []).append(count)
         for h, m in found[4 : 4 + 2 * count].reshape(-1, 2).tolist():
             assert h // group == tile[1]
-            turns[(*tile, h, m)] += 1
+            key = (*tile, h, m)
+            turns[key] += 1
     assert set(turns.values()) == {1}
     first = [n * 128 // 80 if asked.band else 0 for n in range(given["num_n_blocks"])]
     seen = sum(max(given["num_m_blocks"] - x, 0) for x in first)
@@ -155,11 +158,11 @@ def test_every_query_tile_of_every_head_once(
 def test_launches_and_workspace() -> None:
     asked = problem(1, 4608, 4608, 24, 24, False)
     usual = {launch.config.kernel for launch in plan(asked).launches}
-    assert "dkv_parts_convert" not in usual
+    assert "dkv_hopper_convert" not in usual
     spec = plan(asked, parts=5, whole=792)
     kernels = {launch.config.kernel: launch for launch in spec.launches}
-    assert kernels["dkv_parts_convert"].grid == 864 - 792
-    assert dict(kernels["dkv_parts_convert"].params)["num_whole"] == 792
+    assert kernels["dkv_hopper_convert"].grid == 864 - 792
+    assert dict(kernels["dkv_hopper_convert"].params)["num_whole"] == 792
     config = kernels["backward_hopper"].config
     assert isinstance(config, HopperBackwardConfig)
     assert config.parts
@@ -167,3 +170,76 @@ def test_launches_and_workspace() -> None:
     (workspace,) = (item for item in spec.workspaces if item.field == "dkv_accum")
     assert workspace.zeroed
     assert workspace.nbytes == 4 * 72 * 128 * 256
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        (problem(1, 32760, 512, 40, 40, False), 4),  # two waves of 160 key tiles: five of a quarter
+        (problem(1, 32760, 257, 40, 40, False), 1),  # 120 key tiles, a multiprocessor each
+        (problem(4, 4096, 300, 10, 10, False), 1),
+        (problem(1, 4608, 4608, 24, 24, False), 1),
+        (problem(1, 32760, 32760, 12, 12, False), 1),  # 0.2 % of 24 waves
+        (problem(1, 2048, 2048, 8, 8, False), 1),  # too short for two more launches
+        (problem(4, 4096, 77, 10, 10, False), 1),  # one key tile: not measured
+        (problem(1, 16384, 16384, 64, 4, True), 16),  # 268 MB of Q, dO and dq for each key head
+        (problem(1, 16384, 16384, 64, 4, True, window_left=4095), 1),
+        (problem(1, 131072, 131072, 32, 8, True), 1),  # no head stays in L2, and the sums would take 1 GB
+        (problem(4, 16384, 16384, 64, 4, True), 1),  # key tiles enough for whole groups to be balanced
+        (problem(1, 8192, 8192, 64, 8, True), 1),
+        (problem(1, 32760, 512, 40, 40, False, deterministic=True), 1),
+    ],
+    ids=str,
+)
+def test_parts_of_a_key_tile(asked: AttentionProblem, parts: int) -> None:
+    tile = hopper_backward.choose_tile(asked, NUM_SMS)
+    assert (tile.parts, tile.whole) == (parts, 0)
+    assert tile.splits == 1 or parts == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "together"),
+    [
+        (problem(1, 4096, 4096, 96, 8, True, 192), 2),  # two heads of 32 key tiles run on 66 pairs of blocks
+        (problem(2, 8192, 8192, 32, 8, True), 2),
+        (problem(1, 8192, 8192, 64, 8, True), 2),
+        (problem(1, 5120, 5120, 64, 8, True), 2),  # three would leave two for the end
+        (problem(1, 16384, 16384, 32, 8, True, window_left=4095), 4),
+        (problem(1, 8192, 8192, 64, 8, False), 1),
+    ],
+    ids=str,
+)
+def test_heads_whose_key_tiles_are_handed_out_together(asked: AttentionProblem, together: int) -> None:
+    spec = hopper_backward.plan_spec(asked, hopper_backward.choose_tile(asked, NUM_SMS), num_sms=NUM_SMS)
+    params = dict(hopper_backward.kernel_of(spec).params)
+    assert params["head_group"] == together
+    heads = params["num_tiles"] // params["num_n_blocks"]
+    assert heads % together == 0
+
+
+def test_key_tiles_of_one_head_read_the_same_rows() -> None:
+    """Spread over all of a long head's rows they would find nothing in L2 that another has read."""
+    assert hopper_backward.query_step(410, 4) == hopper_backward.query_step(32, 3) == 2 << 12
+    assert hopper_backward.query_step(64, 64) == 1 << 12
+    assert hopper_backward.query_step(103, 64) == (103 << 12) // 64
+
+
+def test_what_stays_in_registers() -> None:
+    def chosen(head_dim: int, **more: Any) -> tuple[bool, bool]:
+        tile = hopper_backward.choose_tile(problem(4, 2048, 2048, 16, 16, True, head_dim, **more), NUM_SMS)
+        return tile.own_code, tile.values_in_registers
+
+    assert [chosen(d) for d in (64, 72, 80, 96, 104, 128, 192)] == [
+        (False, True), (True, True), (True, True), (False, True), (False, False), (False, False), (False, False),
+    ]  # fmt: skip
+    assert chosen(80, softcap=30.0) == chosen(64, deterministic=True) == (False, False)
+
+
+def test_queries_of_a_tile_of_split_heads() -> None:
+    def chosen(batch: int, heads: int, heads_kv: int) -> tuple[int, int]:
+        tile = hopper_backward.choose_tile(problem(batch, 8192, 8192, heads, heads_kv, True), NUM_SMS)
+        return tile.splits, tile.block_m
+
+    assert chosen(2, 32, 8) == chosen(1, 64, 8) == (1, 80)
+    assert chosen(1, 48, 1) == (8, 64)
+    assert chosen(1, 32, 2) == (4, 64)

@@ -214,7 +214,7 @@ def test_candidates_for_small_work_are_plans(benchmarks: Path) -> None:
 
     from nvrtc_attn.heuristics import hopper_backward
 
-    assert {kind.part for kind in short.KINDS} == {"short", "tiny", "decode", "fit", "step"}
+    assert {kind.part for kind in short.KINDS} == {"short", "tiny", "decode", "pack", "few", "fit", "step"}
     for kind in short.KINDS:
         for backward in kind.directions:
             specs = short.plans_of(kind, backward)

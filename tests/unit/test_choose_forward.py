@@ -9,7 +9,7 @@ import pytest
 
 from nvrtc_attn.base import log
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
-from nvrtc_attn.heuristics import choose_forward
+from nvrtc_attn.heuristics import choose_forward, hopper_forward
 
 
 def problem(
@@ -147,3 +147,55 @@ def test_a_band_halves_no_splits_time(shape: tuple[int, int, int, int, int], exp
     asked = problem(*shape, window_right=0 if causal else None)
     spec = choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=232448)
     assert spec.launches[0].config.kernel == expected
+
+
+def packed(lengths: tuple[int, ...], head_dim: int, **changes: Any) -> AttentionProblem:
+    layout = dense_layout((1, sum(lengths), 16, head_dim), "bfloat16")
+    longest = max(lengths)
+    return problem(
+        len(lengths), longest, longest, head_dim=head_dim, varlen=True, q=layout, k=layout, v=layout, **changes
+    )
+
+
+CAUSAL = {"window_right": 0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "columns", "half_tile"),
+    [
+        # What was measured on an H200: docs/experiments.md, "Hopper forward: tiles".
+        (packed((1024,) * 64, 64), 192, 128, False),
+        (packed((1024,) * 64, 64, **CAUSAL), 192, 128, True),
+        (packed((64, 128, 4096, 256, 777, 2048, 512, 1024, 96, 3000, 1500), 64, **CAUSAL), 192, 128, True),
+        (packed(tuple(range(32, 513, 8)), 64), 192, 112, False),
+        (packed(tuple(range(64, 1025, 20)), 72), 192, 96, False),
+        (problem(32, 729, 729, 16, 72), 192, 96, False),
+        (problem(16, 1024, 1024, 16, 72), 192, 96, False),
+        (problem(16, 1024, 120, 16, 72), 192, 80, False),
+        (problem(8, 1024, 1024, 8, 80), 128, 128, False),
+        (problem(4, 2048, 2048, 32, 80, **CAUSAL), 128, 128, False),
+        (problem(4, 4096, 4096, 16, 96), 192, 96, False),
+        (problem(16, 64, 2048, 16, 96), 128, 128, False),
+        (problem(1, 4096, 4096, 96, 192, **CAUSAL), 128, 112, False),
+        (problem(1, 1024, 1024, 96, 192, **CAUSAL), 128, 96, False),
+        # What was not measured keeps the tile that it had.
+        (packed((1024,) * 64, 64, window_left=100, **CAUSAL), 192, 112, False),
+        (packed((1024,) * 64, 64, seqused_k=True), 192, 112, False),
+        (packed((1024,) * 64, 64, softcap=20.0), 192, 112, False),
+        (problem(32, 729, 729, 16, 72, softcap=20.0), 128, 128, False),
+        (problem(32, 729, 729, 16, 72, dropout_p=0.1), 128, 112, False),
+    ],
+)
+def test_tiles_that_were_measured(asked: AttentionProblem, rows: int, columns: int, half_tile: bool) -> None:
+    tile = hopper_forward.choose_tile(asked, 132)
+    assert (tile.block_m, tile.block_n, tile.half_tile) == (rows, columns, half_tile)
+
+
+@pytest.mark.parametrize("changes", [{}, CAUSAL, {"window_left": 500, "window_right": 0}])
+def test_narrow_values_have_wide_key_tiles(changes: dict[str, Any]) -> None:
+    """Multi-head latent attention: keys of 192, values of 128."""
+    values = dense_layout((4, 2048, 16, 128), "bfloat16")
+    tile = hopper_forward.choose_tile(problem(head_dim=192, head_dim_v=128, v=values, **changes), 132)
+    assert (tile.block_n, tile.lazy_max) == (128, True)
+    with_softcap = hopper_forward.choose_tile(problem(head_dim=192, head_dim_v=128, v=values, softcap=9.0), 132)
+    assert (with_softcap.block_n, with_softcap.lazy_max) == (112, False)

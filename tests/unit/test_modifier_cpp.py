@@ -6,11 +6,13 @@ What CUDA has and a host compiler has not is spelled in a few lines; the text an
 from __future__ import annotations
 
 import ctypes
+import math
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import host_cuda
 import modifiers
 import numpy as np
 import pytest
@@ -25,31 +27,6 @@ SIZES = (2, 4, 13, 21)
 PER_LIBRARY = 16
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
-SHIM = """
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <type_traits>
-#define NVRTC_ATTN_DEVICE inline
-using std::min; using std::max; using std::abs;
-namespace cute { template <class...> using void_t = void; }
-struct Thread { int x; }; static Thread threadIdx{0};
-template <class T> T __ldg(T const* at) { return *at; }
-inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
-inline float __fdividef(float a, float b) { return a / b; }
-inline void atomicAdd(float* at, float x) { *at += x; }
-template <class T> T __shfl_sync(unsigned, T x, int) { return x; }
-template <class T> T __shfl_xor_sync(unsigned, T x, int) { return 0; }
-inline bool __all_sync(unsigned, bool x) { return x; }
-namespace nvrtc_attn {
-constexpr float kLog2e = 1.4426950408889634f;
-inline float infinity() { return __uint_as_float(0x7f800000u); }
-inline float fast_exp2(float x) { return exp2f(x); }
-inline float to_float(float x) { return x; }
-template <class Element> float tanh_of(float x) { return tanhf(x); }
-}
-struct Plain { int nothing; };
-"""
 RUN = """
 extern "C" void SPACE_run(void const* bytes, float const* scores, float const* ds, int B, int H, int M, int N,
                           float* out, float* slope, float* plain, unsigned char* keep) {
@@ -58,7 +35,7 @@ extern "C" void SPACE_run(void const* bytes, float const* scores, float const* d
   std::memcpy(&params.modifier, bytes, sizeof(x::ModifierBlock));
   long long at = 0;
   for (int b = 0; b < B; ++b) for (int h = 0; h < H; ++h) {
-    x::Modifier<float> const modifier(static_cast<Plain const&>(params), b, h);
+    x::Modifier<float> const modifier(params.modifier, b, h);
     for (int q = 0; q < M; ++q) for (int k = 0; k < N; ++k, ++at) {
       BODY
     }
@@ -67,20 +44,75 @@ extern "C" void SPACE_run(void const* bytes, float const* scores, float const* d
 """
 
 
-def library(programs: list[tuple[Any, tuple[int, ...]]], folder: Path, header: Path) -> Any:
-    """A library with one function for each program."""
+TOTAL = """
+extern "C" void SPACE_total(void const* bytes) {
+  namespace x = SPACE;
+  x::ModifierBlock block;
+  std::memcpy(&block, bytes, sizeof(block));
+  x::Modifier<float>::each_gradient(block, [](nvrtc_attn::ExactSum::Word const* words, float* result, int count) {
+    for (int i = 0; i < count; ++i) result[i] = nvrtc_attn::ExactSum::total(words + i * nvrtc_attn::ExactSum::kWords);
+  });
+}
+"""
+SUMS = """
+extern "C" float sum_exactly(float const* x, int count) {
+  unsigned long long words[nvrtc_attn::ExactSum::kWords] = {};
+  for (int i = 0; i < count; ++i) nvrtc_attn::ExactSum::add(words, x[i]);
+  return nvrtc_attn::ExactSum::total(words);
+}
+"""
+
+
+BITS = """
+struct Asked {
+  static constexpr bool kMasks = true;
+  unsigned seed;
+  bool all;
+  bool keeps(int q, int k) const { return all || (unsigned(q * 7919 + k * 104729) ^ seed) * 2654435761u >> 31; }
+};
+template <int kM, int kN>
+bool right(unsigned seed, bool all, bool transposed) {
+  Asked const asked{seed, all};
+  int const i = 1000 + int(seed % 64), j = 3 + int(seed % 17);
+  nvrtc_attn::MaskBits<Asked, kM, kN> bits;
+  if (transposed) bits.compute_transposed(asked, i, j); else bits.compute(asked, i, j);
+  bool drops = false;
+  for (int m = 0; m < kM; ++m) for (int n = 0; n < kN; ++n) for (int e = 0; e < 4; ++e) {
+    // As the accumulators of products lie: rows g and g + 8 of 16, two neighbours of 8 columns.
+    int const row = 16 * m + 8 * (e / 2), column = 8 * n + e % 2;
+    bool const keep = transposed ? asked.keeps(i + column, j + row) : asked.keeps(i + row, j + column);
+    if (bits.kept(m, n, e) != keep) return false;
+    drops |= !keep;
+  }
+  if (bits.drops() != drops) return false;
+  bits.fill();
+  return !bits.drops() && bits.kept(kM - 1, kN - 1, 3);
+}
+extern "C" int bits_are_right(unsigned seed, bool all, bool transposed) {
+  bool const rows = right<1, 2>(seed, all, transposed) && right<1, 6>(seed, all, transposed) &&
+                    right<1, 8>(seed, all, transposed) && right<1, 12>(seed, all, transposed) &&
+                    right<1, 14>(seed, all, transposed) && right<1, 16>(seed, all, transposed);
+  return rows && right<2, 8>(seed, all, transposed) && right<2, 5>(seed, all, transposed);
+}
+"""
+
+
+def library(
+    programs: list[tuple[Any, tuple[int, ...]]], folder: Path, header: Path, ordered: bool = False, more: str = ""
+) -> Any:
+    """A library with one function for each program, two with ``ordered``."""
     text = header.read_text(encoding="utf-8").replace("#pragma unroll", "//")
     for line in ('#include "../common/numbers.cuh"', "#pragma once"):
         text = text.replace(line, "")
-    lines = [SHIM, text]
+    lines = [host_cuda.ONE_THREAD, text]
     for i, (program, trained) in enumerate(programs):
         space = f"program{i}"
-        source = cuda.cuda_source(program, trained)
+        source = cuda.cuda_source(program, trained, ordered and bool(trained))
         own = f"namespace {space} {{ using namespace nvrtc_attn;"
         body = []
         if program.score is not None:
             body.append("out[at] = modifier.score(scores[at], q, k, slope[at]);")
-            body.append("plain[at] = modifier.score(scores[at], q, k);")
+            body.append("plain[at] = modifier.score(scores[at], q, k, q - q % 4, k - k % 8);")
         if program.mask is not None:
             body.append("keep[at] = modifier.keeps(q, k);")
         if "kTrains = true" in source:
@@ -90,6 +122,9 @@ def library(programs: list[tuple[Any, tuple[int, ...]]], folder: Path, header: P
             )
         lines.append(source.replace("namespace nvrtc_attn {", own))
         lines.append(RUN.replace("SPACE", space).replace("BODY", "\n".join(body)))
+        if ordered and trained:
+            lines.append(TOTAL.replace("SPACE", space))
+    lines.append(more)
     (folder / "text.cpp").write_text("\n".join(lines), encoding="utf-8")
     command = ["g++", "-std=c++17", "-O0", "-fPIC", "-shared", "-ffp-contract=off", "text.cpp", "-o", "text.so"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -101,9 +136,9 @@ def all_cases() -> list[ModifierCase]:
     return [*modifiers.named_cases(), *(modifiers.random_case(5000 + seed) for seed in range(74))]
 
 
-@pytest.mark.parametrize("part", range(6))
-def test_the_text_computes_what_numpy_does(part: int, tmp_path: Path, repository: Path) -> None:
-    """Score, slope, mask, and what goes to the gradients of captured arrays."""
+@pytest.mark.parametrize(("part", "ordered"), [*((part, False) for part in range(6)), (0, True), (1, True)])
+def test_the_text_computes_what_numpy_does(part: int, ordered: bool, tmp_path: Path, repository: Path) -> None:
+    """Score, slope, mask, and what goes to the gradients of captured arrays; ``ordered``: by way of integers."""
     found = []
     for case in all_cases()[part * PER_LIBRARY : (part + 1) * PER_LIBRARY]:
         arrays = case.arrays(SIZES, np.random.default_rng(1))
@@ -111,28 +146,34 @@ def test_the_text_computes_what_numpy_does(part: int, tmp_path: Path, repository
         found.append((case, modifier, modifier.differentiable))
     assert found
     header = repository / "cuda_src" / "nvrtc_attn" / "collective" / "modifier.cuh"
-    made = library([(modifier.program, trained) for _, modifier, trained in found], tmp_path, header)
+    made = library([(modifier.program, trained) for _, modifier, trained in found], tmp_path, header, ordered)
     rng = np.random.default_rng(2)
     scores, ds = (rng.standard_normal(SIZES).astype(np.float32) for _ in range(2))
     axes = [np.arange(n).reshape([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate(SIZES)]
     for i, (case, modifier, trained) in enumerate(found):
         gradients = [np.zeros(x.shape, np.float32) if j in trained else None for j, x in enumerate(modifier.captures)]
+        words = np.zeros(cuda.ordered_bytes(trained, modifier.captures), np.uint8)
+        place = words.ctypes.data if ordered and trained else None
         values = cuda.modifier_values(
             modifier.program, trained, [view(x, "x") for x in modifier.captures],
-            [None if x is None else view(x, "g") for x in gradients], modifier.numbers,
+            [None if x is None else view(x, "g") for x in gradients], modifier.numbers, place,
         )  # fmt: skip
         out, slopes, plain = (np.zeros(SIZES, np.float32) for _ in range(3))
         keep = np.zeros(SIZES, np.uint8)
         pointers = [ctypes.c_void_p(x.ctypes.data) for x in (scores, ds, out, slopes, plain, keep)]
         getattr(made, f"program{i}_run")(values.block.ljust(8, b"\0"), *pointers[:2], *SIZES, *pointers[2:])
 
+        if place is not None:
+            assert values.zeroed == ((place, words.nbytes),)
+            assert all(x is None or not x.any() for x in gradients)
+            getattr(made, f"program{i}_total")(values.block.ljust(8, b"\0"))
         score, mask = modifier.valued
         inputs = dict(zip(("score", "b", "h", "q", "k"), (scores, *axes), strict=True))
         exact = evaluate.Values(inputs, modifier.captures, np.dtype(np.float32))
         with np.errstate(all="ignore"):
             if score is not None:
                 close(case, out, exact(score))
-                np.testing.assert_array_equal(out, plain)
+                close(case, plain, exact(score))  # counted from where a tile begins
                 close(case, slopes, exact(slope(score)))
                 sums = [np.zeros(x.shape) for x in modifier.captures]
                 for node, derivative in derivatives(score).items():
@@ -149,3 +190,42 @@ def test_the_text_computes_what_numpy_does(part: int, tmp_path: Path, repository
 
 def close(case: ModifierCase, ours: Any, exact: Any) -> None:
     np.testing.assert_allclose(ours, np.broadcast_to(exact, SIZES), rtol=2e-4, atol=2e-5, err_msg=case.name)
+
+
+def test_sums_of_integers_are_exact_whatever_the_order(tmp_path: Path, repository: Path) -> None:
+    """Of numbers of any size, subnormal ones and cancelling ones; NaN and infinities as in sums of floats."""
+    header = repository / "cuda_src" / "nvrtc_attn" / "collective" / "modifier.cuh"
+    made = library([], tmp_path, header, more=SUMS)
+    made.sum_exactly.restype = ctypes.c_float
+
+    def total(x: Any) -> np.float32:
+        given = np.ascontiguousarray(x, np.float32)
+        return np.float32(made.sum_exactly(ctypes.c_void_p(given.ctypes.data), given.size))
+
+    rng = np.random.default_rng(0)
+    for seed in range(200):
+        reach = (3, 30, 126)[seed % 3]
+        x = np.ldexp(rng.standard_normal(rng.integers(1, 300)), rng.integers(-reach, reach, 1)).astype(np.float32)
+        x = np.concatenate([x, np.ldexp(rng.standard_normal(50), rng.integers(-reach, 100, 50)).astype(np.float32)])
+        if seed % 4 == 0:
+            x = np.concatenate([x, -x, np.float32([1e-40, 3e-42])])
+        exact = np.float32(math.fsum(x.astype(np.float64)))
+        found = [total(rng.permutation(x)) for _ in range(3)]
+        assert found[0] == found[1] == found[2]
+        assert abs(found[0] - exact) <= np.spacing(abs(exact)), (found, exact)
+    assert total([]) == 0.0
+    assert total([2**-149] * 3) == np.float32(3 * 2.0**-149)
+    assert total([np.inf, 1.0]) == np.inf
+    assert total([-np.inf, 1.0]) == -np.inf
+    assert np.isnan(total([np.inf, -np.inf]))
+    assert np.isnan(total([np.nan, np.inf]))
+    assert total([3e38, 3e38]) == np.inf
+    assert total([3e38, 3e38, -3e38]) == np.float32(3e38)
+
+
+def test_the_bits_of_a_mask_are_those_of_its_scores(tmp_path: Path, repository: Path) -> None:
+    """Of tiles of any width, as rows and transposed; and whether any score is dropped."""
+    header = repository / "cuda_src" / "nvrtc_attn" / "collective" / "modifier.cuh"
+    made = library([], tmp_path, header, more=BITS)
+    for seed in range(300):
+        assert made.bits_are_right(seed, seed % 5 == 0, seed % 2 == 1), seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import struct
 from typing import Any
@@ -10,10 +11,11 @@ import modifiers
 import numpy as np
 import pytest
 
+from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.tensors import view
 from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.jit.codegen import entry_source, params_class
-from nvrtc_attn.jit.config import Features, ForwardConfig
+from nvrtc_attn.jit.config import Features, ForwardConfig, HopperForwardConfig
 from nvrtc_attn.jit.config_text import config_from_json, config_to_json
 from nvrtc_attn.modifiers import cuda, graph
 from nvrtc_attn.modifiers.trace import trace
@@ -71,6 +73,20 @@ def test_the_bytes_of_a_launch() -> None:
         cuda.modifier_values(modifier.program, (), [far], [None], modifier.numbers)
 
 
+def test_the_bytes_of_a_launch_with_ordered_gradients() -> None:
+    """Words of 264 bytes an element behind the plan's workspace, in the order of the gradient's own memory."""
+    table = np.zeros((3, 2), np.float32)
+    modifier = make(0.5, table)
+    gradient = view(np.zeros((2, 3), np.float32).T, "gradient")
+    assert cuda.ordered_bytes((0,), [table]) == 6 * 264
+    values = cuda.modifier_values(modifier.program, (0,), [view(table, "x")], [gradient], modifier.numbers, 4096)
+    assert values.zeroed == ((4096, 6 * 264),)
+    assert len(values.block) == cuda.block_bytes(cuda.cuda_source(modifier.program, (0,), True))
+    assert struct.unpack("<QQQiiiiiiif", values.block[:56])[1:] == (4096, gradient.ptr, 3, 2, 2, 1, 33, 99, 6, 0.5)
+    with pytest.raises(UnsupportedError, match="arrays of 5000000 elements"):
+        cuda.ordered_bytes((1,), [table, np.zeros((5, 1000000), np.float16)])
+
+
 def test_the_struct_has_what_the_text_says() -> None:
     text = cuda.cuda_source(trace(None, lambda b, h, q, k: (q // 4) % 2 == 0).program)
     assert cuda.block_bytes(text) == 8
@@ -100,8 +116,45 @@ def problem(**changes: Any) -> Any:
     )  # fmt: skip
 
 
+def text_of(name: str) -> str:
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    return cuda.cuda_source(trace(*case.make(case.arrays((2, 4, 8, 8), np.random.default_rng(0)))).program)
+
+
+def test_a_distance_is_known_but_for_where_the_tile_begins() -> None:
+    """A constant for each score of a tile, and no conversion."""
+    assert "fmaf(head0, float(1 * (k - k0) + -1 * (q - q0)), head0 * float(1 * k0 + -1 * q0 + 0))" in text_of("alibi")
+    assert "fabsf(float(1 * q0 + -1 * k0 + 0) + float(1 * (q - q0) + -1 * (k - k0)))" in text_of("distance")
+    twice = trace(lambda s, b, h, q, k: s + np.exp((3 * (q + 1) - b) * 0.5) + np.tanh(q * k)).program
+    text = cuda.cuda_source(twice)
+    assert "float(3 * q0 + -1 * b + 3)" in text
+    assert "float(3 * (q - q0))" in text
+    assert "float(v" in text, "a product of positions is no sum"
+
+
+def test_what_a_head_reads_of_an_array_is_found_once() -> None:
+    text = text_of("relative bias")
+    assert "slice0_at = block.x0_at + (long long)h * block.x0_stride0;" in text
+    assert "slice0_size = within(h, block.x0_size0) ? block.x0_size1 : 0;" in text
+    assert "slice" not in text_of("documents")
+
+
+def test_params_end_where_the_compiler_ends_them() -> None:
+    """Of Hopper kernels a whole number of 64 bytes, behind whatever else lies behind; so does the static_assert."""
+    text = text_of("alibi")
+    for features in (Features(), Features(optional="sink"), Features(mask=True, tile_words=True)):
+        config = HopperForwardConfig(
+            kernel="forward_hopper", arch="sm_90a", dtype="float16", head_dim=64, head_dim_v=64, block_m=128,
+            block_n=128, num_warps=12, features=dataclasses.replace(features, modifier=text),
+        )  # fmt: skip
+        whole: Any = params_class(config)
+        assert ctypes.sizeof(whole) % 64 == whole.modifier.offset % 64 == 0
+        assert ctypes.sizeof(whole) > whole.modifier.offset
+        assert f"using ModifiedParams = nvrtc_attn::Modified<nvrtc_attn::{whole.__name__}>;" in entry_source(config)
+
+
 def test_only_kernels_of_scores_have_the_text() -> None:
-    """And the Hopper family is not asked: the portable one serves it on any GPU, with one head a tile."""
+    """Of either family, with one head a tile."""
     case = next(x for x in modifiers.named_cases() if x.name == "alibi")
     modifier = trace(*case.make(case.arrays((1, 4, 512, 512), np.random.default_rng(0))))
     asked = problem(modifier=modifier.program, trained=(0,))
@@ -110,10 +163,45 @@ def test_only_kernels_of_scores_have_the_text() -> None:
     backward = choose_backward(asked, **target)
     named = {x.config.kernel: x.config.features.modifier for x in (*forward.launches, *backward.launches)}
     with_text = {name for name, text in named.items() if text}
-    assert with_text == {"forward_portable", "backward_portable"}
-    assert "kTrains = true" in named["backward_portable"]
-    assert "kTrains = false" in named["forward_portable"]
-    with pytest.raises(ValueError, match="atomics"):
-        choose_backward(dataclasses.replace(asked, deterministic=True), **target)
-    ordered = choose_backward(dataclasses.replace(asked, trained=(), deterministic=True), **target)
+    assert with_text == {"forward_hopper", "backward_hopper"}
+    assert "kTrains = true" in named["backward_hopper"]
+    assert "kTrains = false" in named["forward_hopper"]
+    older = target | {"arch": "sm_80"}
+    portable = (choose_forward(dataclasses.replace(asked, trained=()), **older), choose_backward(asked, **older))
+    found = [x.config.kernel for spec in portable for x in spec.launches if x.config.features.modifier]
+    assert found == ["forward_portable", "backward_portable"]
+    for where in (target, older):
+        summed = choose_backward(dataclasses.replace(asked, deterministic=True), **where).launches
+        texts = {x.config.kernel: x.config.features.modifier for x in summed if x.config.features.modifier}
+        assert [x.config.kernel for x in summed][-1] == "captured_sum"
+        assert all("CapturedGradient<ExactSum>" in text for text in texts.values())
+    assert "CapturedGradient<AtomicSum>" in named["backward_hopper"]
+    plain = dataclasses.replace(asked, trained=(), deterministic=True)
+    assert any(
+        x.config.kernel == "backward_hopper" and x.config.ordered for x in choose_backward(plain, **target).launches
+    )
+    ordered = choose_backward(plain, **older)
     assert any(x.config.kernel == "backward_dq" and x.config.features.modifier for x in ordered.launches)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "rows"),
+    [("alibi", True, 128), ("head scale", True, 128), ("relative bias", True, 64), ("documents", True, 64),
+     ("softcap and alibi", False, 64), ("array twice", False, 64)],
+)  # fmt: skip
+def test_which_modifiers_leave_the_order_of_the_backward_pass(name: str, plain: bool, rows: int) -> None:
+    """P before dP, and lse times log2(e), where the derivative is the head's own; 128 queries of light ones."""
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    program = trace(*case.make(case.arrays((1, 4, 8, 8), np.random.default_rng(0)))).program
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+    asked = problem(modifier=program)
+
+    def config(asked: Any) -> Any:
+        spec = choose_backward(asked, **target, backend="hopper")
+        return next(x.config for x in spec.launches if x.config.kernel == "backward_hopper")
+
+    assert (config(asked).log2_lse, config(asked).block_m) == (plain, rows)
+    assert not config(dataclasses.replace(asked, dropout_p=0.1)).log2_lse
+    assert not config(dataclasses.replace(asked, trained=(0,))).log2_lse or not case.trained
+    text = cuda.cuda_source(program)
+    assert ("kHeadSlope = true" in text) == plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -27,9 +28,9 @@ from nvrtc_attn.jit.config import Features, ForwardConfig
 from nvrtc_attn.jit.params import (
     BackwardParams,
     ForwardParams,
-    FurtherBackwardParams,
-    FurtherForwardParams,
-    FurtherHopperForwardParams,
+    HopperBackwardParams,
+    HopperForwardParams,
+    params_behind,
 )
 
 
@@ -46,8 +47,13 @@ def test_a_pass_has_the_order_in_which_the_adapters_put_addresses() -> None:
     ("struct", "mirror"),
     [
         ("ForwardParams", ForwardParams), ("BackwardParams", BackwardParams),
-        ("WithSink", FurtherForwardParams), ("WithSink", FurtherHopperForwardParams),
-        ("FurtherBackwardParams", FurtherBackwardParams),
+        ("WithSink", params_behind(ForwardParams, further=True)),
+        ("WithSink", params_behind(HopperForwardParams, further=True)),
+        ("FurtherBackwardParams", params_behind(BackwardParams, further=True)),
+        ("WithTileWords", params_behind(ForwardParams, tile_words=True)),
+        ("WithTileWords", params_behind(HopperBackwardParams, tile_words=True)),
+        ("PartOf", params_behind(HopperForwardParams, part=True)),
+        ("PartOf", params_behind(BackwardParams, tile_words=True, part=True)),
     ],
 )  # fmt: skip
 def test_device_code_has_the_pointers_and_strides_of_the_table(struct: str, mirror: Any, repository: Path) -> None:
@@ -58,6 +64,39 @@ def test_device_code_has_the_pointers_and_strides_of_the_table(struct: str, mirr
     body = re.sub(r"//.*", "", text[begin.start() :].split("{", 1)[1].split("};")[0])
     fields = [name.split()[-1].strip("*") for line in body.split(";") if line.strip() for name in line.split(",")]
     assert fields == [name for name, _ in mirror._fields_ if not name.startswith("_")]
+
+
+def test_what_lies_behind_has_the_name_of_the_struct_and_moves_nothing(repository: Path) -> None:
+    text = (repository / "cuda_src/nvrtc_attn/params.cuh").read_text()
+    bases = (ForwardParams, BackwardParams, HopperForwardParams, HopperBackwardParams)
+    found, refused = 0, []
+    for base, words, further, part in itertools.product(bases, *[(False, True)] * 3):
+        try:
+            struct = params_behind(base, tile_words=words, further=further, part=part)
+        except ValueError:
+            refused.append(further)
+            continue
+        found += 1
+        assert struct is params_behind(base, tile_words=words, further=further, part=part)
+        assert re.search(rf"(using {struct.__name__} = |struct {struct.__name__} )", text), struct.__name__
+        for name, _ in base._fields_:
+            assert getattr(struct, name).offset == getattr(base, name).offset
+        assert (hasattr(struct, "tile_words_offset"), hasattr(struct, "dropout_heads")) == (words, part)
+        assert hasattr(struct, "sink") == further
+    assert found == 4 * 2 * 2 + 5
+    assert all(refused)
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        (HopperBackwardParams, {"further": True}), (BackwardParams, {"further": True, "tile_words": True}),
+        (ForwardParams, {"further": True, "part": True}),
+    ],
+)  # fmt: skip
+def test_structs_that_no_kernel_has_are_refused(base: Any, options: dict[str, bool]) -> None:
+    with pytest.raises(ValueError, match=f"{base.__name__}.*lie"):
+        params_behind(base, **options)
 
 
 def test_an_operand_that_is_none_has_no_switch() -> None:

@@ -173,7 +173,7 @@ def test_ten_thousand_calls_leave_nothing_behind(fake: BusyDriver) -> None:
     launched = next(fake.launched)
     calls(5_000)
     gc.collect()
-    assert next(fake.launched) - launched > 15_000, "each of the 10,000 calls has launched: one kernel, then two"
+    assert next(fake.launched) - launched >= 10_000, "each of the 10,000 calls has launched"
     assert len(gc.get_objects()) <= objects + 50
     assert resident_kib() < memory + 4096, "0.4 KB a call, less than any object that is forgotten"
     assert len(os.listdir("/proc/self/fd")) == descriptors

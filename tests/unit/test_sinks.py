@@ -14,7 +14,7 @@ from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
 import nvrtc_attn
 from nvrtc_attn import api
-from nvrtc_attn.jit.params import FurtherBackwardParams, FurtherForwardParams, FurtherHopperForwardParams
+from nvrtc_attn.jit.params import BackwardParams, ForwardParams, HopperForwardParams, params_behind
 from nvrtc_attn.plans import plan
 
 Array = Any
@@ -140,9 +140,9 @@ def of(struct: Any, address: int) -> Any:
 @pytest.mark.parametrize(
     ("backend", "rows", "struct", "reader"),
     [
-        ("hopper", 512, FurtherHopperForwardParams, "forward_hopper"),
-        ("portable", 512, FurtherForwardParams, "forward_portable"),
-        ("portable", 1, FurtherForwardParams, "combine"),
+        ("hopper", 512, HopperForwardParams, "forward_hopper"),
+        ("portable", 512, ForwardParams, "forward_portable"),
+        ("portable", 1, ForwardParams, "combine"),
     ],
 )
 @pytest.mark.parametrize("kind", [FLOAT32, BFLOAT16])
@@ -161,7 +161,7 @@ def test_addresses_strides_and_types_reach_the_kernels_that_read_them(
     sink, dsink = (tensor(i, 4, dtype=kind, strides=(stride,)) for i, stride in ((9, 3), (10, 2)))
     workspace = Producer((1 << 30,), dtype=(1, 8), data=BOGUS_POINTER + (11 << 28))
     api.attention_forward(q, k, v, out, lse=lse, sink=sink, workspace=workspace)
-    params = of(struct, launched(fake)[reader])
+    params = of(params_behind(struct, further=True), launched(fake)[reader])
     found = (params.sink, params.sink_stride_h, params.sink_float32, params.q)
     assert found == (BOGUS_POINTER + (9 << 28), 3, int(kind == FLOAT32), BOGUS_POINTER)
     assert len(fake.launches) == (2 if reader == "combine" else 1)
@@ -170,10 +170,11 @@ def test_addresses_strides_and_types_reach_the_kernels_that_read_them(
     fake.launches.clear()
     api.attention_backward(dout, q, k, v, out, lse, dq, dk, dv, sink=sink, dsink=dsink, workspace=workspace)
     assert list(launched(fake))[-1] == "sink_gradient"
-    params = of(FurtherBackwardParams, launched(fake)["sink_gradient"])
+    further = params_behind(BackwardParams, further=True)
+    params = of(further, launched(fake)["sink_gradient"])
     assert (params.sink, params.dsink) == tuple(BOGUS_POINTER + (i << 28) for i in (9, 10))
     assert (params.sink_stride_h, params.dsink_stride_h, params.sink_float32) == (3, 2, int(kind == FLOAT32))
-    others = {name: of(FurtherBackwardParams, at) for name, at in launched(fake).items()}
+    others = {name: of(further, at) for name, at in launched(fake).items()}
     main = others["backward_hopper" if backend == "hopper" else "backward_portable"]
     assert (main.delta, main.row_lse, main.delta_stride_h) == (params.delta, params.row_lse, params.delta_stride_h)
 

@@ -386,7 +386,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch, _fresh_frameworks: None) -> Any:
         Device=lambda index: _DeviceGuard(recorder, index),
         ExternalStream=ExternalStream,
         get_current_stream=lambda: ExternalStream(recorder.current[recorder.device]),
-        runtime=types.SimpleNamespace(is_hip=False),
+        runtime=types.SimpleNamespace(is_hip=False, getDevice=lambda: recorder.device),
     )
     monkeypatch.setitem(sys.modules, "cupy", module)
     return module

@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import host_cuda
 import numpy as np
 import pytest
 
@@ -35,94 +36,9 @@ HEADERS = (
     "hopper/forward/scheduler.cuh", "kernel/packed_tiles.cuh", "hopper/backward/schedule.cuh",
 )  # fmt: skip
 
-PRELUDE = """
-#include <ucontext.h>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <vector>
-#define NVRTC_ATTN_DEVICE inline
-#define __shared__ static
-#define asm(...)
-#define volatile
-struct int2 { int x, y; };
-inline int2 make_int2(int x, int y) { return {x, y}; }
-struct Index { int x; };
-static Index threadIdx, blockIdx, gridDim;
-
-// Fibers: one CUDA thread each, resumed in random order.
-struct Meeting { int arrived = 0, generation = 0; };
-struct Fiber {
-  ucontext_t context;
-  bool done = false;
-  Meeting* waits_for = nullptr;
-  int generation = 0;
-};
-static std::vector<Fiber> fibers;
-static std::vector<char> stacks(128 << 16);
-static ucontext_t scheduler_context;
-static std::function<void()> body;
-static Meeting block_meeting, warp_meetings[64];
-static int exchanged[64][32];
-static void fiber_main() {
-  body();
-  fibers[threadIdx.x].done = true;
-}
-static void meet(Meeting& at, int threads) {
-  Fiber& own = fibers[threadIdx.x];
-  if (++at.arrived == threads) {
-    at.arrived = 0;
-    ++at.generation;
-    return;
-  }
-  own.waits_for = &at;
-  own.generation = at.generation;
-  swapcontext(&own.context, &scheduler_context);
-}
-static void run_block(int threads, std::function<void()> what) {
-  body = what;
-  fibers = std::vector<Fiber>(threads);
-  for (Fiber& x : fibers) {
-    getcontext(&x.context);
-    x.context.uc_stack.ss_sp = stacks.data() + ((&x - fibers.data()) << 16);
-    x.context.uc_stack.ss_size = 1 << 16;
-    x.context.uc_link = &scheduler_context;
-    makecontext(&x.context, fiber_main, 0);
-  }
-  while (true) {
-    std::vector<int> ready;
-    for (int i = 0; i < threads; ++i) {
-      Fiber& x = fibers[i];
-      if (!x.done && (x.waits_for == nullptr || x.waits_for->generation != x.generation)) ready.push_back(i);
-    }
-    if (ready.empty()) break;
-    threadIdx.x = ready[rand() % ready.size()];
-    fibers[threadIdx.x].waits_for = nullptr;
-    swapcontext(&scheduler_context, &fibers[threadIdx.x].context);
-  }
-  for (Fiber& x : fibers) {
-    if (!x.done) abort();
-  }
-}
-inline void __syncthreads() { meet(block_meeting, int(fibers.size())); }
-inline int exchange(int value, int from) {
-  int const warp = threadIdx.x / 32;
-  exchanged[warp][threadIdx.x % 32] = value;
-  meet(warp_meetings[warp], 32);
-  int const found = exchanged[warp][from];
-  meet(warp_meetings[warp], 32);
-  return found;
-}
-inline int __shfl_sync(unsigned, int value, int from) { return exchange(value, from); }
-inline int __shfl_up_sync(unsigned, int value, int by) {
-  int const lane = threadIdx.x % 32;
-  return exchange(value, lane >= by ? lane - by : lane);
-}
-inline unsigned __ballot_sync(unsigned, bool value) {
-  unsigned found = 0;
-  for (int lane = 0; lane < 32; ++lane) found |= unsigned(exchange(value, lane)) << lane;
-  return found;
-}
+PRELUDE = (
+    host_cuda.FIBERS
+    + """
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int atomicAdd(int* at, int by) {
   int const before = *at;
@@ -162,6 +78,7 @@ struct HopperForwardParams : Params {};
 struct HopperBackwardParams : Params {};
 }  // namespace nvrtc_attn
 """
+)
 
 MAIN = """
 using namespace nvrtc_attn;
@@ -183,10 +100,9 @@ extern "C" int forward(HopperForwardParams const* params, int band, int used, in
     if (!band && !used) packed_tiles<Traits<false, false, false, false>>(*params);
   });
   TileScheduler<false, true> scheduler(*params);
-  scheduler.begin(true);
   PackedTile tile;
   int count = 0;
-  for (; count < most && scheduler.next(tile); scheduler.look_ahead(true)) {
+  for (; count < most && scheduler.next(tile); scheduler.ask(true), scheduler.look_up()) {
     if (tile.b < params->batch) {  // its lengths
       int const* const q = params->cu_seqlens_q + tile.b;
       int const* const k = params->cu_seqlens_k + tile.b;

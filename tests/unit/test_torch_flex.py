@@ -159,6 +159,52 @@ def test_masks_are_those_of_torch(name: str) -> None:
         torch.testing.assert_close(flex_attention(q, k, v, block_mask=given), expected, rtol=1e-4, atol=1e-5)
 
 
+def lists(counts: list[int], indices: list[list[int]], **more: Any) -> Any:
+    """A BlockMask of torch's with blocks of 8 of three rows."""
+    made = (torch.tensor(counts, dtype=torch.int32)[None, None], torch.tensor(indices, dtype=torch.int32)[None, None])
+    return theirs.BlockMask.from_kv_blocks(*made, BLOCK_SIZE=8, seq_lengths=(M, N), **more)
+
+
+def test_lists_of_blocks_that_make_no_sense_are_refused_before_any_launch() -> None:
+    q, k, v = tensors()
+    good = [[0, 1, 2], [1, 0, 2], [2, 0, 1]]
+    flex_attention(q, k, v, block_mask=lists([1, 2, 1], good))  # any order, as in torch
+    for counts, indices in (([2, 1, 1], [[1, 1, 0], *good[1:]]), ([1, 3, 1], [good[0], [0, 2, 2], good[2]])):
+        with pytest.raises(ValueError, match="twice"):
+            flex_attention(q, k, v, block_mask=lists(counts, indices))
+    for counts, indices in (([1, 1, 1], [[3, 0, 0], *good[1:]]), ([4, 1, 1], good)):
+        with pytest.raises(ValueError, match="beyond the 3 of a row"):
+            flex_attention(q, k, v, block_mask=lists(counts, indices))
+    partial, full = torch.ones(1, 1, 3, dtype=torch.int32), torch.tensor(good, dtype=torch.int32)[None, None]
+    overlap = theirs.BlockMask.from_kv_blocks(partial, full, partial, full, BLOCK_SIZE=8, seq_lengths=(M, N))
+    with pytest.raises(ValueError, match="as partial and as full"):
+        flex_attention(q, k, v, block_mask=overlap)
+    short = theirs.BlockMask.from_kv_blocks(partial[..., :2], full[..., :2, :], BLOCK_SIZE=8, seq_lengths=(M, N))
+    with pytest.raises(ValueError, match="kv_num_blocks has shape"):
+        flex_attention(q, k, v, block_mask=short)
+    with pytest.raises(ValueError, match="on meta"):
+        flex_attention(q, k, v, block_mask=lists([1, 1, 1], good).to("meta"))
+
+
+def test_lists_of_blocks_are_read_again_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nvrtc_attn.torch import flex
+
+    made = []
+    monkeypatch.setattr(flex, "_table", lambda *x, own=flex._table: (made.append(x), own(*x))[1])
+    q, k, v = tensors()
+    mask = lists([1, 1, 1], [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
+    first = flex_attention(q, k, v, block_mask=mask)
+    flex_attention(q, k, v, block_mask=mask)
+    assert len(made) == 1
+    mask.kv_num_blocks.fill_(2)
+    second = flex_attention(q, k, v, block_mask=mask)
+    assert len(made) == 2
+    assert not torch.equal(first, second)
+    kept = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    expected, _ = dense(q, k, v, None, lambda b, h, i, j: kept[i // 8, j // 8])
+    torch.testing.assert_close(second, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_blocks_without_a_function() -> None:
     """`from_kv_blocks`: the lists alone say what is kept."""
     q, k, v = tensors()

@@ -14,6 +14,8 @@ struct ModifierOf {
   static constexpr bool kScores = false;
   static constexpr bool kMasks = false;
   static constexpr bool kTrains = false;
+  static constexpr bool kUnitSlope = true;
+  static constexpr bool kHeadSlope = true;
   static constexpr bool kAny = false;
   template <class Params>
   NVRTC_ATTN_DEVICE ModifierOf(Params const&, int, int) {}
@@ -23,8 +25,14 @@ template <class Traits>
 struct ModifierOf<Traits, cute::void_t<typename Traits::Modifier>> : Traits::Modifier {
   static constexpr bool kAny = true;
   template <class Params>
-  NVRTC_ATTN_DEVICE ModifierOf(Params const& params, int b, int h) : Traits::Modifier(params, b, h) {}
+  NVRTC_ATTN_DEVICE ModifierOf(Params const& params, int b, int h)
+      : Traits::Modifier(static_cast<typename Traits::ModifiedParams const&>(params).modifier, b, h) {}
 };
+
+// Whether the backward pass makes P before dP is there, and dS as of scores without a modifier, times the derivative at
+// most: nothing of it depends on the score or on the place in the tile.
+template <class Modifier>
+constexpr bool kPlainModifier = !Modifier::kTrains && (!Modifier::kScores || Modifier::kHeadSlope);
 
 // -- What the text is made of.
 
@@ -77,15 +85,82 @@ NVRTC_ATTN_DEVICE T captured(T const* at) {
 NVRTC_ATTN_DEVICE float to_float(double x) { return float(x); }
 NVRTC_ATTN_DEVICE bool within(int index, int size) { return unsigned(index) < unsigned(size); }
 
+// Where the sum of an element goes: a float that atomics add to in any order.
+struct AtomicSum {
+  using Word = float;
+  static NVRTC_ATTN_DEVICE void add(float* at, float x) { atomicAdd(at, x); }
+};
+
+// Or words of integers, whose sum has no order: a float is a whole number of units of 2^(8 w - 150), of 31 bits at most, in
+// word w, which holds 2^32 of them. The last word says which of NaN, infinity and -infinity came.
+struct ExactSum {
+  using Word = unsigned long long;
+  static constexpr int kDigits = 32;
+  static constexpr int kWords = kDigits + 1;
+
+  static NVRTC_ATTN_DEVICE void add(Word* at, float x) {
+    unsigned const bits = __float_as_uint(x);
+    unsigned const exponent = bits >> 23 & 255;
+    if (exponent == 255) {
+      atomicOr(at + kDigits, Word((bits & 0x7fffffu) != 0 ? 1 : bits >> 31 ? 4 : 2));
+    } else if ((bits & 0x7fffffffu) != 0) {
+      unsigned const scale = exponent == 0 ? 1 : exponent;
+      Word const units = Word((bits & 0x7fffffu) | (exponent == 0 ? 0 : 0x800000u)) << (scale & 7);
+      atomicAdd(at + (scale >> 3), bits >> 31 ? 0 - units : units);
+    }
+  }
+
+  // Rounded once, whatever the terms were.
+  static NVRTC_ATTN_DEVICE float total(Word const* at) {
+    Word const odd = at[kDigits];
+    if (odd != 0) {
+      if ((odd & 1) != 0 || (odd & 6) == 6) return __uint_as_float(0x7fffffffu);
+      return __uint_as_float((odd & 4) != 0 ? 0xff800000u : 0x7f800000u);
+    }
+    long long digits[kDigits];
+#pragma unroll
+    for (int w = 0; w < kDigits; ++w) digits[w] = (long long)at[w];
+    bool const negative = carry(digits);
+    if (negative) {  // its digits would cancel each other
+#pragma unroll
+      for (int w = 0; w < kDigits; ++w) digits[w] = -digits[w];
+      carry(digits);
+    }
+    double sum = 0.0;
+#pragma unroll
+    for (int w = kDigits - 1; w >= 0; --w) sum += double(digits[w]) * unit(w);
+    return float(negative ? -sum : sum);
+  }
+
+ private:
+  // Digits of 8 bits but for the last, which has the sign of the number; true when that is negative.
+  static NVRTC_ATTN_DEVICE bool carry(long long (&digits)[kDigits]) {
+#pragma unroll
+    for (int w = 0; w + 1 < kDigits; ++w) {
+      digits[w + 1] += digits[w] >> 8;
+      digits[w] &= 255;
+    }
+    return digits[kDigits - 1] < 0;
+  }
+  // 2^(8 w - 150)
+  static NVRTC_ATTN_DEVICE double unit(int w) {
+    long long const bits = (long long)(1023 + 8 * w - 150) << 52;
+    return __longlong_as_double(bits);
+  }
+};
+
 // The gradient of a captured array, as a thread meets its elements: what goes to one element is summed until another one
-// comes, and by the whole warp where all threads end with the same, so that few atomics meet where an array is small.
+// comes, and by the whole warp where all threads end with the same, so that few atomics meet where an array is small. Which
+// terms a thread sums in which order follows from their places alone.
+template <class Sum>
 struct CapturedGradient {
-  float* at = nullptr;
+  using Word = typename Sum::Word;
+  Word* at = nullptr;
   float sum = 0.0f;
 
-  NVRTC_ATTN_DEVICE void add(float* element, float x) {
+  NVRTC_ATTN_DEVICE void add(Word* element, float x) {
     if (element != at) {
-      if (at != nullptr) atomicAdd(at, sum);
+      if (at != nullptr) Sum::add(at, sum);
       at = element;
       sum = 0.0f;
     }
@@ -99,7 +174,7 @@ struct CapturedGradient {
 #pragma unroll
       for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     }
-    if (at != nullptr && (!alike || threadIdx.x % 32 == 0)) atomicAdd(at, sum);
+    if (at != nullptr && (!alike || threadIdx.x % 32 == 0)) Sum::add(at, sum);
   }
 };
 
@@ -107,34 +182,59 @@ struct CapturedGradient {
 template <class Modifier, int kTilesM, int kTilesN, bool kMasks = Modifier::kMasks>
 struct MaskBits {
   NVRTC_ATTN_DEVICE void compute(Modifier const&, int, int) {}
+  NVRTC_ATTN_DEVICE void compute_transposed(Modifier const&, int, int) {}
+  NVRTC_ATTN_DEVICE void fill() {}
   static NVRTC_ATTN_DEVICE bool kept(int, int, int) { return true; }
+  static NVRTC_ATTN_DEVICE bool drops() { return false; }
 };
 template <class Modifier, int kTilesM, int kTilesN>
 struct MaskBits<Modifier, kTilesM, kTilesN, true> {
   static constexpr int kColumn = 4 * kTilesM;  // bits of a column of tiles
-  static constexpr int kColumns = 64 / kColumn;
-  unsigned long long words[(kTilesN + kColumns - 1) / kColumns];
+  static constexpr int kColumns = 32 / kColumn;
+  static constexpr int kWords = (kTilesN + kColumns - 1) / kColumns;
+  unsigned words[kWords];
 
   // (i, j): of the thread's first score. Not unrolled in full: all operands at once are more than there are registers.
   NVRTC_ATTN_DEVICE void compute(Modifier const& modifier, int i, int j) {
+    ask([&](int n, int bit) { return modifier.keeps(i + 16 * (bit / 4) + 8 * (bit / 2 % 2), j + 8 * n + bit % 2); });
+  }
+  // Of transposed tiles, whose rows are keys.
+  NVRTC_ATTN_DEVICE void compute_transposed(Modifier const& modifier, int i, int j) {
+    ask([&](int n, int bit) { return modifier.keeps(i + 8 * n + bit % 2, j + 16 * (bit / 4) + 8 * (bit / 2 % 2)); });
+  }
+  template <class Ask>
+  NVRTC_ATTN_DEVICE void ask(Ask&& keeps) {
 #pragma unroll
-    for (int first = 0; first < kTilesN; first += kColumns) {
-      unsigned long long word = 0;
+    for (int w = 0; w < kWords; ++w) {
+      unsigned word = 0;
 #pragma unroll 1
-      for (int n = 0; n < kColumns && first + n < kTilesN; ++n) {
+      for (int n = 0; n < columns(w); ++n) {
         unsigned column = 0;
 #pragma unroll
-        for (int bit = 0; bit < kColumn; ++bit) {
-          bool const keep = modifier.keeps(i + 16 * (bit / 4) + 8 * (bit / 2 % 2), j + 8 * (first + n) + bit % 2);
-          column |= unsigned(keep) << bit;
-        }
-        word |= (unsigned long long)column << (n * kColumn);
+        for (int bit = 0; bit < kColumn; ++bit) column |= unsigned(keeps(w * kColumns + n, bit)) << bit;
+        word |= column << (n * kColumn);
       }
-      words[first / kColumns] = word;
+      words[w] = word;
     }
   }
+  NVRTC_ATTN_DEVICE void fill() {
+#pragma unroll
+    for (unsigned& word : words) word = ~0u;
+  }
   NVRTC_ATTN_DEVICE bool kept(int m, int n, int e) const {
-    return words[n / kColumns] >> (n % kColumns * kColumn + 4 * m + e) & 1;
+    int const w = n / kColumns;
+    return words[w] >> (n % kColumns * kColumn + 4 * m + e) & 1;
+  }
+  // Whether any score is dropped.
+  NVRTC_ATTN_DEVICE bool drops() const {
+    bool all = true;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) all &= ~words[w] << (32 - columns(w) * kColumn) == 0;
+    return !all;
+  }
+  // Of word w.
+  static constexpr NVRTC_ATTN_DEVICE int columns(int w) {
+    return kTilesN - w * kColumns < kColumns ? kTilesN - w * kColumns : kColumns;
   }
 };
 

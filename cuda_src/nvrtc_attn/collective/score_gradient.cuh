@@ -389,7 +389,8 @@ struct ScoreGradient : ModifierOf<Traits> {
             if constexpr (Traits::kHasBias) bias = tile.bias.value(m, r, n, e);
             float tanh_value, modifier_slope, y;
             if constexpr (Modifier::kScores) {
-              y = map.modified(*this, x, bias, i, j + at, modifier_slope);
+              y = map.modified(*this, x, bias, i, j + at, i0 + (lane >> 2), j0 + Order::key(0, lane & 3, 0),
+                               modifier_slope);
             } else {
               y = map.score(x, bias, tanh_value);
             }

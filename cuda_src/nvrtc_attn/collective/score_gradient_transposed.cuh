@@ -40,7 +40,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   ScoreMap<Traits> map;
   float multiplier;  // of kept probabilities: 1 / (1 - p)
   int dbias_cols;    // columns to write: all keys of the tensor, also those that seqused_k leaves out
-  bool whole;        // kTileWords: the byte mask hides nothing of the tile
+  bool whole;        // kTileWords: no mask but that of positions hides anything of the tile
 
   NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_,
                                             int len_k, bool whole_ = false)
@@ -142,11 +142,12 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
     }
   }
 
-  template <bool kCheckPosition, bool kReadsMask = Traits::kMask, int kN, int kM>
+  template <bool kCheckPosition, bool kSelects = Traits::kMask || Modifier::kMasks, int kN, int kM>
   NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
                                unsigned keep_bits, float const* row_lse, float const* row_delta, int i0, int j0,
                                int lane) const {
-    constexpr bool kSelects = kReadsMask || Modifier::kMasks;  // also where positions need no test
+    constexpr bool kReadsMask = kSelects && Traits::kMask;  // also where positions need no test
+    constexpr bool kAsksMask = kSelects && Modifier::kMasks;
     int const g = lane >> 2;
     int const t = lane & 3;
     CapturedGradients<Modifier> gradients;
@@ -180,7 +181,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
           int const j = j0 + 16 * n + g + 8 * (e >> 1);
           float y, tanh_value, modifier_slope;
           if constexpr (Modifier::kScores) {
-            y = map.modified(*this, s[n][m][e], 0.0f, ie, j, modifier_slope);
+            y = map.modified(*this, s[n][m][e], 0.0f, ie, j, i0 + 2 * t, j0 + g, modifier_slope);
           } else if constexpr (!Traits::kHasBias) {
             y = map.score(s[n][m][e], 0.0f, tanh_value);
           }
@@ -197,7 +198,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
           if constexpr (kReadsMask) {
             if (!kCheckPosition || kept) kept = *mask.at(ie, j) != 0;
           }
-          if constexpr (Modifier::kMasks) kept = kept && this->keeps(ie, j);
+          if constexpr (kAsksMask) kept = kept && this->keeps(ie, j);
           float p = map.probability(y, reference[e & 1]);
           float z_dp = dp[n][m][e];
           if constexpr (Traits::kDropout) z_dp = (keep >> e & 1) ? z_dp * multiplier : 0.0f;
@@ -220,7 +221,8 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
           if constexpr (Modifier::kScores) {
             // Likewise of a score that is -inf by the modifier: no gradient, whatever its derivative is.
             if constexpr (Modifier::kTrains) {
-              if (ds != 0.0f && dbias_cols > 0) this->add(gradients.x, s[n][m][e] * map.scale, ds, ie, j);
+              if (ds != 0.0f && dbias_cols > 0)
+                this->add(gradients.x, s[n][m][e] * map.scale, ds, ie, j, i0 + 2 * t, j0 + g);
             }
             ds = ds != 0.0f ? ds * modifier_slope : 0.0f;
           }

@@ -37,9 +37,23 @@ constexpr float kLargeReference = 0x1p13f;
 template <class Traits>
 constexpr bool kMapsScores = Traits::kSoftcap || Traits::kHasBias || Traits::kPrescale || ModifierOf<Traits>::kScores;
 
+// The scores of a modifier taken as products are, one operation less: by the Hopper forward kernel (that alone has kLazyMax),
+// which looks for large references anyway, and by the backward one where lse comes times log2(e).
+template <class Traits, class = void>
+constexpr bool kLooksForLarge = false;
+template <class Traits>
+constexpr bool kLooksForLarge<Traits, cute::void_t<decltype(Traits::kLazyMax)>> = !Traits::kHasBias;
+template <class Traits, class = void>
+constexpr bool kReadsLog2Lse = false;
+template <class Traits>
+constexpr bool kReadsLog2Lse<Traits, cute::void_t<decltype(Traits::kLog2Lse)>> = Traits::kLog2Lse;
+template <class Traits>
+constexpr bool kFoldsModified = ModifierOf<Traits>::kScores && (kLooksForLarge<Traits> || kReadsLog2Lse<Traits>);
+
 template <class Traits>
 struct ScoreMap {
   static constexpr bool kMapped = kMapsScores<Traits>;
+  static constexpr bool kSubtracts = kMapped && !kFoldsModified<Traits>;  // before it scales
   float scale;  // mapped: what a raw product is multiplied by (with softcap: scale / softcap)
   float softcap;
   float exponent_scale;  // what P's exponent multiplies scores by: base 2
@@ -67,20 +81,22 @@ struct ScoreMap {
     return score(s, bias, unused);
   }
 
-  // The same where a modifier takes the place of the softcap, and its derivative for the backward pass.
-  NVRTC_ATTN_DEVICE float modified(ModifierOf<Traits> const& modifier, float s, float bias, int i, int j) const {
+  // The same where a modifier takes the place of the softcap, and its derivative for the backward pass. (i0, j0): where the
+  // tile begins, from which the compiler knows the distance.
+  NVRTC_ATTN_DEVICE float modified(ModifierOf<Traits> const& modifier, float s, float bias, int i, int j, int i0,
+                                   int j0) const {
     float y = s;
     if constexpr (kMapped) y = s * scale;
-    if constexpr (ModifierOf<Traits>::kScores) y = modifier.score(y, i, j);
+    if constexpr (ModifierOf<Traits>::kScores) y = modifier.score(y, i, j, i0, j0);
     if constexpr (Traits::kHasBias) y += bias;
     return y;
   }
-  NVRTC_ATTN_DEVICE float modified(ModifierOf<Traits> const& modifier, float s, float bias, int i, int j,
-                                   float& slope) const {
+  NVRTC_ATTN_DEVICE float modified(ModifierOf<Traits> const& modifier, float s, float bias, int i, int j, int i0,
+                                   int j0, float& slope) const {
     float y = s;
     slope = 1.0f;
     if constexpr (kMapped) y = s * scale;
-    if constexpr (ModifierOf<Traits>::kScores) y = modifier.score(y, i, j, slope);
+    if constexpr (ModifierOf<Traits>::kScores) y = modifier.score(y, i, j, slope, i0, j0);
     if constexpr (Traits::kHasBias) y += bias;
     return y;
   }
@@ -95,9 +111,9 @@ struct ScoreMap {
 
   // P's exponent for a score and a reference (row maximum, or LSE in natural units divided by the unit of scores).
   // `reference` is reference(m): computed once a row.
-  NVRTC_ATTN_DEVICE float reference(float m) const { return kMapped ? m : m * exponent_scale; }
+  NVRTC_ATTN_DEVICE float reference(float m) const { return kSubtracts ? m : m * exponent_scale; }
   NVRTC_ATTN_DEVICE float probability(float s, float reference) const {
-    if constexpr (kMapped) return fast_exp2((s - reference) * exponent_scale);
+    if constexpr (kSubtracts) return fast_exp2((s - reference) * exponent_scale);
     return fast_exp2(fmaf(s, exponent_scale, -reference));
   }
   // P(a) / P(b) of two scores, b finite: exact where products with the scale are too large to be told apart.
@@ -109,7 +125,7 @@ struct ScoreMap {
   template <bool kUsable = false>
   static NVRTC_ATTN_DEVICE float reference_of_lse(float lse) {
     float const usable = kUsable || has_probabilities(lse) ? lse : infinity();
-    return kMapped ? usable : usable * kLog2e;
+    return kSubtracts ? usable : usable * kLog2e;
   }
 };
 
@@ -132,16 +148,24 @@ NVRTC_ATTN_DEVICE float finish_score(ScoreMap<Traits> const& map, float s, Bias 
   return y;
 }
 
-// The same with a modifier, for the score of row i and key j, which its mask keeps or not. Softcap comes with a mask_mod
-// alone.
+// The same of a score that a modifier has made already.
+template <class Traits, class Bias, class Byte>
+NVRTC_ATTN_DEVICE float finish_modified(float y, Bias const& bias, Byte const& byte) {
+  if constexpr (Traits::kHasBias) y += to_float(bias);
+  if constexpr (Traits::kMask) y = masked_score(y, byte != 0);
+  return y;
+}
+
+// The same with a modifier, for the score of row i and key j of the tile from (i0, j0) on, which its mask keeps or not.
+// Softcap comes with a mask_mod alone.
 template <class Traits, class Bias, class Byte>
 NVRTC_ATTN_DEVICE float finish_score(ScoreMap<Traits> const& map, ModifierOf<Traits> const& modifier, float s,
-                                     Bias const& bias, Byte const& byte, int i, int j, bool kept) {
+                                     Bias const& bias, Byte const& byte, int i, int j, int i0, int j0, bool kept) {
   float y = s;
   if constexpr (ModifierOf<Traits>::kScores) {
     float x = 0.0f;
     if constexpr (Traits::kHasBias) x = to_float(bias);
-    y = map.modified(modifier, s, x, i, j);
+    y = map.modified(modifier, s, x, i, j, i0, j0);
     if constexpr (Traits::kMask) y = masked_score(y, byte != 0);
   } else {
     y = finish_score(map, s, bias, byte);

@@ -3,6 +3,7 @@
 #pragma once
 #include "../common/numbers.cuh"
 #include "../params.cuh"
+#include "output_rows.cuh"
 
 namespace nvrtc_attn {
 
@@ -36,18 +37,10 @@ template <class Traits, class Seqlen>
 NVRTC_ATTN_DEVICE void make_statistics(BackwardParams const& params, Seqlen const& seqlen, int b, int h, int m0,
                                        float* row_lse, float* row_delta, int tid) {
   using Element = typename Traits::Element;
-  constexpr int kThreads = Traits::kNumThreads;
   constexpr int kBlockM = Traits::kBlockM;
-  constexpr int kVec = Traits::kAligned ? 16 / int(sizeof(Element)) : 1;
-  constexpr int kChunks = Traits::kHeadDimV / kVec;
-  constexpr int kLanes = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
-  constexpr int kChunksLane = (kChunks + kLanes - 1) / kLanes;
-  constexpr int kRowsPerPass = kThreads / kLanes;
-  constexpr int kPasses = (kBlockM + kRowsPerPass - 1) / kRowsPerPass;
-  // Passes whose loads are in flight together: 32 registers of data.
-  constexpr int kBatch = !Traits::kAligned || kChunksLane >= 4 ? 1
-                         : kPasses < 4 / kChunksLane           ? kPasses
-                                                               : 4 / kChunksLane;
+  using Rows = OutputRows<Traits>;
+  constexpr int kVec = Rows::kVec, kLanes = Rows::kLanes, kChunksLane = Rows::kChunksLane;
+  constexpr int kRowsPerPass = Rows::kRowsPerPass, kPasses = Rows::kPasses, kBatch = Rows::kBatch;
   int const part = tid % kLanes;
   index_t const row0 = index_t(seqlen.q_row0) + m0;
   int const rows = min(seqlen.len_q - m0, kBlockM);

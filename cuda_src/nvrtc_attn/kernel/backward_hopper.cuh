@@ -1,7 +1,7 @@
 // Attention backward on Hopper (sm_90a): dk and dv of one key tile at a time, dq added into a float32 workspace. Where one
 // tile holds all keys (kOneKeyTile), dq is complete and goes to its own tensor. With kSplit several thread blocks share the
 // query heads of a key tile, and add their dk and dv into dkv_accum (kernel/dkv_convert.cuh). With kParts they share the
-// query tiles of some of the key tiles (kernel/dkv_parts_convert.cuh).
+// query tiles of some of the key tiles (kernel/dkv_hopper_convert.cuh).
 //
 // Roles: warp-group 0 loads (one thread issues all copies); each of the other two warp-groups owns 64 of the tile's 128
 // keys. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV +=
@@ -56,18 +56,22 @@ struct KeyTileConsumer {
   using Result = ResultK<Traits>;
   using Work = KeyTileWork<Traits>;
   using Scores = ScoreBlock<Traits, Shape>;
+  using Modifier = ModifierOf<Traits>;
   using Probabilities = FragmentA<Element>[Shape::kStepsM];  // of P^T or dS^T, as left operand
   using ScoreTiles = AccTile[1][Shape::kTilesM];             // of S^T or dP^T
   static constexpr int kTilesDq = kOwn < 1 ? Shape::kTilesDq : Shape::kTilesD - Shape::kTilesDq;
   using DqTiles = AccTile[1][kTilesDq];
   using DkTiles = AccTile[1][Shape::kTilesD];
   using DvTiles = AccTile[1][Shape::kTilesDv];
-  using Values = FragmentA<Element>[Traits::kValuesInRegisters ? Traits::kHeadDimV / 16 : 1];  // V, as left operand
+  using Keys = FragmentA<Element>[Traits::kKeysInRegisters ? Traits::kHeadDim / 16 : 1];  // K and V, as left operands
+  using Values = FragmentA<Element>[Traits::kValuesInRegisters ? Traits::kHeadDimV / 16 : 1];
   static constexpr int kBlockM = Shape::kBlockM;
   // P and dS of a tile at once, by the code of the portable family, once both products are there: what needs more registers
   // than the other order leaves.
   static constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || (Traits::kMask && !Traits::kKeyMask) ||
-                                (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap;
+                                (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap ||
+                                (Modifier::kAny && !kPlainModifier<Modifier>);
+  static_assert(!(kRich && Traits::kLog2Lse), "the code of the portable family reads lse as it is");
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // dv is stored under the last product; takes registers.
   static constexpr bool kEarlyStore =
@@ -176,6 +180,7 @@ struct KeyTileConsumer {
       m = load_shared_uniform(smem + Shape::kOffsetCount + 4);
       h = load_shared_uniform(smem + Shape::kOffsetCount + 8);
     }
+    Modifier modifier(params, work.tile.b, h);
     zero_keys(work, h);
     unsigned hidden = 0;  // kKeyMask: which of this thread's keys are
     bool any_hidden = false;
@@ -188,9 +193,11 @@ struct KeyTileConsumer {
       }
       any_hidden = __any_sync(0xffffffffu, hidden != 0);
     }
+    Keys k;
+    if constexpr (Traits::kKeysInRegisters) load_own_keys(k, smem);
     barriers.full_v().wait(parity);
     Values v;
-    if constexpr (Traits::kValuesInRegisters) load_values(v);
+    if constexpr (Traits::kValuesInRegisters) load_own_keys(v, smem + Shape::kOffsetV);
     bool stored = false;
 #pragma unroll 1
     for (; left > 0; --left) {
@@ -200,11 +207,14 @@ struct KeyTileConsumer {
         read_query_tile(h, m, whole);
       }
       int const m0 = m * kBlockM;
+      if constexpr (Modifier::kAny && !kRich) {
+        if (h != modifier.h) modifier.move_to(work.tile.b, h);
+      }
       Probabilities p, ds;
       ScoreTiles s, dp;
       // S, and dP beside P.
       if constexpr (!Traits::kTileWords) barriers.full_q(slot.stage).wait(slot.parity);
-      start_s(s);
+      start_s(s, k);
       barriers.full_dout(slot.stage).wait(slot.parity);
       start_dp(dp, v);
       if constexpr (Shape::kStoresTiles) {
@@ -223,12 +233,21 @@ struct KeyTileConsumer {
       } else {
         TransposedKeepWords words;
         if constexpr (Traits::kKeepWords) load_keep_words(words);
-        bool const masked = (Traits::kVarlen && m0 + kBlockM > work.seqlen.len_q) ||
-                            !work.mask.keeps_tile(m0, kBlockM, n_group, 64) || (Traits::kKeyMask && any_hidden);
+        bool masked = ((Traits::kVarlen || Modifier::kAny) && m0 + kBlockM > work.seqlen.len_q) ||
+                      !work.mask.keeps_tile(m0, kBlockM, n_group, 64) || (Traits::kKeyMask && any_hidden);
+        typename Scores::KeptScores kept_scores;
+        if constexpr (Modifier::kMasks) {
+          if (Traits::kTileWords && whole) {
+            kept_scores.fill();
+          } else {
+            kept_scores.compute_transposed(modifier, m0 + 2 * scores.t, scores.j);
+          }
+          masked = __any_sync(0xffffffffu, masked || kept_scores.drops());
+        }
         wait_products<1>();
         pin_registers(s);
         if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);
-        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden);
+        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden, modifier, kept_scores);
         typename Scores::KeptP kept;
         if constexpr (Shape::kEarlyDv) {
           zero_queries(work, m0);  // before there are two of P
@@ -244,9 +263,9 @@ struct KeyTileConsumer {
         }
         pin_registers(dp);
         if (masked) {
-          scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta));
+          scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta), modifier);
         } else {
-          scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta));
+          scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta), modifier);
         }
         // In 16 bits no earlier: S, dP, dK, dV and it would take all registers there are.
         if constexpr (!Shape::kEarlyDv) pack_fragments<Element>(p, s);
@@ -302,11 +321,17 @@ struct KeyTileConsumer {
   // ---- The five products, in the order in which they start
 
   // S^T = K Q^T: 64 keys, all queries of the tile.
-  NVRTC_ATTN_DEVICE void start_s(ScoreTiles& s) {
+  NVRTC_ATTN_DEVICE void start_s(ScoreTiles& s, Keys& k) {
     pin_registers(s);
-    begin_products();
-    start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(s, k_left,
-                                                                          q_right + slot.stage * (Shape::kBytesQ >> 4));
+    uint64_t const q = q_right + slot.stage * (Shape::kBytesQ >> 4);
+    if constexpr (Traits::kKeysInRegisters) {
+      pin_registers(k);
+      begin_products();
+      start_product_abt<Element, kBlockM>(s, k, q);
+    } else {
+      begin_products();
+      start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(s, k_left, q);
+    }
     commit_products();
   }
 
@@ -325,15 +350,16 @@ struct KeyTileConsumer {
     commit_products();
   }
 
-  // V of this warp's keys, once a key tile: 16 keys by 16 columns a fragment.
-  NVRTC_ATTN_DEVICE void load_values(Values& v) const {
+  // K or V of this warp's keys, once a key tile: 16 keys by 16 columns a fragment.
+  template <int kSteps>
+  NVRTC_ATTN_DEVICE void load_own_keys(FragmentA<Element> (&a)[kSteps], unsigned tile) const {
     int const row = 64 * group + 16 * warp + (lane & 15);
-    unsigned const from = smem + Shape::kOffsetV + row * kSlabRowBytes;
+    unsigned const from = tile + row * kSlabRowBytes;
 #pragma unroll
-    for (int step = 0; step < Traits::kHeadDimV / 16; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       int const chunk = 2 * (step % 4) + (lane >> 4);
-      ldmatrix_x4(from + step / 4 * Shape::kSlabK + ((chunk ^ (row & 7)) << 4), v[step].x[0], v[step].x[1],
-                  v[step].x[2], v[step].x[3]);
+      ldmatrix_x4(from + step / 4 * Shape::kSlabK + ((chunk ^ (row & 7)) << 4), a[step].x[0], a[step].x[1],
+                  a[step].x[2], a[step].x[3]);
     }
   }
 
@@ -554,7 +580,7 @@ struct KeyTileConsumer {
     add_blocks(accum + rows * Traits::kHeadDim + first * Traits::kHeadDimV, dv, lane);
   }
 
-  // kParts: stored, or added to the tile's slot of the workspace (kernel/dkv_parts_convert.cuh), this warp's 16 keys. What
+  // kParts: stored, or added to the tile's slot of the workspace (kernel/dkv_hopper_convert.cuh), this warp's 16 keys. What
   // was announced is read again, as above.
   NVRTC_ATTN_DEVICE void finish_part(DkTiles const& dk, DvTiles const& dv) {
     KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);

@@ -645,7 +645,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
     }
     int left = end - begin;
     if constexpr (Traits::kTileWords) {  // those that have something, of this part
-      static_assert(Traits::kMask && !Traits::kVarlen, "words are of a mask");
+      static_assert((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen, "words are of a mask");
       left = 0;
 #pragma unroll 1
       for (int at = begin; at < end;) {  // a head, or what the part has of it

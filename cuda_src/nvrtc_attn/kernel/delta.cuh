@@ -5,6 +5,7 @@
 // No shared memory, no barrier. Writes every row of every sequence, nothing for tokens of no sequence.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
+#include "../collective/output_rows.cuh"
 #include "../collective/packed_slots.cuh"
 #include "../collective/seqlen.cuh"
 #include "../common/numbers.cuh"
@@ -17,16 +18,9 @@ NVRTC_ATTN_DEVICE void delta(BackwardParams const& params) {
   using Element = typename Traits::Element;
   constexpr int kThreads = Traits::kNumThreads;
   constexpr int kBlockM = Traits::kBlockM;
-  constexpr int kVec = Traits::kAligned ? 16 / int(sizeof(Element)) : 1;
-  constexpr int kChunks = Traits::kHeadDimV / kVec;
-  constexpr int kLanes = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
-  constexpr int kChunksLane = (kChunks + kLanes - 1) / kLanes;
-  constexpr int kRowsPerPass = kThreads / kLanes;
-  constexpr int kPasses = (kBlockM + kRowsPerPass - 1) / kRowsPerPass;
-  // Passes whose loads are in flight together: 32 registers of data, what it takes to keep the memory busy.
-  constexpr int kBatch = !Traits::kAligned || kChunksLane >= 4 ? 1
-                         : kPasses < 4 / kChunksLane           ? kPasses
-                                                               : 4 / kChunksLane;
+  using Rows = OutputRows<Traits>;
+  constexpr int kVec = Rows::kVec, kLanes = Rows::kLanes, kChunksLane = Rows::kChunksLane;
+  constexpr int kRowsPerPass = Rows::kRowsPerPass, kPasses = Rows::kPasses, kBatch = Rows::kBatch;
 
   int const tid = int(threadIdx.x);
   int block = int(blockIdx.x);

@@ -16,7 +16,6 @@
 // copies, `empty` one arrival per consumer warp. full_q also announces the tile: the loading warp follows the schedule,
 // the consumers read it. With a mask that is the same for all queries a second warp of the loading group zeroes the
 // rows of V that it hides, and the consumers wait for clean_v instead of full_v.
-// With kKeepWords other warps make dropout's decisions (hopper/forward/keep_words.cuh), in slots with full / empty of their own.
 // Named barriers are the groups' turns, and one is all consumers. By name: hopper/forward/shape.cuh.
 #pragma once
 #include "../collective/epilogue.cuh"
@@ -27,7 +26,6 @@
 #include "../hopper/common/row_store.cuh"
 #include "../hopper/common/wgmma.cuh"
 #include "../hopper/forward/deferred_softmax.cuh"
-#include "../hopper/forward/keep_words.cuh"
 #include "../hopper/forward/load.cuh"
 #include "../hopper/forward/query_rows.cuh"
 #include "../hopper/forward/shape.cuh"
@@ -152,7 +150,6 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
   RingPosition<Shape::kStages> k_slot, v_slot;
   RingPosition<Shape::kStagesQ> q_slot;
   RingPosition<Shape::kStagesScores> score_slot;
-  RingPosition<Shape::kStagesKeep> keep_slot;
   ScoreTileAccess<Traits> const tiles(params, warp_row0, lane);
   auto release = [&](Mbarrier const& barrier) {
     if (lane == 0) barrier.arrive();
@@ -185,19 +182,6 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       score_slot.advance();
     }
   };
-  // kKeepWords: this thread's words of the next key tile.
-  auto take_keep = [&](auto& keep) {
-    if constexpr (Traits::kKeepWords) {
-      barriers.full_keep(keep_slot.stage).wait(keep_slot.parity);
-      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                   : "=r"(keep.word[0]), "=r"(keep.word[1])
-                   : "r"(smem + Shape::kOffsetKeep + keep_slot.stage * Shape::kBytesKeep + 8 * tid)
-                   : "memory");
-      __syncwarp();  // all lanes have read
-      release(barriers.empty_keep(keep_slot.stage));
-      keep_slot.advance();
-    }
-  };
   // Only kLazyMax computes a tile again from its queries: otherwise the last Q K^T is the end of them, and the next ones can
   // come into a single slot. D 256, S 16384, causal: 1346 against 1370 us. A second slot leaves time without that.
   constexpr bool kReleaseEarly = !Traits::kLazyMax && Shape::kStagesQ == 1;
@@ -209,7 +193,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
   while (true) {
     barriers.full_q(q_slot.stage).wait(q_slot.parity);
     typename TileScheduler<Traits::kBand, Traits::kVarlen>::Tile tile;
-    read_tile(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage, tile);
+    read_tile<Traits>(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage, tile);
     if (tile.m_block < 0) break;
     if constexpr (Traits::kVarlen) {
       if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
@@ -244,14 +228,31 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     }
 
     ScoreMap<Traits> const map(params);
-    constexpr bool kMakesWords = Traits::kDropout && !Traits::kKeepWords;
-    Dropout const dropout = kMakesWords ? Dropout(dropout_params<Traits>(params), tile.b, tile.h) : Dropout();
+    Dropout const dropout = Traits::kDropout ? Dropout(dropout_params<Traits>(params), tile.b, tile.h) : Dropout();
     ScoreTensor<Bias const> const bias(reinterpret_cast<Bias const*>(params.bias), tile.b, tile.h, params.bias_stride_b,
                                        params.bias_stride_h, params.bias_stride_m, params.bias_stride_n);
     ScoreTensor<unsigned char const> const byte_mask(params.mask, tile.b, tile.h, params.mask_stride_b,
                                                      params.mask_stride_h, params.mask_stride_m, params.mask_stride_n);
     int const i = m0 + warp_row0 + (lane >> 2);
-    ScoreTile<Traits> const scores{map, mask, bias, byte_mask, dropout, m0 + 64 * group, i, lane, tiles, rows};
+    typename ScoreTile<Traits>::Row row;
+    typename ScoreTile<Traits>::Lane thread_lane;
+    if constexpr (ScoreTile<Traits>::kPlaceAgain) {
+      row = {m0 + 64 * group};
+    } else {
+      row = i;
+      thread_lane = lane;
+    }
+    ScoreTile<Traits> const scores{ModifierOf<Traits>(params, tile.b, tile.h),
+                                   map,
+                                   mask,
+                                   bias,
+                                   byte_mask,
+                                   dropout,
+                                   m0 + 64 * group,
+                                   row,
+                                   thread_lane,
+                                   tiles,
+                                   rows};
 
     DeferredSoftmax<Traits> softmax;
     float sink = 0.0f;
@@ -304,8 +305,6 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
           barriers.full_scores(score_slot.stage).wait(score_slot.parity);
           release_scores();
         }
-        KeepWords<Shape::kStepsN> of_nothing;
-        take_keep(of_nothing);
         wait_turn();
         pass_turn();
         if constexpr (Traits::kTileWords) {
@@ -315,7 +314,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       }
 
       barriers.full_k(k_slot.stage).wait(k_slot.parity);
-      constexpr bool kKeepAhead = kMakesWords && !ScoreTile<Traits>::kKeepBeside;
+      constexpr bool kKeepAhead = Traits::kDropout && !ScoreTile<Traits>::kKeepBeside;
       KeepWords<Shape::kStepsN> keep;
       auto first_tile = [&](auto& s) {
         typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
@@ -344,7 +343,6 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       } else {
         first_tile(s);
       }
-      take_keep(keep);
       pack_probabilities<Traits>(p, s, keep);
       bool settled = softmax.settled();
       // Three groups have 160 registers a thread each. NVRTC 13.5 carries what it has derived from n in both shapes of the first
@@ -409,8 +407,10 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
             int n0 = n * kBlockN;
             asm volatile(""
                          : "+r"(n0));  // or the compiler keeps the mask's comparisons from above, a register for each
-            unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + warp_row0 * kSlabRowBytes;
-            recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, lane);
+            int const row_of_warp =
+                ScoreTile<Traits>::kPlaceAgain ? 64 * group + (thread_again() >> 5 & 3) * 16 : warp_row0;
+            unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + row_of_warp * kSlabRowBytes;
+            recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, thread_lane);
             release(barriers.empty_k(k_stage));
             scores.load(operands, n0, whole);
             scores.finish(s, operands, n0, whole);
@@ -422,7 +422,6 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         }
         softmax.add(sums);
         if (raised) softmax.rescale(o);
-        take_keep(keep);
         pack_probabilities<Traits>(p, s, keep);
         look_ahead<Shape>(smem, k_slot.stage, n, first, whole);
       }
@@ -444,7 +443,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       release_q();
       sink = load_sink<Traits>(params, tile.h);
     }
-    write_rows<Traits>(o, softmax, map, sink, params, tile.b, rows, seqlen.batch_index, seqlen.q_row0, i, lane);
+    write_rows<Traits>(o, softmax, map, sink, params, tile.b, rows, seqlen.batch_index, seqlen.q_row0, row,
+                       thread_lane);
   }
 }
 
@@ -475,13 +475,6 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
       ForwardLoader<Traits>(params, barriers, smem).run();
     } else if constexpr (Traits::kMask) {
       if (threadIdx.x < 64 && params.mask_stride_m == 0) zero_hidden_values<Traits>(params, barriers, smem);
-    } else if constexpr (Traits::kKeepWords) {
-      make_keep_words<Traits>(params, barriers, smem, __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0) - 1);
-    }
-  } else if (Traits::kKeepWords && warp_group == Shape::kGroups + 1) {
-    give_registers<Shape::kRegistersProducer>();
-    if constexpr (Traits::kKeepWords) {
-      make_keep_words<Traits>(params, barriers, smem, __shfl_sync(0xffffffffu, int(threadIdx.x) / 32 % 4, 0) + 3);
     }
   } else {
     take_registers<Shape::kRegistersConsumer>();

@@ -6,7 +6,7 @@
 // kSplit: blocks divide the keys of a query tile and leave partial results for `combine`, or, with kCluster > 1, are a cluster and
 // add them up through each other's shared memory.
 // Key tiles run from the last to the first, so the tiles that need an element mask come first. With kTileWords only those of
-// which the byte mask leaves something: all threads read the same words.
+// which the byte mask, or the user's, leaves something: all threads read the same words.
 //
 // Shared memory: sQ[kBlockM][kHeadDim], then kNumStages times sK[kBlockN][kHeadDim], sV[kBlockN][kHeadDimV]; the
 // epilogue reuses it from the start for the output tile, or for kWarpsN partial outputs in float32.
@@ -88,7 +88,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   }
   TileLine kept{};
   if constexpr (Traits::kTileWords) {
-    static_assert(Traits::kMask && !Traits::kVarlen, "words are of a mask");
+    static_assert((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen, "words are of a mask");
     kept = tile_line(params, b, h, here.m_block);
     last = kept.last_before(last) + 1;
   }
@@ -227,7 +227,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     int stage = 0;      // the one that holds the current tile
     bool has_v = true;  // kStages == 1: V of the first tile was loaded ahead
     for (int tile = last - 1, next = 0; tile >= first; tile = Traits::kTileWords ? next : tile - 1) {
-      bool whole = false;  // the byte mask hides nothing
+      bool whole = false;  // no mask but that of positions hides anything
       if constexpr (Traits::kTileWords) whole = kept.all(tile);
       int const n0 = tile * kBlockN;
       // Tiles that this warp's rows see nothing of (above the diagonal of a causal block) need no work, only barriers.
@@ -267,7 +267,11 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
         }
         // A mask_mod is asked before there are scores: its operands and they do not fit in registers together.
         MaskBits<ModifierOf<Traits>, Shape::kTilesM, Shape::kTilesN> mask_bits;
-        mask_bits.compute(modifier, i0, n0 + j0);
+        if (Traits::kTileWords && whole) {
+          mask_bits.fill();
+        } else {
+          mask_bits.compute(modifier, i0, n0 + j0);
+        }
         multiply_qk<Shape>(s, query, key, stage * Shape::TileK::kBytes);
 #pragma unroll
         for (int m = 0; m < Shape::kTilesM; ++m) {
@@ -278,7 +282,8 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
               float& x = s[m][n][e];
               if constexpr (ModifierOf<Traits>::kAny) {
                 x = finish_score(map, modifier, x, bias_tile.at(m, n, e), mask_tile.at(m, n, e),
-                                 i0 + 16 * m + 8 * (e / 2), n0 + j0 + 8 * n + e % 2, mask_bits.kept(m, n, e));
+                                 i0 + 16 * m + 8 * (e / 2), n0 + j0 + 8 * n + e % 2, i0, n0 + j0,
+                                 mask_bits.kept(m, n, e));
               } else {
                 x = finish_score(map, x, bias_tile.at(m, n, e), mask_tile.at(m, n, e));
               }

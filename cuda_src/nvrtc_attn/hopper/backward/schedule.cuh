@@ -33,9 +33,9 @@ NVRTC_ATTN_DEVICE KeyTile key_tile(HopperBackwardParams const& params, int t) {
   int const group = uniform_quotient(t, group_tiles);
   int const rest = t - group * group_tiles;
   int const first_head = group * params.head_group;
-  int const all_heads =
-      kParts ? params.batch * params.num_heads_kv : uniform_quotient(params.num_tiles, params.num_n_blocks);
-  int const heads = min(params.head_group, all_heads - first_head);
+  int const heads = min(params.head_group, (kParts ? params.batch * params.num_heads_kv
+                                                   : uniform_quotient(params.num_tiles, params.num_n_blocks)) -
+                                               first_head);
   int const n_block = uniform_quotient(rest, heads);
   int const head = first_head + rest - n_block * heads;
   int const heads_kv = kSplit ? params.num_heads_kv * params.num_splits : params.num_heads_kv;

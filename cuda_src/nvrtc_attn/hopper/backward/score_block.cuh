@@ -17,7 +17,9 @@ namespace nvrtc_attn {
 // by it (backward_hopper_prepare): dV takes P where it is kept, dS = P * kept dP - P * delta.
 template <class Traits, class Shape>
 struct ScoreBlock {
+  using Modifier = ModifierOf<Traits>;
   static constexpr int kTilesM = Shape::kTilesM;
+  using KeptScores = MaskBits<Modifier, 1, kTilesM>;
   ScoreMap<Traits> const& map;
   PositionMask<Traits::kBand> const& mask;
   int j;  // this thread's first key; the other is j + 8
@@ -27,9 +29,29 @@ struct ScoreBlock {
   // Raw products -> P, as an operand too where that is wanted early.
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
                                        FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
-                                       int m0, bool masked, unsigned bias_slab, unsigned hidden = 0) const {
+                                       int m0, bool masked, unsigned bias_slab, unsigned hidden,
+                                       Modifier const& modifier, KeptScores const& kept) const {
     // Before the mask, by whose keys the bias may be anything.
     if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map);
+    if constexpr (Modifier::kScores) {
+      int const i0 = m0 + 2 * t;
+#pragma unroll
+      for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[0][m][e] = modifier.score(s[0][m][e] * map.scale, i0 + 8 * m + (e & 1), j + 8 * (e >> 1), i0, j);
+        }
+      }
+    }
+    if constexpr (Modifier::kMasks) {
+      if (masked) {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[0][m][e] = masked_score(s[0][m][e], kept.kept(0, m, e));
+        }
+      }
+    }
     if (masked) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -47,7 +69,7 @@ struct ScoreBlock {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float y = s[0][m][e];
-        if constexpr (!Shape::kBiasTiles) {
+        if constexpr (!Shape::kBiasTiles && !Modifier::kScores) {
           y = map.score(s[0][m][e], 0.0f);
           // A masked score stays -inf, whatever the map makes of it.
           if constexpr (ScoreMap<Traits>::kMapped) y = masked_score(y, s[0][m][e] != -infinity());
@@ -94,7 +116,9 @@ struct ScoreBlock {
   // P, dP -> dS in place of dP.
   template <bool kMasked>
   NVRTC_ATTN_DEVICE void gradients(AccTile (&s)[1][kTilesM], KeptP const& kept, AccTile (&dp)[1][kTilesM],
-                                   unsigned row_delta) const {
+                                   unsigned row_delta, Modifier const& modifier) const {
+    float slope = 1.0f;
+    if constexpr (Modifier::kScores && !Modifier::kUnitSlope) slope = modifier.head_slope();
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
       if constexpr (kPacked) {
@@ -115,6 +139,7 @@ struct ScoreBlock {
         } else {
           ds = s[0][m][e] * (dp[0][m][e] - delta[e & 1]);
         }
+        if constexpr (Modifier::kScores && !Modifier::kUnitSlope) ds *= slope;
         dp[0][m][e] = masked_gradient(ds, !kMasked || s[0][m][e] != 0.0f);
       }
     }

@@ -1,6 +1,7 @@
 // What the shared memory of the Hopper backward kernel holds, and where; what for is at the head of
 // kernel/backward_hopper.cuh.
 #pragma once
+#include "../../collective/modifier.cuh"
 #include "../common/wgmma.cuh"
 #include "barriers.cuh"
 #include "helpers.cuh"
@@ -74,24 +75,31 @@ struct HopperBackwardShape {
   static_assert(kStages == 2, "slots of dS go with those of Q");
   static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
   static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
-  static_assert(!Traits::kTileWords || (Traits::kMask && !Traits::kVarlen && !Traits::kOneKeyTile && !kBiasTiles),
+  static_assert(!Traits::kTileWords || ((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen &&
+                                        !Traits::kOneKeyTile && !kBiasTiles),
                 "words are of a mask; dq of query tiles that no key tile visits comes from the workspace");
   static_assert(!Traits::kKeyMask || (Traits::kMask && !Traits::kDropout && !Traits::kSoftcap && !Traits::kHasBias),
                 "scores that are products, of keys that are there or not");
   static_assert(!(Traits::kSplit && Traits::kOrdered), "dk and dv have no order of additions");
   static_assert(!(Traits::kSplit && kStoresTiles), "the loading warp has no register for both");
+  static_assert(!(ModifierOf<Traits>::kAny && (kBiasTiles || Traits::kKeepWords || Traits::kKeyMask)),
+                "beside a modifier threads read what they need");
   static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");
   static constexpr bool kPlain =
       !(kBiasTiles || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
-        Traits::kSequsedK || Traits::kOneKeyTile || Traits::kOrdered);
+        Traits::kSequsedK || Traits::kOneKeyTile || Traits::kOrdered || ModifierOf<Traits>::kAny);
   static_assert(kPlain || !Traits::kFused, "registers, and the warps that prepare rows");
   static_assert(kBlockM == 64 || kTransposedDq || kBlockM == 128, "a group computes 64 rows of dQ or of dQ^T");
   static_assert(kSplitRows ? kSlabs == 1 : kTransposedDq ? kSlabs == kGroups : kSlabs <= kGroups, "columns of dQ");
   static_assert(kPlain || !kTransposedDq, "registers");
-  static_assert(kPlain && !Traits::kSplit || !Traits::kParts, "turns that nothing but lengths decides");
+  static_assert(!Traits::kParts || !(kBiasTiles || Traits::kHasBias || (Traits::kMask && !Traits::kKeyMask) ||
+                                     Traits::kTileWords || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
+                                     Traits::kSequsedK || Traits::kOrdered || Traits::kSplit),
+                "turns that nothing but lengths decides, and registers");
   static_assert(!Traits::kOwnCode || (!kSplitRows && !kTransposedDq && kSlabs == kGroups),
                 "dQ of one group has fewer columns than that of the other");
-  static_assert(!Traits::kValuesInRegisters || (kHeadDimV <= 96 && !kBiasTiles), "registers");
+  static_assert(!(Traits::kKeysInRegisters || Traits::kValuesInRegisters) || (kHeadDim <= 96 && kHeadDimV <= 96),
+                "registers");
   static_assert(!(Traits::kFused && kTransposedDq), "shared memory, and a tile is no whole number of pieces");
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "matrix product shapes");
   static_assert(!kBiasTiles || (sizeof(typename Traits::Bias) == 2 && !Traits::kSoftcap && !Traits::kVarlen),

@@ -58,7 +58,7 @@ struct DeferredSoftmax {
       row_max[r] = new_max;
       row_sum[r] *= factor[r];
     }
-    if constexpr (!ScoreMap<Traits>::kMapped) {
+    if constexpr (!ScoreMap<Traits>::kSubtracts) {
       if constexpr (!Traits::kLazyMax) reference[0] += 0.0f;  // a maximum of minus zero would say so too
       if (__any_sync(0xffffffffu, large)) reference[0] = reference[1] = __uint_as_float(kSubtractsFirst);
     }
@@ -69,7 +69,7 @@ struct DeferredSoftmax {
   // What probability() subtracts from a tile of scores, which may have lost the maximum already. After raise().
   template <int kTilesN>
   NVRTC_ATTN_DEVICE float2 references(AccTile (&s)[1][kTilesN]) const {
-    if constexpr (!ScoreMap<Traits>::kMapped) {
+    if constexpr (!ScoreMap<Traits>::kSubtracts) {
       if (__float_as_uint(reference[0]) == kSubtractsFirst) {
         float const m[2] = {finite(row_max[0]), finite(row_max[1])};
 #pragma unroll
@@ -147,9 +147,24 @@ struct ContiguousScores {
   }
 };
 
+// This thread's lane, and its first row in a warp-group whose rows begin at `row0`, worked out from the thread's number
+// wherever they are used, so that nothing of them lives in a register between: packed, three groups have 160 registers a
+// thread, and of 128 keys 28 to 48 bytes would spill.
+struct LaneAgain {
+  NVRTC_ATTN_DEVICE operator int() const { return thread_again() & 31; }
+};
+struct RowAgain {
+  int row0;
+  NVRTC_ATTN_DEVICE operator int() const {
+    int const tid = thread_again();
+    return row0 + (tid >> 5 & 3) * 16 + (tid >> 2 & 7);
+  }
+};
+
 // What turns a tile of raw products into masked scores, and scores into probabilities.
 template <class Traits>
-struct ScoreTile {
+struct ScoreTile : ModifierOf<Traits> {
+  using Modifier = ModifierOf<Traits>;
   using Bias = typename Traits::Bias;
   ScoreMap<Traits> const& map;
   PositionMask<Traits::kBand> const& mask;
@@ -157,8 +172,11 @@ struct ScoreTile {
   ScoreTensor<unsigned char const> const& byte_mask;
   Dropout const& dropout;
   int row0;  // first row of the warp-group
-  int i;     // this thread's first row; the other is i + 8
-  int lane;
+  static constexpr bool kPlaceAgain = Traits::kVarlen && Traits::kBlockM == 192;
+  using Row = cute::conditional_t<kPlaceAgain, RowAgain, int>;
+  using Lane = cute::conditional_t<kPlaceAgain, LaneAgain, int>;
+  Row i;  // this thread's first row; the other is i + 8
+  Lane lane;
 
   ScoreTileAccess<Traits> const& tiles;
   QueryRows<Traits::kPackedHeads, Traits::kBlockM> const& rows;
@@ -167,8 +185,9 @@ struct ScoreTile {
   // there are no registers for two ways: up to 334 bytes of spills.
   static constexpr bool kWhole = Traits::kTileWords && Traits::kScoreTiles;
 
+  // What a mask_mod says is asked while the product runs: beside scores there are no registers for what it reads.
   template <int kTilesN>
-  struct Operands {
+  struct Operands : MaskBits<Modifier, 1, kTilesN> {
     unsigned tile;  // kScoreTiles: the slot's shared address
     ContiguousScores<Bias, Traits::kHasBias && !Traits::kScoreTiles, kTilesN> bias;
     ContiguousScores<unsigned char, Traits::kMask && !Traits::kScoreTiles, kTilesN> byte_mask;
@@ -178,6 +197,13 @@ struct ScoreTile {
   NVRTC_ATTN_DEVICE void load(Operands<kTilesN>& operands, int n0, bool whole = false) const {
     int const j0 = n0 + 2 * (lane & 3);
     operands.bias.load(bias, i, j0, mask.len_q, mask.len_k);
+    if constexpr (Modifier::kMasks) {
+      if (Traits::kTileWords && whole) {
+        operands.fill();
+      } else {
+        operands.compute(*this, i, j0);
+      }
+    }
     if (kWhole && whole) return;
     operands.byte_mask.load(byte_mask, i, j0, mask.len_q, mask.len_k);
   }
@@ -185,7 +211,9 @@ struct ScoreTile {
   template <int kTilesN>
   NVRTC_ATTN_DEVICE void finish(AccTile (&s)[1][kTilesN], Operands<kTilesN> const& operands, int n0,
                                 bool whole = false) const {
-    int const j0 = n0 + 2 * (lane & 3);
+    int column = 0;
+    if constexpr (!kPlaceAgain) column = n0 + 2 * (lane & 3);
+    if constexpr (Modifier::kScores) modify(s, n0 + 2 * (lane & 3));
     if (kWhole && whole) {
       if constexpr (Traits::kScoreTiles) tiles.template apply<false>(s, map, operands.tile);
     } else if constexpr (Traits::kScoreTiles) {
@@ -196,16 +224,43 @@ struct ScoreTile {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = s[0][n][e];
-          x = finish_score(map, x, operands.bias.at(n, e), operands.byte_mask.at(n, e));
+          if constexpr (Modifier::kScores) {
+            x = finish_modified<Traits>(x, operands.bias.at(n, e), operands.byte_mask.at(n, e));
+          } else {
+            x = finish_score(map, x, operands.bias.at(n, e), operands.byte_mask.at(n, e));
+          }
+        }
+      }
+    }
+    if constexpr (Modifier::kMasks) {
+      if (__any_sync(0xffffffffu, operands.drops())) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[0][n][e] = masked_score(s[0][n][e], operands.kept(0, n, e));
         }
       }
     }
     if (!mask.keeps_tile(rows.query(row0), rows.queries(row0, 64), n0, 8 * kTilesN)) {
+      int const j0 = kPlaceAgain ? n0 + 2 * (lane & 3) : column;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int const query = rows.query(i + 8 * r);
         replace_hidden(s, r, -infinity(), mask.keys_below_end(query, j0));
         if (mask.has_first_keys()) replace_hidden(s, r, -infinity(), mask.keys_from_first(query, j0));
+      }
+    }
+  }
+
+  // Products -> what the score_mod makes of them, before bias and masks.
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE void modify(AccTile (&s)[1][kTilesN], int j0) const {
+#pragma unroll
+    for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = s[0][n][e];
+        x = this->score(x * map.scale, i + 8 * (e / 2), j0 + 8 * n + e % 2, i, j0);
       }
     }
   }
@@ -249,7 +304,7 @@ struct ScoreTile {
   }
   // Registers must suffice for both.
   static constexpr bool kKeepBeside =
-      !Traits::kKeepWords && Traits::kHeadDimV <= 128 && !Traits::kSoftcap && !Traits::kHasBias && !Traits::kMask;
+      Traits::kHeadDimV <= 128 && !Traits::kSoftcap && !Traits::kHasBias && !Traits::kMask && !Modifier::kAny;
 };
 
 // P as the left operand of P V, what dropout drops as zeros; its multiplier waits for the normalisation.

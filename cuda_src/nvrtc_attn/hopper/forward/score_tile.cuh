@@ -67,6 +67,15 @@ struct ScoreTileAccess {
     }
   }
 
+  // A modifier has made its scores already.
+  static NVRTC_ATTN_DEVICE float score(ScoreMap<Traits> const& map, float s, float bias) {
+    if constexpr (ModifierOf<Traits>::kScores) {
+      return s + bias;
+    } else {
+      return map.score(s, bias);
+    }
+  }
+
   // Raw products -> scores with bias, -inf where the mask drops. `slot` is the slot's address, a multiple of 1024.
   template <bool kReadsMask = true, int kTilesN>
   NVRTC_ATTN_DEVICE void apply(AccTile (&s)[1][kTilesN], ScoreMap<Traits> const& map, unsigned slot) const {
@@ -76,7 +85,7 @@ struct ScoreTileAccess {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) s[0][n + k][e] = map.score(s[0][n + k][e], 0.0f);
+          for (int e = 0; e < 4; ++e) s[0][n + k][e] = score(map, s[0][n + k][e], 0.0f);
         }
       } else {
 #pragma unroll
@@ -88,16 +97,16 @@ struct ScoreTileAccess {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               float2 const b = unpack_pair<Bias>(v[k]);
-              s[0][n + k][2 * r] = map.score(s[0][n + k][2 * r], b.x);
-              s[0][n + k][2 * r + 1] = map.score(s[0][n + k][2 * r + 1], b.y);
+              s[0][n + k][2 * r] = score(map, s[0][n + k][2 * r], b.x);
+              s[0][n + k][2 * r + 1] = score(map, s[0][n + k][2 * r + 1], b.y);
             }
           } else {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               float2 const b =
                   load_shared_float2((slot + n / 4 * Shape::kSlabBias + bias + r * bias_next) ^ (2 * k << 4));
-              s[0][n + k][2 * r] = map.score(s[0][n + k][2 * r], b.x);
-              s[0][n + k][2 * r + 1] = map.score(s[0][n + k][2 * r + 1], b.y);
+              s[0][n + k][2 * r] = score(map, s[0][n + k][2 * r], b.x);
+              s[0][n + k][2 * r + 1] = score(map, s[0][n + k][2 * r + 1], b.y);
             }
           }
         }

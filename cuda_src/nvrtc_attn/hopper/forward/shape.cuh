@@ -34,14 +34,7 @@ struct HopperShape {
   static constexpr bool kTileWords = Traits::kTileWords;
   static constexpr int kStagesClean = Traits::kMask ? kStages : 0;
   static constexpr int kOffsetScores = kOffsetV + kStages * kBytesV;
-  // kKeepWords: dropout's decisions on a key tile, two words a consumer (hopper/forward/keep_words.cuh).
-  static constexpr bool kKeepWords = Traits::kKeepWords;
-  static constexpr int kStagesKeep = kKeepWords ? 4 : 0;
-  static constexpr int kBytesKeep = 8 * kConsumers;
-  static constexpr int kKeepUnits = kConsumers / 32;  // of a key tile: the words of one consumer warp
-  static constexpr int kMakers = 7;
-  static constexpr int kOffsetKeep = kOffsetScores + kStagesScores * Scores::kBytes;
-  static constexpr int kOffsetTiles = kOffsetKeep + kStagesKeep * kBytesKeep;
+  static constexpr int kOffsetTiles = kOffsetScores + kStagesScores * Scores::kBytes;
   static constexpr int kBytesTile = Traits::kVarlen ? 32 : 16;  // of what is announced
   // kTileWords: a word beside each slot of K, which key tile it holds.
   static constexpr int kOffsetKeyTiles = kOffsetTiles + kBytesTile * kStagesQ;
@@ -58,8 +51,6 @@ struct HopperShape {
     kFullScores = kEmptyQ + kStagesQ,
     kEmptyScores = kFullScores + kStagesScores,
     kCleanV = kEmptyScores + kStagesScores,
-    kFullKeep = kCleanV + kStagesClean,
-    kEmptyKeep = kFullKeep + kStagesKeep,
   };
   // Hardware barriers; 0 is __syncthreads.
   enum NamedBarrier : int {
@@ -70,29 +61,19 @@ struct HopperShape {
 
   // 65536 registers: what the consumers need, the rest to the loading group.
   static constexpr bool kSmallTile = Traits::kHasBias || Traits::kMask;
-  static constexpr int kRegistersConsumer = kKeepWords     ? (kTilesD <= 8 ? 184 : 208)
-                                            : kGroups == 3 ? 160
-                                            : kTileWords   ? 224
-                                            : kSmallTile   ? 232
-                                                           : 240;
-  static constexpr int kRegistersProducer = kKeepWords     ? (kTilesD <= 8 ? 72 : 48)  // and of the group of makers
-                                            : kGroups == 3 ? 32
-                                            : kTileWords   ? 56
-                                            : kSmallTile   ? 40
-                                                           : 24;
+  static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : kTileWords ? 224 : kSmallTile ? 232 : 240;
+  static constexpr int kRegistersProducer = kGroups == 3 ? 32 : kTileWords ? 56 : kSmallTile ? 40 : 24;
 
   // A group that asks for more than the block was launched with would wait for ever.
-  static constexpr int kOtherGroups = kKeepWords ? 2 : 1;
-  static_assert(kGroups * kRegistersConsumer + kOtherGroups * kRegistersProducer <=
-                    65536 / Traits::kNumThreads / 8 * 8 * (kGroups + kOtherGroups),
+  static_assert(kGroups * kRegistersConsumer + kRegistersProducer <=
+                    65536 / Traits::kNumThreads / 8 * 8 * (kGroups + 1),
                 "registers of the block");
-  static_assert(Traits::kNumThreads == 128 * kOtherGroups + kConsumers,
-                "a loading warp-group, one per 64 rows, and kKeepWords: one more");
-  static_assert(!kKeepWords || (Traits::kDropout && !Traits::kMask && !Traits::kVarlen && kGroups == 2),
-                "makers of words follow the dense schedule; three consumers leave them no registers");
+  static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
   static_assert(!(Traits::kHalfTile && Traits::kDropout), "the first tile makes the flags of a whole one");
-  static_assert(!Traits::kTileWords || (Traits::kMask && !Traits::kVarlen && kStages <= 4), "words are of a mask");
+  static_assert(!Traits::kTileWords ||
+                    ((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen && kStages <= 4),
+                "words are of a mask");
   static_assert(!Traits::kPackedHeads || !(Traits::kVarlen || Traits::kHasBias || Traits::kMask || Traits::kDropout ||
                                            Traits::kHasSink || Traits::kHalfTile),
                 "rows of several heads have nothing but scores");
@@ -114,8 +95,6 @@ struct ForwardBarriers {
   NVRTC_ATTN_DEVICE Mbarrier empty_scores(int stage) const { return at(Shape::kEmptyScores + stage); }
   // kMask: V is there, and rows that the mask hides from all queries are zero. Otherwise full_v says all.
   NVRTC_ATTN_DEVICE Mbarrier clean_v(int stage) const { return at(Shape::kCleanV + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier full_keep(int stage) const { return at(Shape::kFullKeep + stage); }
-  NVRTC_ATTN_DEVICE Mbarrier empty_keep(int stage) const { return at(Shape::kEmptyKeep + stage); }
 
   NVRTC_ATTN_DEVICE void init() const {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
@@ -133,10 +112,6 @@ struct ForwardBarriers {
       empty_scores(stage).init(4 * Shape::kGroups);
     }
     for (int stage = 0; stage < Shape::kStagesClean; ++stage) clean_v(stage).init(1);
-    for (int stage = 0; stage < Shape::kStagesKeep; ++stage) {
-      full_keep(stage).init(Shape::kKeepUnits);
-      empty_keep(stage).init(Shape::kKeepUnits);
-    }
     fence_barrier_init();
   }
 

@@ -9,7 +9,7 @@
 namespace nvrtc_attn {
 
 template <class Traits>
-NVRTC_ATTN_DEVICE void dkv_parts_convert(HopperBackwardParams const& params) {
+NVRTC_ATTN_DEVICE void dkv_hopper_convert(HopperBackwardParams const& params) {
   using Element = typename Traits::Element;
   constexpr int kThreads = Traits::kNumThreads;
   constexpr int kBlockN = Traits::kBlockN;

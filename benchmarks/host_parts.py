@@ -1,0 +1,197 @@
+"""What the parts of a call cost on the host, in microseconds: autograd by itself, allocation, launches, Python.
+
+    python benchmarks/host_parts.py
+
+Same problem and same way to measure as benchmarks/host.py. "both" is a call and its gradient by torch.autograd.grad,
+"backward" the gradient alone; a second column is with torch.autograd.set_multithreading_enabled(False), which runs
+nodes of the graph in the thread that asks instead of in one of the GPU's own.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from host import BATCHES, SHAPE, batch
+from measure import print_table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import nvrtc_attn.torch as na
+from nvrtc_attn.front.call import CallOptions
+from nvrtc_attn.front.operands import INPUTS
+from nvrtc_attn.front.philox import NO_RNG
+from nvrtc_attn.plans import plan as plans
+from nvrtc_attn.runtime import driver
+from nvrtc_attn.torch import passes, tensors
+
+
+class Empty(torch.autograd.Function):
+    """Nothing is kept and nothing computed: what a node of Python's costs."""
+
+    made: ClassVar[Any] = None
+    gradients: ClassVar[Any] = None
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[Any], *_: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        return Empty.gradients
+
+
+class Keeping(Empty):
+    """With what a node of attention keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[Any], *inputs: Any) -> Any:
+        ctx.save_for_backward(made[0], Empty.made, *inputs)
+        ctx.set_materialize_grads(False)
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        ctx.saved_tensors  # noqa: B018
+        return Empty.gradients
+
+
+class Busy(Keeping):
+    """With some microseconds of Python in the backward pass."""
+
+    calls: ClassVar[int] = 200
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        ctx.saved_tensors  # noqa: B018
+        spin(Busy.calls)
+        return Empty.gradients
+
+
+def spin(calls: int) -> None:
+    """Python that makes objects and calls functions."""
+    found = []
+    for number in range(calls):
+        found.append((number, str(number)))
+
+
+class Launching(Keeping):
+    """With the launches of a backward pass, and its allocations."""
+
+    run: ClassVar[Callable[[], Any]]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        ctx.saved_tensors  # noqa: B018
+        Launching.run()
+        return Empty.gradients
+
+
+def timed(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    best = dict.fromkeys(functions, float("inf"))
+    for number in range(BATCHES + 1):
+        for name, function in functions.items():
+            microseconds = batch(function)
+            if number:
+                best[name] = min(best[name], microseconds)
+    return best
+
+
+def main() -> None:
+    leaves = [torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    q, k, v = plain = [x.detach() for x in leaves]
+    dout = torch.randn_like(q)
+    heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in leaves]
+    dout_first = dout.transpose(1, 2)
+    Empty.made = torch.empty(1, 8, 64, device="cuda")
+    Empty.gradients = (None, *(torch.empty_like(q) for _ in range(3)))
+    index = q.get_device()
+    new = tensors.empty_on_current
+    made = tuple(q.shape), q.stride(), q.dtype
+
+    class Scaled(torch.nn.Module):  # one kernel and one node of C++
+        def forward(self, x: Any) -> Any:
+            return torch.sin(x)
+
+    sin = Scaled()
+    functions: dict[str, Callable[[], Any]] = {}
+
+    def differentiable(name: str, call: Callable[..., Any], inputs: Any, gradient: Any) -> None:
+        for _ in range(3):
+            out = call(*inputs)
+        functions[f"{name}: with gradient"] = lambda: call(*inputs)
+        functions[f"{name}: backward"] = lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+        functions[f"{name}: both"] = lambda: torch.autograd.grad(call(*inputs), inputs, gradient)
+
+    def seed(*inputs: Any) -> Any:
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
+            return F.scaled_dot_product_attention(*inputs)
+
+    node: Any
+    for node in (Empty, Keeping, Busy, Launching):
+        apply = super(torch.autograd.Function, node).apply
+        differentiable(node.__name__, lambda *x, _apply=apply: _apply((new(*made),), *x), leaves, dout)
+    differentiable("sin", sin, leaves[:1], dout)
+    differentiable("ours", na.attention, leaves, dout)
+    differentiable("ours, as torch's", na.scaled_dot_product_attention, heads_first, dout_first)
+    differentiable("seed, with its context", seed, heads_first, dout_first)
+
+    # The launches of the two passes by themselves.
+    found: dict[str, tuple[Any, ...]] = {}
+    original = plans._PlanBase.run
+
+    def spy(plan: Any, *arguments: Any) -> None:
+        found[type(plan).__name__] = (plan, arguments)
+        original(plan, *arguments)
+
+    plans._PlanBase.run = spy  # type: ignore[method-assign]
+    options = CallOptions(return_lse=True)
+    inputs = (q, k, v, *(None,) * (len(INPUTS) - 3))
+    out, lse = passes.forward(inputs, options, NO_RNG)
+    _kept = passes.backward(inputs, out, lse, dout, None, options, NO_RNG)
+    plans._PlanBase.run = original  # type: ignore[method-assign]
+    for name, (plan, arguments) in found.items():
+        steps, zeroed = len(plan._steps), len(plan._zeroed)
+        functions[f"{name}.run, {steps} launches, {zeroed} memsets"] = lambda p=plan, a=arguments: p.run(*a)
+    backward_plan, backward_arguments = found["BackwardPlan"]
+
+    def run_backward() -> None:
+        _ = [new(*made) for _ in range(3)]
+        new((backward_plan.workspace_bytes,), (1,), torch.uint8)
+        backward_plan.run(tensors.raw_stream(index), *backward_arguments[1:])
+
+    Launching.run = run_backward  # type: ignore[method-assign]
+    functions |= {
+        "Launching's work": run_backward,
+        "Busy's work": lambda: spin(Busy.calls),
+        "passes.forward": lambda: passes.forward(inputs, options, NO_RNG),
+        "passes.backward": lambda: passes.backward(inputs, out, lse, dout, None, options, NO_RNG),
+        "empty_on_current": lambda: new(*made),
+        "current_device": tensors.current_device,
+        "raw_stream": lambda: tensors.raw_stream(index),
+        "is_current": lambda: driver.is_current(index, backward_plan._context),
+        "data_ptr": q.data_ptr,
+        "shape": lambda: q.shape,
+        "nothing": lambda: None,
+        "seed, operator": lambda: torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, False),
+    }
+    guards = torch._C._dynamo.guards.TensorGuards(*plain, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    functions["TensorGuards.check of three"] = lambda: guards.check(*plain)
+    first = timed(functions)
+    with torch.autograd.set_multithreading_enabled(False):
+        second = timed({name: x for name, x in functions.items() if ": " in name})
+    gc.disable()
+    third = timed({name: x for name, x in functions.items() if "both" in name})
+    gc.enable()
+    rows = [
+        {"what": name, "us": first[name], "one thread": second.get(name), "no gc": third.get(name)}
+        for name in functions
+    ]
+    print_table(rows, ["what", "us", "one thread", "no gc"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Masks of functions with whole tiles of nothing: time beside the kept part, and of the plan that finds the tiles.
+
+    python benchmarks/sparse.py [--quick] [--save]
+
+Cases: packed documents with and without a causal mask, prefix-LM, a window with attention sinks, NATTEN, chunks;
+bfloat16, 16 heads, through plans that run directly. ``kept`` is the part of 128 x 128 tiles that keep anything, ``plan
+us`` the time of the launch that finds them, ``of dense`` the whole call's over that without a mask, ``of causal`` the
+speed per kept tile beside a causal call.
+About 20 seconds of an H200 with the kernels in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from measure import in_turn, print_table, save
+
+import nvrtc_attn as na
+from nvrtc_attn.front.call import Call, CallOptions, describe
+from nvrtc_attn.front.operands import BACKWARD, FORWARD, addresses
+from nvrtc_attn.modifiers.cuda import NO_MODIFIER, modifier_values
+from nvrtc_attn.plans.plan import backward_plan, forward_plan
+
+HEADS, TILE = 16, 128
+COLUMNS = ["case", "D", "pass", "kept", "ms", "dense ms", "causal ms", "of dense", "of causal", "plan us", "plan MB"]
+
+
+def documents(length: int, count: int) -> torch.Tensor:
+    cuts = torch.linspace(0, length, count + 1)[1:-1].long() + 37
+    return torch.bucketize(torch.arange(length), cuts, right=True).int().cuda()
+
+
+def masks(length: int) -> dict[str, Callable[..., Any]]:
+    ids = documents(length, 8)
+    prefix = torch.full((8,), length // 4, dtype=torch.int32, device="cuda")
+    return {
+        "documents": lambda b, h, q, k: ids[q] == ids[k],
+        "causal documents": lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k),
+        "prefix": lambda b, h, q, k: (k < prefix[b]) | (q >= k),
+        "window and sinks": lambda b, h, q, k: (q >= k) & ((q - k < 1024) | (k < 4)),
+        "natten 7 of 64": lambda b, h, q, k: (abs(q // 64 - k // 64) <= 3) & (abs(q % 64 - k % 64) <= 3),
+        "chunks of 1024": lambda b, h, q, k: (q // 1024 == k // 1024) & (q >= k),
+    }
+
+
+def runner(plan: Any, tensors: dict[str, torch.Tensor], call: Call) -> Callable[[], None]:
+    values = NO_MODIFIER
+    if call.modifier is not None:
+        values = modifier_values(call.modifier.program, (), call.captures, [], call.modifier.numbers)
+    given = addresses(plan.OPERANDS, {name: x.data_ptr() for name, x in tensors.items()})
+    workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device="cuda")
+
+    def run() -> None:
+        plan.run(torch.cuda.current_stream().cuda_stream, given, workspace.data_ptr(), modifier=values)
+
+    return run
+
+
+class FirstLaunch:
+    """A plan that launches what finds the tiles and no more."""
+
+    def __init__(self, plan: Any) -> None:
+        self._plan, self.OPERANDS, self.workspace_bytes = plan, plan.OPERANDS, plan.workspace_bytes
+
+    def run(self, *args: Any, **options: Any) -> None:
+        steps = self._plan._steps
+        self._plan._steps = steps[:1]
+        try:
+            self._plan.run(*args, **options)
+        finally:
+            self._plan._steps = steps
+
+
+def kept_tiles(mask_mod: Callable[..., Any], length: int) -> float:
+    q = torch.arange(length, device="cuda")
+    zero = torch.zeros((), dtype=torch.int64, device="cuda")
+    full = mask_mod(zero, zero, q[:, None], q[None])
+    return float(full.unflatten(0, (-1, TILE)).unflatten(2, (-1, TILE)).any(3).any(1).float().mean())
+
+
+def measure(batch: int, length: int, head_dim: int, backward: bool, names: list[str]) -> list[dict[str, Any]]:
+    rows = torch.randn(5, batch, length, HEADS, head_dim, device="cuda").bfloat16()
+    gradients = torch.empty(3, batch, length, HEADS, head_dim, device="cuda", dtype=torch.bfloat16)
+    tensors = dict(zip(("q", "k", "v", "out", "dout"), rows, strict=True))
+    tensors |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    tensors["lse"] = torch.zeros(batch, HEADS, length, device="cuda")
+    make = backward_plan if backward else forward_plan
+    names_of = BACKWARD if backward else FORWARD
+    given = {name: x for name, x in tensors.items() if name in names_of}
+
+    def of(modifier: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor], Call]:
+        call = describe(*rows[:3], options=CallOptions(**options), stream=None, modifier=modifier)
+        layout, lse = call.problem.q, call.problem.dense_layout_of("lse")
+        asked = call.problem.with_layouts(out=layout, dout=layout, dq=layout, dk=layout, dv=layout, lse=lse)
+        return make(asked, 0, torch.cuda.current_stream().cuda_stream, tune=False), given, call
+
+    found = []
+    for name, mask_mod in masks(length).items():
+        if names and name not in names:
+            continue
+        modifier = na.trace(None, mask_mod)
+        plan, _, call = of(modifier)
+        calls = {
+            "ours": runner(plan, given, call),
+            "dense": runner(*of(None)),
+            "causal": runner(*of(None, causal=True)),
+        }
+        if any(step.template and step.kernel.config.kernel == "tile_ranges" for step in plan._steps[:1]):
+            calls["plan"] = runner(FirstLaunch(plan), given, call)
+        times = {key: x["ms"] for key, x in in_turn(calls, rep_ms=30).items()}
+        kept = kept_tiles(mask_mod, length)
+        causal = (length // TILE + 1) / 2 / (length // TILE)
+        found.append({
+            "case": f"{batch}x{length} {name}", "D": head_dim, "pass": "backward" if backward else "forward",
+            "kept": kept, "ms": times["ours"], "dense ms": times["dense"],
+            "causal ms": times["causal"],
+            "of dense": times["ours"] / times["dense"], "of causal": times["causal"] / causal * kept / times["ours"],
+            "plan us": 1e3 * times["plan"] if "plan" in times else None, "plan MB": plan.workspace_bytes / 1e6,
+        })  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    names = ["documents", "causal documents", "prefix", "natten 7 of 64"] if options.quick else []
+    rows = []
+    for head_dim in (64, 128):
+        for backward in (False, True):
+            rows += measure(2, 8192, head_dim, backward, names)
+    print_table(rows, COLUMNS)
+    if options.save:
+        print(save("sparse", rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Random modifiers times random shapes: the CPU path against whole matrices in float64, the GPU against the CPU path.
+
+    python tests/fuzz.py --modifiers [--problems 5000] [--seed 1] [--cpu]
+
+On the CPU values are compared with the function called on matrices, and gradients of q, k, v and of every captured
+array with central differences of that in a random direction; nothing of the package is in either. On the GPU a
+modifier is compiled once and run at several shapes and with several contents of its arrays.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import modifiers
+import numpy as np
+from modifiers import ModifierCase
+
+import nvrtc_attn
+from nvrtc_attn.cpu import reference
+from nvrtc_attn.modifiers.evaluate import HostModifier
+
+STEP = 1e-6
+VARIANTS = 6
+"""Shapes and contents of a modifier on the GPU."""
+
+
+def case_of(seed: int) -> ModifierCase:
+    """Scores and masks of the grammar, every sixth time a mask with whole tiles of nothing."""
+    sparse = modifiers.sparse_cases()
+    return sparse[seed // 6 % len(sparse)] if seed % 6 == 5 else modifiers.random_case(seed)
+
+
+def shapes_of(rng: np.random.Generator, most: int) -> tuple[tuple[int, int, int, int], int, int]:
+    heads_kv = int(rng.integers(1, 3))
+    sizes = (int(rng.integers(1, 3)), heads_kv * int(rng.integers(1, 4)), *map(int, rng.integers(2, most, 2)))
+    return sizes, heads_kv, int(rng.integers(1, 5))  # type: ignore[return-value]
+
+
+def check_on_cpu(seed: int) -> str:
+    """What is wrong with one problem, nothing where it is right."""
+    case = case_of(seed)
+    rng = np.random.default_rng([seed, 5])
+    sizes, heads_kv, head_dim = shapes_of(rng, 40)
+    b, h, m, n = sizes
+    arrays = case.arrays(sizes, rng)
+    shapes = ((b, m, h, head_dim), (b, n, heads_kv, head_dim), (b, n, heads_kv, head_dim), (b, m, h, head_dim))
+    q, k, v, dout = (rng.standard_normal(x) for x in shapes)
+    score_mod, mask_mod = case.make(arrays)
+    modifier = nvrtc_attn.trace(score_mod, mask_mod)
+    wide = {name: x.astype(np.float64) if x.dtype == np.float32 else x for name, x in arrays.items()}
+    exact, lse = modifiers.textbook(q, k, v, *case.make(wide))
+    ours, our_lse = nvrtc_attn.attention(
+        *(x.astype(np.float32) for x in (q, k, v)), score_mod=modifier, return_lse=True
+    )
+    found = differs("out", ours, exact, 2e-3) or differs("lse", our_lse, lse, 2e-3)
+    if found:
+        return f"{case.name} at {sizes}: {found}"
+
+    host = HostModifier(modifier, [x.astype(np.float64) if x.dtype == np.float32 else x for x in modifier.captures])
+    out, lse = reference.attention_forward(q, k, v, modifier=host)
+    trained = modifier.differentiable
+    sums = [np.zeros(x.shape) if i in trained else None for i, x in enumerate(modifier.captures)]
+    gradients = reference.attention_backward(dout, q, k, v, out, lse, modifier=host, capture_grads=sums)[:3]
+    names = [next(name for name, x in arrays.items() if x is y) for y in modifier.captures]
+    for _ in range(3):  # a difference across a kink, of where or maximum, is none of a derivative
+        along = [rng.standard_normal(x.shape) for x in (q, k, v)]
+        moves = {names[i]: rng.standard_normal(modifier.captures[i].shape) for i in trained}
+
+        def moved(step: float, along: Any = along, moves: Any = moves) -> float:
+            there = {name: x + step * moves[name] if name in moves else x for name, x in wide.items()}
+            values = (x + step * y for x, y in zip((q, k, v), along, strict=True))
+            return float((modifiers.textbook(*values, *case.make(there))[0] * dout).sum())
+
+        numeric = (moved(STEP) - moved(-STEP)) / (2 * STEP)
+        terms = [x * y for x, y in zip(gradients, along, strict=True)]
+        terms += [sums[i] * moves[names[i]] for i in trained]  # type: ignore[operator]
+        analytic = sum(float(x.sum()) for x in terms)
+        size = 1.0 + sum(float(np.abs(x).sum()) for x in terms)
+        if abs(numeric - analytic) <= 1e-4 * size or not np.isfinite(numeric):
+            return ""
+    return f"{case.name} at {sizes}: derivative {analytic}, by differences {numeric}, in three directions"
+
+
+def differs(name: str, ours: Any, exact: Any, tolerance: float) -> str:
+    ours = np.asarray(ours, np.float64)
+    finite = np.isfinite(exact)
+    if not np.array_equal(np.isfinite(ours), finite):
+        return f"{name} is finite elsewhere"
+    error = np.abs(ours[finite] - exact[finite]).max(initial=0.0)
+    bound = tolerance * max(np.abs(exact[finite]).max(initial=0.0), 1.0)
+    return "" if error <= bound else f"{name} off by {error:.3g} of {bound:.3g}"
+
+
+class _Sizes(HostModifier):
+    """Sums of the sizes of what goes to the gradients: their rounding errors are relative to those."""
+
+    def add_gradients(self, values: Any, ds: Any, gradients: Any) -> None:
+        for node, derivative in self._slopes.items():
+            if node.op == "load" and gradients[node.value] is not None:
+                index, inside = values.indices(node)
+                parts = np.abs(ds * values(derivative))
+                parts = parts if inside is None else np.where(inside, parts, 0)
+                np.add.at(gradients[node.value], tuple(np.broadcast_to(x, parts.shape) for x in index), parts)
+
+
+def check_on_gpu(seed: int, dtype: str = "float16") -> str:
+    """One modifier at `VARIANTS` shapes: what is compiled at the first serves all, but for tiles and head dims."""
+    import torch
+
+    from nvrtc_attn import api
+
+    case = case_of(seed)
+    tolerance = {"float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    for variant in range(VARIANTS):
+        rng = np.random.default_rng([seed, variant])
+        sizes, heads_kv, _ = shapes_of(rng, 400)
+        b, h, m, n = sizes
+        arrays = case.arrays(sizes, rng)
+        shapes = ((b, m, h, 64), (b, n, heads_kv, 64), (b, n, heads_kv, 64), (b, m, h, 64))
+        q, k, v, dout = (torch.from_numpy(rng.standard_normal(x)).cuda().to(getattr(torch, dtype)) for x in shapes)
+        modifier = nvrtc_attn.trace(*case.make({name: torch.from_numpy(x).cuda() for name, x in arrays.items()}))
+        on_host = nvrtc_attn.trace(*case.make(arrays))
+        wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in on_host.captures]
+        host, sizes_of = HostModifier(on_host, wide), _Sizes(on_host, wide)
+        out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+        doubles = [x.double().cpu().numpy() for x in (q, k, v, dout)]
+        exact = reference.attention_forward(*doubles[:3], modifier=host)
+        trained = modifier.differentiable
+        sums, bounds = ([np.zeros(x.shape) if i in trained else None for i, x in enumerate(wide)] for _ in range(2))
+        expected = reference.attention_backward(doubles[3], *doubles[:3], *exact, modifier=host, capture_grads=sums)
+        reference.attention_backward(doubles[3], *doubles[:3], *exact, modifier=sizes_of, capture_grads=bounds)
+        grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+        daux = [
+            torch.full(tuple(x.shape), float("nan"), device="cuda") if i in trained else None
+            for i, x in enumerate(modifier.captures)
+        ]
+        size = api.backward_workspace_bytes(q, k, v, score_mod=modifier, daux=daux)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        nvrtc_attn.attention_backward(
+            dout, q, k, v, out, lse, *grads, score_mod=modifier, daux=daux, workspace=workspace
+        )
+        pairs = [
+            ("out", out, exact[0]),
+            ("lse", lse, exact[1]),
+            *zip(("dq", "dk", "dv"), grads, expected, strict=False),
+        ]
+        for name, ours, theirs in pairs:
+            found = differs(name, ours.double().cpu().numpy(), theirs, 4 * tolerance if name[0] == "d" else tolerance)
+            if found:
+                return f"{case.name} at {sizes}: {found}"
+        for i in trained:
+            error = np.abs(daux[i].double().cpu().numpy() - sums[i]).max(initial=0.0)  # type: ignore[union-attr]
+            bound = 8 * tolerance * max(1.0, bounds[i].max(initial=0.0))  # type: ignore[union-attr]
+            if not error <= bound:
+                return f"{case.name} at {sizes}: daux[{i}] off by {error:.3g} of {bound:.3g}"
+    return ""
+
+
+def run(problems: int, seed: int, first: int, seconds: float, cpu: bool) -> int:
+    """Print what is wrong, and return how many problems are."""
+    begin, wrong, done = time.monotonic(), 0, 0
+    while done < problems and time.monotonic() - begin < seconds:
+        with np.errstate(all="ignore"):
+            number = seed * 1_000_000 + first + done
+            found = check_on_cpu(number) if cpu else check_on_gpu(number)
+        done += 1
+        wrong += bool(found)
+        if found:
+            print(f"{number}: {found}", flush=True)
+    print(f"{done} modifiers, {wrong} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+    return wrong

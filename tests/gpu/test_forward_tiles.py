@@ -1,0 +1,126 @@
+"""Tiles of the Hopper forward kernel, forced where the table would not choose them: right on all that they serve."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cases
+import pytest
+from harness import Run, failures, oracle, torch
+
+from nvrtc_attn.front.problem import AttentionProblem
+from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.plans import plan, repeats
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the Hopper kernels need compute capability 9.0",
+)
+Options = dict[str, Any]
+TAILS: Options = {"batch": 3, "seqlen_q": 333, "seqlen_k": 411, "num_heads": 4, "num_heads_kv": 2}
+MANY: Options = {"batch": 5, "seqlen_q": 1100, "seqlen_k": 1000, "num_heads": 8}
+PACKED: Options = {
+    "seqlens": ((700, 700), (0, 300), (300, 0), (1, 5), (513, 1025), (1025, 513), (128, 128), (64, 640)),
+    "num_heads": 4, "num_heads_kv": 2, "lead": (3, 200), "tail": (9, 5),
+}  # fmt: skip
+USED = (650, 5, 0, 0, 1000, 513, 100, 640)
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the table answer with these switches, for plans made from here on."""
+    choose_tile = hopper_forward.choose_tile
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
+
+    def forced(**switches: Any) -> None:
+        def tile(problem: AttentionProblem, *num_sms: int) -> hopper_forward.Tile:
+            return dataclasses.replace(choose_tile(problem, *num_sms), **switches)
+
+        monkeypatch.setattr(plan, "_plans", {})
+        monkeypatch.setattr(repeats, "_repeats", {})
+        monkeypatch.setattr(hopper_forward, "choose_tile", tile)
+
+    return forced
+
+
+def check_forward(case: cases.Case) -> None:
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    found = failures(case, run.forward(), exact, low, run.arrays)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("head_dim", "columns"), [(72, 112), (72, 96), (80, 112), (96, 96), (96, 80)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (200, 30), "dtype": "float16"}, {"softmax_scale": 5.0}],
+    ids=str,
+)
+def test_192_rows_between_head_dims(head_dim: int, columns: int, options: Options, packed: bool, force: Any) -> None:
+    force(block_m=192, block_n=columns, half_tile=False)
+    shape = PACKED if packed else TAILS
+    check_forward(cases.make_case("between", **{"dtype": "bfloat16", "head_dim": head_dim, **shape, **options}))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("columns", [112, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**TAILS},
+        {**MANY, "causal": True},
+        {**TAILS, "causal": "top_left", "dtype": "float16"},
+        {**TAILS, "softmax_scale": 4.0, "causal": True},
+        {**PACKED, "causal": True},
+        {**PACKED, "seqused_k": USED},
+    ],
+    ids=str,
+)
+def test_wide_key_tiles_where_values_are_narrow(columns: int, lazy: bool, options: Options, force: Any) -> None:
+    force(block_n=columns, lazy_max=lazy)
+    check_forward(cases.make_case("mla", **{"dtype": "bfloat16", "head_dim": 192, "head_dim_v": 128, **options}))
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        {"block_m": 192, "block_n": 112, "num_stages": 3},
+        {"block_m": 128, "block_n": 128, "half_tile": True},
+        {"block_m": 192, "block_n": 128},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"seqused_k": USED}], ids=["", "used"])
+def test_packed_causal(head_dim: int, tile: Options, options: Options, force: Any) -> None:
+    if head_dim == 128 and tile["block_m"] == 192:
+        pytest.skip("192 rows do not fit")
+    force(**tile)
+    check_forward(cases.make_case("packed", dtype="bfloat16", head_dim=head_dim, causal=True, **PACKED, **options))
+
+
+@pytest.mark.reliability(35)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("name", "tile", "options"),
+    [
+        ("packed-64", {}, {"head_dim": 64, "seqlens": tuple((100 + 7 * n, 90 + 11 * n) for n in range(60))}),
+        ("packed-128", {}, {"head_dim": 128, "seqlens": tuple((1 + 37 * (n % 9), 40 * (n % 7)) for n in range(200))}),
+        ("packed-wide", {"block_m": 192, "block_n": 128}, {"head_dim": 64, "seqlens": ((700, 700), (513, 1030)) * 9}),
+        ("between", {"block_m": 192, "block_n": 96, "half_tile": False}, {"head_dim": 80, **MANY}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_1000_repeats(name: str, tile: Options, options: Options, causal: bool, force: Any) -> None:
+    """The forward pass adds in a fixed order, whoever takes which tile: the same bits every time."""
+    force(**tile)
+    run = Run(cases.make_case(name, **{"dtype": "bfloat16", "num_heads": 4, "causal": causal, **options}))
+    first = run.forward()
+    for repeat in range(1000):
+        again = run.forward()
+        for output, x in again.items():
+            same = torch.equal(x.contiguous().view(torch.uint8), first[output].contiguous().view(torch.uint8))
+            assert same, f"{output}, repeat {repeat}"

@@ -1,0 +1,126 @@
+"""What CUDA has and a host compiler has not, for tests that compile the text of device headers and run it."""
+
+from __future__ import annotations
+
+ONE_THREAD = """
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#define NVRTC_ATTN_DEVICE inline
+using std::min; using std::max; using std::abs;
+namespace cute { template <class...> using void_t = void; }
+struct Thread { int x; }; static Thread threadIdx{0};
+template <class T> T __ldg(T const* at) { return *at; }
+inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
+inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
+template <class T> void atomicAdd(T* at, T x) { *at += x; }
+template <class T> void atomicOr(T* at, T x) { *at |= x; }
+template <class T> T __shfl_sync(unsigned, T x, int) { return x; }
+template <class T> T __shfl_xor_sync(unsigned, T x, int) { return 0; }
+inline bool __all_sync(unsigned, bool x) { return x; }
+namespace nvrtc_attn {
+constexpr float kLog2e = 1.4426950408889634f;
+inline float infinity() { return __uint_as_float(0x7f800000u); }
+inline float fast_exp2(float x) { return exp2f(x); }
+inline float to_float(float x) { return x; }
+template <class Element> float tanh_of(float x) { return tanhf(x); }
+}
+struct Plain { int nothing; };
+"""
+"""For text of one thread, `modifier.cuh` and what is made for it: numbers, and a warp of one lane."""
+
+FIBERS = """
+#include <ucontext.h>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+#define NVRTC_ATTN_DEVICE inline
+#define __shared__ static
+#define asm(...)
+#define volatile
+struct int2 { int x, y; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
+struct Index { int x; };
+static Index threadIdx, blockIdx, gridDim;
+
+// Fibers: one CUDA thread each, resumed in random order.
+struct Meeting { int arrived = 0, generation = 0; };
+struct Fiber {
+  ucontext_t context;
+  bool done = false;
+  Meeting* waits_for = nullptr;
+  int generation = 0;
+};
+static std::vector<Fiber> fibers;
+static std::vector<char> stacks(128 << 16);
+static ucontext_t scheduler_context;
+static std::function<void()> body;
+static Meeting block_meeting, warp_meetings[64];
+static int exchanged[64][32];
+static void fiber_main() {
+  body();
+  fibers[threadIdx.x].done = true;
+}
+static void meet(Meeting& at, int threads) {
+  Fiber& own = fibers[threadIdx.x];
+  if (++at.arrived == threads) {
+    at.arrived = 0;
+    ++at.generation;
+    return;
+  }
+  own.waits_for = &at;
+  own.generation = at.generation;
+  swapcontext(&own.context, &scheduler_context);
+}
+static void run_block(int threads, std::function<void()> what) {
+  body = what;
+  fibers = std::vector<Fiber>(threads);
+  for (Fiber& x : fibers) {
+    getcontext(&x.context);
+    x.context.uc_stack.ss_sp = stacks.data() + ((&x - fibers.data()) << 16);
+    x.context.uc_stack.ss_size = 1 << 16;
+    x.context.uc_link = &scheduler_context;
+    makecontext(&x.context, fiber_main, 0);
+  }
+  while (true) {
+    std::vector<int> ready;
+    for (int i = 0; i < threads; ++i) {
+      Fiber& x = fibers[i];
+      if (!x.done && (x.waits_for == nullptr || x.waits_for->generation != x.generation)) ready.push_back(i);
+    }
+    if (ready.empty()) break;
+    threadIdx.x = ready[rand() % ready.size()];
+    fibers[threadIdx.x].waits_for = nullptr;
+    swapcontext(&scheduler_context, &fibers[threadIdx.x].context);
+  }
+  for (Fiber& x : fibers) {
+    if (!x.done) abort();
+  }
+}
+inline void __syncthreads() { meet(block_meeting, int(fibers.size())); }
+inline int exchange(int value, int from) {
+  int const warp = threadIdx.x / 32;
+  exchanged[warp][threadIdx.x % 32] = value;
+  meet(warp_meetings[warp], 32);
+  int const found = exchanged[warp][from];
+  meet(warp_meetings[warp], 32);
+  return found;
+}
+inline int __shfl_sync(unsigned, int value, int from) { return exchange(value, from); }
+inline int __shfl_up_sync(unsigned, int value, int by) {
+  int const lane = threadIdx.x % 32;
+  return exchange(value, lane >= by ? lane - by : lane);
+}
+inline unsigned __ballot_sync(unsigned, bool value) {
+  unsigned found = 0;
+  for (int lane = 0; lane < 32; ++lane) found |= unsigned(exchange(value, lane)) << lane;
+  return found;
+}
+"""
+"""For text of whole thread blocks: threads are fibers that take turns in random order, so that a missing
+barrier shows."""

@@ -1,0 +1,184 @@
+"""score_mod and mask_mod of `nvrtc_attn.jax.attention` on JAX's CPU platform, against JAX's own operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+import jax.numpy as jnp  # noqa: E402 - after the skip
+
+import nvrtc_attn  # noqa: E402
+from nvrtc_attn.jax import attention  # noqa: E402
+from nvrtc_attn.jax.modifier import traced  # noqa: E402
+
+B, M, N, H, K = 2, 12, 15, 4, 8
+TABLE = jax.random.normal(jax.random.key(1), (H, M + N))
+SLOPES = jnp.array([0.5, 0.25, 0.125, 0.0625])
+IDS = jnp.arange(M + N) // 4
+FULL = jax.random.normal(jax.random.key(2), (B, H, M, N))
+LENGTHS = jnp.array([4, 9])
+FLAGS = jnp.arange(N) % 3 != 1
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu() -> Any:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
+def arrays() -> list[Any]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, (B, n, H, K)) for key, n in zip(keys, (M, N, N), strict=True)]
+
+
+def dense(q: Any, k: Any, v: Any, score_mod: Any = None, mask_mod: Any = None) -> Any:
+    """With whole matrices: the functions are mapped over every position."""
+    s = jnp.einsum("bmhd,bnhd->bhmn", q, k) / np.sqrt(K)
+    at = jnp.meshgrid(*(jnp.arange(n) for n in s.shape), indexing="ij")
+    if score_mod is not None:
+        s = jnp.vectorize(score_mod)(s, *at)
+    if mask_mod is not None:
+        s = jnp.where(jnp.vectorize(mask_mod)(*at), s, -jnp.inf)
+    top = jnp.max(s, -1, keepdims=True)
+    p = jnp.exp(s - jnp.where(jnp.isfinite(top), top, 0))
+    total = p.sum(-1, keepdims=True)
+    return jnp.einsum("bhmn,bnhd->bmhd", p / jnp.where(total > 0, total, 1), v)
+
+
+SCORES: dict[str, Callable[..., Any]] = {
+    "operators": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
+    "table": lambda s, b, h, q, k: s + TABLE[h, q - k + N],
+    "softcap": lambda s, b, h, q, k: 2.0 * jnp.tanh(s / 2.0),
+    "full": lambda s, b, h, q, k: jnp.where(q >= k, s, s - 1.0) + FULL[b, h, q, k],
+    "functions": lambda s, b, h, q, k: (
+        jnp.clip(s, -1, 1) + jax.nn.softplus(s) * jax.nn.sigmoid(s) - abs(q // 3 - k % 5)
+    ),
+    "computed": lambda s, b, h, q, k: s + jnp.exp(SLOPES)[h] * jnp.sqrt(jnp.abs(q - k) + 1.0),
+    "column": lambda s, b, h, q, k: (
+        s + TABLE[:, 3][h] + jnp.take(SLOPES, h) + TABLE.T[k, h] + SLOPES[1] * jnp.square(s)
+    ),
+    "t5": lambda s, b, h, q, k: s + TABLE[
+        h,
+        jnp.where(k - q < 4, jnp.minimum(abs(k - q), 3), 4 + (jnp.log(jnp.maximum(k - q, 1) / 4.0) * 3).astype(int)),
+    ],
+    "integers": lambda s, b, h, q, k: (
+        s + jnp.floor_divide(q - k, 4) + (q - k) % 3 + jax.lax.rem(q - k, 5) + (q - k) ** 2 * 0.1
+    ),
+    "round": lambda s, b, h, q, k: s + 0.1 * jnp.round(s * 3) + jnp.floor(s) + jax.lax.select(q > k, s, s * 2.0),
+    "negative index": lambda s, b, h, q, k: s + jnp.asarray(TABLE)[h, -1 - k],
+}  # fmt: skip
+MASKS: dict[str, Callable[..., Any]] = {
+    "causal": lambda b, h, q, k: q >= k,
+    "documents": lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k),
+    "prefix": lambda b, h, q, k: jnp.logical_or(k < LENGTHS[b], k <= q),
+    "flags": lambda b, h, q, k: jnp.logical_and(FLAGS[k], ~(k > q + 3)),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str, jit: bool) -> None:
+    call = lambda q, k, v: attention(q, k, v, score_mod=SCORES[name])  # noqa: E731
+    found = (jax.jit(call) if jit else call)(*arrays())
+    np.testing.assert_allclose(found, dense(*arrays(), SCORES[name]), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    found = jax.jit(lambda q, k, v: attention(q, k, v, mask_mod=MASKS[name]))(*arrays())
+    np.testing.assert_allclose(found, dense(*arrays(), None, MASKS[name]), atol=1e-5)
+
+
+def test_numbers_are_given_at_run_time() -> None:
+    """Those in the text are the kernel's, captured ones are not: another one is the same program."""
+
+    def of(slope: float) -> Any:
+        return traced(lambda s, b, h, q, k: jnp.tanh(s * 0.5) + slope * (q - k), None, None)
+
+    first, second = of(0.3), of(-7.5)
+    assert first is not None
+    assert second is not None
+    assert first.program == second.program
+    assert (first.numbers, second.numbers) == ((0.3,), (-7.5,)) or np.allclose(second.numbers, -7.5)
+    assert "0.5" in repr(first.program)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_of_what_a_function_captured(jit: bool) -> None:
+    """Of arrays that are tracers while the function is traced: a table, slopes read in both ways, a scalar."""
+
+    def loss(run: Any, q: Any, k: Any, v: Any, table: Any, slopes: Any, scale: Any) -> Any:
+        def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return jnp.tanh(s) * scale + table[h, i - j + N] + slopes[h] * (j - i) + jnp.exp(slopes)[0]
+
+        return (run(q, k, v, score_mod, lambda b, h, i, j: (i >= j) | (j < LENGTHS[b])) ** 2).sum()
+
+    def ours(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any) -> Any:
+        return attention(q, k, v, score_mod=score_mod, mask_mod=mask_mod)
+
+    leaves = (*arrays(), TABLE, SLOPES, jnp.float32(0.7))
+    grad = jax.grad(loss, argnums=tuple(range(1, 7)))
+    found = (jax.jit(grad, static_argnums=0) if jit else grad)(ours, *leaves)
+    for theirs, own in zip(grad(dense, *leaves), found, strict=True):
+        np.testing.assert_allclose(own, theirs, atol=3e-5)
+
+
+def test_arrays_without_a_gradient_cost_none() -> None:
+    """The backward pass makes gradients of what is differentiated with respect to, and no other."""
+
+    def loss(q: Any) -> Any:
+        return attention(q, *arrays()[1:], score_mod=SCORES["table"]).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(arrays()[0]))
+    assert f"f32[{H},{M + N}]" in text  # the operand
+    found = jax.grad(loss)(arrays()[0])
+    np.testing.assert_allclose(
+        found, jax.grad(lambda q: dense(q, *arrays()[1:], SCORES["table"]).sum())(arrays()[0]), atol=2e-5
+    )
+
+
+def test_vmap_and_aux() -> None:
+    q, k, v = (jnp.stack([x, 2 * x]) for x in arrays())
+    tables = jnp.stack([TABLE, -TABLE])
+
+    def one(q: Any, k: Any, v: Any, table: Any) -> Any:
+        return attention(q, k, v, score_mod=lambda s, b, h, i, j, aux: s + aux["t"][h, i - j + N], aux={"t": table})
+
+    found = jax.vmap(one)(q, k, v, tables)
+    for i in range(2):
+        exact = dense(q[i], k[i], v[i], lambda s, b, h, m, n, i=i: s + tables[i][h, m - n + N])
+        np.testing.assert_allclose(found[i], exact, atol=2e-5)
+
+
+def test_a_softcap_and_a_band_become_options() -> None:
+    modifier = traced(lambda s, b, h, q, k: 30.0 * jnp.tanh(s / 30.0), lambda b, h, q, k: q >= k, None)
+    assert modifier is not None
+    from nvrtc_attn.modifiers.canonical import canonical
+
+    found = canonical(modifier)
+    assert (found.modifier, found.softcap, found.bounds.high) == (None, 30.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "message"),
+    [
+        (lambda s, b, h, q, k: s if jnp.tanh(s) > 0 else 0.0, "branch"),
+        (lambda s, b, h, q, k: s + jnp.sum(SLOPES * h), "whole"),
+        (lambda s, b, h, q, k: s + jnp.cumsum(jnp.stack([s, s]))[0], "not possible|makes an array"),
+        (lambda s, b, h, q, k: jnp.stack([s, s]), "array|not possible"),
+        (lambda s, b, h, q, k: (jnp.tanh(s), s), "returned 2 values"),
+    ],
+)
+def test_what_cannot_be_traced_is_named(score_mod: Any, message: str) -> None:
+    with pytest.raises(nvrtc_attn.TraceError, match=message):
+        attention(*arrays(), score_mod=score_mod)
+
+
+def test_aux_without_functions() -> None:
+    with pytest.raises(ValueError, match="aux"):
+        attention(*arrays(), aux={"x": SLOPES})

@@ -1,0 +1,387 @@
+"""Ranges of masks over tiles: never narrower than what the mask is, in NumPy and in the C++ text compiled for the host.
+
+The kernel around that text runs on the host, too, its threads one after the other between barriers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import host_cuda
+import modifiers
+import numpy as np
+import numpy.typing as npt
+import pytest
+from modifiers import ModifierCase
+
+from nvrtc_attn import heuristics
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.front.tensors import view
+from nvrtc_attn.heuristics.spec import Launch
+from nvrtc_attn.heuristics.tile_words import words_of
+from nvrtc_attn.modifiers import cuda, cuda_tiles, evaluate, intervals
+from nvrtc_attn.modifiers.modifier import Modifier
+from nvrtc_attn.modifiers.trace import trace
+
+Array = npt.NDArray[Any]
+SIZES = (2, 3, 150, 131)
+TILES = ((16, 16), (32, 8), (7, 50), (64, 128), (1, 1))
+RANDOM = 240
+EXACT = (
+    "causal below", "sinks and window", "documents", "causal documents", "prefix", "padding", "window of a head",
+    "chunks", "blocks", "circle",
+)  # fmt: skip
+"""Masks of which 16 x 16 tiles with nothing are all found."""
+
+
+def traced(case: ModifierCase, sizes: tuple[int, int, int, int] = SIZES) -> Modifier:
+    return trace(*case.make(case.arrays(sizes, np.random.default_rng(1))))
+
+
+def whole(modifier: Modifier, sizes: tuple[int, int, int, int], dtype: Any) -> Array:
+    """The mask at every score."""
+    mask = modifier.valued[1]
+    axes = [np.arange(n).reshape([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate(sizes)]
+    inputs = dict(zip(("b", "h", "q", "k"), axes, strict=True))
+    with np.errstate(all="ignore"):
+        return np.broadcast_to(evaluate.Values(inputs, modifier.captures, np.dtype(dtype))(mask), sizes)
+
+
+def of_tiles(mask: Array, rows: int, columns: int) -> tuple[Array, Array]:
+    """``some`` and ``all`` of every tile, by looking."""
+    at = np.arange(0, mask.shape[2], rows), np.arange(0, mask.shape[3], columns)
+    some = np.logical_or.reduceat(np.logical_or.reduceat(mask, at[0], 2), at[1], 3)
+    every = np.logical_and.reduceat(np.logical_and.reduceat(mask, at[0], 2), at[1], 3)
+    return some, every
+
+
+def decided(modifier: Modifier, sizes: tuple[int, int, int, int], rows: int, columns: int) -> tuple[Array, Array]:
+    mask = modifier.valued[1]
+    assert mask is not None
+    return intervals.decide(
+        mask, modifier.captures, batch=range(sizes[0]), heads=range(sizes[1]),
+        query_starts=np.arange(0, sizes[2], rows), seqlen_q=sizes[2],
+        key_starts=np.arange(0, sizes[3], columns), seqlen_k=sizes[3],
+    )  # fmt: skip
+
+
+def masks_of(modifier: Modifier, sizes: tuple[int, int, int, int] = SIZES) -> tuple[Array, Array]:
+    return whole(modifier, sizes, np.float64), whole(modifier, sizes, np.float32)
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_ranges_hold_what_random_masks_are(part: int) -> None:
+    """No tile with a kept score is left out, none with a hidden one is called whole; and much is decided."""
+    share = decisions = 0.0
+    for seed in range(part * RANDOM // 8, (part + 1) * RANDOM // 8):
+        case = modifiers.random_mask(seed)
+        modifier = traced(case)
+        if modifier.valued[1] is None:
+            continue
+        exact = masks_of(modifier)
+        for rows, columns in TILES[:4] if seed % 8 else TILES:
+            some, every = decided(modifier, SIZES, rows, columns)
+            for mask in exact:
+                kept, full = of_tiles(mask, rows, columns)
+                assert not (kept & ~some).any(), case
+                assert not (every & ~full).any(), case
+            decisions += 1
+            share += float((~some | every).mean())
+    assert share / decisions > 0.1
+
+
+@pytest.mark.parametrize("case", [*modifiers.sparse_cases(), *modifiers.named_cases()], ids=str)
+def test_ranges_of_named_masks(case: ModifierCase) -> None:
+    modifier = traced(case)
+    if modifier.valued[1] is None:
+        return
+    exact = masks_of(modifier)[0]
+    for rows, columns in TILES:
+        some, every = decided(modifier, SIZES, rows, columns)
+        kept, full = of_tiles(exact, rows, columns)
+        assert not (kept & ~some).any()
+        assert not (every & ~full).any()
+        if (rows, columns) == (1, 1):
+            np.testing.assert_array_equal(some, exact)
+            np.testing.assert_array_equal(every, exact)
+    if case.name in EXACT and case in modifiers.sparse_cases():
+        some, _ = decided(modifier, SIZES, 16, 16)
+        np.testing.assert_array_equal(some, of_tiles(exact, 16, 16)[0])
+
+
+def test_nothing_of_the_size_of_the_scores_is_made() -> None:
+    """A million queries and keys with windows around documents, in tiles of 8192."""
+    n = 1 << 20
+    ids = np.repeat(np.arange(n >> 15), 1 << 15).astype(np.int32)
+    modifier = trace(None, lambda b, h, q, k: (ids[q] == ids[k]) & (abs(q - k) < 4096))
+    assert modifier.valued[1] is not None
+    starts = np.arange(0, n, 8192)
+    some, every = intervals.decide(
+        modifier.valued[1], modifier.captures, batch=[0], heads=[0], query_starts=starts, seqlen_q=n, key_starts=starts,
+        seqlen_k=n,
+    )  # fmt: skip
+    at = np.arange(n >> 13)
+    near = (abs(at[:, None] - at) <= 1) & (at[:, None] // 4 == at // 4)
+    np.testing.assert_array_equal(some[0, 0], near)
+    assert not every.any()
+
+
+# ------------------------------------------------------------------------------------------------ the text, on the host
+
+PER_LIBRARY = 20
+RUN = """
+extern "C" void SPACE_run(void const* bytes, int B, int H, int M, int N, int rows, int columns, unsigned char* some,
+                          unsigned char* all) {
+  namespace x = SPACE;
+  using namespace nvrtc_attn;
+  x::Modified<Plain> params;
+  std::memcpy(&params.modifier, bytes, sizeof(x::ModifierBlock));
+  long long at = 0;
+  for (int b = 0; b < B; ++b) for (int h = 0; h < H; ++h) {
+    x::Modifier<float> const modifier(params.modifier, b, h);
+    for (int q0 = 0; q0 < M; q0 += rows) for (int k0 = 0; k0 < N; k0 += columns, ++at) {
+      x::Modifier<float>::Rows of_rows;
+      x::Modifier<float>::Columns of_columns;
+      of_rows.clear();
+      of_columns.clear();
+      int const q1 = min(q0 + rows, M), k1 = min(k0 + columns, N);
+      for (int q = q0; q < q1; ++q) {  // as lanes join
+        x::Modifier<float>::Rows one;
+        one.clear();
+        modifier.join(one, q);
+        of_rows.join(one.of_lane(0));
+        of_rows.join(one);
+      }
+      for (int k = k0; k < k1; ++k) modifier.join(of_columns, k);
+      IntRange const found = modifier.keeps({q0, q1 - 1}, {k0, k1 - 1}, of_rows, of_columns);
+      some[at] = found.hi != 0;
+      all[at] = found.lo != 0;
+    }
+  }
+}
+"""
+
+
+def library(
+    texts: list[str], folder: Path, headers: Path, body: str,
+    shim: str = host_cuda.ONE_THREAD.replace("return 0; }", "return x; }"), kernel: str = "",
+) -> Any:  # fmt: skip
+    lines = [shim]
+    for name in ("modifier.cuh", "tile_ranges.cuh"):
+        text = (headers / name).read_text(encoding="utf-8")
+        lines.append(re.sub(r"#pragma.*|#include.*", "", text))
+    lines.append(kernel)
+    for i, source in enumerate(texts):
+        own = f"namespace program{i} {{ using namespace nvrtc_attn;"
+        lines.append(source.replace("namespace nvrtc_attn {", own))
+        lines.append(body.replace("SPACE", f"program{i}"))
+    (folder / "text.cpp").write_text("\n".join(lines), encoding="utf-8")
+    command = ["g++", "-std=c++17", "-O0", "-fPIC", "-shared", "-ffp-contract=off", "text.cpp", "-o", "text.so"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(folder / "text.so"))
+
+
+def all_masks() -> list[ModifierCase]:
+    named = [x for x in (*modifiers.sparse_cases(), *modifiers.named_cases()) if traced(x).valued[1] is not None]
+    return [*named, *(modifiers.random_mask(1000 + seed) for seed in range(100 - len(named)))]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.parametrize("part", range(100 // PER_LIBRARY))
+def test_the_text_decides_as_numpy_does(part: int, tmp_path: Path, repository: Path) -> None:
+    cases = [(case, traced(case)) for case in all_masks()[part * PER_LIBRARY : (part + 1) * PER_LIBRARY]]
+    cases = [(case, modifier) for case, modifier in cases if modifier.valued[1] is not None]
+    assert cases
+    texts = [cuda_tiles.tile_source(modifier.program) for _, modifier in cases]
+    made = library(texts, tmp_path, repository / "cuda_src" / "nvrtc_attn" / "collective", RUN)
+    differ = total = 0
+    for i, (case, modifier) in enumerate(cases):
+        block = cuda.modifier_values(
+            modifier.program, (), [view(x, "x") for x in modifier.captures], [], modifier.numbers
+        ).block
+        exact = masks_of(modifier)
+        for rows, columns in TILES[:4]:
+            some, every = decided(modifier, SIZES, rows, columns)
+            ours, ours_all = np.zeros(some.shape, np.uint8), np.zeros(some.shape, np.uint8)
+            getattr(made, f"program{i}_run")(
+                block.ljust(8, b"\0"),
+                *SIZES,
+                rows,
+                columns,
+                *(ctypes.c_void_p(x.ctypes.data) for x in (ours, ours_all)),
+            )
+            for mask in exact:
+                kept, full = of_tiles(mask, rows, columns)
+                assert not (kept & (ours == 0)).any(), case
+                assert not ((ours_all != 0) & ~full).any(), case
+            differ += int(((ours != 0) != some).sum() + ((ours_all != 0) != every).sum())
+            total += 2 * some.size
+    assert differ <= 2e-3 * total  # of rounding
+
+
+# ---------------------------------------------------------------------------------------------- the kernel, on the host
+
+FIBERS = (
+    "#include <algorithm>\n#include <cmath>\n#include <cstring>\n"
+    + host_cuda.FIBERS
+    + """
+using std::abs;
+namespace cute { template <class...> using void_t = void; }
+template <class T> T __ldg(T const* at) { return *at; }
+inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
+inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
+template <class T> void atomicAdd(T* at, T x) { *at += x; }
+template <class T> void atomicOr(T* at, T x) { *at |= x; }
+inline unsigned long long __shfl_sync(unsigned, unsigned long long x, int) { return x; }
+template <class T> T __shfl_xor_sync(unsigned, T x, int by) {
+  int bits, other;
+  std::memcpy(&bits, &x, 4);
+  other = exchange(bits, (threadIdx.x % 32) ^ by);
+  std::memcpy(&x, &other, 4);
+  return x;
+}
+inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == ~0u; }
+namespace nvrtc_attn {
+using index_t = long long;
+using std::min; using std::max;
+constexpr float kLog2e = 1.4426950408889634f;
+inline float infinity() { return __uint_as_float(0x7f800000u); }
+inline float fast_exp2(float x) { return exp2f(x); }
+inline float to_float(float x) { return x; }
+template <class Element> float tanh_of(float x) { return tanhf(x); }
+struct alignas(8) TileWord { unsigned some, all; };
+struct PlanParams {
+  TileWord* words;
+  long long tile_words_offset, tile_words_stride_b, tile_words_stride_h, tile_words_stride_line;
+  int tile_plan_rows, tile_plan_cols, tile_plan_lines, tile_plan_tiles, tile_plan_heads, tile_plan_transposed;
+  int seqlen_q, seqlen_k;
+};
+inline TileWord* tile_word_buffer(PlanParams const& params) { return params.words; }
+}
+"""
+)
+FIELDS = (
+    ("words", ctypes.c_void_p),
+    *((f"tile_words_{x}", ctypes.c_int64) for x in ("offset", "stride_b", "stride_h", "stride_line")),
+    *((f"tile_plan_{x}", ctypes.c_int32) for x in ("rows", "cols", "lines", "tiles", "heads", "transposed")),
+    ("seqlen_q", ctypes.c_int32), ("seqlen_k", ctypes.c_int32),
+)  # fmt: skip
+RUN_KERNEL = """
+namespace nvrtc_attn {
+struct TraitsOfSPACE {
+  using Modifier = SPACE::Modifier<float>;
+  using ModifiedParams = SPACE::Modified<PlanParams>;
+  static constexpr bool kMask = false;
+  static constexpr int kNumWarps = 2;
+};
+}
+extern "C" void SPACE_run(void const* bytes, void const* fields, int grid) {
+  static SPACE::Modified<nvrtc_attn::PlanParams> params;
+  std::memcpy(&params.modifier, bytes, sizeof(params.modifier));
+  std::memcpy(static_cast<nvrtc_attn::PlanParams*>(&params), fields, sizeof(nvrtc_attn::PlanParams));
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+    nvrtc_attn::PlanParams const& own = params;
+    run_block(64, [&] { nvrtc_attn::tile_ranges<nvrtc_attn::TraitsOfSPACE>(own); });
+  }
+}
+"""
+
+
+class PlanParams(ctypes.Structure):
+    _fields_ = FIELDS
+
+
+TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 8, "smem_limit": 232448}  # few: no splits of the keys
+
+
+def problem(modifier: Modifier, sizes: tuple[int, int, int, int], **more: Any) -> AttentionProblem:
+    b, h, m, n = sizes
+    rows, keys = (dense_layout((b, length, h, 64), "bfloat16") for length in (m, n))
+    return AttentionProblem(
+        dtype="bfloat16", batch=b, seqlen_q=m, seqlen_k=n, num_heads=h, num_heads_kv=h, head_dim=64, head_dim_v=64,
+        q=rows, k=keys, v=keys, modifier=modifier.program, softmax_scale=0.125, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_the_kernel_writes_the_words_that_the_attention_kernel_reads(tmp_path: Path, repository: Path) -> None:
+    """Of both passes, at lengths that are no multiple of anything, by the launch that the heuristics make."""
+    sizes = (2, 2, 2100, 2500)
+    names = ("sinks and window", "causal documents", "prefix", "padding", "window of a head", "blocks")
+    cases = [x for x in modifiers.sparse_cases() if x.name in names]
+    assert len(cases) == len(names)
+    headers = repository / "cuda_src" / "nvrtc_attn"
+    traces = [traced(case, sizes) for case in cases]
+    kernel = re.sub(r"#pragma.*|#include.*", "", (headers / "kernel" / "tile_ranges.cuh").read_text(encoding="utf-8"))
+    made = library(
+        [cuda_tiles.tile_source(x.program) for x in traces],
+        tmp_path,
+        headers / "collective",
+        RUN_KERNEL,
+        FIBERS,
+        kernel,
+    )
+    for i, (case, modifier) in enumerate(zip(cases, traces, strict=True)):
+        asked = problem(modifier, sizes)
+        block = cuda.modifier_values(
+            modifier.program, (), [view(x, "x") for x in modifier.captures], [], modifier.numbers
+        ).block.ljust(8, b"\0")
+        for backward in (False, True):
+            choose = heuristics.choose_backward if backward else heuristics.choose_forward
+            spec = choose(asked, **TARGET, backend="portable")
+            plan = spec.launches[0]
+            main = next(x for x in spec.launches if x.config.kernel.endswith("ward_portable"))
+            assert plan.config.kernel == "tile_ranges"
+            assert main.config.features.tile_words
+            words = words_of(asked, main.config.block_m, main.config.block_n, transposed=backward)
+            (buffer,) = (x for x in spec.workspaces if x.field in ("softmax_partial", "counters"))
+            assert buffer.nbytes == words.nbytes
+            memory = np.zeros((words.nbytes // 8, 2), np.uint32)
+            run_plan(getattr(made, f"program{i}_run"), plan, block, memory, sizes)
+            some, every = decided(modifier, sizes, words.rows, words.cols)
+            if case.name == "padding" and not backward:
+                assert words.lines == 1
+            read = dict(main.params)
+            strides = [read[f"tile_words_stride_{x}"] for x in ("b", "h", "line")]
+            for (b, h, m, n), keeps in np.ndenumerate(some):
+                line, tile = (n, m) if backward else (m, n)
+                at = np.dot((b, h, line), strides) + tile // 32
+                assert bool(memory[at, 0] >> (tile % 32) & 1) == keeps, (case, b, h, m, n)
+                assert bool(memory[at, 1] >> (tile % 32) & 1) == every[b, h, m, n], (case, b, h, m, n)
+
+
+def run_plan(function: Any, plan: Launch, block: bytes, memory: Array, sizes: tuple[int, int, int, int]) -> None:
+    params = PlanParams(words=memory.ctypes.data, seqlen_q=sizes[2], seqlen_k=sizes[3])
+    for name, value in plan.params:
+        if hasattr(params, name):
+            setattr(params, name, value)
+    function(block, ctypes.byref(params), plan.grid)
+
+
+def test_a_byte_mask_beside_it_is_read_in_every_tile() -> None:
+    modifier = traced(modifiers.sparse_cases()[0])
+    beside = problem(modifier, (2, 8, 2048, 2048), mask=dense_layout((2, 1, 1, 2048), "bool"))
+    spec = heuristics.choose_forward(beside, **TARGET, backend="portable")
+    assert spec.launches[0].config.kernel == "tile_ranges"
+    assert spec.launches[0].config.features.mask  # says so to the kernel, which sets no `all` then
+
+
+def test_the_block_is_that_of_the_attention_kernel() -> None:
+    """One block of bytes is passed to both: their structs are the same text."""
+    for case in (*modifiers.sparse_cases(), modifiers.random_case(3), modifiers.named_cases()[-1]):
+        modifier = traced(case)
+        if modifier.program.mask is None:
+            continue
+        for trained, ordered in (((), False), (modifier.differentiable, False), (modifier.differentiable, True)):
+            texts = [x(modifier.program, trained, ordered) for x in (cuda.cuda_source, cuda_tiles.tile_source)]
+            assert len({x.partition("template <class Element>")[0] for x in texts}) == 1
+            assert cuda.block_bytes(texts[0]) == cuda.block_bytes(texts[1])
