@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=["32/8", "32/32"], help="query heads / key heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument(
-        "--strategies", nargs="+", default=["all_gather:1", "all_gather:4", "ulysses:1", "ulysses:4", "ring"]
+        "--strategies", nargs="+", default=["ulysses", "all_gather", "ring", "ulysses:4", "all_gather:4"]
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=140.0, help="begin no measurement after so many")

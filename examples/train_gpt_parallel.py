@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 try:
     import torch
@@ -110,9 +111,12 @@ def work(options: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
+    more: dict[str, Any] = {}
+    if device.type == "cuda":  # what is sent gets multiprocessors as soon as there are any
+        more = {"device_id": device, "pg_options": dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)}
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=size, init_method=options.store or "env://",
-        timeout=datetime.timedelta(minutes=10),
+        timeout=datetime.timedelta(minutes=10), **more,
     )  # fmt: skip
     cp = ContextParallel(seqlen=options.context, strategy=options.strategy)
     losses = train(options, cp, device)

@@ -232,7 +232,7 @@ def attention_forward(
     Parameters
     ----------
     out : ``[B, Mq, H, Kv]``
-        dtype of q, any strides that give every element an address of its own. Every element is written.
+        dtype of q, or float32, any strides that give every element an address of its own. Every element is written.
     lse : float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), optional
         Written when given.
     workspace
@@ -311,7 +311,8 @@ def attention_backward(
     lse : float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``)
         What the forward pass wrote.
     dq, dk, dv
-        Shapes and dtype of q, k, v; any strides, slices of one packed buffer included. Every element is written.
+        Shapes and dtype of q, k, v, or float32 (dk and dv alike); any strides, slices of one packed buffer included.
+        Every element is written.
     dlse : float32, shape of lse, optional
         Gradient with respect to lse, None = 0.
     dbias : shape and dtype of bias, optional

@@ -111,6 +111,8 @@ def faults(case: Case, found: dict[str, torch.Tensor]) -> list[str]:
             else case.dtype
         )
         bound = cases.error_bound(exact[name], low[name], dtype)
+        if name == "dbias":
+            bound += cases.summed_delta_error(case, exact_in, exact)
         if name == "dsink":
             bound += cases.summed_rows_error(case, exact_in, exact)
         if not error <= bound:

@@ -200,6 +200,24 @@ def packed(rank: int, size: int, device: Any) -> Found:
     return found
 
 
+def compiled(rank: int, size: int, device: Any) -> Found:
+    """In a program of torch.compile, where the call is a graph break: out and gradients of the eager one."""
+    cp = ContextParallel(seqlen=32)
+    weight = torch.linspace(-1, 1, 8, device=device).requires_grad_()
+    x = cp.shard(torch.sin(torch.arange(32 * 4 * 8, device=device, dtype=torch.float32)).view(1, 32, 4, 8), 1)
+
+    def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x * weight
+        return (cp.attention(y, y, y, causal=True, dropout_p=0.2, rng=(1, 2)) ** 2).sum()
+
+    found = []
+    for function in (loss, torch.compile(loss, backend="aot_eager")):
+        value = function(x, weight)
+        found.append((value, *torch.autograd.grad(value, weight)))
+    same = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*found, strict=True))
+    return [] if same else [f"compiled: {found}"]
+
+
 def long(rank: int, size: int, device: Any) -> Found:
     """Sequences of many tiles: every strategy against one GPU's call, and dq, dk, dv likewise."""
     found: Found = []

@@ -626,7 +626,8 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         rows, columns = (128, 128) if tile.block_m == 192 else (192, 112 if lengths else 128)
         tiles.append(replace(tile, block_m=rows, block_n=columns, half_tile=False))
     if problem.varlen and tile.block_m == 192 and tile.num_stages == 2:
-        tiles.append(replace(tile, num_stages=3))  # the keys of the next query tile come in time, as of dense ones
+        # The keys of the next query tile come in time, as of dense ones. Not with a half tile, as above.
+        tiles.append(replace(tile, num_stages=3, half_tile=False))
     diagonal = problem.window_right is not None and score_operands(problem) == 0 and not lengths
     if tile.half_tile or (diagonal and tile.block_n == 128):
         tiles.append(replace(tile, half_tile=not tile.half_tile))

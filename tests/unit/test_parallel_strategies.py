@@ -18,7 +18,7 @@ from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.front.chunks import band_of, chunks_of, joined, length, needed, places, together  # noqa: E402
 from nvrtc_attn.front.philox import RngState  # noqa: E402
 from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
-from nvrtc_attn.torch.parallel import local, merge_partials, strategies  # noqa: E402
+from nvrtc_attn.torch.parallel import groups_of, local, merge_partials, strategies  # noqa: E402
 from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
 
 QUICK, FULL = 8, 2000
@@ -221,6 +221,14 @@ def test_zigzag_shares_the_work_of_a_causal_mask() -> None:
 def test_wrong_layouts_are_refused(layout: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="layout"):
         chunks_of(layout, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "keys", "expected"),
+    [(4, 16384, 1), (8, 16384, 1), (8, 65536, 3), (16, 16384, 1), (32, 65536, 4), (0, 0, 1)],
+)
+def test_heads_are_exchanged_in_groups_that_keep_a_gpu_busy(heads_kv: int, keys: int, expected: int) -> None:
+    assert groups_of(heads_kv, keys) == expected
 
 
 def test_a_window_fetches_only_what_it_reaches() -> None:

@@ -193,7 +193,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
   while (true) {
     barriers.full_q(q_slot.stage).wait(q_slot.parity);
     typename TileScheduler<Traits::kBand, Traits::kVarlen>::Tile tile;
-    read_tile(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage, tile);
+    read_tile<Traits>(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage, tile);
     if (tile.m_block < 0) break;
     if constexpr (Traits::kVarlen) {
       if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others
@@ -236,7 +236,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     int const i = m0 + warp_row0 + (lane >> 2);
     typename ScoreTile<Traits>::Row row;
     typename ScoreTile<Traits>::Lane thread_lane;
-    if constexpr (Traits::kVarlen) {
+    if constexpr (ScoreTile<Traits>::kPlaceAgain) {
       row = {m0 + 64 * group};
     } else {
       row = i;
@@ -407,7 +407,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
             int n0 = n * kBlockN;
             asm volatile(""
                          : "+r"(n0));  // or the compiler keeps the mask's comparisons from above, a register for each
-            int const row_of_warp = Traits::kVarlen ? 64 * group + (thread_again() >> 5 & 3) * 16 : warp_row0;
+            int const row_of_warp =
+                ScoreTile<Traits>::kPlaceAgain ? 64 * group + (thread_again() >> 5 & 3) * 16 : warp_row0;
             unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + row_of_warp * kSlabRowBytes;
             recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, thread_lane);
             release(barriers.empty_k(k_stage));

@@ -32,8 +32,12 @@ __all__ = ["ContextParallel", "merge_partials"]
 
 _STRATEGIES: Final = ("auto", "all_gather", "ulysses", "ring")
 _PAIRS: Final = (("ulysses", "ring"), ("ulysses", "all_gather"))
-_PIPELINE: Final = 4
-"""Groups of key heads of which one is computed while the next is fetched, on a GPU."""
+_MOST_GROUPS: Final = 4
+_KEY_TILE: Final = 128
+_MULTIPROCESSORS: Final = 132
+_WAVES: Final = 8
+"""Key tiles a multiprocessor that a group of heads keeps: with fewer, causal ones of unequal work leave multiprocessors
+idle in the backward pass, and its kernel splits the queries of a key tile instead."""
 
 
 class ContextParallel:
@@ -57,8 +61,8 @@ class ContextParallel:
         Which tokens a rank has: ``"zigzag"`` (two pieces, equal work under a causal mask), ``"contiguous"``, or for
         each rank its intervals ``[(start, stop), ...]``, ascending. The sequence need not divide.
     pipeline
-        Groups of key heads of all_gather: one is computed while the next is on its way. Default: 4 on a GPU, or as many
-        as there are key heads.
+        Groups of a rank's key heads: one is computed while the next is on its way. Default on a GPU: as many, up to 4,
+        as leave each group 8 key tiles of 128 for each of 132 multiprocessors.
     check
         Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``,
         ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1`` means always.
@@ -361,7 +365,7 @@ class ContextParallel:
     def _strategy(self, q: torch.Tensor, k: torch.Tensor) -> Strategy:
         """Who computes what, for the heads of these tensors."""
         name, groups, size, rank = self.strategy, self._groups, self.size, self.rank
-        pipeline = self._pipeline or (_PIPELINE if q.is_cuda else 1)
+        heads_kv = k.shape[2]
         whole_q, whole_k = [together(self.chunks_q)], [together(self.chunks_k)]
         everything = AllGather(None, 0, whole_q, whole_k)
         if isinstance(name, tuple):
@@ -375,7 +379,7 @@ class ContextParallel:
             beyond: Strategy = (
                 Ring(outer, rank // width, over_q, over_k)
                 if name[1] == "ring"
-                else AllGather(outer, rank // width, over_q, over_k, pipeline)
+                else AllGather(outer, rank // width, over_q, over_k, self._groups_for(q, -(-heads_kv // width)))
             )
             mine = rows[rank // width]
             return Ulysses(inner, rank % width, self.chunks_q[mine], self.chunks_k[mine], beyond)
@@ -385,10 +389,18 @@ class ContextParallel:
         if name == "ulysses" and why_not:
             raise ValueError(f"strategy: 'ulysses' over {size} ranks, but {why_not}. Use 'all_gather' or 'auto'.")
         if name == "ulysses" or (name == "auto" and k.shape[2] % size == 0 and not why_not):
-            return Ulysses(groups[0], rank, self.chunks_q, self.chunks_k, everything, pipeline)
+            return Ulysses(
+                groups[0], rank, self.chunks_q, self.chunks_k, everything, self._groups_for(q, heads_kv // size)
+            )
         if name == "ring":
             return Ring(groups[0], rank, self.chunks_q, self.chunks_k)
-        return AllGather(groups[0], rank, self.chunks_q, self.chunks_k, pipeline)
+        return AllGather(groups[0], rank, self.chunks_q, self.chunks_k, self._groups_for(q, heads_kv))
+
+    def _groups_for(self, q: torch.Tensor, heads_kv: int) -> int:
+        """In how many groups of so many key heads a rank works."""
+        if self._pipeline or not q.is_cuda:
+            return self._pipeline or 1
+        return groups_of(heads_kv, self.seqlen_k)
 
     def _compare(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, sink: Any,
@@ -420,6 +432,12 @@ class ContextParallel:
         for group in reversed(self._groups):
             dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
         return checked_rng(seed, q)
+
+
+def groups_of(heads_kv: int, keys: int) -> int:
+    """Groups of key heads that are worth it: see ``pipeline`` of `ContextParallel`. The same number on all ranks."""
+    tiles = heads_kv * -(-keys // _KEY_TILE)
+    return max(1, min(_MOST_GROUPS, tiles // (_WAVES * _MULTIPROCESSORS)))
 
 
 def _has_all_tokens(strategy: Strategy) -> bool:

@@ -172,8 +172,9 @@ struct ScoreTile : ModifierOf<Traits> {
   ScoreTensor<unsigned char const> const& byte_mask;
   Dropout const& dropout;
   int row0;  // first row of the warp-group
-  using Row = cute::conditional_t<Traits::kVarlen, RowAgain, int>;
-  using Lane = cute::conditional_t<Traits::kVarlen, LaneAgain, int>;
+  static constexpr bool kPlaceAgain = Traits::kVarlen && Traits::kBlockM == 192;
+  using Row = cute::conditional_t<kPlaceAgain, RowAgain, int>;
+  using Lane = cute::conditional_t<kPlaceAgain, LaneAgain, int>;
   Row i;  // this thread's first row; the other is i + 8
   Lane lane;
 
@@ -211,7 +212,7 @@ struct ScoreTile : ModifierOf<Traits> {
   NVRTC_ATTN_DEVICE void finish(AccTile (&s)[1][kTilesN], Operands<kTilesN> const& operands, int n0,
                                 bool whole = false) const {
     int column = 0;
-    if constexpr (!Traits::kVarlen) column = n0 + 2 * (lane & 3);
+    if constexpr (!kPlaceAgain) column = n0 + 2 * (lane & 3);
     if constexpr (Modifier::kScores) modify(s, n0 + 2 * (lane & 3));
     if (kWhole && whole) {
       if constexpr (Traits::kScoreTiles) tiles.template apply<false>(s, map, operands.tile);
@@ -241,7 +242,7 @@ struct ScoreTile : ModifierOf<Traits> {
       }
     }
     if (!mask.keeps_tile(rows.query(row0), rows.queries(row0, 64), n0, 8 * kTilesN)) {
-      int const j0 = Traits::kVarlen ? n0 + 2 * (lane & 3) : column;
+      int const j0 = kPlaceAgain ? n0 + 2 * (lane & 3) : column;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int const query = rows.query(i + 8 * r);

@@ -14,20 +14,24 @@
 namespace nvrtc_attn {
 
 // What the loading warp announced, in uniform registers.
+template <class Traits>
 NVRTC_ATTN_DEVICE void read_tile(unsigned address, WorkTile& tile) {
   int m_block, h, b;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(m_block), "=r"(h) : "r"(address) : "memory");
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(address + 8) : "memory");
   tile = {uniform(m_block), uniform(h), uniform(b)};
 }
-// Packed: with the lengths of its sequence, which the consumers need not read then.
+// Packed: with the lengths of its sequence, which the consumers need not read then. Where dropout's keys fill the uniform
+// registers they are not uniform: they would spill 76 bytes at head dim 192.
+template <class Traits>
 NVRTC_ATTN_DEVICE void read_tile(unsigned address, PackedTile& tile) {
+  auto kept = [](int x) { return Traits::kDropout ? x : uniform(x); };
   WorkTile name;
-  read_tile(address, name);
+  read_tile<Traits>(address, name);
   int q_row0, len_q, len_k;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(q_row0), "=r"(len_q) : "r"(address + 16) : "memory");
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(len_k) : "r"(address + 24) : "memory");
-  tile = {name.b, name.m_block, uniform(q_row0), uniform(len_q), 0, uniform(len_k), name.h};
+  tile = {name.b, name.m_block, kept(q_row0), kept(len_q), 0, kept(len_k), name.h};
 }
 
 // The lengths of the sequence of a tile.
@@ -86,7 +90,6 @@ struct ForwardLoader {
       if constexpr (Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
     }
     Scheduler scheduler(params);
-    if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.begin(issuer);
     Tile tile;
     while (scheduler.next(tile)) {
       bool loads = !(Traits::kVarlen && tile.b == params.batch);
@@ -102,10 +105,12 @@ struct ForwardLoader {
         loads = loads && first < last;
       }
       if (!loads) {
-        if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
+        if constexpr (Traits::kVarlen) scheduler.ask(issuer);
+        if constexpr (Traits::kTickets) scheduler.look_ahead(issuer);
         announce(tile);
         if (issuer) barriers.full_q(q_slot.stage).arrive();
         q_slot.advance();
+        if constexpr (Traits::kVarlen) scheduler.look_up();
         continue;
       }
       Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
@@ -118,13 +123,21 @@ struct ForwardLoader {
       announce(tile);
       load_q(from);
       load_scores(from, last - 1);
-      if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
+      if constexpr (Traits::kTickets) scheduler.look_ahead(issuer);
+      int const ask_at = min(last - 2, first + 2);
+      if constexpr (Traits::kVarlen) {
+        if (ask_at < first) scheduler.ask(issuer);
+      }
 #pragma unroll 1
       for (int n = last - 2; n >= first; --n) {
+        if constexpr (Traits::kVarlen) {
+          if (n == ask_at) scheduler.ask(issuer);
+        }
         load_k(from, n);
         load_scores(from, n);
         load_v(from, n + 1);
       }
+      if constexpr (Traits::kVarlen) scheduler.look_up();
       load_v(from, first);
     }
     tile = {};
