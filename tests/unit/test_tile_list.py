@@ -100,9 +100,10 @@ extern "C" int forward(HopperForwardParams const* params, int band, int used, in
     if (!band && !used) packed_tiles<Traits<false, false, false, false>>(*params);
   });
   TileScheduler<false, true> scheduler(*params);
+  scheduler.begin(true);
   PackedTile tile;
   int count = 0;
-  for (; count < most && scheduler.next(tile); scheduler.ask(true), scheduler.look_up()) {
+  for (; count < most && scheduler.next(tile); scheduler.look_ahead(true)) {
     if (tile.b < params->batch) {  // its lengths
       int const* const q = params->cu_seqlens_q + tile.b;
       int const* const k = params->cu_seqlens_k + tile.b;

@@ -30,11 +30,11 @@ struct SpreadWords {
   NVRTC_ATTN_DEVICE int word(int i) const { return uniform(__shfl_sync(0xffffffffu, own, i)); }
 };
 
-// By thread 0: what a counter held before it was counted up, which only who uses it waits for. (Where ptxas knows that it is by
-// one, it makes one addition for all lanes that want one, and hands the answer round at once.)
+// By one lane: what a counter held before it was counted up, which only who uses it waits for. (What the compiler makes of
+// atomicAdd() uses it at once.)
 NVRTC_ATTN_DEVICE int count_up(int* counter) {
   int before;
-  asm volatile("atom.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(int(threadIdx.x) + 1) : "memory");
+  asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
 

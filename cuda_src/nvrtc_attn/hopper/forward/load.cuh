@@ -90,6 +90,7 @@ struct ForwardLoader {
       if constexpr (Scores::kSlabsMask > 0) prefetch_tensor_map(params.tensor_map_mask);
     }
     Scheduler scheduler(params);
+    if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.begin(issuer);
     Tile tile;
     while (scheduler.next(tile)) {
       bool loads = !(Traits::kVarlen && tile.b == params.batch);
@@ -105,12 +106,10 @@ struct ForwardLoader {
         loads = loads && first < last;
       }
       if (!loads) {
-        if constexpr (Traits::kVarlen) scheduler.ask(issuer);
-        if constexpr (Traits::kTickets) scheduler.look_ahead(issuer);
+        if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
         announce(tile);
         if (issuer) barriers.full_q(q_slot.stage).arrive();
         q_slot.advance();
-        if constexpr (Traits::kVarlen) scheduler.look_up();
         continue;
       }
       Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
@@ -123,21 +122,13 @@ struct ForwardLoader {
       announce(tile);
       load_q(from);
       load_scores(from, last - 1);
-      if constexpr (Traits::kTickets) scheduler.look_ahead(issuer);
-      int const ask_at = min(last - 2, first + 2);
-      if constexpr (Traits::kVarlen) {
-        if (ask_at < first) scheduler.ask(issuer);
-      }
+      if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
 #pragma unroll 1
       for (int n = last - 2; n >= first; --n) {
-        if constexpr (Traits::kVarlen) {
-          if (n == ask_at) scheduler.ask(issuer);
-        }
         load_k(from, n);
         load_scores(from, n);
         load_v(from, n + 1);
       }
-      if constexpr (Traits::kVarlen) scheduler.look_up();
       load_v(from, first);
     }
     tile = {};
