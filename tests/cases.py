@@ -501,6 +501,8 @@ def named_cases() -> list[Case]:
             cases.append(make_case(name, batch=1, seqlen_q=m, seqlen_k=n, causal=causal, dtype="bfloat16"))
     # One key tile a head: the loop over queries is split among thread blocks, and their parts are added up.
     cases.append(make_case("split-queries", batch=1, num_heads=2, seqlen_q=2000, seqlen_k=77, dtype="bfloat16"))
+    # Two on a Hopper GPU of 132 multiprocessors, where 66 key tiles fill half of them.
+    cases.append(make_case("parts", batch=1, num_heads=33, seqlen_q=2700, seqlen_k=250, head_dim=72, dtype="bfloat16"))
     cases.append(make_case("decode", batch=1, num_heads=4, num_heads_kv=1, seqlen_q=1, seqlen_k=8192, head_dim=128))
     for heads, heads_kv in ((8, 2), (6, 1), (9, 3)):
         for causal in (False, True):

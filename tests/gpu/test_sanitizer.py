@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 CASES = (
     "basic-float16", "basic-float32", "decode", "few-queries-packed", "tiles-4-d128", "wide-0-d256-256",
-    "bias-tiles-0-bhqk", "bias-tiles-13-1hqk", "bias-11q1", "split-queries",
+    "bias-tiles-0-bhqk", "bias-tiles-13-1hqk", "bias-11q1", "split-queries", "parts",
     "varlen-seqused-True", "deterministic", "dropout-gqa", "layout-unaligned-float16",
     "sink-24-d64", "sink-28-d64", "mask-tiles",
 )  # fmt: skip

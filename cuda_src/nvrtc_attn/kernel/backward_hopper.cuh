@@ -327,7 +327,7 @@ struct KeyTileConsumer {
     if constexpr (Traits::kKeysInRegisters) {
       pin_registers(k);
       begin_products();
-      start_product_abt<Element, kBlockM>(s, k, q);
+      start_product_rbt<Element, kBlockM>(s, k, q);
     } else {
       begin_products();
       start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(s, k_left, q);
@@ -342,7 +342,7 @@ struct KeyTileConsumer {
     if constexpr (Traits::kValuesInRegisters) {
       pin_registers(v);
       begin_products();
-      start_product_abt<Element, kBlockM>(dp, v, dout);
+      start_product_rbt<Element, kBlockM>(dp, v, dout);
     } else {
       begin_products();
       start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDimV>(dp, v_left, dout);

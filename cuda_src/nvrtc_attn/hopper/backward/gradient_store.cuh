@@ -38,22 +38,22 @@ NVRTC_ATTN_DEVICE void start_product_ab(AccTile (&c)[1][kTiles], uint64_t a, uin
 }
 
 template <class Atom, class Fragment, int kTiles, int... kIndex>
-NVRTC_ATTN_DEVICE void wgmma_rs(AccTile (&c)[1][kTiles], Fragment const& a, uint64_t b, bool accumulate,
-                                IndexList<kIndex...>) {
+NVRTC_ATTN_DEVICE void wgmma_rs_first(AccTile (&c)[1][kTiles], Fragment const& a, uint64_t b, bool accumulate,
+                                      IndexList<kIndex...>) {
   Atom::fma(a.x[0], a.x[1], a.x[2], a.x[3], b, c[0][kIndex / 4][kIndex % 4]...,
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
 // c = A B^T: A in registers, 16 * kSteps columns, B kTiles * 8 rows of slabs of kRowsB rows.
 template <class Element, int kRowsB, int kTiles, int kSteps>
-NVRTC_ATTN_DEVICE void start_product_abt(AccTile (&c)[1][kTiles], FragmentA<Element> const (&a)[kSteps], uint64_t b) {
+NVRTC_ATTN_DEVICE void start_product_rbt(AccTile (&c)[1][kTiles], FragmentA<Element> const (&a)[kSteps], uint64_t b) {
   using Atom = typename WgmmaAtoms<Element, 8 * kTiles, MatrixMajor::K>::RS;
   constexpr int kStepsPerSlab = kSlabColumns / 16;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    wgmma_rs<Atom>(c, a[step],
-                   b + step / kStepsPerSlab * (kRowsB * kSlabRowBytes >> 4) + step % kStepsPerSlab * (32 >> 4),
-                   step != 0, typename IndexRange<4 * kTiles>::Type{});
+    wgmma_rs_first<Atom>(c, a[step],
+                         b + step / kStepsPerSlab * (kRowsB * kSlabRowBytes >> 4) + step % kStepsPerSlab * (32 >> 4),
+                         step != 0, typename IndexRange<4 * kTiles>::Type{});
   }
 }
 
