@@ -108,7 +108,7 @@ def measure(batch: int, length: int, head_dim: int, backward: bool, names: list[
             "dense": runner(*of(None)),
             "causal": runner(*of(None, causal=True)),
         }
-        if any(step.template and step.kernel.config.kernel == "tile_ranges" for step in plan._steps[:1]):
+        if call.modifier is not None and call.modifier.program.mask is not None:  # its first launch finds the tiles
             calls["plan"] = runner(FirstLaunch(plan), given, call)
         times = {key: x["ms"] for key, x in in_turn(calls, rep_ms=30).items()}
         kept = kept_tiles(mask_mod, length)

@@ -22,7 +22,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 NAMES = ("causal documents", "prefix of documents", "natten", "block diffusion", "blocks", "circle")
 VARIANTS = [(name, head_dim) for name in NAMES for head_dim in (64, 128)]
-SPILLED: dict[tuple[str, int, str], int] = {}
+SPILLED: dict[tuple[str, int, str], int] = {("prefix of documents", 128, "backward_portable"): 20}
 """Bytes that are known."""
 
 

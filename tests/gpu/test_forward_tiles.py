@@ -7,11 +7,10 @@ from typing import Any
 
 import cases
 import pytest
-from harness import Run, failures, oracle, torch
+from harness import Run, failures, forget_plans, oracle, torch
 
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_forward
-from nvrtc_attn.plans import plan, repeats
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -38,8 +37,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
         def tile(problem: AttentionProblem, *num_sms: int) -> hopper_forward.Tile:
             return dataclasses.replace(choose_tile(problem, *num_sms), **switches)
 
-        monkeypatch.setattr(plan, "_plans", {})
-        monkeypatch.setattr(repeats, "_repeats", {})
+        forget_plans(monkeypatch)
         monkeypatch.setattr(hopper_forward, "choose_tile", tile)
 
     return forced

@@ -7,7 +7,7 @@ from typing import Any
 import modifiers
 import numpy as np
 import pytest
-from harness import DEVICE, backend, torch
+from harness import DEVICE, backend, forget_plans, torch
 from modifiers import ModifierCase
 
 import nvrtc_attn
@@ -46,7 +46,7 @@ def close(name: str, ours: Any, exact: Any, tolerance: float, size: float = 1.0)
 
 
 def walked(kernel: str) -> bool:
-    """Whether a kernel of this name that has a modifier has been loaded since `plan._kernels` was emptied."""
+    """Whether a kernel of this name that has a modifier has been loaded since `forget_plans`."""
     return any(c.kernel == kernel and c.features.modifier for c, _ in plan._kernels)
 
 
@@ -151,8 +151,7 @@ HOPPER = {
 @pytest.mark.parametrize("name", ["alibi", "prefix", "both"])
 def test_hopper(name: str, head_dim: int, option: str) -> None:
     """Several key tiles, the last one partly filled, and rows of which nothing is left."""
-    plan._kernels.clear()
-    plan._plans.clear()
+    forget_plans(kernels=True)
     with backend("hopper"):
         check(named(name), (1, 4, 333, 450), "bfloat16", head_dim, **HOPPER[option])
     assert walked("forward_hopper") == (head_dim <= 128 or option != "dropout")
@@ -179,8 +178,7 @@ def test_hopper_beside_other_operands(name: str, head_dim: int, kind: str) -> No
         operands["sink"] = rng.standard_normal(h).astype(np.float32)
     else:
         operands["seqused_k"] = np.array([n, 130], np.int32)
-    plan._kernels.clear()
-    plan._plans.clear()
+    forget_plans(kernels=True)
     with backend("hopper"):
         check(named(name), sizes, "float16", head_dim, operands)
     assert walked("forward_hopper")
@@ -193,8 +191,7 @@ def test_hopper_beside_other_operands(name: str, head_dim: int, kind: str) -> No
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_hopper_backward_alone(name: str, head_dim: int, deterministic: bool) -> None:
     """Without a gradient of what is captured P is made before dP: of all queries, in groups of heads, and in order."""
-    plan._kernels.clear()
-    plan._plans.clear()
+    forget_plans(kernels=True)
     with backend("hopper"):
         check(named(name), (1, 4, 450, 333), "float16", head_dim, train=False, deterministic=deterministic)
     assert walked("backward_hopper")
@@ -215,8 +212,7 @@ def test_packed_sequences(name: str, head_dim: int, family: str) -> None:
     modifier = nvrtc_attn.trace(*case.make({x: torch.from_numpy(y).to(DEVICE) for x, y in arrays.items()}))
     host = nvrtc_attn.trace(*case.make(arrays))
     on_device = [torch.from_numpy(x).to(DEVICE) for x in starts]
-    plan._kernels.clear()
-    plan._plans.clear()
+    forget_plans(kernels=True)
     packed: dict[str, Any] = {
         "causal": True, "cu_seqlens_q": on_device[0], "cu_seqlens_k": on_device[1], "max_seqlen_q": longest[0],
         "max_seqlen_k": longest[1], "score_mod": modifier,
@@ -290,8 +286,7 @@ def test_deterministic_and_causal(name: str) -> None:
 @pytest.mark.parametrize("name", ["alibi", "temperature", "relative bias", "rows and columns", "array twice", "t5"])
 def test_gradients_of_captures_are_reproducible_on_request(name: str, head_dim: int, family: str) -> None:
     """Arrays indexed by nothing, the head, the row, the key, their distance, a table, and twice; and they are right."""
-    plan._kernels.clear()
-    plan._plans.clear()
+    forget_plans(kernels=True)
     case, sizes = named(name), (2, 4, 700, 600)
     with backend(family):
         check(case, sizes, "float16", head_dim, deterministic=True, causal=True)

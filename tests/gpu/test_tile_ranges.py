@@ -10,7 +10,7 @@ from typing import Any
 import modifiers
 import numpy as np
 import pytest
-from harness import DEVICE, backend, torch
+from harness import DEVICE, backend, forget_plans, torch
 from modifiers import ModifierCase
 from tile_words_twin import of_tiles
 
@@ -21,7 +21,7 @@ from nvrtc_attn.heuristics import tile_words as heuristic
 from nvrtc_attn.heuristics.tile_words import TileWords, words_of
 from nvrtc_attn.modifiers import intervals
 from nvrtc_attn.modifiers.evaluate import HostModifier
-from nvrtc_attn.plans import plan, repeats
+from nvrtc_attn.plans import plan
 
 SIZES = (2, 4, 300, 420)
 TOLERANCE = 2e-3
@@ -32,9 +32,7 @@ RANDOM = 12
 def _always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heuristic, "MIN_FLOPS", 0)
     monkeypatch.setattr(heuristic, "MIN_KEY_TILES", 1)
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(repeats, "_repeats", {})
-    monkeypatch.setattr(plan, "_kernels", {})
+    forget_plans(monkeypatch, kernels=True)
 
 
 def walkers(prefix: str) -> list[Any]:
@@ -68,8 +66,7 @@ def check(
         torch.from_numpy(rng.standard_normal(x).astype(np.float32)).to(DEVICE, torch.float16) for x in shapes
     )
     modifier, on_host = traced(case, arrays)
-    for x in (plan._kernels, plan._plans, repeats._repeats):
-        x.clear()
+    forget_plans(kernels=True)
     poison = [torch.full_like(x, float("nan")) for x in (dout, q, k, v)]
     lse = torch.full((b, h, m), float("nan"), device=DEVICE)
     forward_options = {name: x for name, x in options.items() if name != "deterministic"}
@@ -133,7 +130,7 @@ def test_deterministic_causal_and_sinks(name: str) -> None:
 
 
 def test_words_are_those_of_numpy() -> None:
-    sizes = (2, 3, 700, 1100)
+    sizes = (3, 32, 700, 1100)  # so many heads that keys are not split: words would lie behind partial results
     for case in modifiers.sparse_cases():
         if not planned(case):
             continue
@@ -142,15 +139,17 @@ def test_words_are_those_of_numpy() -> None:
         b, h, m, n = sizes
         q = torch.randn(b, m, h, 64, device=DEVICE, dtype=torch.float16)
         k = torch.randn(b, n, h, 64, device=DEVICE, dtype=torch.float16)
-        for x in (plan._kernels, plan._plans, repeats._repeats):
-            x.clear()
+        forget_plans(kernels=True)
         with backend("portable"):
             out, lse = torch.empty_like(q), torch.empty(b, h, m, device=DEVICE)
             size = api.forward_workspace_bytes(q, k, k, lse=lse, score_mod=modifier)
             workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
             nvrtc_attn.attention_forward(q, k, k, out, lse=lse, score_mod=modifier, workspace=workspace)
+        if len(walkers("forward")) > 1:
+            continue  # spills made the plan compare tiles
         (config,) = walkers("forward")
-        (problem,) = (key[1] for key in plan._plans)
+        assert not config.split
+        problem = next(key[1] for key in plan._plans)
         words = words_of(problem, config.block_m, config.block_n)
         found = words_in(workspace, words)
         mask = on_host.with_captures(on_host.captures)
@@ -206,9 +205,9 @@ def test_other_contents_and_lengths_compile_nothing(monkeypatch: pytest.MonkeyPa
         graph.replay()
         torch.cuda.synchronize()
         torch.testing.assert_close(out.float(), exact(), rtol=2e-3, atol=2e-3)
-    n = 900
+    n = 700
     ids = torch.arange(n, dtype=torch.int32, device=DEVICE) // 77
-    q = torch.randn(2, n, 4, 64, device=DEVICE, dtype=torch.float16)
+    q = torch.randn(1, n, 4, 64, device=DEVICE, dtype=torch.float16)
     torch.testing.assert_close(call().float(), exact(), rtol=2e-3, atol=2e-3)
 
 

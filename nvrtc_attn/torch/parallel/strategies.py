@@ -476,7 +476,8 @@ class Ulysses(_Tokens):
         dq = dout.new_empty((*dout.shape[:3], q.shape[3]))
         shared = bool(num_heads_kv % self.size)  # key heads, whose gradients are then sums
         kind = torch.float32 if shared else dout.dtype
-        dk, dv = (dout.new_zeros((y.shape[0], tokens_k, num_heads_kv, y.shape[3]), dtype=kind) for y in (k, v))
+        make = dout.new_zeros if shared else dout.new_empty
+        dk, dv = (make((y.shape[0], tokens_k, num_heads_kv, y.shape[3]), dtype=kind) for y in (k, v))
         wants = whole.options.dbias and bias_shape is not None
         dbias = torch.zeros(bias_shape, dtype=torch.float32, device=dout.device) if wants else None
         dsink = torch.zeros(num_heads, dtype=torch.float32, device=dout.device) if whole.options.dsink else None
