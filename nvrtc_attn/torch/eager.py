@@ -105,7 +105,7 @@ def attention(
 def again(q: Any, k: Any, v: Any, options: CallOptions, layout: int) -> Any:
     """`attend` of q, k and v alone, where such a call was made before; None where it was not."""
     try:
-        recent = known_calls.get((options, layout, _grad_enabled(), _autocast() and _autocast_dtype("cuda")))
+        recent = known_calls((options, layout, _grad_enabled(), _autocast() and _autocast_dtype("cuda")))
     except TypeError:  # options of kinds that no table takes
         return None
     # A table looks options up by equality, and 1 equals True.

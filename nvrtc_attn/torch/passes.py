@@ -304,16 +304,21 @@ class Known:
 
 
 # Everything of a call that `Known.fits` does not see -> the calls of it that were made last.
-known_calls: dict[Any, tuple[Known, ...]] = {}
+_known_plans: dict[Any, tuple[Known, ...]] = {}
+
+
+def known_calls(key: Any) -> tuple[Known, ...] | None:
+    """The calls that differ in their tensors alone, the last one first. TypeError: a key that no table takes."""
+    return _known_plans.get(key)
 
 
 def _know(key: Any, q: Any, k: Any, v: Any, entry: Any, options: CallOptions, index: int, grad: bool) -> None:
     """Remember a forward call in `known_calls`: at its second time, not at its first."""
-    recent = known_calls.get(key, ())
+    recent = _known_plans.get(key, ())
     if index >= 0 and 0 not in entry[1][0] and has_room(recent) and not any(x.fits(q, k, v) for x in recent):
         fits = guard(q, k, v)
         if fits is not None:
-            remember(known_calls, key, (Known(fits, entry, options, index, grad), *recent[: RECENT - 1]))
+            remember(_known_plans, key, (Known(fits, entry, options, index, grad), *recent[: RECENT - 1]))
 
 
 def _know_backward(
@@ -394,7 +399,7 @@ def _rows_first(tensors: Tensors, heads_first: bool) -> Any:
     return [x.transpose(1, 2) for x in found] if heads_first else list(found)
 
 
-def _describe(tensors: Tensors, options: CallOptions, heads_first: bool) -> Call:
+def _describe(tensors: Tensors, options: CallOptions, heads_first: bool = False) -> Call:
     q, k, v = _rows_first(tensors[:3], heads_first)
     others = map(detached, tensors[3:])
     return api.checked_call(q, k, v, **dict(zip(OPTIONAL_INPUTS, others, strict=True)), options=options, stream=None)

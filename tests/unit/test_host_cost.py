@@ -87,7 +87,7 @@ TABLES: list[dict[Any, Any]] = [
 ]
 
 
-KNOWN: list[dict[Any, Any]] = [passes.known_calls, signature._known, signature._numbers]
+KNOWN: list[dict[Any, Any]] = [passes._known_plans, signature._known, signature._numbers]
 
 
 def forget() -> None:
@@ -272,7 +272,7 @@ def test_a_repeated_call_launches_what_a_first_one_does(
     sizes = [len(table) for table in TABLES]
     assert sum(sizes) > len(INPUTS)
     # Of more kinds of tensors than are known at once those are looked up that were remembered last.
-    assert bool(passes.known_calls) == (call in (torch_call, sdpa_call))
+    assert bool(passes._known_plans) == (call in (torch_call, sdpa_call))
     assert bool(signature._known) == (call in (core_call, aten_call))
     again = [run(case) for case in wanted]
     assert again == first
@@ -532,7 +532,7 @@ def test_no_other_call_is_taken_for_a_known_one(door: str, other: str) -> None:
         call(q, k, v)
     assert known(lambda: call(k.clone(), q.clone(), v.clone())) == 1
     for name in "qkv":
-        passes.known_calls.clear()
+        passes._known_plans.clear()
         call(q, k, v)
         assert known(lambda: call(q, k, v)) == 1
         given = [OTHERS[other](x) if n == name else x for n, x in zip("qkv", (q, k, v), strict=True)]
@@ -632,7 +632,7 @@ def test_lengths_that_change_at_every_step_make_few_guards(monkeypatch: pytest.M
     for rows in [*range(1, 61)] * 2:
         na.attention(*qkv(rows=rows))
     assert len(made) <= 8 + 60 // 16 + 1
-    assert sum(map(len, passes.known_calls.values())) == 8
+    assert sum(map(len, passes._known_plans.values())) == 8
     for _ in range(20):
         na.attention(*qkv(rows=61))
     assert known(lambda: na.attention(*qkv(rows=61))) == 1, "what stays is known in the end"
@@ -644,7 +644,7 @@ def test_without_guards_of_torch_every_call_is_looked_up(fake: Recorder, monkeyp
     for _ in range(4):
         assert known(lambda: na.attention(q, k, v)) == 0
     assert len(fake.launches) == 4
-    assert not passes.known_calls
+    assert not passes._known_plans
 
 
 def test_a_guard_that_does_not_tell_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
