@@ -5,10 +5,9 @@ from __future__ import annotations
 import fuzz_modifiers
 import numpy as np
 import pytest
-from harness import backend, torch
+from harness import backend, forget_plans, torch
 
 from nvrtc_attn.heuristics import tile_words
-from nvrtc_attn.plans import plan, repeats
 
 assert torch
 MODIFIERS = 32
@@ -20,8 +19,7 @@ def test_random_modifiers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if number % 2:
         monkeypatch.setattr(tile_words, "MIN_FLOPS", 0)
         monkeypatch.setattr(tile_words, "MIN_KEY_TILES", 1)
-        monkeypatch.setattr(plan, "_plans", {})
-        monkeypatch.setattr(repeats, "_repeats", {})
+        forget_plans(monkeypatch)
     with backend("portable" if number % 3 == 0 else "auto"), np.errstate(all="ignore"):
         found = fuzz_modifiers.check_on_gpu(7_000_000 + number, "bfloat16" if number % 5 == 0 else "float16")
     assert not found, found

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from harness import forget_plans
 
-OWNERS = {"plans.plan", "plans.repeats", "torch.passes", "torch.scaled_efficient"}
+OWNERS = {"plans.plan", "plans.repeats", "torch.efficient", "torch.passes", "torch.scaled_efficient"}
 if importlib.util.find_spec("jax") is not None:
     OWNERS.add("jax.custom_call")
 
@@ -27,7 +27,7 @@ def tables() -> list[tuple[Any, str]]:
         for path, module in sorted(sys.modules.items())
         if path.startswith("nvrtc_attn.")
         for name, value in vars(module).items()
-        if isinstance(value, dict) and re.fullmatch(r"_\w*(plans|repeats)", name)
+        if isinstance(value, dict) and re.fullmatch(r"_\w*(plans|calls|repeats)", name)
     ]
 
 
