@@ -2,6 +2,7 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitizer.py
     ... python tests/gpu/sanitizer.py decode wide-0-d256-256    # these cases of tests/cases.py alone
+    ... python tests/gpu/sanitizer.py modifier-both             # a case of tests/modifiers.py
 
 Without torch's caching allocator every tensor is an allocation of its own, so that an access past its end is seen.
 With ``--tool initcheck`` an element that a kernel was meant to write and did not shows as the poison of the harness.
@@ -18,6 +19,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 import cases  # noqa: E402
 import harness  # noqa: E402
+import test_modifiers  # noqa: E402
+
+from nvrtc_attn.heuristics import tile_words  # noqa: E402
 
 NAMES = (
     "basic-float16", "basic-bfloat16", "basic-float32", "head_dim-40", "head_dim-59", "head_dim-128",
@@ -27,17 +31,28 @@ NAMES = (
     "layout-random-float16", "layout-unaligned-float16", "everything", "empty-keys", "tiles-0-d64", "tiles-4-d128",
     "bias-tiles-0-bhqk", "bias-tiles-13-1hqk", "bias-tiles-19-bh1k", "wide-0-d256-256", "wide-2-d192-128",
     "wide-10-d256-256", "few-queries-0", "few-queries-packed", "few-queries-unaligned", "dropout-gqa", "varlen-many",
-    "split-queries", "bias-11q1", "mask-tiles",
+    "split-queries", "bias-11q1", "mask-tiles", "modifier-both", "modifier-t5",
 )  # fmt: skip
+
+
+def check_modifier(name: str) -> None:
+    """In both families, deterministic, where the tiles of its mask are planned whatever the size of the problem."""
+    for family in ("portable", "hopper") if harness.torch.cuda.get_device_capability() == (9, 0) else ("portable",):
+        with harness.backend(family):
+            test_modifiers.check(test_modifiers.named(name), test_modifiers.SIZES[0], "float16", 64, deterministic=True)
 
 
 def main() -> int:
     named = {case.name: case for case in cases.named_cases()}
     names = sys.argv[1:] or NAMES
     bad = 0
+    tile_words.MIN_FLOPS = tile_words.MIN_KEY_TILES = 0  # type: ignore[misc]
     for name in names:
         try:
-            harness.check(named[name])
+            if name.startswith("modifier-"):
+                check_modifier(name.removeprefix("modifier-"))
+            else:
+                harness.check(named[name])
         except AssertionError as error:
             print(f"{name}: {error}", flush=True)
             bad += 1

@@ -11,7 +11,9 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "cuda_src" / "nvrtc_attn"
 FILES = sorted(SOURCES.rglob("*.cuh"))
 HOPPER = [path for path in FILES if "hopper" in path.relative_to(SOURCES).as_posix()]
-DEFINITION = re.compile(r"^(?:NVRTC_ATTN_DEVICE [^\n;{}]*?\b(\w+)\(|(?:struct|enum) (\w+)\b)", re.MULTILINE)
+DEFINITION = re.compile(
+    r"^(?:NVRTC_ATTN_DEVICE [^\n;{}]*?\b(\w+)\(|(?:struct|enum) (?:alignas\([^)]*\) )?(\w+)\b)", re.MULTILINE
+)
 
 
 def code(path: Path) -> str:

@@ -15,12 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import modifiers
+import numpy as np
 import pytest
 from dlpack_producer import BOGUS_POINTER, Producer
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
 import nvrtc_attn
+from nvrtc_attn import heuristics
 from nvrtc_attn.base.errors import CudaError, UnsupportedError
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.heuristics import tile_words
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit.cache import kernel_cache
 from nvrtc_attn.jit.compile import compile_kernel
@@ -403,17 +408,37 @@ def launch_case(case: cases.Case) -> None:
     )  # fmt: skip
 
 
+def kernels_of(case: modifiers.ModifierCase, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels of the deterministic backward pass of ``case`` in `tests/gpu/sanitizer.py`, in both families."""
+    sizes = (2, 4, 200, 176)
+    traced = nvrtc_attn.trace(*case.make(case.arrays(sizes, np.random.default_rng(0))))
+    shapes = {name: (2, n, heads, 64) for name, n, heads in (("q", 200, 4), ("k", 176, 2), ("v", 176, 2))}
+    asked = AttentionProblem(
+        batch=2, seqlen_q=200, seqlen_k=176, num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="float16",
+        softmax_scale=0.125, modifier=traced.program, trained=tuple(traced.differentiable), deterministic=True,
+        **{name: dense_layout(shape, "float16") for name, shape in shapes.items()},
+    )  # fmt: skip
+    monkeypatch.setattr(tile_words, "MIN_FLOPS", 0)
+    monkeypatch.setattr(tile_words, "MIN_KEY_TILES", 0)
+    specs = [
+        heuristics.choose_backward(asked, arch="sm_90", num_sms=132, smem_limit=232448, backend=backend)
+        for backend in ("portable", "hopper")
+    ]
+    return {launch.config.kernel for spec in specs for launch in spec.launches}
+
+
 @pytest.mark.reliability(41)
 def test_the_cases_of_the_sanitizer_launch_every_kernel(
     fake: BusyDriver, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs under compute-sanitizer misses no kernel of either family."""
     tree = ast.parse((repository / "tests/gpu/test_sanitizer.py").read_text(encoding="utf-8"))
-    (names,) = (
-        ast.literal_eval(node.value)
+    assigned = {
+        node.targets[0].id: ast.literal_eval(node.value)
         for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "CASES"
-    )
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
+    }
+    names = assigned["CASES"]
     named = {case.name: case for case in cases.named_cases()}
     assert set(names) <= set(named)
     for name in names:
@@ -422,4 +447,7 @@ def test_the_cases_of_the_sanitizer_launch_every_kernel(
                 monkeypatch.setenv("NVRTC_ATTN_BACKEND", backend)
                 launch_case(named[name])
     launched = {config.kernel for config, _ in plan._kernels}
+    with_modifiers = {case.name: case for case in modifiers.named_cases()}
+    for name in assigned["MODIFIERS"]:
+        launched |= kernels_of(with_modifiers[name], monkeypatch)
     assert launched == {path.stem for path in (repository / "cuda_src/nvrtc_attn/kernel").glob("*.cuh")}
