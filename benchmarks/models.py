@@ -1,6 +1,6 @@
 """Speed on the shapes of published models beside every other kernel that can do them, on one GPU, in one process.
 
-    python benchmarks/models.py [--part language,decode,...] [--only REGEX] [--rivals cudnn,fa3,...] [--quick]
+    python benchmarks/models.py [--part language,decode,...] [--only REGEX] [--rivals cudnn,fa3,...] [--quick [--cases 45]]
                                 [--name NAME] [--out DIRECTORY] [--resume] [--budget SECONDS] [--plot]
 
 Cases are in `model_cases.py`, rivals in `peers.py` ($FA3_DIR for FlashAttention-3). For every case and direction the
@@ -219,6 +219,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="45 cases, two short rounds, without fa4: under two minutes"
     )
+    parser.add_argument("--cases", type=int, default=QUICK_CASES, help="so many, of --quick")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for JSON and plot")
     parser.add_argument("--name", default=f"models_{os.environ.get('NVRTC_ATTN_BACKEND', 'auto')}")
     parser.add_argument("--resume", action="store_true", help="keep the cases that NAME.json has")
@@ -249,7 +250,7 @@ def main() -> None:
     if arguments.quick:
         rounds, rep_ms, budget = 2, 12, 110.0
         rivals = [name for name in rivals if name != "fa4"]
-        chosen = chosen[:QUICK_CASES]
+        chosen = chosen[: arguments.cases]
     if arguments.dry_run:
         device, rivals, chosen = "cpu", ["math"], [case.tiny() for case in chosen]
     else:

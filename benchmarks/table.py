@@ -173,8 +173,6 @@ operations forward, 2.5 times as many backward, half of it when causal.
 `scaled_dot_product_attention` is 0.004 nats, and two of its own backends differ by 0.018.
 """
 
-NOT_YET = ("models_auto",)
-"""Sections that are there as soon as their result is."""
 README_LENGTHS = ("16x1024", "1x16384")
 """Batch and length of the rows that README shows: two for each head dim and mask, twelve in all."""
 MARKERS = ("<!-- grid: written by benchmarks/table.py -->", "<!-- end of grid -->")
@@ -197,8 +195,6 @@ def measured_on(saved: dict[str, Any]) -> str:
 def benchmarks_page() -> str:
     parts = [HEAD]
     for section in SECTIONS:
-        if section.result in NOT_YET and not (RESULTS / f"{section.result}.json").is_file():
-            continue
         saved = load(section.result)
         table = TABLES[section.result.split("_")[0]](saved["rows"])
         parts.append(f"\n## {section.title}\n\n{section.above}\n\n{measured_on(saved)}\n\n{table}\n")

@@ -490,7 +490,8 @@ def test_an_error_in_the_numpy_path_is_the_programs(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(adapter, "_on_cpu", fail)
     q, k, v, _ = arrays()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="not today"):
+    # Which of the two depends on the version of JAX.
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="not today"):
         attention(q, k, v).block_until_ready()
 
 
