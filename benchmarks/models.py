@@ -1,7 +1,8 @@
 """Speed on the shapes of published models beside every other kernel that can do them, on one GPU, in one process.
 
-    python benchmarks/models.py [--part language,decode,...] [--only REGEX] [--rivals cudnn,fa3,...] [--quick [--cases 45]]
-                                [--name NAME] [--out DIRECTORY] [--resume] [--budget SECONDS] [--plot]
+    python benchmarks/models.py [--part language,decode,...] [--only REGEX] [--rivals cudnn,fa3,...]
+                                [--quick [--cases 45]] [--name NAME] [--out DIRECTORY]
+                                [--resume] [--budget SECONDS] [--plot]
 
 Cases are in `model_cases.py`, rivals in `peers.py` ($FA3_DIR for FlashAttention-3). For every case and direction the
 functions run in turn, with a rest before each; one that took 1.5 times the fastest's time in the first round is not
