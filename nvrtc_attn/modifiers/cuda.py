@@ -127,7 +127,7 @@ def cuda_source(program: Program, trained: tuple[int, ...] = (), ordered: bool =
         ]
     if program.mask is not None:
         lines += [
-            "  NVRTC_ATTN_DEVICE bool keeps(int q, int k) const {",
+            "  NVRTC_ATTN_DEVICE bool keeps(int q, int k, int q0 = 0, int k0 = 0) const {",
             *text.body([program.mask]),
             f"    return {text.name(program.mask)};",
             "  }",

@@ -133,10 +133,11 @@ def library(
 
 
 def all_cases() -> list[ModifierCase]:
-    return [*modifiers.named_cases(), *(modifiers.random_case(5000 + seed) for seed in range(74))]
+    masks = [modifiers.random_mask(5000 + seed) for seed in range(16)]  # distances as floats, too
+    return [*modifiers.named_cases(), *masks, *(modifiers.random_case(5000 + seed) for seed in range(74))]
 
 
-@pytest.mark.parametrize(("part", "ordered"), [*((part, False) for part in range(6)), (0, True), (1, True)])
+@pytest.mark.parametrize(("part", "ordered"), [*((part, False) for part in range(7)), (0, True), (1, True)])
 def test_the_text_computes_what_numpy_does(part: int, ordered: bool, tmp_path: Path, repository: Path) -> None:
     """Score, slope, mask, and what goes to the gradients of captured arrays; ``ordered``: by way of integers."""
     found = []
