@@ -52,8 +52,9 @@ stages, 23.6 with sixteen splits and a second kernel; 4 queries of 4 x 8192 49.6
 MOST_STAGES: Final = 6
 WIDE_CLUSTER_SMS: Final = 128
 """Multiprocessors of a GPU of which enough lie together for sixteen blocks: a slice of one may have fewer."""
-CLUSTERS_FIRST: Final = True
-"""Whether tables and the autotuner take clusters: 1.06 to 1.23 times as fast where blocks are few (H200, 2026-11)."""
+CLUSTERS_FIRST: Final = False
+"""Whether tables and the autotuner take clusters: 1.06 to 1.23 times as fast where blocks are few (H200, 2026-11), with
+the results of other splits. Not before `precompile` lists the kernels that a growing cache of keys goes through."""
 COMBINE_WARPS: Final = 4
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).

@@ -44,7 +44,8 @@ def code_without_comments(repository: Path) -> dict[str, str]:
     ("words", "place"),
     [
         (r"window_left|window_right|bottom_right|kUnbounded|kFarAway", "collective/mask.cuh"),
-        (r"params\.softcap|tanh_of|tanhf|kPrescale", "collective/scores.cuh"),
+        # Ranges have a tanh of their own.
+        (r"params\.softcap|tanh_of|kPrescale|(?<!widened\()(?<!, )tanhf", "collective/scores.cuh"),
         (r"1\.0f - tanh\w* \* tanh\w*", "collective/scores.cuh"),
         (r"\+= (to_float|b\.[xy]\b|\w*bias(\[\w+\])?;)", "collective/scores.cuh"),
     ],

@@ -9,9 +9,11 @@ from typing import Any
 import modifiers
 import numpy as np
 import pytest
+from architectures import ONE_OF_EACH_CLASS
 
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import choose_backward, choose_forward, narrower_forward
+from nvrtc_attn.heuristics.common import choose_captured
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.config import KernelConfig
 from nvrtc_attn.modifiers.trace import trace
@@ -76,6 +78,14 @@ def test_the_portable_forward_kernel(name: str, head_dim: int) -> None:
         kernel = compile_kernel(config)
         assert not re.search("warning", kernel.log), kernel.log
         assert kernel.spill_bytes <= SPILLED.get((name, head_dim, "forward portable"), 0)
+
+
+@pytest.mark.parametrize("arch", ONE_OF_EACH_CLASS)
+def test_sums_of_ordered_gradients_compile_for_every_class(arch: str) -> None:
+    (launch,) = choose_captured(problem("t5", 64, "ordered"), arch=arch, num_sms=132)
+    kernel = compile_kernel(launch.config)
+    assert not re.search("warning", kernel.log), kernel.log
+    assert kernel.spill_bytes == 0
 
 
 def _scores(cols: int, dtype: str) -> OperandLayout:

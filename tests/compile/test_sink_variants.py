@@ -94,10 +94,7 @@ def portable(arch: str, name: str) -> list[KernelConfig]:
         fields["dtype"] = "float16"
     asked = problem(**fields)
     forward = readers(launches(asked, arch, "portable", backward=False))
-    # Splits of the keys are combined by a kernel of their own, or where there are clusters by the blocks of one.
-    combined = name == "decode" and arch != "sm_90"
-    assert [config.kernel for config in forward] == ["combine" if combined else "forward_portable"]
-    assert name != "decode" or combined or forward[0].cluster > 1  # type: ignore[attr-defined]
+    assert [config.kernel for config in forward] == ["combine" if name == "decode" else "forward_portable"]
     gradients = [] if name == "decode" else readers(launches(asked, arch, "portable", backward=True))
     return [*forward, *gradients]
 
@@ -125,8 +122,11 @@ def test_portable_variants_compile_clean(arch: str, name: str) -> None:
         check(config)
 
 
-# Causal, or in a window, they have a tile of their own at head dim 64.
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("d64-window", "d64-causal-short")])
+# Causal, in a window or packed they have a tile of their own at head dim 64, and causal at 192.
+OWN_TILES = ("d64-window", "d64-causal-short", "d64-packed", "d192")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OWN_TILES])
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 def test_only_what_reads_a_sink_differs(name: str, backend: str) -> None:
     """The same tiles and kernels as without one; one small kernel more in the backward pass."""

@@ -378,6 +378,7 @@ def test_without_a_worker_the_process_compiles_after_one_warning(
         monkeypatch.setattr(sys, "executable", "/usr/sbin/uwsgi")
         monkeypatch.setattr(sys, "_base_executable", "", raising=False)
         monkeypatch.setattr(sys, "base_exec_prefix", str(tmp_path))
+        monkeypatch.delitem(sys.modules, "multiprocessing.spawn", raising=False)  # another test may have imported it
     elif how == "no exec":
         monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: (_ for _ in ()).throw(PermissionError(1, "denied")))
     else:
