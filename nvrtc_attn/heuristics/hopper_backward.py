@@ -158,7 +158,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
 def registers_of(problem: AttentionProblem) -> dict[str, bool]:
     """What of a tile of plain scores stays in registers, and whether consumers have code of their own."""
     widths = [product_width(x) for x in (problem.head_dim, problem.head_dim_v)]
-    return {"own_code": widths[0] == 80, "values_in_registers": max(widths) <= 96}
+    # A scale that is not positive is one operand more: 8 bytes would spill at head dim 64.
+    return {"own_code": widths[0] == 80, "values_in_registers": max(widths) <= 96 and problem.softmax_scale > 0}
 
 
 def key_tiles(problem: AttentionProblem) -> int:
