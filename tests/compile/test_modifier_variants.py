@@ -56,7 +56,8 @@ def kernels(name: str, head_dim: int, which: str, backend: str = "auto") -> list
 
 SPILLED = {
     ("t5", 128, "trained"): 8, ("both", 128, "forward portable"): 8,
-    ("rows and columns", 64, "forward"): 40, ("rows and columns", 128, "forward"): 40,
+    ("rows and columns", 64, "forward"): 80, ("rows and columns", 128, "forward"): 40,
+    ("rows and columns", 128, "backward"): 16, ("swin", 128, "backward"): 12,
 }  # fmt: skip
 """Bytes that are known, of modifiers with several captured arrays."""
 
