@@ -118,12 +118,12 @@ NVRTC_ATTN_DEVICE void follow_schedule(HopperBackwardParams const& params, Helpe
         h = next.h;
         m = next.m;
       }
-      continue;
-    }
+    } else {
 #pragma unroll 1
-    for (int left = work.range.count * params.heads_per_group; left > 0; --left) {
-      action(work, h, m, left, QueryTile{});
-      work.range.next(h, m);
+      for (int left = work.range.count * params.heads_per_group; left > 0; --left) {
+        action(work, h, m, left, QueryTile{});
+        work.range.next(h, m);
+      }
     }
   }
 }
