@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-ONE_THREAD = """
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <type_traits>
-#define NVRTC_ATTN_DEVICE inline
-using std::min; using std::max; using std::abs;
-namespace cute { template <class...> using void_t = void; }
-struct Thread { int x; }; static Thread threadIdx{0};
+NUMBERS = """
 template <class T> T __ldg(T const* at) { return *at; }
 inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -19,6 +11,22 @@ inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); r
 inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
 template <class T> void atomicAdd(T* at, T x) { *at += x; }
 template <class T> void atomicOr(T* at, T x) { *at |= x; }
+"""
+"""What CUDA has of numbers and of memory, for one thread at a time."""
+
+ONE_THREAD = (
+    """
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#define NVRTC_ATTN_DEVICE inline
+using std::min; using std::max; using std::abs;
+namespace cute { template <class...> using void_t = void; }
+struct Thread { int x; }; static Thread threadIdx{0};
+"""
+    + NUMBERS
+    + """
 template <class T> T __shfl_sync(unsigned, T x, int) { return x; }
 template <class T> T __shfl_xor_sync(unsigned, T x, int) { return 0; }
 inline bool __all_sync(unsigned, bool x) { return x; }
@@ -31,6 +39,7 @@ template <class Element> float tanh_of(float x) { return tanhf(x); }
 }
 struct Plain { int nothing; };
 """
+)
 """For text of one thread, `modifier.cuh` and what is made for it: numbers, and a warp of one lane."""
 
 FIBERS = """

@@ -233,14 +233,9 @@ FIBERS = (
     + """
 using std::abs;
 namespace cute { template <class...> using void_t = void; }
-template <class T> T __ldg(T const* at) { return *at; }
-inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
-inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
-template <class T> void atomicAdd(T* at, T x) { *at += x; }
-template <class T> void atomicOr(T* at, T x) { *at |= x; }
+"""
+    + host_cuda.NUMBERS
+    + """
 inline unsigned long long __shfl_sync(unsigned, unsigned long long x, int) { return x; }
 template <class T> T __shfl_xor_sync(unsigned, T x, int by) {
   int bits, other;
