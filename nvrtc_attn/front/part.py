@@ -22,7 +22,8 @@ class Part:
     An axis that is not given is whole. Causal masks, windows and dropout are then those of the whole: row i of the call
     is its row ``rows[0] + i``, causal aligns to the bottom right corner of the whole, and `dropout_keep_mask` of the
     whole is the mask of every part. ``bias`` and ``mask`` of the call, its outputs and gradients are those of the part:
-    pass the slices. ``heads`` counts query heads.
+    pass the slices. ``heads`` counts query heads. The indices that ``score_mod`` and ``mask_mod`` get are those of the
+    whole, and so are the arrays that they captured; gradients of those are the part's share, in arrays of whole size.
 
     A part of the keys gives partial results, which `nvrtc_attn.merge_partials` combines; ``attention_backward`` with
     out and lse of the whole gives exact shares of the gradients, to be added up.
@@ -70,6 +71,10 @@ class Part:
         """Index of the call's first element in the whole: batch entry, head, row, key."""
         b, h, i, j = (0 if extent is None else extent[0] for extent in map(self._extent, AXES))
         return b, h, i, j
+
+    def starts(self) -> tuple[int | None, ...]:
+        """`origin`, with None for axes that are whole."""
+        return tuple(None if extent is None else extent[0] for extent in map(self._extent, AXES))
 
     def whole(self, sizes: Sequence[int]) -> Sizes:
         """Sizes of the whole, of those of the call."""
