@@ -10,12 +10,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import numpy as np  # noqa: E402
 import parallel_problems  # noqa: E402
-from parallel_problems import Shared, take  # noqa: E402
+from parallel_problems import Modified, Shared, take  # noqa: E402
 
 import nvrtc_attn  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.front.chunks import band_of, chunks_of, joined, length, needed, places, together  # noqa: E402
+from nvrtc_attn.front.modified import banded_options  # noqa: E402
 from nvrtc_attn.front.philox import RngState  # noqa: E402
 from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
 from nvrtc_attn.torch.parallel import groups_of, local, merge_partials, strategies  # noqa: E402
@@ -191,6 +193,74 @@ def test_many_random_problems_are_the_whole(name: str, size: int, monkeypatch: p
     for shared in parallel_problems.problems(12, FULL // len(CASES), size, heads_divide="ulysses" in name):
         faults += check(shared, name, size, monkeypatch)
     assert not faults, "\n".join(faults[:5])
+
+
+def check_modified(given: Modified, name: str, size: int, monkeypatch: pytest.MonkeyPatch, device: str) -> list[str]:
+    """Run one modifier on ``size`` threads: out, lse, gradients and the sums of those of captured arrays."""
+    monkeypatch.setattr(strategies, "exchange", exchange)
+    (q, k, v, dout), arrays = given.tensors(device)
+    functions = given.case.make(arrays if device != "cpu" else {key: x.numpy() for key, x in arrays.items()})
+    modifier = nvrtc_attn.trace(*functions)
+    captures = [torch.as_tensor(x, device=device) for x in modifier.captures]
+    options = CallOptions(**given.options, return_lse=True)
+    lengths = given.sizes[2:]
+    banded = banded_options(modifier, options, lengths)
+    left, right = check_window(Violations(), banded.causal, banded.window_size)
+    whole = local.Whole(
+        options, RngState(3, 4), *lengths, band_of(left, right, *lengths, banded.causal != "top_left"),
+        sm_margin=None if device == "cpu" else 0, modifier=modifier,
+    )  # fmt: skip
+    chunks_q, chunks_k, strategy = make(name, size, given.layout, lengths)
+
+    def work(rank: int) -> Any:
+        of_q, of_k = chunks_q[rank], chunks_k[rank]
+        mine = strategy(rank)
+        own = local.whole_with(whole, captures, [True] * len(captures))
+        tensors = take(q, of_q, 1), take(k, of_k, 1), take(v, of_k, 1)
+        out, lse, saved = mine.forward(strategies.Inputs(*tensors, None, None, 0, given.sizes[1]), own)
+        dq, dk, dv, *_ = mine.backward(saved, own, take(dout, of_q, 1), None)
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}, own.daux
+
+    expected = parallel_problems.of_one_call(given)
+    found: dict[str, Any] = {key: np.full(x.shape, np.nan) for key, x in expected.items() if key != "daux"}
+    found["daux"] = [None if x is None else np.zeros(x.shape) for x in expected["daux"]]
+    for rank, (results, daux) in enumerate(run_ranks(size, work)):
+        for key, x in results.items():
+            chunks = chunks_k[rank] if key in ("dk", "dv") else chunks_q[rank]
+            at = np.concatenate([np.arange(a, b) for a, b in chunks] or [np.arange(0)])
+            place = (slice(None), slice(None), at) if key == "lse" else (slice(None), at)
+            found[key][place] = x.cpu()
+        for total, share in zip(found["daux"], daux, strict=True):
+            if total is not None:
+                total += share.cpu().numpy()
+    return [f"{name} over {size}, {given}: {fault}" for fault in parallel_problems.differ(found, expected)]
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_modifiers_get_the_positions_of_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zigzag chunks, fetched keys and shares of heads: indices, captured arrays and their gradients are the whole's."""
+    faults = []
+    for given in parallel_problems.modified_problems(13, 30, size):
+        faults += check_modified(given, name, size, monkeypatch, "cpu")
+    assert not faults, "\n".join(faults[:5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_many_modifiers_get_the_positions_of_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = []
+    for given in parallel_problems.modified_problems(14, 400, size):
+        faults += check_modified(given, name, size, monkeypatch, "cpu")
+    assert not faults, "\n".join(faults[:5])
+
+
+def test_a_mask_that_is_a_window_fetches_only_what_it_reaches() -> None:
+    """A band that mask_mod says is that of the options."""
+    modifier = nvrtc_attn.trace(None, lambda b, h, q, k: (q >= k) & (q - k <= 5) & (k % 3 != 1))
+    banded = banded_options(modifier, CallOptions(), (64, 64))
+    left, right = check_window(Violations(), banded.causal, banded.window_size)
+    chunks = chunks_of("contiguous", 64, 4)
+    assert needed(chunks[1], band_of(left, right, 64, 64, banded.causal != "top_left"), 64) == ((11, 32),)
 
 
 @pytest.mark.parametrize("seqlen", [0, 1, 7, 64, 100])

@@ -5,6 +5,7 @@ The answer is that of one GPU: every mask, window, bias and dropout decision is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -16,16 +17,19 @@ from ...base.errors import UnsupportedError, shown
 from ...base.version import __version__
 from ...front.call import CallOptions, describe_shapes, plain_options
 from ...front.chunks import Chunks, band_of, chunks_of, length, places, together
+from ...front.modified import banded_options
 from ...front.part import Part
 from ...front.philox import NO_RNG, RngState
 from ...front.problem import Causal, WindowSize
 from ...front.tensors import Device
 from ...front.validation import Violations, check_integer, check_window
+from ...modifiers.modifier import Modifier
+from ...modifiers.trace import trace
 from ..ops import cast_for_autocast
 from ..random import checked_rng
 from ..tensors import remember, signature
 from .exchange import exchange, same_everywhere
-from .local import Whole, merge_partials
+from .local import Whole, merge_partials, whole_with
 from .strategies import AllGather, Inputs, Ring, Strategy, Ulysses
 
 __all__ = ["ContextParallel", "merge_partials"]
@@ -228,6 +232,9 @@ class ContextParallel:
         deterministic: bool | None = None,
         part: Part | None = None,
         sink: torch.Tensor | None = None,
+        score_mod: Any = None,
+        mask_mod: Any = None,
+        aux: Mapping[str, Any] | None = None,
     ) -> Any:
         """`nvrtc_attn.torch.attention` of this rank's tokens in the whole sequence, with gradients.
 
@@ -242,6 +249,9 @@ class ContextParallel:
             add it up over the ranks, as the gradients of all parameters that ranks have in common.
         sink : ``[H]``, optional
             One more logit in every row of a head, on every rank. Its gradient is this rank's share likewise.
+        score_mod, mask_mod, aux
+            As of `nvrtc_attn.attention`, on every rank: the indices that they get are those of the whole, and so are
+            the arrays that they captured. Floating-point ones have gradients, which are this rank's share likewise.
         rng
             Default: a seed that the first rank draws from torch's generator, for all of them. Otherwise the same on all
             ranks. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
@@ -266,7 +276,10 @@ class ContextParallel:
             what differs between them (see ``check``).
         """
         q, k, v, bias = cast_for_autocast(q, k, v, bias)
-        grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink))
+        modifier, captures = _modifier_of(score_mod, mask_mod, aux, q)
+        grad = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, bias, sink, *captures)
+        )
         if deterministic is None:
             deterministic = grad and torch.are_deterministic_algorithms_enabled()
         options = plain_options(
@@ -280,7 +293,8 @@ class ContextParallel:
         )  # fmt: skip
         lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
         packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-        self._check_tensors({"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}, lengths, options, part)
+        given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
+        self._check_tensors(given, lengths, options, part, modifier)
         strategy = self._strategy(q, k)
         if packed and not _has_all_tokens(strategy):
             raise UnsupportedError(
@@ -290,12 +304,15 @@ class ContextParallel:
             )
         always = self._check == "always" or env.debug()
         if always or (self._check == "first" and not self._calls):
-            self._compare(q, k, v, bias, mask, sink, options, part, grad, rng)
+            self._compare(q, k, v, bias, mask, sink, options, part, grad, rng, modifier)
         self._calls += 1
         # The band of the whole: what a rank needs of the others follows from it.
         found = Violations()
-        left, right = check_window(found, options.causal, options.window_size)
-        bottom_right = options.causal != "top_left"
+        banded = options
+        if modifier is not None and not packed:
+            banded = banded_options(modifier, options, (self.seqlen, self.seqlen_k))
+        left, right = check_window(found, banded.causal, banded.window_size)
+        bottom_right = banded.causal != "top_left"
         whole = Whole(
             options._replace(part=None),
             self._draw(q, rng) if options.dropout_p > 0 else NO_RNG,
@@ -307,16 +324,23 @@ class ContextParallel:
             None if part is None else part.heads,
             return_lse,
             self._sm_margin if q.is_cuda and self.size > 1 else None,
+            modifier,
         )
-        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask, sink)
+        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask, sink, *captures)
         return (out, lse) if return_lse else out
 
     def _check_tensors(
-        self, given: dict[str, Any], lengths: dict[str, Any], options: CallOptions, part: Part | None
+        self,
+        given: dict[str, Any],
+        lengths: dict[str, Any],
+        options: CallOptions,
+        part: Part | None,
+        modifier: Modifier | None,
     ) -> None:
         """Refuse this rank's tensors by what it knows: as `nvrtc_attn.attention` would those of the whole."""
         tokens, keys, q = self.local_seqlen, self.local_seqlen_k, given["q"]
-        key: Any = (*map(signature, given.values()), *map(signature, lengths.values()), options)
+        program = None if modifier is None else (modifier.program, *map(signature, modifier.captures))
+        key: Any = (*map(signature, given.values()), *map(signature, lengths.values()), options, program)
         if key in self._checked and part is None:
             return
         faults, operands = [], {}
@@ -358,7 +382,8 @@ class ContextParallel:
                 operands[name] = (tuple(x.shape), str(x.dtype).removeprefix("torch."))
         if faults:
             raise ValueError(f"{'. '.join(faults)}. Nothing was sent.")
-        describe_shapes(operands, options._replace(part=part), Device("cuda" if q.is_cuda else "meta", 0))
+        where = Device("cuda" if q.is_cuda else "meta", 0)
+        describe_shapes(operands, options._replace(part=part), where, modifier=modifier)
         if part is None:
             remember(self._checked, key, True)
 
@@ -404,7 +429,7 @@ class ContextParallel:
 
     def _compare(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, sink: Any,
-        options: CallOptions, part: Part | None, grad: bool, rng: Any,
+        options: CallOptions, part: Part | None, grad: bool, rng: Any, modifier: Modifier | None,
     ) -> None:  # fmt: skip
         """Ask all ranks whether they mean the same call."""
         words = rng if isinstance(rng, tuple) else (rng,)
@@ -421,6 +446,9 @@ class ContextParallel:
                 "bias": scores(bias), "mask": scores(mask), "sink": None if sink is None else str(sink.dtype),
                  "options": str(options), "gradient": grad,
                 "part": None if part is None else (part.batch, part.heads), "rng": seed,
+                "score_mod, mask_mod": None if modifier is None else (
+                    repr(modifier.program), modifier.numbers, tuple(tuple(x.shape) for x in modifier.captures)
+                ),
             },
         )  # fmt: skip
 
@@ -432,6 +460,19 @@ class ContextParallel:
         for group in reversed(self._groups):
             dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
         return checked_rng(seed, q)
+
+
+def _modifier_of(
+    score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None, q: torch.Tensor
+) -> tuple[Modifier | None, tuple[torch.Tensor, ...]]:
+    """What the functions of a call mean, and the arrays that they captured, where q is."""
+    if score_mod is None and mask_mod is None:
+        if aux is not None:
+            raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
+        return None, ()
+    modifier = trace(score_mod, mask_mod, aux=aux)
+    captures = tuple(torch.as_tensor(x, device=q.device) for x in modifier.captures)
+    return modifier.with_captures(captures), captures
 
 
 def groups_of(heads_kv: int, keys: int) -> int:
@@ -484,12 +525,13 @@ class _Unshard(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, whole: Whole, *tensors: Any) -> Any:
-        q, k, v, bias, mask, sink = tensors
-        out, lse, saved = strategy.forward(Inputs(q, k, v, bias, mask, 0, q.shape[2], sink), whole)
+        q, k, v, bias, mask, sink, *captures = tensors
+        inputs = Inputs(q, k, v, bias, mask, 0, q.shape[2], sink)
+        out, lse, saved = strategy.forward(inputs, whole_with(whole, captures))
         ctx.sink_dtype = None if sink is None else sink.dtype
-        ctx.save_for_backward(*(x for x in saved if isinstance(x, torch.Tensor)))
+        ctx.save_for_backward(*(x for x in saved if isinstance(x, torch.Tensor)), *captures)
         ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in saved]
-        ctx.strategy, ctx.whole, ctx.like_out = strategy, whole, (out.shape, out.dtype, out.device)
+        ctx.strategy, ctx.whole, ctx.like_out = strategy, whole_with(whole, None), (out.shape, out.dtype, out.device)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -498,9 +540,16 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         tensors = iter(ctx.saved_tensors)
         saved = tuple(next(tensors) if x is None else x[0] for x in ctx.others)
+        captures = tuple(tensors)
+        whole = whole_with(ctx.whole, captures, ctx.needs_input_grad[_CAPTURES:])
         if dout is None:
             shape, dtype, device = ctx.like_out
             dout = torch.zeros(shape, dtype=dtype, device=device)
-        gradients = ctx.strategy.backward(saved, ctx.whole, dout.contiguous(), dlse)
+        gradients = ctx.strategy.backward(saved, whole, dout.contiguous(), dlse)
         *of_inputs, dsink = gradients
-        return None, None, *of_inputs, None, None if dsink is None else dsink.to(ctx.sink_dtype)
+        of_captures = (None if x is None else x.to(y.dtype) for x, y in zip(whole.daux, captures, strict=True))
+        return None, None, *of_inputs, None, None if dsink is None else dsink.to(ctx.sink_dtype), *of_captures
+
+
+_CAPTURES: Final = 8
+"""Where the captured tensors begin among the arguments of `_Attention`."""
