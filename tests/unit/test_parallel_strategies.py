@@ -20,7 +20,7 @@ from nvrtc_attn.front.chunks import band_of, chunks_of, joined, length, needed, 
 from nvrtc_attn.front.modified import banded_options  # noqa: E402
 from nvrtc_attn.front.philox import RngState  # noqa: E402
 from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
-from nvrtc_attn.torch.parallel import groups_of, local, merge_partials, strategies  # noqa: E402
+from nvrtc_attn.torch.parallel import groups_of, local, merge_partials, strategies, swaps  # noqa: E402
 from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
 
 QUICK, FULL = 8, 2000
@@ -93,8 +93,12 @@ def make(name: str, size: int, layout: Any, seqlens: tuple[int, int]) -> tuple[A
 
     def of(rank: int) -> Any:
         boards.append(board)
-        if name == "all_gather":
-            return strategies.AllGather(Member(board, rank), rank, chunks_q, chunks_k, pipeline=2)
+        if name.startswith("all_gather"):
+            more: dict[str, Any] = {"all_gather kept": {"keep": True}, "all_gather again": {"keep": False}}.get(
+                name, {}
+            )
+            pipeline = 1 if more else 2
+            return strategies.AllGather(Member(board, rank), rank, chunks_q, chunks_k, pipeline, **more)
         if name == "ring":
             return strategies.Ring(Member(board, rank), rank, chunks_q, chunks_k)
         if name == "ulysses":
@@ -173,7 +177,8 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch,
 
 
 CASES = [
-    ("all_gather", 2), ("all_gather", 3), ("ring", 2), ("ring", 3), ("ulysses", 2), ("ulysses", 4),
+    ("all_gather", 2), ("all_gather", 3), ("all_gather kept", 2), ("all_gather again", 3), ("ring", 2), ("ring", 3),
+    ("ulysses", 2), ("ulysses", 4),
     ("ulysses x ring", 4), ("ulysses x all_gather", 4),
 ]  # fmt: skip
 
@@ -263,6 +268,59 @@ def test_a_mask_that_is_a_window_fetches_only_what_it_reaches() -> None:
     assert needed(chunks[1], band_of(left, right, 64, 64, banded.causal != "top_left"), 64) == ((11, 32),)
 
 
+def test_keys_of_the_short_row_come_first_and_gradients_leave_early() -> None:
+    """Two ranks, zigzag, causal: rank 0 begins with keys that it has, and what it returns is done after one row."""
+    chunks = chunks_of("zigzag", 64, 2)
+    whole = local.Whole(CallOptions(), RngState(0, 0), 64, 64, band_of(None, 0, 64, 64, True))
+    routes = [strategies.AllGather(None, r, chunks, chunks)._routes(whole) for r in range(2)]
+    assert (routes[0].first[1], routes[0].rest[1]) == ([[], []], [[], [slice(16, 48)]])
+    assert (routes[1].first[1], routes[1].rest[1]) == ([[slice(0, 16)], []], [[], []])
+    assert (routes[0].early[0][1], routes[0].late[0][1]) == ([slice(16, 48)], [])
+    assert (routes[1].early[0][0], routes[1].late[0][0]) == ([slice(0, 16)], [])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("window", [(None, 0), (None, None), (7, 0), (9, 9)])
+def test_every_needed_key_and_gradient_travels_once(ranks: int, window: tuple[int | None, int | None]) -> None:
+    """What ranks send of each stage is what the others expect, the stages together what their rows see."""
+    chunks = chunks_of("zigzag", 61, ranks)
+    whole = local.Whole(CallOptions(), RngState(0, 0), 61, 61, band_of(*window, 61, 61, True))
+    routes = [strategies.AllGather(None, r, chunks, chunks)._routes(whole) for r in range(ranks)]
+
+    def tokens(of: strategies._Routes, slices: list[slice]) -> list[int]:
+        have = [i for a, b in of.have for i in range(a, b)]
+        return [i for s in slices for i in have[s]]
+
+    for r, of in enumerate(routes):
+        seen = {i for a, b in needed(chunks[r], whole.band, 61) for i in range(a, b)}
+        for other, theirs in enumerate(routes):
+            if other == r:
+                continue
+            own = {i for a, b in chunks[other] for i in range(a, b)}
+            stages = [tokens(of, stage[1][other]) for stage in (of.first, of.rest)]
+            assert sorted([*stages[0], *stages[1]]) == sorted(tokens(of, of.everything[1][other])) == sorted(seen & own)
+            for stage, name in zip(stages, ("first", "rest"), strict=True):
+                assert stage == tokens(theirs, getattr(theirs, name)[0][r])
+            back = [tokens(of, stage[0][other]) for stage in (of.early, of.late)]
+            assert sorted([*back[0], *back[1]]) == sorted(seen & own)
+            mine = [i for a, b in chunks[other] for i in range(a, b)]
+            for stage, name in zip(back, ("early", "late"), strict=True):
+                assert stage == [i for s in getattr(theirs, name)[1][r] for i in mine[s]]
+
+
+def test_all_ranks_keep_what_they_fetched_or_none() -> None:
+    """By the sizes of all of them: four times as many query heads keep the keys of two ranks, not those of four."""
+
+    def keeps(ranks: int, heads_kv: int) -> set[bool]:
+        chunks = chunks_of("zigzag", 64, ranks)
+        whole = local.Whole(CallOptions(), RngState(0, 0), 64, 64, band_of(None, 0, 64, 64, True))
+        q, k = torch.zeros(1, 8, 8, 4), torch.zeros(1, 8, heads_kv, 4)
+        x = strategies.Inputs(q, k, k, None, None, 0, 8)
+        return {strategies.AllGather(None, r, chunks, chunks)._keeps(x, whole) for r in range(ranks)}
+
+    assert (keeps(2, 2), keeps(4, 2), keeps(2, 8)) == ({True}, {False}, {False})
+
+
 @pytest.mark.parametrize("seqlen", [0, 1, 7, 64, 100])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -299,6 +357,18 @@ def test_wrong_layouts_are_refused(layout: Any, kind: type[Exception]) -> None:
 )
 def test_heads_are_exchanged_in_groups_that_keep_a_gpu_busy(heads_kv: int, keys: int, expected: int) -> None:
     assert groups_of(heads_kv, keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "ranks", "expected"),
+    [(32, 8, 2, False), (32, 8, 4, True), (32, 32, 2, True), (32, 8, 8, True)],
+)
+def test_auto_takes_what_sends_less(heads: int, heads_kv: int, ranks: int, expected: bool) -> None:
+    elements = {
+        True: 2 * 2 * (2 * heads + 2 * heads_kv) / ranks,  # both passes, 2 bytes
+        False: (2 + 4) * 2 * heads_kv,  # k and v, and their gradients in float32
+    }
+    assert swaps(heads, heads_kv, ranks) is expected is (elements[True] < elements[False])
 
 
 def test_a_window_fetches_only_what_it_reaches() -> None:

@@ -22,7 +22,7 @@ from ...front.part import Part
 from ...front.philox import NO_RNG, RngState
 from ...front.problem import Causal, WindowSize
 from ...front.tensors import Device
-from ...front.validation import Violations, check_integer, check_window
+from ...front.validation import Violations, check_flag, check_integer, check_window
 from ...modifiers.modifier import Modifier
 from ...modifiers.trace import trace
 from ..ops import cast_for_autocast
@@ -60,7 +60,8 @@ class ContextParallel:
         ``"all_gather"``: each rank fetches the keys that its queries see. ``"ulysses"``: ranks swap tokens for heads,
         whose number they must divide (key heads: one number must divide the other). ``"ring"``: keys go around, a
         rank holds those of two ranks at a time. ``("ulysses", "ring")`` and ``("ulysses", "all_gather")``: the first
-        inside, over the last dim of the mesh. ``"auto"``: ulysses where the heads divide, otherwise all_gather.
+        inside, over the last dim of the mesh. ``"auto"``: ulysses where the ranks divide the key heads and less is
+        sent so (or sequences are packed), otherwise all_gather.
     layout
         Which tokens a rank has: ``"zigzag"`` (two pieces, equal work under a causal mask), ``"contiguous"``, or for
         each rank its intervals ``[(start, stop), ...]``, ascending. The sequence need not divide.
@@ -71,8 +72,14 @@ class ContextParallel:
         Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``,
         ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1`` means always.
     sm_margin
-        Multiprocessors that the kernels leave to communication. None are needed for it to begin: kernels hand out their
-        tiles as multiprocessors ask for them, and do not wait for those that NCCL has.
+        Multiprocessors that kernels beside which something is sent leave to communication. None are needed for it to
+        begin: kernels hand out their tiles as multiprocessors ask for them, and do not wait for those that NCCL has.
+    keep
+        Whether ``"all_gather"`` keeps the keys that the forward pass fetched for the backward pass, which fetches them
+        again otherwise. Default: where they take at most half as much memory as what is kept anyway.
+    lanes
+        Streams for the kernels of ``"all_gather"`` that do not depend on one another, in the forward pass, and in the
+        backward pass those of a rank's pieces: the next begins on multiprocessors that the one before leaves idle.
 
     Raises
     ------
@@ -97,6 +104,8 @@ class ContextParallel:
         pipeline: int | None = None,
         check: str = "first",
         sm_margin: int = 0,
+        keep: bool | None = None,
+        lanes: int = 1,
     ) -> None:
         found = Violations()
         self.seqlen = check_integer(found, "seqlen", seqlen) or 0
@@ -116,10 +125,15 @@ class ContextParallel:
             found.value(f"sm_margin: got {sm_margin}. It is at least 0.")
         if pipeline is not None and (check_integer(found, "pipeline", pipeline) or 0) < 1:
             found.value(f"pipeline: got {shown(pipeline)}. It is at least 1.")
+        if keep is not None:
+            check_flag(found, "keep", keep)
+        if (check_integer(found, "lanes", lanes) or 1) < 1:
+            found.value(f"lanes: got {shown(lanes)}. It is at least 1.")
         self._groups = _groups_of(found, group, len(pair))
         found.stop()
         self.strategy, self._pipeline, self._check, self._calls = strategy, pipeline, check, 0
-        self._sm_margin = sm_margin
+        self._sm_margin, self._lanes, self._keep = sm_margin, lanes, keep
+        self._strategies: dict[tuple[int, int, bool, bool], Strategy] = {}  # their routes are worked out once
         self._checked: dict[Any, bool] = {}  # calls whose tensors were looked at
         sizes = [dist.get_world_size(x) for x in self._groups]
         ranks = [dist.get_rank(x) for x in self._groups]
@@ -142,7 +156,7 @@ class ContextParallel:
             self._groups,
             {
                 "version": __version__, "seqlen": self.seqlen, "seqlen_k": self.seqlen_k, "strategy": str(strategy),
-                "layout": f"{layout if isinstance(layout, str) else self.chunks_q}", "pipeline": pipeline,
+                "layout": f"{layout if isinstance(layout, str) else self.chunks_q}", "pipeline": pipeline, "keep": keep,
                 "fault": fault,
             },
         )  # fmt: skip
@@ -295,7 +309,10 @@ class ContextParallel:
         packed = cu_seqlens_q is not None or cu_seqlens_k is not None
         given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
         self._check_tensors(given, lengths, options, part, modifier)
-        strategy = self._strategy(q, k)
+        kind = q.shape[2], k.shape[2], q.is_cuda, packed
+        strategy = self._strategies.get(kind)
+        if strategy is None:
+            strategy = self._strategies[kind] = self._strategy(q, k, packed)
         if packed and not _has_all_tokens(strategy):
             raise UnsupportedError(
                 f"cu_seqlens_q, cu_seqlens_k: packed sequences are computed by strategy 'ulysses', here is "
@@ -387,7 +404,7 @@ class ContextParallel:
         if part is None:
             remember(self._checked, key, True)
 
-    def _strategy(self, q: torch.Tensor, k: torch.Tensor) -> Strategy:
+    def _strategy(self, q: torch.Tensor, k: torch.Tensor, packed: bool) -> Strategy:
         """Who computes what, for the heads of these tensors."""
         name, groups, size, rank = self.strategy, self._groups, self.size, self.rank
         heads_kv = k.shape[2]
@@ -404,7 +421,15 @@ class ContextParallel:
             beyond: Strategy = (
                 Ring(outer, rank // width, over_q, over_k)
                 if name[1] == "ring"
-                else AllGather(outer, rank // width, over_q, over_k, self._groups_for(q, -(-heads_kv // width)))
+                else AllGather(
+                    outer,
+                    rank // width,
+                    over_q,
+                    over_k,
+                    self._groups_for(q, -(-heads_kv // width)),
+                    keep=self._keep,
+                    lanes=self._lanes,
+                )
             )
             mine = rows[rank // width]
             return Ulysses(inner, rank % width, self.chunks_q[mine], self.chunks_k[mine], beyond)
@@ -413,13 +438,17 @@ class ContextParallel:
         why_not = Ulysses.why_not(q.shape[2], k.shape[2], size)
         if name == "ulysses" and why_not:
             raise ValueError(f"strategy: 'ulysses' over {size} ranks, but {why_not}. Use 'all_gather' or 'auto'.")
-        if name == "ulysses" or (name == "auto" and k.shape[2] % size == 0 and not why_not):
+        divides = k.shape[2] % size == 0 and not why_not
+        if name == "ulysses" or (name == "auto" and divides and (packed or swaps(q.shape[2], k.shape[2], size))):
             return Ulysses(
                 groups[0], rank, self.chunks_q, self.chunks_k, everything, self._groups_for(q, heads_kv // size)
             )
         if name == "ring":
             return Ring(groups[0], rank, self.chunks_q, self.chunks_k)
-        return AllGather(groups[0], rank, self.chunks_q, self.chunks_k, self._groups_for(q, heads_kv))
+        return AllGather(
+            groups[0], rank, self.chunks_q, self.chunks_k, self._groups_for(q, heads_kv), keep=self._keep,
+            lanes=self._lanes,
+        )  # fmt: skip
 
     def _groups_for(self, q: torch.Tensor, heads_kv: int) -> int:
         """In how many groups of so many key heads a rank works."""
@@ -473,6 +502,15 @@ def _modifier_of(
     modifier = trace(score_mod, mask_mod, aux=aux)
     captures = tuple(torch.as_tensor(x, device=q.device) for x in modifier.captures)
     return modifier.with_captures(captures), captures
+
+
+def swaps(num_heads: int, num_heads_kv: int, ranks: int) -> bool:
+    """Whether ``"auto"`` swaps tokens for heads where the heads divide: what a rank receives then is less.
+
+    That is q, k, v, out and their gradients of 1 / N of the heads, instead of all heads of k, v and their float32
+    gradients. 32 query and 8 key heads on 2 GPUs at 16k tokens: 0.85 of the ideal with ulysses, 0.88 with all_gather.
+    """
+    return 3 * ranks * num_heads_kv > 2 * (num_heads + num_heads_kv)
 
 
 def groups_of(heads_kv: int, keys: int) -> int:

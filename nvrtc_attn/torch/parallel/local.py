@@ -41,19 +41,23 @@ class Whole(NamedTuple):
     return_lse: bool = True
     """Whether somebody asks for the lse of the rank's rows."""
     sm_margin: int | None = None
-    """`Part.sm_margin` of every part."""
+    """`Part.sm_margin` of parts that are computed beside an exchange; the others have 0 where it is not None."""
     modifier: Modifier | None = None
     """score_mod and mask_mod, whose arrays every rank has whole."""
     daux: tuple[torch.Tensor | None, ...] = ()
     """Of each captured array the float32 sum that the parts of a backward pass add their shares to, where it is
     wanted."""
 
-    def part(self, heads: slice, rows: Interval, keys: Interval, num_heads: int) -> CallOptions:
-        """The options of the part with these query heads (of ``num_heads`` here), rows and keys."""
+    def part(self, heads: slice, rows: Interval, keys: Interval, num_heads: int, *, beside: bool = True) -> CallOptions:
+        """The options of the part with these query heads (of ``num_heads`` here), rows and keys.
+
+        ``beside``: something is sent meanwhile.
+        """
         first, count = self.heads or (0, num_heads)
         where: tuple[Interval | None, Interval | None]
         where = (None, None) if self.lengths else ((rows[0], self.rows), (keys[0], self.keys))
-        part = _part(self.batch, (first + heads.start, count), *where, self.sm_margin)
+        margin = self.sm_margin if beside or not self.sm_margin else 0
+        part = _part(self.batch, (first + heads.start, count), *where, margin)
         return self.options._replace(part=part, return_lse=True, dsink=False)
 
 
