@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..base.errors import shown
-from .validation import MAX_SIZE, Violations, check_integer
+from .validation import MAX_SIZE, Violations, check_flag, check_integer
 
 AXES: Final = ("batch", "heads", "rows", "keys")
 _SIZES: Final = ("batch", "num_heads", "seqlen_q", "seqlen_k")
@@ -41,6 +41,11 @@ class Part:
     sm_margin: int | None = None
     """Multiprocessors that the kernels leave to others, communication for one. Given (0 included), tiles are also
     handed out as they are asked for, so that blocks whose multiprocessor was taken first do not hold up the rest."""
+    plan_as: bool = False
+    """Whether the kernels are those that the whole would get, with its tiles: on compute capability 9.0 out and lse,
+    and dq where the call is deterministic, are then bit for bit the whole's, if all keys that a row sees are in the
+    part, its rows begin at a multiple of 128 and its keys at 0, and the table chooses the whole's kernels (not the
+    autotuner, and no splits of the keys)."""
 
     def __post_init__(self) -> None:
         found = Violations()
@@ -65,6 +70,7 @@ class Part:
         margin = check_integer(found, "part, sm_margin", self.sm_margin)
         if margin is not None and margin < 0:
             found.value(f"part, sm_margin: got {margin}. It is at least 0.")
+        check_flag(found, "part, plan_as", self.plan_as)
         found.stop()
 
     def origin(self) -> Sizes:

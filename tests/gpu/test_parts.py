@@ -206,3 +206,44 @@ def test_modifiers_of_parts_are_those_of_the_whole(name: str, family: str) -> No
         assert torch.equal(torch.isfinite(x), finite), what
         error, bound = (x[finite] - y[finite]).abs().max(), y[finite].abs().max()
         assert error <= 4e-3 * max(float(bound), 1.0), (what, float(error), float(bound))
+
+
+@pytest.mark.skipif("hopper" not in FAMILIES, reason="bits are promised on compute capability 9.0")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {}, {"causal": True, "dropout_p": 0.2, "rng": (3, 4)}, {"causal": True, "softcap": 9.0}],
+)
+def test_plans_as_the_whole_give_the_wholes_bits(options: dict[str, Any], head_dim: int) -> None:
+    """Shares of heads with all tokens, and rows with the keys that they see: out, lse, and dq in a fixed order."""
+    n, heads = 3072, 8
+    torch.manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(2, n, h, head_dim, device=DEVICE, dtype=torch.bfloat16)
+        for h in (heads, heads // 2, heads // 2, heads)
+    )
+
+    def run(at: slice, h: slice, part: nvrtc_attn.Part | None, known: Any) -> tuple[torch.Tensor, ...]:
+        keys = slice(0, at.stop) if options.get("causal") else slice(0, n)
+        of_k = slice(h.start // 2, h.stop // 2)
+        x = [y.contiguous() for y in (q[:, at, h], k[:, keys, of_k], v[:, keys, of_k])]
+        out, lse = nvrtc_attn.attention(*x, **options, return_lse=True, part=part)
+        grads = [torch.empty_like(y) for y in x]
+        more = {**options, "deterministic": True, "part": part}
+        size = nvrtc_attn.backward_workspace_bytes(*x, **more)
+        workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        whole_out, whole_lse = known or (out, lse)
+        of_rows = [y[:, at, h].contiguous() for y in (dout, whole_out)] if known else [dout, whole_out]
+        of_lse = whole_lse[:, h, at].contiguous() if known else whole_lse
+        nvrtc_attn.attention_backward(of_rows[0], *x, of_rows[1], of_lse, *grads, **more, workspace=workspace)
+        return out, lse, grads[0]
+
+    everything = slice(0, n), slice(0, heads)
+    whole = run(*everything, None, None)
+    places = [(everything[0], slice(4, 8)), (slice(0, 768), everything[1]), (slice(1536, 3072), slice(2, 4))]
+    for at, h in places:
+        part = nvrtc_attn.Part(heads=(h.start, heads), rows=(at.start, n), keys=(0, n), plan_as=True)
+        found = run(at, h, part, whole[:2])
+        expected = whole[0][:, at, h], whole[1][:, h, at], whole[2][:, at, h]
+        for name, x, y in zip(("out", "lse", "dq"), found, expected, strict=True):
+            assert torch.equal(x, y), (name, at, h, float((x.float() - y.float()).abs().max()))

@@ -16,10 +16,11 @@ from modifiers import ModifierCase
 
 import nvrtc_attn
 from nvrtc_attn import heuristics
-from nvrtc_attn.front.call import CallOptions, describe
+from nvrtc_attn.front.call import CallOptions, describe, describe_shapes
 from nvrtc_attn.front.part import AXES
 from nvrtc_attn.front.philox import RngState
 from nvrtc_attn.front.problem import dense_layout
+from nvrtc_attn.front.tensors import Device
 
 Cuts = tuple[list[slice], list[slice], list[slice], list[slice]]
 PROBLEMS = 60
@@ -377,3 +378,61 @@ def test_a_part_with_dropout_needs_the_numbers_of_the_whole() -> None:
     x = np.zeros((1, 8, 1, 8), np.float32)
     with pytest.raises(ValueError, match="rng: None"):
         nvrtc_attn.attention(x, x, x, dropout_p=0.5, part=nvrtc_attn.Part(rows=(0, 16)))
+
+
+def planned(part: nvrtc_attn.Part | None, rows: int, keys: int, heads: int = 32, dim: int = 128, **options: Any) -> Any:
+    """The configs of both passes of the main kernels on an H200, and their grids."""
+    shapes = {name: ((1, n, h, dim), "bfloat16") for name, n, h in (("q", rows, heads), ("k", keys, heads // 4))}
+    shapes["v"] = shapes["k"]
+    call = describe_shapes(shapes, CallOptions(return_lse=True, part=part, **options), Device("cuda", 0))
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+    forward = heuristics.choose_forward(call.with_dense(), **target).main
+    backward = heuristics.choose_backward(call.with_dense(), **target).launches
+    main = next((x for x in backward if x.config.kernel.startswith("backward")), backward[0])
+    return forward.config, main.config
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("rows", "keys", "heads"), [((1024, 4096), (0, 4096), 32), ((3840, 4096), (0, 4096), 4), ((0, 4096), (0, 4096), 4)]
+)
+def test_parts_are_planned_as_the_whole(rows: Any, keys: Any, heads: int, dim: int) -> None:
+    """The tiles of the whole, where a part's own sizes would choose others; its own grid and schedule."""
+    options = {"causal": True, "deterministic": True}
+    whole = planned(None, 4096, 4096, dim=dim, **options)
+    count = min(1024, rows[1] - rows[0])
+    seen = rows[0] + count
+    extents: dict[str, Any] = {"heads": (32 - heads, 32), "rows": rows, "keys": keys}
+    like = planned(nvrtc_attn.Part(**extents, plan_as=True), count, seen, heads, dim, **options)
+    forward = {x: getattr(like[0], x) for x in TILE if x != "half_tile"}
+    assert forward == {x: getattr(whole[0], x) for x in forward}
+    assert like[1].kernel == whole[1].kernel
+    assert like[1].block_m == whole[1].block_m
+
+
+def test_plans_as_the_whole_differ_from_those_of_the_sizes() -> None:
+    """What `plan_as` is for: 1,024 of 4,096 rows have another tile by themselves."""
+    extents: dict[str, Any] = {"rows": (0, 4096), "keys": (0, 4096)}
+    alone, like = (planned(nvrtc_attn.Part(**extents, plan_as=x), 1024, 1024, causal=True)[0] for x in (False, True))
+    assert (alone.half_tile, like.half_tile) == (True, False)
+
+
+def test_portable_kernels_are_planned_as_the_wholes_too() -> None:
+    shapes = dict.fromkeys("qkv", ((1, 40, 32, 64), "float16"))
+    target: dict[str, Any] = {"arch": "sm_89", "num_sms": 128, "smem_limit": 101376}
+    found = {}
+    for plan_as in (False, True):
+        part = nvrtc_attn.Part(rows=(0, 4096), keys=(0, 4096), plan_as=plan_as)
+        call = describe_shapes(shapes, CallOptions(part=part), Device("cuda", 0))
+        found[plan_as] = heuristics.choose_forward(call.with_dense(), **target).main.config
+    shapes = dict.fromkeys("qkv", ((1, 4096, 32, 64), "float16"))
+    whole = heuristics.choose_forward(describe_shapes(shapes, CallOptions(), Device("cuda", 0)).with_dense(), **target)
+    assert found[True] == whole.main.config != found[False]
+
+
+TILE = ("kernel", "block_m", "block_n", "num_stages", "lazy_max", "half_tile", "ping_pong", "packed_heads")
+
+
+def test_a_wrong_plan_as_is_refused() -> None:
+    with pytest.raises(TypeError, match="plan_as"):
+        nvrtc_attn.Part(plan_as=16384)  # type: ignore[arg-type]

@@ -81,6 +81,12 @@ class ContextParallel:
         Streams for the kernels of ``"all_gather"`` that do not depend on one another, in the forward pass, and in the
         backward pass those of a rank's pieces: the next begins on multiprocessors that the one before leaves idle.
 
+    plan_as
+        Whether kernels and tiles are those of the whole sequence on one GPU: see `nvrtc_attn.Part`. out, lse, and dq
+        where the call is deterministic, are then bit for bit those of one GPU (compute capability 9.0) with
+        ``"ulysses"`` where the ranks divide the key heads, and with ``"all_gather"`` without a left window bound where
+        every piece begins at a multiple of 128. Kernels may be slower.
+
     Raises
     ------
     ValueError
@@ -106,6 +112,7 @@ class ContextParallel:
         sm_margin: int = 0,
         keep: bool | None = None,
         lanes: int = 1,
+        plan_as: bool = False,
     ) -> None:
         found = Violations()
         self.seqlen = check_integer(found, "seqlen", seqlen) or 0
@@ -127,12 +134,14 @@ class ContextParallel:
             found.value(f"pipeline: got {shown(pipeline)}. It is at least 1.")
         if keep is not None:
             check_flag(found, "keep", keep)
+        check_flag(found, "plan_as", plan_as)
         if (check_integer(found, "lanes", lanes) or 1) < 1:
             found.value(f"lanes: got {shown(lanes)}. It is at least 1.")
         self._groups = _groups_of(found, group, len(pair))
         found.stop()
         self.strategy, self._pipeline, self._check, self._calls = strategy, pipeline, check, 0
         self._sm_margin, self._lanes, self._keep = sm_margin, lanes, keep
+        self._plan_as = plan_as
         self._strategies: dict[tuple[int, int, bool, bool], Strategy] = {}  # their routes are worked out once
         self._checked: dict[Any, bool] = {}  # calls whose tensors were looked at
         sizes = [dist.get_world_size(x) for x in self._groups]
@@ -341,6 +350,7 @@ class ContextParallel:
             None if part is None else part.heads,
             return_lse,
             self._sm_margin if q.is_cuda and self.size > 1 else None,
+            self._plan_as,
             modifier,
         )
         out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask, sink, *captures)

@@ -42,6 +42,8 @@ class Whole(NamedTuple):
     """Whether somebody asks for the lse of the rank's rows."""
     sm_margin: int | None = None
     """`Part.sm_margin` of parts that are computed beside an exchange; the others have 0 where it is not None."""
+    plan_as: bool = False
+    """`Part.plan_as` of every part."""
     modifier: Modifier | None = None
     """score_mod and mask_mod, whose arrays every rank has whole."""
     daux: tuple[torch.Tensor | None, ...] = ()
@@ -57,7 +59,7 @@ class Whole(NamedTuple):
         where: tuple[Interval | None, Interval | None]
         where = (None, None) if self.lengths else ((rows[0], self.rows), (keys[0], self.keys))
         margin = self.sm_margin if beside or not self.sm_margin else 0
-        part = _part(self.batch, (first + heads.start, count), *where, margin)
+        part = _part(self.batch, (first + heads.start, count), *where, margin, self.plan_as)
         return self.options._replace(part=part, return_lse=True, dsink=False)
 
 
@@ -77,9 +79,10 @@ def whole_with(whole: Whole, captures: Sequence[torch.Tensor] | None, trained: S
 
 @functools.lru_cache(maxsize=4096)
 def _part(
-    batch: Interval | None, heads: Interval, rows: Interval | None, keys: Interval | None, sm_margin: int | None
-) -> Part:
-    return Part(batch=batch, heads=heads, rows=rows, keys=keys, sm_margin=sm_margin)
+    batch: Interval | None, heads: Interval, rows: Interval | None, keys: Interval | None, sm_margin: int | None,
+    plan_as: bool,
+) -> Part:  # fmt: skip
+    return Part(batch=batch, heads=heads, rows=rows, keys=keys, sm_margin=sm_margin, plan_as=plan_as)
 
 
 def slice_scores(x: torch.Tensor | None, heads: slice, rows: slice, keys: Interval) -> torch.Tensor | None:
