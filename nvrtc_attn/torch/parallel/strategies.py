@@ -525,17 +525,40 @@ class Ulysses(_Tokens):
             of_ranks.append([_Heads(slice(s.start * per_head, s.stop * per_head), s) for s in cuts])
         return [list(group) for group in zip(*of_ranks, strict=True)]
 
+    def _joins(self, *tensors: torch.Tensor) -> bool:
+        """Whether tensors of queries and of keys have their tokens at the same places: one message is for all then."""
+        return self.chunks_q == self.chunks_k and len({x.shape[3] for x in tensors}) == 1
+
     def _to_heads(
-        self, heads: Sequence[_Heads], *given: tuple[torch.Tensor, int, bool]
+        self,
+        heads: Sequence[_Heads],
+        joint: Sequence[tuple[torch.Tensor, bool]],
+        *given: tuple[torch.Tensor, int, bool],
     ) -> tuple[Pending, list[torch.Tensor]]:
-        """Swap tensors ``(x, dim of the tokens, whether of keys)``, whose heads are ``3 - dim``, or 1 for all ranks."""
+        """Swap tensors ``(x, dim of the tokens, whether of keys)``, whose heads are ``3 - dim``, or 1 for all ranks.
+
+        Those of ``joint`` (x, whether of keys) have their tokens on dim 1 and go together.
+        """
         sends: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         receives: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         found = []
+        if joint:
+            own = self.chunks_q[self.rank]
+            mine = [heads[self.rank].of(x, 2, of_keys) for x, of_keys in joint]
+            memory, columns = _side_by_side(mine, length(self.all_q))
+            for r in range(self.size):
+                if r == self.rank:
+                    sends[r] = [x.transpose(0, 1)[s] for s in places(own, own) for x in mine]
+                    receives[r] = [x[s] for s in places(self.all_q, own) for x in columns]
+                    continue
+                theirs = torch.cat([heads[r].of(x, 2, of_keys).transpose(0, 1) for x, of_keys in joint], 2)
+                sends[r] = [theirs[s] for s in places(own, own)]
+                receives[r] = [memory[0][s] for s in places(self.all_q, self.chunks_q[r])]
+            found = [x.transpose(0, 1) for x in columns]
         for x, dim, of_keys in given:
             chunks, both = (self.chunks_k, self.all_k) if of_keys else (self.chunks_q, self.all_q)
-            mine = heads[self.rank].of(x, 3 - dim, of_keys).movedim(dim, 0)
-            whole = mine.new_empty((length(both), *mine.shape[1:]))
+            part = heads[self.rank].of(x, 3 - dim, of_keys).movedim(dim, 0)
+            whole = part.new_empty((length(both), *part.shape[1:]))
             for r in range(self.size):
                 # One message a chunk, as many as the other side has.
                 theirs = heads[r].of(x, 3 - dim, of_keys).movedim(dim, 0)
@@ -546,30 +569,48 @@ class Ulysses(_Tokens):
         return exchange(self.group, sends, receives), found
 
     def _to_tokens(
-        self, heads: Sequence[_Heads], *given: tuple[torch.Tensor, torch.Tensor, int, bool, bool]
+        self,
+        heads: Sequence[_Heads],
+        joint: Sequence[tuple[torch.Tensor, torch.Tensor, bool]],
+        *given: tuple[torch.Tensor, torch.Tensor, int, bool, bool],
     ) -> Callable[[], None]:
         """The way back of ``(x, result, dim of the tokens, whether of keys, whether shared)``; what ends it.
 
-        What ranks return of heads that they share is added to the result, in their order.
+        What ranks return of heads that they share is added to the result, in their order. Those of ``joint``
+        (x, result, whether of keys) have their tokens on dim 1, no shared heads, and go together.
         """
         sends: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         receives: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         # Per rank: what comes from it, and where it goes.
         coming: list[list[tuple[torch.Tensor, torch.Tensor, bool]]] = [[] for _ in range(self.size)]
+        for r in range(self.size) if joint else ():
+            own, by_token = self.chunks_q[self.rank], [x.transpose(0, 1) for x, _, _ in joint]
+            results = [heads[r].of(result, 2, of_keys).transpose(0, 1) for _, result, of_keys in joint]
+            for s, at in zip(places(own, own), places(self.all_q, own), strict=True):
+                pieces = [x[at] for x in by_token]
+                if r != self.rank:
+                    like = [x[s].transpose(0, 1) for x in results]
+                    memory, pieces = _side_by_side(like, s.stop - s.start, by_token[0].dtype)
+                    receives[r] += memory
+                coming[r] += [(x, y[s], False) for x, y in zip(pieces, results, strict=True)]
+            if r != self.rank:
+                sends[r] = [
+                    torch.cat([x[at] for x in by_token], 2) for at in places(self.all_q, self.chunks_q[r])
+                ]  # fmt: skip
         for x, result, dim, of_keys, adds in given:
             chunks, both = (self.chunks_k, self.all_k) if of_keys else (self.chunks_q, self.all_q)
-            by_token = x.movedim(dim, 0)
+            of_tokens = x.movedim(dim, 0)
             for r in range(self.size):
                 to = heads[r].of(result, 3 - dim, of_keys).movedim(dim, 0)
                 own = chunks[self.rank]
                 for s, at in zip(places(own, own), places(both, own), strict=True):
                     from_me = r == self.rank
-                    piece = by_token[at] if from_me else x.new_empty((s.stop - s.start, *to.shape[1:]))
+                    piece = of_tokens[at] if from_me else x.new_empty((s.stop - s.start, *to.shape[1:]))
                     coming[r].append((piece, to[s], adds))
                     if not from_me:
                         receives[r].append(piece)
                 if r != self.rank:
-                    sends[r] += [by_token[at] for at in places(both, chunks[r])]
+                    sends[r] += [of_tokens[at] for at in places(both, chunks[r])]
         pending = exchange(self.group, sends, receives)
 
         def finish() -> None:
@@ -594,7 +635,9 @@ class Ulysses(_Tokens):
 
         def begin(heads: Sequence[_Heads]) -> tuple[Pending, list[torch.Tensor]]:
             scores = [(y, 2, False) for y in (x.bias, x.mask) if y is not None and y.shape[2] != 1]
-            return self._to_heads(heads, (x.q, 1, False), (x.k, 1, True), (x.v, 1, True), *scores)
+            if self._joins(x.q, x.v):
+                return self._to_heads(heads, ((x.q, False), (x.k, True), (x.v, True)), *scores)
+            return self._to_heads(heads, (), (x.q, 1, False), (x.k, 1, True), (x.v, 1, True), *scores)
 
         for heads, (pending, (q, k, v, *scores)) in zip(groups, _begun_ahead(groups, begin), strict=True):
             pending.wait()
@@ -609,7 +652,7 @@ class Ulysses(_Tokens):
             back = [(of_heads, out, 1, False, False)]
             if lse is not None and lse_of_heads is not None:
                 back.append((lse_of_heads, lse, 2, False, False))
-            leaving.append(self._to_tokens(heads, *back))
+            leaving.append(self._to_tokens(heads, (), *back))
             if len(leaving) == AHEAD:
                 leaving.pop(0)()
         for finish in leaving:
@@ -638,17 +681,22 @@ class Ulysses(_Tokens):
         leaving: list[Callable[[], None]] = []
 
         def begin(heads: Sequence[_Heads]) -> tuple[Pending, list[torch.Tensor]]:
-            return self._to_heads(heads, (dout, 1, False), *([] if dlse is None else [(dlse, 2, False)]))
+            return self._to_heads(heads, (), (dout, 1, False), *([] if dlse is None else [(dlse, 2, False)]))
 
         for heads, inside, (pending, (of_out, *of_lse)) in zip(
             groups, insides, _begun_ahead(groups, begin), strict=True
         ):
             pending.wait()
             found = self.inside.backward(inside, whole, of_out, of_lse[0] if of_lse else None)
-            back = [
-                (found.dq, dq, 1, False, False), (found.dk.to(kind), dk, 1, True, shared),
-                (found.dv.to(kind), dv, 1, True, shared),
-            ]  # fmt: skip
+            joint: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+            back: list[tuple[torch.Tensor, torch.Tensor, int, bool, bool]] = []
+            if not shared and self._joins(dq, dv):
+                joint = [(found.dq, dq, False), (found.dk, dk, True), (found.dv, dv, True)]
+            else:
+                back = [
+                    (found.dq, dq, 1, False, False), (found.dk.to(kind), dk, 1, True, shared),
+                    (found.dv.to(kind), dv, 1, True, shared),
+                ]  # fmt: skip
             if dsink is not None and found.dsink is not None:
                 dsink[heads[self.rank].q] = found.dsink
             if dbias is not None and found.dbias is not None:
@@ -657,7 +705,7 @@ class Ulysses(_Tokens):
                     share += found.dbias
                 else:
                     back.append((found.dbias.float(), dbias, 2, False, True))
-            leaving.append(self._to_tokens(heads, *back))
+            leaving.append(self._to_tokens(heads, joint, *back))
             if len(leaving) == AHEAD:
                 leaving.pop(0)()
         for finish in leaving:
