@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from ..base.dtypes import DTYPES
-from ..base.errors import UnsupportedError, shown
+from ..base.errors import shown
 from ..modifiers.graph import dtype_of
 from ..modifiers.modifier import Modifier, Program
 from . import philox
@@ -268,11 +268,6 @@ def describe(
             tensors[name] = view(x, name, stream=producer_stream)
     modified = None
     if modifier is not None:
-        if options.part is not None:
-            raise UnsupportedError(
-                "part: given with score_mod or mask_mod, whose positions and captured arrays are of the whole. "
-                "Write them as a bias, a mask, causal= or window_size=."
-            )
         modified = simplify(modifier, options, tensors, optional, producer_stream, trained)
         options = modified.options
         if modified.bias is not None:
