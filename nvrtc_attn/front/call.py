@@ -114,7 +114,7 @@ class Call:
         result = view(x, name, stream=self.producer_stream, writable=True)
         faults = self._faults(result, name, name, self.problem.dtypes_of(name))
         if faults:
-            raise ValueError("; ".join(faults) + ". Pass an array made for it, or let the function allocate.")
+            raise ValueError("; ".join(faults) + ". Pass an array made for it.")
         for known in (self.tensors, others):
             for other_name, other in known.items():
                 if may_overlap(result, other):
@@ -449,6 +449,11 @@ def rng_state(rng: Any, where: Device, producer_stream: int | None) -> RngState:
         if isinstance(x, (int, np.integer)):
             words[index] = philox.check_word(name, x)
             continue
+        if not hasattr(x, "__dlpack__"):
+            raise TypeError(
+                f"{name}: got {shown(x)} of type {type(x).__name__}. rng is None, a seed or a pair (seed, offset), "
+                f"each an int, or a tensor that holds one int64. Of a generator, pass a number that it draws."
+            )
         word = view(x, name, stream=producer_stream)
         if word.dtype not in ("int64", "uint64") or any(n != 1 for n in word.shape):
             raise ValueError(
