@@ -112,6 +112,7 @@ class AttentionProblem:
     varlen: bool = False
     seqused_k: bool = False
     return_lse: bool = False
+    return_max_logit: bool = False
     deterministic: bool = False
     dbias: bool = False
     dsink: bool = False
@@ -168,7 +169,7 @@ class AttentionProblem:
         found: OperandLayout | None = self._known.get(name)
         if found is None:
             given = {other: x for other in INPUTS if (x := self.layout_of(other)) is not None}
-            shape = shape_of(name, {other: x.shape for other, x in given.items()})
+            shape = shape_of(name, {other: x.shape for other, x in given.items()}, self.batch)
             found = self._known[name] = dense_layout(shape, self.dtypes_of(name)[0])
         return found
 
@@ -261,6 +262,7 @@ def build_problem(
     dbias: bool = False,
     dsink: bool = False,
     part: Part | None = None,
+    return_max_logit: bool = False,
     modifier: Program | None = None,
     trained: tuple[int, ...] = (),
     **further: TensorView | None,
@@ -337,7 +339,10 @@ def build_problem(
             f"softcap * tanh(score / softcap) inside of score_mod."
         )
     dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
-    flags = {"return_lse": return_lse, "deterministic": deterministic, "dbias": dbias, "dsink": dsink}
+    flags = {
+        "return_lse": return_lse, "deterministic": deterministic, "dbias": dbias, "dsink": dsink,
+        "return_max_logit": return_max_logit,
+    }  # fmt: skip
     flags = {name: check_flag(found, name, flag) for name, flag in flags.items()}
     sizes = (0, 0, 0, 0)
     if ranks_fit:
@@ -388,6 +393,7 @@ def build_problem(
         further=tuple((name, x) for name, x in layouts.items() if name not in _LAYOUTS),
         **{name: x for name, x in layouts.items() if name in _LAYOUTS},
         return_lse=flags["return_lse"],
+        return_max_logit=flags["return_max_logit"],
         deterministic=flags["deterministic"],
         dbias=flags["dbias"],
         dsink=flags["dsink"],

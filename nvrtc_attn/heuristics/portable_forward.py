@@ -89,7 +89,7 @@ def smem_bytes(config: ForwardConfig) -> int:
         epilogue = 4 * config.warps_n * config.block_m * (config.head_dim_v + 2)
     else:
         epilogue = config.itemsize * config.block_m * config.head_dim_v
-    return max(config.itemsize * tiles, epilogue)
+    return max(config.itemsize * tiles, epilogue) + 4 * config.num_threads * config.features.max_logit
 
 
 def _tiles(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_limit: int) -> Iterator[Tile]:
@@ -166,6 +166,8 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
             if dim_v > 64:
                 # 100 KB a multiprocessor holds two blocks only with 32 keys; for 10.x ptxas spills 76 bytes with 64.
                 block_n = 32 if smem_limit < 128 << 10 else 64 if config.arch in ("sm_80", "sm_87", "sm_90") else 48
+                if features.max_logit and (config.packed_heads or features.softcap or features.prescale):
+                    block_n = min(block_n, 48)  # 4 to 16 bytes spill with 64
             yield Tile(block_m=128, block_n=block_n, num_warps=4, min_blocks_per_sm=2)
             if less_smem and block_n > 32 and dim > 128:  # two blocks of D 192 and 128 in 164 KB
                 yield Tile(block_m=128, block_n=32, num_warps=4, min_blocks_per_sm=2)
@@ -363,7 +365,8 @@ def choose_forward(
         num_warps=1,
         aligned=all(is_vectorizable(x, itemsize) for x in (problem.q, problem.k, problem.v)),
         legacy_mma=legacy_mma,
-        features=features_of(problem),
+        # Of split keys every split writes its own; `combine` does not know of it.
+        features=replace(features_of(problem), max_logit=problem.return_max_logit),
         packed_heads=group > 1,
     )
     tiles = _tiles(base, rows, problem.seqlen_k, smem_limit) if like is None else [_tile_of(like)]

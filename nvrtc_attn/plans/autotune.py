@@ -255,6 +255,7 @@ def _essence(problem: AttentionProblem, backward: bool) -> AttentionProblem:
         softcap=float(problem.softcap > 0),
         dropout_p=0.5 if problem.dropout_p > 0 else 0.0,
         return_lse=False,
+        return_max_logit=False,
         deterministic=problem.deterministic and backward,
         dbias=problem.dbias and backward,
         dsink=False,
