@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=["32/8", "32/32"], help="query heads / key heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument(
-        "--strategies", nargs="+", default=["ulysses", "all_gather", "ring", "ulysses:4", "all_gather:4"]
+        "--strategies", nargs="+", default=["all_gather", "ulysses", "ring", "all_gather:lanes=1:sm_margin=0"]
     )
     parser.add_argument(
         "--torch", nargs="*", default=["FLASH_ATTENTION", "CUDNN_ATTENTION"], help="its own, by backend"

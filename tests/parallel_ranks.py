@@ -208,6 +208,15 @@ def tensors(rank: int, size: int, device: Any) -> Found:
             cp.attention(q, q, q, causal=True).sum().backward()
             if not torch.isfinite(q.grad).all():
                 found.append(f"{layout} {seqlen}: attention")
+    # What is chosen where nothing is said: lanes of long sequences, a margin beside one group of all_gather.
+    x = torch.empty(1, 8, 8, 64, device="meta")
+    for seqlen, strategy, expected in (
+        (32768 * size, "all_gather", (2, 8)), (1024, "all_gather", (1, 8)), (1024, "ulysses", (1, 0)),
+    ):  # fmt: skip
+        cp = ContextParallel(seqlen=seqlen, strategy=strategy)
+        chosen = cp._strategy(x, x, False)
+        if (getattr(chosen, "lanes", 1), cp._margin(chosen)) != expected:
+            found.append(f"{strategy} at {seqlen}: {getattr(chosen, 'lanes', 1)} lanes, margin {cp._margin(chosen)}")
     return found
 
 
