@@ -58,10 +58,10 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--modifier",
     metavar="MODULE:NAME",
-    help="A score_mod (5 parameters), a mask_mod (4), or a function of none of both.",
+    help="A score_mod (5 parameters), a mask_mod (4), or a function without parameters that returns both.",
 )
-@click.option("--softcap", is_flag=True)
-@click.option("--dropout", is_flag=True)
+@click.option("--softcap", is_flag=True, help="A softcap of the scores.")
+@click.option("--dropout", is_flag=True, help="Dropout.")
 @click.option("--varlen", is_flag=True, help="Packed sequences.")
 @click.option("--seqused-k", is_flag=True, help="A length per sequence.")
 @click.option("--deterministic", is_flag=True, help="The deterministic backward pass.")
@@ -72,7 +72,11 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--seqlen", multiple=True, metavar="M[xN]", help="Query (and key) length; repeat. [default: 4096 1024 8192 1x4096]"
 )
-@click.option("--sms", type=click.IntRange(1), help="Multiprocessors of the GPU.  [default: those of a common one]")
+@click.option(
+    "--sms",
+    type=click.IntRange(1),
+    help="Multiprocessors of the GPU.  [default: those of the target's most common one]",
+)
 @click.option(
     "--config", "config_json", multiple=True, help="Exactly this kernel, as an error message quotes it. Repeatable."
 )
@@ -102,8 +106,8 @@ def warmup(
     heads) the fastest plan is measured and remembered in the cache. That needs the GPU.
 
     --modifier names a function of a module in the current directory or installed: score_mod, mask_mod, or one without
-    parameters that returns (score_mod, mask_mod), or what nvrtc_attn.trace made. Arrays stay what they are there; other
-    contents, lengths and numbers need no other kernel.
+    parameters that returns (score_mod, mask_mod), or what nvrtc_attn.trace made. The arrays that it captured must be
+    there, but only their types and ranks matter: other contents, lengths and captured numbers need no other kernel.
     """
     requests: list[precompile.Request] = []
     try:

@@ -24,8 +24,8 @@ class Part:
     whole is the mask of every part. ``bias`` and ``mask`` of the call, its outputs and gradients are those of the part:
     pass the slices. ``heads`` counts query heads.
 
-    A part of the keys gives partial results, which `nvrtc_attn.merge_partials` combines; ``attention_backward`` with
-    out and lse of the whole gives exact shares of the gradients, to be added up.
+    A part of the keys gives partial results, which `nvrtc_attn.torch.parallel.merge_partials` combines;
+    ``attention_backward`` with out and lse of the whole gives exact shares of the gradients, to be added up.
 
     Raises
     ------
