@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 import logging
 import sys
 from collections.abc import Iterable
@@ -48,7 +47,10 @@ def doctor(as_json: bool) -> None:
 @click.option("--head-dim", multiple=True, type=click.IntRange(1, 512), help="Repeatable. [default: 64 128]")
 @click.option("--head-dim-v", type=click.IntRange(1, 512), help="Head dim of v.  [default: that of q and k]")
 @click.option(
-    "--dtype", multiple=True, type=click.Choice(ATTENTION_DTYPES), help="Repeatable. [default: float16 bfloat16]"
+    "--dtype",
+    multiple=True,
+    type=click.Choice(ATTENTION_DTYPES),
+    help="Repeatable. [default: float16 bfloat16; sm_75 has float16 alone]",
 )
 @click.option("--causal/--no-causal", default=None, help="[default: both]")
 @click.option("--bias", is_flag=True, help="An additive bias.")
@@ -130,12 +132,10 @@ def warmup(
                     num_sms=sms,
                     **features,
                 )
-                for one_arch, one_head_dim, one_dtype, one_causal in itertools.product(
-                    arch or _local_archs(),
-                    head_dim or (64, 128),
-                    dtype or ("float16", "bfloat16"),
-                    (False, True) if causal is None else (causal,),
-                )
+                for one_arch in arch or _local_archs()
+                for one_head_dim in head_dim or (64, 128)
+                for one_dtype in dtype or _default_dtypes(one_arch)
+                for one_causal in ((False, True) if causal is None else (causal,))
             ]
             for request in requests:
                 try:
@@ -214,6 +214,10 @@ def _seqlens(text: str) -> tuple[int, int]:
     if min(lengths) < 1:
         raise ValueError(f"--seqlen {text!r} is not a positive length M or a pair MxN")
     return lengths
+
+
+def _default_dtypes(arch: str) -> tuple[str, ...]:
+    return ("float16",) if arch == "sm_75" else ("float16", "bfloat16")
 
 
 def _local_archs() -> tuple[str, ...]:
