@@ -135,6 +135,7 @@ def all_cases() -> list[ModifierCase]:
     return [*modifiers.named_cases(), *masks, *(modifiers.random_case(5000 + seed) for seed in range(74))]
 
 
+@pytest.mark.slow(sample=["0-False", "1-False", "2-False", "0-True"])
 @pytest.mark.parametrize(("part", "ordered"), [*((part, False) for part in range(7)), (0, True), (1, True)])
 def test_the_text_computes_what_numpy_does(
     part: int, ordered: bool, tmp_path_factory: pytest.TempPathFactory, repository: Path

@@ -72,6 +72,7 @@ def masks_of(modifier: Modifier, sizes: tuple[int, int, int, int] = SIZES) -> tu
     return whole(modifier, sizes, np.float64), whole(modifier, sizes, np.float32)
 
 
+@pytest.mark.slow(sample=["0", "1"])
 @pytest.mark.parametrize("part", range(8))
 def test_ranges_hold_what_random_masks_are(part: int) -> None:
     """No tile with a kept score is left out, none with a hidden one is called whole; and much is decided."""
@@ -187,6 +188,7 @@ def all_masks() -> list[ModifierCase]:
     return [*named, *(modifiers.random_mask(1000 + seed) for seed in range(100 - len(named)))]
 
 
+@pytest.mark.slow(sample=["0", "1"])  # the named ones, and the first of the random ones
 @pytest.mark.parametrize("part", range(100 // PER_LIBRARY))
 def test_the_text_decides_as_numpy_does(part: int, tmp_path_factory: pytest.TempPathFactory, repository: Path) -> None:
     cases = [(case, traced(case)) for case in all_masks()[part * PER_LIBRARY : (part + 1) * PER_LIBRARY]]
