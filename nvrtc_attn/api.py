@@ -21,6 +21,7 @@ from .front.operands import (
     FurtherInputs,
     check_further,
     takes_further_inputs,
+    unexpected,
 )
 from .front.part import Part
 from .front.problem import Causal, WindowSize
@@ -63,6 +64,7 @@ def attention(
     mask_mod: Any = None,
     aux: Mapping[str, Any] | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool = False,
     part: Part | None = None,
     out: Any = None,
@@ -119,6 +121,11 @@ def attention(
     return_lse
         Return (out, lse); lse is float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), the natural log of the sum of
         ``exp(S)`` and of ``exp(sink)``; -inf for a row with no valid key, or the sink.
+    return_max_logit
+        Return max_logit behind these: float32 ``[B, H]`` (packed: ``[nb, H]``), the largest ``S[i, j]`` of each head of
+        a batch entry or sequence, exactly, as QK-clip (Kimi K2) needs it. Scale, softcap or score_mod and bias are in
+        it, sink and dropout are not; of a part it is that of the part. -inf where masks leave nothing, NaN where a
+        score that a row sees is NaN. It has no gradient, and no meaning for `attention_backward`.
     deterministic
         Only matters to the backward pass. The forward pass is always bitwise reproducible.
     part : nvrtc_attn.Part, optional
@@ -134,7 +141,7 @@ def attention(
 
     Returns
     -------
-    out, or (out, lse)
+    out, or (out, lse), (out, max_logit), (out, lse, max_logit)
         In q's framework. Rows with no valid key are 0. The call is asynchronous on ``stream``.
 
     Raises
@@ -160,11 +167,12 @@ def attention(
     """
     options = CallOptions(
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic,
-        part=part,
+        part=part, return_max_logit=return_max_logit,
     )  # fmt: skip
     # In the order of `FORWARD`, as below.
     operands = (
-        q, k, v, out, None, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention", further),
+        q, k, v, out, None, None, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
+        *check_further("attention", further),
     )  # fmt: skip
     signature = None
     if stream is None and part is None and score_mod is None and mask_mod is None and aux is None:
@@ -187,15 +195,20 @@ def attention(
     lse = None
     if return_lse:
         lse, made["lse"] = new(call.lse_shape, "float32"), (call.lse_shape, "float32")
+    max_logit = None
+    if return_max_logit:
+        shape = call.max_logit_shape
+        max_logit, made["max_logit"] = new(shape, "float32"), (shape, "float32")
     run.forward(
-        call, {"out": out, "lse": lse}, rng, None, new_workspace=lambda size: new((size,), "uint8"),
-        signature=signature, made=made,
+        call, {"out": out, "lse": lse, "max_logit": max_logit}, rng, None,
+        new_workspace=lambda size: new((size,), "uint8"), signature=signature, made=made,
     )  # fmt: skip
     if framework == "jax":
         from .runtime.buffers import to_jax
 
-        out, lse = (to_jax(x) if x is not None and x is not given else x for x in (out, lse))
-    return (out, lse) if return_lse else out
+        out, lse, max_logit = (to_jax(x) if x is not None and x is not given else x for x in (out, lse, max_logit))
+    results = (out, *(x for x in (lse, max_logit) if x is not None))
+    return results if len(results) > 1 else out
 
 
 @takes_further_inputs
@@ -206,6 +219,7 @@ def attention_forward(
     out: Any,
     *,
     lse: Any = None,
+    max_logit: Any = None,
     bias: Any = None,
     mask: Any = None,
     causal: Causal = False,
@@ -235,6 +249,8 @@ def attention_forward(
         dtype of q, or float32, any strides that give every element an address of its own. Every element is written.
     lse : float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), optional
         Written when given.
+    max_logit : float32 ``[B, H]`` (packed: ``[nb, H]``), row-major, optional
+        Written when given: what ``return_max_logit`` of `attention` returns.
     workspace
         Memory of at least `forward_workspace_bytes` bytes on q's device, 16-byte aligned; not needed when that is 0.
 
@@ -242,10 +258,10 @@ def attention_forward(
     """
     options = CallOptions(
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse=lse is not None,
-        part=part,
+        part=part, return_max_logit=max_logit is not None,
     )  # fmt: skip
     operands = (
-        q, k, v, out, lse, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
+        q, k, v, out, lse, max_logit, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
         *check_further("attention_forward", further),
     )  # fmt: skip
     signature = None
@@ -257,7 +273,7 @@ def attention_forward(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
         **further, options=options, stream=stream, modifier=_modifier(score_mod, mask_mod, aux),
     )  # fmt: skip
-    run.forward(call, {"out": out, "lse": lse}, rng, workspace, signature=signature)
+    run.forward(call, {"out": out, "lse": lse, "max_logit": max_logit}, rng, workspace, signature=signature)
 
 
 @takes_further_inputs
@@ -407,8 +423,8 @@ def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
 
     Compiles and loads the kernels, so that the next call finds them.
     """
-    lse = options.pop("lse", None)
-    call = _describe_for_query("forward_workspace_bytes", q, k, v, {"return_lse": lse is not None, **options})
+    given = {f"return_{name}": options.pop(name, None) is not None for name in ("lse", "max_logit")}
+    call = _describe_for_query("forward_workspace_bytes", q, k, v, {**given, **options})
     if call.on_cpu:
         return 0
     return forward_plan(call.with_dense(), call.device.index, call.launch_stream).workspace_bytes
@@ -477,7 +493,7 @@ def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str
         options.pop(ignored, None)
     for name in options:
         if name not in CallOptions._fields or name in OPTIONAL_GRADIENTS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unexpected(function, name, [*OPTIONAL_INPUTS, *set(CallOptions._fields) - set(OPTIONAL_GRADIENTS)])
     return checked_call(q, k, v, **tensors, options=CallOptions(**options, **gradients), stream=stream)
 
 

@@ -54,6 +54,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--bias", is_flag=True, help="An additive bias.")
 @click.option("--dbias", is_flag=True, help="And its gradient.")
 @click.option("--sink", is_flag=True, help="Attention sinks.")
+@click.option("--max-logit", is_flag=True, help="The largest score of each head.")
 @click.option("--mask", is_flag=True, help="A boolean mask.")
 @click.option(
     "--modifier",

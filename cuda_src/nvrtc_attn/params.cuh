@@ -234,6 +234,12 @@ using FurtherHopperForwardParams = WithSink<HopperForwardParams>;
 using FurtherTiledForwardParams = WithSink<TiledForwardParams>;
 using FurtherTiledHopperForwardParams = WithSink<TiledHopperForwardParams>;
 
+// Behind all else but what a modifier captured, of kernels with kMaxLogit; not in padding, as in PartOf.
+template <class Params>
+struct WithMaxLogit : Params {
+  alignas(alignof(Params)) float* max_logit;  // [batch, num_heads], -inf before the launch
+};
+
 struct FurtherBackwardParams : BackwardParams {
   void const* sink;
   void* dsink;  // [H], of the sink's element type

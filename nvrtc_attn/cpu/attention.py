@@ -19,10 +19,15 @@ from . import reference
 def forward(call: Call, views: Mapping[str, TensorView], rng: Any) -> None:
     """Write what ``views`` names: out and maybe lse."""
     q, k, v = (_read(call.tensors[name]) for name in "qkv")
-    arrays = reference.attention_forward(q, k, v, **_options(call, rng), result_dtype=_wider(views["out"]))
-    results = dict(zip(("out", "lse"), arrays, strict=True))
+    largest = np.empty(views["max_logit"].shape, np.float32) if "max_logit" in views else None
+    arrays = reference.attention_forward(
+        q, k, v, **_options(call, rng), result_dtype=_wider(views["out"]), max_logit=largest
+    )
+    results = {**dict(zip(("out", "lse"), arrays, strict=True)), "max_logit": largest}
     for name, view in views.items():
-        _write(view, results[name])
+        values = results[name]
+        assert values is not None
+        _write(view, values)
 
 
 def backward(call: Call, views: Mapping[str, TensorView], rng: Any, daux: Sequence[TensorView | None] = ()) -> None:

@@ -55,6 +55,7 @@ def attention_forward(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
     modifier: HostModifier | None = None,
+    max_logit: Array | None = None,
 ) -> tuple[Array, Array]:
     """Scaled dot-product attention, ``O = dropout(softmax(S)) V``.
 
@@ -101,6 +102,8 @@ def attention_forward(
         Scores in flight; the result depends on them only by rounding.
     modifier
         Maps ``softmax_scale * q_i . k_j`` before the bias, and masks: SEMANTICS A15. Not together with ``softcap``.
+    max_logit : ``[B, H]`` (with ``cu_seqlens`` ``[nb, H]``), optional
+        Written: the largest ``S[i, j]`` of each head, -inf where nothing is kept, NaN where one that is kept is NaN.
 
     Returns
     -------
@@ -116,13 +119,18 @@ def attention_forward(
     )  # fmt: skip
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype if result_dtype is None else result_dtype)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, plan.dtype)
+    if max_logit is not None:
+        max_logit[...] = -np.inf
     with np.errstate(all="ignore"):
         for piece in plan.pieces:
-            _forward_piece(plan, piece, q, v, out[piece.batch, piece.q_tokens], lse[piece.batch, :, piece.q_tokens])
+            views = out[piece.batch, piece.q_tokens], lse[piece.batch, :, piece.q_tokens]
+            _forward_piece(plan, piece, q, v, *views, max_logit)
     return out, lse
 
 
-def _forward_piece(plan: Plan, piece: Piece, q: Array, v: Array, out: Array, lse: Array) -> None:
+def _forward_piece(
+    plan: Plan, piece: Piece, q: Array, v: Array, out: Array, lse: Array, max_logit: Array | None
+) -> None:
     q_piece, k, v_piece = plan.load_rows(q, piece), plan.load_keys(plan.k, piece), plan.load_keys(v, piece)
     heads, sink = plan.heads(piece), plan.load_sink(piece)
     for i0, i1 in plan.row_blocks(piece):
@@ -134,6 +142,9 @@ def _forward_piece(plan: Plan, piece: Piece, q: Array, v: Array, out: Array, lse
         for j0, j1 in plan.key_blocks(piece, i0, i1):
             p, _, _ = plan.scores(piece, q_rows, k, i0, i1, j0, j1)
             new_top = np.maximum(top, p.max(-1, keepdims=True))
+            if max_logit is not None:
+                so_far = max_logit[piece.sequence : piece.sequence + p.shape[0], heads]
+                np.maximum(so_far, new_top.max((3, 4)).reshape(so_far.shape), out=so_far)
             base = np.where(new_top == -np.inf, 0, new_top)  # -inf - -inf would be NaN.
             np.exp(np.subtract(p, base, out=p), out=p)
             rescale = np.exp(top - base)

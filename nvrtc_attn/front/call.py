@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from ..base.dtypes import DTYPES
-from ..base.errors import UnsupportedError, shown
+from ..base.errors import shown
 from ..modifiers.graph import dtype_of
 from ..modifiers.modifier import Modifier, Program
 from . import philox
@@ -45,6 +45,7 @@ class CallOptions(NamedTuple):
     """And that of the sink."""
     part: Part | None = None
     """Where the call lies in a larger attention; None = it is the whole."""
+    return_max_logit: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Those that the core functions of both passes take by name."""
@@ -54,7 +55,7 @@ class CallOptions(NamedTuple):
         return values
 
 
-_FLAGS: Final = ("return_lse", "deterministic", *OPTIONAL_GRADIENTS)
+_FLAGS: Final = ("return_lse", "deterministic", *OPTIONAL_GRADIENTS, "return_max_logit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,10 @@ class Call:
     def lse_shape(self) -> tuple[int, ...]:
         return self.problem.shape_of("lse")
 
+    @property
+    def max_logit_shape(self) -> tuple[int, ...]:
+        return self.problem.shape_of("max_logit")
+
     def inputs(self) -> list[tuple[str, TensorView]]:
         """Every input that was given with its argument name."""
         return list(self.tensors.items())
@@ -114,7 +119,7 @@ class Call:
         result = view(x, name, stream=self.producer_stream, writable=True)
         faults = self._faults(result, name, name, self.problem.dtypes_of(name))
         if faults:
-            raise ValueError("; ".join(faults) + ". Pass an array made for it, or let the function allocate.")
+            raise ValueError("; ".join(faults) + ". Pass an array made for it.")
         for known in (self.tensors, others):
             for other_name, other in known.items():
                 if may_overlap(result, other):
@@ -158,6 +163,8 @@ class Call:
             faults.append(f"{called}: dtype {x.dtype}, needed is {' or '.join(dtypes)}")
         if x.device != self.device:
             faults.append(f"{called}: on {x.device}, needed is {self.device}, where q is")
+        if OPERANDS[name].dense and x.shape == shape and x.strides != dense_layout(shape, x.dtype).strides:
+            faults.append(f"{called}: strides {x.strides} of shape {shape} leave gaps, it must be row-major")
         return faults
 
     def workspace_address(self, x: object, needed_bytes: int) -> int:
@@ -210,7 +217,7 @@ class Call:
 
     def with_dense(self, *more: str) -> AttentionProblem:
         """The same of dense operands: those that the options ask for, and ``more``."""
-        asked = ("lse",) * self.options.return_lse
+        asked = ("lse",) * self.options.return_lse + ("max_logit",) * self.options.return_max_logit
         asked += tuple(name for name in OPTIONAL_GRADIENTS if getattr(self.options, name))
         names = dict.fromkeys((*asked, *more))
         return self.problem.with_layouts(**{name: self.problem.dense_layout_of(name) for name in names})
@@ -268,11 +275,6 @@ def describe(
             tensors[name] = view(x, name, stream=producer_stream)
     modified = None
     if modifier is not None:
-        if options.part is not None:
-            raise UnsupportedError(
-                "part: given with score_mod or mask_mod, whose positions and captured arrays are of the whole. "
-                "Write them as a bias, a mask, causal= or window_size=."
-            )
         modified = simplify(modifier, options, tensors, optional, producer_stream, trained)
         options = modified.options
         if modified.bias is not None:
@@ -454,6 +456,11 @@ def rng_state(rng: Any, where: Device, producer_stream: int | None) -> RngState:
         if isinstance(x, (int, np.integer)):
             words[index] = philox.check_word(name, x)
             continue
+        if not hasattr(x, "__dlpack__"):
+            raise TypeError(
+                f"{name}: got {shown(x)} of type {type(x).__name__}. rng is None, a seed or a pair (seed, offset), "
+                f"each an int, or a tensor that holds one int64. Of a generator, pass a number that it draws."
+            )
         word = view(x, name, stream=producer_stream)
         if word.dtype not in ("int64", "uint64") or any(n != 1 for n in word.shape):
             raise ValueError(

@@ -15,8 +15,9 @@ The public functions take it by its name then. Until all do something with it, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any, Final, Literal, TypedDict, TypeVar
 
@@ -47,9 +48,11 @@ class Operand:
     broadcast: bool = False
     """Each dim is full or 1, and a kernel walks a dim of size 1 with stride 0. Not for packed sequences."""
     dense: bool = False
-    """A vector without gaps, which has no strides in the params."""
+    """A row-major array without gaps, which has no strides in the params."""
     behind: bool = False
     """Its pointer, strides and element type lie behind the params of its pass, in those of the kernels that read it."""
+    alone: bool = False
+    """With ``behind``: its pointer has a struct of its own, for kernels that are asked for it alone."""
     families: tuple[str, ...] = FAMILIES
     """The kernel families that read it; asked of `FURTHER_INPUTS` alone."""
 
@@ -75,6 +78,7 @@ def _rows() -> tuple[Operand, ...]:
     lse = ("batch", "num_heads", "seqlen_q")
     scores = ("batch", "num_heads", "seqlen_q", "seqlen_k")
     starts, counts, heads = ("number of sequences + 1",), ("number of sequences",), ("num_heads",)
+    of_heads = ("sequences", "num_heads")  # the batch, or how many sequences are packed
 
     def row(
         name: str, axes: Shape | tuple[str, ...], dtypes: str, forward: Role, backward: Role, **more: Any
@@ -95,6 +99,7 @@ def _rows() -> tuple[Operand, ...]:
         row("out", out, "q float32", "out", "in"),
         row("dout", out, "q", "", "in", gradient_of="out"),
         row("lse", lse, "float32", "out?", "in"),
+        row("max_logit", of_heads, "float32", "out?", "", dense=True, behind=True, alone=True),
         row("dlse", lse, "float32", "", "in?", gradient_of="lse"),
         row("bias", scores, "q float32", "in?", "in?", broadcast=True),
         row("mask", scores, "bool uint8", "in?", "in?", broadcast=True),
@@ -127,14 +132,20 @@ FURTHER_INPUTS: Final = tuple(
 """Those that the public functions take beside the arguments that they spell out."""
 
 
-def shape_of(name: str, shapes: Mapping[str, Shape]) -> Shape:
-    """The shape of an operand, from those of q, k, v and of what it is the gradient of."""
+def shape_of(name: str, shapes: Mapping[str, Shape], sequences: int | None = None) -> Shape:
+    """The shape of an operand, from those of q, k, v and of what it is the gradient of.
+
+    ``sequences`` are packed, unless ``shapes`` has that of cu_seqlens_q, which says how many.
+    """
     row = OPERANDS[name]
     if row.gradient_of in shapes:
         return shapes[row.gradient_of]
     sizes: dict[str, int] = {}
     for given in "vkq":
         sizes.update(zip(OPERANDS[given].axes, shapes[given], strict=True))
+    if sequences is None:
+        sequences = shapes["cu_seqlens_q"][0] - 1 if "cu_seqlens_q" in shapes else sizes["batch"]
+    sizes["sequences"] = sequences
     return tuple(sizes[axis] for axis in row.axes)
 
 
@@ -161,6 +172,8 @@ class FurtherInputs(TypedDict, total=False):
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_ACCEPTED: Final[dict[str, tuple[str, ...]]] = {}
+"""Arguments that every public function of a name takes: what a message may suggest."""
 
 
 def takes_further_inputs(function: _Function) -> _Function:
@@ -169,12 +182,23 @@ def takes_further_inputs(function: _Function) -> _Function:
     kept = [x for x in given.parameters.values() if x.kind is not Parameter.VAR_KEYWORD]
     added = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation="Any") for name in FURTHER_INPUTS]
     function.__signature__ = given.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+    names = tuple(x.name for x in (*kept, *added))
+    _ACCEPTED[function.__name__] = tuple(x for x in _ACCEPTED.get(function.__name__, names) if x in names)
     return function
+
+
+def unexpected(function: str, name: str, accepted: Iterable[str]) -> TypeError:
+    """Python's error for an argument that a function does not have, with the nearest of those that it has."""
+    nearest = get_close_matches(name, tuple(accepted), n=1, cutoff=0.5)
+    meant = "".join(f" Did you mean {x!r}?" for x in nearest)
+    return TypeError(
+        f"{function}() got an unexpected keyword argument {name!r}.{meant} See help(nvrtc_attn.{function})."
+    )
 
 
 def check_further(function: str, further: Mapping[str, Any]) -> tuple[Any, ...]:
     """`FURTHER_INPUTS` in their order; refuses a keyword argument that is none of them, as Python does."""
     for name in further:
         if name not in FURTHER_INPUTS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unexpected(function, name, _ACCEPTED.get(function, FURTHER_INPUTS))
     return tuple(map(further.get, FURTHER_INPUTS))

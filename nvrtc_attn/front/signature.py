@@ -61,7 +61,8 @@ def read(tensors: Sequence[Any], *, detached: bool = False) -> tuple[str, Hashab
 
 def are_plain(options: CallOptions) -> bool:
     """Whether equal options of this kind mean the same: 1 equals True, and is no ``causal``."""
-    causal, window, scale, softcap, dropout_p, longest_q, longest_k, return_lse, deterministic, _, _, part = options
+    causal, window, scale, softcap, dropout_p, longest_q, longest_k, return_lse, deterministic = options[:9]
+    part, return_max_logit = options[11:]
     return (
         (causal is False or causal is True or causal.__class__ is str)
         and (window is None or is_plain_window(window))
@@ -73,6 +74,7 @@ def are_plain(options: CallOptions) -> bool:
         and (return_lse is False or return_lse is True)
         and (deterministic is False or deterministic is True)
         and (part is None or part.__class__ is Part)
+        and (return_max_logit is False or return_max_logit is True)
     )
 
 

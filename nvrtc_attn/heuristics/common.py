@@ -50,6 +50,7 @@ def features_of(problem: AttentionProblem, *, behind: bool = False) -> Features:
         float32_q=is_float32(problem, "out", "dq"),
         float32_k=is_float32(problem, "dk", "dv"),
         modifier=_modifier_text(problem),
+        max_logit=behind and problem.return_max_logit,
         optional=" ".join(name for name in problem.further_inputs if behind or not OPERANDS[name].behind),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -79,6 +79,7 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     barriers = 16 * config.num_stages_scores if scores else 0
     barriers += 8 * config.num_stages if config.features.mask else 0
     barriers += 16 * config.features.tile_words
+    barriers += 8 * config.num_threads * (config.features.max_logit and config.lazy_max)  # noted maxima
     announced = (32 if config.features.varlen else 16) * config.num_stages_q
     return 128 * rows + scores + announced + 16 * config.num_stages_q + 32 * config.num_stages + barriers
 
@@ -147,7 +148,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
             return between
         # A second slot for Q hides the load of the next query tile and still leaves room for 128 keys: 708 at 4096,
         # against 667 with 176 keys and one slot. A third slot for K and V in its place is 5 % slower at 1024.
-        half = diagonal and problem.seqlen_q <= 1024 and not (operands or mapped)
+        # With max_logit ptxas serialises the products of a half tile (C7511).
+        half = diagonal and problem.seqlen_q <= 1024 and not (operands or mapped or problem.return_max_logit)
         # With dropout and 80 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
         columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else fitted_columns(problem, 128)
         return Tile(block_m=128, block_n=columns, num_stages_q=2, half_tile=half, lazy_max=True)
@@ -270,6 +272,10 @@ def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
         return 128
     # A half tile or a window and a sink: 128 registers a thread are too few, and ptxas serialises the products (C7511).
     if problem.band and problem.further_inputs and not problem.varlen:
+        return 128
+    # Scores that are more than products and max_logit: 8 to 108 bytes of a thread would spill.
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or problem.modifier is not None
+    if problem.return_max_logit and mapped:
         return 128
     return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
 
@@ -582,6 +588,19 @@ def choose_forward(
             return found
     reasons = reasons_for_portable(problem, arch=arch, smem_limit=smem_limit)
     return reasons or plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms)
+
+
+def plan_like(
+    config: HopperForwardConfig, problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
+) -> ForwardPlanSpec | list[str]:
+    """The plan of a part with the tile of the whole's ``config``, or every reason against it."""
+    tile = Tile(**{x.name: getattr(config, x.name) for x in fields(Tile)})
+    if problem.window_right is None:
+        tile = replace(tile, half_tile=False)  # there is no diagonal: what it leaves out adds zeros
+    if tile.packed_heads and not may_pack_heads(problem):
+        return ["the heads of a group cannot be rows of a tile"]
+    rows = rows_of_heads(problem) if tile.packed_heads else problem
+    return reasons_for_portable(rows, arch=arch, smem_limit=smem_limit) or plan_spec(problem, tile, num_sms=num_sms)
 
 
 def narrower(problem: AttentionProblem, *, num_sms: int) -> list[ForwardPlanSpec]:

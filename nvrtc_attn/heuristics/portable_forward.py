@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
@@ -89,7 +89,7 @@ def smem_bytes(config: ForwardConfig) -> int:
         epilogue = 4 * config.warps_n * config.block_m * (config.head_dim_v + 2)
     else:
         epilogue = config.itemsize * config.block_m * config.head_dim_v
-    return max(config.itemsize * tiles, epilogue)
+    return max(config.itemsize * tiles, epilogue) + 4 * config.num_threads * config.features.max_logit
 
 
 def _tiles(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_limit: int) -> Iterator[Tile]:
@@ -166,6 +166,8 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
             if dim_v > 64:
                 # 100 KB a multiprocessor holds two blocks only with 32 keys; for 10.x ptxas spills 76 bytes with 64.
                 block_n = 32 if smem_limit < 128 << 10 else 64 if config.arch in ("sm_80", "sm_87", "sm_90") else 48
+                if features.max_logit and (config.packed_heads or features.softcap or features.prescale):
+                    block_n = min(block_n, 48)  # 4 to 16 bytes spill with 64
             yield Tile(block_m=128, block_n=block_n, num_warps=4, min_blocks_per_sm=2)
             if less_smem and block_n > 32 and dim > 128:  # two blocks of D 192 and 128 in 164 KB
                 yield Tile(block_m=128, block_n=32, num_warps=4, min_blocks_per_sm=2)
@@ -323,11 +325,13 @@ def choose_forward(
     rank: int = 0,
     num_splits: int | None = None,
     clustered: bool | None = None,
+    like: Any = None,
 ) -> ForwardPlanSpec:
     """Kernels of the forward pass; see ``heuristics.choose_forward``.
 
     ``rank`` takes a later row of the table among those that fit (the last, where there are fewer), ``num_splits``
-    another number of splits, ``clustered`` adds those up in clusters where it can: for `candidates`.
+    another number of splits, ``clustered`` adds those up in clusters where it can: for `candidates`. ``like`` is a
+    config whose tile is taken.
 
     Raises
     ------
@@ -344,7 +348,8 @@ def choose_forward(
     if reasons:
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", reasons)
 
-    group = problem.num_heads // problem.num_heads_kv if packs_heads(problem) else 1
+    packs = packs_heads(problem) if like is None else like.packed_heads
+    group = problem.num_heads // problem.num_heads_kv if packs else 1
     rows = problem.seqlen_q * group  # of one (batch, head) that the tiles divide
     heads = problem.batch * problem.num_heads // group
     itemsize = 4 if problem.dtype == "float32" else 2
@@ -360,10 +365,12 @@ def choose_forward(
         num_warps=1,
         aligned=all(is_vectorizable(x, itemsize) for x in (problem.q, problem.k, problem.v)),
         legacy_mma=legacy_mma,
-        features=features_of(problem),
+        # Of split keys every split writes its own; `combine` does not know of it.
+        features=replace(features_of(problem), max_logit=problem.return_max_logit),
         packed_heads=group > 1,
     )
-    candidates = [_with_tile(base, tile) for tile in _tiles(base, rows, problem.seqlen_k, smem_limit)]
+    tiles = _tiles(base, rows, problem.seqlen_k, smem_limit) if like is None else [_tile_of(like)]
+    candidates = [_with_tile(base, tile) for tile in tiles]
     fitting = [c for c in candidates if smem_bytes(c) <= smem_limit]
     if rows > PACKED_QUERIES and smem_limit < MEASURED_SMEM and not legacy_mma:
         fitting.sort(key=lambda c: warps_per_sm(c.num_warps, smem_bytes(c), smem_limit) < MIN_WARPS)
@@ -513,6 +520,10 @@ def _has_lines(problem: AttentionProblem, config: ForwardConfig, num_m_blocks: i
     assert problem.mask is not None
     _, heads, rows, _ = problem.mask.shape
     return heads == 1 and (rows == 1 or num_m_blocks == 1)
+
+
+def _tile_of(config: ForwardConfig) -> Tile:
+    return Tile(**{x.name: getattr(config, x.name) for x in fields(Tile)})
 
 
 def _with_tile(config: ForwardConfig, tile: Tile) -> ForwardConfig:

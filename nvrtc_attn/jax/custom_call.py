@@ -58,7 +58,10 @@ from .partition import partitioned
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Kind", "as_varying", "attention", "check_call", "compute", "gradients_of_part", "rng_words", "varies"]
+__all__ = [
+    "Kind", "as_varying", "attention", "captured", "check_call", "compute", "gradients_of_part", "rng_words", "varies",
+    "with_modifier",
+]  # fmt: skip
 
 _TARGET: Final = "nvrtc_attn.launch"
 _AUX: Final = "aux"
@@ -101,7 +104,8 @@ class _Kind:
         if self.backward:
             gradients = (d for d in GRADIENTS if OPERANDS[d].backward == "out" or getattr(self.options, d))
             return (*gradients, *(f"d{_AUX}{i}" for i in self.trained))
-        return ("out", "lse") if self.options.return_lse else ("out",)
+        more = [name for name in ("lse", "max_logit") if getattr(self.options, f"return_{name}")]
+        return ("out", *more)
 
 
 Kind = _Kind
@@ -168,6 +172,7 @@ def attention(
     max_seqlen_k: int | None = None,
     seqused_k: Any = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool = False,
     score_mod: Any = None,
     mask_mod: Any = None,
@@ -203,7 +208,16 @@ def attention(
         On a GPU without ``jax-tvm-ffi``.
     """
     options = CallOptions(
-        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic
+        causal,
+        window_size,
+        softmax_scale,
+        softcap,
+        dropout_p,
+        max_seqlen_q,
+        max_seqlen_k,
+        return_lse,
+        deterministic,
+        return_max_logit=return_max_logit,
     )
     check_further("attention", further)
     given = {
@@ -214,8 +228,8 @@ def attention(
     modifier = traced(score_mod, mask_mod, aux)
     kind = _Kind(options, (0, 0))
     if modifier is not None:
-        kind = replace(kind, program=modifier.program, numbers=modifier.numbers)
-        operands |= {f"{_AUX}{i}": _array(f"captured array {i}", x) for i, x in enumerate(modifier.captures)}
+        kind, captures = with_modifier(kind, modifier)
+        operands |= captures
     _describe(_bind(kind, operands), Device("cuda" if _on_gpu() else "abstract", 0))
     options = plain_options(options)  # in Python's types, which JAX can hash
     kind = replace(kind, options=options)
@@ -223,12 +237,24 @@ def attention(
         words, arrays = rng_words(rng)
         kind, operands = replace(kind, rng=words), {**operands, **arrays}
     results = _attention(kind, _equally_varying(operands))
-    return tuple(results) if return_lse else results[0]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
-def check_call(operands: dict[str, Any], options: CallOptions) -> None:
+def check_call(operands: dict[str, Any], options: CallOptions, modifier: Modifier | None = None) -> None:
     """Refuse what no pass computes; ``operands`` are (shape, dtype) by name."""
-    describe_shapes(operands, options, Device("cuda" if _on_gpu() else "abstract", 0))
+    where = Device("cuda" if _on_gpu() else "abstract", 0)
+    describe_shapes(operands, options, where, modifier=modifier, keeps_arrays=True)
+
+
+def with_modifier(kind: _Kind, modifier: Modifier) -> tuple[_Kind, dict[str, Any]]:
+    """The kind of a call with a modifier, and the operands that its arrays are."""
+    arrays = {f"{_AUX}{i}": _array(f"captured array {i}", x) for i, x in enumerate(modifier.captures)}
+    return replace(kind, program=modifier.program, numbers=modifier.numbers), arrays
+
+
+def captured(kind: _Kind) -> dict[int, str]:
+    """The operands that are captured arrays with a gradient, by their place in the modifier."""
+    return {i: f"{_AUX}{i}" for i in _differentiable(kind.program)}
 
 
 def compute(kind: _Kind, operands: dict[str, Any]) -> Any:
@@ -239,7 +265,7 @@ def compute(kind: _Kind, operands: dict[str, Any]) -> Any:
 def gradients_of_part(kind: _Kind, operands: dict[str, Any]) -> dict[str, Any]:
     """Shares of gradients by the input, dk and dv in float32. ``kind`` is `Kind.backwards` of the forward pass's."""
     found = zip(kind.results, _run(kind, operands), strict=True)
-    return {OPERANDS[name].gradient_of: x for name, x in found}
+    return {OPERANDS[name].gradient_of if name in OPERANDS else name[1:]: x for name, x in found}
 
 
 # ------------------------------------------------------------------------------------------------ differentiation
@@ -257,8 +283,8 @@ def _forward_rule(kind: _Kind, operands: dict[str, Any]) -> Any:
         inputs[f"d{_AUX}{i}"] = operands[f"{_AUX}{i}"]
     wanted = {name: () if x is not None and x.perturbed else None for name, x in inputs.items()}
     _compile_ahead(_of_gradients(kind, wanted), values)
-    out, lse = _run(replace(kind, options=kind.options._replace(return_lse=True)), values)
-    return [out, lse][: 1 + kind.options.return_lse], (values, out, lse, wanted)
+    out, lse, *max_logit = _run(replace(kind, options=kind.options._replace(return_lse=True)), values)
+    return [out, *([lse] if kind.options.return_lse else ()), *max_logit], (values, out, lse, wanted)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,7 +296,8 @@ def _of_gradients(kind: _Kind, wanted: dict[str, Any]) -> _Kind:
     """``kind`` with these optional gradients, as a backward pass asks for them."""
     flags: dict[str, Any] = {name: x is not None for name, x in wanted.items()}
     trained = tuple(i for i in _differentiable(kind.program) if flags.pop(f"d{_AUX}{i}"))
-    return replace(kind, options=kind.options._replace(return_lse=True, **flags), trained=trained)
+    options = kind.options._replace(return_lse=True, return_max_logit=False, **flags)
+    return replace(kind, options=options, trained=trained)
 
 
 def _compile_ahead(kind: _Kind, values: dict[str, Any]) -> None:
@@ -347,7 +374,7 @@ def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
     """The pass on whatever platform the program is compiled for."""
     name, shape, _ = bound.results[0]
     if name == "out" and 0 in shape:
-        values = {"out": 0.0, "lse": -np.inf}
+        values = {"out": 0.0, "lse": -np.inf, "max_logit": -np.inf}
         return [jnp.full(shape, values[name], dtype) for name, shape, dtype in bound.results]
     _register_host()
     branches: dict[str, Any] = {"cpu": partial(_custom_call, bound, 0)}

@@ -47,7 +47,7 @@ class _Sizes(NamedTuple):
         if operand not in OPERANDS or size == 1:
             return ""
         axis = OPERANDS[operand].axes[dim]
-        return _BATCH if axis == "number of sequences" and not self.packed else axis
+        return _BATCH if axis in ("number of sequences", "sequences") and not self.packed else axis
 
 
 def partitioned(run: Callable[..., Any], operands: Operands, results: Operands, dropout: bool, offset: int) -> Any:

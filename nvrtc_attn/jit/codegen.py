@@ -23,6 +23,7 @@ from .params import (
     HopperForwardParams,
     padded,
     params_behind,
+    with_max_logit,
 )
 
 ENTRY_NAME: Final = "attention_entry"
@@ -45,8 +46,10 @@ def constant_name(field: str) -> str:
 
 def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     """The struct that the kernel of ``config`` takes by value."""
-    base = base_params_class(config)
-    return modified_params(base, block_bytes(config.features.modifier)) if config.features.modifier else base
+    params = base_params_class(config)
+    if config.features.max_logit:
+        params = with_max_logit(params)
+    return modified_params(params, block_bytes(config.features.modifier)) if config.features.modifier else params
 
 
 @functools.lru_cache(maxsize=256)
@@ -56,7 +59,7 @@ def modified_params(base: type[ctypes.Structure], nbytes: int) -> type[ctypes.St
 
 
 def base_params_class(config: KernelConfig) -> type[ctypes.Structure]:
-    """The struct without what a modifier captured."""
+    """The struct without where the largest scores go and without what a modifier captured."""
     params: type[ctypes.Structure] = BackwardParams
     if isinstance(config, HopperForwardConfig):
         params = HopperForwardParams
@@ -150,15 +153,20 @@ def entry_source(config: KernelConfig) -> str:
     if config.features.part:
         traits.append(f"using PartParams = {params};")
     asserts = _layout_asserts(struct)
+    whole = params_class(config)
+    if config.features.max_logit:
+        params = f"nvrtc_attn::WithMaxLogit<{params}>"
+        traits.append(f"using MaxLogitParams = {params};")
     if config.features.modifier:
         params = f"nvrtc_attn::Modified<{params}>"
-        whole = params_class(config)
         traits.append(f"using ModifiedParams = {params};")
+    if whole is not struct:
         asserts += [
             f"using WholeParams = {params};",
             f'static_assert(sizeof(WholeParams) == {ctypes.sizeof(whole)}, "sizeof(WholeParams)");',
-            f"OFFSET(WholeParams, modifier, {whole.modifier.offset});",
         ]
+        behind = [name for name in ("max_logit", "modifier") if hasattr(whole, name)]
+        asserts += [f"OFFSET(WholeParams, {name}, {getattr(whole, name).offset});" for name in behind]
     cluster = "__cluster_dims__(Traits::kCluster, 1, 1) " if getattr(config, "cluster", 1) > 1 else ""
     return "\n".join(
         [

@@ -43,6 +43,8 @@ class Features:
     """And those like k and v (dk, dv)."""
     modifier: str = ""
     """C++ text of the user's function of a score and its position, of `modifiers.cuda`; empty for none."""
+    max_logit: bool = False
+    """Write the largest score of each head (``collective/max_logit.cuh``): the forward kernels."""
     optional: str = ""
     """Names of further optional operands that are there, of the table in ``front/operands.py``."""
 

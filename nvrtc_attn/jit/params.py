@@ -42,7 +42,7 @@ def _in_front(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _behind(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if OPERANDS[name].behind)
+    return tuple(name for name in names if OPERANDS[name].behind and not OPERANDS[name].alone)
 
 
 def _strides(name: str, dims: str) -> list[tuple[str, type[ctypes.c_int64]]]:
@@ -187,3 +187,10 @@ def _struct_behind(base: type[ctypes.Structure], tile_words: bool, further: bool
     fields = [*(TILE_WORDS_FIELDS if tile_words else ()), *(_fields_behind(operands) if further else ())]
     name = "Further" * further + "Tiled" * tile_words + base.__name__
     return type(name, (base,), {"_fields_": padded(base, fields)})
+
+
+@functools.cache
+def with_max_logit(base: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """``base`` with the pointer of ``WithMaxLogit`` in ``params.cuh`` behind it: that of `Operand.alone`."""
+    fields = [(row.name, _P) for row in OPERANDS.values() if row.alone]
+    return type(base.__name__, (base,), {"_fields_": padded(base, fields)})

@@ -44,13 +44,17 @@ from . import autotune
 
 _Plan = TypeVar("_Plan", "ForwardPlan", "BackwardPlan")
 _WORKSPACE_ALIGNMENT: Final = 256
+_MINUS_INFINITY: Final = 0xFF800000
+"""The bits in float32."""
+_MAX_LOGIT: Final = FORWARD.index("max_logit")
+_POINTER: Final = struct.Struct("<Q")
 
 
 class _Step:
     """One launch with its own copy of the params."""
 
     __slots__ = (
-        *("behind", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "template", "tensor_maps"),
+        *("alone", "behind", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "template", "tensor_maps"),
         "what",
     )
 
@@ -72,6 +76,8 @@ class _Step:
             self.behind = struct.Struct(f"<{len(params.BEHIND)}Q"), getattr(struct_type, params.BEHIND[0]).offset
             for name, value in behind.items():
                 setattr(values, name, value)
+        # Where the address of the largest scores lies; 0 for a kernel that writes none.
+        self.alone = struct_type.max_logit.offset if spec.config.features.max_logit else 0
         self.tensor_maps = TensorMapEncoder(spec.tensor_maps, struct_type, pointers) if spec.tensor_maps else None
         # Where what a modifier captured begins; 0 for a kernel that has none.
         self.modifier_at = struct_type.modifier.offset if spec.config.features.modifier else 0
@@ -122,7 +128,7 @@ class _PlanBase:
     """Loaded kernels and the workspace between them. ``workspace_bytes`` is what ``run`` needs in ``workspace``."""
 
     __slots__ = (
-        *("_context", "_copy", "_device", "_dropout", "_offsets", "_pick", "_steps", "_words", "_zeroed"),
+        *("_context", "_copy", "_device", "_dropout", "_filled", "_offsets", "_pick", "_steps", "_words", "_zeroed"),
         "workspace_bytes",
     )
 
@@ -158,6 +164,8 @@ class _PlanBase:
                 setattr(params, name, value)
         self.workspace_bytes = end
         self._offsets, self._zeroed = tuple(offsets.values()), tuple(zeroed)
+        # Elements of max_logit, which kernels only raise.
+        self._filled = 0 if self._BACKWARD or not problem.return_max_logit else problem.batch * problem.num_heads
         self._dropout = problem.dropout_p > 0
         # What a launch is told: of the words at the params' begin those that some kernel of this problem looks at, the
         # others are 0. A word takes 40 ns to find and write.
@@ -206,6 +214,16 @@ class _PlanBase:
             with driver.device_context(self._device):
                 self._launch(stream, addresses, workspace, rng, modifier)
 
+    def fill(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """What `run` does for a problem without queries, where there is nothing else to write: max_logit is -inf."""
+        with driver.device_context(self._device):
+            self._fill(stream, addresses)
+
+    def _fill(self, stream: int, addresses: tuple[int, ...]) -> None:
+        to, count = addresses[_MAX_LOGIT], self._filled
+        if count:
+            driver.call("cuMemsetD32Async", to, _MINUS_INFINITY, count, stream, device=self._device)
+
     def _launch(
         self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState, modifier: ModifierValues
     ) -> None:
@@ -222,6 +240,8 @@ class _PlanBase:
         launch = driver.api().cuLaunchKernel
         for start, nbytes in self._zeroed:
             driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=self._device)
+        if self._filled:
+            self._fill(stream, addresses)
         for address, nbytes in modifier.zeroed:
             driver.call("cuMemsetD8Async", address, 0, nbytes, stream, device=self._device)
         for step in self._steps:
@@ -232,6 +252,8 @@ class _PlanBase:
             write(params.data, 0, packed)
             if step.behind is not None:
                 step.behind[0].pack_into(params.data, step.behind[1], *[addresses[place] for place in self._BEHIND])
+            if step.alone:
+                _POINTER.pack_into(params.data, step.alone, addresses[_MAX_LOGIT])
             if step.modifier_at:
                 ctypes.memmove(ctypes.addressof(params.data) + step.modifier_at, modifier.block, len(modifier.block))
             if step.tensor_maps is not None:

@@ -81,6 +81,8 @@ class Request:
     dbias: bool = False
     sink: bool = False
     """Attention sinks, with their gradient."""
+    max_logit: bool = False
+    """The largest score of each head, of the forward pass."""
     modifier: Modifier | None = None
     """What was traced of score_mod and mask_mod, with gradients of the arrays that the score captured."""
     mask: bool = False
@@ -151,6 +153,7 @@ def problems(request: Request) -> list[AttentionProblem]:
             deterministic=request.deterministic,
             dbias=request.dbias and request.backward,
             dsink=request.sink and request.backward,
+            return_max_logit=request.max_logit,
         )
         modifier, trained = request.modifier, frozenset[int]()
         if modifier is not None and request.backward:

@@ -43,7 +43,7 @@ class Repeat(NamedTuple):
 
 # Places in the order of the operands of a pass, by their number.
 _LENGTHS: Final = {len(names): (names.index("cu_seqlens_q"), names.index("seqused_k")) for names in (FORWARD, BACKWARD)}
-_MADE: Final = tuple((name, FORWARD.index(name)) for name in ("out", "lse"))
+_MADE: Final = tuple((name, FORWARD.index(name)) for name in ("out", "lse", "max_logit"))
 _MAX_ENTRIES: Final = 4096
 _MAX_APART: Final = 64
 _repeats: dict[tuple[Any, ...], Repeat] = {}
@@ -122,16 +122,18 @@ def attention_again(known: Repeat, signature: Signature, q: Any, out: Any, optio
     """`attention` of a call that was made before."""
     framework, index = signature.framework, signature.device
     addresses = signature.addresses
-    lse = None
+    results = []
     for name, place in _MADE:
         if name in known.made:
             x, addresses[place] = allocate_again(framework, q, index, *known.made[name])
-            out, lse = (x, lse) if name == "out" else (out, x)
+            results.append(x)
+        elif name == "out":
+            results.append(out)
     size = known.plan.workspace_bytes
     _workspace, address = allocate_again(framework, q, index, (size,), (1,), "uint8") if size else (None, 0)
     stream = current_stream(framework, index)
     known.plan.run(stream, tuple(addresses), address, _rng_again(options, rng, index, stream))
-    return (out, lse) if options.return_lse else out
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def ran_again(

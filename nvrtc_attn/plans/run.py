@@ -57,7 +57,10 @@ def forward(
         workspace = new_workspace(plan.workspace_bytes)
     address = call.workspace_address(workspace, plan.workspace_bytes)
     state = call.kernel_rng(rng)
-    if 0 not in call.out_shape:
+    if 0 in call.out_shape:
+        if "max_logit" in views:
+            plan.fill(call.launch_stream, addresses(plan.OPERANDS, {"max_logit": views["max_logit"].ptr}))
+    else:
         _launch(plan, call, views, address, state, (given, workspace))
         if signature is not None:
             made = made or {}

@@ -66,6 +66,7 @@ def attention(
     max_seqlen_k: int | None = None,
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool | None = None,
     part: Part | None = None,
     **further: Unpack[FurtherInputs],
@@ -88,10 +89,10 @@ def attention(
         and not further and part is None
     )  # fmt: skip
     # Dynamo knows what it is asked here, and traces nothing behind it.
-    if alone and not _traced_by_dynamo():
+    if alone and return_max_logit is False and not _traced_by_dynamo():
         options = _new_tuple(CallOptions, (
             causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
-            _deterministic() if deterministic is None else deterministic, False, False, None,
+            _deterministic() if deterministic is None else deterministic, False, False, None, False,
         ))  # fmt: skip
         found = again(q, k, v, options, ROWS_FIRST)
         if found is not None:
@@ -99,6 +100,7 @@ def attention(
     return attend(
         q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q, cu_seqlens_k,
         max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further, ROWS_FIRST, alone,
+        return_max_logit,
     )  # fmt: skip
 
 
@@ -126,6 +128,7 @@ def attend(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, causal: Any, window_size: Any, softmax_scale: Any, softcap: Any,
     dropout_p: Any, rng: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
     seqused_k: Any, return_lse: Any, deterministic: Any, part: Any, further: Any, layout: int, alone: bool,
+    return_max_logit: Any = False,
 ) -> Any:  # fmt: skip
     """`attention` of any tensors, q, k and v ``alone`` or with others; laid out, as out is, as ``layout`` says."""
     # 0.2 us for plain tensors. Dynamo knows the first of these, and traces none of the others.
@@ -146,6 +149,7 @@ def attend(
         found = attention_by_operators(
             q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q,
             cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further,
+            return_max_logit,
         )  # fmt: skip
         return found.transpose(1, 2) if layout else found
     if _autocast():
@@ -167,15 +171,15 @@ def attend(
         dsink = grad and sink is not None and sink.requires_grad
     options: CallOptions = _new_tuple(CallOptions, (
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic,
-        dbias, dsink, part,
+        dbias, dsink, part, return_max_logit,
     ))  # fmt: skip
     # The tables of plans look options up by equality, and 1 equals True: only these kinds may reach them.
     if not (are_plain(options) and 0 <= dropout_p <= 1):
         options = plain_options(options)
         max_seqlen_q, max_seqlen_k, dropout_p = options.max_seqlen_q, options.max_seqlen_k, options.dropout_p
-        return_lse = options.return_lse
+        return_lse, return_max_logit = options.return_lse, options.return_max_logit
     known_key = None
-    if alone and dropout_p == 0:
+    if alone and dropout_p == 0 and not return_max_logit:
         known_key = options, layout, _grad_enabled(), _autocast() and _autocast_dtype("cuda")
     # A backward pass needs the lse. Without one it does not matter how it would be: one plan for both.
     if options.return_lse is not (return_lse or grad) or (options.deterministic and not grad):
@@ -195,7 +199,9 @@ def attend(
             state = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
     heads_first = layout != ROWS_FIRST
     if not grad:
-        out, lse = forward(tensors, options, state, heads_first=heads_first, known_key=known_key)
+        out, lse, *max_logit = forward(tensors, options, state, heads_first=heads_first, known_key=known_key)
+        if max_logit:
+            return (out, lse, *max_logit) if return_lse else (out, *max_logit)
         return (out, lse) if return_lse else out
     try:
         results = forward(
@@ -204,13 +210,25 @@ def attend(
     except LazyTensors as lazy:
         tensors = lazy.tensors
         results = forward(tensors, options, state, backward_follows=True, heads_first=heads_first)
+    max_logit = ()
+    if return_max_logit:  # of no use to the backward pass, and without a gradient
+        *results, max_logit = results
+        results, max_logit = tuple(results), (max_logit,)
+        options = options._replace(return_max_logit=False)
     # Each argument and each tensor that is kept costs 0.4 us: what is not there is left out.
     for x in tensors[3:]:
         if x is not None:
             call = options, state, results, tensors, return_lse, layout, None
-            return _attach(call, *_differentiable(tensors))
+            return _beside(_attach(call, *_differentiable(tensors)), max_logit)
     tensors = tensors[:3]
-    return _attach((options, state, results, tensors, return_lse, layout, None), *tensors)
+    return _beside(_attach((options, state, results, tensors, return_lse, layout, None), *tensors), max_logit)
+
+
+def _beside(found: Any, more: tuple[torch.Tensor, ...]) -> Any:
+    """Results with gradients, one or two, and then one without."""
+    if not more:
+        return found
+    return (*found, *more) if isinstance(found, tuple) else (found, *more)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]

@@ -138,7 +138,7 @@ def efficient_attention_forward(
         # In the order of `FORWARD`.
         lse_address = lse.data_ptr() if compute_log_sumexp else 0
         used = used if known.packed is not None else 0
-        operands = (q, k, v, out.data_ptr(), lse_address, bias_, 0, starts_q, starts_k, used, *_NO_FURTHER)
+        operands = (q, k, v, out.data_ptr(), lse_address, 0, bias_, 0, starts_q, starts_k, used, *_NO_FURTHER)
         plan.run(raw_stream(index), operands, workspace.data_ptr(), state)
     return out, lse, seed, offset, known.seqlen_q, known.seqlen_k
 

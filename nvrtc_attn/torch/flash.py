@@ -94,7 +94,7 @@ def _scaled_forward(
     _refuse(dropout_p, return_debug_mask=return_debug_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     arguments = _arguments(q, k, v, None, None, None, None, None, is_causal, scale, (None, None))
-    out, lse = run_forward(*arguments, True)
+    out, lse, _ = run_forward(*arguments, True, False)
     return _like(out.transpose(1, 2), query), lse, None, None, query.shape[2], key.shape[2], *_nothing_drawn(query)
 
 
@@ -120,9 +120,8 @@ def _forward(
     _refuse(dropout_p, return_debug_mask=return_debug_mask, alibi_slopes=alibi_slopes, **others)
     q, k, v = (x if cum_seq_q is None else x[None] for x in (query, key, value))
     window = (window_size_left, window_size_right)
-    out, lse = run_forward(
-        *_arguments(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, is_causal, scale, window), True
-    )
+    arguments = _arguments(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, is_causal, scale, window)
+    out, lse, _ = run_forward(*arguments, True, False)
     if cum_seq_q is not None:
         out, lse = out[0], lse[0]
     return _like(out, query), lse, *_nothing_drawn(query)

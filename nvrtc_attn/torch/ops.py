@@ -28,6 +28,8 @@ from .random import checked_rng, rng_values
 _SEED: Final = len(INPUTS)  # positions in the signature: the inputs of the table of operands, then the random numbers
 _SEED_WORD, _DROPOUT = _SEED + 2, _SEED + 9
 _BIAS: Final = INPUTS.index("bias")
+_CU_SEQLENS_Q: Final = INPUTS.index("cu_seqlens_q")
+_FLAGS: Final = 2  # behind the signature: return_lse and return_max_logit
 _BATCHLESS: Final = tuple(place for place, name in enumerate(INPUTS) if OPERANDS[name].axes[0] != "batch")
 _DIFFERENTIABLE: Final = tuple(map(INPUTS.index, DIFFERENTIABLE))
 _OPTIONS: Final = len(OPTIONAL_GRADIENTS)
@@ -40,7 +42,8 @@ _SIGNATURE: Final = (
 # Without defaults: the dispatcher drops arguments that equal theirs, and rules of sharding count on the positions.
 _LIBRARY: Final = torch.library.Library("nvrtc_attn", "FRAGMENT")
 _LIBRARY.define(
-    f"attention_forward({_SIGNATURE}, bool return_lse) -> (Tensor out, Tensor lse)",
+    f"attention_forward({_SIGNATURE}, bool return_lse, bool return_max_logit) -> "
+    "(Tensor out, Tensor lse, Tensor max_logit)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
@@ -60,6 +63,7 @@ def attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, causal: Causal, window_size: WindowSize, softmax_scale: Any,
     softcap: Any, dropout_p: Any, rng: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
     seqused_k: Any, return_lse: bool, deterministic: bool | None, part: Part | None, further: Mapping[str, Any],
+    return_max_logit: bool = False,
 ) -> Any:  # fmt: skip
     """`nvrtc_attn.torch.attention` by the operators: what torch.compile traces, so nothing here looks at memory."""
     if deterministic is None:
@@ -74,11 +78,12 @@ def attention(
         if not (isinstance(x, torch.Tensor) or (x is None and name not in ("q", "k", "v"))):
             raise TypeError(f"{name}: got {shown(x)} of type {type(x).__name__}. nvrtc_attn.torch takes torch tensors.")
     options = (causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
-    if not (_are_plain(*options) and isinstance(return_lse, bool) and isinstance(deterministic, bool)):
+    flags = (return_lse, deterministic, return_max_logit)
+    if not (_are_plain(*options) and all(isinstance(x, bool) for x in flags)):
         # Numbers of other libraries; whatever is none is refused by name.
-        read = plain_options(CallOptions(*options, return_lse, deterministic))
+        read = plain_options(CallOptions(*options, return_lse, deterministic, return_max_logit=return_max_logit))
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k = read[:7]
-        return_lse, deterministic = read.return_lse, read.deterministic
+        return_lse, deterministic, return_max_logit = read.return_lse, read.deterministic, read.return_max_logit
     if isinstance(causal, bool):
         causal = "bottom_right" if causal else ""  # type: ignore[assignment]
     left, right = (None, None) if window_size is None else window_size
@@ -93,13 +98,11 @@ def attention(
     with_lse = return_lse or functorch or (torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, *more))
     arguments = (
         q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *more, seed, offset, *words, causal, left, right,
-        softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic, with_lse,
+        softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic, with_lse, return_max_logit,
     )  # fmt: skip
-    if functorch:
-        out, lse = _Transformed.apply(*arguments)
-    else:
-        out, lse = attention_forward(*arguments)
-    return (out, lse) if return_lse else out
+    out, lse, max_logit = _Transformed.apply(*arguments) if functorch else attention_forward(*arguments)
+    results = (out, *([lse] if return_lse else ()), *([max_logit.detach()] if return_max_logit else ()))
+    return results if len(results) > 1 else out
 
 
 def cast_for_autocast(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
@@ -213,21 +216,24 @@ def _as_plain(x: torch.Tensor | None) -> Any:
     return x if x is None or x.__class__ in _PLAIN else x.as_subclass(torch.Tensor)
 
 
-def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The kernel of the operator ``attention_forward``, below autograd."""
-    *arguments_, return_lse = arguments
+    *arguments_, return_lse, return_max_logit = arguments
     with torch.no_grad():
         tensors, options, rng = _split(tuple(arguments_), return_lse)
+        options = options._replace(return_max_logit=return_max_logit)
         # Below autograd lse tells that gradients are wanted, though not whether that of a bias is.
-        out, lse = forward(tensors, options, rng, backward_follows=return_lse and tensors[_BIAS] is None)
+        follows = return_lse and tensors[_BIAS] is None
+        out, lse, *most = forward(tensors, options, rng, backward_follows=follows)
         q = tensors[0]
+        max_logit = most[0] if most else torch.empty(0, dtype=torch.float32, device=q.device)
         if not out.numel():
             out = out.new_empty(out.shape)  # strides of nothing differ
         if lse is None:
             lse = torch.empty(0, dtype=torch.float32, device=q.device)
         elif not lse.numel():
             lse = lse.new_empty(lse.shape)
-    return out, lse
+    return out, lse, max_logit
 
 
 def run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
@@ -248,12 +254,16 @@ for _key in ("CPU", "CUDA"):
 # ------------------------------------------------------------------------------------------------- shapes and types
 
 
-def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, _, v = arguments[:3]
-    _validate(arguments[:-1])
+    *arguments_, return_lse, return_max_logit = arguments
+    _validate(tuple(arguments_))
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3]))
-    return out, q.new_empty((batch, heads, rows) if arguments[-1] else (0,), dtype=torch.float32)
+    lse = q.new_empty((batch, heads, rows) if return_lse else (0,), dtype=torch.float32)
+    starts = arguments[_CU_SEQLENS_Q]
+    sequences = batch if starts is None else starts.shape[0] - 1
+    return out, lse, q.new_empty((sequences, heads) if return_max_logit else (0,), dtype=torch.float32)
 
 
 def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
@@ -295,22 +305,22 @@ def _validate(arguments: tuple[Any, ...], **gradients: bool) -> None:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, seed, offset = inputs[:_SEED_WORD]
-    ctx.save_for_backward(*output, *tensors, seed, offset)
-    ctx.scalars = inputs[_SEED_WORD:-1]
+    ctx.save_for_backward(*output[:2], *tensors, seed, offset)
+    ctx.scalars = inputs[_SEED_WORD:-_FLAGS]
     ctx.set_materialize_grads(False)
 
 
 def _derivative(
-    ctx: Any, dout: Any, dlse: Any, forward: Any = attention_forward, backward: Any = attention_backward
+    ctx: Any, dout: Any, dlse: Any, _: Any, forward: Any = attention_forward, backward: Any = attention_backward
 ) -> tuple[Any, ...]:
-    """The gradient of every argument of the forward operator."""
+    """The gradient of every argument of the forward operator. Nobody gets one through max_logit."""
     out, lse, *tensors = ctx.saved_tensors
     arguments = (*tensors, *ctx.scalars)
-    none = (None,) * (len(arguments) + 1)
+    none = (None,) * (len(arguments) + _FLAGS)
     if dout is None and dlse is None:
         return none
     if lse.numel() == 0 and out.numel() != 0:  # traced where no gradient was wanted
-        out, lse = forward(*arguments, True)
+        out, lse, _ = forward(*arguments, True, False)
     dout = torch.zeros_like(out) if dout is None else dout
     needed = [bool(ctx.needs_input_grad[place]) for place in _DIFFERENTIABLE]
     gradients = backward(dout, dlse, out, lse, *arguments, *needed[-_OPTIONS:])
@@ -374,8 +384,8 @@ class _Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore
         _setup_context(ctx, inputs, output)
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        return _derivative(ctx, dout, dlse, _Transformed.apply, _Gradient.apply)
+    def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
+        return _derivative(ctx, dout, dlse, None, _Transformed.apply, _Gradient.apply)
 
 
 # ------------------------------------------------------------------------------------------------------------- vmap
@@ -496,9 +506,11 @@ def register_sharding() -> None:
     def forward_rule(*arguments: Any) -> Any:
         rules = []
         for dim in axes(arguments):
-            lse = {None: Replicate(), 0: Shard(0), 2: Shard(1)}[dim] if arguments[-1] else Replicate()
+            # Of a result that is there; max_logit of packed sequences is [sequences, heads], and those are not split.
+            of_heads = {None: Replicate(), 0: Shard(0), 2: Shard(1)}[dim]
+            lse, max_logit = (of_heads if wanted else Replicate() for wanted in arguments[-_FLAGS:])
             out = Replicate() if dim is None else Shard(dim)
-            rules.append(([out, lse], placements(arguments, dim)))
+            rules.append(([out, lse, max_logit], placements(arguments, dim)))
         return rules
 
     def backward_rule(*arguments: Any) -> Any:

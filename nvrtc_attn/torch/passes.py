@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any, Final
 
@@ -66,7 +67,9 @@ def forward(
     tensors: Tensors, options: CallOptions, rng: RngState, *, backward_follows: bool = False, heads_first: bool = False,
     known_key: Any = None,
 ) -> Any:  # fmt: skip
-    """(out, lse or None) of detached tensors, `INPUTS` in their order. The options are plain ones (`plain_options`).
+    """(out, lse or None) of detached tensors, `INPUTS` in their order, and max_logit where the options ask for it.
+
+    The options are plain ones (`plain_options`).
 
     ``heads_first``: q, k, v and out are ``[batch, heads, seqlen, head_dim]``, and out is in memory as it is otherwise.
     ``known_key``: where `known_calls` may have the call from now on.
@@ -116,18 +119,32 @@ def forward(
         lse_address = lse.data_ptr()
     else:
         lse, lse_address = None, 0
+    max_logit, max_logit_address = None, 0
+    if options.return_max_logit:
+        max_logit = new(*_made_max_logit(tensors))
+        max_logit_address = max_logit.data_ptr()
+        if 0 in shape:
+            max_logit.fill_(-math.inf)
     if 0 not in shape:
         size = plan.workspace_bytes
         workspace = new((size,), (1,), _BYTE) if size else None
         # In the order of `FORWARD`.
-        addresses = (q_address, k_address, v_address, out.data_ptr(), lse_address)
+        addresses = (q_address, k_address, v_address, out.data_ptr(), lse_address, max_logit_address)
         plan.run(
             raw_stream(index),
             addresses + (tuple(map(address_of, optional)) if given else _NO_ADDRESSES),
             0 if workspace is None else workspace.data_ptr(),
             rng if options.part is None else _of_part(rng, tensors, options, heads_first),
         )
-    return out, lse
+    return (out, lse, max_logit) if options.return_max_logit else (out, lse)
+
+
+def _made_max_logit(tensors: Tensors) -> Made:
+    """Shape, strides and element type: a row for each batch entry, or sequence."""
+    q: Any = tensors[0]
+    starts = tensors[_CU_SEQLENS_Q]
+    shape = (q.shape[0] if starts is None else starts.shape[0] - 1, q.shape[2])
+    return dense(shape, torch.float32)
 
 
 def _first_forward(
@@ -143,9 +160,13 @@ def _first_forward(
     q: Any = tensors[0]
     if not q.is_cuda:
         inputs = _rows_first(tensors[:3], heads_first)
-        result = api.attention(*inputs, **_keywords(tensors, options), rng=rng, return_lse=options.return_lse)
-        out, lse = result if options.return_lse else (result, None)
-        return out.transpose(1, 2) if heads_first else out, lse
+        found = api.attention(
+            *inputs, **_keywords(tensors, options), rng=rng, return_lse=options.return_lse,
+            return_max_logit=options.return_max_logit,
+        )  # fmt: skip
+        out, *more = found if isinstance(found, tuple) else (found,)
+        lse = more.pop(0) if options.return_lse else None
+        return out.transpose(1, 2) if heads_first else out, lse, *more
     call = _describe(tensors, options, heads_first)
     ahead = BackwardPrefetch(call.with_dense(), call.device.index) if backward_follows else None
     plan = forward_plan(
@@ -298,7 +319,7 @@ class Known:
             scratch = new(*self._workspace)
             workspace = scratch.data_ptr()
         # In the order of `FORWARD`.
-        addresses = (q_address, k_address, v_address, out.data_ptr(), lse_address, *_NO_ADDRESSES)
+        addresses = (q_address, k_address, v_address, out.data_ptr(), lse_address, 0, *_NO_ADDRESSES)
         self._plan.run(raw_stream(index), addresses, workspace)
         return out, lse
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import modifiers
+import numpy as np
 import pytest
 
+import nvrtc_attn
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.call import CallOptions, describe_shapes
 from nvrtc_attn.front.part import Part
@@ -113,6 +116,29 @@ def test_every_float32_result_is_written_as_float32(arch: str, seqlen: int) -> N
             assert any(of_q), (head_dim, options)
             assert any(of_k), (head_dim, options)
             assert not any(getattr(c, "stores_dq", False) for c in found), (head_dim, options)
+
+
+@pytest.mark.parametrize("name", ["alibi", "relative bias", "documents"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_with_modifiers_of_a_part_compile_and_do_not_spill(name: str, head_dim: int) -> None:
+    """Indices of the whole are a number more for each axis, which all threads have in common."""
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    arrays = case.arrays((1, 8, 64, 64), np.random.default_rng(0))
+    traced = nvrtc_attn.trace(*case.make(arrays))
+    shapes = {key: ((1, 1024, count, head_dim), "bfloat16") for key, count in zip("qkv", (8, 4, 4), strict=True)}
+    part = Part(heads=(8, 32), rows=(1024, 8192), keys=(0, 8192), sm_margin=0)
+    call = describe_shapes(
+        shapes, CallOptions(return_lse=True, part=part), Device("cuda", 0), modifier=traced,
+        trained=frozenset(traced.differentiable),
+    )  # fmt: skip
+    assert call.modifier is not None
+    assert len(call.modifier.numbers) > len(traced.numbers)
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+    shares = {x: dense_layout(shapes[like][0], "float32") for x, like in zip(RESULTS[2:], "kv", strict=True)}
+    launches = heuristics.choose_forward(call.with_dense(), **target).launches
+    launches += heuristics.choose_backward(call.with_outputs(**shares), **target).launches
+    for config in dict.fromkeys(x.config for x in launches if x.config.features.modifier):
+        assert compile_kernel(config).spill_bytes == 0, config
 
 
 def test_multiprocessors_are_left_and_tiles_handed_out() -> None:

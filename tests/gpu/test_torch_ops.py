@@ -153,7 +153,7 @@ def test_opcheck(name: str) -> None:
     sink = torch.zeros(q.shape[2], device="cuda", requires_grad=True) if name == "sink" else None
     arguments = (
         q, k, v, bias if name == "bias" else None, None, *starts, None, sink, seed, None, 0, 3, "", None, None, None,
-        0.0, 0.3 if name == "dropout" else 0.0, *longest, True, True,
+        0.0, 0.3 if name == "dropout" else 0.0, *longest, True, True, name in ("plain", "packed"),
     )  # fmt: skip
     torch.library.opcheck(ops.attention_forward, arguments)
 

@@ -32,11 +32,12 @@ from nvrtc_attn.jit.params import (
     HopperBackwardParams,
     HopperForwardParams,
     params_behind,
+    with_max_logit,
 )
 
 
 def test_a_pass_has_the_order_in_which_the_adapters_put_addresses() -> None:
-    assert ("q", "k", "v", "out", "lse", *OPTIONAL_INPUTS) == FORWARD
+    assert ("q", "k", "v", "out", "lse", "max_logit", *OPTIONAL_INPUTS) == FORWARD
     assert ("q", "k", "v", "out", "dout", "lse", "dlse", *OPTIONAL_INPUTS, *GRADIENTS) == BACKWARD
     assert ("q", "k", "v", *OPTIONAL_INPUTS) == INPUTS
     assert set(DIFFERENTIABLE) <= set(INPUTS)
@@ -55,6 +56,7 @@ def test_a_pass_has_the_order_in_which_the_adapters_put_addresses() -> None:
         ("WithTileWords", params_behind(HopperBackwardParams, tile_words=True)),
         ("PartOf", params_behind(HopperForwardParams, part=True)),
         ("PartOf", params_behind(BackwardParams, tile_words=True, part=True)),
+        ("WithMaxLogit", with_max_logit(ForwardParams)),
     ],
 )  # fmt: skip
 def test_device_code_has_the_pointers_and_strides_of_the_table(struct: str, mirror: Any, repository: Path) -> None:
@@ -152,9 +154,12 @@ def test_torch_puts_each_address_at_its_name(monkeypatch: pytest.MonkeyPatch) ->
     given["sink"] = torch.ones(2, requires_grad=True)
     given |= {name: torch.zeros(2, dtype=torch.int32) for name in INPUTS if name not in given}
     numbers = {"max_seqlen_q": 4, "max_seqlen_k": 4, "dropout_p": 0.5, "rng": (3, 4), "return_lse": True}
-    out, lse = adapter.attention(**given, **numbers)
+    out, lse, max_logit = adapter.attention(**given, **numbers, return_max_logit=True)
     forward = seen.pop()
-    assert forward == {name: x.data_ptr() for name, x in {**given, "out": out, "lse": lse}.items()}
+    results = {"out": out, "lse": lse, "max_logit": max_logit}
+    assert forward == {name: x.data_ptr() for name, x in {**given, **results}.items()}
+    assert (max_logit.shape, max_logit.requires_grad) == ((1, 2), False)
+    forward.pop("max_logit")
     dout, dlse = torch.ones(1, 4, 2, 8), torch.ones(1, 2, 4)
     gradients = torch.autograd.grad((out, lse), [given[name] for name in DIFFERENTIABLE], (dout, dlse))
     backward = seen.pop()

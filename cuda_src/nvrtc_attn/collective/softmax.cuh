@@ -3,6 +3,7 @@
 // A thread holds kTilesM pairs of rows (g and g + 8 of each 16-row tile); the four threads of a quad share a row. The maximum
 // is reduced over the quad for every key tile, the sum only once at the end.
 #pragma once
+#include "max_logit.cuh"
 #include "scores.cuh"
 
 namespace nvrtc_attn {
@@ -23,7 +24,7 @@ NVRTC_ATTN_DEVICE float quad_sum(float x) {
 }
 
 template <class Traits, int kTilesM>
-struct OnlineSoftmax {
+struct OnlineSoftmax : LargestScoresInSmem<Traits::kMaxLogit ? 2 * kTilesM : 0> {
   static constexpr int kRows = 2 * kTilesM;
   float row_max[kRows];  // of scores, in their own unit; -inf: no key yet
   float row_sum[kRows];  // this thread's share
@@ -56,6 +57,7 @@ struct OnlineSoftmax {
       tile_max[r] = quad_max(x);
       raise |= (tile_max[r] - row_max[r]) * map.exponent_scale > kRescaleThreshold;  // false for -inf - -inf
     }
+    this->take(tile_max);
     if (!__any_sync(0xffffffffu, raise)) return;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

@@ -10,7 +10,8 @@
 //
 // Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): kNumStagesQ x sQ[kBlockM][kHeadDim], kNumStages x
 // sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesScores x bias and mask (hopper/forward/score_tile.cuh),
-// kNumStagesQ x which tile it is, kTileWords: which key tile each slot of K holds, then the mbarriers. The output goes from registers to global memory.
+// kNumStagesQ x which tile it is, kTileWords: which key tile each slot of K holds, kMaxLogit and kLazyMax: two
+// floats of each thread, then the mbarriers. The output goes from registers to global memory.
 //
 // Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the
 // copies, `empty` one arrival per consumer warp. full_q also announces the tile: the loading warp follows the schedule,
@@ -255,6 +256,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
                                    rows};
 
     DeferredSoftmax<Traits> softmax;
+    NotedScores const noted{smem + Shape::kOffsetNoted};
+    if constexpr (kNotesLargest<Traits>) noted.begin();
     float sink = 0.0f;
     AccTile o[1][Shape::kTilesD];
 #pragma unroll
@@ -329,6 +332,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         if (kReleaseEarly && n == first) release_q();
         scores.finish(s, operands, n * kBlockN, whole);
         release_scores();
+        if constexpr (kNotesLargest<Traits>) noted.note(s);
         softmax.raise(s, map);
         softmax.add(scores.exponentiate(s, softmax.references(s), n * kBlockN, keep));
       };
@@ -379,6 +383,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         if constexpr (Traits::kLazyMax) {
           // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
           scores.finish(s, operands, n * kBlockN, whole);
+          if constexpr (kNotesLargest<Traits>) noted.note(s);
           sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
           redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
           if (!redo) {
@@ -442,6 +447,20 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     } else {
       release_q();
       sink = load_sink<Traits>(params, tile.h);
+    }
+    if constexpr (Traits::kMaxLogit) {
+      float largest[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (kNotesLargest<Traits>) {
+          largest[r] = noted.load(r);
+        } else {
+          largest[r] = softmax.of_row(r);
+        }
+      }
+      raise_max_logit<Traits, 2>(
+          params, largest, softmax.row_sum, tile.b, rows.count, [&](int r) { return row + 8 * r; },
+          [&](int of_row) { return rows.head(of_row); }, thread_lane);
     }
     write_rows<Traits>(o, softmax, map, sink, params, tile.b, rows, seqlen.batch_index, seqlen.q_row0, row,
                        thread_lane);

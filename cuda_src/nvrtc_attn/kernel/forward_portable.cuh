@@ -9,7 +9,8 @@
 // which the byte mask, or the user's, leaves something: all threads read the same words.
 //
 // Shared memory: sQ[kBlockM][kHeadDim], then kNumStages times sK[kBlockN][kHeadDim], sV[kBlockN][kHeadDimV]; the
-// epilogue reuses it from the start for the output tile, or for kWarpsN partial outputs in float32.
+// epilogue reuses it from the start for the output tile, or for kWarpsN partial outputs in float32. Before all with kMaxLogit
+// the largest scores, a float of each thread.
 //
 // Barriers, kNumStages == 1: one before Q K^T (this tile's K has landed, everyone is done with the last V) and one after it
 // (V has landed, everyone is done with K); V loads during Q K^T (the first V with the first K), the next K during P V.
@@ -34,7 +35,8 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   constexpr int kThreads = Shape::kThreads;
   constexpr bool kLegacy = Shape::kLegacy;
 
-  extern __shared__ __align__(128) unsigned char smem[];
+  extern __shared__ __align__(128) unsigned char smem_begin[];
+  unsigned char* const smem = smem_begin + (Traits::kMaxLogit ? int(sizeof(float)) * kThreads : 0);
   Element* const sQ = reinterpret_cast<Element*>(smem);
   Element* const sK = sQ + Shape::TileQ::kSize;
   Element* const sV = sK + kStages * Shape::TileK::kSize;
@@ -348,6 +350,19 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
                                 rows_of.q_row0,
                                 row_map.rows(rows_of.len_q),
                                 out_is_vectorizable<Element>(params)};
+  if constexpr (Traits::kMaxLogit) {
+    constexpr int kRows = OnlineSoftmax<Traits, Shape::kTilesM>::kRows;
+    int const row0 = there.m_block * kBlockM + there.warp_row0 + (there.lane >> 2);
+    if (there.warp_d == 0) {  // others have the same scores
+      float largest[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) largest[r] = softmax.of_row(r);
+      raise_max_logit<Traits, kRows>(
+          params, largest, softmax.row_sum, there.b, rows.count,
+          [&](int r) { return row0 + 16 * (r / 2) + 8 * (r % 2); },
+          [&](int row) { return there.h + row_map.head(row); }, there.lane);
+    }
+  }
   if constexpr (Traits::kCluster > 1) {
     add_up_cluster<Traits, Shape>(o, softmax, map, rows, smem, there);
   } else if constexpr (Traits::kWarpsN > 1) {

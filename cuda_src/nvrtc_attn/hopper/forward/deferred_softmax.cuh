@@ -16,9 +16,48 @@ constexpr float kLazyLimit = 16384.0f;
 template <>
 constexpr float kLazyLimit<bfloat16_t> = 18446744073709551616.0f;
 
+// kMaxLogit: maxima that raise() has anyway. With kLazyMax, where it is not asked, note() takes them, and keeps them in shared
+// memory: three consumers have no register left for them at head dim 64, and four to 20 bytes of a thread would spill.
+template <class Traits>
+constexpr bool kNotesLargest = Traits::kMaxLogit && Traits::kLazyMax;
+
+struct NotedScores {
+  unsigned smem;  // shared address: of all threads, two rows each
+
+  NVRTC_ATTN_DEVICE unsigned address(int r) const { return smem + 8 * unsigned(thread_again()) + 4 * r; }
+  NVRTC_ATTN_DEVICE float load(int r) const {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address(r)));
+    return x;
+  }
+  NVRTC_ATTN_DEVICE void store(int r, float x) const {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address(r)), "f"(x));
+  }
+  NVRTC_ATTN_DEVICE void begin() const {
+    store(0, -infinity());
+    store(1, -infinity());
+  }
+
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE void note(AccTile const (&s)[1][kTilesN]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float x = s[0][0][2 * r];
+      float y = s[0][0][2 * r + 1];
+#pragma unroll
+      for (int n = 1; n < kTilesN; ++n) {
+        x = fmaxf(x, s[0][n][2 * r]);
+        y = fmaxf(y, s[0][n][2 * r + 1]);
+      }
+      x = fmaxf(x, y);
+      store(r, fmaxf(x, load(r)));
+    }
+  }
+};
+
 // Online softmax whose rescale of the output waits until the product that is adding to it has finished.
 template <class Traits>
-struct DeferredSoftmax {
+struct DeferredSoftmax : LargestScores<Traits::kMaxLogit && !Traits::kLazyMax ? 2 : 0> {
   float row_max[2] = {-infinity(), -infinity()};  // of scores, in their own unit; -inf: no key yet
   float row_sum[2] = {0.0f, 0.0f};                // this thread's share
   float reference[2] = {0.0f, 0.0f};              // what probability() subtracts; finite, or kSubtractsFirst
@@ -46,6 +85,7 @@ struct DeferredSoftmax {
       tile_max[r] = quad_max(fmaxf(x, y));
       any |= (tile_max[r] - row_max[r]) * map.exponent_scale > kRescaleThreshold;  // false for -inf - -inf
     }
+    this->take(tile_max);
     if (!__any_sync(0xffffffffu, any)) return false;
     bool large = false;
 #pragma unroll
@@ -172,7 +212,8 @@ struct ScoreTile : ModifierOf<Traits> {
   ScoreTensor<unsigned char const> const& byte_mask;
   Dropout const& dropout;
   int row0;  // first row of the warp-group
-  static constexpr bool kPlaceAgain = Traits::kVarlen && Traits::kBlockM == 192;
+  static constexpr bool kPlaceAgain =
+      (Traits::kVarlen || (Traits::kMaxLogit && !Traits::kBand)) && Traits::kBlockM == 192;
   using Row = cute::conditional_t<kPlaceAgain, RowAgain, int>;
   using Lane = cute::conditional_t<kPlaceAgain, LaneAgain, int>;
   Row i;  // this thread's first row; the other is i + 8

@@ -38,7 +38,10 @@ struct HopperShape {
   static constexpr int kBytesTile = Traits::kVarlen ? 32 : 16;  // of what is announced
   // kTileWords: a word beside each slot of K, which key tile it holds.
   static constexpr int kOffsetKeyTiles = kOffsetTiles + kBytesTile * kStagesQ;
-  static constexpr int kOffsetBarriers = kOffsetKeyTiles + (Traits::kTileWords ? 16 : 0);
+  // kMaxLogit and kLazyMax: the largest scores of two rows of every thread.
+  static constexpr int kOffsetNoted = kOffsetKeyTiles + (Traits::kTileWords ? 16 : 0);
+  static constexpr int kBytesNoted = Traits::kMaxLogit && Traits::kLazyMax ? 8 * Traits::kNumThreads : 0;
+  static constexpr int kOffsetBarriers = kOffsetNoted + kBytesNoted;
 
   // Places of the mbarriers; of what has slots, that of the first.
   enum Place : int {
