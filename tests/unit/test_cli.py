@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_environment import python_path
 from click.testing import CliRunner, Result
 from fake_driver import FakeDriver, FakeGpu, installed
 
@@ -38,7 +39,7 @@ PROGRAM = ("-c", "from nvrtc_attn.__main__ import main; main()")
 
 def run(*arguments: str, start: tuple[str, ...] = COMMAND_LINE, **variables: str) -> subprocess.CompletedProcess[bytes]:
     """The command line in a process of its own; an empty value removes the variable."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), **variables}
     environment = {name: value for name, value in environment.items() if value}
     done = subprocess.run([sys.executable, *start, *arguments], capture_output=True, env=environment, check=False)
     assert b"Traceback" not in done.stderr, done.stderr.decode(errors="replace")
@@ -86,7 +87,7 @@ def test_doctor_with_bytes_that_are_no_text() -> None:
     report = doctor(NVRTC_ATTN_BACKEND=os.fsdecode(b"\xff\xfe"), PYTHONIOENCODING="ascii")
     assert report["environment"]["NVRTC_ATTN_BACKEND"] == os.fsdecode(b"\xff\xfe")
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "NVRTC_ATTN_BACKEND": os.fsdecode(b"\xff")}
+    environment = {**os.environ, "PYTHONPATH": python_path(root), "NVRTC_ATTN_BACKEND": os.fsdecode(b"\xff")}
     for encoding in ("ascii", "utf-8"):
         command = [sys.executable, "-m", "nvrtc_attn", "doctor"]
         environment["PYTHONIOENCODING"] = encoding
