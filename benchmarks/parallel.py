@@ -3,13 +3,16 @@
     torchrun --nproc-per-node 2 benchmarks/parallel.py                   # 16k to 128k tokens, at most 150 s
     torchrun --nproc-per-node 8 benchmarks/parallel.py --seqlens 131072  # any number of GPUs and lengths
     torchrun --nproc-per-node 2 benchmarks/parallel.py --strategies all_gather:1 all_gather:4 --ctas 16
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --strategies all_gather all_gather:lanes=2 all_gather:keep=False
     torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --seqlens 256 --repeats 1   # does it run at all
 
 Prints a line for each length, head count and implementation, as soon as it is known: milliseconds forward + backward
 (the slowest rank, median of the repeats) and of forward alone, the efficiency t(1) / (N t(N)) against one GPU of this
-package in the same run, the most memory of a rank, and how much of the time is communication that no kernel hides: what
-the same kernels and copies take with nothing sent, subtracted. A strategy is a name, or a name and its groups of heads
-(``ulysses:4``). torch's ``context_parallel`` shards in its own order and computes its causal mask on FLASH and CUDNN.
+package in the same run, the most memory of a rank, and how much of the time is communication that no kernel hides (of
+the forward pass, of both): what the same kernels and copies take with nothing sent, subtracted. A strategy is a name,
+its groups of heads (``ulysses:4``) and further arguments of ContextParallel
+(``all_gather:2:lanes=2:keep=False:sm_margin=8``). torch's ``context_parallel`` shards in its own order and computes its
+causal mask on FLASH and CUDNN.
 """
 
 from __future__ import annotations
@@ -152,7 +155,7 @@ class Cell:
         """Print a line, and return the milliseconds."""
         if self.late():
             return None
-        row = f"{self.seqlen:8d} {self.pair:>6s} {name:24s}"
+        row = f"{self.seqlen:8d} {self.pair:>6s} {name:40s}"
         seconds = self.options.cell_seconds
         try:
             forward_step, step = make()
@@ -163,10 +166,14 @@ class Cell:
                 silence = Quiet()
                 strategies.exchange = silence
                 try:
+                    # Also of the forward pass alone, which the line gives first.
+                    forward_alone, _ = milliseconds(
+                        forward_step, self.options.repeats, self.device, seconds / 3, silence
+                    )
                     alone, _ = milliseconds(step, self.options.repeats, self.device, seconds, silence)
                 finally:
                     strategies.exchange = silence.exchange
-                hidden = f"{ms - alone:8.2f} ms exposed"
+                hidden = f"{forward - forward_alone:6.2f} {ms - alone:6.2f} ms exposed"
         except (RuntimeError, ValueError, ImportError) as error:
             # Every rank fails alike: unsupported, or out of memory. A rank alone would end at the timeout.
             if dist.get_rank() == 0:
@@ -182,8 +189,12 @@ class Cell:
         return steps_of(lambda q, k, v: nvrtc_attn.torch.attention(q, k, v, causal=True), x)
 
     def sharded(self, strategy: str) -> tuple[Step, Step]:
-        name, _, groups = strategy.partition(":")
-        cp = ContextParallel(seqlen=self.seqlen, strategy=name, pipeline=int(groups) if groups else None)
+        name, *settings = strategy.split(":")
+        more: dict[str, Any] = {}
+        for setting in settings:
+            key, _, value = setting.rpartition("=")
+            more[key or "pipeline"] = {"True": True, "False": False}.get(value, value) if key == "keep" else int(value)
+        cp = ContextParallel(seqlen=self.seqlen, strategy=name, **more)
         x = tensors(cp.local_seqlen, self.heads, self.options, self.device)
         return steps_of(lambda q, k, v: cp.attention(q, k, v, causal=True), x)
 
@@ -191,7 +202,7 @@ class Cell:
         self.alone = self.measure("one GPU", self.one_gpu)
         for strategy in self.options.strategies:
             self.measure(strategy, functools.partial(self.sharded, strategy), quiet=True)
-        for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION") if self.device.type == "cuda" else ():
+        for backend in self.options.torch if self.device.type == "cuda" else ():
             with contextlib.ExitStack() as held:
                 x = tensors(self.seqlen // dist.get_world_size(), self.heads, self.options, self.device)
                 make = functools.partial(torch_context_parallel, x, self.seqlen, backend, held)
@@ -206,6 +217,9 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument(
         "--strategies", nargs="+", default=["ulysses", "all_gather", "ring", "ulysses:4", "all_gather:4"]
+    )
+    parser.add_argument(
+        "--torch", nargs="*", default=["FLASH_ATTENTION", "CUDNN_ATTENTION"], help="its own, by backend"
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=140.0, help="begin no measurement after so many")

@@ -7,12 +7,17 @@ The table is a tracer while the function is traced: it is an operand of the kern
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+try:
+    import jax
+    import jax.numpy as jnp
 
-from nvrtc_attn.jax import attention
+    from nvrtc_attn.jax import attention
+except ImportError as error:
+    print(f'skipped: JAX is not installed ({error}). pip install "nvrtc-attn[jax]"')
+    sys.exit(0)
 
 LENGTH, HEADS, HEAD_DIM = 48, 2, 16
 

@@ -21,6 +21,7 @@ from .front.operands import (
     FurtherInputs,
     check_further,
     takes_further_inputs,
+    unexpected,
 )
 from .front.part import Part
 from .front.problem import Causal, WindowSize
@@ -492,7 +493,7 @@ def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str
         options.pop(ignored, None)
     for name in options:
         if name not in CallOptions._fields or name in OPTIONAL_GRADIENTS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unexpected(function, name, [*OPTIONAL_INPUTS, *set(CallOptions._fields) - set(OPTIONAL_GRADIENTS)])
     return checked_call(q, k, v, **tensors, options=CallOptions(**options, **gradients), stream=stream)
 
 

@@ -9,12 +9,15 @@ from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, Final
 
-import cupy
-
 from . import api
-from .base.errors import shown
+from .base.errors import missing, shown
 from .front.call import CallOptions
-from .front.operands import OPTIONAL_INPUTS
+from .front.operands import OPTIONAL_INPUTS, unexpected
+
+try:
+    import cupy
+except ModuleNotFoundError as error:
+    raise missing("cupy", error) from None
 
 _NOTHING: Final = nullcontext()
 _OPTIONS: Final = frozenset(signature(api.attention_backward).parameters) - {"dbias", "dsink", "workspace"}
@@ -61,7 +64,7 @@ def attention_backward(
     options.pop("return_lse", None)
     for name in options:
         if name not in _OPTIONS:
-            raise TypeError(f"attention_backward() got an unexpected keyword argument {name!r}")
+            raise unexpected("attention_backward", name, (*_OPTIONS, "with_dbias"))
     more = {name: options.pop(name, None) for name in ("rng", "stream", "score_mod", "mask_mod", "aux", "daux")}
     optional_inputs = [options.pop(name, None) for name in OPTIONAL_INPUTS]
     with _on_device_of(q):

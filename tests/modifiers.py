@@ -6,6 +6,7 @@ is in it. What a function does must therefore mean the same to arrays: NumPy's f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,7 +194,12 @@ def _condition(rng: np.random.Generator, depth: int) -> str:
             rng, (f"({a} <= {b})", f"({a} < {b} + n0)", f"({a} == {b})", f"({a} != {b})", "flags[k]", "(q >= k)")
         )
     a, b = (_condition(rng, depth - 1) for _ in range(2))
-    return _pick(rng, (f"({a} & {b})", f"({a} | {b})", f"(~{a})", f"({a} ^ {b})"))
+    return _pick(rng, (f"({a} & {b})", f"({a} | {b})", _not(a), f"({a} ^ {b})"))
+
+
+def _not(condition: str) -> str:
+    """Of constants alone it is a bool of Python, whose ``~`` is an integer that is never zero."""
+    return f"(~{condition})" if re.search(r"\b[bhqk]\b", condition) else f"(not {condition})"
 
 
 def _term(rng: np.random.Generator) -> str:
@@ -364,7 +370,8 @@ def _wide_condition(rng: np.random.Generator, depth: int) -> str:
         return _pick(rng, (*plain, *(f"({a} {op} {b})" for op in ("<=", "<", "==", "!=", ">="))))
     a, b = (_wide_condition(rng, depth - 1) for _ in range(2))
     return _pick(
-        rng, (f"({a} & {b})", f"({a} & {b})", f"({a} | {b})", f"(~{a})", f"({a} ^ {b})", f"np.where({a}, {b}, ~{b})")
+        rng,
+        (f"({a} & {b})", f"({a} & {b})", f"({a} | {b})", _not(a), f"({a} ^ {b})", f"np.where({a}, {b}, {_not(b)})"),
     )
 
 

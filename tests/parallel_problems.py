@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import cases
+import modifiers
 import numpy as np
 import torch
 from cases import Array, Case
+from modifiers import ModifierCase
 
+import nvrtc_attn
 from nvrtc_attn.front.chunks import chunks_of, length
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -52,6 +55,81 @@ def problems(
         found += 1
         if found == count:
             return
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Modified:
+    """A modifier, the sizes (batch, heads, queries, keys) of what it is for, and the options beside it."""
+
+    case: ModifierCase
+    seed: int
+    sizes: tuple[int, int, int, int]
+    heads_kv: int
+    layout: str
+    options: dict[str, Any]
+
+    def tensors(self, device: Any = "cpu") -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """q, k, v and dout of the whole, and the arrays that the modifier captures."""
+        b, h, m, n = self.sizes
+        rng = np.random.default_rng([self.seed, 1])
+        shapes = ((b, m, h, 8), (b, n, self.heads_kv, 8), (b, n, self.heads_kv, 8), (b, m, h, 8))
+        found = [torch.from_numpy(rng.standard_normal(x).astype(np.float32)).to(device) for x in shapes]
+        arrays = self.case.arrays(self.sizes, rng)
+        return found, {name: torch.from_numpy(np.asarray(x)).to(device) for name, x in arrays.items()}
+
+
+def modified_problems(seed: int, count: int, ranks: int) -> Iterator[Modified]:
+    """Named and random modifiers, with windows, causal masks and dropout beside them. Heads suit every strategy."""
+    named = [*modifiers.named_cases(), *modifiers.sparse_cases()]
+    for index in range(count):
+        rng = np.random.default_rng([seed, index])
+        random = modifiers.random_case(1000 * seed + index)
+        case = random if index % 3 == 2 else named[int(rng.integers(len(named)))]
+        heads_kv = int(rng.choice([1, ranks, 2 * ranks]))
+        heads = heads_kv * (ranks if heads_kv == 1 else int(rng.integers(1, 3)))
+        sizes = (int(rng.integers(1, 3)), heads, *(int(x) for x in rng.integers(2, 50, 2)))
+        if rng.random() < 0.5:
+            sizes = (*sizes[:3], sizes[2])
+        options: dict[str, Any] = {"causal": [False, True, "top_left"][int(rng.integers(3))]}
+        options["window_size"] = (int(rng.integers(1, 20)), None) if rng.random() < 0.3 else (None, None)
+        options["dropout_p"] = 0.2 if rng.random() < 0.3 else 0.0
+        layout = ("zigzag", "contiguous")[int(rng.integers(2))]
+        yield Modified(case=case, seed=seed + index, sizes=sizes, heads_kv=heads_kv, layout=layout, options=options)
+
+
+def of_one_call(given: Modified) -> dict[str, Any]:
+    """out, lse, gradients and those of captured arrays in their order, of the whole on the CPU path."""
+    (q, k, v, dout), arrays = given.tensors()
+    modifier = nvrtc_attn.trace(*given.case.make({name: x.numpy() for name, x in arrays.items()}))
+    options = {**given.options, "rng": (3, 4), "score_mod": modifier}
+    out, lse = nvrtc_attn.attention(*(x.numpy() for x in (q, k, v)), return_lse=True, **options)
+    found = {
+        "out": out,
+        "lse": lse,
+        **{f"d{name}": np.zeros(x.shape, np.float32) for name, x in zip("qkv", (q, k, v), strict=True)},
+    }
+    daux = [
+        np.zeros(x.shape, np.float32) if i in modifier.differentiable else None for i, x in enumerate(modifier.captures)
+    ]
+    nvrtc_attn.attention_backward(
+        dout.numpy(), *(x.numpy() for x in (q, k, v)), out, lse, found["dq"], found["dk"], found["dv"],
+        daux=daux or None, **options,
+    )  # fmt: skip
+    return found | {"daux": daux}
+
+
+def differ(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Which results are not `of_one_call`'s."""
+    pairs = [(name, found[name], x) for name, x in expected.items() if name != "daux"]
+    pairs += [(f"daux {i}", found["daux"][i], x) for i, x in enumerate(expected["daux"]) if x is not None]
+    said = []
+    for name, x, y in pairs:
+        x = np.asarray(x, np.float64)
+        finite = np.isfinite(y)
+        error = np.abs(x[finite] - y[finite]).max(initial=0)
+        if not (np.array_equal(np.isfinite(x), finite) and error <= 3e-4 * max(np.abs(y[finite]).max(initial=1), 1)):
+            said.append(f"{name}: {error}")
+    return said
 
 
 def random_layout(rng: np.random.Generator, seqlen: int, ranks: int) -> list[list[tuple[int, int]]]:

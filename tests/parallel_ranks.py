@@ -92,6 +92,41 @@ def problems(rank: int, size: int, device: Any) -> Found:
     return found
 
 
+def modified(rank: int, size: int, device: Any) -> Found:
+    """score_mod and mask_mod over torch tensors with gradients: every rank's share of those adds up to the whole's."""
+    found: Found = []
+    for strategy in ("all_gather", "ring", "ulysses"):
+        # Kernels of a modifier take seconds to compile.
+        for given in parallel_problems.modified_problems(23, 5 if device == "cpu" else 3, size):
+            (q, k, v, dout), arrays = given.tensors(device)
+            for x in arrays.values():
+                x.requires_grad_(x.is_floating_point())
+            score_mod, mask_mod = given.case.make(arrays)
+            captures = nvrtc_attn.trace(score_mod, mask_mod).captures
+            cp = ContextParallel(
+                seqlen=given.sizes[2], seqlen_k=given.sizes[3], strategy=strategy, layout=given.layout, pipeline=2
+            )
+            mine = [cp.shard(q), cp.shard(k, keys=True), cp.shard(v, keys=True)]
+            mine = [x.detach().requires_grad_() for x in mine]
+            rng = (3, 4) if given.options["dropout_p"] else None
+            out, lse = cp.attention(
+                *mine, **given.options, rng=rng, score_mod=score_mod, mask_mod=mask_mod, return_lse=True
+            )
+            out.backward(cp.shard(dout))
+            results: dict[str, Any] = {"out": cp.unshard(out.detach()), "lse": cp.unshard(lse.detach(), 2)}
+            for name, x in zip(("dq", "dk", "dv"), mine, strict=True):
+                results[name] = cp.unshard(x.grad, keys=name != "dq")
+            shares = [x.grad for x in captures]
+            for share in shares:
+                if share is not None:
+                    dist.all_reduce(share)
+            results = {name: x.cpu().numpy() for name, x in results.items()}
+            results["daux"] = [None if x is None else x.cpu().numpy() for x in shares]
+            expected = parallel_problems.of_one_call(given)
+            found += [f"{strategy}, {given}: {fault}" for fault in parallel_problems.differ(results, expected)]
+    return found
+
+
 def dropout(rank: int, size: int, device: Any) -> Found:
     """The mask is `dropout_keep_mask` of the whole, of a seed that the first rank draws where none is given."""
     found: Found = []
@@ -145,6 +180,11 @@ def faults(rank: int, size: int, device: Any) -> Found:
         found += refused("bias", "Nothing was sent", lambda: cp.attention(x, x, x, bias=torch.zeros(1, 2, 32, 32)))
         found += refused("unshard", "dim 1 must be", lambda: cp.unshard(x[:, 1:]))
     cp.attention(x, x, x)  # and the group is usable
+    slope = 0.5 + rank
+    found += refused(
+        "score_mod", "score_mod, mask_mod differs",
+        lambda: cp.attention(x, x, x, score_mod=lambda s, b, h, q, k: s + slope * (q - k)),
+    )  # fmt: skip
     return found
 
 
@@ -234,15 +274,19 @@ def long(rank: int, size: int, device: Any) -> Found:
             whole[:3] = [x.requires_grad_() for x in whole[:3]]
             expected = nvrtc_attn.torch.attention(*whole[:3], **options)
             gradients = torch.autograd.grad(expected, whole[:3], whole[3])
-            for strategy in ("all_gather", "ring", "ulysses"):
-                cp = ContextParallel(seqlen=seqlen, strategy=strategy)
+            beside: dict[str, Any] = {"keep": True, "lanes": 2, "sm_margin": 8, "pipeline": 2}
+            for strategy, more in (
+                ("all_gather", {}), ("all_gather", {"keep": False}), ("all_gather", beside), ("ring", {}),
+                ("ulysses", {}), ("ulysses", {"pipeline": 2, "sm_margin": 8}),
+            ):  # fmt: skip
+                cp = ContextParallel(seqlen=seqlen, strategy=strategy, **more)
                 mine = [cp.shard(x.detach(), 1).requires_grad_() for x in whole[:3]]
                 out = cp.attention(*mine, **options)
                 parts = torch.autograd.grad(out, mine, cp.shard(whole[3], 1))
                 for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *parts), (expected, *gradients), strict=True):
                     error = (cp.unshard(x.detach(), 1).float() - y.float()).abs().max() / y.float().abs().max()
                     if not error < 0.02:  # two roundings to bfloat16 are 0.008
-                        found.append(f"{strategy} {options} {seqlen}: {name} {float(error):.3g}")
+                        found.append(f"{strategy} {more} {options} {seqlen}: {name} {float(error):.3g}")
     return found
 
 

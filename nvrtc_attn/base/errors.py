@@ -32,6 +32,17 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def missing(library: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """``error`` of the import of ``nvrtc_attn.<library>``, with what to install where the library itself is missing."""
+    if error.name != library:
+        return error
+    return ModuleNotFoundError(
+        f"nvrtc_attn.{library} needs {library}, which is not installed here. "
+        f'Run: pip install "nvrtc-attn[cu13,{library}]" (or cu12, by the CUDA major of the driver)',
+        name=library,
+    )
+
+
 class CompileError(RuntimeError):
     """NVRTC refused a kernel. Carries the whole ``log``, the generated ``source`` and the ``options``."""
 

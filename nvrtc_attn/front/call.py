@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from ..base.dtypes import DTYPES
-from ..base.errors import UnsupportedError, shown
+from ..base.errors import shown
 from ..modifiers.graph import dtype_of
 from ..modifiers.modifier import Modifier, Program
 from . import philox
@@ -119,7 +119,7 @@ class Call:
         result = view(x, name, stream=self.producer_stream, writable=True)
         faults = self._faults(result, name, name, self.problem.dtypes_of(name))
         if faults:
-            raise ValueError("; ".join(faults) + ". Pass an array made for it, or let the function allocate.")
+            raise ValueError("; ".join(faults) + ". Pass an array made for it.")
         for known in (self.tensors, others):
             for other_name, other in known.items():
                 if may_overlap(result, other):
@@ -275,11 +275,6 @@ def describe(
             tensors[name] = view(x, name, stream=producer_stream)
     modified = None
     if modifier is not None:
-        if options.part is not None:
-            raise UnsupportedError(
-                "part: given with score_mod or mask_mod, whose positions and captured arrays are of the whole. "
-                "Write them as a bias, a mask, causal= or window_size=."
-            )
         modified = simplify(modifier, options, tensors, optional, producer_stream, trained)
         options = modified.options
         if modified.bias is not None:
@@ -461,6 +456,11 @@ def rng_state(rng: Any, where: Device, producer_stream: int | None) -> RngState:
         if isinstance(x, (int, np.integer)):
             words[index] = philox.check_word(name, x)
             continue
+        if not hasattr(x, "__dlpack__"):
+            raise TypeError(
+                f"{name}: got {shown(x)} of type {type(x).__name__}. rng is None, a seed or a pair (seed, offset), "
+                f"each an int, or a tensor that holds one int64. Of a generator, pass a number that it draws."
+            )
         word = view(x, name, stream=producer_stream)
         if word.dtype not in ("int64", "uint64") or any(n != 1 for n in word.shape):
             raise ValueError(

@@ -82,6 +82,18 @@ def common(a: Sequence[Interval], b: Sequence[Interval]) -> Chunks:
     return joined(sorted(x for x in both if x[0] < x[1]))
 
 
+def without(a: Sequence[Interval], b: Sequence[Interval]) -> Chunks:
+    """Tokens of ``a`` that are not in ``b``; both are ascending and apart."""
+    found = []
+    for first, last in a:
+        for start, stop in b:
+            if start < last and stop > first:
+                found.append((first, min(start, last)))
+                first = min(stop, last)
+        found.append((first, last))
+    return joined(found)
+
+
 def places(chunks: Sequence[Interval], tokens: Sequence[Interval]) -> list[slice]:
     """Where in a tensor that has ``chunks`` the intervals ``tokens`` lie, each of them within one chunk."""
     found = []

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from ..base.dtypes import DTYPES
 from ..modifiers.canonical import BiasOperand, Bounds, Canonical, canonical
 from ..modifiers.modifier import Modifier
+from .part import Part
 from .tensors import Device, TensorView, view
 from .tensorview import normalised
 
@@ -56,6 +58,9 @@ def simplify(
     trained
         Captured arrays whose gradient is wanted.
 
+    The positions and arrays of a part of a larger attention are those of the whole: what is left of the modifier has
+    the part's place among its numbers, and a bias is the part of its array.
+
     Raises
     ------
     ValueError
@@ -65,20 +70,29 @@ def simplify(
     views = tuple(_view(x, i, where, stream) for i, x in enumerate(modifier.captures))
     packed = given.get("cu_seqlens_q") is not None or given.get("cu_seqlens_k") is not None
     ranks = all(len(tensors[name].shape) == 4 for name in "qkv")
+    part = options.part if isinstance(options.part, Part) else None  # anything else is refused later
+    sizes = (0, 0, 0, 0)
+    if ranks:
+        b, m, h, _ = tensors["q"].shape
+        sizes = b, h, m, tensors["k"].shape[1]
     possible: frozenset[int] = frozenset()
     if ranks and not packed and given.get("bias") is None:
         q = tensors["q"]
         possible = frozenset(
-            i for i, x in enumerate(views) if x.dtype == "float32" or (x.dtype == q.dtype and i not in trained)
+            i
+            for i, x in enumerate(views)
+            # Every element of a gradient is written, and a part of the scores has but a part of a bias.
+            if x.dtype in ("float32", q.dtype) and (i not in trained or (x.dtype == "float32" and part is None))
         )
     found = _parts(modifier, options, possible)
     bias = None
     if found.bias is not None:
-        b, m, h, _ = tensors["q"].shape
-        bias = as_scores(views[found.bias.capture], found.bias, (b, h, m, tensors["k"].shape[1]))
+        bias = as_scores(views[found.bias.capture], found.bias, sizes, part)
         if bias is None:  # too small, or larger than the scores: indices that are out of range, or a part of it
             found = _parts(modifier, options, frozenset())
-    lengths = None if packed or not ranks else (tensors["q"].shape[1], tensors["k"].shape[1])
+    lengths = None
+    if ranks and not packed:
+        lengths = sizes[2:] if part is None else part.whole(sizes)[2:]
     banded = _banded(options, found.bounds, lengths)
     if banded is None:  # a band that the options cannot say here
         found = _parts(modifier, options, possible if bias is not None else frozenset(), bounds=False)
@@ -86,7 +100,13 @@ def simplify(
     if found.softcap:
         banded = banded._replace(softcap=found.softcap)
     captures = tuple(views[i] for i in found.kept)
-    return Modified(modifier, found.modifier, banded, captures, found.kept, bias, found.bias)
+    left = found.modifier if found.modifier is None or part is None else found.modifier.moved(part.starts())
+    return Modified(modifier, left, banded, captures, found.kept, bias, found.bias)
+
+
+def banded_options(modifier: Modifier, options: CallOptions, lengths: tuple[int, int]) -> CallOptions:
+    """``options`` with the band that a modifier of dense scores says, where they can say it."""
+    return _banded(options, _parts(modifier, options, frozenset()).bounds, lengths) or options
 
 
 def _view(x: Any, place: int, where: Device, stream: int | None) -> TensorView:
@@ -133,17 +153,23 @@ def _banded(options: CallOptions, bounds: Bounds, lengths: tuple[int, int] | Non
     return options._replace(window_size=(None if bounds.low is None else -bounds.low, bounds.high))
 
 
-def as_scores(x: TensorView, operand: BiasOperand, sizes: Sequence[int]) -> TensorView | None:
-    """The array as a bias ``[1|B, 1|H, 1|Mq, 1|Mk]``; None where a dim has another size."""
-    shape, strides = [], []
-    for axis, size in zip(operand.dims, sizes, strict=True):
-        if axis is not None and x.shape[axis] != size:
+def as_scores(x: TensorView, operand: BiasOperand, sizes: Sequence[int], part: Part | None = None) -> TensorView | None:
+    """The array as a bias ``[1|B, 1|H, 1|Mq, 1|Mk]`` of scores of these sizes; None where a dim has another size.
+
+    An array that belongs to a part has the sizes of the whole.
+    """
+    whole, starts = (sizes, (0, 0, 0, 0)) if part is None else (part.whole(sizes), part.origin())
+    shape, strides, first = [], [], 0
+    for axis, size, of_whole, start in zip(operand.dims, sizes, whole, starts, strict=True):
+        if axis is not None and (x.shape[axis] != of_whole or start + size > of_whole):
             return None
         shape.append(1 if axis is None else size)
         strides.append(0 if axis is None else x.strides[axis])
+        first += 0 if axis is None else start * x.strides[axis]
     # The owner has other dims: in a tuple, so that nobody takes it for what is described here.
     layout = tuple(shape), normalised(tuple(shape), tuple(strides))
-    return TensorView(x.ptr, *layout, x.dtype, x.device, x.readonly, (x.owner,))
+    address = x.ptr + first * DTYPES[x.dtype].itemsize if 0 not in shape else x.ptr
+    return TensorView(address, *layout, x.dtype, x.device, x.readonly, (x.owner,))
 
 
 def gradient_views(

@@ -15,8 +15,9 @@ The public functions take it by its name then. Until all do something with it, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any, Final, Literal, TypedDict, TypeVar
 
@@ -171,6 +172,8 @@ class FurtherInputs(TypedDict, total=False):
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_ACCEPTED: Final[dict[str, tuple[str, ...]]] = {}
+"""Arguments that every public function of a name takes: what a message may suggest."""
 
 
 def takes_further_inputs(function: _Function) -> _Function:
@@ -179,12 +182,23 @@ def takes_further_inputs(function: _Function) -> _Function:
     kept = [x for x in given.parameters.values() if x.kind is not Parameter.VAR_KEYWORD]
     added = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation="Any") for name in FURTHER_INPUTS]
     function.__signature__ = given.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+    names = tuple(x.name for x in (*kept, *added))
+    _ACCEPTED[function.__name__] = tuple(x for x in _ACCEPTED.get(function.__name__, names) if x in names)
     return function
+
+
+def unexpected(function: str, name: str, accepted: Iterable[str]) -> TypeError:
+    """Python's error for an argument that a function does not have, with the nearest of those that it has."""
+    nearest = get_close_matches(name, tuple(accepted), n=1, cutoff=0.5)
+    meant = "".join(f" Did you mean {x!r}?" for x in nearest)
+    return TypeError(
+        f"{function}() got an unexpected keyword argument {name!r}.{meant} See help(nvrtc_attn.{function})."
+    )
 
 
 def check_further(function: str, further: Mapping[str, Any]) -> tuple[Any, ...]:
     """`FURTHER_INPUTS` in their order; refuses a keyword argument that is none of them, as Python does."""
     for name in further:
         if name not in FURTHER_INPUTS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unexpected(function, name, _ACCEPTED.get(function, FURTHER_INPUTS))
     return tuple(map(further.get, FURTHER_INPUTS))

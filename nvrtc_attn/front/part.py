@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..base.errors import shown
-from .validation import MAX_SIZE, Violations, check_integer
+from .validation import MAX_SIZE, Violations, check_flag, check_integer
 
 AXES: Final = ("batch", "heads", "rows", "keys")
 _SIZES: Final = ("batch", "num_heads", "seqlen_q", "seqlen_k")
@@ -22,7 +22,8 @@ class Part:
     An axis that is not given is whole. Causal masks, windows and dropout are then those of the whole: row i of the call
     is its row ``rows[0] + i``, causal aligns to the bottom right corner of the whole, and `dropout_keep_mask` of the
     whole is the mask of every part. ``bias`` and ``mask`` of the call, its outputs and gradients are those of the part:
-    pass the slices. ``heads`` counts query heads.
+    pass the slices. ``heads`` counts query heads. The indices that ``score_mod`` and ``mask_mod`` get are those of the
+    whole, and so are the arrays that they captured; gradients of those are the part's share, in arrays of whole size.
 
     A part of the keys gives partial results, which `nvrtc_attn.merge_partials` combines; ``attention_backward`` with
     out and lse of the whole gives exact shares of the gradients, to be added up.
@@ -40,6 +41,11 @@ class Part:
     sm_margin: int | None = None
     """Multiprocessors that the kernels leave to others, communication for one. Given (0 included), tiles are also
     handed out as they are asked for, so that blocks whose multiprocessor was taken first do not hold up the rest."""
+    plan_as: bool = False
+    """Whether the kernels are those that the whole would get, with its tiles: on compute capability 9.0 out and lse,
+    and dq where the call is deterministic, are then bit for bit the whole's, if all keys that a row sees are in the
+    part, its rows begin at a multiple of 128 and its keys at 0, and the table chooses the whole's kernels (not the
+    autotuner, and no splits of the keys)."""
 
     def __post_init__(self) -> None:
         found = Violations()
@@ -64,12 +70,17 @@ class Part:
         margin = check_integer(found, "part, sm_margin", self.sm_margin)
         if margin is not None and margin < 0:
             found.value(f"part, sm_margin: got {margin}. It is at least 0.")
+        check_flag(found, "part, plan_as", self.plan_as)
         found.stop()
 
     def origin(self) -> Sizes:
         """Index of the call's first element in the whole: batch entry, head, row, key."""
         b, h, i, j = (0 if extent is None else extent[0] for extent in map(self._extent, AXES))
         return b, h, i, j
+
+    def starts(self) -> tuple[int | None, ...]:
+        """`origin`, with None for axes that are whole."""
+        return tuple(None if extent is None else extent[0] for extent in map(self._extent, AXES))
 
     def whole(self, sizes: Sequence[int]) -> Sizes:
         """Sizes of the whole, of those of the call."""

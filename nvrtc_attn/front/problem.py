@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..base.errors import shown
 from ..modifiers.modifier import Program
@@ -60,6 +60,15 @@ class OperandLayout:
     offset_alignment: int = 16
 
 
+class PlanAs(NamedTuple):
+    """What of a larger attention decides its kernels."""
+
+    sizes: tuple[int, int, int, int]
+    """Batch, query heads, rows, keys."""
+    window: tuple[int | None, int | None]
+    bottom_right: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
     """One attention problem. Sizes are elements; a varlen problem has ``batch`` sequences packed on the token dim."""
@@ -88,6 +97,8 @@ class AttentionProblem:
     """Heads, rows and keys of the larger attention whose dropout this part has; None of a whole one."""
     sm_margin: int | None = None
     """Multiprocessors that are left to others; None = nobody else is expected on any."""
+    plan_as: PlanAs | None = None
+    """The larger attention whose kernels this part has; None = those for its own sizes."""
     bias: OperandLayout | None = None
     """As passed in: rank 4, each dim full or 1."""
     mask: OperandLayout | None = None
@@ -175,6 +186,38 @@ class AttentionProblem:
                 self._known.clear()
             self._known[key] = found
         return found
+
+    def as_whole(self) -> AttentionProblem | None:
+        """The larger attention that `plan_as` names, with tensors laid out as this part's; None without one."""
+        if self.plan_as is None:
+            return None
+        (batch, heads, rows, keys), (left, right), bottom_right = self.plan_as
+        heads_kv = heads * self.num_heads_kv // max(self.num_heads, 1)
+        sizes: dict[str, Any] = {
+            "batch": batch,
+            "num_heads": heads,
+            "num_heads_kv": heads_kv,
+            "seqlen_q": rows,
+            "seqlen_k": keys,
+        }
+        tokens = ("seqlen_q", "seqlen_k") if self.varlen else ()  # of packed sequences as many as are there
+
+        def of_whole(name: str, x: OperandLayout) -> OperandLayout:
+            row = OPERANDS[name]
+            shape = tuple(
+                n if (row.broadcast and n == 1) or axis in tokens or axis not in sizes or (axis == "batch" and tokens)
+                else sizes[axis] for axis, n in zip(row.axes, x.shape, strict=True)
+            )  # fmt: skip
+            return replace(x, shape=shape)
+
+        layouts: dict[str, Any] = {
+            field_name: of_whole(name, x) for name, field_name in _LAYOUTS.items() if (x := self.layout_of(name))
+        }
+        return replace(
+            self, plan_as=None, **sizes, window_left=left, window_right=right, bottom_right=bottom_right,
+            dropout_pitches=None, sm_margin=None, **layouts,
+            further=tuple((name, of_whole(name, x)) for name, x in self.further),
+        )  # fmt: skip
 
     def only(self, layouts: Mapping[str, OperandLayout]) -> AttentionProblem:
         """The problem with these layouts and no others."""
@@ -316,6 +359,10 @@ def build_problem(
         dropout = 0.0
     batch, seqlen_q, seqlen_k = lengths if varlen else (q.shape[0], q.shape[1], v.shape[1])
     bottom_right = not (isinstance(causal, str) and causal == "top_left")
+    plan_as = None
+    if part is not None and part.plan_as:
+        whole = part.whole(sizes)
+        plan_as = PlanAs(whole, _effective_window(window, *whole[2:], bottom_right), bottom_right)
     if part is not None and not varlen:
         window = _relative_window(window, part.shift(seqlen_q, seqlen_k, bottom_right), seqlen_q, seqlen_k)
         bottom_right = False
@@ -338,6 +385,7 @@ def build_problem(
         dropout_p=dropout or 0.0,
         dropout_pitches=_pitches(part, sizes) if dropout else None,
         sm_margin=None if part is None else part.sm_margin,
+        plan_as=plan_as,
         modifier=modifier,
         trained=trained,
         varlen=varlen,

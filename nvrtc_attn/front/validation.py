@@ -70,9 +70,14 @@ def check_dtypes(found: Violations, tensors: dict[str, TensorView]) -> None:
         dtypes = dtypes_of(name, {"q": q})
         if name in tensors and tensors[name].dtype not in dtypes:
             given = tensors[name]
+            advice = f"Convert it to {dtypes[0]}."
+            # Converting would change the meaning: True is 1, and a score of 0 is False.
+            if name == "mask" and given.dtype in ATTENTION_DTYPES:
+                advice = "What is added to the scores is passed as bias=. Of ones and zeros: convert it to bool."
+            elif name == "bias" and given.dtype == "bool":
+                advice = "What says which keys to keep is passed as mask=."
             found.value(
-                f"{name}: dtype {given.dtype} of shape {given.shape}. Accepted: {' or '.join(dtypes)}. "
-                f"Convert it to {dtypes[0]}."
+                f"{name}: dtype {given.dtype} of shape {given.shape}. Accepted: {' or '.join(dtypes)}. {advice}"
             )
 
 
@@ -97,9 +102,13 @@ def check_ranks(found: Violations, tensors: dict[str, TensorView]) -> bool:
         expected = f"[{', '.join(f'{axis} or 1' if row.broadcast else axis for axis in row.axes)}]"
         rank = len(row.axes)
         if len(tensor.shape) != rank:
+            advice = "Reshape it (batch 1 for packed sequences)." if name in ("q", "k", "v") else "Reshape it."
+            if row.broadcast:
+                advice = (
+                    "Add dims of size 1: [seqlen_q, seqlen_k] is x[None, None], [batch, seqlen_k] x[:, None, None]."
+                )
             found.value(
-                f"{name}: shape {tensor.shape} has rank {len(tensor.shape)}. Expected rank {rank}, {expected}. "
-                f"Reshape it{' (batch 1 for packed sequences)' if name in ('q', 'k', 'v') else ''}."
+                f"{name}: shape {tensor.shape} has rank {len(tensor.shape)}. Expected rank {rank}, {expected}. {advice}"
             )
             fit = fit and name not in ("q", "k", "v")
         elif max(tensor.shape) > MAX_SIZE:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from ..base.errors import UnsupportedError
 from ..base.log import log_once
 from ..front.operands import OPERANDS
 from ..front.problem import LIKE_Q, AttentionProblem
+from ..jit.config import HopperBackwardConfig, HopperForwardConfig
 from .common import is_float32
 from .spec import BackwardPlanSpec, ForwardPlanSpec, label
 
@@ -47,6 +49,10 @@ def choose_forward(
     from . import portable_forward
 
     _check_part(problem)
+    whole = problem.as_whole()
+    if whole is not None:
+        target: dict[str, Any] = {"arch": arch, "smem_limit": smem_limit, "backend": backend}
+        return _forward_as(choose_forward(whole, num_sms=num_sms, **target), problem, num_sms=num_sms, **target)
     num_sms = _left(problem, num_sms)
     if _asks_for_hopper(arch, backend):
         from . import hopper_forward
@@ -84,6 +90,10 @@ def choose_backward(
     from . import portable_backward
 
     _check_part(problem)
+    whole = problem.as_whole()
+    if whole is not None:
+        target: dict[str, Any] = {"arch": arch, "smem_limit": smem_limit, "backend": backend}
+        return _backward_as(choose_backward(whole, num_sms=num_sms, **target), problem, num_sms=num_sms, **target)
     num_sms = _left(problem, num_sms)
     plain = not (_legacy(arch, backend) or is_float32(problem, "dq", "dk", "dv"))
     if backend in ("auto", "portable") and plain:
@@ -151,6 +161,49 @@ def _by_label(
         if name not in found and len(found) < MAX_CANDIDATES:
             found[name] = spec
     return found
+
+
+def _forward_as(
+    like: ForwardPlanSpec, problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str
+) -> ForwardPlanSpec:
+    """The plan of a part with the kernel and the tile of the whole's plan."""
+    from . import hopper_forward, portable_forward
+
+    part = replace(problem, plan_as=None)
+    left, config = _left(problem, num_sms), like.main.config
+    if isinstance(config, HopperForwardConfig):
+        found = hopper_forward.plan_like(config, part, arch=arch, num_sms=left, smem_limit=smem_limit)
+        if not isinstance(found, list):
+            return found
+        _log_unlike("forward", found)
+        return choose_forward(part, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
+    return portable_forward.choose_forward(
+        part, arch=arch, num_sms=left, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend), like=config,
+        num_splits=like.num_splits,
+    )  # fmt: skip
+
+
+def _backward_as(
+    like: BackwardPlanSpec, problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str
+) -> BackwardPlanSpec:
+    """The plan of a part by the family of the whole's plan: the order in which dq is added up is that of its keys."""
+    from . import hopper_backward
+
+    part = replace(problem, plan_as=None)
+    config = next((x.config for x in like.launches if x.config.kernel == "backward_hopper"), None)
+    if isinstance(config, HopperBackwardConfig):
+        left = _left(problem, num_sms)
+        found = hopper_backward.plan_like(config, part, arch=arch, num_sms=left, smem_limit=smem_limit)
+        if not isinstance(found, list):
+            return found
+        _log_unlike("backward", found)
+    elif backend == "auto":
+        backend = "portable"
+    return choose_backward(part, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
+
+
+def _log_unlike(what: str, reasons: list[str]) -> None:
+    log_once(f"{what}: a part cannot have the kernel of the whole, so bits may differ: {'; '.join(reasons)}")
 
 
 def _check_part(problem: AttentionProblem) -> None:

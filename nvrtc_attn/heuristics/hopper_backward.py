@@ -673,6 +673,19 @@ def choose_backward(
     return plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms, arch="sm_90", smem_limit=smem_limit)
 
 
+def plan_like(
+    config: HopperBackwardConfig, problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
+) -> BackwardPlanSpec | list[str]:
+    """The plan of a part with as many queries a tile as the whole's ``config``, or every reason against it."""
+    reasons = reasons_for_portable(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit)
+    if reasons:
+        return reasons
+    tile = choose_tile(problem, num_sms)
+    if tile.block_m != config.block_m and config.block_m == 64:
+        tile = replace(tile, block_m=64)
+    return plan_spec(problem, tile, num_sms=num_sms, arch="sm_90", smem_limit=smem_limit)
+
+
 def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[BackwardPlanSpec]:
     """Plans with the table's tile, other sizes, rows prepared the other way, the other loop; none without one."""
     if reasons_for_portable(problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -588,6 +588,19 @@ def choose_forward(
             return found
     reasons = reasons_for_portable(problem, arch=arch, smem_limit=smem_limit)
     return reasons or plan_spec(problem, choose_tile(problem, num_sms), num_sms=num_sms)
+
+
+def plan_like(
+    config: HopperForwardConfig, problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
+) -> ForwardPlanSpec | list[str]:
+    """The plan of a part with the tile of the whole's ``config``, or every reason against it."""
+    tile = Tile(**{x.name: getattr(config, x.name) for x in fields(Tile)})
+    if problem.window_right is None:
+        tile = replace(tile, half_tile=False)  # there is no diagonal: what it leaves out adds zeros
+    if tile.packed_heads and not may_pack_heads(problem):
+        return ["the heads of a group cannot be rows of a tile"]
+    rows = rows_of_heads(problem) if tile.packed_heads else problem
+    return reasons_for_portable(rows, arch=arch, smem_limit=smem_limit) or plan_spec(problem, tile, num_sms=num_sms)
 
 
 def narrower(problem: AttentionProblem, *, num_sms: int) -> list[ForwardPlanSpec]:

@@ -295,10 +295,11 @@ def kernel_of(spec: BackwardPlanSpec) -> Launch:
 def may_store_dq(problem: AttentionProblem) -> bool:
     """Whether one tile can hold all keys, and dq need not be added up: then every row of it is written by one block.
 
-    Rows of a masked problem may be left out where nothing is kept, tokens of no packed sequence belong to no tile, and
-    other operands may have kernels that read what ``delta`` prepares.
+    Rows of a masked problem may be left out where nothing is kept, tokens of no packed sequence belong to no tile,
+    other operands may have kernels that read what ``delta`` prepares, and a float32 dq of 16-bit operands is written by
+    the kernel that converts the sums.
     """
-    others = problem.varlen or problem.mask is not None or problem.further_inputs
+    others = problem.varlen or problem.mask is not None or problem.further_inputs or is_float32(problem, "dq")
     return 0 < problem.seqlen_k <= MAX_SHORT_KEYS and problem.seqlen_q > 0 and not others
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
@@ -326,11 +326,13 @@ def choose_forward(
     rank: int = 0,
     num_splits: int | None = None,
     clustered: bool | None = None,
+    like: Any = None,
 ) -> ForwardPlanSpec:
     """Kernels of the forward pass; see ``heuristics.choose_forward``.
 
     ``rank`` takes a later row of the table among those that fit (the last, where there are fewer), ``num_splits``
-    another number of splits, ``clustered`` adds those up in clusters where it can: for `candidates`.
+    another number of splits, ``clustered`` adds those up in clusters where it can: for `candidates`. ``like`` is a
+    config whose tile is taken.
 
     Raises
     ------
@@ -347,7 +349,8 @@ def choose_forward(
     if reasons:
         raise UnsupportedError(f"no forward kernel on {arch} for this problem", reasons)
 
-    group = problem.num_heads // problem.num_heads_kv if packs_heads(problem) else 1
+    packs = packs_heads(problem) if like is None else like.packed_heads
+    group = problem.num_heads // problem.num_heads_kv if packs else 1
     rows = problem.seqlen_q * group  # of one (batch, head) that the tiles divide
     heads = problem.batch * problem.num_heads // group
     itemsize = 4 if problem.dtype == "float32" else 2
@@ -367,7 +370,8 @@ def choose_forward(
         features=replace(features_of(problem), max_logit=problem.return_max_logit),
         packed_heads=group > 1,
     )
-    candidates = [_with_tile(base, tile) for tile in _tiles(base, rows, problem.seqlen_k, smem_limit)]
+    tiles = _tiles(base, rows, problem.seqlen_k, smem_limit) if like is None else [_tile_of(like)]
+    candidates = [_with_tile(base, tile) for tile in tiles]
     fitting = [c for c in candidates if smem_bytes(c) <= smem_limit]
     if rows > PACKED_QUERIES and smem_limit < MEASURED_SMEM and not legacy_mma:
         fitting.sort(key=lambda c: warps_per_sm(c.num_warps, smem_bytes(c), smem_limit) < MIN_WARPS)
@@ -517,6 +521,10 @@ def _has_lines(problem: AttentionProblem, config: ForwardConfig, num_m_blocks: i
     assert problem.mask is not None
     _, heads, rows, _ = problem.mask.shape
     return heads == 1 and (rows == 1 or num_m_blocks == 1)
+
+
+def _tile_of(config: ForwardConfig) -> Tile:
+    return Tile(**{x.name: getattr(config, x.name) for x in fields(Tile)})
 
 
 def _with_tile(config: ForwardConfig, tile: Tile) -> ForwardConfig:

@@ -3,6 +3,13 @@
 `context_parallel_attention` is that of a sequence which devices share, inside ``jax.shard_map``.
 """
 
+from ..base.errors import missing
+
+try:
+    import jax as _jax  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing("jax", error) from None
+
 from .custom_call import attention
 from .parallel import context_parallel_attention
 from .sdpa import dot_product_attention

@@ -58,7 +58,10 @@ from .partition import partitioned
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Kind", "as_varying", "attention", "check_call", "compute", "gradients_of_part", "rng_words", "varies"]
+__all__ = [
+    "Kind", "as_varying", "attention", "captured", "check_call", "compute", "gradients_of_part", "rng_words", "varies",
+    "with_modifier",
+]  # fmt: skip
 
 _TARGET: Final = "nvrtc_attn.launch"
 _AUX: Final = "aux"
@@ -225,8 +228,8 @@ def attention(
     modifier = traced(score_mod, mask_mod, aux)
     kind = _Kind(options, (0, 0))
     if modifier is not None:
-        kind = replace(kind, program=modifier.program, numbers=modifier.numbers)
-        operands |= {f"{_AUX}{i}": _array(f"captured array {i}", x) for i, x in enumerate(modifier.captures)}
+        kind, captures = with_modifier(kind, modifier)
+        operands |= captures
     _describe(_bind(kind, operands), Device("cuda" if _on_gpu() else "abstract", 0))
     options = plain_options(options)  # in Python's types, which JAX can hash
     kind = replace(kind, options=options)
@@ -237,9 +240,21 @@ def attention(
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def check_call(operands: dict[str, Any], options: CallOptions) -> None:
+def check_call(operands: dict[str, Any], options: CallOptions, modifier: Modifier | None = None) -> None:
     """Refuse what no pass computes; ``operands`` are (shape, dtype) by name."""
-    describe_shapes(operands, options, Device("cuda" if _on_gpu() else "abstract", 0))
+    where = Device("cuda" if _on_gpu() else "abstract", 0)
+    describe_shapes(operands, options, where, modifier=modifier, keeps_arrays=True)
+
+
+def with_modifier(kind: _Kind, modifier: Modifier) -> tuple[_Kind, dict[str, Any]]:
+    """The kind of a call with a modifier, and the operands that its arrays are."""
+    arrays = {f"{_AUX}{i}": _array(f"captured array {i}", x) for i, x in enumerate(modifier.captures)}
+    return replace(kind, program=modifier.program, numbers=modifier.numbers), arrays
+
+
+def captured(kind: _Kind) -> dict[int, str]:
+    """The operands that are captured arrays with a gradient, by their place in the modifier."""
+    return {i: f"{_AUX}{i}" for i in _differentiable(kind.program)}
 
 
 def compute(kind: _Kind, operands: dict[str, Any]) -> Any:
@@ -250,7 +265,7 @@ def compute(kind: _Kind, operands: dict[str, Any]) -> Any:
 def gradients_of_part(kind: _Kind, operands: dict[str, Any]) -> dict[str, Any]:
     """Shares of gradients by the input, dk and dv in float32. ``kind`` is `Kind.backwards` of the forward pass's."""
     found = zip(kind.results, _run(kind, operands), strict=True)
-    return {OPERANDS[name].gradient_of: x for name, x in found}
+    return {OPERANDS[name].gradient_of if name in OPERANDS else name[1:]: x for name, x in found}
 
 
 # ------------------------------------------------------------------------------------------------ differentiation

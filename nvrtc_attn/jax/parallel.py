@@ -6,8 +6,8 @@ place of each known while tracing, so that every branch is an ordinary part (`nv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -18,10 +18,22 @@ import numpy as np
 from ..base.errors import shown
 from ..front.call import CallOptions, plain_options
 from ..front.chunks import Band, Chunks, Interval, band_of, chunks_of, places, reach
+from ..front.modified import banded_options
 from ..front.part import Part
 from ..front.problem import Causal, WindowSize
 from ..front.validation import Violations, check_window
-from .custom_call import Kind, as_varying, check_call, compute, gradients_of_part, rng_words, varies
+from .custom_call import (
+    Kind,
+    as_varying,
+    captured,
+    check_call,
+    compute,
+    gradients_of_part,
+    rng_words,
+    varies,
+    with_modifier,
+)
+from .modifier import traced
 
 STRATEGIES: Final = ("auto", "all_gather", "ulysses")
 
@@ -67,6 +79,9 @@ def context_parallel_attention(
     rng: Any = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
 ) -> Any:
     """`nvrtc_attn.jax.attention` of this device's tokens in the whole sequence, inside `jax.shard_map`.
 
@@ -89,8 +104,12 @@ def context_parallel_attention(
     rng
         The same on all devices. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
 
-    The others are those of `nvrtc_attn.jax.attention`. Differentiable once in q, k, v, bias and a returned lse; what
-    devices return of dk and dv is added up in float32.
+    score_mod, mask_mod, aux
+        The indices that they get are those of the whole, and so are the arrays that they captured, which every device
+        has: arguments of `jax.shard_map` that are not sharded (``P()``), or constants. Their gradients are the whole's.
+
+    The others are those of `nvrtc_attn.jax.attention`. Differentiable once in q, k, v, bias, captured arrays and a
+    returned lse; what devices return of dk and dv is added up in float32.
 
     Raises
     ------
@@ -128,12 +147,18 @@ def context_parallel_attention(
                 raise ValueError(f"{name}: shape {tuple(shape)}, whose dim 2 must be 1 or {operands['q'].shape[1]}.")
             shape[dim] = whole_length
             shapes[name] = (tuple(shape), shapes[name][1])
-    check_call(shapes, options)
-    left, right = check_window(Violations(), causal, window_size)
+    modifier = traced(score_mod, mask_mod, aux)
+    check_call(shapes, options, modifier)
+    banded = options if modifier is None else banded_options(modifier, options, (rows, keys))
+    left, right = check_window(Violations(), banded.causal, banded.window_size)
     words, arrays = rng_words(rng) if options.dropout_p > 0 else ((0, 0), {})
+    kind = Kind(plain_options(options), words)
+    if modifier is not None:
+        kind, captures = with_modifier(kind, modifier)
+        arrays |= captures
     whole = _Whole(
-        Kind(plain_options(options), words), axis_name, ranks, chunks_of(layout, rows, ranks),
-        chunks_of(layout, keys, ranks), band_of(left, right, rows, keys, causal != "top_left"), rows, keys,
+        kind, axis_name, ranks, chunks_of(layout, rows, ranks), chunks_of(layout, keys, ranks),
+        band_of(left, right, rows, keys, banded.causal != "top_left"), rows, keys,
     )  # fmt: skip
     heads_kv = operands["k"].shape[2]
     scores = "bias" in operands or "mask" in operands
@@ -190,8 +215,9 @@ def _ulysses(whole: _Whole, operands: dict[str, Any]) -> tuple[Any, Any]:
         x = jax.lax.all_to_all(operands[name], whole.axis, split_axis=2, concat_axis=1, tiled=True)
         swapped[name] = _in_order(x, chunks, 1)
     mine = heads // whole.ranks
-    # Without dropout it does not matter which heads they are.
-    places_of = [r * mine for r in range(whole.ranks)] if whole.kind.options.dropout_p > 0 else [0]
+    # Without dropout and modifiers it does not matter which heads they are.
+    matters = whole.kind.options.dropout_p > 0 or whole.kind.program is not None
+    places_of = [r * mine for r in range(whole.ranks)] if matters else [0]
     branches = [partial(compute, whole.part((first, heads))) for first in places_of]
     if len(branches) == 1:
         out, lse = branches[0](swapped)
@@ -247,9 +273,10 @@ def _rows_forward(whole: _Whole, rank: int, operands: dict[str, Any]) -> tuple[A
 
 
 def _rows_backward(whole: _Whole, kind: Kind, rank: int, operands: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of a device's operands in float32: of k and v for all keys, of a bias with one row its share."""
+    """Gradients of a device's operands in float32: of k, v for all keys, of one-row biases and captures its share."""
     axes = varies(*operands.values())
-    like = {name: operands[name] for name in ("q", "k", "v", *(("bias",) if kind.options.dbias else ()))}
+    of_captures = [captured(kind)[i] for i in kind.trained]
+    like = {name: operands[name] for name in ("q", "k", "v", *(("bias",) if kind.options.dbias else ()), *of_captures)}
     total = {name: as_varying(jnp.zeros(x.shape, np.float32), axes) for name, x in like.items()}
     for chunk, at, keys in _rows(whole, rank):
         if keys[0] == keys[1]:
@@ -267,6 +294,8 @@ def _rows_backward(whole: _Whole, kind: Kind, rank: int, operands: dict[str, Any
             elif name == "bias":
                 of_rows = everywhere if x.shape[2] == 1 else at
                 where = (everywhere, everywhere, of_rows, everywhere if x.shape[3] == 1 else slice(*keys))
+            elif name in of_captures:
+                where = ()
             else:
                 where = (everywhere, slice(*keys))
             total[name] = total[name].at[where].add(gradients[name].astype(np.float32))
@@ -280,12 +309,14 @@ def _primal(whole: _Whole, operands: dict[str, Any]) -> list[Any]:
 def _forward_rule(whole: _Whole, operands: dict[str, Any]) -> Any:
     values = {name: x.value for name, x in operands.items()}
     wants_bias = "bias" in operands and operands["bias"].perturbed
+    # A structure may tell what a value cannot.
+    wants = {i: () if operands[name].perturbed else None for i, name in captured(whole.kind).items()}
     out, lse = _forward(whole, values)
-    return [out, lse], (values, out, lse, () if wants_bias else None)
+    return [out, lse], (values, out, lse, () if wants_bias else None, wants)
 
 
 def _backward_rule(whole: _Whole, residuals: Any, cotangents: Any) -> Any:
-    values, out, lse, wants_bias = residuals
+    values, out, lse, wants_bias, wants = residuals
     zero = jax.custom_derivatives.SymbolicZero
     dout, dlse = cotangents
     operands = values | {"out": out, "lse": lse}
@@ -296,6 +327,7 @@ def _backward_rule(whole: _Whole, residuals: Any, cotangents: Any) -> Any:
     axes = varies(*operands.values())
     operands = {name: as_varying(x, axes) for name, x in operands.items()}
     kind = whole.kind.changed(return_lse=True, dbias=wants_bias is not None).backwards()
+    kind = replace(kind, trained=tuple(i for i, x in wants.items() if x is not None))
     branches = [partial(_rows_backward, whole, kind, r) for r in range(whole.ranks)]
     gradients = jax.lax.switch(jax.lax.axis_index(whole.axis), branches, operands)
     for name in ("k", "v"):  # in float32, to where the keys are

@@ -10,7 +10,7 @@ import math
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from ..base.errors import TraceError
@@ -230,6 +230,14 @@ def rebuilt(root: Node, value_of: Callable[[Node], Any]) -> Node:
     made: dict[Node, Node] = {}
     for node in walk([root]):
         made[node] = Node(node.op, tuple(made[x] for x in node.args), node.kind, value_of(node))
+    return made[root]
+
+
+def substituted(root: Node, places: Mapping[Node, Node]) -> Node:
+    """``root`` with other nodes in the places of some of its leaves."""
+    made: dict[Node, Node] = {}
+    for node in walk([root]):
+        made[node] = places.get(node) or Node(node.op, tuple(made[x] for x in node.args), node.kind, node.value)
     return made[root]
 
 

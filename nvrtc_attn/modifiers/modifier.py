@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .derivative import derivatives
-from .graph import Node, dtype_of, listing, rebuilt, walk
+from .graph import POSITIONS, Node, dtype_of, listing, rebuilt, substituted, walk
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -90,6 +91,18 @@ class Modifier:
         object.__setattr__(result, "known", self.known)
         return result
 
+    def moved(self, starts: Sequence[int | None]) -> Modifier:
+        """The same of a part of the scores, whose own indices begin at 0: b, h, q and k are those of the whole.
+
+        ``starts`` are where they begin in the whole, None where nobody asks. They become captured numbers, so that one
+        kernel serves every part.
+        """
+        used = frozenset().union(*(x.depends for x in (self.program.score, self.program.mask) if x is not None))
+        axes = {name: x for name, x in zip(POSITIONS, starts, strict=True) if x is not None and name in used}
+        if not axes:
+            return self
+        return Modifier(_moved(self.program, tuple(axes)), self.captures, (*self.numbers, *axes.values()))
+
     @property
     def valued(self) -> tuple[Node | None, Node | None]:
         """The expressions of score and mask with the numbers of this call."""
@@ -106,3 +119,15 @@ class Modifier:
         if self.program.score is None:
             return ()
         return tuple(sorted({x.value for x in derivatives(self.program.score) if x.op == "load"}))
+
+
+@functools.lru_cache(maxsize=1024)
+def _moved(program: Program, axes: tuple[str, ...]) -> Program:
+    """``program`` with one more number for each of ``axes``, which is added to the index."""
+    places = {}
+    for i, name in enumerate(axes):
+        index = Node(name, kind="int")
+        start = Node("param", kind="int", value=len(program.numbers) + i)
+        places[index] = Node("add", (index, start), "int")
+    score, mask = (None if x is None else substituted(x, places) for x in (program.score, program.mask))
+    return Program(score, mask, program.captures, (*program.numbers, *(("int",) * len(axes))))

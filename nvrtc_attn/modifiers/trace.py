@@ -97,12 +97,22 @@ class _Aux:
 def _called(recording: Recording, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Node:
     try:
         result = _with_captures(function, recording, 0)(*args)
+        if result is None:
+            raise TraceError("returned None. It returns what it computes: is there a return statement?")
         return recording.node(result)
     except TraceError as error:
         raise TraceError(f"{name}: {error.args[0]}") from None
     except TypeError as error:
         if "positional argument" in str(error):
-            raise TraceError(f"{name}: {error}. It is called with ({', '.join(INPUTS)})"[:-1] + ").") from None
+            names = (*INPUTS, "aux") if name == "score_mod" else (*INPUTS[1:], "aux")
+            raise TraceError(f"{name}: {error}. It is called with ({', '.join(names[: len(args)])}).") from None
+        raise
+    except IndexError as error:
+        if "valid indices" in str(error):  # of NumPy, which asks an index for no Python number
+            raise TraceError(
+                f"{name}: an array that was made inside of the function is indexed. Make it outside, so that it is "
+                f"captured, and index it with b, h, q or k."
+            ) from None
         raise
 
 

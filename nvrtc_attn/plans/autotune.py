@@ -128,7 +128,7 @@ def expected_backward(problem: AttentionProblem, device_index: int) -> BackwardP
     props = device.properties(device_index)
     target = _target(props)
     label = ""
-    if env.autotune() is not False:
+    if env.autotune() is not False and problem.plan_as is None:
         key = problem_key(problem, True, props, target["backend"])
         label = _choices.get(key, "") or _remembered(key, lambda: backward_candidates(problem, **target))
     chosen = backward_candidates(problem, **target).get(label) if label else None
@@ -158,7 +158,7 @@ def _choose(
     props = device.properties(device_index)
     target = _target(props)
     tune = env.autotune() if tune is None else tune
-    if tune is False:
+    if tune is False or problem.plan_as is not None:
         return choose(problem, **target)
 
     @functools.cache

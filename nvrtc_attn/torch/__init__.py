@@ -1,5 +1,12 @@
 """PyTorch: `attention` with autograd, torch's own names of it, and the operators that torch.compile sees."""
 
+from ..base.errors import missing
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing("torch", error) from None
+
 from . import flash
 from .eager import attention
 from .flex import BlockMask, create_block_mask, flex_attention

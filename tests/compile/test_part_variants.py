@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import modifiers
+import numpy as np
 import pytest
 
+import nvrtc_attn
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.call import CallOptions, describe_shapes
 from nvrtc_attn.front.part import Part
@@ -58,9 +61,11 @@ def test_kernels_with_dropout_of_a_part_compile_and_do_not_spill(arch: str, chan
             compile_kernel(config)
 
 
-def float32_configs(arch: str, head_dim: int, seqlen: int = 1024, **options: Any) -> list[KernelConfig]:
-    """Every kernel of both passes with float32 results of bfloat16 tensors, and multiprocessors left to others."""
-    shapes = {name: ((1, seqlen, count, head_dim), "bfloat16") for name, count in zip("qkv", (8, 4, 4), strict=True)}
+def float32_configs(
+    arch: str, head_dim: int, seqlen: int = 1024, dtype: str = "bfloat16", **options: Any
+) -> list[KernelConfig]:
+    """Every kernel of both passes with float32 results of 16-bit tensors, and multiprocessors left to others."""
+    shapes = {name: ((1, seqlen, count, head_dim), dtype) for name, count in zip("qkv", (8, 4, 4), strict=True)}
     part = Part(rows=(1024, 8192), keys=(0, 8192), sm_margin=4)
     call = describe_shapes(shapes, CallOptions(return_lse=True, part=part, **options), Device("cuda", 0))
     target: dict[str, Any] = {"arch": arch, "num_sms": 132, "smem_limit": 232448 if arch == "sm_90" else 101376}
@@ -84,6 +89,46 @@ def test_kernels_with_float32_results_compile_and_do_not_spill(arch: str, change
     for config in found:
         if config.features.float32_q or config.features.float32_k or getattr(config, "tickets", False):
             assert compile_kernel(config).spill_bytes == 0, config
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_89", "sm_90"])
+@pytest.mark.parametrize("seqlen", [16, 49, 64, 100, 128, 256, 1024])
+def test_every_float32_result_is_written_as_float32(arch: str, seqlen: int) -> None:
+    """Kernels of short sequences store dq themselves, in 16 bits: they are not for parts."""
+    dtype = "float16" if arch == "sm_75" else "bfloat16"
+    for head_dim in (32, 40, 64, 72, 128, 256):
+        for options in ({}, {"causal": True}, {"softcap": 30.0}):
+            found = float32_configs(arch, head_dim, seqlen, dtype=dtype, **options)
+            outputs = [c.features.float32_q for c in found if c.kernel.startswith(("forward", "combine"))]
+            of_q = [c.features.float32_q for c in found if not c.kernel.startswith(("forward", "combine"))]
+            of_k = [c.features.float32_k for c in found]
+            assert any(outputs), (head_dim, options)
+            assert any(of_q), (head_dim, options)
+            assert any(of_k), (head_dim, options)
+            assert not any(getattr(c, "stores_dq", False) for c in found), (head_dim, options)
+
+
+@pytest.mark.parametrize("name", ["alibi", "relative bias", "documents"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_with_modifiers_of_a_part_compile_and_do_not_spill(name: str, head_dim: int) -> None:
+    """Indices of the whole are a number more for each axis, which all threads have in common."""
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    arrays = case.arrays((1, 8, 64, 64), np.random.default_rng(0))
+    traced = nvrtc_attn.trace(*case.make(arrays))
+    shapes = {key: ((1, 1024, count, head_dim), "bfloat16") for key, count in zip("qkv", (8, 4, 4), strict=True)}
+    part = Part(heads=(8, 32), rows=(1024, 8192), keys=(0, 8192), sm_margin=0)
+    call = describe_shapes(
+        shapes, CallOptions(return_lse=True, part=part), Device("cuda", 0), modifier=traced,
+        trained=frozenset(traced.differentiable),
+    )  # fmt: skip
+    assert call.modifier is not None
+    assert len(call.modifier.numbers) > len(traced.numbers)
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+    shares = {x: dense_layout(shapes[like][0], "float32") for x, like in zip(RESULTS[2:], "kv", strict=True)}
+    launches = heuristics.choose_forward(call.with_dense(), **target).launches
+    launches += heuristics.choose_backward(call.with_outputs(**shares), **target).launches
+    for config in dict.fromkeys(x.config for x in launches if x.config.features.modifier):
+        assert compile_kernel(config).spill_bytes == 0, config
 
 
 def test_multiprocessors_are_left_and_tiles_handed_out() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other libraries and other tests need memory, too
 
 
 def _why_not() -> str:
@@ -29,3 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "tests/gpu/" in item.nodeid.replace("\\", "/"):
                 item.add_marker(pytest.mark.skip(reason=_REASON))
+
+
+@pytest.fixture(autouse=True)
+def _on_the_first_gpu() -> None:
+    """JAX leaves the thread that sets it up on the last GPU, and programs compiled ahead load on the first alone."""
+    if not _REASON:
+        import torch
+
+        torch.cuda.set_device(0)

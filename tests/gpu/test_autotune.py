@@ -206,7 +206,6 @@ def test_measuring_leaves_the_capture_of_another_thread_alone(measured: Measured
 
 
 def test_jax_measures_while_it_traces(measured: Measured) -> None:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch lives in the same process
     jax = pytest.importorskip("jax", reason="jax is not installed")
     pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: no launch from inside jit")
     from nvrtc_attn.jax import attention

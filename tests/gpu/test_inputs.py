@@ -197,9 +197,12 @@ def test_lengths_may_be_tensors() -> None:
 
 
 def test_managed_memory_is_on_the_gpu_that_the_driver_names() -> None:
-    """The producer says device 0 whatever it is: the driver is asked."""
-    index = torch.cuda.current_device()
-    x = torch.randn((1, 128, 2, D), device="cuda").half()
+    """Producers say device 0 whatever it is, and the driver is asked.
+
+    Which says 0 as well of what is allocated with GPU 1 current (driver 580.159): this is about GPU 0.
+    """
+    index = 0
+    x = torch.randn((1, 128, 2, D), device="cuda:0").half()
     with driver.device_context(index):
         address = int(driver.call("cuMemAllocManaged", x.nbytes, 1, device=index))  # 1: any stream may use it
         driver.call("cuMemcpyDtoD", address, x.data_ptr(), x.nbytes, device=index)

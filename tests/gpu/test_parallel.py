@@ -16,7 +16,9 @@ COUNT = torch.cuda.device_count()
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("programs", [("tensors", "dropout", "packed"), ("faults",), ("problems",), ("long",)])
+@pytest.mark.parametrize(
+    "programs", [("tensors", "dropout", "packed"), ("faults",), ("problems",), ("modified",), ("long",)]
+)
 def test_ranks_together_compute_the_whole(size: int, programs: tuple[str, ...], tmp_path: Path) -> None:
     """As on the CPU, and sequences of several tiles in bfloat16."""
     if size > COUNT:

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import cases
+import modifiers
 import numpy as np
 import pytest
 from cases import Case
@@ -133,3 +134,116 @@ def test_parts_together_are_the_whole(fields: dict[str, Any], family: str) -> No
                 share += dbias
     lines = failures(case, found, exact, low, run.arrays)
     assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["alibi", "relative bias", "bias by head", "documents", "window", "both", "natten"])
+def test_modifiers_of_parts_are_those_of_the_whole(name: str, family: str) -> None:
+    """Heads, rows and keys cut: out and gradients, those of captured arrays too, of one call. One kernel for all."""
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    b, h, m, n = sizes = (2, 4, 500, 700)
+    rng = np.random.default_rng(3)
+    arrays = {key: torch.from_numpy(x).to(DEVICE) for key, x in case.arrays(sizes, rng).items()}
+    shapes = ((b, m, h, 64), (b, n, 2, 64), (b, n, 2, 64), (b, m, h, 64))
+    q, k, v, dout = (torch.from_numpy(rng.standard_normal(x)).to(DEVICE, torch.float16) for x in shapes)
+    modifier = nvrtc_attn.trace(*case.make(arrays))
+    trained = modifier.differentiable
+
+    def run(cuts: list[list[slice]], known: Any) -> list[torch.Tensor]:
+        found = [torch.zeros(x.shape, device=DEVICE) for x in (q, torch.empty(b, h, m), q, k, v)]
+        found += [torch.zeros(modifier.captures[i].shape, device=DEVICE) for i in trained]
+
+        def part(x: slice, y: slice, z: slice) -> nvrtc_attn.Part | None:
+            whole = len(cuts[0]) == len(cuts[1]) == len(cuts[2]) == 1
+            return None if whole else nvrtc_attn.Part(heads=(x.start, h), rows=(y.start, m), keys=(z.start, n))
+
+        for heads, rows in itertools.product(cuts[0], cuts[1]):
+            of_k = slice(heads.start // 2, heads.stop // 2)
+            parts = [
+                nvrtc_attn.attention(
+                    q[:, rows, heads], k[:, keys, of_k], v[:, keys, of_k], score_mod=modifier, return_lse=True,
+                    part=part(heads, rows, keys),
+                ) for keys in cuts[2]
+            ]  # fmt: skip
+            outs, lses = zip(*parts, strict=True)
+            found[0][:, rows, heads], found[1][:, heads, rows] = merge_partials(outs, lses, torch.float32)
+        out, lse = known or (found[0].half(), found[1])
+        for heads, rows, keys in itertools.product(*cuts):
+            of_k = slice(heads.start // 2, heads.stop // 2)
+            x = q[:, rows, heads], k[:, keys, of_k], v[:, keys, of_k]
+            grads = [torch.full(y.shape, torch.nan, device=DEVICE) for y in x]
+            daux = [
+                torch.full(tuple(y.shape), torch.nan, device=DEVICE) if i in trained else None
+                for i, y in enumerate(modifier.captures)
+            ]
+            options = {"score_mod": modifier, "daux": daux if trained else None, "part": part(heads, rows, keys)}
+            size = nvrtc_attn.backward_workspace_bytes(*x, **options)
+            workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+            nvrtc_attn.attention_backward(
+                dout[:, rows, heads],
+                *x,
+                out[:, rows, heads],
+                lse[:, heads, rows],
+                *grads,
+                workspace=workspace,
+                **options,
+            )
+            for total, share in zip(
+                (found[2][:, rows, heads], found[3][:, keys, of_k], found[4][:, keys, of_k]), grads, strict=True
+            ):
+                total += share
+            for total, i in zip(found[5:], trained, strict=True):
+                total += daux[i]
+        return found
+
+    with backend(family):
+        whole = run([[slice(0, h)], [slice(0, m)], [slice(0, n)]], None)
+        cut = [[slice(0, 2), slice(2, 4)], [slice(0, 130), slice(130, 500)], [slice(0, 256), slice(256, 700)]]
+        found = run(cut, (whole[0].half(), whole[1]))
+    names = ("out", "lse", "dq", "dk", "dv", *(f"daux[{i}]" for i in trained))
+    for what, x, y in zip(names, found, whole, strict=True):
+        finite = torch.isfinite(y)
+        assert torch.equal(torch.isfinite(x), finite), what
+        error, bound = (x[finite] - y[finite]).abs().max(), y[finite].abs().max()
+        assert error <= 4e-3 * max(float(bound), 1.0), (what, float(error), float(bound))
+
+
+@pytest.mark.skipif("hopper" not in FAMILIES, reason="bits are promised on compute capability 9.0")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {}, {"causal": True, "dropout_p": 0.2, "rng": (3, 4)}, {"causal": True, "softcap": 9.0}],
+)
+def test_plans_as_the_whole_give_the_wholes_bits(options: dict[str, Any], head_dim: int) -> None:
+    """Shares of heads with all tokens, and rows with the keys that they see: out, lse, and dq in a fixed order."""
+    n, heads = 3072, 8
+    torch.manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(2, n, h, head_dim, device=DEVICE, dtype=torch.bfloat16)
+        for h in (heads, heads // 2, heads // 2, heads)
+    )
+
+    def run(at: slice, h: slice, part: nvrtc_attn.Part | None, known: Any) -> tuple[torch.Tensor, ...]:
+        keys = slice(0, at.stop) if options.get("causal") else slice(0, n)
+        of_k = slice(h.start // 2, h.stop // 2)
+        x = [y.contiguous() for y in (q[:, at, h], k[:, keys, of_k], v[:, keys, of_k])]
+        out, lse = nvrtc_attn.attention(*x, **options, return_lse=True, part=part)
+        grads = [torch.empty_like(y) for y in x]
+        more = {**options, "deterministic": True, "part": part}
+        size = nvrtc_attn.backward_workspace_bytes(*x, **more)
+        workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        whole_out, whole_lse = known or (out, lse)
+        of_rows = [y[:, at, h].contiguous() for y in (dout, whole_out)] if known else [dout, whole_out]
+        of_lse = whole_lse[:, h, at].contiguous() if known else whole_lse
+        nvrtc_attn.attention_backward(of_rows[0], *x, of_rows[1], of_lse, *grads, **more, workspace=workspace)
+        return out, lse, grads[0]
+
+    everything = slice(0, n), slice(0, heads)
+    whole = run(*everything, None, None)
+    places = [(everything[0], slice(4, 8)), (slice(0, 768), everything[1]), (slice(1536, 3072), slice(2, 4))]
+    for at, h in places:
+        part = nvrtc_attn.Part(heads=(h.start, heads), rows=(at.start, n), keys=(0, n), plan_as=True)
+        found = run(at, h, part, whole[:2])
+        expected = whole[0][:, at, h], whole[1][:, h, at], whole[2][:, at, h]
+        for name, x, y in zip(("out", "lse", "dq"), found, expected, strict=True):
+            assert torch.equal(x, y), (name, at, h, float((x.float() - y.float()).abs().max()))

@@ -26,6 +26,10 @@ CASES: dict[str, tuple[str, str, int, list[str], dict[str, Any]]] = {
     "bias of all rows": ("all_gather", "zigzag", 2, ["bias of all rows"], {}),
     "mask": ("all_gather", "contiguous", 2, ["mask"], {}),
     "heads": ("auto", "zigzag", 4, [], {"causal": True}),
+    "alibi": ("all_gather", "zigzag", 2, ["alibi"], {"causal": True}),
+    "table": ("all_gather", "contiguous", 2, ["table"], {}),
+    "documents": ("all_gather", "zigzag", 2, ["documents"], {"dropout_p": 0.4, "rng": [3, 77]}),
+    "alibi by heads": ("ulysses", "zigzag", 4, ["alibi"], {"causal": True}),
     "heads and dropout": ("ulysses", "zigzag", 4, [], {"causal": True, "dropout_p": 0.4, "rng": [3, 77]}),
 }
 PROGRAM = """
@@ -48,20 +52,37 @@ for name, (strategy, layout, heads_kv, more, options) in json.loads(sys.argv[1])
         shapes["bias"] = (1, 8, 48, 48)
     if "bias of all rows" in more:
         shapes["bias"] = (2, 1, 1, 48)
+    if "alibi" in more:
+        shapes["of_mod"] = (8,)
+    if "table" in more:
+        shapes["of_mod"] = (8, 96)
     x = {n: jax.random.normal(key, s) for key, (n, s) in zip(keys, shapes.items())}
+    ids = jnp.arange(48) // 7
+
+    def functions(x):
+        found = {n: y for n, y in x.items() if n != "of_mod"}
+        if "alibi" in more:
+            found["score_mod"] = lambda s, b, h, q, k: s + 0.1 * x["of_mod"][h] * (k - q)
+        if "table" in more:
+            found["score_mod"] = lambda s, b, h, q, k: s + jnp.tanh(x["of_mod"][h, q - k + 48])
+        if "documents" in more:
+            found["mask_mod"] = lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
+        return found
     mask = {"mask": jax.random.normal(keys[5], (2, 1, 48, 48)) > -1} if "mask" in more else {}
     dout = jax.random.normal(keys[4], (2, 48, 8, 24))
 
     def loss(x):
-        out, lse = attention(**x, **mask, **options, return_lse=True)
+        out, lse = attention(**functions(x), **mask, **options, return_lse=True)
         return (out * dout).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), out
 
     def order(n, y, back=False):
-        if layout != "zigzag" or (n in ("bias", "mask") and y.shape[2] == 1):
+        if layout != "zigzag" or n == "of_mod" or (n in ("bias", "mask") and y.shape[2] == 1):
             return y
         return zigzag(y, 4, 2 if n in ("bias", "mask") else 1, back=back)
 
     def spec(n, y):
+        if n == "of_mod":
+            return P()
         if n in ("bias", "mask"):
             return P(None, None, "s" if y.shape[2] > 1 else None, None)
         return P(None, "s", None, None)
@@ -69,7 +90,7 @@ for name, (strategy, layout, heads_kv, more, options) in json.loads(sys.argv[1])
     def sharded(x, mask, dout):
         def local(x, mask, dout):
             out, lse = context_parallel_attention(
-                **x, **mask, **options, axis_name="s", strategy=strategy, layout=layout, return_lse=True
+                **functions(x), **mask, **options, axis_name="s", strategy=strategy, layout=layout, return_lse=True
             )
             total = (out * dout).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
             return jax.lax.psum(total, "s"), out
@@ -100,5 +121,5 @@ def found(repository: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_devices_together_compute_the_whole(case: str, found: dict[str, Any]) -> None:
-    """The loss, out, dq, dk, dv and dbias, relative to their largest value."""
+    """The loss, out, dq, dk, dv, dbias and of captured arrays, relative to their largest value."""
     assert max(found[case]) < 2e-5, found[case]

@@ -190,7 +190,7 @@ def chained(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         (lambda s, b, h, q, k: s & 1, "compare them first"),
         (lambda s, b, h, q, k: s + 2**h, "'pow' of integers"),
         (lambda s, b, h, q, k: "text", "is no number"),
-        (lambda s, b, h, q, k: None, "is no number"),
+        (lambda s, b, h, q, k: None, "returned None"),
         (lambda s, b, h, q: s, "is called with"),
     ],
 )

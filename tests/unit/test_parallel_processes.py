@@ -56,7 +56,7 @@ def run(size: int, directory: Path, *programs: str, device: str = "cpu") -> dict
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_together_compute_the_whole(size: int, tmp_path: Path) -> None:
     """Every strategy forward and backward, the dropout mask bit for bit, lengths that do not divide, faults."""
-    programs = ("tensors", "dropout", "packed", "faults", "problems", *(("compiled",) if size == 2 else ()))
+    programs = ("tensors", "dropout", "packed", "faults", "problems", "modified", *(("compiled",) if size == 2 else ()))
     found = run(size, tmp_path, *programs)
     assert not any(found.values()), "\n".join(f"{name}: {fault}" for name, faults in found.items() for fault in faults)
 

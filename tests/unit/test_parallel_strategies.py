@@ -10,15 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import numpy as np  # noqa: E402
 import parallel_problems  # noqa: E402
-from parallel_problems import Shared, take  # noqa: E402
+from parallel_problems import Modified, Shared, take  # noqa: E402
 
 import nvrtc_attn  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.front.chunks import band_of, chunks_of, joined, length, needed, places, together  # noqa: E402
+from nvrtc_attn.front.modified import banded_options  # noqa: E402
 from nvrtc_attn.front.philox import RngState  # noqa: E402
 from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
-from nvrtc_attn.torch.parallel import groups_of, local, merge_partials, strategies  # noqa: E402
+from nvrtc_attn.torch.parallel import groups_of, local, merge_partials, strategies, swaps  # noqa: E402
 from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
 
 QUICK, FULL = 8, 2000
@@ -91,8 +93,12 @@ def make(name: str, size: int, layout: Any, seqlens: tuple[int, int]) -> tuple[A
 
     def of(rank: int) -> Any:
         boards.append(board)
-        if name == "all_gather":
-            return strategies.AllGather(Member(board, rank), rank, chunks_q, chunks_k, pipeline=2)
+        if name.startswith("all_gather"):
+            more: dict[str, Any] = {"all_gather kept": {"keep": True}, "all_gather again": {"keep": False}}.get(
+                name, {}
+            )
+            pipeline = 1 if more else 2
+            return strategies.AllGather(Member(board, rank), rank, chunks_q, chunks_k, pipeline, **more)
         if name == "ring":
             return strategies.Ring(Member(board, rank), rank, chunks_q, chunks_k)
         if name == "ulysses":
@@ -171,7 +177,8 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch,
 
 
 CASES = [
-    ("all_gather", 2), ("all_gather", 3), ("ring", 2), ("ring", 3), ("ulysses", 2), ("ulysses", 4),
+    ("all_gather", 2), ("all_gather", 3), ("all_gather kept", 2), ("all_gather again", 3), ("ring", 2), ("ring", 3),
+    ("ulysses", 2), ("ulysses", 4),
     ("ulysses x ring", 4), ("ulysses x all_gather", 4),
 ]  # fmt: skip
 
@@ -191,6 +198,127 @@ def test_many_random_problems_are_the_whole(name: str, size: int, monkeypatch: p
     for shared in parallel_problems.problems(12, FULL // len(CASES), size, heads_divide="ulysses" in name):
         faults += check(shared, name, size, monkeypatch)
     assert not faults, "\n".join(faults[:5])
+
+
+def check_modified(given: Modified, name: str, size: int, monkeypatch: pytest.MonkeyPatch, device: str) -> list[str]:
+    """Run one modifier on ``size`` threads: out, lse, gradients and the sums of those of captured arrays."""
+    monkeypatch.setattr(strategies, "exchange", exchange)
+    (q, k, v, dout), arrays = given.tensors(device)
+    functions = given.case.make(arrays if device != "cpu" else {key: x.numpy() for key, x in arrays.items()})
+    modifier = nvrtc_attn.trace(*functions)
+    captures = [torch.as_tensor(x, device=device) for x in modifier.captures]
+    options = CallOptions(**given.options, return_lse=True)
+    lengths = given.sizes[2:]
+    banded = banded_options(modifier, options, lengths)
+    left, right = check_window(Violations(), banded.causal, banded.window_size)
+    whole = local.Whole(
+        options, RngState(3, 4), *lengths, band_of(left, right, *lengths, banded.causal != "top_left"),
+        sm_margin=None if device == "cpu" else 0, modifier=modifier,
+    )  # fmt: skip
+    chunks_q, chunks_k, strategy = make(name, size, given.layout, lengths)
+
+    def work(rank: int) -> Any:
+        of_q, of_k = chunks_q[rank], chunks_k[rank]
+        mine = strategy(rank)
+        own = local.whole_with(whole, captures, [True] * len(captures))
+        tensors = take(q, of_q, 1), take(k, of_k, 1), take(v, of_k, 1)
+        out, lse, saved = mine.forward(strategies.Inputs(*tensors, None, None, 0, given.sizes[1]), own)
+        dq, dk, dv, *_ = mine.backward(saved, own, take(dout, of_q, 1), None)
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}, own.daux
+
+    expected = parallel_problems.of_one_call(given)
+    found: dict[str, Any] = {key: np.full(x.shape, np.nan) for key, x in expected.items() if key != "daux"}
+    found["daux"] = [None if x is None else np.zeros(x.shape) for x in expected["daux"]]
+    for rank, (results, daux) in enumerate(run_ranks(size, work)):
+        for key, x in results.items():
+            chunks = chunks_k[rank] if key in ("dk", "dv") else chunks_q[rank]
+            at = np.concatenate([np.arange(a, b) for a, b in chunks] or [np.arange(0)])
+            place = (slice(None), slice(None), at) if key == "lse" else (slice(None), at)
+            found[key][place] = x.cpu()
+        for total, share in zip(found["daux"], daux, strict=True):
+            if total is not None:
+                total += share.cpu().numpy()
+    return [f"{name} over {size}, {given}: {fault}" for fault in parallel_problems.differ(found, expected)]
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_modifiers_get_the_positions_of_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zigzag chunks, fetched keys and shares of heads: indices, captured arrays and their gradients are the whole's."""
+    faults = []
+    for given in parallel_problems.modified_problems(13, 30, size):
+        faults += check_modified(given, name, size, monkeypatch, "cpu")
+    assert not faults, "\n".join(faults[:5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_many_modifiers_get_the_positions_of_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = []
+    for given in parallel_problems.modified_problems(14, 400, size):
+        faults += check_modified(given, name, size, monkeypatch, "cpu")
+    assert not faults, "\n".join(faults[:5])
+
+
+def test_a_mask_that_is_a_window_fetches_only_what_it_reaches() -> None:
+    """A band that mask_mod says is that of the options."""
+    modifier = nvrtc_attn.trace(None, lambda b, h, q, k: (q >= k) & (q - k <= 5) & (k % 3 != 1))
+    banded = banded_options(modifier, CallOptions(), (64, 64))
+    left, right = check_window(Violations(), banded.causal, banded.window_size)
+    chunks = chunks_of("contiguous", 64, 4)
+    assert needed(chunks[1], band_of(left, right, 64, 64, banded.causal != "top_left"), 64) == ((11, 32),)
+
+
+def test_keys_of_the_short_row_come_first_and_gradients_leave_early() -> None:
+    """Two ranks, zigzag, causal: rank 0 begins with keys that it has, and what it returns is done after one row."""
+    chunks = chunks_of("zigzag", 64, 2)
+    whole = local.Whole(CallOptions(), RngState(0, 0), 64, 64, band_of(None, 0, 64, 64, True))
+    routes = [strategies.AllGather(None, r, chunks, chunks)._routes(whole) for r in range(2)]
+    assert (routes[0].first[1], routes[0].rest[1]) == ([[], []], [[], [slice(16, 48)]])
+    assert (routes[1].first[1], routes[1].rest[1]) == ([[slice(0, 16)], []], [[], []])
+    assert (routes[0].early[0][1], routes[0].late[0][1]) == ([slice(16, 48)], [])
+    assert (routes[1].early[0][0], routes[1].late[0][0]) == ([slice(0, 16)], [])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("window", [(None, 0), (None, None), (7, 0), (9, 9)])
+def test_every_needed_key_and_gradient_travels_once(ranks: int, window: tuple[int | None, int | None]) -> None:
+    """What ranks send of each stage is what the others expect, the stages together what their rows see."""
+    chunks = chunks_of("zigzag", 61, ranks)
+    whole = local.Whole(CallOptions(), RngState(0, 0), 61, 61, band_of(*window, 61, 61, True))
+    routes = [strategies.AllGather(None, r, chunks, chunks)._routes(whole) for r in range(ranks)]
+
+    def tokens(of: strategies._Routes, slices: list[slice]) -> list[int]:
+        have = [i for a, b in of.have for i in range(a, b)]
+        return [i for s in slices for i in have[s]]
+
+    for r, of in enumerate(routes):
+        seen = {i for a, b in needed(chunks[r], whole.band, 61) for i in range(a, b)}
+        for other, theirs in enumerate(routes):
+            if other == r:
+                continue
+            own = {i for a, b in chunks[other] for i in range(a, b)}
+            stages = [tokens(of, stage[1][other]) for stage in (of.first, of.rest)]
+            assert sorted([*stages[0], *stages[1]]) == sorted(tokens(of, of.everything[1][other])) == sorted(seen & own)
+            for stage, name in zip(stages, ("first", "rest"), strict=True):
+                assert stage == tokens(theirs, getattr(theirs, name)[0][r])
+            back = [tokens(of, stage[0][other]) for stage in (of.early, of.late)]
+            assert sorted([*back[0], *back[1]]) == sorted(seen & own)
+            mine = [i for a, b in chunks[other] for i in range(a, b)]
+            for stage, name in zip(back, ("early", "late"), strict=True):
+                assert stage == [i for s in getattr(theirs, name)[1][r] for i in mine[s]]
+
+
+def test_all_ranks_keep_what_they_fetched_or_none() -> None:
+    """By the sizes of all of them: four times as many query heads keep the keys of two ranks, not those of four."""
+
+    def keeps(ranks: int, heads_kv: int) -> set[bool]:
+        chunks = chunks_of("zigzag", 64, ranks)
+        whole = local.Whole(CallOptions(), RngState(0, 0), 64, 64, band_of(None, 0, 64, 64, True))
+        q, k = torch.zeros(1, 8, 8, 4), torch.zeros(1, 8, heads_kv, 4)
+        x = strategies.Inputs(q, k, k, None, None, 0, 8)
+        return {strategies.AllGather(None, r, chunks, chunks)._keeps(x, whole) for r in range(ranks)}
+
+    assert (keeps(2, 2), keeps(4, 2), keeps(2, 8)) == ({True}, {False}, {False})
 
 
 @pytest.mark.parametrize("seqlen", [0, 1, 7, 64, 100])
@@ -229,6 +357,18 @@ def test_wrong_layouts_are_refused(layout: Any, kind: type[Exception]) -> None:
 )
 def test_heads_are_exchanged_in_groups_that_keep_a_gpu_busy(heads_kv: int, keys: int, expected: int) -> None:
     assert groups_of(heads_kv, keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "ranks", "expected"),
+    [(32, 8, 2, False), (32, 8, 4, True), (32, 32, 2, True), (32, 8, 8, True)],
+)
+def test_auto_takes_what_sends_less(heads: int, heads_kv: int, ranks: int, expected: bool) -> None:
+    elements = {
+        True: 2 * 2 * (2 * heads + 2 * heads_kv) / ranks,  # both passes, 2 bytes
+        False: (2 + 4) * 2 * heads_kv,  # k and v, and their gradients in float32
+    }
+    assert swaps(heads, heads_kv, ranks) is expected is (elements[True] < elements[False])
 
 
 def test_a_window_fetches_only_what_it_reaches() -> None:

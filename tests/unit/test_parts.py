@@ -8,15 +8,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import cases
+import modifiers
 import numpy as np
 import pytest
 from cases import Array, Case
+from modifiers import ModifierCase
 
 import nvrtc_attn
 from nvrtc_attn import heuristics
-from nvrtc_attn.front.call import CallOptions, describe
+from nvrtc_attn.front.call import CallOptions, describe, describe_shapes
+from nvrtc_attn.front.part import AXES
 from nvrtc_attn.front.philox import RngState
 from nvrtc_attn.front.problem import dense_layout
+from nvrtc_attn.front.tensors import Device
 
 Cuts = tuple[list[slice], list[slice], list[slice], list[slice]]
 PROBLEMS = 60
@@ -249,10 +253,105 @@ def test_rows_of_packed_sequences_are_no_part() -> None:
         )  # fmt: skip
 
 
-def test_modifiers_of_parts_are_refused() -> None:
-    x = np.zeros((1, 8, 1, 8), np.float32)
-    with pytest.raises(nvrtc_attn.UnsupportedError, match="score_mod or mask_mod"):
-        nvrtc_attn.attention(x, x, x, mask_mod=lambda b, h, q, k: q >= k, part=nvrtc_attn.Part(rows=(0, 16)))
+MODIFIED = [*modifiers.named_cases(), *modifiers.sparse_cases(), *(modifiers.random_case(seed) for seed in range(50))]
+
+
+@pytest.mark.parametrize("case", MODIFIED, ids=lambda case: case.name.split(":")[0])
+def test_modifiers_of_parts_are_those_of_the_whole(case: ModifierCase) -> None:
+    """Cut in every axis, with options beside: out, lse and gradients, those of captured arrays too, of the whole."""
+    seed = sum(map(ord, case.name))
+    rng = np.random.default_rng(seed)
+    sizes = b, h, m, n = int(rng.integers(1, 3)), 4, int(rng.integers(2, 60)), int(rng.integers(2, 60))
+    arrays = case.arrays(sizes, rng)
+    q, k, v, dout = (
+        rng.standard_normal(x).astype(np.float32) for x in ((b, m, h, 8), (b, n, 2, 8), (b, n, 2, 8), (b, m, h, 8))
+    )
+    # Softcaps are those of the modifier; the others say what parts have to keep beside it.
+    causal, window, dropout = seed % 3 == 1, (30, 30) if seed % 4 == 1 else (None, None), 0.2 * (seed % 2)
+    options: dict[str, Any] = {"causal": causal, "window_size": window, "dropout_p": dropout, "rng": (5, 6)}
+    score_mod = nvrtc_attn.trace(*case.make(arrays))
+    options["score_mod"] = score_mod
+    cuts = pieces(rng, b, 2), [slice(0, 2), slice(2, 4)], pieces(rng, m, 4), pieces(rng, n, 3)
+    whole = run_modified(q, k, v, dout, options, ([slice(0, b)], [slice(0, h)], [slice(0, m)], [slice(0, n)]), None)
+    for name, x, y in zip(NAMES, run_modified(q, k, v, dout, options, cuts, whole), whole, strict=True):
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4 * max(np.abs(y[np.isfinite(y)]).max(initial=1), 1),
+                                       err_msg=name)  # fmt: skip
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "daux")
+
+
+def run_modified(
+    q: Array, k: Array, v: Array, dout: Array, options: dict[str, Any], cuts: Cuts, known: Any
+) -> tuple[Array, ...]:
+    """out, lse, dq, dk, dv and the gradients of captured arrays one behind the other, of parts put together."""
+    sizes = (*q.shape[:1], q.shape[2], q.shape[1], k.shape[1])
+    modifier = options["score_mod"]
+    out, lse = np.zeros(q.shape), np.zeros((*q.shape[:1], q.shape[2], q.shape[1]))
+    grads = [np.zeros(x.shape) for x in (q, k, v)]
+    daux = [np.zeros(x.shape) if i in modifier.differentiable else None for i, x in enumerate(modifier.captures)]
+
+    def part_of(where: tuple[slice, ...]) -> tuple[dict[str, Any], tuple[Array, ...], slice]:
+        b, h, m, n = where
+        h_kv = slice(h.start // 2, h.stop // 2)
+        extents = {axis: (s.start, x) for axis, s, x in zip(AXES, where, sizes, strict=True) if s.stop - s.start < x}
+        part = nvrtc_attn.Part(**extents) if known is not None else None
+        return {**options, "part": part}, (q[b, m, h], k[b, n, h_kv], v[b, n, h_kv]), h_kv
+
+    for b, h, m in itertools.product(*cuts[:3]):
+        parts = []
+        for n in cuts[3]:
+            keywords, x, _ = part_of((b, h, m, n))
+            parts.append(nvrtc_attn.attention(*x, return_lse=True, **keywords))
+        outs, lses = zip(*parts, strict=True)
+        out[b, m, h], lse[b, h, m] = merged(list(outs), list(lses))
+    out, lse = out.astype(np.float32), lse.astype(np.float32)
+    out_of, lse_of = (out, lse) if known is None else known[:2]  # what is compared is the backward pass alone
+    for b, h, m, n in itertools.product(*cuts):
+        keywords, x, h_kv = part_of((b, h, m, n))
+        shares = [np.full(y.shape, np.nan, np.float32) for y in x]
+        more = [None if y is None else np.full(y.shape, np.nan, np.float32) for y in daux]
+        nvrtc_attn.attention_backward(
+            dout[b, m, h], *x, out_of[b, m, h], lse_of[b, h, m], *shares, daux=more or None, **keywords
+        )
+        for total, share, at in zip(grads, shares, ((b, m, h), (b, n, h_kv), (b, n, h_kv)), strict=True):
+            total[at] += share
+        for of_array, of_part in zip(daux, more, strict=True):
+            if of_array is not None:
+                of_array += of_part
+    return out, lse, *grads, np.concatenate([np.zeros(1), *(x.ravel() for x in daux if x is not None)])
+
+
+def test_parts_of_a_modifier_are_one_kernel() -> None:
+    """Where a part begins is a number of the call: the problem, which decides the kernel, is that of every part."""
+    q, k = np.zeros((1, 16, 4, 64), np.float16), np.zeros((1, 32, 4, 64), np.float16)
+    slopes, full = np.zeros(8, np.float32), np.zeros((8, 64, 96), np.float16)
+
+    def of(part: nvrtc_attn.Part | None) -> Any:
+        modifier = nvrtc_attn.trace(lambda s, b, h, q, k: s + slopes[h] * (k - q) + full[h, q, k])
+        return describe(q, k, k, options=CallOptions(part=part), stream=None, modifier=modifier)
+
+    places = [(0, 0, 0), (4, 16, 32), (1, 48, 64)]
+    calls = [of(nvrtc_attn.Part(heads=(h, 8), rows=(m, 64), keys=(n, 96))) for h, m, n in places]
+    assert len({x.problem for x in calls}) == 1
+    assert [x.modifier.numbers for x in calls] == places
+    # An array that is the whole's bias is the part's, from where the part begins.
+    assert [x.tensors["bias"].ptr - full.ctypes.data for x in calls] == [
+        2 * ((h * 64 + m) * 96 + n) for h, m, n in places
+    ]
+    assert calls[0].tensors["bias"].shape == (1, 4, 16, 32)
+
+
+def test_bounds_of_a_modifier_are_those_of_the_whole() -> None:
+    """A band is the options', counted from the whole's corner: no part has a kernel with a mask of its own for it."""
+    q, k = np.zeros((1, 16, 4, 64), np.float16), np.zeros((1, 32, 4, 64), np.float16)
+    call = describe(
+        q, k, k, options=CallOptions(part=nvrtc_attn.Part(rows=(48, 64), keys=(32, 64))), stream=None,
+        modifier=nvrtc_attn.trace(None, lambda b, h, q, k: (q >= k) & (q - k < 20)),
+    )  # fmt: skip
+    assert call.modifier is None
+    assert (call.problem.window_left, call.problem.window_right) == (19 - 16, 16)
 
 
 def test_float32_results_that_no_gpu_kernel_writes_are_refused() -> None:
@@ -279,3 +378,61 @@ def test_a_part_with_dropout_needs_the_numbers_of_the_whole() -> None:
     x = np.zeros((1, 8, 1, 8), np.float32)
     with pytest.raises(ValueError, match="rng: None"):
         nvrtc_attn.attention(x, x, x, dropout_p=0.5, part=nvrtc_attn.Part(rows=(0, 16)))
+
+
+def planned(part: nvrtc_attn.Part | None, rows: int, keys: int, heads: int = 32, dim: int = 128, **options: Any) -> Any:
+    """The configs of both passes of the main kernels on an H200, and their grids."""
+    shapes = {name: ((1, n, h, dim), "bfloat16") for name, n, h in (("q", rows, heads), ("k", keys, heads // 4))}
+    shapes["v"] = shapes["k"]
+    call = describe_shapes(shapes, CallOptions(return_lse=True, part=part, **options), Device("cuda", 0))
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+    forward = heuristics.choose_forward(call.with_dense(), **target).main
+    backward = heuristics.choose_backward(call.with_dense(), **target).launches
+    main = next((x for x in backward if x.config.kernel.startswith("backward")), backward[0])
+    return forward.config, main.config
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("rows", "keys", "heads"), [((1024, 4096), (0, 4096), 32), ((3840, 4096), (0, 4096), 4), ((0, 4096), (0, 4096), 4)]
+)
+def test_parts_are_planned_as_the_whole(rows: Any, keys: Any, heads: int, dim: int) -> None:
+    """The tiles of the whole, where a part's own sizes would choose others; its own grid and schedule."""
+    options = {"causal": True, "deterministic": True}
+    whole = planned(None, 4096, 4096, dim=dim, **options)
+    count = min(1024, rows[1] - rows[0])
+    seen = rows[0] + count
+    extents: dict[str, Any] = {"heads": (32 - heads, 32), "rows": rows, "keys": keys}
+    like = planned(nvrtc_attn.Part(**extents, plan_as=True), count, seen, heads, dim, **options)
+    forward = {x: getattr(like[0], x) for x in TILE if x != "half_tile"}
+    assert forward == {x: getattr(whole[0], x) for x in forward}
+    assert like[1].kernel == whole[1].kernel
+    assert like[1].block_m == whole[1].block_m
+
+
+def test_plans_as_the_whole_differ_from_those_of_the_sizes() -> None:
+    """What `plan_as` is for: 1,024 of 4,096 rows have another tile by themselves."""
+    extents: dict[str, Any] = {"rows": (0, 4096), "keys": (0, 4096)}
+    alone, like = (planned(nvrtc_attn.Part(**extents, plan_as=x), 1024, 1024, causal=True)[0] for x in (False, True))
+    assert (alone.half_tile, like.half_tile) == (True, False)
+
+
+def test_portable_kernels_are_planned_as_the_wholes_too() -> None:
+    shapes = dict.fromkeys("qkv", ((1, 40, 32, 64), "float16"))
+    target: dict[str, Any] = {"arch": "sm_89", "num_sms": 128, "smem_limit": 101376}
+    found = {}
+    for plan_as in (False, True):
+        part = nvrtc_attn.Part(rows=(0, 4096), keys=(0, 4096), plan_as=plan_as)
+        call = describe_shapes(shapes, CallOptions(part=part), Device("cuda", 0))
+        found[plan_as] = heuristics.choose_forward(call.with_dense(), **target).main.config
+    shapes = dict.fromkeys("qkv", ((1, 4096, 32, 64), "float16"))
+    whole = heuristics.choose_forward(describe_shapes(shapes, CallOptions(), Device("cuda", 0)).with_dense(), **target)
+    assert found[True] == whole.main.config != found[False]
+
+
+TILE = ("kernel", "block_m", "block_n", "num_stages", "lazy_max", "half_tile", "ping_pong", "packed_heads")
+
+
+def test_a_wrong_plan_as_is_refused() -> None:
+    with pytest.raises(TypeError, match="plan_as"):
+        nvrtc_attn.Part(plan_as=16384)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ The answer is that of one GPU: every mask, window, bias and dropout decision is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -16,16 +17,19 @@ from ...base.errors import UnsupportedError, shown
 from ...base.version import __version__
 from ...front.call import CallOptions, describe_shapes, plain_options
 from ...front.chunks import Chunks, band_of, chunks_of, length, places, together
+from ...front.modified import banded_options
 from ...front.part import Part
 from ...front.philox import NO_RNG, RngState
 from ...front.problem import Causal, WindowSize
 from ...front.tensors import Device
-from ...front.validation import Violations, check_integer, check_window
+from ...front.validation import Violations, check_flag, check_integer, check_window
+from ...modifiers.modifier import Modifier
+from ...modifiers.trace import trace
 from ..ops import cast_for_autocast
 from ..random import checked_rng
 from ..tensors import remember, signature
 from .exchange import exchange, same_everywhere
-from .local import Whole, merge_partials
+from .local import Whole, merge_partials, whole_with
 from .strategies import AllGather, Inputs, Ring, Strategy, Ulysses
 
 __all__ = ["ContextParallel", "merge_partials"]
@@ -56,7 +60,8 @@ class ContextParallel:
         ``"all_gather"``: each rank fetches the keys that its queries see. ``"ulysses"``: ranks swap tokens for heads,
         whose number they must divide (key heads: one number must divide the other). ``"ring"``: keys go around, a
         rank holds those of two ranks at a time. ``("ulysses", "ring")`` and ``("ulysses", "all_gather")``: the first
-        inside, over the last dim of the mesh. ``"auto"``: ulysses where the heads divide, otherwise all_gather.
+        inside, over the last dim of the mesh. ``"auto"``: ulysses where the ranks divide the key heads and less is
+        sent so (or sequences are packed), otherwise all_gather.
     layout
         Which tokens a rank has: ``"zigzag"`` (two pieces, equal work under a causal mask), ``"contiguous"``, or for
         each rank its intervals ``[(start, stop), ...]``, ascending. The sequence need not divide.
@@ -67,8 +72,20 @@ class ContextParallel:
         Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``,
         ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1`` means always.
     sm_margin
-        Multiprocessors that the kernels leave to communication. None are needed for it to begin: kernels hand out their
-        tiles as multiprocessors ask for them, and do not wait for those that NCCL has.
+        Multiprocessors that kernels beside which something is sent leave to communication. None are needed for it to
+        begin: kernels hand out their tiles as multiprocessors ask for them, and do not wait for those that NCCL has.
+    keep
+        Whether ``"all_gather"`` keeps the keys that the forward pass fetched for the backward pass, which fetches them
+        again otherwise. Default: where they take at most half as much memory as what is kept anyway.
+    lanes
+        Streams for the kernels of ``"all_gather"`` that do not depend on one another, in the forward pass, and in the
+        backward pass those of a rank's pieces: the next begins on multiprocessors that the one before leaves idle.
+
+    plan_as
+        Whether kernels and tiles are those of the whole sequence on one GPU: see `nvrtc_attn.Part`. out, lse, and dq
+        where the call is deterministic, are then bit for bit those of one GPU (compute capability 9.0) with
+        ``"ulysses"`` where the ranks divide the key heads, and with ``"all_gather"`` without a left window bound where
+        every piece begins at a multiple of 128. Kernels may be slower.
 
     Raises
     ------
@@ -93,6 +110,9 @@ class ContextParallel:
         pipeline: int | None = None,
         check: str = "first",
         sm_margin: int = 0,
+        keep: bool | None = None,
+        lanes: int = 1,
+        plan_as: bool = False,
     ) -> None:
         found = Violations()
         self.seqlen = check_integer(found, "seqlen", seqlen) or 0
@@ -112,10 +132,17 @@ class ContextParallel:
             found.value(f"sm_margin: got {sm_margin}. It is at least 0.")
         if pipeline is not None and (check_integer(found, "pipeline", pipeline) or 0) < 1:
             found.value(f"pipeline: got {shown(pipeline)}. It is at least 1.")
+        if keep is not None:
+            check_flag(found, "keep", keep)
+        check_flag(found, "plan_as", plan_as)
+        if (check_integer(found, "lanes", lanes) or 1) < 1:
+            found.value(f"lanes: got {shown(lanes)}. It is at least 1.")
         self._groups = _groups_of(found, group, len(pair))
         found.stop()
         self.strategy, self._pipeline, self._check, self._calls = strategy, pipeline, check, 0
-        self._sm_margin = sm_margin
+        self._sm_margin, self._lanes, self._keep = sm_margin, lanes, keep
+        self._plan_as = plan_as
+        self._strategies: dict[tuple[int, int, bool, bool], Strategy] = {}  # their routes are worked out once
         self._checked: dict[Any, bool] = {}  # calls whose tensors were looked at
         sizes = [dist.get_world_size(x) for x in self._groups]
         ranks = [dist.get_rank(x) for x in self._groups]
@@ -138,7 +165,7 @@ class ContextParallel:
             self._groups,
             {
                 "version": __version__, "seqlen": self.seqlen, "seqlen_k": self.seqlen_k, "strategy": str(strategy),
-                "layout": f"{layout if isinstance(layout, str) else self.chunks_q}", "pipeline": pipeline,
+                "layout": f"{layout if isinstance(layout, str) else self.chunks_q}", "pipeline": pipeline, "keep": keep,
                 "fault": fault,
             },
         )  # fmt: skip
@@ -228,6 +255,9 @@ class ContextParallel:
         deterministic: bool | None = None,
         part: Part | None = None,
         sink: torch.Tensor | None = None,
+        score_mod: Any = None,
+        mask_mod: Any = None,
+        aux: Mapping[str, Any] | None = None,
     ) -> Any:
         """`nvrtc_attn.torch.attention` of this rank's tokens in the whole sequence, with gradients.
 
@@ -242,6 +272,9 @@ class ContextParallel:
             add it up over the ranks, as the gradients of all parameters that ranks have in common.
         sink : ``[H]``, optional
             One more logit in every row of a head, on every rank. Its gradient is this rank's share likewise.
+        score_mod, mask_mod, aux
+            As of `nvrtc_attn.attention`, on every rank: the indices that they get are those of the whole, and so are
+            the arrays that they captured. Floating-point ones have gradients, which are this rank's share likewise.
         rng
             Default: a seed that the first rank draws from torch's generator, for all of them. Otherwise the same on all
             ranks. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
@@ -266,7 +299,10 @@ class ContextParallel:
             what differs between them (see ``check``).
         """
         q, k, v, bias = cast_for_autocast(q, k, v, bias)
-        grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink))
+        modifier, captures = _modifier_of(score_mod, mask_mod, aux, q)
+        grad = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, bias, sink, *captures)
+        )
         if deterministic is None:
             deterministic = grad and torch.are_deterministic_algorithms_enabled()
         options = plain_options(
@@ -280,8 +316,12 @@ class ContextParallel:
         )  # fmt: skip
         lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
         packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-        self._check_tensors({"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}, lengths, options, part)
-        strategy = self._strategy(q, k)
+        given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
+        self._check_tensors(given, lengths, options, part, modifier)
+        kind = q.shape[2], k.shape[2], q.is_cuda, packed
+        strategy = self._strategies.get(kind)
+        if strategy is None:
+            strategy = self._strategies[kind] = self._strategy(q, k, packed)
         if packed and not _has_all_tokens(strategy):
             raise UnsupportedError(
                 f"cu_seqlens_q, cu_seqlens_k: packed sequences are computed by strategy 'ulysses', here is "
@@ -290,12 +330,15 @@ class ContextParallel:
             )
         always = self._check == "always" or env.debug()
         if always or (self._check == "first" and not self._calls):
-            self._compare(q, k, v, bias, mask, sink, options, part, grad, rng)
+            self._compare(q, k, v, bias, mask, sink, options, part, grad, rng, modifier)
         self._calls += 1
         # The band of the whole: what a rank needs of the others follows from it.
         found = Violations()
-        left, right = check_window(found, options.causal, options.window_size)
-        bottom_right = options.causal != "top_left"
+        banded = options
+        if modifier is not None and not packed:
+            banded = banded_options(modifier, options, (self.seqlen, self.seqlen_k))
+        left, right = check_window(found, banded.causal, banded.window_size)
+        bottom_right = banded.causal != "top_left"
         whole = Whole(
             options._replace(part=None),
             self._draw(q, rng) if options.dropout_p > 0 else NO_RNG,
@@ -307,16 +350,24 @@ class ContextParallel:
             None if part is None else part.heads,
             return_lse,
             self._sm_margin if q.is_cuda and self.size > 1 else None,
+            self._plan_as,
+            modifier,
         )
-        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask, sink)
+        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask, sink, *captures)
         return (out, lse) if return_lse else out
 
     def _check_tensors(
-        self, given: dict[str, Any], lengths: dict[str, Any], options: CallOptions, part: Part | None
+        self,
+        given: dict[str, Any],
+        lengths: dict[str, Any],
+        options: CallOptions,
+        part: Part | None,
+        modifier: Modifier | None,
     ) -> None:
         """Refuse this rank's tensors by what it knows: as `nvrtc_attn.attention` would those of the whole."""
         tokens, keys, q = self.local_seqlen, self.local_seqlen_k, given["q"]
-        key: Any = (*map(signature, given.values()), *map(signature, lengths.values()), options)
+        program = None if modifier is None else (modifier.program, *map(signature, modifier.captures))
+        key: Any = (*map(signature, given.values()), *map(signature, lengths.values()), options, program)
         if key in self._checked and part is None:
             return
         faults, operands = [], {}
@@ -358,11 +409,12 @@ class ContextParallel:
                 operands[name] = (tuple(x.shape), str(x.dtype).removeprefix("torch."))
         if faults:
             raise ValueError(f"{'. '.join(faults)}. Nothing was sent.")
-        describe_shapes(operands, options._replace(part=part), Device("cuda" if q.is_cuda else "meta", 0))
+        where = Device("cuda" if q.is_cuda else "meta", 0)
+        describe_shapes(operands, options._replace(part=part), where, modifier=modifier)
         if part is None:
             remember(self._checked, key, True)
 
-    def _strategy(self, q: torch.Tensor, k: torch.Tensor) -> Strategy:
+    def _strategy(self, q: torch.Tensor, k: torch.Tensor, packed: bool) -> Strategy:
         """Who computes what, for the heads of these tensors."""
         name, groups, size, rank = self.strategy, self._groups, self.size, self.rank
         heads_kv = k.shape[2]
@@ -379,7 +431,15 @@ class ContextParallel:
             beyond: Strategy = (
                 Ring(outer, rank // width, over_q, over_k)
                 if name[1] == "ring"
-                else AllGather(outer, rank // width, over_q, over_k, self._groups_for(q, -(-heads_kv // width)))
+                else AllGather(
+                    outer,
+                    rank // width,
+                    over_q,
+                    over_k,
+                    self._groups_for(q, -(-heads_kv // width)),
+                    keep=self._keep,
+                    lanes=self._lanes,
+                )
             )
             mine = rows[rank // width]
             return Ulysses(inner, rank % width, self.chunks_q[mine], self.chunks_k[mine], beyond)
@@ -388,13 +448,17 @@ class ContextParallel:
         why_not = Ulysses.why_not(q.shape[2], k.shape[2], size)
         if name == "ulysses" and why_not:
             raise ValueError(f"strategy: 'ulysses' over {size} ranks, but {why_not}. Use 'all_gather' or 'auto'.")
-        if name == "ulysses" or (name == "auto" and k.shape[2] % size == 0 and not why_not):
+        divides = k.shape[2] % size == 0 and not why_not
+        if name == "ulysses" or (name == "auto" and divides and (packed or swaps(q.shape[2], k.shape[2], size))):
             return Ulysses(
                 groups[0], rank, self.chunks_q, self.chunks_k, everything, self._groups_for(q, heads_kv // size)
             )
         if name == "ring":
             return Ring(groups[0], rank, self.chunks_q, self.chunks_k)
-        return AllGather(groups[0], rank, self.chunks_q, self.chunks_k, self._groups_for(q, heads_kv))
+        return AllGather(
+            groups[0], rank, self.chunks_q, self.chunks_k, self._groups_for(q, heads_kv), keep=self._keep,
+            lanes=self._lanes,
+        )  # fmt: skip
 
     def _groups_for(self, q: torch.Tensor, heads_kv: int) -> int:
         """In how many groups of so many key heads a rank works."""
@@ -404,7 +468,7 @@ class ContextParallel:
 
     def _compare(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, sink: Any,
-        options: CallOptions, part: Part | None, grad: bool, rng: Any,
+        options: CallOptions, part: Part | None, grad: bool, rng: Any, modifier: Modifier | None,
     ) -> None:  # fmt: skip
         """Ask all ranks whether they mean the same call."""
         words = rng if isinstance(rng, tuple) else (rng,)
@@ -421,6 +485,9 @@ class ContextParallel:
                 "bias": scores(bias), "mask": scores(mask), "sink": None if sink is None else str(sink.dtype),
                  "options": str(options), "gradient": grad,
                 "part": None if part is None else (part.batch, part.heads), "rng": seed,
+                "score_mod, mask_mod": None if modifier is None else (
+                    repr(modifier.program), modifier.numbers, tuple(tuple(x.shape) for x in modifier.captures)
+                ),
             },
         )  # fmt: skip
 
@@ -432,6 +499,28 @@ class ContextParallel:
         for group in reversed(self._groups):
             dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
         return checked_rng(seed, q)
+
+
+def _modifier_of(
+    score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None, q: torch.Tensor
+) -> tuple[Modifier | None, tuple[torch.Tensor, ...]]:
+    """What the functions of a call mean, and the arrays that they captured, where q is."""
+    if score_mod is None and mask_mod is None:
+        if aux is not None:
+            raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
+        return None, ()
+    modifier = trace(score_mod, mask_mod, aux=aux)
+    captures = tuple(torch.as_tensor(x, device=q.device) for x in modifier.captures)
+    return modifier.with_captures(captures), captures
+
+
+def swaps(num_heads: int, num_heads_kv: int, ranks: int) -> bool:
+    """Whether ``"auto"`` swaps tokens for heads where the heads divide: what a rank receives then is less.
+
+    That is q, k, v, out and their gradients of 1 / N of the heads, instead of all heads of k, v and their float32
+    gradients. 32 query and 8 key heads on 2 GPUs at 16k tokens: 0.85 of the ideal with ulysses, 0.88 with all_gather.
+    """
+    return 3 * ranks * num_heads_kv > 2 * (num_heads + num_heads_kv)
 
 
 def groups_of(heads_kv: int, keys: int) -> int:
@@ -484,12 +573,13 @@ class _Unshard(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, whole: Whole, *tensors: Any) -> Any:
-        q, k, v, bias, mask, sink = tensors
-        out, lse, saved = strategy.forward(Inputs(q, k, v, bias, mask, 0, q.shape[2], sink), whole)
+        q, k, v, bias, mask, sink, *captures = tensors
+        inputs = Inputs(q, k, v, bias, mask, 0, q.shape[2], sink)
+        out, lse, saved = strategy.forward(inputs, whole_with(whole, captures))
         ctx.sink_dtype = None if sink is None else sink.dtype
-        ctx.save_for_backward(*(x for x in saved if isinstance(x, torch.Tensor)))
+        ctx.save_for_backward(*(x for x in saved if isinstance(x, torch.Tensor)), *captures)
         ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in saved]
-        ctx.strategy, ctx.whole, ctx.like_out = strategy, whole, (out.shape, out.dtype, out.device)
+        ctx.strategy, ctx.whole, ctx.like_out = strategy, whole_with(whole, None), (out.shape, out.dtype, out.device)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -498,9 +588,16 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         tensors = iter(ctx.saved_tensors)
         saved = tuple(next(tensors) if x is None else x[0] for x in ctx.others)
+        captures = tuple(tensors)
+        whole = whole_with(ctx.whole, captures, ctx.needs_input_grad[_CAPTURES:])
         if dout is None:
             shape, dtype, device = ctx.like_out
             dout = torch.zeros(shape, dtype=dtype, device=device)
-        gradients = ctx.strategy.backward(saved, ctx.whole, dout.contiguous(), dlse)
+        gradients = ctx.strategy.backward(saved, whole, dout.contiguous(), dlse)
         *of_inputs, dsink = gradients
-        return None, None, *of_inputs, None, None if dsink is None else dsink.to(ctx.sink_dtype)
+        of_captures = (None if x is None else x.to(y.dtype) for x, y in zip(whole.daux, captures, strict=True))
+        return None, None, *of_inputs, None, None if dsink is None else dsink.to(ctx.sink_dtype), *of_captures
+
+
+_CAPTURES: Final = 8
+"""Where the captured tensors begin among the arguments of `_Attention`."""

@@ -7,6 +7,8 @@ is under way alive until a stream has waited for it, so that the allocator gives
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +29,44 @@ class Pending:
         self._works, self._kept = (), ()
 
 
+class Lanes:
+    """Streams for launches that do not depend on one another: one begins where another leaves multiprocessors idle.
+
+    With one lane, and on the CPU, everything stays on the current stream. What is made on a lane is for the current
+    stream after `join`; what a lane reads must be kept until then.
+    """
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._streams = _streams(device.index, count) if device.type == "cuda" and count > 1 else ()
+        self._turn, self._used = 0, list[Any]()
+
+    def next(self) -> Any:
+        """A context whose current stream is the next lane, behind all that the current one was given."""
+        if not self._streams:
+            return contextlib.nullcontext()
+        stream = self._streams[self._turn % len(self._streams)]
+        self._turn += 1
+        stream.wait_stream(torch.cuda.current_stream())
+        if stream not in self._used:
+            self._used.append(stream)
+        return torch.cuda.stream(stream)
+
+    def __bool__(self) -> bool:
+        """Whether there are several."""
+        return len(self._streams) > 1
+
+    def join(self, count: int | None = None) -> None:
+        """Make the current stream wait for all lanes, or for the first ones that were used."""
+        for stream in self._used[:count]:
+            torch.cuda.current_stream().wait_stream(stream)
+        del self._used[:count]
+
+
+@functools.lru_cache(maxsize=64)
+def _streams(index: int, count: int) -> tuple[Any, ...]:
+    return tuple(torch.cuda.Stream(device=index) for _ in range(count))
+
+
 def exchange(
     group: Any, sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]]
 ) -> Pending:
@@ -36,33 +76,50 @@ def exchange(
     itself is copied. Ranks call this in the same order; those without anything for one another exchange nothing.
     """
     rank = dist.get_rank(group)
-    operations, kept = [], list[torch.Tensor]()
+    messages, kept = list[tuple[bool, torch.Tensor, int]](), list[torch.Tensor]()
     packed: dict[int, torch.Tensor] = {}  # what goes to several ranks is made contiguous once
     # In this order on every rank: messages between two ranks are told apart by their order alone.
     for r, tensors in enumerate(sends):
-        if r == rank:
-            continue
-        there = dist.get_global_rank(group, r)
-        for x in tensors:
+        for x in tensors if r != rank else ():
             if x.numel():
                 if id(x) not in packed:
                     packed[id(x)] = x.contiguous()
                 kept.append(packed[id(x)])
-                operations.append(dist.P2POp(dist.isend, kept[-1], there, group))
+                messages.append((True, kept[-1], r))
     for r, tensors in enumerate(receives):
-        if r == rank:
-            continue
-        there = dist.get_global_rank(group, r)
-        for x in tensors:
+        for x in tensors if r != rank else ():
             assert x.is_contiguous(), (x.shape, x.stride())
             if x.numel():
                 kept.append(x)
-                operations.append(dist.P2POp(dist.irecv, x, there, group))
-    # With NCCL one kernel, on the communicator of the group (which its first collective has made) and one stream of it.
-    works = dist.batch_isend_irecv(operations) if operations else []
+                messages.append((False, x, r))
+    works = _start(group, messages) if messages else []
     for x, y in zip(receives[rank], sends[rank], strict=True):
         x.copy_(y)  # beside it
     return Pending(works, kept)
+
+
+def _start(group: Any, messages: Sequence[tuple[bool, torch.Tensor, int]]) -> list[Any]:
+    """Begin to send (True) or receive tensors to and from ranks of the group.
+
+    What `torch.distributed.batch_isend_irecv` does, without its checks and objects, which take several times as long as
+    the messages themselves: a short sequence waits for the host then. With NCCL all are one kernel, on the communicator
+    of the group (which its first collective has made) and one stream of it.
+    """
+    device = messages[0][1].device
+    if type(group) is not dist.ProcessGroup or not hasattr(group, "_get_backend"):
+        return list(
+            dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend if sent else dist.irecv, x, dist.get_global_rank(group, r), group)
+                    for sent, x, r in messages
+                ]
+            )
+        )
+    together = getattr(group._get_backend(device), "supports_coalescing", False)
+    if together:
+        group._start_coalescing(device)
+    works = [group.send([x], r, 0) if sent else group.recv([x], r, 0) for sent, x, r in messages]
+    return [group._end_coalescing(device)] if together else works
 
 
 def same_everywhere(groups: Sequence[Any], facts: dict[str, Any]) -> None:

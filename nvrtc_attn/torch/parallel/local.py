@@ -16,6 +16,7 @@ from ...front.operands import BACKWARD, FORWARD, INPUTS, OPTIONAL_INPUTS
 from ...front.part import Part
 from ...front.philox import RngState
 from ...front.tensors import view
+from ...modifiers.modifier import Modifier
 from ..tensors import address_of, detached, raw_stream, remember, signature
 
 _plans: dict[Any, Any] = {}
@@ -40,22 +41,48 @@ class Whole(NamedTuple):
     return_lse: bool = True
     """Whether somebody asks for the lse of the rank's rows."""
     sm_margin: int | None = None
-    """`Part.sm_margin` of every part."""
+    """`Part.sm_margin` of parts that are computed beside an exchange; the others have 0 where it is not None."""
+    plan_as: bool = False
+    """`Part.plan_as` of every part."""
+    modifier: Modifier | None = None
+    """score_mod and mask_mod, whose arrays every rank has whole."""
+    daux: tuple[torch.Tensor | None, ...] = ()
+    """Of each captured array the float32 sum that the parts of a backward pass add their shares to, where it is
+    wanted."""
 
-    def part(self, heads: slice, rows: Interval, keys: Interval, num_heads: int) -> CallOptions:
-        """The options of the part with these query heads (of ``num_heads`` here), rows and keys."""
+    def part(self, heads: slice, rows: Interval, keys: Interval, num_heads: int, *, beside: bool = True) -> CallOptions:
+        """The options of the part with these query heads (of ``num_heads`` here), rows and keys.
+
+        ``beside``: something is sent meanwhile.
+        """
         first, count = self.heads or (0, num_heads)
         where: tuple[Interval | None, Interval | None]
         where = (None, None) if self.lengths else ((rows[0], self.rows), (keys[0], self.keys))
-        part = _part(self.batch, (first + heads.start, count), *where, self.sm_margin)
+        margin = self.sm_margin if beside or not self.sm_margin else 0
+        part = _part(self.batch, (first + heads.start, count), *where, margin, self.plan_as)
         return self.options._replace(part=part, return_lse=True, dsink=False)
+
+
+def whole_with(whole: Whole, captures: Sequence[torch.Tensor] | None, trained: Sequence[bool] | None = None) -> Whole:
+    """``whole`` with these captured arrays, or none; and memory for the gradients of those that ``trained`` names."""
+    if whole.modifier is None:
+        return whole
+    modifier = whole.modifier.with_captures(tuple(captures or ()))
+    daux: tuple[torch.Tensor | None, ...] = (None,) * len(modifier.captures)
+    if trained is not None:
+        daux = tuple(
+            torch.zeros(x.shape, dtype=torch.float32, device=x.device) if wanted and i in modifier.differentiable
+            else None for i, (x, wanted) in enumerate(zip(modifier.captures, trained, strict=True))
+        )  # fmt: skip
+    return whole._replace(modifier=modifier, daux=daux)
 
 
 @functools.lru_cache(maxsize=4096)
 def _part(
-    batch: Interval | None, heads: Interval, rows: Interval | None, keys: Interval | None, sm_margin: int | None
-) -> Part:
-    return Part(batch=batch, heads=heads, rows=rows, keys=keys, sm_margin=sm_margin)
+    batch: Interval | None, heads: Interval, rows: Interval | None, keys: Interval | None, sm_margin: int | None,
+    plan_as: bool,
+) -> Part:  # fmt: skip
+    return Part(batch=batch, heads=heads, rows=rows, keys=keys, sm_margin=sm_margin, plan_as=plan_as)
 
 
 def slice_scores(x: torch.Tensor | None, heads: slice, rows: slice, keys: Interval) -> torch.Tensor | None:
@@ -86,12 +113,13 @@ def forward(
 ) -> torch.Tensor:  # fmt: skip
     """Write out of one part to ``out``, which may be a part of a larger tensor, and return its lse."""
     named = _optional(bias, mask, whole)
-    if not q.is_cuda:
+    if not q.is_cuda or whole.modifier is not None:
         lse: torch.Tensor
         arguments = {name: detached(x) for name, x in named.items()} | options.arguments()
         _, lse = api.attention(
-            detached(q), detached(k), detached(v), rng=whole.rng, out=out, return_lse=True, **arguments
-        )
+            detached(q), detached(k), detached(v), rng=whole.rng, out=out, return_lse=True, score_mod=whole.modifier,
+            **arguments,
+        )  # fmt: skip
         return lse
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     named |= {"q": q, "k": k, "v": v, "out": out, "lse": lse}
@@ -132,7 +160,7 @@ def backward(
     """The shares of one part of dq, dk and dv: dq is written, dk and dv likewise or, with ``add``, added to.
 
     ``gradients`` may be parts of larger tensors, and of the type of q or float32. Returns dbias where the options ask
-    for it.
+    for it. What captured arrays get is added to `Whole.daux`.
     """
     dq, dk, dv = gradients
     of_q, of_k, of_v = (
@@ -143,14 +171,25 @@ def backward(
         dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     named = {**_optional(bias, mask, whole), "dlse": dlse, "dbias": dbias, "q": q, "k": k, "v": v, "out": out}
     named |= {"dout": dout, "lse": lse, "dq": of_q, "dk": of_k, "dv": of_v}
-    if q.is_cuda:
+    if q.is_cuda and whole.modifier is None:
         _run(api.plan_backward, BACKWARD, named, options, whole.rng)
     else:
-        api.run_backward(tuple(detached(named.get(name)) for name in BACKWARD), options, whole.rng, None, None)
+        daux = [None if x is None else torch.empty_like(x) for x in whole.daux]
+        api.run_backward(
+            tuple(detached(named.get(name)) for name in BACKWARD), options, whole.rng, None, None, whole.modifier,
+            daux=daux if any(x is not None for x in daux) else None, new_workspace=_new_bytes(q.device),
+        )  # fmt: skip
+        for total, of_part in zip(whole.daux, daux, strict=True):
+            if total is not None:
+                total += of_part
     if add:
         dk += of_k
         dv += of_v
     return dbias
+
+
+def _new_bytes(device: torch.device) -> Callable[[int], torch.Tensor]:
+    return lambda size: torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _optional(bias: Any, mask: Any, whole: Whole) -> dict[str, Any]:

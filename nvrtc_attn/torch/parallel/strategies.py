@@ -11,14 +11,15 @@ what was fetched is in memory at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...front.chunks import Chunks, Interval, common, length, needed, places, reach, together
-from .exchange import Pending, exchange
+from ...front.chunks import Chunks, Interval, common, joined, length, places, reach, together, without
+from .exchange import Lanes, Pending, exchange
 from .local import Whole, apply_sink, empty_partial, empty_share, merge_into, sink_gradient, slice_scores
 from .local import backward as backward_here
 from .local import forward as forward_here
@@ -77,158 +78,311 @@ class _Routes(NamedTuple):
     """Which keys go where, of one band."""
 
     have: Chunks
-    """The keys that this rank's queries see."""
-    sent: list[list[slice]]
-    """For each rank where the keys that it needs lie in this rank's tensors."""
-    received: list[list[slice]]
-    """For each rank where those that come from it lie in ``have``."""
+    """The keys that this rank has while it computes: its own, and those that its queries see."""
+    first: tuple[list[list[slice]], list[list[slice]]]
+    """Of each rank's row that sees the fewest keys: for each rank where the keys that it needs lie in ``have``, and
+    where those that come from it do."""
+    rest: tuple[list[list[slice]], list[list[slice]]]
+    """The same of the other keys."""
+    everything: tuple[list[list[slice]], list[list[slice]]]
+    """The same of both, for who does not tell them apart."""
+    early: tuple[list[list[slice]], list[list[slice]]]
+    """Gradients that no row but the one that sees the most keys adds to: for each rank where those of its keys lie in
+    ``have``, and where in this rank's tensors those that come from it belong."""
+    late: tuple[list[list[slice]], list[list[slice]]]
+    """The same of the other gradients."""
+    sizes: frozenset[tuple[int, int, int]] = frozenset()
+    """Keys while it computes, queries and own keys of each rank."""
 
 
 class AllGather(_Tokens):
     """Each rank fetches the keys that its queries reach, and returns their gradients to where they came from.
 
     ``pipeline`` groups of key heads: one is computed while the next is on its way. With a group of one rank nothing is
-    sent: that is how a rank computes what it has all keys of.
+    sent: that is how a rank computes what it has all keys of. Within a group the keys of the row that sees the fewest
+    come first, and gradients leave when the row that sees the most is done: the other row is computed meanwhile.
+
+    ``keep``: whether the backward pass has what the forward pass fetched; None: where that is at most half of what it
+    has anyway.
     """
 
     def __init__(
-        self, group: Any, rank: int, chunks_q: Sequence[Chunks], chunks_k: Sequence[Chunks], pipeline: int = 1
+        self,
+        group: Any,
+        rank: int,
+        chunks_q: Sequence[Chunks],
+        chunks_k: Sequence[Chunks],
+        pipeline: int = 1,
+        *,
+        keep: bool | None = None,
+        lanes: int = 1,
     ) -> None:
         super().__init__(group, rank, chunks_q, chunks_k)
-        self.pipeline = pipeline
+        self.pipeline, self.keep, self.lanes = pipeline, keep, lanes
+        self._known: dict[Any, _Routes] = {}
 
     def _groups(self, x: Inputs) -> list[slice]:
         """Key heads, in as many groups as are computed one after the other."""
         count = 1 if self.size == 1 else max(min(self.pipeline, x.k.shape[2]), 1)
         return _cuts(slice(0, x.k.shape[2]), count)
 
+    def _ordered(self, whole: Whole, rank: int) -> list[Interval]:
+        """The keys that each chunk of a rank's queries sees, the fewest first."""
+        return sorted((reach(rows, whole.band, whole.keys) for rows in self.chunks_q[rank]), key=lambda x: x[1] - x[0])
+
     def _routes(self, whole: Whole) -> _Routes:
+        nothing: tuple[list[list[slice]], list[list[slice]]] = ([], [])
         if self.size == 1:
-            return _Routes(self.chunks_k[0], [], [])
-        mine, have = self.chunks_k[self.rank], needed(self.chunks_q[self.rank], whole.band, whole.keys)
+            return _Routes(self.chunks_k[0], *(nothing,) * 5)
+        key = whole.band, whole.keys
+        if key not in self._known:
+            if len(self._known) > 64:
+                self._known.clear()
+            self._known[key] = self._make_routes(whole)
+        return self._known[key]
+
+    def _make_routes(self, whole: Whole) -> _Routes:
+        ranks = range(self.size)
+        mine = self.chunks_k[self.rank]
+        seen = [self._ordered(whole, r) for r in ranks]
+        needs = [joined(sorted(rows)) for rows in seen]
+        have = together([needs[self.rank], mine])
+
+        def fetched(of: Sequence[Chunks]) -> tuple[list[list[slice]], list[list[slice]]]:
+            sent = [places(have, common(mine, keys)) if r != self.rank else [] for r, keys in enumerate(of)]
+            own = of[self.rank]
+            return sent, [places(have, common(self.chunks_k[r], own)) if r != self.rank else [] for r in ranks]
+
+        def returned(of: Sequence[Chunks]) -> tuple[list[list[slice]], list[list[slice]]]:
+            sent = [places(have, common(self.chunks_k[r], of[self.rank])) for r in ranks]
+            return sent, [places(mine, common(mine, keys)) for keys in of]
+
+        first = [joined(rows[:1]) for rows in seen]
+        others = [joined(sorted(rows[:-1])) for rows in seen]
         return _Routes(
-            have,
-            [places(mine, common(mine, needed(rows, whole.band, whole.keys))) for rows in self.chunks_q],
-            [places(have, _cut(common(theirs, have), have)) for theirs in self.chunks_k],
-        )
+            have, fetched(first), fetched([without(x, y) for x, y in zip(needs, first, strict=True)]), fetched(needs),
+            returned([without(x, y) for x, y in zip(needs, others, strict=True)]), returned(others),
+            frozenset(
+                (length(together([x, keys])), length(rows), length(keys))
+                for x, rows, keys in zip(needs, self.chunks_q, self.chunks_k, strict=True)
+            ),
+        )  # fmt: skip
 
-    def _fetches(self, x: Inputs, groups: Sequence[slice], routes: _Routes) -> Iterator[list[torch.Tensor]]:
-        """[k, v] of the keys that this rank needs, in the order of the sequence, of one group of heads at a time.
+    def _fetches(self, x: Inputs, groups: Sequence[slice], routes: _Routes, kept: Sequence[Any]) -> Iterator[list[Any]]:
+        """[k, v, what to wait for before the first row, and before the others] of one group of heads at a time.
 
-        Take both out of the list and forget them before the next ones: the memory is for those.
+        k and v have the keys that this rank needs, in the order of the sequence. Take both out of the list and forget
+        them before the next ones: the memory is for those.
         """
+        nothing = Pending()
         if self.size == 1:
-            yield from ([x.k[:, :, heads], x.v[:, :, heads]] for heads in groups)
+            yield from ([x.k[:, :, heads], x.v[:, :, heads], nothing, nothing] for heads in groups)
             return
+        if kept:
+            yield from (
+                [k.transpose(0, 1), v.transpose(0, 1), nothing, nothing]
+                for k, v in zip(kept[::2], kept[1::2], strict=True)
+            )
+            return
+        own = self.chunks_k[self.rank]
+        at, there = places(own, own), places(routes.have, own)
 
-        def begin(heads: slice) -> tuple[Pending, list[torch.Tensor]]:
-            theirs = [y[:, :, heads].transpose(0, 1) for y in (x.k, x.v)]
-            gathered = [y.new_empty((length(routes.have), *y.shape[1:])) for y in theirs]
-            pieces = _Pieces(theirs)
-            sends = [[y for s in slices for y in pieces.at(s)] for slices in routes.sent]
-            receives = [[y[s] for s in slices for y in gathered] for slices in routes.received]
-            return exchange(self.group, sends, receives), gathered
+        def begin(heads: slice) -> list[Any]:
+            memory, tensors = _side_by_side([y[:, :, heads] for y in (x.k, x.v)], length(routes.have))
+            for a, b in zip(at, there, strict=True):
+                for y, z in zip((x.k, x.v), tensors, strict=True):
+                    z[b].copy_(y[:, a, heads].transpose(0, 1))
+            # Later groups are on their way while others are computed: there is nothing to gain by halves.
+            stages = (routes.first, routes.rest) if heads.start == groups[0].start else (routes.everything,)
+            pending = [
+                exchange(self.group, *([[y[s] for s in slices for y in memory] for slices in side] for side in stage))
+                for stage in stages
+            ]
+            return [*(y.transpose(0, 1) for y in tensors), pending[0], *pending[1:], *([nothing] * (2 - len(stages)))]
 
-        for pending, gathered in _begun_ahead(groups, begin):
-            pending.wait()
-            gathered[:] = [y.transpose(0, 1) for y in gathered]
-            yield gathered
+        yield from _begun_ahead(groups, begin)
+
+    def _keeps(self, x: Inputs, whole: Whole) -> bool:
+        """Whether what was fetched is kept: on all ranks, or on none."""
+        if self.size == 1 or self.keep is not None:
+            return bool(self.keep) and self.size > 1
+        of_q, of_k = (heads * (x.k.shape[3] + x.v.shape[3]) for heads in (x.q.shape[2], x.k.shape[2]))
+        return all(2 * have * of_k <= rows * of_q + keys * of_k for have, rows, keys in self._routes(whole).sizes)
 
     def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         groups, routes, per_head = self._groups(x), self._routes(whole), x.q.shape[2] // max(x.k.shape[2], 1)
         out = x.q.new_empty((*x.q.shape[:3], x.v.shape[3]))
         lse = x.q.new_empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), dtype=torch.float32)
-        for heads, fetched in zip(groups, self._fetches(x, groups, routes), strict=True):
-            v, k = fetched.pop(), fetched.pop()
+        kept: list[torch.Tensor] | None = [] if self._keeps(x, whole) else None
+        rows = [(chunk, at, *_seen(chunk, whole, routes.have)) for chunk, at in self.rows()]
+        rows.sort(key=lambda row: row[2][1] - row[2][0])
+        lanes = Lanes(x.q.device, self.lanes if len(groups) * len(rows) > 1 else 1)
+        for n, (heads, fetched) in enumerate(zip(groups, self._fetches(x, groups, routes, ()), strict=True)):
+            rest, first, v, k = (fetched.pop() for _ in range(4))
             of_q = slice(heads.start * per_head, heads.stop * per_head)
-            for chunk, at in self.rows():
-                keys, where = _seen(chunk, whole, routes.have)
-                lse[:, of_q, at] = forward_here(
-                    x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
-                    slice_scores(x.mask, of_q, at, keys), out[:, at, of_q],
-                    whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads), whole,
-                )  # fmt: skip
+            first.wait()
+            for i, (chunk, at, keys, where) in enumerate(rows):
+                if i == 1 or len(rows) == 1:
+                    rest.wait()
+                beside = self.size == 1 or n + 1 < len(groups) or i + 1 < len(rows)
+                with lanes.next():
+                    lse[:, of_q, at] = forward_here(
+                        x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
+                        slice_scores(x.mask, of_q, at, keys), out[:, at, of_q],
+                        whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads, beside=beside), whole,
+                    )  # fmt: skip
+            rest.wait()  # of a rank without queries
+            if kept is not None:
+                kept += [k.transpose(0, 1), v.transpose(0, 1)]
+            else:
+                lanes.join()  # before the memory is anybody else's
             del k, v
+        lanes.join()
         if x.sink is not None:
             apply_sink(out, lse, x.sink)
-        return out, lse, (*x, out, lse)
+        return out, lse, (*x, out, lse, *(kept or ()))
 
     def backward(
         self, saved: tuple[Any, ...], whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None
     ) -> Gradients:
-        x, (out, lse) = Inputs(*saved[:-2]), saved[-2:]
+        count = len(Inputs._fields)
+        x, (out, lse, *kept) = Inputs(*saved[:count]), saved[count:]
         groups, routes, per_head = self._groups(x), self._routes(whole), x.q.shape[2] // max(x.k.shape[2], 1)
         dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
         dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.k, x.v))
         dbias = _zeros_of_bias(x.bias, whole)
-        # Those that see the most keys first: what they write of dk and dv need not be zeroed before.
+        # Those that see the most keys first: what they write of dk and dv need not be zeroed before. See `_ordered`.
         rows = [(chunk, at, *_seen(chunk, whole, routes.have)) for chunk, at in self.rows()]
-        rows.sort(key=lambda row: row[2][0] - row[2][1])
+        rows.sort(key=lambda row: row[2][1] - row[2][0])
+        rows.reverse()
         returning: list[Callable[[], None]] = []
-        for heads, fetched in zip(groups, self._fetches(x, groups, routes), strict=True):
-            v, k = fetched.pop(), fetched.pop()
+        # Shares of a bias and of captured arrays are added up as they are made.
+        shared = dbias is not None or any(y is not None for y in whole.daux)
+        lanes = Lanes(x.q.device, self.lanes if len(rows) > 1 and not shared else 1)
+        for n, (heads, fetched) in enumerate(zip(groups, self._fetches(x, groups, routes, kept), strict=True)):
+            rest, first, v, k = (fetched.pop() for _ in range(4))
+            first.wait()
+            rest.wait()
             of_q = slice(heads.start * per_head, heads.stop * per_head)
             if self.size == 1 and len(rows) == 1:
-                of_all = [dk[:, :, heads], dv[:, :, heads]]
+                memory, of_all = list[torch.Tensor](), [dk[:, :, heads], dv[:, :, heads]]
             else:
-                of_all = [
-                    torch.empty_like(y.transpose(0, 1), dtype=torch.float32, memory_format=torch.contiguous_format)
-                    .transpose(0, 1) for y in (k, v)
-                ]  # fmt: skip
-            written: Interval = (0, 0)
-            for chunk, at, keys, where in rows:
+                memory, tensors = _side_by_side([k, v], length(routes.have), torch.float32)
+                of_all = [y.transpose(0, 1) for y in tensors]
+            if not rows or rows[0][2][0] == rows[0][2][1]:
+                for y in of_all:
+                    y.zero_()
+            finish_early: Callable[[], list[list[torch.Tensor]]] | None = None
+            added: list[tuple[slice, list[torch.Tensor]]] = []
+            for i, (chunk, at, keys, where) in enumerate(rows):
                 if keys[0] == keys[1]:
                     dq[:, at, of_q] = 0
                     continue
-                add = written != (0, 0)
-                if not add:
-                    written = where.start, where.stop
+                of_row = [y[:, where] for y in of_all]
+                if i == 0:
                     for y in of_all:
                         y[:, : where.start], y[:, where.stop :] = 0, 0
-                share = backward_here(
-                    x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
-                    slice_scores(x.mask, of_q, at, keys), out[:, at, of_q], lse[:, of_q, at], dout[:, at, of_q],
-                    None if dlse is None else dlse[:, of_q, at], (dq[:, at, of_q], *(y[:, where] for y in of_all)),
-                    whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads), whole, add=add,
-                )  # fmt: skip
+                beside = self.size == 1 or n + 1 < len(groups) or i > 0
+                with lanes.next():
+                    if i > 0:
+                        of_row = [torch.empty(y.shape, dtype=torch.float32, device=y.device) for y in of_row]
+                        added.append((where, of_row))
+                    share = backward_here(
+                        x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
+                        slice_scores(x.mask, of_q, at, keys), out[:, at, of_q], lse[:, of_q, at], dout[:, at, of_q],
+                        None if dlse is None else dlse[:, of_q, at], (dq[:, at, of_q], *of_row),
+                        whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads, beside=beside), whole, add=False,
+                    )  # fmt: skip
                 _add_dbias(dbias, share, of_q, at, keys)
-            if written == (0, 0):
-                for y in of_all:
-                    y.zero_()
-            if self.size > 1:
-                returning.append(self._return(routes, of_all, [dk[:, :, heads], dv[:, :, heads]]))
-            elif len(rows) != 1:
+                if i == 0 and self.size > 1 and not lanes:
+                    finish_early = self._send_back(routes.early, memory)
+            if self.size > 1 and finish_early is None:
+                lanes.join(1)  # another lane does not wait for this
+                finish_early = self._send_back(routes.early, memory)
+            lanes.join()
+            for where, of_row in added:
+                for y, z in zip(of_all, of_row, strict=True):
+                    y[:, where] += z
+            added.clear()
+            if finish_early is not None:
+                finish_late = self._send_back(routes.late, memory)
+                results = [dk[:, :, heads], dv[:, :, heads]]
+                returning.append(functools.partial(_collect, routes, finish_early, finish_late, results))
+            elif memory:
                 dk[:, :, heads], dv[:, :, heads] = of_all
-            del k, v, of_all
+            del k, v, of_all, memory
             if len(returning) == AHEAD:
                 returning.pop(0)()
         for finish in returning:
             finish()
         return Gradients(dq, dk, dv, _dbias_like(dbias, x.bias), _dsink(x, whole, out, lse, dout, dlse))
 
-    def _return(
-        self, routes: _Routes, of_all: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
-    ) -> Callable[[], None]:
-        """Send gradients of fetched keys to where the keys are; what adds up those that come, in the ranks' order."""
-        by_token = [y.transpose(0, 1) for y in of_all]
-        own = [y[s] for s in routes.received[self.rank] for y in by_token]
-        sends: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
-        receives: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
-        for r in range(self.size):
-            if r == self.rank:
-                continue
-            sends[r] = [y[s] for s in routes.received[r] for y in by_token]
-            receives[r] = [y.new_empty((s.stop - s.start, *y.shape[1:])) for s in routes.sent[r] for y in by_token]
+    def _send_back(
+        self, route: tuple[list[list[slice]], list[list[slice]]], memory: Sequence[torch.Tensor]
+    ) -> Callable[[], list[list[torch.Tensor]]]:
+        """Send gradients of fetched keys to where the keys are; what waits for those that come, of each rank."""
+        sent, kept = route
+        sends = [[y[s] for s in slices for y in memory] if r != self.rank else [] for r, slices in enumerate(sent)]
+        receives = [
+            [y.new_empty((s.stop - s.start, *y.shape[1:])) for s in slices for y in memory] if r != self.rank else []
+            for r, slices in enumerate(kept)
+        ]
         pending = exchange(self.group, sends, receives)
+        own = [y[s] for s in sent[self.rank] for y in memory]
 
-        def finish() -> None:
+        def finish() -> list[list[torch.Tensor]]:
             pending.wait()
-            shares = [own if r == self.rank else receives[r] for r in range(self.size)]
-            for n, y in enumerate(results):
-                _add_up(y.transpose(0, 1), [(s, z) for r in range(self.size)
-                                            for s, z in zip(routes.sent[r], shares[r][n::2], strict=True)])  # fmt: skip
+            return [own if r == self.rank else receives[r] for r in range(self.size)]
 
         return finish
+
+
+def _collect(
+    routes: _Routes,
+    early: Callable[[], list[list[torch.Tensor]]],
+    late: Callable[[], list[list[torch.Tensor]]],
+    results: Sequence[torch.Tensor],
+) -> None:
+    """Add up what all ranks return of a rank's dk and dv, in the ranks' order."""
+    found: list[list[tuple[slice, torch.Tensor]]] = [[] for _ in results]
+    both = [(routes.early[1], early()), (routes.late[1], late())]
+    for r in range(len(routes.early[1])):
+        for kept, shares in both:
+            for s, *parts in zip(kept[r], *_columns(shares[r], len(kept[r])), strict=True):
+                for of_result, share in zip(found, _apart(parts, results), strict=True):
+                    of_result.append((s, share))
+    for y, of_result in zip(results, found, strict=True):
+        _add_up(y.transpose(0, 1), of_result)
+
+
+def _columns(shares: Sequence[torch.Tensor], places: int) -> list[Sequence[torch.Tensor]]:
+    """Shares of each place one after the other, by tensor."""
+    count = len(shares) // max(places, 1)
+    return [shares[i::count] for i in range(count)]
+
+
+def _side_by_side(
+    like: Sequence[torch.Tensor], tokens: int, dtype: torch.dtype | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Memory for tensors like these with their tokens first, and the tensors in it.
+
+    Those of one head dim are one tensor, so that a message or an addition is for all of them.
+    """
+    if len({y.shape[3] for y in like}) > 1:
+        found = [y.new_empty((tokens, y.shape[0], *y.shape[2:]), dtype=dtype or y.dtype) for y in like]
+        return found, found
+    edges = [0, *accumulate(y.shape[2] for y in like)]
+    first = like[0]
+    memory = first.new_empty((tokens, first.shape[0], edges[-1], first.shape[3]), dtype=dtype or first.dtype)
+    return [memory], [memory[:, :, a:b] for a, b in pairwise(edges)]
+
+
+def _apart(memory: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors in what `_side_by_side` made."""
+    if len(memory) == len(like):
+        return memory
+    edges = [0, *accumulate(y.shape[2] for y in like)]
+    return [memory[0][:, :, a:b] for a, b in pairwise(edges)]
 
 
 class Ring(_Tokens):
@@ -371,17 +525,40 @@ class Ulysses(_Tokens):
             of_ranks.append([_Heads(slice(s.start * per_head, s.stop * per_head), s) for s in cuts])
         return [list(group) for group in zip(*of_ranks, strict=True)]
 
+    def _joins(self, *tensors: torch.Tensor) -> bool:
+        """Whether tensors of queries and of keys have their tokens at the same places: one message is for all then."""
+        return self.chunks_q == self.chunks_k and len({x.shape[3] for x in tensors}) == 1
+
     def _to_heads(
-        self, heads: Sequence[_Heads], *given: tuple[torch.Tensor, int, bool]
+        self,
+        heads: Sequence[_Heads],
+        joint: Sequence[tuple[torch.Tensor, bool]],
+        *given: tuple[torch.Tensor, int, bool],
     ) -> tuple[Pending, list[torch.Tensor]]:
-        """Swap tensors ``(x, dim of the tokens, whether of keys)``, whose heads are ``3 - dim``, or 1 for all ranks."""
+        """Swap tensors ``(x, dim of the tokens, whether of keys)``, whose heads are ``3 - dim``, or 1 for all ranks.
+
+        Those of ``joint`` (x, whether of keys) have their tokens on dim 1 and go together.
+        """
         sends: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         receives: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         found = []
+        if joint:
+            own = self.chunks_q[self.rank]
+            mine = [heads[self.rank].of(x, 2, of_keys) for x, of_keys in joint]
+            memory, columns = _side_by_side(mine, length(self.all_q))
+            for r in range(self.size):
+                if r == self.rank:
+                    sends[r] = [x.transpose(0, 1)[s] for s in places(own, own) for x in mine]
+                    receives[r] = [x[s] for s in places(self.all_q, own) for x in columns]
+                    continue
+                theirs = torch.cat([heads[r].of(x, 2, of_keys).transpose(0, 1) for x, of_keys in joint], 2)
+                sends[r] = [theirs[s] for s in places(own, own)]
+                receives[r] = [memory[0][s] for s in places(self.all_q, self.chunks_q[r])]
+            found = [x.transpose(0, 1) for x in columns]
         for x, dim, of_keys in given:
             chunks, both = (self.chunks_k, self.all_k) if of_keys else (self.chunks_q, self.all_q)
-            mine = heads[self.rank].of(x, 3 - dim, of_keys).movedim(dim, 0)
-            whole = mine.new_empty((length(both), *mine.shape[1:]))
+            part = heads[self.rank].of(x, 3 - dim, of_keys).movedim(dim, 0)
+            whole = part.new_empty((length(both), *part.shape[1:]))
             for r in range(self.size):
                 # One message a chunk, as many as the other side has.
                 theirs = heads[r].of(x, 3 - dim, of_keys).movedim(dim, 0)
@@ -392,30 +569,48 @@ class Ulysses(_Tokens):
         return exchange(self.group, sends, receives), found
 
     def _to_tokens(
-        self, heads: Sequence[_Heads], *given: tuple[torch.Tensor, torch.Tensor, int, bool, bool]
+        self,
+        heads: Sequence[_Heads],
+        joint: Sequence[tuple[torch.Tensor, torch.Tensor, bool]],
+        *given: tuple[torch.Tensor, torch.Tensor, int, bool, bool],
     ) -> Callable[[], None]:
         """The way back of ``(x, result, dim of the tokens, whether of keys, whether shared)``; what ends it.
 
-        What ranks return of heads that they share is added to the result, in their order.
+        What ranks return of heads that they share is added to the result, in their order. Those of ``joint``
+        (x, result, whether of keys) have their tokens on dim 1, no shared heads, and go together.
         """
         sends: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         receives: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         # Per rank: what comes from it, and where it goes.
         coming: list[list[tuple[torch.Tensor, torch.Tensor, bool]]] = [[] for _ in range(self.size)]
+        for r in range(self.size) if joint else ():
+            own, by_token = self.chunks_q[self.rank], [x.transpose(0, 1) for x, _, _ in joint]
+            results = [heads[r].of(result, 2, of_keys).transpose(0, 1) for _, result, of_keys in joint]
+            for s, at in zip(places(own, own), places(self.all_q, own), strict=True):
+                pieces = [x[at] for x in by_token]
+                if r != self.rank:
+                    like = [x[s].transpose(0, 1) for x in results]
+                    memory, pieces = _side_by_side(like, s.stop - s.start, by_token[0].dtype)
+                    receives[r] += memory
+                coming[r] += [(x, y[s], False) for x, y in zip(pieces, results, strict=True)]
+            if r != self.rank:
+                sends[r] = [
+                    torch.cat([x[at] for x in by_token], 2) for at in places(self.all_q, self.chunks_q[r])
+                ]  # fmt: skip
         for x, result, dim, of_keys, adds in given:
             chunks, both = (self.chunks_k, self.all_k) if of_keys else (self.chunks_q, self.all_q)
-            by_token = x.movedim(dim, 0)
+            of_tokens = x.movedim(dim, 0)
             for r in range(self.size):
                 to = heads[r].of(result, 3 - dim, of_keys).movedim(dim, 0)
                 own = chunks[self.rank]
                 for s, at in zip(places(own, own), places(both, own), strict=True):
                     from_me = r == self.rank
-                    piece = by_token[at] if from_me else x.new_empty((s.stop - s.start, *to.shape[1:]))
+                    piece = of_tokens[at] if from_me else x.new_empty((s.stop - s.start, *to.shape[1:]))
                     coming[r].append((piece, to[s], adds))
                     if not from_me:
                         receives[r].append(piece)
                 if r != self.rank:
-                    sends[r] += [by_token[at] for at in places(both, chunks[r])]
+                    sends[r] += [of_tokens[at] for at in places(both, chunks[r])]
         pending = exchange(self.group, sends, receives)
 
         def finish() -> None:
@@ -440,7 +635,9 @@ class Ulysses(_Tokens):
 
         def begin(heads: Sequence[_Heads]) -> tuple[Pending, list[torch.Tensor]]:
             scores = [(y, 2, False) for y in (x.bias, x.mask) if y is not None and y.shape[2] != 1]
-            return self._to_heads(heads, (x.q, 1, False), (x.k, 1, True), (x.v, 1, True), *scores)
+            if self._joins(x.q, x.v):
+                return self._to_heads(heads, ((x.q, False), (x.k, True), (x.v, True)), *scores)
+            return self._to_heads(heads, (), (x.q, 1, False), (x.k, 1, True), (x.v, 1, True), *scores)
 
         for heads, (pending, (q, k, v, *scores)) in zip(groups, _begun_ahead(groups, begin), strict=True):
             pending.wait()
@@ -455,7 +652,7 @@ class Ulysses(_Tokens):
             back = [(of_heads, out, 1, False, False)]
             if lse is not None and lse_of_heads is not None:
                 back.append((lse_of_heads, lse, 2, False, False))
-            leaving.append(self._to_tokens(heads, *back))
+            leaving.append(self._to_tokens(heads, (), *back))
             if len(leaving) == AHEAD:
                 leaving.pop(0)()
         for finish in leaving:
@@ -484,17 +681,22 @@ class Ulysses(_Tokens):
         leaving: list[Callable[[], None]] = []
 
         def begin(heads: Sequence[_Heads]) -> tuple[Pending, list[torch.Tensor]]:
-            return self._to_heads(heads, (dout, 1, False), *([] if dlse is None else [(dlse, 2, False)]))
+            return self._to_heads(heads, (), (dout, 1, False), *([] if dlse is None else [(dlse, 2, False)]))
 
         for heads, inside, (pending, (of_out, *of_lse)) in zip(
             groups, insides, _begun_ahead(groups, begin), strict=True
         ):
             pending.wait()
             found = self.inside.backward(inside, whole, of_out, of_lse[0] if of_lse else None)
-            back = [
-                (found.dq, dq, 1, False, False), (found.dk.to(kind), dk, 1, True, shared),
-                (found.dv.to(kind), dv, 1, True, shared),
-            ]  # fmt: skip
+            joint: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+            back: list[tuple[torch.Tensor, torch.Tensor, int, bool, bool]] = []
+            if not shared and self._joins(dq, dv):
+                joint = [(found.dq, dq, False), (found.dk, dk, True), (found.dv, dv, True)]
+            else:
+                back = [
+                    (found.dq, dq, 1, False, False), (found.dk.to(kind), dk, 1, True, shared),
+                    (found.dv.to(kind), dv, 1, True, shared),
+                ]  # fmt: skip
             if dsink is not None and found.dsink is not None:
                 dsink[heads[self.rank].q] = found.dsink
             if dbias is not None and found.dbias is not None:
@@ -503,7 +705,7 @@ class Ulysses(_Tokens):
                     share += found.dbias
                 else:
                     back.append((found.dbias.float(), dbias, 2, False, True))
-            leaving.append(self._to_tokens(heads, *back))
+            leaving.append(self._to_tokens(heads, joint, *back))
             if len(leaving) == AHEAD:
                 leaving.pop(0)()
         for finish in leaving:
@@ -520,19 +722,6 @@ def _begun_ahead(groups: Sequence[Any], begin: Callable[[Any], Any]) -> Iterator
         if len(under_way) == AHEAD:
             yield under_way.pop(0)
     yield from under_way
-
-
-class _Pieces:
-    """Parts of some tensors, the same ones for the same place: what several ranks get is made once."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors, self._known = tensors, dict[tuple[int, int], list[torch.Tensor]]()
-
-    def at(self, s: slice) -> list[torch.Tensor]:
-        key = s.start, s.stop
-        if key not in self._known:
-            self._known[key] = [x[s] for x in self._tensors]
-        return self._known[key]
 
 
 def _add_up(result: torch.Tensor, shares: Sequence[tuple[slice, torch.Tensor]]) -> None:
