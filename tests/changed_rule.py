@@ -17,6 +17,7 @@ import cases
 import fuzz_problems
 import numpy as np
 from cases import Array, Case, make_case
+from child_environment import python_path
 
 from nvrtc_attn.jit import headers
 from nvrtc_attn.jit.config import KernelConfig
@@ -133,11 +134,10 @@ def copy_of_tree(to: Path, repository: Path, of_place: dict[str, str]) -> Path:
 
 def run_in(root: Path, script: str, *arguments: str) -> str:
     """What a process prints that runs ``script`` with the package of ``root``."""
-    path = (str(root), str(TESTS), str(TESTS / "gpu"), *filter(None, [os.environ.get("PYTHONPATH")]))
     check = f"import nvrtc_attn; assert nvrtc_attn.__file__.startswith({str(root)!r}), nvrtc_attn.__file__\n"
     done = subprocess.run(
         [sys.executable, "-c", check + script, *arguments], cwd=root, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        env={**os.environ, "PYTHONPATH": python_path(root, TESTS, TESTS / "gpu")},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -15,6 +15,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from child_environment import python_path
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
 FRAMEWORKS = ("torch", "jax", "cupy")
@@ -130,7 +132,7 @@ def run(program: Program, *, on_gpu: bool, cwd: Path) -> str:
     count, reason = missing(program, on_gpu=on_gpu)
     if count == 0:
         return reason
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     if not on_gpu:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     script = cwd / "program.py"

@@ -25,6 +25,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from child_environment import python_path
+
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent))  # as a script; pytest has it there already
 
@@ -161,12 +163,11 @@ def collect(*arguments: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
     """What a run of pytest with ``arguments`` would run and leave out, and its output."""
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "collected.json"
-        path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "golden", "--collect-only", "-q", *arguments],
             cwd=TESTS.parent, capture_output=True, text=True, check=False,
             env={**{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
-                 "PYTHONPATH": path, "COLLECTED": str(target)},
+                 "PYTHONPATH": python_path(TESTS), "COLLECTED": str(target)},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return json.loads(target.read_text()), done.stdout

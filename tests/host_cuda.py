@@ -2,6 +2,50 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+FLAGS = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE")
+"""Where it is on, a jump from one fiber's stack to another's ends the program."""
+
+
+def session_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the whole session, which all workers share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def build(source: str, tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Path:
+    """What the host's compiler makes of ``source``, a program or with ``-shared`` a library: once in a session.
+
+    Skips where there is no compiler.
+    """
+    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler for the host")
+    folder = session_root(tmp_path_factory) / "host"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    flags = (*FLAGS, *flags)
+    target = folder / hashlib.sha256("\0".join((source, *flags)).encode()).hexdigest()[:24]
+    text = target.with_suffix(".cpp")
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            text.write_text(source, encoding="utf-8")
+            made = target.with_suffix(".new")
+            command = [compiler, *flags, "-o", str(made), str(text)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[:4000]
+            made.rename(target)
+    return target
+
+
 NUMBERS = """
 template <class T> T __ldg(T const* at) { return *at; }
 inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
@@ -43,6 +87,7 @@ struct Plain { int nothing; };
 """For text of one thread, `modifier.cuh` and what is made for it: numbers, and a warp of one lane."""
 
 FIBERS = """
+#include <setjmp.h>
 #include <ucontext.h>
 #include <cstdlib>
 #include <cstring>
@@ -60,20 +105,28 @@ static Index threadIdx, blockIdx, gridDim;
 // Fibers: one CUDA thread each, resumed in random order.
 struct Meeting { int arrived = 0, generation = 0; };
 struct Fiber {
-  ucontext_t context;
-  bool done = false;
+  ucontext_t context;  // where it begins
+  jmp_buf place;       // where it waits; to jump is no call of the system, as swapcontext is
+  bool begun = false, done = false;
   Meeting* waits_for = nullptr;
   int generation = 0;
 };
 static std::vector<Fiber> fibers;
 static std::vector<char> stacks(128 << 16);
-static ucontext_t scheduler_context;
+static jmp_buf scheduler;
 static std::function<void()> body;
 static Meeting block_meeting, warp_meetings[64];
 static int exchanged[64][32];
 static void fiber_main() {
   body();
   fibers[threadIdx.x].done = true;
+  _longjmp(scheduler, 1);
+}
+static void resume(Fiber& x) {
+  if (_setjmp(scheduler) != 0) return;
+  if (x.begun) _longjmp(x.place, 1);
+  x.begun = true;
+  setcontext(&x.context);
 }
 static void meet(Meeting& at, int threads) {
   Fiber& own = fibers[threadIdx.x];
@@ -84,7 +137,7 @@ static void meet(Meeting& at, int threads) {
   }
   own.waits_for = &at;
   own.generation = at.generation;
-  swapcontext(&own.context, &scheduler_context);
+  if (_setjmp(own.place) == 0) _longjmp(scheduler, 1);
 }
 static void run_block(int threads, std::function<void()> what) {
   body = what;
@@ -93,7 +146,6 @@ static void run_block(int threads, std::function<void()> what) {
     getcontext(&x.context);
     x.context.uc_stack.ss_sp = stacks.data() + ((&x - fibers.data()) << 16);
     x.context.uc_stack.ss_size = 1 << 16;
-    x.context.uc_link = &scheduler_context;
     makecontext(&x.context, fiber_main, 0);
   }
   while (true) {
@@ -105,7 +157,7 @@ static void run_block(int threads, std::function<void()> what) {
     if (ready.empty()) break;
     threadIdx.x = ready[rand() % ready.size()];
     fibers[threadIdx.x].waits_for = nullptr;
-    swapcontext(&scheduler_context, &fibers[threadIdx.x].context);
+    resume(fibers[threadIdx.x]);
   }
   for (Fiber& x : fibers) {
     if (!x.done) abort();

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from child_environment import python_path
 from torch import nn
 
 import nvrtc_attn.torch as na
@@ -110,7 +111,7 @@ def check(kind: str, device: str, root: Path, store: Path) -> None:
     """Start two ranks of ``kind`` on ``device`` with the package at ``root``; fail where they are not one process."""
     if kind == "fsdp2" and not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
         pytest.skip("this torch has no fully_shard (torch >= 2.6 has it)")
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": python_path(root)}
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     processes = [

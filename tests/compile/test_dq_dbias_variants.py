@@ -120,8 +120,8 @@ def configs(kernel: str, changes: dict[str, Any], arch: str) -> list[KernelConfi
         f"{kernel}-{name(changes)}-{arch}"
         for kernel, changes, targets in (
             (*EVERYWHERE[0], ONE_OF_EACH_CLASS),  # dq
-            (*EVERYWHERE[2], ("sm_86",)),  # dbias
-            (*EVERYWHERE[3], ONE_OF_EACH_CLASS),  # dbias by partial sums
+            (*EVERYWHERE[2], [arch for arch in ONE_OF_EACH_CLASS if arch not in TWINS]),  # dbias
+            (*EVERYWHERE[3], ["sm_110"]),  # dbias by partial sums, in half the time of older architectures
         )
         for arch in targets
     ]
@@ -141,6 +141,18 @@ def test_every_architecture(kernel: str, changes: dict[str, Any], arch: str) -> 
     for launch in launches(kernel, changes, arch):
         assert launch.smem_bytes <= ARCHITECTURES[arch].smem_per_block_optin
         check(launch.config, spills=arch == "sm_75")
+
+
+def reduction(arch: str) -> list[KernelConfig]:
+    """The kernel that adds up the partial sums."""
+    return [config for config in configs(*EVERYWHERE[3], arch) if config.kernel == "dbias_reduce"]
+
+
+@pytest.mark.compiles(kernels=reduction)
+@pytest.mark.parametrize("arch", ONE_OF_EACH_CLASS)
+def test_partial_sums_are_added_up_everywhere(arch: str) -> None:
+    (config,) = reduction(arch)
+    check(config)
 
 
 @pytest.mark.slow(sample=["dq-head_dim=40,varlen=True,seqused_k=True", "dq-dtype=float32,head_dim=128"])

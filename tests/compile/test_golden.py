@@ -11,6 +11,7 @@ from pathlib import Path
 
 import golden
 import pytest
+from child_environment import python_path
 from config_variants import config_variants
 
 from nvrtc_attn.jit import compile as compiler
@@ -106,13 +107,13 @@ def test_a_test_whose_kernel_is_another_fails(tmp_path: Path, repository: Path) 
     (tmp_path / "other_table.py").write_text(
         f"import golden, pathlib\ngolden.TABLE = pathlib.Path({str(tmp_path / 'table.txt')!r})\n"
     )
-    path = os.pathsep.join([str(repository / "tests"), str(tmp_path)])
+    variables = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     test = "test_rows_are_prepared_by_a_thread_for_eight_columns[32-2]"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "other_table", "-p", "no:cacheprovider", "-q",
          f"tests/compile/test_hopper_backward_variants.py::{test}"],
         cwd=repository, capture_output=True, text=True, check=False,
-        env={**{name: value for name, value in os.environ.items() if "PYTEST" not in name}, "PYTHONPATH": path},
+        env={**variables, "PYTHONPATH": python_path(repository / "tests", tmp_path)},
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert "machine code is not that of table.txt" in done.stdout

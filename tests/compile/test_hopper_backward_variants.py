@@ -175,9 +175,8 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d256_224_varlen": wide(256, 224, varlen=True, **CAUSAL),
 }
 ALWAYS = [
-    "d64_causal", "d128_causal", "d64_float16", "d64_dbias_causal", "d128_mask", "d128_dropout_causal",
-    "d64_dropout_varlen_seqused_k", "d64_deterministic", "d64_everything", "d256_causal", "d192_128_dbias_causal",
-    "d256_dropout_varlen",
+    "d128_causal", "d64_float16", "d64_dbias_causal", "d128_dropout_causal", "d64_dropout_varlen_seqused_k",
+    "d64_deterministic", "d64_everything", "d256_causal",
 ]  # fmt: skip
 
 
@@ -419,7 +418,7 @@ def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
     ],
     ids=lambda changes: "-".join(map(str, changes)) or "plain",
 )  # fmt: skip
-@pytest.mark.slow(sample=["plain", "varlen"])
+@pytest.mark.slow(sample=["varlen"])
 def test_split_groups_compile_without_a_spill(changes: dict[str, Any]) -> None:
     config = kernel_of(plan(problem(num_heads_kv=1, **changes), splits=4)).config
     assert isinstance(config, HopperBackwardConfig)
@@ -695,6 +694,7 @@ def preparation(head_dim_v: int) -> KernelConfig:
     return plan(asked, fused=False).launches[0].config
 
 
+@pytest.mark.slow(sample=["32-2", "256-16"])
 @pytest.mark.compiles(kernels=lambda head_dim_v, warps: [preparation(head_dim_v)])
 @pytest.mark.parametrize(("head_dim_v", "warps"), [(32, 2), (40, 4), (64, 4), (72, 8), (128, 8), (136, 16), (256, 16)])
 def test_rows_are_prepared_by_a_thread_for_eight_columns(head_dim_v: int, warps: int) -> None:

@@ -66,7 +66,7 @@ def changed_tree(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return changed_rule.copy_of_tree(tmp_path_factory.mktemp("changed"), repository, changed_rule.changes())
 
 
-@pytest.mark.slow(sample=["backward_dq", "backward_hopper_dbias"])
+@pytest.mark.slow(sample=["backward_dq"])
 @pytest.mark.compiles(kernels=configs)
 @pytest.mark.parametrize("kernel", MASKING)
 def test_machine_code_follows_the_rule(kernel: str, changed_tree: Path) -> None:

@@ -105,7 +105,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow(sample=["causal-alibi-64", "bias-alibi-128"])
+@pytest.mark.slow(sample=["bias-alibi-128"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["alibi", "both"])
 @pytest.mark.parametrize("kind", BESIDE)

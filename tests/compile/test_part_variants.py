@@ -42,6 +42,13 @@ def configs(
     return list(dict.fromkeys(launch.config for launch in launches))
 
 
+def name(value: object) -> str | None:
+    if isinstance(value, dict):
+        return ",".join(f"{k}={v}" for k, v in value.items()) or "plain"
+    return None
+
+
+@pytest.mark.slow(sample=["sm_90-plain", "sm_75-dtype=float16"])
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [
@@ -49,6 +56,7 @@ def configs(
         ("sm_89", {"mask": True}), ("sm_90", {"head_dim": 192}), ("sm_89", {}),
         ("sm_89", {"queries": 1, "causal": True}), ("sm_75", {"dtype": "float16"}), ("sm_90", {"dtype": "float32"}),
     ],
+    ids=name,
 )  # fmt: skip
 def test_kernels_with_dropout_of_a_part_compile_and_do_not_spill(arch: str, changes: dict[str, Any]) -> None:
     """The asserts in the entry file check the params, which have the sizes of the whole behind all others."""
@@ -75,12 +83,14 @@ def float32_configs(
     return list(dict.fromkeys(launch.config for launch in launches))
 
 
+@pytest.mark.slow(sample=["sm_90-head_dim=128,seqlen=4096,window_size=(300, 0)", "sm_89-head_dim=64"])
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [
         ("sm_90", {"head_dim": 128, "seqlen": 4096, "window_size": (300, 0)}), ("sm_90", {"head_dim": 256}),
         ("sm_90", {"head_dim": 64, "seqlen": 128}), ("sm_89", {"head_dim": 64}),
     ],
+    ids=name,
 )  # fmt: skip
 def test_kernels_with_float32_results_compile_and_do_not_spill(arch: str, changes: dict[str, Any]) -> None:
     found = float32_configs(arch, **changes)

@@ -65,7 +65,7 @@ SPILLED = {("d64", "forward_portable"): 8, ("d64", "backward_portable"): 68, ("d
 """Of the portable family; without words 36, 52 and 68 bytes."""
 
 
-@pytest.mark.slow(sample=["d64", "d128"])
+@pytest.mark.slow(sample=["d64"])
 @pytest.mark.compiles(kernels=lambda name: kernels(HOPPER[name], "hopper"))
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper_kernels_do_not_spill(name: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_environment import python_path
 
 from nvrtc_attn.jit import config_text
 from nvrtc_attn.jit.cache import KernelCache
@@ -25,7 +26,12 @@ SMALL = ("--arch", "sm_80", "--head-dim", "64", "--dtype", "float16", "--no-caus
 
 
 def warmup(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NVRTC_ATTN_CACHE_DIR": str(directory), "COLUMNS": "200"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(ROOT),
+        "NVRTC_ATTN_CACHE_DIR": str(directory),
+        "COLUMNS": "200",
+    }
     command = [sys.executable, "-m", "nvrtc_attn", "warmup", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env={**environment, **variables}, check=False)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import cases
 import pytest
+from child_environment import python_path
 from harness import Run, failures, forget_plans, oracle
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -239,8 +240,12 @@ def test_a_second_process_uses_the_choice(tmp_path: Path) -> None:
     def process(value: str) -> list[Any]:
         names = [name for name in os.environ if name != "NVRTC_ATTN_ASSERT_CACHED"]
         environment = {name: os.environ[name] for name in names}
-        root = str(Path(__file__).resolve().parents[2])
-        environment |= {"NVRTC_ATTN_CACHE_DIR": str(tmp_path), "NVRTC_ATTN_AUTOTUNE": value, "PYTHONPATH": root}
+        root = Path(__file__).resolve().parents[2]
+        environment |= {
+            "NVRTC_ATTN_CACHE_DIR": str(tmp_path),
+            "NVRTC_ATTN_AUTOTUNE": value,
+            "PYTHONPATH": python_path(root),
+        }
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=True
         )

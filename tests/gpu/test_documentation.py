@@ -10,6 +10,7 @@ from pathlib import Path
 import documents
 import numpy as np
 import pytest
+from child_environment import python_path
 
 import nvrtc_attn
 
@@ -35,7 +36,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(documents.ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path(documents.ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("memory by nvrtc_attn" if hidden else "memory by torch") in done.stdout

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from child_environment import python_path
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -266,7 +267,7 @@ SCRIPTS = {
 
 def start(script: str, path: Path, *options: str) -> subprocess.Popen[str]:
     path.write_text(textwrap.dedent(script))  # spawned processes import it
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     return subprocess.Popen(
         [sys.executable, *options, str(path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from child_environment import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -73,7 +74,7 @@ def run(program: str, tmp_path: Path) -> list[str]:
     for name in ("NVRTC_ATTN_BACKEND",):
         if name in os.environ:
             environment[name] = os.environ[name]
-    environment |= {"NVRTC_ATTN_CACHE_DIR": str(tmp_path / "kernels"), "PYTHONPATH": str(ROOT)}
+    environment |= {"NVRTC_ATTN_CACHE_DIR": str(tmp_path / "kernels"), "PYTHONPATH": python_path(ROOT)}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,13 +6,12 @@ Where there is a C++ compiler, the text of ``hopper/backward/schedule.cuh`` itse
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import host_cuda
 import numpy as np
 import pytest
 
@@ -82,9 +81,6 @@ def plan(asked: AttentionProblem, **changes: Any) -> BackwardPlanSpec:
 
 @pytest.fixture(scope="module")
 def header(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    if compiler is None:
-        pytest.skip("no C++ compiler")
     text = (repository / "cuda_src/nvrtc_attn/hopper/backward/schedule.cuh").read_text()
 
     def declaration(begin: str, end: str) -> str:
@@ -99,11 +95,7 @@ def header(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes
     ]
     # The store is an instruction of the GPU.
     lines = "\n".join(parts).split("\n  NVRTC_ATTN_DEVICE void store(")[0] + "\n};"
-    directory = tmp_path_factory.mktemp("parts")
-    (directory / "parts.cpp").write_text(HOST % lines)
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "parts.so", "parts.cpp"]
-    subprocess.run(command, cwd=directory, check=True)
-    return ctypes.CDLL(str(directory / "parts.so"))
+    return ctypes.CDLL(str(host_cuda.build(HOST % lines, tmp_path_factory, "-shared", "-fPIC")))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from child_environment import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ((), ("-O",), ("-OO",), ("-W", "error"), ("-b", "-X", "dev", "-W", "error"))
@@ -16,7 +17,7 @@ OPTIONS = ((), ("-O",), ("-OO",), ("-W", "error"), ("-b", "-X", "dev", "-W", "er
 
 def python(code: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """``code`` in a fresh interpreter."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), **variables}
     return subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(code)],
         capture_output=True, text=True, env=environment, timeout=300, check=False,
@@ -34,7 +35,7 @@ def watched(tmp_path: Path) -> dict[str, str]:
         "with open(os.environ['NVRTC_ATTN_TEST_PROCESSES'], 'a') as file:\n    file.write(f'{os.getpid()}\\n')\n"
     )
     return {
-        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+        "PYTHONPATH": python_path(tmp_path, ROOT),
         "NVRTC_ATTN_TEST_PROCESSES": str(tmp_path / "processes"),
         "NVRTC_ATTN_TEST_NETWORK_LOG": str(tmp_path / "attempts"),
         "NVRTC_ATTN_CACHE_DIR": str(tmp_path / "kernels"),

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_environment import python_path
 from click.testing import CliRunner, Result
 from fake_driver import FakeDriver, FakeGpu, installed
 
-from nvrtc_attn import collect_env
+from nvrtc_attn import collect_env, commands
 from nvrtc_attn.base.architectures import PORTABLE_ARCHITECTURES
 from nvrtc_attn.commands import main
 from nvrtc_attn.jit import config_text
@@ -38,7 +39,7 @@ PROGRAM = ("-c", "from nvrtc_attn.__main__ import main; main()")
 
 def run(*arguments: str, start: tuple[str, ...] = COMMAND_LINE, **variables: str) -> subprocess.CompletedProcess[bytes]:
     """The command line in a process of its own; an empty value removes the variable."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), **variables}
     environment = {name: value for name, value in environment.items() if value}
     done = subprocess.run([sys.executable, *start, *arguments], capture_output=True, env=environment, check=False)
     assert b"Traceback" not in done.stderr, done.stderr.decode(errors="replace")
@@ -86,7 +87,7 @@ def test_doctor_with_bytes_that_are_no_text() -> None:
     report = doctor(NVRTC_ATTN_BACKEND=os.fsdecode(b"\xff\xfe"), PYTHONIOENCODING="ascii")
     assert report["environment"]["NVRTC_ATTN_BACKEND"] == os.fsdecode(b"\xff\xfe")
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "NVRTC_ATTN_BACKEND": os.fsdecode(b"\xff")}
+    environment = {**os.environ, "PYTHONPATH": python_path(root), "NVRTC_ATTN_BACKEND": os.fsdecode(b"\xff")}
     for encoding in ("ascii", "utf-8"):
         command = [sys.executable, "-m", "nvrtc_attn", "doctor"]
         environment["PYTHONIOENCODING"] = encoding
@@ -346,6 +347,22 @@ def test_warmup_refuses_bad_options(arguments: list[str], message: str) -> None:
     result = invoke("warmup", *arguments)
     assert result.exit_code in (1, 2)
     assert message in result.output
+
+
+def test_warmup_without_a_dtype_asks_for_what_the_target_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked for bfloat16 on Turing, too, and refused the whole command for it."""
+    asked: list[Any] = []
+
+    def compile_nothing(kernels: list[KernelConfig], _jobs: int | None) -> list[Any]:
+        asked.extend(kernels)
+        return []
+
+    monkeypatch.setattr(commands, "_compile_with_progress", compile_nothing)
+    result = invoke("warmup", "--arch", "sm_75", "--arch", "sm_80", "--head-dim", "64", "--seqlen", "64")
+    assert result.exit_code == 0, result.output
+    assert {(x.arch, x.dtype) for x in asked if x.dtype != "float32"} == {
+        ("sm_75", "float16"), ("sm_80", "float16"), ("sm_80", "bfloat16"),
+    }  # fmt: skip
 
 
 def test_help_needs_neither_gpu_nor_nvrtc() -> None:

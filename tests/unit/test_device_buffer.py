@@ -18,6 +18,7 @@ from typing import Any
 import fake_driver
 import numpy as np
 import pytest
+from child_environment import python_path
 
 import nvrtc_attn
 from nvrtc_attn.front import tensors
@@ -177,7 +178,7 @@ def test_exit_with_living_exports(consumer: str, repository: Path) -> None:
         cycle.append(cycle)
         print("done")
     """
-    environment = {**os.environ, "PYTHONPATH": str(repository), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": python_path(repository), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
         capture_output=True, text=True, env=environment, check=False,

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from child_environment import python_path
 
 import nvrtc_attn
 
@@ -19,7 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(repository: Path, name: str, *arguments: str, cwd: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(repository), "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(repository),
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+    }
     done = subprocess.run(
         [sys.executable, str(repository / "examples" / name), *arguments],
         capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False,

@@ -72,9 +72,11 @@ def test_kernels_are_known_without_a_gpu() -> None:
     assert {"forward_portable", "forward_hopper", "backward_portable"} <= {config.kernel for config in needed}
 
 
-def test_a_slice_on_the_cpu() -> None:
-    outcome, indices = fuzz.cpu_campaign(SEED, 0, 200, 4_000)
-    assert outcome.done == len(indices) == 200
+@pytest.mark.slow(sample=["60"])
+@pytest.mark.parametrize("count", [60, 200])
+def test_a_slice_on_the_cpu(count: int) -> None:
+    outcome, indices = fuzz.cpu_campaign(SEED, 0, count, 4_000)
+    assert outcome.done == len(indices) == count
     assert not outcome.wrong
 
 

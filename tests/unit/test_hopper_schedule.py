@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 
+import host_cuda
 import numpy as np
 import pytest
 
@@ -119,16 +118,9 @@ extern "C" int deal(nvrtc_attn::HopperForwardParams const* params, int band, int
 @pytest.fixture(scope="module")
 def header(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """``hopper/forward/scheduler.cuh`` as a library of the host."""
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    if compiler is None:
-        pytest.skip("no C++ compiler")
     text = (repository / "cuda_src/nvrtc_attn/hopper/forward/scheduler.cuh").read_text()
     lines = [line for line in text.splitlines() if not line.startswith(("#include", "#pragma once"))]
-    directory = tmp_path_factory.mktemp("schedule")
-    (directory / "schedule.cpp").write_text(HOST % "\n".join(lines))
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "schedule.so", "schedule.cpp"]
-    subprocess.run(command, cwd=directory, check=True)
-    return ctypes.CDLL(str(directory / "schedule.so"))
+    return ctypes.CDLL(str(host_cuda.build(HOST % "\n".join(lines), tmp_path_factory, "-shared", "-fPIC")))
 
 
 def dealt_by(header: ctypes.CDLL, asked: AttentionProblem) -> list[list[tuple[int, int]]]:

@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from child_environment import python_path
 
 import nvrtc_attn
 
@@ -27,7 +28,7 @@ CUDA_FREE = (
 def run_python(code: str, *options: str, cwd: Path | None = None, **variables: str) -> str:
     """Run ``code`` in a fresh interpreter that can import the package under test; returns what it prints."""
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), **variables}
+    environment = {**os.environ, "PYTHONPATH": python_path(root), **variables}
     done = subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(code)],
         capture_output=True, text=True, env=environment, cwd=cwd, check=False,
@@ -255,7 +256,7 @@ def source(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def broken_contracts(root: Path) -> list[str]:
     code = "from importlinter.cli import lint_imports_command as run; run(['--no-cache'])"
-    environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200"}
+    environment = {**os.environ, "PYTHONPATH": python_path(root), "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=root, check=False
     )

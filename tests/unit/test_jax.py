@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from child_environment import python_path
 from wrong_values import (
     NOT_CAUSAL,
     NOT_FLAGS,
@@ -478,7 +479,7 @@ print("done")
 
 
 def test_as_many_calls_at_once_as_xla_has_threads_do_not_hang(repository: Any) -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
     command = [sys.executable, "-c", MANY_DEVICES]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
     assert done.stdout == "done\n", done.stderr

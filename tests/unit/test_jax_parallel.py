@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_environment import python_path
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
@@ -111,7 +112,7 @@ print(json.dumps(results))
 
 @pytest.fixture(scope="module")
 def found(repository: Path) -> dict[str, Any]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
     command = [sys.executable, "-c", PROGRAM, json.dumps(CASES)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-6000:]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_environment import python_path
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
@@ -85,7 +86,7 @@ print(json.dumps(results))
 
 
 def run(repository: Path, cases: Any, shardy: bool) -> dict[str, Any]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
     command = [sys.executable, "-c", PROGRAM, json.dumps([SHAPES, cases, shardy])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
     assert done.returncode == 0, done.stderr

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from nvrtc_attn.modifiers.trace import trace
 
 SIZES = (2, 4, 13, 21)
 PER_LIBRARY = 16
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
 RUN = """
 extern "C" void SPACE_run(void const* bytes, float const* scores, float const* ds, int B, int H, int M, int N,
@@ -98,7 +95,11 @@ extern "C" int bits_are_right(unsigned seed, bool all, bool transposed) {
 
 
 def library(
-    programs: list[tuple[Any, tuple[int, ...]]], folder: Path, header: Path, ordered: bool = False, more: str = ""
+    programs: list[tuple[Any, tuple[int, ...]]],
+    factory: pytest.TempPathFactory,
+    header: Path,
+    ordered: bool = False,
+    more: str = "",
 ) -> Any:
     """A library with one function for each program, two with ``ordered``."""
     text = header.read_text(encoding="utf-8").replace("#pragma unroll", "//")
@@ -125,11 +126,8 @@ def library(
         if ordered and trained:
             lines.append(TOTAL.replace("SPACE", space))
     lines.append(more)
-    (folder / "text.cpp").write_text("\n".join(lines), encoding="utf-8")
-    command = ["g++", "-std=c++17", "-O0", "-fPIC", "-shared", "-ffp-contract=off", "text.cpp", "-o", "text.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(folder / "text.so"))
+    flags = ("-O0", "-fPIC", "-shared", "-ffp-contract=off")
+    return ctypes.CDLL(str(host_cuda.build("\n".join(lines), factory, *flags)))
 
 
 def all_cases() -> list[ModifierCase]:
@@ -137,8 +135,11 @@ def all_cases() -> list[ModifierCase]:
     return [*modifiers.named_cases(), *masks, *(modifiers.random_case(5000 + seed) for seed in range(74))]
 
 
+@pytest.mark.slow(sample=["0-False", "1-False", "2-False", "0-True"])
 @pytest.mark.parametrize(("part", "ordered"), [*((part, False) for part in range(7)), (0, True), (1, True)])
-def test_the_text_computes_what_numpy_does(part: int, ordered: bool, tmp_path: Path, repository: Path) -> None:
+def test_the_text_computes_what_numpy_does(
+    part: int, ordered: bool, tmp_path_factory: pytest.TempPathFactory, repository: Path
+) -> None:
     """Score, slope, mask, and what goes to the gradients of captured arrays; ``ordered``: by way of integers."""
     found = []
     for case in all_cases()[part * PER_LIBRARY : (part + 1) * PER_LIBRARY]:
@@ -147,7 +148,7 @@ def test_the_text_computes_what_numpy_does(part: int, ordered: bool, tmp_path: P
         found.append((case, modifier, modifier.differentiable))
     assert found
     header = repository / "cuda_src" / "nvrtc_attn" / "collective" / "modifier.cuh"
-    made = library([(modifier.program, trained) for _, modifier, trained in found], tmp_path, header, ordered)
+    made = library([(modifier.program, trained) for _, modifier, trained in found], tmp_path_factory, header, ordered)
     rng = np.random.default_rng(2)
     scores, ds = (rng.standard_normal(SIZES).astype(np.float32) for _ in range(2))
     axes = [np.arange(n).reshape([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate(SIZES)]
@@ -193,10 +194,12 @@ def close(case: ModifierCase, ours: Any, exact: Any) -> None:
     np.testing.assert_allclose(ours, np.broadcast_to(exact, SIZES), rtol=2e-4, atol=2e-5, err_msg=case.name)
 
 
-def test_sums_of_integers_are_exact_whatever_the_order(tmp_path: Path, repository: Path) -> None:
+def test_sums_of_integers_are_exact_whatever_the_order(
+    tmp_path_factory: pytest.TempPathFactory, repository: Path
+) -> None:
     """Of numbers of any size, subnormal ones and cancelling ones; NaN and infinities as in sums of floats."""
     header = repository / "cuda_src" / "nvrtc_attn" / "collective" / "modifier.cuh"
-    made = library([], tmp_path, header, more=SUMS)
+    made = library([], tmp_path_factory, header, more=SUMS)
     made.sum_exactly.restype = ctypes.c_float
 
     def total(x: Any) -> np.float32:
@@ -224,9 +227,9 @@ def test_sums_of_integers_are_exact_whatever_the_order(tmp_path: Path, repositor
     assert total([3e38, 3e38, -3e38]) == np.float32(3e38)
 
 
-def test_the_bits_of_a_mask_are_those_of_its_scores(tmp_path: Path, repository: Path) -> None:
+def test_the_bits_of_a_mask_are_those_of_its_scores(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> None:
     """Of tiles of any width, as rows and transposed; and whether any score is dropped."""
     header = repository / "cuda_src" / "nvrtc_attn" / "collective" / "modifier.cuh"
-    made = library([], tmp_path, header, more=BITS)
+    made = library([], tmp_path_factory, header, more=BITS)
     for seed in range(300):
         assert made.bits_are_right(seed, seed % 5 == 0, seed % 2 == 1), seed

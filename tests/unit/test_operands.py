@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_environment import python_path
 
 from nvrtc_attn.front.operands import (
     BACKWARD,
@@ -266,7 +267,7 @@ def test_everything_but_the_kernel_follows_a_new_row(repository: Path, tmp_path:
     text = table.read_text()
     assert text.count(LATER_ROW) == 1
     table.write_text(text.replace(LATER_ROW, ROW.lstrip(chr(10)) + LATER_ROW))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True
     )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from child_environment import python_path
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -24,7 +25,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 def run(size: int, directory: Path, *programs: str, device: str = "cpu") -> dict[str, list[str]]:
     """What was wrong in each program, on any rank."""
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS))), "OMP_NUM_THREADS": "1",
+        **os.environ, "PYTHONPATH": python_path(TESTS.parent, TESTS), "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     command = [sys.executable, str(TESTS / "parallel_ranks.py")]

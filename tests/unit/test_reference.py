@@ -163,6 +163,9 @@ def gradient_cases() -> Iterator[cases.Case]:
         )  # fmt: skip
 
 
+@pytest.mark.slow(
+    sample=[case.name for case in gradient_cases() if case.bias is None or case.name in ("bias-1hqk", "bias-b11k")]
+)
 @pytest.mark.reliability(32)
 @pytest.mark.parametrize("case", list(gradient_cases()), ids=lambda case: case.name)
 def test_gradients_equal_finite_differences(case: cases.Case) -> None:

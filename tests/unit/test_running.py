@@ -163,7 +163,10 @@ def state_of(directory: Path) -> list[tuple[str, int, int, int]]:
 
 @pytest.mark.reliability(57)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_ten_thousand_calls_leave_nothing_behind(fake: BusyDriver) -> None:
+@pytest.mark.slow(sample=["1000"])
+@pytest.mark.parametrize("pairs", [1_000, 5_000])
+def test_ten_thousand_calls_leave_nothing_behind(pairs: int, fake: BusyDriver) -> None:
+    """And the first 2,000 of them, which takes a second."""
     tensors = Tensors()
 
     def calls(number: int) -> None:
@@ -176,11 +179,11 @@ def test_ten_thousand_calls_leave_nothing_behind(fake: BusyDriver) -> None:
     gc.collect()
     objects, memory, descriptors = len(gc.get_objects()), resident_kib(), len(os.listdir("/proc/self/fd"))
     launched = next(fake.launched)
-    calls(5_000)
+    calls(pairs)
     gc.collect()
-    assert next(fake.launched) - launched >= 10_000, "each of the 10,000 calls has launched"
+    assert next(fake.launched) - launched >= 2 * pairs, "each call has launched"
     assert len(gc.get_objects()) <= objects + 50
-    assert resident_kib() < memory + 4096, "0.4 KB a call, less than any object that is forgotten"
+    assert resident_kib() < memory + 4096, "at 10,000 calls 0.4 KB a call, less than any object that is forgotten"
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert len(fake.events) <= 1, "the owners of the last call at the most are waiting for their event"
     assert len(plan._plans) == 2

@@ -8,16 +8,14 @@ shows. What is instructions of the GPU (`collective/split_cluster.cuh`) is not r
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
+import host_cuda
 import pytest
 
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-
-PRELUDE = """
+RUNTIME = """
+#include <setjmp.h>
 #include <ucontext.h>
 #include <cmath>
 #include <cstdio>
@@ -31,14 +29,15 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 
 struct Meeting { int arrived = 0, generation = 0; };
 struct Fiber {
-  ucontext_t context;
-  bool done = false;
+  ucontext_t context;  // where it begins
+  jmp_buf place;       // where it waits
+  bool begun = false, done = false;
   Meeting* waits_for = nullptr;
   int generation = 0;
 };
 static std::vector<Fiber> fibers;
 static std::vector<char> stacks;
-static ucontext_t scheduler_context;
+static jmp_buf scheduler;
 static int now;  // the fiber that runs
 static void (*body)();
 static int threads_of_block;
@@ -56,13 +55,20 @@ static void meet(Meeting& at, int threads) {
   }
   own.waits_for = &at;
   own.generation = at.generation;
-  swapcontext(&own.context, &scheduler_context);
+  if (_setjmp(own.place) == 0) _longjmp(scheduler, 1);
 }
 inline void __syncthreads() { meet(block_meetings[now / threads_of_block], threads_of_block); }
 static unsigned char* own_shared() { return shared[now / threads_of_block].data(); }
 static void fiber_main() {
   body();
   fibers[now].done = true;
+  _longjmp(scheduler, 1);
+}
+static void resume(Fiber& x) {
+  if (_setjmp(scheduler) != 0) return;
+  if (x.begun) _longjmp(x.place, 1);
+  x.begun = true;
+  setcontext(&x.context);
 }
 static void run_cluster(int blocks, int threads, int bytes, void (*what)()) {
   body = what;
@@ -76,7 +82,6 @@ static void run_cluster(int blocks, int threads, int bytes, void (*what)()) {
     getcontext(&x.context);
     x.context.uc_stack.ss_sp = stacks.data() + ((&x - fibers.data()) << 15);
     x.context.uc_stack.ss_size = 1 << 15;
-    x.context.uc_link = &scheduler_context;
     makecontext(&x.context, fiber_main, 0);
   }
   std::vector<int> left(blocks, threads), ready;
@@ -92,7 +97,7 @@ static void run_cluster(int blocks, int threads, int bytes, void (*what)()) {
       now = ready[at];
       ready.erase(ready.begin() + at);
       fibers[now].waits_for = nullptr;
-      swapcontext(&scheduler_context, &fibers[now].context);
+      resume(fibers[now]);
       int const block = now / threads;
       if (fibers[now].done && --left[block] == 0) memset(shared[block].data(), 0xff, bytes);
     }
@@ -106,7 +111,9 @@ static void run_cluster(int blocks, int threads, int bytes, void (*what)()) {
     }
   }
 }
+"""
 
+PRELUDE = """
 namespace nvrtc_attn {
 using index_t = long long;
 using AccTile = float[4];
@@ -180,7 +187,7 @@ static void thread() {
 }
 }  // namespace nvrtc_attn
 
-int main() {
+int main_of_case() {
   using namespace nvrtc_attn;
   auto uniform = [] { return rand() / float(RAND_MAX); };
   for (int run = 0; run < 3; ++run) {
@@ -220,6 +227,7 @@ int main() {
     }
   }
   std::printf("right\\n");
+  return 0;
 }
 """
 
@@ -232,36 +240,47 @@ def function(repository: Path) -> str:
     return text[start : text.index("\n}\n", start) + 3]
 
 
-def run(source: str, directory: Path, **defines: int) -> str:
+def printed(program: Path, *arguments: str) -> str:
+    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def run(source: str, factory: pytest.TempPathFactory, **defines: int) -> str:
     """What the program prints."""
-    assert COMPILER is not None
-    (directory / "main.cpp").write_text(source)
-    flags = [f"-D{name.upper()}={value}" for name, value in defines.items()]
-    command = [COMPILER, "-std=c++17", "-O1", "-w", *flags, "-o", str(directory / "main"), str(directory / "main.cpp")]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return subprocess.run([str(directory / "main")], capture_output=True, text=True, timeout=60).stdout.strip()
+    return printed(host_cuda.build(source, factory, "-w", *(f"-D{x.upper()}={n}" for x, n in defines.items())))
 
 
-@pytest.mark.parametrize(
-    ("block_m", "warps_n", "cluster", "count"),
-    [(16, 4, 2, 4), (16, 4, 8, 16), (16, 4, 16, 9), (32, 2, 4, 32), (32, 2, 8, 24), (64, 1, 2, 48), (64, 1, 4, 64)],
-)
-def test_blocks_of_a_cluster_add_up(
-    block_m: int, warps_n: int, cluster: int, count: int, function: str, tmp_path: Path
-) -> None:
+SIZES = [(16, 4, 2, 4), (16, 4, 8, 16), (16, 4, 16, 9), (32, 2, 4, 32), (32, 2, 8, 24), (64, 1, 2, 48), (64, 1, 4, 64)]
+"""Rows of a tile, warps beside each other, thread blocks, rows that there are."""
+BARRIERS = 4
+
+
+@pytest.fixture(scope="module")
+def clusters(function: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program of all sizes, then of the function without each of its barriers; its argument says which."""
+    found = list(re.finditer(r"(__syncthreads|cluster\.sync)\(\);", function))
+    assert len(found) == BARRIERS
+    texts = [(sizes, function) for sizes in SIZES]
+    texts += [((16, 4, 4, 16), function[: x.start()] + function[x.end() :]) for x in found]
+    source = RUNTIME
+    for i, (sizes, text) in enumerate(texts):
+        for name, value in zip(("BLOCK_M", "WARPS_N", "CLUSTER", "COUNT"), sizes, strict=True):
+            source += f"#undef {name}\n#define {name} {value}\n"
+        source += f"namespace case{i} {{\n{PRELUDE}{text}{MAIN}}}\n"
+    cases = "\n".join(f"case {i}: return case{i}::main_of_case();" for i in range(len(texts)))
+    source += f"int main(int, char** words) {{ switch (atoi(words[1])) {{ {cases} }} return 2; }}"
+    return host_cuda.build(source, tmp_path_factory, "-w")
+
+
+@pytest.mark.parametrize("number", range(len(SIZES)), ids=[str(x) for x in SIZES])
+def test_blocks_of_a_cluster_add_up(number: int, clusters: Path) -> None:
     """Rows without a key, in one block or in all, and rows that there are not; lse is written once."""
-    sizes = {"block_m": block_m, "warps_n": warps_n, "cluster": cluster, "count": count}
-    assert run(PRELUDE + function + MAIN, tmp_path, **sizes) == "right"
+    assert printed(clusters, str(number)) == "right"
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_every_barrier_is_needed(number: int, function: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", range(BARRIERS))
+def test_every_barrier_is_needed(number: int, clusters: Path) -> None:
     """What the test above would say of the function without one of them."""
-    barriers = list(re.finditer(r"(__syncthreads|cluster\.sync)\(\);", function))
-    assert len(barriers) == 4
-    where = barriers[number]
-    without = function[: where.start()] + function[where.end() :]
-    assert run(PRELUDE + without + MAIN, tmp_path, block_m=16, warps_n=4, cluster=4, count=16) != "right"
+    assert re.match("row|a thread waits|beyond", printed(clusters, str(len(SIZES) + number)))
 
 
 UNITS = """
@@ -301,11 +320,16 @@ int main() {
 
 
 @pytest.mark.parametrize("packed", [0, 1])
-def test_a_cluster_is_the_splits_of_one_query_tile(packed: int, repository: Path, tmp_path: Path) -> None:
+def test_a_cluster_is_the_splits_of_one_query_tile(
+    packed: int, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """With as many units in a group as splits; their rank in the cluster is the split's number."""
     text = (repository / "cuda_src/nvrtc_attn/collective/forward_output.cuh").read_text()
     start = text.index("  NVRTC_ATTN_DEVICE void find_unit")
-    assert run(UNITS + text[start : text.index("\n  }\n", start) + 5] + UNITS_MAIN, tmp_path, packed=packed) == "right"
+    assert (
+        run(UNITS + text[start : text.index("\n  }\n", start) + 5] + UNITS_MAIN, tmp_path_factory, packed=packed)
+        == "right"
+    )
 
 
 ROWS = """
@@ -356,7 +380,9 @@ int main() {
 
 
 @pytest.mark.parametrize("block_m", [128, 192])
-def test_every_query_of_every_head_is_one_row(block_m: int, repository: Path, tmp_path: Path) -> None:
+def test_every_query_of_every_head_is_one_row(
+    block_m: int, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     text = (repository / "cuda_src/nvrtc_attn/hopper/forward/query_rows.cuh").read_text()
     text = text[text.index("template <bool kPackedHeads") :]
-    assert run(ROWS + text + ROWS_MAIN, tmp_path, block_m=block_m) == "right"
+    assert run(ROWS + text + ROWS_MAIN, tmp_path_factory, block_m=block_m) == "right"

@@ -10,8 +10,6 @@ import ctypes
 import itertools
 import random
 import re
-import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -164,24 +162,16 @@ BLOCK_M = 64
 @pytest.fixture(scope="module")
 def headers(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The device's text as a library of the host."""
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    if compiler is None:
-        pytest.skip("no C++ compiler")
     text = ""
     for name in HEADERS:
         source = (repository / "cuda_src/nvrtc_attn" / name).read_text()
         if name.endswith("backward/schedule.cuh"):  # what reads shared memory is not for the host
             source = re.sub(r"NVRTC_ATTN_DEVICE KeyTile read_key_tile.*?\n}\n", "", source, flags=re.DOTALL)
         text += "".join(f"{x}\n" for x in source.splitlines() if not x.startswith(("#include", "#pragma once")))
-    directory = tmp_path_factory.mktemp("tiles")
     source = PRELUDE + text + MAIN
     for name, value in (("INTS", ", ".join(INTS)), ("BLOCK_M", str(BLOCK_M)), ("THREADS", "128")):
         source = source.replace(f"@{name}@", value)
-    (directory / "tiles.cpp").write_text(source)
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "tiles.so", "tiles.cpp"]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(directory / "tiles.so"))
+    return ctypes.CDLL(str(host_cuda.build(source, tmp_path_factory, "-shared", "-fPIC")))
 
 
 def structure() -> type[ctypes.Structure]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +72,7 @@ def masks_of(modifier: Modifier, sizes: tuple[int, int, int, int] = SIZES) -> tu
     return whole(modifier, sizes, np.float64), whole(modifier, sizes, np.float32)
 
 
+@pytest.mark.slow(sample=["0", "1"])
 @pytest.mark.parametrize("part", range(8))
 def test_ranges_hold_what_random_masks_are(part: int) -> None:
     """No tile with a kept score is left out, none with a hidden one is called whole; and much is decided."""
@@ -168,8 +167,8 @@ extern "C" void SPACE_run(void const* bytes, int B, int H, int M, int N, int row
 
 
 def library(
-    texts: list[str], folder: Path, headers: Path, body: str,
-    shim: str = host_cuda.ONE_THREAD.replace("return 0; }", "return x; }"), kernel: str = "",
+    texts: list[str], factory: pytest.TempPathFactory, headers: Path, body: str,
+    shim: str = host_cuda.ONE_THREAD.replace("return 0; }", "return x; }"), kernel: str = "", level: str = "-O0",
 ) -> Any:  # fmt: skip
     lines = [shim]
     for name in ("modifier.cuh", "tile_ranges.cuh"):
@@ -180,11 +179,8 @@ def library(
         own = f"namespace program{i} {{ using namespace nvrtc_attn;"
         lines.append(source.replace("namespace nvrtc_attn {", own))
         lines.append(body.replace("SPACE", f"program{i}"))
-    (folder / "text.cpp").write_text("\n".join(lines), encoding="utf-8")
-    command = ["g++", "-std=c++17", "-O0", "-fPIC", "-shared", "-ffp-contract=off", "text.cpp", "-o", "text.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(folder / "text.so"))
+    flags = (level, "-fPIC", "-shared", "-ffp-contract=off")
+    return ctypes.CDLL(str(host_cuda.build("\n".join(lines), factory, *flags)))
 
 
 def all_masks() -> list[ModifierCase]:
@@ -192,14 +188,14 @@ def all_masks() -> list[ModifierCase]:
     return [*named, *(modifiers.random_mask(1000 + seed) for seed in range(100 - len(named)))]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.slow(sample=["0", "1"])  # the named ones, and the first of the random ones
 @pytest.mark.parametrize("part", range(100 // PER_LIBRARY))
-def test_the_text_decides_as_numpy_does(part: int, tmp_path: Path, repository: Path) -> None:
+def test_the_text_decides_as_numpy_does(part: int, tmp_path_factory: pytest.TempPathFactory, repository: Path) -> None:
     cases = [(case, traced(case)) for case in all_masks()[part * PER_LIBRARY : (part + 1) * PER_LIBRARY]]
     cases = [(case, modifier) for case, modifier in cases if modifier.valued[1] is not None]
     assert cases
     texts = [cuda_tiles.tile_source(modifier.program) for _, modifier in cases]
-    made = library(texts, tmp_path, repository / "cuda_src" / "nvrtc_attn" / "collective", RUN)
+    made = library(texts, tmp_path_factory, repository / "cuda_src" / "nvrtc_attn" / "collective", RUN)
     differ = total = 0
     for i, (case, modifier) in enumerate(cases):
         block = cuda.modifier_values(
@@ -307,8 +303,9 @@ def problem(modifier: Modifier, sizes: tuple[int, int, int, int], **more: Any) -
     )  # fmt: skip
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-def test_the_kernel_writes_the_words_that_the_attention_kernel_reads(tmp_path: Path, repository: Path) -> None:
+def test_the_kernel_writes_the_words_that_the_attention_kernel_reads(
+    tmp_path_factory: pytest.TempPathFactory, repository: Path
+) -> None:
     """Of both passes, at lengths that are no multiple of anything, by the launch that the heuristics make."""
     sizes = (2, 2, 2100, 2500)
     names = ("sinks and window", "causal documents", "prefix", "padding", "window of a head", "blocks")
@@ -319,11 +316,12 @@ def test_the_kernel_writes_the_words_that_the_attention_kernel_reads(tmp_path: P
     kernel = re.sub(r"#pragma.*|#include.*", "", (headers / "kernel" / "tile_ranges.cuh").read_text(encoding="utf-8"))
     made = library(
         [cuda_tiles.tile_source(x.program) for x in traces],
-        tmp_path,
+        tmp_path_factory,
         headers / "collective",
         RUN_KERNEL,
         FIBERS,
         kernel,
+        level="-O1",
     )
     for i, (case, modifier) in enumerate(zip(cases, traces, strict=True)):
         asked = problem(modifier, sizes)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import host_cuda
 import numpy as np
 import pytest
 from tile_words_twin import of_tiles, tile_words
@@ -226,20 +226,15 @@ int main() {
 """
 
 
-def test_device_code_finds_every_tile(repository: Path, tmp_path: Path) -> None:
+def test_device_code_finds_every_tile(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """`TileLine`, `tile_contents` and the round walk `KeptQueries`, beside loops over bits and bytes."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler for the host")
     sources = repository / "cuda_src" / "nvrtc_attn"
     words = (sources / "collective" / "tile_words.cuh").read_text(encoding="utf-8")
     words = words.replace("#pragma once", "").replace('#include "../params.cuh"', "")
     schedule = (sources / "hopper" / "backward" / "kept_queries.cuh").read_text(encoding="utf-8")
     walk = re.search(r"template <class Traits>\nstruct KeptQueries \{.*?\n\};\n", schedule, re.DOTALL)
     assert walk
-    source, program = tmp_path / "words.cpp", tmp_path / "words"
-    source.write_text(PRELUDE + words + WORK + walk.group() + MAIN)
-    subprocess.run([compiler, "-std=c++17", "-O1", "-o", str(program), str(source)], check=True)
+    program = host_cuda.build(PRELUDE + words + WORK + walk.group() + MAIN, tmp_path_factory)
     done = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=120)
     wrong = done.stdout.splitlines()[:-1]
     assert not wrong, "\n".join(wrong[:20])
