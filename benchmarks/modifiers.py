@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._functorch.config
 from measure import in_turn, print_table, save
 from torch.nn.attention.flex_attention import create_block_mask as flex_mask
 from torch.nn.attention.flex_attention import flex_attention
@@ -209,6 +210,7 @@ def main() -> None:
     parser.add_argument("--dims", default="128,64")
     parser.add_argument("--save", action="store_true", help="also write results/modifiers.json")
     arguments = parser.parse_args()
+    torch._functorch.config.donated_buffer = False  # backward passes are repeated on one graph
     start = time.perf_counter()
     found: list[dict[str, Any]] = []
     for head_dim in map(int, arguments.dims.split(",")):

@@ -132,7 +132,9 @@ def main() -> None:
     rows = []
     for head_dim in (64, 128):
         for backward in (False, True):
-            rows += measure(2, 8192, head_dim, backward, names)
+            found = measure(2, 8192, head_dim, backward, names)
+            print_table(found, COLUMNS)
+            rows += found
     print_table(rows, COLUMNS)
     if options.save:
         print(save("sparse", rows))

@@ -138,10 +138,18 @@ def train(name: str, options: argparse.Namespace, text: str, rank: int = 0) -> d
     split = len(data) * 9 // 10
     order = torch.Generator().manual_seed(options.seed)
 
-    def batch(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = torch.randint(len(part) - options.context - 1, (options.batch, 1), generator=order).to(device)
-        window = part[starts[share] + torch.arange(options.context + 1, device=device)]
+    def starts(part: torch.Tensor, count: int) -> torch.Tensor:
+        """Where the sequences of so many batches begin: drawn at once, a copy in a step would wait for the GPU."""
+        high = len(part) - options.context - 1
+        return torch.randint(high, (count, options.batch, 1), generator=order)[:, share].to(device)
+
+    def batch(part: torch.Tensor, begin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        window = part[begin + reach]
         return window[:, :-1], window[:, 1:]
+
+    reach = torch.arange(options.context + 1, device=device)
+    trained, validated = data[:split], data[split:]
+    of_steps, of_validation = starts(trained, options.steps), starts(validated, 10)
 
     attention = nvrtc if name == "nvrtc_attn" else sdpa
     backends = {
@@ -170,7 +178,7 @@ def train(name: str, options: argparse.Namespace, text: str, rank: int = 0) -> d
             if step == min(10, options.steps // 2):  # kernels are compiled and loaded by now
                 _synchronise(device)
                 start, counted = time.perf_counter(), options.steps - step
-            value = loss(*batch(data[:split]))
+            value = loss(*batch(trained, of_steps[step]))
             optimizer.zero_grad(set_to_none=True)
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -180,7 +188,7 @@ def train(name: str, options: argparse.Namespace, text: str, rank: int = 0) -> d
         _synchronise(device)
         seconds = (time.perf_counter() - start) / counted
         with torch.no_grad():
-            losses += [loss(*batch(data[split:])) for _ in range(10)]
+            losses += [loss(*batch(validated, begin)) for begin in of_validation]
     found = torch.stack(losses)
     if options.processes > 1:
         dist.all_reduce(found)

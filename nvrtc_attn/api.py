@@ -1,8 +1,7 @@
 """The public functions: arguments -> problem -> plan -> launch. No policy.
 
 All of them take tensors of any framework (PyTorch, JAX, CuPy, NumPy, or anything with DLPack) in the layout
-``[batch, seqlen, heads, head_dim]`` with any strides. CPU memory is computed on the CPU, see
-`nvrtc_attn.cpu.reference`.
+``[batch, seqlen, heads, head_dim]`` with any strides. CPU memory is computed on the CPU, by `nvrtc_attn.cpu`.
 """
 
 from __future__ import annotations
@@ -117,7 +116,8 @@ def attention(
     mask_mod
         ``mask_mod(b, h, q, k)`` says whether the key is kept.
     aux
-        Arrays by name that both functions take as one more argument.
+        Arrays by name that both functions take as one more argument: ``aux["slopes"][h]``. Of any shape and strides,
+        on q's device: bool, uint8, int32, int64, uint64, or floats of 16 to 64 bits.
     return_lse
         Return (out, lse); lse is float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), the natural log of the sum of
         ``exp(S)`` and of ``exp(sink)``; -inf for a row with no valid key, or the sink.
@@ -150,6 +150,11 @@ def attention(
         Before any launch; the message names the argument, what was given and what is accepted.
     UnsupportedError
         A valid request that no kernel serves, with every reason. It is a ValueError, too.
+    TraceError
+        ``score_mod`` or ``mask_mod`` does what cannot be traced. An UnsupportedError that names the operation.
+    CompileError, CudaError
+        On a GPU: NVRTC, its headers or the driver are missing, refused a kernel, or may not compile one now
+        (``NVRTC_ATTN_NO_COMPILE``, CUDA-graph capture). `python -m nvrtc_attn doctor` names what is missing.
 
     Notes
     -----

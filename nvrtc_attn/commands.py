@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 import logging
 import sys
 from collections.abc import Iterable
@@ -48,7 +47,10 @@ def doctor(as_json: bool) -> None:
 @click.option("--head-dim", multiple=True, type=click.IntRange(1, 512), help="Repeatable. [default: 64 128]")
 @click.option("--head-dim-v", type=click.IntRange(1, 512), help="Head dim of v.  [default: that of q and k]")
 @click.option(
-    "--dtype", multiple=True, type=click.Choice(ATTENTION_DTYPES), help="Repeatable. [default: float16 bfloat16]"
+    "--dtype",
+    multiple=True,
+    type=click.Choice(ATTENTION_DTYPES),
+    help="Repeatable. [default: float16 bfloat16; sm_75 has float16 alone]",
 )
 @click.option("--causal/--no-causal", default=None, help="[default: both]")
 @click.option("--bias", is_flag=True, help="An additive bias.")
@@ -59,10 +61,10 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--modifier",
     metavar="MODULE:NAME",
-    help="A score_mod (5 parameters), a mask_mod (4), or a function of none of both.",
+    help="A score_mod (5 parameters), a mask_mod (4), or a function without parameters that returns both.",
 )
-@click.option("--softcap", is_flag=True)
-@click.option("--dropout", is_flag=True)
+@click.option("--softcap", is_flag=True, help="A softcap of the scores.")
+@click.option("--dropout", is_flag=True, help="Dropout.")
 @click.option("--varlen", is_flag=True, help="Packed sequences.")
 @click.option("--seqused-k", is_flag=True, help="A length per sequence.")
 @click.option("--deterministic", is_flag=True, help="The deterministic backward pass.")
@@ -73,7 +75,11 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--seqlen", multiple=True, metavar="M[xN]", help="Query (and key) length; repeat. [default: 4096 1024 8192 1x4096]"
 )
-@click.option("--sms", type=click.IntRange(1), help="Multiprocessors of the GPU.  [default: those of a common one]")
+@click.option(
+    "--sms",
+    type=click.IntRange(1),
+    help="Multiprocessors of the GPU.  [default: those of the target's most common one]",
+)
 @click.option(
     "--config", "config_json", multiple=True, help="Exactly this kernel, as an error message quotes it. Repeatable."
 )
@@ -103,8 +109,8 @@ def warmup(
     heads) the fastest plan is measured and remembered in the cache. That needs the GPU.
 
     --modifier names a function of a module in the current directory or installed: score_mod, mask_mod, or one without
-    parameters that returns (score_mod, mask_mod), or what nvrtc_attn.trace made. Arrays stay what they are there; other
-    contents, lengths and numbers need no other kernel.
+    parameters that returns (score_mod, mask_mod), or what nvrtc_attn.trace made. The arrays that it captured must be
+    there, but only their types and ranks matter: other contents, lengths and captured numbers need no other kernel.
     """
     requests: list[precompile.Request] = []
     try:
@@ -127,12 +133,10 @@ def warmup(
                     num_sms=sms,
                     **features,
                 )
-                for one_arch, one_head_dim, one_dtype, one_causal in itertools.product(
-                    arch or _local_archs(),
-                    head_dim or (64, 128),
-                    dtype or ("float16", "bfloat16"),
-                    (False, True) if causal is None else (causal,),
-                )
+                for one_arch in arch or _local_archs()
+                for one_head_dim in head_dim or (64, 128)
+                for one_dtype in dtype or _default_dtypes(one_arch)
+                for one_causal in ((False, True) if causal is None else (causal,))
             ]
             for request in requests:
                 try:
@@ -211,6 +215,10 @@ def _seqlens(text: str) -> tuple[int, int]:
     if min(lengths) < 1:
         raise ValueError(f"--seqlen {text!r} is not a positive length M or a pair MxN")
     return lengths
+
+
+def _default_dtypes(arch: str) -> tuple[str, ...]:
+    return ("float16",) if arch == "sm_75" else ("float16", "bfloat16")
 
 
 def _local_archs() -> tuple[str, ...]:

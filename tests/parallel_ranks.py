@@ -258,6 +258,59 @@ def compiled(rank: int, size: int, device: Any) -> Found:
     return [] if same else [f"compiled: {found}"]
 
 
+def torchs_ring(rank: int, size: int, device: Any) -> Found:
+    """torch's own `context_parallel` around our kernels: out and gradients of one process, causal and balanced."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    found: Found = []
+    on_gpu = device == "cuda"
+    kind, bound = (torch.bfloat16, 2e-2) if on_gpu else (torch.float32, 1e-5)
+    seqlen, keys = 256 * size, ("CUDA",) if on_gpu else ("CPU",)
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 4, seqlen, 64).to(device, kind) for _ in range(4)]
+    one = [x.clone().requires_grad_() for x in whole[:3]]
+    expected = nvrtc_attn.torch.scaled_dot_product_attention(*one, is_causal=True)
+    gradients = torch.autograd.grad(expected, one, whole[3])
+    mesh = init_device_mesh(device, (size,))
+    for every in (False, True):
+        shards = [x.clone() for x in whole]
+        taken = nvrtc_attn.torch.sdpa.report()["taken"].copy()
+        with (
+            nvrtc_attn.torch.enable_sdpa(all=every, _keys=keys),
+            context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 4),
+        ):
+            mine = [x.detach().clone().requires_grad_() for x in shards[:3]]
+            if on_gpu:
+                with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                    out = torch.nn.functional.scaled_dot_product_attention(*mine, is_causal=True)
+            else:  # torch chooses the operator on CUDA alone: what it chooses there
+                ranks = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in mine]
+                out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*ranks, None, True, 0.0, True)
+                out = out.to_local()
+                if every:  # and nobody takes the whole call, whose tokens are in the order of the ranks
+                    try:
+                        other = torch.nn.functional.scaled_dot_product_attention(*mine, is_causal=True)
+                        if other.shape != out.shape:
+                            found.append(f"sharded tokens were gathered: {tuple(other.shape)}")
+                    except NotImplementedError as error:  # of torch's ring, which knows three operators
+                        if "operator" not in str(error).lower() and "CP only" not in str(error):
+                            raise
+            parts = torch.autograd.grad(out, mine, shards[3])
+            results = context_parallel_unshard(mesh, [out.detach(), *parts], [2] * 4)
+        for name, x, y in zip(("out", "dq", "dk", "dv"), results, (expected.detach(), *gradients), strict=True):
+            error = float((x.float() - y.float()).abs().max() / y.float().abs().max())
+            if not error < bound:
+                found.append(f"all={every}: {name} {error:.3g}")
+        for name in ("", "_backward"):
+            operator = f"_scaled_dot_product_efficient_attention{name}"
+            if nvrtc_attn.torch.sdpa.report()["taken"].get(operator, 0) <= taken.get(operator, 0):
+                found.append(f"all={every}: {operator} was not ours")
+    return found
+
+
 def long(rank: int, size: int, device: Any) -> Found:
     """Sequences of many tiles: every strategy against one GPU's call, and dq, dk, dv likewise."""
     found: Found = []

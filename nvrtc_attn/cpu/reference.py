@@ -101,7 +101,7 @@ def attention_forward(
     block_m, block_n
         Scores in flight; the result depends on them only by rounding.
     modifier
-        Maps ``softmax_scale * q_i . k_j`` before the bias, and masks: SEMANTICS A15. Not together with ``softcap``.
+        Maps ``softmax_scale * q_i . k_j`` before the bias, and masks. Not together with ``softcap``.
     max_logit : ``[B, H]`` (with ``cu_seqlens`` ``[nb, H]``), optional
         Written: the largest ``S[i, j]`` of each head, -inf where nothing is kept, NaN where one that is kept is NaN.
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any, Final, Literal, TypedDict, TypeVar
 
@@ -189,10 +188,14 @@ def takes_further_inputs(function: _Function) -> _Function:
 
 def unexpected(function: str, name: str, accepted: Iterable[str]) -> TypeError:
     """Python's error for an argument that a function does not have, with the nearest of those that it has."""
-    nearest = get_close_matches(name, tuple(accepted), n=1, cutoff=0.5)
-    meant = "".join(f" Did you mean {x!r}?" for x in nearest)
+    from difflib import get_close_matches
+
+    nearest = get_close_matches(name, tuple(accepted), n=1, cutoff=0.55)
+    advice = f"Did you mean {nearest[0]!r}? See help(nvrtc_attn.{function})." if nearest else ""
+    if name in ("score_mod", "mask_mod", "aux"):  # every other function of the name has them
+        advice = "For torch tensors, nvrtc_attn.torch.flex_attention takes functions of a score."
     return TypeError(
-        f"{function}() got an unexpected keyword argument {name!r}.{meant} See help(nvrtc_attn.{function})."
+        f"{function}() got an unexpected keyword argument {name!r}. {advice or f'See help(nvrtc_attn.{function}).'}"
     )
 
 

@@ -25,8 +25,8 @@ class Part:
     pass the slices. ``heads`` counts query heads. The indices that ``score_mod`` and ``mask_mod`` get are those of the
     whole, and so are the arrays that they captured; gradients of those are the part's share, in arrays of whole size.
 
-    A part of the keys gives partial results, which `nvrtc_attn.merge_partials` combines; ``attention_backward`` with
-    out and lse of the whole gives exact shares of the gradients, to be added up.
+    A part of the keys gives partial results, which `nvrtc_attn.torch.parallel.merge_partials` combines;
+    ``attention_backward`` with out and lse of the whole gives exact shares of the gradients, to be added up.
 
     Raises
     ------

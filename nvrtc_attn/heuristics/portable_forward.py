@@ -134,16 +134,15 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
     if config.itemsize == 4:
         # 128 rows of plain scores take 6 to 7 % less time than 64; with any policy they spill. At head dim 128 a block
         # of 256 rows on 8 warps is 3 % faster still, but leaves room for no second one on the multiprocessor.
-        if (
-            fast_loads
-            and seqlen_q > 64
-            and (features == Features() or (dim_v <= 64 and features == Features(band=True)))
-        ):
+        others = replace(features, max_logit=False)
+        plain = others == Features() or (dim_v <= 64 and others == Features(band=True))
+        if fast_loads and seqlen_q > 64 and plain:
             if dim_v <= 64 and dim <= 128:
                 yield Tile(block_m=128, block_n=32, num_warps=4, min_blocks_per_sm=2)
             elif dim_v <= 128:
                 yield Tile(block_m=128, block_n=32, num_warps=4)
-        yield Tile(block_m=64, block_n=32, num_warps=4)
+        if not (features.max_logit and dim_v > 128 and config.arch in ("sm_100", "sm_103", "sm_110")):  # 80 bytes spill
+            yield Tile(block_m=64, block_n=32, num_warps=4)
         if fast_loads and less_smem:  # 8 warps where shared memory has room for one block
             yield Tile(block_m=128, block_n=32, num_warps=8)
         yield Tile(block_m=64, block_n=16, num_warps=4)
@@ -158,6 +157,8 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
             # 351 TFLOP/s at head dim 64, 6 % more than 128 x 64 in three blocks. With softcap or a bias 128 columns
             # spill, and for 12.x with a band, too.
             block_n = 96 if features.band and config.arch in ("sm_120", "sm_121") else 128
+            if features.max_logit and features.varlen:
+                block_n = min(block_n, 112)  # 20 bytes spill with 128 for 8.x
             yield Tile(block_m=128, block_n=block_n, num_warps=4, min_blocks_per_sm=2)
         elif dim_v <= 64 or (dim_v <= 128 and not reads_scores):
             # 409 TFLOP/s at head dim 128, where a second stage is 3 % slower and 256 rows on 8 warps 7 %. With a bias
@@ -167,7 +168,7 @@ def _tiles_by_shape(config: ForwardConfig, seqlen_q: int, seqlen_k: int, smem_li
                 # 100 KB a multiprocessor holds two blocks only with 32 keys; for 10.x ptxas spills 76 bytes with 64.
                 block_n = 32 if smem_limit < 128 << 10 else 64 if config.arch in ("sm_80", "sm_87", "sm_90") else 48
                 if features.max_logit and (config.packed_heads or features.softcap or features.prescale):
-                    block_n = min(block_n, 48)  # 4 to 16 bytes spill with 64
+                    block_n = min(block_n, 32 if block_n == 48 else 48)  # 4 to 16 bytes spill with 16 columns more
             yield Tile(block_m=128, block_n=block_n, num_warps=4, min_blocks_per_sm=2)
             if less_smem and block_n > 32 and dim > 128:  # two blocks of D 192 and 128 in 164 KB
                 yield Tile(block_m=128, block_n=32, num_warps=4, min_blocks_per_sm=2)

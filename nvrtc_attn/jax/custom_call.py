@@ -181,7 +181,7 @@ def attention(
 ) -> Any:
     """`nvrtc_attn.attention`, differentiable once in q, k, v, bias, sink and, through a returned lse, in the lse.
 
-    Parameters as there, but:
+    Parameters as there, without ``out``, ``stream`` and ``part``, but:
 
     score_mod, mask_mod, aux
         Functions as there, or of ``jax.numpy``. Arrays that they captured, tracers of ``jax.jit`` and ``jax.grad`` too,

@@ -36,7 +36,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Modifier:
-    """What `trace` returns. Pass it as ``score_mod``: nothing is traced again."""
+    """What `trace` returns. Pass it as ``score_mod``: nothing is traced again.
+
+    ``captures`` are the arrays that the functions read, of ``aux`` too, in the order in which they are used, which is
+    that of ``daux``. Arrays on which no score depends are left out.
+    """
 
     program: Program
     captures: tuple[Any, ...]

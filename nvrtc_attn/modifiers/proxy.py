@@ -434,7 +434,11 @@ def recording_of(args: Any) -> Recording | None:
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
-    """``a`` where a condition holds, else ``b``: the branch of native modifiers."""
+    """``a`` where ``condition`` holds, else ``b``: for functions of a score that import no array library.
+
+    In a ``score_mod`` or ``mask_mod`` each of the three is a number or an element of an array; ``numpy.where``,
+    ``torch.where`` and ``jax.numpy.where`` do the same there. Outside of one they are plain Python values.
+    """
     recording = recording_of((condition, a, b))
     if recording is None:
         return a if operator.truth(condition) else b

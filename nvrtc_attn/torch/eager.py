@@ -73,7 +73,8 @@ def attention(
 ) -> Any:
     """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias, sink and, by a returned lse, in lse.
 
-    Parameters as there, but:
+    Parameters as there, without ``out`` and ``stream``, and without ``score_mod``, ``mask_mod`` and ``aux``, which
+    `flex_attention` serves; but:
 
     rng
         Default: torch's generator of the device, which advances by the number of scores as it does for torch's own

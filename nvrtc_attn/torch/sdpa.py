@@ -20,6 +20,7 @@ from ..front.call import CallOptions
 from ..front.problem import Causal
 from .eager import GROUPED_HEADS_FIRST, HEADS_FIRST, again, attend
 from .efficient import efficient_attention_backward, efficient_attention_forward
+from .ops import is_dtensor
 from .replaced import NotTakenError, checked, counts, replace_kernels, why_not
 from .scaled_efficient import efficient_backward, efficient_forward
 
@@ -242,9 +243,19 @@ def _tag_caches(change: Callable[[str], str]) -> None:
 
 def _composite(query: Any, key: Any, value: Any, *more: Any, **options: Any) -> torch.Tensor:
     reason = why_not(query, key, value, options.get("attn_mask", more[0] if more else None))
+    if reason is None and any(x.__class__ is not torch.Tensor and _shards_tokens(x) for x in (query, key, value)):
+        reason = "a DTensor whose tokens are sharded, as of torch's context_parallel, whose steps come one by one"
     if reason is not None:
         raise NotTakenError(reason)
     return scaled_dot_product_attention(query, key, value, *more, **options)
+
+
+def _shards_tokens(x: Any) -> bool:
+    """Whether ranks have tokens of a DTensor.
+
+    Of torch's `context_parallel` those are in an order of its own, in which a mask means nothing but in its own ring.
+    """
+    return is_dtensor(x) and any(place.is_shard(dim) for place in x.placements for dim in (x.ndim - 2, -2))
 
 
 def _composite_below(*arguments: Any, **options: Any) -> torch.Tensor:

@@ -181,7 +181,7 @@ def oracle(case: Case, arrays: dict[str, Array]) -> tuple[dict[str, Array], dict
 def failures(
     case: Case, found: dict[str, Any], exact: dict[str, Array], low: dict[str, Array], arrays: dict[str, Array]
 ) -> list[str]:
-    """What breaks the error rule (SEMANTICS A10): one line a tensor."""
+    """What breaks the error rule (docs/guide/semantics.md, Precision): one line a tensor."""
     lines = []
     for name, tensor in found.items():
         value, truth = to_numpy(tensor), exact[name].astype(np.float64)

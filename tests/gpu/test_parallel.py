@@ -17,10 +17,11 @@ COUNT = torch.cuda.device_count()
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "programs", [("tensors", "dropout", "packed"), ("faults",), ("problems",), ("modified",), ("long",)]
+    "programs",
+    [("tensors", "dropout", "packed"), ("faults",), ("problems",), ("modified",), ("long",), ("torchs_ring",)],
 )
 def test_ranks_together_compute_the_whole(size: int, programs: tuple[str, ...], tmp_path: Path) -> None:
-    """As on the CPU, and sequences of several tiles in bfloat16."""
+    """As on the CPU, and sequences of several tiles in bfloat16; torch's own ring around our kernels."""
     if size > COUNT:
         pytest.skip(f"needs {size} GPUs of one host, here are {COUNT}")
     found = run(size, tmp_path, *programs, device="cuda")

@@ -1,4 +1,4 @@
-"""Scores that are huge, infinite or NaN, and NaN in keys that nobody sees: SEMANTICS A4 and A10 in both families."""
+"""Scores that are huge, infinite or NaN, and NaN in keys that nobody sees, in both families."""
 
 from __future__ import annotations
 

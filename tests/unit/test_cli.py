@@ -14,7 +14,7 @@ from child_environment import python_path
 from click.testing import CliRunner, Result
 from fake_driver import FakeDriver, FakeGpu, installed
 
-from nvrtc_attn import collect_env
+from nvrtc_attn import collect_env, commands
 from nvrtc_attn.base.architectures import PORTABLE_ARCHITECTURES
 from nvrtc_attn.commands import main
 from nvrtc_attn.jit import config_text
@@ -347,6 +347,22 @@ def test_warmup_refuses_bad_options(arguments: list[str], message: str) -> None:
     result = invoke("warmup", *arguments)
     assert result.exit_code in (1, 2)
     assert message in result.output
+
+
+def test_warmup_without_a_dtype_asks_for_what_the_target_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked for bfloat16 on Turing, too, and refused the whole command for it."""
+    asked: list[Any] = []
+
+    def compile_nothing(kernels: list[KernelConfig], _jobs: int | None) -> list[Any]:
+        asked.extend(kernels)
+        return []
+
+    monkeypatch.setattr(commands, "_compile_with_progress", compile_nothing)
+    result = invoke("warmup", "--arch", "sm_75", "--arch", "sm_80", "--head-dim", "64", "--seqlen", "64")
+    assert result.exit_code == 0, result.output
+    assert {(x.arch, x.dtype) for x in asked if x.dtype != "float32"} == {
+        ("sm_75", "float16"), ("sm_80", "float16"), ("sm_80", "bfloat16"),
+    }  # fmt: skip
 
 
 def test_help_needs_neither_gpu_nor_nvrtc() -> None:

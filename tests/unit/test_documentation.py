@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -35,6 +36,32 @@ def test_a_newcomer_reads_the_readme_in_one_go(repository: Path) -> None:
     assert len(text.splitlines()) <= 150
     table = text[text.index("<!-- grid") : text.index("<!-- end of grid")]
     assert len([line for line in table.splitlines() if line.startswith("|")]) <= 2 + 12  # head, rule, rows
+
+
+def test_tables_of_the_kernels_are_those_of_the_saved_grid(repository: Path) -> None:
+    """TFLOP/s of the rows that docs/kernels.md says are of grid_auto.json."""
+    page = (repository / "docs" / "kernels.md").read_text(encoding="utf-8")
+    rows = json.loads((repository / "benchmarks" / "results" / "grid_auto.json").read_text(encoding="utf-8"))["rows"]
+    figures = {}
+    for row in rows:
+        batch, seqlen, heads = map(int, row["BxSxH"].split("x"))
+        products = batch * heads * seqlen**2 * row["D"] * (0.5 if row["causal"] else 1)
+        for name, count in (("fwd", 4), ("bwd", 10)):
+            for provider in ("cudnn", "fa3", "fa4", "ours"):
+                if ms := row.get(f"{provider}.{name}"):
+                    key = (row["D"], row["BxSxH"], row["causal"], name, provider)
+                    figures[key] = f"{count * products / ms / 1e9:.0f}"
+    for head_dim, shape in {(row["D"], row["BxSxH"]) for row in rows}:
+
+        def cells(name: str, providers: str, order: tuple[bool, bool], at: tuple[int, str] = (head_dim, shape)) -> str:
+            return " | ".join(figures[(*at, causal, name, x)] for causal in order for x in providers.split())
+
+        forward = cells("fwd", "cudnn fa3 ours", (True, False))
+        assert f"| {head_dim} | {shape.split('x')[1]} | {forward} |" in page
+        wide = head_dim == 256
+        backward = cells("bwd", "cudnn ours" if wide else "cudnn fa4 ours", (False, True))
+        if not wide or shape in ("16x1024x8", "4x4096x8", "1x16384x8"):
+            assert f"| {head_dim} | {shape.replace('x', ' x ')} | {backward} |" in page
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -171,6 +198,62 @@ def test_the_reference_has_every_public_function(repository: Path) -> None:
         door, _, attribute = name.rpartition(".")
         if all(importlib.util.find_spec(library) is not None for library in documents.behind(door)):
             assert inspect.getdoc(getattr(importlib.import_module(door), attribute)), name
+
+
+@pytest.mark.parametrize("door", ["torch", "torch/parallel", "jax"])
+def test_the_reference_has_what_an_adapter_hands_out(door: str, repository: Path) -> None:
+    """Read from the source, so that the frameworks need not be here."""
+    page = (repository / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
+    path = repository / "nvrtc_attn" / door / "__init__.py"
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            names = ast.literal_eval(node.value)
+            break
+    else:
+        raise AssertionError(f"{path} has no __all__")
+    module = f"nvrtc_attn.{door.replace('/', '.')}"
+    assert not [name for name in names if f".. from-source:: {module}.{name}\n" not in page]
+
+
+def texts_with_names(repository: Path) -> dict[str, str]:
+    """The pages, and the docstrings of the package."""
+    found = {page: (repository / page).read_text(encoding="utf-8") for page in PAGES}
+    for path in (repository / "nvrtc_attn").rglob("*.py"):
+        if "_include" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                name = getattr(node, "name", "module")
+                found[f"{path.relative_to(repository)}, {name}"] = text
+    return found
+
+
+def exists(name: str) -> bool:
+    """Whether the package has a dotted name; what is behind a library that is missing here is taken as there."""
+    found: object = nvrtc_attn
+    parts = name.split(".")
+    for count, part in enumerate(parts[1:], 2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(".".join(parts[:count]))
+            except ModuleNotFoundError as error:
+                return not str(error.name).startswith("nvrtc_attn")
+    return True
+
+
+def test_names_of_the_package_that_texts_mention_exist(repository: Path) -> None:
+    assert exists("nvrtc_attn.front.part.Part")
+    assert not exists("nvrtc_attn.merge_partials")
+    names = {
+        (name, place)
+        for place, text in texts_with_names(repository).items()
+        for name in re.findall(r"`(nvrtc_attn(?:\.\w+)+)(?:`|\()", text)
+        if not name.endswith(".launch")  # the target of a custom call of XLA
+    }
+    assert len(names) > 50
+    assert not sorted(x for x in names if not exists(x[0]))
 
 
 def test_every_integration_has_a_page(repository: Path) -> None:

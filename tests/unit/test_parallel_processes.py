@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from child_environment import python_path
 
-pytest.importorskip("torch", reason="torch is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS = 400
@@ -60,6 +60,12 @@ def test_ranks_together_compute_the_whole(size: int, tmp_path: Path) -> None:
     programs = ("tensors", "dropout", "packed", "faults", "problems", "modified", *(("compiled",) if size == 2 else ()))
     found = run(size, tmp_path, *programs)
     assert not any(found.values()), "\n".join(f"{name}: {fault}" for name, faults in found.items() for fault in faults)
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="enable_sdpa needs torch 2.9.1")
+def test_torchs_own_context_parallel_runs_these_kernels(tmp_path: Path) -> None:
+    """Under `enable_sdpa` its ring calls them step by step; a call of sharded tokens is not taken as a whole."""
+    assert run(2, tmp_path, "torchs_ring") == {"torchs_ring": []}
 
 
 def test_a_rank_that_is_gone_lets_the_others_fail(tmp_path: Path) -> None:

@@ -101,10 +101,14 @@ def empty_partial(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
     return torch.empty((*q.shape[:3], head_dim_v), dtype=torch.float32, device=q.device)
 
 
+def share_dtype(q: torch.Tensor, options: CallOptions) -> torch.dtype:
+    """The type of the dq of some of the keys: float32 where there is a kernel for it."""
+    return q.dtype if q.is_cuda and options.deterministic else torch.float32
+
+
 def empty_share(q: torch.Tensor, options: CallOptions) -> torch.Tensor:
-    """Memory for the dq of some of the keys: float32 where there is a kernel for it."""
-    dtype = q.dtype if q.is_cuda and options.deterministic else torch.float32
-    return torch.empty(q.shape, dtype=dtype, device=q.device)
+    """Memory for the dq of some of the keys."""
+    return torch.empty(q.shape, dtype=share_dtype(q, options), device=q.device)
 
 
 def forward(

@@ -20,7 +20,16 @@ import torch
 
 from ...front.chunks import Chunks, Interval, common, joined, length, places, reach, together, without
 from .exchange import Lanes, Pending, exchange
-from .local import Whole, apply_sink, empty_partial, empty_share, merge_into, sink_gradient, slice_scores
+from .local import (
+    Whole,
+    apply_sink,
+    empty_partial,
+    empty_share,
+    merge_into,
+    share_dtype,
+    sink_gradient,
+    slice_scores,
+)
 from .local import backward as backward_here
 from .local import forward as forward_here
 
@@ -412,23 +421,30 @@ class Ring(_Tokens):
         return exchange(self.group, sends, receives), coming
 
     def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
-        out = x.q.new_zeros((*x.q.shape[:3], x.v.shape[3]), dtype=torch.float32)
-        lse = x.q.new_full((x.q.shape[0], x.q.shape[2], x.q.shape[1]), -torch.inf, dtype=torch.float32)
+        out = x.q.new_empty((*x.q.shape[:3], x.v.shape[3]), dtype=torch.float32)
+        lse = x.q.new_empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), dtype=torch.float32)
         k, v, heads = x.k, x.v, slice(0, x.q.shape[2])
+        left = dict(self.rows())  # chunks that nothing was computed of yet: the first result is not added to another
         for step in range(self.size):
             source = (self.rank - step) % self.size
             under_way = self._pass_on(source, k, v) if step + 1 < self.size else None
             for chunk, at, keys, where in self._pairs(whole, source):
-                out_part = empty_partial(x.q[:, at], x.v.shape[3])
+                begins = left.pop(chunk, None) is not None
+                out_part = out[:, at] if begins else empty_partial(x.q[:, at], x.v.shape[3])
                 lse_part = forward_here(
                     x.q[:, at], k[:, where], v[:, where], slice_scores(x.bias, heads, at, keys),
                     slice_scores(x.mask, heads, at, keys), out_part,
                     whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole,
                 )  # fmt: skip
-                merge_into(out[:, at], lse[:, :, at], out_part, lse_part)
+                if begins:
+                    lse[:, :, at] = lse_part
+                else:
+                    merge_into(out[:, at], lse[:, :, at], out_part, lse_part)
             if under_way is not None:
                 pending, (k, v) = under_way
                 pending.wait()
+        for at in left.values():
+            out[:, at], lse[:, :, at] = 0, -torch.inf
         if x.sink is not None:
             apply_sink(out, lse, x.sink)
         result = out.to(x.q.dtype)
@@ -438,24 +454,39 @@ class Ring(_Tokens):
         self, saved: tuple[Any, ...], whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None
     ) -> Gradients:
         x, (out, lse) = Inputs(*saved[:-2]), saved[-2:]
-        dq = torch.zeros(x.q.shape, dtype=torch.float32, device=x.q.device)
+        dq = torch.empty(x.q.shape, dtype=torch.float32, device=x.q.device)
         dbias = _zeros_of_bias(x.bias, whole)
         k, v, heads = x.k, x.v, slice(0, x.q.shape[2])
+        left = dict(self.rows())  # chunks whose dq nothing was written of yet
         travelling: tuple[Pending, list[torch.Tensor]] | None = None  # dk and dv of the keys that come next
         for step in range(self.size):
             source = (self.rank - step) % self.size
             under_way = self._pass_on(source, k, v) if step + 1 < self.size else None
-            dk, dv = (torch.zeros(y.shape, dtype=torch.float32, device=y.device) for y in (k, v))
-            for chunk, at, keys, where in self._pairs(whole, source):
-                share = empty_share(x.q[:, at], whole.options)
+            dk, dv = (torch.empty(y.shape, dtype=torch.float32, device=y.device) for y in (k, v))
+            # Those of the most keys first: what they write of dk and dv need not be zeroed before.
+            pairs = sorted(self._pairs(whole, source), key=lambda pair: pair[2][0] - pair[2][1])
+            for n, (chunk, at, keys, where) in enumerate(pairs):
+                if n == 0:
+                    for y in (dk, dv):
+                        y[:, : where.start], y[:, where.stop :] = 0, 0
+                begins = left.pop(chunk, None) is not None
+                direct = begins and share_dtype(x.q, whole.options) == dq.dtype
+                share = dq[:, at] if direct else empty_share(x.q[:, at], whole.options)
                 of_bias = backward_here(
                     x.q[:, at], k[:, where], v[:, where], slice_scores(x.bias, heads, at, keys),
                     slice_scores(x.mask, heads, at, keys), out[:, at], lse[:, :, at], dout[:, at],
-                    None if dlse is None else dlse[:, :, at], (share, dk[:, where], dv[:, where]),
-                    whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole, add=True,
+                    None if dlse is None else dlse[:, :, at],
+                    (share, dk[:, where], dv[:, where]),
+                    whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole, add=n > 0,
                 )  # fmt: skip
-                dq[:, at] += share
+                if not begins:
+                    dq[:, at] += share
+                elif not direct:
+                    dq[:, at] = share
                 _add_dbias(dbias, of_bias, heads, at, keys)
+            if not pairs:
+                dk.zero_()
+                dv.zero_()
             if travelling is not None:
                 pending, theirs = travelling
                 pending.wait()
@@ -466,6 +497,8 @@ class Ring(_Tokens):
             if under_way is not None:
                 pending, (k, v) = under_way
                 pending.wait()
+        for at in left.values():
+            dq[:, at] = 0
         if travelling is not None:
             pending, (dk, dv) = travelling
             pending.wait()
