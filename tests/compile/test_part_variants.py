@@ -118,6 +118,7 @@ def test_every_float32_result_is_written_as_float32(arch: str, seqlen: int) -> N
             assert not any(getattr(c, "stores_dq", False) for c in found), (head_dim, options)
 
 
+@pytest.mark.slow(sample=["64-documents"])
 @pytest.mark.parametrize("name", ["alibi", "relative bias", "documents"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_with_modifiers_of_a_part_compile_and_do_not_spill(name: str, head_dim: int) -> None:
