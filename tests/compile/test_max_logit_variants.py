@@ -129,7 +129,8 @@ OWN_TILES = ("d64-softcap", "d64-negative-scale", "d64-packed-softcap", "d128-ca
 @pytest.mark.parametrize("name", [name for name in HOPPER if name not in OWN_TILES])
 def test_only_the_kernel_that_computes_scores_differs(name: str) -> None:
     """The same tiles, grids and further kernels as without it, and a little more shared memory."""
-    for backend in ("hopper", "portable"):
+    # Portable packed sequences of head dim 64 have a tile of their own with it.
+    for backend in ("hopper", "portable")[: 1 if name.startswith("d64-packed") else 2]:
         given = launches(problem(**HOPPER[name]), "sm_90", backend)
         plain = launches(problem(**HOPPER[name], wanted=False), "sm_90", backend)
         assert len(given) == len(plain)

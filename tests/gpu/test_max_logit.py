@@ -109,6 +109,8 @@ def largest(q: Any, k: Any, v: Any, options: dict[str, Any], shape: tuple[int, .
     wanted = {config.kernel for config, _ in plan._kernels if config.features.max_logit}
     assert len(wanted) == 1, wanted
     plain = torch.empty_like(out)
+    size = api.forward_workspace_bytes(q, k, v, **options)  # its tile may be another, and with it the number of splits
+    workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     api.attention_forward(q, k, v, plain, workspace=workspace, **options)
     torch.testing.assert_close(out, plain, atol=2e-2, rtol=2e-2)
     return found
