@@ -21,7 +21,14 @@ from nvrtc_attn.modifiers.trace import trace
 pytest.importorskip("cuda.bindings.nvrtc")
 
 NAMES = ("causal documents", "prefix of documents", "natten", "block diffusion", "blocks", "circle")
-VARIANTS = [(name, head_dim) for name in NAMES for head_dim in (64, 128)]
+# Each mask at one head dim for each family, the two heaviest at both: what walks tiles does not depend on the mask.
+VARIANTS = [
+    (name, head_dim, backend)
+    for i, name in enumerate(NAMES)
+    for j, head_dim in enumerate((64, 128))
+    for k, backend in enumerate(("hopper", "portable"))
+    if name in ("causal documents", "prefix of documents") or (i + j + k) % 2
+]
 SPILLED: dict[tuple[str, int, str], int] = {("prefix of documents", 128, "backward_portable"): 20}
 """Bytes that are known."""
 
@@ -45,8 +52,7 @@ def kernels(
 
 
 @pytest.mark.slow(sample=["causal documents-64-hopper"])
-@pytest.mark.parametrize("backend", ["hopper", "portable"])
-@pytest.mark.parametrize(("name", "head_dim"), VARIANTS)
+@pytest.mark.parametrize(("name", "head_dim", "backend"), VARIANTS)
 def test_kernels_do_not_spill(name: str, head_dim: int, backend: str) -> None:
     for config in kernels(name, head_dim, backend=backend):
         assert config.kernel.endswith((backend, "tile_ranges"))
