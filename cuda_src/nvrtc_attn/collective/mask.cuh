@@ -1,8 +1,9 @@
 // Which keys a query may see by its position: the one place that knows, for both kernel families, forward and backward,
 // scores by rows and transposed ones.
 //
-// Row i of a sequence sees key j iff i + low <= j <= i + high and j < len_k (SEMANTICS: off - left and off + right,
-// off = 0 from the top left or len_k - len_q from the bottom right, signed). Indices are counted within the sequence.
+// Row i of a sequence sees key j iff i + low <= j <= i + high and j < len_k; low and high are off - left and off + right,
+// off = 0 from the top left or len_k - len_q from the bottom right, signed (docs/guide/semantics.md). Indices are
+// counted within the sequence.
 //
 // The rule is four functions: first_key and last_key of a row, first_row and last_row of a key. None of them decreases
 // as its argument grows, and they say the same thing: for rows and keys that there are, j <= last_key(i) iff
