@@ -86,23 +86,15 @@ struct Plain { int nothing; };
 )
 """For text of one thread, `modifier.cuh` and what is made for it: numbers, and a warp of one lane."""
 
-FIBERS = """
+RUNNER = """
 #include <setjmp.h>
 #include <ucontext.h>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <vector>
 #define NVRTC_ATTN_DEVICE inline
-#define __shared__ static
-#define asm(...)
-#define volatile
-struct int2 { int x, y; };
-inline int2 make_int2(int x, int y) { return {x, y}; }
-struct Index { int x; };
-static Index threadIdx, blockIdx, gridDim;
-
-// Fibers: one CUDA thread each, resumed in random order.
 struct Meeting { int arrived = 0, generation = 0; };
 struct Fiber {
   ucontext_t context;  // where it begins
@@ -112,24 +104,25 @@ struct Fiber {
   int generation = 0;
 };
 static std::vector<Fiber> fibers;
-static std::vector<char> stacks(128 << 16);
+static std::vector<char> stacks;
 static jmp_buf scheduler;
+static int now;  // the fiber that runs
 static std::function<void()> body;
-static Meeting block_meeting, warp_meetings[64];
-static int exchanged[64][32];
 static void fiber_main() {
   body();
-  fibers[threadIdx.x].done = true;
+  fibers[now].done = true;
   _longjmp(scheduler, 1);
 }
-static void resume(Fiber& x) {
+static void resume(int which) {
+  Fiber& x = fibers[now = which];
+  x.waits_for = nullptr;
   if (_setjmp(scheduler) != 0) return;
   if (x.begun) _longjmp(x.place, 1);
   x.begun = true;
   setcontext(&x.context);
 }
 static void meet(Meeting& at, int threads) {
-  Fiber& own = fibers[threadIdx.x];
+  Fiber& own = fibers[now];
   if (++at.arrived == threads) {
     at.arrived = 0;
     ++at.generation;
@@ -139,29 +132,54 @@ static void meet(Meeting& at, int threads) {
   own.generation = at.generation;
   if (_setjmp(own.place) == 0) _longjmp(scheduler, 1);
 }
-static void run_block(int threads, std::function<void()> what) {
+static void make_fibers(int threads, std::function<void()> what) {
   body = what;
   fibers = std::vector<Fiber>(threads);
+  stacks.resize(fibers.size() << 16);
   for (Fiber& x : fibers) {
     getcontext(&x.context);
     x.context.uc_stack.ss_sp = stacks.data() + ((&x - fibers.data()) << 16);
     x.context.uc_stack.ss_size = 1 << 16;
     makecontext(&x.context, fiber_main, 0);
   }
-  while (true) {
-    std::vector<int> ready;
-    for (int i = 0; i < threads; ++i) {
-      Fiber& x = fibers[i];
-      if (!x.done && (x.waits_for == nullptr || x.waits_for->generation != x.generation)) ready.push_back(i);
-    }
-    if (ready.empty()) break;
-    threadIdx.x = ready[rand() % ready.size()];
-    fibers[threadIdx.x].waits_for = nullptr;
-    resume(fibers[threadIdx.x]);
+}
+static std::vector<int> ready_fibers() {
+  std::vector<int> ready;
+  for (int i = 0; i < int(fibers.size()); ++i) {
+    Fiber& x = fibers[i];
+    if (!x.done && (x.waits_for == nullptr || x.waits_for->generation != x.generation)) ready.push_back(i);
   }
+  return ready;
+}
+static bool all_are_done() {
   for (Fiber& x : fibers) {
-    if (!x.done) abort();
+    if (!x.done) return false;
   }
+  return true;
+}
+"""
+"""Threads as fibers: each is a CUDA thread that runs until it meets others. Who runs them chooses the order."""
+
+FIBERS = (
+    RUNNER
+    + """
+#define __shared__ static
+#define asm(...)
+#define volatile
+struct int2 { int x, y; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
+struct Index { int x; };
+static Index threadIdx, blockIdx, gridDim;
+
+static Meeting block_meeting, warp_meetings[64];
+static int exchanged[64][32];
+static void run_block(int threads, std::function<void()> what) {
+  make_fibers(threads, what);
+  for (std::vector<int> ready; !(ready = ready_fibers()).empty();) {
+    threadIdx.x = ready[rand() % ready.size()];
+    resume(threadIdx.x);
+  }
+  if (!all_are_done()) abort();
 }
 inline void __syncthreads() { meet(block_meeting, int(fibers.size())); }
 inline int exchange(int value, int from) {
@@ -183,5 +201,6 @@ inline unsigned __ballot_sync(unsigned, bool value) {
   return found;
 }
 """
+)
 """For text of whole thread blocks: threads are fibers that take turns in random order, so that a missing
 barrier shows."""

@@ -14,97 +14,40 @@ from pathlib import Path
 import host_cuda
 import pytest
 
-RUNTIME = """
-#include <setjmp.h>
-#include <ucontext.h>
+RUNTIME = (
+    host_cuda.RUNNER
+    + """
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <vector>
-#define NVRTC_ATTN_DEVICE inline
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
-struct Meeting { int arrived = 0, generation = 0; };
-struct Fiber {
-  ucontext_t context;  // where it begins
-  jmp_buf place;       // where it waits
-  bool begun = false, done = false;
-  Meeting* waits_for = nullptr;
-  int generation = 0;
-};
-static std::vector<Fiber> fibers;
-static std::vector<char> stacks;
-static jmp_buf scheduler;
-static int now;  // the fiber that runs
-static void (*body)();
 static int threads_of_block;
 static std::vector<Meeting> block_meetings;
 static Meeting cluster_meeting;
 static std::vector<std::vector<unsigned char>> shared;
 static constexpr int kGuard = 64;
 
-static void meet(Meeting& at, int threads) {
-  Fiber& own = fibers[now];
-  if (++at.arrived == threads) {
-    at.arrived = 0;
-    ++at.generation;
-    return;
-  }
-  own.waits_for = &at;
-  own.generation = at.generation;
-  if (_setjmp(own.place) == 0) _longjmp(scheduler, 1);
-}
 inline void __syncthreads() { meet(block_meetings[now / threads_of_block], threads_of_block); }
 static unsigned char* own_shared() { return shared[now / threads_of_block].data(); }
-static void fiber_main() {
-  body();
-  fibers[now].done = true;
-  _longjmp(scheduler, 1);
-}
-static void resume(Fiber& x) {
-  if (_setjmp(scheduler) != 0) return;
-  if (x.begun) _longjmp(x.place, 1);
-  x.begun = true;
-  setcontext(&x.context);
-}
 static void run_cluster(int blocks, int threads, int bytes, void (*what)()) {
-  body = what;
   threads_of_block = threads;
   block_meetings.assign(blocks, Meeting());
   cluster_meeting = Meeting();
   shared.assign(blocks, std::vector<unsigned char>(bytes + kGuard, 0xff));
-  fibers = std::vector<Fiber>(blocks * threads);
-  stacks.resize(fibers.size() << 15);
-  for (Fiber& x : fibers) {
-    getcontext(&x.context);
-    x.context.uc_stack.ss_sp = stacks.data() + ((&x - fibers.data()) << 15);
-    x.context.uc_stack.ss_size = 1 << 15;
-    makecontext(&x.context, fiber_main, 0);
-  }
-  std::vector<int> left(blocks, threads), ready;
-  while (true) {
-    ready.clear();
-    for (int i = 0; i < int(fibers.size()); ++i) {
-      Fiber& x = fibers[i];
-      if (!x.done && (x.waits_for == nullptr || x.waits_for->generation != x.generation)) ready.push_back(i);
-    }
-    if (ready.empty()) break;
+  make_fibers(blocks * threads, what);
+  std::vector<int> left(blocks, threads);
+  for (std::vector<int> ready; !(ready = ready_fibers()).empty();) {
     for (int n = 0; n < 64 && !ready.empty(); ++n) {
       int const at = rand() % int(ready.size());
-      now = ready[at];
+      int const which = ready[at];
       ready.erase(ready.begin() + at);
-      fibers[now].waits_for = nullptr;
-      resume(fibers[now]);
-      int const block = now / threads;
-      if (fibers[now].done && --left[block] == 0) memset(shared[block].data(), 0xff, bytes);
+      resume(which);
+      int const block = which / threads;
+      if (fibers[which].done && --left[block] == 0) memset(shared[block].data(), 0xff, bytes);
     }
   }
-  for (Fiber& x : fibers) {
-    if (!x.done) { std::printf("a thread waits for ever\\n"); exit(1); }
-  }
+  if (!all_are_done()) { std::printf("a thread waits for ever\\n"); exit(1); }
   for (auto& x : shared) {
     for (int i = bytes; i < bytes + kGuard; ++i) {
       if (x[i] != 0xff) { std::printf("beyond the shared memory\\n"); exit(1); }
@@ -112,6 +55,7 @@ static void run_cluster(int blocks, int threads, int bytes, void (*what)()) {
   }
 }
 """
+)
 
 PRELUDE = """
 namespace nvrtc_attn {
