@@ -206,3 +206,13 @@ def instant_compiler(cache: Path) -> Iterator[None]:
         compiler._memory.clear()
         yield
         compiler._memory.clear()
+
+
+@contextmanager
+def launching(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[FakeDriver]:
+    """One GPU on which calls of the public functions launch: no plan is known, nothing is compiled or kept alive."""
+    monkeypatch.setattr("nvrtc_attn.plans.plan._plans", {})
+    monkeypatch.setattr("nvrtc_attn.plans.plan._kernels", {})
+    monkeypatch.setattr("nvrtc_attn.plans.run.hold", lambda *_: None)
+    with instant_compiler(cache), installed(FakeDriver([FakeGpu()])) as driver_in_python:
+        yield driver_in_python

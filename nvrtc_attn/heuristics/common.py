@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from ctypes import c_float
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from ..front.operands import OPERANDS
 from ..front.problem import AttentionProblem, OperandLayout
 from ..jit.config import BackwardConfig, Features
 from ..modifiers.cuda import cuda_source
 from .spec import Launch
+
+_Row = TypeVar("_Row")
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -76,6 +80,11 @@ def choose_captured(problem: AttentionProblem, *, arch: str, num_sms: int) -> li
         num_warps=4, features=features, dq="none",
     )  # fmt: skip
     return [Launch(config=config, grid=4 * num_sms, block=config.num_threads, smem_bytes=0)]
+
+
+def tile_of(table: type[_Row], config: Any) -> _Row:
+    """The row of a tile table, a dataclass of its own in each family, that ``config`` was made of."""
+    return table(**{x.name: getattr(config, x.name) for x in fields(table)})  # type: ignore[arg-type]
 
 
 def is_float32(problem: AttentionProblem, *names: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
 from ..modifiers.cuda import takes_registers
-from .common import ceil_div, features_of, is_vectorizable, packed_slots
+from .common import ceil_div, features_of, is_vectorizable, packed_slots, tile_of
 from .hopper_common import (
     DTYPES_16BIT,
     MIN_QUERY_ROWS,
@@ -594,7 +594,7 @@ def plan_like(
     config: HopperForwardConfig, problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int
 ) -> ForwardPlanSpec | list[str]:
     """The plan of a part with the tile of the whole's ``config``, or every reason against it."""
-    tile = Tile(**{x.name: getattr(config, x.name) for x in fields(Tile)})
+    tile = tile_of(Tile, config)
     if problem.window_right is None:
         tile = replace(tile, half_tile=False)  # there is no diagonal: what it leaves out adds zeros
     if tile.packed_heads and not may_pack_heads(problem):

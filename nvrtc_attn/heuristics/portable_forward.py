@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
 from ..front.operands import OPERANDS, unread_by
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, ForwardConfig
-from .common import ceil_div, features_of, is_vectorizable, maps_scores, packed_slots, round_up
+from .common import ceil_div, features_of, is_vectorizable, maps_scores, packed_slots, round_up, tile_of
 from .portable_common import MEASURED_SMEM, MIN_WARPS, SMEM_RESERVED, warps_per_sm
 from .spec import ForwardPlanSpec, Launch
 from .tile_words import pays as words_pay
@@ -370,7 +370,7 @@ def choose_forward(
         features=replace(features_of(problem), max_logit=problem.return_max_logit),
         packed_heads=group > 1,
     )
-    tiles = _tiles(base, rows, problem.seqlen_k, smem_limit) if like is None else [_tile_of(like)]
+    tiles = _tiles(base, rows, problem.seqlen_k, smem_limit) if like is None else [tile_of(Tile, like)]
     candidates = [_with_tile(base, tile) for tile in tiles]
     fitting = [c for c in candidates if smem_bytes(c) <= smem_limit]
     if rows > PACKED_QUERIES and smem_limit < MEASURED_SMEM and not legacy_mma:
@@ -521,10 +521,6 @@ def _has_lines(problem: AttentionProblem, config: ForwardConfig, num_m_blocks: i
     assert problem.mask is not None
     _, heads, rows, _ = problem.mask.shape
     return heads == 1 and (rows == 1 or num_m_blocks == 1)
-
-
-def _tile_of(config: ForwardConfig) -> Tile:
-    return Tile(**{x.name: getattr(config, x.name) for x in fields(Tile)})
 
 
 def _with_tile(config: ForwardConfig, tile: Tile) -> ForwardConfig:

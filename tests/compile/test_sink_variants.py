@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import pytest
 from architectures import ONE_OF_EACH_CLASS
+from clean_compile import check_clean
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.base.architectures import ARCHITECTURES
@@ -16,7 +16,6 @@ from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.front.tensors import Device
 from nvrtc_attn.heuristics.spec import Launch
 from nvrtc_attn.jit.codegen import params_class
-from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.config import Features, KernelConfig
 from nvrtc_attn.jit.params import BackwardParams, ForwardParams, HopperForwardParams, params_behind
 
@@ -99,18 +98,12 @@ def portable(arch: str, name: str) -> list[KernelConfig]:
     return [*forward, *gradients]
 
 
-def check(config: KernelConfig) -> None:
-    kernel = compile_kernel(config)
-    assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
-    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
-
-
 @pytest.mark.slow(sample=ALWAYS_HOPPER)
 @pytest.mark.compiles(kernels=hopper)
 @pytest.mark.parametrize("name", CASES)
 def test_hopper_variants_compile_clean(name: str) -> None:
     for config in hopper(name):
-        check(config)
+        check_clean(config)
 
 
 @pytest.mark.slow(sample=["d64-sm_75", "d64-sm_80", "decode-sm_75"])
@@ -119,7 +112,7 @@ def test_hopper_variants_compile_clean(name: str) -> None:
 @pytest.mark.parametrize("name", PORTABLE)
 def test_portable_variants_compile_clean(arch: str, name: str) -> None:
     for config in portable(arch, name):
-        check(config)
+        check_clean(config)
 
 
 def gradient(arch: str) -> list[KernelConfig]:
@@ -131,7 +124,7 @@ def gradient(arch: str) -> list[KernelConfig]:
 @pytest.mark.parametrize("arch", ONE_OF_EACH_CLASS)
 def test_the_gradient_compiles_everywhere(arch: str) -> None:
     (config,) = gradient(arch)
-    check(config)
+    check_clean(config)
 
 
 # Causal, in a window or packed they have a tile of their own at head dim 64, and causal at 192.

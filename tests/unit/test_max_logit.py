@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dlpack_producer import BOGUS_POINTER, Producer
-from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
+from fake_driver import FakeDriver, launching
 
 import nvrtc_attn
 from nvrtc_attn import api
@@ -139,10 +139,7 @@ def test_into_a_given_array_and_what_is_refused() -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "_kernels", {})
-    monkeypatch.setattr("nvrtc_attn.plans.run.hold", lambda *_: None)
-    with instant_compiler(tmp_path / "kernels"), installed(FakeDriver([FakeGpu()])) as driver_in_python:
+    with launching(monkeypatch, tmp_path / "kernels") as driver_in_python:
         yield driver_in_python
 
 
