@@ -27,7 +27,7 @@ class ArrayFacts:
     """What a trace asks of a captured array."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: Any
 
     @property
     def ndim(self) -> int:
@@ -46,7 +46,7 @@ def _program(text: str) -> Program:
 
 @functools.lru_cache(maxsize=4096)
 def read(
-    text: str, ints: tuple[int, ...], floats: tuple[float, ...], arrays: tuple[tuple[tuple[int, ...], str], ...]
+    text: str, ints: tuple[int, ...], floats: tuple[float, ...], arrays: tuple[tuple[tuple[int, ...], Any], ...]
 ) -> tuple[Modifier, tuple[int, ...]]:
     """The modifier of a text, without its arrays, and which of the arrays it has.
 
@@ -57,7 +57,7 @@ def read(
     ints, floats
         The numbers of this call.
     arrays
-        Shape and dtype of each captured array.
+        Shape and dtype of each captured array; a dtype is that of the framework, or its name.
 
     Raises
     ------

@@ -80,7 +80,7 @@ def create_block_mask(
     numbers = ""
     if not _in_dynamo():
         traced(None, mask_mod)
-        numbers = ",".join({json.dumps(x): None for _, x in literals(mask_mod) if math.isfinite(x)})
+        numbers = ",".join({json.dumps(x): None for _, x in literals(mask_mod) if abs(x) < math.inf})
     sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
     return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN), (sizes[0], sizes[1]), numbers)
 

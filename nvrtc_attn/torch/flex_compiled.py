@@ -196,7 +196,7 @@ def _numbers_in(code: types.CodeType) -> str:
         for x in codes.pop().co_consts:
             if isinstance(x, types.CodeType):
                 codes.append(x)
-            elif isinstance(x, int | float) and math.isfinite(x):
+            elif isinstance(x, int | float) and abs(x) < math.inf:
                 found.append(json.dumps(x))
     return ",".join(found)
 
@@ -262,7 +262,7 @@ modified_backward: Any = torch.ops.nvrtc_attn.modified_backward.default
 def _modifier(captures: Any, program: str, ints: Any, floats: Any) -> tuple[Modifier | None, tuple[int, ...]]:
     if not program:
         return None, ()
-    facts = tuple([(tuple(x.shape), str(x.dtype)) for x in captures])
+    facts = tuple([(x.shape, x.dtype) for x in captures])
     modifier, places = told.read(program, tuple(ints), tuple(floats), facts)
     return modifier.with_captures(tuple([captures[i] for i in places])), places
 
@@ -286,10 +286,8 @@ def _run_backward(
     with torch.no_grad():
         modifier, places = _modifier(captures, program, ints, floats)
         trained = [i for i in (() if modifier is None else modifier.differentiable) if wanted[places[i]]]
-        daux = [
-            torch.empty(captures[place].shape, dtype=torch.float32, device=q.device) if i in trained else None
-            for i, place in enumerate(places)
-        ]
+        sums = {i: torch.empty(captures[places[i]].shape, dtype=torch.float32, device=q.device) for i in trained}
+        daux = [sums.get(i) for i in range(len(places))]
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
         if dout.stride(-1) != 1 or 0 in dout.stride():
             dout = dout.contiguous()
@@ -297,12 +295,13 @@ def _run_backward(
             dout.resolve_neg(), q, k, v, out, lse, *gradients, dlse=None if dlse is None else dlse.contiguous(),
             score_mod=modifier, daux=daux if trained else None, softmax_scale=scale, deterministic=deterministic,
         )  # fmt: skip
-        found = [
-            torch.zeros_like(x, memory_format=torch.contiguous_format) if wants else x.new_empty(0)
-            for x, wants in zip(captures, wanted, strict=True)
-        ]
-        for i in trained:
-            found[places[i]].copy_(daux[i])
+        of_captures = {places[i]: x for i, x in sums.items()}
+        found = []
+        for i, x in enumerate(captures):
+            if i in of_captures:
+                found.append(of_captures[i].to(x.dtype))
+            else:  # no score depends on it, or nobody asks
+                found.append(x.new_zeros(x.shape) if wanted[i] else x.new_empty(0))
     return [*gradients, *found]
 
 
@@ -320,7 +319,7 @@ def _forward_fake(
         numbers = [
             tuple([x if type(x) is kind else kind(2) for x in given]) for kind, given in ((int, ints), (float, floats))
         ]
-        shapes = tuple([(tuple([n if type(n) is int else _ANY_SIZE for n in x.shape]), str(x.dtype)) for x in captures])
+        shapes = tuple([(tuple([n if type(n) is int else _ANY_SIZE for n in x.shape]), x.dtype) for x in captures])
         told.read(program, *numbers, shapes)
     batch, rows, heads, _ = q.shape
     return q.new_empty((batch, rows, heads, v.shape[3])), q.new_empty((batch, heads, rows), dtype=torch.float32)

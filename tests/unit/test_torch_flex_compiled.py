@@ -230,6 +230,26 @@ def test_a_closure_over_other_tensors_is_another_call_of_one_program() -> None:
     assert counter.frame_count == 1
 
 
+def test_other_functions_are_other_programs() -> None:
+    program = compiled(lambda q, k, v, f: flex_attention(q, k, v, f))
+    for function in (alibi, EXAMPLES["softcap"], None, EXAMPLES["relative"], lambda s, b, h, q, k: s - 10**300 * 0 + q):
+        same(program(*tensors(), function), flex_attention(*tensors(), function))
+
+
+def test_export() -> None:
+    class Attend(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(TABLE.clone())
+
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            mask = create_block_mask(causal, None, None, q.shape[2], k.shape[2])
+            return flex_attention(q, k, v, lambda s, b, h, i, j: s + self.table[i - j + M, h], mask)
+
+    program = torch.export.export(Attend(), tensors(), strict=True)
+    same(program.module()(*tensors()), Attend()(*tensors()))
+
+
 def test_tensors_that_are_written_to_are_read_anew() -> None:
     slopes = SLOPES.clone()
     counter = CompileCounterWithBackend("aot_eager")
