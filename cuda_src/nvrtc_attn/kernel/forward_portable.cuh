@@ -77,10 +77,10 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
       }
     }
   };
-  bool const no_rows = m0 >= num_rows || (Position<Traits>::kSlots && here.m_block >= params.num_m_blocks);
+  auto no_rows = [&]() { return m0 >= num_rows || (Position<Traits>::kSlots && here.m_block >= params.num_m_blocks); };
   if constexpr (!kKeysFirst || Shape::kPartials) {
     pad_rows();
-    if (no_rows) return;
+    if (no_rows()) return;
   }
 
   // This warp's part of the tile.
@@ -183,9 +183,9 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     }
   };
   if constexpr (kKeysFirst) {
-    if (first < last && !no_rows) load_first_tiles();
+    if (first < last && !no_rows()) load_first_tiles();
     pad_rows();
-    if (!Shape::kPartials && no_rows) return;
+    if (!Shape::kPartials && no_rows()) return;
   }
 
   ScoreMap<Traits> const map(params);
