@@ -290,7 +290,10 @@ class Known:
     transformations, and with the same lazy sign. What it does not see is in the key, or asked by `run`.
     """
 
-    __slots__ = ("_backend", "_index", "_lse", "_out", "_plan", "_workspace", "backward", "fits", "grad", "options")
+    __slots__ = (
+        *("_backend", "_index", "_lse", "_out", "_plan", "_workspace", "attach", "backward", "fits", "grad"),
+        "options",
+    )
 
     def __init__(
         self, fits: Any, entry: tuple[ForwardPlan, Made, Made], options: CallOptions, index: int, grad: bool
@@ -303,6 +306,7 @@ class Known:
         self._backend = env.raw_backend()
         self.grad = grad
         self.backward: tuple[KnownBackward, ...] = ()
+        self.attach: Any = None  # what makes a node of the graph, once there was one
 
     def run(self, q: Any, k: Any, v: Any) -> Any:
         """(out, lse or None); None where an address is not aligned, or another kernel family is asked for."""
