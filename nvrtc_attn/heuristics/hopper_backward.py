@@ -61,9 +61,9 @@ MIN_WAVES_PACKED: Final = 7.5
 FUSED_BAND: Final = 4096
 """Queries up to which ``fused`` pays with a band, so that tiles have 64 and not 80 of them."""
 MOST_IN_FLIGHT: Final = 40 << 20
-MOST_IN_FLIGHT_WIDE: Final = 80 << 20
-"""Bytes of Q, dO and dq of the heads that causal key tiles in work read: more than that leaves L2 in between. Splits of
-wide heads gain 2 to 6 % where it is 140 to 160 MB (D 192, 96 heads on 8; D 256, 16 on 2), four no more than two."""
+"""Bytes of Q, dO and dq of the heads that causal key tiles in work read: more than that leaves L2 in between."""
+MOST_IN_FLIGHT_WHOLE: Final = 80 << 20
+"""The same where heads are not split yet, and dk and dv are not added up, and of wide heads, which gain 2 to 6 %."""
 MIN_TURNS_OF_SPLIT: Final = 48
 """Query tiles of a mean key tile below which adding up dk and dv costs more than that."""
 MOST_STEP: Final = 2
@@ -141,7 +141,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     faster up to head dim 96, and at 72 and 80 columns dQ's products without padding 1 to 3 % more (2026-11-22).
     """
     if is_wide(problem):
-        return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
+        # The figures of this one: hopper_backward_wide.py.
+        return Tile(block_m=64, wide=True, splits=choose_splits(problem, num_sms))
     # What a score needs beside its product takes the registers of half of the queries.
     plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
     if problem.modifier is not None:
@@ -216,8 +217,9 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
 
 
 def can_split_wide(problem: AttentionProblem) -> bool:
-    """Whether clusters may share the query heads of a wide tile: dense, and nothing but sums to write."""
-    return not (problem.varlen or problem.seqused_k or problem.dropout_p > 0 or problem.dbias)
+    """Whether clusters may share the query heads of a wide tile: of plain scores of dense sequences."""
+    plain = score_operands(problem) == 0 and not problem.softcap and problem.modifier is None
+    return plain and not (problem.varlen or problem.seqused_k)
 
 
 def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
@@ -234,12 +236,13 @@ def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
     block_m = 128 if max(problem.head_dim, problem.head_dim_v) <= 64 else 64
     turns = ceil_div(problem.seqlen_q, block_m) / 2  # of a mean key tile and one query head
     workers = num_sms // 2 if is_wide(problem) else num_sms
-    most = MOST_IN_FLIGHT_WIDE if is_wide(problem) else MOST_IN_FLIGHT
-    groups = min(workers / tiles_of_head, problem.batch * problem.num_heads_kv)
     for more in range(splits, group + 1):
         if group % more:
             continue
-        if groups * (group // splits) * head_bytes(problem) <= most or group // more * turns < MIN_TURNS_OF_SPLIT:
+        heads = min(workers / tiles_of_head, problem.batch * problem.num_heads_kv * splits)
+        most = MOST_IN_FLIGHT_WHOLE if splits == 1 or is_wide(problem) else MOST_IN_FLIGHT
+        in_flight = heads * (group // splits) * head_bytes(problem)
+        if in_flight <= most or group // more * turns < MIN_TURNS_OF_SPLIT:
             break
         splits = more
     return splits
