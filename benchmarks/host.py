@@ -25,6 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import nvrtc_attn
 import nvrtc_attn.torch as na
 from nvrtc_attn import aten
+from nvrtc_attn.front.operands import INPUTS
+from nvrtc_attn.torch import ops
 
 SHAPE = (1, 64, 8, 64)
 BATCHES, CALLS = 20, 100
@@ -68,6 +70,7 @@ def ours() -> list[Timed]:
     gradients = [torch.empty_like(q) for _ in range(3)]
     workspace = torch.empty(nvrtc_attn.backward_workspace_bytes(q, k, v), device="cuda", dtype=torch.uint8)
     none = (None,) * 5
+    more = (*(None,) * (len(INPUTS) - 1), 0, 0, "", None, None, None, 0.0, 0.0, None, None, False, True, False)
     _, padded, seed, offset, *_ = aten.efficient_attention_forward(q, k, v, *none, 0.0, 0, True)
     return [
         *differentiable("nvrtc_attn.torch.attention", na.attention, leaves, dout),
@@ -83,6 +86,13 @@ def ours() -> list[Timed]:
         Timed(
             "nvrtc_attn.attention_forward and _backward", "backward",
             lambda: nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, workspace=workspace),
+        ),
+        Timed(
+            "operators, in compiled programs", "forward", lambda: ops.attention_forward(q, k, v, *more), torch.no_grad
+        ),
+        Timed(
+            "operators, in compiled programs", "backward",
+            lambda: ops.attention_backward(dout, None, out, lse, q, k, v, *more[:-2], False, False), torch.no_grad,
         ),
         Timed("nvrtc_attn.aten", "forward", lambda: aten.efficient_attention_forward(q, k, v, *none, 0.0, 0, True)),
         Timed(

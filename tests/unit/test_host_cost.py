@@ -25,10 +25,11 @@ from nvrtc_attn import aten  # noqa: E402
 from nvrtc_attn.front import call as front_call  # noqa: E402
 from nvrtc_attn.front import signature, tensors  # noqa: E402
 from nvrtc_attn.front.guards import guard, tell_apart  # noqa: E402
+from nvrtc_attn.front.operands import INPUTS as INPUT_NAMES  # noqa: E402
 from nvrtc_attn.jit.params import BackwardParams, ForwardParams  # noqa: E402
 from nvrtc_attn.plans import plan, repeats  # noqa: E402
 from nvrtc_attn.runtime import arrays  # noqa: E402
-from nvrtc_attn.torch import efficient, passes  # noqa: E402
+from nvrtc_attn.torch import efficient, ops, passes  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PACKAGE = str(Path(nvrtc_attn.__file__).parent)
@@ -90,7 +91,7 @@ TABLES: list[dict[Any, Any]] = [
 ]
 
 
-KNOWN: list[dict[Any, Any]] = [passes._known_plans, signature._known, signature._numbers]
+KNOWN: list[dict[Any, Any]] = [passes._known_plans, ops._backward_calls, signature._known, signature._numbers]
 
 
 def forget() -> None:
@@ -451,14 +452,16 @@ def timed() -> dict[str, Callable[[], object]]:
         "attention_backward": lambda: nvrtc_attn.attention_backward(
             dout, *plain, out, lse, *grads, causal=True, workspace=workspace
         ),
+        "forward operator": lambda: operator(*plain),
+        "backward operator": lambda: operator_backward(dout, out, lse, *plain),
     }
 
 
-# A fourteenth above what was counted with Python 3.11 and torch 2.13: 42, 45, 45, 41, 44, 58, 68, 68, 85.
+# A fourteenth above what was counted with Python 3.11 and torch 2.13: 42, 45, 45, 41, 44, 58, 68, 68, 85, 38, 27.
 BOUNDS = {
     "torch, no gradient": 45, "torch, with gradient": 48, "torch, both passes": 48, "torch's signature": 44,
     "torch's signature, both passes": 47, "aten": 62, "attention": 73, "attention_forward": 73,
-    "attention_backward": 91,
+    "attention_backward": 91, "forward operator": 41, "backward operator": 29,
 }  # fmt: skip
 
 
@@ -502,6 +505,19 @@ def known(function: Callable[[], object]) -> int:
 
 
 DOORS = {"attention": na.attention, "sdpa": na.scaled_dot_product_attention}
+NO_TENSORS = (None,) * (len(INPUT_NAMES) - 3 + 2)
+SCALARS = (0, 0, "bottom_right", None, None, None, 0.0, 0.0, None, None, False)
+
+
+def operator(*qkv: Any, scalars: tuple[Any, ...] = SCALARS, flags: tuple[bool, bool] = (True, False)) -> Any:
+    """The forward operator, as a program of torch.compile calls it."""
+    with torch.no_grad():
+        return ops.attention_forward(*qkv, *NO_TENSORS, *scalars, *flags)
+
+
+def operator_backward(dout: Any, out: Any, lse: Any, *qkv: Any) -> Any:
+    with torch.no_grad():
+        return ops.attention_backward(dout, None, out, lse, *qkv, *NO_TENSORS, *SCALARS, False, False)
 
 
 def tensors_of(door: str, grad: str = "") -> list[Any]:
@@ -536,10 +552,10 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [*DOORS, "operator"])
 @pytest.mark.parametrize("other", OTHERS)
 def test_no_other_call_is_taken_for_a_known_one(door: str, other: str) -> None:
-    call = DOORS[door]
+    call = (DOORS | {"operator": operator})[door]
     q, k, v = tensors_of(door)
     for _ in range(2):
         call(q, k, v)
@@ -584,7 +600,7 @@ def test_the_facts_of_no_other_tensors_are_taken_for_known_ones(other: str) -> N
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("door", DOORS)
-def test_a_call_is_not_known_below_what_must_see_it(door: str) -> None:
+def test_a_call_is_not_known_below_what_must_see_it(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = DOORS[door]
     q, k, v = tensors_of(door)
     leaf = tensors_of(door, "q")[0]
@@ -600,6 +616,8 @@ def test_a_call_is_not_known_below_what_must_see_it(door: str) -> None:
     for state in (lambda: torch.autocast("cpu", FP16), Watching, torch.inference_mode):
         with state():
             assert known(lambda: call(q, k, v)) == 0
+    # The operator below a transformation may be known.
+    monkeypatch.setattr(ops, "known_calls", lambda _: None)
     assert known(lambda: torch.func.vmap(call)(q[None], k[None], v[None])) == 0
     assert known(lambda: torch.func.grad(lambda x: call(x, k, v).sum())(q)) == 0
     assert known(lambda: call(q, q, q)) == 0
@@ -704,6 +722,54 @@ def test_classes_of_nodes_go_with_the_calls_that_were_known() -> None:
     forget()
     gc.collect()
     assert kind() is None
+
+
+@pytest.mark.usefixtures("fake")
+def test_operators_of_a_compiled_program_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv()
+    dout = torch.zeros_like(q)
+    for _ in range(3):
+        out, lse, _ = operator(q, k, v)
+        operator_backward(dout, out, lse, q, k, v)
+    first = operator(q, k, v), operator_backward(dout, out, lse, q, k, v)
+    assert known(lambda: operator(q, k, v)) == known(lambda: operator_backward(dout, out, lse, q, k, v)) == 1
+    assert known(lambda: operator(q, k, v, flags=(False, False))) == 0
+    assert known(lambda: operator(q, k, v, scalars=(*SCALARS[:6], 3.0, *SCALARS[7:]))) == 0, "softcap"
+    assert known(lambda: operator_backward(shifted(dout), out, lse, q, k, v)) == 0
+    monkeypatch.setattr(ops, "_SHORT_WAYS", {})
+    monkeypatch.setattr(ops, "known_calls", lambda _: None)
+    ops._backward_calls.clear()
+    shapes = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in found] for found in first]
+    longer = operator(q, k, v), operator_backward(dout, out, lse, q, k, v)
+    assert shapes == [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in found] for found in longer]
+
+
+@pytest.mark.usefixtures("fake")
+def test_an_operator_is_not_known_below_what_must_see_it() -> None:
+    q, k, v = qkv()
+    leaf = q.detach().requires_grad_()
+    for _ in range(3):
+        operator(q, k, v)
+    assert known(lambda: operator(q, k, v)) == 1
+    with torch.enable_grad():
+        assert known(lambda: ops.attention_forward(leaf, k, v, *NO_TENSORS, *SCALARS, True, False)) == 0
+        assert ops.attention_forward(leaf, k, v, *NO_TENSORS, *SCALARS, True, False)[0].requires_grad
+    seen: list[str] = []
+
+    class Seeing(Watching):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    for _ in range(3):
+        with Seeing():
+            assert known(lambda: operator(q, k, v)) == 0
+    assert seen.count("nvrtc_attn.attention_forward.default") == 3
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (q, k, v)]
+        assert type(operator(*fake)[0]).__name__ == "FakeTensor"
+    assert torch.func.vmap(operator)(q[None], k[None], v[None])[0].shape == (1, *q.shape)
+    assert known(lambda: operator(q, k, v)) == 1
 
 
 @pytest.mark.usefixtures("fake")
