@@ -52,9 +52,6 @@ stages, 23.6 with sixteen splits and a second kernel; 4 queries of 4 x 8192 49.6
 MOST_STAGES: Final = 6
 WIDE_CLUSTER_SMS: Final = 128
 """Multiprocessors of a GPU of which enough lie together for sixteen blocks: a slice of one may have fewer."""
-CLUSTERS_FIRST: Final = False
-"""Whether tables and the autotuner take clusters: 1.06 to 1.23 times as fast where blocks are few (H200, 2026-11), with
-the results of other splits. Not before `precompile` lists the kernels that a growing cache of keys goes through."""
 COMBINE_WARPS: Final = 4
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
@@ -326,13 +323,14 @@ def choose_forward(
     rank: int = 0,
     num_splits: int | None = None,
     clustered: bool | None = None,
+    clusters: bool = True,
     like: Any = None,
 ) -> ForwardPlanSpec:
     """Kernels of the forward pass; see ``heuristics.choose_forward``.
 
     ``rank`` takes a later row of the table among those that fit (the last, where there are fewer), ``num_splits``
-    another number of splits, ``clustered`` adds those up in clusters where it can: for `candidates`. ``like`` is a
-    config whose tile is taken.
+    another number of splits, ``clustered`` adds those up in clusters where it can: for `candidates`. ``clusters`` is
+    false of a device that launches none. ``like`` is a config whose tile is taken.
 
     Raises
     ------
@@ -402,13 +400,14 @@ def choose_forward(
             row_bytes=row_bytes,
             max_splits=max_splits,
             ragged=problem.batch > 1 and (problem.varlen or problem.seqused_k),
-            clusters=CLUSTERS_FIRST and clustered is None and _may_cluster(problem, config, 2, smem_limit, num_sms),
+            clusters=clusters and clustered is None and _may_cluster(problem, config, 2, smem_limit, num_sms),
         )
     else:
         by_registers = 3 if config.block_m <= DECODE_ROWS else config.min_blocks_per_sm
         slots = num_sms * _resident(config, smem_limit, by_registers)
         num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, slots, max_splits)
-    if config.cluster > 1 or (clustered and _may_cluster(problem, config, num_splits, smem_limit, num_sms)):
+    forced = clusters and clustered and _may_cluster(problem, config, num_splits, smem_limit, num_sms)
+    if config.cluster > 1 or forced:
         config = _with_sink(problem, replace(config, split=True, cluster=num_splits))
         params = (("num_m_blocks", num_m_blocks), ("num_splits", num_splits), ("head_group", num_splits))
         grid = heads * num_splits * num_m_blocks
@@ -536,8 +535,9 @@ def candidates(problem: AttentionProblem, **target: Any) -> list[ForwardPlanSpec
     first = choose_forward(problem, **target)
     found = [first, *(choose_forward(problem, **target, rank=rank) for rank in (1, 2))]
     splits = dict(first.main.params)["num_splits"]
+    clusters = target.get("clusters", True)
     if splits > 1 or 2 * first.main.grid <= target["num_sms"]:
         found += [choose_forward(problem, **target, num_splits=count) for count in (splits // 2, 2 * splits) if count]
-        clusters = [x for x in CLUSTERS if splits <= 2 * x <= 4 * splits] if CLUSTERS_FIRST else []
-        found += [choose_forward(problem, **target, num_splits=count, clustered=True) for count in clusters]
+        counts = [x for x in CLUSTERS if splits <= 2 * x <= 4 * splits] if clusters else []
+        found += [choose_forward(problem, **target, num_splits=count, clustered=True) for count in counts]
     return found

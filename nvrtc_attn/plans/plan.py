@@ -41,8 +41,8 @@ from ..jit.params import (
     ForwardParams,
 )
 from ..modifiers.cuda import NO_MODIFIER, ModifierValues
-from ..runtime import driver
-from ..runtime.kernel import Kernel, ParamsBuffer, check_nvrtc, load_kernel, refused, what_to_launch
+from ..runtime import device, driver
+from ..runtime.kernel import ClusterError, Kernel, ParamsBuffer, check_nvrtc, load_kernel, refused, what_to_launch
 from ..runtime.tensor_maps import TensorMapEncoder
 from . import autotune
 
@@ -373,7 +373,12 @@ def forward_plan(
         return ForwardPlan(spec, problem, device_index, stream, meanwhile)
 
     def make() -> ForwardPlan:
-        plan = of(autotune.choose_forward(problem, device_index, stream, of, tune))
+        try:
+            plan = of(autotune.choose_forward(problem, device_index, stream, of, tune))
+        except ClusterError as error:
+            log_once(f"{error}: splits of the keys have a second kernel there", logging.INFO)
+            device.no_clusters(device_index)
+            plan = of(autotune.choose_forward(problem, device_index, stream, of, tune))
         if problem.modifier is None or not plan.local_bytes:
             return plan
         return _least_spilled(plan, autotune.narrower_forward(problem, device_index), of)

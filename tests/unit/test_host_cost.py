@@ -656,6 +656,54 @@ def test_a_backward_pass_is_known_for_the_tensors_it_gets(door: str) -> None:
 
 
 @pytest.mark.usefixtures("fake")
+def test_operators_of_a_compiled_program_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv()
+    dout = torch.zeros_like(q)
+    for _ in range(3):
+        out, lse, _ = operator(q, k, v)
+        operator_backward(dout, out, lse, q, k, v)
+    first = operator(q, k, v), operator_backward(dout, out, lse, q, k, v)
+    assert known(lambda: operator(q, k, v)) == known(lambda: operator_backward(dout, out, lse, q, k, v)) == 1
+    assert known(lambda: operator(q, k, v, flags=(False, False))) == 0
+    assert known(lambda: operator(q, k, v, scalars=(*SCALARS[:6], 3.0, *SCALARS[7:]))) == 0, "softcap"
+    assert known(lambda: operator_backward(shifted(dout), out, lse, q, k, v)) == 0
+    monkeypatch.setattr(ops, "_SHORT_WAYS", {})
+    monkeypatch.setattr(ops, "known_calls", lambda _: None)
+    ops._backward_calls.clear()
+    shapes = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in found] for found in first]
+    longer = operator(q, k, v), operator_backward(dout, out, lse, q, k, v)
+    assert shapes == [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in found] for found in longer]
+
+
+@pytest.mark.usefixtures("fake")
+def test_an_operator_is_not_known_below_what_must_see_it() -> None:
+    q, k, v = qkv()
+    leaf = q.detach().requires_grad_()
+    for _ in range(3):
+        operator(q, k, v)
+    assert known(lambda: operator(q, k, v)) == 1
+    with torch.enable_grad():
+        assert known(lambda: ops.attention_forward(leaf, k, v, *NO_TENSORS, *SCALARS, True, False)) == 0
+        assert ops.attention_forward(leaf, k, v, *NO_TENSORS, *SCALARS, True, False)[0].requires_grad
+    seen: list[str] = []
+
+    class Seeing(Watching):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    for _ in range(3):
+        with Seeing():
+            assert known(lambda: operator(q, k, v)) == 0
+    assert seen.count("nvrtc_attn.attention_forward.default") == 3
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (q, k, v)]
+        assert type(operator(*fake)[0]).__name__ == "FakeTensor"
+    assert torch.func.vmap(operator)(q[None], k[None], v[None])[0].shape == (1, *q.shape)
+    assert known(lambda: operator(q, k, v)) == 1
+
+
+@pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("door", DOORS)
 def test_the_node_of_a_known_call_is_one_of_autograds(door: str) -> None:
     """It refuses a second derivative, a second pass of a freed graph, and gives gradients to hooks, as a first call's.
@@ -722,54 +770,6 @@ def test_classes_of_nodes_go_with_the_calls_that_were_known() -> None:
     forget()
     gc.collect()
     assert kind() is None
-
-
-@pytest.mark.usefixtures("fake")
-def test_operators_of_a_compiled_program_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = qkv()
-    dout = torch.zeros_like(q)
-    for _ in range(3):
-        out, lse, _ = operator(q, k, v)
-        operator_backward(dout, out, lse, q, k, v)
-    first = operator(q, k, v), operator_backward(dout, out, lse, q, k, v)
-    assert known(lambda: operator(q, k, v)) == known(lambda: operator_backward(dout, out, lse, q, k, v)) == 1
-    assert known(lambda: operator(q, k, v, flags=(False, False))) == 0
-    assert known(lambda: operator(q, k, v, scalars=(*SCALARS[:6], 3.0, *SCALARS[7:]))) == 0, "softcap"
-    assert known(lambda: operator_backward(shifted(dout), out, lse, q, k, v)) == 0
-    monkeypatch.setattr(ops, "_SHORT_WAYS", {})
-    monkeypatch.setattr(ops, "known_calls", lambda _: None)
-    ops._backward_calls.clear()
-    shapes = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in found] for found in first]
-    longer = operator(q, k, v), operator_backward(dout, out, lse, q, k, v)
-    assert shapes == [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in found] for found in longer]
-
-
-@pytest.mark.usefixtures("fake")
-def test_an_operator_is_not_known_below_what_must_see_it() -> None:
-    q, k, v = qkv()
-    leaf = q.detach().requires_grad_()
-    for _ in range(3):
-        operator(q, k, v)
-    assert known(lambda: operator(q, k, v)) == 1
-    with torch.enable_grad():
-        assert known(lambda: ops.attention_forward(leaf, k, v, *NO_TENSORS, *SCALARS, True, False)) == 0
-        assert ops.attention_forward(leaf, k, v, *NO_TENSORS, *SCALARS, True, False)[0].requires_grad
-    seen: list[str] = []
-
-    class Seeing(Watching):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(function))
-            return super().__torch_dispatch__(function, types, args, kwargs)
-
-    for _ in range(3):
-        with Seeing():
-            assert known(lambda: operator(q, k, v)) == 0
-    assert seen.count("nvrtc_attn.attention_forward.default") == 3
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = [mode.from_tensor(x) for x in (q, k, v)]
-        assert type(operator(*fake)[0]).__name__ == "FakeTensor"
-    assert torch.func.vmap(operator)(q[None], k[None], v[None])[0].shape == (1, *q.shape)
-    assert known(lambda: operator(q, k, v)) == 1
 
 
 @pytest.mark.usefixtures("fake")
