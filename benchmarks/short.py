@@ -96,6 +96,8 @@ KINDS = (
     Kind(part="tiny", b=64, q=77, h=12, d=64, causal=True),
     Kind(part="tiny", b=64, q=256, h=6, d=64, causal=True),
     Kind(part="tiny", b=4, q=256, h=16, d=72),
+    Kind(part="tiny", b=4, q=256, h=8, d=160),
+    Kind(part="tiny", b=1, q=1500, h=6, d=64),
     Kind(part="decode", b=64, q=1, k=4096, h=32, hkv=8, d=128),
     Kind(part="decode", b=16, q=1, k=4096, h=32, hkv=8, d=128),
     Kind(part="decode", b=8, q=1, k=2048, h=64, hkv=8, d=64),
@@ -167,6 +169,8 @@ def backward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str,
             yield f"{name} {what}", lambda tile=tile, options=options: portable_backward_plan(problem, tile, options)
     yield "portable table", lambda: portable_backward.choose_backward(problem, **TARGET)
     yield "hopper", lambda: hopper_backward_plan(problem)
+    if kind.part == "tiny" and hopper_backward.is_plain(problem):
+        yield "hopper fused", lambda: hopper_fused_plan(problem)
     if kind.bias and longest > 64:
         yield "hopper, portable dbias", lambda: hopper_backward_plan(problem, portable_dbias=True)
 
@@ -183,6 +187,21 @@ def hopper_backward_plan(problem: AttentionProblem, portable_dbias: bool = False
     if isinstance(found, list):
         raise UnsupportedError("no Hopper plan", found)
     return found
+
+
+def hopper_fused_plan(problem: AttentionProblem) -> Spec:
+    """A launch less and a memset more."""
+    tile = hopper_backward.choose_tile(problem, TARGET["num_sms"])
+    tile = replace(tile, fused=True, block_m=64 if tile.block_m == 80 else tile.block_m)
+    if hopper_backward.config_of(problem, tile).smem_bytes > TARGET["smem_limit"]:
+        raise UnsupportedError("no fused plan", ["too much shared memory"])
+    return hopper_backward.plan_spec(problem, tile, num_sms=TARGET["num_sms"])
+
+
+def queued(spec: Spec) -> str:
+    """What the host queues for a run: a call of the driver's each, which takes as long as a small kernel."""
+    memsets = sum(x.zeroed for x in spec.workspaces)
+    return f"{len(spec.launches)} launches" + (f", {memsets} memsets" if memsets else "")
 
 
 serves_dbias = hopper_dbias.serves
@@ -413,10 +432,13 @@ def main() -> None:
             continue
         fit = {name: x for name, x in specs.items() if not spilled.intersection(y.config for y in x.launches)}
         times = measure(kind, backward, {"today": specs["today"], **fit})
-        parts = [f"{name} {times['today'] / us:.2f}" for name, us in times.items() if name != "today"]
+        host = {name: f" ({queued(spec)})" if kind.part == "tiny" else "" for name, spec in specs.items()}
+        parts = [f"{name} {times['today'] / us:.2f}{host[name]}" for name, us in times.items() if name != "today"]
         if not arguments.no_seed and (seed := seed_us(kind, backward)) is not None:
             parts.insert(0, f"seed {times['today'] / seed:.2f}")
-        lines.append(f"{head}: today {times['today']:.1f} us ({label(specs['today'])}) | {' | '.join(parts)}")
+        lines.append(
+            f"{head}: today {times['today']:.1f} us ({label(specs['today'])}){host['today']} | {' | '.join(parts)}"
+        )
         print(lines[-1], flush=True)
     for config in spilled:
         print(f"{compiled[config].spill_bytes} bytes spilled by {config}")

@@ -437,7 +437,12 @@ class _Text:
             i = self._slices[part]
             start, first = f"slice{i}_at", f"slice{i}_size"
             axes = [axis for axis in axes if axis not in dict(part.fixed)]
-        at = "".join(f" + (long long){names[axis]} * block.x{slot}_stride{axis}" for axis in axes)
+        sizes = [first, *(f"block.x{slot}_size{axis}" for axis in axes[1:])] if axes else []
+        # Without a branch: an element that does not exist is read at the end of its axis, and not used.
+        at = "".join(
+            f" + (long long)nearest({names[axis]}, {size}) * block.x{slot}_stride{axis}"
+            for axis, size in zip(axes, sizes, strict=True)
+        )
         element = f"captured({start}{at})"
         dtype = self._program.captures[slot][0]
         element = f"to_float({element})" if node.kind == "float" else f"{_TYPES[node.kind]}({element})"
@@ -445,10 +450,9 @@ class _Text:
             element = f"captured(reinterpret_cast<unsigned char const*>({start}){at}) != 0"
         if not names:
             return element
-        sizes = [first, *(f"block.x{slot}_size{axis}" for axis in axes[1:])]
         inside = " & ".join(f"within({names[axis]}, {size})" for axis, size in zip(axes, sizes, strict=True))
         nothing = "not_a_number()" if node.kind == "float" else "false" if node.kind == "bool" else "0"
-        return f"{inside} ? {element} : {nothing}"
+        return f"chosen({inside}, {element}, {nothing})"
 
 
 class _Slice(NamedTuple):
