@@ -151,6 +151,23 @@ def test_a_warm_call_is_known_whole(
     assert len(ran) == expected, "other strides are another call"
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_memory_that_comes_again_is_read_anew(function: Callable[..., list[Any]]) -> None:
+    """Launches of the same addresses are ready from the third time on; the values there are others each time."""
+    values = make()
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for seed in range(12):
+        for x, y in zip(values, make(seed=seed), strict=True):
+            x.copy_(y)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[seed % 2]):
+            found = function(*values)
+        torch.cuda.synchronize()
+        same(found, fresh(function, values))
+        del found
+    assert any(made._ready for made in plan._plans.values())
+
+
 def test_outputs_are_allocated_as_inductor_allocates() -> None:
     """Without it a call takes two microseconds more; a torch that lost it should be known."""
     x = tensors.empty_on_current((2, 3), (3, 1), torch.float16)
