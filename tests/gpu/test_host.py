@@ -14,6 +14,7 @@ import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import aten  # noqa: E402
 from nvrtc_attn.front.operands import INPUTS  # noqa: E402
+from nvrtc_attn.plans import plan  # noqa: E402
 from nvrtc_attn.torch import ops, passes, tensors  # noqa: E402
 
 pytestmark = pytest.mark.gpu
