@@ -266,6 +266,7 @@ def decode_tiles(rows: int, dim: int) -> dict[str, portable_forward.Tile]:
             "": tile(block_m=64, block_n=64, num_warps=4),
             "q ": tile(block_m=64, block_n=64, num_warps=4, preload_q=True),
             "64 8w ": tile(block_m=64, block_n=64, num_warps=8, warps_n=2),
+            "32 ": tile(block_m=64, block_n=32, num_warps=4),
             "128 8w ": tile(block_m=64, block_n=128, num_warps=8, warps_n=2),
         }
         if rows <= 48:
@@ -275,7 +276,7 @@ def decode_tiles(rows: int, dim: int) -> dict[str, portable_forward.Tile]:
     for name, one in base.items():
         for stages in (2, 3, 4, 6, 8, 12) if not name else (2, 3, 4, 6):
             ahead = 4 * one.block_n * dim * (stages - 1)  # bytes of K and V, of 16 bits
-            least, most = (32, 96) if one.num_warps == 2 else (32 if not name else 64, 200)
+            least, most = (32, 96) if one.block_n == 32 else (32 if not name else 64, 200)
             if least << 10 <= ahead <= most << 10:
                 found[f"{name}s{stages}"] = replace(one, num_stages=stages)
     return found
@@ -288,8 +289,9 @@ def decode_plans(problem: AttentionProblem) -> Iterator[tuple[str, Callable[[], 
     for name, tile in decode_tiles(rows, problem.head_dim).items():
         if blocks >= 30:
             yield f"{name} x1", lambda t=tile: portable_forward_plan(problem, t, 1)
-        for splits in (2, 3, 4, 6, 8, 16, 24, 32):
-            if 100 <= blocks * splits <= 280 and name in ("s2", "s3", "128 8w s2", "128 8w s3"):
+        for splits in (2, 3, 4, 6, 8, 12, 16, 24, 32):
+            with_second = ("s2", "s3", "128 8w s2", "128 8w s3", "64 8w s3", "32 s3", "32 s4")
+            if 100 <= blocks * splits <= (400 if tile.block_n == 32 else 280) and name in with_second:
                 yield f"{name} x{splits}", lambda t=tile, n=splits: portable_forward_plan(problem, t, n)
         for splits in portable_forward.CLUSTERS:
             if 60 <= blocks * splits <= (280 if "w" in name or "q" in name else 530):

@@ -372,7 +372,8 @@ NVRTC_ATTN_DEVICE void add_up_cluster(AccTile (&o)[Shape::kTilesM][Shape::kTiles
   for (int n = here.split * Shape::kThreads + here.tid; n < kVectors; n += Traits::kCluster * Shape::kThreads) {
     int const row = n / (kColumns / 4);
     int const col = n % (kColumns / 4) * 4;
-    if (row >= valid) break;  // rows only grow
+    if (row >= valid) break;                      // rows only grow
+    if (col >= rows.params.head_dim_v) continue;  // what is loaded is used, see leave()
     float2 of_split[Traits::kCluster];
     float4 x[Traits::kCluster];
 #pragma unroll
