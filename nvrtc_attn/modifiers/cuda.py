@@ -280,7 +280,11 @@ def _mask_in_parts(mask: Node, of_one: _Text, of_both: _Text) -> list[str]:
         names |= {x: f"of_{position}.x{i}" for i, x in enumerate(alone)}
         lines += [
             f"  struct {kind} {{",
+            f"    static constexpr bool kShared = {str(not all(map(_is_cheap, walk(alone)))).lower()};",
             *(f"    {_TYPES[x.kind]} x{i};" for i, x in enumerate(alone)),
+            f"    NVRTC_ATTN_DEVICE {kind} of_lane(int lane) const {{",
+            f"      return {{{', '.join(f'value_of_lane(x{i}, lane)' for i in range(len(alone)))}}};",
+            "    }",
             "  };",
             f"  NVRTC_ATTN_DEVICE {kind} {values}(int {position}, int {position}0 = 0) const {{",
             *of_one.body(alone),
@@ -295,6 +299,11 @@ def _mask_in_parts(mask: Node, of_one: _Text, of_both: _Text) -> list[str]:
         f"    return {names.get(mask) or of_both.name(mask)};",
         "  }",
     ]
+
+
+def _is_cheap(node: Node) -> bool:
+    """Whether every thread had better compute it than get it from another one of its warp."""
+    return node.op in _ARITHMETIC or node.op in _OF_BITS or _power_of_two(node) is not None
 
 
 def _alone(root: Node, position: str) -> tuple[Node, ...]:
@@ -508,6 +517,9 @@ _ARITHMETIC: Final = frozenset(
         *INPUTS,
     )
 )
+
+
+_OF_BITS: Final = frozenset(("and", "or", "xor", "not", "shl", "shr", "int", "bool"))
 
 
 def takes_registers(program: Program) -> bool:

@@ -302,7 +302,10 @@ def test_a_growing_cache_by_the_table(name: str, planned: Any) -> None:
         assert not failures(case, found, exact, low, run.arrays), keys
         for _ in range(10):
             assert all((x == found[which]).all() for which, x in run.forward().items()), keys
-    assert {spec.main.config.cluster > 1 for spec in made} == {False, True}
+    # Of 64 heads, a key tile of each on a multiprocessor: no clusters at head dim 64.
+    assert {spec.main.config.cluster > 1 for spec in made} == (
+        {False} if name == "half_of_the_blocks" else {False, True}
+    )
 
 
 @HOPPER_ONLY
