@@ -145,8 +145,8 @@ struct LargestOfGroup {
       p.take(1, s[0][n][2], s[0][n][3]);
     }
     int2 const old = bounds();
-    float largest = -infinity();
-    if (exists(old.x) && p.bits[0] > old.x) largest = score_of(p.bits[0], 0, softmax, map);
+    float largest = -infinity();  // and NaN, of rows without a key and of NaN, leaves it so
+    if (exists(old.x) && p.bits[0] > old.x) largest = fmaxf(largest, score_of(p.bits[0], 0, softmax, map));
     if (exists(old.y) && p.bits[1] > old.y) largest = fmaxf(largest, score_of(p.bits[1], 1, softmax, map));
     set_bounds(share(largest, turn), softmax, map, old, p);
   }
