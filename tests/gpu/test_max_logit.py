@@ -177,8 +177,8 @@ def test_nan_shows_in_its_head_alone() -> None:
             assert torch.equal(found.isnan(), wanted)
 
 
-# What the scores are like (`shape_scores`) -> the call. Bounds of P tell whether a tile of keys may hold a larger one, so
-# what counts is in which order they come.
+# What the scores are like (`shape_scores`) -> the call. Bounds of P tell whether a tile of keys may hold a larger
+# one, so what counts is in which order they come.
 SHAPED: dict[str, dict[str, Any]] = {
     "growing": {},
     "falling": {},
