@@ -96,6 +96,17 @@ def step(*tiles: float, **more: Any) -> dict[str, dict[str, Any]]:
     return {f"step {x:g}{name}": {"step": int(4096 * x), **more} for x in tiles}
 
 
+def apart(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    """Rows prepared by a kernel before, as `split`; 80 rows where heads are not split."""
+    changes = {"fused": False}
+    return {
+        f"apart {name}": way | changes | {"block_m": 80 if way["splits"] == 1 else 64}
+        for name, way in split(*pairs).items()
+    } | {
+        f"apart 64 {name}": way | changes | {"block_m": 64} for name, way in split(*pairs).items() if way["splits"] == 1
+    }
+
+
 OWN = {"own": {"own_code": True}, "v": {"values_in_registers": True}}
 KV: dict[str, Any] = {"keys_in_registers": True, "values_in_registers": True}
 OWN |= {"own v": OWN["own"] | OWN["v"], "own kv": OWN["own"] | KV}
@@ -119,7 +130,50 @@ CASES = (
         hkv=8,
         d=192,
         causal=True,
-        ways={f"hg{x}": {"heads_together": x} for x in (2, 4, 8)},
+        ways={f"hg{x}": {"heads_together": x} for x in (1, 2, 4, 8)}
+        | split((2, 1), (2, 2), (3, 2), (4, 2), (4, 4), (6, 2), (6, 4), (12, 4)),
+    ),
+    Case(
+        name="D 256, heads 16 on 2",
+        b=2,
+        q=4096,
+        h=16,
+        hkv=2,
+        d=256,
+        causal=True,
+        ways=split((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2)),
+    ),
+    Case(name="D 256, heads 16 on 8", b=4, q=2048, h=16, hkv=8, d=256, causal=True, ways=split((1, 4), (2, 2), (2, 4))),
+    Case(
+        name="Llama 3.1 70B, 2048",
+        b=4,
+        q=2048,
+        h=64,
+        hkv=8,
+        d=128,
+        causal=True,
+        ways=split((1, 4), (1, 8), (2, 4), (2, 8), (4, 8), (8, 8), (8, 16)),
+    ),
+    Case(
+        name="Llama 3.2 1B",
+        b=4,
+        q=4096,
+        h=32,
+        hkv=8,
+        d=64,
+        causal=True,
+        ways=split((1, 4), (1, 8), (2, 4), (2, 8), (4, 8), (4, 16)),
+    ),
+    Case(name="Falcon 7B", b=2, q=2048, h=71, hkv=1, d=64, causal=True, ways=split((1, 1), (71, 8), (71, 16))),
+    Case(
+        name="GLM-4 9B, 3072",
+        b=2,
+        q=3072,
+        h=32,
+        hkv=2,
+        d=128,
+        causal=True,
+        ways=split((1, 1), (2, 4), (4, 4), (8, 4), (8, 8), (16, 8)),
     ),
     Case(name="DeepSeek-V2 like", b=2, q=8192, h=16, d=192, causal=True, ways={"hg2": {"heads_together": 2}}),
     Case(name="Phi-3 mini", b=2, q=4096, h=32, d=96, causal=True, ways=OWN),
@@ -143,7 +197,50 @@ CASES = (
         hkv=8,
         d=128,
         causal=True,
-        ways=split((1, 2), (2, 2), (4, 4), (8, 2), (8, 4)) | parts((8, 0), heads_together=2),
+        ways=split((1, 2), (2, 2), (4, 4), (8, 2), (8, 4)) | parts((8, 0), heads_together=2) | apart((1, 1), (1, 4)),
+    ),
+    Case(
+        name="Qwen3 32B",
+        b=2,
+        q=4096,
+        h=64,
+        hkv=8,
+        d=128,
+        causal=True,
+        ways=split((1, 1), (1, 2), (1, 8), (1, 16), (2, 1), (2, 2), (2, 4), (4, 2), (4, 4), (8, 4), (8, 8))
+        | parts((4, 0), (8, 0), heads_together=4, fused=False, block_m=80)
+        | parts((8, 0), heads_together=1, fused=False, block_m=80)
+        | apart((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 4)),
+    ),
+    Case(
+        name="Llama 3.1 405B",
+        q=4096,
+        h=128,
+        hkv=8,
+        d=128,
+        causal=True,
+        ways=split((1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 2), (4, 4), (8, 4), (16, 4), (16, 8))
+        | parts((4, 0), (16, 0), heads_together=4, fused=False, block_m=80)
+        | parts((16, 0), heads_together=1, fused=False, block_m=80)
+        | apart((1, 4), (1, 8), (2, 4), (4, 4), (8, 4)),
+    ),
+    Case(
+        name="Qwen2.5 7B",
+        q=4096,
+        h=28,
+        hkv=4,
+        d=128,
+        causal=True,
+        ways=split((1, 1), (1, 4), (7, 2), (7, 4), (7, 7), (7, 14)) | apart((1, 4), (7, 4), (7, 8)),
+    ),
+    Case(
+        name="Llama 2 13B",
+        b=2,
+        q=4096,
+        h=40,
+        d=128,
+        causal=True,
+        ways=split((1, 1), (1, 2), (1, 4), (1, 5), (1, 8), (1, 10), (1, 16)) | apart((1, 2), (1, 5), (1, 8)),
     ),
     Case(
         name="Qwen3 235B",

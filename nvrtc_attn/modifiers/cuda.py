@@ -10,7 +10,8 @@ import functools
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import DTYPES
@@ -30,6 +31,7 @@ _MAX_FACTOR: Final = 1 << 10
 """Of q, k and the literal in a position: sums of them stay below 2^24, and far below int32's end."""
 _FLOAT32_MAX: Final = 3.4028234663852886e38
 _FLOAT32: Final = struct.Struct("f")
+NOTHING_GIVEN: Final[Mapping[Node, str]] = MappingProxyType({})
 _BLOCK_BYTES: Final = re.compile(r"^// ModifierBlock: (\d+) bytes$", re.MULTILINE)
 
 EXPRESSIONS: Final[dict[str, str]] = {
@@ -131,6 +133,7 @@ def cuda_source(program: Program, trained: tuple[int, ...] = (), ordered: bool =
             *text.body([program.mask]),
             f"    return {text.name(program.mask)};",
             "  }",
+            *_mask_in_parts(program.mask, _Text(program, members, roots), _Text(program, members, roots)),
         ]
     if gradients:
         lines += [
@@ -268,6 +271,49 @@ def _block_fields(program: Program, trained: tuple[int, ...], ordered: bool) -> 
     return fields + [(kind, f"n{i}") for i, kind in enumerate(program.numbers)]
 
 
+def _mask_in_parts(mask: Node, of_one: _Text, of_both: _Text) -> list[str]:
+    """`keeps` of what a query and a key have alone: read and computed once for a row or column of a tile of scores."""
+    lines: list[str] = []
+    names: dict[Node, str] = {}
+    for kind, values, position in (("Queries", "queries", "q"), ("Keys", "keys", "k")):
+        alone = _alone(mask, position)
+        names |= {x: f"of_{position}.x{i}" for i, x in enumerate(alone)}
+        lines += [
+            f"  struct {kind} {{",
+            *(f"    {_TYPES[x.kind]} x{i};" for i, x in enumerate(alone)),
+            "  };",
+            f"  NVRTC_ATTN_DEVICE {kind} {values}(int {position}, int {position}0 = 0) const {{",
+            *of_one.body(alone),
+            f"    return {{{', '.join(of_one.name(x) for x in alone)}}};",
+            "  }",
+        ]
+    return [
+        *lines,
+        "  NVRTC_ATTN_DEVICE bool keeps(int q, int k, Queries const& of_q, Keys const& of_k, int q0 = 0,",
+        "                               int k0 = 0) const {",
+        *of_both.body([mask], given=names),
+        f"    return {names.get(mask) or of_both.name(mask)};",
+        "  }",
+    ]
+
+
+def _alone(root: Node, position: str) -> tuple[Node, ...]:
+    """The largest parts of a condition that depend on queries ("q") or keys ("k") alone, not the position itself."""
+    found: dict[Node, None] = {}
+    stack, seen = [root], set()
+    while stack:
+        node = stack.pop()
+        on = node.depends & {"q", "k"}
+        if node in seen or node.op in _LEAVES or position not in on:
+            continue
+        seen.add(node)
+        if len(on) == 1:
+            found.setdefault(node)
+        else:
+            stack += reversed(node.args)
+    return tuple(found)
+
+
 def _members(roots: Sequence[Node]) -> dict[Node, str]:
     """Values of a batch entry and head that are computed once a tile: those that something else is made of."""
     ahead = {x for x in walk(roots) if x.depends <= {"b", "h"} and x.op not in _LEAVES}
@@ -323,11 +369,14 @@ class _Text:
             return self._members[node]
         return self._names.setdefault(node, f"v{len(self._names)}")
 
-    def body(self, roots: Sequence[Node], *, inside: bool = False) -> list[str]:
-        """Lines that define ``roots``; ``inside``: the members themselves."""
+    def body(
+        self, roots: Sequence[Node], *, inside: bool = False, given: Mapping[Node, str] = NOTHING_GIVEN
+    ) -> list[str]:
+        """Lines that define ``roots``; ``inside``: the members themselves. ``given``: what other nodes are called."""
         lines = []
         pending = list(dict.fromkeys(roots))
-        done: set[Node] = set()
+        done: set[Node] = {*given}
+        self._names |= given
 
         def define(node: Node) -> None:
             if node in done or node.op in _LEAVES or (node in self._members and not inside):
@@ -388,7 +437,12 @@ class _Text:
             i = self._slices[part]
             start, first = f"slice{i}_at", f"slice{i}_size"
             axes = [axis for axis in axes if axis not in dict(part.fixed)]
-        at = "".join(f" + (long long){names[axis]} * block.x{slot}_stride{axis}" for axis in axes)
+        sizes = [first, *(f"block.x{slot}_size{axis}" for axis in axes[1:])] if axes else []
+        # Without a branch: an element that does not exist is read at the end of its axis, and not used.
+        at = "".join(
+            f" + (long long)nearest({names[axis]}, {size}) * block.x{slot}_stride{axis}"
+            for axis, size in zip(axes, sizes, strict=True)
+        )
         element = f"captured({start}{at})"
         dtype = self._program.captures[slot][0]
         element = f"to_float({element})" if node.kind == "float" else f"{_TYPES[node.kind]}({element})"
@@ -396,10 +450,9 @@ class _Text:
             element = f"captured(reinterpret_cast<unsigned char const*>({start}){at}) != 0"
         if not names:
             return element
-        sizes = [first, *(f"block.x{slot}_size{axis}" for axis in axes[1:])]
         inside = " & ".join(f"within({names[axis]}, {size})" for axis, size in zip(axes, sizes, strict=True))
         nothing = "not_a_number()" if node.kind == "float" else "false" if node.kind == "bool" else "0"
-        return f"{inside} ? {element} : {nothing}"
+        return f"chosen({inside}, {element}, {nothing})"
 
 
 class _Slice(NamedTuple):

@@ -182,7 +182,7 @@ def _first_forward(
 
 def backward(
     tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    options: CallOptions, rng: RngState, *, heads_first: bool = False, known: Known | None = None,
+    options: CallOptions, rng: RngState, *, heads_first: bool = False, known: BackwardCalls | None = None,
 ) -> Any:  # fmt: skip
     """Gradients in the order of `GRADIENTS`, dense, of detached tensors; None for one that the options do not want.
 
@@ -282,7 +282,16 @@ class KnownBackward:
         return None, dq, dk, dv  # as autograd takes them: of the node's first argument there is none
 
 
-class Known:
+class BackwardCalls:
+    """Backward passes of one call that were made before: behind a forward pass that is known, or of an operator."""
+
+    __slots__ = ("backward",)
+
+    def __init__(self) -> None:
+        self.backward: tuple[KnownBackward, ...] = ()
+
+
+class Known(BackwardCalls):
     """A call of plain q, k and v alone that was made before, as the layers of a model make it again and again.
 
     ``fits(q, k, v)`` is one question in C++ instead of thirty in Python: whether tensors are of the same types, element
@@ -290,11 +299,12 @@ class Known:
     transformations, and with the same lazy sign. What it does not see is in the key, or asked by `run`.
     """
 
-    __slots__ = ("_backend", "_index", "_lse", "_out", "_plan", "_workspace", "backward", "fits", "grad", "options")
+    __slots__ = ("_backend", "_index", "_lse", "_out", "_plan", "_workspace", "attach", "fits", "grad", "options")
 
     def __init__(
         self, fits: Any, entry: tuple[ForwardPlan, Made, Made], options: CallOptions, index: int, grad: bool
     ) -> None:
+        super().__init__()
         self.fits, self.options, self._index = fits, options, index
         self._plan, self._out, lse = entry
         self._lse = lse if options.return_lse else None
@@ -302,7 +312,7 @@ class Known:
         self._workspace = ((size,), (1,), _BYTE) if size else None
         self._backend = env.raw_backend()
         self.grad = grad
-        self.backward: tuple[KnownBackward, ...] = ()
+        self.attach: Any = None  # what makes a node of the graph, once there was one
 
     def run(self, q: Any, k: Any, v: Any) -> Any:
         """(out, lse or None); None where an address is not aligned, or another kernel family is asked for."""
@@ -343,7 +353,7 @@ def _know(key: Any, q: Any, k: Any, v: Any, entry: Any, options: CallOptions, in
 
 
 def _know_backward(
-    known: Known, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, entry: Any, index: int
+    known: BackwardCalls, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, entry: Any, index: int
 ) -> None:  # fmt: skip
     """Remember a backward pass in the call that it follows."""
     plan, made = entry

@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import aten  # noqa: E402
-from nvrtc_attn.torch import passes, tensors  # noqa: E402
+from nvrtc_attn.front.operands import INPUTS  # noqa: E402
+from nvrtc_attn.torch import ops, passes, tensors  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 NONE = (None,) * 5
@@ -69,7 +70,16 @@ def aten_both(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
     return [out, lse, *gradients[:3]]
 
 
-FUNCTIONS = [torch_forward, torch_both, sdpa_forward, sdpa_both, core_forward, core_both, aten_both]
+def compiled_both(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
+    """The operators, as programs of torch.compile call them."""
+    no_tensors = (None,) * (len(INPUTS) - 1)
+    more = (*no_tensors, 0, 0, "bottom_right", None, None, None, 0.0, 0.0, None, None, True)
+    with torch.no_grad():
+        out, lse, _ = ops.attention_forward(q, k, v, *more, True, False)
+        return [out, lse, *ops.attention_backward(dout, None, out, lse, q, k, v, *more, False, False)[:3]]
+
+
+FUNCTIONS = [torch_forward, torch_both, sdpa_forward, sdpa_both, core_forward, core_both, aten_both, compiled_both]
 
 
 def same(found: list[Any], expected: list[Any]) -> None:
@@ -120,7 +130,9 @@ def test_repeated_calls_run_on_the_gpu_of_their_tensors(function: Callable[..., 
             assert torch.cuda.current_device() == current
 
 
-@pytest.mark.parametrize(("function", "expected"), [(torch_forward, 1), (torch_both, 2), (sdpa_both, 2)])
+@pytest.mark.parametrize(
+    ("function", "expected"), [(torch_forward, 1), (torch_both, 2), (sdpa_both, 2), (compiled_both, 2)]
+)
 def test_a_warm_call_is_known_whole(
     function: Callable[..., list[Any]], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,14 @@ struct Asked {
   unsigned seed;
   bool all;
   bool keeps(int q, int k) const { return all || (unsigned(q * 7919 + k * 104729) ^ seed) * 2654435761u >> 31; }
+  // What a query and a key have alone; of another one than the place says, the answer is wrong.
+  struct Queries { int x0; };
+  struct Keys { int x0; };
+  Queries queries(int q) const { return {q * 7919}; }
+  Keys keys(int k) const { return {k * 104729}; }
+  bool keeps(int q, int k, Queries const& of_q, Keys const& of_k) const {
+    return keeps(q, k) == (of_q.x0 == q * 7919 && of_k.x0 == k * 104729);
+  }
 };
 template <int kM, int kN>
 bool right(unsigned seed, bool all, bool transposed) {
@@ -116,6 +124,9 @@ def library(
             body.append("plain[at] = modifier.score(scores[at], q, k, q - q % 4, k - k % 8);")
         if program.mask is not None:
             body.append("keep[at] = modifier.keeps(q, k);")
+            body.append(
+                "if (modifier.keeps(q, k, modifier.queries(q), modifier.keys(k)) != bool(keep[at])) keep[at] = 2;"
+            )
         if "kTrains = true" in source:
             body.append(
                 f"{space}::Modifier<float>::Gradients gradients; modifier.add(gradients, scores[at], ds[at], q, k);"

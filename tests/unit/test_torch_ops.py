@@ -562,9 +562,9 @@ def test_compiled_programs_announce_their_backward_pass(monkeypatch: pytest.Monk
     announced = []
     original = ops.forward
 
-    def spy(*arguments: Any, backward_follows: bool = False) -> Any:
+    def spy(*arguments: Any, backward_follows: bool = False, **more: Any) -> Any:
         announced.append(backward_follows)
-        return original(*arguments, backward_follows=backward_follows)
+        return original(*arguments, backward_follows=backward_follows, **more)
 
     monkeypatch.setattr(ops, "forward", spy)
     q, bias = torch.randn(1, 8, 2, 8), torch.randn(1, 2, 8, 8)

@@ -84,6 +84,12 @@ NVRTC_ATTN_DEVICE T captured(T const* at) {
 }
 NVRTC_ATTN_DEVICE float to_float(double x) { return float(x); }
 NVRTC_ATTN_DEVICE bool within(int index, int size) { return unsigned(index) < unsigned(size); }
+NVRTC_ATTN_DEVICE unsigned nearest(int index, int size) { return min(unsigned(index), unsigned(size - 1)); }
+// `otherwise` without a branch around what `x` was read with: behind one, each read would wait for the numbers of its address.
+template <class T>
+NVRTC_ATTN_DEVICE T chosen(bool is, T x, T otherwise) {
+  return is ? x : otherwise;
+}
 
 // Where the sum of an element goes: a float that atomics add to in any order.
 struct AtomicSum {
@@ -194,25 +200,55 @@ struct MaskBits<Modifier, kTilesM, kTilesN, true> {
   static constexpr int kWords = (kTilesN + kColumns - 1) / kColumns;
   unsigned words[kWords];
 
-  // (i, j): of the thread's first score. Not unrolled in full: all operands at once are more than there are registers.
+  // Columns of tiles whose operands are read at a time: all of them are more than there are registers, and one after the
+  // other would wait for memory each time (9 us of a tile of 128 x 128 where documents are compared, H200, 2026-11-23).
+  static constexpr int kBatch = kTilesN % 4 == 0 ? 4 : kTilesN % 2 == 0 ? 2 : 1;
+  static constexpr int kLines = 2 * kTilesM;  // rows of a thread, of every column of tiles the same
+
+  // (i, j): of the thread's first score.
   NVRTC_ATTN_DEVICE void compute(Modifier const& modifier, int i, int j) {
-    ask([&](int n, int bit) { return modifier.keeps(i + 16 * (bit / 4) + 8 * (bit / 2 % 2), j + 8 * n + bit % 2); });
+    auto query = [&](int r) { return i + 8 * r; };
+    auto key = [&](int n, int e) { return j + 8 * n + e; };
+    typename Modifier::Queries lines[kLines];
+#pragma unroll
+    for (int r = 0; r < kLines; ++r) lines[r] = modifier.queries(query(r));
+    ask<typename Modifier::Keys>([&](int n, int e) { return modifier.keys(key(n, e)); },
+                                 [&](int r, int n, int e, typename Modifier::Keys const& keys) {
+                                   return modifier.keeps(query(r), key(n, e), lines[r], keys);
+                                 });
   }
   // Of transposed tiles, whose rows are keys.
   NVRTC_ATTN_DEVICE void compute_transposed(Modifier const& modifier, int i, int j) {
-    ask([&](int n, int bit) { return modifier.keeps(i + 8 * n + bit % 2, j + 16 * (bit / 4) + 8 * (bit / 2 % 2)); });
+    auto query = [&](int n, int e) { return i + 8 * n + e; };
+    auto key = [&](int r) { return j + 8 * r; };
+    typename Modifier::Keys lines[kLines];
+#pragma unroll
+    for (int r = 0; r < kLines; ++r) lines[r] = modifier.keys(key(r));
+    ask<typename Modifier::Queries>([&](int n, int e) { return modifier.queries(query(n, e)); },
+                                    [&](int r, int n, int e, typename Modifier::Queries const& queries) {
+                                      return modifier.keeps(query(n, e), key(r), queries, lines[r]);
+                                    });
   }
-  template <class Ask>
-  NVRTC_ATTN_DEVICE void ask(Ask&& keeps) {
+  template <class Values, class Read, class Keeps>
+  NVRTC_ATTN_DEVICE void ask(Read&& read, Keeps&& keeps) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       unsigned word = 0;
 #pragma unroll 1
-      for (int n = 0; n < columns(w); ++n) {
-        unsigned column = 0;
+      for (int n0 = 0; n0 < columns(w); n0 += kBatch) {
+        Values values[2 * kBatch];
 #pragma unroll
-        for (int bit = 0; bit < kColumn; ++bit) column |= unsigned(keeps(w * kColumns + n, bit)) << bit;
-        word |= column << (n * kColumn);
+        for (int c = 0; c < 2 * kBatch; ++c) values[c] = read(w * kColumns + n0 + c / 2, c % 2);
+        unsigned batch = 0;
+#pragma unroll
+        for (int c = 0; c < 2 * kBatch; ++c) {
+#pragma unroll
+          for (int r = 0; r < kLines; ++r) {
+            unsigned const bit = unsigned(keeps(r, w * kColumns + n0 + c / 2, c % 2, values[c]));
+            batch |= bit << (c / 2 * kColumn + 2 * r + c % 2);
+          }
+        }
+        word |= batch << (n0 * kColumn);
       }
       words[w] = word;
     }

@@ -191,17 +191,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
     q_slot.advance();
   };
 
-  // Query tiles take turns at two slots, as those of Q do.
-  LargestOfGroup<Traits, Shape::kTilesN> const largest_of_group{smem + Shape::kOffsetNoted};
-  auto turn_of_q = [&] { return Shape::kStagesQ == 2 ? unsigned(q_slot.stage) : q_slot.parity; };
-  if constexpr (kBoundsLargest<Traits>) largest_of_group.forget(0);
-
   while (true) {
     barriers.full_q(q_slot.stage).wait(q_slot.parity);
-    if constexpr (kBoundsLargest<Traits>) {
-      named_barrier_sync(Shape::kNotesOfGroup + group, 128);
-      largest_of_group.forget(turn_of_q() ^ 1);
-    }
     typename TileScheduler<Traits::kBand, Traits::kVarlen>::Tile tile;
     read_tile<Traits>(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage, tile);
     if (tile.m_block < 0) break;
@@ -358,7 +349,6 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       }
       pack_probabilities<Traits>(p, s, keep);
       bool settled = softmax.settled();
-      if constexpr (kBoundsLargest<Traits>) largest_of_group.begin(softmax, map, row, rows.count, turn_of_q());
       // Three groups have 160 registers a thread each. NVRTC 13.5 carries what it has derived from n in both shapes of the first
       // tile into the loop, runs out of them and makes one product wait for the other (C7511). Of two groups NVRTC 13.0 does that
       // if n is hidden.
@@ -389,23 +379,13 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         if (kReleaseEarly && n == first) release_q();
         bool raised = false;
         bool redo = false;
-        bool larger = !kBoundsLargest<Traits>;  // perhaps
         float2 sums;
         if constexpr (Traits::kLazyMax) {
           // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
           scores.finish(s, operands, n * kBlockN, whole);
           if constexpr (kNotesLargest<Traits>) noted.note(s);
-          if constexpr (kBoundsLargest<Traits>) {
-            typename LargestOfGroup<Traits, Shape::kTilesN>::Seen most;
-            sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep,
-                                       most);
-            larger = __any_sync(0xffffffffu, largest_of_group.exceeds(most, largest_of_group.bounds()));
-          } else {
-            sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
-          }
-          if (larger) {
-            redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
-          }
+          sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
+          redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
           if (!redo) {
             release(barriers.empty_k(k_stage));
             release_scores();
@@ -443,9 +423,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
             raised = softmax.raise(s, map);
             settled = softmax.settled();
             sums = scores.exponentiate(s, softmax.references(s));
-            if constexpr (kBoundsLargest<Traits>) largest_of_group.forget_bounds();
           }
-          if (kBoundsLargest<Traits> && larger) largest_of_group.look(s, softmax, map, turn_of_q());
         }
         softmax.add(sums);
         if (raised) softmax.rescale(o);
@@ -476,8 +454,6 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       for (int r = 0; r < 2; ++r) {
         if constexpr (kNotesLargest<Traits>) {
           largest[r] = noted.load(r);
-        } else if constexpr (kBoundsLargest<Traits>) {
-          largest[r] = largest_of_group.found(turn_of_q() ^ 1);  // Q is released
         } else {
           largest[r] = softmax.of_row(r);
         }

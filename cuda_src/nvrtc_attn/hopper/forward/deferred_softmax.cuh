@@ -4,11 +4,56 @@
 #include "../../collective/softmax.cuh"
 #include "../../common/fragment_load.cuh"
 #include "../common/keep_words.cuh"
-#include "largest_score.cuh"
 #include "query_rows.cuh"
 #include "score_tile.cuh"
 
 namespace nvrtc_attn {
+
+// With kLazyMax the maximum of a tile is not computed unless a thread's sum of P reaches this: 2^14 keeps every P
+// inside float16's range, 2^64 inside bfloat16's and keeps row sums and P V inside float32's.
+template <class Element>
+constexpr float kLazyLimit = 16384.0f;
+template <>
+constexpr float kLazyLimit<bfloat16_t> = 18446744073709551616.0f;
+
+// kMaxLogit: maxima that raise() has anyway. With kLazyMax, where it is not asked, note() takes them, and keeps them in shared
+// memory: three consumers have no register left for them at head dim 64, and four to 20 bytes of a thread would spill.
+template <class Traits>
+constexpr bool kNotesLargest = Traits::kMaxLogit && Traits::kLazyMax;
+
+struct NotedScores {
+  unsigned smem;  // shared address: of all threads, two rows each
+
+  NVRTC_ATTN_DEVICE unsigned address(int r) const { return smem + 8 * unsigned(thread_again()) + 4 * r; }
+  NVRTC_ATTN_DEVICE float load(int r) const {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address(r)));
+    return x;
+  }
+  NVRTC_ATTN_DEVICE void store(int r, float x) const {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address(r)), "f"(x));
+  }
+  NVRTC_ATTN_DEVICE void begin() const {
+    store(0, -infinity());
+    store(1, -infinity());
+  }
+
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE void note(AccTile const (&s)[1][kTilesN]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float x = s[0][0][2 * r];
+      float y = s[0][0][2 * r + 1];
+#pragma unroll
+      for (int n = 1; n < kTilesN; ++n) {
+        x = fmaxf(x, s[0][n][2 * r]);
+        y = fmaxf(y, s[0][n][2 * r + 1]);
+      }
+      x = fmaxf(x, y);
+      store(r, fmaxf(x, load(r)));
+    }
+  }
+};
 
 // Online softmax whose rescale of the output waits until the product that is adding to it has finished.
 template <class Traits>
@@ -168,7 +213,7 @@ struct ScoreTile : ModifierOf<Traits> {
   Dropout const& dropout;
   int row0;  // first row of the warp-group
   static constexpr bool kPlaceAgain =
-      (Traits::kVarlen || (Traits::kMaxLogit && (!Traits::kBand || kBoundsLargest<Traits>))) && Traits::kBlockM == 192;
+      (Traits::kVarlen || (Traits::kMaxLogit && !Traits::kBand)) && Traits::kBlockM == 192;
   using Row = cute::conditional_t<kPlaceAgain, RowAgain, int>;
   using Lane = cute::conditional_t<kPlaceAgain, LaneAgain, int>;
   Row i;  // this thread's first row; the other is i + 8
@@ -262,9 +307,8 @@ struct ScoreTile : ModifierOf<Traits> {
   }
 
   // s -> P in place; this thread's sums of P, which dropout does not change. beside() is called before every two tiles.
-  template <int kTilesN, class Beside, class Largest>
-  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], float2 reference, Beside&& beside,
-                                        Largest& largest) const {
+  template <int kTilesN, class Beside>
+  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], float2 reference, Beside&& beside) const {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
@@ -272,42 +316,32 @@ struct ScoreTile : ModifierOf<Traits> {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float const p = map.probability(s[0][n][e], e < 2 ? reference.x : reference.y);
-        sum[Largest::kOneSum ? e & 2 : e] += p;
+        sum[e] += p;
         s[0][n][e] = p;
       }
-      largest.take(0, s[0][n][0], s[0][n][1]);
-      largest.take(1, s[0][n][2], s[0][n][3]);
     }
-    largest.take_sums(sum);
     return make_float2(sum[0] + sum[1], sum[2] + sum[3]);
   }
   template <int kTilesN>
   NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], float2 reference) const {
-    NoLargestP unused;
-    return exponentiate(s, reference, [] {}, unused);
+    return exponentiate(s, reference, [] {});
   }
 
   // The same, and what dropout keeps of the tile from n0: its integer arithmetic runs beside that of the exponentials
   // on other pipes. One after the other they would take the sum of their times, with two warps a scheduler.
-  template <int kTilesN, int kGroups, class Largest>
-  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], float2 reference, int n0, KeepWords<kGroups>& keep,
-                                        Largest& largest) const {
+  template <int kTilesN, int kGroups>
+  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], float2 reference, int n0,
+                                        KeepWords<kGroups>& keep) const {
     if constexpr (Traits::kDropout && kKeepBeside) {
       KeepMaker<kGroups> maker(dropout, i, n0, lane);
       if (maker.one_upper_half) {
-        float2 const sums = exponentiate(s, reference, [&] { maker.add(dropout.seed); }, largest);
+        float2 const sums = exponentiate(s, reference, [&] { maker.add(dropout.seed); });
         keep = maker.template finish<false>();
         return sums;
       }
       keep = maker.words_of_any();
     }
-    return exponentiate(s, reference, [] {}, largest);
-  }
-  template <int kTilesN, int kGroups>
-  NVRTC_ATTN_DEVICE float2 exponentiate(AccTile (&s)[1][kTilesN], float2 reference, int n0,
-                                        KeepWords<kGroups>& keep) const {
-    NoLargestP unused;
-    return exponentiate(s, reference, n0, keep, unused);
+    return exponentiate(s, reference);
   }
   // Registers must suffice for both.
   static constexpr bool kKeepBeside =

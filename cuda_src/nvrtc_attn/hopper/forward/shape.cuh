@@ -38,7 +38,7 @@ struct HopperShape {
   static constexpr int kBytesTile = Traits::kVarlen ? 32 : 16;  // of what is announced
   // kTileWords: a word beside each slot of K, which key tile it holds.
   static constexpr int kOffsetKeyTiles = kOffsetTiles + kBytesTile * kStagesQ;
-  // kMaxLogit and kLazyMax: what hopper/forward/largest_score.cuh keeps of two rows of every thread.
+  // kMaxLogit and kLazyMax: the largest scores of two rows of every thread.
   static constexpr int kOffsetNoted = kOffsetKeyTiles + (Traits::kTileWords ? 16 : 0);
   static constexpr int kBytesNoted = Traits::kMaxLogit && Traits::kLazyMax ? 8 * Traits::kNumThreads : 0;
   static constexpr int kOffsetBarriers = kOffsetNoted + kBytesNoted;
@@ -59,7 +59,6 @@ struct HopperShape {
   enum NamedBarrier : int {
     kTurnOfGroup = 1,  // + group: it may start products
     kAllConsumers = kTurnOfGroup + kGroups,
-    kNotesOfGroup = kAllConsumers + 1,  // + group: kMaxLogit, it begins a query tile
   };
   static constexpr int kTurnThreads = 256;  // the group that waits and the one that lets it start
 
