@@ -3,14 +3,23 @@
     python benchmarks/host.py          or    python benchmarks/attention.py --part host
 
 One small problem (1 x 64 x 8, head dim 64), which the GPU finishes before the host has launched the next one. Each
-number is the best of 20 batches of 100 calls; the batches of all functions take turns. SDPA's backends are chosen
-around a batch: choosing takes as long as a call. Takes half a minute.
+number is the best of 20 batches of up to 100 calls; the batches of all functions take turns. SDPA's backends are chosen
+around a batch: choosing takes as long as a call.
+
+A second table has problems of models whose backward pass is a few launches: the host's time of a call, and in ``GPU``
+that of the backward pass's kernels alone, of replays of a CUDA graph. What is above ``GPU`` in "backward" is the host.
+
+    python benchmarks/host.py [--part doors,models] [--only REGEX]
+
+Takes half a minute.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
+import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -30,10 +39,22 @@ from nvrtc_attn.torch import ops
 
 SHAPE = (1, 64, 8, 64)
 BATCHES, CALLS = 20, 100
+BATCH_US = 20_000
+"""What a batch takes at most, where a call takes long."""
+REPLAYED, REPLAYS = 10, 10
+"""Calls in a CUDA graph, and how often it is replayed."""
 COLUMNS = ("forward", "with gradient", "backward", "both")
 """Without a graph, with one, the pass through it, and a call with its gradient."""
 SEED = "seed, the operator"
 SEED_SDPA = "seed, scaled_dot_product_attention"
+MODELS = {
+    "MiniLM": ((1, 128, 12, 32), torch.bfloat16, False),
+    "DiT-XL/2 256": ((4, 256, 16, 72), torch.bfloat16, False),
+    "Stable Diffusion 16 x 16": ((4, 256, 8, 160), torch.float16, False),
+    "Whisper tiny": ((1, 1500, 6, 64), torch.bfloat16, False),
+    "CLIP text": ((64, 77, 12, 64), torch.bfloat16, True),
+}
+"""[batch, rows, heads, head dim], element type, causal."""
 
 
 class Timed(NamedTuple):
@@ -170,6 +191,88 @@ def jaxs() -> list[Timed]:
     ]
 
 
+def models(only: str) -> list[dict[str, Any]]:
+    """A row for each problem of `MODELS` and each provider, called through torch's own signature.
+
+    ``/seed`` and ``/best`` are our times over those of the seed and of the fastest other provider.
+    """
+    found: list[Timed] = []
+    gpu: dict[str, float] = {}
+    backends = {
+        "seed": SDPBackend.EFFICIENT_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+    }  # fmt: skip
+    for name, (shape, dtype, causal) in MODELS.items():
+        if not re.search(only, name):
+            continue
+        leaves = [torch.randn(shape, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+        dout = torch.randn(shape, device="cuda", dtype=dtype).transpose(1, 2)
+        calls: dict[str, tuple[Any, Any]] = {"ours": (na.scaled_dot_product_attention, nullcontext)}
+        for rival, backend in backends.items():
+            calls[rival] = F.scaled_dot_product_attention, partial(sdpa_kernel, [backend])
+        for who, (function, around) in calls.items():
+            row, call = f"{name}, {who}", partial(function, is_causal=causal)
+            try:
+                found += differentiable(row, call, leaves, dout, around)
+                gpu[row] = backward_on_gpu(call, leaves, dout, around)
+            except RuntimeError as error:
+                print(f"{row}: {str(error).splitlines()[0]}")
+    table = in_turns(found)
+    for row in table:
+        row["GPU"] = gpu.get(row["what"])
+    for row in table:
+        name, who = row["what"].rsplit(", ", 1)
+        others = [x for x in table if x["what"].rsplit(", ", 1)[0] == name and x is not row]
+        if who == "ours":
+            for column in ("backward", "both"):
+                times = {x["what"].rsplit(", ", 1)[1]: x[column] for x in others}
+                if "seed" in times:
+                    row[f"{column}/seed"] = row[column] / times["seed"]
+                row[f"{column}/best"] = row[column] / min(times.values(), default=float("nan"))
+    return table
+
+
+def backward_on_gpu(call: Callable[..., Any], leaves: Any, dout: Any, around: Callable[[], Any]) -> float:
+    """Microseconds that the kernels of the backward pass take, one after another."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with around(), torch.cuda.stream(stream):  # autograd runs a node on the stream of its forward pass
+        for _ in range(3):
+            out = call(*leaves)
+            torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(REPLAYED):
+                torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        graph.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return 1e3 * float(start.elapsed_time(end)) / REPLAYS / REPLAYED
+
+
+def in_turns(functions: list[Timed]) -> list[dict[str, Any]]:
+    """The best batch of each function, in a row for each ``row``."""
+    best = [float("inf")] * len(functions)
+    calls = [CALLS] * len(functions)
+    for number in range(BATCHES + 1):
+        for index, timed in enumerate(functions):
+            with timed.around():
+                if not number:  # the first calls compile, later ones say how many a batch has
+                    batch(timed.call, 3)
+                    calls[index] = max(2, min(CALLS, int(BATCH_US / batch(timed.call, 3))))
+                else:
+                    best[index] = min(best[index], batch(timed.call, calls[index]))
+    table: dict[str, dict[str, Any]] = {}
+    for timed, microseconds in zip(functions, best, strict=True):
+        table.setdefault(timed.row, {"what": timed.row})[timed.column] = microseconds
+    return list(table.values())
+
+
 def rows() -> list[dict[str, Any]]:
     """A row for each way to call attention. ``/seed`` is its time over that of the seed in the same column."""
     functions = [*ours(), *torchs()]
@@ -179,16 +282,7 @@ def rows() -> list[dict[str, Any]]:
                 functions += make()
             except Exception as error:  # without a GPU of its own, or without the bridge
                 print(f"{module}: {str(error).splitlines()[0]}")
-    best = [float("inf")] * len(functions)
-    for number in range(BATCHES + 1):
-        for index, timed in enumerate(functions):
-            with timed.around():
-                microseconds = batch(timed.call)
-            if number:  # the first warms up
-                best[index] = min(best[index], microseconds)
-    table: dict[str, dict[str, Any]] = {}
-    for timed, microseconds in zip(functions, best, strict=True):
-        table.setdefault(timed.row, {"what": timed.row})[timed.column] = microseconds
+    table = {row["what"]: row for row in in_turns(functions)}
     for row in table.values():
         for column in COLUMNS:
             seed = table[SEED].get(column) or table.get(SEED_SDPA, {}).get(column)
@@ -197,20 +291,33 @@ def rows() -> list[dict[str, Any]]:
     return list(table.values())
 
 
-def batch(call: Callable[[], Any]) -> float:
+def batch(call: Callable[[], Any], calls: int = CALLS) -> float:
     """Microseconds of a call, of a batch that does not fill the launch queue."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
     seconds = time.perf_counter() - start
     torch.cuda.synchronize()
-    return 1e6 * seconds / CALLS
+    return 1e6 * seconds / calls
 
 
 def columns() -> list[str]:
     return ["what", *COLUMNS, *(f"{column}/seed" for column in COLUMNS)]
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="doors,models")
+    parser.add_argument("--only", default="", help="regular expression in the name of a model")
+    arguments = parser.parse_args()
+    parts = arguments.part.split(",")
+    if "doors" in parts:
+        print_table(rows(), columns())
+    if "models" in parts:
+        ratios = [f"{column}/{rival}" for column in ("backward", "both") for rival in ("seed", "best")]
+        print_table(models(arguments.only), ["what", *COLUMNS, "GPU", *ratios])
+
+
 if __name__ == "__main__":
-    print_table(rows(), columns())
+    main()

@@ -4,12 +4,16 @@
 
 Same problem and same way to measure as benchmarks/host.py. "both" is a call and its gradient by torch.autograd.grad,
 "backward" the gradient alone; a second column is with torch.autograd.set_multithreading_enabled(False), which runs
-nodes of the graph in the thread that asks instead of in one of the GPU's own.
+nodes of the graph in the thread that asks instead of in one of the GPU's own. Launches are timed with addresses that
+came before, for which a plan has them ready, and with new ones. The last rows are the median time inside of the
+backward pass of our node, in whatever thread: what is beside it in "backward" is torch's.
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -23,6 +27,7 @@ import nvrtc_attn.torch as na
 from nvrtc_attn.front.call import CallOptions
 from nvrtc_attn.front.operands import INPUTS
 from nvrtc_attn.front.philox import NO_RNG
+from nvrtc_attn.modifiers.cuda import NO_MODIFIER
 from nvrtc_attn.plans import plan as plans
 from nvrtc_attn.runtime import driver
 from nvrtc_attn.torch import passes, tensors
@@ -56,6 +61,23 @@ class Keeping(Empty):
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
         ctx.saved_tensors  # noqa: B018
+        return Empty.gradients
+
+
+class Attribute(Keeping):
+    """With an attribute of the node."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[Any], *inputs: Any) -> Any:
+        ctx.save_for_backward(made[0], Empty.made, *inputs)
+        ctx.set_materialize_grads(False)
+        ctx.call = made
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        ctx.saved_tensors  # noqa: B018
+        ctx.call  # noqa: B018
         return Empty.gradients
 
 
@@ -131,7 +153,7 @@ def main() -> None:
             return F.scaled_dot_product_attention(*inputs)
 
     node: Any
-    for node in (Empty, Keeping, Busy, Launching):
+    for node in (Empty, Keeping, Attribute, Busy, Launching):
         apply = super(torch.autograd.Function, node).apply
         differentiable(node.__name__, lambda *x, _apply=apply: _apply((new(*made),), *x), leaves, dout)
     differentiable("sin", sin, leaves[:1], dout)
@@ -139,24 +161,19 @@ def main() -> None:
     differentiable("ours, as torch's", na.scaled_dot_product_attention, heads_first, dout_first)
     differentiable("seed, with its context", seed, heads_first, dout_first)
 
-    # The launches of the two passes by themselves.
-    found: dict[str, tuple[Any, ...]] = {}
-    original = plans._PlanBase.run
-
-    def spy(plan: Any, *arguments: Any) -> None:
-        found[type(plan).__name__] = (plan, arguments)
-        original(plan, *arguments)
-
-    plans._PlanBase.run = spy  # type: ignore[method-assign]
+    # The launches of the two passes by themselves, then of one with three kernels.
     options = CallOptions(return_lse=True)
     inputs = (q, k, v, *(None,) * (len(INPUTS) - 3))
     out, lse = passes.forward(inputs, options, NO_RNG)
-    _kept = passes.backward(inputs, out, lse, dout, None, options, NO_RNG)
-    plans._PlanBase.run = original  # type: ignore[method-assign]
+    found = plans_of(q, k, v, out, lse, dout)
     for name, (plan, arguments) in found.items():
-        steps, zeroed = len(plan._steps), len(plan._zeroed)
-        functions[f"{name}.run, {steps} launches, {zeroed} memsets"] = lambda p=plan, a=arguments: p.run(*a)
+        functions |= runs_of(name, plan, arguments)
     backward_plan, backward_arguments = found["BackwardPlan"]
+    rows_of_dit = [torch.randn(4, 256, 16, 72, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    more = (*rows_of_dit[:3], *inputs[3:])
+    out_of_dit, lse_of_dit = passes.forward(more, options, NO_RNG)
+    plan, arguments = plans_of(*rows_of_dit[:3], out_of_dit, lse_of_dit, rows_of_dit[3])["BackwardPlan"]
+    functions |= runs_of("BackwardPlan of DiT", plan, arguments)
 
     def run_backward() -> None:
         _ = [new(*made) for _ in range(3)]
@@ -190,7 +207,80 @@ def main() -> None:
         {"what": name, "us": first[name], "one thread": second.get(name), "no gc": third.get(name)}
         for name in functions
     ]
+    rows += inside(leaves, dout)
     print_table(rows, ["what", "us", "one thread", "no gc"])
+
+
+def plans_of(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> dict[str, tuple[Any, ...]]:
+    """The plans of the two passes by the name of their class, and the arguments of a run of each."""
+    found: dict[str, tuple[Any, ...]] = {}
+    original = plans._PlanBase.run
+
+    def spy(plan: Any, *arguments: Any) -> None:
+        found[type(plan).__name__] = (plan, (*arguments, *defaults[len(arguments) :]))
+        original(plan, *arguments)
+
+    defaults = (0, (), 0, NO_RNG, NO_MODIFIER)
+    options = CallOptions(return_lse=True)
+    inputs = (q, k, v, *(None,) * (len(INPUTS) - 3))
+    plans._PlanBase.run = spy  # type: ignore[method-assign]
+    try:
+        _KEPT.append(passes.forward(inputs, options, NO_RNG))
+        _KEPT.append(passes.backward(inputs, out, lse, dout, None, options, NO_RNG))
+    finally:
+        plans._PlanBase.run = original  # type: ignore[method-assign]
+    return found
+
+
+_KEPT: list[Any] = []
+"""Whose addresses the runs have."""
+
+
+def runs_of(name: str, plan: Any, arguments: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
+    """A run whose launches are ready, and one whose params are written."""
+    what = f"{name}.run, {len(plan._steps)} launches, {len(plan._zeroed)} memsets"
+    stream, addresses, workspace, rng, modifier = arguments
+    key = addresses, workspace, stream
+    return {
+        f"{what}, known addresses": lambda: plan.run(*arguments),
+        f"{what}, new addresses": lambda: plan._launch_new(key, rng, modifier),
+    }
+
+
+def inside(leaves: Any, dout: Any) -> list[dict[str, Any]]:
+    """The median time in the backward pass of a known call, from its tensors to its last launch."""
+    times: list[int] = []
+    original = passes.KnownBackward.run
+
+    def timed_run(*arguments: Any) -> Any:
+        start = time.perf_counter_ns()
+        try:
+            return original(*arguments)
+        finally:
+            times.append(time.perf_counter_ns() - start)
+
+    def median_of(call: Callable[[], Any]) -> float:
+        times.clear()
+        for _ in range(5):
+            batch(call)
+        return statistics.median(times) / 1e3
+
+    out = na.attention(*leaves)
+    calls: dict[str, Callable[[], Any]] = {
+        "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+        "both": lambda: torch.autograd.grad(na.attention(*leaves), leaves, dout),
+    }
+    found = []
+    passes.KnownBackward.run = timed_run  # type: ignore[method-assign]
+    try:
+        for name, call in calls.items():
+            row = {"what": f"inside of ours: {name}", "us": median_of(call)}
+            with torch.autograd.set_multithreading_enabled(False):
+                row["one thread"] = median_of(call)
+            found.append(row)
+    finally:
+        passes.KnownBackward.run = original  # type: ignore[method-assign]
+    return found
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What `return_max_logit` costs: the same call with and without it, in turn in one process.
 
-    python benchmarks/max_logit.py [--rounds N] [--only REGEX]
+    python benchmarks/max_logit.py [--rounds N] [--only REGEX] [--deviation S]...
 
-A line is one problem: microseconds without, with, and their ratio, of which the target is 1.02. Time of the GPU from
+A line is one problem and standard deviation of its scores: microseconds without, with, and their ratio, of which the
+target is 1.02. How often a tile of keys brings a new largest score depends on the scores. Time of the GPU from
 `triton.testing.do_bench`, which clears the L2 before each run; a memset of a few bytes is part of the second one.
 """
 
@@ -40,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
+    parser.add_argument("--deviation", type=float, action="append", help="of scores (0.1, 1 and 3)")
     arguments = parser.parse_args()
     print(provenance())
     for name, (batch, rows, keys, heads, heads_kv, dim, options) in CASES.items():
@@ -47,14 +49,16 @@ def main() -> None:
             continue
         dim_v = 128 if "MLA" in name else dim
         shapes = (rows, heads, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v)
-        q, k, v = (torch.randn(batch, n, h, d, device="cuda", dtype=torch.bfloat16) for n, h, d in shapes)
+        for deviation in arguments.deviation or (0.1, 1.0, 3.0):
+            q, k, v = (torch.randn(batch, n, h, d, device="cuda", dtype=torch.bfloat16) for n, h, d in shapes)
+            q *= deviation
 
-        def run(wanted: bool, tensors: Any = (q, k, v), options: dict[str, Any] = options) -> Any:
-            return na.attention(*tensors, **options, return_lse=True, return_max_logit=wanted)
+            def run(wanted: bool, tensors: Any = (q, k, v), options: dict[str, Any] = options) -> Any:
+                return na.attention(*tensors, **options, return_lse=True, return_max_logit=wanted)
 
-        times = in_turn({"without": lambda: run(False), "with": lambda: run(True)}, arguments.rounds)
-        plain, asked = (1000 * times[x]["ms"] for x in ("without", "with"))
-        print(f"{name:26} {plain:9.1f} {asked:9.1f} {asked / plain:7.3f}", flush=True)
+            times = in_turn({"without": lambda: run(False), "with": lambda: run(True)}, arguments.rounds)
+            plain, asked = (1000 * times[x]["ms"] for x in ("without", "with"))
+            print(f"{name:26} {deviation:5.1f} {plain:9.1f} {asked:9.1f} {asked / plain:7.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ over its own: above 1 is faster. ``seed`` is torch's memory-efficient kernel. Ru
 L2, on plausible numbers; results are not looked at, tests/gpu/test_short.py does. Candidates of the backward pass:
 ``store`` keeps dq of a tile that holds all keys instead of adding it up, ``+rows`` prepares its rows in the same
 kernel, ``b3`` means three blocks a multiprocessor, ``atomic`` is what the portable kernel adds up. Of decoding: ``s3``
-is three stages, ``x4`` four splits with a second kernel, ``c4`` four splits as a cluster that needs none.
+is three stages, ``x4`` four splits with a second kernel, ``c4`` four splits as a cluster that needs none, ``128 8w``
+tiles of 128 keys on 8 warps (else 64 on 4), ``q`` queries in registers; candidates that spill are left out.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ KINDS = (
     Kind(part="tiny", b=64, q=77, h=12, d=64, causal=True),
     Kind(part="tiny", b=64, q=256, h=6, d=64, causal=True),
     Kind(part="tiny", b=4, q=256, h=16, d=72),
+    Kind(part="tiny", b=4, q=256, h=8, d=160),
+    Kind(part="tiny", b=1, q=1500, h=6, d=64),
     Kind(part="decode", b=64, q=1, k=4096, h=32, hkv=8, d=128),
     Kind(part="decode", b=16, q=1, k=4096, h=32, hkv=8, d=128),
     Kind(part="decode", b=8, q=1, k=2048, h=64, hkv=8, d=64),
@@ -105,6 +108,10 @@ KINDS = (
     Kind(part="decode", b=32, q=1, k=8192, h=32, hkv=8, d=128),
     Kind(part="decode", b=4, q=4, k=8192, h=32, hkv=8, d=128),
     Kind(part="decode", b=32, q=1, k=8192, h=48, hkv=1, d=128),
+    Kind(part="decode", b=8, q=1, k=4096, h=32, hkv=32, d=128),
+    Kind(part="decode", b=1, q=1, k=1024, h=32, hkv=8, d=128),
+    Kind(part="decode", b=2, q=1, k=16384, h=28, hkv=4, d=128),
+    Kind(part="decode", b=1, q=1, k=4096, h=64, hkv=8, d=64),
     Kind(part="pack", b=16, q=16, k=4096, h=64, hkv=8, d=128),
     Kind(part="pack", b=16, q=16, k=4096, h=64, hkv=8, d=128, causal=True),
     Kind(part="pack", b=16, q=16, k=4096, h=28, hkv=4, d=128, causal=True),
@@ -162,6 +169,8 @@ def backward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str,
             yield f"{name} {what}", lambda tile=tile, options=options: portable_backward_plan(problem, tile, options)
     yield "portable table", lambda: portable_backward.choose_backward(problem, **TARGET)
     yield "hopper", lambda: hopper_backward_plan(problem)
+    if kind.part == "tiny" and hopper_backward.is_plain(problem):
+        yield "hopper fused", lambda: hopper_fused_plan(problem)
     if kind.bias and longest > 64:
         yield "hopper, portable dbias", lambda: hopper_backward_plan(problem, portable_dbias=True)
 
@@ -180,6 +189,21 @@ def hopper_backward_plan(problem: AttentionProblem, portable_dbias: bool = False
     return found
 
 
+def hopper_fused_plan(problem: AttentionProblem) -> Spec:
+    """A launch less and a memset more."""
+    tile = hopper_backward.choose_tile(problem, TARGET["num_sms"])
+    tile = replace(tile, fused=True, block_m=64 if tile.block_m == 80 else tile.block_m)
+    if hopper_backward.config_of(problem, tile).smem_bytes > TARGET["smem_limit"]:
+        raise UnsupportedError("no fused plan", ["too much shared memory"])
+    return hopper_backward.plan_spec(problem, tile, num_sms=TARGET["num_sms"])
+
+
+def queued(spec: Spec) -> str:
+    """What the host queues for a run: a call of the driver's each, which takes as long as a small kernel."""
+    memsets = sum(x.zeroed for x in spec.workspaces)
+    return f"{len(spec.launches)} launches" + (f", {memsets} memsets" if memsets else "")
+
+
 serves_dbias = hopper_dbias.serves
 
 
@@ -194,30 +218,7 @@ def with_step(spec: BackwardPlanSpec, step: int) -> BackwardPlanSpec:
 
 def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, Callable[[], Spec]]]:
     if kind.part == "decode":
-        rows = problem.seqlen_q * problem.num_heads // problem.num_heads_kv
-        tile = portable_forward.Tile(block_m=16, block_n=64, num_warps=4, num_stages=2, warps_n=4)
-        if rows > 32:
-            tile = portable_forward.Tile(block_m=64, block_n=64, num_warps=4, num_stages=2)
-        elif rows > 16:
-            tile = portable_forward.Tile(block_m=32, block_n=64, num_warps=4, num_stages=2, warps_n=2)
-        for stages in (2, 3):
-            for splits in (1, 2, 3, 4, 6, 8, 16, 24, 32):
-                if problem.batch * problem.num_heads_kv * splits < 100:
-                    continue
-                if problem.batch * problem.num_heads_kv * splits > 2100:
-                    continue
-                staged = replace(tile, num_stages=stages)
-                yield f"s{stages} x{splits}", lambda t=staged, n=splits: portable_forward_plan(problem, t, n)
-        if rows <= 16:  # a shorter way from barrier to barrier, for each key
-            wide = portable_forward.Tile(block_m=16, block_n=128, num_warps=8, num_stages=3, warps_n=8)
-            yield "128 keys s3 x1", lambda: portable_forward_plan(problem, wide, 1)
-        for stages in (2, 3, 4, 6):
-            staged = replace(tile, num_stages=stages)
-            if stages > 3:
-                yield f"s{stages} x1", lambda t=staged: portable_forward_plan(problem, t, 1)
-            for splits in portable_forward.CLUSTERS if stages < 6 else (8, 16):
-                if 60 <= problem.batch * problem.num_heads_kv * splits <= 1060:
-                    yield f"s{stages} c{splits}", lambda t=staged, n=splits: portable_forward_plan(problem, t, n, True)
+        yield from decode_plans(problem)
         return
     if kind.part == "few":
         yield from few_key_plans(problem)
@@ -240,6 +241,61 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
     yield "64x64b3", lambda: portable_forward_plan(problem, tile, 1)
     yield "portable table", lambda: portable_forward.choose_forward(problem, **TARGET)
     yield "hopper", lambda: hopper_forward_plan(problem)
+
+
+def decode_tiles(rows: int, dim: int) -> dict[str, portable_forward.Tile]:
+    """Tiles for so many query rows of a key head, by name: keys, warps where they are not four, stages."""
+    tile = portable_forward.Tile
+    if rows <= 16:
+        base = {
+            "": tile(block_m=16, block_n=64, num_warps=4, warps_n=4),
+            "q ": tile(block_m=16, block_n=64, num_warps=4, warps_n=4, preload_q=True),
+            "128 8w ": tile(block_m=16, block_n=128, num_warps=8, warps_n=8),
+            "128 ": tile(block_m=16, block_n=128, num_warps=4, warps_n=4),
+            "32 2w ": tile(block_m=16, block_n=32, num_warps=2, warps_n=2),
+        }
+    elif rows <= 32:
+        base = {
+            "": tile(block_m=32, block_n=64, num_warps=4, warps_n=2),
+            "64 8w ": tile(block_m=32, block_n=64, num_warps=8, warps_n=4),
+            "128 8w ": tile(block_m=32, block_n=128, num_warps=8, warps_n=4),
+            "64 2w ": tile(block_m=32, block_n=64, num_warps=2, warps_n=1),
+        }
+    else:
+        base = {
+            "": tile(block_m=64, block_n=64, num_warps=4),
+            "q ": tile(block_m=64, block_n=64, num_warps=4, preload_q=True),
+            "64 8w ": tile(block_m=64, block_n=64, num_warps=8, warps_n=2),
+            "32 ": tile(block_m=64, block_n=32, num_warps=4),
+            "128 8w ": tile(block_m=64, block_n=128, num_warps=8, warps_n=2),
+        }
+        if rows <= 48:
+            base["48 rows "] = tile(block_m=48, block_n=64, num_warps=3)
+            base["48 rows 128 6w "] = tile(block_m=48, block_n=128, num_warps=6, warps_n=2)
+    found = {}
+    for name, one in base.items():
+        for stages in (2, 3, 4, 6, 8, 12) if not name else (2, 3, 4, 6):
+            ahead = 4 * one.block_n * dim * (stages - 1)  # bytes of K and V, of 16 bits
+            least, most = (32, 96) if one.block_n == 32 else (32 if not name else 64, 200)
+            if least << 10 <= ahead <= most << 10:
+                found[f"{name}s{stages}"] = replace(one, num_stages=stages)
+    return found
+
+
+def decode_plans(problem: AttentionProblem) -> Iterator[tuple[str, Callable[[], Spec]]]:
+    """Every tile with all keys, with splits and a second kernel, and as clusters, where they fill the GPU."""
+    rows = problem.seqlen_q * problem.num_heads // problem.num_heads_kv
+    blocks = problem.batch * problem.num_heads_kv
+    for name, tile in decode_tiles(rows, problem.head_dim).items():
+        if blocks >= 30:
+            yield f"{name} x1", lambda t=tile: portable_forward_plan(problem, t, 1)
+        for splits in (2, 3, 4, 6, 8, 12, 16, 24, 32):
+            with_second = ("s2", "s3", "128 8w s2", "128 8w s3", "64 8w s3", "32 s3", "32 s4")
+            if 100 <= blocks * splits <= (400 if tile.block_n == 32 else 280) and name in with_second:
+                yield f"{name} x{splits}", lambda t=tile, n=splits: portable_forward_plan(problem, t, n)
+        for splits in portable_forward.CLUSTERS:
+            if 60 <= blocks * splits <= (280 if "w" in name or "q" in name else 530):
+                yield f"{name} c{splits}", lambda t=tile, n=splits: portable_forward_plan(problem, t, n, True)
 
 
 def portable_forward_plan(
@@ -362,6 +418,7 @@ def main() -> None:
     compiled = compile_all(list(configs), arguments.workers)
     serialised = [config for config, kernel in compiled.items() if "C7511" in kernel.log]
     print(f"{len(configs)} kernels compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    spilled = {config for config, kernel in compiled.items() if kernel.spill_bytes}
     for config in serialised:
         print(f"ptxas serialises the products of {config}")
     lines = []
@@ -373,12 +430,18 @@ def main() -> None:
                 kernels = [(x.config.kernel, compiled[x.config]) for x in spec.launches]
                 print(f"  {name:22}", " ".join(f"{n}:{c.num_regs}/{c.spill_bytes}" for n, c in kernels), flush=True)
             continue
-        times = measure(kind, backward, specs)
-        parts = [f"{name} {times['today'] / us:.2f}" for name, us in times.items() if name != "today"]
+        fit = {name: x for name, x in specs.items() if not spilled.intersection(y.config for y in x.launches)}
+        times = measure(kind, backward, {"today": specs["today"], **fit})
+        host = {name: f" ({queued(spec)})" if kind.part == "tiny" else "" for name, spec in specs.items()}
+        parts = [f"{name} {times['today'] / us:.2f}{host[name]}" for name, us in times.items() if name != "today"]
         if not arguments.no_seed and (seed := seed_us(kind, backward)) is not None:
             parts.insert(0, f"seed {times['today'] / seed:.2f}")
-        lines.append(f"{head}: today {times['today']:.1f} us ({label(specs['today'])}) | {' | '.join(parts)}")
+        lines.append(
+            f"{head}: today {times['today']:.1f} us ({label(specs['today'])}){host['today']} | {' | '.join(parts)}"
+        )
         print(lines[-1], flush=True)
+    for config in spilled:
+        print(f"{compiled[config].spill_bytes} bytes spilled by {config}")
     if arguments.out:
         arguments.out.write_text("\n".join(lines) + "\n")
     print(f"{time.perf_counter() - begin:.0f} s")

@@ -73,7 +73,11 @@ def doctor(as_json: bool) -> None:
 @click.option("--heads", default=16, type=click.IntRange(1), show_default=True)
 @click.option("--heads-kv", type=click.IntRange(1), help="[default: --heads]")
 @click.option(
-    "--seqlen", multiple=True, metavar="M[xN]", help="Query (and key) length; repeat. [default: 4096 1024 8192 1x4096]"
+    "--seqlen",
+    multiple=True,
+    metavar="M[xN]",
+    help="Query (and key) length; repeat. Up to 16 queries: of all shorter caches of keys, too. "
+    "[default: 4096 1024 8192 1x4096]",
 )
 @click.option(
     "--sms",

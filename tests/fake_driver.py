@@ -27,6 +27,8 @@ class FakeGpu:
     smem_per_block_optin: int = 232448
     num_sms: int = 132
     name: str = "Fake GPU"
+    clusters: int = 16
+    """That have room at once."""
 
 
 @dataclass
@@ -140,6 +142,11 @@ class FakeDriver:
         assert which.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
         self.attributes_set.append((function, value))
 
+    def do_OccupancyMaxActiveClusters(self, _function: int, config: Any) -> int:
+        assert config.numAttrs == 0
+        assert config.gridDimX in (2, 4, 8, 16)
+        return self.gpus[self.stack[-1] - 0x1000].clusters
+
     def do_FuncLoad(self, _function: int) -> None:
         return None
 
@@ -186,6 +193,7 @@ def installed(fake: FakeDriver) -> Iterator[FakeDriver]:
         patch.setattr(driver, "_contexts", {})
         patch.setattr(driver, "_faults", {})
         patch.setattr(device, "_properties", {})
+        patch.setattr(device, "_without_clusters", set())
         patch.setattr(module, "_kernels", {})
         patch.setattr(module, "_locks", {})
         yield fake

@@ -64,7 +64,7 @@ def simplify(
     Raises
     ------
     ValueError
-        A captured array is not where q is.
+        A captured array is not where q is, or has no element.
     """
     where = tensors["q"].device
     views = tuple(_view(x, i, where, stream) for i, x in enumerate(modifier.captures))
@@ -100,6 +100,13 @@ def simplify(
     if found.softcap:
         banded = banded._replace(softcap=found.softcap)
     captures = tuple(views[i] for i in found.kept)
+    if ranks and 0 not in sizes:
+        for place, x in zip(found.kept, captures, strict=True):
+            if 0 in x.shape:
+                raise ValueError(
+                    f"score_mod, mask_mod: captured array {place} has shape {x.shape}: there is no element that a "
+                    f"score could read. Leave it out, or give it the elements."
+                )
     left = found.modifier if found.modifier is None or part is None else found.modifier.moved(part.starts())
     return Modified(modifier, left, banded, captures, found.kept, bias, found.bias)
 

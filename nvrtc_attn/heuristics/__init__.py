@@ -5,6 +5,7 @@ Imports ``front`` for problems, of ``jit`` the configs, and ``base``: no CUDA, s
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,13 @@ _Spec = TypeVar("_Spec", ForwardPlanSpec, BackwardPlanSpec)
 
 
 def choose_forward(
-    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
+    problem: AttentionProblem,
+    *,
+    arch: str,
+    num_sms: int,
+    smem_limit: int,
+    backend: str = "auto",
+    clusters: bool = True,
 ) -> ForwardPlanSpec:
     """Kernels of the forward pass.
 
@@ -40,6 +47,8 @@ def choose_forward(
         faster one, and the portable family elsewhere; why not the Hopper kernel is logged once a reason, at debug
         level. ``hopper`` prefers the Hopper kernel wherever there is one, and warns once where there is none.
         ``portable`` forces the portable family, ``legacy`` its instruction set of compute capability 7.5 on any GPU.
+    clusters
+        The device launches clusters of thread blocks, where its architecture has them: a slice of one may not.
 
     Raises
     ------
@@ -51,7 +60,7 @@ def choose_forward(
     _check_part(problem)
     whole = problem.as_whole()
     if whole is not None:
-        target: dict[str, Any] = {"arch": arch, "smem_limit": smem_limit, "backend": backend}
+        target: dict[str, Any] = {"arch": arch, "smem_limit": smem_limit, "backend": backend, "clusters": clusters}
         return _forward_as(choose_forward(whole, num_sms=num_sms, **target), problem, num_sms=num_sms, **target)
     num_sms = _left(problem, num_sms)
     if _asks_for_hopper(arch, backend):
@@ -64,7 +73,7 @@ def choose_forward(
             return found
         _log_portable("forward: the portable kernel", found, backend)
     return portable_forward.choose_forward(
-        problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend)
+        problem, arch=arch, num_sms=num_sms, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend), clusters=clusters
     )
 
 
@@ -115,7 +124,13 @@ def choose_backward(
 
 
 def forward_candidates(
-    problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str = "auto"
+    problem: AttentionProblem,
+    *,
+    arch: str,
+    num_sms: int,
+    smem_limit: int,
+    backend: str = "auto",
+    clusters: bool = True,
 ) -> dict[str, ForwardPlanSpec]:
     """Plans that may be the fastest for ``problem``, by `plan.label`: the choice of `choose_forward`, then others.
 
@@ -125,8 +140,9 @@ def forward_candidates(
     from . import hopper_forward, portable_forward
 
     target: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit}
-    chosen = choose_forward(problem, **target, backend=backend)
-    return _by_label(chosen, hopper_forward.candidates, portable_forward.candidates, problem, target, backend)
+    chosen = choose_forward(problem, **target, backend=backend, clusters=clusters)
+    portable = functools.partial(portable_forward.candidates, clusters=clusters)
+    return _by_label(chosen, hopper_forward.candidates, portable, problem, target, backend)
 
 
 def backward_candidates(
@@ -164,7 +180,14 @@ def _by_label(
 
 
 def _forward_as(
-    like: ForwardPlanSpec, problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int, backend: str
+    like: ForwardPlanSpec,
+    problem: AttentionProblem,
+    *,
+    arch: str,
+    num_sms: int,
+    smem_limit: int,
+    backend: str,
+    clusters: bool,
 ) -> ForwardPlanSpec:
     """The plan of a part with the kernel and the tile of the whole's plan."""
     from . import hopper_forward, portable_forward
@@ -176,10 +199,13 @@ def _forward_as(
         if not isinstance(found, list):
             return found
         _log_unlike("forward", found)
-        return choose_forward(part, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend)
+        return choose_forward(
+            part, arch=arch, num_sms=num_sms, smem_limit=smem_limit, backend=backend, clusters=clusters
+        )
+    of_cluster = getattr(config, "cluster", 1)
     return portable_forward.choose_forward(
         part, arch=arch, num_sms=left, smem_limit=smem_limit, legacy_mma=_legacy(arch, backend), like=config,
-        num_splits=like.num_splits,
+        num_splits=max(like.num_splits, of_cluster), clustered=of_cluster > 1, clusters=clusters,
     )  # fmt: skip
 
 

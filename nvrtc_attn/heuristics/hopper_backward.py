@@ -62,6 +62,8 @@ FUSED_BAND: Final = 4096
 """Queries up to which ``fused`` pays with a band, so that tiles have 64 and not 80 of them."""
 MOST_IN_FLIGHT: Final = 40 << 20
 """Bytes of Q, dO and dq of the heads that causal key tiles in work read: more than that leaves L2 in between."""
+MOST_IN_FLIGHT_WHOLE: Final = 80 << 20
+"""The same where heads are not split yet, and dk and dv are not added up, and of wide heads, which gain 2 to 6 %."""
 MIN_TURNS_OF_SPLIT: Final = 48
 """Query tiles of a mean key tile below which adding up dk and dv costs more than that."""
 MOST_STEP: Final = 2
@@ -139,7 +141,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     faster up to head dim 96, and at 72 and 80 columns dQ's products without padding 1 to 3 % more (2026-11-22).
     """
     if is_wide(problem):
-        return Tile(block_m=64, wide=True)  # the figures of this one: hopper_backward_wide.py
+        # The figures of this one: hopper_backward_wide.py.
+        return Tile(block_m=64, wide=True, splits=choose_splits(problem, num_sms))
     # What a score needs beside its product takes the registers of half of the queries.
     plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
     if problem.modifier is not None:
@@ -198,8 +201,10 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
     1024). Where tiles drift over the heads of a group (`keep_in_l2`) 4 and 8 instead of 1 and 2 take 0.90 and 0.89
     of the time; docs/experiments.md, "Hopper backward: who has which key tile, when".
     """
-    if problem.deterministic or is_wide(problem) or not problem.num_heads_kv:
+    if problem.deterministic or not problem.num_heads_kv:
         return 1
+    if is_wide(problem):
+        return keep_in_l2(problem, 1, num_sms) if can_split_wide(problem) else 1
     if bias_as_tiles(problem) and stores_dbias(problem):
         return 1  # the loading warp, which writes its zeros, has no register for both
     group = problem.num_heads // problem.num_heads_kv
@@ -209,6 +214,12 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
         if group % splits == 0 and (waves >= enough or (not problem.band and waves >= 0.95 * math.ceil(waves))):
             return keep_in_l2(problem, splits, num_sms)
     return group
+
+
+def can_split_wide(problem: AttentionProblem) -> bool:
+    """Whether clusters may share the query heads of a wide tile: of plain scores of dense sequences."""
+    plain = score_operands(problem) == 0 and not problem.softcap and problem.modifier is None
+    return plain and not (problem.varlen or problem.seqused_k)
 
 
 def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
@@ -224,14 +235,14 @@ def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
     tiles_of_head = ceil_div(problem.seqlen_k, BLOCK_N)
     block_m = 128 if max(problem.head_dim, problem.head_dim_v) <= 64 else 64
     turns = ceil_div(problem.seqlen_q, block_m) / 2  # of a mean key tile and one query head
-    groups = min(num_sms / tiles_of_head, problem.batch * problem.num_heads_kv)
+    workers = num_sms // 2 if is_wide(problem) else num_sms
     for more in range(splits, group + 1):
         if group % more:
             continue
-        if (
-            groups * (group // splits) * head_bytes(problem) <= MOST_IN_FLIGHT
-            or group // more * turns < MIN_TURNS_OF_SPLIT
-        ):
+        heads = min(workers / tiles_of_head, problem.batch * problem.num_heads_kv * splits)
+        most = MOST_IN_FLIGHT_WHOLE if splits == 1 or is_wide(problem) else MOST_IN_FLIGHT
+        in_flight = heads * (group // splits) * head_bytes(problem)
+        if in_flight <= most or group // more * turns < MIN_TURNS_OF_SPLIT:
             break
         splits = more
     return splits
@@ -485,10 +496,9 @@ def head_bytes(problem: AttentionProblem) -> int:
 def head_group(problem: AttentionProblem, splits: int, workers: int) -> int:
     """Key heads whose key tiles are handed out together, longest first: as many as stay in L2; 1 without a band.
 
-    With a band no fewer than run at the same time in any case, or the last head's longest tiles begin when nothing is
-    left beside them: D 192, 4096, 96 heads on 8, 2 instead of 1 take 0.89 of the time; D 128, 2 x 8192, 32 on 8, 0.91;
-    16384 with a window of 4096, 32 on 8, 4 instead of 1 0.97 (H200, 2026-11-22). In the deterministic pass neighbouring
-    key tiles of a head wait for each other: there other heads come between them.
+    With a band no fewer than run at the same time, or a group's longest tiles begin when nothing is left beside them:
+    4096, 96 heads on 8, D 192, 2 instead of 1 take 0.89 of the time; 2 x 3072, 32 on 2 in eight splits, 8 instead of 4
+    0.95. In the deterministic pass neighbouring key tiles of a head wait for each other: other heads come between.
     """
     if not problem.band and not problem.deterministic:
         return 1
@@ -505,13 +515,14 @@ def head_group(problem: AttentionProblem, splits: int, workers: int) -> int:
         window = problem.window_left + problem.window_right + 1
         fitting = (WINDOW_L2_BYTES - workers * BLOCK_N * row) // (window * row)
         running = min(8, 1 << max(fitting, 1).bit_length() - 1)
-    else:
-        running = min(workers // ceil_div(problem.seqlen_k, BLOCK_N), heads)
-    # All groups of one size, a little smaller than would fit if need be: 28 heads in 4 groups of 7, not of 8, 0.93.
-    even = next((x for x in range(running, together, -1) if heads % x == 0), together)
-    if even == together:
-        even = next((x for x in range(together, together // 2, -1) if heads % x == 0), together)
-    return even
+        even = next((x for x in range(running, together, -1) if heads % x == 0), together)
+        return max(together, even)
+    running_heads = workers / ceil_div(problem.seqlen_k, BLOCK_N)
+    if together < 0.95 * running_heads:
+        least = math.ceil(0.95 * running_heads)
+        return next((x for x in range(least, min(2 * least, heads)) if heads % x == 0), min(least, heads))
+    # All groups of one size: 28 heads in 4 groups of 7, not of 8, 0.93.
+    return next((x for x in range(together, together // 2, -1) if heads % x == 0), together)
 
 
 def query_step(num_m_blocks: int, num_n_blocks: int) -> int:

@@ -362,10 +362,12 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         num_stages_scores=tile.num_stages_scores,
         packed_heads=tile.packed_heads,
     )
+    # Tiles of packed sequences are handed out anyway, and beside a byte mask a second warp follows the schedule.
+    may_hand_out = not (problem.varlen or problem.mask)
     if words_pay(problem, tile.block_n):
-        return with_words(config)
-    # Tiles of packed sequences are handed out anyway, and beside a mask a second warp follows the schedule.
-    return replace(config, tickets=problem.sm_margin is not None and not (problem.varlen or problem.mask))
+        # What a function leaves of query tiles differs, and a fixed order can give one block all of the long ones.
+        return replace(with_words(config), tickets=may_hand_out)
+    return replace(config, tickets=may_hand_out and problem.sm_margin is not None)
 
 
 def queries_of_tile(problem: AttentionProblem, tile: Tile) -> int:
@@ -503,11 +505,12 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
     words = words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
+    ticket_bytes = 16 * config.tickets  # the counter, and words behind it begin at a multiple of 16
     return ForwardPlanSpec(
         tile_words_bytes=words.nbytes if words else 0,
-        ticket_bytes=4 * config.tickets,
+        ticket_bytes=ticket_bytes,
         launches=(
-            *([plan_launch(problem, words, config)] if words else ()),
+            *([plan_launch(problem, words, config, ticket_bytes)] if words else ()),
             Launch(
                 config=config,
                 grid=grid,
@@ -524,7 +527,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                     ("tail_first_head", first_head),
                     ("tail_done", done),
                     ("tail_whole_heads", all_heads - first_head - int(done > 0)),
-                    *(words.params() if words else ()),
+                    *(words.params(ticket_bytes) if words else ()),
                 ),
                 tensor_maps=(*_operand_maps(problem, tile), *_score_maps(problem, tile)),
             ),

@@ -45,16 +45,24 @@ on 8: D 64 22.9 us against 26.3 with eight splits, D 128 30.2 against 35.4 with 
 CLUSTERS: Final = (2, 4, 8, 16)
 """Splits that a cluster of thread blocks adds up itself. Eight blocks are what every GPU with clusters has room for."""
 PORTABLE_CLUSTER: Final = 8
-"""The largest cluster of the table; sixteen are for `candidates`."""
-CLUSTER_BYTES: Final = 6 << 20
-"""What adding up in a cluster costs, as `SPLIT_BYTES`. 1 x 8192 keys, 32 heads on 8: 20.7 us with eight blocks of six
-stages, 23.6 with sixteen splits and a second kernel; 4 queries of 4 x 8192 49.6 and 54.6 (H200, 2026-11-22)."""
-MOST_STAGES: Final = 6
+"""The largest cluster of the table. Sixteen, for `candidates`, are slower wherever eight fill half of the GPU."""
+CLUSTER_BYTES: Final = 2 << 20
+"""What adding up in a cluster costs, as `SPLIT_BYTES`: sixteen tiles a block take 29.6 us in clusters of eight blocks
+and 29.2 in blocks that have all keys, 64 of either (H200, 2026-11-23)."""
+WIDE_BYTES: Final = 96 << 10
+"""Of K and V on the way to a block with tiles of 128 keys, which is alone on its multiprocessor. 8 x 2048 keys, 64
+heads on 8, D 64: 20.8, 19.1 and 19.4 us with 64, 96 and 160 KB (H200, 2026-11-23)."""
+ALONE: Final = 72
+"""So many of those blocks read as fast as the memory allows; one reads 52 GB/s. 64 of them reach 3.5 TB/s."""
+WAVE: Final = 1.1
+"""What more of them read, a block on each multiprocessor and none behind it, in the bytes of many waves. 8 x 2048 keys,
+64 heads on 8: 64 blocks of all keys 29.2 us, 128 in pairs 29.5; at D 64 19.1 and 19.6 (H200, 2026-11-23)."""
+CLUSTER_ROOM: Final = 0.75
+"""Part of the multiprocessors that clusters of four and eight have room for at once, one block each. 32 clusters of
+four do not fit on 132: 4 x 8192 keys take 58.8 us, 47.8 in 32 pairs (H200, 2026-11-23)."""
+MEASURED_SMS: Final = 132
 WIDE_CLUSTER_SMS: Final = 128
 """Multiprocessors of a GPU of which enough lie together for sixteen blocks: a slice of one may have fewer."""
-CLUSTERS_FIRST: Final = False
-"""Whether tables and the autotuner take clusters: 1.06 to 1.23 times as fast where blocks are few (H200, 2026-11), with
-the results of other splits. Not before `precompile` lists the kernels that a growing cache of keys goes through."""
 COMBINE_WARPS: Final = 4
 L2_BYTES: Final = 16 << 20
 """K and V of the heads whose query tiles are interleaved under a mask, a third of the L2 of an H200 (50 MB).
@@ -238,6 +246,7 @@ def _stream_keys(
     row_bytes: int,
     max_splits: int,
     ragged: bool,
+    wide: bool = False,
     clusters: bool = False,
 ) -> tuple[ForwardConfig, int]:
     """``config`` and its splits of the keys for few query rows, whose time is that of reading K and V.
@@ -254,8 +263,10 @@ def _stream_keys(
         What one split writes and the second kernel reads.
     ragged
         Several sequences have lengths on the device.
+    wide
+        Tiles of 128 keys may be taken where blocks are few.
     clusters
-        Splits may be a cluster: then the config says so.
+        Of those, splits may be a cluster: then the config says so.
     """
     tile_bytes = config.itemsize * config.block_n * (config.head_dim + config.head_dim_v)
     most = min(max_splits, max(num_key_tiles // 2, 1))
@@ -300,18 +311,26 @@ def _stream_keys(
     narrow = config.block_m <= DEEPER_ROWS and max(config.head_dim, config.head_dim_v) <= 128
     if not narrow or best[1] == 1 or blocks >= num_sms or ragged:
         return best
-    chain = CHAIN_BYTES + CHAIN_BYTES_OF_DIM * config.head_dim_v
-    if config.block_m <= DECODE_ROWS and smem_bytes(deepest) <= smem_limit:
-        cost = (num_key_tiles + 0.25) * max(tile_bytes * blocks, chain)
-        if cost < 0.97 * best_cost:
-            best, best_cost = (deepest, 1), cost
-    for count in CLUSTERS if clusters else ():
-        if count > most or blocks * count > num_sms or count > PORTABLE_CLUSTER:
+    if not wide:
+        chain = CHAIN_BYTES + CHAIN_BYTES_OF_DIM * config.head_dim_v
+        if config.block_m <= DECODE_ROWS and smem_bytes(deepest) <= smem_limit:
+            cost = (num_key_tiles + 0.25) * max(tile_bytes * blocks, chain)
+            if cost < 0.97 * best_cost:
+                best, best_cost = (deepest, 1), cost
+        return best
+    # The same on a GPU where it was measured, and as clusters: 6 to 10 % less time than tiles of 64 keys.
+    warps = 4 if config.block_m <= DECODE_ROWS else 8
+    tile_bytes = config.itemsize * 128 * (config.head_dim + config.head_dim_v)
+    config = replace(config, block_n=128, num_warps=warps, warps_n=4, num_stages=1 + ceil_div(WIDE_BYTES, tile_bytes))
+    num_key_tiles = ceil_div(num_key_tiles, 2)
+    for count in (1, *(x for x in CLUSTERS if clusters and x <= min(num_key_tiles, PORTABLE_CLUSTER))):
+        staged = replace(config, split=True, cluster=count) if count > 1 else config
+        room = num_sms if count <= 2 else CLUSTER_ROOM * num_sms
+        if blocks * count > room or smem_bytes(staged) > smem_limit:
             continue
-        stages = 3 if 10 * blocks * count >= 9 * num_sms else MOST_STAGES
-        staged = replace(config, num_stages=stages, split=True, cluster=count)
-        cost = (ceil_div(num_key_tiles, count) + 0.25) * max(tile_bytes * blocks * count, chain) + CLUSTER_BYTES
-        if smem_bytes(staged) <= smem_limit and cost < 0.97 * best_cost:
+        busy = max(WAVE * blocks * count, ALONE / MEASURED_SMS * num_sms)
+        cost = (ceil_div(num_key_tiles, count) + 0.25) * tile_bytes * busy + (CLUSTER_BYTES if count > 1 else 0)
+        if cost < 0.97 * best_cost:
             best, best_cost = (staged, count), cost
     return best
 
@@ -326,13 +345,14 @@ def choose_forward(
     rank: int = 0,
     num_splits: int | None = None,
     clustered: bool | None = None,
+    clusters: bool = True,
     like: Any = None,
 ) -> ForwardPlanSpec:
     """Kernels of the forward pass; see ``heuristics.choose_forward``.
 
     ``rank`` takes a later row of the table among those that fit (the last, where there are fewer), ``num_splits``
-    another number of splits, ``clustered`` adds those up in clusters where it can: for `candidates`. ``like`` is a
-    config whose tile is taken.
+    another number of splits, ``clustered`` adds those up in clusters where it can: for `candidates`. ``clusters`` is
+    false of a device that launches none. ``like`` is a config whose tile is taken.
 
     Raises
     ------
@@ -402,13 +422,15 @@ def choose_forward(
             row_bytes=row_bytes,
             max_splits=max_splits,
             ragged=problem.batch > 1 and (problem.varlen or problem.seqused_k),
-            clusters=CLUSTERS_FIRST and clustered is None and _may_cluster(problem, config, 2, smem_limit, num_sms),
+            wide=_may_be_wide(problem, config),
+            clusters=clusters and clustered is None and _may_cluster(problem, config, 2, smem_limit, num_sms),
         )
     else:
         by_registers = 3 if config.block_m <= DECODE_ROWS else config.min_blocks_per_sm
         slots = num_sms * _resident(config, smem_limit, by_registers)
         num_splits = _num_splits(heads * num_m_blocks, num_key_tiles, slots, max_splits)
-    if config.cluster > 1 or (clustered and _may_cluster(problem, config, num_splits, smem_limit, num_sms)):
+    forced = clusters and clustered and _may_cluster(problem, config, num_splits, smem_limit, num_sms)
+    if config.cluster > 1 or forced:
         config = _with_sink(problem, replace(config, split=True, cluster=num_splits))
         params = (("num_m_blocks", num_m_blocks), ("num_splits", num_splits), ("head_group", num_splits))
         grid = heads * num_splits * num_m_blocks
@@ -503,6 +525,15 @@ def _may_cluster(
     return config.arch == "sm_90" and num_splits in CLUSTERS and enough and config.warps_d == 1 and fits and not other
 
 
+def _may_be_wide(problem: AttentionProblem, config: ForwardConfig) -> bool:
+    """Whether tiles of 128 keys were measured, and leave registers: a modifier may take any number of them.
+
+    Words of tiles are of the tiles that the table has.
+    """
+    words = words_pay(problem, config.block_n) or words_pay(problem, 128)
+    return config.arch == "sm_90" and config.itemsize == 2 and problem.modifier is None and not words
+
+
 def _with_sink(problem: AttentionProblem, config: ForwardConfig) -> ForwardConfig:
     """``config`` that reads what lies behind the params. A sink comes after the last key tile: no other tile but one.
 
@@ -536,8 +567,9 @@ def candidates(problem: AttentionProblem, **target: Any) -> list[ForwardPlanSpec
     first = choose_forward(problem, **target)
     found = [first, *(choose_forward(problem, **target, rank=rank) for rank in (1, 2))]
     splits = dict(first.main.params)["num_splits"]
+    clusters = target.get("clusters", True)
     if splits > 1 or 2 * first.main.grid <= target["num_sms"]:
         found += [choose_forward(problem, **target, num_splits=count) for count in (splits // 2, 2 * splits) if count]
-        clusters = [x for x in CLUSTERS if splits <= 2 * x <= 4 * splits] if CLUSTERS_FIRST else []
-        found += [choose_forward(problem, **target, num_splits=count, clustered=True) for count in clusters]
+        counts = [x for x in CLUSTERS if splits <= 2 * x <= 4 * splits] if clusters else []
+        found += [choose_forward(problem, **target, num_splits=count, clustered=True) for count in counts]
     return found

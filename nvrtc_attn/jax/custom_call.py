@@ -17,7 +17,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,6 @@ from ..front.operands import (
     OPTIONAL_GRADIENTS,
     OPTIONAL_INPUTS,
     FurtherInputs,
-    addresses,
     check_further,
     dtypes_of,
     shape_of,
@@ -42,6 +42,7 @@ from ..front.operands import (
 )
 from ..front.philox import RngState
 from ..front.problem import Causal, WindowSize, dense_layout
+from ..front.signature import are_plain
 from ..front.tensors import Device, TensorView
 from ..heuristics.common import orders_gradients
 from ..modifiers.cuda import NO_MODIFIER, ModifierValues, modifier_values, ordered_bytes
@@ -71,6 +72,13 @@ _host_registered = False
 _passes: dict[tuple[int, ...], _Pass] = {}
 _forms: dict[tuple[int, ...], tuple[_Kind, tuple[str, ...]]] = {}
 _plans: dict[tuple[_Pass, int], ForwardPlan | BackwardPlan] = {}
+_targets: dict[tuple[tuple[int, ...], int], _Target] = {}
+"""By a program's name of its pass, and the device."""
+_checked: dict[tuple[_Pass, bool], CallOptions] = {}
+"""Calls that were described, and whether for a GPU: what is wrong with one follows from this alone. Plain options."""
+_ahead: dict[tuple[_Pass, int], None] = {}
+"""Backward passes whose kernels were asked for, and the device."""
+_MAX_ENTRIES: Final = 4096
 _calls: dict[_Pass, Call] = {}
 """Of passes with a modifier, whose captured arrays are told apart by it."""
 
@@ -230,14 +238,39 @@ def attention(
     if modifier is not None:
         kind, captures = with_modifier(kind, modifier)
         operands |= captures
-    _describe(_bind(kind, operands), Device("cuda" if _on_gpu() else "abstract", 0))
-    options = plain_options(options)  # in Python's types, which JAX can hash
+    options = _check(_bind(kind, operands))
     kind = replace(kind, options=options)
     if options.dropout_p > 0:
         words, arrays = rng_words(rng)
         kind, operands = replace(kind, rng=words), {**operands, **arrays}
-    results = _attention(kind, _equally_varying(operands))
+    # Of arrays alone nobody differentiates: past custom_vjp, which takes half a millisecond of an eager call.
+    traced_call = any(isinstance(x, jax.core.Tracer) for x in operands.values())
+    results = _attention(kind, _equally_varying(operands)) if traced_call else _run(kind, operands)
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def _check(bound: _Pass) -> CallOptions:
+    """Refuse what no pass computes: the options in Python's types, which JAX can hash. A tenth of the time again."""
+    options, on_gpu = bound.kind.options, _on_gpu()
+    try:
+        plain = _checked.get((bound, on_gpu))
+    except TypeError:  # options of kinds that no table takes
+        plain = None
+    if plain is not None and are_plain(options):  # a table looks options up by equality, and 1 equals True
+        return plain
+    _describe(bound, Device("cuda" if on_gpu else "abstract", 0))
+    plain = plain_options(options)
+    if are_plain(options):
+        _remember(_checked, (bound, on_gpu), plain)
+    return plain
+
+
+def _remember(table: dict[Any, Any], key: Any, value: Any = None) -> None:
+    """Put an entry into a table of bounded size."""
+    with _lock:
+        while len(table) >= _MAX_ENTRIES:
+            del table[next(iter(table))]
+        table[key] = value
 
 
 def check_call(operands: dict[str, Any], options: CallOptions, modifier: Modifier | None = None) -> None:
@@ -307,7 +340,9 @@ def _compile_ahead(kind: _Kind, values: dict[str, Any]) -> None:
     try:
         bound = _bind(replace(kind, backward=True), values)
         for index in _local_devices():
-            BackwardPrefetch(_describe(bound, Device("cuda", index)).with_dense(), index).start()
+            if (bound, index) not in _ahead:  # which an eager gradient asks at every call
+                _remember(_ahead, (bound, index))
+                BackwardPrefetch(_describe(bound, Device("cuda", index)).with_dense(), index).start()
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         pass  # for the passes themselves to say
 
@@ -574,20 +609,46 @@ def _pass_of(key: tuple[int, ...], operands: Callable[[], list[tuple[tuple[int, 
     return bound
 
 
+class _Target(NamedTuple):
+    """What a custom call launches on a device."""
+
+    bound: _Pass
+    plan: ForwardPlan | BackwardPlan
+    names: tuple[str, ...]
+    """Of the buffers."""
+    pick: Callable[[Sequence[int]], tuple[int, ...]]
+    """Addresses in the order of the plan's operands, out of those of the buffers and a 0 behind."""
+    constant: bool
+    """Whether there is nothing but them to tell: neither random numbers nor a modifier."""
+
+
+def _new_target(key: tuple[int, ...], buffers: Sequence[Any], index: int, stream: int) -> _Target:
+    bound = _pass_of(key, lambda: [(tuple(x.shape), str(x.dtype)) for x in buffers])
+    names = (*(name for name, _, _ in (*bound.operands, *bound.results)), "workspace")
+    plan = _plan(bound, index, stream)
+    pick = itemgetter(*(names.index(name) if name in names else len(names) for name in plan.OPERANDS))
+    constant = bound.kind.options.dropout_p == 0 and bound.kind.program is None
+    return _targets.setdefault((key, index), _Target(bound, plan, names, pick, constant))
+
+
 def _launch(*arguments: Any) -> None:
     """The handler of the custom call: operands, results, workspace, the name of the pass; then XLA's stream."""
-    *buffers, stream = arguments
-    *buffers, name = buffers
-    bound = _pass_of(tuple(name.shape)[1:], lambda: [(tuple(x.shape), str(x.dtype)) for x in buffers])
-    names = [name for name, _, _ in (*bound.operands, *bound.results)]
-    pointers = {name: x.data_ptr() or 0 for name, x in zip((*names, "workspace"), buffers, strict=True)}
+    *buffers, name, stream = arguments
+    key, index = tuple(name.shape)[1:], buffers[0].device.index
+    target = _targets.get((key, index)) or _new_target(key, buffers, index, stream)
+    addresses = [x.data_ptr() or 0 for x in buffers]
+    workspace = addresses[-1]
+    addresses.append(0)
+    if target.constant:
+        target.plan.run(stream, target.pick(addresses), workspace)
+        return
+    bound = target.bound
+    pointers = dict(zip(target.names, addresses, strict=False))
     rng = RngState(*bound.kind.rng, pointers.get("seed", 0), pointers.get("offset", 0))
     if bound.kind.options.part is not None and bound.kind.options.dropout_p > 0:
         rng = rng.moved(_dropout_base(bound))
-    index = buffers[0].device.index
-    plan = _plan(bound, index, stream)
     more = () if bound.kind.program is None else (_values(bound, pointers, Device("cuda", index)),)
-    plan.run(stream, addresses(plan.OPERANDS, pointers), pointers["workspace"], rng, *more)
+    target.plan.run(stream, target.pick(addresses), workspace, rng, *more)
 
 
 def _run_host(operands: Sequence[Memory], results: Sequence[Memory]) -> None:

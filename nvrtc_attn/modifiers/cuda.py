@@ -280,7 +280,11 @@ def _mask_in_parts(mask: Node, of_one: _Text, of_both: _Text) -> list[str]:
         names |= {x: f"of_{position}.x{i}" for i, x in enumerate(alone)}
         lines += [
             f"  struct {kind} {{",
+            f"    static constexpr bool kShared = {str(not all(map(_is_cheap, walk(alone)))).lower()};",
             *(f"    {_TYPES[x.kind]} x{i};" for i, x in enumerate(alone)),
+            f"    NVRTC_ATTN_DEVICE {kind} of_lane(int lane) const {{",
+            f"      return {{{', '.join(f'value_of_lane(x{i}, lane)' for i in range(len(alone)))}}};",
+            "    }",
             "  };",
             f"  NVRTC_ATTN_DEVICE {kind} {values}(int {position}, int {position}0 = 0) const {{",
             *of_one.body(alone),
@@ -295,6 +299,11 @@ def _mask_in_parts(mask: Node, of_one: _Text, of_both: _Text) -> list[str]:
         f"    return {names.get(mask) or of_both.name(mask)};",
         "  }",
     ]
+
+
+def _is_cheap(node: Node) -> bool:
+    """Whether every thread had better compute it than get it from another one of its warp."""
+    return node.op in _ARITHMETIC or node.op in _OF_BITS or _power_of_two(node) is not None
 
 
 def _alone(root: Node, position: str) -> tuple[Node, ...]:
@@ -437,7 +446,12 @@ class _Text:
             i = self._slices[part]
             start, first = f"slice{i}_at", f"slice{i}_size"
             axes = [axis for axis in axes if axis not in dict(part.fixed)]
-        at = "".join(f" + (long long){names[axis]} * block.x{slot}_stride{axis}" for axis in axes)
+        sizes = [first, *(f"block.x{slot}_size{axis}" for axis in axes[1:])] if axes else []
+        # Without a branch: an element that does not exist is read at the end of its axis, and not used.
+        at = "".join(
+            f" + (long long)nearest({names[axis]}, {size}) * block.x{slot}_stride{axis}"
+            for axis, size in zip(axes, sizes, strict=True)
+        )
         element = f"captured({start}{at})"
         dtype = self._program.captures[slot][0]
         element = f"to_float({element})" if node.kind == "float" else f"{_TYPES[node.kind]}({element})"
@@ -445,10 +459,9 @@ class _Text:
             element = f"captured(reinterpret_cast<unsigned char const*>({start}){at}) != 0"
         if not names:
             return element
-        sizes = [first, *(f"block.x{slot}_size{axis}" for axis in axes[1:])]
         inside = " & ".join(f"within({names[axis]}, {size})" for axis, size in zip(axes, sizes, strict=True))
         nothing = "not_a_number()" if node.kind == "float" else "false" if node.kind == "bool" else "0"
-        return f"{inside} ? {element} : {nothing}"
+        return f"chosen({inside}, {element}, {nothing})"
 
 
 class _Slice(NamedTuple):
@@ -504,6 +517,9 @@ _ARITHMETIC: Final = frozenset(
         *INPUTS,
     )
 )
+
+
+_OF_BITS: Final = frozenset(("and", "or", "xor", "not", "shl", "shr", "int", "bool"))
 
 
 def takes_registers(program: Program) -> bool:

@@ -98,7 +98,10 @@ def choose_forward(
     UnsupportedError
         No kernel serves the problem.
     """
-    return _choose(problem, False, table_forward, forward_candidates, device_index, stream, plan_of, tune)
+    clusters = device.has_clusters(device_index)
+    table = functools.partial(table_forward, clusters=clusters)
+    candidates = functools.partial(forward_candidates, clusters=clusters)
+    return _choose(problem, False, table, candidates, device_index, stream, plan_of, tune)
 
 
 def choose_backward(

@@ -1,8 +1,12 @@
 """A plan binds a problem to loaded kernels: the params bytes that never change, and the launches in order.
 
 Making a plan compiles its kernels side by side and loads them; running one takes the addresses of the operands in the
-order of their table, writes them into params and launches. Plans are cached per (problem, device) and immutable, so any
-number of threads may run the same one.
+order of their table, writes them into params and launches. Plans are cached per (problem, device) and immutable but for
+what they remember, so any number of threads may run the same one.
+
+A caching allocator hands out the same addresses step after step, and params follow from addresses alone. So the
+launches of addresses that come again are kept ready, with params that nobody writes any more: what is left of a run
+is one look-up and the driver's calls.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from ..base import env
 from ..base.log import log_once
@@ -37,8 +41,8 @@ from ..jit.params import (
     ForwardParams,
 )
 from ..modifiers.cuda import NO_MODIFIER, ModifierValues
-from ..runtime import driver
-from ..runtime.kernel import Kernel, ParamsBuffer, check_nvrtc, load_kernel, refused, what_to_launch
+from ..runtime import device, driver
+from ..runtime.kernel import ClusterError, Kernel, ParamsBuffer, check_nvrtc, load_kernel, refused, what_to_launch
 from ..runtime.tensor_maps import TensorMapEncoder
 from . import autotune
 
@@ -48,6 +52,10 @@ _MINUS_INFINITY: Final = 0xFF800000
 """The bits in float32."""
 _MAX_LOGIT: Final = FORWARD.index("max_logit")
 _POINTER: Final = struct.Struct("<Q")
+_MAX_READY: Final = 256
+"""Sets of addresses whose launches a plan keeps ready, of 2 KB a launch: more than most models have layers."""
+_MAX_SEEN: Final = 4096
+"""Sets of addresses that a plan has seen once."""
 
 
 class _Step:
@@ -124,12 +132,21 @@ def _log_slow_path(pass_name: str, spec: ForwardPlanSpec | BackwardPlanSpec) -> 
         )
 
 
+class _Ready(NamedTuple):
+    """The work of a run whose addresses and stream came before, as arguments of the driver's functions."""
+
+    memsets: tuple[tuple[Any, ...], ...]
+    launches: tuple[tuple[Any, ...], ...]
+    params: tuple[ParamsBuffer, ...]
+    """That of each launch: the arguments point into it."""
+
+
 class _PlanBase:
     """Loaded kernels and the workspace between them. ``workspace_bytes`` is what ``run`` needs in ``workspace``."""
 
     __slots__ = (
-        *("_context", "_copy", "_device", "_dropout", "_filled", "_offsets", "_pick", "_steps", "_words", "_zeroed"),
-        "workspace_bytes",
+        *("_constant", "_context", "_copy", "_device", "_dropout", "_filled", "_offsets", "_pick", "_ready", "_seen"),
+        *("_refused", "_steps", "_words", "_zeroed", "workspace_bytes"),
     )
 
     OPERANDS: ClassVar[tuple[str, ...]]
@@ -167,6 +184,11 @@ class _PlanBase:
         # Elements of max_logit, which kernels only raise.
         self._filled = 0 if self._BACKWARD or not problem.return_max_logit else problem.batch * problem.num_heads
         self._dropout = problem.dropout_p > 0
+        # Whether params follow from addresses alone; what came before is known by its addresses, workspace and stream.
+        self._constant = not (self._dropout or self._filled or problem.modifier is not None)
+        self._ready: dict[tuple[tuple[int, ...], int, int], _Ready] = {}
+        self._seen: set[int] = set()
+        self._refused = 0
         # What a launch is told: of the words at the params' begin those that some kernel of this problem looks at, the
         # others are 0. A word takes 40 ns to find and write.
         random = (*RNG_ADDRESSES, *RNG_WORDS) if self._dropout else ()
@@ -227,7 +249,27 @@ class _PlanBase:
     def _launch(
         self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState, modifier: ModifierValues
     ) -> None:
-        """The launches, in the plan's context. Addresses become bytes once, which takes ten times a copy of them."""
+        """The launches, in the plan's context."""
+        key = addresses, workspace, stream
+        ready = self._ready.get(key)
+        if ready is None:
+            self._launch_new(key, rng, modifier)
+            return
+        for arguments in ready.memsets:
+            driver.call("cuMemsetD8Async", *arguments, device=self._device)
+        launch = driver.api().cuLaunchKernel
+        for arguments in ready.launches:
+            code = launch(*arguments)[0]
+            if code != driver.SUCCESS:
+                step = self._steps[ready.launches.index(arguments)]
+                raise refused(step.kernel, step.what, int(code))
+
+    def _launch_new(self, key: tuple[tuple[int, ...], int, int], rng: RngState, modifier: ModifierValues) -> None:
+        """The launches of addresses that none are ready of.
+
+        Addresses become bytes once, which takes ten times a copy of them.
+        """
+        addresses, workspace, stream = key
         known = addresses
         if self._offsets:
             known += tuple([workspace + x for x in self._offsets])
@@ -238,12 +280,15 @@ class _PlanBase:
         packed = self._words.pack(*pointers)
         write = self._copy.pack_into
         launch = driver.api().cuLaunchKernel
-        for start, nbytes in self._zeroed:
-            driver.call("cuMemsetD8Async", workspace + start, 0, nbytes, stream, device=self._device)
+        memsets = tuple([(workspace + start, 0, nbytes, stream) for start, nbytes in self._zeroed])
+        for arguments in memsets:
+            driver.call("cuMemsetD8Async", *arguments, device=self._device)
         if self._filled:
             self._fill(stream, addresses)
         for address, nbytes in modifier.zeroed:
             driver.call("cuMemsetD8Async", address, 0, nbytes, stream, device=self._device)
+        kept: list[tuple[tuple[Any, ...], ParamsBuffer]] = []
+        keeps = self._constant and self._comes_again(key)
         for step in self._steps:
             try:
                 params = step.spare.pop()
@@ -259,10 +304,37 @@ class _PlanBase:
             if step.tensor_maps is not None:
                 step.tensor_maps.write(params.data, pointers)
             # The bindings make an object of every stream handle but None, which is the legacy default stream.
-            code = launch(*step.what, stream or None, params.address, 0)[0]
+            arguments = *step.what, stream or None, params.address, 0
+            code = launch(*arguments)[0]
             if code != driver.SUCCESS:
                 raise refused(step.kernel, step.what, int(code))
-            step.spare.append(params)
+            if keeps:
+                kept.append((arguments, params))
+            else:
+                step.spare.append(params)
+        if keeps:
+            launches, buffers = zip(*kept, strict=True)
+            self._ready[key] = _Ready(memsets, launches, buffers)
+
+    def _comes_again(self, key: tuple[tuple[int, ...], int, int]) -> bool:
+        """Whether a run is at its second time, and there is room: addresses that come once are not worth an entry.
+
+        Where there is none the entries stay for 16 times their number of such runs, so that more addresses than that,
+        in turn, find some of them.
+        """
+        mark = hash(key)
+        if mark not in self._seen:
+            if len(self._seen) >= _MAX_SEEN:
+                self._seen.clear()
+            self._seen.add(mark)
+            return False
+        if len(self._ready) >= _MAX_READY:
+            self._refused += 1
+            if self._refused < 16 * _MAX_READY:
+                return False
+            self._ready.clear()
+            self._refused = 0
+        return True
 
 
 class ForwardPlan(_PlanBase):
@@ -301,7 +373,12 @@ def forward_plan(
         return ForwardPlan(spec, problem, device_index, stream, meanwhile)
 
     def make() -> ForwardPlan:
-        plan = of(autotune.choose_forward(problem, device_index, stream, of, tune))
+        try:
+            plan = of(autotune.choose_forward(problem, device_index, stream, of, tune))
+        except ClusterError as error:
+            log_once(f"{error}: splits of the keys have a second kernel there", logging.INFO)
+            device.no_clusters(device_index)
+            plan = of(autotune.choose_forward(problem, device_index, stream, of, tune))
         if problem.modifier is None or not plan.local_bytes:
             return plan
         return _least_spilled(plan, autotune.narrower_forward(problem, device_index), of)

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..base import env
@@ -62,6 +62,8 @@ _SMALL: Final = (
 """Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""
 DEFAULT_SEQLENS: Final = ((4096, 4096), (1024, 1024), (8192, 8192), (1, 4096))
 """Training or prefill, middling, short and long, and decode. Other lengths choose among the same kernels mostly."""
+DECODE_QUERIES: Final = 16
+"""Up to so many queries of more keys are taken to be of a cache of keys that grows up to that length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +168,9 @@ def problems(request: Request) -> list[AttentionProblem]:
 def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[KernelConfig]:
     """Kernels that the requests need, each once, the slowest to compile first.
 
-    ``candidates``: of every plan that `tune` measures, too.
+    Of few queries (`DECODE_QUERIES`) also those that fewer keys choose: a cache that grows goes through other numbers
+    of stages and blocks of a cluster, and must not wait for a compile on the way. ``candidates``: of every plan that
+    `tune` measures, too.
 
     Raises
     ------
@@ -196,8 +200,23 @@ def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[Ke
                 specs.append(choose_forward(problem, **target_of))
                 if backward:
                     specs.append(choose_backward(problem, **target_of))
+            if problem.seqlen_q <= min(DECODE_QUERIES, problem.seqlen_k - 1):
+                shorter = tuple((problem.seqlen_q, keys) for keys in lengths_before(problem.seqlen_k))
+                specs += [choose_forward(x, **target_of) for x in problems(replace(request, seqlens=shorter))]
             chosen.update((launch.config, None) for spec in specs for launch in spec.launches)
     return sorted(chosen, key=lambda c: (c.kernel not in _SMALL, not isinstance(c, _FORWARD), c.head_dim), reverse=True)
+
+
+def lengths_before(seqlen_k: int) -> Iterator[int]:
+    """Fewer keys, one length for each choice among forward kernels: those of 1 to 4 tiles of 16, and of tiles of 64.
+
+    Tables change at whole tiles, or at a power of two. Beyond 8192 keys, where kernels take turns, 1 % lies between.
+    """
+    yield from (x for x in (16, 32, 48) if x < seqlen_k)
+    tiles = 1
+    while 64 * tiles <= seqlen_k:
+        yield from (x for x in (64 * tiles - 1, 64 * tiles) if x < seqlen_k)
+        tiles += max(1, tiles // 128)
 
 
 def tune(requests: Sequence[Request]) -> int:

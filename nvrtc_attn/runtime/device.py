@@ -32,6 +32,7 @@ class DeviceProperties:
 
 
 _properties: dict[int, DeviceProperties] = {}
+_without_clusters: set[int] = set()
 _lock = threading.Lock()
 
 
@@ -59,6 +60,16 @@ def properties(index: int) -> DeviceProperties:
             if found is None:
                 found = _properties[index] = _query(index)
     return found
+
+
+def has_clusters(index: int) -> bool:
+    """Whether clusters of thread blocks may be chosen for the device: until one was refused (`no_clusters`)."""
+    return index not in _without_clusters
+
+
+def no_clusters(index: int) -> None:
+    """Remember that the device has no room for a cluster that the tables took it to have room for."""
+    _without_clusters.add(index)
 
 
 def one_of_each_kind(indices: Iterable[int]) -> list[int]:

@@ -23,6 +23,7 @@ from ..jit import compile as compiler
 from ..jit import headers
 from ..jit.codegen import ENTRY_NAME
 from ..jit.compile import CompiledKernel
+from ..jit.config import ForwardConfig
 from . import device as devices
 from . import driver
 
@@ -30,6 +31,10 @@ MAX_GRID: Final = 2**31 - 1
 PORTABLE_CLUSTER: Final = 8
 """Thread blocks of a cluster that every GPU with clusters has room for. More must be asked for."""
 _Slot = ctypes.c_void_p * 1
+
+
+class ClusterError(UnsupportedError):
+    """The device has no room for a cluster of thread blocks: a small slice of a GPU may have none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +175,16 @@ def _load_image(compiled: CompiledKernel, device: int, smem_bytes: int) -> Kerne
         allowed = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
         driver.call("cuFuncSetAttribute", function, allowed, 1, device=device)
     driver.call("cuFuncLoad", function, device=device)
+    config = compiled.config
+    # There is another form of such a plan, and the driver would refuse the launch.
+    if (
+        isinstance(config, ForwardConfig)
+        and config.cluster > 1
+        and not clusters_at_once(function, config, smem_bytes, device)
+    ):
+        raise ClusterError(
+            f"cuda:{device} has no room for {config.cluster} thread blocks of {smem_bytes} bytes as a cluster"
+        )
     return Kernel(
         key=compiled.key,
         name=_name(compiled),
@@ -178,6 +193,15 @@ def _load_image(compiled: CompiledKernel, device: int, smem_bytes: int) -> Kerne
         smem_bytes=smem_bytes,
         local_bytes=attribute("LOCAL_SIZE_BYTES"),
     )
+
+
+def clusters_at_once(function: Any, config: ForwardConfig, smem_bytes: int, device: int) -> int:
+    """How many clusters of ``function``, a kernel of ``config``, can be on the device at once."""
+    launch_config = driver.api().CUlaunchConfig()  # the size of a cluster is the kernel's own
+    launch_config.gridDimX, launch_config.gridDimY, launch_config.gridDimZ = config.cluster, 1, 1
+    launch_config.blockDimX, launch_config.blockDimY, launch_config.blockDimZ = config.num_threads, 1, 1
+    launch_config.sharedMemBytes = smem_bytes
+    return int(driver.call("cuOccupancyMaxActiveClusters", function, launch_config, device=device))
 
 
 def _name(compiled: CompiledKernel) -> str:

@@ -299,7 +299,7 @@ class Known(BackwardCalls):
     transformations, and with the same lazy sign. What it does not see is in the key, or asked by `run`.
     """
 
-    __slots__ = ("_backend", "_index", "_lse", "_out", "_plan", "_workspace", "fits", "grad", "options")
+    __slots__ = ("_backend", "_index", "_lse", "_out", "_plan", "_workspace", "attach", "fits", "grad", "options")
 
     def __init__(
         self, fits: Any, entry: tuple[ForwardPlan, Made, Made], options: CallOptions, index: int, grad: bool
@@ -312,6 +312,7 @@ class Known(BackwardCalls):
         self._workspace = ((size,), (1,), _BYTE) if size else None
         self._backend = env.raw_backend()
         self.grad = grad
+        self.attach: Any = None  # what makes a node of the graph, once there was one
 
     def run(self, q: Any, k: Any, v: Any) -> Any:
         """(out, lse or None); None where an address is not aligned, or another kernel family is asked for."""

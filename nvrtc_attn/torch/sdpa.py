@@ -27,6 +27,7 @@ from .scaled_efficient import efficient_backward, efficient_forward
 _traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
 _deterministic: Final = torch._C._get_deterministic_algorithms
 _NO_WINDOW: Final = (None, None)
+_new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
 
 
 def scaled_dot_product_attention(
@@ -67,8 +68,11 @@ def scaled_dot_product_attention(
     causal: Causal = "top_left" if is_causal else False
     layout = GROUPED_HEADS_FIRST if enable_gqa else HEADS_FIRST
     if attn_mask is None and not _traced_by_dynamo():
-        options = CallOptions(causal, _NO_WINDOW, scale, 0.0, dropout_p, deterministic=_deterministic())
-        found: torch.Tensor | None = again(query, key, value, options, layout)
+        options: CallOptions = _new_tuple(CallOptions, (
+            causal, _NO_WINDOW, scale, 0.0, dropout_p, None, None, False, _deterministic(), False, False, None, False,
+        ))  # fmt: skip
+        is_plain = (scale is None or scale.__class__ is float) and dropout_p.__class__ is float
+        found: torch.Tensor | None = again(query, key, value, options, layout, is_plain)
         if found is not None:
             return found
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -321,7 +321,8 @@ def test_few_queries_make_rows_of_the_heads_that_share_a_key_head(queries: int, 
             num_m_blocks = ceil_div(rows, launch.config.block_m)
             sequences = 5 if changes is PACKED and spec.num_splits == 1 else 4
             assert dict(launch.params)["num_m_blocks"] == num_m_blocks
-            assert launch.grid == sequences * units * num_m_blocks * spec.num_splits
+            splits = launch.config.cluster if launch.config.cluster > 1 else spec.num_splits
+            assert launch.grid == sequences * units * num_m_blocks * splits
             # The partial results are those of the query heads, whoever computes them.
             assert spec.softmax_partial_bytes == (8 * spec.num_splits * 4 * 16 * queries if spec.num_splits > 1 else 0)
 
@@ -342,9 +343,10 @@ def test_few_queries_make_rows_of_the_heads_that_share_a_key_head(queries: int, 
     ],
 )
 def test_decoding_splits_keys_as_measured(shape: tuple[int, ...], splits: tuple[int, ...], stages: int) -> None:
+    """With a second kernel, as all GPUs but those of compute capability 9.0 have it."""
     batch, heads, heads_kv, keys, head_dim = shape
     what = problem(batch=batch, seqlen_q=1, seqlen_k=keys, num_heads=heads, num_heads_kv=heads_kv, head_dim=head_dim)
-    spec = choose("sm_90", what)
+    spec = choose("sm_90", what, clusters=False)
     assert spec.num_splits in splits
     assert spec.launches[0].config.num_stages == stages
 
@@ -352,11 +354,15 @@ def test_decoding_splits_keys_as_measured(shape: tuple[int, ...], splits: tuple[
 def test_a_third_stage_takes_the_place_of_splits() -> None:
     """Where blocks are many, and with 32 rows where every multiprocessor has one."""
 
-    def chosen(batch: int, heads: int, keys: int, head_dim: int = 128, queries: int = 1) -> tuple[int, int]:
+    def chosen(
+        batch: int, heads: int, keys: int, head_dim: int = 128, queries: int = 1, arch: str = "sm_90"
+    ) -> tuple[int, int]:
         sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": keys, "num_heads": heads, "num_heads_kv": 8}
-        spec = choose("sm_90", problem(**sizes, head_dim=head_dim))
+        spec = choose(arch, problem(**sizes, head_dim=head_dim), clusters=False)
         config = spec.launches[0].config
         assert smem_bytes(config) == spec.launches[0].smem_bytes
+        wide = arch == "sm_90" and spec.num_splits == 1 and batch * 8 < 128 and head_dim <= 128
+        assert config.block_n == (128 if wide else 64)
         return config.num_stages, spec.num_splits
 
     assert chosen(64, 32, 4096) == (3, 1)
@@ -364,8 +370,11 @@ def test_a_third_stage_takes_the_place_of_splits() -> None:
     assert chosen(1, 32, 8192, queries=8) == (3, 16)
     assert chosen(16, 32, 4096) == (3, 1)
     # As many blocks as half of the multiprocessors, of few keys: no second kernel; of more keys it pays.
-    assert chosen(8, 64, 2048, head_dim=64) == (6, 1)
-    assert chosen(8, 64, 2048) == (4, 1)
+    assert chosen(8, 64, 2048, head_dim=64) == (4, 1)
+    assert chosen(8, 64, 2048) == (3, 1)
+    # Where tiles of 128 keys were not measured.
+    assert chosen(8, 64, 2048, head_dim=64, arch="sm_100") == (6, 1)
+    assert chosen(8, 64, 2048, arch="sm_100") == (4, 1)
     assert chosen(8, 64, 8192) == (3, 2)
     assert chosen(4, 32, 8192) == (3, 4)
     assert chosen(8, 64, 8192, head_dim=256)[1] > 1
@@ -400,6 +409,31 @@ def test_clusters_compile_without_spills(name: str, splits: int) -> None:
     assert compiled.static_smem_bytes == 0
 
 
+APART: dict[str, dict[str, Any]] = {
+    "d128": {"batch": 4, "num_heads": 16, "num_heads_kv": 16, "seqlen_k": 16384, "head_dim": 128},
+    "d128-packed": {"batch": 4, "num_heads": 16, "num_heads_kv": 4, "seqlen_k": 65536, "head_dim": 128},
+    "d64-max-logit": {"batch": 4, "num_heads_kv": 4, "head_dim": 64, "seqlen_k": 8192, "return_max_logit": True},
+}
+
+
+def apart(name: str) -> ForwardPlanSpec:
+    return choose("sm_90", problem(seqlen_q=1, **APART[name]), clusters=False)
+
+
+@pytest.mark.compiles(kernels=lambda name: [apart(name).main.config])
+@pytest.mark.parametrize("name", APART)
+def test_splits_with_a_second_kernel_compile_without_spills(name: str) -> None:
+    """Of a device without clusters, and of so many keys that one does not pay."""
+    from nvrtc_attn.jit.compile import compile_kernel
+
+    spec = apart(name)
+    assert isinstance(spec.main.config, ForwardConfig)
+    assert (spec.main.config.split, spec.main.config.cluster) == (True, 1)
+    compiled = compile_kernel(spec.main.config)
+    assert "warning" not in compiled.log
+    assert compiled.spill_bytes == 0
+
+
 def test_splits_of_a_cluster_need_no_second_kernel() -> None:
     sizes = {"seqlen_q": 1, "seqlen_k": 8192, "num_heads_kv": 4, "batch": 8, "head_dim": 128}
     (launch,) = clustered("d128", 4).launches
@@ -416,31 +450,29 @@ def test_splits_of_a_cluster_need_no_second_kernel() -> None:
         assert spec.launches[-1].config.kernel == "combine", (arch, splits, changes)
 
 
-def test_clusters_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off, neither the table nor the autotuner takes one; on, they replace splits, not deep streams of all keys."""
+def test_clusters_take_the_place_of_splits() -> None:
+    """Not of one block that has all keys, where those are many; and of nothing on a device that launches none."""
     target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
 
     def decode(batch: int, heads: int, keys: int, queries: int = 1, **changes: Any) -> AttentionProblem:
         sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": keys, "num_heads": heads, "num_heads_kv": 8}
         return problem(**{**sizes, "head_dim": 128, **changes})
 
-    def chosen(what: AttentionProblem) -> tuple[int, int]:
-        spec = choose("sm_90", what)
+    def chosen(what: AttentionProblem, **changes: Any) -> tuple[int, int]:
+        spec = choose("sm_90", what, **changes)
         assert isinstance(spec.main.config, ForwardConfig)
         assert spec.main.smem_bytes == smem_bytes(spec.main.config) <= target["smem_limit"]
         return spec.main.config.num_stages, spec.main.config.cluster
 
-    def clusters_of(what: AttentionProblem) -> set[int]:
-        found = portable_forward.candidates(what, **target)
+    def clusters_of(what: AttentionProblem, clusters: bool = True) -> set[int]:
+        found = portable_forward.candidates(what, **target, clusters=clusters)
         return {spec.main.config.cluster for spec in found if isinstance(spec.main.config, ForwardConfig)}
 
     split = (decode(1, 32, 8192), decode(1, 32, 8192, queries=8), decode(4, 32, 8192, queries=4))
     whole = (decode(64, 32, 4096), decode(16, 32, 4096))
-    monkeypatch.setattr(portable_forward, "CLUSTERS_FIRST", False)
-    assert {chosen(what)[1] for what in (*split, *whole)} == {1}
-    assert {n for what in split for n in clusters_of(what)} == {1}
-    monkeypatch.setattr(portable_forward, "CLUSTERS_FIRST", True)
-    assert [chosen(what) for what in split] == [(6, 8), (6, 8), (3, 4)]
+    assert {chosen(what, clusters=False)[1] for what in (*split, *whole)} == {1}
+    assert {n for what in split for n in clusters_of(what, clusters=False)} == {1}
+    assert [chosen(what) for what in split] == [(3, 8), (3, 8), (3, 2)]
     assert {chosen(what)[1] for what in whole} == {1}
     assert clusters_of(split[0]) == {1, 4, 8, 16}
     # So long that half of the multiprocessors could not read the keys as fast as all.
@@ -448,6 +480,65 @@ def test_clusters_are_a_choice_of_one_constant(monkeypatch: pytest.MonkeyPatch) 
     for changes in ({"varlen": True}, {"seqused_k": True}, {"head_dim": 256}):
         assert chosen(decode(4, 32, 8192, **changes))[1] == 1, changes
     assert choose("sm_80", split[0]).launches[-1].config.kernel == "combine"
+
+
+WIDE: dict[str, dict[str, Any]] = {
+    # Key heads of one sequence, and what else; the table takes all keys, or clusters.
+    "d128-all-keys": {"batch": 8},
+    "d64-all-keys": {"batch": 8, "head_dim": 64},
+    "d64": {"head_dim": 64},
+    "d96-float16": {"head_dim": 96, "dtype": "float16"},
+    "d40-softcap": {"head_dim": 40, "softcap": 20.0},
+    "bias-dropout": {"bias": "float32", "dropout_p": 0.1},
+    "max-logit-bias-band": {"return_max_logit": True, "bias": "bfloat16", "seqlen_q": 2, **CAUSAL},
+    "alone-all-keys": {"batch": 8, "num_heads": 8},
+    "32-rows": {"seqlen_q": 8, **CAUSAL},
+    "32-rows-d64-dropout": {"seqlen_q": 8, "head_dim": 64, "dropout_p": 0.1, "bias": "bfloat16", **CAUSAL},
+    "32-rows-softcap": {"seqlen_q": 8, "softcap": 20.0},
+}
+
+
+def wide(name: str, **changes: Any) -> ForwardConfig:
+    sizes = {"batch": 1, "seqlen_q": 1, "seqlen_k": 2048, "num_heads": 32, "num_heads_kv": 8, "head_dim": 128}
+    config = choose("sm_90", problem(**{**sizes, **WIDE[name], **changes})).main.config
+    assert isinstance(config, ForwardConfig)
+    return config
+
+
+@pytest.mark.slow(sample=["d64-all-keys", "32-rows"])
+@pytest.mark.compiles(kernels=lambda name: [wide(name)])
+@pytest.mark.parametrize("name", WIDE)
+def test_tiles_of_128_keys_compile_without_spills(name: str) -> None:
+    from nvrtc_attn.jit.compile import compile_kernel
+
+    config = wide(name)
+    assert (config.block_n, config.cluster > 1) == (128, not name.endswith("all-keys"))
+    compiled = compile_kernel(config)
+    assert "warning" not in compiled.log
+    assert compiled.spill_bytes == 0
+    # Not of float32, of other head dims, nor where fewer keys than two tiles or a split would not pay.
+    for changes in ({"dtype": "float32"}, {"head_dim": 256}, {"seqlen_k": 100}):
+        assert wide(name, **changes).block_n != 128
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "keys", "count"),
+    [
+        (8, 64, 2048, 1), (8, 64, 4096, 1), (4, 32, 8192, 2), (2, 32, 8192, 4), (1, 32, 8192, 8), (1, 32, 32768, 8),
+        (3, 32, 4096, 4), (5, 32, 2048, 2),
+    ],
+)  # fmt: skip
+def test_clusters_leave_room_for_themselves(batch: int, heads: int, keys: int, count: int) -> None:
+    """Half of the multiprocessors or a little more: of four or more blocks never so many that some wait."""
+    sizes = {"batch": batch, "seqlen_q": 1, "seqlen_k": keys, "num_heads": heads, "num_heads_kv": 8, "head_dim": 128}
+    spec = choose("sm_90", problem(**sizes))
+    assert isinstance(spec.main.config, ForwardConfig)
+    assert (spec.main.config.cluster, spec.num_splits) == (count, 1)
+    for num_sms in (16, 32, 60, 78, 114, 132):
+        other = choose("sm_90", problem(**sizes), num_sms=num_sms).main
+        assert isinstance(other.config, ForwardConfig)
+        assert other.config.cluster == 1 or other.grid <= num_sms
+        assert other.config.cluster <= 2 or other.grid <= 0.75 * num_sms
 
 
 def test_ragged_lengths_are_split_finer() -> None:

@@ -41,10 +41,10 @@ def problem(
     return describe_shapes(shapes, asked, Device("cuda", 0)).with_dense()
 
 
-def launches(asked: AttentionProblem, arch: str, backend: str) -> tuple[Launch, ...]:
+def launches(asked: AttentionProblem, arch: str, backend: str, **changes: Any) -> tuple[Launch, ...]:
     limit = ARCHITECTURES[arch].smem_per_block_optin
     target: dict[str, Any] = {"arch": arch, "num_sms": 132, "smem_limit": limit, "backend": backend}
-    return heuristics.choose_forward(asked, **target).launches
+    return heuristics.choose_forward(asked, **target, **changes).launches
 
 
 DECODE: dict[str, Any] = {"batch": 1, "rows": 1, "keys": 8192, "heads": 64, "heads_kv": 8}
@@ -135,7 +135,9 @@ def test_only_the_kernel_that_computes_scores_differs(name: str) -> None:
 
 
 def test_with_split_keys_every_split_writes_its_own() -> None:
-    split, merge = launches(problem(**DECODE), "sm_90", "auto")
+    (cluster,) = launches(problem(**DECODE), "sm_90", "auto")
+    assert cluster.config.features.max_logit
+    split, merge = launches(problem(**DECODE), "sm_90", "auto", clusters=False)
     assert split.config.features.max_logit
     assert not merge.config.features.max_logit
-    assert merge == launches(problem(**DECODE, wanted=False), "sm_90", "auto")[1]
+    assert merge == launches(problem(**DECODE, wanted=False), "sm_90", "auto", clusters=False)[1]

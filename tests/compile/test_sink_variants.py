@@ -16,7 +16,7 @@ from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.front.tensors import Device
 from nvrtc_attn.heuristics.spec import Launch
 from nvrtc_attn.jit.codegen import params_class
-from nvrtc_attn.jit.config import Features, KernelConfig
+from nvrtc_attn.jit.config import Features, ForwardConfig, KernelConfig
 from nvrtc_attn.jit.params import BackwardParams, ForwardParams, HopperForwardParams, params_behind
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -43,11 +43,11 @@ def problem(
     return describe_shapes(shapes, asked, Device("cuda", 0)).with_dense()
 
 
-def launches(asked: AttentionProblem, arch: str, backend: str, *, backward: bool) -> tuple[Launch, ...]:
+def launches(asked: AttentionProblem, arch: str, backend: str, *, backward: bool, **changes: Any) -> tuple[Launch, ...]:
     limit = ARCHITECTURES[arch].smem_per_block_optin
     target: dict[str, Any] = {"arch": arch, "num_sms": 132, "smem_limit": limit, "backend": backend}
     choose = heuristics.choose_backward if backward else heuristics.choose_forward
-    return choose(asked, **target).launches
+    return choose(asked, **target, **changes).launches
 
 
 DECODE: dict[str, Any] = {"batch": 1, "rows": 1, "keys": 8192, "heads": 64, "heads_kv": 8}
@@ -92,10 +92,15 @@ def portable(arch: str, name: str) -> list[KernelConfig]:
     if arch == "sm_75":
         fields["dtype"] = "float16"
     asked = problem(**fields)
+    if name == "decode":
+        (merge,) = readers(launches(asked, arch, "portable", backward=False, clusters=False))
+        (whole,) = readers(launches(asked, arch, "portable", backward=False))
+        assert merge.kernel == "combine"
+        assert whole == merge or (arch == "sm_90" and isinstance(whole, ForwardConfig) and whole.cluster > 1)
+        return list(dict.fromkeys([merge, whole]))
     forward = readers(launches(asked, arch, "portable", backward=False))
-    assert [config.kernel for config in forward] == ["combine" if name == "decode" else "forward_portable"]
-    gradients = [] if name == "decode" else readers(launches(asked, arch, "portable", backward=True))
-    return [*forward, *gradients]
+    assert [config.kernel for config in forward] == ["forward_portable"]
+    return [*forward, *readers(launches(asked, arch, "portable", backward=True))]
 
 
 @pytest.mark.slow(sample=ALWAYS_HOPPER)
@@ -156,8 +161,8 @@ def test_only_what_reads_a_sink_differs(name: str, backend: str) -> None:
 
 
 def test_with_split_keys_the_sink_counts_in_the_merge() -> None:
-    split, merge = launches(problem(**DECODE), "sm_90", "auto", backward=False)
-    plain = launches(problem(**DECODE, sink=None), "sm_90", "auto", backward=False)
+    split, merge = launches(problem(**DECODE), "sm_90", "auto", backward=False, clusters=False)
+    plain = launches(problem(**DECODE, sink=None), "sm_90", "auto", backward=False, clusters=False)
     assert split == plain[0]
     assert (merge.config.kernel, merge.config.features) == ("combine", Features(optional="sink"))
 

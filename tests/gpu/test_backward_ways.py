@@ -94,6 +94,25 @@ def test_one_key_tile_in_parts(
     assert made
 
 
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(192, 192), (256, 256), (192, 128), (136, 72), (72, 40), (160, 256)]
+)
+def test_clusters_share_the_query_heads_of_a_wide_tile(head_dim: int, head_dim_v: int, causal: Any, force: Any) -> None:
+    """dk and dv are added up by several; keys beyond the last tile's half, and keys that no query sees, are zeros."""
+    case = cases.make_case(
+        "ways-wide", dtype="bfloat16", batch=2, seqlen_q=333, seqlen_k=467, num_heads=12, num_heads_kv=2,
+        head_dim=head_dim, head_dim_v=head_dim_v, causal=causal,
+    )  # fmt: skip
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    for splits in (2, 6):
+        made = force(splits=splits)
+        assert not failures(case, run.backward(run.forward()), exact, low, run.arrays), splits
+        assert made
+        assert made[-1].wide
+
+
 @pytest.mark.parametrize("name", ["text", "grouped", "head_of_64", "head_of_96"])
 def test_order_of_key_tiles(name: str, force: Any) -> None:
     """How many heads' tiles are handed out together, and how far apart key tiles begin, change no gradient."""

@@ -14,6 +14,7 @@ import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import aten  # noqa: E402
 from nvrtc_attn.front.operands import INPUTS  # noqa: E402
+from nvrtc_attn.plans import plan  # noqa: E402
 from nvrtc_attn.torch import ops, passes, tensors  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -149,6 +150,23 @@ def test_a_warm_call_is_known_whole(
     assert len(ran) == expected
     same(found, fresh(function, values))
     assert len(ran) == expected, "other strides are another call"
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_memory_that_comes_again_is_read_anew(function: Callable[..., list[Any]]) -> None:
+    """Launches of the same addresses are ready from the third time on; the values there are others each time."""
+    values = make()
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for seed in range(12):
+        for x, y in zip(values, make(seed=seed), strict=True):
+            x.copy_(y)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[seed % 2]):
+            found = function(*values)
+        torch.cuda.synchronize()
+        same(found, fresh(function, values))
+        del found
+    assert any(made._ready for made in plan._plans.values())
 
 
 def test_outputs_are_allocated_as_inductor_allocates() -> None:

@@ -177,6 +177,114 @@ def test_nan_shows_in_its_head_alone() -> None:
             assert torch.equal(found.isnan(), wanted)
 
 
+# What the scores are like (`shape_scores`) -> the call. Bounds of P tell whether a tile of keys may hold a larger
+# one, so what counts is in which order they come.
+SHAPED: dict[str, dict[str, Any]] = {
+    "growing": {},
+    "falling": {},
+    "last_tile": {},
+    "first_tile": {},
+    "constant": {},
+    "tiny": {},
+    "spread": {},
+    "negative": {},
+    "growing_causal": {"causal": True},
+    "growing_window": {"causal": True, "window_size": (300, 0)},
+    "growing_softcap": {"softcap": 8.0},
+    "growing_bias": {"bias": True},
+    "growing_float16": {"dtype": "float16"},
+    "growing_fast": {"causal": True},
+    "growing_fast_float16": {"dtype": "float16"},
+    "spread_masked": {"mask": True},
+    "tiny_few_heads": {"heads": 8, "heads_kv": 1},
+    "falling_heads": {},
+}
+
+
+def shape_scores(name: str, q: Any, k: Any) -> None:
+    """Columns 0 and 1 of q are one; those of k are what is added to a score, so that the rest is noise around it."""
+    keys = k.shape[1]
+    places = torch.arange(keys, device=DEVICE)[None, :, None] / keys
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    if name.startswith("growing"):
+        k[..., 0] = places * (60.0 if "fast" in name else 6.0)
+    elif name == "falling":
+        k[..., 0] = 6.0 - 6.0 * places
+    elif name == "last_tile":
+        k[:, 3, :, 0] = 100.0  # the first keys are the last ones that a kernel comes to
+    elif name == "first_tile":
+        k[:, -2, :, 0] = 100.0
+    elif name == "constant":
+        q.zero_()
+        k.zero_()
+        q[..., 0], k[..., 0] = 2.0, 3.0
+    elif name.startswith("tiny"):
+        q[..., 1:] *= 1e-3
+        k[..., 0] = 1.0
+    elif name.startswith("spread"):
+        q[..., 1:] *= 4.0
+    elif name == "negative":
+        k[..., 0] = -60.0
+    elif name == "falling_heads":  # what one head has found must not be a bound of the next
+        q *= 8.0 * 0.3 ** torch.arange(q.shape[0] * q.shape[2], device=DEVICE).reshape(q.shape[0], 1, q.shape[2], 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", SHAPED)
+def test_scores_of_every_kind(name: str, head_dim: int) -> None:
+    """Rows enough for three consumers, and many tiles of keys."""
+    fields = {**BASE, "rows": 2500, "keys": 2500, "heads": 16, "heads_kv": 4, **SHAPED[name], "head_dim": head_dim}
+    q, k, v = tensors(fields)
+    shape_scores(name, q, k)
+    options = options_of(fields)
+    expected = scores(q, k, fields, options).amax((2, 3))
+    for family in families(cases.make_case("max", dtype=fields["dtype"])):
+        with backend(family):
+            found = largest_of(q, k, v, **options)
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=3e-6)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_scores_of_every_kind(head_dim: int) -> None:
+    torch.manual_seed(3)
+    lengths = [1500, 0, 3, 700, 129, 64]
+    starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 1500, "max_seqlen_k": 1500}
+    for name in ("growing", "last_tile", "spread", "tiny"):
+        q, k, v = (torch.randn(1, sum(lengths), h, head_dim, device=DEVICE).bfloat16() for h in (8, 2, 2))
+        for b, n in enumerate(lengths):
+            rows = slice(int(starts[b]), int(starts[b]) + n)
+            if n > 3:
+                shape_scores(name, q[:, rows], k[:, rows])
+            k[:, rows] *= 1 + b  # rows of the next sequence, in the same tile, have larger scores
+        for causal in (False, True):
+            for family in families(cases.make_case("packed", dtype="bfloat16")):
+                with backend(family):
+                    found = largest_of(q, k, v, causal=causal, **options)
+                for b, n in enumerate(lengths):
+                    rows = slice(int(starts[b]), int(starts[b]) + n)
+                    expected = torch.full((8,), -torch.inf, device=DEVICE, dtype=torch.float64)
+                    if n:
+                        expected = scores(q[:, rows], k[:, rows], {"causal": causal}, {})[0].amax((1, 2))
+                    torch.testing.assert_close(found[b].double(), expected, atol=1e-5, rtol=3e-6)
+
+
+def test_rows_without_keys_beside_others() -> None:
+    """A warp some rows of which see no key takes the maximum of every tile until they do."""
+    fields = {**BASE, "rows": 900, "keys": 900, "heads": 8, "heads_kv": 8}
+    for head_dim in (64, 128):
+        q, k, v = tensors({**fields, "head_dim": head_dim})
+        shape_scores("growing", q, k)
+        mask = torch.ones(2, 1, 900, 900, dtype=torch.bool, device=DEVICE)
+        mask[:, :, 5::7, :] = False
+        mask[:, :, 3::11, 64:] = False
+        expected = scores(q, k, fields, {"mask": mask}).amax((2, 3))
+        for family in families(cases.make_case("rows", dtype="bfloat16")):
+            with backend(family):
+                found = largest_of(q, k, v, mask=mask)
+            torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=3e-6)
+
+
 def largest_of(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return na.attention(q, k, v, return_max_logit=True, **options)[-1]
 

@@ -10,9 +10,13 @@ import cases
 import pytest
 from harness import DEVICE, Run, failures, forget_plans, oracle, torch
 
+from nvrtc_attn.front.call import CallOptions, describe_shapes
 from nvrtc_attn.front.problem import AttentionProblem
+from nvrtc_attn.front.tensors import Device
 from nvrtc_attn.heuristics import hopper_forward, portable_backward, portable_forward
+from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.plans import autotune
+from nvrtc_attn.runtime import driver, kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -187,7 +191,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
         made: list[Any] = []
 
         def chosen(problem: AttentionProblem, **target: Any) -> Any:
-            made.append(choose(problem, **{name: value for name, value in target.items() if name != "backend"}))
+            made.append(choose(problem, **{name: target[name] for name in ("arch", "num_sms", "smem_limit")}))
             return made[-1]
 
         forget_plans(monkeypatch)
@@ -266,12 +270,64 @@ def test_a_sink_counts_once_in_a_cluster(planned: Any) -> None:
     q = torch.randn(2, 2, 8, 64, device=DEVICE, dtype=torch.bfloat16)
     k, v = (torch.randn(2, 1030, 2, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     sink = torch.randn(8, device=DEVICE)
+    planned(functools.partial(portable_forward.choose_forward, clusters=False))
     expected = na.attention(q, k, v, sink=sink, return_lse=True)
 
     made = planned(clustered(4))
     for x, y in zip(na.attention(q, k, v, sink=sink, return_lse=True), expected, strict=True):
         torch.testing.assert_close(x, y, atol=5e-4, rtol=1e-2)
     assert all(spec.main.config.cluster == 4 for spec in made)
+
+
+GROWING: dict[str, dict[str, Any]] = {
+    "few_heads": {"batch": 1, "num_heads": 32, "num_heads_kv": 8, "head_dim": 128},
+    "every_head_alone": {"batch": 2, "num_heads": 8, "num_heads_kv": 8, "head_dim": 128},
+    "half_of_the_blocks": {"batch": 8, "num_heads": 64, "num_heads_kv": 8, "head_dim": 64},
+    "speculative": {"batch": 1, "num_heads": 32, "num_heads_kv": 8, "head_dim": 128, "seqlen_q": 8, "causal": True},
+}
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("name", GROWING)
+def test_a_growing_cache_by_the_table(name: str, planned: Any) -> None:
+    """Whole, or as clusters of all sizes that the table has, at full and broken tiles; repeatable bit for bit."""
+    made = planned(portable_forward.choose_forward)
+    for keys in (9, 64, 65, 383, 640, 1000, 1024, 1025, 2048, 3001, 4096, 8192):
+        case = cases.make_case(
+            f"growing-{name}", **{"dtype": "bfloat16", "seqlen_q": 1, **GROWING[name], "seqlen_k": keys}
+        )
+        run = Run(case)
+        exact, low = oracle(case, run.arrays)
+        found = run.forward()
+        assert not failures(case, found, exact, low, run.arrays), keys
+        for _ in range(10):
+            assert all((x == found[which]).all() for which, x in run.forward().items()), keys
+    # Of 64 heads, a key tile of each on a multiprocessor: no clusters at head dim 64.
+    assert {spec.main.config.cluster > 1 for spec in made} == (
+        {False} if name == "half_of_the_blocks" else {False, True}
+    )
+
+
+@HOPPER_ONLY
+def test_the_driver_says_how_many_clusters_have_room() -> None:
+    """Of one block a multiprocessor: for an H100 or H200 as many of two, four and eight as the table counts on."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    if sms < 100:
+        pytest.skip("a slice of a GPU, or one with fewer multiprocessors")
+    problem = describe_shapes(
+        {"q": ((1, 1, 32, 128), "bfloat16"), **dict.fromkeys("kv", ((1, 8192, 8, 128), "bfloat16"))},
+        CallOptions(), Device("cuda", 0),
+    ).with_dense()  # fmt: skip
+    for count in (2, 4, 8):
+        spec = portable_forward.choose_forward(
+            problem, arch="sm_90", num_sms=sms, smem_limit=232448, num_splits=count, clustered=True
+        )
+        config = dataclasses.replace(spec.main.config, num_stages=6)
+        loaded = kernel.load_kernel(compile_kernel(config), 0, smem_bytes=portable_forward.smem_bytes(config))
+        with driver.device_context(0):
+            room = kernel.clusters_at_once(loaded.function, config, loaded.smem_bytes, 0)
+        print(f"{room} clusters of {count} blocks")
+        assert room * count >= sms // 16 * 16 * 0.9
 
 
 PACKED: dict[str, dict[str, Any]] = {

@@ -190,12 +190,37 @@ def test_parts_of_a_key_tile(asked: AttentionProblem, parts: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("asked", "splits"),
+    [
+        (problem(2, 4096, 4096, 64, 8, True), 4),  # 132 MB of rows are read at a time, with four 33 MB
+        (problem(1, 4096, 4096, 128, 8, True), 8),
+        (problem(4, 2048, 2048, 64, 8, True), 2),  # four would have 32 query tiles each, less than their sums take
+        (problem(16, 1024, 1024, 32, 8, True), 1),
+        (problem(2, 8192, 8192, 32, 8, True), 1),  # with 80 rows of queries
+        (problem(2, 4096, 4096, 64, 8, False), 1),  # all key tiles of a head take as long
+        (problem(1, 4096, 4096, 96, 8, True, 192), 2),
+        (problem(2, 4096, 4096, 16, 2, True, 256), 2),
+        (problem(4, 2048, 2048, 16, 8, True, 256), 1),
+    ],
+    ids=str,
+)
+def test_splits_that_keep_what_is_read_in_l2(asked: AttentionProblem, splits: int) -> None:
+    assert hopper_backward.choose_tile(asked, NUM_SMS).splits == splits
+
+
+@pytest.mark.parametrize(
     ("asked", "together"),
     [
         (problem(1, 4096, 4096, 96, 8, True, 192), 2),  # two heads of 32 key tiles run on 66 pairs of blocks
         (problem(2, 8192, 8192, 32, 8, True), 2),
         (problem(1, 8192, 8192, 64, 8, True), 2),
-        (problem(1, 5120, 5120, 64, 8, True), 2),  # three would leave two for the end
+        (
+            problem(1, 5120, 5120, 64, 8, True),
+            4,
+        ),  # 3.3 heads run at a time: with two a group ends in between, three are uneven
+        (problem(2, 3072, 3072, 32, 2, True), 8),  # 32 parts of heads, of which 5.5 run at a time
+        (problem(1, 4096, 4096, 28, 4, True), 7),  # 28 likewise: eight would leave four for the end
+        (problem(2, 4096, 4096, 64, 8, True), 4),
         (problem(1, 16384, 16384, 32, 8, True, window_left=4095), 4),
         (problem(1, 8192, 8192, 64, 8, False), 1),
     ],

@@ -31,7 +31,7 @@ import jax.numpy as jnp  # noqa: E402 - after the skip
 import nvrtc_attn  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.front.operands import FORWARD  # noqa: E402
-from nvrtc_attn.front.philox import RngState  # noqa: E402
+from nvrtc_attn.front.philox import NO_RNG, RngState  # noqa: E402
 from nvrtc_attn.jax import attention  # noqa: E402
 from nvrtc_attn.jax import custom_call as adapter  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
@@ -295,7 +295,7 @@ class FakePlan:
 
     OPERANDS = FORWARD
 
-    def run(self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState) -> None:
+    def run(self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState = NO_RNG) -> None:
         pointers = {name: address for name, address in zip(FORWARD, addresses, strict=True) if address}
         self.calls.append({"stream": stream, "rng": rng, **pointers})
         assert workspace
@@ -321,6 +321,7 @@ def bridge(cpu_target: str, monkeypatch: pytest.MonkeyPatch) -> FakePlan:
     fake = FakePlan()
     monkeypatch.setattr(adapter, "_plan", lambda _bound, _index, _stream: fake)
     monkeypatch.setattr(adapter, "_TARGET", cpu_target)
+    monkeypatch.setattr(adapter, "_targets", {})
     return fake
 
 
@@ -337,6 +338,31 @@ def test_custom_call_reaches_the_plan(bridge: FakePlan) -> None:
     assert set(seen) == {"stream", "q", "k", "v", "bias", "out", "lse", "rng"}
     assert seen["rng"].seed_address != 0
     assert seen["rng"]._replace(seed_address=0) == RngState(0, 99)
+
+
+def test_a_program_that_ran_before_launches_with_the_addresses_of_its_run(
+    bridge: FakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operands in any order, those that are not there are 0; the pass is looked up once."""
+    q, k, v, bias = arrays()
+    asked: list[Any] = []
+    original = adapter._new_target
+    monkeypatch.setattr(adapter, "_new_target", lambda *x: (asked.append(x[0]), original(*x))[1])
+    for names in (("k", "bias", "q", "v"), ("q", "v", "k")):
+        given = {"q": q, "k": k, "v": v, "bias": bias}
+        kind = adapter._Kind(CallOptions(return_lse=True), (0, 0))
+        bound = adapter._bind(kind, {name: given[name] for name in names})
+        call = jax.jit(lambda *x, bound=bound: adapter._custom_call(bound, 256, *x))
+        for _ in range(3):
+            operands = {name: given[name] + 1 for name in names}  # elsewhere in memory
+            out, lse = jax.block_until_ready(call(*operands.values()))
+            seen = bridge.calls[-1]
+            assert {name: seen.get(name) for name in given} == {
+                name: operands[name].unsafe_buffer_pointer() if name in names else None for name in given
+            }
+            assert (seen["out"], seen["lse"]) == (out.unsafe_buffer_pointer(), lse.unsafe_buffer_pointer())
+            assert seen["rng"] == NO_RNG
+    assert len(asked) == 2
 
 
 def test_unknown_program_is_an_error_not_a_wrong_launch(bridge: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,6 +442,87 @@ def test_key_is_the_same_in_every_process_and_differs_in_every_detail() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(keys[0])
+
+
+def test_a_call_of_arrays_alone_goes_past_custom_vjp(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, bias = arrays()
+    expected = jax.jit(lambda *x: attention(*x, causal=True, return_lse=True))(q, k, v)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(adapter, "_attention", refuse)
+    for _ in range(2):
+        close(attention(q, k, v, causal=True, return_lse=True), expected, 1e-6)
+    close(attention(np.asarray(q), k, v, causal=True), expected[0], 1e-6)
+    for transformed in (jax.jit, jax.vmap, jax.grad):
+        given = [x[None] for x in (q, k, v)] if transformed is jax.vmap else (q, k, v)
+        with pytest.raises(AssertionError, match="traced"):
+            transformed(lambda *x: attention(*x, softcap=3.0).sum())(*given)
+    # Of one operand that is traced, here by closure.
+    with pytest.raises(AssertionError, match="traced"):
+        jax.grad(lambda bias: attention(q, k, v, bias=bias).sum())(bias)
+
+
+def test_a_call_is_described_once_and_refused_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = arrays()
+    monkeypatch.setattr(adapter, "_checked", {})
+    monkeypatch.setattr(adapter, "_MAX_ENTRIES", 3)
+    described: list[Any] = []
+    original = adapter._describe
+    monkeypatch.setattr(adapter, "_describe", lambda *x, **more: (described.append(x), original(*x, **more))[1])
+    for _ in range(3):
+        attention(q, k, v, causal=True, softmax_scale=0.5)
+    assert len(described) == 1
+    for value in (1, "yes", [True], np.bool_(False)):  # the first equals True, the last is a flag of NumPy's
+        for _ in range(2):
+            before = len(described)
+            if isinstance(value, np.bool_):
+                attention(q, k, v, causal=value, softmax_scale=0.5)
+            else:
+                with pytest.raises((TypeError, ValueError), match="causal"):
+                    attention(q, k, v, causal=value, softmax_scale=0.5)
+            assert len(described) == before + 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="k"):
+            attention(q, k[:1], v, causal=True, softmax_scale=0.5)
+    for number in range(8):
+        attention(q, k, v, softmax_scale=0.5 + number)
+        assert len(adapter._checked) <= 3
+
+
+def test_kernels_of_a_backward_pass_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eager gradient is traced anew at every call; each time it looked at every header: 15 ms of a call."""
+    q, k, v, bias = arrays()
+    loss = jax.grad(lambda *x: attention(*x).sum(), (0, 1, 2))
+    expected = loss(q, k, v)
+    asked: list[Any] = []
+
+    class Prefetch:
+        def __init__(self, problem: Any, index: int) -> None:
+            self.problem, self.index = problem, index
+
+        def start(self) -> None:
+            asked.append((self.problem, self.index))
+
+    original = adapter._compile_ahead
+
+    def on_gpu(kind: Any, values: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter, "_on_gpu", lambda: True)
+            original(kind, values)
+
+    monkeypatch.setattr(adapter, "_ahead", {})
+    monkeypatch.setattr(adapter, "_local_devices", lambda: [0, 2])
+    monkeypatch.setattr(adapter, "BackwardPrefetch", Prefetch)
+    monkeypatch.setattr(adapter, "_compile_ahead", on_gpu)
+    for _ in range(3):
+        close(loss(q, k, v), expected, 1e-6)
+    assert [index for _, index in asked] == [0, 2]
+    loss(q[:1], k[:1], v[:1])
+    jax.grad(lambda bias: attention(q, k, v, bias=bias).sum())(bias)
+    assert [index for _, index in asked] == [0, 2] * 3
+    assert len({problem for problem, _ in asked}) == 3
 
 
 WRONG: dict[str, list[Any]] = {

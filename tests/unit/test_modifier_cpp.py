@@ -61,25 +61,34 @@ extern "C" float sum_exactly(float const* x, int count) {
 
 
 BITS = """
+template <bool kOfLanes>
 struct Asked {
   static constexpr bool kMasks = true;
   unsigned seed;
   bool all;
   bool keeps(int q, int k) const { return all || (unsigned(q * 7919 + k * 104729) ^ seed) * 2654435761u >> 31; }
-  // What a query and a key have alone; of another one than the place says, the answer is wrong.
-  struct Queries { int x0; };
-  struct Keys { int x0; };
+  // What a query and a key have alone; of another one than the place says, the answer is wrong. This thread is lane 0.
+  struct Queries {
+    static constexpr bool kShared = kOfLanes;
+    int x0;
+    Queries of_lane(int lane) const { return {x0 + 7919 * lane}; }
+  };
+  struct Keys {
+    static constexpr bool kShared = kOfLanes;
+    int x0;
+    Keys of_lane(int lane) const { return {x0 + 104729 * lane}; }
+  };
   Queries queries(int q) const { return {q * 7919}; }
   Keys keys(int k) const { return {k * 104729}; }
   bool keeps(int q, int k, Queries const& of_q, Keys const& of_k) const {
     return keeps(q, k) == (of_q.x0 == q * 7919 && of_k.x0 == k * 104729);
   }
 };
-template <int kM, int kN>
-bool right(unsigned seed, bool all, bool transposed) {
-  Asked const asked{seed, all};
+template <int kM, int kN, bool kOfLanes>
+bool right_one(unsigned seed, bool all, bool transposed) {
+  Asked<kOfLanes> const asked{seed, all};
   int const i = 1000 + int(seed % 64), j = 3 + int(seed % 17);
-  nvrtc_attn::MaskBits<Asked, kM, kN> bits;
+  nvrtc_attn::MaskBits<Asked<kOfLanes>, kM, kN> bits;
   if (transposed) bits.compute_transposed(asked, i, j); else bits.compute(asked, i, j);
   bool drops = false;
   for (int m = 0; m < kM; ++m) for (int n = 0; n < kN; ++n) for (int e = 0; e < 4; ++e) {
@@ -92,6 +101,10 @@ bool right(unsigned seed, bool all, bool transposed) {
   if (bits.drops() != drops) return false;
   bits.fill();
   return !bits.drops() && bits.kept(kM - 1, kN - 1, 3);
+}
+template <int kM, int kN>
+bool right(unsigned seed, bool all, bool transposed) {
+  return right_one<kM, kN, false>(seed, all, transposed) && right_one<kM, kN, true>(seed, all, transposed);
 }
 extern "C" int bits_are_right(unsigned seed, bool all, bool transposed) {
   bool const rows = right<1, 2>(seed, all, transposed) && right<1, 6>(seed, all, transposed) &&

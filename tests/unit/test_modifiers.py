@@ -538,3 +538,16 @@ def test_expressions_that_share_their_parts_take_no_exponential_time() -> None:
     assert cuda_source(first.program) == cuda_source(second.program)
     q, k, v, _ = tensors((1, 2, 4, 4), 0)
     nvrtc_attn.attention(q, k, v, score_mod=score_mod, mask_mod=mask_mod)
+
+
+def test_a_captured_array_without_elements_is_refused() -> None:
+    """No index is one of its; where there is no score either, nothing is read."""
+    q = np.zeros((1, 4, 2, 8), np.float32)
+    for empty in (np.zeros(0, np.int32), np.zeros((2, 0), np.float32)):
+
+        def mask(b: Any, h: Any, i: Any, k: Any, empty: Any = empty) -> Any:
+            return k < (empty[b] if empty.ndim == 1 else empty[h, i])
+
+        with pytest.raises(ValueError, match=r"captured array 0 has shape \(.*0.*\): there is no element"):
+            nvrtc_attn.attention(q, q, q, mask_mod=mask)
+        assert nvrtc_attn.attention(q[:0], q[:0], q[:0], mask_mod=mask).shape == (0, 4, 2, 8)

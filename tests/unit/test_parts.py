@@ -430,6 +430,27 @@ def test_portable_kernels_are_planned_as_the_wholes_too() -> None:
     assert found[True] == whole.main.config != found[False]
 
 
+def test_a_part_has_the_cluster_of_the_whole() -> None:
+    """Half of the heads of a decoding step, on a device that has clusters and on one that has none."""
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+
+    def decode(heads: int, part: nvrtc_attn.Part | None, **changes: Any) -> Any:
+        shapes = {"q": ((1, 1, heads, 128), "bfloat16")}
+        shapes |= dict.fromkeys("kv", ((1, 8192, heads // 4, 128), "bfloat16"))
+        call = describe_shapes(shapes, CallOptions(part=part), Device("cuda", 0))
+        return heuristics.choose_forward(call.with_dense(), **target, **changes)
+
+    like, alone = (nvrtc_attn.Part(heads=(0, 64), plan_as=x) for x in (True, False))
+    whole, part, other = decode(64, None), decode(8, like), decode(8, alone)
+    assert part.main.config == whole.main.config != other.main.config
+    assert part.main.config.cluster > 1
+    assert dict(part.main.params)["num_splits"] == part.main.config.cluster
+    assert len(part.launches) == 1
+    whole, part = decode(64, None, clusters=False), decode(8, like, clusters=False)
+    assert [x.config.kernel for x in part.launches] == [x.config.kernel for x in whole.launches]
+    assert part.num_splits == whole.num_splits > 1
+
+
 TILE = ("kernel", "block_m", "block_n", "num_stages", "lazy_max", "half_tile", "ping_pong", "packed_heads")
 
 

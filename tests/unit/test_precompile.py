@@ -9,18 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import golden
 import pytest
 from click.testing import CliRunner
 from dlpack_producer import Producer
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
-from nvrtc_attn import api
+from nvrtc_attn import api, heuristics
 from nvrtc_attn.base.architectures import ARCHITECTURES, arch_of
 from nvrtc_attn.base.dtypes import DTYPES
 from nvrtc_attn.commands import main
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit import config_text
+from nvrtc_attn.jit.config import ForwardConfig
 from nvrtc_attn.plans import plan, precompile
 
 LENGTHS = ((1024, 1024), (300, 300), (1, 4096), (4, 4096))
@@ -127,6 +129,67 @@ def test_a_call_that_warmup_did_not_foresee_is_refused(monkeypatch: pytest.Monke
         call(request, 1024, 1024, backward=False, lse=True)
         with pytest.raises(RuntimeError, match="NVRTC_ATTN_NO_COMPILE"):
             call(dataclasses.replace(request, softcap=True), 1024, 1024, backward=False, lse=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 32, "num_heads_kv": 8, "batch": 1}, {"num_heads": 48, "num_heads_kv": 1, "batch": 32},
+        {"num_heads": 64, "num_heads_kv": 8, "batch": 8, "head_dim": 64},
+        {"num_heads": 32, "num_heads_kv": 8, "batch": 1, "causal": True},
+        {"arch": "sm_80", "num_heads": 32, "num_heads_kv": 8}, {"varlen": True, "num_heads_kv": 4}, {"sink": True},
+        {"mask": True, "batch": 1}, {"num_sms": 16, "num_heads_kv": 4, "batch": 1}, {"head_dim": 256, "batch": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("queries", [1, 8])
+def test_a_growing_cache_waits_for_no_compile(changes: dict[str, Any], queries: int) -> None:
+    """Every length up to the one that was named chooses a kernel of the list, which has more than one."""
+    request = precompile.Request(
+        **{"arch": "sm_90", "head_dim": 128, "dtype": "bfloat16", "seqlens": ((queries, 8192),), **changes}
+    )
+    found = set(precompile.configs([request]))
+    arch = ARCHITECTURES[request.arch]
+    target = {
+        "arch": arch_of(arch.compute_capability),
+        "num_sms": request.num_sms or precompile.REFERENCE_SMS[arch_of(arch.compute_capability)],
+        "smem_limit": arch.smem_per_block_optin,
+    }
+    lengths = [
+        *range(queries + 1, 200),
+        *range(200, 8192, 13),
+        *(n + d for n in range(256, 8192, 256) for d in (-1, 0, 1)),
+    ]
+    chosen = set()
+    for (problem,) in (precompile.problems(dataclasses.replace(request, seqlens=((queries, n),))) for n in lengths):
+        spec = heuristics.choose_forward(problem, **target)
+        chosen |= {launch.config for launch in spec.launches}
+    assert chosen <= found, sorted(map(golden.variant, chosen - found))
+    assert len(chosen) > 1
+    clusters = {config.cluster for config in chosen if isinstance(config, ForwardConfig)}
+    if request.num_heads_kv == 8 and request.arch == "sm_90" and request.batch == 1:
+        assert max(clusters) > 1
+
+
+def test_a_device_without_room_for_clusters_has_splits() -> None:
+    """One refusal is enough; the results of a call come from a second kernel. A device beside it keeps its clusters."""
+    request = precompile.Request(arch="sm_90", head_dim=128, dtype="bfloat16", num_heads=32, num_heads_kv=8, batch=1)
+    (problem,) = precompile.problems(dataclasses.replace(request, seqlens=((1, 8192),)))
+    small, large = gpu_of("sm_90"), gpu_of("sm_90")
+    small.clusters = 0
+    with installed(FakeDriver([small, large])) as fake:
+        spec = heuristics.choose_forward(problem, arch="sm_90", num_sms=132, smem_limit=large.smem_per_block_optin)
+        assert spec.main.config.cluster > 1  # type: ignore[union-attr]
+        assert len(plan.forward_plan(problem, 1, 0).kernel_keys) == 1
+        assert "cuOccupancyMaxActiveClusters" in fake.calls
+        made = plan.forward_plan(problem, 0, 0)
+        assert len(made.kernel_keys) == 2
+        assert made.workspace_bytes > 0
+        del fake.calls[:]
+        (longer,) = precompile.problems(dataclasses.replace(request, seqlens=((1, 8000),)))
+        assert len(plan.forward_plan(longer, 0, 0).kernel_keys) == 2
+        assert "cuOccupancyMaxActiveClusters" not in fake.calls
+        assert len(plan.forward_plan(longer, 1, 0).kernel_keys) == 1
 
 
 def test_problems_are_those_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:

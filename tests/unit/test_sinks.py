@@ -147,6 +147,8 @@ def test_addresses_strides_and_types_reach_the_kernels_that_read_them(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, backend: str, rows: int, struct: Any, reader: str, kind: Any
 ) -> None:
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", backend)
+    if reader == "combine":
+        monkeypatch.setattr("nvrtc_attn.runtime.device.has_clusters", lambda _: False)
     keys = 512 if rows > 1 else 16384
 
     def tensor(place: int, *shape: int, dtype: Any = BFLOAT16, **more: Any) -> Producer:

@@ -62,6 +62,7 @@ namespace nvrtc_attn {
 using index_t = long long;
 using AccTile = float[4];
 inline float infinity() { return INFINITY; }
+inline int min(int a, int b) { return a < b ? a : b; }
 template <class T> inline T from_float(float x) { return x; }
 
 constexpr int kBlockM = BLOCK_M, kWarpsN = WARPS_N, kCluster = CLUSTER, kWarpsM = 4 / WARPS_N, kCount = COUNT;
@@ -104,6 +105,7 @@ template <class T> struct OutputRows {
 template <int n> struct SplitCluster {
   explicit SplitCluster(unsigned char const*) {}
   void sync() const { meet(cluster_meeting, int(fibers.size())); }
+  void leave() const { sync(); }
   template <class X> X load(X const* from, int rank) const {
     X x;
     memcpy(&x, shared[rank].data() + (reinterpret_cast<unsigned char const*>(from) - own_shared()), sizeof(X));
@@ -201,7 +203,7 @@ BARRIERS = 4
 @pytest.fixture(scope="module")
 def clusters(function: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A program of all sizes, then of the function without each of its barriers; its argument says which."""
-    found = list(re.finditer(r"(__syncthreads|cluster\.sync)\(\);", function))
+    found = list(re.finditer(r"(__syncthreads|cluster\.sync|cluster\.leave)\(\);", function))
     assert len(found) == BARRIERS
     texts = [(sizes, function) for sizes in SIZES]
     texts += [((16, 4, 4, 16), function[: x.start()] + function[x.end() :]) for x in found]
@@ -231,31 +233,44 @@ UNITS = """
 #include <cstdio>
 #include <set>
 #include <tuple>
+#include <vector>
 #define NVRTC_ATTN_DEVICE inline
 inline int min(int a, int b) { return a < b ? a : b; }
 struct ForwardParams { int batch, num_heads, num_heads_kv, num_splits, num_m_blocks, head_group; };
-struct Traits { static constexpr bool kSplit = true, kPackedHeads = PACKED, kVarlen = false; };
+struct Traits {
+  static constexpr bool kSplit = true, kPackedHeads = PACKED, kVarlen = false;
+  static constexpr int kCluster = CLUSTER;
+};
 struct Position {
-  int m_block, split, h, b;
+  int m_block, split, h, b, h_kv;
 """
 UNITS_MAIN = """
 };
 int main() {
-  for (int splits : {2, 4, 8, 16}) {
+  std::vector<int> const all{1, 2, 4, 8, 16}, own{CLUSTER};
+  for (int splits : CLUSTER > 1 ? own : all) {
     for (int num_m_blocks : {1, 3}) {
-      ForwardParams const params{3, 8, 2, splits, num_m_blocks, splits};
-      int const heads = PACKED ? 2 : 8;
-      std::set<std::tuple<int, int, int>> seen;
-      for (int block = 0; block < 3 * heads * splits * num_m_blocks; ++block) {
-        Position here, first;
-        here.find_unit(params, block);
-        first.find_unit(params, block / splits * splits);
-        if (here.split != block % splits) return 1;  // its rank in the cluster
-        if (here.m_block != first.m_block || here.h != first.h || here.b != first.b) return 2;
-        if (here.b >= 3 || here.h >= 8 || here.m_block < 0 || here.m_block >= num_m_blocks) return 3;
-        seen.insert({here.m_block, here.h, here.b});
+      for (int head_group : {splits, 1, 4 * splits}) {
+        if (CLUSTER > 1 && head_group != splits) continue;
+        ForwardParams const params{3, 8, 2, splits, num_m_blocks, head_group};
+        int const heads = PACKED ? 2 : 8;
+        std::set<std::tuple<int, int, int>> seen;
+        for (int block = 0; block < 3 * heads * splits * num_m_blocks; ++block) {
+          Position here, first, slow;
+          here.find_unit_soon(params, block);
+          slow.find_unit(params, block);
+          if (here.split != slow.split || here.m_block != slow.m_block) return 5;
+          if (here.h != slow.h || here.b != slow.b) return 5;
+          if (here.h_kv != here.h / (PACKED ? 4 : 1)) return 6;
+          if (head_group != splits) continue;
+          first.find_unit_soon(params, block / splits * splits);
+          if (here.split != block % splits) return 1;  // its rank in the cluster
+          if (here.m_block != first.m_block || here.h != first.h || here.b != first.b) return 2;
+          if (here.b >= 3 || here.h >= 8 || here.m_block < 0 || here.m_block >= num_m_blocks) return 3;
+          seen.insert({here.m_block, here.h, here.b});
+        }
+        if (head_group == splits && int(seen.size()) != 3 * heads * num_m_blocks) return 4;
       }
-      if (int(seen.size()) != 3 * heads * num_m_blocks) return 4;
     }
   }
   std::printf("right\\n");
@@ -263,17 +278,21 @@ int main() {
 """
 
 
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("packed", [0, 1])
 def test_a_cluster_is_the_splits_of_one_query_tile(
-    packed: int, repository: Path, tmp_path_factory: pytest.TempPathFactory
+    packed: int, cluster: int, repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """With as many units in a group as splits; their rank in the cluster is the split's number."""
+    """With as many units in a group as splits; their rank in the cluster is the split's number.
+
+    What is found soon, and of splits without a cluster, is what the function of all other kernels finds.
+    """
     text = (repository / "cuda_src/nvrtc_attn/collective/forward_output.cuh").read_text()
-    start = text.index("  NVRTC_ATTN_DEVICE void find_unit")
-    assert (
-        run(UNITS + text[start : text.index("\n  }\n", start) + 5] + UNITS_MAIN, tmp_path_factory, packed=packed)
-        == "right"
-    )
+    functions = ""
+    for name in ("find_unit", "find_unit_soon"):
+        start = text.index(f"  NVRTC_ATTN_DEVICE void {name}(")
+        functions += text[start : text.index("\n  }\n", start) + 5]
+    assert run(UNITS + functions + UNITS_MAIN, tmp_path_factory, packed=packed, cluster=cluster) == "right"
 
 
 ROWS = """

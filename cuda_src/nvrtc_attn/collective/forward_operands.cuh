@@ -16,6 +16,8 @@ struct ForwardShape {
   static constexpr int kStages = Traits::kNumStages;
   // Splits of the keys leave partial results for `combine`, unless their blocks are a cluster and add them up themselves.
   static constexpr bool kPartials = Traits::kSplit && Traits::kCluster == 1;
+  // Few rows wait for K and V: their first tiles are asked for before all that their addresses do not take.
+  static constexpr bool kKeysFirst = kStages > 1 && Traits::kAligned && !kLegacy;
   static constexpr int kWarpsD = Traits::kWarpsD;
   static constexpr int kWarpsM = Traits::kNumWarps / (Traits::kWarpsN * Traits::kWarpsD);
   static constexpr int kWarpRows = kBlockM / kWarpsM;

@@ -22,6 +22,7 @@ struct Position {
   using Slots = PackedSlots<Traits::kBlockM>;
   int tid, lane, warp_row0, warp_n, warp_d;
   int m_block, split, h, b;  // packed heads: h is the first of the tile's
+  int h_kv;                  // kKeysFirst with packed heads
 
   // Read anew from the special registers (volatile), so that the epilogue can work everything out again: kept through
   // the main loop, these values spill.
@@ -36,6 +37,8 @@ struct Position {
     warp_d = Traits::kWarpsD > 1 ? warp / Shape::kWarpsM : 0;
     if constexpr (kSlots) {
       find_slot(params, block);
+    } else if constexpr (Shape::kKeysFirst) {
+      find_unit_soon(params, block);
     } else {
       find_unit(params, block);
     }
@@ -69,6 +72,41 @@ struct Position {
     h = block % heads;
     b = block / heads;
     if constexpr (Traits::kPackedHeads) h *= params.num_heads / heads;
+  }
+
+  // The same with as few divisions in a row as there can be, 60 ns each, which the first tile of K waits for: one query tile
+  // needs none, and a cluster is a group.
+  NVRTC_ATTN_DEVICE void find_unit_soon(ForwardParams const& params, int block) {
+    int const heads = Traits::kPackedHeads ? params.num_heads_kv : params.num_heads;
+    m_block = split = 0;
+    if constexpr (Traits::kCluster > 1) {
+      split = block % Traits::kCluster;
+      block /= Traits::kCluster;
+      if (params.num_m_blocks > 1) {
+        int const unit = block / params.num_m_blocks;
+        m_block = params.num_m_blocks - 1 - (block - unit * params.num_m_blocks);
+        block = unit;
+      }
+    } else {
+      int const num_splits = Traits::kSplit ? params.num_splits : 1;
+      if (params.num_m_blocks > 1) {
+        int const num_units = (params.batch + (Traits::kVarlen && !Traits::kSplit)) * heads * num_splits;
+        int const group = block / (params.head_group * params.num_m_blocks);
+        int const in_group = block - group * params.head_group * params.num_m_blocks;
+        int const units = min(params.head_group, num_units - group * params.head_group);
+        int const tile = in_group / units;
+        m_block = params.num_m_blocks - 1 - tile;
+        block = group * params.head_group + in_group - tile * units;
+      }
+      if constexpr (Traits::kSplit) {
+        int const unit = block / num_splits;
+        split = block - unit * num_splits;
+        block = unit;
+      }
+    }
+    b = block / heads;
+    h_kv = block - b * heads;
+    h = Traits::kPackedHeads ? h_kv * (params.num_heads / heads) : h_kv;
   }
 };
 
@@ -262,7 +300,8 @@ NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape
 // them the blocks', each for its share of the rows, in the order of the splits. One launch instead of two.
 //
 // Shared memory, from the start: sMax, sSum[kWarpsN][kBlockM], sO[kWarpsN][kBlockM][columns], of which the first slice
-// becomes the block's, and the block's maximum and sum of every row.
+// becomes the block's, and the block's maximum and sum of every row. Rows beyond the last are not looked at: with few heads
+// in a group they are most of the tile.
 template <class Traits, class Shape, class Softmax>
 NVRTC_ATTN_DEVICE void add_up_cluster(AccTile (&o)[Shape::kTilesM][Shape::kTilesD], Softmax const& softmax,
                                       ScoreMap<Traits> const& map, OutputRows<Traits> const& rows, unsigned char* smem,
@@ -273,6 +312,7 @@ NVRTC_ATTN_DEVICE void add_up_cluster(AccTile (&o)[Shape::kTilesM][Shape::kTiles
   int const g = here.lane >> 2;
   int const t = here.lane & 3;
   int const m0 = here.m_block * Shape::kBlockM;
+  int const valid = rows.count - m0;
   float* const sMax = reinterpret_cast<float*>(smem);
   float* const sSum = sMax + kWarps * Shape::kBlockM;
   float* const sO = sSum + kWarps * Shape::kBlockM;
@@ -289,6 +329,7 @@ NVRTC_ATTN_DEVICE void add_up_cluster(AccTile (&o)[Shape::kTilesM][Shape::kTiles
 #pragma unroll
   for (int r = 0; r < Softmax::kRows; ++r) {
     int const row = here.warp_row0 + 16 * (r / 2) + 8 * (r % 2) + g;
+    if (row >= valid) continue;
     float row_max = -infinity();
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, sMax[w * Shape::kBlockM + row]);
@@ -311,7 +352,10 @@ NVRTC_ATTN_DEVICE void add_up_cluster(AccTile (&o)[Shape::kTilesM][Shape::kTiles
   constexpr int kVectors = Shape::kBlockM * kColumns / 4;  // four columns each
   if constexpr (kWarps > 1) {
     __syncthreads();
-    for (int n = here.tid; n < kVectors; n += Shape::kThreads) {
+#pragma unroll 4
+    for (int i = 0; i < (kVectors + Shape::kThreads - 1) / Shape::kThreads; ++i) {
+      int const n = i * Shape::kThreads + here.tid;
+      if (n >= min(valid * (kColumns / 4), kVectors)) break;
       float4 x = reinterpret_cast<float4 const*>(sO)[n];
 #pragma unroll
       for (int w = 1; w < kWarps; ++w) {
@@ -324,10 +368,12 @@ NVRTC_ATTN_DEVICE void add_up_cluster(AccTile (&o)[Shape::kTilesM][Shape::kTiles
   SplitCluster<Traits::kCluster> const cluster(smem);
   cluster.sync();
   float const multiplier = Traits::kDropout ? rows.params.dropout_multiplier : 1.0f;
+#pragma unroll 1
   for (int n = here.split * Shape::kThreads + here.tid; n < kVectors; n += Traits::kCluster * Shape::kThreads) {
     int const row = n / (kColumns / 4);
     int const col = n % (kColumns / 4) * 4;
-    if (m0 + row >= rows.count) break;  // rows only grow
+    if (row >= valid) break;                      // rows only grow
+    if (col >= rows.params.head_dim_v) continue;  // what is loaded is used, see leave()
     float2 of_split[Traits::kCluster];
     float4 x[Traits::kCluster];
 #pragma unroll
@@ -360,7 +406,7 @@ NVRTC_ATTN_DEVICE void add_up_cluster(AccTile (&o)[Shape::kTilesM][Shape::kTiles
         to[index_t(c) * rows.params.out_stride_d] = from_float<Element>(factor * acc[c]);
     }
   }
-  cluster.sync();  // nobody leaves while another reads from its shared memory
+  cluster.leave();
 }
 
 }  // namespace nvrtc_attn

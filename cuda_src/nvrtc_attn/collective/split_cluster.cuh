@@ -17,6 +17,11 @@ struct SplitCluster {
   NVRTC_ATTN_DEVICE void sync() const {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
   }
+  // Nobody leaves while another reads from its shared memory. A thread must have used what it has loaded, in a store, so
+  // that no load is on its way. Nothing is made visible: a release would wait until the results are in memory.
+  NVRTC_ATTN_DEVICE void leave() const {
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+  }
   // What block `rank` has where this one has `from`, in dynamic shared memory.
   NVRTC_ATTN_DEVICE float2 load(float2 const* from, int rank) const {
     float2 x;

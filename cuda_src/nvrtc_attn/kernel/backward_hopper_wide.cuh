@@ -7,6 +7,8 @@
 // products leave time for. So the blocks send each other their dS (16 bits, 8 KB), and each computes half of the
 // columns of dQ from all 128 keys.
 //
+// With kSplit several clusters share the query heads of a key tile, and add their dk and dv into dkv_accum (dkv_convert.cuh).
+//
 // Roles: warp-group 0 loads (one thread issues all copies). Of the consumers group 0 computes scores, S^T = K Q^T, and
 // P; group 1 computes dP^T = V dO^T and dS. P and dS go from one to the other through shared memory. Both have columns
 // of dV += P^T dO and dK += dS^T Q, and of dQ, which is one query tile late (dQ'): the other block's dS has arrived by
@@ -44,6 +46,7 @@
 #include "../hopper/wide/group_scores.cuh"
 #include "../hopper/wide/products.cuh"
 #include "../hopper/wide/shape.cuh"
+#include "dkv_convert.cuh"
 
 namespace nvrtc_attn {
 
@@ -173,7 +176,9 @@ struct WideTileConsumer {
     clear(dv);
     if (tiles_left == 0) {
       release_operands();
-      store_gradients(dk, dv, work.tile, work.seqlen, n_own + 16 * warp, lane);
+      if constexpr (!Traits::kSplit) {
+        store_gradients(dk, dv, work.tile, work.seqlen, n_own + 16 * warp, lane);
+      }
     } else {
       multiply(dk, dv, work, n_own, tiles_left);
     }
@@ -183,7 +188,7 @@ struct WideTileConsumer {
   NVRTC_ATTN_DEVICE void multiply(DkTiles& dk, DvTiles& dv, Work const& work, int n_own, int tiles_left) {
     ScoreMap<Traits> const map(params);
     WideScores<Traits, Shape> const scores{map, work.mask, n_own + 16 * warp + (lane >> 2), lane & 3};
-    Turn turn{work.tile.h * params.heads_per_group, work.range.start};
+    Turn turn{announced_first_head<Traits>(params, work.tile), work.range.start};
     zero_keys(work, n_own, turn.h);
     if constexpr (kGroup == 1) barriers.full_v().wait(parity);
     ScoreTiles s;
@@ -308,7 +313,9 @@ struct WideTileConsumer {
     }
     DqTiles dq;
     start_dq(dq, turn);
-    if constexpr (Shape::kReadsAgain) {
+    if constexpr (Traits::kSplit) {
+      add_to_workspace(dk, dv);
+    } else if constexpr (Shape::kReadsAgain) {
       KeyTile const again = read_key_tile(smem + Shape::kOffsetTile);
       Lengths const lengths(params, again.b);
       int const place = consumer_thread();
@@ -503,6 +510,22 @@ struct WideTileConsumer {
               OwnK::kFirst * kSlabColumns,
           params.dk_stride_n, dk, params.scale, seqlen.len_k_slot - key, params.head_dim - OwnK::kFirst * kSlabColumns,
           lane);
+    }
+  }
+
+  // kSplit: this group's columns of the warp's 16 keys, beside those of the blocks that have other query heads. Which tile it
+  // was is read again: over the loop there are no registers for it.
+  NVRTC_ATTN_DEVICE void add_to_workspace(DkTiles const& dk, DvTiles const& dv) {
+    KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);
+    int const key = tile.n_block * Traits::kBlockN + rank * Shape::kKeys + 16 * warp;
+    int const head = dkv_accum_head<Traits>(params, tile.b, announced_key_head<Traits>(params, tile));
+    float* const accum = params.dkv_accum + index_t(head) * dkv_accum_size<Traits>(params);
+    float* const dv_accum = accum + dkv_accum_rows<Traits>(params) * Traits::kHeadDim;
+    if constexpr (OwnK::kAny) {
+      add_blocks(accum + index_t(key) * Traits::kHeadDim + OwnK::kFirst * 8 * kAccumBlock, dk, lane);
+    }
+    if constexpr (OwnV::kAny) {
+      add_blocks(dv_accum + index_t(key) * Traits::kHeadDimV + OwnV::kFirst * 8 * kAccumBlock, dv, lane);
     }
   }
 

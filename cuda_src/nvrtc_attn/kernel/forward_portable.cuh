@@ -34,6 +34,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   constexpr int kStages = Shape::kStages;
   constexpr int kThreads = Shape::kThreads;
   constexpr bool kLegacy = Shape::kLegacy;
+  constexpr bool kKeysFirst = Shape::kKeysFirst;
 
   extern __shared__ __align__(128) unsigned char smem_begin[];
   unsigned char* const smem = smem_begin + (Traits::kMaxLogit ? int(sizeof(float)) * kThreads : 0);
@@ -64,17 +65,23 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   SeqlenInfo<Traits::kVarlen, Traits::kSequsedK> const seqlen(params, b);
   int const num_rows = row_map.rows(seqlen.len_q);
   int const len_k = seqlen.len_k;
-  if constexpr (!Shape::kPartials) {
-    bool const last_block = Position<Traits>::kSlots
-                                ? m0 + kBlockM >= num_rows
-                                : here.m_block == params.num_m_blocks - 1 && (!Traits::kSplit || here.split == 0);
-    if constexpr (!Traits::kPackedHeads) {
-      pad_lse<kThreads>(params, b, h, seqlen.len_q, m0, kBlockM, last_block, tid);
-    } else if (last_block) {
-      for (int g = 0; g < row_map.group; ++g) pad_lse<kThreads>(params, b, h + g, seqlen.len_q, 0, 0, true, tid);
+  auto pad_rows = [&]() {
+    if constexpr (!Shape::kPartials) {
+      bool const last_block = Position<Traits>::kSlots
+                                  ? m0 + kBlockM >= num_rows
+                                  : here.m_block == params.num_m_blocks - 1 && (!Traits::kSplit || here.split == 0);
+      if constexpr (!Traits::kPackedHeads) {
+        pad_lse<kThreads>(params, b, h, seqlen.len_q, m0, kBlockM, last_block, tid);
+      } else if (last_block) {
+        for (int g = 0; g < row_map.group; ++g) pad_lse<kThreads>(params, b, h + g, seqlen.len_q, 0, 0, true, tid);
+      }
     }
+  };
+  auto no_rows = [&]() { return m0 >= num_rows || (Position<Traits>::kSlots && here.m_block >= params.num_m_blocks); };
+  if constexpr (!kKeysFirst || Shape::kPartials) {
+    pad_rows();
+    if (no_rows()) return;
   }
-  if (m0 >= num_rows || (Position<Traits>::kSlots && here.m_block >= params.num_m_blocks)) return;
 
   // This warp's part of the tile.
   int const warp_row0 = here.warp_row0;
@@ -84,7 +91,8 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   int first, last;
   mask.template key_tiles<kBlockN>(row_map.query(m0), row_map.queries(m0, kBlockM), first, last);
   if constexpr (Traits::kSplit) {
-    int const share = ceil_div(max(last - first, 0), params.num_splits);
+    int const num_splits = Traits::kCluster > 1 ? Traits::kCluster : params.num_splits;
+    int const share = ceil_div(max(last - first, 0), num_splits);
     first += here.split * share;
     last = min(last, first + share);
   }
@@ -111,7 +119,8 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     }
   }
 
-  int const h_kv = h / (params.num_heads / params.num_heads_kv);
+  int h_kv = here.h_kv;
+  if constexpr (!Traits::kPackedHeads || !kKeysFirst) h_kv = h / (params.num_heads / params.num_heads_kv);
   Element const* const gQ =
       reinterpret_cast<Element const*>(params.q) + index_t(seqlen.batch_index) * params.q_stride_b +
       (index_t(seqlen.q_row0) + (Traits::kPackedHeads ? 0 : m0)) * params.q_stride_m + index_t(h) * params.q_stride_h;
@@ -152,6 +161,32 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   // kTileWords: tiles between the one that was loaded last and the next.
   auto skip_k = [&](int tile, int next) { loader_k.skip(tile - 1 - next, params.k_stride_n); };
   auto skip_v = [&](int tile, int next) { loader_v.skip(tile - 1 - next, params.v_stride_n); };
+  int ahead = last - 1;  // kTileWords, kStages > 1: the next tile to load
+  auto skip_to_next = [&] {
+    int const loaded = ahead;
+    ahead = tile_before(loaded);
+    skip_k(loaded, ahead);
+    skip_v(loaded, ahead);
+  };
+  // Tiles of the first kStages - 1 stages. A loop: unrolled, five of them are 20 KB of instructions that run once.
+  auto load_first_tiles = [&] {
+#pragma unroll 1
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      int const tile = Traits::kTileWords ? ahead : last - 1 - stage;
+      if (tile >= first) {
+        load_k(tile, stage);
+        load_v(tile, stage);
+        if constexpr (Traits::kTileWords) skip_to_next();
+      }
+      if (stage == 0) load_q();
+      cp_async_commit<kLegacy>();
+    }
+  };
+  if constexpr (kKeysFirst) {
+    if (first < last && !no_rows()) load_first_tiles();
+    pad_rows();
+    if (!Shape::kPartials && no_rows()) return;
+  }
 
   ScoreMap<Traits> const map(params);
   OnlineSoftmax<Traits, Shape::kTilesM> softmax;
@@ -183,19 +218,13 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   };
 
   if (first < last) {
-    load_q();
+    if constexpr (!kKeysFirst) load_q();
     QueryOperand<Shape, Traits::kPreloadQ> query;
     query.address = lane_address_a<typename Shape::TileQ>(sQ, warp_row0, lane);
     KeyOperand<Shape> const key(sK, warp_col0, lane);
     ValueOperand<Shape> const value(sV, warp_col0, here.warp_d, lane);
-    int ahead = last - 1;  // kTileWords, kStages > 1: the next tile to load
-    auto skip_to_next = [&] {
-      int const loaded = ahead;
-      ahead = tile_before(loaded);
-      skip_k(loaded, ahead);
-      skip_v(loaded, ahead);
-    };
-    if constexpr (kStages == 1) {
+    if constexpr (kKeysFirst) {
+    } else if constexpr (kStages == 1) {
       load_k(last - 1, 0);
       cp_async_commit<kLegacy>();
       load_v(last - 1, 0);

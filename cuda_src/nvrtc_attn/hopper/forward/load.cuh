@@ -114,6 +114,7 @@ struct ForwardLoader {
       }
       Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
       if constexpr (Traits::kTileWords) {
+        if constexpr (Traits::kTickets) scheduler.look_ahead(issuer);
         load_kept(from, tile, first, last - 1);
         continue;
       }

@@ -70,6 +70,8 @@ struct WideBackwardShape {
   static_assert(!(Traits::kBiasTiles || Traits::kKeepWords || Traits::kOrdered || Traits::kFused ||
                   Traits::kOneKeyTile),
                 "what backward_hopper alone can do");
+  static_assert(!(Traits::kSplit && (Traits::kVarlen || Traits::kDropout || Traits::kDbiasStore)),
+                "dk and dv of dense sequences, as they are, and no zeros beside them");
   static_assert(kBlockM == 64 && kKeys == 64, "a product has 64 rows");
   static_assert(Traits::kNumThreads == 128 + kConsumers, "two consumer groups");
   static_assert(kStages >= 2, "S of a query tile runs before dK of the one before it");
