@@ -217,7 +217,8 @@ def traced(
             return _NO_TEXT, [], [], []
         numbers = score_mod.numbers
         ints, floats = [x for x in numbers if isinstance(x, int)], [x for x in numbers if isinstance(x, float)]
-        return score_mod.text, list(score_mod.captures), ints, floats
+        arrays = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in score_mod.captures]
+        return score_mod.text, arrays, ints, floats
     script = _Script()
     functions = []
     literals = []

@@ -38,6 +38,10 @@ from nvrtc_attn.modifiers.modifier import written  # noqa: E402
 from nvrtc_attn.torch import create_block_mask, flex_attention, flex_compiled  # noqa: E402
 
 pytestmark = [
+    pytest.mark.skipif(
+        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11),
+        reason="what Dynamo follows of the tracer was tried with torch 2.11 and later; before, the graph may break",
+    ),
     # Of torch's own compiler, not of ours: modules that it imports are deprecated, and its workers fork.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
     pytest.mark.usefixtures("fresh"),
@@ -317,6 +321,8 @@ def test_a_traced_modifier() -> None:
     assert counter.frame_count == 1
     for other in (make(table, 9), make(table, 11), nvrtc_attn.trace(alibi), nvrtc_attn.trace(None, causal)):
         same(program(*tensors(), other), flex_attention(*tensors(), other))
+    arrays = nvrtc_attn.trace(lambda s, b, h, i, j: s + np.tanh(j * ARRAY[h]))  # NumPy's, functions and arrays
+    same(program(*tensors(), arrays), flex_attention(*tensors(), arrays))
     bare = other.of(other.program.score, other.program.mask, ())
     with pytest.raises(Exception, match=r"Make it by nvrtc_attn\.trace"):
         program(*tensors(), bare)
