@@ -508,6 +508,6 @@ def _modifier(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> M
         if aux is not None:
             raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
         return None
-    from .modifiers.trace import trace
+    from .modifiers.trace import traced
 
-    return trace(score_mod, mask_mod, aux=aux)
+    return traced(score_mod, mask_mod, aux=aux)

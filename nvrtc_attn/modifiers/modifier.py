@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,8 @@ class Modifier:
     program: Program
     captures: tuple[Any, ...]
     numbers: tuple[float, ...]
+    text: str = ""
+    """The program as text, where `trace` was called by the user: what a program of torch.compile reads of it."""
     known: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
     """What was worked out from it before: a call asks for the same again."""
 
@@ -91,7 +94,7 @@ class Modifier:
 
     def with_captures(self, captures: tuple[Any, ...]) -> Modifier:
         """The same over other arrays of the same dtypes and shapes; what was worked out of it is shared."""
-        result = Modifier(self.program, captures, self.numbers)
+        result = Modifier(self.program, captures, self.numbers, self.text)
         object.__setattr__(result, "known", self.known)
         return result
 
@@ -123,6 +126,20 @@ class Modifier:
         if self.program.score is None:
             return ()
         return tuple(sorted({x.value for x in derivatives(self.program.score) if x.op == "load"}))
+
+
+@functools.lru_cache(maxsize=1024)
+def written(program: Program) -> str:
+    """The program as JSON, node by node; `told.read` makes an equal one of it."""
+    roots = {name: x for name, x in (("score", program.score), ("mask", program.mask)) if x is not None}
+    places: dict[Node, int] = {}
+    nodes = []
+    for node in walk(list(roots.values())):
+        places[node] = len(places)
+        nodes.append([node.op, node.kind, node.value, [places[x] for x in node.args]])
+    ends = {name: places[x] for name, x in roots.items()}
+    whole = {"nodes": nodes, "captures": program.captures, "numbers": program.numbers, **ends}
+    return json.dumps(whole, separators=(",", ":"))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -408,11 +408,17 @@ def torch_function(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     name = getattr(func, "__name__", str(func))
     if recording is None:
         return func(*args, **kwargs)
-    if name in _INDEXING:
-        return recording.index(args[0], (), args[1])
     if name in _READ_ONLY:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "?")
         raise TraceError(f"{attribute!r} is not possible in a modifier, which works on one score.")
+    return called_by_name(recording, name, args, kwargs)
+
+
+def called_by_name(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The function of torch, or of Python's operators, that has a name."""
+    if name in _INDEXING:
+        array, index = args
+        return array[index] if isinstance(array, Proxy | Captured) else recording.index(array, (), index)
     if name.startswith("__") and name.endswith("__"):
         plain = name[2:-2]
         if plain.startswith("r") and plain[1:] in _OPERATORS:
@@ -441,5 +447,9 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     """
     recording = recording_of((condition, a, b))
     if recording is None:
+        for x in (condition, a, b):
+            write = getattr(type(x), "written_where", None)  # of a program that torch.compile traces
+            if write is not None:
+                return write(x, condition, a, b)
         return a if operator.truth(condition) else b
     return _call(recording, "where", (condition, a, b), {})

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..base.errors import TraceError, shown
 from .graph import INPUTS, Node, cast, number
-from .modifier import Modifier
+from .modifier import Modifier, written
 from .proxy import Captured, Proxy, Recording, is_array, names_element
 from .remembered import facts_of, find, remember
 
@@ -46,6 +46,14 @@ def trace(
     TraceError
         The message names the operation that is not possible.
     """
+    modifier = traced(score_mod, mask_mod, aux=aux)
+    if not modifier.text:
+        object.__setattr__(modifier, "text", written(modifier.program))
+    return modifier
+
+
+def traced(score_mod: Any = None, mask_mod: Any = None, *, aux: Mapping[str, Any] | None = None) -> Modifier:
+    """`trace` of the functions of a call, without the text."""
     if isinstance(score_mod, Modifier):
         if mask_mod is not None or aux is not None:
             raise TraceError("score_mod: a traced modifier has its mask_mod and its arrays already.")
@@ -64,18 +72,24 @@ def trace(
     score = mask = None
     with _torch_mode(recording):
         if score_mod is not None:
-            score = cast(_called(recording, "score_mod", score_mod, (inputs["score"], *positions, *more)), "float")
+            score = _called(recording, "score_mod", score_mod, (inputs["score"], *positions, *more))
         if mask_mod is not None:
             mask = _called(recording, "mask_mod", mask_mod, (*positions, *more))
-            if mask.kind == "float":
-                raise TraceError("mask_mod: returned a floating-point number. It returns whether the key is kept.")
-            mask = cast(mask, "bool")
-    if mask == number(True):
-        mask = None
-    modifier = Modifier.of(score, mask, tuple(recording.captures))
+    modifier = modifier_of(score, mask, tuple(recording.captures))
     if facts is not None and not recording.computed:
         remember(facts, modifier)
     return modifier
+
+
+def modifier_of(score: Node | None, mask: Node | None, captures: tuple[Any, ...]) -> Modifier:
+    """The modifier of what ``score_mod`` and ``mask_mod`` returned; None where there is no such function."""
+    if mask is not None:
+        if mask.kind == "float":
+            raise TraceError("mask_mod: returned a floating-point number. It returns whether the key is kept.")
+        mask = cast(mask, "bool")
+    if mask == number(True):
+        mask = None
+    return Modifier.of(None if score is None else cast(score, "float"), mask, captures)
 
 
 class _Aux:

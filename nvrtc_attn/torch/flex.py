@@ -6,6 +6,8 @@ are operands, with gradients. Nothing of the size of the scores is made, with ``
 
 from __future__ import annotations
 
+import json
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +20,11 @@ from .. import api
 from ..base.errors import shown
 from ..front.call import CallOptions
 from ..modifiers.modifier import Modifier
-from ..modifiers.trace import trace
+from ..modifiers.trace import literals, traced
+from .flex_compiled import attention as attention_by_operator
 
 _ScoreMod = Callable[..., torch.Tensor]
+_in_dynamo = torch.compiler.is_dynamo_compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ class BlockMask:
     H: int | None
     seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int] = (128, 128)
+    literals: str = ""
+    """Numbers in the text of ``mask_mod`` and of what it calls: compiled programs put them into the kernel's, too."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -71,12 +77,14 @@ def create_block_mask(
     TraceError
         The message names the operation that is not possible.
     """
-    trace(None, mask_mod)
+    numbers = ""
+    if not _in_dynamo():
+        traced(None, mask_mod)
+        numbers = ",".join({json.dumps(x): None for _, x in literals(mask_mod) if abs(x) < math.inf})
     sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-    return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN), (sizes[0], sizes[1]))
+    return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN), (sizes[0], sizes[1]), numbers)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -134,20 +142,25 @@ def flex_attention(
         )
     batch = query.shape[0]
     q, k, v = (x.expand(batch, -1, -1, -1).transpose(1, 2) for x in (query, key, value))
-    modifier: Modifier | None = None
-    if isinstance(score_mod, Modifier):
-        if block_mask is not None:
-            raise ValueError("block_mask: given with a traced modifier. Trace score_mod and mask_mod together.")
-        modifier = score_mod
+    if block_mask is not None and isinstance(score_mod, Modifier):
+        raise ValueError("block_mask: given with a traced modifier. Trace score_mod and mask_mod together.")
+    mask_mod = None if block_mask is None else _mask_mod_of(block_mask, query, key)
+    if _in_dynamo():
+        numbers = getattr(block_mask, "literals", "")
+        out, lse = attention_by_operator(q, k, v, score_mod, mask_mod, numbers, scale)
     else:
-        mask_mod = None if block_mask is None else _mask_mod_of(block_mask, query, key)
-        if score_mod is not None or mask_mod is not None:
-            modifier = trace(score_mod, mask_mod)
-    options = CallOptions(softmax_scale=scale, return_lse=True)
-    captures = () if modifier is None else tuple(torch.as_tensor(x, device=q.device) for x in modifier.captures)
-    out, lse = _FlexAttention.apply(modifier, options, q, k, v, *captures)
+        out, lse = _eager(q, k, v, score_mod, mask_mod, scale)
     out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _eager(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, scale: float | None) -> Any:
+    """(out, lse), of q, k and v in ``[B, L, H, E]``. Dynamo, where it gave a program up, must not follow the tracer."""
+    modifier = None if score_mod is None and mask_mod is None else traced(score_mod, mask_mod)
+    options = CallOptions(softmax_scale=scale, return_lse=True)
+    captures = () if modifier is None else tuple(torch.as_tensor(x, device=q.device) for x in modifier.captures)
+    return _FlexAttention.apply(modifier, options, q, k, v, *captures)
 
 
 def _mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> _ScoreMod:
@@ -178,6 +191,14 @@ _tables: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor, torch.Tensor | 
 def _tables_of(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Which blocks the lists name, partial and full: checked, and made once for what the lists hold now."""
     lists = [getattr(block_mask, name) for name in _LISTS]
+    if _in_dynamo():  # part of the program: not checked, and made at each run
+        columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+        tables = [
+            None if count is None else _table(count, index, columns)[..., :columns] != 0
+            for count, index in zip(lists[::2], lists[1::2], strict=True)
+        ]
+        assert tables[0] is not None
+        return tables[0], tables[1]
     facts = tuple(None if x is None else (id(x), x._version) for x in lists)
     known = _tables.get(block_mask)
     if known is not None and known[0] == facts:

@@ -411,11 +411,11 @@ def _derivative(
     return tuple(found)
 
 
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """The gradient has no derivative, so nothing is kept for it."""
 
 
-def _no_second_derivative(ctx: Any, *gradients: Any) -> Any:
+def no_second_derivative(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError(
         "trying to differentiate twice a function that was marked with once_differentiable: nvrtc_attn has no second "
         "derivatives. Compute this part with torch.nn.functional.scaled_dot_product_attention and its math backend."
@@ -426,7 +426,7 @@ torch.library.register_autograd(
     "nvrtc_attn::attention_forward", _derivative, setup_context=_setup_context, lib=_LIBRARY
 )
 torch.library.register_autograd(
-    "nvrtc_attn::attention_backward", _no_second_derivative, setup_context=_setup_nothing, lib=_LIBRARY
+    "nvrtc_attn::attention_backward", no_second_derivative, setup_context=setup_nothing, lib=_LIBRARY
 )
 
 
@@ -445,7 +445,7 @@ class _Gradient(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _no_second_derivative(ctx, *gradients)
+        return no_second_derivative(ctx, *gradients)
 
 
 class _Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore]

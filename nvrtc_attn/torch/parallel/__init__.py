@@ -24,7 +24,7 @@ from ...front.problem import Causal, WindowSize
 from ...front.tensors import Device
 from ...front.validation import Violations, check_flag, check_integer, check_window
 from ...modifiers.modifier import Modifier
-from ...modifiers.trace import trace
+from ...modifiers.trace import traced
 from ..ops import cast_for_autocast
 from ..random import checked_rng
 from ..tensors import remember, signature
@@ -526,7 +526,7 @@ def _modifier_of(
         if aux is not None:
             raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
         return None, ()
-    modifier = trace(score_mod, mask_mod, aux=aux)
+    modifier = traced(score_mod, mask_mod, aux=aux)
     captures = tuple(torch.as_tensor(x, device=q.device) for x in modifier.captures)
     return modifier.with_captures(captures), captures
 
