@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
-from ..modifiers.cuda import takes_registers
+from ..modifiers.cuda import computes_little, takes_registers
 from .common import ceil_div, features_of, is_vectorizable, packed_slots, tile_of
 from .hopper_common import (
     DTYPES_16BIT,
@@ -109,6 +109,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
     diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
     mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or problem.modifier is not None
+    if widest <= 64 and has_light_mask(problem) and _rows_of_narrow(problem, num_sms) == 192:
+        return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages_q=2, lazy_max=True)
     if problem.modifier is not None and takes_registers(problem.modifier):
         operands += 1  # what it reads waits in registers, too
     if widest <= 64:
@@ -172,6 +174,20 @@ def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     # 512 keys are 6.4 tiles of 80, of which the last is mostly empty: 64 are 2 % faster. 1024 are 12.8: 3 % slower.
     fits = 1.06 * 64 * ceil_div(problem.seqlen_k, 64) < 80 * ceil_div(problem.seqlen_k, 80)
     return Tile(block_m=128, block_n=64 if short or fits else 80, ping_pong=False)
+
+
+def has_light_mask(problem: AttentionProblem) -> bool:
+    """Whether a mask_mod, and nothing else, goes with the scores, and reads and computes little of a key.
+
+    Three consumers of 64 rows then have registers for it with 96 keys, with 128 they spill 4 to 16 bytes. 2 x 8192, 16
+    heads, D 64, us with 192 x 96 and 128 x 128: prefix-LM 644 and 808, window and first keys 227 and 241, a
+    neighbourhood 213 and 278, chunks 176 and 155; documents, which read an array, 451 and 385 (H200, 2026-11-23).
+    """
+    program = problem.modifier
+    if program is None or program.score is not None or program.mask is None:
+        return False
+    other = score_operands(problem) or problem.softcap or problem.softmax_scale <= 0 or problem.further_inputs
+    return not (other or problem.varlen or problem.seqused_k) and computes_little(program.mask)
 
 
 def may_pack_heads(problem: AttentionProblem) -> bool:

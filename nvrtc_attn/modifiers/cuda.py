@@ -500,6 +500,11 @@ def has_head_slope(program: Program) -> bool:
     return program.score is None or derivatives(program.score).get(SCORE, ZERO).depends <= {"b", "h"}
 
 
+def computes_little(mask: Node) -> bool:
+    """Whether a condition reads no element for a query or key, and computes nothing that takes long."""
+    return all(_is_cheap(x) for x in walk([mask]) if x.depends & {"q", "k"})
+
+
 _ARITHMETIC: Final = frozenset(
     (
         "add",
