@@ -301,22 +301,28 @@ def _node_of(known: Known, return_lse: bool, layout: int) -> Any:
         def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
             if _grad_enabled():
                 return _gradients_once(ctx, call, dout, dlse)
+            saved = ctx.saved_tensors
             if dlse is None:
-                out, lse, q, k, v = ctx.saved_tensors
+                out, lse, q, k, v = saved
                 for later in known.backward:
                     if later.fits(q, k, v, out, lse, dout) and (found := later.run(q, k, v, out, lse, dout)):
                         return found
-            return _gradients(ctx, call, dout, dlse)
+            return _gradients(ctx, call, dout, dlse, saved)
 
     known.attach = _apply_of(_Attention)
     return known.attach
 
 
-def _gradients(ctx: Any, call: tuple[Any, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-    """The gradient of each argument of `_Attention.forward`."""
+def _gradients(
+    ctx: Any, call: tuple[Any, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None, saved: Any = None
+) -> Any:
+    """The gradient of each argument of `_Attention.forward`.
+
+    ``saved`` is what `ctx` saved, if it was asked: checkpointing hands each tensor out once.
+    """
     options, rng, layout, known = call
     heads_first = layout != ROWS_FIRST
-    out, lse, *tensors = ctx.saved_tensors
+    out, lse, *tensors = ctx.saved_tensors if saved is None else saved
     dout = torch.zeros_like(out) if dout is None else dout
     if len(tensors) == 3:
         dq, dk, dv, *_ = backward(

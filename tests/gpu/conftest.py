@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -41,3 +43,27 @@ def _on_the_first_gpu() -> None:
         import torch
 
         torch.cuda.set_device(0)
+
+
+@pytest.fixture(params=["combine", "cluster"])
+def split_keys(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans of one device that has clusters of thread blocks and of one that has none; some of them split the keys."""
+    from harness import forget_plans
+
+    from nvrtc_attn.plans import autotune
+    from nvrtc_attn.runtime import device
+
+    original = autotune.table_forward
+    made: list[Any] = []
+
+    def chosen(*arguments: Any, **target: Any) -> Any:
+        made.append(original(*arguments, **target))
+        return made[-1]
+
+    monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
+    forget_plans(monkeypatch)
+    monkeypatch.setattr(device, "has_clusters", lambda _: request.param == "cluster")
+    monkeypatch.setattr(autotune, "table_forward", chosen)
+    yield
+    assert any(spec.num_splits > 1 or spec.main.config.cluster > 1 for spec in made), "the keys are to be split"
+    assert request.param == "cluster" or all(spec.main.config.cluster == 1 for spec in made)

@@ -648,6 +648,12 @@ def test_a_backward_pass_is_known_for_the_tensors_it_gets(door: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         out = call(*leaves)
     assert backward(out) == 1
+    for given, expected in ((dout, 1), (otherwise(dout), 0)):  # which is another pass, that nobody knows
+        unpacked: list[Any] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x, seen=unpacked: seen.append(x) or x):
+            out = call(*leaves)
+        assert backward(out, given) == expected
+        assert len(unpacked) == 5, "checkpointing hands each tensor out once"
     out = call(*leaves)
     with torch.no_grad():
         leaves[0].add_(1)
