@@ -211,11 +211,18 @@ def test_ten_thousand_calls_leave_nothing_behind() -> None:
         free = torch.cuda.mem_get_info()[0]
         return len(gc.get_objects()), pages * 4, len(os.listdir("/proc/self/fd")), torch.cuda.memory_allocated(), free
 
+    def ready() -> int:
+        """Launches that plans keep for addresses that came again: objects, but not more and more of them."""
+        kept = [len(getattr(x, "_ready", ())) for x in plan._plans.values()]
+        assert max(kept) <= plan._MAX_READY
+        return sum(kept)
+
     calls(300)
+    launches = ready()
     objects, resident_kib, descriptors, allocated, free = state()
     calls(2_000)
     later = state()
-    assert later[0] < objects + 200
+    assert later[0] < objects + 200 + 10 * max(ready() - launches, 0)
     assert later[1] < resident_kib + 16384, "1.6 KB a call"
     assert later[2] <= descriptors, "fewer, when processes that compiled have ended"
     assert later[3] == allocated
