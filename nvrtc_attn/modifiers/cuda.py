@@ -358,7 +358,10 @@ class _Text:
         lines = []
         for part, i in self._slices.items():
             slot, names = part.capture, [(axis, self.name(x, inside=True)) for axis, x in part.fixed]
-            at = "".join(f" + (long long){x} * block.x{slot}_stride{axis}" for axis, x in names)
+            at = "".join(
+                f" + (long long)nearest({x}, block.x{slot}_size{axis}) * block.x{slot}_stride{axis}"
+                for axis, x in names
+            )
             inside = " & ".join(f"within({x}, block.x{slot}_size{axis})" for axis, x in names)
             lines += [
                 f"    slice{i}_at = block.x{slot}_at{at};",

@@ -106,6 +106,7 @@ template <int kM, int kN>
 bool right(unsigned seed, bool all, bool transposed) {
   return right_one<kM, kN, false>(seed, all, transposed) && right_one<kM, kN, true>(seed, all, transposed);
 }
+extern "C" unsigned nearest(int index, int size) { return nvrtc_attn::nearest(index, size); }
 extern "C" int bits_are_right(unsigned seed, bool all, bool transposed) {
   bool const rows = right<1, 2>(seed, all, transposed) && right<1, 6>(seed, all, transposed) &&
                     right<1, 8>(seed, all, transposed) && right<1, 12>(seed, all, transposed) &&
@@ -257,3 +258,6 @@ def test_the_bits_of_a_mask_are_those_of_its_scores(tmp_path_factory: pytest.Tem
     made = library([], tmp_path_factory, header, more=BITS)
     for seed in range(300):
         assert made.bits_are_right(seed, seed % 5 == 0, seed % 2 == 1), seed
+    # An element that is read without being used exists, in a part of no elements that of its beginning.
+    assert [made.nearest(i, 4) for i in (0, 3, 4, 2**31 - 1, -1, -(2**31))] == [0, 3, 3, 3, 3, 3]
+    assert [made.nearest(i, 0) for i in (0, 7, -1)] == [0, 0, 0]

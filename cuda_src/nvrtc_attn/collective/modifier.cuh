@@ -89,7 +89,9 @@ NVRTC_ATTN_DEVICE T captured(T const* at) {
 }
 NVRTC_ATTN_DEVICE float to_float(double x) { return float(x); }
 NVRTC_ATTN_DEVICE bool within(int index, int size) { return unsigned(index) < unsigned(size); }
-NVRTC_ATTN_DEVICE unsigned nearest(int index, int size) { return min(unsigned(index), unsigned(size - 1)); }
+// Of an index that may be outside: one of an element that exists, the first where the size says that there is none (of a part
+// that batch entry and head select, and which is outside itself).
+NVRTC_ATTN_DEVICE unsigned nearest(int index, int size) { return min(unsigned(index), unsigned(max(size, 1) - 1)); }
 // `otherwise` without a branch around what `x` was read with: behind one, each read would wait for the numbers of its address.
 template <class T>
 NVRTC_ATTN_DEVICE T chosen(bool is, T x, T otherwise) {
