@@ -191,6 +191,13 @@ inline int exchange(int value, int from) {
   return found;
 }
 inline int __shfl_sync(unsigned, int value, int from) { return exchange(value, from); }
+inline float __shfl_sync(unsigned, float value, int from) {
+  int bits;
+  std::memcpy(&bits, &value, 4);
+  bits = exchange(bits, from);
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
 inline int __shfl_up_sync(unsigned, int value, int by) {
   int const lane = threadIdx.x % 32;
   return exchange(value, lane >= by ? lane - by : lane);

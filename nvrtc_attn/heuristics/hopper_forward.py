@@ -521,7 +521,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
     words = words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
-    ticket_bytes = 16 * config.tickets  # the counter, and words behind it begin at a multiple of 16
+    ticket_bytes = (16 if words else 4) * config.tickets  # words behind the counter begin at a multiple of 8
     return ForwardPlanSpec(
         tile_words_bytes=words.nbytes if words else 0,
         ticket_bytes=ticket_bytes,
