@@ -133,7 +133,9 @@ def cuda_source(program: Program, trained: tuple[int, ...] = (), ordered: bool =
             *text.body([program.mask]),
             f"    return {text.name(program.mask)};",
             "  }",
-            *_mask_in_parts(program.mask, _Text(program, members, roots), _Text(program, members, roots)),
+            *_mask_in_parts(
+                program.mask, _Text(program, members, roots, without_branch=True), _Text(program, members, roots)
+            ),
         ]
     if gradients:
         lines += [
@@ -334,8 +336,11 @@ def _members(roots: Sequence[Node]) -> dict[Node, str]:
 class _Text:
     """Names and lines of a program's nodes."""
 
-    def __init__(self, program: Program, members: dict[Node, str], roots: Sequence[Node]) -> None:
-        self._program, self._members = program, members
+    def __init__(
+        self, program: Program, members: dict[Node, str], roots: Sequence[Node], *, without_branch: bool = False
+    ) -> None:
+        """``without_branch``: of few reads, which then wait together; those of scores would all be in registers."""
+        self._program, self._members, self._without_branch = program, members, without_branch
         self._names: dict[Node, str] = {}
         self._slices: dict[_Slice, int] = {}
         for x in walk(roots):
@@ -358,10 +363,7 @@ class _Text:
         lines = []
         for part, i in self._slices.items():
             slot, names = part.capture, [(axis, self.name(x, inside=True)) for axis, x in part.fixed]
-            at = "".join(
-                f" + (long long)nearest({x}, block.x{slot}_size{axis}) * block.x{slot}_stride{axis}"
-                for axis, x in names
-            )
+            at = "".join(f" + (long long){x} * block.x{slot}_stride{axis}" for axis, x in names)
             inside = " & ".join(f"within({x}, block.x{slot}_size{axis})" for axis, x in names)
             lines += [
                 f"    slice{i}_at = block.x{slot}_at{at};",
@@ -450,11 +452,12 @@ class _Text:
             start, first = f"slice{i}_at", f"slice{i}_size"
             axes = [axis for axis in axes if axis not in dict(part.fixed)]
         sizes = [first, *(f"block.x{slot}_size{axis}" for axis in axes[1:])] if axes else []
-        # Without a branch: an element that does not exist is read at the end of its axis, and not used.
-        at = "".join(
-            f" + (long long)nearest({names[axis]}, {size}) * block.x{slot}_stride{axis}"
-            for axis, size in zip(axes, sizes, strict=True)
-        )
+        indices = [names[axis] for axis in axes]
+        if self._without_branch:
+            # An element that does not exist is read where one does, and not used.
+            indices = [f"nearest({x}, {size})" for x, size in zip(indices, sizes, strict=True)]
+            start = start if part is None else f"({first} > 0 ? {start} : block.x{slot}_at)"
+        at = "".join(f" + (long long){x} * block.x{slot}_stride{axis}" for axis, x in zip(axes, indices, strict=True))
         element = f"captured({start}{at})"
         dtype = self._program.captures[slot][0]
         element = f"to_float({element})" if node.kind == "float" else f"{_TYPES[node.kind]}({element})"
@@ -464,7 +467,9 @@ class _Text:
             return element
         inside = " & ".join(f"within({names[axis]}, {size})" for axis, size in zip(axes, sizes, strict=True))
         nothing = "not_a_number()" if node.kind == "float" else "false" if node.kind == "bool" else "0"
-        return f"chosen({inside}, {element}, {nothing})"
+        return (
+            f"chosen({inside}, {element}, {nothing})" if self._without_branch else f"{inside} ? {element} : {nothing}"
+        )
 
 
 class _Slice(NamedTuple):
