@@ -29,8 +29,11 @@ VARIANTS = [
     for k, backend in enumerate(("hopper", "portable"))
     if name in ("causal documents", "prefix of documents") or (i + j + k) % 2
 ]
-SPILLED: dict[tuple[str, int, str], int] = {("prefix of documents", 128, "backward_portable"): 20}
-"""Bytes that are known."""
+SPILLED: dict[tuple[str, int, str], int] = {
+    ("prefix of documents", 128, "backward_portable"): 20,
+    ("prefix of documents", 128, "forward_hopper"): 8,
+}
+"""Bytes that are known. The Hopper kernel's are one counter, stored and loaded once a tile of queries."""
 
 
 def kernels(
