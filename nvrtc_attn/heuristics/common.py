@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import c_float
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ..front.operands import OPERANDS
 from ..front.problem import AttentionProblem, OperandLayout
@@ -12,6 +12,8 @@ from ..jit.config import BackwardConfig, Features
 from ..modifiers.cuda import cuda_source
 from .spec import Launch
 
+MEASURED_SMS: Final = 132
+"""Multiprocessors of the GPU that the tables were measured on (H200)."""
 _Row = TypeVar("_Row")
 
 

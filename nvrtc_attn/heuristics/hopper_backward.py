@@ -147,7 +147,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
     if problem.modifier is not None:
         plain = modifies_plainly(problem) and not takes_registers(problem.modifier)
-    block_m = 128 if max(problem.head_dim, problem.head_dim_v) <= 64 and not problem.softcap and plain else 64
+    block_m = most_queries(problem) if plain and not problem.softcap else 64
     tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms))
     if not is_plain(problem):
         return tile
@@ -162,6 +162,11 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     tile = replace(tile, fused=fused, splits=splits, parts=parts, **registers_of(problem))
     # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
     return replace(tile, block_m=80) if transposed and splits == 1 else tile
+
+
+def most_queries(problem: AttentionProblem) -> int:
+    """Queries of the largest tile of plain scores that may be ``fused``."""
+    return 128 if max(problem.head_dim, problem.head_dim_v) <= 64 else 64
 
 
 def registers_of(problem: AttentionProblem) -> dict[str, bool]:
@@ -204,7 +209,8 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
     if problem.deterministic or not problem.num_heads_kv:
         return 1
     if is_wide(problem):
-        return keep_in_l2(problem, 1, num_sms) if can_split_wide(problem) else 1
+        # Of other scores clusters do not share the query heads of a tile.
+        return keep_in_l2(problem, 1, num_sms) if has_plain_scores(problem) else 1
     if bias_as_tiles(problem) and stores_dbias(problem):
         return 1  # the loading warp, which writes its zeros, has no register for both
     group = problem.num_heads // problem.num_heads_kv
@@ -216,32 +222,34 @@ def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
     return group
 
 
-def can_split_wide(problem: AttentionProblem) -> bool:
-    """Whether clusters may share the query heads of a wide tile: of plain scores of dense sequences."""
-    plain = score_operands(problem) == 0 and not problem.softcap and problem.modifier is None
-    return plain and not (problem.varlen or problem.seqused_k)
+def is_causal(problem: AttentionProblem) -> bool:
+    """Whether queries see all keys up to a diagonal: key tiles of a head then have different numbers of query tiles.
+
+    With a window all but a few have the same number.
+    """
+    return problem.window_left is None and problem.window_right is not None
 
 
 def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
-    """``splits``, or more with which what the key tiles in work read at a time stays in L2.
+    """``splits``, or more: until what key tiles in work read at a time stays in L2, or a split would have few tiles.
 
     Causal key tiles of a head have different numbers of query tiles, so that blocks come to read different heads of
     their groups. Longer sequences than ``fused`` is for gain less, and lose the tiles of 80 queries (H200, 2026-11-23).
+    Query tiles are counted as those of plain scores, where others may have tiles of fewer queries.
     """
-    unbounded = problem.window_left is None and problem.window_right is not None
-    if not unbounded or problem.varlen or problem.seqlen_q > FUSED_BAND or head_bytes(problem) > L2_BYTES:
+    bytes_of_head = head_bytes(problem)
+    if not is_causal(problem) or problem.varlen or problem.seqlen_q > FUSED_BAND or bytes_of_head > L2_BYTES:
         return splits
     group = problem.num_heads // problem.num_heads_kv
     tiles_of_head = ceil_div(problem.seqlen_k, BLOCK_N)
-    block_m = 128 if max(problem.head_dim, problem.head_dim_v) <= 64 else 64
-    turns = ceil_div(problem.seqlen_q, block_m) / 2  # of a mean key tile and one query head
+    turns = ceil_div(problem.seqlen_q, most_queries(problem)) / 2  # of a mean key tile and one query head
     workers = num_sms // 2 if is_wide(problem) else num_sms
     for more in range(splits, group + 1):
         if group % more:
             continue
         heads = min(workers / tiles_of_head, problem.batch * problem.num_heads_kv * splits)
         most = MOST_IN_FLIGHT_WHOLE if splits == 1 or is_wide(problem) else MOST_IN_FLIGHT
-        in_flight = heads * (group // splits) * head_bytes(problem)
+        in_flight = heads * (group // splits) * bytes_of_head
         if in_flight <= most or group // more * turns < MIN_TURNS_OF_SPLIT:
             break
         splits = more
@@ -268,9 +276,9 @@ def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
     if not is_plain(problem) or not tiles or is_float32(problem, "dk", "dv"):  # its parts write the type of k
         return 1
     if problem.band:
-        unbounded = problem.window_left is None and problem.window_right is not None
-        drifts = group * head_bytes(problem) > MOST_OF_GROUP and head_bytes(problem) <= L2_BYTES
-        return group if unbounded and drifts and num_sms <= 2 * tiles <= 16 * num_sms else 1
+        bytes_of_head = head_bytes(problem)
+        drifts = is_causal(problem) and group * bytes_of_head > MOST_OF_GROUP and bytes_of_head <= L2_BYTES
+        return group if drifts and num_sms <= 2 * tiles <= 16 * num_sms else 1
     turns = ceil_div(problem.seqlen_q, block_m)
     if group > 1 or 2 * tiles < num_sms:  # heads are split, or it may be the portable family's
         return 1
@@ -289,9 +297,14 @@ def is_plain(problem: AttentionProblem) -> bool:
     Lengths on the device take registers too. With one key tile there are no zeros to prepare, and an order of
     additions needs the warp itself. With a bias as tiles ``fused`` gains nothing (docs/experiments.md).
     """
-    on_device = problem.varlen or problem.seqused_k
     summed = problem.seqlen_k > BLOCK_N and not problem.deterministic and not is_wide(problem)
-    return summed and score_operands(problem) == 0 and not (problem.softcap or on_device or problem.modifier)
+    return summed and has_plain_scores(problem)
+
+
+def has_plain_scores(problem: AttentionProblem) -> bool:
+    """Whether scores are products alone, with no operand, softcap or modifier, and no lengths are on the device."""
+    on_device = problem.varlen or problem.seqused_k
+    return score_operands(problem) == 0 and not (problem.softcap or on_device or problem.modifier)
 
 
 def modifies_plainly(problem: AttentionProblem) -> bool:

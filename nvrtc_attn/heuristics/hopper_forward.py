@@ -12,7 +12,7 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
 from ..modifiers.cuda import computes_little, takes_registers
-from .common import ceil_div, features_of, is_vectorizable, packed_slots, tile_of
+from .common import MEASURED_SMS, ceil_div, features_of, is_vectorizable, packed_slots, tile_of
 from .hopper_common import (
     DTYPES_16BIT,
     MIN_QUERY_ROWS,
@@ -37,8 +37,6 @@ L2_BYTES: Final = 40 << 20
 BLOCKS_SHARING_A_HEAD: Final = 8
 LIST_WARPS: Final = 32
 """Of the thread block that lists the tiles of packed sequences: all there can be, because there is one block."""
-MEASURED_SMS: Final = 132
-"""Multiprocessors of the GPU that the tile table was measured on; of another one where nothing says how many it has."""
 TILE_OVERHEAD_COLUMNS: Final = 128.0
 """What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
 2026-11, from lengths 512 to 16384."""

@@ -9,8 +9,8 @@ from typing import Any, Final
 from ..base.errors import UnsupportedError
 from ..front.operands import OPERANDS, unread_by
 from ..front.problem import AttentionProblem
-from ..jit.config import Features, ForwardConfig
-from .common import ceil_div, features_of, is_vectorizable, maps_scores, packed_slots, round_up, tile_of
+from ..jit.config import PORTABLE_CLUSTER, Features, ForwardConfig
+from .common import MEASURED_SMS, ceil_div, features_of, is_vectorizable, maps_scores, packed_slots, round_up, tile_of
 from .portable_common import MEASURED_SMEM, MIN_WARPS, SMEM_RESERVED, warps_per_sm
 from .spec import ForwardPlanSpec, Launch
 from .tile_words import pays as words_pay
@@ -43,12 +43,13 @@ of the head: from barrier to barrier it takes 0.43 us at D 64 and 0.64 at D 128,
 on 8: D 64 22.9 us against 26.3 with eight splits, D 128 30.2 against 35.4 with two; 4 x 8192 keys take 88 us against
 54.6 (H200, 2026-11-22)."""
 CLUSTERS: Final = (2, 4, 8, 16)
-"""Splits that a cluster of thread blocks adds up itself. Eight blocks are what every GPU with clusters has room for."""
-PORTABLE_CLUSTER: Final = 8
-"""The largest cluster of the table. Sixteen, for `candidates`, are slower wherever eight fill half of the GPU."""
+"""Splits that a cluster of thread blocks adds up itself. `PORTABLE_CLUSTER` are the most of the table: sixteen, for
+`candidates`, are slower wherever eight fill half of the GPU."""
 CLUSTER_BYTES: Final = 2 << 20
 """What adding up in a cluster costs, as `SPLIT_BYTES`: sixteen tiles a block take 29.6 us in clusters of eight blocks
 and 29.2 in blocks that have all keys, 64 of either (H200, 2026-11-23)."""
+WIDE_BLOCK_N: Final = 128
+"""Keys of a tile where blocks are few, instead of 64."""
 WIDE_BYTES: Final = 96 << 10
 """Of K and V on the way to a block with tiles of 128 keys, which is alone on its multiprocessor. 8 x 2048 keys, 64
 heads on 8, D 64: 20.8, 19.1 and 19.4 us with 64, 96 and 160 KB (H200, 2026-11-23)."""
@@ -60,7 +61,6 @@ WAVE: Final = 1.1
 CLUSTER_ROOM: Final = 0.75
 """Part of the multiprocessors that clusters of four and eight have room for at once, one block each. 32 clusters of
 four do not fit on 132: 4 x 8192 keys take 58.8 us, 47.8 in 32 pairs (H200, 2026-11-23)."""
-MEASURED_SMS: Final = 132
 WIDE_CLUSTER_SMS: Final = 128
 """Multiprocessors of a GPU of which enough lie together for sixteen blocks: a slice of one may have fewer."""
 COMBINE_WARPS: Final = 4
@@ -264,7 +264,7 @@ def _stream_keys(
     ragged
         Several sequences have lengths on the device.
     wide
-        Tiles of 128 keys may be taken where blocks are few.
+        Tiles of `WIDE_BLOCK_N` keys may be taken where blocks are few.
     clusters
         Of those, splits may be a cluster: then the config says so.
     """
@@ -320,8 +320,9 @@ def _stream_keys(
         return best
     # The same on a GPU where it was measured, and as clusters: 6 to 10 % less time than tiles of 64 keys.
     warps = 4 if config.block_m <= DECODE_ROWS else 8
-    tile_bytes = config.itemsize * 128 * (config.head_dim + config.head_dim_v)
-    config = replace(config, block_n=128, num_warps=warps, warps_n=4, num_stages=1 + ceil_div(WIDE_BYTES, tile_bytes))
+    tile_bytes = config.itemsize * WIDE_BLOCK_N * (config.head_dim + config.head_dim_v)
+    stages = 1 + ceil_div(WIDE_BYTES, tile_bytes)
+    config = replace(config, block_n=WIDE_BLOCK_N, num_warps=warps, warps_n=4, num_stages=stages)
     num_key_tiles = ceil_div(num_key_tiles, 2)
     for count in (1, *(x for x in CLUSTERS if clusters and x <= min(num_key_tiles, PORTABLE_CLUSTER))):
         staged = replace(config, split=True, cluster=count) if count > 1 else config
@@ -521,16 +522,16 @@ def _may_cluster(
     """
     fits = smem_bytes(replace(config, split=True, cluster=num_splits)) <= smem_limit
     other = problem.varlen or config.features.float32_q or words_pay(problem, config.block_n)
-    enough = num_splits <= 8 or num_sms >= WIDE_CLUSTER_SMS
+    enough = num_splits <= PORTABLE_CLUSTER or num_sms >= WIDE_CLUSTER_SMS
     return config.arch == "sm_90" and num_splits in CLUSTERS and enough and config.warps_d == 1 and fits and not other
 
 
 def _may_be_wide(problem: AttentionProblem, config: ForwardConfig) -> bool:
-    """Whether tiles of 128 keys were measured, and leave registers: a modifier may take any number of them.
+    """Whether tiles of `WIDE_BLOCK_N` keys were measured, and leave registers: a modifier may take any number of them.
 
     Words of tiles are of the tiles that the table has.
     """
-    words = words_pay(problem, config.block_n) or words_pay(problem, 128)
+    words = words_pay(problem, config.block_n) or words_pay(problem, WIDE_BLOCK_N)
     return config.arch == "sm_90" and config.itemsize == 2 and problem.modifier is None and not words
 
 

@@ -14,6 +14,8 @@ from ..base.dtypes import DTYPES
 GIVEN: Final[dict[str, Any]] = {"given": True}
 """Metadata of a field that follows from the problem and the target, or is part of every label: it does not tell two
 plans of one problem apart (`heuristics.spec.label`). All other fields are choices."""
+PORTABLE_CLUSTER: Final = 8
+"""Thread blocks of a cluster that every GPU with clusters has room for. More must be asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

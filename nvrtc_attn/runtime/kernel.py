@@ -23,13 +23,11 @@ from ..jit import compile as compiler
 from ..jit import headers
 from ..jit.codegen import ENTRY_NAME
 from ..jit.compile import CompiledKernel
-from ..jit.config import ForwardConfig
+from ..jit.config import PORTABLE_CLUSTER, ForwardConfig
 from . import device as devices
 from . import driver
 
 MAX_GRID: Final = 2**31 - 1
-PORTABLE_CLUSTER: Final = 8
-"""Thread blocks of a cluster that every GPU with clusters has room for. More must be asked for."""
 _Slot = ctypes.c_void_p * 1
 
 
