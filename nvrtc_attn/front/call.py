@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -12,6 +11,7 @@ import numpy as np
 
 from ..base.dtypes import DTYPES
 from ..base.errors import shown
+from ..base.tables import remember
 from ..modifiers.graph import dtype_of
 from ..modifiers.modifier import Modifier, Program
 from . import philox
@@ -333,7 +333,6 @@ def describe_shapes(
 
 _MAX_PROBLEMS: Final = 4096
 _problems: dict[Hashable, AttentionProblem] = {}
-_problems_lock = threading.Lock()
 
 
 def _problem(
@@ -347,10 +346,7 @@ def _problem(
     if problem is None:
         problem = _build(tensors, options, program)
         if key is not None:
-            with _problems_lock:
-                while len(_problems) >= _MAX_PROBLEMS:
-                    del _problems[next(iter(_problems))]
-                _problems[key] = problem
+            remember(_problems, key, problem, _MAX_PROBLEMS)
     return problem
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from .. import api
 from ..base.errors import shown
+from ..base.tables import remember
 from ..front import philox
 from ..front.call import Call, CallOptions, describe_shapes, plain_options
 from ..front.operands import (
@@ -78,7 +79,6 @@ _checked: dict[tuple[_Pass, bool], CallOptions] = {}
 """Calls that were described, and whether for a GPU: what is wrong with one follows from this alone. Plain options."""
 _ahead: dict[tuple[_Pass, int], None] = {}
 """Backward passes whose kernels were asked for, and the device."""
-_MAX_ENTRIES: Final = 4096
 _calls: dict[_Pass, Call] = {}
 """Of passes with a modifier, whose captured arrays are told apart by it."""
 
@@ -261,16 +261,8 @@ def _check(bound: _Pass) -> CallOptions:
     _describe(bound, Device("cuda" if on_gpu else "abstract", 0))
     plain = plain_options(options)
     if are_plain(options):
-        _remember(_checked, (bound, on_gpu), plain)
+        remember(_checked, (bound, on_gpu), plain)
     return plain
-
-
-def _remember(table: dict[Any, Any], key: Any, value: Any = None) -> None:
-    """Put an entry into a table of bounded size."""
-    with _lock:
-        while len(table) >= _MAX_ENTRIES:
-            del table[next(iter(table))]
-        table[key] = value
 
 
 def check_call(operands: dict[str, Any], options: CallOptions, modifier: Modifier | None = None) -> None:
@@ -341,7 +333,7 @@ def _compile_ahead(kind: _Kind, values: dict[str, Any]) -> None:
         bound = _bind(replace(kind, backward=True), values)
         for index in _local_devices():
             if (bound, index) not in _ahead:  # which an eager gradient asks at every call
-                _remember(_ahead, (bound, index))
+                remember(_ahead, (bound, index), None)
                 BackwardPrefetch(_describe(bound, Device("cuda", index)).with_dense(), index).start()
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         pass  # for the passes themselves to say

@@ -4,18 +4,18 @@ Tracing takes some ten times as long as looking at what a function can read: its
 it names, and the same of the functions among them. Where something else is found (an object, a module of the user's,
 whose attributes may change), or the trace computed with an array instead of indexing it, nothing is remembered.
 
-Concurrency: the table changes by single operations that the interpreter lock makes atomic, or under ``_lock``.
+Concurrency: the table changes by single operations that the interpreter lock makes atomic, or by `tables.remember`.
 """
 
 from __future__ import annotations
 
-import threading
 import types
 from collections.abc import Hashable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
+from ..base import tables
 from .graph import dtype_of
 from .modifier import Modifier
 from .proxy import is_array, is_host_scalar
@@ -25,7 +25,6 @@ _MAX_DEPTH: Final = 16
 _LIBRARIES: Final = frozenset(("builtins", "cupy", "jax", "math", "numpy", "nvrtc_attn", "operator", "torch"))
 """Whose modules, types and functions are taken to stay what they are."""
 _traces: dict[Hashable, tuple[Modifier, tuple[int, ...]]] = {}
-_lock = threading.Lock()
 
 
 class UntoldError(Exception):
@@ -121,7 +120,4 @@ def remember(facts: Facts, modifier: Modifier) -> None:
         if place is None:
             return
         places.append(place)
-    with _lock:
-        while len(_traces) >= _MAX_TRACES:
-            del _traces[next(iter(_traces))]
-        _traces[facts.key] = modifier.with_captures(()), tuple(places)
+    tables.remember(_traces, facts.key, (modifier.with_captures(()), tuple(places)), _MAX_TRACES)

@@ -4,16 +4,15 @@ What a first call checks follows from its signature, but for one thing: whether 
 operand depends on the addresses. That is asked again of the ranges that the operands span; where two of these meet, the
 call takes the long way, which looks at the elements.
 
-Concurrency: the tables' entries are complete when they appear; they are written under a lock.
+Concurrency: the tables' entries are complete when they appear; `tables.remember` writes them.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..base import env
+from ..base import env, tables
 from ..front.call import CallOptions, rng_state
 from ..front.dlpack import compact_strides
 from ..front.operands import BACKWARD, FORWARD, OPERANDS
@@ -44,10 +43,8 @@ class Repeat(NamedTuple):
 # Places in the order of the operands of a pass, by their number.
 _LENGTHS: Final = {len(names): (names.index("cu_seqlens_q"), names.index("seqused_k")) for names in (FORWARD, BACKWARD)}
 _MADE: Final = tuple((name, FORWARD.index(name)) for name in ("out", "lse", "max_logit"))
-_MAX_ENTRIES: Final = 4096
 _MAX_APART: Final = 64
 _repeats: dict[tuple[Any, ...], Repeat] = {}
-_lock = threading.Lock()
 
 
 def find(signature: Signature, operands: tuple[Any, ...]) -> Repeat | None:
@@ -90,10 +87,7 @@ def remember(
         if OPERANDS[name].role(backward).startswith("out"):
             outputs.append(place)
     shapes = {name: (shape, compact_strides(shape), dtype) for name, (shape, dtype) in made.items()}
-    with _lock:
-        while len(_repeats) >= _MAX_ENTRIES:
-            del _repeats[next(iter(_repeats))]
-        _repeats[signature.key] = Repeat(plan, tuple(spans), tuple(outputs), shapes, set())
+    tables.remember(_repeats, signature.key, Repeat(plan, tuple(spans), tuple(outputs), shapes, set()))
 
 
 def _apart(known: Repeat, addresses: Sequence[int]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from ..api import checked_call
 from ..base import env
 from ..base.errors import shown
+from ..base.tables import remember
 from ..front.call import Call, CallOptions
 from ..front.operands import FURTHER_INPUTS, GRADIENTS, OPERANDS
 from ..front.philox import NO_RNG
@@ -28,7 +29,6 @@ from .tensors import (
     detached,
     empty_on_current,
     raw_stream,
-    remember,
     resolved,
 )
 

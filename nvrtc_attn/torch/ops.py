@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from ..base.errors import UnsupportedError, shown
+from ..base.tables import remember
 from ..front.call import CallOptions, describe_shapes, plain_options
 from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_GRADIENTS, check_further
 from ..front.part import Part
@@ -24,7 +25,6 @@ from ..front.problem import Causal, WindowSize
 from ..front.tensors import Device
 from .passes import BackwardCalls, backward, forward, known_calls
 from .random import checked_rng, rng_values
-from .tensors import remember
 
 _SEED: Final = len(INPUTS)  # positions in the signature: the inputs of the table of operands, then the random numbers
 _SEED_WORD, _DROPOUT = _SEED + 2, _SEED + 9

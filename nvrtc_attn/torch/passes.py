@@ -11,6 +11,7 @@ import torch
 from .. import api
 from ..base import env
 from ..base.errors import shown
+from ..base.tables import remember
 from ..front.call import Call, CallOptions
 from ..front.guards import RECENT, guard, has_room
 from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
@@ -28,7 +29,6 @@ from .tensors import (
     detached,
     empty_on_current,
     raw_stream,
-    remember,
     resolved,
     signature,
 )

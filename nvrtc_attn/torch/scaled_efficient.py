@@ -13,6 +13,7 @@ import torch
 
 from .. import api
 from ..base import env
+from ..base.tables import remember
 from ..front.call import Call, CallOptions
 from ..front.operands import addresses
 from ..front.philox import NO_RNG
@@ -22,7 +23,7 @@ from ..plans.plan import backward_plan, forward_plan
 from ..runtime import driver
 from .efficient import LSE_ALIGNMENT
 from .random import as_tensor, checked_rng, draw_rng, no_state, rng_values
-from .tensors import detached, raw_stream, remember, resolved, signature
+from .tensors import detached, raw_stream, resolved, signature
 
 _forward_plans: dict[Any, Any] = {}
 _backward_plans: dict[Any, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any, Final
 
 import torch
@@ -30,8 +29,6 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", _no_device) if empty_
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of what a pass allocates."""
 _unwrapped: Final[Any] = torch._C._functorch.unwrap_if_dead
-_MAX_ENTRIES: Final = 4096
-_table_lock = threading.Lock()
 
 
 def allocator(index: int) -> Any:
@@ -75,12 +72,3 @@ def signature(x: Any) -> Any:
         return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg()
     except (AttributeError, RuntimeError, TypeError):
         return type(x), id(x)  # not a plain tensor: refused on the way to a plan, so nothing is remembered of it
-
-
-def remember(table: dict[Any, Any], key: Any, value: Any) -> Any:
-    """``value``, which a table of bounded size has from now on under ``key``."""
-    with _table_lock:
-        while len(table) >= _MAX_ENTRIES:
-            del table[next(iter(table))]
-        table[key] = value
-    return value

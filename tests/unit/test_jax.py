@@ -29,6 +29,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402 - after the skip
 
 import nvrtc_attn  # noqa: E402
+from nvrtc_attn.base import tables  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.front.operands import FORWARD  # noqa: E402
 from nvrtc_attn.front.philox import NO_RNG, RngState  # noqa: E402
@@ -467,7 +468,7 @@ def test_a_call_of_arrays_alone_goes_past_custom_vjp(monkeypatch: pytest.MonkeyP
 def test_a_call_is_described_once_and_refused_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = arrays()
     monkeypatch.setattr(adapter, "_checked", {})
-    monkeypatch.setattr(adapter, "_MAX_ENTRIES", 3)
+    monkeypatch.setattr(tables, "MAX_ENTRIES", 3)
     described: list[Any] = []
     original = adapter._describe
     monkeypatch.setattr(adapter, "_describe", lambda *x, **more: (described.append(x), original(*x, **more))[1])

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ...base import env
 from ...base.errors import UnsupportedError, shown
+from ...base.tables import remember
 from ...base.version import __version__
 from ...front.call import CallOptions, describe_shapes, plain_options
 from ...front.chunks import Chunks, band_of, chunks_of, length, places, together
@@ -27,7 +28,7 @@ from ...modifiers.modifier import Modifier
 from ...modifiers.trace import traced
 from ..ops import cast_for_autocast
 from ..random import checked_rng
-from ..tensors import remember, signature
+from ..tensors import signature
 from .exchange import exchange, same_everywhere
 from .local import Whole, merge_partials, whole_with
 from .strategies import AllGather, Inputs, Ring, Strategy, Ulysses

@@ -10,6 +10,7 @@ import torch
 
 from ... import api
 from ...base import env
+from ...base.tables import remember
 from ...front.call import CallOptions
 from ...front.chunks import Band, Interval
 from ...front.operands import BACKWARD, FORWARD, INPUTS, OPTIONAL_INPUTS
@@ -17,7 +18,7 @@ from ...front.part import Part
 from ...front.philox import RngState
 from ...front.tensors import view
 from ...modifiers.modifier import Modifier
-from ..tensors import address_of, detached, raw_stream, remember, signature
+from ..tensors import address_of, detached, raw_stream, signature
 
 _plans: dict[Any, Any] = {}
 """Everything of a part but its addresses -> plan, and where its dropout begins."""
