@@ -17,7 +17,7 @@ from ..front.operands import (
     takes_further_inputs,
 )
 from ..front.part import Part
-from ..front.philox import NO_RNG
+from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.signature import are_plain
 from .ops import attention as attention_by_operators
@@ -40,7 +40,7 @@ _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _NO_WINDOW: Final = (None, None)
 _differentiable: Final = itemgetter(*DIFFERENTIABLE_PLACES)
 _NOTHING_FURTHER: Final = (None,) * len(FURTHER_INPUTS)
-_new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
+new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
 _NONE: Final = (None,) * len(OPTIONAL_INPUTS)
 ROWS_FIRST, HEADS_FIRST, GROUPED_HEADS_FIRST = range(3)
 """``[batch, seqlen, heads, head_dim]``, and with heads before rows; calls of one layout are not found by another."""
@@ -91,7 +91,7 @@ def attention(
     )  # fmt: skip
     # Dynamo knows what it is asked here, and traces nothing behind it.
     if alone and return_max_logit is False and not _traced_by_dynamo():
-        options = _new_tuple(CallOptions, (
+        options = new_tuple(CallOptions, (
             causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse,
             _deterministic() if deterministic is None else deterministic, False, False, None, False,
         ))  # fmt: skip
@@ -184,7 +184,7 @@ def attend(
     if further:
         sink = further.get("sink")
         dsink = grad and sink is not None and sink.requires_grad
-    options: CallOptions = _new_tuple(CallOptions, (
+    options: CallOptions = new_tuple(CallOptions, (
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic,
         dbias, dsink, part, return_max_logit,
     ))  # fmt: skip
@@ -198,7 +198,7 @@ def attend(
         known_key = options, layout, _grad_enabled(), _autocast() and _autocast_dtype("cuda")
     # A backward pass needs the lse. Without one it does not matter how it would be: one plan for both.
     if options.return_lse is not (return_lse or grad) or (options.deterministic and not grad):
-        options = _new_tuple(
+        options = new_tuple(
             CallOptions, (*options[:7], return_lse or grad, options.deterministic and grad, *options[9:])
         )
     state = NO_RNG
@@ -253,7 +253,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     def forward(ctx: Any, call: tuple[Any, ...], *_: Any) -> Any:
         options, rng, results, tensors, return_lse, layout = call
         ctx.save_for_backward(*results, *tensors)
-        ctx.call = options, rng, layout, None
+        ctx.call = options, rng, layout
         if return_lse:
             ctx.set_materialize_grads(False)
             return results
@@ -284,9 +284,10 @@ _attach: Any = _apply_of(_Attention)
 def _node_of(known: Known, return_lse: bool, layout: int) -> Any:
     """What `_attach` is, of the results, q, k and v of a known call.
 
-    A class of its own says which call it is: an attribute of each node takes 2.5 us to set, find and free.
+    A class of its own says which call it is: an attribute of each node takes 2.5 us to set, find and free. It has the
+    name of the other one, as ``grad_fn`` shows it, and lines of it: a function for both would be one more call.
     """
-    call = known.options, NO_RNG, layout, known
+    call = known.options, NO_RNG, layout
 
     class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         @staticmethod
@@ -300,27 +301,35 @@ def _node_of(known: Known, return_lse: bool, layout: int) -> Any:
         @staticmethod
         def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
             if _grad_enabled():
-                return _gradients_once(ctx, call, dout, dlse)
+                return _gradients_once(ctx, call, dout, dlse, known)
             saved = ctx.saved_tensors
             if dlse is None:
                 out, lse, q, k, v = saved
                 for later in known.backward:
                     if later.fits(q, k, v, out, lse, dout) and (found := later.run(q, k, v, out, lse, dout)):
                         return found
-            return _gradients(ctx, call, dout, dlse, saved)
+            return _gradients(ctx, call, dout, dlse, known, saved)
 
     known.attach = _apply_of(_Attention)
     return known.attach
 
 
 def _gradients(
-    ctx: Any, call: tuple[Any, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None, saved: Any = None
-) -> Any:
-    """The gradient of each argument of `_Attention.forward`.
+    ctx: Any, call: tuple[CallOptions, RngState, int], dout: torch.Tensor | None, dlse: torch.Tensor | None,
+    known: Known | None = None, saved: Any = None,
+) -> Any:  # fmt: skip
+    """The gradient of each argument of the node's ``forward``.
 
-    ``saved`` is what `ctx` saved, if it was asked: checkpointing hands each tensor out once.
+    Parameters
+    ----------
+    call
+        Options, state of the random numbers, and layout of the forward pass.
+    known
+        The call, where it was made before: it remembers this pass for later ones.
+    saved
+        What `ctx` saved, if it was asked: checkpointing hands each tensor out once.
     """
-    options, rng, layout, known = call
+    options, rng, layout = call
     heads_first = layout != ROWS_FIRST
     out, lse, *tensors = ctx.saved_tensors if saved is None else saved
     dout = torch.zeros_like(out) if dout is None else dout

@@ -18,7 +18,7 @@ from ..base.errors import UnsupportedError, shown
 from ..base.log import LOGGER
 from ..front.call import CallOptions
 from ..front.problem import Causal
-from .eager import GROUPED_HEADS_FIRST, HEADS_FIRST, again, attend
+from .eager import GROUPED_HEADS_FIRST, HEADS_FIRST, again, attend, new_tuple
 from .efficient import efficient_attention_backward, efficient_attention_forward
 from .ops import is_dtensor
 from .replaced import NotTakenError, checked, counts, replace_kernels, why_not
@@ -27,7 +27,6 @@ from .scaled_efficient import efficient_backward, efficient_forward
 _traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
 _deterministic: Final = torch._C._get_deterministic_algorithms
 _NO_WINDOW: Final = (None, None)
-_new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
 
 
 def scaled_dot_product_attention(
@@ -68,7 +67,7 @@ def scaled_dot_product_attention(
     causal: Causal = "top_left" if is_causal else False
     layout = GROUPED_HEADS_FIRST if enable_gqa else HEADS_FIRST
     if attn_mask is None and not _traced_by_dynamo():
-        options: CallOptions = _new_tuple(CallOptions, (
+        options: CallOptions = new_tuple(CallOptions, (
             causal, _NO_WINDOW, scale, 0.0, dropout_p, None, None, False, _deterministic(), False, False, None, False,
         ))  # fmt: skip
         is_plain = (scale is None or scale.__class__ is float) and dropout_p.__class__ is float
