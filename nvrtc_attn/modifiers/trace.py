@@ -197,18 +197,24 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(x)
 
 
-def literals(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Numbers in the text of a function and of those that it captured: they belong to the kernel's text, too."""
-    if depth > _MAX_DEPTH or not isinstance(function, types.FunctionType):
-        return
-    codes = [function.__code__]
+def numbers_of(code: types.CodeType) -> Iterator[int | float]:
+    """Numbers in the text of a function and of those that it makes."""
+    codes = [code]
     while codes:
         for x in codes.pop().co_consts:
             if isinstance(x, types.CodeType):
                 codes.append(x)
             elif isinstance(x, int | float):
-                yield type(x).__name__, x
-                yield type(x).__name__, -x  # a negative literal may be a positive one that is negated
+                yield x
+
+
+def literals(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Numbers in the text of a function and of those that it captured: they belong to the kernel's text, too."""
+    if depth > _MAX_DEPTH or not isinstance(function, types.FunctionType):
+        return
+    for x in numbers_of(function.__code__):
+        yield type(x).__name__, x
+        yield type(x).__name__, -x  # a negative literal may be a positive one that is negated
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):
             inner = cell.cell_contents

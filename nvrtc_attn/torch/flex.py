@@ -22,6 +22,7 @@ from ..front.call import CallOptions
 from ..modifiers.modifier import Modifier
 from ..modifiers.trace import literals, traced
 from .flex_compiled import attention as attention_by_operator
+from .flex_compiled import backward
 
 _ScoreMod = Callable[..., torch.Tensor]
 _in_dynamo = torch.compiler.is_dynamo_compiling
@@ -277,26 +278,11 @@ class _FlexAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Any:
         *tensors, out, lse = ctx.saved_tensors
         q, k, v = (x.detach() for x in tensors[:3])
-        modifier: Modifier | None = ctx.modifier
         captures = tuple(x.detach() for x in tensors[3:])
-        inner, daux = None, None
-        if modifier is not None:
-            inner = modifier.with_captures(captures)
-            wanted = ctx.needs_input_grad[5:]
-            trained = [i for i in modifier.differentiable if wanted[i]]
-            if trained:
-                daux = [
-                    torch.empty(x.shape, dtype=torch.float32, device=x.device) if i in trained else None
-                    for i, x in enumerate(captures)
-                ]
-        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-        if dout.stride(-1) != 1 or 0 in dout.stride():
-            dout = dout.contiguous()
-        api.backward_allocating(
-            dout.resolve_neg(), q, k, v, out, lse, *gradients,
-            dlse=None if dlse is None else dlse.contiguous(), score_mod=inner, daux=daux,
-            softmax_scale=ctx.options.softmax_scale, deterministic=torch.are_deterministic_algorithms_enabled(),
+        modifier = None if ctx.modifier is None else ctx.modifier.with_captures(captures)
+        gradients, sums = backward(
+            dout, dlse, out, lse, q, k, v, modifier, ctx.needs_input_grad[5:], ctx.options.softmax_scale,
+            torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        sums = [None] * len(captures) if daux is None else daux
         of_captures = [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]
         return None, None, *gradients, *of_captures

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import types
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from .. import api
 from ..modifiers import told
 from ..modifiers.modifier import Modifier
 from ..modifiers.proxy import METHODS
+from ..modifiers.trace import numbers_of
 from .ops import no_second_derivative, setup_nothing
 
 _ANY_SIZE: Final = 2**31 - 1
@@ -190,15 +192,7 @@ def _names_element(x: Any, index: Any) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _numbers_in(code: types.CodeType) -> str:
     """Numbers in the text of a function, comma separated: of what a function is, nothing of what it captured."""
-    found = []
-    codes = [code]
-    while codes:
-        for x in codes.pop().co_consts:
-            if isinstance(x, types.CodeType):
-                codes.append(x)
-            elif isinstance(x, int | float) and abs(x) < math.inf:
-                found.append(json.dumps(x))
-    return ",".join(found)
+    return ",".join([json.dumps(x) for x in numbers_of(code) if abs(x) < math.inf])
 
 
 def _literals(function: Any) -> str:
@@ -244,6 +238,46 @@ def attention(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, mask_litera
     return modified_forward(q, k, v, captures, text, ints, floats, scale, deterministic)
 
 
+def backward(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, modifier: Modifier | None, wanted: Sequence[bool], scale: float | None,
+    deterministic: bool,
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:  # fmt: skip
+    """The backward pass with a modifier, of detached tensors or where no graph is made: in programs and beside them.
+
+    Parameters
+    ----------
+    dout, out : ``[B, L, H, Ev]``
+    dlse, lse : float32 ``[B, H, L]``, dlse None where nothing depends on the lse
+    q, k, v : ``[B, L, H, E]``
+    modifier
+        With its arrays.
+    wanted
+        Of each array, whether its gradient is asked for.
+
+    Returns
+    -------
+    dq, dk, dv
+        Contiguous, of the types of q, k and v.
+    sums
+        Of each array its gradient in float32; None of one that has none, or whose gradient nobody asks for.
+    """
+    arrays = () if modifier is None else modifier.captures
+    trained = [i for i in (() if modifier is None else modifier.differentiable) if wanted[i]]
+    sums = [
+        torch.empty(x.shape, dtype=torch.float32, device=q.device) if i in trained else None
+        for i, x in enumerate(arrays)
+    ]
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    if dout.stride(-1) != 1 or 0 in dout.stride():
+        dout = dout.contiguous()
+    api.backward_allocating(
+        dout.resolve_neg(), q, k, v, out, lse, *gradients, dlse=None if dlse is None else dlse.contiguous(),
+        score_mod=modifier, daux=sums if trained else None, softmax_scale=scale, deterministic=deterministic,
+    )  # fmt: skip
+    return gradients, sums
+
+
 # ------------------------------------------------------------------------------------------------------ the operators
 
 _SIGNATURE: Final = (
@@ -286,17 +320,9 @@ def _run_backward(
     """Gradients of q, k, v, then of each captured tensor: empty ones of those that have none."""
     with torch.no_grad():
         modifier, places = _modifier(captures, program, ints, floats)
-        trained = [i for i in (() if modifier is None else modifier.differentiable) if wanted[places[i]]]
-        sums = {i: torch.empty(captures[places[i]].shape, dtype=torch.float32, device=q.device) for i in trained}
-        daux = [sums.get(i) for i in range(len(places))]
-        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-        if dout.stride(-1) != 1 or 0 in dout.stride():
-            dout = dout.contiguous()
-        api.backward_allocating(
-            dout.resolve_neg(), q, k, v, out, lse, *gradients, dlse=None if dlse is None else dlse.contiguous(),
-            score_mod=modifier, daux=daux if trained else None, softmax_scale=scale, deterministic=deterministic,
-        )  # fmt: skip
-        of_captures = {places[i]: x for i, x in sums.items()}
+        wanted_of_modifier = [wanted[place] for place in places]
+        gradients, sums = backward(dout, dlse, out, lse, q, k, v, modifier, wanted_of_modifier, scale, deterministic)
+        of_captures = {place: x for place, x in zip(places, sums, strict=True) if x is not None}
         found = []
         for i, x in enumerate(captures):
             if i in of_captures:

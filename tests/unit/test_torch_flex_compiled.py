@@ -64,6 +64,12 @@ def same(ours: Any, expected: Any) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+def out_and_gradient(call: Callable[..., Any], make: Callable[..., Any], table: Any) -> list[Any]:
+    """The output with a score_mod that ``make`` makes of ``table``, and the gradient of the table."""
+    out = call(*tensors(), make(table))
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), table)]
+
+
 # ---------------------------------------------------------------------------------------------------- what is traced
 
 
@@ -226,11 +232,7 @@ def test_a_closure_over_other_tensors_is_another_call_of_one_program() -> None:
     for seed in range(4):
         torch.manual_seed(seed)
         table = torch.randn(2 * M, H, requires_grad=True)
-        found = []
-        for call in (program, flex_attention):
-            out = call(*tensors(), make(table))
-            found += [[out.detach(), *torch.autograd.grad(out.square().sum(), table)]]
-        same(*found)
+        same(*(out_and_gradient(call, make, table) for call in (program, flex_attention)))
     assert counter.frame_count == 1
 
 
@@ -313,11 +315,7 @@ def test_a_traced_modifier() -> None:
     torch.manual_seed(0)
     for _ in range(3):
         table = torch.randn(2 * M, H, requires_grad=True)
-        found = []
-        for call in (program, flex_attention):
-            out = call(*tensors(), make(table))
-            found += [[out.detach(), *torch.autograd.grad(out.square().sum(), table)]]
-        same(*found)
+        same(*(out_and_gradient(call, make, table) for call in (program, flex_attention)))
     assert counter.frame_count == 1
     for other in (make(table, 9), make(table, 11), nvrtc_attn.trace(alibi), nvrtc_attn.trace(None, causal)):
         same(program(*tensors(), other), flex_attention(*tensors(), other))
