@@ -130,7 +130,7 @@ class Modifier:
 
 @functools.lru_cache(maxsize=1024)
 def written(program: Program) -> str:
-    """The program as JSON, node by node; `told.read` makes an equal one of it."""
+    """The program as JSON, node by node; `text.read_text` makes an equal one of it."""
     roots = {name: x for name, x in (("score", program.score), ("mask", program.mask)) if x is not None}
     places: dict[Node, int] = {}
     nodes = []

@@ -317,10 +317,10 @@ class _PlanBase:
             self._ready[key] = _Ready(memsets, launches, buffers)
 
     def _comes_again(self, key: tuple[tuple[int, ...], int, int]) -> bool:
-        """Whether a run is at its second time, and there is room: addresses that come once are not worth an entry.
+        """Whether to keep the launches of a run: addresses that come once are not worth an entry.
 
-        Where there is none the entries stay for 16 times their number of such runs, so that more addresses than that,
-        in turn, find some of them.
+        A full table is emptied after 16 times as many runs that it had no room for, not at the first: of more addresses
+        than entries, in turn, none would be found otherwise.
         """
         mark = hash(key)
         if mark not in self._seen:
@@ -332,6 +332,11 @@ class _PlanBase:
             self._refused += 1
             if self._refused < 16 * _MAX_READY:
                 return False
+            log_once(
+                f"more than {_MAX_READY} sets of addresses in turn: launches are not kept ready for all of them, which "
+                f"costs each of the others some microseconds on the host",
+                logging.DEBUG,
+            )
             self._ready.clear()
             self._refused = 0
         return True

@@ -3,7 +3,7 @@
 While Dynamo traces a program, the user's functions are called with objects of a class that Dynamo follows line by line:
 they write down what is done to them, as text. Tensors that a function reads are operands of the operator, so that a
 closure over other ones is another call of the same program; so are numbers. The text becomes a graph where the operator
-runs, once for each text: `modifiers.told`.
+runs, once for each text: `modifiers.text`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from .. import api
-from ..modifiers import told
 from ..modifiers.modifier import Modifier
 from ..modifiers.proxy import METHODS
+from ..modifiers.text import read_text
 from ..modifiers.trace import numbers_of
 from .ops import no_second_derivative, setup_nothing
 
@@ -42,9 +42,9 @@ class _Script:
         self.ints: list[int] = []
         self.floats: list[float] = []
 
-    def told(self, x: Any) -> str:
-        """An operand, in JSON: `told.read` says what the letters mean."""
-        if isinstance(x, Told):
+    def operand(self, x: Any) -> str:
+        """An operand, in JSON: `modifiers.text` says what the letters mean."""
+        if isinstance(x, ScriptValue):
             return f'"{x.word}"'
         if isinstance(x, torch.Tensor):
             for i, y in enumerate(self.tensors):
@@ -63,35 +63,35 @@ class _Script:
             self.floats.append(x)
             return f'"f{len(self.floats) - 1}"'
         if isinstance(x, (tuple, list)):
-            return "[" + ",".join([self.told(y) for y in x]) + "]"
+            return "[" + ",".join([self.operand(y) for y in x]) + "]"
         if isinstance(x, (str, torch.dtype)):
             return f'"\'{x}"'
         if isinstance(x, np.ndarray):
-            return self.told(torch.from_numpy(x))
+            return self.operand(torch.from_numpy(x))
         return self.refuse("a value takes part that is no number and no tensor.").word
 
-    def refuse(self, message: str) -> Told:
+    def refuse(self, message: str) -> ScriptValue:
         """A line that says what is not possible: raised where the text is read, as Dynamo raises nothing of its own."""
         return self.call("refused", (message,), {})
 
-    def call(self, name: str, args: Any, kwargs: Any) -> Told:
+    def call(self, name: str, args: Any, kwargs: Any) -> ScriptValue:
         """One more line."""
-        options = ",".join([f'"{key}":{self.told(x)}' for key, x in kwargs.items()])
-        self.lines.append(f'["{name}",[{",".join([self.told(x) for x in args])}],{{{options}}}]')
-        return Told(self, f"%{len(self.lines) - 1}")
+        options = ",".join([f'"{key}":{self.operand(x)}' for key, x in kwargs.items()])
+        self.lines.append(f'["{name}",[{",".join([self.operand(x) for x in args])}],{{{options}}}]')
+        return ScriptValue(self, f"%{len(self.lines) - 1}")
 
     def function(self, name: str, function: Any, inputs: tuple[int, ...]) -> str:
         """What a function does, and what it returns."""
         self.lines = []
         with _Mode(self):
-            result = function(*[Told(self, f"${i}") for i in inputs])
+            result = function(*[ScriptValue(self, f"${i}") for i in inputs])
         if result is None:
             self.refuse("returned None. It returns what it computes: is there a return statement?")
-        end = self.told(result)
+        end = self.operand(result)
         return f'["{name}",[{",".join(self.lines)}],{end}]'
 
 
-class Told:
+class ScriptValue:
     """A number that is known when the kernel runs, or a part of a captured tensor: `Proxy` and `Captured` as text."""
 
     def __init__(self, script: _Script, word: str) -> None:
@@ -114,12 +114,12 @@ class Told:
         )
         return True
 
-    def __pos__(self) -> Told:
+    def __pos__(self) -> ScriptValue:
         return self
 
     __hash__ = object.__hash__
 
-    def written_where(self, condition: Any, a: Any, b: Any) -> Told:
+    def written_where(self, condition: Any, a: Any, b: Any) -> ScriptValue:
         """`nvrtc_attn.where`."""
         return self.script.call("where", (condition, a, b), {})
 
@@ -135,7 +135,7 @@ class Told:
 
 
 class _Method:
-    def __init__(self, owner: Told, name: str) -> None:
+    def __init__(self, owner: ScriptValue, name: str) -> None:
         self.owner, self.name = owner, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,22 +143,22 @@ class _Method:
 
 
 def _operator(name: str) -> Any:
-    def method(self: Told, *others: Any) -> Told:
+    def method(self: ScriptValue, *others: Any) -> ScriptValue:
         return self.script.call(name, (self, *others), {})
 
     return method
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
-    setattr(Told, f"__{_name}__", _operator(f"__{_name}__"))
-    setattr(Told, f"__r{_name}__", _operator(f"__r{_name}__"))
+    setattr(ScriptValue, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(ScriptValue, f"__r{_name}__", _operator(f"__r{_name}__"))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
-    setattr(Told, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(ScriptValue, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def _script_of(args: Any) -> _Script | None:
     for x in args:
-        if isinstance(x, Told):
+        if isinstance(x, ScriptValue):
             return x.script
         if isinstance(x, (tuple, list)):
             found = _script_of(x)
@@ -298,7 +298,7 @@ def _modifier(captures: Any, program: str, ints: Any, floats: Any) -> tuple[Modi
     if not program:
         return None, ()
     facts = tuple([(x.shape, x.dtype) for x in captures])
-    modifier, places = told.read(program, tuple(ints), tuple(floats), facts)
+    modifier, places = read_text(program, tuple(ints), tuple(floats), facts)
     return modifier.with_captures(tuple([captures[i] for i in places])), places
 
 
@@ -347,7 +347,7 @@ def _forward_fake(
             tuple([x if type(x) is kind else kind(2) for x in given]) for kind, given in ((int, ints), (float, floats))
         ]
         shapes = tuple([(tuple([n if type(n) is int else _ANY_SIZE for n in x.shape]), x.dtype) for x in captures])
-        told.read(program, *numbers, shapes)
+        read_text(program, *numbers, shapes)
     batch, rows, heads, _ = q.shape
     return q.new_empty((batch, rows, heads, v.shape[3])), q.new_empty((batch, heads, rows), dtype=torch.float32)
 

@@ -317,7 +317,10 @@ def _backward_short_way(arguments: tuple[Any, ...]) -> Any:
 
 
 def _are_alone(tensors: tuple[Any, ...], rest: Sequence[Any]) -> bool:
-    """Whether a call is of plain GPU tensors without optional ones, and no mode and no transformation has to see it."""
+    """Whether a call is of plain GPU tensors without optional ones, and no mode and no transformation has to see it.
+
+    ``rest``: the arguments behind q, k and v, so that places in the signature are three less here.
+    """
     return (
         all(x.__class__ in _PLAIN and x.is_cuda and not x.is_neg() for x in tensors)
         and all(x is None for x in rest[: _SEED_WORD - 3])

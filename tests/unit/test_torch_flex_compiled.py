@@ -33,8 +33,8 @@ from flex_examples import (  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 import nvrtc_attn  # noqa: E402
-from nvrtc_attn.modifiers import told  # noqa: E402
 from nvrtc_attn.modifiers.modifier import written  # noqa: E402
+from nvrtc_attn.modifiers.text import read_text  # noqa: E402
 from nvrtc_attn.torch import create_block_mask, flex_attention, flex_compiled  # noqa: E402
 
 pytestmark = [
@@ -334,7 +334,7 @@ def test_a_text_says_all_of_a_program(case: modifiers.ModifierCase) -> None:
     modifier = nvrtc_attn.trace(*case.make(case.arrays((B, H, M, N), np.random.default_rng(0))))
     ints, floats = (tuple(x for x in modifier.numbers if isinstance(x, kind)) for kind in (int, float))
     shapes = tuple((tuple(x.shape), str(x.dtype)) for x in modifier.captures)
-    found, places = told.read(modifier.text, ints, floats, shapes)
+    found, places = read_text(modifier.text, ints, floats, shapes)
     assert found.program == modifier.program
     assert found.numbers == modifier.numbers
     assert places == tuple(range(len(modifier.captures)))

@@ -36,16 +36,16 @@ class ArrayFacts:
 
 @functools.lru_cache(maxsize=1024)
 def _program(text: str) -> Program:
-    told = json.loads(text)
+    fields = json.loads(text)
     nodes: list[Node] = []
-    for op, kind, value, args in told["nodes"]:
+    for op, kind, value, args in fields["nodes"]:
         nodes.append(Node(op, tuple(nodes[i] for i in args), kind, value))
-    score, mask = (nodes[told[name]] if name in told else None for name in ("score", "mask"))
-    return Program(score, mask, tuple((dtype, rank) for dtype, rank in told["captures"]), tuple(told["numbers"]))
+    score, mask = (nodes[fields[name]] if name in fields else None for name in ("score", "mask"))
+    return Program(score, mask, tuple((dtype, rank) for dtype, rank in fields["captures"]), tuple(fields["numbers"]))
 
 
 @functools.lru_cache(maxsize=4096)
-def read(
+def read_text(
     text: str, ints: tuple[int, ...], floats: tuple[float, ...], arrays: tuple[tuple[tuple[int, ...], Any], ...]
 ) -> tuple[Modifier, tuple[int, ...]]:
     """The modifier of a text, without its arrays, and which of the arrays it has.
