@@ -31,7 +31,7 @@ _MAX_FACTOR: Final = 1 << 10
 """Of q, k and the literal in a position: sums of them stay below 2^24, and far below int32's end."""
 _FLOAT32_MAX: Final = 3.4028234663852886e38
 _FLOAT32: Final = struct.Struct("f")
-NOTHING_GIVEN: Final[Mapping[Node, str]] = MappingProxyType({})
+_NOTHING_GIVEN: Final[Mapping[Node, str]] = MappingProxyType({})
 _BLOCK_BYTES: Final = re.compile(r"^// ModifierBlock: (\d+) bytes$", re.MULTILINE)
 
 EXPRESSIONS: Final[dict[str, str]] = {
@@ -384,7 +384,7 @@ class _Text:
         return self._names.setdefault(node, f"v{len(self._names)}")
 
     def body(
-        self, roots: Sequence[Node], *, inside: bool = False, given: Mapping[Node, str] = NOTHING_GIVEN
+        self, roots: Sequence[Node], *, inside: bool = False, given: Mapping[Node, str] = _NOTHING_GIVEN
     ) -> list[str]:
         """Lines that define ``roots``; ``inside``: the members themselves. ``given``: what other nodes are called."""
         lines = []
@@ -530,9 +530,9 @@ _ARITHMETIC: Final = frozenset(
         *INPUTS,
     )
 )
-
-
+"""Operations of about one instruction, and what a thread has in registers."""
 _OF_BITS: Final = frozenset(("and", "or", "xor", "not", "shl", "shr", "int", "bool"))
+"""As short, of conditions and positions."""
 
 
 def takes_registers(program: Program) -> bool:

@@ -214,10 +214,8 @@ def test_splits_that_keep_what_is_read_in_l2(asked: AttentionProblem, splits: in
         (problem(1, 4096, 4096, 96, 8, True, 192), 2),  # two heads of 32 key tiles run on 66 pairs of blocks
         (problem(2, 8192, 8192, 32, 8, True), 2),
         (problem(1, 8192, 8192, 64, 8, True), 2),
-        (
-            problem(1, 5120, 5120, 64, 8, True),
-            4,
-        ),  # 3.3 heads run at a time: with two a group ends in between, three are uneven
+        # 3.3 heads run at a time: with two a group ends in between, three are uneven.
+        (problem(1, 5120, 5120, 64, 8, True), 4),
         (problem(2, 3072, 3072, 32, 2, True), 8),  # 32 parts of heads, of which 5.5 run at a time
         (problem(1, 4096, 4096, 28, 4, True), 7),  # 28 likewise: eight would leave four for the end
         (problem(2, 4096, 4096, 64, 8, True), 4),
