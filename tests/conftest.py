@@ -31,8 +31,9 @@ def _isolated_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     A cache that the caller names is used: a second run then starts warm.
     """
     with pytest.MonkeyPatch.context() as patch:
+        kept = {f"NVRTC_ATTN_{name}" for name in ("CACHE_DIR", "ASSERT_CACHED", "BACKEND", "PCH_DIR")}
         for name in [name for name in os.environ if name.startswith("NVRTC_ATTN_") and "_TEST_" not in name]:
-            if name not in ("NVRTC_ATTN_CACHE_DIR", "NVRTC_ATTN_ASSERT_CACHED", "NVRTC_ATTN_BACKEND"):
+            if name not in kept:
                 patch.delenv(name)
         if "NVRTC_ATTN_CACHE_DIR" not in os.environ:
             kernels = host_cuda.session_root(tmp_path_factory) / "kernels"

@@ -54,6 +54,12 @@ VARIABLES: Final = (
         "an absolute path",
         "directory for the source, log and cubin of every kernel that a process brings up",
     ),
+    Variable(
+        "NVRTC_ATTN_PCH_DIR",
+        "headers are read anew",
+        "an absolute path",
+        "directory for precompiled headers, while a compiler process lives: faster compiles of many kernels",
+    ),
     Variable("NVRTC_ATTN_DEBUG", "0", _BOOLEAN, "check values that live on the device (synchronises)"),
 )
 _BY_NAME: Final = {variable.name: variable for variable in VARIABLES}
@@ -80,6 +86,16 @@ def _boolean_or_unset(name: str) -> bool | None:
 
 def _boolean(name: str) -> bool:
     return _boolean_or_unset(name) is True
+
+
+def _absolute(name: str) -> Path | None:
+    value = _read(name)
+    if not value:
+        return None
+    path = Path(value)
+    if not path.is_absolute() or "\0" in value:
+        raise _refuse(name, value)
+    return path
 
 
 def cache_dir() -> Path | None:
@@ -112,13 +128,12 @@ def cache_dir() -> Path | None:
 
 def dump_dir() -> Path | None:
     """Where every kernel's source, log and cubin are written, ``None`` where nobody asked for them."""
-    value = _read("NVRTC_ATTN_DUMP")
-    if not value:
-        return None
-    path = Path(value)
-    if not path.is_absolute() or "\0" in value:
-        raise _refuse("NVRTC_ATTN_DUMP", value)
-    return path
+    return _absolute("NVRTC_ATTN_DUMP")
+
+
+def pch_dir() -> Path | None:
+    """Where compiler processes keep precompiled headers while they live, ``None`` for none."""
+    return _absolute("NVRTC_ATTN_PCH_DIR")
 
 
 def cache_size_bytes() -> int:

@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..base import env
 from ..base.log import log_once
 from . import nvrtc_worker
 
@@ -97,6 +98,9 @@ class _Worker:
         import subprocess  # 4 ms that only a compile needs
 
         command = [_interpreter(), "-I", "-S", _script(), str(_SELF_IDLE_SECONDS)]
+        precompiled = env.pch_dir()
+        if precompiled is not None:
+            command.append(str(precompiled))
         environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         self._errors = os.memfd_create("nvrtc_attn worker") if hasattr(os, "memfd_create") else -1
         try:
@@ -117,6 +121,7 @@ class _Worker:
         assert process.stdout is not None
         self.library = library
         self.pid = process.pid
+        self._precompiled = None if precompiled is None else precompiled / str(process.pid)
         self._requests, self._answers = os.dup(process.stdin.fileno()), os.dup(process.stdout.fileno())
         process.stdin.close()
         process.stdout.close()
@@ -175,6 +180,10 @@ class _Worker:
             # Suppressed: somebody else waits for all children of the process, or ignores SIGCHLD.
             with suppress(ChildProcessError, ProcessLookupError):
                 self._exit_code = self._wait()
+            if self._precompiled is not None:
+                import shutil  # only here
+
+                shutil.rmtree(self._precompiled, ignore_errors=True)
         return self._exit_code
 
     def _wait(self) -> int:

@@ -6,6 +6,7 @@ Each program runs in a process of its own, on the real NVRTC, with a kernel that
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,9 @@ import zipapp
 from pathlib import Path
 
 import pytest
+
+from nvrtc_attn.jit import compile as compiler
+from nvrtc_attn.jit import worker_pool
 
 pytest.importorskip("cuda.bindings.nvrtc")
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,3 +201,29 @@ def test_every_kind_of_main_program_runs_once(kind: str, tmp_path: Path) -> None
     else:
         assert (done.stdout, done.stderr, done.returncode) == ("False\n", "", 0)
     assert count.read_text() == "x", "a worker runs nothing of the main program"
+
+
+def test_precompiled_headers_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third compile of a kind reads them: its machine code and its log are those of a compile without them."""
+    source = '#include <cute/layout.hpp>\nextern "C" __global__ void attention_entry(int* x) {{ x[0] = {number}; }}'
+    options = ("--gpu-architecture=sm_80", *compiler.COMMON_OPTIONS)
+
+    def compile_three() -> list[tuple[bytes, str]]:
+        pool = worker_pool.WorkerPool()
+        monkeypatch.setattr(worker_pool, "_pool", pool)
+        try:
+            texts = [source.format(number=number) for number in range(3)]
+            answers = [compiler._run_nvrtc(text, "sm_80", options, worker_pool.Ticket()) for text in texts]
+            return [(code, re.sub(r"[\d.]+ ms", "", log)) for code, log in answers]
+        finally:
+            seen.append(sorted(path.suffix for path in tmp_path.rglob("*") if path.is_file()))
+            for worker in list(pool.workers):
+                pool._forget(worker)
+
+    seen: list[list[str]] = []
+    monkeypatch.delenv("NVRTC_ATTN_PCH_DIR", raising=False)
+    expected = compile_three()
+    monkeypatch.setenv("NVRTC_ATTN_PCH_DIR", str(tmp_path))
+    assert compile_three() == expected
+    assert seen == [[], [".pch"]]
+    assert list(tmp_path.iterdir()) == []

@@ -20,6 +20,7 @@ ACCESSORS: dict[str, Callable[[], object]] = {
     "NVRTC_ATTN_CACHE_SIZE": env.cache_size_bytes,
     "NVRTC_ATTN_CUTLASS_DIR": env.cutlass_dir,
     "NVRTC_ATTN_DUMP": env.dump_dir,
+    "NVRTC_ATTN_PCH_DIR": env.pch_dir,
     "NVRTC_ATTN_BACKEND": env.backend,
     "NVRTC_ATTN_AUTOTUNE": env.autotune,
 }
@@ -85,6 +86,7 @@ def test_boolean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVRTC_ATTN_CACHE_SIZE", "\N{ARABIC-INDIC DIGIT FIVE}", "a positive number of bytes"),
         ("NVRTC_ATTN_CACHE_DIR", "relative/dir", "an absolute path"),
         ("NVRTC_ATTN_DUMP", "relative/dir", "an absolute path"),
+        ("NVRTC_ATTN_PCH_DIR", "relative/dir", "an absolute path"),
         ("NVRTC_ATTN_CACHE_DIR", "~nobody-of-that-name/cache", "an absolute path"),
         ("NVRTC_ATTN_CUTLASS_DIR", "/nonexistent", "a directory"),
     ],

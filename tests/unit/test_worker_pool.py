@@ -32,10 +32,11 @@ sys.path.insert(0, {str(Path(nvrtc_worker.__file__).parent)!r})
 import nvrtc_worker
 def run(library, arch, name, source, options):
     found = {{"code": b"code"}}
+    found["options"] = options
     exec(source.decode(), found)
     return 0, b"", b"the log", found["code"], b"80 90"
 nvrtc_worker.compile_program = run
-nvrtc_worker.main(float(sys.argv[1]))
+nvrtc_worker.main(float(sys.argv[1]), *sys.argv[2:])
 """
 
 
@@ -425,3 +426,59 @@ def test_only_a_python_interpreter_is_started(
 def test_cores_and_memory_are_counted() -> None:
     assert 1 <= worker_pool.usable_cores() <= (os.cpu_count() or 1)
     assert worker_pool.available_memory_bytes() > 0
+
+
+def test_precompiled_headers_serve_the_later_compiles_of_a_kind(tmp_path: Path) -> None:
+    """Same first lines and same options; of the kinds before the last three nothing stays on disk."""
+    precompiled = nvrtc_worker.PrecompiledHeaders(str(tmp_path))
+
+    def options(kernel: str, *given: bytes, traits: str = "") -> list[bytes]:
+        return precompiled.options(f"#if 1\n#endif\n#include <{kernel}.cuh>\n{traits}".encode(), list(given))
+
+    def files() -> list[Path]:
+        return [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    assert options("forward", b"-a") == []
+    pch, directory = options("forward", b"-a", traits="struct Traits;")
+    assert (pch, directory[:10]) == (b"--pch", b"--pch-dir=")
+    place = Path(os.fsdecode(directory[10:]))
+    assert place.parent == tmp_path / str(os.getpid())
+    (place / "file.pch").write_bytes(b"headers")
+    assert options("forward", b"-b") == []
+    assert options("backward", b"-a") == []
+    assert options("forward", b"-a") == [pch, directory]
+    assert files() == [place / "file.pch"]
+    for kernel in ("one", "two", "three"):
+        assert options(kernel) == []
+    assert files() == []
+    assert options("forward", b"-a") == []
+    _, directory = options("three")
+    Path(os.fsdecode(directory[10:]), "file.pch").write_bytes(b"headers")
+    precompiled.close()
+    assert list(tmp_path.iterdir()) == []
+    assert nvrtc_worker.PrecompiledHeaders("").options(b"#include <a>", []) == []
+
+
+def test_a_worker_that_ends_leaves_no_precompiled_headers(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that dies in the middle of a compile."""
+    monkeypatch.setenv("NVRTC_ATTN_PCH_DIR", str(tmp_path / "headers"))
+    write = """
+        import os
+        place = [x for x in options if x.startswith(b"--pch-dir=")]
+        if place:
+            with open(os.path.join(place[0][10:], b"file.pch"), "wb") as file:
+                file.write(b"headers")
+        code = b"%d" % len(place)
+    """
+    assert [run(pool, write).code for _ in range(2)] == [b"0", b"1"]
+    assert [path.name for path in (tmp_path / "headers").rglob("*.pch")] == ["file.pch"]
+    with pytest.raises(WorkerDiedError):
+        run(pool, write + "    os.kill(os.getpid(), 11)\n")
+    assert list((tmp_path / "headers").iterdir()) == []
+
+
+def test_remarks_on_precompiled_headers_are_not_in_the_log() -> None:
+    log = b'"x.pch": creating precompiled header file\nptxas info : Used 168 registers\n\0'
+    assert nvrtc_worker.PrecompiledHeaders.without_remarks(log) == b"ptxas info : Used 168 registers\n\0"
