@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import api
 from ..base.errors import shown
@@ -22,6 +21,7 @@ from ..front.call import CallOptions
 from ..modifiers.modifier import Modifier
 from ..modifiers.trace import literals, traced
 from .flex_compiled import attention as attention_by_operator
+from .ops import once_only
 
 _ScoreMod = Callable[..., torch.Tensor]
 _in_dynamo = torch.compiler.is_dynamo_compiling
@@ -273,9 +273,15 @@ class _FlexAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Any:
-        *tensors, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            found = _FlexAttention._gradients(ctx, saved, dout, dlse)
+        return once_only(found, (*saved[:-2], dout, dlse))
+
+    @staticmethod
+    def _gradients(ctx: Any, saved: tuple[Any, ...], dout: torch.Tensor, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        *tensors, out, lse = saved
         q, k, v = (x.detach() for x in tensors[:3])
         modifier: Modifier | None = ctx.modifier
         captures = tuple(x.detach() for x in tensors[3:])

@@ -422,6 +422,29 @@ def no_second_derivative(ctx: Any, *gradients: Any) -> Any:
     )
 
 
+class _OnceOnly(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The first ``count`` tensors as they are, with a node that depends on all of them and has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
+        return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return no_second_derivative(ctx, *gradients)
+
+
+def once_only(gradients: tuple[Any, ...], made_of: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a backward pass returns. Where a graph of that pass is asked for, a use of it is refused.
+
+    `torch.autograd.function.once_differentiable` ties gradients to those that came in alone, and to no input: a penalty
+    on the gradients (`create_graph=True`) silently had none.
+    """
+    if not _grad_enabled():
+        return gradients
+    return tuple(_OnceOnly.apply(len(gradients), *gradients, *made_of))
+
+
 torch.library.register_autograd(
     "nvrtc_attn::attention_forward", _derivative, setup_context=_setup_context, lib=_LIBRARY
 )
