@@ -164,12 +164,16 @@ def _eager(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, scale: float |
 
 
 def _mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> _ScoreMod:
-    lengths = tuple(getattr(block_mask, "seq_lengths", ()))
+    if not hasattr(block_mask, "seq_lengths"):
+        raise TypeError(
+            f"block_mask: got {shown(block_mask)} of type {type(block_mask).__name__}. It is what create_block_mask "
+            f"makes of a mask_mod: create_block_mask(mask_mod, None, None, {query.shape[2]}, {key.shape[2]})."
+        )
+    lengths = tuple(block_mask.seq_lengths)
     wanted = (query.shape[2], key.shape[2])
     if lengths != wanted:
         raise ValueError(
-            f"block_mask: {shown(block_mask)[:40]} is for lengths {lengths}, but query and key have {wanted}. Make one "
-            f"for them."
+            f"block_mask: it is for lengths {lengths}, but query and key have {wanted}. Make one for them."
         )
     for name, size, whole in zip("BH", block_mask.shape, query.shape, strict=False):
         if size not in (1, whole):

@@ -216,3 +216,47 @@ def test_a_penalty_on_gradients_is_refused(name: str, request: pytest.FixtureReq
             torch.autograd.grad(gradient.square().sum(), x)
         (plain,) = torch.autograd.grad(run(x).sum() + (x**3).sum(), x)
         torch.testing.assert_close(plain, gradient.detach())
+
+
+def _ones(*shape: int, **options: Any) -> Any:
+    return torch.ones(shape, **options)
+
+
+X = torch.ones(2, 8, 64, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: adapter.attention(X.numpy(), X, X), ["q: got", "nvrtc_attn.attention takes those of any framework"]),
+        (lambda: adapter.attention(X.to_sparse(), X, X), ["layout torch.sparse_coo", "storage. Pass a plain"]),
+        (lambda: adapter.attention(X, X, X, softmax_scale=torch.tensor(0.5)), ["softmax_scale", "multiply q by it"]),
+        (
+            lambda: adapter.attention(
+                *[torch.nested.nested_tensor([_ones(5, 8, 16), _ones(7, 8, 16)], layout=torch.jagged)] * 3
+            ),
+            ["nested tensors", "x.values()[None]", "cu_seqlens_q", "enable_sdpa()"],
+        ),
+        (
+            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=_ones(2, 64, dtype=torch.bool)),
+            ["attn_mask: shape (2, 64)", "[2, 8, 64, 64]", "attn_mask[:, None, None]"],
+        ),
+        (
+            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=_ones(2, 64, 64)),
+            ["attn_mask: shape (2, 64, 64)", "attn_mask[:, None]."],
+        ),
+        (
+            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=_ones(64, 64, dtype=torch.int64)),
+            ["attn_mask: dtype torch.int64", "attn_mask.bool()"],
+        ),
+        (
+            lambda: adapter.flex_attention(X, X, X, block_mask=lambda b, h, i, j: i >= j),
+            ["block_mask: got", "create_block_mask(mask_mod, None, None, 64, 64)"],
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_what_to_do(call: Any, words: list[str]) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        call()
+    for word in words:
+        assert word in str(raised.value)
