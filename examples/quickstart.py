@@ -110,6 +110,8 @@ def compile_for(arch: str, head_dim: int, report: Any) -> bool:
     done = command_line("warmup", *what, "--forward-only")
     print("   " + (done.stdout.rstrip() or done.stderr.rstrip()).replace("\n", "\n   "))
     if done.returncode:
+        if done.stdout.strip() and done.stderr.strip():  # the table, and why
+            print("   " + done.stderr.strip().replace("\n", "\n   "))
         print(f"   FAILED: python -m nvrtc_attn warmup {' '.join(what)} --forward-only")
         return False
     print(f"   in {time.perf_counter() - start:.1f} s")

@@ -171,7 +171,9 @@ def _compiles(path: str, arch: str) -> bool:
         return False
 
 
-def _headers(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+def _headers(report: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
+    if not report.get("nvrtc"):
+        return None  # they are looked for beside NVRTC, whose line says what to do
     section: dict[str, Any] = {"bundled": headers.bundle_versions(), "modified": headers.modified_headers()}
     if section["modified"]:
         problems.append(

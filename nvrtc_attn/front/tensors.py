@@ -236,8 +236,8 @@ def _view_torch(t: Any, name: str, stream: int | None, writable: bool) -> Tensor
     except RuntimeError as error:
         raise TypeError(
             f"{name}: this torch tensor has no memory that a kernel can read (layout {t.layout}, device {t.device}): "
-            f"{str(error).splitlines()[0]} Pass a plain strided tensor: .to_dense() of a sparse one, .values() of a "
-            f"nested one, and no tensor inside torch.func transformations."
+            f"{str(error).splitlines()[0].rstrip('.')}. Pass a plain strided tensor: .to_dense() of a sparse "
+            f"one, .values() of a nested one, and no tensor inside torch.func transformations."
         ) from error
     if t.is_cuda and not torch.is_hip:
         index = t.get_device()

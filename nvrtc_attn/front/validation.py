@@ -138,6 +138,7 @@ def check_shapes(found: Violations, q: TensorView, k: TensorView, v: TensorView,
         found.value(
             f"k, v: {num_heads_kv} heads do not divide the {num_heads} heads of q (dim 2). Each key head serves "
             f"num_heads / num_heads_kv query heads. The nearest smaller count that does is {nearest}."
+            f"{_other_layout(q, k, v)}"
         )
     if q.shape[3] != k.shape[3]:
         found.value(
@@ -153,6 +154,17 @@ def check_shapes(found: Violations, q: TensorView, k: TensorView, v: TensorView,
                 f"{name}: head dim {head_dim} (dim 3). The GPU kernels go up to {MAX_HEAD_DIM}, their widest tile. "
                 f"Split the heads, or compute on the CPU."
             )
+
+
+def _other_layout(q: TensorView, k: TensorView, v: TensorView) -> str:
+    """What to do, where the shapes fit together with heads and rows exchanged: the layout of torch's function."""
+    heads, heads_kv = q.shape[1], k.shape[1]
+    if k.shape[:3] != v.shape[:3] or not 0 < heads_kv <= heads or heads % heads_kv:
+        return ""
+    return (
+        " These fit together as [batch, heads, seqlen, head_dim]: exchange dims 1 and 2, x.transpose(1, 2) in torch, "
+        "x.swapaxes(1, 2) elsewhere, or call nvrtc_attn.torch.scaled_dot_product_attention, which has that layout."
+    )
 
 
 def check_optional(found: Violations, tensors: dict[str, TensorView], varlen: bool) -> None:
@@ -174,11 +186,23 @@ def check_optional(found: Violations, tensors: dict[str, TensorView], varlen: bo
                     found.value(
                         f"{name}: shape {tensor.shape} does not broadcast to [{', '.join(row.axes)}] = {list(full)}. "
                         f"Each dim is full or 1. Slice or unsqueeze it, no need to expand it."
+                        f"{_exchanged(tensor, required)}"
                     )
             elif tensor.shape != full:
                 found.value(f"{name}: shape {tensor.shape}. Needed is [{', '.join(row.axes)}] = {list(full)}.")
             elif row.dense:
                 _check_dense_vector(found, name, tensor)
+
+
+def _exchanged(tensor: TensorView, required: dict[str, tuple[int, ...]]) -> str:
+    """What to do, where a mask or bias fits to q and k with heads and rows exchanged."""
+    (batch, heads, rows, _), keys = required["q"], required["k"][2]
+    if any(size not in (1, limit) for size, limit in zip(tensor.shape, (batch, heads, rows, keys), strict=True)):
+        return ""
+    return (
+        f" It fits if q, k and v are [batch, heads, seqlen, head_dim]. Here they are read as [batch, seqlen, heads, "
+        f"head_dim], so their heads are {rows}: exchange their dims 1 and 2."
+    )
 
 
 def check_varlen(
@@ -412,7 +436,11 @@ def check_real(found: Violations, name: str, value: object, low: float, high: fl
     if value is None and name != "dropout_p":
         return None
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
-        found.kind(f"{name}: got {shown(value)} of type {type(value).__name__}. It is a Python or NumPy real number.")
+        computed = name == "softmax_scale" and hasattr(value, "dtype")
+        advice = " One that is computed or learned: multiply q by it, and pass softmax_scale=1.0." if computed else ""
+        found.kind(
+            f"{name}: got {shown(value)} of type {type(value).__name__}. It is a Python or NumPy real number.{advice}"
+        )
         return None
     try:
         number = float(value)

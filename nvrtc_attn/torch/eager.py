@@ -6,7 +6,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..front.call import CallOptions, plain_options
 from ..front.operands import (
@@ -21,7 +20,7 @@ from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.signature import are_plain
 from .ops import attention as attention_by_operators
-from .ops import cast_for_autocast, cast_further_for_autocast, is_dtensor, register_sharding
+from .ops import cast_for_autocast, cast_further_for_autocast, is_dtensor, once_only, register_sharding
 from .passes import DIFFERENTIABLE_PLACES, Known, LazyTensors, Tensors, backward, forward, known_calls
 from .random import checked_rng, draw_rng
 
@@ -261,7 +260,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
-        if _grad_enabled():  # with a graph of this pass there is something to refuse; the wrapper takes 2 us
+        if _grad_enabled():  # a graph of this pass is asked for: a use of it is refused
             return _gradients_once(ctx, ctx.call, dout, dlse)
         return _gradients(ctx, ctx.call, dout, dlse)
 
@@ -341,7 +340,14 @@ def _gradients(
     return (None, *backward(tuple(tensors), out, lse, dout, dlse, options, rng, heads_first=heads_first))
 
 
-_gradients_once: Any = once_differentiable(_gradients)  # type: ignore[no-untyped-call, unused-ignore]
+def _gradients_once(
+    ctx: Any, call: tuple[CallOptions, RngState, int], dout: torch.Tensor | None, dlse: torch.Tensor | None,
+    known: Known | None = None,
+) -> Any:  # fmt: skip
+    saved = ctx.saved_tensors
+    with torch.no_grad():
+        found = _gradients(ctx, call, dout, dlse, known, saved)
+    return once_only(found, (*saved[2:], dout, dlse))
 
 
 def _wants_gradient(tensors: Tensors) -> bool:

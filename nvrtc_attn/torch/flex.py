@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import api
 from ..base.errors import shown
@@ -23,6 +22,7 @@ from ..modifiers.modifier import Modifier
 from ..modifiers.trace import literals, traced
 from .flex_compiled import attention as attention_by_operator
 from .flex_compiled import backward
+from .ops import once_only
 
 _ScoreMod = Callable[..., torch.Tensor]
 _in_dynamo = torch.compiler.is_dynamo_compiling
@@ -165,12 +165,16 @@ def _eager(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, scale: float |
 
 
 def _mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> _ScoreMod:
-    lengths = tuple(getattr(block_mask, "seq_lengths", ()))
+    if not hasattr(block_mask, "seq_lengths"):
+        raise TypeError(
+            f"block_mask: got {shown(block_mask)} of type {type(block_mask).__name__}. It is what create_block_mask "
+            f"makes of a mask_mod: create_block_mask(mask_mod, None, None, {query.shape[2]}, {key.shape[2]})."
+        )
+    lengths = tuple(block_mask.seq_lengths)
     wanted = (query.shape[2], key.shape[2])
     if lengths != wanted:
         raise ValueError(
-            f"block_mask: {shown(block_mask)[:40]} is for lengths {lengths}, but query and key have {wanted}. Make one "
-            f"for them."
+            f"block_mask: it is for lengths {lengths}, but query and key have {wanted}. Make one for them."
         )
     for name, size, whole in zip("BH", block_mask.shape, query.shape, strict=False):
         if size not in (1, whole):
@@ -274,9 +278,15 @@ class _FlexAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Any:
-        *tensors, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            found = _FlexAttention._gradients(ctx, saved, dout, dlse)
+        return once_only(found, (*saved[:-2], dout, dlse))
+
+    @staticmethod
+    def _gradients(ctx: Any, saved: tuple[Any, ...], dout: torch.Tensor, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        *tensors, out, lse = saved
         q, k, v = (x.detach() for x in tensors[:3])
         captures = tuple(x.detach() for x in tensors[3:])
         modifier = None if ctx.modifier is None else ctx.modifier.with_captures(captures)

@@ -100,7 +100,16 @@ def attention(
     tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention", further))
     for name, x in zip(INPUTS, tensors, strict=True):
         if not (isinstance(x, torch.Tensor) or (x is None and name not in ("q", "k", "v"))):
-            raise TypeError(f"{name}: got {shown(x)} of type {type(x).__name__}. nvrtc_attn.torch takes torch tensors.")
+            raise TypeError(
+                f"{name}: got {shown(x)} of type {type(x).__name__}. nvrtc_attn.torch takes torch tensors; "
+                f"nvrtc_attn.attention takes those of any framework."
+            )
+    if not _in_dynamo() and any(x.is_nested for x in (q, k, v)):
+        raise UnsupportedError(
+            "q, k, v: nested tensors. Pass their values with batch 1, x.values()[None], and their offsets() as int32 "
+            "in cu_seqlens_q and cu_seqlens_k, with max_seqlen_q and max_seqlen_k. On a GPU torch's own "
+            "scaled_dot_product_attention takes them under nvrtc_attn.torch.enable_sdpa()."
+        )
     options = (causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
     flags = (return_lse, deterministic, return_max_logit)
     if not (_are_plain(*options) and all(isinstance(x, bool) for x in flags)):
@@ -423,6 +432,29 @@ def no_second_derivative(ctx: Any, *gradients: Any) -> Any:
         "trying to differentiate twice a function that was marked with once_differentiable: nvrtc_attn has no second "
         "derivatives. Compute this part with torch.nn.functional.scaled_dot_product_attention and its math backend."
     )
+
+
+class _OnceOnly(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The first ``count`` tensors as they are, with a node that depends on all of them and has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
+        return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return no_second_derivative(ctx, *gradients)
+
+
+def once_only(gradients: tuple[Any, ...], made_of: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a backward pass returns. Where a graph of that pass is asked for, a use of it is refused.
+
+    `torch.autograd.function.once_differentiable` ties gradients to those that came in alone, and to no input: a penalty
+    on the gradients (`create_graph=True`) silently had none.
+    """
+    if not _grad_enabled():
+        return gradients
+    return tuple(_OnceOnly.apply(len(gradients), *gradients, *made_of))
 
 
 torch.library.register_autograd(

@@ -104,16 +104,42 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         if not isinstance(attn_mask, torch.Tensor):
             raise TypeError(f"attn_mask: got {shown(attn_mask)} of type {type(attn_mask).__name__}, no torch tensor.")
-        attn_mask = _mask_of_rank_4(attn_mask, lead)
+        given, attn_mask = attn_mask, _mask_of_rank_4(attn_mask, lead)
         if attn_mask.dtype == torch.bool:
             mask = attn_mask
         else:
             bias = attn_mask
-    out: torch.Tensor = attend(
+    call: tuple[Any, ...] = (
         query, key, value, bias, mask, causal, _NO_WINDOW, scale, 0.0, dropout_p, None, None, None, None, None, None,
         False, None, None, {}, layout, attn_mask is None,
     )  # fmt: skip
+    out: torch.Tensor
+    if attn_mask is None or _traced_by_dynamo():
+        out = attend(*call)
+    else:
+        try:
+            out = attend(*call)
+        except (TypeError, ValueError):
+            _check_mask(given, attn_mask, query, key)
+            raise
     return out if rank == 4 else out.reshape(*lead, *out.shape[4 - min(rank, 3) :])
+
+
+def _check_mask(given: torch.Tensor, full: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Refuse a mask by the name and the shape of the caller's; ``full`` is the same of rank 4."""
+    if full.dtype != torch.bool and not full.is_floating_point():
+        raise TypeError(
+            f"attn_mask: dtype {given.dtype}. It is bool, True keeps the key, or floating, added to the scores. "
+            f"Of ones and zeros: attn_mask.bool()."
+        )
+    wanted = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if all(size == 1 or size == limit for size, limit in zip(full.shape, wanted, strict=True)):
+        return
+    raise ValueError(
+        f"attn_mask: shape {tuple(given.shape)} does not broadcast to [batch, heads, seqlen_q, seqlen_k] = "
+        f"{list(wanted)}. Of padding, [batch, seqlen_k], pass attn_mask[:, None, None]; of [batch, seqlen_q, seqlen_k] "
+        f"attn_mask[:, None]."
+    )
 
 
 def _causal_variant(attn_mask: Any) -> Causal | None:

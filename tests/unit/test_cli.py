@@ -274,6 +274,21 @@ def test_doctor_notices_an_nvrtc_that_cannot_compile(monkeypatch: pytest.MonkeyP
     assert "libnvrtc-builtins" in problems[0]
 
 
+def test_doctor_says_once_that_there_is_no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers are looked for beside it; their line was the same three lines again."""
+    from nvrtc_attn.base.errors import CompileError
+    from nvrtc_attn.jit import headers
+
+    def missing() -> None:
+        raise CompileError("NVRTC is not usable")
+
+    monkeypatch.setattr(headers, "nvrtc", missing)
+    report = collect_env.collect()
+    assert report["nvrtc"] is None
+    assert report["headers"] is None
+    assert sum("NVRTC is not usable" in problem for problem in report["problems"]) == 1
+
+
 def test_doctor_does_not_import_frameworks() -> None:
     code = (
         "import sys; from nvrtc_attn import collect_env; collect_env.collect(); "

@@ -49,6 +49,18 @@ def test_quickstart(repository: Path, tmp_path: Path) -> None:
     assert "3. On the GPU\n   skipped: " in out
 
 
+def test_quickstart_says_why_nothing_was_compiled(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was the table with a kernel that failed, and no word about what is missing."""
+    monkeypatch.setenv("NVRTC_ATTN_NO_COMPILE", "1")
+    monkeypatch.setenv("NVRTC_ATTN_CACHE_DIR", str(tmp_path / "empty"))
+    with pytest.raises(AssertionError) as raised:
+        run(repository, "quickstart.py", "--seqlen", "64", cwd=tmp_path)
+    assert "failed: forward_hopper for sm_90a: " in str(raised.value)
+    assert "NVRTC_ATTN_NO_COMPILE" in str(raised.value)
+
+
 def test_quickstart_names_its_architectures(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"arch 'sm_70' is not one of sm_75, sm_80"):
         run(repository, "quickstart.py", "--arch", "sm_70", "--seqlen", "64", cwd=tmp_path)

@@ -37,6 +37,18 @@ MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (attention, {"q": Q[0]}, ["q: shape", "rank 3", "[batch, seqlen_q, num_heads, head_dim]", "Reshape it"]),
     (attention, {"q": Q.astype(np.float64)}, ["float64", "float16, bfloat16, float32", "Convert"]),
     (attention, {"k": K[:, :, :3], "v": V[:, :, :3]}, ["3 heads do not divide the 8", "nearest smaller count", "2"]),
+    # The layout of torch's function.
+    (
+        attention,
+        {"q": np.ones((2, 8, 64, 16), np.float32), **dict.fromkeys("kv", np.ones((2, 2, 100, 16), np.float32))},
+        ["100 heads do not divide the 64", "exchange dims 1 and 2", "scaled_dot_product_attention"],
+    ),
+    (
+        attention,
+        {**dict.fromkeys("qkv", np.ones((2, 8, 64, 16), np.float32)), "mask": np.ones((2, 1, 64, 64), bool)},
+        ["mask: shape (2, 1, 64, 64)", "so their heads are 64", "exchange their dims 1 and 2"],
+    ),
+    (attention, {"softmax_scale": np.ones(1, np.float32)}, ["softmax_scale: got", "multiply q by it"]),
     (attention, {"mask": np.ones((64, 64), bool)}, ["mask: shape (64, 64)", "[batch or 1,", "x[None, None]"]),
     (attention, {"mask": np.ones((2, 64), bool)}, ["mask: shape (2, 64)", "[batch, seqlen_k] x[:, None, None]"]),
     # Its advice was to convert, which keeps the keys that -inf drops, and adds 1 to the scores that True keeps.

@@ -176,3 +176,87 @@ def test_the_state_without_dropout_is_where_the_seed_has_it(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     elsewhere = [random.as_tensor(x) for x in random.no_state(device)]
     assert [(x.device.type, x.dtype, x.shape, int(x)) for x in elsewhere] == [("cpu", torch.int64, (), 0)] * 2
+
+
+@pytest.fixture
+def one_rank(tmp_path: Any) -> Any:
+    """A group of one process."""
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["attention", "attention with a bias", "scaled_dot_product_attention", "flex_attention", "a score_mod", "parallel"],
+)
+def test_a_penalty_on_gradients_is_refused(name: str, request: pytest.FixtureRequest) -> None:
+    """What came in, ones, asks for no gradient: the penalty lost its derivative through attention without a word."""
+    x = torch.randn(1, 8, 2, 16, requires_grad=True)
+
+    def run(x: Any) -> Any:
+        if name == "attention":
+            return adapter.attention(x, x, x)
+        if name == "attention with a bias":
+            return adapter.attention(x, x, x, bias=torch.zeros(1, 1, 8, 8))
+        if name == "scaled_dot_product_attention":
+            return adapter.scaled_dot_product_attention(x, x, x)
+        if name == "flex_attention":
+            return adapter.flex_attention(x, x, x)
+        if name == "a score_mod":
+            return adapter.flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s * 2)
+        from nvrtc_attn.torch.parallel import ContextParallel
+
+        return ContextParallel(request.getfixturevalue("one_rank"), seqlen=8).attention(x, x, x)
+
+    for _ in range(2):  # a first call and a repeated one
+        (gradient,) = torch.autograd.grad(run(x).sum() + (x**3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(gradient.square().sum(), x)
+        (plain,) = torch.autograd.grad(run(x).sum() + (x**3).sum(), x)
+        torch.testing.assert_close(plain, gradient.detach())
+
+
+def _ones(*shape: int, **options: Any) -> Any:
+    return torch.ones(shape, **options)
+
+
+X = torch.ones(2, 8, 64, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: adapter.attention(X.numpy(), X, X), ["q: got", "nvrtc_attn.attention takes those of any framework"]),
+        (lambda: adapter.attention(X.to_sparse(), X, X), ["layout torch.sparse_coo", "storage. Pass a plain"]),
+        (lambda: adapter.attention(X, X, X, softmax_scale=torch.tensor(0.5)), ["softmax_scale", "multiply q by it"]),
+        (
+            lambda: adapter.attention(
+                *[torch.nested.nested_tensor([_ones(5, 8, 16), _ones(7, 8, 16)], layout=torch.jagged)] * 3
+            ),
+            ["nested tensors", "x.values()[None]", "cu_seqlens_q", "enable_sdpa()"],
+        ),
+        (
+            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=_ones(2, 64, dtype=torch.bool)),
+            ["attn_mask: shape (2, 64)", "[2, 8, 64, 64]", "attn_mask[:, None, None]"],
+        ),
+        (
+            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=_ones(2, 64, 64)),
+            ["attn_mask: shape (2, 64, 64)", "attn_mask[:, None]."],
+        ),
+        (
+            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=_ones(64, 64, dtype=torch.int64)),
+            ["attn_mask: dtype torch.int64", "attn_mask.bool()"],
+        ),
+        (
+            lambda: adapter.flex_attention(X, X, X, block_mask=lambda b, h, i, j: i >= j),
+            ["block_mask: got", "create_block_mask(mask_mod, None, None, 64, 64)"],
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_what_to_do(call: Any, words: list[str]) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        call()
+    for word in words:
+        assert word in str(raised.value)

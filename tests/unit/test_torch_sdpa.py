@@ -157,7 +157,7 @@ def test_compiled_whole() -> None:
         ({"query": None}, TypeError, "query: got None"),
         ({"query": torch.ones(8)}, ValueError, "ranks 1, 4, 4"),
         ({"attn_mask": [1.0]}, TypeError, "attn_mask: got"),
-        ({"attn_mask": torch.ones(4, 7)}, ValueError, "bias: shape"),
+        ({"attn_mask": torch.ones(4, 7)}, ValueError, "attn_mask: shape"),
         ({"attn_mask": torch.ones(5, 7, dtype=torch.float64)}, ValueError, "bias: dtype float64"),
         ({"query": torch.ones(2, 3, 5, 8, dtype=torch.float64)}, ValueError, "dtype"),
         ({"dropout_p": 2.0}, ValueError, "dropout_p"),

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from ...base import env
 from ...base.errors import UnsupportedError, shown
@@ -26,7 +25,7 @@ from ...front.tensors import Device
 from ...front.validation import Violations, check_flag, check_integer, check_window
 from ...modifiers.modifier import Modifier
 from ...modifiers.trace import traced
-from ..ops import cast_for_autocast
+from ..ops import cast_for_autocast, once_only
 from ..random import checked_rng
 from ..tensors import signature
 from .exchange import exchange, same_everywhere
@@ -602,9 +601,17 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        tensors = iter(ctx.saved_tensors)
+        every = ctx.saved_tensors
+        with torch.no_grad():
+            found = _Attention._gradients(ctx, every, dout, dlse)
+        return once_only(found, (*every, dout, dlse))
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, every: tuple[Any, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        tensors = iter(every)
         saved = tuple(next(tensors) if x is None else x[0] for x in ctx.others)
         captures = tuple(tensors)
         whole = whole_with(ctx.whole, captures, ctx.needs_input_grad[_CAPTURES:])
