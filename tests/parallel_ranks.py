@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from parallel_problems import Shared, take
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import nvrtc_attn
 import nvrtc_attn.torch
@@ -271,6 +270,7 @@ def compiled(rank: int, size: int, device: Any) -> Found:
 
 def torchs_ring(rank: int, size: int, device: Any) -> Found:
     """torch's own `context_parallel` around our kernels: out and gradients of one process, causal and balanced."""
+    from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -377,7 +377,7 @@ def exhausted(rank: int, size: int, device: Any) -> Found:
     seconds = 6
 
     def no_memory(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+        raise torch.cuda.OutOfMemoryError("Tried to allocate 20.00 GiB.")
 
     def both(cp: ContextParallel) -> None:
         x = torch.ones(1, cp.local_seqlen, 2, 8, device=device, requires_grad=True)
@@ -399,7 +399,7 @@ def exhausted(rank: int, size: int, device: Any) -> Found:
             setattr(strategies, which, no_memory)
         try:
             both(cp)
-        except torch.OutOfMemoryError as error:
+        except torch.cuda.OutOfMemoryError as error:
             raised = "" if last and "20.00 GiB" in str(error) else f"{type(error).__name__}: {error}"
         except RuntimeError as error:  # of gloo, which names the wait that is over
             raised = f"{type(error).__name__}: {error}" if last else ""
@@ -417,6 +417,8 @@ def exhausted(rank: int, size: int, device: Any) -> Found:
 
 def distributed(rank: int, size: int, device: Any) -> Found:
     """DTensors are refused on their rank before anything is sent, whatever their dim is; their local tensors work."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
     found: Found = []
     cp = ContextParallel(seqlen=32)
     mesh = init_device_mesh(device, (size,))
