@@ -1,4 +1,4 @@
-"""Causal attention over a sequence on all GPUs of a launch: ContextParallel beside one GPU and beside torch's own.
+"""Causal attention over a sequence on all GPUs of a launch: ContextParallel beside one GPU, and what others do.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py                   # 16k to 128k tokens, at most 150 s
     torchrun --nproc-per-node 8 benchmarks/parallel.py --seqlens 131072  # any number of GPUs and lengths
@@ -12,7 +12,8 @@ package in the same run, the most memory of a rank, and how much of the time is 
 the forward pass, of both): what the same kernels and copies take with nothing sent, subtracted. A strategy is a name,
 its groups of heads (``ulysses:4``) and further arguments of ContextParallel
 (``all_gather:2:lanes=2:keep=False:sm_margin=8``). torch's ``context_parallel`` shards in its own order and computes its
-causal mask on FLASH and CUDNN.
+causal mask on FLASH and CUDNN. The package ring-flash-attn, where it is installed, computes on flash_attn's kernels:
+``--ring-flash-attn zigzag ring stripe``, each in its own layout; without it a line says what is missing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import importlib
 import os
 import sys
 import time
@@ -137,6 +139,23 @@ def torch_context_parallel(
     return steps_of(function, [*local, dout])
 
 
+RING_FLASH_ATTN = {
+    "zigzag": "zigzag_ring_flash_attn_func",
+    "ring": "ring_flash_attn_func",
+    "stripe": "stripe_flash_attn_func",
+}
+
+
+def ring_flash_attn(name: str) -> Callable[..., torch.Tensor]:
+    """A function of ring-flash-attn on the kernels of flash_attn itself, or ImportError."""
+    interface = importlib.import_module("flash_attn.flash_attn_interface")
+    where = Path(getattr(interface, "__file__", None) or "").resolve()
+    if Path(nvrtc_attn.__file__).resolve().parent in where.parents or interface.__name__.startswith("nvrtc_attn"):
+        raise ImportError(f"flash_attn is {interface.__name__} of nvrtc_attn, no rival of it")
+    found: Callable[..., torch.Tensor] = getattr(importlib.import_module("ring_flash_attn"), RING_FLASH_ATTN[name])
+    return found
+
+
 class Cell:
     """One length and head count: every implementation in turn."""
 
@@ -174,8 +193,9 @@ class Cell:
                 finally:
                     strategies.exchange = silence.exchange
                 hidden = f"{forward - forward_alone:6.2f} {ms - alone:6.2f} ms exposed"
-        except (RuntimeError, ValueError, ImportError) as error:
-            # Every rank fails alike: unsupported, or out of memory. A rank alone would end at the timeout.
+        except (RuntimeError, ValueError, ImportError, AttributeError, TypeError) as error:
+            # Every rank fails alike: unsupported, out of memory, or a rival that does not fit this flash_attn or torch.
+            # A rank alone would end at the timeout.
             if dist.get_rank() == 0:
                 print(f"{row} {type(error).__name__}: {str(error)[:90]}", flush=True)
             return None
@@ -198,6 +218,15 @@ class Cell:
         x = tensors(cp.local_seqlen, self.heads, self.options, self.device)
         return steps_of(lambda q, k, v: cp.attention(q, k, v, causal=True), x)
 
+    def ring_flash_attn(self, name: str) -> tuple[Step, Step]:
+        """Tokens are random, so that any rank's share of them is that of its layout: equal pieces."""
+        function = ring_flash_attn(name)
+        pieces = 2 * dist.get_world_size()
+        if self.seqlen % pieces:
+            raise ValueError(f"{self.seqlen} tokens are not {pieces} equal pieces")
+        x = tensors(2 * (self.seqlen // pieces), self.heads, self.options, self.device)
+        return steps_of(lambda q, k, v: function(q, k, v, causal=True), x)
+
     def run(self) -> None:
         self.alone = self.measure("one GPU", self.one_gpu)
         for strategy in self.options.strategies:
@@ -207,9 +236,12 @@ class Cell:
                 x = tensors(self.seqlen // dist.get_world_size(), self.heads, self.options, self.device)
                 make = functools.partial(torch_context_parallel, x, self.seqlen, backend, held)
                 self.measure(f"torch {backend.split('_')[0].lower()}", make)
+        for name in self.options.ring_flash_attn if self.device.type == "cuda" else ():
+            self.measure(f"ring-flash-attn {name}", functools.partial(self.ring_flash_attn, name))
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seqlens", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
@@ -221,11 +253,18 @@ def main() -> None:
     parser.add_argument(
         "--torch", nargs="*", default=["FLASH_ATTENTION", "CUDNN_ATTENTION"], help="its own, by backend"
     )
+    parser.add_argument(
+        "--ring-flash-attn", nargs="*", choices=tuple(RING_FLASH_ATTN), default=["zigzag"], help="its functions"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=140.0, help="begin no measurement after so many")
     parser.add_argument("--cell-seconds", type=float, default=1.0, help="fewer repeats of what takes longer")
     parser.add_argument("--ctas", type=int, help="thread blocks that NCCL may use at most")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
     local = int(os.environ["LOCAL_RANK"])
     on_gpu = options.device == "cuda"
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")

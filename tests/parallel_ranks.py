@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import nvrtc_attn
 import nvrtc_attn.torch
-from nvrtc_attn.torch.parallel import ContextParallel
+from nvrtc_attn.torch.parallel import ContextParallel, strategies
 
 SECONDS = 120
 Found = list[str]
@@ -150,10 +151,10 @@ def dropout(rank: int, size: int, device: Any) -> Found:
     return found
 
 
-def refused(what: str, words: str, call: Callable[[], Any]) -> Found:
+def refused(what: str, words: str, call: Callable[[], Any], kind: type[Exception] = ValueError) -> Found:
     try:
         call()
-    except ValueError as error:
+    except kind as error:
         return [] if words in str(error) else [f"{what}: {error}"]
     return [f"{what}: nothing was raised"]
 
@@ -165,8 +166,8 @@ def faults(rank: int, size: int, device: Any) -> Found:
     found += refused("layout", "layout differs", lambda: ContextParallel(seqlen=32, layout=layouts[rank]))
     wrong = [[(0, 32)]] if rank else "zigzag"
     found += refused("bad layout", "1 ranks", lambda: ContextParallel(seqlen=32, layout=wrong))
-    strategies = ("ring", "all_gather", "ring", "ring")
-    found += refused("strategy", "strategy differs", lambda: ContextParallel(seqlen=32, strategy=strategies[rank]))
+    names = ("ring", "all_gather", "ring", "ring")
+    found += refused("strategy", "strategy differs", lambda: ContextParallel(seqlen=32, strategy=names[rank]))
     cp = ContextParallel(seqlen=32)
     x = torch.zeros(1, cp.local_seqlen, 2, 8, dtype=torch.float16 if rank else torch.float32, device=device)
     found += refused("dtype", "dtype differs", lambda: cp.attention(x, x, x))
@@ -367,6 +368,88 @@ def killed(rank: int, size: int, device: Any) -> Found:
         said = [] if time.monotonic() - start < 2 * SECONDS else ["raised after twice the timeout"]
     print("RESULT " + json.dumps({"killed": said}), flush=True)
     os._exit(0)  # the group is broken: there is nothing to say goodbye to
+
+
+def exhausted(rank: int, size: int, device: Any) -> Found:
+    """The last rank runs out of memory at its part of the work and lives on: the others raise when their group's
+    timeout is over, and another group of the same ranks still works."""
+    found: Found = []
+    seconds = 6
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+
+    def both(cp: ContextParallel) -> None:
+        x = torch.ones(1, cp.local_seqlen, 2, 8, device=device, requires_grad=True)
+        float(torch.autograd.grad(cp.attention(x, x, x).sum(), x)[0].sum())
+
+    for strategy, which in (
+        ("all_gather", "backward_here"),
+        ("ring", "forward_here"),
+        ("ulysses", "forward_here"),
+    ):
+        both(ContextParallel(seqlen=64, strategy=strategy))
+        group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+        cp = ContextParallel(group, seqlen=64, strategy=strategy)
+        both(cp)  # what is made once is made
+        dist.barrier()
+        start, raised = time.monotonic(), "nothing was raised"
+        last, kept = rank == size - 1, getattr(strategies, which)
+        if last:
+            setattr(strategies, which, no_memory)
+        try:
+            both(cp)
+        except torch.cuda.OutOfMemoryError as error:
+            raised = "" if last and "20.00 GiB" in str(error) else f"{type(error).__name__}: {error}"
+        except RuntimeError as error:  # of gloo, which names the wait that is over
+            raised = f"{type(error).__name__}: {error}" if last else ""
+        finally:
+            setattr(strategies, which, kept)
+        taken = time.monotonic() - start
+        if raised:
+            found.append(f"{strategy} {which}: {raised}")
+        if not (taken < seconds if last else 0.5 * seconds < taken < 5 * seconds):
+            found.append(f"{strategy} {which}: after {taken:.1f} s")
+        dist.barrier()
+        both(ContextParallel(seqlen=64, strategy=strategy))
+    return found
+
+
+def distributed(rank: int, size: int, device: Any) -> Found:
+    """DTensors are refused on their rank before anything is sent, whatever their dim is; their local tensors work."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    found: Found = []
+    cp = ContextParallel(seqlen=32)
+    mesh = init_device_mesh(device, (size,))
+    x = torch.sin(torch.arange(float(cp.local_seqlen * 4 * 8), device=device)).view(1, cp.local_seqlen, 4, 8)
+    bias = torch.zeros(1, 4, cp.local_seqlen, 32, device=device)
+    if rank == 0:  # on one rank alone: the others are not asked
+        for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+            given = DTensor.from_local(x, mesh, [placement], run_check=False)
+            for name, call in {
+                "q": lambda y: cp.attention(y, x, x), "v": lambda y: cp.attention(x, x, y),
+                "k": lambda y: cp.attention(x, y, x), "x": cp.unshard,
+            }.items():  # fmt: skip
+                found += refused(f"{name} {placement}", f"{name}.to_local()", partial(call, given), TypeError)
+            found += refused(f"shard {placement}", "x.to_local()", partial(cp.shard, given), TypeError)
+        wrong = DTensor.from_local(bias, mesh, [Shard(2)], run_check=False)
+        found += refused("bias", "bias.to_local()", lambda: cp.attention(x, x, x, bias=wrong), TypeError)
+    # Tokens that lie in the order of the ranks: each has what DTensor gives it.
+    cp = ContextParallel(seqlen=32, layout="contiguous")
+    whole = torch.sin(torch.arange(32.0 * 4 * 8, device=device)).view(1, 32, 4, 8)
+    given = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
+    mine = given.to_local()
+    out = cp.attention(mine, mine, mine, causal=True)
+    again = DTensor.from_local(out, mesh, [Shard(1)], run_check=False)
+    plain = whole.clone().requires_grad_()
+    expected = nvrtc_attn.torch.attention(plain, plain, plain, causal=True)
+    expected.square().sum().backward()
+    again.square().sum().backward()
+    for name, a, b in (("out", again.full_tensor(), expected), ("gradient", given.grad.full_tensor(), plain.grad)):
+        if not torch.allclose(a, b, rtol=1e-5, atol=1e-5):
+            found.append(f"{name}: off by {float((a - b).abs().max()):.3g}")
+    return found
 
 
 def main() -> None:

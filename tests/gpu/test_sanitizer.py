@@ -20,6 +20,8 @@ CASES = (
 )  # fmt: skip
 MODIFIERS = ("both", "t5")
 """Cases of `tests/modifiers.py`: deterministic, with the gradients of what they captured, and tiles planned."""
+PARTS = ("dropout", "bias-dlse")
+"""Problems of `sanitizer.py` that are computed in parts: rows, keys and heads of a whole, forward and backward."""
 # Every kernel is launched by one of these at least; a test without a GPU counts them.
 
 
@@ -41,9 +43,10 @@ def test_no_kernel_makes_the_sanitizer_complain(tool: str) -> None:
         str(_sanitizer()), "--tool", tool, "--error-exitcode", "97", "--check-api-memory-access", "no",
         "--report-api-errors", "no", "--target-processes", "application-only",
         sys.executable, str(Path(__file__).with_name("sanitizer.py")), *CASES, *(f"modifier-{x}" for x in MODIFIERS),
+        *(f"part-{x}" for x in PARTS),
     ]  # fmt: skip
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(CASES) + len(MODIFIERS)} cases ok, 0 wrong" in done.stdout
+    assert f"{len(CASES) + len(MODIFIERS) + len(PARTS)} cases ok, 0 wrong" in done.stdout
     assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -136,6 +137,42 @@ def test_models_are_compared_with_the_definition(
     monkeypatch.setattr("sys.argv", [*arguments, "--resume"])
     models.main()
     assert json.loads((tmp_path / "found.json").read_text())["rows"] == rows, "what is there is not measured again"
+
+
+def test_ring_flash_attn_is_a_rival_where_it_is_installed(
+    benchmarks: Path, tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its functions by name; nothing where it or flash_attn is missing, or flash_attn is this package's own."""
+    pytest.importorskip("torch")
+    import parallel
+
+    assert parallel.parse([]).ring_flash_attn == ["zigzag"]
+    assert parallel.parse(["--ring-flash-attn"]).ring_flash_attn == []
+    names = ["ring", "stripe", "zigzag"]
+    assert parallel.parse(["--ring-flash-attn", *names, "--repeats", "2"]).ring_flash_attn == names
+    with pytest.raises(SystemExit):
+        parallel.parse(["--ring-flash-attn", "ulysses"])
+    rival, kernels = ModuleType("ring_flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    for name in ("zigzag_ring_flash_attn_func", "ring_flash_attn_func", "stripe_flash_attn_func"):
+        setattr(rival, name, name)
+    missing: dict[str, None] = {"flash_attn": None, "flash_attn.flash_attn_interface": None}
+    for modules in (
+        {**missing, rival.__name__: rival}, {"flash_attn": kernels, kernels.__name__: kernels, rival.__name__: None},
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            for module, value in modules.items():
+                patch.setitem(sys.modules, module, value)
+            with pytest.raises(ImportError):
+                parallel.ring_flash_attn("zigzag")
+    for module, found in (("flash_attn", kernels), (kernels.__name__, kernels), (rival.__name__, rival)):
+        monkeypatch.setitem(sys.modules, module, found)
+    kernels.__file__ = str(tmp_path / "flash_attn_interface.py")
+    assert [parallel.ring_flash_attn(name) for name in names] == [
+        "ring_flash_attn_func", "stripe_flash_attn_func", "zigzag_ring_flash_attn_func",
+    ]  # fmt: skip
+    kernels.__file__ = str(repository / "nvrtc_attn" / "integrations" / "flash_attn.py")
+    with pytest.raises(ImportError, match="no rival"):
+        parallel.ring_flash_attn("zigzag")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -193,6 +193,66 @@ def test_nnx(attention_fn: Any, masked: bool, is_causal: bool) -> None:
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5)
 
 
+def task() -> tuple[Any, Any, Any]:
+    """Sequences with padding, a causal mask, and what a layer shall say: the running mean of what its rows see."""
+    x = jax.random.normal(jax.random.key(5), (4, 12, 16))
+    keep = jnp.arange(12) < jnp.array([12, 9, 12, 7])[:, None]
+    mask = jnp.tril(jnp.ones((12, 12)))[None, None] * keep[:, None, None]
+    return x, mask, jnp.einsum("bhqk,bkd->bqd", mask / mask.sum(-1, keepdims=True), x)
+
+
+STEPS, RATE = 20, 0.3
+
+
+def check_training(ours: list[float], theirs: list[float]) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=2e-5)
+    assert theirs[-1] < 0.7 * theirs[0], "nothing was learned, so that the losses say little"
+
+
+def test_linen_trains_the_same(attention_fn: Any) -> None:
+    """The losses of some steps of gradient descent, each of which hands its error on to the next."""
+    from flax import linen
+
+    x, mask, target = task()
+
+    def losses(**options: Any) -> list[float]:
+        layer = linen.MultiHeadDotProductAttention(num_heads=4, **options)
+        weights = layer.init(jax.random.key(1), x)
+
+        @jax.jit
+        def step(w: Any) -> tuple[Any, Any]:
+            loss, gradient = jax.value_and_grad(lambda w: ((layer.apply(w, x, mask=mask) - target) ** 2).mean())(w)
+            return loss, jax.tree.map(lambda a, b: a - RATE * b, w, gradient)
+
+        found = []
+        for _ in range(STEPS):
+            loss, weights = step(weights)
+            found.append(float(loss))
+        return found
+
+    check_training(losses(attention_fn=attention_fn), losses())
+
+
+def test_nnx_trains_the_same(attention_fn: Any) -> None:
+    pytest.importorskip("flax.nnx", reason="this flax has no nnx")
+    from flax import nnx
+
+    x, mask, target = task()
+
+    def losses(**options: Any) -> list[float]:
+        layer = nnx.MultiHeadAttention(num_heads=4, in_features=16, decode=False, rngs=nnx.Rngs(0), **options)
+
+        @nnx.jit
+        def step(model: Any) -> Any:
+            loss, gradient = nnx.value_and_grad(lambda m: ((m(x, mask=mask) - target) ** 2).mean())(model)
+            nnx.update(model, jax.tree.map(lambda a, b: a - RATE * b, nnx.state(model, nnx.Param), gradient))
+            return loss
+
+        return [float(step(layer)) for _ in range(STEPS)]
+
+    check_training(losses(attention_fn=attention_fn), losses())
+
+
 def test_linen_decodes(attention_fn: Any) -> None:
     """One token after the other from flax's cache: the rows of causal attention."""
     from flax import linen

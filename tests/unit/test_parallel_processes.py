@@ -70,3 +70,12 @@ def test_torchs_own_context_parallel_runs_these_kernels(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_gone_lets_the_others_fail(tmp_path: Path) -> None:
     assert run(2, tmp_path, "killed") == {"killed": []}
+
+
+def test_a_rank_without_memory_lets_the_others_fail(tmp_path: Path) -> None:
+    assert run(2, tmp_path, "exhausted") == {"exhausted": []}
+
+
+def test_dtensors_are_refused_and_their_local_tensors_work(tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed.tensor", reason="torch.distributed.tensor needs torch 2.5")
+    assert run(2, tmp_path, "distributed") == {"distributed": []}

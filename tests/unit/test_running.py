@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import gc
 import os
 import resource
@@ -441,6 +442,14 @@ def test_the_cases_of_the_sanitizer_launch_every_kernel(
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
     }
+    tree = ast.parse((repository / "tests/gpu/sanitizer.py").read_text(encoding="utf-8"))
+    parts = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None
+    )
+    assert set(assigned["PARTS"]) <= set(parts)
+    assert all(dataclasses.replace(cases.make_case("part"), **fields) for fields in parts.values())
     names = assigned["CASES"]
     named = {case.name: case for case in cases.named_cases()}
     assert set(names) <= set(named)

@@ -164,15 +164,16 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 @pytest.mark.slow(sample=["True"])
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_inductor(dynamic: bool) -> None:
-    """Its code asserts the strides that the fake tensors had."""
+@pytest.mark.parametrize("mode", ["False", "True", "max-autotune"])
+def test_inductor(mode: str) -> None:
+    """Its code asserts the strides that the fake tensors had. ``mode``: of dynamic shapes, or with a search."""
+    dynamic = mode == "True"
 
     def call(q: Any, k: Any, v: Any, bias: Any) -> Any:
         out, lse = na.attention(q.sin(), k, v, bias=bias, causal=True, return_lse=True)
         return out.cos(), lse
 
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, mode=mode if mode == "max-autotune" else None)
     for m in (6, 10) if dynamic else (6,):
         inputs = with_bias(tensors(m=m))
         same(run(compiled, inputs), run(call, inputs))

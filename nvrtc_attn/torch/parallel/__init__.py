@@ -205,6 +205,7 @@ class ContextParallel:
 
         Its gradient is zero outside: the sum over all ranks is that of the whole tensor.
         """
+        _refuse_dtensor(x, "x")
         chunks, whole = (self.chunks_k, self.seqlen_k) if keys else (self.chunks_q, self.seqlen)
         if x.shape[dim] != whole:
             raise ValueError(f"x: shape {tuple(x.shape)}, whose dim {dim} must be {whole}, the whole sequence.")
@@ -213,6 +214,7 @@ class ContextParallel:
 
     def unshard(self, x: torch.Tensor, dim: int = 1, *, keys: bool = False) -> torch.Tensor:
         """The whole tensor of the ranks' tokens, on every rank. Its gradient is added up over the ranks."""
+        _refuse_dtensor(x, "x")
         mine = length((self.chunks_k if keys else self.chunks_q)[self.rank])
         if x.shape[dim] != mine:
             raise ValueError(
@@ -375,6 +377,8 @@ class ContextParallel:
         modifier: Modifier | None,
     ) -> None:
         """Refuse this rank's tensors by what it knows: as `nvrtc_attn.attention` would those of the whole."""
+        for name, x in given.items():
+            _refuse_dtensor(x, name)
         tokens, keys, q = self.local_seqlen, self.local_seqlen_k, given["q"]
         program = None if modifier is None else (modifier.program, *map(signature, modifier.captures))
         key: Any = (*map(signature, given.values()), *map(signature, lengths.values()), options, program)
@@ -516,6 +520,16 @@ class ContextParallel:
         for group in reversed(self._groups):
             dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
         return checked_rng(seed, q)
+
+
+def _refuse_dtensor(x: Any, name: str) -> None:
+    """Its shape is that of all ranks, and its operators would communicate: refused here, before anything is sent."""
+    if type(x) is not torch.Tensor and hasattr(x, "to_local"):
+        raise TypeError(
+            f"{name}: got a DTensor. ContextParallel takes and returns each rank's tensors, with the tokens that its "
+            f"layout gives the rank. Pass {name}.to_local(), and DTensor.from_local makes one of the result; tokens "
+            f"that Shard cuts into equal pieces are those of layout='contiguous'. Nothing was sent."
+        )
 
 
 def _modifier_of(
