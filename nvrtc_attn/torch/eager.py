@@ -345,9 +345,7 @@ def _gradients_once(
     known: Known | None = None,
 ) -> Any:  # fmt: skip
     saved = ctx.saved_tensors
-    with torch.no_grad():
-        found = _gradients(ctx, call, dout, dlse, known, saved)
-    return once_only(found, (*saved[2:], dout, dlse))
+    return once_only(lambda: _gradients(ctx, call, dout, dlse, known, saved), (*saved[2:], dout, dlse))
 
 
 def _wants_gradient(tensors: Tensors) -> bool:

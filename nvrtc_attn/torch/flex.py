@@ -280,9 +280,7 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Any:
         saved = ctx.saved_tensors
-        with torch.no_grad():
-            found = _FlexAttention._gradients(ctx, saved, dout, dlse)
-        return once_only(found, (*saved[:-2], dout, dlse))
+        return once_only(lambda: _FlexAttention._gradients(ctx, saved, dout, dlse), (*saved[:-2], dout, dlse))
 
     @staticmethod
     def _gradients(ctx: Any, saved: tuple[Any, ...], dout: torch.Tensor, dlse: torch.Tensor | None) -> tuple[Any, ...]:

@@ -446,12 +446,14 @@ class _OnceOnly(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         return no_second_derivative(ctx, *gradients)
 
 
-def once_only(gradients: tuple[Any, ...], made_of: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a backward pass returns. Where a graph of that pass is asked for, a use of it is refused.
+def once_only(compute: Callable[[], tuple[Any, ...]], made_of: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients that ``compute`` makes of tensors. Where a graph of that pass is asked for, a use of it is refused.
 
     `torch.autograd.function.once_differentiable` ties gradients to those that came in alone, and to no input: a penalty
     on the gradients (`create_graph=True`) silently had none.
     """
+    with torch.no_grad():
+        gradients = compute()
     if not _grad_enabled():
         return gradients
     return tuple(_OnceOnly.apply(len(gradients), *gradients, *made_of))

@@ -218,10 +218,6 @@ def test_a_penalty_on_gradients_is_refused(name: str, request: pytest.FixtureReq
         torch.testing.assert_close(plain, gradient.detach())
 
 
-def _ones(*shape: int, **options: Any) -> Any:
-    return torch.ones(shape, **options)
-
-
 X = torch.ones(2, 8, 64, 16)
 
 
@@ -233,20 +229,20 @@ X = torch.ones(2, 8, 64, 16)
         (lambda: adapter.attention(X, X, X, softmax_scale=torch.tensor(0.5)), ["softmax_scale", "multiply q by it"]),
         (
             lambda: adapter.attention(
-                *[torch.nested.nested_tensor([_ones(5, 8, 16), _ones(7, 8, 16)], layout=torch.jagged)] * 3
+                *[torch.nested.nested_tensor([torch.ones(5, 8, 16), torch.ones(7, 8, 16)], layout=torch.jagged)] * 3
             ),
             ["nested tensors", "x.values()[None]", "cu_seqlens_q", "enable_sdpa()"],
         ),
         (
-            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=_ones(2, 64, dtype=torch.bool)),
+            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=torch.ones(2, 64, dtype=torch.bool)),
             ["attn_mask: shape (2, 64)", "[2, 8, 64, 64]", "attn_mask[:, None, None]"],
         ),
         (
-            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=_ones(2, 64, 64)),
+            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=torch.ones(2, 64, 64)),
             ["attn_mask: shape (2, 64, 64)", "attn_mask[:, None]."],
         ),
         (
-            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=_ones(64, 64, dtype=torch.int64)),
+            lambda: adapter.scaled_dot_product_attention(X, X, X, attn_mask=torch.ones(64, 64, dtype=torch.int64)),
             ["attn_mask: dtype torch.int64", "attn_mask.bool()"],
         ),
         (

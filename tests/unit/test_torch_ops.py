@@ -162,18 +162,24 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-@pytest.mark.slow(sample=["True"])
+@pytest.mark.slow(sample=["dynamic"])
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("mode", ["False", "True", "max-autotune"])
-def test_inductor(mode: str) -> None:
-    """Its code asserts the strides that the fake tensors had. ``mode``: of dynamic shapes, or with a search."""
-    dynamic = mode == "True"
+@pytest.mark.parametrize(
+    ("dynamic", "mode"),
+    [
+        pytest.param(False, None, id="static"),
+        pytest.param(True, None, id="dynamic"),
+        pytest.param(False, "max-autotune", id="max-autotune"),
+    ],
+)
+def test_inductor(dynamic: bool, mode: str | None) -> None:
+    """Its code asserts the strides that the fake tensors had."""
 
     def call(q: Any, k: Any, v: Any, bias: Any) -> Any:
         out, lse = na.attention(q.sin(), k, v, bias=bias, causal=True, return_lse=True)
         return out.cos(), lse
 
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, mode=mode if mode == "max-autotune" else None)
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, mode=mode)
     for m in (6, 10) if dynamic else (6,):
         inputs = with_bias(tensors(m=m))
         same(run(compiled, inputs), run(call, inputs))

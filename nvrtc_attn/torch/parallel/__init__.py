@@ -25,7 +25,7 @@ from ...front.tensors import Device
 from ...front.validation import Violations, check_flag, check_integer, check_window
 from ...modifiers.modifier import Modifier
 from ...modifiers.trace import traced
-from ..ops import cast_for_autocast, once_only
+from ..ops import cast_for_autocast, is_dtensor, once_only
 from ..random import checked_rng
 from ..tensors import signature
 from .exchange import exchange, same_everywhere
@@ -524,7 +524,7 @@ class ContextParallel:
 
 def _refuse_dtensor(x: Any, name: str) -> None:
     """Its shape is that of all ranks, and its operators would communicate: refused here, before anything is sent."""
-    if type(x) is not torch.Tensor and hasattr(x, "to_local"):
+    if is_dtensor(x):
         raise TypeError(
             f"{name}: got a DTensor. ContextParallel takes and returns each rank's tensors, with the tokens that its "
             f"layout gives the rank. Pass {name}.to_local(), and DTensor.from_local makes one of the result; tokens "
@@ -617,9 +617,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         every = ctx.saved_tensors
-        with torch.no_grad():
-            found = _Attention._gradients(ctx, every, dout, dlse)
-        return once_only(found, (*every, dout, dlse))
+        return once_only(lambda: _Attention._gradients(ctx, every, dout, dlse), (*every, dout, dlse))
 
     @staticmethod
     def _gradients(
