@@ -47,6 +47,9 @@ def refusals(root: Path, released: str | None) -> list[str]:
     if released is not None:
         if section(changelog, "Unreleased"):
             found.append(f"CHANGELOG.md has changes under [Unreleased]: they belong under [{version}]")
+        for name in ("README.md", "docs/index.md"):
+            if "not on the package index yet" in (root / name).read_text(encoding="utf-8"):
+                found.append(f"{name} says that there is no release on the package index yet")
         if re.search(r"^Source\s*=", (root / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE) is None:
             found.append(
                 "pyproject.toml has no Source in [project.urls]: README's image and links need it on the index"

@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -289,7 +288,7 @@ print(1e3 * (t1 - t), 1e3 * (t2 - t1), 1e3 * (t3 - t2))
 
 
 def start_up() -> list[dict[str, Any]]:
-    """Import, cold compile, first call of a second process with a warm disk cache, host cost of a repeated call."""
+    """Import, cold compile, first call of a second process with a warm disk cache. Repeated calls: host.py."""
     rows = []
     code = "import time; t = time.perf_counter(); import nvrtc_attn; print(1e3 * (time.perf_counter() - t))"
     rows.append({"what": "import nvrtc_attn, ms", "value": min(float(child(code)) for _ in range(5))})
@@ -301,14 +300,6 @@ def start_up() -> list[dict[str, Any]]:
             warm = [child(_SECOND_PROCESS.format(d=d, grad=True), NVRTC_ATTN_CACHE_DIR=cache).split() for _ in range(3)]
             rows.append({"what": f"first forward, second process, D {d}, ms", "value": min(float(w[1]) for w in warm)})
             rows.append({"what": f"first backward, second process, D {d}, ms", "value": min(float(w[2]) for w in warm)})
-    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
-    qt = q.transpose(1, 2)
-
-    def efficient() -> Any:
-        return torch.ops.aten._scaled_dot_product_efficient_attention(qt, qt, qt, None, False)
-
-    for name, call in (("nvrtc_attn.torch.attention", lambda: na.attention(q, q, q)), ("seed operator", efficient)):
-        rows.append({"what": f"host cost of a repeated call, {name}, us", "value": host_us(call)})
     return rows
 
 
@@ -317,19 +308,6 @@ def child(code: str, **environment: str) -> str:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **environment}
     )
     return done.stdout
-
-
-def host_us(call: Callable[[], Any], calls: int = 2000) -> float:
-    """Microseconds the host spends in one call, the best of five batches short enough not to fill the launch queue."""
-    best = float("inf")
-    for _ in range(calls // 400):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(400):
-            call()
-        best = min(best, (time.perf_counter() - start) / 400)
-        torch.cuda.synchronize()
-    return 1e6 * best
 
 
 def ratio_columns(names: tuple[str, ...]) -> list[str]:

@@ -90,6 +90,21 @@ def ours() -> list[Timed]:
     nvrtc_attn.attention_forward(q, k, v, out, lse=lse)
     gradients = [torch.empty_like(q) for _ in range(3)]
     workspace = torch.empty(nvrtc_attn.backward_workspace_bytes(q, k, v), device="cuda", dtype=torch.uint8)
+    slopes, documents = torch.rand(SHAPE[2], device="cuda"), torch.zeros(SHAPE[1], device="cuda", dtype=torch.int32)
+
+    def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score + slopes[h] * (j - i)
+
+    blocks = na.create_block_mask(lambda b, h, i, j: documents[i] == documents[j], None, None, SHAPE[1], SHAPE[1])
+    modified = {"": (None, None), ", ALiBi": (alibi, None), ", documents": (None, blocks)}
+    flex = [
+        timed
+        for name, functions in modified.items()
+        for timed in differentiable(
+            f"nvrtc_attn.torch.flex_attention{name}",
+            lambda *x, _functions=functions: na.flex_attention(*x, *_functions), heads_first, dout.transpose(1, 2),
+        )
+    ]  # fmt: skip
     none = (None,) * 5
     more = (*(None,) * (len(INPUTS) - 1), 0, 0, "", None, None, None, 0.0, 0.0, None, None, False, True, False)
     _, padded, seed, offset, *_ = aten.efficient_attention_forward(q, k, v, *none, 0.0, 0, True)
@@ -99,7 +114,9 @@ def ours() -> list[Timed]:
             "nvrtc_attn.torch.scaled_dot_product_attention", na.scaled_dot_product_attention, heads_first,
             dout.transpose(1, 2),
         ),
+        *flex,
         Timed("nvrtc_attn.attention, torch tensors", "forward", lambda: nvrtc_attn.attention(q, k, v)),
+        Timed("nvrtc_attn.attention, ALiBi", "forward", lambda: nvrtc_attn.attention(q, k, v, score_mod=alibi)),
         Timed(
             "nvrtc_attn.attention_forward and _backward", "forward",
             lambda: nvrtc_attn.attention_forward(q, k, v, out, lse=lse),

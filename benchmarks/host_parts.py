@@ -240,7 +240,7 @@ def runs_of(name: str, plan: Any, arguments: tuple[Any, ...]) -> dict[str, Calla
     """A run whose launches are ready, and one whose params are written."""
     what = f"{name}.run, {len(plan._steps)} launches, {len(plan._zeroed)} memsets"
     stream, addresses, workspace, rng, modifier = arguments
-    key = addresses, workspace, stream
+    key = addresses, workspace, stream, modifier.block
     return {
         f"{what}, known addresses": lambda: plan.run(*arguments),
         f"{what}, new addresses": lambda: plan._launch_new(key, rng, modifier),

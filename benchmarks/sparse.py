@@ -1,12 +1,13 @@
 """Masks of functions with whole tiles of nothing: time beside the kept part, and of the plan that finds the tiles.
 
-    python benchmarks/sparse.py [--quick] [--save]
+    python benchmarks/sparse.py [--quick] [--save] [--ways] [--head-dim 64] [--pass forward]
 
 Cases: packed documents with and without a causal mask, prefix-LM, a window with attention sinks, NATTEN, chunks;
 bfloat16, 16 heads, through plans that run directly. ``kept`` is the part of 128 x 128 tiles that keep anything, ``plan
-us`` the time of the launch that finds them, ``of dense`` the whole call's over that without a mask, ``of causal`` the
-speed per kept tile beside a causal call.
-About 20 seconds of an H200 with the kernels in the cache.
+us`` the time of the launches that find them and ask the mask about undecided ones, ``of dense`` the whole call's over
+that without a mask, ``of causal`` the speed per kept tile beside a causal call. ``--ways`` times all Hopper plans that
+the autotuner would, one beside the other: with bits of undecided tiles (``tile_bits`` in the label) and without, of
+several tiles. About 20 seconds of an H200 with the kernels in the cache, with ``--ways`` a minute.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ from measure import in_turn, print_table, save
 import nvrtc_attn as na
 from nvrtc_attn.front.call import Call, CallOptions, describe
 from nvrtc_attn.front.operands import BACKWARD, FORWARD, addresses
+from nvrtc_attn.heuristics import backward_candidates, forward_candidates
 from nvrtc_attn.modifiers.cuda import NO_MODIFIER, modifier_values
-from nvrtc_attn.plans.plan import backward_plan, forward_plan
+from nvrtc_attn.plans import autotune
+from nvrtc_attn.plans import plan as plans
+from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
+from nvrtc_attn.runtime import device
 
 HEADS, TILE = 16, 128
 COLUMNS = ["case", "D", "pass", "kept", "ms", "dense ms", "causal ms", "of dense", "of causal", "plan us", "plan MB"]
+WAYS = ["case", "D", "pass", "plan", "ms", "of causal", "plan us"]
 
 
 def documents(length: int, count: int) -> torch.Tensor:
@@ -59,15 +65,17 @@ def runner(plan: Any, tensors: dict[str, torch.Tensor], call: Call) -> Callable[
     return run
 
 
-class FirstLaunch:
-    """A plan that launches what finds the tiles and no more."""
+class Finding:
+    """A plan that launches what finds the tiles, and asks about undecided ones, and no more."""
 
     def __init__(self, plan: Any) -> None:
         self._plan, self.OPERANDS, self.workspace_bytes = plan, plan.OPERANDS, plan.workspace_bytes
+        names = {id(kernel): config.kernel for (config, _), kernel in plans._kernels.items()}
+        self._steps = tuple(x for x in plan._steps if names[id(x.kernel)].startswith("tile_"))
 
     def run(self, *args: Any, **options: Any) -> None:
         steps = self._plan._steps
-        self._plan._steps = steps[:1]
+        self._plan._steps = self._steps
         try:
             self._plan.run(*args, **options)
         finally:
@@ -81,7 +89,9 @@ def kept_tiles(mask_mod: Callable[..., Any], length: int) -> float:
     return float(full.unflatten(0, (-1, TILE)).unflatten(2, (-1, TILE)).any(3).any(1).float().mean())
 
 
-def measure(batch: int, length: int, head_dim: int, backward: bool, names: list[str]) -> list[dict[str, Any]]:
+def measure(
+    batch: int, length: int, head_dim: int, backward: bool, names: list[str], ways: bool = False
+) -> list[dict[str, Any]]:
     rows = torch.randn(5, batch, length, HEADS, head_dim, device="cuda").bfloat16()
     gradients = torch.empty(3, batch, length, HEADS, head_dim, device="cuda", dtype=torch.bfloat16)
     tensors = dict(zip(("q", "k", "v", "out", "dout"), rows, strict=True))
@@ -91,17 +101,34 @@ def measure(batch: int, length: int, head_dim: int, backward: bool, names: list[
     names_of = BACKWARD if backward else FORWARD
     given = {name: x for name, x in tensors.items() if name in names_of}
 
-    def of(modifier: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor], Call]:
+    def described(modifier: Any, **options: Any) -> tuple[Any, Call]:
         call = describe(*rows[:3], options=CallOptions(**options), stream=None, modifier=modifier)
         layout, lse = call.problem.q, call.problem.dense_layout_of("lse")
-        asked = call.problem.with_layouts(out=layout, dout=layout, dq=layout, dk=layout, dv=layout, lse=lse)
+        return call.problem.with_layouts(out=layout, dout=layout, dq=layout, dk=layout, dv=layout, lse=lse), call
+
+    def of(modifier: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor], Call]:
+        asked, call = described(modifier, **options)
         return make(asked, 0, torch.cuda.current_stream().cuda_stream, tune=False), given, call
+
+    def candidates(modifier: Any) -> dict[str, tuple[Any, dict[str, torch.Tensor], Call]]:
+        asked, call = described(modifier)
+        target, stream = autotune._target(device.properties(0)), torch.cuda.current_stream().cuda_stream
+        if backward:
+            specs: Any = backward_candidates(asked, **target)
+        else:
+            specs = forward_candidates(asked, **target)
+        plan_of: Any = BackwardPlan if backward else ForwardPlan
+        hopper = {label: spec for label, spec in specs.items() if label.startswith("hopper")}
+        return {label: (plan_of(spec, asked, 0, stream), given, call) for label, spec in hopper.items()}
 
     found = []
     for name, mask_mod in masks(length).items():
         if names and name not in names:
             continue
         modifier = na.trace(None, mask_mod)
+        if ways:
+            found += compared(f"{batch}x{length} {name}", mask_mod, length, candidates(modifier), of(None, causal=True))
+            continue
         plan, _, call = of(modifier)
         calls = {
             "ours": runner(plan, given, call),
@@ -109,7 +136,7 @@ def measure(batch: int, length: int, head_dim: int, backward: bool, names: list[
             "causal": runner(*of(None, causal=True)),
         }
         if call.modifier is not None and call.modifier.program.mask is not None:  # its first launch finds the tiles
-            calls["plan"] = runner(FirstLaunch(plan), given, call)
+            calls["plan"] = runner(Finding(plan), given, call)
         times = {key: x["ms"] for key, x in in_turn(calls, rep_ms=30).items()}
         kept = kept_tiles(mask_mod, length)
         causal = (length // TILE + 1) / 2 / (length // TILE)
@@ -123,19 +150,47 @@ def measure(batch: int, length: int, head_dim: int, backward: bool, names: list[
     return found
 
 
+def compared(
+    case: str, mask_mod: Callable[..., Any], length: int, plans_of: dict[str, Any], causal: Any
+) -> list[dict[str, Any]]:
+    """Every plan of a mask beside a causal call, in turn."""
+    calls = {"causal": runner(*causal)}
+    for label, (plan, given, call) in plans_of.items():
+        calls[label] = runner(plan, given, call)
+        calls[f"finding {label}"] = runner(Finding(plan), given, call)
+    times = {key: x["ms"] for key, x in in_turn(calls, rep_ms=30).items()}
+    kept, part = kept_tiles(mask_mod, length), (length // TILE + 1) / 2 / (length // TILE)
+    first = next(iter(plans_of.values()))
+    of = {
+        "case": case,
+        "D": first[2].problem.head_dim,
+        "pass": "backward" if "dout" in first[0].OPERANDS else "forward",
+    }
+    return [
+        of | {"plan": label, "ms": times[label], "of causal": times["causal"] / part * kept / times[label],
+              "plan us": 1e3 * times[f"finding {label}"]}
+        for label in plans_of
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--ways", action="store_true", help="every plan that the autotuner would try")
+    parser.add_argument("--head-dim", type=int, action="append", help="64 and 128 if not given")
+    parser.add_argument("--pass", dest="passes", choices=("forward", "backward"), action="append")
+    parser.add_argument("--case", action="append", help="one of the masks by its name")
     options = parser.parse_args()
-    names = ["documents", "causal documents", "prefix", "natten 7 of 64"] if options.quick else []
+    names = ["documents", "causal documents", "prefix", "natten 7 of 64"] if options.quick else options.case or []
+    columns = WAYS if options.ways else COLUMNS
     rows = []
-    for head_dim in (64, 128):
-        for backward in (False, True):
-            found = measure(2, 8192, head_dim, backward, names)
-            print_table(found, COLUMNS)
+    for head_dim in options.head_dim or (64, 128):
+        for name in options.passes or ("forward", "backward"):
+            found = measure(2, 8192, head_dim, name == "backward", names, options.ways)
+            print_table(found, columns)
             rows += found
-    print_table(rows, COLUMNS)
+    print_table(rows, columns)
     if options.save:
         print(save("sparse", rows))
 

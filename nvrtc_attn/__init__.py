@@ -65,6 +65,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     module = import_module(f".{_MODULES.get(name, 'api')}", __name__)
+    if name == "attention":
+        module.connect_jax(lambda: import_module(".jax.repeated", __name__).attend)
     value = globals()[name] = getattr(module, name)
     return value
 

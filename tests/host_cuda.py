@@ -55,8 +55,25 @@ inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); r
 inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
 template <class T> void atomicAdd(T* at, T x) { *at += x; }
 template <class T> void atomicOr(T* at, T x) { *at |= x; }
+namespace nvrtc_attn {
+template <class T> void add_to_global(T* at, T x) { *at += x; }
+template <class T> void set_bits_in_global(T* at, T x) { *at |= x; }
+}
 """
 """What CUDA has of numbers and of memory, for one thread at a time."""
+
+OF_MODIFIERS = """
+namespace nvrtc_attn {
+constexpr float kLog2e = 1.4426950408889634f;
+inline float infinity() { return __uint_as_float(0x7f800000u); }
+inline float fast_exp2(float x) { return exp2f(x); }
+inline float to_float(float x) { return x; }
+inline int lane_again() { return threadIdx.x % 32; }
+template <class Element> float tanh_of(float x) { return tanhf(x); }
+}
+struct Plain { int nothing; };
+"""
+"""What the text of a modifier has of other headers."""
 
 ONE_THREAD = (
     """
@@ -74,15 +91,10 @@ struct Thread { int x; }; static Thread threadIdx{0};
 template <class T> T __shfl_sync(unsigned, T x, int) { return x; }
 template <class T> T __shfl_xor_sync(unsigned, T x, int) { return 0; }
 inline bool __all_sync(unsigned, bool x) { return x; }
-namespace nvrtc_attn {
-constexpr float kLog2e = 1.4426950408889634f;
-inline float infinity() { return __uint_as_float(0x7f800000u); }
-inline float fast_exp2(float x) { return exp2f(x); }
-inline float to_float(float x) { return x; }
-template <class Element> float tanh_of(float x) { return tanhf(x); }
-}
-struct Plain { int nothing; };
+inline unsigned __ballot_sync(unsigned, bool x) { return x; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 """
+    + OF_MODIFIERS
 )
 """For text of one thread, `modifier.cuh` and what is made for it: numbers, and a warp of one lane."""
 
@@ -202,11 +214,20 @@ inline int __shfl_up_sync(unsigned, int value, int by) {
   int const lane = threadIdx.x % 32;
   return exchange(value, lane >= by ? lane - by : lane);
 }
+template <class T> T __shfl_xor_sync(unsigned, T value, int by) {
+  return __shfl_sync(0, value, int(threadIdx.x % 32) ^ by);
+}
+inline unsigned long long __shfl_sync(unsigned, unsigned long long value, int from) {
+  unsigned const low = unsigned(exchange(int(value), from));
+  return (unsigned long long)(unsigned(exchange(int(value >> 32), from))) << 32 | low;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline unsigned __ballot_sync(unsigned, bool value) {
   unsigned found = 0;
   for (int lane = 0; lane < 32; ++lane) found |= unsigned(exchange(value, lane)) << lane;
   return found;
 }
+inline bool __all_sync(unsigned, bool value) { return __ballot_sync(0, value) == 0xffffffffu; }
 """
 )
 """For text of whole thread blocks: threads are fibers that take turns in random order, so that a missing

@@ -15,7 +15,8 @@ from cases import Array, Case
 from modifiers import ModifierCase
 
 import nvrtc_attn
-from nvrtc_attn.front.chunks import chunks_of, length
+from nvrtc_attn.front.chunks import Chunks, chunks_of, length
+from nvrtc_attn.front.documents import shared_documents
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -55,6 +56,47 @@ def problems(
         found += 1
         if found == count:
             return
+
+
+def packed_problems(seed: int, count: int, ranks: int, *, heads_divide: bool = False) -> Iterator[Shared]:
+    """Packed self-attention, among it empty documents, those of one token, and tokens in none; every layout."""
+    for index, shared in enumerate(problems(seed, count, ranks, heads_divide=heads_divide)):
+        rng = np.random.default_rng([seed, index, ranks, 7])
+        kinds = [[0], [1], range(2, 12), range(30, 90)]
+        sizes = [
+            int(rng.choice(kinds[int(x)])) for x in rng.choice(4, int(rng.integers(1, 7)), p=[0.15, 0.2, 0.4, 0.25])
+        ]
+        outside = [(0, 0), (3, 0), (0, 5), (2, 70)][int(rng.integers(4))]
+        bound = max(sizes) + int(rng.integers(0, 2)) * 5  # a loose one is what callers have
+        case = dataclasses.replace(
+            shared.case, bias=None, mask=None, seqlens=tuple((n, n) for n in sizes), lead=(outside[0],) * 2,
+            tail=(outside[1],) * 2, batch=len(sizes), seqlen_q=bound, seqlen_k=bound,
+        )  # fmt: skip
+        tokens = sum(sizes) + sum(outside)
+        layout: Any = ("zigzag", "contiguous", "documents")[int(rng.integers(3))]
+        if rng.random() < 0.25:
+            layout = random_layout(rng, tokens, ranks)
+        yield Shared(case=case, layout=layout)
+
+
+def starts_of(case: Case) -> tuple[int, ...]:
+    """cu_seqlens of packed self-attention."""
+    return tuple(int(x) for x in np.cumsum([case.lead[0], *(n for n, _ in case.seqlens)]))
+
+
+def tokens_of(case: Case) -> tuple[int, int]:
+    """Tokens of queries and keys."""
+    if not case.varlen:
+        return case.seqlen_q, case.seqlen_k
+    shapes = cases.shapes(case)
+    return shapes["q"][1], shapes["k"][1]
+
+
+def chunks_for(shared: Shared, tokens: int, ranks: int) -> tuple[Chunks, ...]:
+    """The tokens of each rank."""
+    if isinstance(shared.layout, str) and shared.layout == "documents":
+        return shared_documents(starts_of(shared.case), tokens, ranks)
+    return chunks_of(shared.layout, tokens, ranks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Prints a line of JSON: what was wrong on this rank. Gloo on the CPU, NCCL on GPU
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -14,17 +15,20 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import parallel_problems
 import torch
 import torch.distributed as dist
 from parallel_problems import Shared, take
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import nvrtc_attn
 import nvrtc_attn.torch
-from nvrtc_attn.torch.parallel import ContextParallel, strategies
+from nvrtc_attn.base.log import LOGGER
+from nvrtc_attn.torch.parallel import ContextParallel, operators, strategies
 
 SECONDS = 120
 Found = list[str]
@@ -210,12 +214,11 @@ def tensors(rank: int, size: int, device: Any) -> Found:
             if not torch.isfinite(q.grad).all():
                 found.append(f"{layout} {seqlen}: attention")
     # What is chosen where nothing is said: lanes of long sequences, a margin beside one group of all_gather.
-    x = torch.empty(1, 8, 8, 64, device="meta")
     for seqlen, strategy, expected in (
         (32768 * size, "all_gather", (2, 8)), (1024, "all_gather", (1, 8)), (1024, "ulysses", (1, 0)),
     ):  # fmt: skip
         cp = ContextParallel(seqlen=seqlen, strategy=strategy)
-        chosen = cp._strategy(x, x, False)
+        chosen = cp._strategy(8, 8, False, False)
         if (getattr(chosen, "lanes", 1), cp._margin(chosen)) != expected:
             found.append(f"{strategy} at {seqlen}: {getattr(chosen, 'lanes', 1)} lanes, margin {cp._margin(chosen)}")
     return found
@@ -244,28 +247,363 @@ def packed(rank: int, size: int, device: Any) -> Found:
             error = float((cp.unshard(x.detach(), 1) - y.detach()).abs().max())
             if not error < 1e-5:
                 found.append(f"{layout}: {name} {error:.3g}")
-    ring = ContextParallel(seqlen=43, strategy="ring")
-    mine = [ring.shard(x.detach(), 1) for x in whole[:3]]
-    found += refused("ring", "'ulysses'", lambda: ring.attention(*mine, **keywords))
     return found
 
 
+def documents(rank: int, size: int, device: Any) -> Found:
+    """Packed sequences whose tokens ranks share: every layout, lengths from anywhere, and what is refused."""
+    found: Found = []
+    on_gpu = device == "cuda"
+    lengths = [300, 0, 1, 700, 40, 129, 5] if on_gpu else [9, 0, 1, 17, 14]
+    starts = [0, *np.cumsum(lengths).tolist()]
+    tokens, longest = starts[-1] + 3, max(lengths)
+    kind, bound = (torch.bfloat16, 2e-2) if on_gpu else (torch.float32, 1e-5)
+    cu = torch.tensor(starts, dtype=torch.int32, device=device)
+    both: dict[str, Any] = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    generator = torch.Generator(device).manual_seed(0)
+    whole = [
+        torch.randn(1, tokens, heads, 64, device=device, dtype=kind, generator=generator) for heads in (6, 3, 3, 6)
+    ]
+    whole[:3] = [x.requires_grad_() for x in whole[:3]]
+    given = (starts, np.asarray(starts), torch.tensor(starts, dtype=torch.int32), cu)
+    for options in (
+        {"causal": True, "dropout_p": 0.25, "rng": (3, 5), "window_size": (6, None)}, {"causal": True}, {},
+        {"window_size": (5, 3), "softcap": 4.0},
+    ):  # fmt: skip
+        expected = nvrtc_attn.torch.attention(*whole[:3], cu_seqlens_q=cu, cu_seqlens_k=cu, **both, **options)
+        gradients = torch.autograd.grad(expected, whole[:3], whole[3])
+        for n, (strategy, layout) in enumerate(
+            (x, y) for x in ("all_gather", "ring", "auto") for y in ("documents", "zigzag", "contiguous")
+        ):
+            more: dict[str, Any] = {"cu_seqlens": given[n % 4]} if layout == "documents" else {}
+            cp = ContextParallel(seqlen=tokens, layout=layout, strategy=strategy, **more)
+            mine = [cp.shard(x.detach(), 1).requires_grad_() for x in whole[:3]]
+            out = cp.attention(*mine, cu_seqlens_q=given[n % 4], cu_seqlens_k=given[n % 4], **both, **options)
+            parts = torch.autograd.grad(out, mine, cp.shard(whole[3], 1))
+            for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *parts), (expected, *gradients), strict=True):
+                y = y.detach().float()
+                error = float((cp.unshard(x.detach(), 1).float() - y).abs().max() / y.abs().max().clamp(min=1))
+                if not error < bound:
+                    found.append(f"{strategy} {layout} {options}: {name} {error:.3g}")
+    for strategy in ("all_gather", "ring"):
+        cp = ContextParallel(seqlen=tokens, strategy=strategy)
+        mine = [cp.shard(x.detach(), 1) for x in whole[:3]]
+
+        def call(
+            of_q: Any = cu, of_k: Any = None, *, cp: ContextParallel = cp, mine: Any = mine, **more: Any
+        ) -> Any:  # fmt: skip
+            return cp.attention(
+                *mine, cu_seqlens_q=of_q, cu_seqlens_k=of_q if of_k is None else of_k, **{**both, **more}
+            )
+
+        used = torch.ones(len(lengths), dtype=torch.int32, device=device)
+        other = [0, 2, *starts[2:]]
+        found += refused("seqused_k", "'ulysses'", lambda call=call, used=used: call(seqused_k=used))
+        found += refused("other keys", "'ulysses'", lambda call=call, other=other: call(starts, other))
+        found += refused(
+            "two lengths", "ulysses", lambda call=call: call(dropout_p=0.5, rng=1, max_seqlen_k=longest + 1)
+        )
+        found += refused("descending", "decreases", lambda call=call: call([0, 5, 4, *starts[3:]]))
+        found += refused("too many", "tokens", lambda call=call: call([*starts[:-1], tokens + 1]))
+        found += refused("too long", "max_seqlen_q", lambda call=call: call(max_seqlen_q=3, max_seqlen_k=3))
+        found += refused("no bound", "max_seqlen_q", lambda call=call: call(max_seqlen_q=None))
+        found += refused("bias", "bias", lambda call=call: call(bias=torch.zeros(1, 1, 1, tokens, device=device)))
+        mixed = starts if rank else [0, 2, *starts[2:]]
+        found += refused("other documents", "cu_seqlens differs", lambda call=call, mixed=mixed: call(mixed))
+        call()  # and the group is usable
+    if on_gpu:  # lengths there are read once, and again when somebody wrote to them
+        said = Mock()
+        with patch.object(LOGGER, "info", said):
+            for wrote in (False, False, True, False):
+                if wrote:
+                    cu.add_(0)
+                call()
+        if said.call_count != 1:
+            found.append(f"lengths on the GPU were read {said.call_count} times after they were known")
+    planned = ContextParallel(seqlen=tokens, strategy="all_gather", plan_as=True)
+    found += refused(
+        "plan_as", "'ulysses'",
+        lambda: planned.attention(*mine, cu_seqlens_q=cu, cu_seqlens_k=cu, **both),
+    )  # fmt: skip
+    found += refused("no documents", "cu_seqlens", lambda: ContextParallel(seqlen=tokens, layout="documents"))
+    found += refused("documents", "cu_seqlens", lambda: ContextParallel(seqlen=tokens, cu_seqlens=starts))
+    found += refused(
+        "layouts", "layout differs",
+        lambda: ContextParallel(seqlen=tokens, layout="documents", cu_seqlens=[0, 30 + 9 * rank, tokens]),
+    )  # fmt: skip
+    found += refused(
+        "beyond", "tokens", lambda: ContextParallel(seqlen=8, layout="documents", cu_seqlens=[0, 9])
+    )  # fmt: skip
+    return found
+
+
+def _calls(cp: ContextParallel, device: Any) -> dict[str, tuple[dict[str, Any], list[torch.Tensor]]]:
+    """Calls of `attention` by name: keywords, and those of their tensors that are trained. Of 37 or 38 tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    tokens, keys = cp.seqlen, cp.seqlen_k
+    rows = cp.shard(draw(1, 4, tokens, keys), 2)
+    one_row, sink, table = draw(1, 1, 1, keys), draw(4), draw(4, 8)
+    trained = [x.detach().requires_grad_() for x in (rows, one_row, sink, table)]
+    rows, one_row, sink, table = trained
+    mask = cp.shard(draw(1, 1, tokens, keys) > -1, 2)
+    span = 9
+    starts = [0, 5, 5, 22, tokens]
+    packed = {"causal": True, "max_seqlen_q": 22, "max_seqlen_k": 22}
+    cu = torch.tensor(starts, dtype=torch.int32, device=device)
+    found: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {
+        "dropout": ({"causal": True, "dropout_p": 0.25, "rng": (3, 2**63 + 5)}, []),
+        "rows": ({"bias": rows, "mask": mask, "window_size": (6, 3), "softmax_scale": 0.3}, [rows]),
+        "one row": ({"bias": one_row, "softcap": 5.0, "sink": sink, "causal": "top_left"}, [one_row, sink]),
+        "part": (
+            {
+                "dropout_p": 0.5, "rng": torch.tensor(7, device=device),
+                "part": nvrtc_attn.Part(batch=(2, 9), heads=(4, 8)),
+            },
+            [],
+        ),
+        "functions": (
+            {
+                "score_mod": lambda s, b, h, q, k, aux: s + aux["table"][h, (q - k) % 8],
+                "mask_mod": lambda b, h, q, k, aux: q - k < span, "aux": {"table": table},
+            },
+            [table],
+        ),
+        "packed": ({**packed, "cu_seqlens_q": starts, "cu_seqlens_k": starts, "sink": sink}, [sink]),
+        "packed tensors": ({**packed, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "dropout_p": 0.2, "rng": 1}, []),
+    }  # fmt: skip
+    if tokens != keys:
+        for name in ("packed", "packed tensors"):
+            del found[name]
+    return found
+
+
+def _both(cp: ContextParallel, inputs: list[torch.Tensor], call: Any, compile_: Any) -> list[str]:
+    """Out, lse and gradients of one call, plain and compiled, and where they differ."""
+    keywords, trained = call
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return cp.attention(q * 1.5, k.sin(), v, return_lse=True, **keywords)
+
+    results = []
+    for function in (attend, compile_(attend)):
+        out, lse = function(*leaves)
+        loss = (out.float() * torch.cos(torch.arange(out.numel(), device=out.device)).view(out.shape)).sum()
+        loss = loss + lse.clamp(min=-10).sin().sum()
+        results.append([out.detach(), lse.detach(), *torch.autograd.grad(loss, [*leaves, *trained])])
+    names = ("out", "lse", "dq", "dk", "dv", *(f"gradient {n}" for n in range(len(trained))))
+    exact = 1e-5 if results[0][0].device.type == "cpu" else 1e-4  # GPUs add up dq in any order
+    bound = exact if results[0][0].dtype == torch.float32 else 2e-2
+    return [
+        f"{name} {float((x.float() - y.float()).abs().nan_to_num(0).max()):.3g}"
+        for name, x, y in zip(names, *results, strict=True)
+        if x.dtype != y.dtype or not torch.allclose(x.float(), y.float(), rtol=bound, atol=bound)
+    ]
+
+
+def _fullgraph(backend: str, **more: Any) -> Any:
+    def compiled_one(function: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(function, backend=backend, fullgraph=True, **more)
+
+    return compiled_one
+
+
 def compiled(rank: int, size: int, device: Any) -> Found:
-    """In a program of torch.compile, where the call is a graph break: out and gradients of the eager one."""
-    cp = ContextParallel(seqlen=32)
+    """One graph of torch.compile, whatever the strategy, layout and options: out and gradients of the eager call."""
+    found: Found = []
+    everything = ("all_gather", "ring", "ulysses")
+    cases: list[tuple[Any, Any, dict[str, Any], list[str]]] = []
+    names = ["dropout", "rows", "one row", "part", "functions", "packed", "packed tensors"]
+    cases += [(strategy, "zigzag", {"pipeline": 2}, names) for strategy in everything]
+    cases += [
+        ("all_gather", "contiguous", {"keep": True}, ["dropout", "functions", "packed"]),
+        ("all_gather", "zigzag", {"keep": False, "pipeline": 2}, ["rows"]),
+        ("all_gather", "documents", {"cu_seqlens": [0, 5, 5, 22, 37]}, ["packed", "packed tensors"]),
+        ("ring", "contiguous", {"seqlen_k": 45}, ["rows", "dropout"]),
+        ("ulysses", "contiguous", {"seqlen_k": 45}, ["rows", "one row"]),
+    ]
+    if size == 4:
+        cases = [
+            (pair, "zigzag", {}, ["dropout", "one row"]) for pair in (("ulysses", "ring"), ("ulysses", "all_gather"))
+        ]
+    mesh = init_device_mesh(device, (2, 2)) if size == 4 else None
+    for strategy, layout, more, wanted in cases:
+        cp = ContextParallel(mesh, seqlen=37, strategy=strategy, layout=layout, **more)
+        generator = torch.Generator().manual_seed(rank)
+        batch = 1 if "packed" in wanted else 2
+        for head_dim_v, calls in ((8, wanted), (12, wanted[:1])):
+            inputs = [
+                torch.randn(batch, tokens, heads, dim, generator=generator).to(device)
+                for tokens, heads, dim in (
+                    (cp.local_seqlen, 4, 8), (cp.local_seqlen_k, 2, 8), (cp.local_seqlen_k, 2, head_dim_v)
+                )
+            ]  # fmt: skip
+            every = _calls(cp, device)
+            for name in calls:
+                for fault in _both(cp, inputs, every[name], _fullgraph("aot_eager")):
+                    found.append(f"{strategy} {layout} {more} {name} {head_dim_v}: {fault}")
+    return found
+
+
+def inductor(rank: int, size: int, device: Any) -> Found:
+    """By inductor: static shapes, one program for every batch, under autocast, and without a gradient."""
+    found: Found = []
+    counts = []
+    for strategy, name in (("all_gather", "rows"), ("ring", "dropout"), ("ulysses", "one row")):
+        cp = ContextParallel(seqlen=38, strategy=strategy)
+        call = _calls(cp, device)[name]
+
+        def draw(batch: int, cp: ContextParallel = cp) -> list[torch.Tensor]:
+            generator = torch.Generator().manual_seed(rank)
+            shapes = ((batch, cp.local_seqlen, heads, 8) for heads in (4, 2, 2))
+            return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+        for mode in ("default", "reduce-overhead"):
+            for fault in _both(cp, draw(2), call, _fullgraph("inductor", mode=mode)):
+                found.append(f"{strategy} {name} {mode}: {fault}")
+        with torch.autocast(device, torch.bfloat16):
+            for fault in _both(cp, draw(2), call, _fullgraph("aot_eager")):
+                found.append(f"{strategy} {name} autocast: {fault}")
+    torch._dynamo.reset()
+    cp = ContextParallel(seqlen=38, strategy="all_gather")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("inductor")
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return cp.unshard(cp.attention(x * 2, x, x, causal=True) + 1)
+
+    program = torch.compile(attend, backend=counter, fullgraph=True, dynamic=True)
+    for batch in (2, 3, 5):
+        x = torch.sin(torch.arange(batch * cp.local_seqlen * 4 * 8, device=device) * 1.0)
+        x = x.view(batch, cp.local_seqlen, 4, 8)
+        for grad in (True, False):
+            mine = [x.clone().requires_grad_(grad) for _ in range(2)]
+            results = [function(y) for function, y in zip((attend, program), mine, strict=True)]
+            if grad:
+                results += [torch.autograd.grad(y.square().sum(), z)[0] for y, z in zip(results, mine, strict=True)]
+            for a, b in zip(results[::2], results[1::2], strict=True):
+                if not torch.allclose(a, b, rtol=1e-4, atol=1e-5):
+                    found.append(f"batch {batch}, gradient {grad}: off by {float((a - b).abs().max()):.3g}")
+        counts.append(counter.frame_count)
+    if len(set(counts)) > 1:
+        found.append(f"programs after each batch: {counts}")
+    if hasattr(torch.Tag, "cudagraph_unsafe") and torch.Tag.cudagraph_unsafe not in operators.context_attention.tags:
+        found.append("CUDA graphs would capture the operator")
+    return found
+
+
+def programs(rank: int, size: int, device: Any) -> Found:
+    """Of compiled calls and of modes: what differs between ranks, what is wrong on one, what nobody uses, checkpoints,
+    second derivatives, fakes."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    found: Found = []
+    compile_ = _fullgraph("aot_eager")
+    cp = ContextParallel(seqlen=32, check="always")
+    x = torch.zeros(1, cp.local_seqlen, 2, 8, device=device)
+
+    def attend(x: torch.Tensor, k: torch.Tensor, **keywords: Any) -> Any:
+        return cp.attention(x, k, k, **keywords)
+
+    found += refused("options", "options differs", lambda: compile_(attend)(x, x, causal=rank == 0))
+    found += refused("rng", "rng differs", lambda: compile_(attend)(x, x, dropout_p=0.5, rng=rank))
+    found += refused("dropout_p", "in [0, 1]", lambda: compile_(attend)(x, x, dropout_p=1.5, rng=1))
+    found += refused("causal", "causal", lambda: compile_(attend)(x, x, causal="left"))
+    if rank == 0:  # on one rank alone: the others are not asked
+        for strategy in ("all_gather", "ulysses"):
+            cp.strategy = strategy
+            cp._strategies.clear()
+            for y in (x, x.clone().requires_grad_()):
+                found += refused("shape", "Nothing was sent", lambda y=y: compile_(attend)(y[:, 1:], x))
+                found += refused("heads", "heads", lambda y=y: compile_(attend)(y, x[:, :, :1].expand(-1, -1, 3, -1)))
+        cp.strategy = "auto"
+        cp._strategies.clear()
+    compile_(attend)(x, x)  # and the group is usable
+
+    # What one rank does not use is sent to those that do, and in the order of the program.
+    cp = ContextParallel(seqlen=32, strategy="all_gather")
+    x = cp.shard(torch.sin(torch.arange(32.0 * 4 * 8, device=device)).view(1, 32, 4, 8))
+    for backend in ("aot_eager", "inductor"):
+
+        def first(x: torch.Tensor) -> torch.Tensor:
+            seen, other = cp.unshard(x * 2), cp.attention(x, x, x)
+            return cp.unshard(x + 1).sum() + (seen.sum() + other.sum() if rank == 0 else 0)
+
+        if not torch.allclose(first(x), _fullgraph(backend)(first)(x), rtol=1e-4):
+            found.append(f"{backend}: a result that one rank uses")
+
+    # Checkpoints: what the user saves is not sent twice, and dropout is the same again.
     weight = torch.linspace(-1, 1, 8, device=device).requires_grad_()
-    x = cp.shard(torch.sin(torch.arange(32 * 4 * 8, device=device, dtype=torch.float32)).view(1, 32, 4, 8), 1)
 
-    def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = x * weight
-        return (cp.attention(y, y, y, causal=True, dropout_p=0.2, rng=(1, 2)) ** 2).sum()
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        saved = operator is operators.context_attention
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    found = []
-    for function in (loss, torch.compile(loss, backend="aot_eager")):
-        value = function(x, weight)
-        found.append((value, *torch.autograd.grad(value, weight)))
-    same = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*found, strict=True))
-    return [] if same else [f"compiled: {found}"]
+    def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return cp.attention(x, x, x * weight, dropout_p=0.5).sin().asin()
+
+    for selective in (False, True):
+        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if selective else {}
+
+        def checkpointed(x: torch.Tensor, weight: torch.Tensor, contexts: Any = contexts) -> torch.Tensor:
+            return cp.unshard(checkpoint(block, x, weight, use_reentrant=False, **contexts)).sum()
+
+        for function in (checkpointed, compile_(checkpointed)):
+            before = cp._calls
+            value = function(x * 0.1, weight)
+            (gradient,) = torch.autograd.grad(value, weight)
+            dist.all_reduce(gradient)
+            # The value is linear in the weight, where the mask of the backward pass is that of the forward pass; the
+            # gradient of every rank's copy of it is one of `size`.
+            error = float(((gradient * weight).sum() / size - value).detach().abs())
+            if not error < 1e-3:
+                found.append(f"selective {selective}: dropout differs, {error:.3g}")
+            if cp._calls - before != (1 if selective else 2):
+                found.append(f"selective {selective}: {cp._calls - before} forward passes")
+
+    # Second derivatives: none of attention, and those of `unshard`.
+    for function in (attend, compile_(attend)):
+        y = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(y, y).square().sum(), y, create_graph=function is attend)
+        if function is attend:
+            found += refused(
+                "twice", "second", lambda gradient=gradient, y=y: torch.autograd.grad(gradient.sum(), y), RuntimeError
+            )
+    y = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(cp.unshard(y).pow(3).sum(), y, create_graph=True)
+    (twice,) = torch.autograd.grad(gradient.sum(), y)
+    if not torch.allclose(gradient, size * 3 * y**2) or not torch.allclose(twice, size * 6 * y):
+        found.append("derivatives of unshard")
+
+    # Fakes, and what torch.library asks of an operator.
+    for strategy in ("all_gather", "ring", "ulysses"):
+        cp = ContextParallel(seqlen=32, strategy=strategy, keep=True if strategy == "all_gather" else None)
+        bias = torch.zeros(1, 4, cp.local_seqlen, 32, device=device, requires_grad=True)
+        calls: list[Any] = []
+        with patch.object(operators, "context_attention", lambda *args, calls=calls: calls.append(args) or (x, x, [])):
+            leaf = x.clone().requires_grad_()
+            operators.attention(
+                cp._name, leaf, leaf, leaf, bias, None, None, True, (5, None), None, 0.0, 0.25, (1, 2), None, None,
+                None, None, None, True, None, None, None, None, None,
+            )  # fmt: skip
+        torch.library.opcheck(operators.context_attention, calls[0])
+        torch.library.opcheck(operators.context_unshard, (leaf, cp._name, 32, 1, False, None))
+        torch.library.opcheck(operators.context_reduce, (bias, cp._name, cp.local_seqlen, 3, True, None))
+        kinds = []
+        operators.context_attention(*calls[0])
+        for mode in (None, FakeTensorMode(allow_non_fake_inputs=True)):
+            with mode or contextlib.nullcontext():
+                out, lse, kept, done = operators.context_attention(*calls[0])
+            kinds.append([(y.shape, y.stride(), y.dtype) for y in (out, lse, done, *kept)])
+        if kinds[0] != kinds[1] or (strategy != "ring") != (len(kinds[0]) > 3):
+            found.append(f"{strategy}: {kinds}")
+    return found
 
 
 def torchs_ring(rank: int, size: int, device: Any) -> Found:

@@ -240,6 +240,16 @@ struct WithMaxLogit : Params {
   alignas(alignof(Params)) float* max_logit;  // [batch, num_heads], -inf before the launch
 };
 
+// The same of kernels with kTileBits: where the bits of undecided tiles are (collective/tile_bits.cuh), in bytes from the buffer
+// of words.
+template <class Params>
+struct WithTileBits : Params {
+  alignas(alignof(Params)) long long tile_bits_first;  // [words]: the slot of the first undecided tile of each word
+  long long tile_bits_slots;                           // [room]: which tile has the slot
+  long long tile_bits_at;                              // [room]: its bits
+  int tile_bits_room;                                  // slots; tiles beyond them are not in the buffer
+};
+
 struct FurtherBackwardParams : BackwardParams {
   void const* sink;
   void* dsink;  // [H], of the sink's element type

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..base import env
+from ..modifiers.modifier import Modifier
 from .call import CallOptions
 from .guards import RECENT, guard, has_room
 from .part import Part
@@ -30,17 +31,27 @@ class Signature(NamedTuple):
 NUMBERS: Final = frozenset((float, int))
 """Types of an option that is a number; not bool."""
 _Facts = tuple[Hashable, list[int], int]
+_new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
 
 
-def sign(tensors: Sequence[Any], options: CallOptions) -> Signature | None:
-    """The signature of a call, with the address of each tensor or 0 for None; None where a call must be described."""
+def sign(tensors: Sequence[Any], options: CallOptions, modifier: Modifier | None = None) -> Signature | None:
+    """The signature of a call, with the address of each tensor or 0 for None; None where a call must be described.
+
+    The arrays of a modifier are among ``tensors``. Its numbers are part of the key, as some of them become options; and
+    so is the sign of a zero among them.
+    """
     if not are_plain(options):
         return None
     found = read(tensors)
     if found is None:
         return None
     framework, facts, addresses, device = found
-    return Signature((options, env.raw_backend(), facts), addresses, framework, device)
+    key: tuple[Any, ...] = options, env.raw_backend(), facts
+    if modifier is not None:
+        numbers = modifier.numbers
+        key += modifier.program, numbers, 0 in numbers and repr(numbers)
+    signature: Signature = _new_tuple(Signature, (key, addresses, framework, device))
+    return signature
 
 
 def read(tensors: Sequence[Any], *, detached: bool = False) -> tuple[str, Hashable, list[int], int] | None:

@@ -15,6 +15,9 @@ from .spec import Launch
 MEASURED_SMS: Final = 132
 """Multiprocessors of the GPU that the tables were measured on (H200)."""
 _Row = TypeVar("_Row")
+COMPUTES_BY_DISTANCE: Final = True
+"""Hopper kernels compute what distances alone decide of a score once for each distance of a tile. Part of a modifier's
+text, and so of `Features.modifier`: with False kernels are those without."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -64,7 +67,7 @@ def features_of(problem: AttentionProblem, *, behind: bool = False) -> Features:
 def _modifier_text(problem: AttentionProblem) -> str:
     if problem.modifier is None:
         return ""
-    return cuda_source(problem.modifier, problem.trained, orders_gradients(problem))
+    return cuda_source(problem.modifier, problem.trained, orders_gradients(problem), COMPUTES_BY_DISTANCE)
 
 
 def orders_gradients(problem: AttentionProblem) -> bool:

@@ -34,8 +34,8 @@ from .sink import choose_sink
 from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
 from .tile_words import backward_launches as words_launches
+from .tile_words import bits_bytes, bits_pay, may_have_bits, with_words
 from .tile_words import pays as words_pay
-from .tile_words import with_words
 
 MIN_HEAD_DIM: Final = 40
 """Smaller ones leave half of a 64-column slab empty; the portable family has exact tiles for them."""
@@ -99,6 +99,8 @@ class Tile:
     """Key heads whose tiles are handed out together, instead of `head_group`."""
     step: int | None = None
     """By how many query tiles a key tile begins after the one before it, times 4096, instead of `query_step`."""
+    tile_bits: bool = False
+    """`KernelConfig.tile_bits`: of a mask_mod, where P is known before dP."""
 
 
 def smem_bytes(config: HopperBackwardConfig) -> int:
@@ -117,6 +119,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
         helpers += 16
     if config.features.tile_words:  # how many query tiles, and which one each slot of q holds
         helpers += 16 + 8 * config.num_stages
+    if config.tile_bits:
+        helpers += config.num_stages * bits_bytes(config.block_n, config.block_m)
     barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
     return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers + helpers
 
@@ -143,12 +147,15 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     if is_wide(problem):
         # The figures of this one: hopper_backward_wide.py.
         return Tile(block_m=64, wide=True, splits=choose_splits(problem, num_sms))
+    bits = can_have_bits(problem) and bits_pay(problem, BLOCK_N)
     # What a score needs beside its product takes the registers of half of the queries.
     plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
     if problem.modifier is not None:
         plain = modifies_plainly(problem) and not takes_registers(problem.modifier)
+        # What a mask_mod keeps takes two registers of 128 queries: 64 spare what asking takes.
+        plain = plain or (bits and problem.modifier.score is None)
     block_m = most_queries(problem) if plain and not problem.softcap else 64
-    tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms))
+    tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms), tile_bits=bits)
     if not is_plain(problem):
         return tile
     longest = FUSED_BAND if problem.band else 2048
@@ -462,7 +469,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
     if tile.wide:
         return wide_config(problem, config)
     if walks_words(problem):
-        config = with_words(config)
+        config = replace(with_words(config), tile_bits=tile.tile_bits)
     return replace(config, smem_bytes=smem_bytes(config))
 
 
@@ -493,6 +500,11 @@ def hides_keys(problem: AttentionProblem) -> bool:
 def walks_words(problem: AttentionProblem) -> bool:
     """Whether the kernel leaves out tiles that a mask hides; the two blocks of a wide tile compute all of them."""
     return not is_wide(problem) and not has_one_key_tile(problem) and words_pay(problem, BLOCK_N)
+
+
+def can_have_bits(problem: AttentionProblem) -> bool:
+    """Whether the kernel can read what a mask_mod keeps of undecided tiles: it asks about a whole tile at once."""
+    return walks_words(problem) and modifies_plainly(problem) and may_have_bits(problem)
 
 
 def prepare_warps(head_dim_v: int) -> int:
@@ -608,7 +620,7 @@ def plan_spec(
     launches, workspaces = [], []
     words_params: tuple[tuple[str, int], ...] = ()
     if config.features.tile_words:
-        plans, words_params, buffer = words_launches(problem, config, ordered=config.ordered)
+        plans, words_params, buffer = words_launches(problem, config, ordered=config.ordered, num_sms=num_sms)
         launches += plans
         workspaces.append(buffer)
     if not config.fused:
@@ -760,6 +772,8 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
             tiles[replace(tile, own_code=True, keys_in_registers=True)] = None
     elif problem.varlen and not (score_operands(problem) or problem.softcap or problem.deterministic or tile.wide):
         tiles[replace(tile, **registers_of(problem))] = None
+    if can_have_bits(problem):
+        tiles[replace(tile, tile_bits=not tile.tile_bits)] = None
     if tile.splits > 1:
         tiles[replace(tile, splits=1)] = None
     # Parts where no table has them: one key tile, or so few that the multiprocessors are not half full.

@@ -26,8 +26,8 @@ from .hopper_common import (
 )
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, packed_map, reasons_against, score_map, score_reasons_against, tensor_map
+from .tile_words import TileBits, bits_bytes, bits_pay, may_have_bits, plan_launch, with_words, words_of
 from .tile_words import pays as words_pay
-from .tile_words import plan_launch, with_words, words_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -67,6 +67,7 @@ class Tile:
     score_tiles: bool = False
     num_stages_scores: int = 2
     packed_heads: bool = False
+    tile_bits: bool = False
 
 
 def smem_bytes(config: HopperForwardConfig) -> int:
@@ -77,6 +78,7 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     barriers = 16 * config.num_stages_scores if scores else 0
     barriers += 8 * config.num_stages if config.features.mask else 0
     barriers += 16 * config.features.tile_words
+    barriers += config.num_stages * bits_bytes(config.block_m, config.block_n) * config.tile_bits
     barriers += 8 * config.num_threads * (config.features.max_logit and config.lazy_max)  # noted maxima
     announced = (32 if config.features.varlen else 16) * config.num_stages_q
     return 128 * rows + scores + announced + 16 * config.num_stages_q + 32 * config.num_stages + barriers
@@ -92,6 +94,19 @@ def _score_bytes(config: HopperForwardConfig) -> int:
 
 
 def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
+    """The tile table, and whether a launch of its own asks a mask_mod about undecided tiles."""
+    return tile_with_bits(problem, num_sms) if bits_pay(problem, 128) else tile_without_bits(problem, num_sms)
+
+
+def tile_with_bits(problem: AttentionProblem, num_sms: int) -> Tile:
+    """The tile where the kernel reads what a mask keeps, so that what it computes does not matter."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest <= 64 and has_mask_alone(problem) and _rows_of_narrow(problem, num_sms) == 192:
+        return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages_q=2, lazy_max=True, tile_bits=True)
+    return replace(tile_without_bits(problem, num_sms), half_tile=False, tile_bits=True)
+
+
+def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
     """The tile table. Each row says why it is what it is; all figures, and what lost, are in docs/experiments.md.
 
     There, under "Hopper forward: tiles": H200, 2026-11-20 and 21, bfloat16, TFLOP/s of the launch alone.
@@ -181,11 +196,17 @@ def has_light_mask(problem: AttentionProblem) -> bool:
     heads, D 64, us with 192 x 96 and 128 x 128: prefix-LM 644 and 808, window and first keys 227 and 241, a
     neighbourhood 213 and 278, chunks 176 and 155; documents, which read an array, 451 and 385 (H200, 2026-11-23).
     """
+    mask = None if problem.modifier is None else problem.modifier.mask
+    return mask is not None and has_mask_alone(problem) and computes_little(mask)
+
+
+def has_mask_alone(problem: AttentionProblem) -> bool:
+    """Whether a mask_mod, and nothing else, goes with the scores."""
     program = problem.modifier
     if program is None or program.score is not None or program.mask is None:
         return False
     other = score_operands(problem) or problem.softcap or problem.softmax_scale <= 0 or problem.further_inputs
-    return not (other or problem.varlen or problem.seqused_k) and computes_little(program.mask)
+    return not (other or problem.varlen or problem.seqused_k)
 
 
 def may_pack_heads(problem: AttentionProblem) -> bool:
@@ -380,7 +401,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
     may_hand_out = not (problem.varlen or problem.mask)
     if words_pay(problem, tile.block_n):
         # What a function leaves of query tiles differs, and a fixed order can give one block all of the long ones.
-        return replace(with_words(config), tickets=may_hand_out)
+        return replace(with_words(config), tickets=may_hand_out, tile_bits=tile.tile_bits)
     return replace(config, tickets=may_hand_out and problem.sm_margin is not None)
 
 
@@ -520,11 +541,21 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     first_head, done = divmod(rounds * grid, head_pairs)
     words = words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
     ticket_bytes = (16 if words else 4) * config.tickets  # words behind the counter begin at a multiple of 8
+    finding: tuple[Launch, ...] = ()
+    words_bytes = 0
+    words_params: tuple[tuple[str, int], ...] = ()
+    if words:
+        bits = TileBits(words=words, behind=ticket_bytes + words.nbytes) if config.tile_bits else None
+        words_bytes = bits.end - ticket_bytes if bits else words.nbytes
+        words_params = (*words.params(ticket_bytes), *(bits.params if bits else ()))
+        finding = (plan_launch(problem, words, config, ticket_bytes, bits),)
+        if bits:
+            finding = (*finding, bits.launch(problem, config, finding[0], num_sms))
     return ForwardPlanSpec(
-        tile_words_bytes=words.nbytes if words else 0,
+        tile_words_bytes=words_bytes,
         ticket_bytes=ticket_bytes,
         launches=(
-            *([plan_launch(problem, words, config, ticket_bytes)] if words else ()),
+            *finding,
             Launch(
                 config=config,
                 grid=grid,
@@ -541,7 +572,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                     ("tail_first_head", first_head),
                     ("tail_done", done),
                     ("tail_whole_heads", all_heads - first_head - int(done > 0)),
-                    *(words.params(ticket_bytes) if words else ()),
+                    *words_params,
                 ),
                 tensor_maps=(*_operand_maps(problem, tile), *_score_maps(problem, tile)),
             ),
@@ -657,6 +688,12 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         return packed
     tile = choose_tile(problem, num_sms)
     tiles = [tile]
+    if tile.tile_bits:
+        tiles.append(tile_without_bits(problem, num_sms))
+        if tile.block_m == 192:
+            tiles += [replace(tile, block_m=128, block_n=128), replace(tile, block_n=112)]
+    elif may_have_bits(problem) and words_pay(problem, tile.block_n):
+        tiles.append(tile_with_bits(problem, num_sms))
     lengths = problem.varlen or problem.seqused_k
     if score_operands(problem) == 0 and max(problem.head_dim, problem.head_dim_v) <= 64 and tile.block_n >= 112:
         rows, columns = (128, 128) if tile.block_m == 192 else (192, 112 if lengths else 128)
@@ -665,7 +702,7 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         # The keys of the next query tile come in time, as of dense ones. Not with a half tile, as above.
         tiles.append(replace(tile, num_stages=3, half_tile=False))
     diagonal = problem.window_right is not None and score_operands(problem) == 0 and not lengths
-    if tile.half_tile or (diagonal and tile.block_n == 128):
+    if tile.half_tile or (diagonal and tile.block_n == 128 and not tile.tile_bits):
         tiles.append(replace(tile, half_tile=not tile.half_tile))
     if tile.score_tiles and tile.num_stages_q == 2:
         tiles.append(replace(tile, num_stages_q=1))

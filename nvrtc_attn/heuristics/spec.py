@@ -41,6 +41,8 @@ class Workspace:
     nbytes: int
     params: tuple[tuple[str, int], ...] = ()
     zeroed: bool = False
+    zeroed_bytes: int = 0
+    """Of its beginning alone, where not all of a ``zeroed`` one is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +74,14 @@ class ForwardPlanSpec:
     ticket_bytes: int = 0
     """Of the counter of tiles that were handed out."""
     tile_words_bytes: int = 0
-    """Of the words that the first launch makes: the tiles that a mask leaves anything of."""
+    """Of the words that the first launch makes: the tiles that a mask leaves anything of; and of bits behind them."""
 
     @property
     def workspaces(self) -> tuple[Workspace, ...]:
         """Partial results of splits with words of tiles behind them, or a list of tiles; none with one kernel."""
         nbytes = self.softmax_partial_bytes + self.tile_words_bytes + self.tile_list_bytes + self.ticket_bytes
-        statistics = Workspace(field="softmax_partial", nbytes=nbytes, zeroed=self.ticket_bytes > 0)
+        tickets = self.ticket_bytes
+        statistics = Workspace(field="softmax_partial", nbytes=nbytes, zeroed=tickets > 0, zeroed_bytes=tickets)
         if not self.out_partial_bytes:
             return (statistics,) if statistics.nbytes else ()
         return (

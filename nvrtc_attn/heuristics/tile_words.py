@@ -12,7 +12,9 @@ from typing import Any, Final, TypeVar
 
 from ..front.problem import AttentionProblem
 from ..jit.config import BackwardConfig, Features, ForwardConfig, KernelConfig
+from ..modifiers.cuda import cuda_source
 from ..modifiers.cuda_tiles import tile_source
+from ..modifiers.graph import Node, walk
 from .common import ceil_div, orders_gradients
 from .spec import Launch, Workspace
 
@@ -28,6 +30,22 @@ MIN_KEY_BYTES: Final = 32 << 20
 WORD_TILES: Final = 32
 WORD_BYTES: Final = 8
 _WARPS: Final = 32
+
+KEEPS_BITS: Final = True
+"""Whether undecided tiles of a mask_mod are asked about once for all heads where `bits_pay` (``tile_bits.cuh``), by a
+launch of its own. Of 336 us for packed documents the kernel that asked in every head took 106 to ask (2 x 8192, 16
+heads, D 64, H200, 2026-11-23)."""
+MIN_SHARERS: Final = 4
+"""Heads and batch entries that share a mask. To ask costs a head some 2.8 us a tile of 128 x 128 on one multiprocessor,
+the launch 3 us and the same once: of two sharers the launch takes what they save of few tiles."""
+MAX_BIT_BYTES: Final = 64 << 20
+"""Of the bits, at 2 KB a tile of 128 x 128: all of 23,000 x 23,000 scores, or four undecided tiles for each of 8,192
+rows of tiles of a million queries, where words take another 25 MB. What has no room is asked in every head."""
+BIT_BLOCKS: Final = 8
+"""Thread blocks a multiprocessor of the launch that asks: four warps each, so that registers suffice."""
+SLOT_BYTES: Final = 16
+COUNTER_BYTES: Final = 16
+"""In front of the words: two counters, of which the second is that of slots, and zeros to a multiple of 16."""
 
 _Config = TypeVar("_Config", bound=KernelConfig)
 
@@ -130,13 +148,120 @@ def pays(problem: AttentionProblem, block_n: int) -> bool:
     return 2 * scores * dims >= MIN_FLOPS or key_bytes * dims >= MIN_KEY_BYTES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileBits:
+    """The buffer of bits of the undecided tiles of ``words`` (``collective/tile_bits.cuh``)."""
+
+    words: TileWords
+    behind: int
+    """The byte of the buffer of words where it may begin."""
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        """Rows and columns of the accumulators of a tile."""
+        return (self.words.cols, self.words.rows) if self.words.transposed else (self.words.rows, self.words.cols)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of a slot."""
+        return bits_bytes(*self._sides)
+
+    @property
+    def tiles(self) -> int:
+        return self.words.batch * self.words.heads * self.words.lines * self.words.tiles
+
+    @property
+    def room(self) -> int:
+        return min(self.tiles, MAX_BIT_BYTES // self.tile_bytes)
+
+    @property
+    def _places(self) -> tuple[int, int, int, int]:
+        """Of the first slots, of the list of slots, of bits, and their end."""
+        first = _rounded(self.behind, 128)
+        slots = _rounded(first + self.words.nbytes // 2, 128)
+        bits = _rounded(slots + SLOT_BYTES * self.room, 128)
+        return first, slots, bits, bits + self.tile_bytes * self.room
+
+    @property
+    def end(self) -> int:
+        """Of the whole buffer, in bytes."""
+        return self._places[-1]
+
+    @property
+    def params(self) -> tuple[tuple[str, int], ...]:
+        places = dict(zip(("first", "slots", "at"), self._places, strict=False))
+        return tuple((f"tile_bits_{name}", value) for name, value in (places | {"room": self.room}).items())
+
+    def launch(self, problem: AttentionProblem, config: KernelConfig, words: Launch, num_sms: int) -> Launch:
+        """The launch that asks, behind ``words`` and before a kernel of ``config``."""
+        rows, columns = self._sides
+        assert problem.modifier is not None
+        text = cuda_source(problem.modifier, problem.trained, orders_gradients(problem))
+        asking = replace(
+            words.config, kernel="tile_bits", num_warps=4, block_m=rows, block_n=columns,
+            features=replace(words.config.features, modifier=text),
+        )  # fmt: skip
+        grid = min(self.room * ceil_div(rows, 64), BIT_BLOCKS * num_sms)
+        return Launch(config=asking, grid=grid, block=asking.num_threads, smem_bytes=0, params=words.params)
+
+
+def bits_bytes(rows: int, columns: int) -> int:
+    """Of a tile of accumulators of 8 columns and 16 rows: a thread's word has eight of them, and it reads 1, 2 or 4."""
+    words = ceil_div(columns, 64)
+    return 2 * rows * 4 * (4 if words == 3 else words)
+
+
+def _rounded(nbytes: int, multiple: int) -> int:
+    return ceil_div(nbytes, multiple) * multiple
+
+
+_EXACT: Final = frozenset(
+    ("number", "param", "load", "neg", "abs", "sign", "minimum", "maximum", "where", "floor", "ceil", "round", "trunc")
+)
+"""Operations with a float32 result that is not rounded. What is, another kernel may round otherwise: it may fuse a
+product and a sum."""
+
+
+def is_same_everywhere(mask: Node) -> bool:
+    """Whether any kernel that computes a condition decides the same: nothing in it is rounded."""
+    return all(x.kind != "float" or x.op in _EXACT for x in walk([mask]))
+
+
+def may_have_bits(problem: AttentionProblem) -> bool:
+    """Whether a launch can ask the mask_mod for all heads that share it; beside a byte mask words promise nothing.
+
+    Which tiles have no room differs from run to run, and must not change the result.
+    """
+    if not of_ranges(problem) or problem.mask is not None or problem.varlen:
+        return False
+    assert problem.modifier is not None
+    assert problem.modifier.mask is not None
+    batch, heads, _ = _forms(problem)
+    scores = batch * heads * _rounded(problem.seqlen_q, 256) * _rounded(problem.seqlen_k, 256)
+    has_room = 2 * scores // 8 <= MAX_BIT_BYTES  # 80 columns take the two words of 128
+    return scores < 2**40 and (has_room or is_same_everywhere(problem.modifier.mask))
+
+
+def bits_pay(problem: AttentionProblem, block_n: int) -> bool:
+    """Whether it is worth a launch: enough heads share the mask, and words pay."""
+    if not KEEPS_BITS or not may_have_bits(problem) or not pays(problem, block_n):
+        return False
+    batch, heads, _ = _forms(problem)
+    return problem.batch * problem.num_heads >= MIN_SHARERS * batch * heads
+
+
 def with_words(config: _Config) -> _Config:
     """``config``, walking words."""
     return replace(config, features=replace(config.features, tile_words=True))
 
 
-def plan_launch(problem: AttentionProblem, words: TileWords, config: KernelConfig, offset: int = 0) -> Launch:
-    """The launch that writes ``words``, before a kernel of ``config``: one kernel for a pass, whatever the tiles."""
+def plan_launch(
+    problem: AttentionProblem, words: TileWords, config: KernelConfig, offset: int = 0, bits: TileBits | None = None
+) -> Launch:
+    """The launch that writes ``words``, before a kernel of ``config``: one kernel for a pass, whatever the tiles.
+
+    With ``bits`` it gives undecided tiles their slots.
+    """
     ranges, features = of_ranges(problem), Features(mask=True, tile_words=True)
     if ranges and problem.modifier is not None:
         text = tile_source(problem.modifier, problem.trained, orders_gradients(problem))
@@ -144,6 +269,7 @@ def plan_launch(problem: AttentionProblem, words: TileWords, config: KernelConfi
     fields: dict[str, Any] = {
         "kernel": "tile_ranges" if ranges else "tile_plan", "arch": config.arch, "dtype": "float16", "head_dim": 8,
         "head_dim_v": 8, "block_m": 16, "block_n": 16, "num_warps": _WARPS, "features": features,
+        "tile_bits": bits is not None,
     }  # fmt: skip
     # Of the backward pass, whose params are others: told apart by its name in tables of kernels, too.
     forward = config.kernel.startswith("forward")
@@ -166,22 +292,31 @@ def plan_launch(problem: AttentionProblem, words: TileWords, config: KernelConfi
             ("tile_plan_tiles", words.tiles),
             ("tile_plan_heads", words.heads),
             ("tile_plan_transposed", int(words.transposed)),
+            *(bits.params if bits else ()),
         ),
     )
 
 
 def backward_launches(
-    problem: AttentionProblem, config: BackwardConfig | Any, *, ordered: bool = False
+    problem: AttentionProblem, config: BackwardConfig | Any, *, ordered: bool = False, num_sms: int = 0
 ) -> tuple[list[Launch], tuple[tuple[str, int], ...], Workspace]:
     """What writes the words of a dk/dv kernel of ``config``, the params that it reads them by, and their workspace.
 
     ``ordered``: also by query tile, which the deterministic pass of the Hopper family counts with.
     """
     words = words_of(problem, config.block_m, config.block_n, transposed=True)
-    launches, params, nbytes = [plan_launch(problem, words, config)], words.params(), words.nbytes
-    if ordered:
-        order = words_of(problem, config.block_m, config.block_n)
+    offset = COUNTER_BYTES if config.tile_bits else 0
+    nbytes = offset + words.nbytes
+    order = words_of(problem, config.block_m, config.block_n) if ordered else None
+    bits = TileBits(words=words, behind=nbytes + (order.nbytes if order else 0)) if config.tile_bits else None
+    launches = [plan_launch(problem, words, config, offset, bits)]
+    params = words.params(offset)
+    if order:
         launches.append(plan_launch(problem, order, config, nbytes))
         params += order.params(nbytes, "order")
         nbytes += order.nbytes
-    return launches, params, Workspace(field="counters", nbytes=nbytes)
+    if bits is None:
+        return launches, params, Workspace(field="counters", nbytes=nbytes)
+    launches.append(bits.launch(problem, config, launches[0], num_sms))
+    workspace = Workspace(field="counters", nbytes=bits.end, zeroed=True, zeroed_bytes=COUNTER_BYTES)
+    return launches, params + bits.params, workspace

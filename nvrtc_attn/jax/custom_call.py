@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "Kind", "as_varying", "attention", "captured", "check_call", "compute", "gradients_of_part", "rng_words", "varies",
-    "with_modifier",
+    "Kind", "as_varying", "attention", "captured", "check_call", "compute", "gradients_of_part", "on_gpu", "rng_words",
+    "varies", "with_modifier",
 ]  # fmt: skip
 
 _TARGET: Final = "nvrtc_attn.launch"
@@ -97,6 +97,8 @@ class _Kind:
     """Captured arrays whose gradients, ``daux0`` and so on, the backward pass makes."""
     float32: bool = False
     """Whether dk and dv are float32: shares of a sum."""
+    float32_q: bool = False
+    """Whether out and dq are float32: of some of the keys."""
 
     def changed(self, **options: Any) -> _Kind:
         """The same with other options."""
@@ -105,6 +107,11 @@ class _Kind:
     def backwards(self) -> _Kind:
         """The backward pass of it, as a part of a larger one."""
         return replace(self, backward=True, float32=True)
+
+    @property
+    def single(self) -> tuple[str, ...]:
+        """Results that are float32 whatever the inputs are."""
+        return (*(("dk", "dv") if self.float32 else ()), *(("out", "dq") if self.float32_q else ()))
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -130,7 +137,7 @@ class _Pass:
     def results(self) -> list[tuple[str, tuple[int, ...], str]]:
         shapes = {name: shape for name, shape, _ in self.operands}
         dtypes = {name: dtype for name, _, dtype in self.operands}
-        single = ("dk", "dv") if self.kind.float32 else ()
+        single = self.kind.single
 
         def written(name: str) -> tuple[str, tuple[int, ...], str]:
             if name not in OPERANDS:
@@ -251,23 +258,23 @@ def attention(
 
 def _check(bound: _Pass) -> CallOptions:
     """Refuse what no pass computes: the options in Python's types, which JAX can hash. A tenth of the time again."""
-    options, on_gpu = bound.kind.options, _on_gpu()
+    options, for_gpu = bound.kind.options, on_gpu()
     try:
-        plain = _checked.get((bound, on_gpu))
+        plain = _checked.get((bound, for_gpu))
     except TypeError:  # options of kinds that no table takes
         plain = None
     if plain is not None and are_plain(options):  # a table looks options up by equality, and 1 equals True
         return plain
-    _describe(bound, Device("cuda" if on_gpu else "abstract", 0))
+    _describe(bound, Device("cuda" if for_gpu else "abstract", 0))
     plain = plain_options(options)
     if are_plain(options):
-        remember(_checked, (bound, on_gpu), plain)
+        remember(_checked, (bound, for_gpu), plain)
     return plain
 
 
 def check_call(operands: dict[str, Any], options: CallOptions, modifier: Modifier | None = None) -> None:
     """Refuse what no pass computes; ``operands`` are (shape, dtype) by name."""
-    where = Device("cuda" if _on_gpu() else "abstract", 0)
+    where = Device("cuda" if on_gpu() else "abstract", 0)
     describe_shapes(operands, options, where, modifier=modifier, keeps_arrays=True)
 
 
@@ -327,7 +334,7 @@ def _of_gradients(kind: _Kind, wanted: dict[str, Any]) -> _Kind:
 
 def _compile_ahead(kind: _Kind, values: dict[str, Any]) -> None:
     """Let the backward pass's kernels compile beside the forward one's, for the shapes before any ``jax.vmap``."""
-    if not _on_gpu():
+    if not on_gpu():
         return
     try:
         bound = _bind(replace(kind, backward=True), values)
@@ -405,7 +412,7 @@ def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
         return [jnp.full(shape, values[name], dtype) for name, shape, dtype in bound.results]
     _register_host()
     branches: dict[str, Any] = {"cpu": partial(_custom_call, bound, 0)}
-    if _on_gpu():
+    if on_gpu():
         _register_target()
         size = max(_plan(bound, index).workspace_bytes for index in _local_devices()) + _ordered_bytes(bound)
         branches["cuda"] = partial(_custom_call, bound, size)
@@ -574,8 +581,8 @@ def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPl
         names = [name for name, _, _ in (*bound.operands, *bound.results) if name in OPERANDS and name not in INPUTS]
         make: Any = backward_plan if bound.kind.backward else forward_plan
         problem = call.with_dense(*names)
-        if bound.kind.float32:
-            shares = {name: dense_layout(shape, dtype) for name, shape, dtype in bound.results if name in ("dk", "dv")}
+        if single := bound.kind.single:
+            shares = {name: dense_layout(shape, dtype) for name, shape, dtype in bound.results if name in single}
             dense = {name: call.problem.dense_layout_of(name) for name in names if name not in shares}
             problem = call.with_outputs(**dense, **shares)
         plan = make(problem, index, stream)
@@ -668,7 +675,8 @@ def _on_cpu(bound: _Pass, *arrays: Any, into: Sequence[Any]) -> None:
     run(**values, **bound.kind.options.arguments(), **results, **modified, rng=tuple(rng))
 
 
-def _on_gpu() -> bool:
+def on_gpu() -> bool:
+    """Whether JAX computes on a GPU where nobody says otherwise."""
     default = jax.config.jax_default_device
     return (getattr(default, "platform", default) or jax.default_backend()) in ("gpu", "cuda")
 

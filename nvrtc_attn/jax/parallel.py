@@ -1,7 +1,8 @@
 """Attention over a sequence that is sharded over an axis of a mesh, inside `jax.shard_map`.
 
-One program runs on all devices, which differ in where their rows lie: it branches on the index of the device, with the
-place of each known while tracing, so that every branch is an ordinary part (`nvrtc_attn.Part`) with its own bounds.
+One program runs on all devices, which differ in where their rows lie. It branches on the index of the device, with the
+place of each known while tracing, so that every branch is an ordinary part (`nvrtc_attn.Part`) with its own bounds; or
+places are numbers on the device, of calls that are the same everywhere (`_why_no_numbers`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..base.errors import shown
+from ..front import chunks as layouts
 from ..front.call import CallOptions, plain_options
-from ..front.chunks import Band, Chunks, Interval, band_of, chunks_of, places, reach
+from ..front.chunks import Band, Chunks, Interval, band_of, chunks_of, reach
 from ..front.modified import banded_options
 from ..front.part import Part
 from ..front.problem import Causal, WindowSize
@@ -35,7 +37,11 @@ from .custom_call import (
 )
 from .modifier import traced
 
-STRATEGIES: Final = ("auto", "all_gather", "ulysses")
+STRATEGIES: Final = ("auto", "all_gather", "ulysses", "ring")
+PLACES: Final = ("auto", "branches", "device")
+_MOST_BRANCHES: Final = 8
+"""Devices up to which a program has the calls of all of them: two each, in both passes. Tiles then follow each one's
+place, as they cannot where places are known on the device alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,22 @@ class _Whole:
     band: Band
     rows: int
     keys: int
+    pieces: int
+    """Of each device."""
+    on_device: bool = False
+    """Whether where rows lie is a number on the device."""
+    ring: bool = False
+    """Whether keys go around instead of being gathered."""
+
+    def numbered(self, kind: Kind) -> Kind:
+        """The call of rows whose place a device knows.
+
+        It has the first keys, as many as ``seqused_k`` says, which end where those of the last row do: a causal mask is
+        aligned there, and the window is counted from it.
+        """
+        first, last = self.band
+        assert last is not None
+        return kind.changed(causal=True, window_size=(None if first is None else last - first, None), return_lse=True)
 
     def part(self, heads: Interval, rows: Interval | None = None, keys: Interval | None = None) -> Kind:
         """The call of these heads (start, of how many), rows and keys."""
@@ -69,6 +91,7 @@ def context_parallel_attention(
     axis_name: str,
     strategy: str = "auto",
     layout: str = "zigzag",
+    places: str = "auto",
     bias: Any = None,
     mask: Any = None,
     causal: Causal = False,
@@ -95,10 +118,16 @@ def context_parallel_attention(
         The axis of the mesh over which the sequence is sharded.
     strategy
         ``"all_gather"``: each device gathers the keys. ``"ulysses"``: devices swap tokens for heads, whose number they
-        divide. ``"auto"``: ulysses where the devices divide the key heads.
+        divide. ``"ring"``: keys go around, and a device holds those of two devices at a time; a program has the calls
+        of all pairs of them. ``"auto"``: ulysses where the devices divide the key heads, otherwise all_gather.
     layout
         Which tokens a device has: ``"zigzag"``, pieces r and 2 N - 1 - r of 2 N (equal work under a causal mask), or
         ``"contiguous"``. `nvrtc_attn.jax.parallel.zigzag` puts a whole sequence in that order.
+    places
+        Of ``"all_gather"``, how a program knows where its rows lie. ``"branches"``: it has the calls of all devices,
+        each with the keys that they reach. ``"device"``: one call for each of its pieces, whose place is a number on
+        the device, as ``seqused_k`` is: of causal attention (and windows to the left) without dropout, ``score_mod``
+        and ``mask_mod``. ``"auto"``: branches up to 8 devices, and where the other does not serve.
     bias, mask : ``[1|B, 1|H, 1|tokens, 1|Mk]``, optional
         This device's rows (or one), all keys of the whole. Only of ``"all_gather"``.
     rng
@@ -119,6 +148,8 @@ def context_parallel_attention(
     ranks = int(jax.lax.psum(1, axis_name))
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: got {shown(strategy)}. It is one of {STRATEGIES}.")
+    if places not in PLACES:
+        raise ValueError(f"places: got {shown(places)}. It is one of {PLACES}.")
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f"layout: got {shown(layout)}. It is 'zigzag' or 'contiguous'.")
     given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
@@ -159,11 +190,17 @@ def context_parallel_attention(
     whole = _Whole(
         kind, axis_name, ranks, chunks_of(layout, rows, ranks), chunks_of(layout, keys, ranks),
         band_of(left, right, rows, keys, banded.causal != "top_left"), rows, keys,
+        2 if layout == "zigzag" else 1,
     )  # fmt: skip
     heads_kv = operands["k"].shape[2]
     scores = "bias" in operands or "mask" in operands
     if strategy == "auto":
         strategy = "ulysses" if heads_kv % ranks == 0 and not scores else "all_gather"
+    why_not = _why_no_numbers(whole)
+    if places == "device" and (why_not or strategy != "all_gather"):
+        raise ValueError(f"places: 'device', but {why_not or f'strategy is {strategy!r}'}. Pass 'branches' or 'auto'.")
+    on_device = places == "device" or (places == "auto" and ranks > _MOST_BRANCHES and not why_not)
+    whole = replace(whole, on_device=on_device and strategy == "all_gather", ring=strategy == "ring")
     axes = varies(*operands.values()) | {axis_name}
     operands = {name: as_varying(x, axes) for name, x in {**operands, **arrays}.items()}
     if strategy == "ulysses":
@@ -175,6 +212,22 @@ def context_parallel_attention(
     else:
         out, lse = _gathered(whole, operands)
     return (out, lse) if return_lse else out
+
+
+def _why_no_numbers(whole: _Whole) -> str:
+    """Why the place of rows cannot be a number on the device; empty where it can.
+
+    The kernels read one such number, the count of keys, and align a causal mask to its end. Numbers of dropout and of
+    functions count from the beginning.
+    """
+    options, last = whole.kind.options, whole.band[1]
+    if options.dropout_p > 0:
+        return "dropout counts the rows of the whole"
+    if whole.kind.program is not None:
+        return "score_mod and mask_mod get the rows of the whole"
+    if not whole.rows or last is None or not 0 <= last <= whole.keys - whole.rows:
+        return "no causal mask ends within the keys"
+    return ""
 
 
 def zigzag(x: Any, devices: int, axis: int = 1, *, back: bool = False) -> Any:
@@ -236,7 +289,11 @@ def _all_keys(whole: _Whole, x: Any) -> Any:
 
 
 def _forward(whole: _Whole, operands: dict[str, Any]) -> list[Any]:
+    if whole.ring:
+        return _ring_forward(whole, operands)
     everything = operands | {name: _all_keys(whole, operands[name]) for name in ("k", "v")}
+    if whole.on_device:
+        return list(_rows_forward(whole, None, everything))
     branches = [partial(_rows_forward, whole, r) for r in range(whole.ranks)]
     out, lse = jax.lax.switch(jax.lax.axis_index(whole.axis), branches, everything)
     return [out, lse]
@@ -259,47 +316,164 @@ def _sliced(operands: dict[str, Any], at: slice, keys: Interval) -> dict[str, An
 def _rows(whole: _Whole, rank: int) -> list[tuple[Interval, slice, Interval]]:
     """Chunks of a device's queries, where its tensors have them, and the keys that they see."""
     mine = whole.chunks_q[rank]
-    found = zip(mine, places(mine, mine), strict=True)
+    found = zip(mine, layouts.places(mine, mine), strict=True)
     return [(chunk, at, reach(chunk, whole.band, whole.keys)) for chunk, at in found]
 
 
-def _rows_forward(whole: _Whole, rank: int, operands: dict[str, Any]) -> tuple[Any, Any]:
-    heads = (0, operands["q"].shape[2])
-    parts = [
-        compute(whole.part(heads, chunk, keys), _sliced(operands, at, keys)) for chunk, at, keys in _rows(whole, rank)
-    ]
+def _calls(
+    whole: _Whole, kind: Kind, rank: int | None, operands: dict[str, Any]
+) -> list[tuple[Kind, dict[str, Any], slice, Interval]]:
+    """The calls of a device, or of any one: with their operands, where its tensors have the rows, and their keys."""
+    if rank is not None:
+        heads = (0, operands["q"].shape[2])
+        return [
+            (kind.changed(part=whole.part(heads, chunk, keys).options.part), _sliced(operands, at, keys), at, keys)
+            for chunk, at, keys in _rows(whole, rank)
+        ]
+    size = whole.rows // whole.ranks // whole.pieces
+    # Pieces side by side are one chunk, as the last device's of a zigzag are: here each is one as on the others.
+    starts = [[i for chunk in chunks for i in range(*chunk, size)] for chunks in whole.chunks_q]
+    mine = jnp.asarray(starts, np.int32)[jax.lax.axis_index(whole.axis)]
+    axes, last, keys = varies(*operands.values()), whole.band[1] or 0, (0, whole.keys)
+    found = []
+    for i in range(whole.pieces):
+        at = slice(i * size, (i + 1) * size)
+        used = jnp.broadcast_to(mine[i] + (size + last), operands["q"].shape[:1])
+        values = _sliced(operands, at, keys) | {"seqused_k": as_varying(used, axes)}
+        found.append((whole.numbered(kind), values, at, keys))
+    return found
+
+
+def _rows_forward(whole: _Whole, rank: int | None, operands: dict[str, Any]) -> tuple[Any, Any]:
+    kind = whole.kind.changed(return_lse=True)
+    parts = [compute(of_call, values) for of_call, values, *_ in _calls(whole, kind, rank, operands)]
     outs, lses = zip(*parts, strict=True)
     return jnp.concatenate(outs, 1), jnp.concatenate(lses, 2)
 
 
-def _rows_backward(whole: _Whole, kind: Kind, rank: int, operands: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of a device's operands in float32: of k, v for all keys, of one-row biases and captures its share."""
+def _zeros(kind: Kind, operands: dict[str, Any]) -> dict[str, Any]:
+    """Of the gradients that a backward pass adds up, in float32."""
+    names = ("q", "k", "v", *(("bias",) if kind.options.dbias else ()), *(captured(kind)[i] for i in kind.trained))
     axes = varies(*operands.values())
-    of_captures = [captured(kind)[i] for i in kind.trained]
-    like = {name: operands[name] for name in ("q", "k", "v", *(("bias",) if kind.options.dbias else ()), *of_captures)}
-    total = {name: as_varying(jnp.zeros(x.shape, np.float32), axes) for name, x in like.items()}
-    for chunk, at, keys in _rows(whole, rank):
+    return {name: as_varying(jnp.zeros(operands[name].shape, np.float32), axes) for name in names}
+
+
+def _add(total: dict[str, Any], gradients: dict[str, Any], at: slice, keys: Interval, where: slice) -> None:
+    """Add the gradients of one call, of these rows and keys. ``where`` the tensors of k and v have those."""
+    everywhere = slice(None)
+    for name, x in total.items():
+        place: tuple[slice, ...] = ()  # captured arrays are the whole's
+        if name == "q":
+            place = (everywhere, at)
+        elif name in ("k", "v"):
+            place = (everywhere, where)
+        elif name == "bias":
+            of_rows = everywhere if x.shape[2] == 1 else at
+            place = (everywhere, everywhere, of_rows, everywhere if x.shape[3] == 1 else slice(*keys))
+        total[name] = x.at[place].add(gradients[name].astype(np.float32))
+
+
+def _rows_backward(whole: _Whole, kind: Kind, rank: int | None, operands: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of a device's operands in float32: of k, v for all keys, of one-row biases and captures its share."""
+    total = _zeros(kind, operands)
+    for of_call, values, at, keys in _calls(whole, kind, rank, operands):
         if keys[0] == keys[1]:
             continue
-        values = _sliced(operands, at, keys)
         for name, dim in (("out", 1), ("dout", 1), ("lse", 2), ("dlse", 2)):
             if name in operands:
                 values[name] = operands[name][:, at] if dim == 1 else operands[name][:, :, at]
-        part = whole.part((0, operands["q"].shape[2]), chunk, keys).options.part
-        gradients = gradients_of_part(kind.changed(part=part), values)
-        everywhere = slice(None)
-        for name, x in total.items():
-            if name == "q":
-                where: tuple[slice, ...] = (everywhere, at)
-            elif name == "bias":
-                of_rows = everywhere if x.shape[2] == 1 else at
-                where = (everywhere, everywhere, of_rows, everywhere if x.shape[3] == 1 else slice(*keys))
-            elif name in of_captures:
-                where = ()
-            else:
-                where = (everywhere, slice(*keys))
-            total[name] = total[name].at[where].add(gradients[name].astype(np.float32))
+        _add(total, gradients_of_part(of_call, values), at, keys, slice(*keys))
     return total
+
+
+# ------------------------------------------------------------------------------------------------------------- ring
+
+
+def _passed_on(whole: _Whole, x: Any) -> Any:
+    """What the device before has."""
+    return jax.lax.ppermute(x, whole.axis, [(r, (r + 1) % whole.ranks) for r in range(whole.ranks)])
+
+
+def _on_pairs(whole: _Whole, step: int, function: Any, operands: dict[str, Any]) -> Any:
+    """``function(rank, rank whose keys it has, operands)`` of this device, after so many steps."""
+    branches = [partial(function, r, (r - step) % whole.ranks) for r in range(whole.ranks)]
+    return jax.lax.switch(jax.lax.axis_index(whole.axis), branches, operands)
+
+
+def _pairs(
+    whole: _Whole, kind: Kind, rank: int, source: int, operands: dict[str, Any]
+) -> list[tuple[Kind, dict[str, Any], slice, Interval, slice]]:
+    """Calls of a device's rows with keys of another: operands, where the rows and the keys lie, and which keys."""
+    theirs, heads = whole.chunks_k[source], (0, operands["q"].shape[2])
+    found = []
+    for chunk, at, seen in _rows(whole, rank):
+        for (a, b), there in zip(theirs, layouts.places(theirs, theirs), strict=True):
+            keys = max(a, seen[0]), min(b, seen[1])
+            if keys[0] >= keys[1]:
+                continue
+            where = slice(there.start + keys[0] - a, there.start + keys[1] - a)
+            values = _sliced(operands, at, keys) | {name: operands[name][:, where] for name in ("k", "v")}
+            of_call = kind.changed(part=whole.part(heads, chunk, keys).options.part, return_lse=True)
+            found.append((of_call, values, at, keys, where))
+    return found
+
+
+def _pair_forward(whole: _Whole, rank: int, source: int, operands: dict[str, Any]) -> tuple[Any, Any]:
+    """Out so far and its lse, ``sum`` and ``log`` of the operands, with some more keys."""
+    out, lse = operands["sum"], operands["log"]
+    kind = replace(whole.kind, float32_q=True)
+    given = {name: x for name, x in operands.items() if name not in ("sum", "log")}
+    for of_call, values, at, *_ in _pairs(whole, kind, rank, source, given):
+        out_part, lse_part = compute(of_call, values)
+        before = lse[:, :, at]
+        total = jnp.logaddexp(before, lse_part)
+        finite = jnp.where(jnp.isneginf(total), 0, total)  # -inf - -inf would be NaN
+        old, new = (jnp.exp(x - finite).swapaxes(1, 2)[..., None] for x in (before, lse_part))
+        out = out.at[:, at].set(out[:, at] * old + out_part * new)
+        lse = lse.at[:, :, at].set(total)
+    return out, lse
+
+
+def _ring_forward(whole: _Whole, operands: dict[str, Any]) -> list[Any]:
+    q, axes = operands["q"], varies(*operands.values())
+    batch, rows, heads, _ = q.shape
+    out = as_varying(jnp.zeros((batch, rows, heads, operands["v"].shape[3]), np.float32), axes)
+    lse = as_varying(jnp.full((batch, heads, rows), -jnp.inf, np.float32), axes)
+    going = dict(operands)
+    for step in range(whole.ranks):
+        out, lse = _on_pairs(whole, step, partial(_pair_forward, whole), going | {"sum": out, "log": lse})
+        if step + 1 < whole.ranks:
+            going |= {name: _passed_on(whole, going[name]) for name in ("k", "v")}
+    return [out.astype(q.dtype), lse]
+
+
+def _pair_backward(whole: _Whole, kind: Kind, rank: int, source: int, operands: dict[str, Any]) -> dict[str, Any]:
+    """Gradients so far, whose names begin with ``sum``, with the shares of some more keys."""
+    total = {name[3:]: x for name, x in operands.items() if name.startswith("sum")}
+    given = {name: x for name, x in operands.items() if not name.startswith("sum")}
+    for of_call, values, at, keys, where in _pairs(whole, kind, rank, source, given):
+        for name, dim in (("out", 1), ("dout", 1), ("lse", 2), ("dlse", 2)):
+            if name in given:
+                values[name] = given[name][:, at] if dim == 1 else given[name][:, :, at]
+        _add(total, gradients_of_part(of_call, values), at, keys, where)
+    return total
+
+
+def _ring_gradients(whole: _Whole, kind: Kind, operands: dict[str, Any]) -> dict[str, Any]:
+    """As `_rows_backward`, but dk and dv of this device's keys."""
+    kind = replace(kind, float32_q=not kind.options.deterministic)
+    total, going = _zeros(kind, operands), dict(operands)
+    for step in range(whole.ranks):
+        sums = {f"sum{name}": x for name, x in total.items()}
+        total = _on_pairs(whole, step, partial(_pair_backward, whole, kind), going | sums)
+        # Gradients travel with their keys, and after the last step home.
+        total |= {name: _passed_on(whole, total[name]) for name in ("k", "v")}
+        if step + 1 < whole.ranks:
+            going |= {name: _passed_on(whole, going[name]) for name in ("k", "v")}
+    return total
+
+
+# ------------------------------------------------------------------------------------------------- differentiation
 
 
 def _primal(whole: _Whole, operands: dict[str, Any]) -> list[Any]:
@@ -323,14 +497,20 @@ def _backward_rule(whole: _Whole, residuals: Any, cotangents: Any) -> Any:
     operands["dout"] = jnp.zeros_like(out) if isinstance(dout, zero) else dout
     if not isinstance(dlse, zero):
         operands["dlse"] = dlse
-    operands |= {name: _all_keys(whole, values[name]) for name in ("k", "v")}
+    if not whole.ring:
+        operands |= {name: _all_keys(whole, values[name]) for name in ("k", "v")}
     axes = varies(*operands.values())
     operands = {name: as_varying(x, axes) for name, x in operands.items()}
     kind = whole.kind.changed(return_lse=True, dbias=wants_bias is not None).backwards()
     kind = replace(kind, trained=tuple(i for i, x in wants.items() if x is not None))
-    branches = [partial(_rows_backward, whole, kind, r) for r in range(whole.ranks)]
-    gradients = jax.lax.switch(jax.lax.axis_index(whole.axis), branches, operands)
-    for name in ("k", "v"):  # in float32, to where the keys are
+    if whole.ring:
+        gradients = _ring_gradients(whole, kind, operands)
+    elif whole.on_device:
+        gradients = _rows_backward(whole, kind, None, operands)
+    else:
+        branches = [partial(_rows_backward, whole, kind, r) for r in range(whole.ranks)]
+        gradients = jax.lax.switch(jax.lax.axis_index(whole.axis), branches, operands)
+    for name in () if whole.ring else ("k", "v"):  # in float32, to where the keys are
         shares = _by_device(gradients[name], whole.chunks_k, 1)
         gradients[name] = jax.lax.psum_scatter(shares, whole.axis, scatter_dimension=1, tiled=True)
     found = {name: gradients[name].astype(x.dtype) if name in gradients else None for name, x in values.items()}

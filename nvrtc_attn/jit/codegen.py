@@ -24,6 +24,7 @@ from .params import (
     padded,
     params_behind,
     with_max_logit,
+    with_tile_bits,
 )
 
 ENTRY_NAME: Final = "attention_entry"
@@ -49,6 +50,8 @@ def params_class(config: KernelConfig) -> type[ctypes.Structure]:
     params = base_params_class(config)
     if config.features.max_logit:
         params = with_max_logit(params)
+    if config.tile_bits:
+        params = with_tile_bits(params)
     return modified_params(params, block_bytes(config.features.modifier)) if config.features.modifier else params
 
 
@@ -157,6 +160,9 @@ def entry_source(config: KernelConfig) -> str:
     if config.features.max_logit:
         params = f"nvrtc_attn::WithMaxLogit<{params}>"
         traits.append(f"using MaxLogitParams = {params};")
+    if config.tile_bits:
+        params = f"nvrtc_attn::WithTileBits<{params}>"
+        traits.append(f"using TileBitsParams = {params};")
     if config.features.modifier:
         params = f"nvrtc_attn::Modified<{params}>"
         traits.append(f"using ModifiedParams = {params};")
@@ -165,7 +171,8 @@ def entry_source(config: KernelConfig) -> str:
             f"using WholeParams = {params};",
             f'static_assert(sizeof(WholeParams) == {ctypes.sizeof(whole)}, "sizeof(WholeParams)");',
         ]
-        behind = [name for name in ("max_logit", "modifier") if hasattr(whole, name)]
+        names = ("max_logit", "tile_bits_first", "tile_bits_room", "modifier")
+        behind = [name for name in names if hasattr(whole, name)]
         asserts += [f"OFFSET(WholeParams, {name}, {getattr(whole, name).offset});" for name in behind]
     cluster = "__cluster_dims__(Traits::kCluster, 1, 1) " if getattr(config, "cluster", 1) > 1 else ""
     return "\n".join(

@@ -73,6 +73,8 @@ class KernelConfig:
     legacy_mma: bool = field(default=False, metadata=GIVEN)
     """Compute capability 7.5 instruction set: no ``cp.async``, m16n8k8 matrix multiplies, float16 and float32 only."""
     features: Features = field(default=Features(), metadata=GIVEN)
+    tile_bits: bool = False
+    """A launch of its own asks a mask_mod about undecided tiles, once for all heads (``collective/tile_bits.cuh``)."""
 
     @property
     def num_threads(self) -> int:

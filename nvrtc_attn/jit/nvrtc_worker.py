@@ -75,7 +75,9 @@ class PrecompiledHeaders:
     """
 
     MAX_FILES = 3
-    """The kernels of one problem: what finds tiles, the forward and the backward pass."""
+    """The kernels of one problem that take long: the forward pass, and up to two of the backward pass."""
+    MIN_SECONDS = 0.3
+    """Of a kind's first compile. Small kernels take 0.1 to 0.2, with a file and without: they have none."""
 
     def __init__(self, directory: str) -> None:
         self._directory = os.path.join(directory, str(os.getpid())) if directory else ""
@@ -86,19 +88,27 @@ class PrecompiledHeaders:
         """Further options of a compile; none for the first one of its kind."""
         if not self._directory:
             return []
-        key = (source[: source.find(b"\n", source.find(b"#include"))], *options)
+        key = self._kind(source, options)
+        if key not in self._seen:
+            return []
+        place = self._place(key)
+        os.makedirs(place, exist_ok=True)
+        return [b"--pch", b"--pch-dir=" + os.fsencode(place)]
+
+    def compiled(self, source: bytes, options: list[bytes], seconds: float) -> None:
+        """Remember the kind of a compile that took ``seconds`` of processor time, if it is worth a file."""
+        if not self._directory:
+            return
+        key = self._kind(source, options)
         known = key in self._seen
+        if seconds < self.MIN_SECONDS and not known:
+            return
         if known:
             self._seen.remove(key)
         self._seen.append(key)
         for forgotten in self._seen[: -self.MAX_FILES]:
             self._remove(self._place(forgotten))
         del self._seen[: -self.MAX_FILES]
-        if not known:
-            return []
-        place = self._place(key)
-        os.makedirs(place, exist_ok=True)
-        return [b"--pch", b"--pch-dir=" + os.fsencode(place)]
 
     def close(self) -> None:
         """Remove the files of this process."""
@@ -111,6 +121,24 @@ class PrecompiledHeaders:
     def without_remarks(log: bytes) -> bytes:
         """The log of a compile as it is without these options."""
         return b"\n".join(line for line in log.split(b"\n") if b"precompiled header" not in line)
+
+    @staticmethod
+    def _kind(source: bytes, options: list[bytes]) -> tuple[bytes, ...]:
+        first_lines = source[: source.find(b"\n", source.find(b"#include"))]
+        return (first_lines, *options, *map(PrecompiledHeaders._stamp, options))
+
+    @staticmethod
+    def _stamp(option: bytes) -> bytes:
+        """When files of the device code were written last, if ``option`` names their directory.
+
+        NVRTC reads an old file where a header was changed within a second and has its size still.
+        """
+        _, found, root = option.partition(b"--include-path=")
+        own = os.path.join(root, b"nvrtc_attn") if found else b""
+        if not own or not os.path.isdir(own):
+            return b""
+        paths = [os.path.join(folder, name) for folder, _, names in os.walk(own) for name in sorted(names)]
+        return b"%d" % max((os.stat(path).st_mtime_ns for path in paths), default=0)
 
     def _place(self, key: tuple[bytes, ...]) -> str:
         return os.path.join(self._directory, f"{hash(key):x}")
@@ -202,10 +230,13 @@ def main(idle_seconds: float, directory: str = "") -> None:
         except EOFError:
             break
         further = precompiled.options(source, options)
+        began = os.times()
         try:
             status, *fields = compile_program(os.fsdecode(library), arch.decode(), name, source, [*options, *further])
         except OSError as error:
             status, fields = 1, [b"the library cannot be loaded", str(error).encode(errors="replace"), b"", b""]
+        took = os.times()
+        precompiled.compiled(source, options, took.user + took.system - began.user - began.system)
         if further:
             fields[1] = precompiled.without_remarks(fields[1])
         send(answers, [b"%d" % status, *fields])

@@ -189,6 +189,15 @@ def _struct_behind(base: type[ctypes.Structure], tile_words: bool, further: bool
     return type(name, (base,), {"_fields_": padded(base, fields)})
 
 
+TILE_BITS_FIELDS: Final = (*((f"tile_bits_{x}", _I64) for x in ("first", "slots", "at")), ("tile_bits_room", _I32))
+
+
+@functools.cache
+def with_tile_bits(base: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """``base``, that has the fields of words, with ``WithTileBits`` in ``params.cuh`` behind it."""
+    return type(base.__name__, (base,), {"_fields_": padded(base, TILE_BITS_FIELDS)})
+
+
 @functools.cache
 def with_max_logit(base: type[ctypes.Structure]) -> type[ctypes.Structure]:
     """``base`` with the pointer of ``WithMaxLogit`` in ``params.cuh`` behind it: that of `Operand.alone`."""

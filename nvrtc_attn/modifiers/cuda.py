@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from ..base.dtypes import DTYPES
 from ..base.errors import TraceError, UnsupportedError
 from .derivative import ZERO, derivatives
+from .diagonals import diagonals, is_diagonal, sum_of, takes_long
 from .graph import COMPARISONS, INPUTS, SCORE, Node, walk
 from .modifier import Program
 
@@ -50,7 +51,9 @@ EXPRESSIONS: Final[dict[str, str]] = {
 
 
 @functools.lru_cache(maxsize=1024)
-def cuda_source(program: Program, trained: tuple[int, ...] = (), ordered: bool = False) -> str:
+def cuda_source(
+    program: Program, trained: tuple[int, ...] = (), ordered: bool = False, by_distance: bool = True
+) -> str:
     """The definitions of ``ModifierBlock`` and ``Modifier`` for a program.
 
     Parameters
@@ -59,6 +62,8 @@ def cuda_source(program: Program, trained: tuple[int, ...] = (), ordered: bool =
         The captured arrays whose gradients the kernel adds up.
     ordered
         In words of integers (``ExactSum``), which ``kernel/captured_sum.cuh`` makes the gradients of.
+    by_distance
+        What distances alone decide is computed once for each distance of a tile (``diagonals``), where that pays.
 
     Raises
     ------
@@ -145,15 +150,10 @@ def cuda_source(program: Program, trained: tuple[int, ...] = (), ordered: bool =
             "                             int k0 = 0) const {",
             *text.body([x for load, d in gradients for x in (d, *load.args)]),
         ]
-        for place, (load, d) in enumerate(gradients):
-            at = " + ".join(
-                (f"block.g{load.value}_at", *(
-                    f"(long long){text.name(x)} * block.g{load.value}_stride{axis}" for axis, x in enumerate(load.args)
-                ))
-            )  # fmt: skip
-            inside = " & ".join(text.inside(load)) or "true"
-            lines.append(f"    if ({inside}) gradients[{place}].add({at}, ds * {text.name(d)});")
+        lines += [text.addition(place, load, f"ds * {text.name(d)}") for place, (load, d) in enumerate(gradients)]
         lines.append("  }")
+    if by_distance and program.score is not None:
+        lines += _along_diagonals(program, members, roots, slope, gradients)
     if ordered:
         lines += [
             "  template <class Take>",
@@ -303,6 +303,74 @@ def _mask_in_parts(mask: Node, of_one: _Text, of_both: _Text) -> list[str]:
     ]
 
 
+def _along_diagonals(
+    program: Program,
+    members: dict[Node, str],
+    roots: Sequence[Node],
+    slope: Node,
+    gradients: Sequence[tuple[Node, Node]],
+) -> list[str]:
+    """What distances alone decide of a score, its slope and what it gives to gradients; nothing where that is cheap."""
+    assert program.score is not None
+    values = diagonals([program.score, slope, *(d for _, d in gradients)], _is_cheap)
+    if not values:
+        return []
+    summed = [(place, load, d) for place, (load, d) in enumerate(gradients) if is_diagonal(load)]
+    others = [(place, load, d) for place, (load, d) in enumerate(gradients) if not is_diagonal(load)]
+    # Found with the values, and kept by the lane that has them: the places of what is summed.
+    indices = [x for _, load, _ in summed for x in load.args if is_diagonal(x) and takes_long(x, _is_cheap)]
+    indices = [x for x in dict.fromkeys(indices) if x not in values]
+    names = {x: f"of.x{i}" for i, x in enumerate(values)} | {x: f"of.y{i}" for i, x in enumerate(indices)}
+    of_one, of_score, of_slope, of_sums, of_ends = (_Text(program, members, roots) for _ in range(5))
+    parts = [*(f"value_of_lane(x{i}, lane)" for i in range(len(values))), *(f"y{i}" for i in range(len(indices)))]
+    lines = [
+        "  // What the distance of query and key decides. Lanes hold one diagonal each; y: of the own alone.",
+        "  struct Diagonal {",
+        *(f"    {_TYPES[x.kind]} {names[x][3:]};" for x in (*values, *indices)),
+        "    NVRTC_ATTN_DEVICE Diagonal of_lane(int lane) const {",
+        f"      return {{{', '.join(parts)}}};",
+        "    }",
+        "  };",
+        "  NVRTC_ATTN_DEVICE Diagonal diagonal(int q, int k, int q0 = 0, int k0 = 0) const {",
+        *of_one.body([*values, *indices]),
+        f"    return {{{', '.join(of_one.name(x) for x in (*values, *indices))}}};",
+        "  }",
+        "  NVRTC_ATTN_DEVICE float score(float score, int q, int k, Diagonal const& of, int q0 = 0,",
+        "                                int k0 = 0) const {",
+        *of_score.body([program.score], given=names),
+        f"    return {of_score.name(program.score)};",
+        "  }",
+        "  NVRTC_ATTN_DEVICE float score(float score, int q, int k, float& slope, Diagonal const& of, int q0 = 0,",
+        "                                int k0 = 0) const {",
+        *of_slope.body([program.score, slope], given=names),
+        f"    slope = {of_slope.name(slope)};",
+        f"    return {of_slope.name(program.score)};",
+        "  }",
+    ]
+    if not summed:
+        return lines
+    needed = [*(d for _, _, d in summed), *(x for _, load, d in others for x in (d, *load.args))]
+    return [
+        *lines,
+        "  // A score's part of the sums along its diagonal; what those give to elements, by the lane that has them.",
+        f"  static constexpr int kSummedAlong = {len(summed)};",
+        "  NVRTC_ATTN_DEVICE void add(Gradients& gradients, float (&sums)[kSummedAlong], float score, float ds, int q,",
+        "                             int k, Diagonal const& of, int q0 = 0, int k0 = 0) const {",
+        *of_sums.body(needed, given=names),
+        *(f"    sums[{i}] += ds != 0.0f ? ds * {of_sums.name(d)} : 0.0f;" if d.op != "number" else
+          f"    sums[{i}] += ds * {of_sums.name(d)};" for i, (_, _, d) in enumerate(summed)),
+        *(of_sums.addition(place, load, f"ds * {of_sums.name(d)}").replace("if (", "if (ds != 0.0f && ", 1)
+          for place, load, d in others),
+        "  }",
+        "  NVRTC_ATTN_DEVICE void give(Gradients& gradients, float const (&sums)[kSummedAlong], int q, int k,",
+        "                              Diagonal const& of, int q0 = 0, int k0 = 0) const {",
+        *of_ends.body([x for _, load, _ in summed for x in load.args], given=names),
+        *(of_ends.addition(place, load, f"sums[{i}]").replace("if (", f"if (sums[{i}] != 0.0f && ", 1)
+          for i, (place, load, _) in enumerate(summed)),
+        "  }",
+    ]  # fmt: skip
+
+
 def _is_cheap(node: Node) -> bool:
     """Whether every thread had better compute it than get it from another one of its warp."""
     return node.op in _ARITHMETIC or node.op in _OF_BITS or _power_of_two(node) is not None
@@ -408,6 +476,16 @@ class _Text:
     def inside(self, load: Node) -> list[str]:
         """Conditions that an element is one of its array, as far as that is not known."""
         return [f"within({self.name(x)}, block.x{load.value}_size{axis})" for axis, x in enumerate(load.args)]
+
+    def addition(self, place: int, load: Node, what: str) -> str:
+        """The line that adds ``what`` to the gradient of an element, if there is one."""
+        at = " + ".join(
+            (f"block.g{load.value}_at", *(
+                f"(long long){self.name(x)} * block.g{load.value}_stride{axis}" for axis, x in enumerate(load.args)
+            ))
+        )  # fmt: skip
+        inside = " & ".join(self.inside(load)) or "true"
+        return f"    if ({inside}) gradients[{place}].add({at}, {what});"
 
     def _expression(self, node: Node, inside: bool) -> str:
         names = [self.name(x, inside=inside) for x in node.args]
@@ -553,36 +631,16 @@ def _position(node: Node) -> _Position | None:
         return None
     inner = node.args[0]
     magnitude = inner.op == "abs"
-    terms = _sum_of(inner.args[0] if magnitude else inner)
-    if terms is None:
+    found = sum_of(inner.args[0] if magnitude else inner)
+    if found is None:
         return None
+    terms = dict(found)
     constant = terms.pop(None, 0)
     factors = tuple((x.op, n) for x, n in terms.items() if x is not None and x.op in ("q", "k") and n)
     rest = tuple((x, n) for x, n in terms.items() if x is not None and x.op not in ("q", "k"))
     if not factors or any(abs(n) > _MAX_FACTOR for n in (constant, *terms.values())):
         return None
     return _Position(factors, rest, constant, magnitude)
-
-
-def _sum_of(node: Node) -> dict[Node | None, int] | None:
-    """The terms of an integer with their factors, under None the literal one; None where it is no such sum."""
-    if node.op == "number":
-        return {None: int(node.value)}
-    if node.op in ("q", "k") or node.depends <= {"b", "h"}:
-        return {node: 1}
-    if node.kind != "int" or node.op not in ("add", "sub", "neg", "mul"):
-        return None
-    parts = [_sum_of(x) for x in node.args]
-    a, b = parts[0], parts[-1]
-    if a is None or b is None:
-        return None
-    if node.op == "neg":
-        return {x: -n for x, n in a.items()}
-    if node.op == "mul":
-        factor, other = (a, b) if set(a) == {None} else (b, a)
-        return {x: n * factor[None] for x, n in other.items()} if set(factor) == {None} else None
-    sign = 1 if node.op == "add" else -1
-    return {x: a.get(x, 0) + sign * b.get(x, 0) for x in [*a, *(y for y in b if y not in a)]}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -94,8 +94,13 @@ class Modifier:
 
     def with_captures(self, captures: tuple[Any, ...]) -> Modifier:
         """The same over other arrays of the same dtypes and shapes; what was worked out of it is shared."""
-        result = Modifier(self.program, captures, self.numbers, self.text)
-        object.__setattr__(result, "known", self.known)
+        result = object.__new__(Modifier)
+        write = object.__setattr__
+        write(result, "program", self.program)
+        write(result, "captures", captures)
+        write(result, "numbers", self.numbers)
+        write(result, "text", self.text)
+        write(result, "known", self.known)
         return result
 
     def moved(self, starts: Sequence[int | None]) -> Modifier:
@@ -123,9 +128,14 @@ class Modifier:
     @property
     def differentiable(self) -> tuple[int, ...]:
         """Which captured arrays the score has a derivative to."""
-        if self.program.score is None:
-            return ()
-        return tuple(sorted({x.value for x in derivatives(self.program.score) if x.op == "load"}))
+        return _differentiable(self.program)
+
+
+@functools.lru_cache(maxsize=1024)
+def _differentiable(program: Program) -> tuple[int, ...]:
+    if program.score is None:
+        return ()
+    return tuple(sorted({x.value for x in derivatives(program.score) if x.op == "load"}))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from ..base.errors import TraceError, shown
 from .graph import INPUTS, Node, cast, number
 from .modifier import Modifier, written
 from .proxy import Captured, Proxy, Recording, is_array, names_element
-from .remembered import facts_of, find, remember
+from .remembered import again, facts_of, find, remember
 
 _MAX_DEPTH: Final = 16
 
@@ -61,7 +61,10 @@ def traced(score_mod: Any = None, mask_mod: Any = None, *, aux: Mapping[str, Any
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if not (function is None or callable(function)):
             raise TypeError(f"{name}: got {shown(function)} of type {type(function).__name__}. It is a function.")
-    facts = facts_of(score_mod, mask_mod) if aux is None else None
+    known = again(score_mod, mask_mod, aux)
+    if known is not None:
+        return known
+    facts = facts_of(score_mod, mask_mod, aux)
     found = None if facts is None else find(facts)
     if found is not None:
         return found

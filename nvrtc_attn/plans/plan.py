@@ -132,6 +132,10 @@ def _log_slow_path(pass_name: str, spec: ForwardPlanSpec | BackwardPlanSpec) -> 
         )
 
 
+_Key = tuple[tuple[int, ...], int, int, bytes]
+"""Addresses, workspace, stream and the block of a modifier, which has the memory that is set to zero for it."""
+
+
 class _Ready(NamedTuple):
     """The work of a run whose addresses and stream came before, as arguments of the driver's functions."""
 
@@ -175,7 +179,7 @@ class _PlanBase:
         for buffer in spec.workspaces:
             offsets[buffer.field] = end
             if buffer.zeroed and buffer.nbytes:
-                zeroed.append((end, buffer.nbytes))
+                zeroed.append((end, buffer.zeroed_bytes or buffer.nbytes))
             end += -(-buffer.nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
             for name, value in buffer.params:
                 setattr(params, name, value)
@@ -184,9 +188,9 @@ class _PlanBase:
         # Elements of max_logit, which kernels only raise.
         self._filled = 0 if self._BACKWARD or not problem.return_max_logit else problem.batch * problem.num_heads
         self._dropout = problem.dropout_p > 0
-        # Whether params follow from addresses alone; what came before is known by its addresses, workspace and stream.
-        self._constant = not (self._dropout or self._filled or problem.modifier is not None)
-        self._ready: dict[tuple[tuple[int, ...], int, int], _Ready] = {}
+        # Whether params follow from addresses and a modifier's block alone: what came before is known by these.
+        self._constant = not (self._dropout or self._filled)
+        self._ready: dict[_Key, _Ready] = {}
         self._seen: set[int] = set()
         self._refused = 0
         # What a launch is told: of the words at the params' begin those that some kernel of this problem looks at, the
@@ -250,7 +254,7 @@ class _PlanBase:
         self, stream: int, addresses: tuple[int, ...], workspace: int, rng: RngState, modifier: ModifierValues
     ) -> None:
         """The launches, in the plan's context."""
-        key = addresses, workspace, stream
+        key = addresses, workspace, stream, modifier.block
         ready = self._ready.get(key)
         if ready is None:
             self._launch_new(key, rng, modifier)
@@ -264,12 +268,12 @@ class _PlanBase:
                 step = self._steps[ready.launches.index(arguments)]
                 raise refused(step.kernel, step.what, int(code))
 
-    def _launch_new(self, key: tuple[tuple[int, ...], int, int], rng: RngState, modifier: ModifierValues) -> None:
+    def _launch_new(self, key: _Key, rng: RngState, modifier: ModifierValues) -> None:
         """The launches of addresses that none are ready of.
 
         Addresses become bytes once, which takes ten times a copy of them.
         """
-        addresses, workspace, stream = key
+        addresses, workspace, stream, _ = key
         known = addresses
         if self._offsets:
             known += tuple([workspace + x for x in self._offsets])
@@ -281,12 +285,11 @@ class _PlanBase:
         write = self._copy.pack_into
         launch = driver.api().cuLaunchKernel
         memsets = tuple([(workspace + start, 0, nbytes, stream) for start, nbytes in self._zeroed])
+        memsets += tuple([(address, 0, nbytes, stream) for address, nbytes in modifier.zeroed])
         for arguments in memsets:
             driver.call("cuMemsetD8Async", *arguments, device=self._device)
         if self._filled:
             self._fill(stream, addresses)
-        for address, nbytes in modifier.zeroed:
-            driver.call("cuMemsetD8Async", address, 0, nbytes, stream, device=self._device)
         kept: list[tuple[tuple[Any, ...], ParamsBuffer]] = []
         keeps = self._constant and self._comes_again(key)
         for step in self._steps:
@@ -316,7 +319,7 @@ class _PlanBase:
             launches, buffers = zip(*kept, strict=True)
             self._ready[key] = _Ready(memsets, launches, buffers)
 
-    def _comes_again(self, key: tuple[tuple[int, ...], int, int]) -> bool:
+    def _comes_again(self, key: _Key) -> bool:
         """Whether to keep the launches of a run: addresses that come once are not worth an entry.
 
         A full table is emptied after 16 times as many runs that it had no room for, not at the first: of more addresses

@@ -57,6 +57,7 @@ _SMALL: Final = (
     "sink_gradient",
     "captured_sum",
     "tile_plan",
+    "tile_bits",
     "tile_ranges",
 )
 """Kernels without a matrix product: 0.1 s each to compile, where the others take 1 to 5."""

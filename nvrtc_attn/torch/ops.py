@@ -125,7 +125,7 @@ def attention(
     seed = offset = None
     words = (0, 0)
     if dropout_p > 0:
-        seed, offset, words = _rng_operands(rng, q)
+        seed, offset, words = rng_operands(rng, q)
     # Tensors of transformations hide what a level further out differentiates.
     functorch = torch._C._functorch.maybe_current_level() is not None if not _in_dynamo() else False
     with_lse = return_lse or functorch or (torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, *more))
@@ -199,7 +199,7 @@ def _is_number(x: Any, real: bool) -> bool:
     return isinstance(x, (int, torch.SymInt)) or (real and isinstance(x, (float, torch.SymFloat)))
 
 
-def _rng_operands(rng: Any, q: Any) -> tuple[Any, Any, tuple[Any, Any]]:
+def rng_operands(rng: Any, q: Any) -> tuple[Any, Any, tuple[Any, Any]]:
     """Seed and offset as tensors, or as signed 64-bit words where they are integers."""
     if rng is None:
         if is_dtensor(q):

@@ -230,7 +230,7 @@ def backward(
         entry = _first_backward(tensors, out, lse, dout, dlse, options, heads_first, key)
     elif known is not None and not (aligned or given or dlse is not None):
         _know_backward(known, q, k, v, out, lse, dout, entry, index)
-    _adopt(index)
+    adopt(index)
     plan, made = entry
     new = empty_on_current if current_device() == index else allocator(index)
     gradients = [x if x is None else new(*x) for x in made]
@@ -268,7 +268,7 @@ class KnownBackward:
         if (a | b | c | d | e | f) & 15 or env.raw_backend() != self._backend:
             return None
         index = self._index
-        _adopt(index)
+        adopt(index)
         new = empty_on_current if current_device() == index else allocator(index)
         made_q, made_k, made_v = self._gradients
         dq, dk, dv, workspace = new(*made_q), new(*made_k), new(*made_v), new(*self._workspace)
@@ -365,7 +365,7 @@ def _know_backward(
             known.backward = (new, *recent[: RECENT - 1])
 
 
-def _adopt(index: int) -> None:
+def adopt(index: int) -> None:
     """Give autograd's thread the context of a GPU: cuBLAS warns where nothing was current before it."""
     try:
         adopted = _adopted.devices

@@ -213,7 +213,14 @@ class enable_sdpa:  # noqa: N801 - it is called like a function, as torch.no_gra
     `nvrtc_attn.torch.scaled_dot_product_attention` avoid both.
     """
 
-    def __init__(self, *, all: bool = False, _keys: tuple[str, ...] = ("CUDA",)) -> None:  # noqa: A002
+    def __init__(self, *given: object, all: bool = False, _keys: tuple[str, ...] = ("CUDA",)) -> None:  # noqa: A002
+        if given:
+            what = ", ".join(map(repr, given))
+            raise TypeError(
+                f"enable_sdpa() takes no argument without a name: {what} was given. It switches on; to switch off, "
+                "keep what it returns and call its disable(), or use it in a `with` statement. all=True takes "
+                "every call of scaled_dot_product_attention."
+            )
         if not hasattr(torch.library, "get_kernel"):
             raise UnsupportedError(
                 f"enable_sdpa: torch {torch.__version__} cannot give back a kernel that is replaced.",

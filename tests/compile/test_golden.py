@@ -14,10 +14,11 @@ import pytest
 from child_environment import python_path
 from config_variants import config_variants
 
+from nvrtc_attn.base.errors import CompileError
 from nvrtc_attn.jit import compile as compiler
-from nvrtc_attn.jit import headers
-from nvrtc_attn.jit.compile import compile_kernel, nvrtc_build
-from nvrtc_attn.jit.config import BackwardConfig, DbiasConfig, Features
+from nvrtc_attn.jit import headers, worker_pool
+from nvrtc_attn.jit.compile import CompiledKernel, compile_kernel, nvrtc_build
+from nvrtc_attn.jit.config import BackwardConfig, DbiasConfig, Features, KernelConfig
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -99,6 +100,35 @@ def test_the_hash_is_of_the_instructions_only() -> None:
     assert golden.machine_code(compile_kernel(other).code) != golden.machine_code(kernel.code)
     with pytest.raises(AssertionError, match="without instructions"):
         golden.machine_code(kernel.code.replace(b".text.", b".test."))
+
+
+def test_kernels_that_read_the_same_headers_are_compiled_in_a_row() -> None:
+    """A row is one compiler process's: one kind, and no row is what the others wait for."""
+    others = [
+        dataclasses.replace(SMALLEST, arch=arch, num_warps=warps) for warps in (2, 4, 8) for arch in ("sm_80", "sm_90")
+    ]
+    backward = [BackwardConfig(
+        kernel="backward_portable", arch="sm_80", dtype="float16", head_dim=64, head_dim_v=64, block_m=64, block_n=64,
+        num_warps=4,
+    )]  # fmt: skip
+    rows = golden.rows_of_one_kind([*others, *backward], most=2)
+    assert [config for row in rows for config in row if config in others] != others  # they came in turn
+    assert sorted(map(golden.variant, [c for row in rows for c in row])) == sorted(
+        map(golden.variant, others + backward)
+    )
+    assert [{config.arch for config in row} for row in rows].count({"sm_80", "sm_90"}) == 0
+    assert [len(row) for row in rows] == [1, 2, 2, 1, 1]
+    assert rows[0] == backward
+
+
+def test_a_kernel_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: KernelConfig) -> CompiledKernel:
+        raise CompileError("no", "", "", ())
+
+    monkeypatch.setattr(golden, "compile_kernel", refuse)
+    monkeypatch.setattr(worker_pool, "_pool", worker_pool.WorkerPool())
+    with pytest.raises(SystemExit, match=f"^{golden.variant(SMALLEST)}: no"):
+        golden.compile_all([SMALLEST], 1)
 
 
 def test_a_test_whose_kernel_is_another_fails(tmp_path: Path, repository: Path) -> None:

@@ -69,6 +69,28 @@ def test_kernels_with_dropout_of_a_part_compile_and_do_not_spill(arch: str, chan
             compile_kernel(config)
 
 
+@pytest.mark.slow(sample=["128-sm_90", "64-sm_89"])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_89"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_of_rows_that_a_device_places_compile_and_do_not_spill(head_dim: int, arch: str) -> None:
+    """A causal mask that ends where a count of keys on the device says, dk and dv float32: shares of a sum."""
+    shapes = {
+        name: ((1, n, count, head_dim), "bfloat16")
+        for name, n, count in zip("qkv", (512, 4096, 4096), (8, 4, 4), strict=True)
+    }
+    options = CallOptions(causal=True, window_size=(700, None), return_lse=True)
+    call = describe_shapes(shapes | {"seqused_k": ((1,), "int32")}, options, Device("cuda", 0))
+    target: dict[str, Any] = {"arch": arch, "num_sms": 132, "smem_limit": 232448 if arch == "sm_90" else 101376}
+    shares = {name: dense_layout(shapes["k"][0], "float32") for name in ("dk", "dv")}
+    launches = heuristics.choose_forward(call.with_dense(), **target).launches
+    launches += heuristics.choose_backward(call.with_outputs(**shares), **target).launches
+    configs_of_call = list(dict.fromkeys(launch.config for launch in launches))
+    masked = [x.kernel for x in configs_of_call if x.features.seqused_k and x.features.band]
+    assert {"forward", "backward"} == {name.partition("_")[0] for name in masked}, masked
+    for config in configs_of_call:
+        assert compile_kernel(config).spill_bytes == 0, config
+
+
 def float32_configs(
     arch: str, head_dim: int, seqlen: int = 1024, dtype: str = "bfloat16", **options: Any
 ) -> list[KernelConfig]:

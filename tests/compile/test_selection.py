@@ -48,7 +48,7 @@ def found() -> dict[str, list[dict[str, Any]]]:
     return collect("tests/unit", "tests/compile")
 
 
-WITH_MODIFIERS = {"captured_sum", "tile_ranges"}
+WITH_MODIFIERS = {"captured_sum", "tile_bits", "tile_ranges"}
 """Kernels of a modifier's text alone, which `test_modifier_variants` and `test_tile_ranges` compile for every class."""
 
 

@@ -13,6 +13,7 @@ from architectures import ONE_OF_EACH_CLASS
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.heuristics import tile_words
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.config import KernelConfig
 from nvrtc_attn.modifiers.cuda_tiles import tile_source
@@ -21,47 +22,77 @@ from nvrtc_attn.modifiers.trace import trace
 pytest.importorskip("cuda.bindings.nvrtc")
 
 NAMES = ("causal documents", "prefix of documents", "natten", "block diffusion", "blocks", "circle")
-# Each mask at one head dim for each family, the two heaviest at both: what walks tiles does not depend on the mask.
+# Each mask at one head dim for each way, the two heaviest at both: what walks tiles does not depend on the mask.
+WAYS = ("hopper", "portable", "every head")
+"""The last one: Hopper kernels that ask the mask in every head, without a launch that does for all of them."""
 VARIANTS = [
     (name, head_dim, backend)
     for i, name in enumerate(NAMES)
     for j, head_dim in enumerate((64, 128))
-    for k, backend in enumerate(("hopper", "portable"))
+    for k, backend in enumerate(WAYS)
     if name in ("causal documents", "prefix of documents") or (i + j + k) % 2
 ]
 SPILLED: dict[tuple[str, int, str], int] = {
     ("prefix of documents", 128, "backward_portable"): 20,
     ("prefix of documents", 128, "forward_hopper"): 8,
 }
-"""Bytes that are known. The Hopper kernel's are one counter, stored and loaded once a tile of queries."""
+"""Bytes that are known. The Hopper kernel's, of the last way, are one counter, stored and loaded once a query tile."""
+
+
+TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+
+
+def problem_of(name: str, head_dim: int, dtype: str = "bfloat16") -> AttentionProblem:
+    case = next(x for x in modifiers.sparse_cases() if x.name == name)
+    traced = trace(*case.make(case.arrays((2, 4, 90, 90), np.random.default_rng(0))))
+    layout = dense_layout((2, 4096, 16, head_dim), dtype)
+    return AttentionProblem(
+        dtype=dtype, batch=2, seqlen_q=4096, seqlen_k=4096, num_heads=16, num_heads_kv=16, head_dim=head_dim,
+        head_dim_v=head_dim, q=layout, k=layout, v=layout, softmax_scale=head_dim**-0.5, modifier=traced.program,
+    )  # fmt: skip
 
 
 def kernels(
     name: str, head_dim: int = 64, arch: str = "sm_90", dtype: str = "bfloat16", backend: str = "portable"
 ) -> list[KernelConfig]:
     """The kernels that find tiles and those that walk them, of both passes."""
-    case = next(x for x in modifiers.sparse_cases() if x.name == name)
-    traced = trace(*case.make(case.arrays((2, 4, 90, 90), np.random.default_rng(0))))
-    layout = dense_layout((2, 4096, 16, head_dim), dtype)
-    problem = AttentionProblem(
-        dtype=dtype, batch=2, seqlen_q=4096, seqlen_k=4096, num_heads=16, num_heads_kv=16, head_dim=head_dim,
-        head_dim_v=head_dim, q=layout, k=layout, v=layout, softmax_scale=head_dim**-0.5, modifier=traced.program,
-    )  # fmt: skip
-    target: dict[str, Any] = {"arch": arch, "num_sms": 132, "smem_limit": 232448 if arch == "sm_90" else 65536}
-    specs = [x(problem, **target, backend=backend) for x in (heuristics.choose_forward, heuristics.choose_backward)]
+    problem = problem_of(name, head_dim, dtype)
+    target = TARGET if arch == "sm_90" else {"arch": arch, "num_sms": 132, "smem_limit": 65536}
+    family = "hopper" if backend == "every head" else backend
+    specs = [x(problem, **target, backend=family) for x in (heuristics.choose_forward, heuristics.choose_backward)]
     found = [launch.config for spec in specs for launch in spec.launches if launch.config.features.tile_words]
-    assert len(found) == 4
+    assert len(found) == (6 if backend == "hopper" else 4)
     return found
 
 
 @pytest.mark.slow(sample=["causal documents-64-hopper"])
 @pytest.mark.parametrize(("name", "head_dim", "backend"), VARIANTS)
-def test_kernels_do_not_spill(name: str, head_dim: int, backend: str) -> None:
+def test_kernels_do_not_spill(name: str, head_dim: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_words, "KEEPS_BITS", backend != "every head")
     for config in kernels(name, head_dim, backend=backend):
-        assert config.kernel.endswith((backend, "tile_ranges"))
+        assert config.kernel.endswith(("portable" if backend == "portable" else "hopper", "tile_ranges", "tile_bits"))
+        assert config.tile_bits == (backend == "hopper")
         kernel = compile_kernel(config)
         assert not re.search("warning", kernel.log), kernel.log
-        assert kernel.spill_bytes <= SPILLED.get((name, head_dim, config.kernel), 0), config.kernel
+        known = 0 if config.tile_bits else SPILLED.get((name, head_dim, config.kernel), 0)
+        assert kernel.spill_bytes <= known, config.kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal documents", "natten", "prefix of documents"])
+def test_other_tiles_with_bits_do_not_spill(name: str) -> None:
+    """Those that the autotuner tries."""
+    problem = problem_of(name, 64)
+    found = {}
+    for candidates in (heuristics.forward_candidates, heuristics.backward_candidates):
+        plans = candidates(problem, **TARGET)
+        mains = [next(y.config for y in x.launches if y.config.kernel.endswith("ward_hopper")) for x in plans.values()
+                 if any(y.config.tile_bits for y in x.launches)]  # fmt: skip
+        found |= {f"{x.kernel} {x.block_m}x{x.block_n}": compile_kernel(x) for x in mains if x.tile_bits}
+    assert {"forward_hopper 192x112", "forward_hopper 128x128", "backward_hopper 64x128"} <= set(found)
+    for label, kernel in found.items():
+        assert not re.search("warning", kernel.log), label
+        assert kernel.spill_bytes == 0, label
 
 
 @pytest.mark.slow(sample=[f"{arch}-0" for arch in ONE_OF_EACH_CLASS])

@@ -12,7 +12,16 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other libraries and other tests need memory, too
 
 
+SIMULATED = os.environ.get("NVRTC_ATTN_TEST_SIMULATED", "")
+"""A compute capability, such as 9.0: these tests run on the GPU of tests/simulator then, as far as it goes."""
+
+
 def _why_not() -> str:
+    if SIMULATED and importlib.util.find_spec("torch") is not None:
+        from simulator import torch_device
+
+        major, minor = map(int, SIMULATED.split("."))
+        torch_device.install((major, minor))
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed: GPU tests make their tensors with it"
     import torch
@@ -34,6 +43,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "tests/gpu/" in item.nodeid.replace("\\", "/"):
                 item.add_marker(pytest.mark.skip(reason=_REASON))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _simulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The simulated GPU, if one is asked for."""
+    if not SIMULATED:
+        yield
+        return
+    from fake_driver import FakeGpu
+    from simulator import gpu
+
+    major, minor = map(int, SIMULATED.split("."))
+    with gpu.simulated(gpu.build_machine(tmp_path_factory), gpu=FakeGpu((major, minor))):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ NAMES = (
     "bias-tiles-0-bhqk", "bias-tiles-13-1hqk", "bias-tiles-19-bh1k", "wide-0-d256-256", "wide-2-d192-128",
     "wide-10-d256-256", "few-queries-0", "few-queries-packed", "few-queries-unaligned", "dropout-gqa", "varlen-many",
     "split-queries", "bias-11q1", "mask-tiles", "modifier-both", "modifier-t5",
-    "part-dropout", "part-bias-dlse", "part-masked", "part-deterministic",
+    "modifier-documents", "part-dropout", "part-bias-dlse", "part-masked", "part-deterministic",
 )  # fmt: skip
 
 

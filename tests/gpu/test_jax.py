@@ -17,7 +17,8 @@ import jax.numpy as jnp  # noqa: E402 - after the skips
 
 import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch  # noqa: E402
-from nvrtc_attn.jax import attention  # noqa: E402
+from nvrtc_attn.jax import attention, context_parallel_attention, repeated  # noqa: E402
+from nvrtc_attn.jax.parallel import zigzag  # noqa: E402
 from nvrtc_attn.runtime import buffers as device_buffer  # noqa: E402
 
 
@@ -110,6 +111,32 @@ def test_stream_argument() -> None:
     side = torch.cuda.Stream()
     for stream in (None, 0, 1, 2, side, side.cuda_stream):
         np.testing.assert_array_equal(numbers(nvrtc_attn.attention(q, k, v, stream=stream)), expected)
+
+
+@pytest.mark.reliability(47)
+def test_repeated_calls_are_a_program_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On XLA's stream and in its memory, behind what XLA still computes; nothing of ours is allocated or described."""
+    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
+    monkeypatch.setattr(repeated, "_programs", {})
+    monkeypatch.setattr(repeated, "FIRST", 3)
+    heavy = jax.jit(
+        lambda x, q: q + 0 * jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x).mean().astype(q.dtype)
+    )
+    block = jnp.ones((2048, 2048), jnp.float32) / 2048
+    for number in range(8):
+        (q, k, v, bias), theirs = make(seed=number)
+        expected = nvrtc_attn.attention(*theirs[:3], bias=theirs[3], causal=True, return_lse=True)
+        if number == 3:
+            assert callable(next(iter(repeated._programs.values())))
+            monkeypatch.setattr(device_buffer, "DeviceBuffer", None)
+            monkeypatch.setattr(nvrtc_attn.api, "describe", None)
+        found = nvrtc_attn.attention(heavy(block, q), k, v, bias=bias, causal=True, return_lse=True)
+        again = [2 * x for x in found]  # queued behind it
+        for x, y, twice in zip(found, expected, again, strict=True):
+            assert isinstance(x, jax.Array)
+            assert x.devices() == q.devices()
+            np.testing.assert_array_equal(numbers(x), numbers(y))
+            np.testing.assert_array_equal(numbers(twice), 2 * numbers(y))
 
 
 def test_memory_of_results_is_given_back() -> None:
@@ -282,3 +309,46 @@ def test_used_keys_of_a_dense_batch(bridge: None) -> None:
     expected = jax.grad(loss, (0, 1, 2, 3))(q, k, v, bias, mask=keep)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(numbers(a), numbers(b), atol=2e-2)
+
+
+@pytest.mark.parametrize("places", ["branches", "device", "ring"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_devices_that_share_a_sequence(devices: int, places: str, bridge: None) -> None:
+    """Where rows lie is known to the program, or a number on the device; or keys go around: results of one call."""
+    if len(jax.devices("gpu")) < devices:
+        pytest.skip(f"needs {devices} GPUs")
+    mesh = jax.sharding.Mesh(np.array(jax.devices("gpu")[:devices]), ("s",))
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((2, 1024, 8, 64), (2, 1024, 2, 64), (2, 1024, 2, 64))
+    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
+    bias = jax.random.normal(keys[4], (1, 8, 1024, 1024), np.float32)
+    options: dict[str, Any] = {"causal": True, "window_size": (700, None), "softcap": 20.0}
+
+    def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return (attention(q, k, v, bias=bias, **options).astype(np.float32) ** 2).sum()
+
+    def shared(*values: Any) -> Any:
+        def local(q: Any, k: Any, v: Any, bias: Any) -> Any:
+            out = context_parallel_attention(
+                q,
+                k,
+                v,
+                bias=bias,
+                axis_name="s",
+                strategy="ring" if places == "ring" else "all_gather",
+                places="auto" if places == "ring" else places,
+                **options,
+            )
+            return jax.lax.psum((out.astype(np.float32) ** 2).sum(), "s")
+
+        rows, scores = jax.sharding.PartitionSpec(None, "s"), jax.sharding.PartitionSpec(None, None, "s")
+        ordered = [zigzag(x, devices, axis) for x, axis in zip(values, (1, 1, 1, 2), strict=True)]
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(rows, rows, rows, scores), out_specs=jax.sharding.PartitionSpec()
+        )(*ordered)
+
+    expected = jax.value_and_grad(loss, (0, 1, 2, 3))(*arrays, bias)
+    found = jax.jit(jax.value_and_grad(shared, (0, 1, 2, 3)))(*arrays, bias)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        scale = max(float(abs(numbers(b)).max()), 1e-3)
+        assert float(abs(numbers(a) - numbers(b)).max()) <= 1e-2 * scale

@@ -204,7 +204,7 @@ def test_hopper_backward_alone(name: str, head_dim: int, deterministic: bool) ->
 
 
 @pytest.mark.parametrize("family", ["portable", "hopper"])
-@pytest.mark.parametrize("name", ["alibi", "prefix", "rows and columns", "natten"])
+@pytest.mark.parametrize("name", ["alibi", "prefix", "rows and columns", "natten", "relative bias", "t5"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_packed_sequences(name: str, head_dim: int, family: str) -> None:
     """b is the sequence, and q and k are positions in it."""
@@ -315,6 +315,78 @@ def test_gradients_of_captures_are_reproducible_on_request(name: str, head_dim: 
             )  # fmt: skip
             found.append([*gradients, *(x for x in daux if x is not None)])
     assert all(torch.equal(x, y) for more in found[1:] for x, y in zip(found[0], more, strict=True))
+
+
+def distance_cases() -> dict[str, ModifierCase]:
+    """What the distance of query and key decides: tables of it, one element for all, and more than the table."""
+
+    def arrays(sizes: tuple[int, int, int, int], rng: np.random.Generator) -> dict[str, Any]:
+        table, rows = rng.standard_normal((81, sizes[1])), rng.standard_normal(sizes[2])
+        return {"table": table.astype(np.float32), "rows": rows.astype(np.float32)}
+
+    score = {
+        "clipped": lambda a: lambda s, b, h, q, k: s + a["table"][np.minimum(np.maximum(k - q, -40), 40) + 40, h],
+        "by order": lambda a: lambda s, b, h, q, k: s + a["table"][np.where(k > q, 40, 0) + abs(q - k) % 40, h],
+        "factor": lambda a: lambda s, b, h, q, k: s * np.tanh(a["table"][abs(q - k) % 81, h]) + 0.01 * (k - q),
+        "a row beside": lambda a: lambda s, b, h, q, k: s + a["table"][(q - k) % 81, h] * a["rows"][q],
+        "one element": lambda a: lambda s, b, h, q, k: s + a["table"][abs(q - k) // 4096, h],
+    }
+
+    def case(name: str, function: Any) -> ModifierCase:
+        return ModifierCase(name, lambda a: (function(a), None), arrays, ("table",))
+
+    return {name: case(name, function) for name, function in score.items()}
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["relative bias", "t5", *distance_cases()])
+def test_hopper_by_distance(name: str, head_dim: int, deterministic: bool) -> None:
+    """Tiles with a rest, grouped heads, both directions of the difference of lengths, with a band and without."""
+    case = distance_cases().get(name) or named(name)
+    forget_plans(kernels=True)
+    with backend("hopper"):
+        check(case, (2, 4, 333, 450), "bfloat16", head_dim, deterministic=deterministic)
+        check(case, (1, 4, 450, 333), "float16", head_dim, deterministic=deterministic, causal=True)
+    found = [c for c, _ in plan._kernels if c.kernel in ("forward_hopper", "backward_hopper") and c.features.modifier]
+    assert {c.kernel for c in found} == {"forward_hopper", "backward_hopper"}
+    assert all("struct Diagonal {" in c.features.modifier for c in found)
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_by_distance_is_what_it_is_by_score(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in the same places where an element does not exist, and the same numbers elsewhere."""
+    from nvrtc_attn.heuristics import common
+
+    def added(x: Any) -> Any:
+        return lambda s, b, h, i, j: s + x[h, i - j + 150]  # which queries from 300 on have not for all keys
+
+    table = torch.randn(2, 300, device=DEVICE)
+    for dtype in (torch.float32, torch.float16):
+        values = table.to(dtype)
+        q, k, v, dout = (
+            torch.randn(1, n, 2, head_dim, device=DEVICE, dtype=torch.bfloat16) for n in (500, 260, 260, 500)
+        )
+        modifier = nvrtc_attn.trace(added(values))
+        found = []
+        for by_distance in (True, False):
+            monkeypatch.setattr(common, "COMPUTES_BY_DISTANCE", by_distance)
+            forget_plans(kernels=True)
+            with backend("hopper"):
+                out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+                gradients = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+                daux = [torch.full(tuple(values.shape), float("nan"), device=DEVICE)]
+                api.backward_allocating(
+                    dout, q, k, v, out, lse, *gradients, dlse=None, score_mod=modifier, daux=daux, softmax_scale=None,
+                    deterministic=True,
+                )  # fmt: skip
+            found.append([out, lse, *gradients])
+        assert not bool(torch.isfinite(found[0][0]).all())
+        assert bool(torch.isfinite(found[0][0]).any())
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=1e-2, equal_nan=True)
 
 
 def test_decoding_splits_keys() -> None:

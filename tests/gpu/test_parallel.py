@@ -18,7 +18,17 @@ COUNT = torch.cuda.device_count()
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     "programs",
-    [("tensors", "dropout", "packed"), ("faults",), ("problems",), ("modified",), ("long",), ("torchs_ring",)],
+    [
+        ("tensors", "dropout", "packed"),
+        ("documents",),
+        ("faults",),
+        ("problems",),
+        ("modified",),
+        ("long",),
+        ("torchs_ring",),
+        ("compiled",),
+        ("inductor", "programs"),
+    ],
 )
 def test_ranks_together_compute_the_whole(size: int, programs: tuple[str, ...], tmp_path: Path) -> None:
     """As on the CPU, and sequences of several tiles in bfloat16; torch's own ring around our kernels."""

@@ -32,6 +32,14 @@ PROBLEMS: list[tuple[str, int, dict[str, Any]]] = [
     *(("ring", 2, {"seqlen_q": m, "seqlen_k": n, "head_dim": d, "causal": m == n})  # one tile of keys a part
       for m, n, d in ((34, 257, 72), (100, 100, 40), (200, 500, 128))),
 ]  # fmt: skip
+LENGTHS = {"seqlens": tuple((n, n) for n in (301, 0, 1, 700, 64, 5, 130)), "lead": (2, 2), "tail": (9, 9)}
+PACKED: list[tuple[str, int, str, dict[str, Any]]] = [
+    ("all_gather", 2, "zigzag", {"causal": True}), ("all_gather", 2, "documents", {"causal": True, "dropout_p": 0.2}),
+    ("all_gather kept", 3, "contiguous", {"window_size": (100, 30), "sink": "float32", "dlse": True}),
+    ("ring", 2, "zigzag", {"causal": True}), ("ring", 3, "documents", {"head_dim": 64}),
+    ("all_gather", 2, "zigzag", {"head_dim": 256, "causal": True}), ("ulysses x all_gather", 4, "zigzag", {}),
+    ("all_gather", 2, "documents", {"causal": True, "dtype": "float32", "head_dim": 64}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -48,4 +56,19 @@ def test_ranks_on_one_gpu_compute_the_whole(
     case = make_case("ranks", **known)
     with backend(family):
         faults = check(Shared(case=case, layout="zigzag"), name, size, monkeypatch, "cuda")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("name", "size", "layout", "fields"), PACKED, ids=lambda x: str(x).replace(" ", ""))
+def test_ranks_share_packed_sequences(
+    name: str, size: int, layout: str, fields: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense calls of pieces of documents, with float32 dk and dv, and varlen calls of whole ones."""
+    known = {"dtype": "bfloat16", "num_heads": 8, "num_heads_kv": 4, "head_dim": 128, **LENGTHS, **fields}
+    if known["dtype"] == "float32" and family == "hopper":
+        pytest.skip("the Hopper kernels are of 16-bit types")
+    case = make_case("packed ranks", **known)
+    with backend(family):
+        faults = check(Shared(case=case, layout=layout), name, size, monkeypatch, "cuda")
     assert not faults, "\n".join(faults)

@@ -18,7 +18,7 @@ CASES = (
     "varlen-seqused-True", "deterministic", "dropout-gqa", "layout-unaligned-float16",
     "sink-24-d64", "sink-28-d64", "mask-tiles",
 )  # fmt: skip
-MODIFIERS = ("both", "t5")
+MODIFIERS = ("both", "t5", "documents")
 """Cases of `tests/modifiers.py`: deterministic, with the gradients of what they captured, and tiles planned."""
 PARTS = ("dropout", "bias-dlse")
 """Problems of `sanitizer.py` that are computed in parts: rows, keys and heads of a whole, forward and backward."""

@@ -510,7 +510,7 @@ def test_kernels_of_a_backward_pass_are_asked_for_once(monkeypatch: pytest.Monke
 
     def on_gpu(kind: Any, values: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(adapter, "_on_gpu", lambda: True)
+            patch.setattr(adapter, "on_gpu", lambda: True)
             original(kind, values)
 
     monkeypatch.setattr(adapter, "_ahead", {})

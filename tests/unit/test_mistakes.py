@@ -51,7 +51,7 @@ MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (attention, {"softmax_scale": np.ones(1, np.float32)}, ["softmax_scale: got", "multiply q by it"]),
     (attention, {"mask": np.ones((64, 64), bool)}, ["mask: shape (64, 64)", "[batch or 1,", "x[None, None]"]),
     (attention, {"mask": np.ones((2, 64), bool)}, ["mask: shape (2, 64)", "[batch, seqlen_k] x[:, None, None]"]),
-    # Its advice was to convert, which keeps the keys that -inf drops, and adds 1 to the scores that True keeps.
+    # To convert them would keep the keys that -inf drops, and add 1 to the scores that True keeps.
     (attention, {"mask": np.zeros((1, 1, 64, 64), np.float32)}, ["mask: dtype float32", "bool or uint8", "bias="]),
     (attention, {"bias": np.ones((1, 1, 64, 64), bool)}, ["bias: dtype bool", "Accepted: float32", "mask="]),
     (

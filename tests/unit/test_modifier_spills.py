@@ -11,6 +11,7 @@ import pytest
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.heuristics import tile_words
 from nvrtc_attn.modifiers.trace import trace
 from nvrtc_attn.plans import plan
 
@@ -53,14 +54,17 @@ def test_the_first_that_spills_least(spilled: tuple[int, ...], taken: int, count
     assert tried == list(spilled[:count])
 
 
-def test_light_modifiers_keep_the_widest_tile() -> None:
+@pytest.mark.parametrize("bits", [False, True])
+def test_light_modifiers_keep_the_widest_tile(bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three warp-groups of 64 rows have 160 registers a thread: beside 112 scores no element is read.
 
-    Beside 96 a mask is asked that reads none of a query or key.
+    Beside 96 a mask is asked that reads none of a query or key, or any one by a launch before.
     """
+    monkeypatch.setattr(tile_words, "KEEPS_BITS", bits)
+    monkeypatch.setattr(tile_words, "MIN_FLOPS", 0)
     light = {"alibi", "alibi by formula", "head scale", "distance", "temperature", "prefix"}
     heavy = {"softcap and alibi", "relative bias", "documents", "t5", "rows and columns"}
     rows = {}
     for name in light | heavy:
         rows[name] = heuristics.choose_forward(modified(name), **TARGET).main.config.block_m
-    assert {name for name, count in rows.items() if count == 192} == light
+    assert {name for name, count in rows.items() if count == 192} == (light | {"documents"} if bits else light)

@@ -57,8 +57,23 @@ def run(size: int, directory: Path, *programs: str, device: str = "cpu") -> dict
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_together_compute_the_whole(size: int, tmp_path: Path) -> None:
     """Every strategy forward and backward, the dropout mask bit for bit, lengths that do not divide, faults."""
-    programs = ("tensors", "dropout", "packed", "faults", "problems", "modified", *(("compiled",) if size == 2 else ()))
+    programs = (
+        "tensors",
+        "dropout",
+        "packed",
+        "documents",
+        "faults",
+        "problems",
+        "modified",
+        "compiled",
+    )
     found = run(size, tmp_path, *programs)
+    assert not any(found.values()), "\n".join(f"{name}: {fault}" for name, faults in found.items() for fault in faults)
+
+
+def test_programs_of_ranks_are_one_graph(tmp_path: Path) -> None:
+    """By inductor, with dynamic shapes; faults, checkpoints, fakes; what one rank does not use the others still get."""
+    found = run(2, tmp_path, "inductor", "programs")
     assert not any(found.values()), "\n".join(f"{name}: {fault}" for name, faults in found.items() for fault in faults)
 
 

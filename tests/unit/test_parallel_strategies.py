@@ -17,6 +17,7 @@ from parallel_problems import Modified, Shared, take  # noqa: E402
 import nvrtc_attn  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.front.chunks import band_of, chunks_of, joined, length, needed, places, together  # noqa: E402
+from nvrtc_attn.front.documents import Packing, Piece, shared_documents  # noqa: E402
 from nvrtc_attn.front.modified import banded_options  # noqa: E402
 from nvrtc_attn.front.philox import RngState  # noqa: E402
 from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
@@ -85,9 +86,21 @@ def run_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
 boards: list[Board] = []
 
 
-def make(name: str, size: int, layout: Any, seqlens: tuple[int, int]) -> tuple[Any, Any, Callable[[int], Any]]:
-    """(chunks of queries, of keys, the strategy of a rank)."""
-    chunks_q, chunks_k = (chunks_of(layout, n, size) for n in seqlens)
+def check_kept(mine: Any, inputs: Any, own: Any, saved: Any) -> None:
+    """What is kept is as `like_kept` says it, which programs are traced with; nothing of it shares memory."""
+    kept = saved.kept
+    like = mine.like_kept(inputs, own)
+    assert [(x.shape, x.stride(), x.dtype) for x in kept] == [(x.shape, x.stride(), x.dtype) for x in like]
+    others = [x for x in (*inputs, saved.out, saved.lse) if isinstance(x, torch.Tensor)]
+    addresses = [x.untyped_storage().data_ptr() for x in kept if x.numel()]
+    assert len({*addresses, *(x.untyped_storage().data_ptr() for x in others if x.numel())}) == len(
+        {x.untyped_storage().data_ptr() for x in others if x.numel()}
+    ) + len(addresses)
+    assert not mine.like_kept(inputs, own._replace(backward_follows=False))
+
+
+def make(name: str, size: int, chunks_q: Any, chunks_k: Any) -> Callable[[int], Any]:
+    """The strategy of a rank."""
     board = Board(size)
     everything = strategies.AllGather(None, 0, [together(chunks_q)], [together(chunks_k)])
 
@@ -114,7 +127,7 @@ def make(name: str, size: int, layout: Any, seqlens: tuple[int, int]) -> tuple[A
         return strategies.Ulysses(inner, rank % width, chunks_q[own], chunks_k[own], beyond)
 
     rows, columns = [Board(2) for _ in range(size // 2)], [Board(size // 2) for _ in range(2)]
-    return chunks_q, chunks_k, of
+    return of
 
 
 def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> list[str]:
@@ -128,12 +141,19 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch,
     options = CallOptions(
         **keywords, return_lse=True, dbias="bias" in given, dsink="sink" in given, deterministic=case.deterministic
     )
+    tokens = parallel_problems.tokens_of(case)
+    packing = lengths = None
+    if case.varlen and name == "ulysses":  # a rank has all tokens
+        cu = torch.tensor(parallel_problems.starts_of(case), dtype=torch.int32, device=device)
+        left, right, lengths = None, None, (cu, cu, None)
+    elif case.varlen:
+        packing = Packing(parallel_problems.starts_of(case), left, right)
     whole = local.Whole(
-        options, RngState(seed, offset), case.seqlen_q, case.seqlen_k,
-        band_of(left, right, case.seqlen_q, case.seqlen_k, case.causal != "top_left"),
-        sm_margin=None if device == "cpu" else 0,
+        options, RngState(seed, offset), *tokens, band_of(left, right, *tokens, case.causal != "top_left"),
+        sm_margin=None if device == "cpu" else 0, packing=packing, lengths=lengths,
     )  # fmt: skip
-    chunks_q, chunks_k, strategy = make(name, size, shared.layout, (case.seqlen_q, case.seqlen_k))
+    chunks_q, chunks_k = (parallel_problems.chunks_for(shared, n, size) for n in tokens)
+    strategy = make(name, size, chunks_q, chunks_k)
 
     def work(rank: int) -> Any:
         of_q, of_k = chunks_q[rank], chunks_k[rank]
@@ -151,9 +171,11 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch,
             case.num_heads,
             given.get("sink"),
         )
-        out, lse, saved = mine.forward(inputs, whole)
+        own = whole._replace(tables={})
+        out, lse, saved = mine.forward(inputs, own)
+        check_kept(mine, inputs, own, saved)
         dlse = take(given["dlse"], of_q, 2) if "dlse" in given else None
-        return out, lse, *mine.backward(saved, whole, take(given["dout"], of_q, 1), dlse)
+        return out, lse, *mine.backward(saved, own, take(given["dout"], of_q, 1), dlse)
 
     found: dict[str, Any] = {}
     for rank, results in enumerate(run_ranks(size, work)):
@@ -169,7 +191,7 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch,
             if key == "dbias" and given["bias"].shape[2] == 1:
                 found[key] = found.get(key, 0) + x.float()
                 continue
-            length_of = case.seqlen_k if key in ("dk", "dv") else case.seqlen_q
+            length_of = tokens[key in ("dk", "dv")]
             total = found.setdefault(key, torch.full((*x.shape[:dim], length_of, *x.shape[dim + 1 :]), torch.nan))
             for (a, b), at in zip(chunks, places(chunks, chunks), strict=True):
                 total.narrow(dim, a, b - a).copy_(x.narrow(dim, at.start, b - a))
@@ -200,6 +222,24 @@ def test_many_random_problems_are_the_whole(name: str, size: int, monkeypatch: p
     assert not faults, "\n".join(faults[:5])
 
 
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_packed_sequences_are_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents cut anywhere, with windows, dropout and sinks: empty ones, one token, more ranks than tokens."""
+    faults = []
+    for shared in parallel_problems.packed_problems(15, 3 * QUICK, size, heads_divide="ulysses" in name):
+        faults += check(shared, name, size, monkeypatch)
+    assert not faults, "\n".join(faults[:5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [*CASES, ("all_gather", 7), ("ring", 5)])
+def test_many_packed_sequences_are_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = []
+    for shared in parallel_problems.packed_problems(16, FULL // len(CASES), size, heads_divide="ulysses" in name):
+        faults += check(shared, name, size, monkeypatch)
+    assert not faults, "\n".join(faults[:5])
+
+
 def check_modified(given: Modified, name: str, size: int, monkeypatch: pytest.MonkeyPatch, device: str) -> list[str]:
     """Run one modifier on ``size`` threads: out, lse, gradients and the sums of those of captured arrays."""
     monkeypatch.setattr(strategies, "exchange", exchange)
@@ -215,7 +255,8 @@ def check_modified(given: Modified, name: str, size: int, monkeypatch: pytest.Mo
         options, RngState(3, 4), *lengths, band_of(left, right, *lengths, banded.causal != "top_left"),
         sm_margin=None if device == "cpu" else 0, modifier=modifier,
     )  # fmt: skip
-    chunks_q, chunks_k, strategy = make(name, size, given.layout, lengths)
+    chunks_q, chunks_k = (chunks_of(given.layout, n, size) for n in lengths)
+    strategy = make(name, size, chunks_q, chunks_k)
 
     def work(rank: int) -> Any:
         of_q, of_k = chunks_q[rank], chunks_k[rank]
@@ -248,6 +289,60 @@ def test_modifiers_get_the_positions_of_the_whole(name: str, size: int, monkeypa
     for given in parallel_problems.modified_problems(13, 30, size):
         faults += check_modified(given, name, size, monkeypatch, "cpu")
     assert not faults, "\n".join(faults[:5])
+
+
+@pytest.mark.parametrize(("name", "size"), [case for case in CASES if case[0] != "ulysses"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_modifiers_of_packed_sequences_get_their_places(
+    name: str, size: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of the document, positions in it, a captured array with its gradient, dropout: those of one call."""
+    monkeypatch.setattr(strategies, "exchange", exchange)
+    starts = (0, 9, 9, 10, 37, 61)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dout = (torch.randn(1, 64, heads, 8, generator=generator) for heads in (4, 2, 2, 4))
+    table = torch.randn(5, 4, 30, generator=generator)
+    modifier = nvrtc_attn.trace(
+        lambda s, b, h, q, k: s + table[b, h, k] * 0.5 + 0.01 * q, lambda b, h, q, k: (3 * q + k + b) % 4 != 1
+    )
+    captures = [torch.as_tensor(x) for x in modifier.captures]
+    keywords: dict[str, Any] = {"causal": causal, "dropout_p": 0.3, "max_seqlen_q": 27, "max_seqlen_k": 27}
+    cu = torch.tensor(starts, dtype=torch.int32)
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "rng": (3, 4), "score_mod": modifier, **keywords}
+    expected: dict[str, Any] = {}
+    expected["out"], expected["lse"] = nvrtc_attn.attention(q, k, v, return_lse=True, **packed)
+    for key, x in (("dq", q), ("dk", k), ("dv", v)):
+        expected[key] = torch.empty_like(x)
+    expected["daux"] = [np.zeros(x.shape, np.float32) for x in captures]
+    nvrtc_attn.attention_backward(
+        dout, q, k, v, *list(expected.values())[:5],
+        daux=expected["daux"], **packed,
+    )  # fmt: skip
+    whole = local.Whole(
+        CallOptions(**keywords, return_lse=True), RngState(3, 4), 64, 64, (None, None), modifier=modifier,
+        packing=Packing(starts, None, 0 if causal else None),
+    )  # fmt: skip
+    chunks = chunks_of("zigzag", 64, size)
+    strategy = make(name, size, chunks, chunks)
+
+    def work(rank: int) -> Any:
+        own = local.whole_with(whole._replace(tables={}), captures, [True] * len(captures))
+        mine = strategy(rank)
+        tensors = (take(x, chunks[rank], 1) for x in (q, k, v))
+        out, lse, saved = mine.forward(strategies.Inputs(*tensors, None, None, 0, 4), own)
+        dq, dk, dv, *_ = mine.backward(saved, own, take(dout, chunks[rank], 1), None)
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}, own.daux
+
+    found: dict[str, Any] = {key: np.full(x.shape, np.nan) for key, x in expected.items() if key != "daux"}
+    found["daux"] = [np.zeros(x.shape) for x in captures]
+    for rank, (results, daux) in enumerate(run_ranks(size, work)):
+        at = np.concatenate([np.arange(a, b) for a, b in chunks[rank]])
+        for key, x in results.items():
+            found[key][(slice(None), slice(None), at) if key == "lse" else (slice(None), at)] = x
+        for total, share in zip(found["daux"], daux, strict=True):
+            total += share.numpy()
+    expected = {key: x if key == "daux" else x.numpy() for key, x in expected.items()}
+    assert not parallel_problems.differ(found, expected)
 
 
 @pytest.mark.slow
@@ -334,6 +429,53 @@ def test_layouts_hold_every_token_once(layout: str, ranks: int, seqlen: int) -> 
 def test_zigzag_shares_the_work_of_a_causal_mask() -> None:
     work = [sum(sum(range(a + 1, b + 1)) for a, b in mine) for mine in chunks_of("zigzag", 4096, 4)]
     assert max(work) == min(work)
+
+
+def _scores(chunks: Any, starts: Sequence[int]) -> int:
+    """Of causal attention, one token at a time."""
+    return sum(1 + i - max(x for x in starts if x <= i) for a, b in chunks for i in range(a, b) if i < starts[-1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("lengths", "tail"),
+    [
+        ((4096,), 0), ((100,) * 40, 0), ((2500, 30, 1, 0, 800, 7, 700), 11), ((1, 1, 1000, 1, 1), 0),
+        ((700, 20, 20, 20, 650, 20, 20, 900), 100), ((1,) * 50, 0), ((0, 0), 3), ((), 5), ((2,), 0),
+    ],
+)  # fmt: skip
+def test_documents_share_tokens_and_work(lengths: tuple[int, ...], tail: int, ranks: int) -> None:
+    """Every token once, as many on all ranks but for what pieces round, causal work within 5 % where it is long."""
+    starts = [0, *np.cumsum(lengths, dtype=int).tolist()]
+    seqlen = starts[-1] + tail
+    chunks = shared_documents(starts, seqlen, ranks)
+    assert sorted(i for mine in chunks for a, b in mine for i in range(a, b)) == list(range(seqlen))
+    sizes = [length(mine) for mine in chunks]
+    assert max(sizes) - min(sizes) <= 2 * max(len(lengths), 1)
+    if seqlen > 500:
+        work = [_scores(mine, starts) for mine in chunks]
+        assert max(work) * ranks <= 1.05 * sum(work)
+
+
+def test_short_documents_are_not_cut_in_pieces() -> None:
+    """Equal short ones have equal work as they lie: one interval a rank. One long one among them is zigzag."""
+    assert [len(mine) for mine in shared_documents(range(0, 64001, 100), 64000, 4)] == [1, 1, 1, 1]
+    long = [0, 32000, *range(32100, 64001, 100)]
+    assert max(len(mine) for mine in shared_documents(long, 64000, 4)) == 3
+
+
+def test_a_chunk_of_packed_sequences_is_three_calls_at_most() -> None:
+    """The rest of a document, the documents that are in the chunk whole, and a last one that goes on."""
+    starts = (0, 10, 10, 14, 15, 40)
+    causal, full, window = (Packing(starts, *sides) for sides in ((None, 0), (None, None), (3, 2)))
+    assert causal.pieces(((4, 20),)) == [
+        Piece((4, 10), (0, 10), 0, 4), Piece((10, 15), (10, 15), 2, lengths=(0, 4, 5)), Piece((15, 20), (15, 20), 4),
+    ]  # fmt: skip
+    assert full.pieces(((4, 20),)) == [
+        Piece((4, 10), (0, 10), 0, 4), Piece((10, 15), (10, 15), 2, lengths=(0, 4, 5)), Piece((15, 20), (15, 40), 4),
+    ]  # fmt: skip
+    assert window.pieces(((20, 30),)) == [Piece((20, 30), (17, 32), 4, 5, 2)]
+    assert causal.pieces(((38, 45),)) == [Piece((38, 40), (15, 40), 4, 23), Piece((40, 45), (0, 0), -1)]
 
 
 @pytest.mark.parametrize(

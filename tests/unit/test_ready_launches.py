@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
@@ -16,6 +18,8 @@ from nvrtc_attn.base.errors import CudaError
 from nvrtc_attn.front.operands import addresses
 from nvrtc_attn.front.philox import RngState
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.modifiers.cuda import ModifierValues
+from nvrtc_attn.modifiers.trace import traced
 from nvrtc_attn.plans import plan
 from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 
@@ -129,6 +133,25 @@ def test_what_does_not_follow_from_addresses_is_never_ready(what: str, fake: Rec
     assert found[0] == found[2] == found[4]
     assert (found[0] != found[1]) == (what == "dropout")
     assert what == "dropout" or [x[1] for x in found[4]] == ["memset32", found[0][-1][1]]
+
+
+def test_what_a_modifier_is_told_is_part_of_what_is_ready(fake: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    slopes = np.zeros(4, np.float32)
+    program = traced(lambda score, b, h, q, k: score + slopes[h] * (q - k)).program
+    made = backward_plan(problem(modifier=program, trained=(0,)), 0, 0)
+    fake.sizes = {step.smem_bytes: len(step.template) for step in made._steps}
+    first, *others = (
+        ModifierValues(struct.pack("<QQ2i", array, gradient, 4, 1), ((gradient, 16),))
+        for array, gradient in ((1 << 20, 1 << 21), (1 << 20, 1 << 22), (1 << 23, 1 << 21))
+    )
+    runs = {x: ran(fake, made, 1 << 30, modifier=x) for x in (first, *others)}
+    assert len({str(x) for x in runs.values()}) == 3
+    assert ("memset", 1 << 21, 0, 16, STREAM) in [x[1:] for x in runs[first]]
+    for _ in range(3):
+        assert {x: ran(fake, made, 1 << 30, modifier=x) for x in runs} == runs
+    assert len(made._ready) == 3
+    monkeypatch.setattr(type(made), "_launch_new", None)
+    assert {x: ran(fake, made, 1 << 30, modifier=x) for x in runs} == runs
 
 
 def test_so_many_are_ready_and_no_more(fake: Recorder) -> None:

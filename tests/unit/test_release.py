@@ -42,6 +42,9 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "nvrtc_attn" / "base").mkdir(parents=True)
     (tmp_path / "nvrtc_attn" / "base" / "version.py").write_text('__version__ = "1.2.0"\n')
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/index.md"):
+        (tmp_path / name).write_text("# us\n\nInstall it.\n")
     (tmp_path / "pyproject.toml").write_text('[project.urls]\nSource = "https://host.example/us/it"\n')
     return tmp_path
 
@@ -58,6 +61,14 @@ def test_a_good_tree_is_not_refused(release: Any, tree: Path) -> None:
         ("CHANGELOG.md", "- Something.", "", "section [1.2.0] of CHANGELOG.md lists nothing", True),
         ("CHANGELOG.md", "## [1.2.0] -", "## 1.2.0", "no section [1.2.0]", True),
         ("CHANGELOG.md", "[Unreleased]\n", "[Unreleased]\n\n- New.\n", "under [Unreleased]", False),
+        ("README.md", "Install it.", "It is not on the package index yet.", "README.md says that there is no", False),
+        (
+            "docs/index.md",
+            "Install it.",
+            "It is not on the package index yet.",
+            "index.md says that there is no",
+            False,
+        ),
         ("pyproject.toml", "Source", "# Source", "no Source in [project.urls]", False),
     ],
 )

@@ -289,9 +289,10 @@ def test_a_cluster_is_the_splits_of_one_query_tile(
     """
     text = (repository / "cuda_src/nvrtc_attn/collective/forward_output.cuh").read_text()
     functions = ""
-    for name in ("find_unit", "find_unit_soon"):
-        start = text.index(f"  NVRTC_ATTN_DEVICE void {name}(")
-        functions += text[start : text.index("\n  }\n", start) + 5]
+    places = [(f"NVRTC_ATTN_DEVICE void {name}(", "}") for name in ("find_unit", "find_unit_soon")]
+    for first, last in (("struct Group", "};"), *places):
+        start = text.index(f"  {first}")
+        functions += text[start : text.index(f"\n  {last}\n", start) + len(last) + 4]
     assert run(UNITS + functions + UNITS_MAIN, tmp_path_factory, packed=packed, cluster=cluster) == "right"
 
 

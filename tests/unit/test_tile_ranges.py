@@ -20,6 +20,7 @@ from modifiers import ModifierCase
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.front.tensors import view
+from nvrtc_attn.heuristics import tile_words
 from nvrtc_attn.heuristics.spec import Launch
 from nvrtc_attn.heuristics.tile_words import words_of
 from nvrtc_attn.modifiers import cuda, cuda_tiles, evaluate, intervals
@@ -169,6 +170,7 @@ extern "C" void SPACE_run(void const* bytes, int B, int H, int M, int N, int row
 def library(
     texts: list[str], factory: pytest.TempPathFactory, headers: Path, body: str,
     shim: str = host_cuda.ONE_THREAD.replace("return 0; }", "return x; }"), kernel: str = "", level: str = "-O0",
+    more: str = "",
 ) -> Any:  # fmt: skip
     lines = [shim]
     for name in ("modifier.cuh", "tile_ranges.cuh"):
@@ -179,6 +181,7 @@ def library(
         own = f"namespace program{i} {{ using namespace nvrtc_attn;"
         lines.append(source.replace("namespace nvrtc_attn {", own))
         lines.append(body.replace("SPACE", f"program{i}"))
+    lines.append(more)
     flags = (level, "-fPIC", "-shared", "-ffp-contract=off")
     return ctypes.CDLL(str(host_cuda.build("\n".join(lines), factory, *flags)))
 
@@ -232,15 +235,6 @@ namespace cute { template <class...> using void_t = void; }
 """
     + host_cuda.NUMBERS
     + """
-inline unsigned long long __shfl_sync(unsigned, unsigned long long x, int) { return x; }
-template <class T> T __shfl_xor_sync(unsigned, T x, int by) {
-  int bits, other;
-  std::memcpy(&bits, &x, 4);
-  other = exchange(bits, (threadIdx.x % 32) ^ by);
-  std::memcpy(&x, &other, 4);
-  return x;
-}
-inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == ~0u; }
 namespace nvrtc_attn {
 using index_t = long long;
 using std::min; using std::max;
@@ -248,8 +242,9 @@ constexpr float kLog2e = 1.4426950408889634f;
 inline float infinity() { return __uint_as_float(0x7f800000u); }
 inline float fast_exp2(float x) { return exp2f(x); }
 inline float to_float(float x) { return x; }
+inline int lane_again() { return threadIdx.x % 32; }
 template <class Element> float tanh_of(float x) { return tanhf(x); }
-struct alignas(8) TileWord { unsigned some, all; };
+struct TileWord;
 struct PlanParams {
   TileWord* words;
   long long tile_words_offset, tile_words_stride_b, tile_words_stride_h, tile_words_stride_line;
@@ -258,6 +253,9 @@ struct PlanParams {
 };
 inline TileWord* tile_word_buffer(PlanParams const& params) { return params.words; }
 }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
+inline int atomicAdd(int* at, int x) { return (*at += x) - x; }
 """
 )
 FIELDS = (
@@ -272,6 +270,7 @@ struct TraitsOfSPACE {
   using Modifier = SPACE::Modifier<float>;
   using ModifiedParams = SPACE::Modified<PlanParams>;
   static constexpr bool kMask = false;
+  static constexpr bool kTileBits = false;
   static constexpr int kNumWarps = 2;
 };
 }
@@ -313,7 +312,7 @@ def test_the_kernel_writes_the_words_that_the_attention_kernel_reads(
     assert len(cases) == len(names)
     headers = repository / "cuda_src" / "nvrtc_attn"
     traces = [traced(case, sizes) for case in cases]
-    kernel = re.sub(r"#pragma.*|#include.*", "", (headers / "kernel" / "tile_ranges.cuh").read_text(encoding="utf-8"))
+    kernel = kernels_text(headers)
     made = library(
         [cuda_tiles.tile_source(x.program) for x in traces],
         tmp_path_factory,
@@ -352,6 +351,24 @@ def test_the_kernel_writes_the_words_that_the_attention_kernel_reads(
                 assert bool(memory[at, 1] >> (tile % 32) & 1) == every[b, h, m, n], (case, b, h, m, n)
 
 
+def kernels_text(headers: Path) -> str:
+    """The kernels of both launches, and what they need of words and params."""
+
+    def text(name: str) -> str:
+        return re.sub(r"#pragma.*|#include.*", "", (headers / name).read_text(encoding="utf-8"))
+
+    def struct(name: str, start: str) -> str:
+        found = re.search(rf"^{start}.*?^}};$", text(name), re.MULTILINE | re.DOTALL)
+        assert found is not None, start
+        return found.group(0)
+
+    words = [struct("collective/tile_words.cuh", f"struct {x}") for x in ("alignas.8. TileWord", "TileLine")]
+    words.append(struct("collective/tile_words.cuh", "struct alignas.16. SixteenBytes"))
+    params = struct("params.cuh", r"template <class Params>\nstruct WithTileBits")
+    lines = ["namespace nvrtc_attn {", *words, params, "}", text("collective/tile_bits.cuh")]
+    return "\n".join([*lines, text("kernel/tile_ranges.cuh"), text("kernel/tile_bits.cuh")])
+
+
 def run_plan(function: Any, plan: Launch, block: bytes, memory: Array, sizes: tuple[int, int, int, int]) -> None:
     params = PlanParams(words=memory.ctypes.data, seqlen_q=sizes[2], seqlen_k=sizes[3])
     for name, value in plan.params:
@@ -378,3 +395,202 @@ def test_the_block_is_that_of_the_attention_kernel() -> None:
             texts = [x(modifier.program, trained, ordered) for x in (cuda.cuda_source, cuda_tiles.tile_source)]
             assert len({x.partition("template <class Element>")[0] for x in texts}) == 1
             assert cuda.block_bytes(texts[0]) == cuda.block_bytes(texts[1])
+
+
+# -------------------------------------------------------------------------------- bits of undecided tiles, on the host
+
+RUN_BITS = """
+namespace nvrtc_attn {
+struct RangesOfSPACE {
+  using Modifier = SPACE::Modifier<float>;
+  using TileBitsParams = WithTileBits<PlanParams>;
+  using ModifiedParams = SPACE::Modified<TileBitsParams>;
+  static constexpr bool kMask = false;
+  static constexpr bool kTileBits = true;
+  static constexpr int kNumWarps = 2;
+};
+template <int kM, int kN>
+struct BitsOfSPACE {
+  using Modifier = keepsSPACE::Modifier<float>;
+  using TileBitsParams = WithTileBits<PlanParams>;
+  using ModifiedParams = keepsSPACE::Modified<TileBitsParams>;
+  static constexpr int kBlockM = kM, kBlockN = kN, kNumThreads = 128;
+};
+}
+template <int kM, int kN>
+void SPACE_ask(void const* bytes, nvrtc_attn::WithTileBits<nvrtc_attn::PlanParams> const& given, int grid) {
+  using Traits = nvrtc_attn::BitsOfSPACE<kM, kN>;
+  static typename Traits::ModifiedParams params;
+  std::memcpy(static_cast<void*>(&params.modifier), bytes, sizeof(params.modifier));
+  static_cast<nvrtc_attn::WithTileBits<nvrtc_attn::PlanParams>&>(params) = given;
+  gridDim.x = grid;
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+    nvrtc_attn::PlanParams const& own = params;
+    run_block(128, [&] { nvrtc_attn::tile_bits<Traits>(own); });
+  }
+}
+// Both launches. `grid`: of the first; the second has 3 blocks.
+extern "C" void SPACE_both(void const* bytes, nvrtc_attn::WithTileBits<nvrtc_attn::PlanParams> const* given, int grid,
+                           int rows, int columns) {
+  static SPACE::Modified<nvrtc_attn::WithTileBits<nvrtc_attn::PlanParams>> params;
+  std::memcpy(static_cast<void*>(&params.modifier), bytes, sizeof(params.modifier));
+  static_cast<nvrtc_attn::WithTileBits<nvrtc_attn::PlanParams>&>(params) = *given;
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+    nvrtc_attn::PlanParams const& own = params;
+    run_block(64, [&] { nvrtc_attn::tile_ranges<nvrtc_attn::RangesOfSPACE>(own); });
+  }
+  if (rows == 192 && columns == 96) SPACE_ask<192, 96>(bytes, *given, 3);
+  else if (rows == 128 && columns == 128) SPACE_ask<128, 128>(bytes, *given, 3);
+  else if (rows == 128 && columns == 64) SPACE_ask<128, 64>(bytes, *given, 3);
+  else abort();
+}
+// What a thread of the attention kernel finds of a tile: its slot, and the words there. -1: none.
+extern "C" int SPACE_slot(nvrtc_attn::WithTileBits<nvrtc_attn::PlanParams> const* given, long long word, int tile) {
+  SPACE::Modified<nvrtc_attn::WithTileBits<nvrtc_attn::PlanParams>> params{};
+  static_cast<nvrtc_attn::WithTileBits<nvrtc_attn::PlanParams>&>(params) = *given;
+  nvrtc_attn::PlanParams const& own = params;
+  nvrtc_attn::TileLine const line{given->words + word};
+  return nvrtc_attn::TileBits<nvrtc_attn::RangesOfSPACE>(own).slot_of(line, tile);
+}
+"""
+
+
+class BitsParams(PlanParams):
+    _fields_ = (
+        *((f"tile_bits_{x}", ctypes.c_int64) for x in ("first", "slots", "at")), ("tile_bits_room", ctypes.c_int32),
+    )  # fmt: skip
+
+
+def unpacked(words: Array, rows: int, columns: int) -> Array:
+    """The scores of a tile, of accumulators, from the words of all threads: ``[rows, columns]``."""
+    thread, n, e = np.ogrid[: 2 * rows, : columns // 8, :4]
+    row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (e // 2)
+    column = 8 * n + 2 * (thread % 4) + e % 2
+    found = np.zeros((rows, columns), bool)
+    found[row, column] = words[thread, n // 8] >> (n % 8 * 4 + e).astype(np.uint32) & 1
+    return found
+
+
+def test_bits_of_undecided_tiles_are_where_the_attention_kernel_reads_them(
+    tmp_path_factory: pytest.TempPathFactory, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both passes, by the launches that the heuristics make; with room for all tiles, and for a few."""
+    sizes = (2, 16, 1100, 1300)
+    names = ("causal documents", "prefix of documents", "prefix", "padding", "window of a head", "natten")
+    cases = [x for x in modifiers.sparse_cases() if x.name in names]
+    assert len(cases) == len(names)
+    headers = repository / "cuda_src" / "nvrtc_attn"
+    traces = [traced(case, sizes) for case in cases]
+    keeps = [
+        cuda.cuda_source(x.program).replace(
+            "namespace nvrtc_attn {", f"namespace keepsprogram{i} {{ using namespace nvrtc_attn;"
+        )
+        for i, x in enumerate(traces)
+    ]
+    kernel = kernels_text(headers) + "\n".join(keeps)
+    sources = [cuda_tiles.tile_source(x.program) for x in traces]
+    made = library(sources, tmp_path_factory, headers / "collective", RUN_BITS, FIBERS, kernel, level="-O1")
+    monkeypatch.setattr(tile_words, "MIN_FLOPS", 0)
+    monkeypatch.setattr(tile_words, "MIN_SHARERS", 1)
+    overflowed = 0
+    for i, (case, modifier) in enumerate(zip(cases, traces, strict=True)):
+        asked = problem(modifier, sizes)
+        block = cuda.modifier_values(
+            modifier.program, (), [view(x, "x") for x in modifier.captures], [], modifier.numbers
+        ).block.ljust(8, b"\0")
+        mask = masks_of(modifier, sizes)[1]
+        for backward in (False, True):
+            for room in (64 << 20, 9 * 3072):
+                monkeypatch.setattr(tile_words, "MAX_BIT_BYTES", room)
+                monkeypatch.setattr(tile_words, "is_same_everywhere", lambda mask: True)
+                choose = heuristics.choose_backward if backward else heuristics.choose_forward
+                spec = choose(asked, **TARGET, backend="hopper")
+                plan, asking = spec.launches[:2]
+                main = next(x for x in spec.launches if x.config.kernel.endswith("ward_hopper"))
+                assert [x.config.tile_bits for x in (plan, asking, main)] == [True] * 3
+                words = words_of(asked, main.config.block_m, main.config.block_n, transposed=backward)
+                rows, columns = asking.config.block_m, asking.config.block_n
+                assert (rows, columns) == ((words.cols, words.rows) if backward else (words.rows, words.cols))
+                (buffer,) = (x for x in spec.workspaces if x.field in ("softmax_partial", "counters"))
+                memory = np.full(buffer.nbytes + 256, 255, np.uint8)
+                shift = -memory.ctypes.data % 128
+                memory = memory[shift : shift + buffer.nbytes + 64]
+                assert buffer.zeroed
+                memory[: buffer.zeroed_bytes] = 0
+                params = BitsParams(words=memory.ctypes.data, seqlen_q=sizes[2], seqlen_k=sizes[3])
+                for name, value in plan.params:
+                    setattr(params, name, value)
+                assert {x for x in plan.params if x[0].startswith("tile_bits")} <= {*main.params}
+                assert asking.params == plan.params
+                getattr(made, f"program{i}_both")(block, ctypes.byref(params), plan.grid, rows, columns)
+                assert (memory[buffer.nbytes :] == 255).all()  # nothing behind the end
+                some, every = decided(modifier, sizes, words.rows, words.cols)
+                slots: dict[int, tuple[int, ...]] = {}
+                for at, keep in np.ndenumerate(some):
+                    b, h, m, n = at
+                    line, tile = (n, m) if backward else (m, n)
+                    strides = [getattr(params, f"tile_words_stride_{x}") for x in ("b", "h", "line")]
+                    word = params.tile_words_offset + int(np.dot((b, h, line), strides))
+                    slot = getattr(made, f"program{i}_slot")(ctypes.byref(params), ctypes.c_longlong(word), tile)
+                    if not keep or every[at]:
+                        assert slot == -1, (case, at)
+                        continue
+                    if slot == -1:
+                        assert room < 1 << 20, (case, at)
+                        overflowed += 1
+                        continue
+                    owner = (*(int(x) for x in np.minimum(at, (words.batch - 1, words.heads - 1, 99, 99))),)
+                    owner = (*owner[:2], 0, n) if words.one_row and not backward else owner
+                    assert slots.setdefault(slot, owner) == owner, (case, at)
+                    assert slot < params.tile_bits_room
+                    begin = params.tile_bits_at + slot * 2 * rows * 4 * -(-columns // 64)
+                    found = memory[begin : begin + 2 * rows * 4 * -(-columns // 64)].view(np.uint32)
+                    kept = unpacked(found.reshape(2 * rows, -1), rows, columns)
+                    q0, k0 = m * words.rows, n * words.cols
+                    exact = mask[b, h, q0 : q0 + words.rows, k0 : k0 + words.cols]
+                    kept = (kept.T if backward else kept)[: exact.shape[0], : exact.shape[1]]
+                    assert np.array_equal(kept, exact), (case, at)
+                assert slots
+    assert overflowed > 0
+
+
+def test_bits_pay_where_heads_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a group count; not of a mask of each head, beside a byte mask, or rounded without room for all."""
+    cases = {x.name: traced(x, (2, 16, 4096, 4096)) for x in modifiers.sparse_cases()}
+    sizes = (2, 16, 4096, 4096)
+
+    def pay(name: str, sizes: tuple[int, int, int, int] = sizes, **more: Any) -> bool:
+        return tile_words.bits_pay(problem(cases[name], sizes, **more), 128)
+
+    assert pay("documents")
+    assert pay("prefix")  # 16 heads of each batch entry
+    assert not pay("window of a head")  # two batch entries share
+    assert pay("window of a head", (4, 4, 8192, 4096))
+    assert not pay("documents", (1, 2, 8192, 8192))
+    assert not pay("documents", mask=dense_layout((2, 1, 1, 4096), "bool"))
+    assert pay("circle")
+    assert not pay("circle", (1, 16, 1 << 16, 1 << 16))
+    assert pay("documents", (1, 16, 1 << 16, 1 << 16))
+    words = words_of(problem(cases["documents"], (1, 16, 1 << 20, 1 << 20)), 192, 96)
+    bits = tile_words.TileBits(words=words, behind=16 + words.nbytes)
+    assert bits.end < 110 << 20
+    monkeypatch.setattr(tile_words, "KEEPS_BITS", False)
+    assert not pay("documents")
+
+
+def test_plans_with_and_without_bits_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    modifier = traced(next(x for x in modifiers.sparse_cases() if x.name == "documents"), (2, 16, 4096, 4096))
+    asked = problem(modifier, (2, 16, 4096, 4096))
+    target = TARGET | {"num_sms": 132}
+    for candidates, choose in (
+        (heuristics.forward_candidates, heuristics.choose_forward),
+        (heuristics.backward_candidates, heuristics.choose_backward),
+    ):
+        found = candidates(asked, **target)
+        for kept in (True, False):
+            monkeypatch.setattr(tile_words, "KEEPS_BITS", kept)
+            assert any("tile_bits" in x for x in found)
+            assert any("tile_bits" not in x and x.startswith("hopper") for x in found)
+            chosen = choose(asked, **target, backend="hopper")
+            assert any(x.config.tile_bits for x in chosen.launches) == kept
+            assert len([x for x in chosen.launches if x.config.kernel == "tile_bits"]) == kept

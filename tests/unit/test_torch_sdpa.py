@@ -189,6 +189,16 @@ def on_cpu(**options: Any) -> Any:
     return na.enable_sdpa(**options, _keys=("CPU",))
 
 
+@pytest.mark.parametrize("given", [False, True, "all"])
+def test_what_is_not_named_is_no_switch(given: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"{given!r} was given\. It switches on; .* disable\(\), .* all=True"
+    ) as refused:
+        na.enable_sdpa(given)
+    assert "__init__" not in str(refused.value)
+    assert sdpa.report()["enabled"] == []
+
+
 def efficient(q: Any, k: Any, v: Any, bias: Any, causal: bool = False, p: float = 0.0, scale: Any = None) -> Any:
     return ATEN._scaled_dot_product_efficient_attention(q, k, v, bias, True, p, causal, scale=scale)
 

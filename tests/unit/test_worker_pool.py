@@ -432,8 +432,11 @@ def test_precompiled_headers_serve_the_later_compiles_of_a_kind(tmp_path: Path) 
     """Same first lines and same options; of the kinds before the last three nothing stays on disk."""
     precompiled = nvrtc_worker.PrecompiledHeaders(str(tmp_path))
 
-    def options(kernel: str, *given: bytes, traits: str = "") -> list[bytes]:
-        return precompiled.options(f"#if 1\n#endif\n#include <{kernel}.cuh>\n{traits}".encode(), list(given))
+    def options(kernel: str, *given: bytes, traits: str = "", seconds: float = 1.0) -> list[bytes]:
+        source = f"#if 1\n#endif\n#include <{kernel}.cuh>\n{traits}".encode()
+        further = precompiled.options(source, list(given))
+        precompiled.compiled(source, list(given), seconds)
+        return further
 
     def files() -> list[Path]:
         return [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -446,7 +449,10 @@ def test_precompiled_headers_serve_the_later_compiles_of_a_kind(tmp_path: Path) 
     (place / "file.pch").write_bytes(b"headers")
     assert options("forward", b"-b") == []
     assert options("backward", b"-a") == []
-    assert options("forward", b"-a") == [pch, directory]
+    for _ in range(2):
+        for small in ("delta", "convert", "sum"):  # they would take the places of those that take long
+            assert options(small, b"-a", seconds=0.1) == []
+    assert options("forward", b"-a", seconds=0.1) == [pch, directory]  # it took long without the file
     assert files() == [place / "file.pch"]
     for kernel in ("one", "two", "three"):
         assert options(kernel) == []
@@ -456,7 +462,9 @@ def test_precompiled_headers_serve_the_later_compiles_of_a_kind(tmp_path: Path) 
     Path(os.fsdecode(directory[10:]), "file.pch").write_bytes(b"headers")
     precompiled.close()
     assert list(tmp_path.iterdir()) == []
-    assert nvrtc_worker.PrecompiledHeaders("").options(b"#include <a>", []) == []
+    without = nvrtc_worker.PrecompiledHeaders("")
+    without.compiled(b"#include <a>", [], 1.0)
+    assert without.options(b"#include <a>", []) == []
 
 
 def test_a_worker_that_ends_leaves_no_precompiled_headers(
@@ -465,7 +473,8 @@ def test_a_worker_that_ends_leaves_no_precompiled_headers(
     """Also one that dies in the middle of a compile."""
     monkeypatch.setenv("NVRTC_ATTN_PCH_DIR", str(tmp_path / "headers"))
     write = """
-        import os
+        import os, nvrtc_worker
+        nvrtc_worker.PrecompiledHeaders.MIN_SECONDS = 0.0
         place = [x for x in options if x.startswith(b"--pch-dir=")]
         if place:
             with open(os.path.join(place[0][10:], b"file.pch"), "wb") as file:

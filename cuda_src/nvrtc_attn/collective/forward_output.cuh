@@ -22,7 +22,7 @@ struct Position {
   using Slots = PackedSlots<Traits::kBlockM>;
   int tid, lane, warp_row0, warp_n, warp_d;
   int m_block, split, h, b;  // packed heads: h is the first of the tile's
-  int h_kv;                  // kKeysFirst with packed heads
+  int h_kv = 0;              // kKeysFirst with packed heads
 
   // Read anew from the special registers (volatile), so that the epilogue can work everything out again: kept through
   // the main loop, these values spill.
@@ -54,19 +54,27 @@ struct Position {
     PackedSlot const found = slots.find_together(slots.count() - 1 - in_group / units, lane);
     m_block = found.tile;
     b = found.b;
-    h = group * params.head_group + in_group % units;
+    h = h_kv = group * params.head_group + in_group % units;
     split = 0;
   }
+
+  // The group of units whose query tiles a block is one of, how many units it has, and the block's place.
+  struct Group {
+    int number, place, units;
+    NVRTC_ATTN_DEVICE Group(ForwardParams const& params, int block, int num_units) {
+      number = block / (params.head_group * params.num_m_blocks);
+      place = block - number * params.head_group * params.num_m_blocks;
+      units = min(params.head_group, num_units - number * params.head_group);
+    }
+  };
 
   NVRTC_ATTN_DEVICE void find_unit(ForwardParams const& params, int block) {
     int const num_splits = Traits::kSplit ? params.num_splits : 1;
     int const heads = Traits::kPackedHeads ? params.num_heads_kv : params.num_heads;
     int const num_units = (params.batch + (Traits::kVarlen && !Traits::kSplit)) * heads * num_splits;
-    int const group = block / (params.head_group * params.num_m_blocks);
-    int const in_group = block - group * params.head_group * params.num_m_blocks;
-    int const units = min(params.head_group, num_units - group * params.head_group);
-    m_block = params.num_m_blocks - 1 - in_group / units;
-    block = group * params.head_group + in_group % units;
+    Group const group(params, block, num_units);
+    m_block = params.num_m_blocks - 1 - group.place / group.units;
+    block = group.number * params.head_group + group.place % group.units;
     split = block % num_splits;
     block /= num_splits;
     h = block % heads;
@@ -75,7 +83,7 @@ struct Position {
   }
 
   // The same with as few divisions in a row as there can be, 60 ns each, which the first tile of K waits for: one query tile
-  // needs none, and a cluster is a group.
+  // needs none, a cluster is a group, and a remainder is what is left, which ptxas would divide for again.
   NVRTC_ATTN_DEVICE void find_unit_soon(ForwardParams const& params, int block) {
     int const heads = Traits::kPackedHeads ? params.num_heads_kv : params.num_heads;
     m_block = split = 0;
@@ -91,12 +99,10 @@ struct Position {
       int const num_splits = Traits::kSplit ? params.num_splits : 1;
       if (params.num_m_blocks > 1) {
         int const num_units = (params.batch + (Traits::kVarlen && !Traits::kSplit)) * heads * num_splits;
-        int const group = block / (params.head_group * params.num_m_blocks);
-        int const in_group = block - group * params.head_group * params.num_m_blocks;
-        int const units = min(params.head_group, num_units - group * params.head_group);
-        int const tile = in_group / units;
+        Group const group(params, block, num_units);
+        int const tile = group.place / group.units;
         m_block = params.num_m_blocks - 1 - tile;
-        block = group * params.head_group + in_group - tile * units;
+        block = group.number * params.head_group + group.place - tile * group.units;
       }
       if constexpr (Traits::kSplit) {
         int const unit = block / num_splits;
@@ -296,12 +302,13 @@ NVRTC_ATTN_DEVICE void merge_and_write_output(AccTile (&o)[Shape::kTilesM][Shape
   }
 }
 
-// Splits of the keys as the blocks of a cluster: every block adds up its warps' outputs of the same rows, and then all of
-// them the blocks', each for its share of the rows, in the order of the splits. One launch instead of two.
+// Splits of the keys as the blocks of a cluster, one launch instead of two. Every block adds up what its warps have of the same
+// rows, in the order of the warps. Behind a barrier of the cluster it writes its share of the tile, kThreads times four columns of
+// a row in turn with the other blocks, as the sum of what all blocks have there, in the order of the splits.
 //
-// Shared memory, from the start: sMax, sSum[kWarpsN][kBlockM], sO[kWarpsN][kBlockM][columns], of which the first slice
-// becomes the block's, and the block's maximum and sum of every row. Rows beyond the last are not looked at: with few heads
-// in a group they are most of the tile.
+// Shared memory, from the start: sMax, sSum[kWarpsN][kBlockM], sO[kWarpsN][kBlockM][kHeadDimV], of which the first warp's part
+// becomes the block's sum, and sRow[kBlockM], the block's maximum and sum of every row. Rows beyond the last are not read or
+// written, but for sMax and sSum: with few heads in a group they are most of the tile.
 template <class Traits, class Shape, class Softmax>
 NVRTC_ATTN_DEVICE void add_up_cluster(AccTile (&o)[Shape::kTilesM][Shape::kTilesD], Softmax const& softmax,
                                       ScoreMap<Traits> const& map, OutputRows<Traits> const& rows, unsigned char* smem,

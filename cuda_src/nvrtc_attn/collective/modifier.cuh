@@ -101,7 +101,7 @@ NVRTC_ATTN_DEVICE T chosen(bool is, T x, T otherwise) {
 // Where the sum of an element goes: a float that atomics add to in any order.
 struct AtomicSum {
   using Word = float;
-  static NVRTC_ATTN_DEVICE void add(float* at, float x) { atomicAdd(at, x); }
+  static NVRTC_ATTN_DEVICE void add(float* at, float x) { add_to_global(at, x); }
 };
 
 // Or words of integers, whose sum has no order: a float is a whole number of units of 2^(8 w - 150), of 31 bits at most, in
@@ -115,11 +115,11 @@ struct ExactSum {
     unsigned const bits = __float_as_uint(x);
     unsigned const exponent = bits >> 23 & 255;
     if (exponent == 255) {
-      atomicOr(at + kDigits, Word((bits & 0x7fffffu) != 0 ? 1 : bits >> 31 ? 4 : 2));
+      set_bits_in_global(at + kDigits, Word((bits & 0x7fffffu) != 0 ? 1 : bits >> 31 ? 4 : 2));
     } else if ((bits & 0x7fffffffu) != 0) {
       unsigned const scale = exponent == 0 ? 1 : exponent;
       Word const units = Word((bits & 0x7fffffu) | (exponent == 0 ? 0 : 0x800000u)) << (scale & 7);
-      atomicAdd(at + (scale >> 3), bits >> 31 ? 0 - units : units);
+      add_to_global(at + (scale >> 3), bits >> 31 ? 0 - units : units);
     }
   }
 
@@ -179,6 +179,21 @@ struct CapturedGradient {
     }
     sum += x;
   }
+  // By whole warps, where lanes without an element have nothing: the others may all have the same one.
+  NVRTC_ATTN_DEVICE void finish_some() {
+    unsigned const some = __ballot_sync(0xffffffffu, at != nullptr);
+    if (some == 0) return;
+    int const first = __ffs(int(some)) - 1;
+    unsigned long long const address = reinterpret_cast<unsigned long long>(at);
+    unsigned long long const of_first = __shfl_sync(0xffffffffu, address, first);
+    bool const alike = __all_sync(0xffffffffu, at == nullptr || address == of_first);
+    if (alike) {
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    }
+    if (at != nullptr && (!alike || int(threadIdx.x % 32) == first)) Sum::add(at, sum);
+  }
+
   // By whole warps.
   NVRTC_ATTN_DEVICE void finish() {
     unsigned long long const address = reinterpret_cast<unsigned long long>(at);
@@ -196,6 +211,8 @@ template <class Modifier, int kTilesM, int kTilesN, bool kMasks = Modifier::kMas
 struct MaskBits {
   NVRTC_ATTN_DEVICE void compute(Modifier const&, int, int) {}
   NVRTC_ATTN_DEVICE void compute_transposed(Modifier const&, int, int) {}
+  template <bool kTransposed>
+  NVRTC_ATTN_DEVICE void compute_slim(Modifier const&, int, int) {}
   NVRTC_ATTN_DEVICE void fill() {}
   static NVRTC_ATTN_DEVICE bool kept(int, int, int) { return true; }
   static NVRTC_ATTN_DEVICE bool drops() { return false; }
@@ -207,8 +224,9 @@ struct MaskBits<Modifier, kTilesM, kTilesN, true> {
   static constexpr int kWords = (kTilesN + kColumns - 1) / kColumns;
   unsigned words[kWords];
 
-  // Columns of tiles whose values are there at a time: all of them are more than there are registers, and one after the other
-  // they would wait for memory each time.
+  // Columns of tiles whose values are there at a time. Four are eight columns of scores, whose reads are on the way together: masks
+  // of documents take 605 us one column after the other and 398 so (H200, D 64; docs/experiments.md). All of a tile's are more
+  // than there are registers. Fewer only where four do not divide it.
   static constexpr int kBatch = kTilesN % 4 == 0 ? 4 : kTilesN % 2 == 0 ? 2 : 1;
   static constexpr int kLines = 2 * kTilesM;  // rows of a thread, of every column of tiles the same
 
@@ -280,6 +298,30 @@ struct MaskBits<Modifier, kTilesM, kTilesN, true> {
       words[w] = word;
     }
   }
+  // The same with few registers: one column after the other. For kernels that have most tiles' bits from memory (kTileBits).
+  template <bool kTransposed>
+  NVRTC_ATTN_DEVICE void compute_slim(Modifier const& modifier, int i, int j) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      unsigned word = 0;
+#pragma unroll 1
+      for (int n = 0; n < columns(w); ++n) {
+        unsigned bits = 0;
+#pragma unroll
+        for (int r = 0; r < kLines; ++r) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            int const row = 8 * r;
+            int const column = 8 * (w * kColumns + n) + c;
+            bool const keeps = kTransposed ? modifier.keeps(i + column, j + row) : modifier.keeps(i + row, j + column);
+            bits |= unsigned(keeps) << (2 * r + c);
+          }
+        }
+        word |= bits << (n * kColumn);
+      }
+      words[w] = word;
+    }
+  }
   NVRTC_ATTN_DEVICE void fill() {
 #pragma unroll
     for (unsigned& word : words) word = ~0u;
@@ -301,6 +343,142 @@ struct MaskBits<Modifier, kTilesM, kTilesN, true> {
   }
 };
 
+// Whether a score_mod has parts that the distance of query and key decides (nvrtc_attn/modifiers/diagonals.py), and how many
+// gradients of captured arrays are summed along diagonals.
+template <class Modifier, class = void>
+constexpr bool kReadsDiagonals = false;
+template <class Modifier>
+constexpr bool kReadsDiagonals<Modifier, cute::void_t<typename Modifier::Diagonal>> = true;
+template <class Modifier, class = void>
+constexpr int kSummedAlong = 0;
+template <class Modifier>
+constexpr int kSummedAlong<Modifier, cute::void_t<decltype(Modifier::kSummedAlong)>> = Modifier::kSummedAlong;
+
+// Of 16 lines and 8 * kTiles columns of scores, a warp's: lines are queries and columns keys, or transposed. Thread (g, t) has
+// lines g and g + 8, columns 2 t and 2 t + 1 of each tile of 8, so diagonals 8 a + 2 t + c - g, where `a` is the tile less
+// the line's half: 2 (kTiles + 1) for 4 kTiles scores. Lane (g, t) computes diagonals 8 (3 m + t - 2) + g from the first
+// line and column, and of all three `a` of an m every thread finds its own in one lane: a shuffle each.
+template <class Modifier, int kTiles, bool kReads = kReadsDiagonals<Modifier>>
+struct Diagonals {
+  NVRTC_ATTN_DEVICE void compute(Modifier const&, int, int) {}
+  NVRTC_ATTN_DEVICE void compute_transposed(Modifier const&, int, int) {}
+};
+template <class Modifier, int kTiles>
+struct Diagonals<Modifier, kTiles, true> {
+  using Diagonal = typename Modifier::Diagonal;
+  static constexpr int kHeld = kTiles / 3 + 1;
+  Diagonal held[kHeld];
+
+  // (i, j): of the warp's first score.
+  NVRTC_ATTN_DEVICE void compute(Modifier const& modifier, int i, int j) {
+#pragma unroll
+    for (int m = 0; m < kHeld; ++m) held[m] = modifier.diagonal(i, j + offset(m));
+  }
+  NVRTC_ATTN_DEVICE void compute_transposed(Modifier const& modifier, int i, int j) {
+#pragma unroll
+    for (int m = 0; m < kHeld; ++m) held[m] = modifier.diagonal(i + offset(m), j);
+  }
+  static NVRTC_ATTN_DEVICE int offset(int m) {
+    int const lane = lane_again();
+    return 8 * (3 * m + (lane & 3) - 2) + (lane >> 2);
+  }
+
+  // take(tile, e, diagonal) of every score, by diagonals. By whole warps.
+  template <class Take>
+  NVRTC_ATTN_DEVICE void each(Take&& take) const {
+    int const lane = lane_again();
+#pragma unroll
+    for (int a = -1; a < kTiles; ++a) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        Diagonal const diagonal = at(a, c, lane);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (a + r >= 0 && a + r < kTiles) take(a + r, 2 * r + c, diagonal);
+        }
+      }
+    }
+  }
+  NVRTC_ATTN_DEVICE Diagonal at(int a, int c, int lane) const {
+    int const u = 2 * (lane & 3) + c - (lane >> 2);  // -7 to 7; below 0 it is u + 8 of the `a` before
+    int const m = (a + 1) / 3;
+    return held[m].of_lane(4 * (u & 7) - int(u < 0) + (a + 2 - 3 * m));
+  }
+};
+
+// A thread's own six of 16 x 16 scores.
+template <class Modifier, bool kReads>
+struct DiagonalsOfSquare {
+  template <class Along>
+  NVRTC_ATTN_DEVICE explicit DiagonalsOfSquare(Along const&) {}
+};
+template <class Modifier>
+struct DiagonalsOfSquare<Modifier, true> {
+  typename Modifier::Diagonal x[3][2];
+
+  NVRTC_ATTN_DEVICE explicit DiagonalsOfSquare(Diagonals<Modifier, 2, true> const& along) {
+    int const lane = lane_again();
+#pragma unroll
+    for (int a = -1; a < 2; ++a) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) x[a + 1][c] = along.at(a, c, lane);
+    }
+  }
+  // Of value e of tile m.
+  NVRTC_ATTN_DEVICE typename Modifier::Diagonal const& at(int m, int e) const { return x[m - (e >> 1) + 1][e & 1]; }
+};
+
+// Sums of 16 x 16 scores along their diagonals: first of a thread's own, then of the warp, by lanes as above.
+template <class Modifier, bool kSums = (0 < kSummedAlong<Modifier>)>
+struct DiagonalSums {};
+template <class Modifier>
+struct DiagonalSums<Modifier, true> {
+  static constexpr int kCount = kSummedAlong<Modifier>;
+  float sums[3][2][kCount];
+
+  NVRTC_ATTN_DEVICE void clear() {
+#pragma unroll
+    for (auto& tile : sums) {
+#pragma unroll
+      for (auto& column : tile) {
+#pragma unroll
+        for (float& sum : column) sum = 0.0f;
+      }
+    }
+  }
+  // Of the diagonal of value e of tile m.
+  NVRTC_ATTN_DEVICE float (&at(int m, int e)) [kCount] { return sums[m - (e >> 1) + 1][e & 1]; }
+
+  // In a fixed order: who had them is turned to the lanes that stand for their diagonals, then quads add up.
+  NVRTC_ATTN_DEVICE void fold(float (&total)[kCount]) const {
+    int const lane = lane_again();
+    int const t = lane & 3;
+#pragma unroll
+    for (int p = 0; p < kCount; ++p) {
+      float v[4];
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        v[x] = 0.0f;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float const before = x < 3 ? sums[x][c][p] : 0.0f;
+          float const own = x > 0 ? sums[x - 1][c][p] : 0.0f;
+          int const u = 2 * t + c - (lane >> 2);
+          v[x] += value_of_lane(u < 0 ? before : own, 4 * (u & 7) + t);
+        }
+      }
+      float keep[2];
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        float const send = t & 2 ? v[x] : v[x + 2];
+        keep[x] = (t & 2 ? v[x + 2] : v[x]) + __shfl_xor_sync(0xffffffffu, send, 2);
+      }
+      float const send = t & 1 ? keep[0] : keep[1];
+      total[p] = (t & 1 ? keep[1] : keep[0]) + __shfl_xor_sync(0xffffffffu, send, 1);
+    }
+  }
+};
+
 // One for each captured array's element that is met, where there are some to train.
 template <class Modifier, bool kTrains = Modifier::kTrains>
 struct CapturedGradients {};
@@ -310,6 +488,10 @@ struct CapturedGradients<Modifier, true> {
   NVRTC_ATTN_DEVICE void finish() {
 #pragma unroll
     for (auto& gradient : x) gradient.finish();
+  }
+  NVRTC_ATTN_DEVICE void finish_some() {
+#pragma unroll
+    for (auto& gradient : x) gradient.finish_some();
   }
 };
 

@@ -97,11 +97,25 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
     }
   }
 
+  // Of 16 keys and 16 queries at a time, what distances decide is found once for each distance.
+  template <int kN, int kM>
+  static constexpr bool kAlong = kReadsDiagonals<Modifier> && kN == 1 && kM == 2;
+  template <int kN, int kM>
+  using Along = Diagonals<Modifier, kM, kAlong<kN, kM>>;
+  template <int kN, int kM>
+  NVRTC_ATTN_DEVICE void operator()(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
+                                    float const* row_lse, float const* row_delta, int i0, int j0, int lane) const {
+    Along<kN, kM> along;
+    along.compute_transposed(*this, i0, j0);
+    (*this)(s, dp, words, row_lse, row_delta, i0, j0, lane, along);
+  }
+
   // s becomes P^T (times Z), dp becomes dS^T (of scale * q.k). (i0, j0): sequence-local position of the warp tile; row_lse
   // and row_delta: shared memory, of queries i0 and on.
   template <int kN, int kM>
   NVRTC_ATTN_DEVICE void operator()(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
-                                    float const* row_lse, float const* row_delta, int i0, int j0, int lane) const {
+                                    float const* row_lse, float const* row_delta, int i0, int j0, int lane,
+                                    Along<kN, kM> const& along) const {
     // Four bits a tile. A loop, not unrolled in full: the code of 16 Philox blocks overflows the instruction cache.
     unsigned keep = 0;
     if constexpr (Traits::kDropout) {
@@ -113,12 +127,12 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
     }
     if (positions.has_rows(i0, 8 * kM) && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
       if (Traits::kTileWords && whole) {
-        apply<false, false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
+        apply<false, false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane, along);
         return;
       }
-      apply<false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
+      apply<false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane, along);
     } else {
-      apply<true>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane);
+      apply<true>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane, along);
     }
   }
 
@@ -145,12 +159,16 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   template <bool kCheckPosition, bool kSelects = Traits::kMask || Modifier::kMasks, int kN, int kM>
   NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
                                unsigned keep_bits, float const* row_lse, float const* row_delta, int i0, int j0,
-                               int lane) const {
+                               int lane, Along<kN, kM> const& along) const {
+    constexpr bool kSums = Modifier::kTrains && kAlong<kN, kM> && (0 < kSummedAlong<Modifier>);
     constexpr bool kReadsMask = kSelects && Traits::kMask;  // also where positions need no test
     constexpr bool kAsksMask = kSelects && Modifier::kMasks;
     int const g = lane >> 2;
     int const t = lane & 3;
     CapturedGradients<Modifier> gradients;
+    DiagonalSums<Modifier, kSums> sums;
+    if constexpr (kSums) sums.clear();
+    DiagonalsOfSquare<Modifier, kAlong<kN, kM>> const diagonals(along);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       int const i = i0 + 8 * m + 2 * t;
@@ -180,7 +198,9 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
           int const ie = i + (e & 1);
           int const j = j0 + 16 * n + g + 8 * (e >> 1);
           float y, tanh_value, modifier_slope;
-          if constexpr (Modifier::kScores) {
+          if constexpr (kAlong<kN, kM>) {
+            y = this->score(s[n][m][e] * map.scale, ie, j, modifier_slope, diagonals.at(m, e), i0 + 2 * t, j0 + g);
+          } else if constexpr (Modifier::kScores) {
             y = map.modified(*this, s[n][m][e], 0.0f, ie, j, i0 + 2 * t, j0 + g, modifier_slope);
           } else if constexpr (!Traits::kHasBias) {
             y = map.score(s[n][m][e], 0.0f, tanh_value);
@@ -220,7 +240,10 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
           }
           if constexpr (Modifier::kScores) {
             // Likewise of a score that is -inf by the modifier: no gradient, whatever its derivative is.
-            if constexpr (Modifier::kTrains) {
+            if constexpr (kSums) {
+              this->add(gradients.x, sums.at(m, e), s[n][m][e] * map.scale, ds, ie, j, diagonals.at(m, e), i0 + 2 * t,
+                        j0 + g);
+            } else if constexpr (Modifier::kTrains) {
               if (ds != 0.0f && dbias_cols > 0)
                 this->add(gradients.x, s[n][m][e] * map.scale, ds, ie, j, i0 + 2 * t, j0 + g);
             }
@@ -232,7 +255,15 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
         if constexpr (kDbiasWords) store_dbias(tile_dbias, i0 + 8 * m + g, j0 + 16 * n + 2 * t);
       }
     }
-    if constexpr (Modifier::kTrains) gradients.finish();
+    if constexpr (kSums) {
+      float total[kSummedAlong<Modifier>];
+      sums.fold(total);
+      // By the lane that stands for the diagonal.
+      this->give(gradients.x, total, i0 + along.offset(0), j0, along.held[0]);
+      gradients.finish_some();
+    } else if constexpr (Modifier::kTrains) {
+      gradients.finish();
+    }
   }
 };
 

@@ -55,4 +55,23 @@ NVRTC_ATTN_DEVICE float from_float<float>(float x) {
   return x;
 }
 
+// Additions to global memory that nobody waits for. Of a pointer that the compiler does not know to be one of global memory,
+// atomicAdd is an atomic that returns, and code for shared memory beside it.
+NVRTC_ATTN_DEVICE void add_to_global(float* at, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at), "f"(x));
+}
+NVRTC_ATTN_DEVICE void add_to_global(unsigned long long* at, unsigned long long x) {
+  asm volatile("red.global.add.u64 [%0], %1;" ::"l"(at), "l"(x));
+}
+NVRTC_ATTN_DEVICE void set_bits_in_global(unsigned long long* at, unsigned long long x) {
+  asm volatile("red.global.or.b64 [%0], %1;" ::"l"(at), "l"(x));
+}
+
+// Worked out here, whatever the compiler knows of it: nothing that is made of it lives in a register from elsewhere.
+NVRTC_ATTN_DEVICE int lane_again() {
+  int tid = int(threadIdx.x);
+  asm volatile("" : "+r"(tid));
+  return tid & 31;
+}
+
 }  // namespace nvrtc_attn

@@ -71,6 +71,7 @@ struct KeyTileConsumer {
   static constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || (Traits::kMask && !Traits::kKeyMask) ||
                                 (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap ||
                                 (Modifier::kAny && !kPlainModifier<Modifier>);
+  static_assert(!(kRich && Traits::kTileBits), "scores that are asked one by one");
   static_assert(!(kRich && Traits::kLog2Lse), "the code of the portable family reads lse as it is");
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // dv is stored under the last product; takes registers.
@@ -206,6 +207,11 @@ struct KeyTileConsumer {
         barriers.full_q(slot.stage).wait(slot.parity);
         read_query_tile(h, m, whole);
       }
+      bool held = false;  // kTileBits: what the mask keeps of the tile is beside the slot
+      if constexpr (Traits::kTileBits) {
+        held = h < 0;
+        h &= ~kHeldBits;
+      }
       int const m0 = m * kBlockM;
       if constexpr (Modifier::kAny && !kRich) {
         if (h != modifier.h) modifier.move_to(work.tile.b, h);
@@ -221,10 +227,15 @@ struct KeyTileConsumer {
         if (stored) release_stored();
       }
       if constexpr (kRich) {
+        // What distances decide of the first chunk, while the products run.
+        Along along;
+        if constexpr (kReadsDiagonals<Modifier> && kReadsAhead) {
+          along.compute_transposed(Modifier(params, work.tile.b, h), m0, n_group + 16 * warp);
+        }
         wait_products<0>();
         pin_registers(s);
         pin_registers(dp);
-        make_p_and_ds(s, dp, work, h, m0, n_group, whole);
+        make_p_and_ds(s, dp, along, work, h, m0, n_group, whole);
         pack_fragments<Element>(p, s);
         if constexpr (Shape::kEarlyDv) {
           zero_queries(work, m0);
@@ -239,15 +250,25 @@ struct KeyTileConsumer {
         if constexpr (Modifier::kMasks) {
           if (Traits::kTileWords && whole) {
             kept_scores.fill();
+          } else if constexpr (Traits::kTileBits) {
+            if (held) {
+              Shape::Bits::load(kept_scores.words,
+                                smem + Shape::kOffsetBits + slot.stage * Shape::kBytesBits + tid * Shape::Bits::kBytes);
+            } else {
+              kept_scores.template compute_slim<true>(modifier, m0 + 2 * scores.t, scores.j);
+            }
           } else {
             kept_scores.compute_transposed(modifier, m0 + 2 * scores.t, scores.j);
           }
           masked = __any_sync(0xffffffffu, masked || kept_scores.drops());
         }
+        typename Scores::Along along;
+        along.compute_transposed(modifier, m0, scores.j - (lane >> 2));
         wait_products<1>();
         pin_registers(s);
         if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);
-        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden, modifier, kept_scores);
+        scores.probabilities(s, p, statistics(Shape::kOffsetLse), m0, masked, ds_slab(), hidden, modifier, kept_scores,
+                             along);
         typename Scores::KeptP kept;
         if constexpr (Shape::kEarlyDv) {
           zero_queries(work, m0);  // before there are two of P
@@ -396,13 +417,18 @@ struct KeyTileConsumer {
 
   // ---- Between the products: P and dS of a tile
 
+  // kRich: as many queries at a time, in tiles of 8, as leave registers for what they read: bias words or mask bytes, Philox
+  // blocks. 16 are as many as a warp has keys, and sums along diagonals are of squares.
+  static constexpr bool kNarrow = Shape::kSlabs == 1 && Shape::kSlabsV == 1;
+  static constexpr int kRead = int(Traits::kHasBias && Traits::kMask) + int(Traits::kDropout);
+  static constexpr int kChunk = kReadsDiagonals<Modifier> ? 2 : kNarrow ? 8 >> kRead : Traits::kDropout ? 4 : 2;
+  using Along = typename TransposedScoreGradient<Traits>::template Along<1, kChunk>;
+  // What distances decide of a chunk is found before it is needed; in the ordered pass that spills 8 bytes.
+  static constexpr bool kReadsAhead = !Traits::kOrdered;
+
   // P from S, and dS from dP, in their places (kRich).
-  NVRTC_ATTN_DEVICE void make_p_and_ds(ScoreTiles& s, ScoreTiles& dp, Work const& work, int h, int m0, int n_group,
-                                       bool whole) {
-    // As many queries at a time as leave registers for what they read: bias words or mask bytes, Philox blocks.
-    constexpr bool kNarrow = Shape::kSlabs == 1 && Shape::kSlabsV == 1;
-    constexpr int kRead = int(Traits::kHasBias && Traits::kMask) + int(Traits::kDropout);
-    constexpr int kChunk = kNarrow ? 8 >> kRead : Traits::kDropout ? 4 : 2;
+  NVRTC_ATTN_DEVICE void make_p_and_ds(ScoreTiles& s, ScoreTiles& dp, Along& along, Work const& work, int h, int m0,
+                                       int n_group, bool whole) {
     TransposedScoreGradient<Traits> const gradient(params, work.tile.b, h, work.seqlen.len_q, params.seqlen_k,
                                                    work.seqlen.len_k, whole);
     float const* const lse = reinterpret_cast<float const*>(smem_pointer + (statistics(Shape::kOffsetLse) - smem));
@@ -414,7 +440,14 @@ struct KeyTileConsumer {
       typename TransposedScoreGradient<Traits>::template BiasWords<1, kChunk> bias;
       int const i0 = m0 + 8 * kChunk * c;
       gradient.load_bias(bias, i0, n_group + 16 * warp, lane);
-      gradient(s_chunk, dp_chunk, bias, lse + 8 * kChunk * c, delta + 8 * kChunk * c, i0, n_group + 16 * warp, lane);
+      Along own = along;
+      if constexpr (!kReadsAhead) {
+        own.compute_transposed(gradient, i0, n_group + 16 * warp);
+      } else if (c + 1 < Shape::kTilesM / kChunk) {
+        along.compute_transposed(gradient, i0 + 8 * kChunk, n_group + 16 * warp);
+      }
+      gradient(s_chunk, dp_chunk, bias, lse + 8 * kChunk * c, delta + 8 * kChunk * c, i0, n_group + 16 * warp, lane,
+               own);
     }
   }
 
@@ -571,13 +604,10 @@ struct KeyTileConsumer {
   NVRTC_ATTN_DEVICE void add_to_workspace(DkTiles const& dk, DvTiles const& dv) {
     KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);
     release_k();
-    index_t const rows = dkv_accum_rows<Traits>(params);
-    index_t const first =
-        dkv_accum_row0<Traits>(params, tile.b) + (tile.n_block * Shape::kBlockN + 64 * group + 16 * warp);
-    int const head = dkv_accum_head<Traits>(params, tile.b, announced_key_head<Traits>(params, tile));
-    float* const accum = params.dkv_accum + index_t(head) * dkv_accum_size<Traits>(params);
-    add_blocks(accum + first * Traits::kHeadDim, dk, lane);
-    add_blocks(accum + rows * Traits::kHeadDim + first * Traits::kHeadDimV, dv, lane);
+    int const key = tile.n_block * Shape::kBlockN + 64 * group + 16 * warp;
+    DkvAccumRow const to = dkv_accum_row<Traits>(params, tile.b, announced_key_head<Traits>(params, tile), key);
+    add_blocks(to.dk, dk, lane);
+    add_blocks(to.dv, dv, lane);
   }
 
   // kParts: stored, or added to the tile's slot of the workspace (kernel/dkv_hopper_convert.cuh), this warp's 16 keys. What

@@ -518,15 +518,9 @@ struct WideTileConsumer {
   NVRTC_ATTN_DEVICE void add_to_workspace(DkTiles const& dk, DvTiles const& dv) {
     KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);
     int const key = tile.n_block * Traits::kBlockN + rank * Shape::kKeys + 16 * warp;
-    int const head = dkv_accum_head<Traits>(params, tile.b, announced_key_head<Traits>(params, tile));
-    float* const accum = params.dkv_accum + index_t(head) * dkv_accum_size<Traits>(params);
-    float* const dv_accum = accum + dkv_accum_rows<Traits>(params) * Traits::kHeadDim;
-    if constexpr (OwnK::kAny) {
-      add_blocks(accum + index_t(key) * Traits::kHeadDim + OwnK::kFirst * 8 * kAccumBlock, dk, lane);
-    }
-    if constexpr (OwnV::kAny) {
-      add_blocks(dv_accum + index_t(key) * Traits::kHeadDimV + OwnV::kFirst * 8 * kAccumBlock, dv, lane);
-    }
+    DkvAccumRow const to = dkv_accum_row<Traits>(params, tile.b, announced_key_head<Traits>(params, tile), key);
+    if constexpr (OwnK::kAny) add_blocks(to.dk + OwnK::kFirst * 8 * kAccumBlock, dk, lane);
+    if constexpr (OwnV::kAny) add_blocks(to.dv + OwnV::kFirst * 8 * kAccumBlock, dv, lane);
   }
 
   // ---- Slots given back

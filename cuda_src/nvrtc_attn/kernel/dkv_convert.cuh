@@ -34,6 +34,20 @@ NVRTC_ATTN_DEVICE index_t dkv_accum_row0(BackwardParams const& params, int b) {
   return 0;
 }
 
+// Where in dkv_accum dk and dv of key `key` of sequence b lie, of key head hk.
+struct DkvAccumRow {
+  float* dk;
+  float* dv;
+};
+template <class Traits>
+NVRTC_ATTN_DEVICE DkvAccumRow dkv_accum_row(BackwardParams const& params, int b, int hk, int key) {
+  index_t const rows = dkv_accum_rows<Traits>(params);
+  index_t const row = dkv_accum_row0<Traits>(params, b) + key;
+  float* const accum =
+      params.dkv_accum + index_t(dkv_accum_head<Traits>(params, b, hk)) * dkv_accum_size<Traits>(params);
+  return {accum + row * Traits::kHeadDim, accum + rows * Traits::kHeadDim + row * Traits::kHeadDimV};
+}
+
 template <class Traits>
 NVRTC_ATTN_DEVICE void dkv_convert(BackwardParams const& params) {
   using Element = ResultK<Traits>;

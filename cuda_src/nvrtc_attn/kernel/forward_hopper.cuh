@@ -10,8 +10,8 @@
 //
 // Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): kNumStagesQ x sQ[kBlockM][kHeadDim], kNumStages x
 // sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesScores x bias and mask (hopper/forward/score_tile.cuh),
-// kNumStagesQ x which tile it is, kTileWords: which key tile each slot of K holds, kMaxLogit and kLazyMax: two
-// floats of each thread, then the mbarriers. The output goes from registers to global memory.
+// kNumStagesQ x which tile it is, kTileWords: which key tile each slot of K holds, kTileBits: what a mask keeps of it,
+// kMaxLogit and kLazyMax: two floats of each thread, then the mbarriers. The output goes from registers to global memory.
 //
 // Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the
 // copies, `empty` one arrival per consumer warp. full_q also announces the tile: the loading warp follows the schedule,
@@ -101,22 +101,36 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
 // kTileWords: which key tile a slot of K holds, once it is there. `first` becomes n at the last tile, and less than n before, so
 // that n > first says that there are more, as where tiles are counted down.
 template <class Shape>
-NVRTC_ATTN_DEVICE void read_kept_tile(unsigned smem, int stage, int& n, int& first, bool& whole) {
+NVRTC_ATTN_DEVICE void read_kept_tile(unsigned smem, int stage, int& n, int& first, typename Shape::KnownTile& whole) {
   SlotTile const slot = read_slot_tile(smem + Shape::kOffsetKeyTiles + 4 * stage);
   n = slot.n();
   first = slot.is_last() ? n : n - 1;
   whole = slot.is_whole();
+  if constexpr (Shape::kTileBits) {
+    whole.held = slot.is_held();
+  }
 }
 
 // kTileWords, before n is counted down: it becomes one more than the next key tile, which is in slot `stage`, if there is one.
 // (Another way to count than the loop's own, and kernels without words get other machine code.)
 template <class Shape>
-NVRTC_ATTN_DEVICE void look_ahead(unsigned smem, int stage, int& n, int& first, bool& whole) {
+NVRTC_ATTN_DEVICE void look_ahead(unsigned smem, int stage, int& n, int& first, typename Shape::KnownTile& whole) {
   if constexpr (Shape::kTileWords) {
     if (n > first) {
       read_kept_tile<Shape>(smem, stage, n, first, whole);
       ++n;
     }
+  }
+}
+
+// kTileBits: and where this thread's bits of the tile in slot `stage` are.
+template <class Shape>
+NVRTC_ATTN_DEVICE auto with_bits(unsigned smem, int stage, typename Shape::KnownTile const& whole) {
+  if constexpr (Shape::kTileBits) {
+    int const thread = thread_again() - 128;
+    return TileAndBits{whole, smem + Shape::kOffsetBits + stage * Shape::kBytesBits + thread * Shape::Bits::kBytes};
+  } else {
+    return whole;
   }
 }
 
@@ -270,7 +284,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       FragmentA<Element> p[Shape::kStepsN];
 
       int n = last - 1;
-      bool whole = false;
+      typename Shape::KnownTile whole = false;
       if constexpr (Traits::kTileWords) {
         barriers.full_k(k_slot.stage).wait(k_slot.parity);
         read_kept_tile<Shape>(smem, k_slot.stage, n, first, whole);
@@ -323,10 +337,11 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
         start_scores(s);
         if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
-        scores.load(operands, n * kBlockN, whole);
+        scores.load(operands, n * kBlockN, with_bits<Shape>(smem, k_slot.stage, whole));
         await_scores(operands);
         wait_products<0>();
         pin_registers(s);
+        if constexpr (Traits::kTileBits) __syncwarp();  // all lanes have read
         release(barriers.empty_k(k_slot.stage));
         k_slot.advance();
         if (kReleaseEarly && n == first) release_q();
@@ -369,7 +384,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         pass_turn();
         typename ScoreTile<Traits>::template Operands<Shape::kTilesN> operands;
         if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
-        scores.load(operands, n * kBlockN, whole);
+        scores.load(operands, n * kBlockN, with_bits<Shape>(smem, k_slot.stage, whole));
         await_scores(operands);
 
         wait_products<1>();
@@ -391,6 +406,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
             release_scores();
           }
         } else {
+          if constexpr (Traits::kTileBits) __syncwarp();
           release(barriers.empty_k(k_stage));
           scores.finish(s, operands, n * kBlockN, whole);
           release_scores();
@@ -416,8 +432,12 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
                 ScoreTile<Traits>::kPlaceAgain ? 64 * group + (thread_again() >> 5 & 3) * 16 : warp_row0;
             unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + row_of_warp * kSlabRowBytes;
             recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, thread_lane);
-            release(barriers.empty_k(k_stage));
-            scores.load(operands, n0, whole);
+            if constexpr (!Traits::kTileBits) release(barriers.empty_k(k_stage));
+            scores.load(operands, n0, with_bits<Shape>(smem, k_stage, whole));
+            if constexpr (Traits::kTileBits) {
+              __syncwarp();
+              release(barriers.empty_k(k_stage));
+            }
             scores.finish(s, operands, n0, whole);
             release_scores();
             raised = softmax.raise(s, map);

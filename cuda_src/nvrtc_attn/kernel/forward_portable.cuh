@@ -78,6 +78,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     }
   };
   auto no_rows = [&]() { return m0 >= num_rows || (Position<Traits>::kSlots && here.m_block >= params.num_m_blocks); };
+  // A block without rows of the sequence has rows to pad, too, so it ends behind that.
   if constexpr (!kKeysFirst || Shape::kPartials) {
     pad_rows();
     if (no_rows()) return;
@@ -168,22 +169,25 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     skip_k(loaded, ahead);
     skip_v(loaded, ahead);
   };
-  // Tiles of the first kStages - 1 stages. A loop: unrolled, five of them are 20 KB of instructions that run once.
-  auto load_first_tiles = [&] {
-#pragma unroll 1
-    for (int stage = 0; stage < kStages - 1; ++stage) {
-      int const tile = Traits::kTileWords ? ahead : last - 1 - stage;
-      if (tile >= first) {
-        load_k(tile, stage);
-        load_v(tile, stage);
-        if constexpr (Traits::kTileWords) skip_to_next();
-      }
-      if (stage == 0) load_q();
-      cp_async_commit<kLegacy>();
+  // One of the first kStages - 1 tiles, whose stage is its place among them.
+  auto load_first = [&](int stage) {
+    int const tile = Traits::kTileWords ? ahead : last - 1 - stage;
+    if (tile >= first) {
+      load_k(tile, stage);
+      load_v(tile, stage);
+      if constexpr (Traits::kTileWords) skip_to_next();
     }
   };
+  // The loads before all else: nobody waits for the padding, which is stores.
   if constexpr (kKeysFirst) {
-    if (first < last && !no_rows()) load_first_tiles();
+    if (first < last && !no_rows()) {
+#pragma unroll 1  // five of them are 20 KB of instructions that run once
+      for (int stage = 0; stage < kStages - 1; ++stage) {
+        load_first(stage);
+        if (stage == 0) load_q();
+        cp_async_commit<kLegacy>();
+      }
+    }
     pad_rows();
     if (!Shape::kPartials && no_rows()) return;
   }
@@ -223,26 +227,17 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
     query.address = lane_address_a<typename Shape::TileQ>(sQ, warp_row0, lane);
     KeyOperand<Shape> const key(sK, warp_col0, lane);
     ValueOperand<Shape> const value(sV, warp_col0, here.warp_d, lane);
-    if constexpr (kKeysFirst) {
-    } else if constexpr (kStages == 1) {
+    if constexpr (kStages == 1) {
       load_k(last - 1, 0);
       cp_async_commit<kLegacy>();
       load_v(last - 1, 0);
       cp_async_commit<kLegacy>();
-    } else if constexpr (Traits::kTileWords) {
+    } else if constexpr (!kKeysFirst) {
 #pragma unroll
       for (int stage = 0; stage < kStages - 1; ++stage) {
-        if (ahead >= first) {
-          load_k(ahead, stage);
-          load_v(ahead, stage);
-          skip_to_next();
-        }
-        cp_async_commit<kLegacy>();
-      }
-    } else {
-#pragma unroll
-      for (int stage = 0; stage < kStages - 1; ++stage) {
-        if (last - 1 - stage >= first) {
+        if constexpr (Traits::kTileWords) {
+          load_first(stage);
+        } else if (last - 1 - stage >= first) {  // through load_first() one kernel of 7.5 gets other machine code
           load_k(last - 1 - stage, stage);
           load_v(last - 1 - stage, stage);
         }

@@ -4,8 +4,9 @@
 // A thread block writes one word of 32 lines (collective/tile_words.cuh): grid is words a line x groups of 32 lines x heads x
 // batch entries that the mask tells apart. First its warps find, for 32 tiles of queries and 32 of keys, the least and the
 // largest of what the mask reads of a query, or a key, alone: 64 tiles of loads for 1024 decisions. Then a thread decides
-// about a tile, and a warp's votes are a word.
+// about a tile, and a warp's votes are a word. With kTileBits undecided tiles have slots, for the launch that comes next.
 #pragma once
+#include "../collective/tile_bits.cuh"
 #include "../collective/tile_ranges.cuh"
 #include "../collective/tile_words.cuh"
 
@@ -73,12 +74,10 @@ NVRTC_ATTN_DEVICE void tile_ranges(Params const& params) {
     }
     unsigned const some = __ballot_sync(0xffffffffu, found.hi != 0);
     unsigned const all = __ballot_sync(0xffffffffu, !Traits::kMask && found.lo != 0);  // a byte mask may hide more
-    if (lane == 0) {
-      TileWord* const to = tile_word_buffer(params) + params.tile_words_offset +
-                           index_t(b) * params.tile_words_stride_b + index_t(h) * params.tile_words_stride_h +
-                           index_t(line) * params.tile_words_stride_line;
-      to[word] = {some, all};
-    }
+    TileWord* const to = tile_word_buffer(params) + params.tile_words_offset + index_t(b) * params.tile_words_stride_b +
+                         index_t(h) * params.tile_words_stride_h + index_t(line) * params.tile_words_stride_line;
+    if (lane == 0) to[word] = {some, all};
+    if constexpr (Traits::kTileBits) take_slots<Traits>(params, to + word, some & ~all, {line, tile, h, b}, lane);
   }
 }
 

@@ -17,6 +17,7 @@ from ...base.tables import remember
 from ...base.version import __version__
 from ...front.call import CallOptions, describe_shapes, plain_options
 from ...front.chunks import Chunks, band_of, chunks_of, length, places, together
+from ...front.documents import Packing, shared_documents
 from ...front.modified import banded_options
 from ...front.part import Part
 from ...front.philox import NO_RNG, RngState
@@ -28,12 +29,15 @@ from ...modifiers.trace import traced
 from ..ops import cast_for_autocast, is_dtensor, once_only
 from ..random import checked_rng
 from ..tensors import signature
+from . import operators
+from .documents import as_tensor, lengths_of, packing_of
 from .exchange import exchange, same_everywhere
 from .local import Whole, merge_partials, whole_with
-from .strategies import AllGather, Inputs, Ring, Strategy, Ulysses
+from .strategies import AllGather, Inputs, Ring, Saved, Strategy, Ulysses, gradients_of, has_all_tokens
 
 __all__ = ["ContextParallel", "merge_partials"]
 
+_traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
 _STRATEGIES: Final = ("auto", "all_gather", "ulysses", "ring")
 _PAIRS: Final = (("ulysses", "ring"), ("ulysses", "all_gather"))
 _MOST_GROUPS: Final = 4
@@ -71,7 +75,12 @@ class ContextParallel:
         sent so (or sequences are packed), otherwise all_gather.
     layout
         Which tokens a rank has: ``"zigzag"`` (two pieces, equal work under a causal mask), ``"contiguous"``, or for
-        each rank its intervals ``[(start, stop), ...]``, ascending. The sequence need not divide.
+        each rank its intervals ``[(start, stop), ...]``, ascending. The sequence need not divide. ``"documents"``, with
+        ``cu_seqlens``: equal tokens on all ranks and near equal work of causal attention; the longest documents are
+        cut as zigzag cuts a sequence, as few as suffices, the other tokens once for each rank.
+    cu_seqlens
+        Where documents begin that are packed on the token dim, and where the last one ends: for
+        ``layout="documents"``. On the CPU, a list or an array; read once if it is on a GPU.
     pipeline
         Groups of a rank's key heads: one is computed while the next is on its way. Default on a GPU: as many, up to 4,
         as leave each group 8 key tiles of 128 for each of 132 multiprocessors; with ``"all_gather"`` one, up to 8 heads
@@ -107,6 +116,9 @@ class ContextParallel:
     Making one is collective, and so are `attention`, its backward pass and `unshard`: all ranks of the group call them
     in the same order. A rank that is gone lets the others fail after the timeout of the process group
     (``init_process_group(timeout=...)``; ``TORCH_NCCL_ASYNC_ERROR_HANDLING=1`` for NCCL).
+
+    Programs of torch.compile have `attention`, `shard` and `unshard` in their graph. A program belongs to the
+    ContextParallel that it was traced with: make it once, outside.
     """
 
     def __init__(
@@ -123,6 +135,7 @@ class ContextParallel:
         keep: bool | None = None,
         lanes: int | None = None,
         plan_as: bool = False,
+        cu_seqlens: Any = None,
     ) -> None:
         found = Violations()
         self.seqlen = check_integer(found, "seqlen", seqlen) or 0
@@ -162,11 +175,20 @@ class ContextParallel:
         self.chunks_q: tuple[Chunks, ...] = ()
         self.chunks_k: tuple[Chunks, ...] = ()
         try:
-            self.chunks_q = chunks_of(layout, self.seqlen, self.size)
+            if (isinstance(layout, str) and layout == "documents") != (cu_seqlens is not None):
+                raise ValueError("layout: 'documents' is cut by cu_seqlens. Pass both, or neither.")
+            if cu_seqlens is not None:
+                starts = lengths_of("cu_seqlens", cu_seqlens, self.seqlen)
+                self.chunks_q = shared_documents(starts, self.seqlen, self.size)
+            else:
+                self.chunks_q = chunks_of(layout, self.seqlen, self.size)
             self.chunks_k = self.chunks_q
             if self.seqlen_k != self.seqlen:
                 if layout not in ("zigzag", "contiguous"):
-                    raise ValueError("layout: intervals are for queries and keys of one length. Name a layout instead.")
+                    raise ValueError(
+                        "layout: intervals and documents are for queries and keys of one length. Take 'zigzag' or "
+                        "'contiguous'."
+                    )
                 self.chunks_k = chunks_of(layout, self.seqlen_k, self.size)
         except (TypeError, ValueError) as error:
             fault = str(error)
@@ -175,12 +197,13 @@ class ContextParallel:
             self._groups,
             {
                 "version": __version__, "seqlen": self.seqlen, "seqlen_k": self.seqlen_k, "strategy": str(strategy),
-                "layout": f"{layout if isinstance(layout, str) else self.chunks_q}", "pipeline": pipeline, "keep": keep,
-                "fault": fault,
+                "layout": f"{layout if isinstance(layout, str) and cu_seqlens is None else self.chunks_q}",
+                "pipeline": pipeline, "keep": keep, "fault": fault,
             },
         )  # fmt: skip
         if fault:
             raise ValueError(fault)
+        self._name = operators.register(self)
 
     # -------------------------------------------------------------------------------------------------- tensors
 
@@ -220,7 +243,9 @@ class ContextParallel:
             raise ValueError(
                 f"x: shape {tuple(x.shape)}, whose dim {dim} must be {mine}, the tokens of rank {self.rank}."
             )
-        found: torch.Tensor = _Unshard.apply(self, x, dim % x.dim(), keys)
+        whole = self.seqlen_k if keys else self.seqlen
+        found: torch.Tensor
+        found, _ = operators.context_unshard(x, self._name, whole, dim % x.dim(), keys, None)
         return found
 
     def _unsharded(self, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
@@ -243,7 +268,6 @@ class ContextParallel:
 
     # ------------------------------------------------------------------------------------------------- attention
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def attention(
         self,
         q: torch.Tensor,
@@ -258,8 +282,8 @@ class ContextParallel:
         softcap: float = 0.0,
         dropout_p: float = 0.0,
         rng: Any = None,
-        cu_seqlens_q: torch.Tensor | None = None,
-        cu_seqlens_k: torch.Tensor | None = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         seqused_k: torch.Tensor | None = None,
@@ -291,8 +315,11 @@ class ContextParallel:
             Default: a seed that the first rank draws from torch's generator, for all of them. Otherwise the same on all
             ranks. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
-            Of the whole, on every rank: sequences packed on the token dim, of which a rank has any tokens. Only where
-            ``"ulysses"`` shares the heads, which has all tokens of a head on one rank.
+            Of the whole, on every rank: sequences packed on the token dim, of which a rank has any tokens. cu_seqlens
+            may be a list or an array. The strategies but ``"ulysses"``, which has all tokens of a head on one rank,
+            take those of self-attention (cu_seqlens_q is cu_seqlens_k) without seqused_k, and work with lengths on the
+            host: pass those on the CPU. A tensor on the GPU is read, which waits for it, once for as long as torch
+            knows that nobody wrote to it.
         part
             Batch and heads of a still larger attention: with data and tensor parallelism beside, the dropout mask is
             then that of all.
@@ -310,6 +337,12 @@ class ContextParallel:
             On this rank, before any communication, for what is wrong with its tensors; on all ranks, naming them, for
             what differs between them (see ``check``).
         """
+        if _traced_by_dynamo() or torch._C._len_torch_dispatch_stack():
+            return operators.attention(
+                self._name, q, k, v, bias, mask, sink, causal, window_size, softmax_scale, softcap, dropout_p, rng,
+                cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part,
+                score_mod, mask_mod, aux,
+            )  # fmt: skip
         q, k, v, bias = cast_for_autocast(q, k, v, bias)
         modifier, captures = _modifier_of(score_mod, mask_mod, aux, q)
         grad = torch.is_grad_enabled() and any(
@@ -326,47 +359,92 @@ class ContextParallel:
                 dsink=grad and sink is not None and sink.requires_grad,
             )
         )  # fmt: skip
-        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
-        packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+        same = cu_seqlens_k is cu_seqlens_q
+        cu_seqlens_q = as_tensor("cu_seqlens_q", cu_seqlens_q)
+        cu_seqlens_k = cu_seqlens_q if same else as_tensor("cu_seqlens_k", cu_seqlens_k)
         given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
-        self._check_tensors(given, lengths, options, part, modifier)
-        kind = q.shape[2], k.shape[2], q.is_cuda, packed
-        strategy = self._strategies.get(kind)
-        if strategy is None:
-            strategy = self._strategies[kind] = self._strategy(q, k, packed)
-        if packed and not _has_all_tokens(strategy):
-            raise UnsupportedError(
-                f"cu_seqlens_q, cu_seqlens_k: packed sequences are computed by strategy 'ulysses', here is "
-                f"{self.strategy!r} with {k.shape[2]} key heads over {self.size} ranks. Pass strategy='ulysses', or "
-                "sequences as a batch."
-            )
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+        strategy, whole = self._begin(given, lengths, options, rng, part, modifier, grad, return_lse)
+        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask, sink, *captures)
+        return (out, lse) if return_lse else out
+
+    def _begin(
+        self,
+        given: dict[str, Any],
+        lengths: tuple[Any, Any, Any],
+        options: CallOptions,
+        rng: Any,
+        part: Part | None,
+        modifier: Modifier | None,
+        grad: bool,
+        return_lse: bool,
+    ) -> tuple[Strategy, Whole]:
+        """Who computes what of a call, whose tensors and options are checked and compared between the ranks.
+
+        Parameters
+        ----------
+        given
+            q, k, v, bias, mask and sink.
+        lengths
+            cu_seqlens_q, cu_seqlens_k and seqused_k.
+        """
+        q, k, v, bias, mask, sink = given.values()
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+        self._check_tensors(given, dict(zip(names, lengths, strict=True)), options, part, modifier)
+        packed = lengths[0] is not None or lengths[1] is not None
+        strategy = self._strategy(q.shape[2], k.shape[2], q.is_cuda, packed)
+        packing = self._packing(strategy, lengths, options, k.shape[2])
         always = self._check == "always" or env.debug()
         if always or (self._check == "first" and not self._calls):
-            self._compare(q, k, v, bias, mask, sink, options, part, grad, rng, modifier)
+            self._compare(q, k, v, bias, mask, sink, options, part, grad, rng, modifier, packing)
         self._calls += 1
+        state = self._draw(q, rng) if options.dropout_p > 0 else NO_RNG
+        whole = self._whole(strategy, lengths, packing, options, state, part, modifier, q.device)
+        return strategy, whole._replace(return_lse=return_lse, backward_follows=grad)
+
+    def _packing(
+        self, strategy: Strategy, lengths: tuple[Any, Any, Any], options: CallOptions, heads_kv: int
+    ) -> Packing | None:
+        """The documents of a call whose tokens ranks share; None where there are none, or a rank has all tokens."""
+        starts_q, starts_k, used = lengths
+        if (starts_q is None and starts_k is None) or has_all_tokens(strategy):
+            return None
+        if self.chunks_q != self.chunks_k or self._plan_as or used is not None:
+            raise UnsupportedError(
+                "cu_seqlens_q, cu_seqlens_k: seqlen_k, seqused_k and plan_as are for packed sequences only with "
+                f"strategy 'ulysses', here is {self.strategy!r} with {heads_kv} key heads over {self.size} ranks."
+            )
+        return packing_of(starts_q, starts_k, options, self.seqlen)
+
+    def _whole(
+        self, strategy: Strategy, lengths: tuple[Any, Any, Any], packing: Packing | None, options: CallOptions,
+        state: RngState, part: Part | None, modifier: Modifier | None, device: torch.device,
+    ) -> Whole:  # fmt: skip
+        """What all ranks compute together."""
         # The band of the whole: what a rank needs of the others follows from it.
-        found = Violations()
+        packed = lengths[0] is not None or lengths[1] is not None
         banded = options
         if modifier is not None and not packed:
             banded = banded_options(modifier, options, (self.seqlen, self.seqlen_k))
-        left, right = check_window(found, banded.causal, banded.window_size)
+        left, right = check_window(Violations(), banded.causal, banded.window_size)
         bottom_right = banded.causal != "top_left"
-        whole = Whole(
+        return Whole(
             options._replace(part=None),
-            self._draw(q, rng) if options.dropout_p > 0 else NO_RNG,
+            state,
             self.seqlen,
             self.seqlen_k,
             band_of(None if packed else left, None if packed else right, self.seqlen, self.seqlen_k, bottom_right),
-            (cu_seqlens_q, cu_seqlens_k, seqused_k) if cu_seqlens_q is not None and cu_seqlens_k is not None else None,
+            None
+            if packing is not None or lengths[0] is None or lengths[1] is None
+            else (lengths[0].to(device), lengths[1].to(device), lengths[2]),
             None if part is None else part.batch,
             None if part is None else part.heads,
-            return_lse,
-            self._margin(strategy) if q.is_cuda and self.size > 1 else None,
-            self._plan_as,
-            modifier,
+            sm_margin=self._margin(strategy) if device.type == "cuda" and self.size > 1 else None,
+            plan_as=self._plan_as,
+            modifier=modifier,
+            packing=packing,
+            tables=None if packing is None else {},
         )
-        out, lse = _Attention.apply(strategy, whole, q, k, v, bias, mask, sink, *captures)
-        return (out, lse) if return_lse else out
 
     def _check_tensors(
         self,
@@ -428,16 +506,22 @@ class ContextParallel:
         if part is None:
             remember(self._checked, key, True)
 
-    def _strategy(self, q: torch.Tensor, k: torch.Tensor, packed: bool) -> Strategy:
-        """Who computes what, for the heads of these tensors."""
+    def _strategy(self, heads: int, heads_kv: int, on_gpu: bool, packed: bool) -> Strategy:
+        """Who computes what, of tensors with so many heads."""
+        kind = heads, heads_kv, on_gpu, packed
+        strategy = self._strategies.get(kind)
+        if strategy is None:
+            strategy = self._strategies[kind] = self._make_strategy(*kind)
+        return strategy
+
+    def _make_strategy(self, heads: int, heads_kv: int, on_gpu: bool, packed: bool) -> Strategy:
         name, groups, size, rank = self.strategy, self._groups, self.size, self.rank
-        heads_kv = k.shape[2]
         whole_q, whole_k = [together(self.chunks_q)], [together(self.chunks_k)]
         everything = AllGather(None, 0, whole_q, whole_k)
         if isinstance(name, tuple):
             outer, inner = groups
             width = dist.get_world_size(inner)
-            why_not = Ulysses.why_not(q.shape[2], k.shape[2], width)
+            why_not = Ulysses.why_not(heads, heads_kv, width)
             if why_not:
                 raise ValueError(f"strategy: ulysses over {width} ranks, but {why_not}.")
             rows = [slice(i * width, (i + 1) * width) for i in range(size // width)]
@@ -450,7 +534,7 @@ class ContextParallel:
                     rank // width,
                     over_q,
                     over_k,
-                    self._groups_for(q, -(-heads_kv // width)),
+                    self._groups_for(on_gpu, -(-heads_kv // width)),
                     keep=self._keep,
                     lanes=self._lanes or 1,
                 )
@@ -459,17 +543,17 @@ class ContextParallel:
             return Ulysses(inner, rank % width, self.chunks_q[mine], self.chunks_k[mine], beyond)
         if size == 1:
             return everything
-        why_not = Ulysses.why_not(q.shape[2], k.shape[2], size)
+        why_not = Ulysses.why_not(heads, heads_kv, size)
         if name == "ulysses" and why_not:
             raise ValueError(f"strategy: 'ulysses' over {size} ranks, but {why_not}. Use 'all_gather' or 'auto'.")
-        divides = k.shape[2] % size == 0 and not why_not
-        if name == "ulysses" or (name == "auto" and divides and (packed or swaps(q.shape[2], k.shape[2], size))):
+        divides = heads_kv % size == 0 and not why_not
+        if name == "ulysses" or (name == "auto" and divides and (packed or swaps(heads, heads_kv, size))):
             return Ulysses(
-                groups[0], rank, self.chunks_q, self.chunks_k, everything, self._groups_for(q, heads_kv // size)
+                groups[0], rank, self.chunks_q, self.chunks_k, everything, self._groups_for(on_gpu, heads_kv // size)
             )
         if name == "ring":
             return Ring(groups[0], rank, self.chunks_q, self.chunks_k)
-        pipeline = self._groups_for(q, heads_kv)
+        pipeline = self._groups_for(on_gpu, heads_kv)
         if not self._pipeline and heads_kv * self.seqlen_k <= _KEYS_OF_GROUP:
             pipeline = 1
         lanes = self._lanes or (2 if self.seqlen >= _TOKENS_OF_LANES * size else 1)
@@ -481,15 +565,16 @@ class ContextParallel:
             return self._sm_margin
         return _MARGIN if isinstance(strategy, AllGather) and strategy.pipeline == 1 else 0
 
-    def _groups_for(self, q: torch.Tensor, heads_kv: int) -> int:
+    def _groups_for(self, on_gpu: bool, heads_kv: int) -> int:
         """In how many groups of so many key heads a rank works."""
-        if self._pipeline or not q.is_cuda:
+        if self._pipeline or not on_gpu:
             return self._pipeline or 1
         return groups_of(heads_kv, self.seqlen_k)
 
     def _compare(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, sink: Any,
         options: CallOptions, part: Part | None, grad: bool, rng: Any, modifier: Modifier | None,
+        packing: Packing | None,
     ) -> None:  # fmt: skip
         """Ask all ranks whether they mean the same call."""
         words = rng if isinstance(rng, tuple) else (rng,)
@@ -504,7 +589,7 @@ class ContextParallel:
                 "dtype": str(q.dtype), "device type": q.device.type, "batch": q.shape[0],
                 "heads": (q.shape[2], k.shape[2]), "head dims": (q.shape[3], v.shape[3]),
                 "bias": scores(bias), "mask": scores(mask), "sink": None if sink is None else str(sink.dtype),
-                 "options": str(options), "gradient": grad,
+                 "options": str(options), "gradient": grad, "cu_seqlens": None if packing is None else packing.starts,
                 "part": None if part is None else (part.batch, part.heads), "rng": seed,
                 "score_mod, mask_mod": None if modifier is None else (
                     repr(modifier.program), modifier.numbers, tuple(tuple(x.shape) for x in modifier.captures)
@@ -517,9 +602,12 @@ class ContextParallel:
         if rng is not None:
             return checked_rng(rng, q)
         seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=q.device)
+        self._share_seed(seed)
+        return checked_rng(seed, q)
+
+    def _share_seed(self, seed: torch.Tensor) -> None:
         for group in reversed(self._groups):
             dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
-        return checked_rng(seed, q)
 
 
 def _refuse_dtensor(x: Any, name: str) -> None:
@@ -560,12 +648,6 @@ def groups_of(heads_kv: int, keys: int) -> int:
     return max(1, min(_MOST_GROUPS, tiles // (_WAVES * _MULTIPROCESSORS)))
 
 
-def _has_all_tokens(strategy: Strategy) -> bool:
-    """Whether each rank computes its heads of all tokens."""
-    inside = strategy.inside if isinstance(strategy, Ulysses) else strategy
-    return isinstance(inside, AllGather) and inside.size == 1
-
-
 def _groups_of(found: Violations, group: Any, dims: int) -> list[Any]:
     """The process groups, one for each dim of a mesh, the outermost first."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -586,31 +668,16 @@ def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
     return (*x.shape[:dim], size, *x.shape[dim + 1 :])
 
 
-class _Unshard(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    @staticmethod
-    def forward(ctx: Any, cp: ContextParallel, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
-        ctx.cp, ctx.dim, ctx.keys = cp, dim, keys
-        return cp._unsharded(x, dim, keys)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        cp = ctx.cp
-        total = gradient.contiguous().clone()
-        for group in cp._groups:
-            dist.all_reduce(total, group=group)
-        return None, cp.shard(total, ctx.dim, keys=ctx.keys), None, None
-
-
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, whole: Whole, *tensors: Any) -> Any:
         q, k, v, bias, mask, sink, *captures = tensors
         inputs = Inputs(q, k, v, bias, mask, 0, q.shape[2], sink)
         out, lse, saved = strategy.forward(inputs, whole_with(whole, captures))
-        ctx.sink_dtype = None if sink is None else sink.dtype
-        ctx.save_for_backward(*(x for x in saved if isinstance(x, torch.Tensor)), *captures)
-        ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in saved]
-        ctx.strategy, ctx.whole, ctx.like_out = strategy, whole_with(whole, None), (out.shape, out.dtype, out.device)
+        own = (q, k, v, out, lse) if strategy.needs_own else (None,) * 5
+        ctx.save_for_backward(*own, bias, mask, sink, *saved.kept, *captures)
+        ctx.call = strategy, whole_with(whole, None), len(saved.kept), (q.shape[2], k.shape[2])
+        ctx.like_out = out.shape, out.dtype, out.device
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -623,17 +690,17 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     def _gradients(
         ctx: Any, every: tuple[Any, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        tensors = iter(every)
-        saved = tuple(next(tensors) if x is None else x[0] for x in ctx.others)
-        captures = tuple(tensors)
-        whole = whole_with(ctx.whole, captures, ctx.needs_input_grad[_CAPTURES:])
+        q, k, v, out, lse, bias, mask, sink, *rest = every
+        strategy, whole, kept, (heads, heads_kv) = ctx.call
+        captures = tuple(rest[kept:])
         if dout is None:
             shape, dtype, device = ctx.like_out
             dout = torch.zeros(shape, dtype=dtype, device=device)
-        gradients = ctx.strategy.backward(saved, whole, dout.contiguous(), dlse)
+        saved = Saved(Inputs(q, k, v, bias, mask, 0, heads, sink), out, lse, heads_kv, rest[:kept])
+        wanted = ctx.needs_input_grad[_CAPTURES:]
+        gradients, daux = gradients_of(strategy, saved, whole, captures, wanted, dout, dlse)
         *of_inputs, dsink = gradients
-        of_captures = (None if x is None else x.to(y.dtype) for x, y in zip(whole.daux, captures, strict=True))
-        return None, None, *of_inputs, None, None if dsink is None else dsink.to(ctx.sink_dtype), *of_captures
+        return None, None, *of_inputs, None, dsink, *daux
 
 
 _CAPTURES: Final = 8

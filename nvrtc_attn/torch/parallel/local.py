@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from ... import api
 from ...base import env
 from ...base.tables import remember
 from ...front.call import CallOptions
-from ...front.chunks import Band, Interval
+from ...front.chunks import Band, Chunks, Interval, reach
+from ...front.documents import Packing, Piece
 from ...front.operands import BACKWARD, FORWARD, INPUTS, OPTIONAL_INPUTS
 from ...front.part import Part
 from ...front.philox import RngState
@@ -50,6 +52,60 @@ class Whole(NamedTuple):
     daux: tuple[torch.Tensor | None, ...] = ()
     """Of each captured array the float32 sum that the parts of a backward pass add their shares to, where it is
     wanted."""
+    packing: Packing | None = None
+    """Packed sequences whose tokens ranks share, where `lengths` is None: of those, a rank has all tokens."""
+    tables: dict[tuple[int, ...], torch.Tensor] | None = None
+    """With ``packing``: `Piece.lengths` on the device, of this call alone. See `prepare`."""
+    backward_follows: bool = True
+    """Whether what the backward pass needs is kept."""
+    may_keep: bool = True
+    """Whether keys that were fetched may be kept. Not where how many they are is more than shapes tell, in operators:
+    lengths of packed sequences and numbers of a modifier."""
+
+    def pieces(self, chunks: Chunks) -> list[Piece]:
+        """The calls of a rank with these tokens."""
+        if self.packing is not None:
+            return self.packing.pieces(chunks)
+        return [Piece(rows, reach(rows, self.band, self.keys)) for rows in chunks]
+
+    def prepare(self, pieces: Sequence[Piece], device: torch.device) -> None:
+        """Bring the lengths of these calls to the device, on the stream of the call, before there are lanes."""
+        for of_call in (piece.lengths for piece in pieces if piece.lengths):
+            assert self.tables is not None
+            if of_call not in self.tables:
+                host = torch.tensor(of_call, dtype=torch.int32)
+                if device.type == "cuda":  # from pinned memory, so that the host waits for nothing
+                    host = host.pin_memory().to(device, non_blocking=True)
+                self.tables[of_call] = host
+
+    def call(
+        self, heads: slice, piece: Piece, keys: Interval, num_heads: int, *, beside: bool = True
+    ) -> tuple[CallOptions, Whole]:
+        """Options and lengths of the call of a piece and these of its keys. ``beside``: something is sent meanwhile."""
+        if self.packing is None:
+            return self.part(heads, piece.rows, keys, num_heads, beside=beside), self
+        first, count = self.heads or (0, num_heads)
+        margin = self.sm_margin if beside or not self.sm_margin else 0
+        # Dropout's index counts by the longest sequence that the caller names; all others have no use for more than is.
+        by_index = self.options.dropout_p > 0
+        longest = (self.options.max_seqlen_q if by_index else None) or self.packing.longest
+        batch: Interval | None = None
+        if piece.document >= 0 and (by_index or self.modifier is not None):
+            start, total = self.batch or (0, self.packing.documents)
+            batch = (start + piece.document, total)
+        options = self.options._replace(max_seqlen_q=None, max_seqlen_k=None, return_lse=True, dsink=False)
+        where: tuple[Interval | None, Interval | None] = (None, None)
+        lengths = None
+        if piece.lengths:
+            assert self.tables is not None
+            if not by_index:
+                longest = max(b - a for a, b in pairwise(piece.lengths))
+            options = options._replace(max_seqlen_q=longest, max_seqlen_k=longest)
+            lengths = (self.tables[piece.lengths],) * 2
+        elif keys[0] < keys[1]:
+            where = (piece.row, longest), (piece.key + keys[0] - piece.keys[0], longest)
+        part = _part(batch, (first + heads.start, count), *where, margin, False)
+        return options._replace(part=part), self._replace(lengths=None if lengths is None else (*lengths, None))
 
     def part(self, heads: slice, rows: Interval, keys: Interval, num_heads: int, *, beside: bool = True) -> CallOptions:
         """The options of the part with these query heads (of ``num_heads`` here), rows and keys.
@@ -117,6 +173,11 @@ def forward(
     out: torch.Tensor, options: CallOptions, whole: Whole,
 ) -> torch.Tensor:  # fmt: skip
     """Write out of one part to ``out``, which may be a part of a larger tensor, and return its lse."""
+    if _converts(out, q, whole):
+        found = torch.empty(out.shape, dtype=q.dtype, device=q.device)
+        lse_of_found = forward(q, k, v, bias, mask, found, options, whole)
+        out.copy_(found)
+        return lse_of_found
     named = _optional(bias, mask, whole)
     if not q.is_cuda or whole.modifier is not None:
         lse: torch.Tensor
@@ -131,6 +192,11 @@ def forward(
     if out.numel():
         _run(api.plan_forward, FORWARD, named, options, whole.rng)
     return lse
+
+
+def _converts(result: torch.Tensor, q: torch.Tensor, whole: Whole) -> bool:
+    """Whether a result is converted: those of packed sequences are whole, and no kernel writes them in float32."""
+    return whole.lengths is not None and result.dtype != q.dtype
 
 
 def _run(make: Callable[..., Any], order: Sequence[str], named: dict[str, Any], options: CallOptions, rng: Any) -> None:
@@ -169,8 +235,10 @@ def backward(
     """
     dq, dk, dv = gradients
     of_q, of_k, of_v = (
-        torch.empty(x.shape, dtype=torch.float32, device=q.device) if add and x is not dq else x for x in gradients
-    )
+        torch.empty(x.shape, dtype=q.dtype, device=q.device) if _converts(x, q, whole)
+        else torch.empty(x.shape, dtype=torch.float32, device=q.device) if add and x is not dq else x
+        for x in gradients
+    )  # fmt: skip
     dbias = None
     if options.dbias and bias is not None:
         dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
@@ -187,9 +255,11 @@ def backward(
         for total, of_part in zip(whole.daux, daux, strict=True):
             if total is not None:
                 total += of_part
-    if add:
-        dk += of_k
-        dv += of_v
+    for to, found in ((dq, of_q), (dk, of_k), (dv, of_v)):
+        if add and to is not dq:
+            to += found
+        elif found is not to:
+            to.copy_(found)
     return dbias
 
 
@@ -212,6 +282,16 @@ def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None
     total = torch.logaddexp(lse, sink.float()[None, :, None])
     out.mul_(_weight(lse, total.masked_fill(total == -torch.inf, 0.0)))
     lse.copy_(total)
+
+
+def hide_outside(lse: torch.Tensor, whole: Whole, rows: Sequence[tuple[Piece, slice]]) -> None:
+    """Let rows of tokens in no document see nothing, the sink neither, in place: as one call has it."""
+    if whole.lengths is not None:  # of all tokens, whose places the host does not know
+        starts, at = whole.lengths[0], torch.arange(lse.shape[2], device=lse.device)
+        lse.masked_fill_((at < starts[0]) | (at >= starts[-1]), -torch.inf)
+    for piece, at in rows:
+        if piece.document < 0:
+            lse[:, :, at] = -torch.inf
 
 
 def sink_gradient(

@@ -18,22 +18,24 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...front.chunks import Chunks, Interval, common, joined, length, places, reach, together, without
+from ...front.chunks import Chunks, Interval, common, joined, length, places, together, without
+from ...front.documents import Piece
 from .exchange import Lanes, Pending, exchange
 from .local import (
     Whole,
     apply_sink,
     empty_partial,
     empty_share,
+    hide_outside,
     merge_into,
     share_dtype,
     sink_gradient,
     slice_scores,
+    whole_with,
 )
 from .local import backward as backward_here
 from .local import forward as forward_here
 
-Saved = tuple[Any, ...]
 AHEAD = 2
 """Groups of heads whose exchange has begun before the kernels of the first of them."""
 
@@ -51,6 +53,18 @@ class Inputs(NamedTuple):
     sink: torch.Tensor | None = None
 
 
+class Saved(NamedTuple):
+    """What the backward pass needs. Where a strategy is not `Strategy.needs_own`, q, k, v, out and lse may be None."""
+
+    x: Any
+    """`Inputs`."""
+    out: Any
+    lse: Any
+    num_heads_kv: int
+    kept: Sequence[torch.Tensor] = ()
+    """What was made beside: each of them has memory of its own, shared neither among them nor with others."""
+
+
 class Gradients(NamedTuple):
     dq: torch.Tensor
     dk: torch.Tensor
@@ -61,26 +75,34 @@ class Gradients(NamedTuple):
 
 
 class Strategy(Protocol):
+    @property
+    def needs_own(self) -> bool:
+        """Whether the backward pass needs q, k, v, out and lse of the rank's own tokens."""
+
     def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor | None, Saved]:
         """Return out and lse (where it is asked for) of the rank's rows, and what `backward` needs."""
 
-    def backward(
-        self, saved: tuple[Any, ...], whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None
-    ) -> Gradients:
+    def like_kept(self, x: Inputs, whole: Whole) -> list[torch.Tensor]:
+        """Tensors of the shapes and types of `Saved.kept`, without their values: for a program that is traced."""
+
+    def backward(self, saved: Saved, whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
         """Gradients of the rank's tensors; of a bias with one row the rank's share, to be added up over the ranks."""
 
 
 class _Tokens:
     """The tokens of the ranks of a group, and this rank's."""
 
+    needs_own = True
+
     def __init__(self, group: Any, rank: int, chunks_q: Sequence[Chunks], chunks_k: Sequence[Chunks]) -> None:
         self.group, self.rank, self.size = group, rank, len(chunks_q)
         self.chunks_q, self.chunks_k = tuple(chunks_q), tuple(chunks_k)
 
-    def rows(self) -> list[tuple[Interval, slice]]:
-        """Chunks of this rank's queries, and where its tensors have them."""
+    def rows(self, whole: Whole) -> list[tuple[Piece, slice]]:
+        """What this rank computes in one call each, and where its tensors have the queries."""
         mine = self.chunks_q[self.rank]
-        return list(zip(mine, places(mine, mine), strict=True))
+        pieces = whole.pieces(mine)
+        return list(zip(pieces, places(mine, [piece.rows for piece in pieces]), strict=True))
 
 
 class _Routes(NamedTuple):
@@ -136,14 +158,14 @@ class AllGather(_Tokens):
         return _cuts(slice(0, x.k.shape[2]), count)
 
     def _ordered(self, whole: Whole, rank: int) -> list[Interval]:
-        """The keys that each chunk of a rank's queries sees, the fewest first."""
-        return sorted((reach(rows, whole.band, whole.keys) for rows in self.chunks_q[rank]), key=lambda x: x[1] - x[0])
+        """The keys that each piece of a rank's queries sees, the fewest first."""
+        return sorted((piece.keys for piece in whole.pieces(self.chunks_q[rank])), key=lambda x: x[1] - x[0])
 
     def _routes(self, whole: Whole) -> _Routes:
         nothing: tuple[list[list[slice]], list[list[slice]]] = ([], [])
         if self.size == 1:
             return _Routes(self.chunks_k[0], *(nothing,) * 5)
-        key = whole.band, whole.keys
+        key = whole.band, whole.keys, whole.packing
         if key not in self._known:
             if len(self._known) > 64:
                 self._known.clear()
@@ -178,20 +200,21 @@ class AllGather(_Tokens):
         )  # fmt: skip
 
     def _fetches(self, x: Inputs, groups: Sequence[slice], routes: _Routes, kept: Sequence[Any]) -> Iterator[list[Any]]:
-        """[k, v, what to wait for before the first row, and before the others] of one group of heads at a time.
+        """[memory, k, v, what to wait for before the first row, and before the others] of one group of heads at a time.
 
-        k and v have the keys that this rank needs, in the order of the sequence. Take both out of the list and forget
-        them before the next ones: the memory is for those.
+        k and v have the keys that this rank needs, in the order of the sequence; they are in ``memory``. Take all three
+        out of the list and forget them before the next ones: the memory is for those.
         """
         nothing = Pending()
         if self.size == 1:
-            yield from ([x.k[:, :, heads], x.v[:, :, heads], nothing, nothing] for heads in groups)
+            yield from ([(), x.k[:, :, heads], x.v[:, :, heads], nothing, nothing] for heads in groups)
             return
         if kept:
-            yield from (
-                [k.transpose(0, 1), v.transpose(0, 1), nothing, nothing]
-                for k, v in zip(kept[::2], kept[1::2], strict=True)
-            )
+            each = len(kept) // len(groups)
+            for n, heads in enumerate(groups):
+                memory = kept[n * each : (n + 1) * each]
+                k, v = (y.transpose(0, 1) for y in _apart(memory, [y[:, :, heads] for y in (x.k, x.v)]))
+                yield [memory, k, v, nothing, nothing]
             return
         own = self.chunks_k[self.rank]
         at, there = places(own, own), places(routes.have, own)
@@ -207,30 +230,41 @@ class AllGather(_Tokens):
                 exchange(self.group, *([[y[s] for s in slices for y in memory] for slices in side] for side in stage))
                 for stage in stages
             ]
-            return [*(y.transpose(0, 1) for y in tensors), pending[0], *pending[1:], *([nothing] * (2 - len(stages)))]
+            both = [y.transpose(0, 1) for y in tensors]
+            return [memory, *both, pending[0], *pending[1:], *([nothing] * (2 - len(stages)))]
 
         yield from _begun_ahead(groups, begin)
 
     def _keeps(self, x: Inputs, whole: Whole) -> bool:
         """Whether what was fetched is kept: on all ranks, or on none."""
+        if not whole.may_keep:
+            return False
         if self.size == 1 or self.keep is not None:
             return bool(self.keep) and self.size > 1
         of_q, of_k = (heads * (x.k.shape[3] + x.v.shape[3]) for heads in (x.q.shape[2], x.k.shape[2]))
         return all(2 * have * of_k <= rows * of_q + keys * of_k for have, rows, keys in self._routes(whole).sizes)
 
+    def like_kept(self, x: Inputs, whole: Whole) -> list[torch.Tensor]:
+        if not (whole.backward_follows and self._keeps(x, whole)):
+            return []
+        tokens = length(self._routes(whole).have)
+        of_groups = ([y[:, :, heads] for y in (x.k, x.v)] for heads in self._groups(x))
+        return [y for of_group in of_groups for y in _side_by_side(of_group, tokens)[0]]
+
     def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         groups, routes, per_head = self._groups(x), self._routes(whole), x.q.shape[2] // max(x.k.shape[2], 1)
         out = x.q.new_empty((*x.q.shape[:3], x.v.shape[3]))
         lse = x.q.new_empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), dtype=torch.float32)
-        kept: list[torch.Tensor] | None = [] if self._keeps(x, whole) else None
-        rows = [(chunk, at, *_seen(chunk, whole, routes.have)) for chunk, at in self.rows()]
+        kept: list[torch.Tensor] | None = [] if whole.backward_follows and self._keeps(x, whole) else None
+        rows = [(piece, at, *_seen(piece, routes.have)) for piece, at in self.rows(whole)]
         rows.sort(key=lambda row: row[2][1] - row[2][0])
+        whole.prepare([piece for piece, *_ in rows], x.q.device)
         lanes = Lanes(x.q.device, self.lanes if len(groups) * len(rows) > 1 else 1)
         for n, (heads, fetched) in enumerate(zip(groups, self._fetches(x, groups, routes, ()), strict=True)):
-            rest, first, v, k = (fetched.pop() for _ in range(4))
+            rest, first, v, k, fetched_memory = (fetched.pop() for _ in range(5))
             of_q = slice(heads.start * per_head, heads.stop * per_head)
             first.wait()
-            for i, (chunk, at, keys, where) in enumerate(rows):
+            for i, (piece, at, keys, where) in enumerate(rows):
                 if i == 1 or len(rows) == 1:
                     rest.wait()
                 beside = self.size == 1 or n + 1 < len(groups) or i + 1 < len(rows)
@@ -238,38 +272,37 @@ class AllGather(_Tokens):
                     lse[:, of_q, at] = forward_here(
                         x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
                         slice_scores(x.mask, of_q, at, keys), out[:, at, of_q],
-                        whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads, beside=beside), whole,
+                        *whole.call(_moved(of_q, x.head), piece, keys, x.num_heads, beside=beside),
                     )  # fmt: skip
             rest.wait()  # of a rank without queries
             if kept is not None:
-                kept += [k.transpose(0, 1), v.transpose(0, 1)]
+                kept += fetched_memory
             else:
                 lanes.join()  # before the memory is anybody else's
-            del k, v
+            del k, v, fetched_memory
         lanes.join()
         if x.sink is not None:
             apply_sink(out, lse, x.sink)
-        return out, lse, (*x, out, lse, *(kept or ()))
+            hide_outside(lse, whole, self.rows(whole))
+        return out, lse, Saved(x, out, lse, x.k.shape[2], kept or ())
 
-    def backward(
-        self, saved: tuple[Any, ...], whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None
-    ) -> Gradients:
-        count = len(Inputs._fields)
-        x, (out, lse, *kept) = Inputs(*saved[:count]), saved[count:]
+    def backward(self, saved: Saved, whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+        x, out, lse, _, kept = saved
         groups, routes, per_head = self._groups(x), self._routes(whole), x.q.shape[2] // max(x.k.shape[2], 1)
         dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
         dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.k, x.v))
         dbias = _zeros_of_bias(x.bias, whole)
         # Those that see the most keys first: what they write of dk and dv need not be zeroed before. See `_ordered`.
-        rows = [(chunk, at, *_seen(chunk, whole, routes.have)) for chunk, at in self.rows()]
+        rows = [(piece, at, *_seen(piece, routes.have)) for piece, at in self.rows(whole)]
         rows.sort(key=lambda row: row[2][1] - row[2][0])
         rows.reverse()
+        whole.prepare([piece for piece, *_ in rows], x.q.device)
         returning: list[Callable[[], None]] = []
         # Shares of a bias and of captured arrays are added up as they are made.
         shared = dbias is not None or any(y is not None for y in whole.daux)
         lanes = Lanes(x.q.device, self.lanes if len(rows) > 1 and not shared else 1)
         for n, (heads, fetched) in enumerate(zip(groups, self._fetches(x, groups, routes, kept), strict=True)):
-            rest, first, v, k = (fetched.pop() for _ in range(4))
+            rest, first, v, k, fetched_memory = (fetched.pop() for _ in range(5))
             first.wait()
             rest.wait()
             of_q = slice(heads.start * per_head, heads.stop * per_head)
@@ -283,7 +316,7 @@ class AllGather(_Tokens):
                     y.zero_()
             finish_early: Callable[[], list[list[torch.Tensor]]] | None = None
             added: list[tuple[slice, list[torch.Tensor]]] = []
-            for i, (chunk, at, keys, where) in enumerate(rows):
+            for i, (piece, at, keys, where) in enumerate(rows):
                 if keys[0] == keys[1]:
                     dq[:, at, of_q] = 0
                     continue
@@ -300,7 +333,7 @@ class AllGather(_Tokens):
                         x.q[:, at, of_q], k[:, where], v[:, where], slice_scores(x.bias, of_q, at, keys),
                         slice_scores(x.mask, of_q, at, keys), out[:, at, of_q], lse[:, of_q, at], dout[:, at, of_q],
                         None if dlse is None else dlse[:, of_q, at], (dq[:, at, of_q], *of_row),
-                        whole.part(_moved(of_q, x.head), chunk, keys, x.num_heads, beside=beside), whole, add=False,
+                        *whole.call(_moved(of_q, x.head), piece, keys, x.num_heads, beside=beside), add=False,
                     )  # fmt: skip
                 _add_dbias(dbias, share, of_q, at, keys)
                 if i == 0 and self.size > 1 and not lanes:
@@ -319,7 +352,7 @@ class AllGather(_Tokens):
                 returning.append(functools.partial(_collect, routes, finish_early, finish_late, results))
             elif memory:
                 dk[:, :, heads], dv[:, :, heads] = of_all
-            del k, v, of_all, memory
+            del k, v, fetched_memory, of_all, memory
             if len(returning) == AHEAD:
                 returning.pop(0)()
         for finish in returning:
@@ -377,7 +410,7 @@ def _side_by_side(
 
     Those of one head dim are one tensor, so that a message or an addition is for all of them.
     """
-    if len({y.shape[3] for y in like}) > 1:
+    if any(y.shape[3] != like[0].shape[3] for y in like):
         found = [y.new_empty((tokens, y.shape[0], *y.shape[2:]), dtype=dtype or y.dtype) for y in like]
         return found, found
     edges = [0, *accumulate(y.shape[2] for y in like)]
@@ -400,14 +433,17 @@ class Ring(_Tokens):
     Partial results are combined in float32; dk and dv travel with their keys, in float32.
     """
 
-    def _pairs(self, whole: Whole, source: int) -> list[tuple[Interval, slice, Interval, slice]]:
-        """Chunks of this rank's queries with the keys of rank ``source`` that they see, and where both lie."""
+    def _pairs(self, whole: Whole, source: int) -> list[tuple[Piece, slice, Interval, slice]]:
+        """Pieces of this rank's queries with the keys of rank ``source`` that they see, and where both lie.
+
+        Of packed sequences, keys of other ranks are seen by dense pieces alone: those of a varlen call are its rows.
+        """
         theirs = self.chunks_k[source]
         found = []
-        for chunk, at in self.rows():
-            for keys in common([reach(chunk, whole.band, whole.keys)], theirs):
-                for piece in _cut([keys], theirs):
-                    found.append((chunk, at, piece, places(theirs, [piece])[0]))
+        for piece, at in self.rows(whole):
+            for keys in common([piece.keys], theirs):
+                for of_chunk in _cut([keys], theirs):
+                    found.append((piece, at, of_chunk, places(theirs, [of_chunk])[0]))
         return found
 
     def _pass_on(self, source: int, *tensors: torch.Tensor) -> tuple[Pending, list[torch.Tensor]]:
@@ -424,17 +460,18 @@ class Ring(_Tokens):
         out = x.q.new_empty((*x.q.shape[:3], x.v.shape[3]), dtype=torch.float32)
         lse = x.q.new_empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), dtype=torch.float32)
         k, v, heads = x.k, x.v, slice(0, x.q.shape[2])
-        left = dict(self.rows())  # chunks that nothing was computed of yet: the first result is not added to another
+        left = dict(self.rows(whole))  # pieces that nothing was computed of yet: the first result is no sum
+        whole.prepare(list(left), x.q.device)
         for step in range(self.size):
             source = (self.rank - step) % self.size
             under_way = self._pass_on(source, k, v) if step + 1 < self.size else None
-            for chunk, at, keys, where in self._pairs(whole, source):
-                begins = left.pop(chunk, None) is not None
+            for piece, at, keys, where in self._pairs(whole, source):
+                begins = left.pop(piece, None) is not None
                 out_part = out[:, at] if begins else empty_partial(x.q[:, at], x.v.shape[3])
                 lse_part = forward_here(
                     x.q[:, at], k[:, where], v[:, where], slice_scores(x.bias, heads, at, keys),
                     slice_scores(x.mask, heads, at, keys), out_part,
-                    whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole,
+                    *whole.call(_moved(heads, x.head), piece, keys, x.num_heads),
                 )  # fmt: skip
                 if begins:
                     lse[:, :, at] = lse_part
@@ -447,17 +484,20 @@ class Ring(_Tokens):
             out[:, at], lse[:, :, at] = 0, -torch.inf
         if x.sink is not None:
             apply_sink(out, lse, x.sink)
+            hide_outside(lse, whole, self.rows(whole))
         result = out.to(x.q.dtype)
-        return result, lse, (*x, result, lse)
+        return result, lse, Saved(x, result, lse, x.k.shape[2])
 
-    def backward(
-        self, saved: tuple[Any, ...], whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None
-    ) -> Gradients:
-        x, (out, lse) = Inputs(*saved[:-2]), saved[-2:]
+    def like_kept(self, x: Inputs, whole: Whole) -> list[torch.Tensor]:
+        return []
+
+    def backward(self, saved: Saved, whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+        x, out, lse = saved[:3]
         dq = torch.empty(x.q.shape, dtype=torch.float32, device=x.q.device)
         dbias = _zeros_of_bias(x.bias, whole)
         k, v, heads = x.k, x.v, slice(0, x.q.shape[2])
-        left = dict(self.rows())  # chunks whose dq nothing was written of yet
+        left = dict(self.rows(whole))  # pieces whose dq nothing was written of yet
+        whole.prepare(list(left), x.q.device)
         travelling: tuple[Pending, list[torch.Tensor]] | None = None  # dk and dv of the keys that come next
         for step in range(self.size):
             source = (self.rank - step) % self.size
@@ -465,11 +505,11 @@ class Ring(_Tokens):
             dk, dv = (torch.empty(y.shape, dtype=torch.float32, device=y.device) for y in (k, v))
             # Those of the most keys first: what they write of dk and dv need not be zeroed before.
             pairs = sorted(self._pairs(whole, source), key=lambda pair: pair[2][0] - pair[2][1])
-            for n, (chunk, at, keys, where) in enumerate(pairs):
+            for n, (piece, at, keys, where) in enumerate(pairs):
                 if n == 0:
                     for y in (dk, dv):
                         y[:, : where.start], y[:, where.stop :] = 0, 0
-                begins = left.pop(chunk, None) is not None
+                begins = left.pop(piece, None) is not None
                 direct = begins and share_dtype(x.q, whole.options) == dq.dtype
                 share = dq[:, at] if direct else empty_share(x.q[:, at], whole.options)
                 of_bias = backward_here(
@@ -477,7 +517,7 @@ class Ring(_Tokens):
                     slice_scores(x.mask, heads, at, keys), out[:, at], lse[:, :, at], dout[:, at],
                     None if dlse is None else dlse[:, :, at],
                     (share, dk[:, where], dv[:, where]),
-                    whole.part(_moved(heads, x.head), chunk, keys, x.num_heads), whole, add=n > 0,
+                    *whole.call(_moved(heads, x.head), piece, keys, x.num_heads), add=n > 0,
                 )  # fmt: skip
                 if not begins:
                     dq[:, at] += share
@@ -528,6 +568,8 @@ class Ulysses(_Tokens):
     leave meanwhile.
     """
 
+    needs_own = False  # the heads that it works on are kept instead
+
     def __init__(
         self, group: Any, rank: int, chunks_q: Sequence[Chunks], chunks_k: Sequence[Chunks], inside: Strategy,
         pipeline: int = 1,
@@ -560,7 +602,7 @@ class Ulysses(_Tokens):
 
     def _joins(self, *tensors: torch.Tensor) -> bool:
         """Whether tensors of queries and of keys have their tokens at the same places: one message is for all then."""
-        return self.chunks_q == self.chunks_k and len({x.shape[3] for x in tensors}) == 1
+        return self.chunks_q == self.chunks_k and all(x.shape[3] == tensors[0].shape[3] for x in tensors)
 
     def _to_heads(
         self,
@@ -570,7 +612,8 @@ class Ulysses(_Tokens):
     ) -> tuple[Pending, list[torch.Tensor]]:
         """Swap tensors ``(x, dim of the tokens, whether of keys)``, whose heads are ``3 - dim``, or 1 for all ranks.
 
-        Those of ``joint`` (x, whether of keys) have their tokens on dim 1 and go together.
+        Those of ``joint`` (x, whether of keys) have their tokens on dim 1 and go together. What comes has its tokens
+        first, and those of ``joint`` are one tensor, their heads one behind the other.
         """
         sends: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         receives: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
@@ -587,7 +630,7 @@ class Ulysses(_Tokens):
                 theirs = torch.cat([heads[r].of(x, 2, of_keys).transpose(0, 1) for x, of_keys in joint], 2)
                 sends[r] = [theirs[s] for s in places(own, own)]
                 receives[r] = [memory[0][s] for s in places(self.all_q, self.chunks_q[r])]
-            found = [x.transpose(0, 1) for x in columns]
+            found = memory
         for x, dim, of_keys in given:
             chunks, both = (self.chunks_k, self.all_k) if of_keys else (self.chunks_q, self.all_q)
             part = heads[self.rank].of(x, 3 - dim, of_keys).movedim(dim, 0)
@@ -598,8 +641,48 @@ class Ulysses(_Tokens):
                 own = chunks[self.rank]
                 sends[r] += [theirs[s] for s in places(own, own)]
                 receives[r] += [whole[s] for s in places(both, chunks[r])]
-            found.append(whole.movedim(0, dim))
+            found.append(whole)
         return exchange(self.group, sends, receives), found
+
+    def _inputs(self, x: Inputs, heads: _Heads, memory: Sequence[torch.Tensor]) -> Inputs:
+        """The tensors of this rank's heads of all tokens, in what `_to_heads` brought of q, k, v, bias and mask."""
+        rest = list(memory)
+        of_q, of_k = (s.stop - s.start for s in heads)
+        if rest[0].shape[2] != of_q:
+            q, k, v = rest.pop(0).transpose(0, 1).split([of_q, of_k, of_k], 2)
+        else:
+            q, k, v = (rest.pop(0).transpose(0, 1) for _ in range(3))
+        bias, mask = (
+            y if y is None else heads.of(y, 1, False) if y.shape[2] == 1 else rest.pop(0).movedim(0, 2)
+            for y in (x.bias, x.mask)
+        )
+        sink = None if x.sink is None else x.sink[heads.q]
+        return Inputs(q, k, v, bias, mask, x.head + heads.q.start, x.num_heads, sink)
+
+    def like_kept(self, x: Inputs, whole: Whole) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        if not whole.backward_follows:
+            return found
+        rows, keys = length(self.all_q), length(self.all_k)
+        for of_ranks in self._groups(x.q.shape[2], x.k.shape[2]):
+            heads = of_ranks[self.rank]
+            like = [x.q[:, :, heads.q], x.k[:, :, heads.k], x.v[:, :, heads.k]]
+            if self._joins(x.q, x.v):
+                memory = _side_by_side(like, rows)[0]
+            else:
+                memory = [
+                    y.new_empty((n, y.shape[0], *y.shape[2:])) for y, n in zip(like, (rows, keys, keys), strict=True)
+                ]
+            for y in (x.bias, x.mask):
+                if y is not None and y.shape[2] != 1:
+                    part = heads.of(y, 1, False)
+                    memory.append(y.new_empty((rows, *part.shape[:2], part.shape[3])))
+            inside = self._inputs(x, heads, memory)
+            batch, _, of_q, _ = inside.q.shape
+            out = x.q.new_empty((batch, rows, of_q, x.v.shape[3]))
+            lse = x.q.new_empty((batch, of_q, rows), dtype=torch.float32)
+            found += [*memory, out, lse, *self.inside.like_kept(inside, whole)]
+        return found
 
     def _to_tokens(
         self,
@@ -663,7 +746,7 @@ class Ulysses(_Tokens):
         lse = None
         if whole.return_lse:
             lse = x.q.new_empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), dtype=torch.float32)
-        saved: list[Any] = [x.q.shape[2], x.k.shape[2], None if x.bias is None else tuple(x.bias.shape)]
+        kept: list[torch.Tensor] = []
         leaving: list[Callable[[], None]] = []
 
         def begin(heads: Sequence[_Heads]) -> tuple[Pending, list[torch.Tensor]]:
@@ -672,44 +755,35 @@ class Ulysses(_Tokens):
                 return self._to_heads(heads, ((x.q, False), (x.k, True), (x.v, True)), *scores)
             return self._to_heads(heads, (), (x.q, 1, False), (x.k, 1, True), (x.v, 1, True), *scores)
 
-        for heads, (pending, (q, k, v, *scores)) in zip(groups, _begun_ahead(groups, begin), strict=True):
+        for heads, (pending, memory) in zip(groups, _begun_ahead(groups, begin), strict=True):
             pending.wait()
-            bias, mask = (
-                y if y is None else heads[self.rank].of(y, 1, False) if y.shape[2] == 1 else scores.pop(0)
-                for y in (x.bias, x.mask)
-            )
-            sink = None if x.sink is None else x.sink[heads[self.rank].q]
-            inputs = Inputs(q, k, v, bias, mask, x.head + heads[self.rank].q.start, x.num_heads, sink)
-            of_heads, lse_of_heads, of_inside = self.inside.forward(inputs, whole)
-            saved += [len(of_inside), *of_inside]
+            of_heads, lse_of_heads, of_inside = self.inside.forward(self._inputs(x, heads[self.rank], memory), whole)
+            assert lse_of_heads is not None
+            if whole.backward_follows:
+                kept += [*memory, of_heads, lse_of_heads, *of_inside.kept]
             back = [(of_heads, out, 1, False, False)]
-            if lse is not None and lse_of_heads is not None:
+            if lse is not None:
                 back.append((lse_of_heads, lse, 2, False, False))
             leaving.append(self._to_tokens(heads, (), *back))
             if len(leaving) == AHEAD:
                 leaving.pop(0)()
         for finish in leaving:
             finish()
-        return out, lse, tuple(saved)
+        return out, lse, Saved(x, out, lse, x.k.shape[2], kept)
 
-    def backward(
-        self, saved: tuple[Any, ...], whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None
-    ) -> Gradients:
-        num_heads, num_heads_kv, bias_shape, *rest = saved
+    def backward(self, saved: Saved, whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+        x, num_heads, num_heads_kv = saved.x, dout.shape[2], saved.num_heads_kv
         groups = self._groups(num_heads, num_heads_kv)
-        insides = []
-        while rest:
-            insides.append(tuple(rest[1 : 1 + rest[0]]))
-            rest = rest[1 + rest[0] :]
-        q, k, v, bias, *_ = insides[0]
+        each = len(saved.kept) // len(groups)
+        insides = [self._saved(x, groups[n], saved.kept[n * each : (n + 1) * each]) for n in range(len(groups))]
+        q, k, v = insides[0].x[:3]
         tokens_k = length(self.chunks_k[self.rank])
         dq = dout.new_empty((*dout.shape[:3], q.shape[3]))
         shared = bool(num_heads_kv % self.size)  # key heads, whose gradients are then sums
         kind = torch.float32 if shared else dout.dtype
         make = dout.new_zeros if shared else dout.new_empty
         dk, dv = (make((y.shape[0], tokens_k, num_heads_kv, y.shape[3]), dtype=kind) for y in (k, v))
-        wants = whole.options.dbias and bias_shape is not None
-        dbias = torch.zeros(bias_shape, dtype=torch.float32, device=dout.device) if wants else None
+        dbias = _zeros_of_bias(x.bias, whole)
         dsink = torch.zeros(num_heads, dtype=torch.float32, device=dout.device) if whole.options.dsink else None
         leaving: list[Callable[[], None]] = []
 
@@ -720,7 +794,8 @@ class Ulysses(_Tokens):
             groups, insides, _begun_ahead(groups, begin), strict=True
         ):
             pending.wait()
-            found = self.inside.backward(inside, whole, of_out, of_lse[0] if of_lse else None)
+            of_heads = of_lse[0].movedim(0, 2) if of_lse else None
+            found = self.inside.backward(inside, whole, of_out.transpose(0, 1), of_heads)
             joint: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
             back: list[tuple[torch.Tensor, torch.Tensor, int, bool, bool]] = []
             if not shared and self._joins(dq, dv):
@@ -743,8 +818,37 @@ class Ulysses(_Tokens):
                 leaving.pop(0)()
         for finish in leaving:
             finish()
-        dbias = dbias if dbias is None or bias is None else dbias.to(bias.dtype)
-        return Gradients(dq, dk.to(dout.dtype), dv.to(dout.dtype), dbias, dsink)
+        return Gradients(dq, dk.to(dout.dtype), dv.to(dout.dtype), _dbias_like(dbias, x.bias), dsink)
+
+    def _saved(self, x: Inputs, of_ranks: Sequence[_Heads], kept: Sequence[torch.Tensor]) -> Saved:
+        """What is saved inside, of what is kept of one group of heads."""
+        heads = of_ranks[self.rank]
+        scores = sum(y is not None and y.shape[2] != 1 for y in (x.bias, x.mask))
+        count = scores + (1 if kept[0].shape[2] != heads.q.stop - heads.q.start else 3)
+        memory, (out, lse, *of_inside) = kept[:count], kept[count:]
+        inside = self._inputs(x, heads, memory)
+        return Saved(inside, out, lse, inside.k.shape[2], of_inside)
+
+
+def has_all_tokens(strategy: Strategy) -> bool:
+    """Whether each rank computes its heads of all tokens."""
+    inside = strategy.inside if isinstance(strategy, Ulysses) else strategy
+    return isinstance(inside, AllGather) and inside.size == 1
+
+
+def gradients_of(
+    strategy: Strategy, saved: Saved, whole: Whole, captures: Sequence[torch.Tensor], wanted: Sequence[bool],
+    dout: torch.Tensor, dlse: torch.Tensor | None,
+) -> tuple[Gradients, list[torch.Tensor | None]]:  # fmt: skip
+    """`Strategy.backward`, and the gradients of the arrays that the modifier captured, where they are ``wanted``.
+
+    They and that of the sink have the types of their tensors.
+    """
+    own = whole_with(whole, captures, wanted)
+    found = strategy.backward(saved, own, dout.contiguous(), dlse)
+    if found.dsink is not None:
+        found = found._replace(dsink=found.dsink.to(saved.x.sink.dtype))
+    return found, [None if x is None else x.to(y.dtype) for x, y in zip(own.daux, captures, strict=True)]
 
 
 def _begun_ahead(groups: Sequence[Any], begin: Callable[[Any], Any]) -> Iterator[Any]:
@@ -792,9 +896,9 @@ def _cut(intervals: Sequence[Interval], at: Sequence[Interval]) -> list[Interval
     return sorted((max(a, c), min(b, d)) for a, b in intervals for c, d in at if max(a, c) < min(b, d))
 
 
-def _seen(chunk: Interval, whole: Whole, have: Chunks) -> tuple[Interval, slice]:
-    """The keys that a chunk of queries sees, and where they are among those that the rank has."""
-    keys = reach(chunk, whole.band, whole.keys)
+def _seen(piece: Piece, have: Chunks) -> tuple[Interval, slice]:
+    """The keys that a piece of the queries sees, and where they are among those that the rank has."""
+    keys = piece.keys
     if keys[0] == keys[1]:
         return keys, slice(0, 0)
     return keys, places(have, [keys])[0]

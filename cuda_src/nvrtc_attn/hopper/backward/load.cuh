@@ -2,6 +2,7 @@
 // kernel/backward_hopper.cuh and kernel/backward_hopper_wide.cuh.
 #pragma once
 #include "../../collective/gradient_accumulator.cuh"
+#include "../../collective/tile_bits.cuh"
 #include "../common/bulk.cuh"
 #include "../common/cluster.cuh"
 #include "../common/tma.cuh"
@@ -15,6 +16,9 @@
 #include "score_tile_transposed.cuh"
 
 namespace nvrtc_attn {
+
+// kTileBits: with the head that is named beside a slot of Q.
+constexpr int kHeldBits = int(0x80000000u);
 
 // All lanes follow the schedule, one issues. With two blocks a key tile each brings its own half of the keys, and half
 // of the rows of every query tile to both.
@@ -186,9 +190,19 @@ struct BackwardLoader {
     int const s = q_slot.stage;
     Mbarrier const full = barriers.full_q(s);
     wait_until_empty(barriers.empty_q(s), q_slot.parity);
-    if constexpr (Traits::kTileWords) name_query_tile(work, queries);
+    int bits_slot = -1;  // kTileBits
+    if constexpr (Traits::kTileWords) bits_slot = name_query_tile(work, queries);
     if (issuer) {
-      full.arrive_and_expect(Shape::kBytesQ + Shape::kBytesStatistic);
+      if constexpr (Traits::kTileBits) {
+        bool const held = bits_slot >= 0;
+        full.arrive_and_expect(Shape::kBytesQ + Shape::kBytesStatistic + (held ? Shape::kBytesBits : 0));
+        if (held) {
+          bulk_load(smem + Shape::kOffsetBits + s * Shape::kBytesBits,
+                    TileBits<Traits>(params).bits(bits_slot, Shape::kBytesBits), Shape::kBytesBits, full.address);
+        }
+      } else {
+        full.arrive_and_expect(Shape::kBytesQ + Shape::kBytesStatistic);
+      }
       load_rows<Shape::kSlabs>(smem + Shape::kOffsetQ + s * Shape::kBytesQ, params.tensor_map_q, full, queries,
                                params.q_stride_h, queries.q_b);
       load_statistic(smem + Shape::kOffsetLse + s * Shape::kBytesStatistic, params.row_lse, full, queries);
@@ -201,14 +215,23 @@ struct BackwardLoader {
   }
 
   // Beside the slot of Q, in front of the barrier that its copies complete: head, and query tile, negative (- 1 - m) where the
-  // byte mask hides nothing of the tile.
-  NVRTC_ATTN_DEVICE void name_query_tile(Work const& work, Queries const& queries) {
-    bool const whole = KeptQueries<Traits>{params, work}.line(queries.h).all(queries.m);
+  // byte mask hides nothing of the tile. kTileBits: the head with kHeldBits where what the mask keeps of the tile has a slot,
+  // which is returned.
+  NVRTC_ATTN_DEVICE int name_query_tile(Work const& work, Queries const& queries) {
+    TileLine const line = KeptQueries<Traits>{params, work}.line(queries.h);
+    bool const whole = line.all(queries.m);
+    int head = queries.h;
+    int bits_slot = -1;
+    if constexpr (Traits::kTileBits) {
+      bits_slot = uniform(TileBits<Traits>(params).slot_of(line, queries.m));
+      if (bits_slot >= 0) head |= kHeldBits;
+    }
     if (issuer) {
       asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(smem + Shape::kOffsetQueryTiles + 8 * q_slot.stage),
-                   "r"(queries.h), "r"(whole ? -1 - queries.m : queries.m)
+                   "r"(head), "r"(whole ? -1 - queries.m : queries.m)
                    : "memory");
     }
+    return bits_slot;
   }
 
   // dO and delta.

@@ -20,6 +20,7 @@ struct ScoreBlock {
   using Modifier = ModifierOf<Traits>;
   static constexpr int kTilesM = Shape::kTilesM;
   using KeptScores = MaskBits<Modifier, 1, kTilesM>;
+  using Along = Diagonals<Modifier, kTilesM>;
   ScoreMap<Traits> const& map;
   PositionMask<Traits::kBand> const& mask;
   int j;  // this thread's first key; the other is j + 8
@@ -30,10 +31,16 @@ struct ScoreBlock {
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
                                        FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
                                        int m0, bool masked, unsigned bias_slab, unsigned hidden,
-                                       Modifier const& modifier, KeptScores const& kept) const {
+                                       Modifier const& modifier, KeptScores const& kept, Along const& along) const {
     // Before the mask, by whose keys the bias may be anything.
     if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map);
-    if constexpr (Modifier::kScores) {
+    if constexpr (kReadsDiagonals<Modifier>) {
+      int const i0 = m0 + 2 * t;
+      along.each([&](int m, int e, auto const& diagonal) {
+        float& x = s[0][m][e];
+        x = modifier.score(x * map.scale, i0 + 8 * m + (e & 1), j + 8 * (e >> 1), diagonal, i0, j);
+      });
+    } else if constexpr (Modifier::kScores) {
       int const i0 = m0 + 2 * t;
 #pragma unroll
       for (int m = 0; m < kTilesM; ++m) {

@@ -2,6 +2,7 @@
 // kernel/backward_hopper.cuh.
 #pragma once
 #include "../../collective/modifier.cuh"
+#include "../../collective/tile_bits.cuh"
 #include "../common/wgmma.cuh"
 #include "barriers.cuh"
 #include "helpers.cuh"
@@ -63,8 +64,13 @@ struct HopperBackwardShape {
   // kParts: the first 16 bytes are its PartTurns and its slot of dkv_accum.
   static constexpr int kOffsetCount = kOffsetTile + 16;
   static constexpr int kOffsetQueryTiles = kOffsetCount + 16;
-  static constexpr int kOffsetBarriers =
+  // kTileBits: beside each slot of Q what the mask keeps of its tile, the words of every thread.
+  using Bits = ThreadBits<kTilesM>;
+  static constexpr int kBytesBits = Traits::kTileBits ? kConsumers * Bits::kBytes : 0;
+  static constexpr int kOffsetBits =
       kOffsetCount + (Traits::kTileWords ? 16 + 8 * kStages : 0) + (Traits::kParts ? 16 : 0);
+  static constexpr int kOffsetBarriers = kOffsetBits + kStages * kBytesBits;
+  static_assert(!Traits::kTileBits || (kOffsetBits % 16 == 0 && kBytesBits % 16 == 0), "what the copy engine moves");
   static constexpr int kOffsetHelpers = kOffsetBarriers + BarrierMap::kBytes;
   static constexpr int kBytes =
       kOffsetHelpers + (Traits::kFused ? PieceShape<Traits>::kBytes : HelperShape<Traits>::kBytes);
@@ -78,6 +84,8 @@ struct HopperBackwardShape {
   static_assert(!Traits::kTileWords || ((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen &&
                                         !Traits::kOneKeyTile && !kBiasTiles),
                 "words are of a mask; dq of query tiles that no key tile visits comes from the workspace");
+  static_assert(!Traits::kTileBits || (Traits::kTileWords && ModifierOf<Traits>::kMasks && !Traits::kMask),
+                "bits are of a user's mask");
   static_assert(!Traits::kKeyMask || (Traits::kMask && !Traits::kDropout && !Traits::kSoftcap && !Traits::kHasBias),
                 "scores that are products, of keys that are there or not");
   static_assert(!(Traits::kSplit && Traits::kOrdered), "dk and dv have no order of additions");

@@ -2,6 +2,7 @@
 // are those of the portable family (collective/); what differs is when things happen, because products run beside this.
 #pragma once
 #include "../../collective/softmax.cuh"
+#include "../../collective/tile_bits.cuh"
 #include "../../common/fragment_load.cuh"
 #include "../common/keep_words.cuh"
 #include "query_rows.cuh"
@@ -20,6 +21,20 @@ constexpr float kLazyLimit<bfloat16_t> = 18446744073709551616.0f;
 // memory: three consumers have no register left for them at head dim 64, and four to 20 bytes of a thread would spill.
 template <class Traits>
 constexpr bool kNotesLargest = Traits::kMaxLogit && Traits::kLazyMax;
+
+// The largest score that this thread has of row r. Two chains: one warp of a group runs on each scheduler, so latency is hidden
+// inside the thread.
+template <int kTilesN>
+NVRTC_ATTN_DEVICE float own_max(AccTile const (&s)[1][kTilesN], int r) {
+  float x = s[0][0][2 * r];
+  float y = s[0][0][2 * r + 1];
+#pragma unroll
+  for (int n = 1; n < kTilesN; ++n) {
+    x = fmaxf(x, s[0][n][2 * r]);
+    y = fmaxf(y, s[0][n][2 * r + 1]);
+  }
+  return fmaxf(x, y);
+}
 
 struct NotedScores {
   unsigned smem;  // shared address: of all threads, two rows each
@@ -42,14 +57,7 @@ struct NotedScores {
   NVRTC_ATTN_DEVICE void note(AccTile const (&s)[1][kTilesN]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float x = s[0][0][2 * r];
-      float y = s[0][0][2 * r + 1];
-#pragma unroll
-      for (int n = 1; n < kTilesN; ++n) {
-        x = fmaxf(x, s[0][n][2 * r]);
-        y = fmaxf(y, s[0][n][2 * r + 1]);
-      }
-      x = fmaxf(x, y);
+      float const x = own_max(s, r);
       store(r, fmaxf(x, load(r)));
     }
   }
@@ -74,15 +82,7 @@ struct DeferredSoftmax : LargestScores<Traits::kMaxLogit && !Traits::kLazyMax ? 
     bool any = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Two chains a row: one warp of a group runs on each scheduler, so latency is hidden inside the thread.
-      float x = s[0][0][2 * r];
-      float y = s[0][0][2 * r + 1];
-#pragma unroll
-      for (int n = 1; n < kTilesN; ++n) {
-        x = fmaxf(x, s[0][n][2 * r]);
-        y = fmaxf(y, s[0][n][2 * r + 1]);
-      }
-      tile_max[r] = quad_max(fmaxf(x, y));
+      tile_max[r] = quad_max(own_max(s, r));
       any |= (tile_max[r] - row_max[r]) * map.exponent_scale > kRescaleThreshold;  // false for -inf - -inf
     }
     this->take(tile_max);
@@ -228,22 +228,31 @@ struct ScoreTile : ModifierOf<Traits> {
 
   // What a mask_mod says is asked while the product runs: beside scores there are no registers for what it reads.
   template <int kTilesN>
-  struct Operands : MaskBits<Modifier, 1, kTilesN> {
+  struct Operands : MaskBits<Modifier, 1, kTilesN>, Diagonals<Modifier, kTilesN> {
     unsigned tile;  // kScoreTiles: the slot's shared address
     ContiguousScores<Bias, Traits::kHasBias && !Traits::kScoreTiles, kTilesN> bias;
     ContiguousScores<unsigned char, Traits::kMask && !Traits::kScoreTiles, kTilesN> byte_mask;
   };
 
-  template <int kTilesN>
-  NVRTC_ATTN_DEVICE void load(Operands<kTilesN>& operands, int n0, bool whole = false) const {
+  template <int kTilesN, class Known = bool>
+  NVRTC_ATTN_DEVICE void load(Operands<kTilesN>& operands, int n0, Known whole = false) const {
     int const j0 = n0 + 2 * (lane & 3);
     operands.bias.load(bias, i, j0, mask.len_q, mask.len_k);
     if constexpr (Modifier::kMasks) {
       if (Traits::kTileWords && whole) {
         operands.fill();
+      } else if constexpr (Traits::kTileBits) {
+        if (whole.held) {
+          ThreadBits<kTilesN>::load(operands.words, whole.bits);
+        } else {
+          operands.template compute_slim<false>(*this, i, j0);
+        }
       } else {
-        operands.compute(*this, i, j0);
+        operands.MaskBits<Modifier, 1, kTilesN>::compute(*this, i, j0);
       }
+    }
+    if constexpr (kReadsDiagonals<Modifier>) {
+      operands.Diagonals<Modifier, kTilesN>::compute(*this, i - (lane >> 2), n0);
     }
     if (kWhole && whole) return;
     operands.byte_mask.load(byte_mask, i, j0, mask.len_q, mask.len_k);
@@ -254,7 +263,15 @@ struct ScoreTile : ModifierOf<Traits> {
                                 bool whole = false) const {
     int column = 0;
     if constexpr (!kPlaceAgain) column = n0 + 2 * (lane & 3);
-    if constexpr (Modifier::kScores) modify(s, n0 + 2 * (lane & 3));
+    if constexpr (kReadsDiagonals<Modifier>) {
+      int const j0 = n0 + 2 * (lane & 3);
+      operands.each([&](int n, int e, typename Modifier::Diagonal const& diagonal) {
+        float& x = s[0][n][e];
+        x = this->score(x * map.scale, i + 8 * (e / 2), j0 + 8 * n + e % 2, diagonal, i, j0);
+      });
+    } else if constexpr (Modifier::kScores) {
+      modify(s, n0 + 2 * (lane & 3));
+    }
     if (kWhole && whole) {
       if constexpr (Traits::kScoreTiles) tiles.template apply<false>(s, map, operands.tile);
     } else if constexpr (Traits::kScoreTiles) {

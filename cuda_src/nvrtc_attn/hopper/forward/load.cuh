@@ -4,7 +4,9 @@
 #include "../../collective/hidden_keys.cuh"
 #include "../../collective/mask.cuh"
 #include "../../collective/seqlen.cuh"
+#include "../../collective/tile_bits.cuh"
 #include "../../collective/tile_words.cuh"
+#include "../common/bulk.cuh"
 #include "../common/tma.cuh"
 #include "../common/uniform.cuh"
 #include "query_rows.cuh"
@@ -49,11 +51,13 @@ NVRTC_ATTN_DEVICE SeqlenInfo<true, Traits::kSequsedK> seqlen_of(HopperForwardPar
 struct SlotTile {
   static constexpr int kLast = 1 << 30;  // no key tile comes after it
   static constexpr int kWhole = 1 << 29;
+  static constexpr int kHeld = int(0x80000000u);  // kTileBits: what a mask keeps of it lies beside the slot
   int word;
 
   NVRTC_ATTN_DEVICE int n() const { return word & (kWhole - 1); }
   NVRTC_ATTN_DEVICE bool is_last() const { return (word & kLast) != 0; }
   NVRTC_ATTN_DEVICE bool is_whole() const { return (word & kWhole) != 0; }  // the byte mask hides nothing of it
+  NVRTC_ATTN_DEVICE bool is_held() const { return (word & kHeld) != 0; }
 };
 NVRTC_ATTN_DEVICE SlotTile read_slot_tile(unsigned address) { return {load_shared_uniform(address)}; }
 // Of what the loading warp announced: whether the query tile has a key tile.
@@ -76,6 +80,11 @@ struct ForwardLoader {
   RingPosition<Shape::kStages> k_slot, v_slot;
   RingPosition<Shape::kStagesQ> q_slot;
   RingPosition<Shape::kStagesScores> score_slot;
+  struct NoBits {};
+  struct SlotOfBits {
+    int slot;
+  };
+  cute::conditional_t<Traits::kTileBits, SlotOfBits, NoBits> bits;  // of the key tile that is loaded next
 
   NVRTC_ATTN_DEVICE ForwardLoader(HopperForwardParams const& params_, ForwardBarriers<Shape> const& barriers_,
                                   unsigned smem_)
@@ -162,7 +171,8 @@ struct ForwardLoader {
   NVRTC_ATTN_DEVICE void load_kept(Source const& from, Tile const& tile, int first, int n) {
     TileLine const line = tile_line(params, tile.b, tile.h, tile.m_block);
     auto name_k = [&](int next) {  // beside the slot that load_k() has yet to fill
-      SlotTile const name{n | (next < first ? SlotTile::kLast : 0) | (line.all(n) ? SlotTile::kWhole : 0)};
+      SlotTile name{n | (next < first ? SlotTile::kLast : 0) | (line.all(n) ? SlotTile::kWhole : 0)};
+      if constexpr (Traits::kTileBits) name.word |= note_bits(line, n);
       barriers.empty_k(k_slot.stage).wait(k_slot.parity ^ 1);
       if (issuer) {
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + Shape::kOffsetKeyTiles + 4 * k_slot.stage), "r"(name.word)
@@ -187,6 +197,15 @@ struct ForwardLoader {
       load_v(from, before);
     }
     load_v(from, n);
+  }
+
+  // kTileBits: where what the mask keeps of a key tile is, for load_k(), and what is said of it beside the slot.
+  NVRTC_ATTN_DEVICE int note_bits(TileLine const& line, int n) {
+    if constexpr (Traits::kTileBits) {
+      bits.slot = uniform(TileBits<Traits>(params).slot_of(line, n));
+      return bits.slot >= 0 ? SlotTile::kHeld : 0;
+    }
+    return 0;
   }
 
   // Which tile it is travels in front of the barrier that its queries complete. kTileWords: and whether it has any keys. Packed:
@@ -228,11 +247,21 @@ struct ForwardLoader {
     q_slot.advance();
   }
 
+  // kTileBits: and what the mask keeps of the tile, where that has a slot.
   NVRTC_ATTN_DEVICE void load_k(Source const& from, int n) {
     Mbarrier const full = barriers.full_k(k_slot.stage);
     barriers.empty_k(k_slot.stage).wait(k_slot.parity ^ 1);
     if (issuer) {
-      full.arrive_and_expect(Shape::kBytesK);
+      if constexpr (Traits::kTileBits) {
+        bool const held = bits.slot >= 0;
+        full.arrive_and_expect(Shape::kBytesK + (held ? Shape::kBytesBits : 0));
+        if (held) {
+          bulk_load(smem + Shape::kOffsetBits + k_slot.stage * Shape::kBytesBits,
+                    TileBits<Traits>(params).bits(bits.slot, Shape::kBytesBits), Shape::kBytesBits, full.address);
+        }
+      } else {
+        full.arrive_and_expect(Shape::kBytesK);
+      }
 #pragma unroll
       for (int slab = 0; slab < Shape::kSlabsQ; ++slab) {
         load_box(sK + k_slot.stage * Shape::kBytesK + slab * Shape::kSlabK, params.tensor_map_k, full.address,

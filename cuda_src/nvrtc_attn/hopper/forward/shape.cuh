@@ -2,6 +2,7 @@
 // head of kernel/forward_hopper.cuh.
 #pragma once
 #include "../common/barrier.cuh"
+#include "../../collective/tile_bits.cuh"
 #include "../common/wgmma.cuh"
 #include "score_tile.cuh"
 
@@ -38,8 +39,15 @@ struct HopperShape {
   static constexpr int kBytesTile = Traits::kVarlen ? 32 : 16;  // of what is announced
   // kTileWords: a word beside each slot of K, which key tile it holds.
   static constexpr int kOffsetKeyTiles = kOffsetTiles + kBytesTile * kStagesQ;
+  // kTileBits: beside each slot of K what the mask keeps of its tile, the words of every thread.
+  static constexpr bool kTileBits = Traits::kTileBits;
+  using Bits = ThreadBits<kTilesN>;
+  static constexpr int kBytesBits = kTileBits ? kConsumers * Bits::kBytes : 0;
+  static constexpr int kOffsetBits = kOffsetKeyTiles + (Traits::kTileWords ? 16 : 0);
+  // What is known of a key tile before its scores: whether it is whole, and kTileBits where this thread's bits are.
+  using KnownTile = cute::conditional_t<kTileBits, TileWithBits, bool>;
   // kMaxLogit and kLazyMax: the largest scores of two rows of every thread.
-  static constexpr int kOffsetNoted = kOffsetKeyTiles + (Traits::kTileWords ? 16 : 0);
+  static constexpr int kOffsetNoted = kOffsetBits + kStages * kBytesBits;
   static constexpr int kBytesNoted = Traits::kMaxLogit && Traits::kLazyMax ? 8 * Traits::kNumThreads : 0;
   static constexpr int kOffsetBarriers = kOffsetNoted + kBytesNoted;
 
@@ -77,6 +85,9 @@ struct HopperShape {
   static_assert(!Traits::kTileWords ||
                     ((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen && kStages <= 4),
                 "words are of a mask");
+  static_assert(!kTileBits || (kTileWords && ModifierOf<Traits>::kMasks && !Traits::kMask && Traits::kTickets &&
+                               !Traits::kHalfTile),
+                "bits are of a user's mask, and their counter lies beside that of tickets");
   static_assert(!Traits::kPackedHeads || !(Traits::kVarlen || Traits::kHasBias || Traits::kMask || Traits::kDropout ||
                                            Traits::kHasSink || Traits::kHalfTile),
                 "rows of several heads have nothing but scores");
