@@ -94,8 +94,15 @@ def _score_bytes(config: HopperForwardConfig) -> int:
 
 
 def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
-    """The tile table, and whether a launch of its own asks a mask_mod about undecided tiles."""
-    return tile_with_bits(problem, num_sms) if bits_pay(problem, 128) else tile_without_bits(problem, num_sms)
+    """The tile table, and whether a launch of its own asks a mask_mod about undecided tiles.
+
+    Bits stay away where tiles of a float32 bias leave no shared memory for them: the portable kernel is no answer to that.
+    """
+    if bits_pay(problem, 128):
+        tile = tile_with_bits(problem, num_sms)
+        if smem_bytes(config_of(problem, tile)) <= SMEM_LIMIT:
+            return tile
+    return tile_without_bits(problem, num_sms)
 
 
 def tile_with_bits(problem: AttentionProblem, num_sms: int) -> Tile:

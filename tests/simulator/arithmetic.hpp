@@ -331,6 +331,8 @@ using s8 = int8_t;
 using u8 = uint8_t;
 #define CONVERT(D, A) UNARY("cvt." #D "." #A, D, A, D(a));
 #define CONVERT_FROM(A) \
+  CONVERT(s8, A)        \
+  CONVERT(u8, A)        \
   CONVERT(s16, A)       \
   CONVERT(u16, A) CONVERT(s32, A) CONVERT(u32, A) CONVERT(s64, A) CONVERT(u64, A) CONVERT(f32, A) CONVERT(f64, A)
 CONVERT_FROM(s8)

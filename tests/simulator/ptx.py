@@ -422,8 +422,6 @@ class Reader:
     def on_cvt(self, words: list[str], x: list[str]) -> tuple[str, list[int]]:
         rounds = next((word for word in words if word in ("rzi", "rni", "rmi", "rpi")), None)
         to, source = words[-2:]
-        if to in ("s8", "u8"):
-            raise UnknownInstructionError("a conversion to 8 bits")
         parts = ["cvt", rounds, "sat" if "sat" in words and to == "f32" else None, to, source]
         width = 2 if BYTES[to] == 8 else 1
         values = [self.value(text, 2 if BYTES[source] == 8 else 1) for text in x[1:]]
