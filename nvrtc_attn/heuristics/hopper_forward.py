@@ -96,7 +96,7 @@ def _score_bytes(config: HopperForwardConfig) -> int:
 def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
     """The tile table, and whether a launch of its own asks a mask_mod about undecided tiles.
 
-    Bits stay away where tiles of a float32 bias leave no shared memory for them: the portable kernel is no answer to that.
+    Without bits where tiles of a float32 bias leave them no shared memory.
     """
     if bits_pay(problem, 128):
         tile = tile_with_bits(problem, num_sms)
