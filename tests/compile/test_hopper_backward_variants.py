@@ -412,6 +412,13 @@ def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
     assert workspace.nbytes == 4 * (512 // 128 + 10 + 1) * 128 * (128 + 128)
 
 
+def split_groups(changes: dict[str, Any]) -> HopperBackwardConfig:
+    """The main kernel where four thread blocks share the heads of a group."""
+    config = kernel_of(plan(problem(num_heads_kv=1, **changes), splits=4)).config
+    assert isinstance(config, HopperBackwardConfig)
+    return config
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -422,11 +429,18 @@ def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
     ids=lambda changes: "-".join(map(str, changes)) or "plain",
 )  # fmt: skip
 @pytest.mark.slow(sample=["varlen"])
+@pytest.mark.compiles(kernels=lambda changes: [split_groups(changes)])
 def test_split_groups_compile_without_a_spill(changes: dict[str, Any]) -> None:
-    config = kernel_of(plan(problem(num_heads_kv=1, **changes), splits=4)).config
-    assert isinstance(config, HopperBackwardConfig)
+    config = split_groups(changes)
     assert config.split
     assert compiled(config).spill_bytes == 0
+
+
+def other_ways(head_dim: int, tile: dict[str, Any], changes: dict[str, Any]) -> list[KernelConfig]:
+    """The main kernel with ``tile``, and what converts its sums."""
+    asked = problem(head_dim, changes.get("dtype", "bfloat16"), **{x: y for x, y in changes.items() if x != "dtype"})
+    launches = plan(asked, splits=1, **tile).launches
+    return [x.config for x in launches if x.config.kernel in ("backward_hopper", "dkv_hopper_convert")]
 
 
 @pytest.mark.parametrize(
@@ -448,15 +462,13 @@ def test_split_groups_compile_without_a_spill(changes: dict[str, Any]) -> None:
     ids=lambda x: str(x) if isinstance(x, int) else "_".join(x) or "plain",
 )
 @pytest.mark.slow(sample=["128-parts_fused_block_m-plain"])
+@pytest.mark.compiles(kernels=lambda head_dim, tile, changes: other_ways(head_dim, tile, changes))
 def test_ways_that_no_table_chooses_compile(head_dim: int, tile: dict[str, Any], changes: dict[str, Any]) -> None:
     """Without a spill, and without a remark that products wait for each other."""
-    dtype = changes.get("dtype", "bfloat16")
-    asked = problem(head_dim, dtype, **{name: x for name, x in changes.items() if name != "dtype"})
-    for launch in plan(asked, splits=1, **tile).launches:
-        if launch.config.kernel in ("backward_hopper", "dkv_hopper_convert"):
-            made = compiled(launch.config)
-            assert made.spill_bytes == 0
-            assert not re.search("C75[01]", made.log)
+    for config in other_ways(head_dim, tile, changes):
+        made = compiled(config)
+        assert made.spill_bytes == 0
+        assert not re.search("C75[01]", made.log)
 
 
 def test_plan_with_80_queries() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other libraries and other tests need memory, too
-
+if "NVRTC_ATTN_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # before any library asks for GPUs
+    worker, gpus = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), int(os.environ["NVRTC_ATTN_TEST_GPUS"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(worker % gpus)
 
 SIMULATED = os.environ.get("NVRTC_ATTN_TEST_SIMULATED", "")
 """A compute capability, such as 9.0: these tests run on the GPU of tests/simulator then, as far as it goes."""
