@@ -132,7 +132,8 @@ def test_scratch_memory_goes_back(measured: Measured) -> None:
         assert close(out, *y)
     torch.cuda.synchronize()
     assert len(measured.labels) == 4
-    assert free - torch.cuda.mem_get_info()[0] < measure.FLUSH_BYTES // 2
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # other workers take memory of the same GPU
+        assert free - torch.cuda.mem_get_info()[0] < measure.FLUSH_BYTES // 2
 
 
 def test_another_stream(measured: Measured) -> None:

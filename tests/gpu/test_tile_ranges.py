@@ -375,20 +375,19 @@ def test_slots_are_those_of_undecided_tiles() -> None:
 @HOPPER
 def test_a_replay_counts_slots_anew() -> None:
     """Under a CUDA graph, both passes: the array changes between replays, and with it how many tiles are undecided."""
-    from nvrtc_attn.torch import attention
-
     n, heads = 1024, 8
     ids = torch.zeros(n, dtype=torch.int32, device=DEVICE)
-
-    def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return ids[i] == ids[j]
-
-    q, k, v = (torch.randn(1, n, heads, 64, device=DEVICE, dtype=torch.float16, requires_grad=True) for _ in range(3))
-    dout = torch.randn(1, n, heads, 64, device=DEVICE, dtype=torch.float16)
+    modifier = nvrtc_attn.trace(None, lambda b, h, i, j: ids[i] == ids[j])
+    forget_plans(kernels=True)
+    q, k, v, dout = torch.randn(4, 1, n, heads, 64, device=DEVICE, dtype=torch.float16)
 
     def both() -> list[Any]:
-        out = attention(q, k, v, mask_mod=documents)
-        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+        out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+        gradients = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+        size = api.backward_workspace_bytes(q, k, v, score_mod=modifier)
+        workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, score_mod=modifier, workspace=workspace)
+        return [out, *gradients]
 
     def exact() -> list[Any]:
         leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]

@@ -77,6 +77,16 @@ NVRTC_ATTN_DEVICE float sigmoid_of(float x) {
   }
 }
 
+// Within 2 units in the last place; 0 where |b| > 2^126.
+template <class Element>
+NVRTC_ATTN_DEVICE float quotient(float a, float b) {
+  if constexpr (sizeof(Element) == 4) {
+    return a / b;
+  } else {
+    return __fdividef(a, b);
+  }
+}
+
 // One element of a captured array. Read-only for the kernel: equal reads of a tile become one.
 template <class T>
 NVRTC_ATTN_DEVICE T captured(T const* at) {

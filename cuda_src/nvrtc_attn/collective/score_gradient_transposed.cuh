@@ -39,7 +39,8 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   DropoutPolicy dropout;
   ScoreMap<Traits> map;
   float multiplier;  // of kept probabilities: 1 / (1 - p)
-  int dbias_cols;    // columns to write: all keys of the tensor, also those that seqused_k leaves out
+  int dbias_cols;    // columns to write: all keys of the tensor, also those that seqused_k leaves out. None: another block
+                     // has the same scores, and gives what bias and captured arrays get
   bool whole;        // kTileWords: no mask but that of positions hides anything of the tile
 
   NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_,
@@ -241,8 +242,9 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
           if constexpr (Modifier::kScores) {
             // Likewise of a score that is -inf by the modifier: no gradient, whatever its derivative is.
             if constexpr (kSums) {
-              this->add(gradients.x, sums.at(m, e), s[n][m][e] * map.scale, ds, ie, j, diagonals.at(m, e), i0 + 2 * t,
-                        j0 + g);
+              if (dbias_cols > 0)
+                this->add(gradients.x, sums.at(m, e), s[n][m][e] * map.scale, ds, ie, j, diagonals.at(m, e), i0 + 2 * t,
+                          j0 + g);
             } else if constexpr (Modifier::kTrains) {
               if (ds != 0.0f && dbias_cols > 0)
                 this->add(gradients.x, s[n][m][e] * map.scale, ds, ie, j, i0 + 2 * t, j0 + g);
