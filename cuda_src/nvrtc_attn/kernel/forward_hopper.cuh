@@ -364,6 +364,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       }
       pack_probabilities<Traits>(p, s, keep);
       bool settled = softmax.settled();
+      // Whole tiles may be hidden from a row that has no key yet: they leave it as it is.
+      constexpr bool kHides = Traits::kMask || ScoreTile<Traits>::Modifier::kMasks;
       // Three groups have 160 registers a thread each. NVRTC 13.5 carries what it has derived from n in both shapes of the first
       // tile into the loop, runs out of them and makes one product wait for the other (C7511). Of two groups NVRTC 13.0 does that
       // if n is hidden.
@@ -399,8 +401,9 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
           // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
           scores.finish(s, operands, n * kBlockN, whole);
           if constexpr (kNotesLargest<Traits>) noted.note(s);
+          bool const begins = !settled && (!kHides || softmax.begins_row(s));
           sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
-          redo = __any_sync(0xffffffffu, !settled || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
+          redo = __any_sync(0xffffffffu, begins || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
           if (!redo) {
             release(barriers.empty_k(k_stage));
             release_scores();

@@ -133,6 +133,15 @@ struct DeferredSoftmax : LargestScores<Traits::kMaxLogit && !Traits::kLazyMax ? 
     return !__any_sync(0xffffffffu, row_max[0] == -infinity() || row_max[1] == -infinity());
   }
 
+  // Whether this thread has a score of a row that had none, which probability() needs a reference for. (NaN: sums will tell.)
+  template <int kTilesN>
+  NVRTC_ATTN_DEVICE bool begins_row(AccTile const (&s)[1][kTilesN]) const {
+    bool begins = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) begins |= row_max[r] == -infinity() && own_max(s, r) > -infinity();
+    return begins;
+  }
+
   // Reduce the sums over the quad: after the last tile.
   NVRTC_ATTN_DEVICE void finish() {
     row_sum[0] = quad_sum(row_sum[0]);
