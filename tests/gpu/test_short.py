@@ -275,7 +275,7 @@ def test_a_sink_counts_once_in_a_cluster(planned: Any) -> None:
 
     made = planned(clustered(4))
     for x, y in zip(na.attention(q, k, v, sink=sink, return_lse=True), expected, strict=True):
-        torch.testing.assert_close(x, y, atol=5e-4, rtol=1e-2)
+        torch.testing.assert_close(x, y, atol=2e-3, rtol=1e-2)
     assert all(spec.main.config.cluster == 4 for spec in made)
 
 

@@ -13,19 +13,8 @@ from typing import Any
 
 import pytest
 from cases import Case, make_case
-from fake_driver import FakeGpu
 from simulator import gpu as simulator
-from simulator.harness import check
-
-# Shared memory that a block may have, and multiprocessors.
-GPUS = {
-    "sm_75": FakeGpu((7, 5), 65536, 40, "Turing"),
-    "sm_80": FakeGpu((8, 0), 166912, 108, "A100"),
-    "sm_89": FakeGpu((8, 9), 101376, 128, "RTX 4090"),
-    "sm_90": FakeGpu((9, 0), 232448, 132, "H200"),
-    "sm_100": FakeGpu((10, 0), 232448, 148, "B200"),
-    "sm_120": FakeGpu((12, 0), 101376, 170, "RTX 5090"),
-}
+from simulator.harness import GPUS, check
 
 
 def case(name: str, **fields: Any) -> Case:

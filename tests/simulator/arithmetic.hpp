@@ -202,16 +202,19 @@ TERNARY("bfe.u32", u32, u32, u32, u32, u32(extract(a, b, c, 32, false)));
 TERNARY("bfe.s32", u32, u32, u32, u32, u32(extract(a, b, c, 32, true)));
 TERNARY("bfe.u64", u64, u64, u32, u32, extract(a, b, c, 64, false));
 TERNARY("bfe.s64", u64, u64, u32, u32, extract(a, b, c, 64, true));
-OP(
-    "bfi.b32", BODY {
-      each(lanes, [&](int l) {
-        u32 const a = w.reg<u32>(i.x[1])[l], b = w.reg<u32>(i.x[2])[l];
-        u32 const at = w.reg<u32>(i.x[3])[l] & 255, count = w.reg<u32>(i.x[4])[l] & 255;
-        u32 const mask = at >= 32 || !count ? 0 : (count >= 32 ? kAll : (1u << count) - 1) << at;
-        w.reg<u32>(i.x[0])[l] = (b & ~mask) | ((at >= 32 ? 0 : a << at) & mask);
-      });
-      return kNext;
-    });
+template <class T>
+inline Result inserted(Warp& w, Instr const& i, uint32_t lanes) {
+  constexpr u32 kBits = 8 * sizeof(T);
+  each(lanes, [&](int l) {
+    T const a = w.reg<T>(i.x[1])[l], b = w.reg<T>(i.x[2])[l];
+    u32 const at = w.reg<u32>(i.x[3])[l] & 255, count = w.reg<u32>(i.x[4])[l] & 255;
+    T const mask = at >= kBits || !count ? 0 : (count >= kBits ? T(~T(0)) : (T(1) << count) - 1) << at;
+    w.reg<T>(i.x[0])[l] = (b & ~mask) | ((at >= kBits ? 0 : a << at) & mask);
+  });
+  return kNext;
+}
+OP("bfi.b32", BODY { return inserted<u32>(w, i, lanes); });
+OP("bfi.b64", BODY { return inserted<u64>(w, i, lanes); });
 inline u32 permuted(u32 a, u32 b, u32 selector) {
   u64 const bytes = u64(b) << 32 | a;
   u32 d = 0;

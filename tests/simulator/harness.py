@@ -7,6 +7,7 @@ from typing import Any
 import cases
 import numpy as np
 from cases import Array, Case
+from fake_driver import FakeGpu
 
 import nvrtc_attn
 from nvrtc_attn import api
@@ -14,6 +15,15 @@ from nvrtc_attn import api
 from .gpu import DeviceArray, SimulatedGpu
 
 CODES = {"float16": (2, np.float16), "bfloat16": (4, np.uint16), "float32": (2, np.float32)}
+# Shared memory that a block may have, and multiprocessors.
+GPUS = {
+    "sm_75": FakeGpu((7, 5), 65536, 40, "Turing"),
+    "sm_80": FakeGpu((8, 0), 166912, 108, "A100"),
+    "sm_89": FakeGpu((8, 9), 101376, 128, "RTX 4090"),
+    "sm_90": FakeGpu((9, 0), 232448, 132, "H200"),
+    "sm_100": FakeGpu((10, 0), 232448, 148, "B200"),
+    "sm_120": FakeGpu((12, 0), 101376, 170, "RTX 5090"),
+}
 OUTPUT_LAYOUTS = ("contiguous", "bhmk", "packed", "padded_rows", "last_strided", "unaligned", "random")
 
 
@@ -25,6 +35,13 @@ def encoded(x: Array, dtype: str) -> Array:
 
 def decoded(x: Array, dtype: str) -> Array:
     return (x.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else x.astype(np.float32)
+
+
+def workspace_of(machine: Any, size: int) -> DeviceArray:
+    """Of the alignment that frameworks give; every byte is 255."""
+    storage = np.full(size + 512, 255, np.uint8)
+    start = -storage.ctypes.data % 512
+    return DeviceArray(machine, storage[start : start + size], 1)
 
 
 class Run:
@@ -77,12 +94,6 @@ class Run:
         )
         return DeviceArray(self.gpu.machine, view, code)
 
-    def workspace(self, size: int) -> DeviceArray:
-        # Of the alignment that frameworks give.
-        storage = np.full(size + 512, 255, np.uint8)
-        start = -storage.ctypes.data % 512
-        return DeviceArray(self.gpu.machine, storage[start : start + size], 1)
-
     @property
     def options(self) -> dict[str, Any]:
         names = ("bias", "mask", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
@@ -92,7 +103,7 @@ class Run:
     def forward(self) -> dict[str, Any]:
         q, k, v = (self.given[name] for name in "qkv")
         out, lse = self.blank("out", self.case.dtype), self.blank("lse", "float32")
-        workspace = self.workspace(api.forward_workspace_bytes(q, k, v, **self.options))
+        workspace = workspace_of(self.gpu.machine, api.forward_workspace_bytes(q, k, v, **self.options))
         nvrtc_attn.attention_forward(q, k, v, out, lse=lse, workspace=workspace, **self.options)
         return {"out": out, "lse": lse}
 
@@ -105,7 +116,7 @@ class Run:
         options = {**self.options, "deterministic": self.case.deterministic}
         size = api.backward_workspace_bytes(q, k, v, dbias="bias" in self.given, dsink="sink" in self.given, **options)
         # Strided gradients may ask for other kernels than dense ones, hence for some more.
-        workspace = self.workspace(size + (1 << 20))
+        workspace = workspace_of(self.gpu.machine, size + (1 << 20))
         nvrtc_attn.attention_backward(
             self.given["dout"], q, k, v, forward["out"], forward["lse"], found["dq"], found["dk"], found["dv"],
             dbias=found.get("dbias"), dsink=found.get("dsink"), dlse=self.given.get("dlse"), workspace=workspace,

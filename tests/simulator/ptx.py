@@ -151,7 +151,8 @@ class Reader:
         head = self.text[: self.text.index(".entry")]
         dynamic = []
         for space, align, size, name, count in re.findall(
-            r"^\s*(?:\.visible |\.extern |\.weak )*\.(shared|local) (?:\.align (\d+) )?\.(\w+) ([\w$]+)(?:\[(\d*)\])?;",
+            r"^\s*(?:\.visible |\.extern |\.weak )*\.(shared|local) (?:\.align (\d+) )?\.(\w+)\s+([\w$]+)"
+            r"(?:\[(\d*)\])?;",
             self.text, re.MULTILINE,
         ):  # fmt: skip
             if count == "" and f"{name}[]" in head:
@@ -440,8 +441,8 @@ class Reader:
         space = next((word.split("::")[0] for word in words[1:-1] if word.split("::")[0] in SPACES), "")
         size = BYTES[kind]
         width = 2 if size == 8 else 1
-        # A load may widen: the register is larger than what is read.
-        if not stores and (self.find(registers[0]) or ("", 0))[0] == "64":
+        # A load may widen, a store may narrow: the register is larger than what is read or written.
+        if (self.find(registers[0]) or ("", 0))[0] == "64":
             width = 2
         slots = [self.value(text, width) if stores else self.target(text, width) for text in registers]
         more = int(kind[0] == "s") + 2 * int(width == 2)

@@ -132,6 +132,22 @@ def test_a_distance_is_known_but_for_where_the_tile_begins() -> None:
     assert "float(v" in text, "a product of positions is no sum"
 
 
+def test_quotients_of_a_score_are_quick_where_no_step_is_made_of_one() -> None:
+    scale = np.ones(4, np.float32)
+
+    def text_of_score(score: Any) -> str:
+        return cuda.cuda_source(trace(score).program)
+
+    assert "quotient<Element>(score, " in text_of_score(lambda s, b, h, q, k: s / (1.0 + abs(s)) + q)
+    by_head = text_of_score(lambda s, b, h, q, k: np.tanh(s / scale[h]) + q)
+    assert "score * head0" in by_head, "the reciprocal once a tile"
+    assert "score / " not in by_head
+    stepped = text_of_score(lambda s, b, h, q, k: np.floor(s / scale[h]) + q)
+    assert "quotient" not in stepped
+    assert "score / " in stepped, "rounded to the nearest, as everywhere else"
+    assert "quotient" not in text_of_score(lambda s, b, h, q, k: s + (q - k) / (k + 1.0)), "of positions alone"
+
+
 def test_what_a_head_reads_of_an_array_is_found_once() -> None:
     text = text_of("relative bias")
     assert "slice0_at = block.x0_at + (long long)h * block.x0_stride0;" in text

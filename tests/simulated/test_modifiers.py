@@ -1,0 +1,133 @@
+"""Functions of scores on simulated GPUs: results, gradients of captured arrays, and work that is not done twice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import modifiers
+import numpy as np
+import pytest
+from simulator import gpu as simulator
+from simulator.gpu import DeviceArray
+from simulator.harness import CODES, GPUS, decoded, encoded, workspace_of
+
+import nvrtc_attn
+from nvrtc_attn import api
+from nvrtc_attn.cpu import reference
+from nvrtc_attn.modifiers.evaluate import HostModifier
+
+KINDS = {"float32": 2, "float16": 2, "int32": 0, "int64": 0, "bool": 6}
+"""DLPack's codes of captured arrays."""
+
+
+class CapturedArray:
+    """An array on the GPU whose dtype and shape are those of NumPy's."""
+
+    def __init__(self, machine: Any, x: np.ndarray[Any, Any]) -> None:
+        self.shape, self.ndim, self.dtype = x.shape, x.ndim, x.dtype
+        self._given = DeviceArray(machine, x, KINDS[str(x.dtype)])
+        self.__dlpack__, self.__dlpack_device__ = self._given.__dlpack__, self._given.__dlpack_device__
+
+
+class Problem:
+    """[batch, rows, heads, head dim] and a modifier of the table in tests/modifiers.py, or two functions."""
+
+    def __init__(self, machine: Any, sizes: tuple[int, int, int, int], head_dim: int, dtype: str) -> None:
+        b, h, m, n = sizes
+        self.machine, self.sizes, self.dtype = machine, sizes, dtype
+        self.rng = np.random.default_rng(0)
+        shapes = ((b, m, h, head_dim), *(((b, n, h // 2, head_dim),) * 2), (b, m, h, head_dim))
+        bits = [encoded(self.rng.standard_normal(x).astype(np.float32), dtype) for x in shapes]
+        self.exact = [decoded(x, dtype).astype(np.float64) for x in bits]
+        self.given = [self.placed(x) for x in bits]
+
+    def placed(self, x: Any) -> DeviceArray:
+        return DeviceArray(self.machine, x, CODES[self.dtype][0])
+
+    def blank(self, x: Any, dtype: str) -> DeviceArray:
+        code, kind = CODES[dtype]
+        nan = np.frombuffer(b"\xff" * (x.size * np.dtype(kind).itemsize), kind).reshape(x.shape).copy()
+        return DeviceArray(self.machine, nan, code)
+
+    def forward(self, modifier: Any) -> tuple[DeviceArray, DeviceArray]:
+        q, k, v, _ = self.given
+        b, h, m, _ = self.sizes
+        out, lse = self.blank(self.exact[0], self.dtype), self.blank(np.empty((b, h, m)), "float32")
+        size = api.forward_workspace_bytes(q, k, v, lse=lse, score_mod=modifier)
+        nvrtc_attn.attention_forward(
+            q, k, v, out, lse=lse, score_mod=modifier, workspace=workspace_of(self.machine, size)
+        )
+        return out, lse
+
+
+def close(name: str, ours: DeviceArray, dtype: str, exact: Any, tolerance: float) -> None:
+    found, finite = decoded(ours.array, dtype).astype(np.float64), np.isfinite(exact)
+    np.testing.assert_array_equal(found[~finite], exact[~finite], err_msg=name)
+    error = np.abs(found[finite] - exact[finite]).max(initial=0.0)
+    assert error <= tolerance * max(np.abs(exact[finite]).max(initial=0.0), 1.0), (name, error)
+
+
+CASES = [
+    # Head dims beyond 128 have blocks that each have a slice of a row's gradients, and all of its scores.
+    ("sm_80", "relative bias", "float32", 256), ("sm_90", "relative bias", "float32", 256),
+    ("sm_90", "t5", "float16", 64), ("sm_89", "relative bias", "float16", 64), ("sm_75", "both", "float16", 40),
+    ("sm_120", "documents", "float16", 64), ("sm_100", "alibi", "float16", 192),
+]  # fmt: skip
+ALWAYS = CASES[:2]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "dtype", "head_dim"),
+    [pytest.param(*x, marks=[] if x in ALWAYS else [pytest.mark.slow], id="-".join(map(str, x))) for x in CASES],
+)
+def test_forward_and_gradients(gpu: str, name: str, dtype: str, head_dim: int, machine: Any) -> None:
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    tolerance = {"float16": 4e-3, "float32": 2e-4}[dtype]
+    with simulator.simulated(machine, GPUS[gpu]):
+        problem = Problem(machine, (1, 4, 70, 90), head_dim, dtype)
+        arrays = case.arrays(problem.sizes, problem.rng)
+        on_host = nvrtc_attn.trace(*case.make(arrays))
+        on_gpu = (CapturedArray(machine, x) for x in on_host.captures)
+        modifier = dataclasses.replace(on_host, captures=tuple(on_gpu))
+        out, lse = problem.forward(modifier)
+
+        wide = HostModifier(on_host, [x.astype(np.float64) if x.dtype == np.float32 else x for x in on_host.captures])
+        exact = reference.attention_forward(*problem.exact[:3], modifier=wide)
+        close("out", out, dtype, exact[0], tolerance)
+        close("lse", lse, "float32", exact[1], tolerance)
+
+        trained = modifier.differentiable
+        sums = [np.zeros(x.shape) if i in trained else None for i, x in enumerate(modifier.captures)]
+        expected = reference.attention_backward(
+            problem.exact[3], *problem.exact[:3], *exact, modifier=wide, capture_grads=sums
+        )
+        q, k, v, dout = problem.given
+        gradients = [problem.blank(x, dtype) for x in problem.exact[:3]]
+        daux = [None if x is None else problem.blank(x, "float32") for x in sums]
+        size = api.backward_workspace_bytes(q, k, v, score_mod=modifier, daux=daux)
+        nvrtc_attn.attention_backward(
+            dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux, workspace=workspace_of(machine, size)
+        )
+        for what, ours, theirs in zip(("dq", "dk", "dv"), gradients, expected[:3], strict=True):
+            close(what, ours, dtype, theirs, 4 * tolerance)
+        for ours, theirs in zip(daux, sums, strict=True):
+            if ours is not None and theirs is not None:
+                close("gradient of what was captured", ours, "float32", theirs, 8 * tolerance)
+
+
+def test_a_tile_without_a_key_for_new_rows_is_computed_once(machine: Any) -> None:
+    """Half of the rows see the first keys alone, which come last; beside rows that have seen the last ones, too."""
+    rows, keys = 128, 640
+
+    def work(late: int) -> int:
+        with simulator.simulated(machine, GPUS["sm_90"]) as driver:
+            problem = Problem(machine, (1, 2, rows, keys), 64, "float16")
+            modifier = nvrtc_attn.trace(
+                None, lambda b, h, q, k: ((k < 64) & (q < 64)) | ((k >= 64) & (q >= 64)) | (k >= late)
+            )
+            problem.forward(modifier)
+        return driver.launched[-1][1]
+
+    alone, beside = work(keys), work(keys - 1)
+    assert alone < 1.25 * beside, "once where those rows begin; of every tile it is 1.45"
