@@ -80,7 +80,10 @@ STORE = "\n	st.global.u32 [%rd5], %r3;"
         ("shfl.sync.up.b32 %r3, %r2, 3, 0, %r70;", np.concatenate([WORDS[:3], WORDS[:-3]])),
         ("redux.sync.max.u32 %r3, %r2, %r70;", np.full(32, WORDS.max())),
         ("cvt.u64.u32 %rd6, %r2; shl.b64 %rd6, %rd6, 8; cvt.u32.u64 %r3, %rd6;", WORDS << np.uint32(8)),
-        ("cvt.u64.u32 %rd6, %r2; bfi.b64 %rd6, %rd6, %rd6, 32, 32; shr.u64 %rd6, %rd6, 32; cvt.u32.u64 %r3, %rd6;", WORDS),
+        (
+            "cvt.u64.u32 %rd6, %r2; bfi.b64 %rd6, %rd6, %rd6, 40, 9; shr.u64 %rd6, %rd6, 40; cvt.u32.u64 %r3, %rd6;",
+            WORDS & np.uint32(511),
+        ),
         ("mov.b32 {%rs1, %rs2}, %r2; mov.b32 %r3, {%rs2, %rs1};", WORDS << np.uint32(16) | WORDS >> np.uint32(16)),
     ],
 )  # fmt: skip

@@ -390,8 +390,8 @@ class Reader:
             widths[1] = 1
         if name == "mad" and wide:
             widths[2] = to
-        if name == "bfe":
-            widths[1:] = [1, 1]
+        if name in ("bfe", "bfi"):  # where it begins, and how long it is
+            widths[-2:] = [1, 1]
         if name in ("popc", "clz"):
             to = 1
         if name == "lop3":

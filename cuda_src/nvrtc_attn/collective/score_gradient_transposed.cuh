@@ -39,9 +39,10 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   DropoutPolicy dropout;
   ScoreMap<Traits> map;
   float multiplier;  // of kept probabilities: 1 / (1 - p)
-  int dbias_cols;    // columns to write: all keys of the tensor, also those that seqused_k leaves out. None: another block
-                     // has the same scores, and gives what bias and captured arrays get
-  bool whole;        // kTileWords: no mask but that of positions hides anything of the tile
+  // Columns to write: all keys of the tensor, also those that seqused_k leaves out. None where another block has the same
+  // scores, and gives what bias and captured arrays get.
+  int dbias_cols;
+  bool whole;  // kTileWords: no mask but that of positions hides anything of the tile
 
   NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_,
                                             int len_k, bool whole_ = false)
