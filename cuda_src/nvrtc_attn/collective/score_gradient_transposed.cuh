@@ -25,6 +25,12 @@ NVRTC_ATTN_DEVICE unsigned keep_bits_transposed(Dropout const& dropout, int i0, 
   return (even & 1) | (odd & 1) << 1 | (even >> 6 & 4) | (odd >> 5 & 8);
 }
 
+// Blocks that have the same scores, each with a slice of the head dim.
+template <class Traits, class = void>
+constexpr int kDimSlicesOf = 1;
+template <class Traits>
+constexpr int kDimSlicesOf<Traits, cute::void_t<decltype(Traits::kDimSlices)>> = Traits::kDimSlices;
+
 template <class Traits>
 struct TransposedScoreGradient : ModifierOf<Traits> {
   using Modifier = ModifierOf<Traits>;
@@ -243,7 +249,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
           if constexpr (Modifier::kScores) {
             // Likewise of a score that is -inf by the modifier: no gradient, whatever its derivative is.
             if constexpr (kSums) {
-              if (dbias_cols > 0)
+              if (kDimSlicesOf<Traits> == 1 || dbias_cols > 0)
                 this->add(gradients.x, sums.at(m, e), s[n][m][e] * map.scale, ds, ie, j, diagonals.at(m, e), i0 + 2 * t,
                           j0 + g);
             } else if constexpr (Modifier::kTrains) {
