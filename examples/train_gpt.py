@@ -152,15 +152,14 @@ def train(name: str, options: argparse.Namespace, text: str, rank: int = 0) -> d
     of_steps, of_validation = starts(trained, options.steps), starts(validated, 10)
 
     attention = nvrtc if name == "nvrtc_attn" else sdpa
-    backends = {
-        "sdpa": SDPBackend.FLASH_ATTENTION,
-        "sdpa, other backend": SDPBackend.EFFICIENT_ATTENTION if on_gpu else SDPBackend.MATH,
-    }
-    backend = sdpa_kernel(backends[name]) if name in backends else contextlib.nullcontext()
+    others = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION] if on_gpu else [SDPBackend.MATH]
+    backends = {"sdpa": [SDPBackend.FLASH_ATTENTION], "sdpa, other backend": others}
+    backend = sdpa_kernel(backends[name], set_priority=True) if name in backends else contextlib.nullcontext()
     model = GPT(len(characters), options, attention, torch.bfloat16 if on_gpu else torch.float32).to(device)
     if options.processes > 1:
         model = DistributedDataParallel(model, device_ids=[rank] if on_gpu else None)
     if options.compile:
+        torch.compiler.reset()  # else the second run on SDPA would be given the first one's program, and its backend
         model = torch.compile(model, backend=options.compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95))
     warmup = max(options.steps // 20, 1)
