@@ -23,4 +23,8 @@ using half_t = __half;
 using bfloat16_t = __nv_bfloat16;
 using index_t = long long;  // every offset into global memory
 
+// NVRTC 13.0, with which kernels are tuned, and later ones (13.5 was looked at) allocate registers differently. Whoever asks
+// says what would spill, or which products would wait for each other, without asking.
+constexpr bool kNewerNvrtc = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ > 1300;
+
 }  // namespace nvrtc_attn

@@ -56,6 +56,8 @@ def compile_program(
         buffer = ctypes.create_string_buffer(size.value)
         return status or getattr(nvrtc, get)(program, buffer), buffer.raw
 
+    if b"--pch" in options:
+        PrecompiledHeaders.make_room(nvrtc)
     log = cubin = b""
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
     if status == 0:
@@ -70,14 +72,18 @@ def compile_program(
 class PrecompiledHeaders:
     """Options by which a compile reads what an earlier one of this process wrote about the same headers.
 
-    A file belongs to the process that wrote it: NVRTC compares the address of its heap. It is worth its 250 MB from the
-    third kernel with the same first lines and options on, whose compile then takes 40 % less (docs/experiments.md).
+    A file belongs to the process that wrote it: NVRTC compares the address of its heap. It is worth its 250 to 300 MB
+    from the third kernel with the same first lines and options on, whose compile then takes 40 % less
+    (docs/experiments.md).
     """
 
     MAX_FILES = 3
     """The kernels of one problem that take long: the forward pass, and up to two of the backward pass."""
     MIN_SECONDS = 0.3
     """Of a kind's first compile. Small kernels take 0.1 to 0.2, with a file and without: they have none."""
+    HEAP_BYTES = 512 << 20
+    """What a file is made from, 256 MB by default. NVRTC 13.5 needs 293 for CuTe's headers, and writes none in less."""
+    _has_room = False
 
     def __init__(self, directory: str) -> None:
         self._directory = os.path.join(directory, str(os.getpid())) if directory else ""
@@ -109,6 +115,13 @@ class PrecompiledHeaders:
         for forgotten in self._seen[: -self.MAX_FILES]:
             self._remove(self._place(forgotten))
         del self._seen[: -self.MAX_FILES]
+
+    @classmethod
+    def make_room(cls, nvrtc: ctypes.CDLL) -> None:
+        """Before the first file: a file is of no use once the heap is another."""
+        if not cls._has_room:
+            cls._has_room = True
+            nvrtc.nvrtcSetPCHHeapSize(ctypes.c_size_t(cls.HEAP_BYTES))
 
     def close(self) -> None:
         """Remove the files of this process."""

@@ -347,12 +347,16 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         if (kReleaseEarly && n == first) release_q();
         scores.finish(s, operands, n * kBlockN, whole);
         release_scores();
-        if constexpr (kNotesLargest<Traits>) noted.note(s);
+        // Either is right: row_max is the first tile's own maximum. NVRTC 13.5 makes products wait (C7511) for the one, and for
+        // what it derives from n below.
+        if constexpr (kNotesLargest<Traits> && !kNewerNvrtc) noted.note(s);
         softmax.raise(s, map);
+        if constexpr (kNotesLargest<Traits> && kNewerNvrtc) noted.begin(softmax.row_max);
         softmax.add(scores.exponentiate(s, softmax.references(s), n * kBlockN, keep));
       };
       // On the diagonal every other group sees at most half of the tile.
-      if (Traits::kHalfTile && columns - n * kBlockN <= Shape::kHalfN) {
+      int const diagonal = kNewerNvrtc && kNotesLargest<Traits> ? opaque(n) : n;
+      if (Traits::kHalfTile && columns - diagonal * kBlockN <= Shape::kHalfN) {
         first_tile(reinterpret_cast<AccTile(&)[1][Shape::kHalfN / 8]>(s));
 #pragma unroll
         for (int tile_n = Shape::kHalfN / 8; tile_n < Shape::kTilesN; ++tile_n) {
@@ -367,9 +371,10 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       // Whole tiles may be hidden from a row that has no key yet: they leave it as it is.
       constexpr bool kHides = Traits::kMask || ScoreTile<Traits>::Modifier::kMasks;
       // Three groups have 160 registers a thread each. NVRTC 13.5 carries what it has derived from n in both shapes of the first
-      // tile into the loop, runs out of them and makes one product wait for the other (C7511). Of two groups NVRTC 13.0 does that
-      // if n is hidden.
-      if constexpr (Traits::kHalfTile && Shape::kGroups == 3) n = opaque(n);
+      // tile into the loop, runs out of them and makes one product wait for the other (C7511); at head dim 96 it does so with two
+      // groups, too. Of two groups NVRTC 13.0 does that if n is hidden, and 13.5 where there is a sink.
+      constexpr bool kHidesTile = Shape::kGroups == 3 || (kNewerNvrtc && !Traits::kHasSink);
+      if constexpr (Traits::kHalfTile && kHidesTile) n = opaque(n);
 
       if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
       look_ahead<Shape>(smem, k_slot.stage, n, first, whole);

@@ -99,13 +99,12 @@ struct KeepMaker {
   unsigned word[2];
   unsigned shift[2];  // numbers before the row's first in its first block
   bool one_upper_half;
-  static constexpr bool kHideRow = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ > 1300;
 
   // NVRTC 13.5 keeps the counters of row starts over the loop over tiles, 4 to 60 bytes of them in local memory, unless the
   // row is hidden: 8 to 16 instructions of 6000 more. NVRTC 13.0 does not.
   NVRTC_ATTN_DEVICE KeepMaker(Dropout const& dropout_, int i_, int n0_, int lane_)
       : dropout(dropout_),
-        i(kHideRow ? opaque(i_) : i_),
+        i(kNewerNvrtc ? opaque(i_) : i_),
         n0(n0_),
         lane(lane_),
         stream(dropout.seed, unsigned(counter(0) >> 32)) {

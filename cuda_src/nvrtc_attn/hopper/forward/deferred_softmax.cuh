@@ -48,9 +48,10 @@ struct NotedScores {
   NVRTC_ATTN_DEVICE void store(int r, float x) const {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address(r)), "f"(x));
   }
-  NVRTC_ATTN_DEVICE void begin() const {
-    store(0, -infinity());
-    store(1, -infinity());
+  NVRTC_ATTN_DEVICE void begin() const { begin({-infinity(), -infinity()}); }
+  NVRTC_ATTN_DEVICE void begin(float const (&maxima)[2]) const {
+    store(0, maxima[0]);
+    store(1, maxima[1]);
   }
 
   template <int kTilesN>
