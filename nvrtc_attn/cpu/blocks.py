@@ -59,7 +59,8 @@ class Plan:
     origin: tuple[int, int, int, int]
     """Batch entry, head, row and key of the whole that the call begins at."""
     shift: int | None
-    """What the diagonal of a part is moved by; None: what the lengths say."""
+    """What the diagonal of a part is moved by; None: what the lengths say, and ``shift_of_used``."""
+    shift_of_used: int
     group: int
     """Query heads per key head."""
     left: int | None
@@ -117,7 +118,7 @@ class Plan:
         """(low, high) such that row i keeps the keys with ``low <= j - i <= high``."""
         shift = self.shift
         if shift is None:
-            shift = piece.seqlen_k - piece.seqlen_q if self.bottom_right else 0
+            shift = piece.seqlen_k - piece.seqlen_q + self.shift_of_used if self.bottom_right else 0
         low = -math.inf if self.left is None else shift - self.left
         return low, math.inf if self.right is None else shift + self.right
 
@@ -307,15 +308,18 @@ def make_plan(
     longest_q = max_seqlen_q if varlen and max_seqlen_q is not None else max(lengths_q, default=0)
     longest_k = max_seqlen_k if varlen and max_seqlen_k is not None else max(lengths_k, default=0)
     bottom_right = causal != "top_left"
-    whole, shift = part or Part(), None
+    whole, shift, shift_of_used = part or Part(), None, 0
     if part is not None and not varlen:
-        shift = part.shift(seqlen_q, seqlen_k, bottom_right)
+        if used is not None and bottom_right:
+            shift_of_used = part.shift_of_used_keys(seqlen_q)
+        else:
+            shift = part.shift(seqlen_q, seqlen_k, bottom_right)
     _, all_heads, max_q, max_k = whole.whole((batch, num_heads, longest_q, longest_k))
     return Plan(
         k=k, bias=bias, mask=mask, sink=sink, modifier=modifier, dtype=dtype, num_heads=all_heads,
-        origin=whole.origin(), shift=shift, group=group, left=left, right=right, bottom_right=bottom_right, scale=scale,
-        softcap=float(softcap), dropout_p=dropout_p, seed=seed, offset=offset, block_m=block_m, block_n=block_n,
-        pieces=tuple(pieces), max_q=max_q, max_k=max_k,
+        origin=whole.origin(), shift=shift, shift_of_used=shift_of_used, group=group, left=left, right=right,
+        bottom_right=bottom_right, scale=scale, softcap=float(softcap), dropout_p=dropout_p, seed=seed, offset=offset,
+        block_m=block_m, block_n=block_n, pieces=tuple(pieces), max_q=max_q, max_k=max_k,
     )  # fmt: skip
 
 

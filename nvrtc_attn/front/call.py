@@ -120,14 +120,19 @@ class Call:
         faults = self._faults(result, name, name, self.problem.dtypes_of(name))
         if faults:
             raise ValueError("; ".join(faults) + ". Pass an array made for it.")
-        for known in (self.tensors, others):
+        self._check_apart(result, name, others)
+        return result
+
+    def _check_apart(self, result: TensorView, name: str, others: Mapping[str, TensorView]) -> None:
+        """Whether an output shares memory with an input, an array that the modifier captured, or one of ``others``."""
+        captured = {} if self.modified is None else self.modified.captured()
+        for known in (self.tensors, captured, others):
             for other_name, other in known.items():
                 if may_overlap(result, other):
                     raise ValueError(
                         f"{name}: shares memory with {other_name}. A kernel would read what it has already "
                         f"overwritten. Pass memory of its own."
                     )
-        return result
 
     @property
     def modifier(self) -> Modifier | None:
@@ -140,18 +145,22 @@ class Call:
         return () if self.modified is None else self.modified.captures
 
     def capture_gradients(
-        self, given: Sequence[object] | None
+        self, given: Sequence[object] | None, others: Mapping[str, TensorView]
     ) -> tuple[tuple[TensorView | None, ...], TensorView | None]:
         """Writable views of the gradients of `captures`, None where none is wanted, and of that of the bias.
 
-        ``given`` has one for each array of the modifier as the caller knows it.
+        ``given`` has one for each array of the modifier as the caller knows it. They are apart from ``others``, too.
         """
         if given is None or self.modified is None:
             return (None,) * len(self.captures), None
         p = self.problem
-        return gradient_views(
-            self.modified, given, self.producer_stream, (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
-        )
+        views = gradient_views(self.modified, given, self.tensors["q"].device, self.producer_stream)
+        known = dict(others)
+        for i, x in enumerate(views):
+            if x is not None:
+                self._check_apart(x, f"daux[{i}]", known)
+                known[f"daux[{i}]"] = x
+        return self.modified.gradients(views, (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k))
 
     def _faults(self, x: TensorView, name: str, called: str, dtypes: Sequence[str]) -> list[str]:
         """Where an operand is not as the table has it."""

@@ -33,6 +33,19 @@ class Modified(NamedTuple):
         """Those of `captures` that are among ``whole``, which counts the arrays of the whole modifier."""
         return tuple(i for i, place in enumerate(self.kept) if place in whole)
 
+    def captured(self) -> dict[str, TensorView]:
+        """`captures` by the names that messages have for them."""
+        return {f"captured array {place}": x for place, x in zip(self.kept, self.captures, strict=True)}
+
+    def gradients(
+        self, views: Sequence[TensorView | None], sizes: Sequence[int]
+    ) -> tuple[tuple[TensorView | None, ...], TensorView | None]:
+        """Of `captures` and of the bias, whose scores have these ``sizes``; ``views`` has the whole modifier's."""
+        bias = None if self.bias_operand is None else views[self.bias_capture]
+        if bias is not None and self.bias_operand is not None:
+            bias = as_scores(bias, self.bias_operand, sizes)
+        return tuple(views[i] for i in self.kept), bias
+
     @property
     def bias_capture(self) -> int:
         """The place of the bias among the arrays of the whole modifier, -1 without one."""
@@ -91,7 +104,7 @@ def simplify(
         if bias is None:  # too small, or larger than the scores: indices that are out of range, or a part of it
             found = _parts(modifier, options, frozenset())
     lengths = None
-    if ranks and not packed:
+    if ranks and not packed and given.get("seqused_k") is None:  # the diagonal of a band ends where those keys end
         lengths = sizes[2:] if part is None else part.whole(sizes)[2:]
     banded = _banded(options, found.bounds, lengths)
     if banded is None:  # a band that the options cannot say here
@@ -180,21 +193,21 @@ def as_scores(x: TensorView, operand: BiasOperand, sizes: Sequence[int], part: P
 
 
 def gradient_views(
-    modified: Modified, given: Sequence[object], stream: int | None, sizes: Sequence[int]
-) -> tuple[tuple[TensorView | None, ...], TensorView | None]:
-    """Writable views of the gradients of the captured arrays that are left, and of that of the bias.
+    modified: Modified, given: Sequence[object], where: Device, stream: int | None
+) -> tuple[TensorView | None, ...]:
+    """Writable views of the gradients of the captured arrays of the whole modifier.
 
     Parameters
     ----------
     given
-        An array or None for each captured array of the whole modifier.
-    sizes
-        Of the scores.
+        An array or None for each.
+    where
+        The device of q.
 
     Raises
     ------
     ValueError
-        Not as many, another shape or type, or of an array that the score has no derivative to.
+        Not as many, another shape, type or device, or of an array that the score has no derivative to.
     """
     arrays = modified.whole.captures
     if len(given) != len(arrays):
@@ -211,8 +224,7 @@ def gradient_views(
             raise ValueError(
                 f"daux[{i}]: {found.dtype} of shape {found.shape}, needed is float32 of shape {tuple(array.shape)}."
             )
+        if found.device != where:
+            raise ValueError(f"daux[{i}]: on {found.device}, but q is on {where}. Pass an array there.")
         views.append(found)
-    bias = None if modified.bias_operand is None else views[modified.bias_capture]
-    if bias is not None and modified.bias_operand is not None:
-        bias = as_scores(bias, modified.bias_operand, sizes)
-    return tuple(views[i] for i in modified.kept), bias
+    return tuple(views)

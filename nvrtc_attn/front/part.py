@@ -93,6 +93,14 @@ class Part:
         found: Extent | None = getattr(self, axis)
         return found
 
+    def follows_used_keys(self, keys: int) -> bool:
+        """Whether a bottom right corner that ends with ``seqused_k`` is in the call: all of the whole's keys are."""
+        return self.keys is None or self.keys == (0, keys)
+
+    def shift_of_used_keys(self, rows: int) -> int:
+        """`shift`, beside what the call's own rows and ``seqused_k`` move the diagonal by."""
+        return self.origin()[2] + rows - self.whole((0, 0, rows, 0))[2]
+
     def shift(self, rows: int, keys: int, bottom_right: bool) -> int:
         """What the diagonal is moved by: row i of the call is aligned to its key i + shift."""
         _, _, whole_rows, whole_keys = self.whole((0, 0, rows, keys))

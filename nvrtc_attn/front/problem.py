@@ -352,18 +352,27 @@ def build_problem(
         found.kind(f"part: got {shown(part)} of type {type(part).__name__}. It is an nvrtc_attn.Part or None.")
     elif part is not None and ranks_fit:
         part.check(found, sizes, varlen)
+    bottom_right = not (isinstance(causal, str) and causal == "top_left")
+    # Where the used keys end is known on the device alone, and a diagonal from the bottom right ends there.
+    follows_used = bottom_right and seqused_k is not None and not varlen and window != (None, None)
+    if follows_used and isinstance(given_part, Part) and not given_part.follows_used_keys(sizes[3]):
+        found.unsupported(
+            f"part, keys: got {shown(given_part.keys)} with seqused_k and a causal mask or window that ends with the "
+            f'used keys, of which the part does not know how many the whole has. Pass causal="top_left", or all keys.'
+        )
     found.stop()
 
     if dropout and philox.threshold(dropout) < 0:
         # Below 2**-33 no 32-bit uniform is small enough to drop anything, and the multiplier rounds to 1.
         dropout = 0.0
     batch, seqlen_q, seqlen_k = lengths if varlen else (q.shape[0], q.shape[1], v.shape[1])
-    bottom_right = not (isinstance(causal, str) and causal == "top_left")
     plan_as = None
     if part is not None and part.plan_as:
         whole = part.whole(sizes)
         plan_as = PlanAs(whole, _effective_window(window, *whole[2:], bottom_right), bottom_right)
-    if part is not None and not varlen:
+    if part is not None and follows_used:
+        window = _relative_window(window, part.shift_of_used_keys(seqlen_q), seqlen_k, seqlen_k)
+    elif part is not None and not varlen:
         window = _relative_window(window, part.shift(seqlen_q, seqlen_k, bottom_right), seqlen_q, seqlen_k)
         bottom_right = False
     left, right = _effective_window(window, seqlen_q, seqlen_k, bottom_right)
@@ -408,12 +417,12 @@ def _pitches(part: Part | None, sizes: Sequence[int]) -> tuple[int, int, int] | 
 
 
 def _relative_window(
-    window: tuple[int | None, int | None], shift: int, seqlen_q: int, seqlen_k: int
+    window: tuple[int | None, int | None], shift: int, most_right: int, most_left: int
 ) -> tuple[int | None, int | None]:
-    """The bounds counted from a part's own corner; beyond its far side one hides everything, however far it is."""
+    """The bounds counted from a part's own corner; as far away as the last ones say, one hides everything."""
     left, right = window
-    left = None if left is None else max(left - shift, -seqlen_k)
-    return left, None if right is None else max(right + shift, -seqlen_q)
+    left = None if left is None else max(left - shift, -most_left)
+    return left, None if right is None else max(right + shift, -most_right)
 
 
 def _checked_tensors(found: Violations, given: Mapping[str, object]) -> dict[str, TensorView]:

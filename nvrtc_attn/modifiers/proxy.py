@@ -50,6 +50,8 @@ class Recording:
             return x
         if isinstance(x, Proxy):
             return x.node
+        if isinstance(x, Captured):
+            return x.element()
         if isinstance(x, np.generic) or is_host_scalar(x):
             x = x.item()
         if isinstance(x, bool | int | float):
@@ -58,8 +60,6 @@ class Recording:
                 return number(x)
             self._slots += 1
             return Node("param", kind="int" if isinstance(x, int) else "float", value=(self._slots - 1, x))
-        if isinstance(x, Captured):
-            return x.element()
         if is_array(x):
             if x.ndim == 0:
                 return self.element(x, ())

@@ -36,7 +36,7 @@ class Repeat(NamedTuple):
 
     plan: ForwardPlan | BackwardPlan
     spans: tuple[Span | None, ...]
-    """Bytes that each operand covers, relative to its address, in the order of the plan's operands."""
+    """Bytes that what lies at each address of the signature covers, relative to it; None where it is of no account."""
     outputs: tuple[int, ...]
     """Places of the outputs that were given."""
     made: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]
@@ -118,20 +118,33 @@ def remember(
     given: Mapping[str, TensorView],
     made: Mapping[str, tuple[tuple[int, ...], str]],
     modifier: RepeatedModifier | None = None,
+    captures: Sequence[TensorView] = (),
+    capture_gradients: Sequence[TensorView | None] = (),
 ) -> None:
-    """Know a call that has passed every check: the operands ``given`` to it, and shape and dtype of those ``made``."""
+    """Know a call that has passed every check.
+
+    Parameters
+    ----------
+    given
+        The operands that were given to it.
+    made
+        Shape and dtype of those that were made.
+    captures, capture_gradients
+        Arrays of the modifier that is left, and their gradients.
+    """
     backward = isinstance(plan, BackwardPlan)
-    spans: list[Span | None] = []
-    outputs = []
-    for place, name in enumerate(plan.OPERANDS):
-        view = given.get(name)
-        if view is None or 0 in view.shape:
-            spans.append(None)
-            continue
-        first, end = span(view)
-        spans.append((first - view.ptr, end - view.ptr))
-        if OPERANDS[name].role(backward).startswith("out"):
-            outputs.append(place)
+    views = {place: given[name] for place, name in enumerate(plan.OPERANDS) if name in given}
+    outputs = [place for place in views if OPERANDS[plan.OPERANDS[place]].role(backward).startswith("out")]
+    if modifier is not None:
+        views |= dict(zip(modifier.arrays, captures, strict=True))
+        of_trained = [x for x in capture_gradients if x is not None]
+        views |= dict(zip(modifier.gradients, of_trained, strict=True))
+        outputs += modifier.gradients
+    spans: list[Span | None] = [None] * (1 + max(views))
+    for place, view in views.items():
+        if 0 not in view.shape:
+            first, end = span(view)
+            spans[place] = first - view.ptr, end - view.ptr
     shapes = {name: (shape, compact_strides(shape), dtype) for name, (shape, dtype) in made.items()}
     tables.remember(_repeats, signature.key, Repeat(plan, tuple(spans), tuple(outputs), shapes, set(), modifier))
 
@@ -208,7 +221,7 @@ def attention_again(known: Repeat, signature: Signature, q: Any, out: Any, optio
         known.plan.run(stream, tuple(addresses), address, rng)
     else:
         values = known.modifier.values(addresses, address + size)
-        known.plan.run(stream, tuple(addresses[: len(known.spans)]), address, rng, values)
+        known.plan.run(stream, tuple(addresses[: len(known.plan.OPERANDS)]), address, rng, values)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -220,7 +233,7 @@ def ran_again(
     known = find(signature, operands)
     if known is None:
         return False
-    count, modifier = len(known.spans), known.modifier
+    count, modifier = len(known.plan.OPERANDS), known.modifier
     addresses, address = tuple(signature.addresses[:count]), signature.addresses[count]
     stream = current_stream(signature.framework, signature.device)
     size = known.plan.workspace_bytes

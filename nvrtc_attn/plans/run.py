@@ -65,7 +65,7 @@ def forward(
         if signature is not None:
             made = made or {}
             theirs = {name: x for name, x in views.items() if name not in made}
-            remember(signature, plan, {**call.tensors, **theirs}, made, modifier)
+            remember(signature, plan, {**call.tensors, **theirs}, made, modifier, call.captures)
 
 
 def backward(
@@ -91,7 +91,7 @@ def backward(
             )
         else:
             views[name] = call.output_view(x, name, views)
-    capture_gradients, dbias = call.capture_gradients(daux)
+    capture_gradients, dbias = call.capture_gradients(daux, views)
     if dbias is not None:
         views["dbias"] = dbias
     if call.on_cpu:
@@ -107,7 +107,7 @@ def backward(
     owners = workspace, capture_gradients
     modifier = _launch(plan, call, views, address, call.kernel_rng(rng), owners, capture_gradients)
     if signature is not None:
-        remember(signature, plan, {**call.tensors, **views}, {}, modifier)
+        remember(signature, plan, {**call.tensors, **views}, {}, modifier, call.captures, capture_gradients)
 
 
 def captured_bytes(call: Call) -> int:

@@ -232,6 +232,40 @@ def test_other_refusals() -> None:
         )
 
 
+def test_outputs_do_not_share_memory_with_captured_arrays() -> None:
+    q, k, v, dout = tensors(SIZES[2], 0)
+    memory = np.zeros(2 * q.size, np.float32)
+    table = memory[:16].reshape(2, 8)
+    modifier = nvrtc_attn.trace(lambda s, b, h, i, j: s + np.sin(table[h, j] * i))
+    with pytest.raises(ValueError, match="out: shares memory with captured array 0"):
+        nvrtc_attn.attention(q, k, v, score_mod=modifier, out=memory[8 : 8 + q.size].reshape(q.shape))
+    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+    gradients = [np.empty_like(x) for x in (q, k, v)]
+    of_dq, of_out = (x.reshape(-1)[:16].reshape(2, 8) for x in (gradients[0], out))
+    taken = (
+        (table, "captured array 0"),
+        (memory[8:24].reshape(2, 8), "captured array 0"),
+        (of_dq, "dq"),
+        (of_out, "out"),
+    )
+    for daux, other in taken:
+        with pytest.raises(ValueError, match=rf"daux\[0\]: shares memory with {other}"):
+            nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=[daux])
+    apart = memory[16:32].reshape(2, 8)
+    nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=[apart])
+
+
+@pytest.mark.parametrize("number", [np.asarray(2.0, np.float32), np.float32(2.0), np.asarray(2)], ids=repr)
+def test_a_number_in_an_array_stands_on_either_side(number: Any) -> None:
+    q, k, v, _ = tensors(SIZES[2], 0)
+    expected = nvrtc_attn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * 2.0)
+    for function in (lambda s, b, h, i, j: s * number, lambda s, b, h, i, j: number * s):
+        np.testing.assert_allclose(nvrtc_attn.attention(q, k, v, score_mod=function), expected, rtol=1e-6)
+    whole = nvrtc_attn.attention(q, k, v, score_mod=lambda s, b, h, i, j: nvrtc_attn.where(i > j, s, 2.0))
+    found = nvrtc_attn.attention(q, k, v, score_mod=lambda s, b, h, i, j: nvrtc_attn.where(i > j, s, number))
+    np.testing.assert_allclose(found, whole, rtol=1e-6)
+
+
 def test_an_index_out_of_range_at_a_masked_pair_does_not_matter() -> None:
     q, k, v, _ = tensors((1, 2, 8, 8), 0)
     table = np.arange(8, dtype=np.float32)
@@ -551,3 +585,27 @@ def test_a_captured_array_without_elements_is_refused() -> None:
         with pytest.raises(ValueError, match=r"captured array 0 has shape \(.*0.*\): there is no element"):
             nvrtc_attn.attention(q, q, q, mask_mod=mask)
         assert nvrtc_attn.attention(q[:0], q[:0], q[:0], mask_mod=mask).shape == (0, 4, 2, 8)
+
+
+BANDS: dict[str, tuple[Any, Any]] = {
+    "causal": (None, lambda b, h, q, k: k <= q),
+    "window": (None, lambda b, h, q, k: abs(q - k) <= 2),
+    "causal, of a score": (lambda s, b, h, q, k: nvrtc_attn.where(k <= q, s, -float("inf")), None),
+}
+
+
+@pytest.mark.parametrize("beside", [{}, {"causal": True}, {"window_size": (3, 1)}], ids=str)
+@pytest.mark.parametrize("name", BANDS)
+def test_a_band_of_positions_stays_where_it_is_beside_used_keys(name: str, beside: dict[str, Any]) -> None:
+    """Options' own bands end with the used keys, a function's counts from the first."""
+    sizes = (3, 2, 8, 8)
+    q, k, v, _ = tensors(sizes, 0)
+    used = np.array([5, 8, 2], np.int32)
+    score, mask = BANDS[name]
+    found = nvrtc_attn.attention(q, k, v, score_mod=score, mask_mod=mask, seqused_k=used, **beside)
+    i, j = np.indices(sizes[2:])
+    keeps = {"window": abs(i - j) <= 2}.get(name, j <= i)
+    for b, n in enumerate(used):
+        x = (x[b, None, :size] for x, size in ((q, 8), (k, n), (v, n)))
+        expected = nvrtc_attn.attention(*x, mask=keeps[None, None, :, :n], **beside)
+        np.testing.assert_allclose(found[b, None], expected, atol=1e-6, err_msg=str(n))

@@ -170,6 +170,40 @@ def seen(q: Array, k: Array, **options: Any) -> Array:
     return np.asarray(out.transpose(0, 2, 1, 3)[..., :num_keys] != 0)
 
 
+BANDS: list[dict[str, Any]] = [
+    {"causal": True}, {"window_size": (2, 1)}, {"causal": True, "window_size": (3, 0)}, {"causal": "top_left"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_the_diagonal_of_parts_ends_with_the_used_keys(band: dict[str, Any]) -> None:
+    """As that of each batch entry without the other keys."""
+    numbers = np.random.default_rng(0)
+    q, k, v = (numbers.standard_normal((3, n, 2, 8), np.float32) for n in (7, 9, 9))
+    used = np.array([5, 9, 0], np.int32)
+    whole = np.concatenate(
+        [nvrtc_attn.attention(*(x[b, None] for x in (q, k[:, :n], v[:, :n])), **band) for b, n in enumerate(used)]
+    )
+    parts = [nvrtc_attn.Part(sm_margin=0), nvrtc_attn.Part(heads=(0, 4)), nvrtc_attn.Part(batch=(1, 4), keys=(0, 9))]
+    for part in (None, *parts):
+        found = nvrtc_attn.attention(q, k, v, seqused_k=used, part=part, **band)
+        np.testing.assert_allclose(found, whole, atol=1e-6, err_msg=str(part))
+    for first, last in ((0, 3), (3, 4), (4, 7)):
+        part = nvrtc_attn.Part(rows=(first, 7))
+        found = nvrtc_attn.attention(q[:, first:last], k, v, seqused_k=used, part=part, **band)
+        np.testing.assert_allclose(found, whole[:, first:last], atol=1e-6, err_msg=str(part))
+
+
+def test_a_part_of_the_keys_does_not_know_where_the_used_ones_end() -> None:
+    x, used = np.ones((1, 8, 1, 8), np.float32), np.array([5], np.int32)
+    part = nvrtc_attn.Part(keys=(8, 16))
+    for options in ({"causal": True}, {"window_size": (2, None)}):
+        with pytest.raises(nvrtc_attn.UnsupportedError, match="part, keys: got .8, 16. with seqused_k"):
+            nvrtc_attn.attention(x, x, x, seqused_k=used, part=part, **options)  # type: ignore[arg-type]
+    for options in ({"causal": "top_left"}, {}):
+        nvrtc_attn.attention(x, x, x, seqused_k=used, part=part, **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
 def test_the_mask_of_parts_is_the_wholes_bit_for_bit(causal: Any) -> None:
     """Every score is kept or dropped as `dropout_keep_mask` of the whole says, and seen as the whole's window says."""
