@@ -25,6 +25,9 @@ class Part:
     pass the slices. ``heads`` counts query heads. The indices that ``score_mod`` and ``mask_mod`` get are those of the
     whole, and so are the arrays that they captured; gradients of those are the part's share, in arrays of whole size.
 
+    A diagonal from the bottom right ends with the keys of the whole, with ``seqused_k`` with those that are used: then
+    all keys are in the part, or causal is ``"top_left"``.
+
     A part of the keys gives partial results, which `nvrtc_attn.torch.parallel.merge_partials` combines;
     ``attention_backward`` with out and lse of the whole gives exact shares of the gradients, to be added up.
 

@@ -12,7 +12,7 @@ from ..base.errors import TraceError, shown
 from .graph import INPUTS, Node, cast, number
 from .modifier import Modifier, written
 from .proxy import Captured, Proxy, Recording, is_array, names_element
-from .remembered import again, facts_of, find, remember
+from .remembered import again, facts_of, find, is_plain_array, names_in, remember
 
 _MAX_DEPTH: Final = 16
 
@@ -141,7 +141,7 @@ def _with_captures(x: Any, recording: Recording, depth: int) -> Any:
 
     torch's tensors stay as they are: `_torch_mode` sees what is done to them.
     """
-    if _is_plain_array(x):
+    if is_plain_array(x):
         return Captured(recording, x)
     if depth > _MAX_DEPTH:
         return x
@@ -170,10 +170,10 @@ def _with_captures(x: Any, recording: Recording, depth: int) -> Any:
         changed |= after is not before
         cells.append(cell if after is before else types.CellType(after))
     values = x.__globals__
-    for name in _names(x.__code__):
+    for name in names_in(x.__code__):
         before = x.__globals__.get(name)
         # Other functions of the same file may read arrays, too; those of a library do not.
-        if before is x or not (_is_plain_array(before) or getattr(before, "__globals__", None) is x.__globals__):
+        if before is x or not (is_plain_array(before) or getattr(before, "__globals__", None) is x.__globals__):
             continue
         after = replaced(before)
         if after is not before:
@@ -186,18 +186,8 @@ def _with_captures(x: Any, recording: Recording, depth: int) -> Any:
         return x
     result = types.FunctionType(x.__code__, values, x.__name__, defaults or None, tuple(cells) or None)
     result.__kwdefaults__ = x.__kwdefaults__
+    result.__dict__.update(x.__dict__)
     return result
-
-
-def _is_plain_array(x: object) -> bool:
-    return not isinstance(x, type) and is_array(x) and not hasattr(x, "__torch_function__")
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for x in code.co_consts:
-        if isinstance(x, types.CodeType):
-            yield from _names(x)
 
 
 def numbers_of(code: types.CodeType) -> Iterator[int | float]:
@@ -224,7 +214,7 @@ def literals(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
             for x in inner if isinstance(inner, tuple | list) else (inner,):
                 if x is not function:
                     yield from literals(x, depth + 1)
-    for name in _names(function.__code__):
+    for name in names_in(function.__code__):
         other = function.__globals__.get(name)
         if other is not function and getattr(other, "__globals__", None) is function.__globals__:
             yield from literals(other, depth + 1)
@@ -259,6 +249,7 @@ def _mode_class(torch: Any) -> Any:
                     if getattr(func, "__name__", "") == "__getitem__" and names_element(*args):
                         return self._recording.index(args[0], (), args[1])
                     name = getattr(getattr(func, "__self__", None), "__name__", "")
+                    # Attributes that `remembered.Facts` looks at are those of every call that finds the trace.
                     self._recording.computed |= name not in ("shape", "dtype", "device", "ndim", "requires_grad")
                     return func(*args, **kwargs)
                 return torch_function(func, args, kwargs)

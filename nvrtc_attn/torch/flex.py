@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -23,7 +24,7 @@ from ..modifiers.trace import literals, traced
 from .flex_compiled import attention as attention_by_operator
 from .flex_compiled import backward
 from .flex_known import again, know
-from .ops import once_only
+from .ops import cast_for_autocast, once_only
 
 _ScoreMod = Callable[..., torch.Tensor]
 _in_dynamo = torch.compiler.is_dynamo_compiling
@@ -101,7 +102,7 @@ def flex_attention(
     """Attention with the user's own ``score_mod`` and ``mask_mod``, as torch.nn.attention.flex_attention's.
 
     Differentiable in query, key, value and in every floating-point tensor that ``score_mod`` captured, also through the
-    log-sum-exp.
+    log-sum-exp. ``torch.autocast`` casts query, key and value, as it does for `scaled_dot_product_attention`.
 
     Parameters
     ----------
@@ -113,7 +114,8 @@ def flex_attention(
     block_mask
         What `create_block_mask` returned, or a BlockMask of torch's. The latter is read by its blocks as well, as its
         lists need not be those of its ``mask_mod``: the former is faster. Its lists are checked and turned into a
-        table once, which waits for the GPU, and again after they were written to.
+        table once, which waits for the GPU, and again after they were written to; at every call, where inference mode
+        made them, whose tensors do not tell of writes.
     scale
         Default ``1 / sqrt(E)``.
     enable_gqa
@@ -147,6 +149,7 @@ def flex_attention(
         raise ValueError(
             f"query, key: {query.shape[1]} and {key.shape[1]} heads. Pass enable_gqa=True for heads that share keys."
         )
+    query, key, value, _ = cast_for_autocast(query, key, value, None)
     batch = query.shape[0]
     q, k, v = (x.expand(batch, -1, -1, -1).transpose(1, 2) for x in (query, key, value))
     if block_mask is not None and isinstance(score_mod, Modifier):
@@ -198,7 +201,9 @@ def _mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> _Sc
 
 
 _LISTS: Final = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-_tables: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor, torch.Tensor | None]] = weakref.WeakKeyDictionary()
+# The lists, which stay alive so that others are not taken for them, and what was read of them.
+_Tables = tuple[list[Any], tuple[Any, ...], torch.Tensor, torch.Tensor | None]
+_tables: weakref.WeakKeyDictionary[Any, _Tables] = weakref.WeakKeyDictionary()
 
 
 def _tables_of(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -212,10 +217,12 @@ def _tables_of(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         ]
         assert tables[0] is not None
         return tables[0], tables[1]
-    facts = tuple(None if x is None else (id(x), x._version) for x in lists)
-    known = _tables.get(block_mask)
-    if known is not None and known[0] == facts:
-        return known[1], known[2]
+    tells_of_writes = not any(x is not None and x.is_inference() for x in lists)
+    versions = [None if x is None else x._version for x in lists] if tells_of_writes else []
+    facts = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE), versions
+    known = _tables.get(block_mask) if tells_of_writes else None
+    if known is not None and known[1] == facts and all(map(is_, known[0], lists)):
+        return known[2], known[3]
     counts, indices, full_counts, full_indices = lists
     rows, columns = (-(-n // size) for n, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True))
     found = []
@@ -242,7 +249,8 @@ def _tables_of(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             )
     partial, *rest = (x[..., :columns] != 0 for x in found)
     full = rest[0] if rest else None
-    _tables[block_mask] = (facts, partial, full)
+    if tells_of_writes:
+        _tables[block_mask] = (lists, facts, partial, full)
     return partial, full
 
 

@@ -29,6 +29,8 @@ from .ops import once_only
 from .passes import adopt
 from .tensors import Made, allocator, current_device, dense, empty_on_current, raw_stream
 
+_autocast: Final = torch._C._is_any_autocast_enabled
+_autocast_dtype: Final = torch.get_autocast_dtype
 _grad_enabled: Final = torch.is_grad_enabled
 _deterministic: Final = torch._C._get_deterministic_algorithms
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
@@ -66,7 +68,7 @@ class _Pass:
             for given, place in modifier.moved:
                 addresses[place] = addresses[given]
             values = modifier.values(addresses, address + plan.workspace_bytes)
-        plan.run(raw_stream(self._index), tuple(addresses[: len(known.spans)]), address, NO_RNG, values)
+        plan.run(raw_stream(self._index), tuple(addresses[: len(plan.OPERANDS)]), address, NO_RNG, values)
 
 
 class _KnownBackward(_Pass):
@@ -185,13 +187,14 @@ def _looked_up(score_mod: Any, block_mask: Any, scale: Any, gqa: Any, return_lse
     if modifier is not None:
         numbers = modifier.numbers
         program = modifier.program, numbers, 0 in numbers and repr(numbers)
-    return (program, mask, scale, gqa, return_lse, _grad_enabled()), modifier, captures
+    autocast = _autocast() and _autocast_dtype("cuda")
+    return (program, mask, scale, gqa, return_lse, _grad_enabled(), autocast), modifier, captures
 
 
 def know(
     query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, gqa: Any, return_lse: Any
 ) -> None:
-    """Remember a call that has passed every check, if one like it was run before."""
+    """Remember a call that has passed every check, of tensors as autocast left them, if one like it was run before."""
     found = _looked_up(score_mod, block_mask, scale, gqa, return_lse)
     if found is None or _dispatch_modes() or _transformed() or key.shape[0] != query.shape[0]:
         return

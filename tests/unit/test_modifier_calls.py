@@ -160,6 +160,33 @@ def test_a_repeated_call_runs_what_a_first_one_does(
 
 
 @pytest.mark.usefixtures("fake", "nothing_traced")
+def test_a_repeated_call_refuses_what_a_first_one_does() -> None:
+    """Of the gradient of a captured array: memory of another operand, and another device than that of q."""
+    q, k, v = qkv(torch.float32)
+    out, lse, dout = torch.empty_like(q), torch.empty(2, HEADS, ROWS), torch.zeros_like(q)
+    gradients, workspace = [torch.empty_like(x) for x in (q, k, v)], torch.empty(1 << 24, dtype=torch.uint8)
+    memory = torch.zeros(2 * TABLE.numel())
+    table, rest = memory[: TABLE.numel()].view_as(TABLE), memory[TABLE.numel() :].view_as(TABLE)
+
+    def by_table(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score * table[h, i % table.shape[1]]
+
+    def run(daux: Any) -> None:
+        nvrtc_attn.attention_backward(
+            dout, q, k, v, out, lse, *gradients, score_mod=by_table, daux=[daux], workspace=workspace
+        )
+
+    for _ in range(3):
+        run(rest)
+    for of_other, name in ((table, "captured array 0"), (gradients[0].view(-1)[: table.numel()].view_as(table), "dq")):
+        with pytest.raises(ValueError, match=rf"daux\[0\]: shares memory with {name}"):
+            run(of_other)
+    with pytest.raises(ValueError, match=r"daux\[0\]: on cpu, but q is on cuda:0"):
+        run(np.zeros(tuple(table.shape), np.float32))
+    run(rest)
+
+
+@pytest.mark.usefixtures("fake", "nothing_traced")
 def test_arrays_of_another_call_are_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of one shape at other addresses: in the block, as a bias, and in a closure that is made at every step."""
     q, k, v = qkv(torch.float32)
@@ -285,6 +312,32 @@ def test_what_is_in_aux_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_traced")
+def test_functions_of_libraries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whichever name; what a library made of the user's own function is not one of them."""
+    where = nvrtc_attn.where
+    functions: list[Any] = [
+        lambda score, b, h, q, k: where(k <= q, score, -1.0),
+        lambda score, b, h, q, k: nvrtc_attn.where(k <= q, score, -1.0),
+        lambda score, b, h, q, k: torch.where(k <= q, score, -1.0),
+    ]
+    for function in functions:
+        forget_traces()
+        for _ in range(3):
+            modifier = traced(function)
+        with monkeypatch.context() as patch:
+            patch.setattr("nvrtc_attn.modifiers.trace._called", None)
+            assert traced(function).program == modifier.program
+    factor = [2.0]
+
+    @torch.no_grad()
+    def scaled(score: Any) -> Any:
+        return score * factor[0]
+
+    for factor[0] in (2.0, 3.0, 3.0, 2.0):
+        assert traced(lambda score, b, h, q, k: scaled(score)).numbers == (factor[0],)
+
+
+@pytest.mark.usefixtures("nothing_traced")
 def test_what_is_written_into_a_cell_or_an_array_is_seen() -> None:
     factor, slopes = 2.0, torch.rand(HEADS)
 
@@ -302,6 +355,105 @@ def test_what_is_written_into_a_cell_or_an_array_is_seen() -> None:
     (captured,) = traced(function).captures
     assert captured is slopes
     assert captured is not before
+
+
+VALUES = [np.zeros(2, np.float32)]
+
+
+def hidden() -> dict[str, tuple[Any, Callable[[float], Any]]]:
+    """Functions that scale by what is no cell, default or global of theirs, and what sets the factor."""
+    package, settings = types.ModuleType("of_a_user"), types.ModuleType("of_a_user.math")
+    package.math = settings  # type: ignore[attr-defined]
+    sys.modules.update({x.__name__: x for x in (package, settings)})
+    tensor, flag, array = torch.rand(2), torch.rand(2), np.zeros(2, np.float32)
+    numbers: dict[str, float] = {}
+    get = numbers.get
+
+    def helper() -> Any:
+        return array[1]
+
+    def attribute(score: Any, b: Any, h: Any, q: Any, k: Any, otherwise: Any = 2.5) -> Any:
+        return score * getattr(attribute, "by", otherwise)
+
+    def attribute_of_helper(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * helper.by  # type: ignore[attr-defined]
+
+    def array_of_function(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * array_of_function.array[1]  # type: ignore[attr-defined]
+
+    array_of_function.array = array  # type: ignore[attr-defined]
+
+    def imported(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        def inner() -> Any:
+            from of_a_user.math import by  # type: ignore[import-not-found]
+
+            return by
+
+        return score * inner()
+
+    def imported_from_beside() -> Any:
+        from .math import by  # type: ignore[import-not-found]
+
+        return by
+
+    def calls_itself(score: Any, b: Any, h: Any, q: Any, k: Any, deeper: bool = True) -> Any:
+        if deeper:
+            return calls_itself(score, b, h, q, k, False)
+        return score * array[1]
+
+    def attribute_of_tensor(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * tensor.by
+
+    def gradient_of_tensor(score: Any, b: Any, h: Any, q: Any, k: Any, by: Any = (2.5, 3.5)) -> Any:
+        return score * by[flag.requires_grad]
+
+    def global_by_name(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * globals()["VALUES"][0][1]
+
+    def array_in_a_list(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * VALUES[0][1]
+
+    def method(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * get("by")
+
+    def of_another_file(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * FUNCTION()  # type: ignore[name-defined]  # noqa: F821
+
+    beside = types.FunctionType(imported_from_beside.__code__, {"__package__": "of_a_user"})
+    elsewhere = types.FunctionType((lambda: VALUES[1]).__code__, {"VALUES": array})
+    return {
+        "attribute": (attribute, lambda x: setattr(attribute, "by", x)),
+        "attribute of helper": (attribute_of_helper, lambda x: setattr(helper, "by", x)),
+        "array of function": (array_of_function, lambda x: array.fill(x)),
+        "array of a function that calls itself": (calls_itself, lambda x: array.fill(x)),
+        "imported": (imported, lambda x: setattr(settings, "by", x)),
+        "imported from beside": (lambda score, b, h, q, k: score * beside(), lambda x: setattr(settings, "by", x)),
+        "array of another file": (
+            types.FunctionType(of_another_file.__code__, {"FUNCTION": elsewhere}), lambda x: array.fill(x),
+        ),
+        "attribute of tensor": (attribute_of_tensor, lambda x: setattr(tensor, "by", x)),
+        "gradient of tensor": (gradient_of_tensor, lambda x: flag.requires_grad_(x == 3.5)),
+        "global by name": (global_by_name, lambda x: VALUES[0].fill(x)),
+        "array in a list": (array_in_a_list, lambda x: VALUES[0].fill(x)),
+        "method": (method, lambda x: numbers.update(by=x)),
+    }  # fmt: skip
+
+
+HIDDEN = hidden()
+
+
+@pytest.mark.usefixtures("nothing_traced")
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_is_read_in_other_ways_is_seen(name: str) -> None:
+    function, put = HIDDEN[name]
+    if name == "attribute":  # which the function does not have yet
+        for _ in range(3):
+            assert traced(function).numbers == (2.5,)
+    for value in (2.5, 2.5, 2.5, 3.5, 3.5, 3.5, 2.5, 3.5):
+        put(value)
+        assert traced(function).numbers == (value,)
+    if name in ("attribute of helper", "attribute of tensor", "gradient of tensor"):
+        assert remembered._recent, "numbers that are seen need no new trace"
 
 
 @pytest.mark.usefixtures("nothing_traced")
@@ -427,7 +579,7 @@ class Watching(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("fake", "nothing_traced")
-def test_no_other_call_is_taken_for_a_known_one_of_flex_attention() -> None:
+def test_no_other_call_is_taken_for_a_known_one_of_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     slopes, mask = torch.rand(HEADS), mask_of({"mask_mod": same_document})
     q, k, v = heads_first()
 
@@ -466,6 +618,15 @@ def test_no_other_call_is_taken_for_a_known_one_of_flex_attention() -> None:
     with torch.no_grad():
         assert call() == []
     assert call() == ["forward"]
+    # The type of autocast alone tells these apart: tensors of either type are on the same side of its switch.
+    half = [x.bfloat16() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        monkeypatch.setattr(flex_known, "_autocast_dtype", lambda _: torch.bfloat16)
+        for _ in range(5):
+            call(*half)
+        assert call(*half) == ["forward"]
+        monkeypatch.setattr(flex_known, "_autocast_dtype", lambda _: torch.float16)
+        assert call(*half) == []
     with pytest.raises(ValueError, match="lengths"):
         na.flex_attention(q[:, :, 1:], k, v, sloped(slopes), mask)
     with pytest.raises(ValueError, match="enable_gqa"):

@@ -96,6 +96,36 @@ def test_lists_of_blocks_are_read_again_after_a_write(monkeypatch: pytest.Monkey
     torch.testing.assert_close(second, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_lists_in_the_place_of_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other lists may get the numbers that Python gave to those before, and sizes may change below the same lists."""
+    from nvrtc_attn.torch import flex
+
+    q, k, v = tensors()
+    mask = lists([1, 1, 1], [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
+    first = flex_attention(q, k, v, block_mask=mask)
+    mask.kv_num_blocks = torch.full_like(mask.kv_num_blocks, 2)
+    monkeypatch.setattr(flex, "id", lambda _: 0, raising=False)
+    second = flex_attention(q, k, v, block_mask=mask)
+    assert not torch.equal(first, second)
+    mask.kv_num_blocks = torch.ones_like(mask.kv_num_blocks)
+    assert torch.equal(flex_attention(q, k, v, block_mask=mask), first)
+    mask.seq_lengths = (M, 8)
+    with pytest.raises(ValueError, match="at most 1"):
+        flex_attention(q, k[:, :, :8], v[:, :, :8], block_mask=mask)
+
+
+def test_lists_that_inference_mode_made() -> None:
+    q, k, v = tensors()
+    made = ([1, 1, 1], [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
+    expected = flex_attention(q, k, v, block_mask=lists(*made))
+    with torch.inference_mode():
+        mask = lists(*made)
+        for _ in range(2):
+            assert torch.equal(flex_attention(q, k, v, block_mask=mask), expected)
+        mask.kv_num_blocks.fill_(2)
+        assert not torch.equal(flex_attention(q, k, v, block_mask=mask), expected), "no version tells of the write"
+
+
 def test_blocks_without_a_function() -> None:
     """`from_kv_blocks`: the lists alone say what is kept."""
     q, k, v = tensors()
@@ -109,6 +139,42 @@ def test_blocks_without_a_function() -> None:
 
     expected, _ = dense(q, k, v, None, mask_mod)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=block_mask), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_is_that_of_torch(compiled: bool) -> None:
+    """out of autocast's type, gradients of the inputs' own; types that differ become one."""
+    slopes = SLOPES.clone().requires_grad_()
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score + slopes[h] * (j - i)
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return flex_attention(q, k, v, score_mod, return_lse=True)
+
+    def of_torch(q: Any, k: Any, v: Any) -> Any:
+        return theirs.flex_attention(q, k, v, score_mod, return_lse=True)
+
+    if compiled:
+        torch._dynamo.reset()
+        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    q, k, v = (x.requires_grad_() for x in tensors())
+    wanted = (q, k, v, slopes)
+    exact = torch.autograd.grad(flex_attention(q, k, v, score_mod).sum(), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = ours(q, k, v)
+        expected, expected_lse = of_torch(q.detach(), k.detach(), v.detach())
+        mixed, _ = ours(q, k.bfloat16(), v.bfloat16())
+    assert (out.dtype, lse.dtype) == (expected.dtype, expected_lse.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(lse, expected_lse, rtol=0.05, atol=0.05)
+    assert torch.equal(mixed, out)
+    for ours_of, x, theirs_of in zip(torch.autograd.grad(out.float().sum(), wanted), wanted, exact, strict=True):
+        assert ours_of.dtype is x.dtype
+        torch.testing.assert_close(ours_of, theirs_of, rtol=0.1, atol=0.1)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert ours(q, k, v)[0].dtype is torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
