@@ -127,7 +127,7 @@ def attention(
         ``mask_mod(b, h, q, k)`` says whether the key is kept.
     aux
         Arrays by name that both functions take as one more argument: ``aux["slopes"][h]``. Of any shape and strides,
-        on q's device: bool, uint8, int32, int64, uint64, or floats of 16 to 64 bits.
+        on q's device: bool, uint8, int32, int64, or floats of 16 to 64 bits.
     return_lse
         Return (out, lse); lse is float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), the natural log of the sum of
         ``exp(S)`` and of ``exp(sink)``; -inf for a row with no valid key, or the sink.

@@ -55,7 +55,7 @@ from .host import Memory
 from .host import array as host_array
 from .host import register as register_host_target
 from .modifier import traced
-from .partition import partitioned
+from .partition import partitioned, words_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,6 +72,7 @@ _registered = False
 _host_registered = False
 _passes: dict[tuple[int, ...], _Pass] = {}
 _forms: dict[tuple[int, ...], tuple[_Kind, tuple[str, ...]]] = {}
+"""No entry ever goes: a compiled program names one for as long as it lives, and nothing says how long that is."""
 _plans: dict[tuple[_Pass, int], ForwardPlan | BackwardPlan] = {}
 _targets: dict[tuple[tuple[int, ...], int], _Target] = {}
 """By a program's name of its pass, and the device."""
@@ -85,10 +86,9 @@ _calls: dict[_Pass, Call] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What is computed, without shapes. ``rng`` are the words of seed and offset that are not arrays."""
+    """What is computed, without shapes."""
 
     options: CallOptions
-    rng: tuple[int, int]
     backward: bool = False
     program: Program | None = None
     """Of score_mod and mask_mod; the arrays that they captured are operands ``aux0``, ``aux1`` and so on."""
@@ -241,15 +241,14 @@ def attention(
     }  # fmt: skip
     operands = {name: _array(name, x) for name, x in given.items() if x is not None or name not in OPTIONAL_INPUTS}
     modifier = traced(score_mod, mask_mod, aux)
-    kind = _Kind(options, (0, 0))
+    kind = _Kind(options)
     if modifier is not None:
         kind, captures = with_modifier(kind, modifier)
         operands |= captures
     options = _check(_bind(kind, operands))
     kind = replace(kind, options=options)
     if options.dropout_p > 0:
-        words, arrays = rng_words(rng)
-        kind, operands = replace(kind, rng=words), {**operands, **arrays}
+        operands |= rng_words(rng)
     # Of arrays alone nobody differentiates: past custom_vjp, which takes half a millisecond of an eager call.
     traced_call = any(isinstance(x, jax.core.Tracer) for x in operands.values())
     results = _attention(kind, _equally_varying(operands)) if traced_call else _run(kind, operands)
@@ -281,7 +280,10 @@ def check_call(operands: dict[str, Any], options: CallOptions, modifier: Modifie
 def with_modifier(kind: _Kind, modifier: Modifier) -> tuple[_Kind, dict[str, Any]]:
     """The kind of a call with a modifier, and the operands that its arrays are."""
     arrays = {f"{_AUX}{i}": _array(f"captured array {i}", x) for i, x in enumerate(modifier.captures)}
-    return replace(kind, program=modifier.program, numbers=modifier.numbers), arrays
+    program, types = modifier.program, tuple((x.dtype.name, x.ndim) for x in arrays.values())
+    if program.captures != types:  # without its 64-bit types, JAX makes 32-bit arrays of NumPy's
+        program = replace(program, captures=types)
+    return replace(kind, program=program, numbers=modifier.numbers), arrays
 
 
 def captured(kind: _Kind) -> dict[int, str]:
@@ -385,7 +387,7 @@ def _compute(kind: _Kind, operands: dict[str, Any]) -> Any:
             _forms[tuple(_digest(moved))] = moved
         if kind.program is not None:
             return part(None, *arrays)  # its positions count batch entries and heads of the whole
-        return partitioned(part, bound.operands, bound.results, dropout, kind.rng[1])(*arrays)
+        return partitioned(part, bound.operands, bound.results, dropout)(*arrays)
 
     run = jax.custom_batching.custom_vmap(dispatch)
     run.def_vmap(partial(_vmap_rule, kind, names))
@@ -421,7 +423,8 @@ def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
 
 def _custom_call(bound: _Pass, workspace_bytes: int, *arrays: Any) -> Any:
     key = bound.key
-    _passes[key], _forms[key[:3]] = bound, bound.form
+    _forms[key[:3]] = bound.form
+    remember(_passes, key, bound)
     shapes = [(shape, dtype) for _, shape, dtype in bound.results]
     extra = [((workspace_bytes,), "uint8"), ((0, *key), "uint8")]
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes + extra]
@@ -500,20 +503,27 @@ def _array(name: str, x: Any) -> Any:
         ) from error
 
 
-def rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Seed and offset: the ints, and by name those that are arrays, as ``uint32[2]``."""
+def rng_words(rng: Any) -> dict[str, Any]:
+    """Seed and offset by name, as ``uint32[2]``; an offset of 0 is left out.
+
+    An int is an operand as arrays are: a program does not depend on it, and another one needs no new program.
+    """
     if rng is None:
         raise ValueError(
             "rng: None, but dropout_p > 0. Pass a JAX key, a seed, or (seed, offset), new ones at every step."
         )
-    words, arrays = [0, 0], {}
+    arrays: dict[str, Any] = {}
     pair = rng if isinstance(rng, (tuple, list)) else (rng, 0)
     if len(pair) != 2:
         raise TypeError(f"rng: got {len(pair)} values. Pass a JAX key, a seed, or (seed, offset).")
-    for index, (name, x) in enumerate(zip(("seed", "offset"), pair, strict=True)):
+    for name, x in zip(("seed", "offset"), pair, strict=True):
         if isinstance(x, (int, np.integer)):
-            words[index] = philox.check_word(f"rng {name}", x)
+            word = philox.check_word(f"rng {name}", x)
+            if word or name == "seed":
+                arrays[name] = jnp.asarray(words_of(word))
             continue
+        if isinstance(x, np.ndarray) and x.size == 1 and x.dtype in (np.int64, np.uint64):
+            x = x.reshape(1).view(np.uint32)  # JAX without its 64-bit types would cut it off
         x = _array(f"rng {name}", x)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             arrays[name] = jax.random.bits(x, (2,), np.uint32)
@@ -524,7 +534,7 @@ def rng_words(rng: Any) -> tuple[tuple[int, int], dict[str, Any]]:
             arrays[name] = bits if bits.shape else jnp.stack([bits, jnp.zeros((), np.uint32)])
         else:
             raise ValueError(f"rng {name}: got {x.dtype} of shape {x.shape}. Pass a JAX key, an integer, or uint32[2].")
-    return (words[0], words[1]), arrays
+    return arrays
 
 
 # ------------------------------------------------------------------------------------------------ plans and launch
@@ -547,11 +557,11 @@ def _view(address: int, shape: tuple[int, ...], dtype: str, where: Device) -> Te
     return TensorView(address, shape, dense_layout(shape, dtype).strides, dtype, where)
 
 
-def _values(bound: _Pass, pointers: dict[str, int], where: Device) -> ModifierValues:
-    """What a launch passes to the modifier, of arrays at these addresses."""
+def _values(bound: _Pass, plan_bytes: int, pointers: dict[str, int], where: Device) -> ModifierValues:
+    """What a launch passes to the modifier, of arrays at these addresses, with a plan that needs so much workspace."""
     call = _calls.get(bound)
     if call is None:
-        call = _calls[bound] = _describe(bound, where)
+        call = remember(_calls, bound, _describe(bound, where))
     if call.modifier is None or call.modified is None:
         return NO_MODIFIER
     captures, gradients = (
@@ -560,7 +570,7 @@ def _values(bound: _Pass, pointers: dict[str, int], where: Device) -> ModifierVa
     )
     words = None
     if orders_gradients(call.problem):  # behind the workspace of the plan
-        words = pointers["workspace"] + _plan(bound, where.index).workspace_bytes
+        words = pointers["workspace"] + plan_bytes
     numbers = call.modifier.numbers
     return modifier_values(call.modifier.program, call.problem.trained, captures, gradients, numbers, words)
 
@@ -585,8 +595,7 @@ def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPl
             shares = {name: dense_layout(shape, dtype) for name, shape, dtype in bound.results if name in single}
             dense = {name: call.problem.dense_layout_of(name) for name in names if name not in shares}
             problem = call.with_outputs(**dense, **shares)
-        plan = make(problem, index, stream)
-        plan = _plans.setdefault((bound, index), plan)
+        plan = remember(_plans, (bound, index), make(problem, index, stream))
     return plan
 
 
@@ -604,7 +613,8 @@ def _pass_of(key: tuple[int, ...], operands: Callable[[], list[tuple[tuple[int, 
             raise RuntimeError("this program was compiled in another process: trace nvrtc_attn.jax.attention here once")
         kind, names = _forms[key[:3]]
         found = operands()[: len(names)]
-        bound = _passes[key] = _Pass(kind, tuple((name, *x) for name, x in zip(names, found, strict=True)))
+        bound = _Pass(kind, tuple((name, *x) for name, x in zip(names, found, strict=True)))
+        remember(_passes, key, bound)
     return bound
 
 
@@ -625,9 +635,15 @@ def _new_target(key: tuple[int, ...], buffers: Sequence[Any], index: int, stream
     bound = _pass_of(key, lambda: [(tuple(x.shape), str(x.dtype)) for x in buffers])
     names = (*(name for name, _, _ in (*bound.operands, *bound.results)), "workspace")
     plan = _plan(bound, index, stream)
+    given, needed = buffers[-1].shape[0], plan.workspace_bytes + _ordered_bytes(bound)
+    if given < needed:  # a plan that was made again under other settings
+        raise RuntimeError(
+            f"this program was compiled with {given} bytes of workspace, and its kernels now need {needed}: call "
+            "jax.clear_caches() and trace nvrtc_attn.jax.attention again"
+        )
     pick = itemgetter(*(names.index(name) if name in names else len(names) for name in plan.OPERANDS))
     constant = bound.kind.options.dropout_p == 0 and bound.kind.program is None
-    return _targets.setdefault((key, index), _Target(bound, plan, names, pick, constant))
+    return remember(_targets, (key, index), _Target(bound, plan, names, pick, constant))
 
 
 def _launch(*arguments: Any) -> None:
@@ -643,10 +659,12 @@ def _launch(*arguments: Any) -> None:
         return
     bound = target.bound
     pointers = dict(zip(target.names, addresses, strict=False))
-    rng = RngState(*bound.kind.rng, pointers.get("seed", 0), pointers.get("offset", 0))
+    rng = RngState(0, 0, pointers.get("seed", 0), pointers.get("offset", 0))
     if bound.kind.options.part is not None and bound.kind.options.dropout_p > 0:
         rng = rng.moved(_dropout_base(bound))
-    more = () if bound.kind.program is None else (_values(bound, pointers, Device("cuda", index)),)
+    more: tuple[ModifierValues, ...] = ()
+    if bound.kind.program is not None:
+        more = (_values(bound, target.plan.workspace_bytes, pointers, Device("cuda", index)),)
     target.plan.run(stream, target.pick(addresses), workspace, rng, *more)
 
 
@@ -661,10 +679,8 @@ def _on_cpu(bound: _Pass, *arrays: Any, into: Sequence[Any]) -> None:
     """The pass in NumPy."""
     values: dict[str, Any] = {name: x for (name, _, _), x in zip(bound.operands, arrays, strict=True)}
     results: dict[str, Any] = {name: x for (name, _, _), x in zip(bound.results, into, strict=True)}
-    rng = [
-        int(values.pop(name).view(np.uint64)[0]) if name in values else word
-        for name, word in zip(("seed", "offset"), bound.kind.rng, strict=True)
-    ]
+    words = [values.pop(name, None) for name in ("seed", "offset")]
+    rng = tuple(0 if x is None else int(x.view(np.uint64)[0]) for x in words)
     run: Any = api.attention_backward if bound.kind.backward else api.attention_forward
     modified: dict[str, Any] = {}
     if bound.kind.program is not None:
@@ -672,7 +688,7 @@ def _on_cpu(bound: _Pass, *arrays: Any, into: Sequence[Any]) -> None:
         modified["score_mod"] = Modifier(bound.kind.program, captures, bound.kind.numbers)
         if bound.kind.backward:
             modified["daux"] = [results.pop(f"d{_AUX}{i}", None) for i in range(len(captures))]
-    run(**values, **bound.kind.options.arguments(), **results, **modified, rng=tuple(rng))
+    run(**values, **bound.kind.options.arguments(), **results, **modified, rng=rng)
 
 
 def on_gpu() -> bool:

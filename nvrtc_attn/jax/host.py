@@ -76,7 +76,10 @@ class _Frame(_Base):
 
 Memory = tuple[int, tuple[int, ...], str]
 """Address, shape and element type of one buffer."""
-_DTYPES: Final = {1: "bool", 4: "int32", 6: "uint8", 8: "uint32", 10: "float16", 11: "float32", 16: "bfloat16"}
+_DTYPES: Final = {
+    1: "bool", 4: "int32", 5: "int64", 6: "uint8", 8: "uint32", 9: "uint64", 10: "float16", 11: "float32",
+    12: "float64", 16: "bfloat16",
+}  # fmt: skip
 _Handler: Final = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
 _handlers: list[Any] = []  # XLA keeps their addresses for good
 
@@ -125,6 +128,9 @@ def _memory(buffers: Any) -> list[Memory]:
         buffer = buffers.items[index].contents
         if buffer.struct_size != ctypes.sizeof(_Buffer):
             raise RuntimeError(_changed("XLA_FFI_Buffer", buffer.struct_size, _Buffer))
+        if buffer.dtype not in _DTYPES:
+            known = ", ".join(f"{code} ({name})" for code, name in _DTYPES.items())
+            raise RuntimeError(f"buffer {index}: element type {buffer.dtype} of XLA's. It is one of {known}.")
         found.append((buffer.data or 0, tuple(buffer.dims[: buffer.rank]), _DTYPES[buffer.dtype]))
     return found
 

@@ -182,8 +182,8 @@ def context_parallel_attention(
     check_call(shapes, options, modifier)
     banded = options if modifier is None else banded_options(modifier, options, (rows, keys))
     left, right = check_window(Violations(), banded.causal, banded.window_size)
-    words, arrays = rng_words(rng) if options.dropout_p > 0 else ((0, 0), {})
-    kind = Kind(plain_options(options), words)
+    arrays = rng_words(rng) if options.dropout_p > 0 else {}
+    kind = Kind(plain_options(options))
     if modifier is not None:
         kind, captures = with_modifier(kind, modifier)
         arrays |= captures

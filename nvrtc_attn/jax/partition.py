@@ -50,11 +50,11 @@ class _Sizes(NamedTuple):
         return _BATCH if axis in ("number of sequences", "sequences") and not self.packed else axis
 
 
-def partitioned(run: Callable[..., Any], operands: Operands, results: Operands, dropout: bool, offset: int) -> Any:
+def partitioned(run: Callable[..., Any], operands: Operands, results: Operands, dropout: bool) -> Any:
     """``run(None, *operands)`` as XLA may split it.
 
     ``run`` gives ``results`` of whatever part its operands are. Its first argument is None, or a part's own place in
-    the dropout's stream, as words. ``offset`` is that of the whole if no operand is.
+    the dropout's stream, as words.
     """
     names = [name for name, _, _ in operands]
     shapes = {name: shape for name, shape, _ in operands}
@@ -69,7 +69,7 @@ def partitioned(run: Callable[..., Any], operands: Operands, results: Operands, 
         def part(*arrays: Any) -> Any:
             place = None
             if dropout and axes[0]:
-                start = arrays[names.index("offset")] if "offset" in shapes else jnp.asarray(_words(offset))
+                start = arrays[names.index("offset")] if "offset" in shapes else jnp.zeros(2, np.uint32)
                 place = _moved(start, mesh, axes[0], sizes)
             found = run(place, *arrays)
             return [_total(x, _shared_over(*result[:2], sizes, axes)) for x, result in zip(found, results, strict=True)]
@@ -165,7 +165,7 @@ def _total(x: Any, axes: _Axes) -> Any:
     return jax.lax.psum(x.astype(np.float32), axes).astype(x.dtype) if axes else x
 
 
-def _words(number: int) -> np.ndarray[Any, Any]:
+def words_of(number: int) -> np.ndarray[Any, Any]:
     """``number`` modulo 2^64 as ``uint32[2]``, low word first."""
     return np.asarray([number % 2**32, number // 2**32 % 2**32], np.uint32)
 
@@ -173,7 +173,7 @@ def _words(number: int) -> np.ndarray[Any, Any]:
 def _moved(start: Any, mesh: Any, axes: _Axes, sizes: _Sizes) -> Any:
     """``start`` and the scores of the batch entries before those of this device, as words."""
     devices = _count(mesh, axes)
-    before = np.stack([_words(index * (sizes.batch // devices) * sizes.scores) for index in range(devices)])
+    before = np.stack([words_of(index * (sizes.batch // devices) * sizes.scores) for index in range(devices)])
     low, high = jnp.asarray(before)[jax.lax.axis_index(axes)]
     total = start[0] + low
     return jnp.stack([total, start[1] + high + (total < low).astype(np.uint32)])

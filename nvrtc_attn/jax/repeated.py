@@ -29,6 +29,7 @@ from .custom_call import attention, on_gpu
 FIRST: Final = 64
 """Calls of one kind before there is a program of it."""
 _Program = Callable[..., Any]
+_STARTS, _USED = INPUTS.index("cu_seqlens_q"), INPUTS.index("seqused_k")
 # A kind of call -> how often it came, or its program; None where there is none to be had.
 _programs: dict[Hashable, int | _Program | None] = {}
 
@@ -37,6 +38,8 @@ def attend(inputs: tuple[Any, ...], options: CallOptions) -> Any:
     """The result of a call of many; None of others. ``inputs`` are those of `INPUTS`, q of JAX's array type."""
     if options.dropout_p != 0 or not are_plain(options):
         return None
+    if (inputs[_STARTS] is not None or inputs[_USED] is not None) and env.debug():
+        return None  # lengths are checked then, which no program does
     q = inputs[0]
     given = []
     try:
@@ -92,7 +95,7 @@ def _has_bridge() -> bool:
 def _compiled(inputs: tuple[Any, ...], options: CallOptions) -> _Program | None:
     given = {name: x for name, x in zip(INPUTS, inputs, strict=True) if x is not None}
     devices = inputs[0].devices()
-    if len(devices) > 1 or env.debug() or not on_gpu():
+    if len(devices) > 1 or not on_gpu():
         return None
     flags = {name: getattr(options, name) for name in ("return_lse", "return_max_logit", "deterministic")}
     keywords = {name: x for name, x in options.arguments().items() if name != "part"} | flags

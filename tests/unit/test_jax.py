@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import inspect
 import os
+import struct
 import subprocess
 import sys
 from typing import Any
@@ -33,8 +34,10 @@ from nvrtc_attn.base import tables  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.front.operands import FORWARD  # noqa: E402
 from nvrtc_attn.front.philox import NO_RNG, RngState  # noqa: E402
-from nvrtc_attn.jax import attention  # noqa: E402
+from nvrtc_attn.front.tensors import Device  # noqa: E402
+from nvrtc_attn.jax import attention, host  # noqa: E402
 from nvrtc_attn.jax import custom_call as adapter  # noqa: E402
+from nvrtc_attn.jax.modifier import traced  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
 
 B, M, N, H, HKV, K, KV = 2, 40, 56, 4, 2, 16, 24
@@ -175,6 +178,25 @@ def test_dropout_is_the_core_calls_whatever_holds_the_words() -> None:
     first, again, other = call(jax.random.key(1)), call(jax.random.key(1)), call(jax.random.key(2))
     assert (first == again).all()
     assert (first != other).any()
+
+
+def test_other_seeds_are_no_other_programs() -> None:
+    q, k, v, _ = (np.asarray(x) for x in arrays())
+    attention(q, k, v, dropout_p=0.3, rng=1)
+    attention(q, k, v, dropout_p=0.3, rng=(1, 1))
+    forms, compiled = len(adapter._forms), adapter._jitted._cache_size()
+    for rng in (2, 2**64 - 1, (5, 6), (0, 2**64 - 1)):
+        expected = nvrtc_attn.attention(q, k, v, dropout_p=0.3, rng=rng)
+        np.testing.assert_array_equal(attention(q, k, v, dropout_p=0.3, rng=rng), expected)
+    assert (len(adapter._forms), adapter._jitted._cache_size()) == (forms, compiled)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_a_64_bit_seed_in_an_array_of_numpy_is_not_cut_off(dtype: Any) -> None:
+    q, k, v, _ = (np.asarray(x) for x in arrays())
+    seed, offset = np.array(2**40 + 3, dtype), np.array([2**34 + 1], dtype)
+    expected = nvrtc_attn.attention(q, k, v, dropout_p=0.3, rng=(2**40 + 3, 2**34 + 1))
+    np.testing.assert_array_equal(attention(q, k, v, dropout_p=0.3, rng=(seed, offset)), expected)
 
 
 def test_gradient_with_dropout_uses_the_forward_mask() -> None:
@@ -329,7 +351,7 @@ def bridge(cpu_target: str, monkeypatch: pytest.MonkeyPatch) -> FakePlan:
 def test_custom_call_reaches_the_plan(bridge: FakePlan) -> None:
     q, k, v, bias = arrays()
     operands = {"q": q, "k": k, "v": v, "bias": bias, "seed": jnp.zeros(2, np.uint32)}
-    bound = adapter._bind(adapter._Kind(CallOptions(return_lse=True, dropout_p=0.1), (0, 99)), operands)
+    bound = adapter._bind(adapter._Kind(CallOptions(return_lse=True, dropout_p=0.1)), operands)
     call = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x))
     for _ in range(3):
         out, lse = call(*operands.values())
@@ -338,7 +360,7 @@ def test_custom_call_reaches_the_plan(bridge: FakePlan) -> None:
     seen = bridge.calls[-1]
     assert set(seen) == {"stream", "q", "k", "v", "bias", "out", "lse", "rng"}
     assert seen["rng"].seed_address != 0
-    assert seen["rng"]._replace(seed_address=0) == RngState(0, 99)
+    assert seen["rng"]._replace(seed_address=0) == NO_RNG
 
 
 def test_a_program_that_ran_before_launches_with_the_addresses_of_its_run(
@@ -351,7 +373,7 @@ def test_a_program_that_ran_before_launches_with_the_addresses_of_its_run(
     monkeypatch.setattr(adapter, "_new_target", lambda *x: (asked.append(x[0]), original(*x))[1])
     for names in (("k", "bias", "q", "v"), ("q", "v", "k")):
         given = {"q": q, "k": k, "v": v, "bias": bias}
-        kind = adapter._Kind(CallOptions(return_lse=True), (0, 0))
+        kind = adapter._Kind(CallOptions(return_lse=True))
         bound = adapter._bind(kind, {name: given[name] for name in names})
         call = jax.jit(lambda *x, bound=bound: adapter._custom_call(bound, 256, *x))
         for _ in range(3):
@@ -367,7 +389,7 @@ def test_a_program_that_ran_before_launches_with_the_addresses_of_its_run(
 
 
 def test_unknown_program_is_an_error_not_a_wrong_launch(bridge: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = adapter._bind(adapter._Kind(CallOptions(), (0, 0)), dict(zip("qkv", arrays(), strict=False)))
+    bound = adapter._bind(adapter._Kind(CallOptions()), dict(zip("qkv", arrays(), strict=False)))
     call = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x))
     compiled = call.lower(*arrays()[:3]).compile()
     monkeypatch.setattr(adapter, "_passes", {})
@@ -381,12 +403,55 @@ def test_program_of_other_shapes_from_xlas_cache_is_told_by_its_operands(
     bridge: FakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a device's part of a sharded call, which only the partitioner sees."""
-    bound = adapter._bind(adapter._Kind(CallOptions(), (0, 0)), dict(zip("qkv", arrays(), strict=False)))
+    bound = adapter._bind(adapter._Kind(CallOptions()), dict(zip("qkv", arrays(), strict=False)))
     compiled = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x)).lower(*arrays()[:3]).compile()
     monkeypatch.setattr(adapter, "_passes", {})
     jax.block_until_ready(compiled(*arrays()[:3]))
     assert bridge.calls
     assert adapter._passes == {bound.key: bound}
+
+
+def test_workspace_of_other_settings_is_an_error_not_a_write_behind_it(bridge: FakePlan) -> None:
+    bound = adapter._bind(adapter._Kind(CallOptions()), dict(zip("qkv", arrays(), strict=False)))
+    call = jax.jit(lambda *x: adapter._custom_call(bound, FakePlan.workspace_bytes - 1, *x))
+    with pytest.raises(Exception, match="compiled with 255 bytes of workspace, and its kernels now need 256"):
+        jax.block_until_ready(call(*arrays()[:3]))
+    assert not bridge.calls
+
+
+def test_tables_have_bounds_and_older_programs_run_on(bridge: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(adapter, "_passes", {})
+    calls = []
+    for number in range(8):
+        kind = adapter._Kind(CallOptions(return_lse=True, softmax_scale=float(number)))
+        bound = adapter._bind(kind, dict(zip("qkv", arrays(), strict=False)))
+        calls.append(jax.jit(lambda *x, bound=bound: adapter._custom_call(bound, 256, *x)))
+    for _ in range(2):
+        for call in calls:
+            _, lse = jax.block_until_ready(call(*arrays()[:3]))
+            assert (lse == 4).all()
+            assert len(adapter._passes) <= 3
+            assert len(adapter._targets) <= 3
+    assert len(bridge.calls) == 16
+
+
+def test_tables_of_plans_and_of_calls_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(adapter, "_plans", {})
+    monkeypatch.setattr(adapter, "_calls", {})
+    monkeypatch.setattr(adapter, "forward_plan", lambda problem, *_: problem)
+    operands = dict(zip("qkv", arrays(), strict=False))
+    for factor in np.arange(8) + 0.3:
+        modifier = traced(lambda s, b, h, q, k, factor=factor: s * s * factor, None, None)
+        assert modifier is not None
+        kind, _ = adapter.with_modifier(adapter._Kind(CallOptions()), modifier)
+        bound = adapter._bind(kind, operands)
+        assert adapter._plan(bound, 0) is adapter._plan(bound, 0)
+        (value,) = struct.unpack("<f4x", adapter._values(bound, 0, {}, Device("cuda", 0)).block)
+        assert value == pytest.approx(factor)
+        assert len(adapter._plans) <= 3
+        assert len(adapter._calls) <= 3
 
 
 def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,11 +470,11 @@ def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(adapter, "_plans", {})
     q, k, v, bias = arrays(np.float16)
     operands = {"bias": bias, "k": k, "q": q, "v": v}
-    kind = adapter._Kind(CallOptions(causal=True, return_lse=True, dbias=False), (0, 0))
+    kind = adapter._Kind(CallOptions(causal=True, return_lse=True, dbias=False))
     assert adapter._plan(adapter._bind(kind, operands), 3, 77) == "plan"
     out, lse = jnp.zeros((B, M, H, KV), np.float16), jnp.zeros((B, H, M))
     operands |= {"dout": out, "out": out, "lse": lse, "dlse": lse}
-    kind = adapter._Kind(CallOptions(causal=True, return_lse=True, dbias=True), (0, 0), backward=True)
+    kind = adapter._Kind(CallOptions(causal=True, return_lse=True, dbias=True), backward=True)
     assert adapter._plan(adapter._bind(kind, operands), 3, 77) == "plan"
     forward, backward = seen
     for asked in seen:
@@ -428,18 +493,17 @@ def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) ->
 def test_key_is_the_same_in_every_process_and_differs_in_every_detail() -> None:
     operands = dict(zip("qkv", arrays(), strict=False))
     kinds = [
-        adapter._Kind(CallOptions(), (0, 0)),
-        adapter._Kind(CallOptions(causal=True), (0, 0)),
-        adapter._Kind(CallOptions(), (0, 1)),
-        adapter._Kind(CallOptions(softmax_scale=0.5), (0, 0)),
-        adapter._Kind(CallOptions(), (0, 0), backward=True),
+        adapter._Kind(CallOptions()),
+        adapter._Kind(CallOptions(causal=True)),
+        adapter._Kind(CallOptions(softmax_scale=0.5)),
+        adapter._Kind(CallOptions(), backward=True),
     ]
     keys = [adapter._bind(kind, operands).key for kind in kinds]
     keys.append(adapter._bind(kinds[0], {**operands, "q": operands["q"][:1]}).key)
     assert len(set(keys)) == len(keys)
     code = (
         "from nvrtc_attn.jax.custom_call import _Kind, _Pass; from nvrtc_attn.front.call import CallOptions;"
-        f"print(_Pass(_Kind(CallOptions(), (0, 0)), {adapter._bind(kinds[0], operands).operands!r}).key)"
+        f"print(_Pass(_Kind(CallOptions()), {adapter._bind(kinds[0], operands).operands!r}).key)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(keys[0])
@@ -602,6 +666,14 @@ def test_an_error_in_the_numpy_path_is_the_programs(monkeypatch: pytest.MonkeyPa
     # Which of the two depends on the version of JAX.
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="not today"):
         attention(q, k, v).block_until_ready()
+
+
+def test_an_element_type_that_is_not_known_is_named() -> None:
+    buffer = host._Buffer(ctypes.sizeof(host._Buffer), None, 2, None, 0, None)
+    pointers = (ctypes.POINTER(host._Buffer) * 1)(ctypes.pointer(buffer))
+    buffers = host._Buffers(ctypes.sizeof(host._Buffers), None, 1, None, pointers)
+    with pytest.raises(RuntimeError, match=r"buffer 0: element type 2 of XLA's\. It is one of 1 \(bool\), 4 \(int32\)"):
+        host._memory(buffers)
 
 
 def test_exported_program() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,16 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402 - after the skip
 
 import nvrtc_attn  # noqa: E402
+from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.jax import attention  # noqa: E402
+from nvrtc_attn.jax import custom_call as adapter  # noqa: E402
 from nvrtc_attn.jax.modifier import traced  # noqa: E402
+from nvrtc_attn.modifiers.proxy import _KINDS as KINDS  # noqa: E402
+
+if hasattr(jax, "enable_x64"):
+    from jax import enable_x64
+else:  # before jax 0.8
+    from jax.experimental import enable_x64
 
 B, M, N, H, K = 2, 12, 15, 4, 8
 TABLE = jax.random.normal(jax.random.key(1), (H, M + N))
@@ -153,6 +163,42 @@ def test_vmap_and_aux() -> None:
     for i in range(2):
         exact = dense(q[i], k[i], v[i], lambda s, b, h, m, n, i=i: s + tables[i][h, m - n + N])
         np.testing.assert_allclose(found[i], exact, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_every_element_type_with_64_bit_types_and_without(dtype: str) -> None:
+    """Those of 64 bits reach the kernel as what JAX made of them: 32 bits wide by default."""
+    q, k, v = (x.astype(np.float32) for x in arrays())
+    table = (np.arange(N) % 2).astype(jnp.dtype(dtype))
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + table[j]
+
+    expected = nvrtc_attn.attention(*(np.asarray(x) for x in (q, k, v)), score_mod=score_mod)
+    for wide in (False, True):
+        with enable_x64(wide):
+            modifier = traced(score_mod, None, None)
+            assert modifier is not None
+            kind, operands = adapter.with_modifier(adapter.Kind(CallOptions()), modifier)
+            assert kind.program is not None
+            assert kind.program.captures == ((operands["aux0"].dtype.name, 1),)
+            assert (operands["aux0"].dtype.name == dtype) == (wide or "64" not in dtype)
+            np.testing.assert_allclose(attention(q, k, v, score_mod=score_mod), expected, atol=1e-6)
+
+
+def test_gradient_of_a_float64_array() -> None:
+    with enable_x64(True):
+        table, tensors = TABLE.astype(np.float64), [x.astype(np.float32) for x in arrays()]
+        loss = lambda run, table: (run(*tensors, lambda s, b, h, i, j: s + table[h, i - j + N]) ** 2).sum()  # noqa: E731
+        found = jax.grad(partial(loss, lambda q, k, v, f: attention(q, k, v, score_mod=f)))(table)
+        assert found.dtype == np.float64
+        np.testing.assert_allclose(found, jax.grad(partial(loss, dense))(table), atol=3e-5)
+
+
+def test_the_docstring_says_which_arrays_a_function_may_capture() -> None:
+    text = " ".join((nvrtc_attn.attention.__doc__ or "").split())
+    kinds = text.partition("aux Arrays by name")[2].partition("floats of 16 to 64 bits")[0]
+    assert set(re.findall(r"bool|u?int\d+", kinds)) == {x for x in KINDS if "float" not in x}
 
 
 def test_a_softcap_and_a_band_become_options() -> None:

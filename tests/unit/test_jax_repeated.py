@@ -177,6 +177,20 @@ def test_without_a_bridge_or_a_compiler_calls_stay_as_they_are(monkeypatch: pyte
     assert list(repeated._programs.values()) == [None]
 
 
+def test_lengths_are_checked_when_they_are_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is a program and after, and calls in between leave nothing behind."""
+    call = inputs(*qkv(), seqused_k=jnp.array([24, 7], jnp.int32)), options()
+    monkeypatch.setenv("NVRTC_ATTN_DEBUG", "1")
+    assert [repeated.attend(*call) for _ in range(4)] == [None] * 4
+    monkeypatch.delenv("NVRTC_ATTN_DEBUG")
+    assert [repeated.attend(*call) for _ in range(3)] == [None] * 3
+    assert repeated.attend(*call) is not None
+    monkeypatch.setenv("NVRTC_ATTN_DEBUG", "1")
+    assert repeated.attend(*call) is None
+    monkeypatch.delenv("NVRTC_ATTN_DEBUG")
+    assert repeated.attend(*call) is not None
+
+
 def test_a_bridge_that_would_import_torch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     there: set[str] = set()
