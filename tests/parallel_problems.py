@@ -15,7 +15,7 @@ from cases import Array, Case
 from modifiers import ModifierCase
 
 import nvrtc_attn
-from nvrtc_attn.front.chunks import Chunks, chunks_of, length
+from nvrtc_attn.front.chunks import Chunks, chunks_of
 from nvrtc_attn.front.documents import shared_documents
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -49,8 +49,6 @@ def problems(
         layout: Any = "zigzag" if kind < 2 else "contiguous"
         if kind == 3 and case.seqlen_q == case.seqlen_k:
             layout = random_layout(rng, case.seqlen_q, ranks)
-        if (case.bias or case.mask) and min(map(length, chunks_of(layout, case.seqlen_q, ranks))) <= 1:
-            continue
         case = dataclasses.replace(case, layout="contiguous", deterministic=False)
         yield Shared(case=case, layout=layout)
         found += 1

@@ -62,7 +62,7 @@ def run(shared: Shared, cp: ContextParallel, device: Any, **more: Any) -> Found:
         "dk": cp.unshard(k.grad, 1, keys=True), "dv": cp.unshard(v.grad, 1, keys=True),
     }  # fmt: skip
     if bias is not None:
-        if bias.shape[2] == 1:
+        if given["bias"].shape[2] == 1:
             share = bias.grad.float()
             dist.all_reduce(share)
             found["dbias"] = share
@@ -172,6 +172,10 @@ def faults(rank: int, size: int, device: Any) -> Found:
     found += refused("bad layout", "1 ranks", lambda: ContextParallel(seqlen=32, layout=wrong))
     names = ("ring", "all_gather", "ring", "ring")
     found += refused("strategy", "strategy differs", lambda: ContextParallel(seqlen=32, strategy=names[rank]))
+    checks = ("never", "first", "first", "first")
+    found += refused("check", "check differs", lambda: ContextParallel(seqlen=32, check=checks[rank]))
+    with patch.dict(os.environ, {"NVRTC_ATTN_DEBUG": str(int(rank > 0))}):
+        found += refused("debug", "NVRTC_ATTN_DEBUG differs", lambda: ContextParallel(seqlen=32))
     cp = ContextParallel(seqlen=32)
     x = torch.zeros(1, cp.local_seqlen, 2, 8, dtype=torch.float16 if rank else torch.float32, device=device)
     found += refused("dtype", "dtype differs", lambda: cp.attention(x, x, x))
@@ -180,6 +184,12 @@ def faults(rank: int, size: int, device: Any) -> Found:
     cp.attention(x, x, x)
     found += refused("options", "options differs", lambda: cp.attention(x, x, x, causal=rank == 0))
     found += refused("rng", "rng differs", lambda: cp.attention(x, x, x, dropout_p=0.5, rng=rank))
+    calls = (lambda: ContextParallel(seqlen=32), lambda: cp.attention(x, x, x))
+    found += refused("calls", "ranks are in different calls", calls[rank > 0])
+    with patch.dict(os.environ, {"NVRTC_ATTN_DEBUG": "1"}):
+        debugged = ContextParallel(seqlen=32)
+    debugged.attention(x, x, x)
+    found += refused("debugged", "options differs", lambda: debugged.attention(x, x, x, causal=rank == 0))
     if rank == 0:  # on one rank alone: the others are not asked
         found += refused("shape", "Nothing was sent", lambda: cp.attention(x[:, 1:], x, x))
         found += refused("bias", "Nothing was sent", lambda: cp.attention(x, x, x, bias=torch.zeros(1, 2, 32, 32)))
@@ -247,6 +257,77 @@ def packed(rank: int, size: int, device: Any) -> Found:
             error = float((cp.unshard(x.detach(), 1) - y.detach()).abs().max())
             if not error < 1e-5:
                 found.append(f"{layout}: {name} {error:.3g}")
+    cp = ContextParallel(seqlen=43, strategy="ulysses", check="always")
+    mine = [cp.shard(x.detach(), 1).requires_grad_() for x in whole[:3]]
+    used = torch.tensor([9, 0, 17, 5 + 9 * (rank > 0)], dtype=torch.int32, device=device)
+    found += refused("seqused_k", "seqused_k differs", lambda: cp.attention(*mine, **keywords, seqused_k=used))
+    other = {**keywords, "cu_seqlens_k": cu + torch.tensor([0, 0, int(rank > 0), 0, 0], device=device).int()}
+    found += refused("lengths", "cu_seqlens_k differs", lambda: cp.attention(*mine, **other))
+    out = cp.attention(*mine, **keywords)
+    cu[3] -= 1
+    found += refused("a write", "inplace operation", lambda: out.sum().backward(), RuntimeError)
+    return found
+
+
+def rows(rank: int, size: int, device: Any) -> Found:
+    """Bias and mask where ranks have one row, several or none, compared between the ranks: those of one process."""
+    found: Found = []
+    generator = torch.Generator(device).manual_seed(0)
+    for strategy, seqlen in ((x, y) for x in ("all_gather", "ring", "ulysses", "auto") for y in (1, size, size + 1)):
+        q, k, v = (torch.randn(1, seqlen, 4, 8, device=device, generator=generator) for _ in range(3))
+        mask = torch.eye(seqlen, dtype=torch.bool, device=device)[None, None].roll(1, 2)
+        for one_row, keywords in ((False, {}), (True, {}), (False, {"mask": mask})):
+            bias = torch.randn(1, 4, 1 if one_row else seqlen, seqlen, device=device, generator=generator)
+            bias.requires_grad_()
+            expected = nvrtc_attn.torch.attention(q, k, v, bias=bias, **keywords)
+            (gradient,) = torch.autograd.grad(expected.square().sum(), bias)
+            cp = ContextParallel(seqlen=seqlen, strategy=strategy, layout="contiguous", check="always")
+            mine = (bias if one_row else cp.shard(bias, 2)).detach().requires_grad_()
+            own = {name: cp.shard(x, 2) for name, x in keywords.items()}
+            out = cp.attention(*map(cp.shard, (q, k, v)), bias=mine, **own)
+            (share,) = torch.autograd.grad(out.square().sum(), mine)
+            if one_row:
+                dist.all_reduce(share)
+            else:
+                share = cp.unshard(share, 2)
+            for name, x, y in (("out", cp.unshard(out), expected), ("dbias", share, gradient)):
+                error = float((x - y).abs().max())
+                if not error < 1e-4:
+                    found.append(f"{strategy} {seqlen} {one_row} {list(keywords)}: {name} {error:.3g}")
+    return found
+
+
+def negated(rank: int, size: int, device: Any) -> Found:
+    """What is computed on has no lazy sign, whose memory is that of the opposite number."""
+    found: Found = []
+    lazy: list[Any] = []
+
+    def looks(compute: Any) -> Any:
+        def computed(*arguments: Any, **options: Any) -> Any:
+            lazy.extend(x for x in arguments if isinstance(x, torch.Tensor) and x.is_neg())
+            return compute(*arguments, **options)
+
+        return computed
+
+    generator = torch.Generator(device).manual_seed(0)
+    whole = [torch.randn(1, 8, 4, 8, device=device, generator=generator) for _ in range(4)]
+    with patch.multiple(
+        strategies, forward_here=looks(strategies.forward_here), backward_here=looks(strategies.backward_here)
+    ):
+        for strategy in ("all_gather", "ring", "ulysses"):
+            cp = ContextParallel(seqlen=8, strategy=strategy)
+            results = []
+            for sign in (torch.neg, torch._neg_view):
+                q, k, v = (cp.shard(x).requires_grad_() for x in whole[:3])
+                bias = torch.ones(1, 4, 1, 8, device=device)
+                out, lse = cp.attention(sign(q), sign(k), sign(v), bias=sign(bias), return_lse=True)
+                both = (sign(cp.shard(whole[3])), sign(torch.ones_like(lse)))
+                results.append([out, lse, *torch.autograd.grad((out, lse), (q, k, v), both)])
+            for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+                if not torch.allclose(x, y, atol=1e-5):
+                    found.append(f"{strategy}: {name} {float((x - y).abs().max()):.3g}")
+    if lazy:
+        found.append(f"{len(lazy)} tensors with a lazy sign were computed on")
     return found
 
 
@@ -309,7 +390,7 @@ def documents(rank: int, size: int, device: Any) -> Found:
         found += refused("no bound", "max_seqlen_q", lambda call=call: call(max_seqlen_q=None))
         found += refused("bias", "bias", lambda call=call: call(bias=torch.zeros(1, 1, 1, tokens, device=device)))
         mixed = starts if rank else [0, 2, *starts[2:]]
-        found += refused("other documents", "cu_seqlens differs", lambda call=call, mixed=mixed: call(mixed))
+        found += refused("other documents", "cu_seqlens_q differs", lambda call=call, mixed=mixed: call(mixed))
         call()  # and the group is usable
     if on_gpu:  # lengths there are read once, and again when somebody wrote to them
         said = Mock()
@@ -426,6 +507,7 @@ def compiled(rank: int, size: int, device: Any) -> Found:
         ("all_gather", "documents", {"cu_seqlens": [0, 5, 5, 22, 37]}, ["packed", "packed tensors"]),
         ("ring", "contiguous", {"seqlen_k": 45}, ["rows", "dropout"]),
         ("ulysses", "contiguous", {"seqlen_k": 45}, ["rows", "one row"]),
+        ("ulysses", [[(0, 1)], [(1, 37)]], {}, ["rows", "one row"]),
     ]
     if size == 4:
         cases = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from .chunks import Chunks, Interval, joined, length, reach, without
@@ -107,7 +107,7 @@ _UNEQUAL: Final = 1.05
 
 
 def shared_documents(starts: Sequence[int], seqlen: int, ranks: int) -> tuple[Chunks, ...]:
-    """The tokens of each rank: as many on each, and near equal work of causal attention, in few intervals.
+    """The tokens of each rank: as many on each, to within one, and near equal causal work, in few intervals.
 
     The longest documents are cut as ``"zigzag"`` cuts a sequence: each rank has two pieces of each, equal tokens and
     equal work, and two calls. The other tokens are cut once for each rank, so that all have as many in the end. As few
@@ -131,16 +131,18 @@ def shared_documents(starts: Sequence[int], seqlen: int, ranks: int) -> tuple[Ch
 def _cut_longest(cut: Sequence[Interval], seqlen: int, ranks: int) -> tuple[Chunks, ...]:
     """Two pieces of each of these documents on every rank, and of the other tokens what makes all ranks equal."""
     found: list[list[Interval]] = [[] for _ in range(ranks)]
+    dealt = 0
     for a, b in cut:
-        edges = [a + (b - a) * i // (2 * ranks) for i in range(2 * ranks + 1)]
+        counts = [_dealt(dealt + b - a, r, ranks) - _dealt(dealt, r, ranks) for r in range(ranks)]
+        dealt += b - a
+        sizes = [n // 2 for n in counts]
+        sizes += [n - n // 2 for n in reversed(counts)]
+        edges = [a, *(a + n for n in accumulate(sizes))]
         for r in range(ranks):
             found[r] += [(edges[i], edges[i + 1]) for i in (r, 2 * ranks - 1 - r)]
     rest = without([(0, seqlen)], sorted(cut))
-    left = length(rest)
-    wanted = [seqlen * (r + 1) // ranks - seqlen * r // ranks - length(found[r]) for r in range(ranks)]
     for r in range(ranks):
-        count = left if r == ranks - 1 else max(min(wanted[r], left), 0)
-        left -= count
+        count = _dealt(seqlen, r, ranks) - length(found[r])
         while count:
             (a, b), *others = rest
             taken = min(count, b - a)
@@ -148,6 +150,11 @@ def _cut_longest(cut: Sequence[Interval], seqlen: int, ranks: int) -> tuple[Chun
             count -= taken
             rest = tuple([(a + taken, b)] * (a + taken < b) + others)
     return tuple(joined(sorted(mine)) for mine in found)
+
+
+def _dealt(tokens: int, rank: int, ranks: int) -> int:
+    """How many of so many tokens a rank gets where they are dealt to the ranks in turn."""
+    return -((rank - tokens) // ranks)
 
 
 def _work(chunks: Chunks, documents: Sequence[Interval]) -> int:

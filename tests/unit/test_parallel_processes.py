@@ -62,6 +62,8 @@ def test_ranks_together_compute_the_whole(size: int, tmp_path: Path) -> None:
         "dropout",
         "packed",
         "documents",
+        "rows",
+        "negated",
         "faults",
         "problems",
         "modified",

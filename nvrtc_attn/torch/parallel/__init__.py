@@ -28,7 +28,7 @@ from ...modifiers.modifier import Modifier
 from ...modifiers.trace import traced
 from ..ops import cast_for_autocast, is_dtensor, once_only
 from ..random import checked_rng
-from ..tensors import signature
+from ..tensors import resolved, signature
 from . import operators
 from .documents import as_tensor, lengths_of, packing_of
 from .exchange import exchange, same_everywhere
@@ -76,8 +76,8 @@ class ContextParallel:
     layout
         Which tokens a rank has: ``"zigzag"`` (two pieces, equal work under a causal mask), ``"contiguous"``, or for
         each rank its intervals ``[(start, stop), ...]``, ascending. The sequence need not divide. ``"documents"``, with
-        ``cu_seqlens``: equal tokens on all ranks and near equal work of causal attention; the longest documents are
-        cut as zigzag cuts a sequence, as few as suffices, the other tokens once for each rank.
+        ``cu_seqlens``: as many tokens on all ranks, to within one, and near equal work of causal attention; the longest
+        documents are cut as zigzag cuts a sequence, as few as suffices, the other tokens once for each rank.
     cu_seqlens
         Where documents begin that are packed on the token dim, and where the last one ends: for
         ``layout="documents"``. On the CPU, a list or an array; read once if it is on a GPU.
@@ -87,7 +87,7 @@ class ContextParallel:
         of 65,536 keys.
     check
         Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``,
-        ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1`` means always.
+        ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1``, read here, means always.
     sm_margin
         Multiprocessors that kernels beside which something is sent leave to communication. Default: 8 with one group of
         ``"all_gather"``, otherwise none: kernels hand out their tiles as multiprocessors ask for them, and do not wait
@@ -109,7 +109,8 @@ class ContextParallel:
     Raises
     ------
     ValueError
-        On all ranks, when sequence lengths, layouts, strategies or versions differ between them; it names the ranks.
+        On all ranks, when sequence lengths, layouts, strategies, ``check`` or versions differ between them; it names
+        the ranks.
 
     Notes
     -----
@@ -162,7 +163,9 @@ class ContextParallel:
             found.value(f"lanes: got {shown(lanes)}. It is at least 1.")
         self._groups = _groups_of(found, group, len(pair))
         found.stop()
-        self.strategy, self._pipeline, self._check, self._calls = strategy, pipeline, check, 0
+        debug = env.debug()
+        self._check, self._calls = "always" if debug else check, 0
+        self.strategy, self._pipeline = strategy, pipeline
         self._sm_margin, self._lanes, self._keep = sm_margin, lanes, keep
         self._plan_as = plan_as
         self._strategies: dict[tuple[int, int, bool, bool], Strategy] = {}  # their routes are worked out once
@@ -195,10 +198,11 @@ class ContextParallel:
         # The one collective: what must be the same is compared before anything depends on it, faults are everyone's.
         same_everywhere(
             self._groups,
+            "the making of a ContextParallel",
             {
                 "version": __version__, "seqlen": self.seqlen, "seqlen_k": self.seqlen_k, "strategy": str(strategy),
                 "layout": f"{layout if isinstance(layout, str) and cu_seqlens is None else self.chunks_q}",
-                "pipeline": pipeline, "keep": keep, "fault": fault,
+                "pipeline": pipeline, "keep": keep, "check": check, "NVRTC_ATTN_DEBUG": debug, "fault": fault,
             },
         )  # fmt: skip
         if fault:
@@ -343,7 +347,9 @@ class ContextParallel:
                 cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part,
                 score_mod, mask_mod, aux,
             )  # fmt: skip
-        q, k, v, bias = cast_for_autocast(q, k, v, bias)
+        q, k, v, bias, mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_k = map(
+            resolved, (*cast_for_autocast(q, k, v, bias), mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        )
         modifier, captures = _modifier_of(score_mod, mask_mod, aux, q)
         grad = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (q, k, v, bias, sink, *captures)
@@ -388,15 +394,14 @@ class ContextParallel:
         lengths
             cu_seqlens_q, cu_seqlens_k and seqused_k.
         """
-        q, k, v, bias, mask, sink = given.values()
-        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-        self._check_tensors(given, dict(zip(names, lengths, strict=True)), options, part, modifier)
+        q, k = given["q"], given["k"]
+        named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), lengths, strict=True))
+        self._check_tensors(given, named, options, part, modifier)
         packed = lengths[0] is not None or lengths[1] is not None
         strategy = self._strategy(q.shape[2], k.shape[2], q.is_cuda, packed)
         packing = self._packing(strategy, lengths, options, k.shape[2])
-        always = self._check == "always" or env.debug()
-        if always or (self._check == "first" and not self._calls):
-            self._compare(q, k, v, bias, mask, sink, options, part, grad, rng, modifier, packing)
+        if self._check == "always" or (self._check == "first" and not self._calls):
+            self._compare(given, named, options, part, grad, rng, modifier)
         self._calls += 1
         state = self._draw(q, rng) if options.dropout_p > 0 else NO_RNG
         whole = self._whole(strategy, lengths, packing, options, state, part, modifier, q.device)
@@ -491,11 +496,6 @@ class ContextParallel:
             faults.append(
                 f"part: got {shown(part)}. It is an nvrtc_attn.Part of batch and heads, rows and keys are the ranks'"
             )
-        if (
-            any(x is not None and x.shape[2] != 1 for x in (given["bias"], given["mask"]))
-            and min(map(length, self.chunks_q)) <= 1 < self.size
-        ):
-            faults.append("bias, mask: some rank has a single row, whose rows cannot be told from a broadcast one")
         for name, x in lengths.items():
             if x is not None:
                 operands[name] = (tuple(x.shape), str(x.dtype).removeprefix("torch."))
@@ -572,24 +572,31 @@ class ContextParallel:
         return groups_of(heads_kv, self.seqlen_k)
 
     def _compare(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, sink: Any,
-        options: CallOptions, part: Part | None, grad: bool, rng: Any, modifier: Modifier | None,
-        packing: Packing | None,
+        self, given: dict[str, Any], lengths: dict[str, Any], options: CallOptions, part: Part | None, grad: bool,
+        rng: Any, modifier: Modifier | None,
     ) -> None:  # fmt: skip
         """Ask all ranks whether they mean the same call."""
+        q, k, v, bias, mask, sink = given.values()
         words = rng if isinstance(rng, tuple) else (rng,)
         seed = words if all(isinstance(x, int) for x in words) and options.dropout_p > 0 else None
 
+        # A single row of a rank that has no other may be its own, or one for all.
+        single = any(length(chunks) == 1 for chunks in self.chunks_q)
+
         def scores(x: Any) -> Any:
-            return None if x is None else (str(x.dtype), *x.shape[:2], "one row" if x.shape[2] == 1 else "", x.shape[3])
+            if x is None:
+                return None
+            return str(x.dtype), *x.shape[:2], "one row" if x.shape[2] == 1 and not single else "", x.shape[3]
 
         same_everywhere(
             self._groups,
+            "attention",
             {
                 "dtype": str(q.dtype), "device type": q.device.type, "batch": q.shape[0],
                 "heads": (q.shape[2], k.shape[2]), "head dims": (q.shape[3], v.shape[3]),
                 "bias": scores(bias), "mask": scores(mask), "sink": None if sink is None else str(sink.dtype),
-                 "options": str(options), "gradient": grad, "cu_seqlens": None if packing is None else packing.starts,
+                "options": str(options), "gradient": grad,
+                **{name: None if x is None else tuple(x.tolist()) for name, x in lengths.items()},
                 "part": None if part is None else (part.batch, part.heads), "rng": seed,
                 "score_mod, mask_mod": None if modifier is None else (
                     repr(modifier.program), modifier.numbers, tuple(tuple(x.shape) for x in modifier.captures)
@@ -675,8 +682,9 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         inputs = Inputs(q, k, v, bias, mask, 0, q.shape[2], sink)
         out, lse, saved = strategy.forward(inputs, whole_with(whole, captures))
         own = (q, k, v, out, lse) if strategy.needs_own else (None,) * 5
-        ctx.save_for_backward(*own, bias, mask, sink, *saved.kept, *captures)
-        ctx.call = strategy, whole_with(whole, None), len(saved.kept), (q.shape[2], k.shape[2])
+        lengths = whole.lengths or (None,) * 3
+        ctx.save_for_backward(*own, bias, mask, sink, *lengths, *saved.kept, *captures)
+        ctx.call = strategy, whole_with(whole, None)._replace(lengths=None), len(saved.kept), (q.shape[2], k.shape[2])
         ctx.like_out = out.shape, out.dtype, out.device
         ctx.set_materialize_grads(False)
         return out, lse
@@ -692,6 +700,8 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     ) -> tuple[Any, ...]:
         q, k, v, out, lse, bias, mask, sink, *rest = every
         strategy, whole, kept, (heads, heads_kv) = ctx.call
+        lengths, rest = tuple(rest[:3]), rest[3:]
+        whole = whole._replace(lengths=None if lengths[0] is None else lengths)
         captures = tuple(rest[kept:])
         if dout is None:
             shape, dtype, device = ctx.like_out

@@ -122,12 +122,13 @@ def _start(group: Any, messages: Sequence[tuple[bool, torch.Tensor, int]]) -> li
     return [group._end_coalescing(device)] if together else works
 
 
-def same_everywhere(groups: Sequence[Any], facts: dict[str, Any]) -> None:
+def same_everywhere(groups: Sequence[Any], call: str, facts: dict[str, Any]) -> None:
     """Compare ``facts`` of all ranks: one ValueError on every rank that names what differs and where.
 
-    ``groups`` are those of a mesh, one per dim: each is asked in turn, so that a rank hears of all of them.
+    ``groups`` are those of a mesh, one per dim: each is asked in turn, so that a rank hears of all of them. ``call``:
+    which call asks. Those of different calls have different facts.
     """
-    known: list[dict[str, Any]] = [{"rank": dist.get_rank(), **facts}]
+    known: list[dict[str, Any]] = [{"rank": dist.get_rank(), "call": call, **facts}]
     for group in groups:
         if group is None:
             continue
@@ -135,12 +136,14 @@ def same_everywhere(groups: Sequence[Any], facts: dict[str, Any]) -> None:
         dist.all_gather_object(gathered, known, group=group)
         known = [x for of_rank in gathered for x in of_rank]
     faults = []
-    for name in facts:
+    for name in ("call", *facts):
         values: dict[Any, list[int]] = {}
         for of_rank in known:
-            values.setdefault(of_rank[name], []).append(of_rank["rank"])
+            values.setdefault(of_rank.get(name), []).append(of_rank["rank"])
         if len(values) > 1:
             said = "; ".join(f"{value} on rank{'s' * (len(ranks) > 1)} {ranks}" for value, ranks in values.items())
+            if name == "call":
+                raise ValueError(f"ranks are in different calls: {said}. All ranks make the same calls in one order.")
             faults.append(f"{name} differs between ranks: {said}")
     if faults:
         raise ValueError(". ".join(faults) + ". All ranks of a ContextParallel say the same.")

@@ -61,6 +61,8 @@ class Whole(NamedTuple):
     may_keep: bool = True
     """Whether keys that were fetched may be kept. Not where how many they are is more than shapes tell, in operators:
     lengths of packed sequences and numbers of a modifier."""
+    adds_up: bool = False
+    """Whether dk and dv are shares that ranks add up before they are rounded."""
 
     def pieces(self, chunks: Chunks) -> list[Piece]:
         """The calls of a rank with these tokens."""
@@ -156,6 +158,13 @@ def slice_scores(x: torch.Tensor | None, heads: slice, rows: slice, keys: Interv
 def empty_partial(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
     """Memory for the out of some of the keys."""
     return torch.empty((*q.shape[:3], head_dim_v), dtype=torch.float32, device=q.device)
+
+
+def empty_key_gradients(k: torch.Tensor, v: torch.Tensor, whole: Whole) -> list[torch.Tensor]:
+    """Memory for the dk and dv of a strategy."""
+    return [
+        torch.empty(x.shape, dtype=torch.float32 if whole.adds_up else x.dtype, device=x.device) for x in (k, v)
+    ]  # fmt: skip
 
 
 def share_dtype(q: torch.Tensor, options: CallOptions) -> torch.dtype:

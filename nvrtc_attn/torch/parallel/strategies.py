@@ -20,10 +20,12 @@ import torch
 
 from ...front.chunks import Chunks, Interval, common, joined, length, places, together, without
 from ...front.documents import Piece
+from ..tensors import resolved
 from .exchange import Lanes, Pending, exchange
 from .local import (
     Whole,
     apply_sink,
+    empty_key_gradients,
     empty_partial,
     empty_share,
     hide_outside,
@@ -70,6 +72,7 @@ class Gradients(NamedTuple):
     dk: torch.Tensor
     dv: torch.Tensor
     dbias: torch.Tensor | None
+    """Float32."""
     dsink: torch.Tensor | None = None
     """Float32, the share of the rank's rows."""
 
@@ -290,7 +293,7 @@ class AllGather(_Tokens):
         x, out, lse, _, kept = saved
         groups, routes, per_head = self._groups(x), self._routes(whole), x.q.shape[2] // max(x.k.shape[2], 1)
         dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
-        dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.k, x.v))
+        dk, dv = empty_key_gradients(x.k, x.v, whole)
         dbias = _zeros_of_bias(x.bias, whole)
         # Those that see the most keys first: what they write of dk and dv need not be zeroed before. See `_ordered`.
         rows = [(piece, at, *_seen(piece, routes.have)) for piece, at in self.rows(whole)]
@@ -357,7 +360,7 @@ class AllGather(_Tokens):
                 returning.pop(0)()
         for finish in returning:
             finish()
-        return Gradients(dq, dk, dv, _dbias_like(dbias, x.bias), _dsink(x, whole, out, lse, dout, dlse))
+        return Gradients(dq, dk, dv, dbias, _dsink(x, whole, out, lse, dout, dlse))
 
     def _send_back(
         self, route: tuple[list[list[slice]], list[list[slice]]], memory: Sequence[torch.Tensor]
@@ -542,10 +545,9 @@ class Ring(_Tokens):
         if travelling is not None:
             pending, (dk, dv) = travelling
             pending.wait()
-        return Gradients(
-            dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), _dbias_like(dbias, x.bias),
-            _dsink(x, whole, out, lse, dout, dlse),
-        )  # fmt: skip
+        if not whole.adds_up:
+            dk, dv = dk.to(x.k.dtype), dv.to(x.v.dtype)
+        return Gradients(dq.to(x.q.dtype), dk, dv, dbias, _dsink(x, whole, out, lse, dout, dlse))
 
 
 class _Heads(NamedTuple):
@@ -577,6 +579,22 @@ class Ulysses(_Tokens):
         super().__init__(group, rank, chunks_q, chunks_k)
         self.inside, self.pipeline = inside, pipeline
         self.all_q, self.all_k = together(self.chunks_q), together(self.chunks_k)
+        self.single = any(length(chunks) == 1 for chunks in self.chunks_q)
+
+    def _with_rows(self, x: Inputs) -> Inputs:
+        """Bias and mask with a row for each of the rank's queries, where some rank of the group has a single query.
+
+        That rank cannot tell a row of its own from one for all, so every rank swaps rows then.
+        """
+        if not self.single:
+            return x
+        rows = length(self.chunks_q[self.rank])
+        bias, mask = (y if y is None else y.expand(-1, -1, rows, -1) for y in (x.bias, x.mask))
+        return x._replace(bias=bias, mask=mask)
+
+    def _swaps(self, scores: torch.Tensor | None) -> bool:
+        """Whether the ranks swap the rows of a bias or mask: not where one is for all."""
+        return scores is not None and (self.single or scores.shape[2] != 1)
 
     @staticmethod
     def why_not(num_heads: int, num_heads_kv: int, ranks: int) -> str:
@@ -653,7 +671,7 @@ class Ulysses(_Tokens):
         else:
             q, k, v = (rest.pop(0).transpose(0, 1) for _ in range(3))
         bias, mask = (
-            y if y is None else heads.of(y, 1, False) if y.shape[2] == 1 else rest.pop(0).movedim(0, 2)
+            y if y is None else rest.pop(0).movedim(0, 2) if self._swaps(y) else heads.of(y, 1, False)
             for y in (x.bias, x.mask)
         )
         sink = None if x.sink is None else x.sink[heads.q]
@@ -663,6 +681,7 @@ class Ulysses(_Tokens):
         found: list[torch.Tensor] = []
         if not whole.backward_follows:
             return found
+        x = self._with_rows(x)
         rows, keys = length(self.all_q), length(self.all_k)
         for of_ranks in self._groups(x.q.shape[2], x.k.shape[2]):
             heads = of_ranks[self.rank]
@@ -674,7 +693,7 @@ class Ulysses(_Tokens):
                     y.new_empty((n, y.shape[0], *y.shape[2:])) for y, n in zip(like, (rows, keys, keys), strict=True)
                 ]
             for y in (x.bias, x.mask):
-                if y is not None and y.shape[2] != 1:
+                if y is not None and self._swaps(y):
                     part = heads.of(y, 1, False)
                     memory.append(y.new_empty((rows, *part.shape[:2], part.shape[3])))
             inside = self._inputs(x, heads, memory)
@@ -747,17 +766,18 @@ class Ulysses(_Tokens):
         if whole.return_lse:
             lse = x.q.new_empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), dtype=torch.float32)
         kept: list[torch.Tensor] = []
+        rows = self._with_rows(x)
         leaving: list[Callable[[], None]] = []
 
         def begin(heads: Sequence[_Heads]) -> tuple[Pending, list[torch.Tensor]]:
-            scores = [(y, 2, False) for y in (x.bias, x.mask) if y is not None and y.shape[2] != 1]
+            scores = [(y, 2, False) for y in (rows.bias, rows.mask) if self._swaps(y)]
             if self._joins(x.q, x.v):
                 return self._to_heads(heads, ((x.q, False), (x.k, True), (x.v, True)), *scores)
             return self._to_heads(heads, (), (x.q, 1, False), (x.k, 1, True), (x.v, 1, True), *scores)
 
         for heads, (pending, memory) in zip(groups, _begun_ahead(groups, begin), strict=True):
             pending.wait()
-            of_heads, lse_of_heads, of_inside = self.inside.forward(self._inputs(x, heads[self.rank], memory), whole)
+            of_heads, lse_of_heads, of_inside = self.inside.forward(self._inputs(rows, heads[self.rank], memory), whole)
             assert lse_of_heads is not None
             if whole.backward_follows:
                 kept += [*memory, of_heads, lse_of_heads, *of_inside.kept]
@@ -772,7 +792,7 @@ class Ulysses(_Tokens):
         return out, lse, Saved(x, out, lse, x.k.shape[2], kept)
 
     def backward(self, saved: Saved, whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-        x, num_heads, num_heads_kv = saved.x, dout.shape[2], saved.num_heads_kv
+        x, num_heads, num_heads_kv = self._with_rows(saved.x), dout.shape[2], saved.num_heads_kv
         groups = self._groups(num_heads, num_heads_kv)
         each = len(saved.kept) // len(groups)
         insides = [self._saved(x, groups[n], saved.kept[n * each : (n + 1) * each]) for n in range(len(groups))]
@@ -780,6 +800,7 @@ class Ulysses(_Tokens):
         tokens_k = length(self.chunks_k[self.rank])
         dq = dout.new_empty((*dout.shape[:3], q.shape[3]))
         shared = bool(num_heads_kv % self.size)  # key heads, whose gradients are then sums
+        whole = whole._replace(adds_up=shared)
         kind = torch.float32 if shared else dout.dtype
         make = dout.new_zeros if shared else dout.new_empty
         dk, dv = (make((y.shape[0], tokens_k, num_heads_kv, y.shape[3]), dtype=kind) for y in (k, v))
@@ -802,29 +823,29 @@ class Ulysses(_Tokens):
                 joint = [(found.dq, dq, False), (found.dk, dk, True), (found.dv, dv, True)]
             else:
                 back = [
-                    (found.dq, dq, 1, False, False), (found.dk.to(kind), dk, 1, True, shared),
-                    (found.dv.to(kind), dv, 1, True, shared),
+                    (found.dq, dq, 1, False, False), (found.dk, dk, 1, True, shared), (found.dv, dv, 1, True, shared),
                 ]  # fmt: skip
             if dsink is not None and found.dsink is not None:
                 dsink[heads[self.rank].q] = found.dsink
             if dbias is not None and found.dbias is not None:
-                if dbias.shape[2] == 1:
+                if self._swaps(x.bias):
+                    back.append((found.dbias, dbias, 2, False, True))
+                else:
                     share = heads[self.rank].of(dbias, 1, False)
                     share += found.dbias
-                else:
-                    back.append((found.dbias.float(), dbias, 2, False, True))
             leaving.append(self._to_tokens(heads, joint, *back))
             if len(leaving) == AHEAD:
                 leaving.pop(0)()
         for finish in leaving:
             finish()
-        return Gradients(dq, dk.to(dout.dtype), dv.to(dout.dtype), _dbias_like(dbias, x.bias), dsink)
+        if dbias is not None:
+            dbias = dbias.sum_to_size(saved.x.bias.shape)
+        return Gradients(dq, dk.to(dout.dtype), dv.to(dout.dtype), dbias, dsink)
 
     def _saved(self, x: Inputs, of_ranks: Sequence[_Heads], kept: Sequence[torch.Tensor]) -> Saved:
         """What is saved inside, of what is kept of one group of heads."""
         heads = of_ranks[self.rank]
-        scores = sum(y is not None and y.shape[2] != 1 for y in (x.bias, x.mask))
-        count = scores + (1 if kept[0].shape[2] != heads.q.stop - heads.q.start else 3)
+        count = sum(map(self._swaps, (x.bias, x.mask))) + (1 if kept[0].shape[2] != heads.q.stop - heads.q.start else 3)
         memory, (out, lse, *of_inside) = kept[:count], kept[count:]
         inside = self._inputs(x, heads, memory)
         return Saved(inside, out, lse, inside.k.shape[2], of_inside)
@@ -842,10 +863,12 @@ def gradients_of(
 ) -> tuple[Gradients, list[torch.Tensor | None]]:  # fmt: skip
     """`Strategy.backward`, and the gradients of the arrays that the modifier captured, where they are ``wanted``.
 
-    They and that of the sink have the types of their tensors.
+    They and those of bias and sink have the types of their tensors.
     """
     own = whole_with(whole, captures, wanted)
-    found = strategy.backward(saved, own, dout.contiguous(), dlse)
+    found = strategy.backward(saved, own, resolved(dout).contiguous(), resolved(dlse))
+    if found.dbias is not None:
+        found = found._replace(dbias=found.dbias.to(saved.x.bias.dtype))
     if found.dsink is not None:
         found = found._replace(dsink=found.dsink.to(saved.x.sink.dtype))
     return found, [None if x is None else x.to(y.dtype) for x, y in zip(own.daux, captures, strict=True)]
@@ -921,7 +944,3 @@ def _dsink(
     x: Inputs, whole: Whole, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> torch.Tensor | None:
     return sink_gradient(out, lse, dout, dlse, x.sink) if x.sink is not None and whole.options.dsink else None
-
-
-def _dbias_like(dbias: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if dbias is None or bias is None else dbias.to(bias.dtype)
