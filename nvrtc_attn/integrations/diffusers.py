@@ -9,6 +9,7 @@ from diffusers.models import attention_dispatch
 
 from ..base.errors import UnsupportedError
 from ..torch import attention
+from . import mask_reasons
 from .versions import check_version
 
 __all__ = ["AttnProcessor", "register"]
@@ -58,14 +59,16 @@ def backend(
     Raises
     ------
     UnsupportedError
-        Context parallelism (``_parallel_config``).
+        Context parallelism (``_parallel_config``); an ``attn_mask`` of integers.
     """
     del enable_gqa  # fewer key than query heads are taken as they are
+    reasons = mask_reasons("attn_mask", attn_mask)
     if _parallel_config is not None:
-        raise UnsupportedError(
-            "nvrtc_attn does not compute this call of diffusers.",
-            ["_parallel_config: the parts of a sequence on several GPUs are not joined. Use the native backend."],
+        reasons.append(
+            "_parallel_config: the parts of a sequence on several GPUs are not joined. Use the native backend."
         )
+    if reasons:
+        raise UnsupportedError("nvrtc_attn does not compute this call of diffusers.", reasons)
     bias = mask = None
     if attn_mask is not None:
         if attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):

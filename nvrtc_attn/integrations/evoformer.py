@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from ..base.errors import UnsupportedError
+from ..base.errors import UnsupportedError, shown
 from ..base.log import log_once
 from ..torch import attention
 
@@ -52,6 +52,8 @@ def triangle_attention(
     ------
     UnsupportedError
         ``return_aux``, whose row maxima no kernel writes; ``kv_lengths``.
+    TypeError, ValueError
+        An argument that is no tensor; other ranks, or another B than that of q.
     """
     reasons = []
     if return_aux:
@@ -59,14 +61,14 @@ def triangle_attention(
     if kv_lengths is not None:
         reasons.append("kv_lengths: not read. Pass the mask.")
     _refuse(reasons, "triangle_attention of cuequivariance_torch")
-    ranks = [x.dim() for x in (q, k, v, bias) if x is not None]
-    if len(set(ranks)) > 1 or ranks[0] not in (4, 5) or (mask is not None and mask.dim() != ranks[0]):
-        raise ValueError(
-            f"q, k, v, bias, mask: ranks {ranks}{'' if mask is None else f' and {mask.dim()}'}. All are 5, or all 4 "
-            f"without the batch."
-        )
+    given = {"q": q, "k": k, "v": v, "bias": bias, **({} if mask is None else {"mask": mask})}
+    _check_tensors(given)
+    ranks = [x.dim() for x in given.values()]
+    if len(set(ranks)) > 1 or ranks[0] not in (4, 5):
+        raise ValueError(f"{', '.join(given)}: ranks {ranks}. All are 5, or all 4 without the batch.")
     if q.dim() == 4:
         return _triangle(q, k, v, bias, mask, scale)
+    _check_leading(given, 1, "batch size")
     rows = [
         _triangle(q[b], k[b], v[b], bias[b], None if mask is None else mask[b], scale) for b in range(q.shape[0])
     ]  # fmt: skip
@@ -105,11 +107,22 @@ def DS4Sci_EvoformerAttention(  # noqa: N802  DeepSpeed's name
     -----
     Where both are given, the first is read as a mask if it needs no gradient and holds nothing but 0 and values of at
     most -10,000; finding out waits for the GPU once. A row of it without keys is 0 and gives no gradient (DeepSpeed:
-    the mean of V, as all keys are hidden alike). Otherwise, and while a CUDA graph is captured, the two are added up,
-    in ``[N, H, L, L]`` memory, with one line logged.
+    the mean of V, as all keys are hidden alike). Otherwise the two are added up, in ``[N, H, L, L]`` memory, with one
+    line logged. So they are under torch.compile, where nothing is logged, and while a CUDA graph is captured: neither
+    can look at the values, and a row without keys is as in DeepSpeed.
     """
-    if Q.dim() != 5:
-        raise ValueError(f"Q: shape {tuple(Q.shape)}. It is [batch, rows, length, heads, head_dim].")
+    given_qkv = {"Q": Q, "K": K, "V": V}
+    _check_tensors(given_qkv)
+    for name, x in given_qkv.items():
+        if x.dim() != 5:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}. It is [batch, rows, length, heads, head_dim].")
+    _check_leading(given_qkv, 2, "batch size and rows")
+    if not isinstance(biases, (list, tuple)):
+        raise TypeError(
+            f"biases: got {shown(biases)} of type {type(biases).__name__}. It is a list of up to two tensors, [] for "
+            f"none."
+        )
+    _check_tensors({f"biases[{i}]": x for i, x in enumerate(biases) if x is not None})
     batch, rows, length, heads, _ = Q.shape
     shapes = ((batch, rows, 1, 1, length), (batch, 1, heads, length, length))
     given: list[torch.Tensor | None] = [*biases, None, None][:2]
@@ -133,10 +146,6 @@ def _evoformer(
     if row_bias is not None and pair_bias is not None:
         keep = _as_mask(row_bias)
         if keep is None:
-            log_once(
-                "DS4Sci_EvoformerAttention: the first bias is no mask (0, or at most -10,000, without a gradient), so "
-                "the two biases are added up, which takes memory for the scores of every row."
-            )
             bias = row_bias + pair_bias
     if bias is not None and bias.dtype not in (q.dtype, torch.float32):
         bias = bias.float()
@@ -145,15 +154,40 @@ def _evoformer(
 
 
 def _as_mask(bias: torch.Tensor) -> torch.Tensor | None:
-    """True where the bias is 0, if it is at most `HIDDEN` everywhere else and no gradient of it is wanted."""
-    if (
-        bias.requires_grad
-        or torch.compiler.is_compiling()
-        or (bias.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
-        return None
-    keep = bias == 0
-    return keep if bool((keep | (bias <= HIDDEN)).all()) else None
+    """True where the bias is 0, if it is at most `HIDDEN` everywhere else and no gradient of it is wanted.
+
+    None if it is not, with a line logged, and where its values cannot be looked at.
+    """
+    if torch.compiler.is_compiling():
+        return None  # and no line: the compiler does not trace a logger
+    if bias.is_cuda and torch.cuda.is_current_stream_capturing():
+        why = "is not looked at while a CUDA graph is captured"
+    else:
+        keep = bias == 0
+        if not bias.requires_grad and bool((keep | (bias <= HIDDEN)).all()):
+            return keep
+        why = "is no mask (0, or at most -10,000, without a gradient)"
+    log_once(
+        f"DS4Sci_EvoformerAttention: the first bias {why}, so the two biases are added up, which takes memory for the "
+        f"scores of every row."
+    )
+    return None
+
+
+def _check_tensors(given: dict[str, Any]) -> None:
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: got {shown(x)} of type {type(x).__name__}. It is a torch tensor.")
+
+
+def _check_leading(given: dict[str, torch.Tensor], dims: int, what: str) -> None:
+    """The first ``dims`` dims of all are those of the first: later ones are checked where each batch entry runs."""
+    (first, model), *others = given.items()
+    for name, x in others:
+        if x.shape[:dims] != model.shape[:dims]:
+            raise ValueError(
+                f"{name}: shape {tuple(x.shape)}. Its {what} must be {list(model.shape[:dims])}, as of {first}."
+            )
 
 
 def _refuse(reasons: list[str], function: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from ..base.errors import UnsupportedError
+from ..base.errors import UnsupportedError, shown
 from ..torch import attention
 
 __all__ = [
@@ -272,7 +272,12 @@ def _refuse(reasons: list[str]) -> None:
         raise UnsupportedError("nvrtc_attn does not compute this call of flash_attn.", reasons)
 
 
-def _check_slopes(slopes: torch.Tensor, batch: int, heads: int) -> None:
+def _check_slopes(slopes: Any, batch: int, heads: int) -> None:
+    if not isinstance(slopes, torch.Tensor):
+        raise TypeError(
+            f"alibi_slopes: got {shown(slopes)} of type {type(slopes).__name__}. It is a tensor, "
+            f"[num_heads] or [batch, num_heads]."
+        )
     if slopes.shape not in ((heads,), (batch, heads)):
         raise ValueError(
             f"alibi_slopes: shape {tuple(slopes.shape)}. It is [num_heads] = [{heads}] or [batch, num_heads] = "

@@ -18,6 +18,7 @@ from ..base.errors import UnsupportedError
 from ..base.log import log_once
 from ..front.problem import Causal
 from ..torch import attention
+from . import mask_reasons
 from .versions import check_version
 
 NAME: Final = "nvrtc_attn"
@@ -184,6 +185,11 @@ def attention_forward(
     Returns
     -------
     ``[B, M, H, Dv]`` and None: the probabilities are never in memory.
+
+    Raises
+    ------
+    UnsupportedError
+        With every reason: paged caches, ``head_mask``, an ``attention_mask`` of integers.
     """
     reasons = [
         f"{name}: {why}"
@@ -193,7 +199,7 @@ def attention_forward(
             ("head_mask", "heads are not scaled inside of attention; multiply the output instead."),
         )
         if kwargs.get(name) is not None
-    ]
+    ] + mask_reasons("attention_mask", attention_mask)
     if reasons:
         raise UnsupportedError("nvrtc_attn does not compute this call of transformers.", reasons)
     if kwargs.get("output_attentions"):

@@ -132,6 +132,17 @@ def _refuse_dropout(p: float) -> None:
         )
 
 
+def _refuse_lost_gradient(attn_bias: Any) -> None:
+    """XFormers' autograd function returns the gradient of a bias that is a tensor, and of none inside of a mask."""
+    bias = getattr(attn_bias, "_bias", None)
+    if isinstance(bias, torch.Tensor) and bias.requires_grad and not isinstance(attn_bias, torch.Tensor):
+        reason = (
+            f"attn_bias: {type(attn_bias).__name__} with a bias that requires grad. With op=, xFormers gives it no "
+            f"gradient. Call nvrtc_attn.integrations.xformers.memory_efficient_attention, or detach the bias."
+        )
+        raise UnsupportedError("nvrtc_attn does not compute this call of xformers.", [reason])
+
+
 def _gradients(
     grad: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
     value: torch.Tensor, attn_bias: Any, p: float, scale: float | None, rng: Any, bias_grad: bool,
@@ -233,9 +244,8 @@ def _operators() -> tuple[Any, Any]:
 
     check_version("xformers", "0.0.35", "0.0.35")
     every = (type(None), torch.Tensor, *(getattr(biases, name) for name in _BIASES if hasattr(biases, name)))
-    # xFormers allocates no gradient for a bias that is not a tensor itself.
-    with_gradient = tuple(kind for kind in every if kind.__name__ != "LowerTriangularMaskWithTensorBias")
     shared = {
+        "SUPPORTED_ATTN_BIAS_TYPES": every,
         "OPERATOR": staticmethod(attention),
         "SUPPORTED_DEVICES": {"cuda", "cpu"},
         "SUPPORTED_DTYPES": {torch.float16, torch.bfloat16, torch.float32},
@@ -255,7 +265,6 @@ def _operators() -> tuple[Any, Any]:
 
     class Forward(common.AttentionFwOpBase):  # type: ignore[misc, unused-ignore]
         NAME = "nvrtc_attnF"
-        SUPPORTED_ATTN_BIAS_TYPES = every
 
         @classmethod
         def not_supported_reasons(cls, d: Any) -> list[str]:
@@ -263,6 +272,8 @@ def _operators() -> tuple[Any, Any]:
 
         @classmethod
         def apply(cls, inp: Any, needs_gradient: bool) -> tuple[torch.Tensor, Any]:
+            if needs_gradient:
+                _refuse_lost_gradient(inp.attn_bias)
             q, k, v, options = _arguments(inp.query, inp.key, inp.value, inp.attn_bias, inp.scale, inp.output_dtype)
             rng = torch.randint(2**63 - 1, (), device=q.device) if inp.p else None
             with torch.no_grad():
@@ -276,7 +287,6 @@ def _operators() -> tuple[Any, Any]:
 
     class Backward(common.AttentionBwOpBase):  # type: ignore[misc, unused-ignore]
         NAME = "nvrtc_attnB"
-        SUPPORTED_ATTN_BIAS_TYPES = with_gradient
         SUPPORTS_ATTN_BIAS_GRAD = True
 
         @classmethod
@@ -285,6 +295,7 @@ def _operators() -> tuple[Any, Any]:
 
         @classmethod
         def apply(cls, ctx: Any, inp: Any, grad: torch.Tensor) -> Any:
+            _refuse_lost_gradient(inp.attn_bias)  # another forward operator may have let it pass
             bias_grad = isinstance(inp.attn_bias, torch.Tensor) and inp.attn_bias.requires_grad
             dq, dk, dv, db = _gradients(
                 grad, ctx.out, ctx.lse, inp.query, inp.key, inp.value, inp.attn_bias, inp.p, inp.scale, ctx.rng_state,

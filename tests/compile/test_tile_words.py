@@ -61,8 +61,8 @@ HOPPER: dict[str, AttentionProblem] = {
     **{f"d{d}_unaligned": problem(d, SCORES, alignment=1) for d in (64, 128)},
     "d64_unaligned_bias_dropout": problem(64, SCORES, alignment=1, bias=True, dropout_p=0.1, **CAUSAL),
 }
-SPILLED = {("d64", "forward_portable"): 16, ("d64", "backward_portable"): 68, ("d128", "backward_portable"): 124}
-"""Of the portable family, with NVRTC 13.5 (with 13.0 the first has 8); without words 36, 52 and 68 bytes."""
+SPILLED = {("d64", "forward_portable"): 16, ("d64", "backward_portable"): 76, ("d128", "backward_portable"): 124}
+"""Of the portable family, with NVRTC 13.5 (with 13.0 8 and 68 of the first two); without words 36, 52 and 68 bytes."""
 
 
 @pytest.mark.slow(sample=["d64"])

@@ -9,8 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from harness import forget_plans  # noqa: E402
+
 from nvrtc_attn.modifiers import remembered  # noqa: E402
-from nvrtc_attn.plans import repeats  # noqa: E402
 from nvrtc_attn.torch import create_block_mask, flex_attention, flex_known  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU")
@@ -37,7 +38,8 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
 
 
 def forget() -> None:
-    for table in (flex_known._known, repeats._repeats, remembered._traces, remembered._recent):
+    forget_plans()
+    for table in (flex_known._known, remembered._traces, remembered._recent):
         table.clear()
 
 

@@ -45,6 +45,15 @@ def test_layouts_and_masks(skip_reshape: bool, skip_output_reshape: bool, heads_
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8], ids=str)
+def test_a_mask_of_integers_is_not_added(dtype: Any) -> None:
+    """Ones and zeros would hide nothing. The override leaves them to ComfyUI, as they come."""
+    q, mask = torch.randn(1, 5, 16), torch.ones(5, 5, dtype=dtype).tril()
+    with pytest.raises(UnsupportedError, match=rf"mask: dtype {dtype}\..*mask\.bool\(\)"):
+        integration.attention_nvrtc(q, q, q, 2, mask)
+    assert integration.override(lambda *args, mask: mask, q, q, q, 2, mask=mask) is mask
+
+
 def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     registry: Any = types.ModuleType("comfy.ldm.modules.attention")
     registry.REGISTERED_ATTENTION_FUNCTIONS = {}

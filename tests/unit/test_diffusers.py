@@ -163,6 +163,12 @@ def test_refusals() -> None:
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(UnsupportedError, match="_parallel_config"):
         integration.backend(q, q, q, _parallel_config=object())
+    for mask in (torch.tensor([[1, 1, 1, 0]]), torch.ones(1, 1, 4, 4, dtype=torch.uint8)):
+        for backend in ("native", "nvrtc_attn"):  # the native one refuses them, too
+            with pytest.raises((UnsupportedError, RuntimeError), match="dtype"):
+                attention_dispatch.dispatch_attention_fn(q, q, q, mask, backend=backend)
+        with pytest.raises(UnsupportedError, match=rf"attn_mask: dtype {mask.dtype}\..*attn_mask\.bool\(\)"):
+            integration.backend(q, q, q, mask)
     block = Attention(query_dim=16, heads=2, dim_head=8, added_kv_proj_dim=16, processor=integration.AttnProcessor())
     with pytest.raises(UnsupportedError, match="add_k_proj"):
         block(torch.randn(1, 4, 16))

@@ -113,6 +113,26 @@ def test_a_first_bias_that_is_no_mask_is_added(
     assert len([record for record in caplog.records if "added up" in record.message]) == 1
 
 
+@pytest.mark.parametrize("hidden", [-1e9, -5.0])
+def test_evoformer_compiles_whole(
+    hidden: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph with its gradients, whatever the first bias is; nothing is said of values that nobody looked at."""
+    monkeypatch.setattr(log, "_said", set())
+    q, k, v = evoformer_inputs(1)
+    row, pair = row_mask(1, hidden), leaf(1, 1, 2, 6, 6)
+
+    def call(*x: Any) -> Any:
+        return integration.DS4Sci_EvoformerAttention(*x[:3], list(x[3:]))
+
+    for fullgraph in (True, False):
+        torch._dynamo.reset()
+        with caplog.at_level(logging.WARNING, logger="nvrtc_attn"):
+            out = torch.compile(call, backend="aot_eager", fullgraph=fullgraph)(q, k, v, row, pair)
+        compare(out, evoformer(q, k, v, row, pair), (q, k, v, pair))
+    assert [record.message for record in caplog.records if record.name == "nvrtc_attn"] == []
+
+
 def test_rows_without_keys_are_zero() -> None:
     q, k, v = evoformer_inputs(1)
     pair, mask = leaf(1, 1, 2, 6, 6), row_mask(1)
@@ -137,3 +157,39 @@ def test_refusals() -> None:
     assert len(caught.value.reasons) == 2
     with pytest.raises(ValueError, match="ranks"):
         integration.triangle_attention(q, k, v, q[0])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["k", "v", "bias", "mask"])
+def test_triangle_refuses_another_batch_size(name: str, batch: int) -> None:
+    """More entries than q has would be ignored."""
+    shapes = {"q": (3, 2, 5, 8), "k": (3, 2, 7, 8), "v": (3, 2, 7, 8), "bias": (1, 2, 5, 7), "mask": (3, 1, 1, 7)}
+    given = {x: torch.ones(batch if x == name else 2, *shape) for x, shape in shapes.items()}
+    with pytest.raises(ValueError, match=rf"^{name}: shape \({batch}, .*batch size must be \[2\], as of q"):
+        integration.triangle_attention(**given)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 6, 2, 8), (3, 3, 6, 2, 8), (2, 4, 6, 2, 8)], ids=str)
+@pytest.mark.parametrize("name", ["K", "V"])
+def test_evoformer_refuses_other_rows(name: str, shape: tuple[int, ...]) -> None:
+    given = {x: torch.ones(2, 3, 6, 2, 8) for x in "QKV"}
+    given[name] = torch.ones(shape)
+    with pytest.raises(ValueError, match=rf"^{name}: shape .*must be \[2, 3\], as of Q"):
+        integration.DS4Sci_EvoformerAttention(**given, biases=[])
+    given[name] = torch.ones(shape)[0]
+    with pytest.raises(ValueError, match=rf"^{name}: shape .*It is \[batch, rows"):
+        integration.DS4Sci_EvoformerAttention(**given, biases=[])
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    q, k, v = evoformer_inputs(1)
+    for name, call in {
+        "bias": lambda: integration.triangle_attention(q, k, v, None),
+        "K": lambda: integration.DS4Sci_EvoformerAttention(q, None, v, []),
+        "biases": lambda: integration.DS4Sci_EvoformerAttention(q, k, v, None),
+        r"biases\[1\]": lambda: integration.DS4Sci_EvoformerAttention(q, k, v, [None, 3.0]),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name}: got "):
+            call()
+    with pytest.raises(TypeError, match=r"^biases: got tensor.*of type Tensor"):
+        integration.DS4Sci_EvoformerAttention(q, k, v, row_mask(1))

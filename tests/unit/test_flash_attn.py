@@ -231,6 +231,13 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match="shape"):
             call()
+    slopes: Any = [0.5, 0.25, 0.125, 0.0625]
+    for call in (
+        lambda: integration.flash_attn_func(q, k, v, alibi_slopes=slopes),
+        lambda: integration.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 6, 6, causal=True, alibi_slopes=slopes),
+    ):
+        with pytest.raises(TypeError, match=r"^alibi_slopes: got \[0\.5.*of type list"):
+            call()
 
 
 @pytest.mark.parametrize(

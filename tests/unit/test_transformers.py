@@ -369,6 +369,10 @@ def test_refusals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnsupportedError) as caught:
         integration.attention_forward(torch.nn.Module(), q, q, q, None, cache=object(), head_mask=torch.ones(2))
     assert len(caught.value.reasons) == 2
+    for dtype in (torch.int64, torch.uint8):  # ones and zeros, added to the scores, would hide nothing
+        keep = torch.ones(1, 1, 4, 4, dtype=dtype).tril()
+        with pytest.raises(UnsupportedError, match=rf"attention_mask: dtype {dtype}\..*attention_mask\.bool\(\)"):
+            integration.attention_forward(torch.nn.Module(), q, q, q, keep)
     for name in ("my_flash", "sdpa2", "paged|x"):
         with pytest.raises(ValueError, match="name: got"):
             integration.register(name)

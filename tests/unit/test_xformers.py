@@ -192,7 +192,7 @@ def test_the_functions_outside_of_autograd() -> None:
 
 
 @needs_xformers
-@pytest.mark.parametrize("name", [None, *dense_masks(), *PACKED])
+@pytest.mark.parametrize("name", [None, *dense_masks(), "LowerTriangularMaskWithTensorBias", *PACKED])
 def test_operators_of_xformers(name: str | None) -> None:
     """xFormers' own function with ``op=(FwOp, BwOp)``."""
 
@@ -205,6 +205,18 @@ def test_operators_of_xformers(name: str | None) -> None:
         bias = torch.randn(2, 2, 5, 7, requires_grad=True)
         check(q, k, v, bias, bias, bias, call=call)
         assert call(*(x.detach().bfloat16() for x in (q, k, v)), None).dtype == torch.bfloat16
+    elif name == "LowerTriangularMaskWithTensorBias":
+        q, k, v = inputs(5, 5)
+        bias = torch.randn(2, 2, 5, 5)
+        mask = biases.LowerTriangularMask().add_bias(bias)
+        check(q, k, v, mask, mask.materialize((2, 2, 5, 5)), call=call)
+        bias.requires_grad_()  # xFormers would drop this gradient in silence
+        assert call(*(x.detach() for x in (q, k, v)), mask).shape == q.shape
+        with pytest.raises(UnsupportedError, match=r"attn_bias: .*requires grad.*xformers\.memory_efficient_attention"):
+            call(q, k, v, mask)
+        context = fmha.common.Context(lse=torch.zeros(2, 2, 5), out=q.detach())
+        with pytest.raises(UnsupportedError, match="requires grad"):
+            integration.BwOp.apply(context, fmha.Inputs(query=q, key=k, value=v, attn_bias=mask), q.detach())
     elif name in PACKED:
         mask = packed_mask(name)
         rows, columns = mask.q_seqinfo.seqstart_py[-1], mask.k_seqinfo.seqstart_py[-1]
