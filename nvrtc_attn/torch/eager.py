@@ -20,7 +20,17 @@ from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.signature import are_plain
 from .ops import attention as attention_by_operators
-from .ops import cast_for_autocast, cast_further_for_autocast, is_dtensor, once_only, register_sharding
+from .ops import (
+    cast_for_autocast,
+    cast_further_for_autocast,
+    gradients_by_operator,
+    is_dtensor,
+    is_transformed,
+    no_forward_derivative,
+    once_only,
+    refuse_tangents,
+    register_sharding,
+)
 from .passes import DIFFERENTIABLE_PLACES, Known, LazyTensors, Tensors, backward, forward, known_calls
 from .random import checked_rng, draw_rng
 
@@ -35,6 +45,7 @@ _autocast: Final = torch._C._is_any_autocast_enabled
 _autocast_dtype: Final = torch.get_autocast_dtype
 _grad_enabled: Final = torch.is_grad_enabled
 _deterministic: Final = torch._C._get_deterministic_algorithms
+_forward_ad: Any = torch.autograd.forward_ad
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _NO_WINDOW: Final = (None, None)
 _differentiable: Final = itemgetter(*DIFFERENTIABLE_PLACES)
@@ -134,6 +145,8 @@ def again(q: Any, k: Any, v: Any, options: CallOptions, layout: int, is_plain: b
                 continue
             if known.grad:
                 return (known.attach or _node_of(known, options.return_lse, layout))(results, q, k, v)
+            if _forward_ad._current_level >= 0:
+                return None
             return results if options.return_lse else results[0]
     return None
 
@@ -213,6 +226,8 @@ def attend(
             state = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
     heads_first = layout != ROWS_FIRST
     if not grad:
+        if _forward_ad._current_level >= 0:
+            refuse_tangents(*_differentiable(tensors))
         out, lse, *max_logit = forward(tensors, options, state, heads_first=heads_first, known_key=known_key)
         if max_logit:
             return (out, lse, *max_logit) if return_lse else (out, *max_logit)
@@ -264,6 +279,8 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
             return _gradients_once(ctx, ctx.call, dout, dlse)
         return _gradients(ctx, ctx.call, dout, dlse)
 
+    jvp = staticmethod(no_forward_derivative)
+
 
 def apply_of(function: Any) -> Any:
     """``apply`` of an autograd function, past two Python layers.
@@ -309,6 +326,8 @@ def _node_of(known: Known, return_lse: bool, layout: int) -> Any:
                         return found
             return _gradients(ctx, call, dout, dlse, known, saved)
 
+        jvp = staticmethod(no_forward_derivative)
+
     known.attach = apply_of(_Attention)
     return known.attach
 
@@ -332,6 +351,8 @@ def _gradients(
     heads_first = layout != ROWS_FIRST
     out, lse, *tensors = ctx.saved_tensors if saved is None else saved
     dout = torch.zeros_like(out) if dout is None else dout
+    if is_transformed():  # a batch of gradients at once
+        return None, *_gradients_of_batch(tensors, out, lse, dout, dlse, options, rng, heads_first)
     if len(tensors) == 3:
         dq, dk, dv, *_ = backward(
             (*tensors, *_NONE), out, lse, dout, dlse, options, rng, heads_first=heads_first, known=known
@@ -340,11 +361,26 @@ def _gradients(
     return (None, *backward(tuple(tensors), out, lse, dout, dlse, options, rng, heads_first=heads_first))
 
 
+def _gradients_of_batch(
+    tensors: list[Any], out: Any, lse: Any, dout: Any, dlse: Any, options: CallOptions, rng: RngState, heads_first: bool
+) -> list[Any]:
+    """The gradient of each tensor that the node was given, those of tensors without memory."""
+    q, k, v, *optional = tensors
+    if heads_first:
+        q, k, v, out, dout = [x.transpose(1, 2) for x in (q, k, v, out, dout)]
+    gradients: list[Any] = gradients_by_operator((q, k, v, *(optional or _NONE)), out, lse, dout, dlse, options, rng)
+    if heads_first:
+        gradients[:3] = [x.transpose(1, 2) for x in gradients[:3]]
+    return gradients if optional else gradients[:3]
+
+
 def _gradients_once(
     ctx: Any, call: tuple[CallOptions, RngState, int], dout: torch.Tensor | None, dlse: torch.Tensor | None,
     known: Known | None = None,
 ) -> Any:  # fmt: skip
     saved = ctx.saved_tensors
+    if is_transformed():  # the operator refuses a second derivative itself
+        return _gradients(ctx, call, dout, dlse, known, saved)
     return once_only(lambda: _gradients(ctx, call, dout, dlse, known, saved), (*saved[2:], dout, dlse))
 
 

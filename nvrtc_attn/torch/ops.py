@@ -20,7 +20,7 @@ from ..base.tables import remember
 from ..front.call import CallOptions, describe_shapes, plain_options
 from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_GRADIENTS, check_further
 from ..front.part import Part
-from ..front.philox import NO_RNG
+from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.tensors import Device
 from .passes import BackwardCalls, backward, forward, known_calls
@@ -79,6 +79,10 @@ attention_forward: Any = torch.ops.nvrtc_attn.attention_forward.default
 attention_backward: Any = torch.ops.nvrtc_attn.attention_backward.default
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _grad_enabled: Final = torch.is_grad_enabled
+_forward_ad: Any = torch.autograd.forward_ad
+_functorch_level: Final = torch._C._functorch.maybe_current_level
+_includes_key: Final = torch._C._dispatch_tls_is_dispatch_key_included
+_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 
 # ------------------------------------------------------------------------------------------------------- the door
 
@@ -93,10 +97,7 @@ def attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if part is not None:
-        raise UnsupportedError(
-            "part: the operators of torch do not take it, and torch.compile, torch.export, torch.func, dispatch modes "
-            "and tensor subclasses need them. Call outside of these."
-        )
+        raise _no_part()
     tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *check_further("attention", further))
     for name, x in zip(INPUTS, tensors, strict=True):
         if not (isinstance(x, torch.Tensor) or (x is None and name not in ("q", "k", "v"))):
@@ -117,8 +118,7 @@ def attention(
         read = plain_options(CallOptions(*options, return_lse, deterministic, return_max_logit=return_max_logit))
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k = read[:7]
         return_lse, deterministic, return_max_logit = read.return_lse, read.deterministic, read.return_max_logit
-    if isinstance(causal, bool):
-        causal = "bottom_right" if causal else ""  # type: ignore[assignment]
+    word = _causal_word(causal)
     left, right = (None, None) if window_size is None else window_size
     q, k, v, bias = cast_for_autocast(q, k, v, bias)
     more = check_further("attention", cast_further_for_autocast(q, further))
@@ -126,14 +126,14 @@ def attention(
     words = (0, 0)
     if dropout_p > 0:
         seed, offset, words = rng_operands(rng, q)
-    # Tensors of transformations hide what a level further out differentiates.
-    functorch = torch._C._functorch.maybe_current_level() is not None if not _in_dynamo() else False
-    with_lse = return_lse or functorch or (torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, *more))
+    if not _in_dynamo():
+        refuse_tangents(q, k, v, bias, *more)
+    with_lse = return_lse or (torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, *more))
     arguments = (
-        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *more, seed, offset, *words, causal, left, right,
+        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *more, seed, offset, *words, word, left, right,
         softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic, with_lse, return_max_logit,
     )  # fmt: skip
-    out, lse, max_logit = _Transformed.apply(*arguments) if functorch else attention_forward(*arguments)
+    out, lse, max_logit = attention_forward(*arguments)
     results = (out, *([lse] if return_lse else ()), *([max_logit.detach()] if return_max_logit else ()))
     return results if len(results) > 1 else out
 
@@ -164,6 +164,29 @@ def _cast(x: Any, device: str, dtype: torch.dtype) -> Any:
     if not isinstance(x, torch.Tensor) or x.device.type != device:
         return x
     return x.to(dtype) if x.is_floating_point() and x.dtype not in (dtype, torch.float64) else x
+
+
+def _no_part() -> UnsupportedError:
+    return UnsupportedError(
+        "part: the operators of torch do not take it, and torch.compile, torch.export, torch.func, dispatch modes "
+        "and tensor subclasses need them. Call outside of these."
+    )
+
+
+def refuse_tangents(*tensors: Any) -> None:
+    """Refuse dual tensors of `torch.autograd.forward_ad`: nothing here would carry their tangents on."""
+    if _forward_ad._current_level < 0 or _functorch_level() is not None:  # the operators refuse it below those
+        return
+    if any(isinstance(x, torch.Tensor) and _forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        no_forward_derivative()
+
+
+def is_transformed() -> bool:
+    """Whether tensors may stand for batches or levels of others: in torch.func, and where autograd has its own vmap.
+
+    The latter is for a batch of gradients: `is_grads_batched`, and `torch.autograd.functional` with `vectorize`.
+    """
+    return _functorch_level() is not None or _includes_key(_VMAP_MODE)
 
 
 def _in_dynamo() -> bool:
@@ -223,6 +246,23 @@ def rng_operands(rng: Any, q: Any) -> tuple[Any, Any, tuple[Any, Any]]:
     return tensors[0], tensors[1], (words[0], words[1])
 
 
+def gradients_by_operator(
+    tensors: tuple[Any, ...], out: Any, lse: Any, dout: Any, dlse: Any, options: CallOptions, rng: RngState
+) -> Any:
+    """What `passes.backward` returns, by the operator, which takes tensors that stand for a batch of them."""
+    if options.part is not None:
+        raise _no_part()
+    seed, offset, words = rng_operands(rng_values(rng), tensors[0])
+    wanted = [getattr(options, name) for name in OPTIONAL_GRADIENTS]
+    gradients = attention_backward(
+        dout, dlse, out, lse, *tensors, seed, offset, *words, _causal_word(options.causal),
+        *(options.window_size or (None, None)), options.softmax_scale, options.softcap, options.dropout_p,
+        options.max_seqlen_q, options.max_seqlen_k, options.deterministic, *wanted,
+    )  # fmt: skip
+    given = dict(zip(OPTIONAL_GRADIENTS, wanted, strict=True))
+    return [x if given.get(name, True) else None for name, x in zip(GRADIENTS, gradients, strict=True)]
+
+
 # ---------------------------------------------------------------------------------------------------- the kernels
 
 
@@ -243,6 +283,10 @@ def _split(arguments: tuple[Any, ...], return_lse: bool, *gradients: bool) -> tu
 
 
 _CAUSAL: Final[dict[str, Causal]] = {"": False, "bottom_right": True, "top_left": "top_left"}
+
+
+def _causal_word(causal: Causal) -> str:
+    return causal if isinstance(causal, str) else "bottom_right" if causal else ""
 
 
 def _as_plain(x: torch.Tensor | None) -> Any:
@@ -334,7 +378,7 @@ def _are_alone(tensors: tuple[Any, ...], rest: Sequence[Any]) -> bool:
         all(x.__class__ in _PLAIN and x.is_cuda and not x.is_neg() for x in tensors)
         and all(x is None for x in rest[: _SEED_WORD - 3])
         and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.maybe_current_level() is None
+        and not is_transformed()
     )
 
 
@@ -403,9 +447,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _derivative(
-    ctx: Any, dout: Any, dlse: Any, _: Any, forward: Any = attention_forward, backward: Any = attention_backward
-) -> tuple[Any, ...]:
+def _derivative(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
     """The gradient of every argument of the forward operator. Nobody gets one through max_logit."""
     out, lse, *tensors = ctx.saved_tensors
     arguments = (*tensors, *ctx.scalars)
@@ -413,10 +455,10 @@ def _derivative(
     if dout is None and dlse is None:
         return none
     if lse.numel() == 0 and out.numel() != 0:  # traced where no gradient was wanted
-        out, lse, _ = forward(*arguments, True, False)
+        out, lse, _ = attention_forward(*arguments, True, False)
     dout = torch.zeros_like(out) if dout is None else dout
     needed = [bool(ctx.needs_input_grad[place]) for place in _DIFFERENTIABLE]
-    gradients = backward(dout, dlse, out, lse, *arguments, *needed[-_OPTIONS:])
+    gradients = attention_backward(dout, dlse, out, lse, *arguments, *needed[-_OPTIONS:])
     found: list[Any] = list(none)
     for place, gradient, is_needed in zip(_DIFFERENTIABLE, gradients, needed, strict=True):
         found[place] = gradient if is_needed else None
@@ -431,6 +473,14 @@ def no_second_derivative(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError(
         "trying to differentiate twice a function that was marked with once_differentiable: nvrtc_attn has no second "
         "derivatives. Compute this part with torch.nn.functional.scaled_dot_product_attention and its math backend."
+    )
+
+
+def no_forward_derivative(*_: Any) -> Any:
+    raise UnsupportedError(
+        "q, k, v, bias: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad) are not "
+        "computed. Use torch.func.vjp or jacrev, or torch.nn.functional.scaled_dot_product_attention and its math "
+        "backend."
     )
 
 
@@ -467,45 +517,6 @@ torch.library.register_autograd(
 )
 
 
-class _Gradient(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """The backward operator under transformations of torch.func."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return attention_backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing to keep."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return no_second_derivative(ctx, *gradients)
-
-
-class _Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """The forward operator under transformations of torch.func, any number of them within one another.
-
-    The derivative that `torch.library` generates serves one level of them only.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return attention_forward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _setup_context(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
-        return _derivative(ctx, dout, dlse, None, _Transformed.apply, _Gradient.apply)
-
-
 # ------------------------------------------------------------------------------------------------------------- vmap
 
 
@@ -525,6 +536,7 @@ def _vmap(
     ``first`` arguments come before those of `_SIGNATURE`. ``wanted`` are the optional gradients: one without a batch
     (of a sink) is of each element of the mapped axis by itself.
     """
+    refuse_tangents(*arguments)
     dbias = wanted[OPTIONAL_GRADIENTS.index("dbias")]
     moved = [x.movedim(d, 0) if d is not None else x for x, d in zip(arguments, in_dims, strict=True)]
     mapped = [d is not None for d in in_dims]
@@ -561,9 +573,55 @@ def _vmap(
     )
 
 
-if hasattr(torch.library, "register_vmap"):  # torch 2.5
-    torch.library.register_vmap("nvrtc_attn::attention_forward", _forward_vmap, lib=_LIBRARY)
-    torch.library.register_vmap("nvrtc_attn::attention_backward", _backward_vmap, lib=_LIBRARY)
+class _Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The forward operator under transformations of torch.func, any number of them within one another.
+
+    torch refuses the derivative that `torch.library` generates under them.
+    """
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return attention_forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _setup_context(ctx, inputs, output)
+
+    backward = staticmethod(_derivative)
+    jvp = staticmethod(no_forward_derivative)
+    vmap = staticmethod(_forward_vmap)
+
+
+class _Gradient(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The backward operator under transformations of torch.func."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return attention_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing to keep."""
+
+    backward = staticmethod(no_second_derivative)
+    jvp = staticmethod(no_forward_derivative)
+    vmap = staticmethod(_backward_vmap)
+
+
+def _transformed_forward(*arguments: Any) -> Any:
+    """The operator above all transformations. Their tensors hide whether a level further out needs the lse."""
+    *arguments_, return_lse, return_max_logit = arguments
+    out, lse, max_logit = _Transformed.apply(*arguments_, True, return_max_logit)
+    return out, lse if return_lse else lse.new_empty(0), max_logit
+
+
+def _transformed_backward(*arguments: Any) -> Any:
+    return _Gradient.apply(*arguments)
+
+
+# The key that comes before any other while a transformation is on: also for an operator in a program of torch.compile.
+_LIBRARY.impl("attention_forward", _transformed_forward, "FuncTorchDynamicLayerFrontMode")
+_LIBRARY.impl("attention_backward", _transformed_backward, "FuncTorchDynamicLayerFrontMode")
 
 
 # ---------------------------------------------------------------------------------------------------------- DTensor

@@ -25,6 +25,10 @@ class NotTakenError(Exception):
     """A call that torch's own kernel must serve."""
 
 
+class PassedOnError(Exception):
+    """A call that is for torch's own kernel to pass on: none of ours, or one that was counted before."""
+
+
 def why_not(query: Any, key: Any, value: Any, bias: Any) -> str | None:
     """What keeps a call from these kernels, before anything is looked at closely."""
     for x in (query, key, value, bias):
@@ -50,8 +54,9 @@ def counts() -> dict[str, dict[str, int]]:
 def replace_kernels(functions: dict[tuple[str, str], Callable[..., Any]]) -> torch.library.Library:
     """Put functions in front of the kernels that torch has for operators of aten, by (name, dispatch key).
 
-    A function raises `NotTakenError`, an error about its arguments, or `NotReadyError` for what the kernel behind it is
-    to serve: a first call while a CUDA graph is captured must not break a capture that torch's kernel would not.
+    A function raises `PassedOnError`, `NotTakenError`, an error about its arguments, or `NotReadyError` for what the
+    kernel behind it is to serve: a first call while a CUDA graph is captured must not break a capture that torch's
+    kernel would not.
     Destroying the library that is returned gives torch its kernels back.
     """
     # All of torch's before the first of ours: that of a composite operator depends on which keys have one.
@@ -74,6 +79,8 @@ def _taking(name: str, key: str, function: Callable[..., Any]) -> Callable[..., 
     def call(keyset: Any, *arguments: Any, **options: Any) -> Any:
         try:
             result = function(*arguments, **options)
+        except PassedOnError:
+            return original.call_boxed(keyset, *arguments, **options)
         except (NotTakenError, NotReadyError, UnsupportedError, TypeError, ValueError) as error:
             if original is None:
                 raise

@@ -10,9 +10,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from functools import partial, wraps
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from typing import Any, Final, TypeVar
 
 import torch
+from torch._C._functorch import TransformType
 
 from ..base.errors import UnsupportedError, shown
 from ..base.log import LOGGER
@@ -21,11 +24,12 @@ from ..front.problem import Causal
 from .eager import GROUPED_HEADS_FIRST, HEADS_FIRST, again, attend, new_tuple
 from .efficient import efficient_attention_backward, efficient_attention_forward
 from .ops import is_dtensor
-from .replaced import NotTakenError, checked, counts, replace_kernels, why_not
+from .replaced import NotTakenError, PassedOnError, checked, counts, replace_kernels, why_not
 from .scaled_efficient import efficient_backward, efficient_forward
 
 _traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
 _deterministic: Final = torch._C._get_deterministic_algorithms
+_transformed: Final = torch._C._functorch.maybe_current_level
 _NO_WINDOW: Final = (None, None)
 
 
@@ -114,15 +118,38 @@ def scaled_dot_product_attention(
         False, None, None, {}, layout, attn_mask is None,
     )  # fmt: skip
     out: torch.Tensor
-    if attn_mask is None or _traced_by_dynamo():
+    if _traced_by_dynamo():
         out = attend(*call)
     else:
         try:
             out = attend(*call)
         except (TypeError, ValueError):
-            _check_mask(given, attn_mask, query, key)
+            _check_sizes(query, key, value)
+            if attn_mask is not None:
+                _check_mask(given, attn_mask, query, key)
             raise
     return out if rank == 4 else out.reshape(*lead, *out.shape[4 - min(rank, 3) :])
+
+
+def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse sizes by the dims of torch's layout; what a later check refuses has those of another."""
+    heads, heads_kv, heads_v = query.shape[1], key.shape[1], value.shape[1]
+    length, length_v = key.shape[2], value.shape[2]
+    layout = "of [..., heads, seqlen, head_dim]"
+    if heads_kv != heads_v:
+        raise ValueError(
+            f"key, value: head counts {heads_kv} and {heads_v} differ (dim -3 {layout}). They must be equal, or one of "
+            f"them 1."
+        )
+    if heads_kv and heads % heads_kv:
+        raise ValueError(
+            f"key, value: {heads_kv} heads do not divide the {heads} heads of query (dim -3 {layout}). Each key head "
+            f"serves as many query heads."
+        )
+    if length != length_v:
+        raise ValueError(
+            f"key, value: lengths {length} and {length_v} differ (dim -2 {layout}). Every key has one value."
+        )
 
 
 def _check_mask(given: torch.Tensor, full: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
@@ -178,6 +205,8 @@ _libraries: dict[str, torch.library.Library] = {}
 _EFFICIENT: Final = "efficient"
 _ALL: Final = "all"
 _CACHE_TAG: Final = "+nvrtc_attn.sdpa"
+_SUSPENDED: Final = (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def report() -> dict[str, Any]:
@@ -188,6 +217,8 @@ def report() -> dict[str, Any]:
 
 class enable_sdpa:  # noqa: N801 - it is called like a function, as torch.no_grad is
     """Make torch's own calls of attention run on these kernels, on CUDA, until `disable` or the end of ``with``.
+
+    As a decorator, ``@enable_sdpa()``, while the function runs.
 
     Takes over the operators of memory-efficient attention, forward and backward, that
     `torch.nn.functional.scaled_dot_product_attention` chooses for masks, biases, float32 and head dims that flash
@@ -227,6 +258,7 @@ class enable_sdpa:  # noqa: N801 - it is called like a function, as torch.no_gra
                 ["torch.library.get_kernel is missing, which torch has since 2.9.1"],
             )
         self._mine = [_EFFICIENT, _ALL] if all else [_EFFICIENT]
+        self._again = partial(type(self), all=all, _keys=_keys)
         with _lock:
             for level in self._mine:
                 _levels[level] += 1
@@ -243,6 +275,22 @@ class enable_sdpa:  # noqa: N801 - it is called like a function, as torch.no_gra
                     _uninstall(level)
             self._mine = []
 
+    def __call__(self, function: _Function) -> _Function:
+        """Decorate ``function``: the switch is off again at once, and on while the function runs."""
+        if not callable(function) or any(kind(function) for kind in _SUSPENDED):
+            raise TypeError(
+                f"enable_sdpa(): as a decorator it got {shown(function)} of type {type(function).__name__}. It takes a "
+                f"function that is done when it returns; in generators and coroutines write a `with` statement."
+            )
+        self.disable()
+
+        @wraps(function)
+        def inner(*arguments: Any, **options: Any) -> Any:
+            with self._again():
+                return function(*arguments, **options)
+
+        return inner  # type: ignore[return-value]
+
     def __enter__(self) -> enable_sdpa:
         return self
 
@@ -258,6 +306,7 @@ def _install(level: str, keys: tuple[str, ...]) -> torch.library.Library:
         else:
             name = "scaled_dot_product_attention"
             functions |= {(name, key): _composite_below, (name, f"Autograd{key}"): _composite}
+            functions[name, "FuncTorchDynamicLayerFrontMode"] = partial(_composite_transformed, keys)
     library = replace_kernels(functions)
     if level == _ALL:
         _tag_caches(lambda tag: tag + _CACHE_TAG)
@@ -278,6 +327,26 @@ def _tag_caches(change: Callable[[str], str]) -> None:
 
 
 def _composite(query: Any, key: Any, value: Any, *more: Any, **options: Any) -> torch.Tensor:
+    if _transformed() is not None:  # left to torch by `_composite_transformed`
+        raise PassedOnError
+    return _served(query, key, value, *more, **options)
+
+
+def _composite_transformed(keys: tuple[str, ...], *arguments: Any, **options: Any) -> torch.Tensor:
+    """Above the transformations of torch.func, whatever the device: on the way down torch allows no function of ours.
+
+    ``keys`` are those of the devices that the switch is for.
+    """
+    if arguments[0].device.type.upper() not in keys:
+        raise PassedOnError
+    kinds = {layer.key() for layer in torch._C._functorch.get_interpreter_stack() or ()}
+    others = kinds - {TransformType.Grad, TransformType.Vmap}
+    if others:
+        raise NotTakenError(f"{' and '.join(sorted(x.name for x in others))} of torch.func")
+    return _served(*arguments, **options)
+
+
+def _served(query: Any, key: Any, value: Any, *more: Any, **options: Any) -> torch.Tensor:
     reason = why_not(query, key, value, options.get("attn_mask", more[0] if more else None))
     if reason is None and any(x.__class__ is not torch.Tensor and _shards_tokens(x) for x in (query, key, value)):
         reason = "a DTensor whose tokens are sharded, as of torch's context_parallel, whose steps come one by one"

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn.torch as na  # noqa: E402 - after the skip
+from nvrtc_attn.base.errors import UnsupportedError  # noqa: E402
 from nvrtc_attn.torch import eager, ops  # noqa: E402
 
 FORWARD, BACKWARD = ops.attention_forward, ops.attention_backward
@@ -328,6 +329,92 @@ def test_transformations_within_one_another(shape: tuple[int, ...], order: str) 
         twice = torch.func.vmap(torch.func.vmap(single, in_dims=dims), in_dims=dims)
         ours = [x[0] for x in twice(q[None], k[None], v[None], bias)]
     same(list(ours), expected)
+
+
+def transformed(how: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A derivative of ``call``, a function of tensors that have a batch."""
+
+    def single(*x: Any) -> Any:
+        return call(*(t[None] for t in x))
+
+    places = tuple(range(4))
+    if how == "grad":
+        return torch.func.grad(call, argnums=places)
+    if how == "grad of vmap":
+        return torch.func.grad(lambda *x: torch.func.vmap(single)(*x).sum(), argnums=places)
+    return torch.func.vmap(torch.func.grad(single, argnums=places))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("how", ["grad", "vmap of grad", "grad of vmap"])
+def test_transformations_compile_whole(how: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    inputs = [x.detach() for x in with_bias(tensors())]
+    inputs[3] = inputs[3].expand(2, -1, -1, -1).contiguous()
+    call = transformed(how, partial(weighted, causal=True))
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    same(list(compiled(*inputs)), list(call(*inputs)))
+
+
+BATCHED = {
+    "plain": {}, "causal with lse": {"causal": "top_left", "return_lse": True},
+    "dropout": {"dropout_p": 0.4, "rng": (2**64 - 3, 7)},
+    "sink": {"sink": torch.linspace(-1, 1, 4).requires_grad_(), "window_size": (3, None), "deterministic": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["is_grads_batched", "jacobian", "vmap"])
+@pytest.mark.parametrize("name", [*BATCHED, "heads first"])
+def test_a_batch_of_gradients(name: str, how: str) -> None:
+    """Rows of it are those of one gradient after the other, from an output that eager calls made."""
+    inputs = with_bias(tensors())
+    options = BATCHED.get(name, {})
+    if name == "heads first":
+        inputs = [x.transpose(1, 2).detach().requires_grad_() for x in inputs[:3]] + inputs[3:]
+        call: Any = partial(na.scaled_dot_product_attention, enable_gqa=True)
+    else:
+        call = lambda q, k, v, bias: na.attention(q, k, v, bias=bias, **options)  # noqa: E731
+    if how == "jacobian":
+        jacobian = partial(torch.autograd.functional.jacobian, call, tuple(inputs))
+        ours, theirs = torch.utils._pytree.tree_leaves(jacobian(vectorize=True)), jacobian()
+        same(ours, torch.utils._pytree.tree_leaves(theirs))
+        return
+    found = call(*inputs)
+    wanted = [*inputs, *(x for x in options.values() if isinstance(x, torch.Tensor))]
+    for out in found if isinstance(found, tuple) else (found,):
+        batch = torch.randn(3, *out.shape)
+        slope = partial(torch.autograd.grad, out, wanted, retain_graph=True)
+        ours = slope(batch, is_grads_batched=True) if how == "is_grads_batched" else torch.func.vmap(slope)(batch)
+        rows = zip(*(slope(x) for x in batch), strict=True)
+        same(list(ours), [torch.stack(x) for x in rows])
+
+
+def test_a_batch_of_gradients_has_no_second_derivative() -> None:
+    q, k, v = tensors()
+    out = na.attention(q, k, v)
+    batch = torch.randn(3, *out.shape)
+    slope = partial(torch.autograd.grad, out, q, create_graph=True)
+    for found in (slope(batch, is_grads_batched=True)[0], torch.func.vmap(slope)(batch)[0]):
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            found.sum().backward()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_mode_is_refused(grad: bool) -> None:
+    """Without a gradient tangents were dropped, as if they were zero."""
+    q, k, v = tensors(grad=grad)
+    inner = torch.func.vmap(lambda x: na.attention(x[None], k[:1].detach(), v[:1].detach()))
+    with pytest.raises(UnsupportedError, match="forward-mode derivatives"):
+        torch.func.jvp(lambda x: na.attention(x, k, v), (q,), (q,))
+    with pytest.raises(UnsupportedError, match="forward-mode derivatives"):
+        torch.func.jvp(inner, (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(UnsupportedError, match="forward-mode derivatives"):
+            na.attention(dual, k, v)
+        with pytest.raises(UnsupportedError, match="forward-mode derivatives"):
+            inner(dual)
+        same([na.attention(q, k, v)], [na.attention(*(x.detach() for x in (q, k, v)))])
 
 
 def test_second_derivatives_are_refused() -> None:

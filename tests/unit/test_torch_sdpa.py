@@ -162,6 +162,17 @@ def test_compiled_whole() -> None:
         ({"query": torch.ones(2, 3, 5, 8, dtype=torch.float64)}, ValueError, "dtype"),
         ({"dropout_p": 2.0}, ValueError, "dropout_p"),
         ({"scale": "x"}, TypeError, "softmax_scale"),
+        (
+            {"value": torch.ones(2, 2, 7, 8)},
+            ValueError,
+            r"key, value: head counts 3 and 2 differ \(dim -3 of \[.*, heads",
+        ),
+        ({"value": torch.ones(2, 3, 6, 8)}, ValueError, r"key, value: lengths 7 and 6 differ \(dim -2 of \[.*, heads"),
+        (
+            {"query": torch.ones(2, 4, 5, 8), "enable_gqa": True},
+            ValueError,
+            r"key, value: 3 heads do not divide the 4 heads of query \(dim -3 of",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -351,6 +362,101 @@ def test_all_takes_every_call_and_leaves_what_it_cannot_serve(grad: bool, caplog
         grads = [torch.autograd.grad(x.sum(), (q, k, v)) for x in (ours, doubles)]
         for mine, other in zip(*grads, strict=True):
             torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+
+
+def outputs_squared(query: Any, key: Any, value: Any, mask: Any = None) -> Any:
+    return F.scaled_dot_product_attention(query, key, value, mask).square().sum()
+
+
+def each_squared(*x: Any) -> Any:
+    return outputs_squared(*(t[None] for t in x))
+
+
+TRANSFORMED: dict[str, Any] = {
+    "grad": lambda *x: torch.func.grad(outputs_squared, argnums=(0, 1, 2, 3))(*x),
+    "vjp": lambda *x: torch.func.vjp(F.scaled_dot_product_attention, *x)[1](x[0]),
+    "vmap": lambda *x: torch.func.vmap(F.scaled_dot_product_attention)(*x),
+    "vmap of grad": lambda *x: torch.func.vmap(torch.func.grad(each_squared, argnums=(0, 1, 2)))(*x),
+    "grad of vmap": lambda *x: torch.func.grad(lambda *y: torch.func.vmap(each_squared)(*y).sum())(*x),
+    "jacrev": lambda q, *x: torch.func.jacrev(lambda y: F.scaled_dot_product_attention(y, *x))(q),
+    "vectorized": lambda q, *x: torch.autograd.functional.jacobian(
+        lambda y: F.scaled_dot_product_attention(y, *x), q, vectorize=True
+    ),
+}
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_transformations_of_torchs_calls_are_taken(how: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    inputs = [x.float() for x in tensors((2, 2, 3, 8), *((2, 2, 4, 8),) * 2, (2, 1, 3, 4))]
+    theirs = TRANSFORMED[how](*inputs)
+    if compiled and how == "vectorized":
+        pytest.skip("torch.compile does not trace torch.autograd.functional")
+    call = torch.compile(TRANSFORMED[how], backend="aot_eager", fullgraph=True) if compiled else TRANSFORMED[how]
+    with on_cpu(all=True):
+        ours = call(*inputs)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert set(sdpa.report()["taken"]) == {"scaled_dot_product_attention"}
+    assert sdpa.report()["left_to_torch"] == {}
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("counted")
+def test_transformations_that_are_left_to_torch() -> None:
+    """Forward mode, element types that are not ours, and whatever is on another device than the switch is for."""
+    name = "scaled_dot_product_attention"
+    q, k, v = (x.float() for x in tensors((2, 2, 3, 8), *((2, 2, 4, 8),) * 2))
+
+    def tangent(x: Any) -> Any:
+        return torch.func.jvp(lambda y: F.scaled_dot_product_attention(y, k, v), (x,), (x,))[1]
+
+    def dual(x: Any) -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            out = F.scaled_dot_product_attention(torch.autograd.forward_ad.make_dual(x, x), k, v)
+            return torch.autograd.forward_ad.unpack_dual(out).tangent
+
+    doubles = [x.double() for x in (q, k, v)]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = [tangent(q), dual(q), torch.func.grad(outputs_squared)(*doubles)]
+        with na.enable_sdpa(all=True):
+            torch.func.grad(outputs_squared)(q, k, v)
+        assert sdpa.report()["taken"] == sdpa.report()["left_to_torch"] == {}
+        with on_cpu(all=True):
+            found = [tangent(q), dual(q), torch.func.grad(outputs_squared)(*doubles)]
+    torch.testing.assert_close(found, expected)
+    left = sdpa.report()["left_to_torch"]
+    assert sorted(left.values()) == [1, 1, 1]
+    assert {f"{name}: Jvp of torch.func", f"{name}: dtype torch.float64"} < set(left)
+    assert sdpa.report()["taken"] == {}
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("counted")
+def test_the_switch_decorates_functions() -> None:
+    """Off outside of them, on in each call and in calls within calls."""
+
+    @on_cpu(all=True)
+    def within(depth: int) -> list[str]:
+        """What it says."""
+        if depth:
+            within(depth - 1)
+        enabled: list[str] = sdpa.report()["enabled"]
+        return enabled
+
+    assert sdpa.report()["enabled"] == []
+    assert within(1) == within(0) == ["all", "efficient"]
+    assert sdpa.report()["enabled"] == []
+    assert (within.__name__, within.__doc__) == ("within", "What it says.")
+
+    def steps() -> Iterator[int]:
+        yield 1
+
+    for wrong in (steps, 5):
+        with on_cpu() as switch, pytest.raises(TypeError, match=r"as a decorator it got .* `with` statement"):
+            switch(wrong)
 
 
 def test_the_report_of_a_process_without_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
