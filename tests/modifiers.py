@@ -250,6 +250,11 @@ def sparse_cases() -> list[ModifierCase]:
     def blocks(n: tuple[int, int, int, int], rng: np.random.Generator) -> dict[str, Array]:
         return {"blocks": rng.random((n[2] // 16 + 1, n[3] // 16 + 1)) < 0.3}
 
+    def strips(n: tuple[int, int, int, int], rng: np.random.Generator) -> dict[str, Array]:
+        kept = rng.random((n[2] // 64 + 1, n[3] // 48 + 1)) < 0.4
+        kept[1:2] = False
+        return {"strips": kept}
+
     width, reach = 40, 64
     return [
         ModifierCase("causal below", mask(lambda a, b, h, q, k: (q >= k) & (q - k < width))),
@@ -287,6 +292,9 @@ def sparse_cases() -> list[ModifierCase]:
             )),
         ),
         ModifierCase("blocks", mask(lambda a, b, h, q, k: a["blocks"][q // 16, k // 16]), blocks),
+        ModifierCase(  # tiles in which some warp-groups of 64 rows have nothing to do, the second one in all
+            "rows of 64", mask(lambda a, b, h, q, k: a["strips"][q // 64, k // 48] & ((q + k) % 5 != 0)), strips,
+        ),
         ModifierCase("circle", mask(lambda a, b, h, q, k: np.sqrt((q - k) * (q - k) * 1.0 + 1.0) <= 20.5)),
     ]  # fmt: skip
 

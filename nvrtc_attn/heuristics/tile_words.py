@@ -206,9 +206,12 @@ class TileBits:
 
 
 def bits_bytes(rows: int, columns: int) -> int:
-    """Of a tile of accumulators of 8 columns and 16 rows: a thread's word has eight of them, and it reads 1, 2 or 4."""
+    """Of a tile of accumulators of 8 columns and 16 rows: a thread's word has eight of them, and it reads 1, 2 or 4.
+
+    Behind them are 16 bytes, a word for each 64 rows.
+    """
     words = ceil_div(columns, 64)
-    return 2 * rows * 4 * (4 if words == 3 else words)
+    return 2 * rows * 4 * (4 if words == 3 else words) + 16
 
 
 def _rounded(nbytes: int, multiple: int) -> int:

@@ -301,7 +301,7 @@ def test_results_with_and_without_bits(name: str, bits: bool, monkeypatch: pytes
 @pytest.mark.parametrize("slots", [0, 1, 7, 40])
 def test_tiles_without_room_are_asked_in_every_head(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which ones they are differs from run to run; results do not."""
-    monkeypatch.setattr(heuristic, "MAX_BIT_BYTES", slots * 3072)
+    monkeypatch.setattr(heuristic, "MAX_BIT_BYTES", slots * heuristic.bits_bytes(192, 96))
     with backend("hopper"):
         for name in ("causal documents", "prefix", "natten"):
             check(named(name), MANY, bits=True)
@@ -340,7 +340,7 @@ def test_neither_room_nor_what_memory_held_changes_a_bit(name: str, monkeypatch:
         assert with_bits("forward")
         assert with_bits("backward")
         for slots in (100_000, 5, 30):
-            monkeypatch.setattr(heuristic, "MAX_BIT_BYTES", slots * 3072)
+            monkeypatch.setattr(heuristic, "MAX_BIT_BYTES", slots * heuristic.bits_bytes(192, 96))
             forget_plans(kernels=True)
             for _ in range(10):
                 for ours, theirs in zip(outputs(named(name), MANY, noise), first, strict=True):

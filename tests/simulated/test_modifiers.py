@@ -15,6 +15,7 @@ from simulator.harness import CODES, GPUS, decoded, encoded, workspace_of
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.cpu import reference
+from nvrtc_attn.heuristics import tile_words
 from nvrtc_attn.modifiers.evaluate import HostModifier
 
 KINDS = {"float32": 2, "float16": 2, "int32": 0, "int64": 0, "bool": 6}
@@ -131,3 +132,32 @@ def test_a_tile_without_a_key_for_new_rows_is_computed_once(machine: Any) -> Non
 
     alone, beside = work(keys), work(keys - 1)
     assert alone < 1.25 * beside, "once where those rows begin; of every tile it is 1.45"
+
+
+@pytest.mark.parametrize("pattern", ["100111 011001 001010", "000000 110100 000001", "111000 001110 010000"])
+def test_warp_groups_pass_over_tiles_that_hide_their_rows(
+    pattern: str, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 rows a word, 96 keys a digit: what a group passes over is at the start, between others, at the end or all."""
+    for name in ("MIN_FLOPS", "MIN_KEY_TILES", "MIN_SHARERS"):
+        monkeypatch.setattr(tile_words, name, 0)
+    strips = np.array([[x == "1" for x in word] for word in pattern.split()])
+    rows, keys = 64 * strips.shape[0], 96 * strips.shape[1]
+
+    def forward(kept: Any) -> int:
+        with simulator.simulated(machine, GPUS["sm_90"]) as driver:
+            problem = Problem(machine, (1, 2, rows, keys), 64, "float16")
+            on_host = nvrtc_attn.trace(None, lambda b, h, q, k: kept[q // 64, k // 96] & ((q + k) % 5 != 0))
+            captures = tuple(CapturedArray(machine, x) for x in on_host.captures)
+            out, lse = problem.forward(dataclasses.replace(on_host, captures=captures))
+            work = driver.launched[-1][1]
+            assert len(driver.launched) == 3, "tiles, their bits, attention"
+        exact = reference.attention_forward(*problem.exact[:3], modifier=HostModifier(on_host, on_host.captures))
+        close("out", out, "float16", exact[0], 4e-3)
+        close("lse", lse, "float32", exact[1], 4e-3)
+        return work
+
+    of_any = np.broadcast_to(strips.any(0), strips.shape).copy()
+    assert forward(strips) < 0.9 * forward(of_any), (
+        "the instructions of a kernel whose groups compute all tiles of any group"
+    )

@@ -500,7 +500,7 @@ def test_bits_of_undecided_tiles_are_where_the_attention_kernel_reads_them(
         ).block.ljust(8, b"\0")
         mask = masks_of(modifier, sizes)[1]
         for backward in (False, True):
-            for room in (64 << 20, 9 * 3072):
+            for room in (64 << 20, 9 * tile_words.bits_bytes(192, 96)):
                 monkeypatch.setattr(tile_words, "MAX_BIT_BYTES", room)
                 monkeypatch.setattr(tile_words, "is_same_everywhere", lambda mask: True)
                 choose = heuristics.choose_backward if backward else heuristics.choose_forward
@@ -543,9 +543,11 @@ def test_bits_of_undecided_tiles_are_where_the_attention_kernel_reads_them(
                     owner = (*owner[:2], 0, n) if words.one_row and not backward else owner
                     assert slots.setdefault(slot, owner) == owner, (case, at)
                     assert slot < params.tile_bits_room
-                    begin = params.tile_bits_at + slot * 2 * rows * 4 * -(-columns // 64)
-                    found = memory[begin : begin + 2 * rows * 4 * -(-columns // 64)].view(np.uint32)
-                    kept = unpacked(found.reshape(2 * rows, -1), rows, columns)
+                    begin = params.tile_bits_at + slot * tile_words.bits_bytes(rows, columns)
+                    end = begin + 2 * rows * 4 * -(-columns // 64)
+                    kept = unpacked(memory[begin:end].view(np.uint32).reshape(2 * rows, -1), rows, columns)
+                    of_warps = memory[end : end + rows // 16] != 0
+                    assert np.array_equal(of_warps, kept.reshape(rows // 16, -1).any(1)), (case, at)
                     q0, k0 = m * words.rows, n * words.cols
                     exact = mask[b, h, q0 : q0 + words.rows, k0 : k0 + words.cols]
                     kept = (kept.T if backward else kept)[: exact.shape[0], : exact.shape[1]]

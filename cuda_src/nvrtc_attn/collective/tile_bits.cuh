@@ -6,7 +6,8 @@
 // itself. Which tile has which slot differs from run to run, its bits do not. In the buffer of words, all of its
 // params in bytes: two counters of which the second is that of slots (zero before the launch), words, for each word the slot of
 // its first undecided tile, for each slot which tile it is, and its bits: the words of MaskBits of each thread of
-// the attention kernel that has scores of the tile, one thread after the other.
+// the attention kernel that has scores of the tile, one thread after the other, and a word for each warp-group, with a
+// byte for each of its warps: whether any of its bits is set (GroupWords).
 #pragma once
 #include <cute/util/type_traits.hpp>
 #include "modifier.cuh"
@@ -55,12 +56,20 @@ struct ThreadBits {
   }
 };
 
+// Behind the bits of a tile of kGroups warp-groups.
+template <int kGroups>
+struct GroupWords {
+  static constexpr int kBytes = 16;  // what the copy engine moves is a multiple of it
+  static_assert(4 * kGroups <= kBytes, "a word each");
+};
+
 // What a consumer knows of a tile before its scores are there.
 struct TileWithBits {
   bool whole;
-  bool held;  // its bits are in shared memory
+  bool held;    // its bits are in shared memory
+  bool hidden;  // and say that this warp-group has nothing to do
 
-  NVRTC_ATTN_DEVICE TileWithBits(bool whole_ = false) : whole(whole_), held(false) {}
+  NVRTC_ATTN_DEVICE TileWithBits(bool whole_ = false) : whole(whole_), held(false), hidden(false) {}
   NVRTC_ATTN_DEVICE operator bool() const { return whole; }
 };
 // And where this thread's are.

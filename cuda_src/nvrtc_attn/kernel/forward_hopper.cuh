@@ -101,23 +101,27 @@ NVRTC_ATTN_DEVICE void write_rows(AccTile const (&o)[1][kTilesD], DeferredSoftma
 // kTileWords: which key tile a slot of K holds, once it is there. `first` becomes n at the last tile, and less than n before, so
 // that n > first says that there are more, as where tiles are counted down.
 template <class Shape>
-NVRTC_ATTN_DEVICE void read_kept_tile(unsigned smem, int stage, int& n, int& first, typename Shape::KnownTile& whole) {
+NVRTC_ATTN_DEVICE void read_kept_tile(unsigned smem, int stage, int& n, int& first, typename Shape::KnownTile& whole,
+                                      int group) {
   SlotTile const slot = read_slot_tile(smem + Shape::kOffsetKeyTiles + 4 * stage);
   n = slot.n();
   first = slot.is_last() ? n : n - 1;
   whole = slot.is_whole();
   if constexpr (Shape::kTileBits) {
     whole.held = slot.is_held();
+    int const words = Shape::kOffsetBits + stage * Shape::kBytesBits + Shape::kOffsetGroupWords;
+    whole.hidden = slot.is_held() && load_shared_uniform(smem + words + 4 * group) == 0;
   }
 }
 
 // kTileWords, before n is counted down: it becomes one more than the next key tile, which is in slot `stage`, if there is one.
 // (Another way to count than the loop's own, and kernels without words get other machine code.)
 template <class Shape>
-NVRTC_ATTN_DEVICE void look_ahead(unsigned smem, int stage, int& n, int& first, typename Shape::KnownTile& whole) {
+NVRTC_ATTN_DEVICE void look_ahead(unsigned smem, int stage, int& n, int& first, typename Shape::KnownTile& whole,
+                                  int group) {
   if constexpr (Shape::kTileWords) {
     if (n > first) {
-      read_kept_tile<Shape>(smem, stage, n, first, whole);
+      read_kept_tile<Shape>(smem, stage, n, first, whole, group);
       ++n;
     }
   }
@@ -199,7 +203,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
   };
   // Only kLazyMax computes a tile again from its queries: otherwise the last Q K^T is the end of them, and the next ones can
   // come into a single slot. D 256, S 16384, causal: 1346 against 1370 us. A second slot leaves time without that.
-  constexpr bool kReleaseEarly = !Traits::kLazyMax && Shape::kStagesQ == 1;
+  constexpr bool kReleaseEarly = !Traits::kLazyMax && Shape::kStagesQ == 1 && !Traits::kTileBits;
   auto release_q = [&] {
     release(barriers.empty_q(q_slot.stage));
     q_slot.advance();
@@ -287,7 +291,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       typename Shape::KnownTile whole = false;
       if constexpr (Traits::kTileWords) {
         barriers.full_k(k_slot.stage).wait(k_slot.parity);
-        read_kept_tile<Shape>(smem, k_slot.stage, n, first, whole);
+        read_kept_tile<Shape>(smem, k_slot.stage, n, first, whole, group);
       }
       if constexpr (Traits::kVarlen || Traits::kSequsedK) {
         // Rows of V beyond the sequence belong to another one or to nobody: they may hold NaN, which 0 * NaN would spread.
@@ -307,171 +311,192 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         }
       }
       // Tiles of which this group sees nothing, above its diagonal or because it has no rows: let them pass. One is always
-      // computed, so that all groups take equal turns.
+      // computed, so that all groups take equal turns. kTileBits: those of which the bits say so, wherever they are; what is in
+      // flight ends before them. Documents, D 64: 244 to 231 us, a neighbourhood, D 128: 205 to 175.
       int const group_row = m0 + 64 * group;
       int const columns = rows.count > group_row ? mask.end_key(rows.query(group_row + 63)) : 0;  // that the group sees
-#pragma unroll 1
-      for (; n > first && n * kBlockN >= columns; --n) {
-        barriers.full_k(k_slot.stage).wait(k_slot.parity);
-        release(barriers.empty_k(k_slot.stage));
-        k_slot.advance();
-        await_v();
-        release(barriers.empty_v(v_slot.stage));
-        v_slot.advance();
-        if constexpr (Shape::kStagesScores > 0) {
-          barriers.full_scores(score_slot.stage).wait(score_slot.parity);
-          release_scores();
-        }
-        wait_turn();
-        pass_turn();
-        if constexpr (Traits::kTileWords) {
-          barriers.full_k(k_slot.stage).wait(k_slot.parity);
-          look_ahead<Shape>(smem, k_slot.stage, n, first, whole);
-        }
-      }
-
-      barriers.full_k(k_slot.stage).wait(k_slot.parity);
-      constexpr bool kKeepAhead = Traits::kDropout && !ScoreTile<Traits>::kKeepBeside;
-      KeepWords<Shape::kStepsN> keep;
-      auto first_tile = [&](auto& s) {
-        typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
-        start_scores(s);
-        if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
-        scores.load(operands, n * kBlockN, with_bits<Shape>(smem, k_slot.stage, whole));
-        await_scores(operands);
-        wait_products<0>();
-        pin_registers(s);
-        if constexpr (Traits::kTileBits) __syncwarp();  // all lanes have read
-        release(barriers.empty_k(k_slot.stage));
-        k_slot.advance();
-        if (kReleaseEarly && n == first) release_q();
-        scores.finish(s, operands, n * kBlockN, whole);
-        release_scores();
-        // Either is right: row_max is the first tile's own maximum. NVRTC 13.5 makes products wait (C7511) for the one, and for
-        // what it derives from n below.
-        if constexpr (kNotesLargest<Traits> && !kNewerNvrtc) noted.note(s);
-        softmax.raise(s, map);
-        if constexpr (kNotesLargest<Traits> && kNewerNvrtc) noted.begin(softmax.row_max);
-        softmax.add(scores.exponentiate(s, softmax.references(s), n * kBlockN, keep));
+      bool begun = false;
+      auto hidden = [&] {
+        if constexpr (Traits::kTileBits) return whole.hidden;
+        return false;
       };
-      // On the diagonal every other group sees at most half of the tile.
-      int const diagonal = kNewerNvrtc && kNotesLargest<Traits> ? opaque(n) : n;
-      if (Traits::kHalfTile && columns - diagonal * kBlockN <= Shape::kHalfN) {
-        first_tile(reinterpret_cast<AccTile(&)[1][Shape::kHalfN / 8]>(s));
-#pragma unroll
-        for (int tile_n = Shape::kHalfN / 8; tile_n < Shape::kTilesN; ++tile_n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) s[0][tile_n][e] = 0.0f;
-        }
-      } else {
-        first_tile(s);
-      }
-      pack_probabilities<Traits>(p, s, keep);
-      bool settled = softmax.settled();
-      // Whole tiles may be hidden from a row that has no key yet: they leave it as it is.
-      constexpr bool kHides = Traits::kMask || ScoreTile<Traits>::Modifier::kMasks;
-      // Three groups have 160 registers a thread each. NVRTC 13.5 carries what it has derived from n in both shapes of the first
-      // tile into the loop, runs out of them and makes one product wait for the other (C7511); at head dim 96 it does so with two
-      // groups, too. Of two groups NVRTC 13.0 does that if n is hidden, and 13.5 where there is a sink.
-      constexpr bool kHidesTile = Shape::kGroups == 3 || (kNewerNvrtc && !Traits::kHasSink);
-      if constexpr (Traits::kHalfTile && kHidesTile) n = opaque(n);
-
-      if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
-      look_ahead<Shape>(smem, k_slot.stage, n, first, whole);
+      auto passes = [&] { return n >= first + (begun ? 0 : 1) && (hidden() || n * kBlockN >= columns); };
+      do {
 #pragma unroll 1
-      for (--n; n >= first; --n) {
-        wait_turn();
-        start_scores(s);
+        for (; Traits::kTileBits ? passes() : n > first && n * kBlockN >= columns; --n) {
+          barriers.full_k(k_slot.stage).wait(k_slot.parity);
+          release(barriers.empty_k(k_slot.stage));
+          k_slot.advance();
+          await_v();
+          release(barriers.empty_v(v_slot.stage));
+          v_slot.advance();
+          if constexpr (Shape::kStagesScores > 0) {
+            barriers.full_scores(score_slot.stage).wait(score_slot.parity);
+            release_scores();
+          }
+          wait_turn();
+          pass_turn();
+          if constexpr (Traits::kTileWords) {
+            if (!Traits::kTileBits || n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
+            look_ahead<Shape>(smem, k_slot.stage, n, first, whole, group);
+          }
+        }
+        if (Traits::kTileBits && n < first) break;
+
+        barriers.full_k(k_slot.stage).wait(k_slot.parity);
+        constexpr bool kKeepAhead = Traits::kDropout && !ScoreTile<Traits>::kKeepBeside;
+        KeepWords<Shape::kStepsN> keep;
+        auto first_tile = [&](auto& s) {
+          typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
+          if (Traits::kTileBits && begun) wait_turn();
+          start_scores(s);
+          if (Traits::kTileBits && begun) pass_turn();
+          if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
+          scores.load(operands, n * kBlockN, with_bits<Shape>(smem, k_slot.stage, whole));
+          await_scores(operands);
+          wait_products<0>();
+          pin_registers(s);
+          if constexpr (Traits::kTileBits) __syncwarp();  // all lanes have read
+          release(barriers.empty_k(k_slot.stage));
+          k_slot.advance();
+          if (kReleaseEarly && n == first) release_q();
+          scores.finish(s, operands, n * kBlockN, whole);
+          release_scores();
+          // Either is right: row_max is the first tile's own maximum. NVRTC 13.5 makes products wait (C7511) for the one, and for
+          // what it derives from n below.
+          constexpr bool kBegins = kNewerNvrtc && !Traits::kTileBits;
+          if constexpr (kNotesLargest<Traits> && !kBegins) noted.note(s);
+          bool const raised = softmax.raise(s, map);
+          if constexpr (Traits::kTileBits) {
+            if (raised && begun) softmax.rescale(o);
+          }
+          if constexpr (kNotesLargest<Traits> && kBegins) noted.begin(softmax.row_max);
+          softmax.add(scores.exponentiate(s, softmax.references(s), n * kBlockN, keep));
+        };
+        // On the diagonal every other group sees at most half of the tile.
+        int const diagonal = kNewerNvrtc && kNotesLargest<Traits> ? opaque(n) : n;
+        if (Traits::kHalfTile && columns - diagonal * kBlockN <= Shape::kHalfN) {
+          first_tile(reinterpret_cast<AccTile(&)[1][Shape::kHalfN / 8]>(s));
+#pragma unroll
+          for (int tile_n = Shape::kHalfN / 8; tile_n < Shape::kTilesN; ++tile_n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[0][tile_n][e] = 0.0f;
+          }
+        } else {
+          first_tile(s);
+        }
+        begun = true;
+        pack_probabilities<Traits>(p, s, keep);
+        bool settled = softmax.settled();
+        // Whole tiles may be hidden from a row that has no key yet: they leave it as it is.
+        constexpr bool kHides = Traits::kMask || ScoreTile<Traits>::Modifier::kMasks;
+        // Three groups have 160 registers a thread each. NVRTC 13.5 carries what it has derived from n in both shapes of the first
+        // tile into the loop, runs out of them and makes one product wait for the other (C7511); at head dim 96 it does so with two
+        // groups, too. Of two groups NVRTC 13.0 does that if n is hidden, and 13.5 where there is a sink.
+        constexpr bool kHidesTile = Shape::kGroups == 3 || (kNewerNvrtc && !Traits::kHasSink);
+        if constexpr (Traits::kHalfTile && kHidesTile) n = opaque(n);
+
+        if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
+        look_ahead<Shape>(smem, k_slot.stage, n, first, whole, group);
+#pragma unroll 1
+        for (--n; Traits::kTileBits ? n >= first && !hidden() : n >= first; --n) {
+          wait_turn();
+          start_scores(s);
+          await_v();
+          pin_registers(o);
+          pin_registers(p);
+          begin_products();
+          start_adding_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
+          commit_products();
+          pass_turn();
+          typename ScoreTile<Traits>::template Operands<Shape::kTilesN> operands;
+          if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
+          scores.load(operands, n * kBlockN, with_bits<Shape>(smem, k_slot.stage, whole));
+          await_scores(operands);
+
+          wait_products<1>();
+          pin_registers(s);
+          int const k_stage = k_slot.stage;
+          k_slot.advance();
+          if (kReleaseEarly && n == first) release_q();
+          bool raised = false;
+          bool redo = false;
+          float2 sums;
+          if constexpr (Traits::kLazyMax) {
+            // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
+            scores.finish(s, operands, n * kBlockN, whole);
+            if constexpr (kNotesLargest<Traits>) noted.note(s);
+            bool const begins = !settled && (!kHides || softmax.begins_row(s));
+            sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
+            redo = __any_sync(0xffffffffu, begins || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
+            if (!redo) {
+              release(barriers.empty_k(k_stage));
+              release_scores();
+            }
+          } else {
+            if constexpr (Traits::kTileBits) __syncwarp();
+            release(barriers.empty_k(k_stage));
+            scores.finish(s, operands, n * kBlockN, whole);
+            release_scores();
+            raised = softmax.raise(s, map);
+            sums = scores.exponentiate(s, softmax.references(s), n * kBlockN, keep);
+          }
+
+          // ptxas moves a wait for products ahead of independent arithmetic, and the softmax would run after P V instead of
+          // beside it. It does not move it over the loop of an mbarrier wait: this one is for the next tile's keys.
+          pin_registers(s);
+          if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
+          wait_products<0>();
+          pin_registers(o);
+          pin_registers(p);
+          release(barriers.empty_v(v_slot.stage));
+          v_slot.advance();
+          if constexpr (Traits::kLazyMax) {
+            if (redo) {
+              int n0 = n * kBlockN;
+              asm volatile(""
+                           : "+r"(n0));  // or the compiler keeps the mask's comparisons from above, a register for each
+              int const row_of_warp =
+                  ScoreTile<Traits>::kPlaceAgain ? 64 * group + (thread_again() >> 5 & 3) * 16 : warp_row0;
+              unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + row_of_warp * kSlabRowBytes;
+              recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, thread_lane);
+              if constexpr (!Traits::kTileBits) release(barriers.empty_k(k_stage));
+              scores.load(operands, n0, with_bits<Shape>(smem, k_stage, whole));
+              if constexpr (Traits::kTileBits) {
+                __syncwarp();
+                release(barriers.empty_k(k_stage));
+              }
+              scores.finish(s, operands, n0, whole);
+              release_scores();
+              raised = softmax.raise(s, map);
+              settled = softmax.settled();
+              sums = scores.exponentiate(s, softmax.references(s));
+            }
+          }
+          softmax.add(sums);
+          if (raised) softmax.rescale(o);
+          pack_probabilities<Traits>(p, s, keep);
+          look_ahead<Shape>(smem, k_slot.stage, n, first, whole, group);
+        }
+        if constexpr (!kReleaseEarly && !Traits::kTileBits) release_q();
+
         await_v();
         pin_registers(o);
         pin_registers(p);
         begin_products();
         start_adding_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
         commit_products();
-        pass_turn();
-        typename ScoreTile<Traits>::template Operands<Shape::kTilesN> operands;
-        if constexpr (kKeepAhead) keep = keep_words<Shape::kStepsN>(dropout, i, n * kBlockN, lane);
-        scores.load(operands, n * kBlockN, with_bits<Shape>(smem, k_slot.stage, whole));
-        await_scores(operands);
-
-        wait_products<1>();
-        pin_registers(s);
-        int const k_stage = k_slot.stage;
-        k_slot.advance();
-        if (kReleaseEarly && n == first) release_q();
-        bool raised = false;
-        bool redo = false;
-        float2 sums;
-        if constexpr (Traits::kLazyMax) {
-          // Probabilities against the old maximum are exact as long as nothing overflows, and their sums tell.
-          scores.finish(s, operands, n * kBlockN, whole);
-          if constexpr (kNotesLargest<Traits>) noted.note(s);
-          bool const begins = !settled && (!kHides || softmax.begins_row(s));
-          sums = scores.exponentiate(s, make_float2(softmax.reference[0], softmax.reference[1]), n * kBlockN, keep);
-          redo = __any_sync(0xffffffffu, begins || !(sums.x < kLazyLimit<Element> && sums.y < kLazyLimit<Element>));
-          if (!redo) {
-            release(barriers.empty_k(k_stage));
-            release_scores();
-          }
-        } else {
-          if constexpr (Traits::kTileBits) __syncwarp();
-          release(barriers.empty_k(k_stage));
-          scores.finish(s, operands, n * kBlockN, whole);
-          release_scores();
-          raised = softmax.raise(s, map);
-          sums = scores.exponentiate(s, softmax.references(s), n * kBlockN, keep);
-        }
-
-        // ptxas moves a wait for products ahead of independent arithmetic, and the softmax would run after P V instead of
-        // beside it. It does not move it over the loop of an mbarrier wait: this one is for the next tile's keys.
-        pin_registers(s);
-        if (n > first) barriers.full_k(k_slot.stage).wait(k_slot.parity);
+        sink = load_sink<Traits>(params, tile.h);  // beside the last product
+        if constexpr (!Traits::kTileBits) softmax.finish();
         wait_products<0>();
         pin_registers(o);
-        pin_registers(p);
         release(barriers.empty_v(v_slot.stage));
         v_slot.advance();
-        if constexpr (Traits::kLazyMax) {
-          if (redo) {
-            int n0 = n * kBlockN;
-            asm volatile(""
-                         : "+r"(n0));  // or the compiler keeps the mask's comparisons from above, a register for each
-            int const row_of_warp =
-                ScoreTile<Traits>::kPlaceAgain ? 64 * group + (thread_again() >> 5 & 3) * 16 : warp_row0;
-            unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + row_of_warp * kSlabRowBytes;
-            recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, thread_lane);
-            if constexpr (!Traits::kTileBits) release(barriers.empty_k(k_stage));
-            scores.load(operands, n0, with_bits<Shape>(smem, k_stage, whole));
-            if constexpr (Traits::kTileBits) {
-              __syncwarp();
-              release(barriers.empty_k(k_stage));
-            }
-            scores.finish(s, operands, n0, whole);
-            release_scores();
-            raised = softmax.raise(s, map);
-            settled = softmax.settled();
-            sums = scores.exponentiate(s, softmax.references(s));
-          }
-        }
-        softmax.add(sums);
-        if (raised) softmax.rescale(o);
-        pack_probabilities<Traits>(p, s, keep);
-        look_ahead<Shape>(smem, k_slot.stage, n, first, whole);
+      } while (Traits::kTileBits && n >= first);
+      if constexpr (Traits::kTileBits) {
+        release_q();
+        softmax.finish();
       }
-      if constexpr (!kReleaseEarly) release_q();
-
-      await_v();
-      pin_registers(o);
-      pin_registers(p);
-      begin_products();
-      start_adding_ab<Element>(o, p, v_operand + v_slot.stage * (Shape::kBytesV >> 4));
-      commit_products();
-      sink = load_sink<Traits>(params, tile.h);  // beside the last product
-      softmax.finish();
-      wait_products<0>();
-      pin_registers(o);
-      release(barriers.empty_v(v_slot.stage));
-      v_slot.advance();
     } else {
       release_q();
       sink = load_sink<Traits>(params, tile.h);

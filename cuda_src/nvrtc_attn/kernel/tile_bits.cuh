@@ -35,7 +35,14 @@ NVRTC_ATTN_DEVICE void tile_bits(Params const& params) {
     } else {
       bits.compute(modifier, row, column);
     }
-    Bits::store(to.bits(i, 2 * kRows * Bits::kBytes) + (128 * part + thread) * Bits::kBytes, bits.words);
+    constexpr int kBytes = 2 * kRows * Bits::kBytes;
+    unsigned char* const of_tile = to.bits(i, kBytes + GroupWords<kParts>::kBytes);
+    Bits::store(of_tile + (128 * part + thread) * Bits::kBytes, bits.words);
+    unsigned kept = 0;
+#pragma unroll
+    for (int w = 0; w < Bits::kWords; ++w) kept |= bits.words[w];
+    bool const none = __all_sync(0xffffffffu, kept == 0);
+    if (lane == 0) of_tile[kBytes + 4 * part + (thread >> 5)] = !none;
   }
 }
 

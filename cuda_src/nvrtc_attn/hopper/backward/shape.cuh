@@ -66,7 +66,8 @@ struct HopperBackwardShape {
   static constexpr int kOffsetQueryTiles = kOffsetCount + 16;
   // kTileBits: beside each slot of Q what the mask keeps of its tile, the words of every thread.
   using Bits = ThreadBits<kTilesM>;
-  static constexpr int kBytesBits = Traits::kTileBits ? kConsumers * Bits::kBytes : 0;
+  static constexpr int kBytesBits =
+      Traits::kTileBits ? kConsumers * Bits::kBytes + GroupWords<kConsumers / 128>::kBytes : 0;
   static constexpr int kOffsetBits =
       kOffsetCount + (Traits::kTileWords ? 16 + 8 * kStages : 0) + (Traits::kParts ? 16 : 0);
   static constexpr int kOffsetBarriers = kOffsetBits + kStages * kBytesBits;

@@ -63,6 +63,61 @@ NVRTC_ATTN_DEVICE SlotTile read_slot_tile(unsigned address) { return {load_share
 // Of what the loading warp announced: whether the query tile has a key tile.
 NVRTC_ATTN_DEVICE bool read_has_keys(unsigned address) { return load_shared_uniform(address + 12) != 0; }
 
+// The words of a line, read by a warp: 32 of them, each lane another one, from the last downwards, so that a search is a ballot.
+template <class Traits>
+struct KeptTiles {
+  struct NoSlots {};
+  struct FirstSlot {
+    int i;
+  };
+  int top;  // the word of lane 0
+  unsigned some, all;
+  cute::conditional_t<Traits::kTileBits, FirstSlot, NoSlots> first;  // of the word's undecided tiles
+
+  NVRTC_ATTN_DEVICE void load(HopperForwardParams const& params, TileLine const& line, int end) {
+    top = (end - 1) >> 5;
+    int const word = top - (int(threadIdx.x) & 31);
+    some = all = 0;
+    if (word >= 0) {
+      TileWord const x = line.words[word];
+      some = x.some;
+      all = x.all;
+      if constexpr (Traits::kTileBits) first.i = TileBits<Traits>(params).first(line.words + word);
+    }
+  }
+
+  // The last tile before `end` that has something, negative where there is none. `end` is never more than it was before.
+  NVRTC_ATTN_DEVICE int last_before(HopperForwardParams const& params, TileLine const& line, int end) {
+    int const lane = int(threadIdx.x) & 31;
+#pragma unroll 1
+    while (true) {
+      int const lane_of_end = top - ((end - 1) >> 5);
+      unsigned bits = lane < lane_of_end ? 0u : some;
+      if (lane == lane_of_end) bits &= 0xffffffffu >> (31 - ((end - 1) & 31));
+      if (unsigned const lanes = __ballot_sync(0xffffffffu, bits != 0)) {
+        int const found = __ffs(int(lanes)) - 1;
+        return uniform(32 * (top - found) + 31 - __clz(int(__shfl_sync(0xffffffffu, bits, found))));
+      }
+      if (top < 32) return -1;
+      end = 32 * (top - 31);
+      load(params, line, end);
+    }
+  }
+
+  NVRTC_ATTN_DEVICE bool all_of(int tile) const {
+    return uniform(int(__shfl_sync(0xffffffffu, all, top - (tile >> 5)) >> (tile & 31) & 1u)) != 0;
+  }
+
+  // The slot of a tile's bits, negative where it has none.
+  NVRTC_ATTN_DEVICE int slot_of(HopperForwardParams const& params, int tile) const {
+    int const lane = top - (tile >> 5);
+    unsigned const open = __shfl_sync(0xffffffffu, some & ~all, lane);
+    int const i = __shfl_sync(0xffffffffu, first.i, lane) + __popc(open & ((1u << (tile & 31)) - 1));
+    bool const has = (open >> (tile & 31) & 1) != 0 && i < TileBits<Traits>(params).params.tile_bits_room;
+    return uniform(has ? i : -1);
+  }
+};
+
 // The loading warp. All lanes follow the schedule, one issues.
 template <class Traits>
 struct ForwardLoader {
@@ -100,54 +155,53 @@ struct ForwardLoader {
     }
     Scheduler scheduler(params);
     if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.begin(issuer);
-    Tile tile;
-    while (scheduler.next(tile)) {
-      bool loads = !(Traits::kVarlen && tile.b == params.batch);
-      auto const seqlen = seqlen_of<Traits>(params, tile);
-      int const queries = QueryRows<Traits::kPackedHeads, Shape::kBlockM>::per_tile(params);
-      int const m0 = tile.m_block * queries;
-      PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
-      int first, last;
-      mask.template key_tiles<Shape::kBlockN>(m0, queries, first, last);
-      loads = loads && m0 < seqlen.len_q && first < last;
-      if constexpr (Traits::kTileWords) {
-        last = uniform(tile_line(params, tile.b, tile.h, tile.m_block).last_before(last)) + 1;
-        loads = loads && first < last;
-      }
-      if (!loads) {
-        if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
+    if constexpr (Traits::kTileWords) {
+      load_all_kept(scheduler);
+    } else {
+      Tile tile;
+      while (scheduler.next(tile)) {
+        bool loads = !(Traits::kVarlen && tile.b == params.batch);
+        auto const seqlen = seqlen_of<Traits>(params, tile);
+        int const queries = QueryRows<Traits::kPackedHeads, Shape::kBlockM>::per_tile(params);
+        int const m0 = tile.m_block * queries;
+        PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+        int first, last;
+        mask.template key_tiles<Shape::kBlockN>(m0, queries, first, last);
+        loads = loads && m0 < seqlen.len_q && first < last;
+        if (!loads) {
+          if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
+          announce(tile);
+          if (issuer) barriers.full_q(q_slot.stage).arrive();
+          q_slot.advance();
+          continue;
+        }
+        Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
+        // In the order of use: a consumer asks for the K of the next tile before the V of this one.
+        load_k(from, last - 1);
         announce(tile);
-        if (issuer) barriers.full_q(q_slot.stage).arrive();
-        q_slot.advance();
-        continue;
-      }
-      Source const from(params, tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
-      if constexpr (Traits::kTileWords) {
-        if constexpr (Traits::kTickets) scheduler.look_ahead(issuer);
-        load_kept(from, tile, first, last - 1);
-        continue;
-      }
-      // In the order of use: a consumer asks for the K of the next tile before the V of this one.
-      load_k(from, last - 1);
-      announce(tile);
-      load_q(from);
-      load_scores(from, last - 1);
-      if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
+        load_q(from);
+        load_scores(from, last - 1);
+        if constexpr (Traits::kVarlen || Traits::kTickets) scheduler.look_ahead(issuer);
 #pragma unroll 1
-      for (int n = last - 2; n >= first; --n) {
-        load_k(from, n);
-        load_scores(from, n);
-        load_v(from, n + 1);
+        for (int n = last - 2; n >= first; --n) {
+          load_k(from, n);
+          load_scores(from, n);
+          load_v(from, n + 1);
+        }
+        load_v(from, first);
       }
-      load_v(from, first);
+      announce_end(tile);
     }
+  }
+
+ private:
+  NVRTC_ATTN_DEVICE void announce_end(Tile& tile) {
     tile = {};
     tile.m_block = -1;
     announce(tile);
     if (issuer) barriers.full_q(q_slot.stage).arrive();
   }
 
- private:
   // Where the operands of a query tile lie. Expanded (stride 0) dims have size 1 in the tensor maps.
   struct Source {
     int h, b;  // of the scores
@@ -167,45 +221,92 @@ struct ForwardLoader {
     }
   };
 
-  // The same, of the key tiles that the words keep, n the last of them.
-  NVRTC_ATTN_DEVICE void load_kept(Source const& from, Tile const& tile, int first, int n) {
-    TileLine const line = tile_line(params, tile.b, tile.h, tile.m_block);
-    auto name_k = [&](int next) {  // beside the slot that load_k() has yet to fill
-      SlotTile name{n | (next < first ? SlotTile::kLast : 0) | (line.all(n) ? SlotTile::kWhole : 0)};
-      if constexpr (Traits::kTileBits) name.word |= note_bits(line, n);
-      barriers.empty_k(k_slot.stage).wait(k_slot.parity ^ 1);
-      if (issuer) {
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + Shape::kOffsetKeyTiles + 4 * k_slot.stage), "r"(name.word)
-                     : "memory");
-      }
-      return name.is_whole();
-    };
-    int next = uniform(line.last_before(n));
-    bool whole = name_k(next);
-    load_k(from, n);
-    announce(tile, 1);
-    load_q(from);
-    load_scores(from, n, whole);
-#pragma unroll 1
-    while (next >= first) {
-      int const before = n;
-      n = next;
-      next = uniform(line.last_before(n));
-      whole = name_k(next);
-      load_k(from, n);
-      load_scores(from, n, whole);
-      load_v(from, before);
+  // kTileWords: a query tile, the key tiles that the position mask leaves it, and their words.
+  struct KeptWork {
+    Tile tile;
+    int first, last;
+    KeptTiles<Traits> kept;
+
+    // False when there is none. The words are on their way.
+    NVRTC_ATTN_DEVICE bool next(HopperForwardParams const& params, Scheduler& scheduler) {
+      if (!scheduler.next(tile)) return false;
+      auto const seqlen = seqlen_of<Traits>(params, tile);
+      int const queries = QueryRows<Traits::kPackedHeads, Shape::kBlockM>::per_tile(params);
+      PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+      mask.template key_tiles<Shape::kBlockN>(tile.m_block * queries, queries, first, last);
+      kept.load(params, line(params), last);
+      return true;
     }
-    load_v(from, n);
+    NVRTC_ATTN_DEVICE TileLine line(HopperForwardParams const& params) const {
+      return tile_line(params, tile.b, tile.h, tile.m_block);
+    }
+    NVRTC_ATTN_DEVICE int last_before(HopperForwardParams const& params, int end) {
+      return kept.last_before(params, line(params), end);
+    }
+  };
+
+  // The same, of the key tiles that the words keep. What the next query tile is, and its words, are asked for while there is
+  // time: one after the other before its first copy they were 2 us in which the consumers had nothing to do.
+  NVRTC_ATTN_DEVICE void load_all_kept(Scheduler& scheduler) {
+    KeptWork work, next_work;
+    bool more = work.next(params, scheduler);
+    while (more) {
+      if constexpr (Traits::kTickets) scheduler.look_ahead(issuer);
+      int const queries = QueryRows<Traits::kPackedHeads, Shape::kBlockM>::per_tile(params);
+      auto const seqlen = seqlen_of<Traits>(params, work.tile);
+      int const m0 = work.tile.m_block * queries;
+      Source const from(params, work.tile, seqlen.batch_index, seqlen.q_row0 + m0, seqlen.k_row0, m0);
+      int n = work.last_before(params, work.last);
+      bool const any = n >= work.first;
+      int next = -1;
+      if (any) {
+        next = work.last_before(params, n);
+        bool const whole = name_k(work, n, next);
+        load_k(from, n);
+        announce(work.tile, 1);
+        load_q(from);
+        load_scores(from, n, whole);
+      } else {
+        announce(work.tile);
+        if (issuer) barriers.full_q(q_slot.stage).arrive();
+        q_slot.advance();
+      }
+      bool asked = false;
+#pragma unroll 1
+      while (true) {
+        bool const goes_on = next >= work.first;
+        if (goes_on) {
+          int const before = n;
+          n = next;
+          next = work.last_before(params, n);
+          bool const whole = name_k(work, n, next);
+          load_k(from, n);
+          load_scores(from, n, whole);
+          load_v(from, before);
+        }
+        if (!asked) more = next_work.next(params, scheduler);
+        asked = true;
+        if (!goes_on) break;
+      }
+      if (any) load_v(from, n);
+      work = next_work;
+    }
+    announce_end(work.tile);
   }
 
-  // kTileBits: where what the mask keeps of a key tile is, for load_k(), and what is said of it beside the slot.
-  NVRTC_ATTN_DEVICE int note_bits(TileLine const& line, int n) {
+  // Says which key tile is in the slot that load_k() has yet to fill; `next` comes after it. Whether it is whole.
+  NVRTC_ATTN_DEVICE bool name_k(KeptWork const& work, int n, int next) {
+    SlotTile name{n | (next < work.first ? SlotTile::kLast : 0) | (work.kept.all_of(n) ? SlotTile::kWhole : 0)};
     if constexpr (Traits::kTileBits) {
-      bits.slot = uniform(TileBits<Traits>(params).slot_of(line, n));
-      return bits.slot >= 0 ? SlotTile::kHeld : 0;
+      bits.slot = work.kept.slot_of(params, n);
+      if (bits.slot >= 0) name.word |= SlotTile::kHeld;
     }
-    return 0;
+    barriers.empty_k(k_slot.stage).wait(k_slot.parity ^ 1);
+    if (issuer) {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + Shape::kOffsetKeyTiles + 4 * k_slot.stage), "r"(name.word)
+                   : "memory");
+    }
+    return name.is_whole();
   }
 
   // Which tile it is travels in front of the barrier that its queries complete. kTileWords: and whether it has any keys. Packed:

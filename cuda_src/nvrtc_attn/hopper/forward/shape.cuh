@@ -42,7 +42,8 @@ struct HopperShape {
   // kTileBits: beside each slot of K what the mask keeps of its tile, the words of every thread.
   static constexpr bool kTileBits = Traits::kTileBits;
   using Bits = ThreadBits<kTilesN>;
-  static constexpr int kBytesBits = kTileBits ? kConsumers * Bits::kBytes : 0;
+  static constexpr int kOffsetGroupWords = kConsumers * Bits::kBytes;  // behind the bits of a tile
+  static constexpr int kBytesBits = kTileBits ? kOffsetGroupWords + GroupWords<kGroups>::kBytes : 0;
   static constexpr int kOffsetBits = kOffsetKeyTiles + (Traits::kTileWords ? 16 : 0);
   // What is known of a key tile before its scores: whether it is whole, and kTileBits where this thread's bits are.
   using KnownTile = cute::conditional_t<kTileBits, TileWithBits, bool>;
