@@ -17,6 +17,7 @@ from nvrtc_attn import api
 from nvrtc_attn.cpu import reference
 from nvrtc_attn.heuristics import tile_words
 from nvrtc_attn.modifiers.evaluate import HostModifier
+from nvrtc_attn.plans import plan
 
 KINDS = {"float32": 2, "float16": 2, "int32": 0, "int64": 0, "bool": 6}
 """DLPack's codes of captured arrays."""
@@ -161,3 +162,26 @@ def test_warp_groups_pass_over_tiles_that_hide_their_rows(
     assert forward(strips) < 0.9 * forward(of_any), (
         "the instructions of a kernel whose groups compute all tiles of any group"
     )
+
+
+@pytest.mark.parametrize("bits", [True, False])
+def test_key_tiles_of_more_words_than_a_warp_reads_at_once(
+    bits: bool, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 words are 98,304 keys: kept tiles in the last words, in the first ones, and none in all between."""
+    for name, value in (("MIN_FLOPS", 0), ("MIN_SHARERS", 0), ("KEEPS_BITS", bits)):
+        monkeypatch.setattr(tile_words, name, value)
+    keys = 230_000
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
+    with simulator.simulated(machine, GPUS["sm_90"]):
+        problem = Problem(machine, (1, 2, 70, keys), 64, "float16")
+        modifier = nvrtc_attn.trace(
+            None, lambda b, h, q, k: (k < q + 30) | ((k > 50_000) & (k < 50_003 + q)) | (k > 229_990 - q)
+        )
+        out, lse = problem.forward(modifier)
+        kernels = {c.kernel: c for c, _ in plan._kernels}
+        assert kernels["forward_hopper"].tile_bits == bits
+        assert kernels["forward_hopper"].features.tile_words
+    exact = reference.attention_forward(*problem.exact[:3], modifier=HostModifier(modifier, []))
+    close("out", out, "float16", exact[0], 4e-3)
+    close("lse", lse, "float32", exact[1], 4e-3)

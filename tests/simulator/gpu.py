@@ -279,6 +279,7 @@ def simulated(machine: Any, gpu: FakeGpu | None = None) -> Iterator[SimulatedGpu
         patch.setattr(compiler, "_run_nvrtc", compile_to_ptx)
         patch.setattr("nvrtc_attn.plans.plan._plans", {})
         patch.setattr("nvrtc_attn.plans.plan._kernels", {})
+        patch.setattr("nvrtc_attn.plans.repeats._repeats", {})
         patch.setattr("nvrtc_attn.plans.run.hold", lambda *_: None)
         patch.setattr(compiler, "_memory", type(compiler._memory)())
         with fake_driver.installed(driver):
