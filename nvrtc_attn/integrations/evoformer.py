@@ -159,8 +159,8 @@ def _as_mask(bias: torch.Tensor) -> torch.Tensor | None:
     None if it is not, with a line logged, and where its values cannot be looked at.
     """
     if torch.compiler.is_compiling():
-        return None  # and no line: the compiler does not trace a logger
-    if bias.is_cuda and torch.cuda.is_current_stream_capturing():
+        why = "is not looked at in a program of torch.compile"
+    elif bias.is_cuda and torch.cuda.is_current_stream_capturing():
         why = "is not looked at while a CUDA graph is captured"
     else:
         keep = bias == 0

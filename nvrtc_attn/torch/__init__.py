@@ -1,9 +1,10 @@
 """PyTorch: `attention` with autograd, torch's own names of it, and the operators that torch.compile sees."""
 
 from ..base.errors import missing
+from ..base.log import log_once
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch
 except ModuleNotFoundError as error:
     raise missing("torch", error) from None
 
@@ -23,3 +24,5 @@ __all__ = [
     "scaled_dot_product_attention",
 ]
 flash.register()
+# torch.compile does not trace a logger: it calls this while it traces, and the line is said then.
+_torch.compiler.assume_constant_result(log_once)

@@ -364,6 +364,23 @@ def test_a_mask_of_other_lengths_is_refused() -> None:
             integration.attention_forward(torch.nn.Module(), q, q, q, mask)
 
 
+def test_what_is_said_once_is_said_by_a_compiled_program(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_said", set())
+
+    def call(q: Any) -> Any:
+        return integration.attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=True)[0]
+
+    q = torch.randn(1, 2, 4, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with caplog.at_level(logging.WARNING, logger="nvrtc_attn"):
+        for _ in range(2):
+            torch.testing.assert_close(compiled(q), call(q))
+    assert len([record for record in caplog.records if "no attention weights" in record.message]) == 1
+
+
 def test_refusals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedError) as caught:
