@@ -387,20 +387,47 @@ def test_all_serves_masked_groups_and_wide_heads_which_torch_computes_densely() 
     assert sdpa.report()["taken"] == {"scaled_dot_product_attention": 1}
 
 
+class Jagged:
+    """Three sequences of 100, 7 and 200 tokens, 4 heads of 64, as jagged tensors of leaves."""
+
+    lengths = (100, 7, 200)
+
+    def __init__(self, dtype: torch.dtype, device: str = "cuda") -> None:
+        torch.manual_seed(0)
+        self.leaves = [torch.randn(sum(self.lengths), 4, 64, device=device, dtype=dtype) for _ in range(3)]
+        self.dout = torch.randn_like(self.leaves[0])
+        offsets = torch.tensor([0, *self.lengths], device=device).cumsum(0)
+        self.nested = [
+            torch.nested.nested_tensor_from_jagged(x.requires_grad_(), offsets).transpose(1, 2) for x in self.leaves
+        ]
+
+    def check(self, out: Any, tolerance: float) -> None:
+        """``out`` and the gradients that come through it, against each sequence by itself in float32."""
+        values = out.transpose(1, 2).values()
+        found = (values, *torch.autograd.grad(values, self.leaves, self.dout))
+        exact = [x.detach().float().requires_grad_() for x in self.leaves]
+        parts = zip(*(x.split(self.lengths) for x in exact), strict=True)
+        rows = [
+            F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in part), is_causal=True)[0].transpose(0, 1)
+            for part in parts
+        ]
+        expected = torch.cat(rows)
+        wanted = (expected, *torch.autograd.grad(expected, exact, self.dout.float()))
+        for name, ours, theirs in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+            torch.testing.assert_close(
+                ours.float(), theirs, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m
+            )
+
+
 @needs_get_kernel
 @pytest.mark.usefixtures("counted")
 def test_jagged_tensors_reach_the_kernels() -> None:
-    """torch gives nested tensors of float32 to ``_efficient_attention_forward``."""
-    torch.manual_seed(0)
-    parts = [[torch.randn(n, 4, 64, device="cuda") for n in (100, 7, 200)] for _ in range(3)]
-    nested = [torch.nested.nested_tensor(x, layout=torch.jagged, requires_grad=True).transpose(1, 2) for x in parts]
+    """torch gives nested tensors of float32 to ``_efficient_attention_forward`` and its backward."""
+    jagged = Jagged(torch.float32)
     with na.enable_sdpa():
-        out = F.scaled_dot_product_attention(*nested, is_causal=True)
-        assert sdpa.report()["taken"] == {"_efficient_attention_forward": 1}
-    for i, x in enumerate(out.transpose(1, 2).unbind()):
-        q, k, v = (part[i].transpose(0, 1)[None] for part in parts)
-        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
-        torch.testing.assert_close(x, expected, atol=1e-4, rtol=1e-4)
+        out = F.scaled_dot_product_attention(*jagged.nested, is_causal=True)
+        jagged.check(out, 1e-4)
+        assert sdpa.report()["taken"] == {"_efficient_attention_forward": 1, "_efficient_attention_backward": 1}
 
 
 @pytest.mark.usefixtures("counted")
@@ -432,16 +459,11 @@ def test_flash_attention_by_its_name_in_torchs_registry(compiled: bool) -> None:
 def test_jagged_tensors_of_16_bits_reach_the_kernels_by_the_registry() -> None:
     if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
         pytest.skip("torch.nn.attention has no registry of flash attention (torch >= 2.10 has one)")
-    torch.manual_seed(0)
-    parts = [[torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (100, 7, 200)] for _ in range(3)]
+    jagged = Jagged(torch.bfloat16)
     torch.nn.attention.activate_flash_attention_impl("nvrtc_attn")
     try:
-        nested = [torch.nested.nested_tensor(x, layout=torch.jagged, requires_grad=True).transpose(1, 2) for x in parts]
-        out = F.scaled_dot_product_attention(*nested, is_causal=True)
+        out = F.scaled_dot_product_attention(*jagged.nested, is_causal=True)
+        jagged.check(out, 3e-2)
     finally:
         torch.nn.attention.restore_flash_attention_impl()
-    assert sdpa.report()["taken"] == {"_flash_attention_forward": 1}
-    for i, x in enumerate(out.transpose(1, 2).unbind()):
-        q, k, v = (part[i].transpose(0, 1)[None].float() for part in parts)
-        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
-        torch.testing.assert_close(x.float(), expected, atol=2e-2, rtol=2e-2)
+    assert sdpa.report()["taken"] == {"_flash_attention_forward": 1, "_flash_attention_backward": 1}
