@@ -6,9 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from .collect_env import collect
+
+_NOT_COUNTED: Final = (
+    "not of this process: each counts its own calls. In the program that calls attention, "
+    "print nvrtc_attn.torch.sdpa.report()"
+)
 
 
 def without_the_others(arguments: Sequence[str], error: BaseException) -> int:
@@ -40,7 +45,8 @@ def show(as_json: bool) -> int:
     if as_json:
         lines = [json.dumps(report, indent=2)]
     else:
-        lines = [*_report_lines(report), "", *(f"problem: {problem}" for problem in problems)]
+        counts = _NOT_COUNTED if report["sdpa"] is None else report["sdpa"]
+        lines = [*_report_lines({**report, "sdpa": counts}), "", *(f"problem: {problem}" for problem in problems)]
         lines += [] if problems else ["no problem found"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if problems else 0

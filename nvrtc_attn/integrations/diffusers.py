@@ -8,9 +8,9 @@ import torch
 from diffusers.models import attention_dispatch
 
 from ..base.errors import UnsupportedError
+from ..base.hosts import check_version
 from ..torch import attention
 from . import mask_reasons
-from .versions import check_version
 
 __all__ = ["AttnProcessor", "register"]
 

@@ -7,9 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..base.errors import UnsupportedError
+from ..base.hosts import check_version
 from ..jax import attention
 
 __all__ = ["attention_fn"]
+check_version("flax", "0.12.8", "0.12.8")
 
 
 def attention_fn(

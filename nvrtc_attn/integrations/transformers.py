@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from ..base.errors import UnsupportedError
+from ..base.hosts import check_version
 from ..base.log import log_once
 from ..front.problem import Causal
 from ..torch import attention
 from . import mask_reasons
-from .versions import check_version
 
 NAME: Final = "nvrtc_attn"
 _Window = tuple[int | None, int | None]

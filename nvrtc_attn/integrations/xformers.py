@@ -13,8 +13,8 @@ import torch
 
 from .. import api
 from ..base.errors import UnsupportedError
+from ..base.hosts import check_version
 from ..torch import attention
-from .versions import check_version
 
 __all__ = [
     "memory_efficient_attention",

@@ -4,6 +4,7 @@
 """
 
 from ..base.errors import missing
+from ..base.hosts import check_version
 
 try:
     import jax as _jax  # noqa: F401
@@ -15,3 +16,4 @@ from .parallel import context_parallel_attention
 from .sdpa import dot_product_attention
 
 __all__ = ["attention", "context_parallel_attention", "dot_product_attention"]
+check_version("jax", "0.10.2", "0.11.2")

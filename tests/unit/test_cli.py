@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fake_driver import FakeDriver, FakeGpu, installed
 from nvrtc_attn import collect_env, commands
 from nvrtc_attn.base.architectures import PORTABLE_ARCHITECTURES
 from nvrtc_attn.commands import main
+from nvrtc_attn.doctor import show
 from nvrtc_attn.jit import config_text
 from nvrtc_attn.jit.cache import kernel_cache
 from nvrtc_attn.jit.config import BackwardConfig, Features, ForwardConfig, KernelConfig
@@ -287,6 +289,26 @@ def test_doctor_says_once_that_there_is_no_nvrtc(monkeypatch: pytest.MonkeyPatch
     assert report["nvrtc"] is None
     assert report["headers"] is None
     assert sum("NVRTC is not usable" in problem for problem in report["problems"]) == 1
+
+
+def test_doctor_says_where_calls_of_sdpa_are_counted() -> None:
+    """Each process counts its own: the command line sees none of a program's."""
+    done = run("doctor")
+    (line,) = [line for line in done.stdout.decode().splitlines() if line.startswith("sdpa")]
+    assert line.startswith("sdpa: not of this process")
+    assert "nvrtc_attn.torch.sdpa.report()" in line
+    assert doctor()["sdpa"] is None
+
+
+def test_doctor_shows_the_calls_that_its_own_process_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = {"enabled": ["all"], "taken": {"an operator": 3}, "left_to_torch": {}}
+    monkeypatch.setitem(sys.modules, "nvrtc_attn.torch.sdpa", SimpleNamespace(report=lambda: counted))
+    show(as_json=False)
+    text = capsys.readouterr().out
+    assert "an operator: 3" in text
+    assert "not of this process" not in text
 
 
 def test_doctor_does_not_import_frameworks() -> None:

@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from nvrtc_attn.base import log
-from nvrtc_attn.integrations import versions
+from nvrtc_attn.base import hosts, log
 
 
 @pytest.mark.parametrize(
@@ -21,10 +20,10 @@ from nvrtc_attn.integrations import versions
 def test_versions(
     installed: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(versions.metadata, "version", {"host": installed}.__getitem__)
+    monkeypatch.setattr(hosts.metadata, "version", {"host": installed}.__getitem__)
     monkeypatch.setattr(log, "_said", set())
     with caplog.at_level(logging.WARNING, logger="nvrtc_attn"):
-        versions.check_version("host", "5.20.0", "5.23.0")
-        versions.check_version("host", "5.20.0", "5.23.0")
+        hosts.check_version("host", "5.20.0", "5.23.0")
+        hosts.check_version("host", "5.20.0", "5.23.0")
     assert len(caplog.records) == warns
     assert all(installed in record.message for record in caplog.records)

@@ -1,19 +1,22 @@
-"""Which versions of a host library an integration was tested with."""
+"""Which versions of a host library nvrtc_attn was tested with: of a framework, or of a library of models."""
 
 from __future__ import annotations
 
 import re
 from importlib import metadata
 
-from ..base.log import log_once
+from .log import log_once
 
 
 def check_version(library: str, first: str, last: str) -> None:
     """Log once if the installed ``library`` is older than ``first`` or of a later minor version than ``last``."""
-    installed = metadata.version(library)
+    try:
+        installed = metadata.version(library)
+    except metadata.PackageNotFoundError:  # a copy on the path, which has no version to compare
+        return
     if not _numbers(first) <= _numbers(installed) or _numbers(installed)[:2] > _numbers(last)[:2]:
         log_once(
-            f"{library} {installed} is outside of the versions that nvrtc_attn's integration was tested with, "
+            f"{library} {installed} is outside of the versions that nvrtc_attn was tested with, "
             f"{first} to {last}. Compare its results with the library's own implementation before relying on it."
         )
 
