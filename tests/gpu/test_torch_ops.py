@@ -11,8 +11,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.nn.functional as F  # noqa: E402 - after the skip
+from harness import forget_plans  # noqa: E402
 
 import nvrtc_attn.torch as na  # noqa: E402
+from nvrtc_attn.plans import plan  # noqa: E402
 from nvrtc_attn.torch import eager, ops, passes, replaced, sdpa  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -358,12 +360,15 @@ def module(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerEncoder"])
 def test_modules_of_torch_train_the_same(kind: str, dtype: Any, every: bool, compiled: bool) -> None:
     expected = losses(module(kind), dtype=dtype)
+    forget_plans()
     with na.enable_sdpa(all=every):
         model = module(kind)
         if compiled:
             model = torch.compile(model, fullgraph=True)
         found = losses(model, dtype=dtype)
     assert found == pytest.approx(expected, rel=1e-4 if dtype is None else 5e-3)
+    if every:
+        assert {type(x).__name__ for x in plan._plans.values()} >= {"ForwardPlan", "BackwardPlan"}, "not on our kernels"
     if every and not compiled:
         assert sdpa.report()["taken"]["scaled_dot_product_attention"] >= 5
     elif kind == "MultiheadAttention" and dtype is None and not every:
