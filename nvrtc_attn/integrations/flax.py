@@ -11,7 +11,7 @@ from ..base.hosts import check_version
 from ..jax import attention
 
 __all__ = ["attention_fn"]
-check_version("flax", "0.12.8", "0.12.8")
+check_version("flax", "0.12.8", "0.12.12")
 
 
 def attention_fn(

@@ -16,4 +16,4 @@ from .parallel import context_parallel_attention
 from .sdpa import dot_product_attention
 
 __all__ = ["attention", "context_parallel_attention", "dot_product_attention"]
-check_version("jax", "0.10.2", "0.11.2")
+check_version("jax", "0.10.2", "0.12.0")
