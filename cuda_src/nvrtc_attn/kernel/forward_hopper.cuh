@@ -315,6 +315,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       // flight ends before them. Documents, D 64: 244 to 231 us, a neighbourhood, D 128: 205 to 175.
       int const group_row = m0 + 64 * group;
       int const columns = rows.count > group_row ? mask.end_key(rows.query(group_row + 63)) : 0;  // that the group sees
+      // (Kernels without bits have their conditions in the loops themselves: behind a lambda they get other machine code.)
       bool begun = false;
       auto hidden = [&] {
         if constexpr (Traits::kTileBits) return whole.hidden;
