@@ -121,6 +121,8 @@ def make(op: str, *args: Node) -> Node:
         return _fold(Node(op, (x,), x.kind))
     if op in ("float", "int", "bool"):
         return cast(args[0], op)  # type: ignore[arg-type]
+    if op in ("add", "mul") and all(x.kind == "bool" for x in args):  # as in every framework
+        return make("or" if op == "add" else "and", *args)
     if op in ARITHMETIC:
         return _simplified(op, *_alike(args, "int"))
     if op == "div":
@@ -146,6 +148,11 @@ def make(op: str, *args: Node) -> Node:
     if op == "pow":
         return _power(*args)
     raise TraceError(f"{op!r} is no operation of a modifier.")
+
+
+def detached(node: Node) -> Node:
+    """The same number, of which nothing has a derivative: a cast of a float to what it is."""
+    return Node("float", (node,)) if node.kind == "float" and node.op != "number" else node
 
 
 def load(capture: int, kind: Kind, index: Sequence[Node]) -> Node:

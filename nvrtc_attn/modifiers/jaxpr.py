@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import TraceError
-from .graph import POSITIONS, Kind, Node, constant, make, number
-from .proxy import Recording, is_array
+from .graph import POSITIONS, Node, constant, detached, make, number
+from .proxy import Recording, is_array, kind_of_dtype
 
 _PLAIN: Final = {
     "add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "max": "maximum", "min": "minimum", "lt": "lt",
@@ -28,7 +29,7 @@ _CALLS: Final = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "
                  "custom_vjp_call_jaxpr", "remat2")  # fmt: skip
 _NAMED: Final = {"floor_divide": "floordiv", "remainder": "mod"}
 """Functions of jax.numpy that are one operation here, of integers alone: JAX spells them out."""
-_SAME: Final = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "reduce_precision")
+_SAME: Final = ("copy", "copy_p", "optimization_barrier", "reduce_precision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,11 @@ def _equation(equation: Any, values: list[Any], recording: Recording) -> list[An
                 return [make(named, *nodes)]
         inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
         jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+        if name.startswith("custom_") and not _is_of_jax(jaxpr):
+            raise TraceError(
+                f"{name.split('_call')[0]!r}: derivatives of a modifier are those of what it computes, and a rule of "
+                f"its own would be left out. jax.lax.stop_gradient stops one."
+            )
         return _run(jaxpr, consts, recording, values)
     if name in (
         "squeeze",
@@ -144,12 +150,20 @@ def _equation(equation: Any, values: list[Any], recording: Recording) -> list[An
     nodes = [_node(x, recording) for x in values]
     if name in _SAME:
         return nodes
+    if name == "stop_gradient":
+        return [detached(x) for x in nodes]
     if name in _PLAIN:
         return [make(_PLAIN[name], *nodes)]
     special = _SPECIAL.get(name)
     if special is None:
         raise TraceError(f"{name!r} is not possible in a modifier, which works on one score.")
     return [special(params, *nodes)]
+
+
+def _is_of_jax(jaxpr: Any) -> bool:
+    """Whether a function with a rule of its own is JAX's: its rule says what its computation says."""
+    where = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
+    return any(f"{os.sep}{name}{os.sep}_src{os.sep}" in where for name in ("jax", "jaxlib"))
 
 
 def _part(x: Any) -> _Part:
@@ -245,8 +259,8 @@ def _select(params: Any, which: Node, *cases: Node) -> Node:
 
 
 def _convert(params: Any, x: Node) -> Node:
-    name = str(params["new_dtype"])
-    kind: Kind = "bool" if name == "bool" else "float" if "float" in name else "int"
+    kind = kind_of_dtype(params["new_dtype"])
+    assert kind is not None
     return make(kind, x)
 
 

@@ -6,19 +6,27 @@ that the function captured becomes an operand of the kernel when it is indexed w
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from ..base.errors import TraceError, shown
-from .graph import Kind, Node, constant, dtype_of, load, make, number
+from .graph import FLOAT_UNARY, ROUNDING, SAME_UNARY, Kind, Node, constant, detached, dtype_of, load, make, number
 
 _KINDS: Final[dict[str, Kind]] = {
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float", "bool": "bool", "uint8": "int",
     "int32": "int", "int64": "int",
 }  # fmt: skip
+
+
+def _grad_enabled() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.is_grad_enabled())
 
 
 def is_array(x: object) -> bool:
@@ -37,6 +45,21 @@ class Recording:
         self._by_id: dict[int, int] = {}
         self._literals = literals
         self._slots = 0
+        self._grad_enabled = _grad_enabled()
+
+    def check_gradients(self) -> None:
+        """Refuse what is done while torch records no gradients: its derivative is not that of what it computes.
+
+        Raises
+        ------
+        TraceError
+            In ``torch.no_grad()``, and in an ``autograd.Function``, whose backward nobody would call.
+        """
+        if self._grad_enabled and not _grad_enabled():
+            raise TraceError(
+                "gradients are switched off inside of the function, by torch.no_grad() or in an autograd.Function of "
+                "its own, whose backward would not be called. x.detach() stops the gradient of one number."
+            )
 
     def node(self, x: Any) -> Node:
         """The node of anything that an operator may meet.
@@ -188,7 +211,7 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
-            return lambda *args, **kwargs: _call(self._recording, name, (self, *args), kwargs)
+            return lambda *args, **kwargs: _method(self, name, args, kwargs)
         if name.startswith("__"):
             raise AttributeError(name)
         if name == "device":  # to make a number on: `x.new_ones((), device=x.device)`
@@ -224,6 +247,12 @@ class Proxy:
     def __pos__(self) -> Proxy:
         return self
 
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return torch_function(func, args, kwargs or {})
@@ -240,6 +269,7 @@ class Proxy:
 def _binary(op: str, reflected: bool) -> Callable[[Proxy, Any], Proxy]:
     def method(self: Proxy, other: Any) -> Proxy:
         recording = self._recording
+        recording.check_gradients()
         a, b = self.node, recording.node(other)
         return Proxy(recording, make(op, b, a) if reflected else make(op, a, b))
 
@@ -280,12 +310,22 @@ def _softplus(x: Node) -> Node:
     return make("add", make("maximum", x, number(0.0)), make("log1p", make("exp", make("neg", make("abs", x)))))
 
 
+def _rounded(x: Node, decimals: Node | None = None) -> Node:
+    if decimals is not None and constant(decimals) != 0:
+        raise TraceError("'round' to decimals is not possible in a modifier: multiply, round and divide.")
+    return make("round", x)
+
+
 _KEYWORDS: Final = {
-    "input": "x", "other": "b", "a_min": "low", "a_max": "high", "min": "low", "max": "high", "value": "value",
+    "input": "x", "self": "x", "a": "x", "x1": "x", "other": "b", "x2": "b", "y": "b", "exponent": "b",
+    "a_min": "low", "a_max": "high", "min": "low", "max": "high", "mask": "condition",
 }  # fmt: skip
+"""What the frameworks call the parameters of `_FUNCTIONS`."""
 _FUNCTIONS: Final[dict[str, Callable[..., Node]]] = {
-    "where": lambda condition, a, b: make("where", condition, a, b),
+    "where": lambda condition, x, b: make("where", condition, x, b),
     "masked_fill": lambda x, condition, value: make("where", condition, value, x),
+    "round": _rounded,
+    "around": _rounded,
     "clamp": _clamp,
     "clip": _clamp,
     "clamp_min": lambda x, low: _clamp(x, low),
@@ -293,7 +333,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., Node]]] = {
     "relu": lambda x: make("maximum", x, number(0)),
     "square": lambda x: make("mul", x, x),
     "reciprocal": lambda x: make("div", number(1.0), x),
-    "rsub": lambda a, b: make("sub", b, a),
+    "rsub": lambda x, b: make("sub", b, x),
     "float": lambda x: make("float", x), "half": lambda x: make("float", x), "double": lambda x: make("float", x),
     "int": lambda x: make("int", x), "long": lambda x: make("int", x), "bool": lambda x: make("bool", x),
     "logical_not": lambda x: make("not", make("bool", x)),
@@ -301,7 +341,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., Node]]] = {
     "silu": lambda x: make("mul", x, make("sigmoid", x)),
 }  # fmt: skip
 for _name in ("and", "or", "xor"):
-    _FUNCTIONS[f"logical_{_name}"] = lambda a, b, op=_name: make(op, make("bool", a), make("bool", b))
+    _FUNCTIONS[f"logical_{_name}"] = lambda x, b, op=_name: make(op, make("bool", x), make("bool", b))
 # Names of NumPy, torch and of methods that mean one operation.
 _ALIASES: Final[dict[str, str]] = {
     **{name: name for name in (
@@ -319,12 +359,20 @@ _ALIASES: Final[dict[str, str]] = {
     "special_erf": "erf", "special_exp2": "exp2", "special_log1p": "log1p", "special_expm1": "expm1",
 }  # fmt: skip
 for _name, _op in _ALIASES.items():
-    _FUNCTIONS.setdefault(_name, lambda *args, op=_op: make(op, *args))
+    if _op in (*FLOAT_UNARY, *ROUNDING, *SAME_UNARY, "not"):
+        _FUNCTIONS.setdefault(_name, lambda x, op=_op: make(op, x))
+    else:
+        _FUNCTIONS.setdefault(_name, lambda x, b, op=_op: make(op, x, b))
+_PARAMETERS: Final = {
+    name: tuple(x for x in inspect.signature(function).parameters if x != "op") for name, function in _FUNCTIONS.items()
+}
+"""Of each function, in their order."""
 _FILLED: Final = {"zeros": 0, "ones": 1}
 METHODS: Final = frozenset(
     {*_FUNCTIONS, "new_zeros", "new_ones", "new_full", "to", "type", "astype", "clone", "contiguous", "detach", "item"}
 )
 _UNCHANGED: Final = ("clone", "contiguous")
+_DETACHED: Final = ("detach", "stop_gradient")
 _RANDOM: Final = ("rand", "bernoulli", "dropout", "normal", "poisson", "multinomial")
 _SHAPES: Final = (
     "sum", "mean", "prod", "amax", "amin", "max", "min", "softmax", "log_softmax", "logsumexp", "cumsum", "sort",
@@ -333,23 +381,28 @@ _SHAPES: Final = (
 )  # fmt: skip
 
 
+def _method(x: Proxy, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Proxy:
+    """A method of a tensor, whose name means the function of that name with the tensor first, but for ``where``."""
+    if name == "where":
+        if len(args) == 2:
+            return _call(x._recording, name, (args[0], x, args[1]), kwargs)
+        return _call(x._recording, name, args, {**kwargs, "input": x})
+    return _call(x._recording, name, (x, *args), kwargs)
+
+
 def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Proxy:
     """The function ``name`` of a framework."""
-    if name in ("div", "divide") and kwargs.get("rounding_mode") is not None:
-        mode = kwargs["rounding_mode"]
-        if mode == "floor":
-            return _call(recording, "floor_divide", args, {})
-        return _call(recording, "trunc", (_call(recording, "div", args, {}),), {})
+    recording.check_gradients()
     if name in _UNCHANGED:
         return Proxy(recording, recording.node(args[0]))
+    if name in _DETACHED:
+        return Proxy(recording, detached(recording.node(args[0])))
     if name.startswith("new_") or name.endswith("_like"):
         return _filled(recording, name, args, kwargs)
     if name in ("to", "type", "astype"):
         return _converted(recording, args, kwargs)
-    kwargs = {_KEYWORDS.get(key, key): x for key, x in kwargs.items() if x is not None}
-    if name in ("add", "sub", "subtract") and "alpha" in kwargs:
-        factor = kwargs.pop("alpha")
-        args = (args[0], _call(recording, "mul", (args[1], factor), {}))
+    if name in ("max", "min") and len(args) == 2 and isinstance(args[1], Proxy):
+        name = f"{name}imum"
     function = _FUNCTIONS.get(name)
     if function is None:
         reason = "it is no function of one score"
@@ -358,15 +411,48 @@ def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mappin
         elif name in _SHAPES:
             reason = "it changes or reduces a shape, and a modifier works on one score"
         raise TraceError(f"{name!r} is not possible in a modifier: {reason}.")
-    nodes = [recording.node(x) for x in args if x is not None]
-    if "b" in kwargs:
-        nodes.append(recording.node(kwargs.pop("b")))
-    if "x" in kwargs:
-        nodes.insert(0, recording.node(kwargs.pop("x")))
-    try:
-        return Proxy(recording, function(*nodes, **{key: recording.node(x) for key, x in kwargs.items()}))
-    except TypeError:
-        raise TraceError(f"{name!r} with {len(args)} arguments and {sorted(kwargs) or 'no'} options.") from None
+    given = _arguments(name, args, kwargs)
+    rounding, alpha = given.pop("rounding_mode", None), given.pop("alpha", None)
+    if alpha is not None:
+        scaled = "x" if name == "rsub" else "b"
+        given[scaled] = _call(recording, "mul", (given[scaled], alpha), {})
+    found = Proxy(recording, function(**{key: recording.node(x) for key, x in given.items()}))
+    if rounding == "floor":
+        return _call(recording, "floor_divide", (given["x"], given["b"]), {})
+    return found if rounding is None else _call(recording, "trunc", (found,), {})
+
+
+def _arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of `_PARAMETERS`, and those of torch's options that mean something.
+
+    Raises
+    ------
+    TraceError
+        There are too many, one is given twice or missing, or it is an option that would be left out.
+    """
+    names = _PARAMETERS[name]
+    given = dict(zip(names, args, strict=False))
+    wrong = len(args) > len(names)
+    for key, x in kwargs.items():
+        place = key if key in names else _KEYWORDS.get(key, key)
+        if place not in names:
+            if x is None or x is False:
+                continue  # out=None, inplace=False
+            known = (key == "alpha" and name in ("add", "sub", "subtract", "rsub")) or (
+                key == "rounding_mode" and name in ("div", "divide") and x in ("floor", "trunc")
+            )
+            wrong |= not known
+        elif given.get(place) is not None:
+            wrong = True
+        given[place] = x
+    given = {key: x for key, x in given.items() if x is not None}
+    needed = [x for x in names if x not in ("low", "high", "decimals")]
+    if wrong or any(x not in given for x in needed):
+        raise TraceError(
+            f"{name!r} with {len(args)} arguments and {sorted(kwargs) or 'no'} options is not possible in a modifier; "
+            f"it takes {', '.join(names)}."
+        )
+    return given
 
 
 def _filled(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Proxy:
@@ -374,7 +460,7 @@ def _filled(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mapp
     what = name.removeprefix("new_").removesuffix("_like")
     x, *rest = args
     shape = () if name.endswith("_like") else rest.pop(0) if rest else kwargs.get("size", ())
-    if what not in (*_FILLED, "full") or (shape != () and tuple(shape) != ()):
+    if what not in (*_FILLED, "full") or not isinstance(shape, tuple | list) or len(shape) > 0:
         reason = "a modifier has no random numbers; dropout is an argument of the attention"
         if not any(word in name for word in _RANDOM):
             reason = "it makes an array, and a modifier works on one score"
@@ -389,13 +475,29 @@ def _converted(recording: Recording, args: tuple[Any, ...], kwargs: Mapping[str,
     x, *rest = (*args, *kwargs.values())
     node = recording.node(x)
     for target in rest:
-        if isinstance(target, Proxy):
-            node = make(target.node.kind, node)
-            continue
-        name = getattr(target, "__name__", None) or str(target).replace("torch.", "")
-        if name in _KINDS or name in ("float", "int"):
-            node = make(_KINDS.get(name, name), node)
+        kind = target.node.kind if isinstance(target, Proxy) else kind_of_dtype(target)
+        if kind is not None:
+            node = make(kind, node)
     return Proxy(recording, node)
+
+
+def kind_of_dtype(target: Any) -> Kind | None:
+    """The kind of number that a dtype of any framework, or its name, stands for; None of a device and of flags.
+
+    Raises
+    ------
+    TraceError
+        Integers of another width than those of a modifier, which would wrap around elsewhere.
+    """
+    if target is None or isinstance(target, bool):
+        return None
+    name = str(target).removeprefix("torch.")
+    if name not in _KINDS:
+        with contextlib.suppress(TypeError):
+            name = np.dtype(name if type(target).__module__ == "torch" else target).name
+    if name.startswith(("float", "int", "uint", "complex")) and (name not in _KINDS or name == "uint8"):
+        raise TraceError(f"a number is converted to {name}: what a modifier computes with is float32, int32 or bool.")
+    return _KINDS.get(name)
 
 
 _INDEXING: Final = ("__getitem__", "getitem")

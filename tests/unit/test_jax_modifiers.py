@@ -138,6 +138,41 @@ def test_gradients_of_what_a_function_captured(jit: bool) -> None:
         np.testing.assert_allclose(own, theirs, atol=3e-5)
 
 
+def test_stopped_gradients_are_stopped() -> None:
+    """Of a score, of captured arrays; a function of JAX's with a rule of its own is what it computes."""
+
+    def loss(run: Any, q: Any, k: Any, v: Any, slopes: Any) -> Any:
+        def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            rounded = s + jax.lax.stop_gradient(jnp.round(s) - s)
+            return jax.nn.relu(rounded + 0.25) + jax.lax.stop_gradient(slopes[h] * (i - j)) + s * slopes[h]
+
+        return (run(q, k, v, score_mod, None) ** 2).sum()
+
+    def ours(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any) -> Any:
+        return attention(q, k, v, score_mod=score_mod, mask_mod=mask_mod)
+
+    grad = jax.grad(loss, argnums=(1, 2, 3, 4))
+    for theirs, own in zip(grad(dense, *arrays(), SLOPES), grad(ours, *arrays(), SLOPES), strict=True):
+        np.testing.assert_allclose(own, theirs, atol=3e-5)
+
+
+def test_rules_of_gradients_that_would_be_left_out_are_refused() -> None:
+    @jax.custom_vjp
+    def halved(x: Any) -> Any:
+        return x * 1.0
+
+    halved.defvjp(lambda x: (x * 1.0, None), lambda _, dx: (dx * 0.5,))
+
+    @jax.custom_jvp
+    def doubled(x: Any) -> Any:
+        return x * 1.0
+
+    doubled.defjvps(lambda dx, _, x: dx * 2.0)
+    for function, name in ((halved, "custom_vjp"), (doubled, "custom_jvp")):
+        with pytest.raises(nvrtc_attn.base.errors.TraceError, match=f"'{name}': derivatives of a modifier are"):
+            attention(*arrays(), score_mod=lambda s, b, h, i, j, f=function: f(s))
+
+
 def test_arrays_without_a_gradient_cost_none() -> None:
     """The backward pass makes gradients of what is differentiated with respect to, and no other."""
 

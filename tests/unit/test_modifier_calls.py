@@ -329,7 +329,7 @@ def test_functions_of_libraries_are_known(monkeypatch: pytest.MonkeyPatch) -> No
             assert traced(function).program == modifier.program
     factor = [2.0]
 
-    @torch.no_grad()
+    @torch.enable_grad()
     def scaled(score: Any) -> Any:
         return score * factor[0]
 
