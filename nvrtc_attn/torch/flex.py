@@ -10,29 +10,39 @@ import json
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any, Final
 
 import torch
 
 from .. import api
-from ..base.errors import shown
+from ..base.errors import UnsupportedError, shown
 from ..front.call import CallOptions
 from ..modifiers.modifier import Modifier
 from ..modifiers.trace import literals, traced
 from .flex_compiled import attention as attention_by_operator
-from .flex_compiled import backward
+from .flex_compiled import backward, refuse_transformed
 from .flex_known import again, know
 from .ops import cast_for_autocast, once_only
 
 _ScoreMod = Callable[..., torch.Tensor]
 _in_dynamo = torch.compiler.is_dynamo_compiling
+_transformed: Final = torch._C._functorch.maybe_current_level
+_OF_TORCH: Final = frozenset((
+    "as_tuple", "full_kv_indices", "full_kv_num_blocks", "full_q_indices", "full_q_num_blocks", "kv_indices",
+    "kv_num_blocks", "q_indices", "q_num_blocks", "sparsity", "to_dense", "to_string",
+))  # fmt: skip
+"""What `BlockMask` takes from torch's."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMask:
-    """A ``mask_mod`` and the sizes that it is for: no list of blocks, no memory."""
+    """A ``mask_mod`` and the sizes that it is for: no list of blocks, no memory.
+
+    What torch's has beside these (``mask[...]``, ``sparsity()``, ``to_dense()``, ``to_string()``, ``as_tuple()``,
+    ``kv_num_blocks``, ``kv_indices`` and the other lists) is that of `to_torch`, made again at each use.
+    """
 
     mask_mod: _ScoreMod
     B: int | None
@@ -41,14 +51,52 @@ class BlockMask:
     BLOCK_SIZE: tuple[int, int] = (128, 128)
     literals: str = ""
     """Numbers in the text of ``mask_mod`` and of what it calls: compiled programs put them into the kernel's, too."""
+    device: torch.device | None = None
+    """Where `to_torch` makes its lists; None where torch would."""
+    separate_full_blocks: bool = True
+    """For `to_torch`: whether blocks that are kept whole have lists of their own."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.B or 1, self.H or 1, *self.seq_lengths
 
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
     def to(self, device: Any) -> BlockMask:
-        """The same: it has no tensor of its own."""
-        return self
+        """The same, with another ``device``: it has no tensor of its own."""
+        return replace(self, device=torch.device(device))
+
+    def to_torch(self) -> Any:
+        """A BlockMask of torch's for the same ``mask_mod``, which `flex_attention` takes, too.
+
+        Calls ``mask_mod`` with tensors, and takes memory of the size of the scores: some bytes for each of the
+        ``B * H * Q_LEN * KV_LEN`` pairs.
+        """
+        from torch.nn.attention.flex_attention import create_block_mask as create
+
+        more = {} if self.separate_full_blocks else {"separate_full_blocks": False}  # not of every torch
+        return create(
+            self.mask_mod, self.B, self.H, *self.seq_lengths, device=self.device, BLOCK_SIZE=self.BLOCK_SIZE, **more
+        )
+
+    @staticmethod
+    def from_kv_blocks(*args: Any, **options: Any) -> Any:
+        """A BlockMask of torch's, as its ``BlockMask.from_kv_blocks`` makes it of lists of blocks."""
+        from torch.nn.attention.flex_attention import BlockMask as OfTorch
+
+        return OfTorch.from_kv_blocks(*args, **options)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.to_torch()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_TORCH:
+            return getattr(self.to_torch(), name)
+        raise AttributeError(
+            f"BlockMask has no {name!r}: it is a mask_mod and lengths. torch's own BlockMask, which flex_attention "
+            f"takes, too, is to_torch(), or what torch.nn.attention.flex_attention.create_block_mask returns."
+        )
 
 
 def create_block_mask(
@@ -60,11 +108,16 @@ def create_block_mask(
     device: Any = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
     _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
 ) -> BlockMask:
     """What `flex_attention` takes as ``block_mask``.
 
-    Takes no memory and no time on the GPU: ``mask_mod`` is compiled into the kernel. ``device``, ``BLOCK_SIZE`` and
-    ``_compile`` are accepted for the sake of the signature.
+    Takes no memory and no time on the GPU: ``mask_mod`` is compiled into the kernel. The other arguments of torch's
+    change no result of `flex_attention`. ``device``, ``BLOCK_SIZE`` and ``separate_full_blocks`` are for the lists of
+    `BlockMask.to_torch`; ``_compile``, ``compute_dq_write_order`` and ``dq_kv_order`` steer torch's own kernels, and
+    are ignored.
 
     Parameters
     ----------
@@ -85,7 +138,8 @@ def create_block_mask(
         traced(None, mask_mod)
         numbers = ",".join({json.dumps(x): None for _, x in literals(mask_mod) if abs(x) < math.inf})
     sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-    return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN), (sizes[0], sizes[1]), numbers)
+    where = None if device is None else torch.device(device)
+    return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN), (sizes[0], sizes[1]), numbers, where, separate_full_blocks)
 
 
 def flex_attention(
@@ -98,6 +152,8 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
 ) -> Any:
     """Attention with the user's own ``score_mod`` and ``mask_mod``, as torch.nn.attention.flex_attention's.
 
@@ -124,19 +180,28 @@ def flex_attention(
         Return (out, lse), lse float32 ``[B, Hq, L]`` in natural units.
     kernel_options
         Ignored.
+    return_aux
+        An AuxRequest of torch's: return (out, AuxOutput), in place of ``return_lse``. Of its parts only ``lse`` can be
+        asked for.
 
     Returns
     -------
-    out : ``[B, Hq, L, Ev]``, or (out, lse)
+    out : ``[B, Hq, L, Ev]``, or (out, lse), or (out, AuxOutput)
 
     Raises
     ------
     TraceError
         The message names the operation that is not possible.
+    UnsupportedError
+        ``max_scores`` of ``return_aux``, and every transformation of ``torch.func``.
     ValueError
         A mask for other lengths, heads or another device, lists of blocks that name one twice or one that does not
-        exist, or head counts that differ without ``enable_gqa``.
+        exist, batches that do not fit, or head counts that differ without ``enable_gqa``.
     """
+    if return_aux is not None:
+        aux_output = _aux_output(return_aux, return_lse)
+        out, lse = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, True)
+        return out, aux_output(lse if return_aux.lse else None)
     ours = not _in_dynamo() and (block_mask is None or block_mask.__class__ is BlockMask)
     if ours:
         found = again(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
@@ -145,6 +210,8 @@ def flex_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name}: shape {tuple(x.shape)}, needed is [batch, heads, length, head_dim].")
+        if x.shape[0] not in (1, query.shape[0]):
+            raise ValueError(f"{name}: batch {x.shape[0]}, needed is that of query, {query.shape[0]}, or 1.")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"query, key: {query.shape[1]} and {key.shape[1]} heads. Pass enable_gqa=True for heads that share keys."
@@ -159,11 +226,27 @@ def flex_attention(
         numbers = getattr(block_mask, "literals", "")
         out, lse = attention_by_operator(q, k, v, score_mod, mask_mod, numbers, scale)
     else:
+        if _transformed() is not None:
+            refuse_transformed()
         if ours and query.is_cuda:  # for the next call, where an earlier one has launches of this kind
             know(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
         out, lse = _eager(q, k, v, score_mod, mask_mod, scale)
     out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+def _aux_output(return_aux: Any, return_lse: bool) -> Any:
+    """The class of what ``return_aux`` asks for: torch's AuxOutput."""
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    if return_lse:
+        raise ValueError("return_lse, return_aux: both are given. Pass return_aux=AuxRequest(lse=True) alone.")
+    if return_aux.max_scores:
+        raise UnsupportedError(
+            "return_aux: max_scores, the largest score of each row, is not computed. Pass AuxRequest(lse=True); the "
+            "largest score of each head is return_max_logit of nvrtc_attn.attention."
+        )
+    return AuxOutput
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -280,6 +363,8 @@ def _table(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.T
 
 class _FlexAttention(torch.autograd.Function):
     """Inputs: the modifier and the options, q, k, v in ``[B, L, H, E]``, the captured tensors."""
+
+    jvp = staticmethod(refuse_transformed)
 
     @staticmethod
     def forward(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from .. import api
+from ..base.errors import UnsupportedError
 from ..modifiers.modifier import Modifier
 from ..modifiers.proxy import METHODS
 from ..modifiers.text import read_text
@@ -278,6 +279,14 @@ def backward(
     return gradients, sums
 
 
+def refuse_transformed(*_: Any) -> Any:
+    raise UnsupportedError(
+        "flex_attention: transformations of torch.func (grad, vjp, vmap, jvp, jacrev, hessian) and forward-mode "
+        "derivatives are not computed. Use backward() or torch.autograd.grad, put the dim that vmap maps into the "
+        "batch, or call nvrtc_attn.torch.attention, which takes no functions, but whose grad, vjp and vmap work."
+    )
+
+
 # ------------------------------------------------------------------------------------------------------ the operators
 
 _SIGNATURE: Final = (
@@ -335,6 +344,8 @@ def _run_backward(
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("modified_forward", _run_forward, _key)
     _LIBRARY.impl("modified_backward", _run_backward, _key)
+# The key that comes before any other while a transformation is on.
+_LIBRARY.impl("modified_forward", refuse_transformed, "FuncTorchDynamicLayerFrontMode")
 
 
 def _forward_fake(

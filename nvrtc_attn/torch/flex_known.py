@@ -35,6 +35,7 @@ _grad_enabled: Final = torch.is_grad_enabled
 _deterministic: Final = torch._C._get_deterministic_algorithms
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 _transformed: Final = torch._C._functorch.maybe_current_level
+_forward_ad: Any = torch.autograd.forward_ad
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _BYTE: Final = torch.uint8
 _NONE_BEHIND_V: Final = (None,) * (len(FORWARD) - 3)
@@ -160,6 +161,8 @@ def again(
                 continue
             if known.grad:
                 return (known.attach or _node_of(known, return_lse))(results, query, key, value, *captures)
+            if _forward_ad._current_level >= 0:
+                return None
             return results if return_lse else results[0]
     return None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import modifiers
@@ -13,7 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from flex_examples import EXAMPLES, MASKS, SLOPES, TABLE, B, H, M, N, alibi, causal, tensors, theirs  # noqa: E402
 
 import nvrtc_attn  # noqa: E402
-from nvrtc_attn.torch import create_block_mask, flex_attention  # noqa: E402
+from nvrtc_attn.torch import BlockMask, create_block_mask, flex_attention  # noqa: E402
 
 
 def dense(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, scale: float | None = None) -> tuple[Any, Any]:
@@ -48,6 +51,81 @@ def test_masks_are_those_of_torch(name: str) -> None:
     expected, _ = dense(q, k, v, None, MASKS[name])
     for given in (ours, block_mask):
         torch.testing.assert_close(flex_attention(q, k, v, block_mask=given), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["flex_attention", "create_block_mask"])
+def test_every_argument_of_torch_is_taken(name: str) -> None:
+    ours, of_torch = (inspect.signature(getattr(x, name)).parameters for x in (nvrtc_attn.torch, theirs))
+    assert of_torch.keys() <= ours.keys()
+    assert [(x, ours[x].kind, ours[x].default) for x in of_torch if x != "device"] == [
+        (x, y.kind, y.default) for x, y in of_torch.items() if x != "device"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.skipif(not hasattr(theirs, "AuxRequest"), reason="this torch has no AuxRequest")
+def test_return_aux_is_that_of_torch() -> None:
+    q, k, v = tensors()
+    for lse in (True, False):
+        request = theirs.AuxRequest(lse=lse)
+        out, aux = flex_attention(q, k, v, alibi, return_aux=request)
+        expected, expected_aux = theirs.flex_attention(q, k, v, alibi, return_aux=request)
+        assert type(aux) is theirs.AuxOutput
+        assert aux.max_scores is None
+        assert (aux.lse is None) == (not lse)
+        torch.testing.assert_close((out, aux.lse), (expected, expected_aux.lse), rtol=1e-4, atol=1e-5)
+    with pytest.raises(nvrtc_attn.UnsupportedError, match="return_aux: max_scores"):
+        flex_attention(q, k, v, return_aux=theirs.AuxRequest(max_scores=True))
+    with pytest.raises(ValueError, match="return_lse, return_aux: both"):
+        flex_attention(q, k, v, return_lse=True, return_aux=theirs.AuxRequest(lse=True))
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_a_block_mask_has_what_that_of_torch_has(separate: bool) -> None:
+    more = {} if separate else {"separate_full_blocks": False}
+    if not separate and "separate_full_blocks" not in inspect.signature(theirs.create_block_mask).parameters:
+        pytest.skip("this torch has no separate_full_blocks")
+    given = (MASKS["prefix_lm"], B, None, M, N, "cpu", (4, 8))
+    ours, of_torch = create_block_mask(*given, **more), theirs.create_block_mask(*given, **more)
+    assert ours.device == torch.device("cpu")
+    assert (ours.shape, ours.numel()) == (of_torch.shape, of_torch.numel())
+    assert ours.sparsity() == of_torch.sparsity()
+    assert ours.to_string() == of_torch.to_string()
+    assert torch.equal(ours.to_dense(), of_torch.to_dense())
+    assert (ours.full_kv_indices is None) == (of_torch.full_kv_indices is None) == (not separate)
+    for found, expected in zip(ours.as_tuple(), of_torch.as_tuple(), strict=True):
+        assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+    for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        assert torch.equal(getattr(ours, name), getattr(of_torch, name))
+        assert torch.equal(getattr(ours[1], name), getattr(of_torch[1], name))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_slice_of_a_block_mask() -> None:
+    """The last rows of blocks, as decoding uses them; and torch's own function takes our mask."""
+    q, k, v = tensors()
+    mask = create_block_mask(causal, None, None, M, N, "cpu", 8)
+    last = mask[:, :, 2]
+    last.seq_lengths, last.mask_mod = (8, N), lambda b, h, i, j: i + 16 >= j
+    expected, _ = dense(q, k, v, None, causal)
+    found = flex_attention(q[:, :, 16:], k, v, block_mask=last)
+    torch.testing.assert_close(found, expected[:, :, 16:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(theirs.flex_attention(q, k, v, block_mask=mask), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_mask_has_nothing_else() -> None:
+    mask = create_block_mask(causal, None, None, M, N)
+    assert mask.device is None
+    assert mask.to("meta").device == torch.device("meta")
+    assert copy.deepcopy(mask) == mask
+    with pytest.raises(
+        AttributeError, match=r"'dq_write_order'.*torch\.nn\.attention\.flex_attention\.create_block_mask"
+    ):
+        _ = mask.dq_write_order
+    counts, indices = torch.ones(1, 1, 3, dtype=torch.int32), torch.zeros(1, 1, 3, 3, dtype=torch.int32)
+    made = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=8)
+    assert type(made) is theirs.BlockMask
+    assert made.seq_lengths == (M, N)
 
 
 def lists(counts: list[int], indices: list[list[int]], **more: Any) -> Any:
@@ -272,3 +350,41 @@ def test_other_refusals() -> None:
         flex_attention(q[0], k, v)
     with pytest.raises(nvrtc_attn.TraceError, match="mask_mod"):
         create_block_mask(lambda b, h, i, j: bool(i > j), None, None, M, N)
+    for name, given in (("key", (k[:0], v)), ("key", (torch.cat([k, k]), v)), ("value", (k, torch.cat([v, v])))):
+        with pytest.raises(ValueError, match=rf"^{name}: batch [04], needed is that of query, 2, or 1"):
+            flex_attention(q, *given)
+
+
+def dual_tensors(call: Any, x: Any) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return call(torch.autograd.forward_ad.make_dual(x, x))
+
+
+TRANSFORMATIONS: dict[str, Any] = {
+    "grad": lambda call, x: torch.func.grad(lambda y: call(y).sum())(x),
+    "vmap": lambda call, x: torch.vmap(call)(x[None]),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "dual tensors": dual_tensors,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's forward mode calls it
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations_are_refused(name: str) -> None:
+    q, k, v = tensors()
+    with pytest.raises(nvrtc_attn.UnsupportedError, match=r"^flex_attention: transformations of torch\.func.*batch"):
+        TRANSFORMATIONS[name](lambda x: flex_attention(x, k, v, alibi), q)
+
+
+def test_known_calls_are_none_of_dual_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches would lose the tangents without a word."""
+    from nvrtc_attn.torch import flex_known
+
+    results = torch.ones(1), torch.ones(1)
+    known = SimpleNamespace(fits=lambda *_: True, run=lambda _: results, grad=False)
+    monkeypatch.setattr(flex_known, "_looked_up", lambda *_: ("name", None, ()))
+    monkeypatch.setitem(flex_known._known, "name", (known,))
+    given = (*tensors(), None, None, None, False, True)
+    assert flex_known.again(*given) is results
+    with torch.autograd.forward_ad.dual_level():
+        assert flex_known.again(*given) is None

@@ -159,6 +159,29 @@ def test_what_eager_calls_take_beside_functions() -> None:
     same(compiled(call)(*tensors(heads=2)), call(*tensors(heads=2)))
 
 
+def test_return_aux_and_another_device() -> None:
+    def call(q: Any, k: Any, v: Any) -> Any:
+        mask = create_block_mask(causal, None, None, M, N, device=q.device, separate_full_blocks=False).to("cpu")
+        return flex_attention(q, k, v, alibi, mask, return_aux=theirs.AuxRequest(lse=True))
+
+    out, aux = compiled(call)(*tensors())
+    expected, expected_aux = call(*tensors())
+    same((out, aux.lse), (expected, expected_aux.lse))
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap"])
+def test_transformations_are_refused(name: str) -> None:
+    q, k, v = tensors()
+
+    def call(x: Any) -> Any:
+        if name == "vmap":
+            return torch.vmap(lambda y: flex_attention(y, k, v, alibi))(x[None])
+        return torch.func.grad(lambda y: flex_attention(y, k, v, alibi).sum())(x)
+
+    with pytest.raises(Exception, match=r"flex_attention: transformations of torch\.func"):
+        compiled(call)(q)
+
+
 # ---------------------------------------------------------------------------------- operands: tensors, numbers, sizes
 
 
