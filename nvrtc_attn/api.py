@@ -422,17 +422,15 @@ def run_backward(
 
 
 def backward_allocating(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any, *, dlse: Any, score_mod: Any,
-    daux: Sequence[Any] | None, softmax_scale: float | None, deterministic: bool,
-) -> None:  # fmt: skip
-    """`attention_backward` of torch tensors and a modifier, with a workspace of its own."""
-    options = CallOptions(softmax_scale=softmax_scale, return_lse=True, deterministic=deterministic)
-    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+    operands: Mapping[str, Any], options: CallOptions, rng: Any, modifier: Modifier | None, daux: Sequence[Any] | None
+) -> None:
+    """`attention_backward` of torch tensors by their names in `BACKWARD`, with a workspace of its own."""
+    q = operands["q"]
 
     def new(size: int) -> Any:
         return arrays.allocate_again("torch", q, q.get_device(), (size,), (1,), "uint8")[0]
 
-    run_backward(tuple(map(given.get, BACKWARD)), options, None, None, None, score_mod, None, None, daux, new)
+    run_backward(tuple(map(operands.get, BACKWARD)), options, rng, None, None, modifier, None, None, daux, new)
 
 
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
@@ -524,11 +522,15 @@ def _sign(
     return sign((*operands, workspace, *modifier.captures, *(daux or ())), options, modifier)
 
 
+def no_functions() -> ValueError:
+    return ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
+
+
 def _modifier(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier | None:
     """What the functions of a call mean; None without them."""
     if score_mod is None and mask_mod is None:
         if aux is not None:
-            raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
+            raise no_functions()
         return None
     found = again(score_mod, mask_mod, aux)
     if found is not None:

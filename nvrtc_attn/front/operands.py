@@ -192,8 +192,6 @@ def unexpected(function: str, name: str, accepted: Iterable[str]) -> TypeError:
 
     nearest = get_close_matches(name, tuple(accepted), n=1, cutoff=0.55)
     advice = f"Did you mean {nearest[0]!r}? See help(nvrtc_attn.{function})." if nearest else ""
-    if name in ("score_mod", "mask_mod", "aux"):  # every other function of the name has them
-        advice = "For torch tensors, nvrtc_attn.torch.flex_attention takes functions of a score."
     return TypeError(
         f"{function}() got an unexpected keyword argument {name!r}. {advice or f'See help(nvrtc_attn.{function}).'}"
     )

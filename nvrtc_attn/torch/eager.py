@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,7 @@ from ..front.part import Part
 from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.signature import are_plain
+from .modified import attend as attend_modified
 from .ops import attention as attention_by_operators
 from .ops import (
     cast_for_autocast,
@@ -32,7 +34,7 @@ from .ops import (
     register_sharding,
 )
 from .passes import DIFFERENTIABLE_PLACES, Known, LazyTensors, Tensors, backward, forward, known_calls
-from .random import checked_rng, draw_rng
+from .random import random_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,12 +81,15 @@ def attention(
     return_max_logit: bool = False,
     deterministic: bool | None = None,
     part: Part | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Mapping[str, Any] | None = None,
     **further: Unpack[FurtherInputs],
 ) -> Any:
     """`nvrtc_attn.attention` of torch tensors, differentiable in q, k, v, bias, sink and, by a returned lse, in lse.
 
-    Parameters as there, without ``out`` and ``stream``, and without ``score_mod``, ``mask_mod`` and ``aux``, which
-    `flex_attention` serves; but:
+    Also in every floating-point tensor that ``score_mod`` captured, and in those of ``aux``. Parameters as there,
+    without ``out`` and ``stream``; but:
 
     rng
         Default: torch's generator of the device, which advances by the number of scores as it does for torch's own
@@ -95,6 +100,12 @@ def attention(
     Gradients have the shapes of their inputs; that of a broadcast bias is summed inside the kernels. Outputs and
     gradients are dense. Runs on torch's current stream and allocates from torch's allocator.
     """
+    if score_mod is not None or mask_mod is not None or aux is not None:
+        return attend_modified(
+            q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further,
+            return_max_logit, score_mod, mask_mod, aux,
+        )  # fmt: skip
     alone = (
         bias is None and mask is None and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None
         and not further and part is None
@@ -214,16 +225,8 @@ def attend(
             CallOptions, (*options[:7], return_lse or grad, options.deterministic and grad, *options[9:])
         )
     state = NO_RNG
-    # What is no tensor, or of another rank, is refused below.
-    if dropout_p > 0 and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4:
-        if rng is not None:
-            state = checked_rng(rng, q)
-        elif part is not None:
-            raise ValueError("rng: None, but this is a part of a larger attention. Pass its (seed, offset).")
-        elif cu_seqlens_q is None:
-            state = draw_rng(q, k, None)
-        elif isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
-            state = draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
+    if dropout_p > 0:
+        state = random_state(rng, part, q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     heads_first = layout != ROWS_FIRST
     if not grad:
         if _forward_ad._current_level >= 0:

@@ -16,15 +16,16 @@ from typing import Any, Final
 
 import torch
 
-from .. import api
 from ..base.errors import UnsupportedError, shown
 from ..front.call import CallOptions
+from ..front.operands import OPTIONAL_INPUTS
+from ..front.philox import NO_RNG
 from ..modifiers.modifier import Modifier
 from ..modifiers.trace import literals, traced
-from .flex_compiled import attention as attention_by_operator
-from .flex_compiled import backward, refuse_transformed
+from .flex_compiled import traced as written
 from .flex_known import again, know
-from .ops import cast_for_autocast, once_only
+from .modified import attention, modified_forward, plain_arguments, refuse_transformed
+from .ops import cast_for_autocast
 
 _ScoreMod = Callable[..., torch.Tensor]
 _in_dynamo = torch.compiler.is_dynamo_compiling
@@ -223,8 +224,10 @@ def flex_attention(
         raise ValueError("block_mask: given with a traced modifier. Trace score_mod and mask_mod together.")
     mask_mod = None if block_mask is None else _mask_mod_of(block_mask, query, key)
     if _in_dynamo():
-        numbers = getattr(block_mask, "literals", "")
-        out, lse = attention_by_operator(q, k, v, score_mod, mask_mod, numbers, scale)
+        text, tensors, *numbers = written(score_mod, mask_mod, getattr(block_mask, "literals", ""))
+        captures = [x if x.device == q.device else x.to(q.device) for x in tensors]
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        out, lse, _ = modified_forward(*plain_arguments(q, k, v, scale, deterministic), captures, text, *numbers)
     else:
         if _transformed() is not None:
             refuse_transformed()
@@ -253,9 +256,9 @@ def _aux_output(return_aux: Any, return_lse: bool) -> Any:
 def _eager(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, scale: float | None) -> Any:
     """(out, lse), of q, k and v in ``[B, L, H, E]``. Dynamo, where it gave a program up, must not follow the tracer."""
     modifier = None if score_mod is None and mask_mod is None else traced(score_mod, mask_mod)
-    options = CallOptions(softmax_scale=scale, return_lse=True)
-    captures = () if modifier is None else tuple(torch.as_tensor(x, device=q.device) for x in modifier.captures)
-    return _FlexAttention.apply(modifier, options, q, k, v, *captures)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = CallOptions(softmax_scale=scale, return_lse=True, deterministic=deterministic)
+    return attention((q, k, v, *(None,) * len(OPTIONAL_INPUTS)), modifier, options, NO_RNG)
 
 
 def _mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> _ScoreMod:
@@ -359,39 +362,3 @@ def _table(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.T
     table = torch.zeros((*counts.shape, columns + 1), dtype=torch.int32, device=indices.device)
     table.scatter_add_(-1, at, torch.ones_like(at, dtype=torch.int32))
     return table
-
-
-class _FlexAttention(torch.autograd.Function):
-    """Inputs: the modifier and the options, q, k, v in ``[B, L, H, E]``, the captured tensors."""
-
-    jvp = staticmethod(refuse_transformed)
-
-    @staticmethod
-    def forward(
-        ctx: Any, modifier: Modifier | None, options: CallOptions, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        detached = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in tensors)
-        q, k, v = detached[:3]
-        inner = None if modifier is None else modifier.with_captures(detached[3:])
-        out, lse = api.attention(q, k, v, score_mod=inner, softmax_scale=options.softmax_scale, return_lse=True)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.modifier, ctx.options = modifier, options
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Any:
-        saved = ctx.saved_tensors
-        return once_only(lambda: _FlexAttention._gradients(ctx, saved, dout, dlse), (*saved[:-2], dout, dlse))
-
-    @staticmethod
-    def _gradients(ctx: Any, saved: tuple[Any, ...], dout: torch.Tensor, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        *tensors, out, lse = saved
-        q, k, v = (x.detach() for x in tensors[:3])
-        captures = tuple(x.detach() for x in tensors[3:])
-        modifier = None if ctx.modifier is None else ctx.modifier.with_captures(captures)
-        gradients, sums = backward(
-            dout, dlse, out, lse, q, k, v, modifier, ctx.needs_input_grad[5:], ctx.options.softmax_scale,
-            torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        of_captures = [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]
-        return None, None, *gradients, *of_captures

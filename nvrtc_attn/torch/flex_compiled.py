@@ -1,4 +1,4 @@
-"""`flex_attention` inside of torch.compile: an operator each way, and how a function becomes one's text.
+"""Functions of scores inside of torch.compile: how one becomes the text of an operator's call.
 
 While Dynamo traces a program, the user's functions are called with objects of a class that Dynamo follows line by line:
 they write down what is done to them, as text. Tensors that a function reads are operands of the operator, so that a
@@ -11,27 +11,20 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from .. import api
-from ..base.errors import UnsupportedError
 from ..modifiers.modifier import Modifier
 from ..modifiers.proxy import METHODS
-from ..modifiers.text import read_text
 from ..modifiers.trace import numbers_of
-from .ops import no_second_derivative, setup_nothing
 
-_ANY_SIZE: Final = 2**31 - 1
 _NO_TEXT: Final = (
     '[[],[["score_mod",[["refused",["\'this modifier has no text for a compiled program. Make it by nvrtc_attn.trace."]'
     ",{}]],null]]]"
 )
-
-# ------------------------------------------------------------------------------------- what Dynamo traces: the script
 
 
 class _Script:
@@ -81,11 +74,11 @@ class _Script:
         self.lines.append(f'["{name}",[{",".join([self.operand(x) for x in args])}],{{{options}}}]')
         return ScriptValue(self, f"%{len(self.lines) - 1}")
 
-    def function(self, name: str, function: Any, inputs: tuple[int, ...]) -> str:
+    def function(self, name: str, function: Any, inputs: tuple[int, ...], more: tuple[Any, ...] = ()) -> str:
         """What a function does, and what it returns."""
         self.lines = []
         with _Mode(self):
-            result = function(*[ScriptValue(self, f"${i}") for i in inputs])
+            result = function(*[ScriptValue(self, f"${i}") for i in inputs], *more)
         if result is None:
             self.refuse("returned None. It returns what it computes: is there a return statement?")
         end = self.operand(result)
@@ -201,8 +194,21 @@ def _literals(function: Any) -> str:
     return _numbers_in(function.__code__) if isinstance(function, types.FunctionType) else ""
 
 
+class _Aux:
+    """The arrays of ``aux``, by name as items and as attributes."""
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self.arrays = arrays
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arrays[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.arrays[name]
+
+
 def traced(
-    score_mod: Any, mask_mod: Any, mask_literals: str = ""
+    score_mod: Any, mask_mod: Any, mask_literals: str = "", aux: Mapping[str, Any] | None = None
 ) -> tuple[str, list[torch.Tensor], list[int], list[float]]:
     """The operands of the operators for functions, or for what `nvrtc_attn.trace` made of some."""
     if score_mod is None and mask_mod is None:
@@ -215,13 +221,14 @@ def traced(
         arrays = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in score_mod.captures]
         return score_mod.text, arrays, ints, floats
     script = _Script()
+    more = () if aux is None else (_Aux(aux),)
     functions = []
     literals = []
     if score_mod is not None:
-        functions.append(script.function("score_mod", score_mod, (0, 1, 2, 3, 4)))
+        functions.append(script.function("score_mod", score_mod, (0, 1, 2, 3, 4), more))
         literals.append(_literals(score_mod))
     if mask_mod is not None:
-        functions.append(script.function("mask_mod", mask_mod, (1, 2, 3, 4)))
+        functions.append(script.function("mask_mod", mask_mod, (1, 2, 3, 4), more))
         literals.append(mask_literals or _literals(mask_mod))
     return (
         f"[[{','.join([x for x in literals if x])}],[{','.join(functions)}]]",
@@ -229,176 +236,3 @@ def traced(
         script.ints,
         script.floats,
     )
-
-
-def attention(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, mask_literals: str, scale: float | None) -> Any:
-    """(out, lse) by the operator, of q, k and v in ``[B, L, H, E]``: what torch.compile traces."""
-    text, tensors, ints, floats = traced(score_mod, mask_mod, mask_literals)
-    captures = [x if x.device == q.device else x.to(q.device) for x in tensors]
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return modified_forward(q, k, v, captures, text, ints, floats, scale, deterministic)
-
-
-def backward(
-    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, modifier: Modifier | None, wanted: Sequence[bool], scale: float | None,
-    deterministic: bool,
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:  # fmt: skip
-    """The backward pass with a modifier, of detached tensors or where no graph is made: in programs and beside them.
-
-    Parameters
-    ----------
-    dout, out : ``[B, L, H, Ev]``
-    dlse, lse : float32 ``[B, H, L]``, dlse None where nothing depends on the lse
-    q, k, v : ``[B, L, H, E]``
-    modifier
-        With its arrays.
-    wanted
-        Of each array, whether its gradient is asked for.
-
-    Returns
-    -------
-    dq, dk, dv
-        Contiguous, of the types of q, k and v.
-    sums
-        Of each array its gradient in float32; None of one that has none, or whose gradient nobody asks for.
-    """
-    arrays = () if modifier is None else modifier.captures
-    trained = [i for i in (() if modifier is None else modifier.differentiable) if wanted[i]]
-    sums = [
-        torch.empty(x.shape, dtype=torch.float32, device=q.device) if i in trained else None
-        for i, x in enumerate(arrays)
-    ]
-    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    if dout.stride(-1) != 1 or 0 in dout.stride():
-        dout = dout.contiguous()
-    api.backward_allocating(
-        dout.resolve_neg(), q, k, v, out, lse, *gradients, dlse=None if dlse is None else dlse.contiguous(),
-        score_mod=modifier, daux=sums if trained else None, softmax_scale=scale, deterministic=deterministic,
-    )  # fmt: skip
-    return gradients, sums
-
-
-def refuse_transformed(*_: Any) -> Any:
-    raise UnsupportedError(
-        "flex_attention: transformations of torch.func (grad, vjp, vmap, jvp, jacrev, hessian) and forward-mode "
-        "derivatives are not computed. Use backward() or torch.autograd.grad, put the dim that vmap maps into the "
-        "batch, or call nvrtc_attn.torch.attention, which takes no functions, but whose grad, vjp and vmap work."
-    )
-
-
-# ------------------------------------------------------------------------------------------------------ the operators
-
-_SIGNATURE: Final = (
-    "Tensor q, Tensor k, Tensor v, Tensor[] captures, str program, SymInt[] ints, float[] floats, "
-    "float? softmax_scale, bool deterministic"
-)
-_LIBRARY: Final = torch.library.Library("nvrtc_attn", "FRAGMENT")
-_LIBRARY.define(f"modified_forward({_SIGNATURE}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.define(
-    f"modified_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SIGNATURE}, bool[] wanted) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-modified_forward: Any = torch.ops.nvrtc_attn.modified_forward.default
-modified_backward: Any = torch.ops.nvrtc_attn.modified_backward.default
-
-
-def _modifier(captures: Any, program: str, ints: Any, floats: Any) -> tuple[Modifier | None, tuple[int, ...]]:
-    if not program:
-        return None, ()
-    facts = tuple([(x.shape, x.dtype) for x in captures])
-    modifier, places = read_text(program, tuple(ints), tuple(floats), facts)
-    return modifier.with_captures(tuple([captures[i] for i in places])), places
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run_forward(
-    q: Any, k: Any, v: Any, captures: Any, program: str, ints: Any, floats: Any, scale: Any, deterministic: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.no_grad():
-        modifier, _ = _modifier(captures, program, ints, floats)
-        out, lse = api.attention(q, k, v, score_mod=modifier, softmax_scale=scale, return_lse=True)
-    return out, lse
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run_backward(
-    dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, captures: Any, program: str, ints: Any,
-    floats: Any, scale: Any, deterministic: bool, wanted: Any,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Gradients of q, k, v, then of each captured tensor: empty ones of those that have none."""
-    with torch.no_grad():
-        modifier, places = _modifier(captures, program, ints, floats)
-        wanted_of_modifier = [wanted[place] for place in places]
-        gradients, sums = backward(dout, dlse, out, lse, q, k, v, modifier, wanted_of_modifier, scale, deterministic)
-        of_captures = {place: x for place, x in zip(places, sums, strict=True) if x is not None}
-        found = []
-        for i, x in enumerate(captures):
-            if i in of_captures:
-                found.append(of_captures[i].to(x.dtype))
-            else:  # no score depends on it, or nobody asks
-                found.append(x.new_zeros(x.shape) if wanted[i] else x.new_empty(0))
-    return [*gradients, *found]
-
-
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("modified_forward", _run_forward, _key)
-    _LIBRARY.impl("modified_backward", _run_backward, _key)
-# The key that comes before any other while a transformation is on.
-_LIBRARY.impl("modified_forward", refuse_transformed, "FuncTorchDynamicLayerFrontMode")
-
-
-def _forward_fake(
-    q: Any, k: Any, v: Any, captures: Any, program: str, ints: Any, floats: Any, scale: Any, deterministic: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Also refuses what a modifier cannot do, while the program is traced."""
-    if program:
-        # Symbols stand for any number here.
-        numbers = [
-            tuple([x if type(x) is kind else kind(2) for x in given]) for kind, given in ((int, ints), (float, floats))
-        ]
-        shapes = tuple([(tuple([n if type(n) is int else _ANY_SIZE for n in x.shape]), x.dtype) for x in captures])
-        read_text(program, *numbers, shapes)
-    batch, rows, heads, _ = q.shape
-    return q.new_empty((batch, rows, heads, v.shape[3])), q.new_empty((batch, heads, rows), dtype=torch.float32)
-
-
-def _backward_fake(
-    dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, captures: Any, program: str, ints: Any,
-    floats: Any, scale: Any, deterministic: bool, wanted: Any,
-) -> list[torch.Tensor]:  # fmt: skip
-    dense = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    return dense + [
-        torch.empty_like(x, memory_format=torch.contiguous_format) if wants else x.new_empty(0)
-        for x, wants in zip(captures, wanted, strict=True)
-    ]
-
-
-torch.library.register_fake("nvrtc_attn::modified_forward", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("nvrtc_attn::modified_backward", _backward_fake, lib=_LIBRARY)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, captures, *ctx.rest = inputs
-    ctx.save_for_backward(*output, q, k, v, *captures)
-    ctx.set_materialize_grads(False)
-
-
-def _derivative(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-    out, lse, q, k, v, *captures = ctx.saved_tensors
-    needed = list(ctx.needs_input_grad[3])
-    none = [None] * len(captures)
-    no_more = [x if x == [] else None for x in ctx.rest]  # torch takes an empty list for one of tensors
-    if dout is None and dlse is None:
-        return None, None, None, none, *no_more
-    dout = torch.zeros_like(out) if dout is None else dout
-    wanted = [bool(wants) and x.is_floating_point() for x, wants in zip(captures, needed, strict=True)]
-    dq, dk, dv, *found = modified_backward(dout, dlse, out, lse, q, k, v, captures, *ctx.rest, wanted)
-    of_captures = [x if wants else None for x, wants in zip(found, wanted, strict=True)]
-    return dq, dk, dv, of_captures, *no_more
-
-
-torch.library.register_autograd("nvrtc_attn::modified_forward", _derivative, setup_context=_setup_context, lib=_LIBRARY)
-torch.library.register_autograd(
-    "nvrtc_attn::modified_backward", no_second_derivative, setup_context=setup_nothing, lib=_LIBRARY
-)

@@ -24,7 +24,7 @@ from ..modifiers.modifier import Modifier
 from ..modifiers.remembered import look
 from ..plans import repeats
 from .eager import apply_of
-from .flex_compiled import backward
+from .modified import gradients as gradients_of
 from .ops import once_only
 from .passes import adopt
 from .tensors import Made, allocator, current_device, dense, empty_on_current, raw_stream
@@ -282,7 +282,11 @@ def _gradients(
     captures, deterministic = tuple(inputs[3:]), _deterministic()
     modifier = known.modifier and known.modifier.with_captures(captures)
     q, k, v, o, do = _rows_first((*inputs[:3], out, given))
-    gradients, sums = backward(do, dlse, o, lse, q, k, v, modifier, needed[4:], known.scale, deterministic)
+    options = _options(known.scale, deterministic=deterministic)
+    found, sums = gradients_of(
+        (q, k, v, *_BEHIND_DLSE), o, lse, do, dlse, options, NO_RNG, modifier, needed[4:]
+    )  # fmt: skip
+    gradients = found[:3]
     if dlse is None and dout is not None and not dout.is_neg() and dout.stride(-1) == 1 and 0 not in dout.stride():
         _know_backward(known, saved, needed, dout, (q, k, v, o, do, lse, *gradients), sums, modifier, deterministic)
     of_arrays = [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]

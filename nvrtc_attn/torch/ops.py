@@ -23,6 +23,7 @@ from ..front.part import Part
 from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.tensors import Device
+from ..modifiers.modifier import Modifier
 from .passes import BackwardCalls, backward, forward, known_calls
 from .random import checked_rng, rng_values
 
@@ -34,7 +35,7 @@ _FLAGS: Final = 2  # behind the signature: return_lse and return_max_logit
 _BATCHLESS: Final = tuple(place for place, name in enumerate(INPUTS) if OPERANDS[name].axes[0] != "batch")
 _DIFFERENTIABLE: Final = tuple(map(INPUTS.index, DIFFERENTIABLE))
 _OPTIONS: Final = len(OPTIONAL_GRADIENTS)
-_SIGNATURE: Final = (
+SIGNATURE: Final = (
     ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in INPUTS)
     + ", Tensor? seed, Tensor? offset, SymInt seed_word, SymInt offset_word, str causal, "
     "SymInt? window_left, SymInt? window_right, float? softmax_scale, float softcap, float dropout_p, "
@@ -65,12 +66,12 @@ class _Operators(torch.library.Library):
 # Without defaults: the dispatcher drops arguments that equal theirs, and rules of sharding count on the positions.
 _LIBRARY: Final = _Operators("nvrtc_attn", "FRAGMENT")
 _LIBRARY.define(
-    f"attention_forward({_SIGNATURE}, bool return_lse, bool return_max_logit) -> "
+    f"attention_forward({SIGNATURE}, bool return_lse, bool return_max_logit) -> "
     "(Tensor out, Tensor lse, Tensor max_logit)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SIGNATURE}, "
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {SIGNATURE}, "
     f"{', '.join(f'bool {name}' for name in OPTIONAL_GRADIENTS)}) -> "
     f"({', '.join(f'Tensor {name}' for name in ('dq', 'dk', 'dv', *OPTIONAL_GRADIENTS))})",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -87,13 +88,29 @@ _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 # ------------------------------------------------------------------------------------------------------- the door
 
 
-def attention(
-    q: Any, k: Any, v: Any, bias: Any, mask: Any, causal: Causal, window_size: WindowSize, softmax_scale: Any,
-    softcap: Any, dropout_p: Any, rng: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    seqused_k: Any, return_lse: bool, deterministic: bool | None, part: Part | None, further: Mapping[str, Any],
-    return_max_logit: bool = False,
-) -> Any:  # fmt: skip
-    """`nvrtc_attn.torch.attention` by the operators: what torch.compile traces, so nothing here looks at memory."""
+def attention(*arguments: Any) -> Any:
+    """`nvrtc_attn.torch.attention` by the operators, of the arguments of `operator_arguments`."""
+    given, return_lse, return_max_logit = operator_arguments((), *arguments)
+    return results_of(attention_forward(*given), return_lse, return_max_logit)
+
+
+def results_of(found: Any, return_lse: bool, return_max_logit: bool) -> Any:
+    """What the caller of an operator gets of its three results."""
+    out, lse, max_logit = found
+    results = (out, *([lse] if return_lse else ()), *([max_logit.detach()] if return_max_logit else ()))
+    return results if len(results) > 1 else out
+
+
+def operator_arguments(
+    captures: Sequence[Any], q: Any, k: Any, v: Any, bias: Any, mask: Any, causal: Causal, window_size: WindowSize,
+    softmax_scale: Any, softcap: Any, dropout_p: Any, rng: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
+    max_seqlen_q: Any, max_seqlen_k: Any, seqused_k: Any, return_lse: bool, deterministic: bool | None,
+    part: Part | None, further: Mapping[str, Any], return_max_logit: bool = False,
+) -> tuple[tuple[Any, ...], bool, bool]:  # fmt: skip
+    """The arguments of the operator that `nvrtc_attn.torch.attention` is, return_lse and return_max_logit.
+
+    torch.compile traces this, so nothing here looks at memory. ``captures`` are those of a modifier.
+    """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if part is not None:
@@ -127,15 +144,13 @@ def attention(
     if dropout_p > 0:
         seed, offset, words = rng_operands(rng, q)
     if not _in_dynamo():
-        refuse_tangents(q, k, v, bias, *more)
-    with_lse = return_lse or (torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, *more))
+        refuse_tangents(q, k, v, bias, *more, *captures)
+    with_lse = return_lse or (torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, *more, *captures))
     arguments = (
         q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *more, seed, offset, *words, word, left, right,
         softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic, with_lse, return_max_logit,
     )  # fmt: skip
-    out, lse, max_logit = attention_forward(*arguments)
-    results = (out, *([lse] if return_lse else ()), *([max_logit.detach()] if return_max_logit else ()))
-    return results if len(results) > 1 else out
+    return arguments, return_lse, return_max_logit
 
 
 def cast_for_autocast(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
@@ -266,8 +281,8 @@ def gradients_by_operator(
 # ---------------------------------------------------------------------------------------------------- the kernels
 
 
-def _split(arguments: tuple[Any, ...], return_lse: bool, *gradients: bool) -> tuple[Any, CallOptions, Any]:
-    """(tensors, options, state of the dropout) as the eager functions take them, of the arguments in `_SIGNATURE`."""
+def split(arguments: tuple[Any, ...], return_lse: bool, *gradients: bool) -> tuple[Any, CallOptions, Any]:
+    """(tensors, options, state of the dropout) as the eager functions take them, of the arguments in `SIGNATURE`."""
     *tensors, seed, offset = map(_as_plain, arguments[:_SEED_WORD])
     seed_word, offset_word, causal, left, right, scale, softcap, dropout_p, max_q, max_k = arguments[_SEED_WORD:-1]
     wanted: Any = gradients
@@ -297,7 +312,7 @@ def run_forward(*arguments: Any, known_key: Any = None) -> tuple[torch.Tensor, t
     """The kernel of the operator ``attention_forward``, below autograd. ``known_key`` as of `passes.forward`."""
     *arguments_, return_lse, return_max_logit = arguments
     with torch.no_grad():
-        tensors, options, rng = _split(tuple(arguments_), return_lse)
+        tensors, options, rng = split(tuple(arguments_), return_lse)
         options = options._replace(return_max_logit=return_max_logit)
         # Below autograd lse tells that gradients are wanted, though not whether that of a bias is.
         follows = return_lse and tensors[_BIAS] is None
@@ -317,7 +332,7 @@ def run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any, know
     """The kernel of the operator ``attention_backward``. ``known`` as of `passes.backward`."""
     arguments_, wanted = arguments[:-_OPTIONS], arguments[-_OPTIONS:]
     with torch.no_grad():
-        tensors, options, rng = _split(arguments_, True, *wanted)
+        tensors, options, rng = split(arguments_, True, *wanted)
         dout, dlse, out, lse = map(_as_plain, (dout, dlse, out, lse))
         gradients = backward(tensors, out, lse, dout, dlse, options, rng, known=known)
     return tuple(dout.new_empty(0) if x is None else x for x in gradients)
@@ -391,10 +406,10 @@ for _key in ("CPU", "CUDA"):
 # ------------------------------------------------------------------------------------------------- shapes and types
 
 
-def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward_fake(*arguments: Any, modifier: Modifier | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, _, v = arguments[:3]
     *arguments_, return_lse, return_max_logit = arguments
-    _validate(tuple(arguments_))
+    _validate(tuple(arguments_), modifier)
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3]))
     lse = q.new_empty((batch, heads, rows) if return_lse else (0,), dtype=torch.float32)
@@ -403,9 +418,9 @@ def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return out, lse, q.new_empty((sequences, heads) if return_max_logit else (0,), dtype=torch.float32)
 
 
-def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
+def backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
     wanted = dict(zip(OPTIONAL_GRADIENTS, arguments[-_OPTIONS:], strict=True))
-    _validate(arguments[:-_OPTIONS], **wanted)
+    _validate(arguments[:-_OPTIONS], None, **wanted)
     inputs = [arguments[place] for place in _DIFFERENTIABLE]
     return tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.get(name, True) else dout.new_empty(0)
@@ -413,18 +428,18 @@ def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) ->
     )
 
 
-torch.library.register_fake("nvrtc_attn::attention_forward", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("nvrtc_attn::attention_backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_fake("nvrtc_attn::attention_forward", forward_fake, lib=_LIBRARY)
+torch.library.register_fake("nvrtc_attn::attention_backward", backward_fake, lib=_LIBRARY)
 
 
-def _validate(arguments: tuple[Any, ...], **gradients: bool) -> None:
+def _validate(arguments: tuple[Any, ...], modifier: Modifier | None, **gradients: bool) -> None:
     """Refuse while tracing what the kernels would refuse later; sizes that are symbols must wait."""
     given = {name: x for name, x in zip(INPUTS, arguments, strict=False) if x is not None}
     for name in ("q", "k", "v"):
         if given[name].dim() != 4:
             raise ValueError(f"{name}: shape {tuple(given[name].shape)}. Expected rank 4, [batch, seqlen, heads, dim].")
     scalars = arguments[_SEED_WORD:]
-    sizes = [n for x in given.values() for n in x.shape]
+    sizes = [n for x in (*given.values(), *(modifier.captures if modifier else ())) for n in x.shape]
     if not all(isinstance(n, (int, float, str, type(None))) for n in (*sizes, *scalars)):
         return
     causal, left, right, scale, softcap, dropout_p, max_q, max_k, deterministic = scalars[2:]
@@ -434,7 +449,7 @@ def _validate(arguments: tuple[Any, ...], **gradients: bool) -> None:
         max_seqlen_q=max_q, max_seqlen_k=max_k, deterministic=deterministic, return_lse=bool(gradients), **wanted,
     )  # fmt: skip
     operands = {n: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for n, x in given.items()}
-    describe_shapes(operands, options, Device("cuda" if given["q"].is_cuda else "meta", 0))
+    describe_shapes(operands, options, Device("cuda" if given["q"].is_cuda else "meta", 0), modifier=modifier)
 
 
 # ------------------------------------------------------------------------------------------------------ derivatives
@@ -533,7 +548,7 @@ def _vmap(
 ) -> tuple[Any, Any]:
     """Fold the mapped axis into the batch where that computes the same, otherwise loop.
 
-    ``first`` arguments come before those of `_SIGNATURE`. ``wanted`` are the optional gradients: one without a batch
+    ``first`` arguments come before those of `SIGNATURE`. ``wanted`` are the optional gradients: one without a batch
     (of a sink) is of each element of the mapped axis by itself.
     """
     refuse_tangents(*arguments)
@@ -647,7 +662,7 @@ def register_sharding() -> None:
     from torch.distributed.tensor.experimental import register_sharding as register
 
     def placements(arguments: tuple[Any, ...], dim: int | None) -> list[Any]:
-        """Of the arguments of `_SIGNATURE`, for a mesh axis over dim 0 (batch) or 2 (heads) of q; None replicates."""
+        """Of the arguments of `SIGNATURE`, for a mesh axis over dim 0 (batch) or 2 (heads) of q; None replicates."""
         result: list[Any] = []
         for index, x in enumerate(arguments):
             if not hasattr(x, "tensor_meta"):

@@ -161,7 +161,7 @@ def _first_forward(
     if not q.is_cuda:
         inputs = _rows_first(tensors[:3], heads_first)
         found = api.attention(
-            *inputs, **_keywords(tensors, options), rng=rng, return_lse=options.return_lse,
+            *inputs, **keywords(tensors, options), rng=rng, return_lse=options.return_lse,
             return_max_logit=options.return_max_logit,
         )  # fmt: skip
         out, *more = found if isinstance(found, tuple) else (found,)
@@ -417,7 +417,7 @@ def _backward_on_cpu(
         for place, option in _GRADIENTS
     ]
     named = dict(zip(GRADIENTS, gradients, strict=True))
-    arguments: dict[str, Any] = _keywords(tensors, options) | named | {"dlse": dlse, "rng": rng}
+    arguments: dict[str, Any] = keywords(tensors, options) | named | {"dlse": dlse, "rng": rng}
     api.attention_backward(dout, q, k, v, out, lse, **arguments)
     if heads_first:
         gradients[:3] = [x.transpose(1, 2) for x in gradients[:3] if x is not None]
@@ -436,7 +436,7 @@ def _describe(tensors: Tensors, options: CallOptions, heads_first: bool = False)
     return api.checked_call(q, k, v, **dict(zip(OPTIONAL_INPUTS, others, strict=True)), options=options, stream=None)
 
 
-def _keywords(tensors: Tensors, options: CallOptions) -> dict[str, Any]:
+def keywords(tensors: Tensors, options: CallOptions) -> dict[str, Any]:
     """The keyword arguments of the core functions."""
     return options.arguments() | dict(zip(OPTIONAL_INPUTS, map(detached, tensors[3:]), strict=True))
 

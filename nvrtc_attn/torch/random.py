@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..front.call import rng_state
-from ..front.philox import RngState
+from ..front.philox import NO_RNG, RngState
 from ..front.tensors import CPU, Device, TensorView
 
 _generator_lock = threading.Lock()
@@ -41,6 +41,24 @@ def checked_rng(rng: Any, q: torch.Tensor) -> RngState:
     state = rng_state(rng, Device("cuda", q.get_device()) if q.is_cuda else CPU, None)
     owners = tuple([x.owner if isinstance(x, TensorView) else x for x in state.owners])
     return state._replace(owners=owners)
+
+
+def random_state(
+    rng: Any, part: Any, q: Any, k: Any, cu_seqlens_q: Any, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> RngState:
+    """The random numbers of a call with dropout: what it passes, or drawn from torch's generator."""
+    # What is no tensor, or of another rank, is refused later.
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4):
+        return NO_RNG
+    if rng is not None:
+        return checked_rng(rng, q)
+    if part is not None:
+        raise ValueError("rng: None, but this is a part of a larger attention. Pass its (seed, offset).")
+    if cu_seqlens_q is None:
+        return draw_rng(q, k, None)
+    if isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.dim() == 1:
+        return draw_rng(q, k, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k))
+    return NO_RNG
 
 
 def rng_values(state: RngState) -> tuple[Any, Any]:

@@ -446,3 +446,40 @@ def test_flex_attention_trains_a_table() -> None:
         found.append([x.grad for x in leaves])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_torch_attention_with_functions_beside_other_arguments(way: str) -> None:
+    """By autograd, against the same call on the CPU in float32, which tests/unit/test_torch_modified.py looks at."""
+    import nvrtc_attn.torch
+
+    def inputs(device: str) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(2)
+        shapes = {
+            "q": (1, 300, 4, 64), "k": (1, 400, 2, 64), "v": (1, 400, 2, 64), "sink": (4,), "slopes": (4,),
+            "table": (4, 520),
+        }  # fmt: skip
+        made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return {name: x.to(device).requires_grad_() for name, x in made.items()}
+
+    def call(x: dict[str, Any]) -> Any:
+        def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return 3 * torch.tanh(score / 3) * x["slopes"][h] + x["table"][h, i - j + 260]
+
+        return nvrtc_attn.torch.attention(
+            x["q"], x["k"], x["v"], score_mod=score_mod, mask_mod=lambda b, h, i, j: (i + j) % 5 != 2, sink=x["sink"],
+            dropout_p=0.2, rng=(3, 4), cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=200,
+            max_seqlen_k=250, return_lse=True,
+        )  # fmt: skip
+
+    results = []
+    for device in ("cpu", DEVICE):
+        starts = torch.tensor([[0, 100, 300], [0, 150, 400]], dtype=torch.int32, device=device)
+        x = inputs(device)
+        compiles = way == "compiled" and device == DEVICE
+        out, lse = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiles else call)(x)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(device)
+        gradients = torch.autograd.grad((out * weights).sum() + lse.sum(), list(x.values()))
+        results.append([y.detach().double().cpu() for y in (out, lse, *gradients)])
+    for name, expected, found in zip(("out", "lse", *x), *results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3, msg=lambda m, name=name: f"{name}: {m}")

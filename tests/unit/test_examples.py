@@ -163,6 +163,16 @@ def test_numpy_modifiers(repository: Path, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] / 10
 
 
+def test_torch_modifiers(repository: Path, tmp_path: Path) -> None:
+    """The same by autograd, with sinks and dropout in packed documents."""
+    out = run(repository, "torch_modifiers.py", cwd=tmp_path)
+    if not installed("torch"):
+        assert out.startswith("skipped: PyTorch is not installed")
+        return
+    losses = [float(x) for x in re.findall(r"loss (\S+)", out)]
+    assert losses[-1] < losses[0] / 10
+
+
 def test_jax_modifiers(repository: Path, tmp_path: Path) -> None:
     """The same under jax.jit, where the table is a tracer."""
     out = run(repository, "jax_modifiers.py", cwd=tmp_path)

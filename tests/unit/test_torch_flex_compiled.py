@@ -35,7 +35,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 import nvrtc_attn  # noqa: E402
 from nvrtc_attn.modifiers.modifier import written  # noqa: E402
 from nvrtc_attn.modifiers.text import read_text  # noqa: E402
-from nvrtc_attn.torch import create_block_mask, flex_attention, flex_compiled  # noqa: E402
+from nvrtc_attn.torch import create_block_mask, flex_attention, modified  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(
@@ -178,7 +178,7 @@ def test_transformations_are_refused(name: str) -> None:
             return torch.vmap(lambda y: flex_attention(y, k, v, alibi))(x[None])
         return torch.func.grad(lambda y: flex_attention(y, k, v, alibi).sum())(x)
 
-    with pytest.raises(Exception, match=r"flex_attention: transformations of torch\.func"):
+    with pytest.raises(Exception, match=r"flex_attention, .*transformations of torch\.func"):
         compiled(call)(q)
 
 
@@ -369,13 +369,13 @@ def test_a_compiled_program_runs_the_kernel_of_the_eager_call(name: str, monkeyp
     """One expression, with the same numbers in its text and given beside it: nothing is compiled twice."""
     function = {**EXAMPLES, **KINDS}[name]
     found: list[Any] = []
-    own = nvrtc_attn.torch.flex.api.attention
+    own = modified.api.attention
 
     def spy(*args: Any, score_mod: Any, **options: Any) -> Any:
         found.append(score_mod.program)
         return own(*args, score_mod=score_mod, **options)
 
-    monkeypatch.setattr(nvrtc_attn.torch.flex.api, "attention", spy)
+    monkeypatch.setattr(modified.api, "attention", spy)
     for call in (flex_attention, compiled(flex_attention)):
         call(*tensors(), function)
     assert found[0] == found[1]
@@ -389,19 +389,20 @@ def operands() -> tuple[Any, ...]:
         '["__mul__",["%2","f0"],{}],["__add__",["$0","%3"],{}],["getitem",["@1",["i1"]],{}],["__lt__",["$3","%5"],{}],'
         '["where",["%6","%4","$0"],{}]],"%7"]]]'
     )
-    return q, k, v, [table, offsets], script, [M, 2], [0.7], None, False
+    return (*modified.plain_arguments(q, k, v, None, False), [table, offsets], script, [M, 2], [0.7])
 
 
 def test_opcheck() -> None:
     given = operands()
-    torch.library.opcheck(flex_compiled.modified_forward, given)
-    q, k, v, captures, *rest = given
-    detached = (q.detach(), k.detach(), v.detach(), [x.detach() for x in captures], *rest)
-    out, lse = flex_compiled.modified_forward(*detached)
+    torch.library.opcheck(modified.modified_forward, given)
+    *of_call, _, _, captures, script, ints, floats = given
+    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in of_call]
+    functions = [x.detach() for x in captures], script, ints, floats
+    out, lse, _ = modified.modified_forward(*detached, True, False, *functions)
     for dlse in (None, torch.randn_like(lse)):
         for wanted in ([True, False], [False, False]):
-            given = (torch.randn_like(out), dlse, out, lse, *detached, wanted)
-            torch.library.opcheck(flex_compiled.modified_backward, given)
+            given = (torch.randn_like(out), dlse, out, lse, *detached, False, False, *functions, wanted)
+            torch.library.opcheck(modified.modified_backward, given)
 
 
 def test_second_derivatives_are_refused() -> None:
