@@ -21,11 +21,11 @@ from ..front.call import CallOptions
 from ..front.operands import OPTIONAL_INPUTS
 from ..front.philox import NO_RNG
 from ..modifiers.modifier import Modifier
-from ..modifiers.trace import literals, traced
+from ..modifiers.trace import literals, trace, traced
 from .flex_compiled import traced as written
 from .flex_known import again, know
-from .modified import attention, modified_forward, plain_arguments, refuse_transformed
-from .ops import cast_for_autocast
+from .modified import attention, modified_forward, needs_operator, plain_arguments, refuse_transformed
+from .ops import attention_forward, cast_for_autocast, is_dtensor, register_sharding
 
 _ScoreMod = Callable[..., torch.Tensor]
 _in_dynamo = torch.compiler.is_dynamo_compiling
@@ -225,9 +225,7 @@ def flex_attention(
     mask_mod = None if block_mask is None else _mask_mod_of(block_mask, query, key)
     if _in_dynamo():
         text, tensors, *numbers = written(score_mod, mask_mod, getattr(block_mask, "literals", ""))
-        captures = [x if x.device == q.device else x.to(q.device) for x in tensors]
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        out, lse, _ = modified_forward(*plain_arguments(q, k, v, scale, deterministic), captures, text, *numbers)
+        out, lse = _by_operator(q, k, v, text, tensors, numbers, scale)
     else:
         if _transformed() is not None:
             refuse_transformed()
@@ -252,10 +250,27 @@ def _aux_output(return_aux: Any, return_lse: bool) -> Any:
     return AuxOutput
 
 
+def _by_operator(q: Any, k: Any, v: Any, text: str, tensors: list[Any], numbers: Any, scale: float | None) -> Any:
+    """(out, lse) by an operator; ``text``, ``tensors`` and ``numbers`` are those of `flex_compiled.traced`."""
+    arguments = plain_arguments(q, k, v, scale, torch.are_deterministic_algorithms_enabled())
+    if not text:
+        out, lse, _ = attention_forward(*arguments)
+    else:
+        captures = [x if x.device == q.device else x.to(q.device) for x in tensors]
+        out, lse, _ = modified_forward(*arguments, captures, text, *numbers)
+    return out, lse
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _eager(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, scale: float | None) -> Any:
     """(out, lse), of q, k and v in ``[B, L, H, E]``. Dynamo, where it gave a program up, must not follow the tracer."""
-    modifier = None if score_mod is None and mask_mod is None else traced(score_mod, mask_mod)
+    has_functions = score_mod is not None or mask_mod is not None
+    if needs_operator((q, k, v)):
+        if is_dtensor(q):
+            register_sharding()
+        text, tensors, *numbers = written(trace(score_mod, mask_mod) if has_functions else None, None)
+        return _by_operator(q, k, v, text, tensors, numbers, scale)
+    modifier = traced(score_mod, mask_mod) if has_functions else None
     deterministic = torch.are_deterministic_algorithms_enabled()
     options = CallOptions(softmax_scale=scale, return_lse=True, deterministic=deterministic)
     return attention((q, k, v, *(None,) * len(OPTIONAL_INPUTS)), modifier, options, NO_RNG)

@@ -69,13 +69,18 @@ def attend(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _outside_of_dynamo(given: Any, score_mod: Any, mask_mod: Any, aux: Any) -> Any:
     """Dynamo, where it gave a program up, must not follow the tracer."""
-    q, k, v, bias, mask, *_, further, _ = given
-    tensors = [x for x in (q, k, v, bias, mask, *further.values()) if isinstance(x, torch.Tensor)]
-    if _dispatch_modes() or any(x.__class__ not in _PLAIN or x.is_meta for x in tensors):
+    if needs_operator((*given[:5], *given[-2].values())):
         modifier = trace(score_mod, mask_mod, aux=aux)
         arguments, return_lse, return_max_logit = _with_functions(given, modifier, None, None)
         return results_of(modified_forward(*arguments), return_lse, return_max_logit)
     return _attend_plain(traced(score_mod, mask_mod, aux=aux), *given)
+
+
+def needs_operator(tensors: Sequence[Any]) -> bool:
+    """Whether a dispatch mode, or a subclass of torch's tensors, must see the call."""
+    return bool(_dispatch_modes()) or any(
+        x.__class__ not in _PLAIN or x.is_meta for x in tensors if isinstance(x, torch.Tensor)
+    )
 
 
 def _with_functions(given: Any, score_mod: Any, mask_mod: Any, aux: Any) -> Any:

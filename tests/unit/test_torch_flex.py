@@ -388,3 +388,41 @@ def test_known_calls_are_none_of_dual_tensors(monkeypatch: pytest.MonkeyPatch) -
     assert flex_known.again(*given) is results
     with torch.autograd.forward_ad.dual_level():
         assert flex_known.again(*given) is None
+
+
+def relative(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return score + (h + 1) * (j - i)
+
+
+@pytest.mark.parametrize("score_mod", [None, relative])
+def test_shapes_without_memory(score_mod: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (x.requires_grad_() for x in tensors())
+        out, lse = flex_attention(q, k, v, score_mod, return_lse=True)
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+        (dq,) = torch.autograd.grad(out.sum(), q)
+        assert dq.shape == q.shape
+
+
+def test_tensors_of_a_mesh() -> None:
+    """Heads on devices of their own; functions of scores, which may ask for the head, are left to one device."""
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without torch.distributed")
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        q, k, v = tensors()
+        local = [x.chunk(2, 1)[0] for x in (q, k, v)]
+        placed = [DTensor.from_local(x, mesh, [Shard(1)]) for x in local]
+        out = flex_attention(*placed)
+        assert out.placements == (Shard(1),)
+        torch.testing.assert_close(out.to_local(), flex_attention(*local))
+        with pytest.raises(NotImplementedError, match="modified_forward"):
+            flex_attention(*placed, relative)
+    finally:
+        torch.distributed.destroy_process_group()

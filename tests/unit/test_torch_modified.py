@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -245,6 +246,30 @@ def test_shapes_without_memory() -> None:
         assert [None if y is None else y.shape for y in gradients] == [
             None if name in ("bias", "sink") else y.shape for name, y in x.items()
         ]
+
+
+def test_selective_checkpointing_runs_the_forward_pass_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below its mode the call is an operator, which a policy saves."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        is_ours = op is modified.modified_forward
+        return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = inputs()
+    seen: list[str] = []
+    own = modified.api.attention
+    monkeypatch.setattr(modified.api, "attention", lambda *a, **k: (seen.append("forward"), own(*a, **k))[1])
+
+    def call(q: Any) -> Any:
+        return attention(q, x["k"], x["v"], **functions(x["slopes"], x["table"]))
+
+    expected = derivatives((call(x["q"]),), x)
+    seen.clear()
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    out = checkpoint(call, x["q"], use_reentrant=False, context_fn=contexts)
+    compare(derivatives((out,), x), expected)
+    assert seen == ["forward"]
 
 
 def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
