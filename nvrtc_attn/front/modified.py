@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from ..base.dtypes import DTYPES
+from ..base.errors import shown
 from ..modifiers.canonical import BiasOperand, Bounds, Canonical, canonical
 from ..modifiers.modifier import Modifier
 from .part import Part
@@ -77,8 +80,15 @@ def simplify(
     Raises
     ------
     ValueError
-        A captured array is not where q is, or has no element.
+        A captured array is not where q is, or has no element; or a softcap is given beside a score_mod, whatever that
+        becomes.
     """
+    cap = options.softcap
+    if modifier.program.score is not None and isinstance(cap, float | int | np.number) and cap > 0:
+        raise ValueError(
+            f"softcap: got {shown(cap)} with score_mod. Which comes first would be a guess: write "
+            f"softcap * tanh(score / softcap) inside of score_mod."
+        )
     where = tensors["q"].device
     views = tuple(_view(x, i, where, stream) for i, x in enumerate(modifier.captures))
     packed = given.get("cu_seqlens_q") is not None or given.get("cu_seqlens_k") is not None

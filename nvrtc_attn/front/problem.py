@@ -333,11 +333,6 @@ def build_problem(
 
     window = check_window(found, causal, window_size)
     scale, cap = check_scale_and_softcap(found, softmax_scale, softcap, q.shape[3] if ranks_fit else 1)
-    if cap and modifier is not None and modifier.score is not None:
-        found.value(
-            f"softcap: got {shown(softcap)} with score_mod. Which comes first would be a guess: write "
-            f"softcap * tanh(score / softcap) inside of score_mod."
-        )
     dropout = check_real(found, "dropout_p", dropout_p, 0.0, 1.0, "in [0, 1]")
     flags = {
         "return_lse": return_lse, "deterministic": deterministic, "dbias": dbias, "dsink": dsink,

@@ -210,8 +210,16 @@ def test_other_refusals() -> None:
 
     with pytest.raises(ValueError, match="out of range"):
         nvrtc_attn.attention(q, k, v, score_mod=score_mod)
-    with pytest.raises(ValueError, match=r"softcap: got 2\.0 with score_mod"):
-        nvrtc_attn.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * s, softcap=2.0)
+    for function in (  # the last three are an option or a bias by themselves
+        lambda s, b, h, i, j: s * s,
+        lambda s, b, h, i, j: s + BIAS[h, i, j],
+        lambda s, b, h, i, j: np.where(i >= j, s, -np.inf),
+        lambda s, b, h, i, j: 2.0 * np.tanh(s / 2.0),
+    ):
+        with pytest.raises(ValueError, match=r"softcap: got 2\.0 with score_mod"):
+            nvrtc_attn.attention(q, k, v, score_mod=function, softcap=2.0)
+    out = nvrtc_attn.attention(q, k, v, mask_mod=lambda b, h, i, j: i >= j, softcap=2.0)
+    np.testing.assert_array_equal(out, nvrtc_attn.attention(q, k, v, causal="top_left", softcap=2.0))
     with pytest.raises(nvrtc_attn.TraceError, match="mask_mod: returned a floating-point number"):
         nvrtc_attn.attention(q, k, v, mask_mod=lambda b, h, i, j: 0.5 * i)
     with pytest.raises(TypeError, match="score_mod: got 3"):
