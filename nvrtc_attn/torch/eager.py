@@ -21,8 +21,8 @@ from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.signature import are_plain
 from .modified import attend as attend_modified
-from .ops import attention as attention_by_operators
 from .ops import (
+    apply_of,
     cast_for_autocast,
     cast_further_for_autocast,
     gradients_by_operator,
@@ -33,6 +33,7 @@ from .ops import (
     refuse_tangents,
     register_sharding,
 )
+from .ops import attention as attention_by_operators
 from .passes import DIFFERENTIABLE_PLACES, Known, LazyTensors, Tensors, backward, forward, known_calls
 from .random import random_state
 
@@ -283,18 +284,6 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         return _gradients(ctx, ctx.call, dout, dlse)
 
     jvp = staticmethod(no_forward_derivative)
-
-
-def apply_of(function: Any) -> Any:
-    """``apply`` of an autograd function, past two Python layers.
-
-    That of `Function.apply` serves transformations, which get the operators: 2.5 us. That of a node asks whether it has
-    a ``backward`` or a ``vjp``, in autograd's thread: 0.8 us, and more there.
-    """
-    node = getattr(function, "_backward_cls", None)
-    if node is not None:
-        node.apply = function.backward
-    return super(torch.autograd.Function, function).apply
 
 
 _attach: Any = apply_of(_Attention)

@@ -23,8 +23,8 @@ from ..front.philox import NO_RNG
 from ..modifiers.modifier import Modifier
 from ..modifiers.trace import literals, trace, traced
 from .flex_compiled import traced as written
-from .flex_known import again, know
 from .modified import attention, modified_forward, needs_operator, plain_arguments, refuse_transformed
+from .modified_known import again, know
 from .ops import attention_forward, cast_for_autocast, is_dtensor, register_sharding
 
 _ScoreMod = Callable[..., torch.Tensor]
@@ -203,9 +203,20 @@ def flex_attention(
         aux_output = _aux_output(return_aux, return_lse)
         out, lse = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, True)
         return out, aux_output(lse if return_aux.lse else None)
-    ours = not _in_dynamo() and (block_mask is None or block_mask.__class__ is BlockMask)
-    if ours:
-        found = again(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+    function: Any = None
+    asked: Any = None  # told by equality, of a mask of ours or none
+    if not _in_dynamo() and (
+        (scale is None or scale.__class__ is float)
+        and (enable_gqa is False or enable_gqa is True)
+        and (return_lse is False or return_lse is True)
+    ):
+        if block_mask is None:
+            asked = None, scale, enable_gqa
+        elif block_mask.__class__ is BlockMask:
+            function = block_mask.mask_mod
+            asked = (block_mask.B, block_mask.H, block_mask.seq_lengths), scale, enable_gqa
+    if asked is not None:
+        found = again(query, key, value, score_mod, function, None, asked, return_lse)
         if found is not None:
             return found
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -229,8 +240,9 @@ def flex_attention(
     else:
         if _transformed() is not None:
             refuse_transformed()
-        if ours and query.is_cuda:  # for the next call, where an earlier one has launches of this kind
-            know(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        if asked is not None and query.is_cuda:  # for the next call, where an earlier one has launches of this kind
+            options = CallOptions(softmax_scale=scale)
+            know(query, key, value, score_mod, function, None, asked, return_lse, options, heads_first=True)
         out, lse = _eager(q, k, v, score_mod, mask_mod, scale)
     out = out.transpose(1, 2)
     return (out, lse) if return_lse else out

@@ -7,7 +7,7 @@ the operators, which have those of `ops` for an example: the same arguments, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -22,6 +22,8 @@ from ..modifiers.modifier import Modifier
 from ..modifiers.text import read_text
 from ..modifiers.trace import trace, traced
 from .flex_compiled import traced as written
+from .modified_known import again, know
+from .modified_passes import dense_like, forward, gradients
 from .ops import (
     SIGNATURE,
     cast_for_autocast,
@@ -34,8 +36,9 @@ from .ops import (
     setup_nothing,
     split,
 )
-from .passes import DIFFERENTIABLE_PLACES, keywords
+from .passes import DIFFERENTIABLE_PLACES
 from .random import random_state
+from .tensors import detached
 
 _in_dynamo: Final = torch.compiler.is_dynamo_compiling
 _transformed: Final = torch._C._functorch.maybe_current_level
@@ -54,6 +57,22 @@ def attend(
     """`nvrtc_attn.torch.attention` with functions of scores."""
     if score_mod is None and mask_mod is None:
         raise api.no_functions()
+    asked: Any = None  # told by equality, of a call without further tensors and without dropout
+    if (
+        not _in_dynamo()
+        and not further
+        and bias is None and mask is None and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None
+        and deterministic is None and part is None and return_max_logit is False
+    ):  # fmt: skip
+        options = CallOptions(
+            causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse
+        )
+        if are_plain(options) and dropout_p == 0:
+            asked = options
+    if asked is not None:
+        found = again(q, k, v, score_mod, mask_mod, aux, asked, return_lse)
+        if found is not None:
+            return found
     given: Any = (
         q, k, v, bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, cu_seqlens_q, cu_seqlens_k,
         max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further, return_max_logit,
@@ -63,16 +82,20 @@ def attend(
         return results_of(modified_forward(*arguments), with_lse, with_max_logit)
     if _transformed() is not None:
         refuse_transformed()
-    return _outside_of_dynamo(given, score_mod, mask_mod, aux)
+    return _outside_of_dynamo(given, score_mod, mask_mod, aux, asked)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside_of_dynamo(given: Any, score_mod: Any, mask_mod: Any, aux: Any) -> Any:
+def _outside_of_dynamo(given: Any, score_mod: Any, mask_mod: Any, aux: Any, asked: Any) -> Any:
     """Dynamo, where it gave a program up, must not follow the tracer."""
     if needs_operator((*given[:5], *given[-2].values())):
         modifier = trace(score_mod, mask_mod, aux=aux)
         arguments, return_lse, return_max_logit = _with_functions(given, modifier, None, None)
         return results_of(modified_forward(*arguments), return_lse, return_max_logit)
+    q = given[0]
+    if asked is not None and isinstance(q, torch.Tensor) and q.is_cuda:
+        q, k, v, _ = cast_for_autocast(q, given[1], given[2], None)
+        know(q, k, v, score_mod, mask_mod, aux, asked, asked.return_lse, asked, heads_first=False)
     return _attend_plain(traced(score_mod, mask_mod, aux=aux), *given)
 
 
@@ -139,7 +162,7 @@ class _Modified(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     def forward(
         ctx: Any, modifier: Modifier | None, options: CallOptions, rng: RngState, *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
-        found = _forward(tuple(map(_detached, tensors)), modifier, options, rng)
+        found = forward(tuple(map(detached, tensors)), modifier, options, rng)
         ctx.save_for_backward(*tensors, *found[:2])
         ctx.mark_non_differentiable(*found[2:])
         ctx.set_materialize_grads(False)
@@ -156,25 +179,9 @@ class _Modified(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     jvp = staticmethod(lambda *_: refuse_transformed())
 
 
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, torch.Tensor) else x
-
-
-def _forward(
-    tensors: Sequence[Any], modifier: Modifier | None, options: CallOptions, rng: RngState
-) -> tuple[torch.Tensor, ...]:
-    """out, lse and max_logit if asked for, by the core; ``tensors`` are `INPUTS`, then the captured ones, detached."""
-    inputs, captures = tuple(tensors[: len(INPUTS)]), tuple(tensors[len(INPUTS) :])
-    found: tuple[torch.Tensor, ...] = api.attention(
-        *inputs[:3], **keywords(inputs, options), rng=rng, return_lse=True, return_max_logit=options.return_max_logit,
-        score_mod=modifier and modifier.with_captures(captures),
-    )  # fmt: skip
-    return found
-
-
 def _gradients_of_node(call: Any, saved: tuple[Any, ...], needed: Sequence[bool], dout: Any, dlse: Any) -> Any:
     modifier, options, rng = call
-    *tensors, out, lse = map(_detached, saved)
+    *tensors, out, lse = map(detached, saved)
     inputs, captures = tuple(tensors[: len(INPUTS)]), tuple(tensors[len(INPUTS) :])
     wanted = dict(zip(INPUTS, needed, strict=False))
     options = options._replace(**{name: wanted[name[1:]] for name in OPTIONAL_GRADIENTS}, return_max_logit=False)
@@ -184,56 +191,6 @@ def _gradients_of_node(call: Any, saved: tuple[Any, ...], needed: Sequence[bool]
     places = dict(zip(DIFFERENTIABLE, found, strict=True))
     of_captures = [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]
     return None, None, None, *[places.get(name) for name in INPUTS], *of_captures
-
-
-def gradients(
-    tensors: tuple[Any, ...], out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor | None,
-    dlse: torch.Tensor | None, options: CallOptions, rng: RngState, modifier: Modifier | None, wanted: Sequence[bool],
-) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:  # fmt: skip
-    """The backward pass with a modifier, of detached tensors or where no graph is made: in programs and beside them.
-
-    Parameters
-    ----------
-    tensors
-        `INPUTS` in their order.
-    dout, out : ``[B, L, H, Ev]``
-    dlse, lse : float32 ``[B, H, L]``, dlse None where nothing depends on the lse
-    modifier
-        With its arrays.
-    wanted
-        Of each array, whether its gradient is asked for.
-
-    Returns
-    -------
-    gradients
-        Of `GRADIENTS`, contiguous, of the types of their inputs; None of those that the options do not ask for.
-    sums
-        Of each array its gradient in float32; None of one that has none, or whose gradient nobody asks for.
-    """
-    arrays = () if modifier is None else modifier.captures
-    trained = [i for i in (() if modifier is None else modifier.differentiable) if wanted[i]]
-    sums = [
-        torch.empty(x.shape, dtype=torch.float32, device=out.device) if i in trained else None
-        for i, x in enumerate(arrays)
-    ]
-    found = [
-        _dense_like(tensors[place]) if tensors[place] is not None and getattr(options, name, True) else None
-        for name, place in zip(GRADIENTS, DIFFERENTIABLE_PLACES, strict=True)
-    ]
-    dout = torch.zeros_like(out) if dout is None else dout
-    if dout.stride(-1) != 1 or 0 in dout.stride():
-        dout = dout.contiguous()
-    operands: Mapping[str, Any] = {
-        **dict(zip(INPUTS, tensors, strict=True)), **dict(zip(GRADIENTS, found, strict=True)), "out": out, "lse": lse,
-        "dout": dout.resolve_neg(), "dlse": None if dlse is None else dlse.contiguous(),
-    }  # fmt: skip
-    options = options._replace(return_lse=True)
-    api.backward_allocating(operands, options, rng, modifier, sums if trained else None)
-    return found, sums
-
-
-def _dense_like(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def refuse_transformed(*_: Any) -> Any:
@@ -293,7 +250,7 @@ def _run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         options = options._replace(return_max_logit=return_max_logit)
         modifier, _ = _modifier(*arguments[-_BEHIND:])
         captures = () if modifier is None else modifier.captures
-        out, lse, *most = _forward((*tensors, *captures), modifier, options, rng)
+        out, lse, *most = forward((*tensors, *captures), modifier, options, rng)
         nothing = out.new_empty(0, dtype=torch.float32)
     return out, lse if return_lse else nothing, most[0] if most else out.new_empty(0, dtype=torch.float32)
 
@@ -346,10 +303,10 @@ def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) ->
     options = dict(zip(OPTIONAL_GRADIENTS, given[-count:], strict=True))
     inputs = [given[place] for place in DIFFERENTIABLE_PLACES]
     found = [
-        _dense_like(x) if options.get(name, True) else dout.new_empty(0)
+        dense_like(x) if options.get(name, True) else dout.new_empty(0)
         for name, x in zip(GRADIENTS, inputs, strict=True)
     ]
-    return found + [_dense_like(x) if wants else x.new_empty(0) for x, wants in zip(captures, wanted, strict=True)]
+    return found + [dense_like(x) if wants else x.new_empty(0) for x, wants in zip(captures, wanted, strict=True)]
 
 
 torch.library.register_fake("nvrtc_attn::modified_forward", _forward_fake, lib=_LIBRARY)

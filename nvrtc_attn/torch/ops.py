@@ -499,6 +499,18 @@ def no_forward_derivative(*_: Any) -> Any:
     )
 
 
+def apply_of(function: Any) -> Any:
+    """``apply`` of an autograd function, past two Python layers.
+
+    That of `Function.apply` serves transformations, which get the operators: 2.5 us. That of a node asks whether it has
+    a ``backward`` or a ``vjp``, in autograd's thread: 0.8 us, and more there.
+    """
+    node = getattr(function, "_backward_cls", None)
+    if node is not None:
+        node.apply = function.backward
+    return super(torch.autograd.Function, function).apply
+
+
 class _OnceOnly(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     """The first ``count`` tensors as they are, with a node that depends on all of them and has no derivative."""
 

@@ -27,7 +27,7 @@ from nvrtc_attn.modifiers.modifier import Modifier  # noqa: E402
 from nvrtc_attn.modifiers.trace import traced  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
 from nvrtc_attn.runtime import arrays  # noqa: E402
-from nvrtc_attn.torch import flex_known, passes  # noqa: E402
+from nvrtc_attn.torch import modified_known, passes  # noqa: E402
 
 fake = fake_gpu
 ROWS, HEADS = 64, 4
@@ -492,7 +492,7 @@ def test_a_number_that_is_another_one_at_every_step_leaves_a_table_as_it_is() ->
     assert len(kept) == remembered._RECENT
 
 
-# --------------------------------------------------------------------------------------------------- flex_attention
+# ------------------------------------------------------------------------------ flex_attention, attention of torch
 
 
 def heads_first(grad: str = "", dtype: Any = torch.float32) -> list[Any]:
@@ -507,7 +507,7 @@ def mask_of(functions: dict[str, Any]) -> Any:
 def known(function: Callable[[], object]) -> list[str]:
     """The passes in ``function`` that are answered by what is known."""
     found = []
-    codes = {flex_known._Known.run.__code__: "forward", flex_known._KnownBackward.run.__code__: "backward"}
+    codes = {modified_known._Known.run.__code__: "forward", modified_known._KnownBackward.run.__code__: "backward"}
 
     def seen(frame: Any, event: str, result: Any) -> None:
         if event == "return" and frame.f_code in codes and result is not None:
@@ -523,12 +523,28 @@ def known(function: Callable[[], object]) -> list[str]:
 
 @pytest.mark.usefixtures("fake", "nothing_traced")
 @pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("name", [*(x for x in CASES if x not in ("traced", "aux")), "plain"])
-def test_a_known_call_of_flex_attention_runs_what_a_first_one_does(
-    name: str, return_lse: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("door", "name"),
+    [
+        *(("flex_attention", x) for x in (*CASES, "plain") if x not in ("traced", "aux")),
+        *(("attention", x) for x in CASES),
+    ],
+)
+def test_a_known_call_of_torch_runs_what_a_first_one_does(
+    door: str, name: str, return_lse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     functions, wanted = CASES.get(name, ({}, 0))
-    score_mod, block_mask = functions.get("score_mod"), mask_of(functions)
+    block_mask = mask_of(functions) if door == "flex_attention" else None
+
+    def call(inputs: list[Any]) -> Any:
+        if door == "attention":
+            return na.attention(*inputs, **functions, causal=True, return_lse=return_lse)
+        return na.flex_attention(*inputs, functions.get("score_mod"), block_mask, return_lse=return_lse)
+
+    def laid_out(x: Any) -> Any:
+        """``[batch, rows, heads, head_dim]``, and back."""
+        return x if door == "attention" else x.transpose(1, 2)
+
     runs = Runs(monkeypatch)
     arrays = traced(**functions).captures if functions else ()
     leaves = [x.requires_grad_(x.dtype == torch.float32 and bool(wanted)) for x in arrays]
@@ -537,11 +553,12 @@ def test_a_known_call_of_flex_attention_runs_what_a_first_one_does(
     facts, answered = [], []
     try:
         for _ in range(6):
-            inputs, dout = heads_first("qkv"), torch.zeros(2, ROWS, HEADS, 64).transpose(1, 2)
+            inputs = [laid_out(x.transpose(1, 2)).detach().requires_grad_() for x in heads_first()]
+            dout = laid_out(torch.zeros(2, ROWS, HEADS, 64))
             kept: list[Any] = []
 
             def step(inputs: Any = inputs, dout: Any = dout, kept: Any = kept) -> None:
-                found = na.flex_attention(*inputs, score_mod, block_mask, return_lse=return_lse)
+                found = call(inputs)
                 out = found[0] if return_lse else found
                 kept += [found, *torch.autograd.grad(out, (*inputs, *trained), dout)]
 
@@ -554,7 +571,7 @@ def test_a_known_call_of_flex_attention_runs_what_a_first_one_does(
             assert list(backward[2][:3]) == [x.data_ptr() for x in inputs]
             assert backward[2][places["dout"]] == dout.data_ptr()
             assert [backward[2][places[x]] for x in ("dq", "dk", "dv")] == [x.data_ptr() for x in gradients[:3]]
-            assert all(x.transpose(1, 2).is_contiguous() for x in (out, *gradients[:3]))
+            assert all(laid_out(x).is_contiguous() for x in (out, *gradients[:3]))
             assert [x.shape for x in gradients[3:]] == [x.shape for x in trained]
             if trained and "bias" in name:
                 assert backward[2][places["dbias"]] == gradients[3].data_ptr()
@@ -621,16 +638,54 @@ def test_no_other_call_is_taken_for_a_known_one_of_flex_attention(monkeypatch: p
     # The type of autocast alone tells these apart: tensors of either type are on the same side of its switch.
     half = [x.bfloat16() for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
-        monkeypatch.setattr(flex_known, "_autocast_dtype", lambda _: torch.bfloat16)
+        monkeypatch.setattr(modified_known, "_autocast_dtype", lambda _: torch.bfloat16)
         for _ in range(5):
             call(*half)
         assert call(*half) == ["forward"]
-        monkeypatch.setattr(flex_known, "_autocast_dtype", lambda _: torch.float16)
+        monkeypatch.setattr(modified_known, "_autocast_dtype", lambda _: torch.float16)
         assert call(*half) == []
     with pytest.raises(ValueError, match="lengths"):
         na.flex_attention(q[:, :, 1:], k, v, sloped(slopes), mask)
     with pytest.raises(ValueError, match="enable_gqa"):
         na.flex_attention(q, k[:, :2], v[:, :2], sloped(slopes), mask)
+
+
+@pytest.mark.usefixtures("fake", "nothing_traced")
+def test_no_other_call_is_taken_for_a_known_one_of_attention() -> None:
+    slopes = torch.rand(HEADS)
+    q, k, v = (x.transpose(1, 2) for x in heads_first())
+
+    def call(slopes: Any = slopes, **more: Any) -> list[str]:
+        return known(lambda: na.attention(q, k, v, score_mod=sloped(slopes), **more))
+
+    for _ in range(5):
+        call()
+    assert call() == call(slopes=torch.rand(HEADS)) == ["forward"]
+    bias = torch.zeros(1, HEADS, ROWS, ROWS)
+    starts = torch.tensor([0, ROWS], dtype=torch.int32)
+    packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": ROWS, "max_seqlen_k": ROWS}
+    others: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "window": {"window_size": (3, 0)},
+        "scale": {"softmax_scale": 0.5},
+        "bias": {"bias": bias},
+        "mask": {"mask": bias == 0},
+        "sink": {"sink": torch.zeros(HEADS)},
+        "used keys": {"seqused_k": torch.full((2,), ROWS, dtype=torch.int32)},
+        "dropout": {"dropout_p": 0.5, "rng": 1},
+        "lse": {"return_lse": True},
+        "deterministic": {"deterministic": True},
+        "other mask": {"mask_mod": same_document},
+    }
+    for name, more in others.items():
+        assert call(**more) == [], name
+        assert call() == ["forward"], name
+    with pytest.raises(ValueError, match="softcap"):
+        call(softcap=3.0)
+    with pytest.raises(ValueError, match="batch"):
+        call(**packed)
+    with pytest.raises(ValueError, match=r"score_mod: a traced modifier|aux"):
+        call(aux={"slopes": slopes})
 
 
 @pytest.mark.usefixtures("fake", "nothing_traced")
@@ -679,13 +734,14 @@ def test_what_changes_at_every_step_is_not_remembered() -> None:
         by = number + 0.5
         na.flex_attention(q, k, v, lambda score, b, h, q, k, by=by: score * by)
         na.flex_attention(q, k, v, scale=by)
-    assert not flex_known._known
+    assert not modified_known._known
 
 
-# A fourteenth above what was counted with Python 3.11 and torch 2.13: 91, 86, 91, 211, 58, 88. Without a modifier
-# `attention` has 68, and torch's signature 41 and 44.
+# A fourteenth above what was counted with Python 3.11 and torch 2.13: 91, 86, 91, 211, 58, 88, 63, 94. Without a
+# modifier `attention` has 68, and torch's signature 41 and 44.
 BOUNDS = {
     "function": 97, "traced": 92, "mask": 97, "forward and backward": 226, "flex": 62, "flex, both passes": 94,
+    "attention": 67, "attention, both passes": 100,
 }  # fmt: skip
 
 
@@ -699,7 +755,7 @@ def test_a_warm_call_with_a_modifier_calls_few_functions(name: str, monkeypatch:
         return memory.setdefault(made, torch.empty_strided(shape, strides, dtype=dtype)).detach()
 
     monkeypatch.setattr(arrays, "_of_torch", lambda: (again, lambda: 0))
-    for module in (passes, flex_known):
+    for module in (passes, modified_known):
         monkeypatch.setattr(module, "empty_on_current", again)
     tensors, leaves = heads_first(dtype=torch.bfloat16), heads_first("qkv", torch.bfloat16)
     mask, gradient = mask_of({"mask_mod": same_document}), torch.zeros_like(leaves[0])
@@ -707,7 +763,7 @@ def test_a_warm_call_with_a_modifier_calls_few_functions(name: str, monkeypatch:
     out, lse, dout = torch.empty_like(q), torch.empty(2, HEADS, ROWS), torch.zeros_like(q)
     gradients, daux = [torch.empty_like(x) for x in (q, k, v)], [torch.empty_like(TABLE)]
     workspace = torch.empty(1 << 24, dtype=torch.uint8)
-    known = nvrtc_attn.trace(alibi)
+    known, rows_first = nvrtc_attn.trace(alibi), [x.detach().requires_grad_() for x in (q, k, v)]
 
     def both() -> None:
         nvrtc_attn.attention_forward(q, k, v, out, lse=lse, score_mod=relative, workspace=workspace)
@@ -722,6 +778,10 @@ def test_a_warm_call_with_a_modifier_calls_few_functions(name: str, monkeypatch:
         "forward and backward": both,
         "flex": lambda: na.flex_attention(*tensors, alibi, mask),
         "flex, both passes": lambda: torch.autograd.grad(na.flex_attention(*leaves, alibi, mask), leaves, gradient),
+        "attention": lambda: na.attention(q, k, v, score_mod=alibi, mask_mod=same_document),
+        "attention, both passes": lambda: torch.autograd.grad(
+            na.attention(*rows_first, score_mod=alibi, mask_mod=same_document), rows_first, torch.zeros_like(q)
+        ),
     }
     for _ in range(5):
         functions[name]()

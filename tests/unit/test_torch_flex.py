@@ -378,16 +378,16 @@ def test_transformations_are_refused(name: str) -> None:
 
 def test_known_calls_are_none_of_dual_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches would lose the tangents without a word."""
-    from nvrtc_attn.torch import flex_known
+    from nvrtc_attn.torch import modified_known
 
     results = torch.ones(1), torch.ones(1)
     known = SimpleNamespace(fits=lambda *_: True, run=lambda _: results, grad=False)
-    monkeypatch.setattr(flex_known, "_looked_up", lambda *_: ("name", None, ()))
-    monkeypatch.setitem(flex_known._known, "name", (known,))
-    given = (*tensors(), None, None, None, False, True)
-    assert flex_known.again(*given) is results
+    monkeypatch.setattr(modified_known, "_looked_up", lambda *_: ("name", None, ()))
+    monkeypatch.setitem(modified_known._known, "name", (known,))
+    given = (*tensors(), None, None, None, (None, None, False), True)
+    assert modified_known.again(*given) is results
     with torch.autograd.forward_ad.dual_level():
-        assert flex_known.again(*given) is None
+        assert modified_known.again(*given) is None
 
 
 def relative(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:

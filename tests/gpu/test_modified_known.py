@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from harness import forget_plans  # noqa: E402
 
 from nvrtc_attn.modifiers import remembered  # noqa: E402
-from nvrtc_attn.torch import create_block_mask, flex_attention, flex_known  # noqa: E402
+from nvrtc_attn.torch import create_block_mask, flex_attention, modified_known  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU")
 B, H, M = 2, 4, 300
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
 
 def forget() -> None:
     forget_plans()
-    for table in (flex_known._known, remembered._traces, remembered._recent):
+    for table in (modified_known._known, remembered._traces, remembered._recent):
         table.clear()
 
 
@@ -65,7 +65,7 @@ def test_known_calls_are_first_ones(name: str) -> None:
     try:
         forget()
         found = [run(*step) for step in steps]
-        ((known,),) = flex_known._known.values()
+        ((known,),) = modified_known._known.values()
         assert len(known.backward) == 1
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -1,7 +1,7 @@
-"""Calls of `flex_attention` that were made before: one question to torch's guards, the launches, a node of autograd.
+"""Calls with functions that were made before: one question to torch's guards, the launches, a node of autograd.
 
-As `passes.Known` is for calls without a modifier; what a launch needs to know of one is in `plans.repeats`. Tensors are
-``[batch, heads, rows, head_dim]``.
+As `passes.Known` is for calls without functions; what a launch needs to know of one is in `plans.repeats`. Tensors are
+``[batch, heads, rows, head_dim]`` of `flex_attention`, ``[batch, rows, heads, head_dim]`` of `attention`.
 
 Concurrency: the table's entries are complete when they appear; `tables.remember` writes them.
 """
@@ -23,9 +23,8 @@ from ..modifiers.cuda import NO_MODIFIER
 from ..modifiers.modifier import Modifier
 from ..modifiers.remembered import look
 from ..plans import repeats
-from .eager import apply_of
-from .modified import gradients as gradients_of
-from .ops import once_only
+from .modified_passes import gradients as gradients_of
+from .ops import apply_of, once_only
 from .passes import adopt
 from .tensors import Made, allocator, current_device, dense, empty_on_current, raw_stream
 
@@ -114,15 +113,15 @@ class _KnownBackward(_Pass):
 class _Known(_Pass):
     """A call of one kind of tensors and arrays."""
 
-    __slots__ = ("_lse", "_out", "attach", "backward", "grad", "modifier", "scale")
+    __slots__ = ("_lse", "_out", "attach", "backward", "grad", "heads_first", "modifier", "options")
 
     def __init__(
-        self, fits: Any, repeat: repeats.Repeat, index: int, modifier: Modifier | None, scale: float | None,
-        grad: bool, dtype: torch.dtype,
+        self, fits: Any, repeat: repeats.Repeat, index: int, modifier: Modifier | None, options: CallOptions,
+        grad: bool, dtype: torch.dtype, heads_first: bool,
     ) -> None:  # fmt: skip
         super().__init__(fits, repeat, index)
-        self.modifier, self.scale, self.grad = modifier, scale, grad
-        self._out = dense(repeat.made["out"][0], dtype, heads_first=True)
+        self.modifier, self.options, self.grad, self.heads_first = modifier, options, grad, heads_first
+        self._out = dense(repeat.made["out"][0], dtype, heads_first=heads_first)
         self._lse = dense(repeat.made["lse"][0], torch.float32)
         self.backward: tuple[_KnownBackward, ...] = ()
         self.attach: Any = None
@@ -147,80 +146,82 @@ _known: dict[Any, tuple[_Known, ...]] = {}
 
 
 def again(
-    query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, gqa: Any, return_lse: Any
-) -> Any:
-    """`flex_attention` of a call that was made before, None of others. ``block_mask`` is one of ours, or None."""
-    found = _looked_up(score_mod, block_mask, scale, gqa, return_lse)
+    q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, aux: Any, asked: Any, return_lse: bool
+) -> Any:  # fmt: skip
+    """What a call that was made before gives; None of others.
+
+    ``asked`` has everything of a call beside its tensors and functions, and whose call it is.
+    """
+    found = _looked_up(score_mod, mask_mod, aux, asked, return_lse)
     if found is None:
         return None
     name, _, captures = found
     for known in _known.get(name, ()):
-        if known.fits(query, key, value, *captures):
-            results = known.run((query, key, value, *captures))
+        if known.fits(q, k, v, *captures):
+            results = known.run((q, k, v, *captures))
             if results is None:
                 continue
             if known.grad:
-                return (known.attach or _node_of(known, return_lse))(results, query, key, value, *captures)
+                return (known.attach or _node_of(known, return_lse))(results, q, k, v, *captures)
             if _forward_ad._current_level >= 0:
                 return None
             return results if return_lse else results[0]
     return None
 
 
-def _looked_up(score_mod: Any, block_mask: Any, scale: Any, gqa: Any, return_lse: Any) -> Any:
+def _looked_up(score_mod: Any, mask_mod: Any, aux: Any, asked: Any, return_lse: bool) -> Any:
     """What guards do not see, the modifier and its arrays; None where some of it is not told by equality."""
-    modifier = mask = mask_mod = program = None
+    modifier = program = None
     captures: tuple[Any, ...] = ()
-    if block_mask is not None:
-        mask, mask_mod = (block_mask.B, block_mask.H, block_mask.seq_lengths), block_mask.mask_mod
     if score_mod.__class__ is Modifier:
+        if mask_mod is not None or aux is not None:
+            return None  # refused later
         modifier, captures = score_mod, score_mod.captures
     elif score_mod is not None or mask_mod is not None:
-        found = look(score_mod, mask_mod)
+        found = look(score_mod, mask_mod, aux)
         if found is None:
             return None
         modifier, captures = found
-    plain = (
-        (scale is None or scale.__class__ is float)
-        and (gqa is False or gqa is True)
-        and (return_lse is False or return_lse is True)
-    )
-    if not plain:
-        return None
     if modifier is not None:
         numbers = modifier.numbers
         program = modifier.program, numbers, 0 in numbers and repr(numbers)
     autocast = _autocast() and _autocast_dtype("cuda")
-    return (program, mask, scale, gqa, return_lse, _grad_enabled(), autocast), modifier, captures
+    return (program, asked, return_lse, _grad_enabled(), autocast), modifier, captures
 
 
 def know(
-    query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, gqa: Any, return_lse: Any
-) -> None:
-    """Remember a call that has passed every check, of tensors as autocast left them, if one like it was run before."""
-    found = _looked_up(score_mod, block_mask, scale, gqa, return_lse)
-    if found is None or _dispatch_modes() or _transformed() or key.shape[0] != query.shape[0]:
+    q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, aux: Any, asked: Any, return_lse: bool,
+    options: CallOptions, *, heads_first: bool,
+) -> None:  # fmt: skip
+    """Remember a call that has passed every check, of tensors as autocast left them, if one like it was run before.
+
+    ``options`` are those of the core's call.
+    """
+    found = _looked_up(score_mod, mask_mod, aux, asked, return_lse)
+    if found is None or _dispatch_modes() or _transformed():
         return
     name, modifier, captures = found
-    given = query, key, value, *captures
+    given = q, k, v, *captures
     recent = _known.get(name, ())
-    if not all(x.__class__ in _PLAIN for x in given) or not has_room(recent):
+    if not all(x.__class__ in _PLAIN for x in given) or k.shape[0] != q.shape[0] or not has_room(recent):
         return
     with torch.no_grad():
         inner = modifier and modifier.with_captures(captures)
-        repeat, index = _repeat((*_rows_first(given[:3]), *_NONE_BEHIND_V), inner, _options(scale))
+        rows_first = _rows_first(given[:3], heads_first)
+        repeat, index = _repeat((*rows_first, *_NONE_BEHIND_V), inner, _of_core(options))
     if repeat is None or any(x.fits(*given) for x in recent):
         return
     fits = guard(*given)
     if fits is not None:
         grad = _grad_enabled() and any(x.requires_grad for x in given)
-        known = _Known(fits, repeat, index, modifier and modifier.with_captures(()), scale, grad, query.dtype)
+        bare = modifier and modifier.with_captures(())
+        known = _Known(fits, repeat, index, bare, options, grad, q.dtype, heads_first)
         remember(_known, name, (known, *recent[: RECENT - 1]))
 
 
-def _options(scale: Any, *, deterministic: bool = False) -> CallOptions:
+def _of_core(options: CallOptions, *, deterministic: bool = False) -> CallOptions:
     """Those of the core's calls, which `repeats` knows."""
-    return CallOptions(softmax_scale=scale, return_lse=True, deterministic=deterministic)
+    return options._replace(return_lse=True, deterministic=deterministic)
 
 
 def _repeat(
@@ -236,14 +237,15 @@ def _repeat(
     return repeats.find(signature, operands), signature.device
 
 
-def _rows_first(tensors: Any) -> tuple[Any, ...]:
-    return tuple([x.transpose(1, 2) for x in tensors])
+def _rows_first(tensors: Any, heads_first: bool) -> tuple[Any, ...]:
+    """Tensors of the one layout in the other, and back; as they are, where they have rows first already."""
+    return tuple([x.transpose(1, 2) for x in tensors]) if heads_first else tuple(tensors)
 
 
 def _node_of(known: _Known, return_lse: bool) -> Any:
     """What makes a node of the graph, of the results and the tensors of a known call: as `eager._node_of`."""
 
-    class _FlexAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    class _Modified(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         @staticmethod
         def forward(ctx: Any, results: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> Any:
             ctx.save_for_backward(*results, *tensors)
@@ -269,7 +271,7 @@ def _node_of(known: _Known, return_lse: bool) -> Any:
                         return found
             return _gradients(known, saved, needed, dout, dlse)
 
-    known.attach = apply_of(_FlexAttention)
+    known.attach = apply_of(_Modified)
     return known.attach
 
 
@@ -281,16 +283,14 @@ def _gradients(
     given = torch.zeros_like(out) if dout is None else dout
     captures, deterministic = tuple(inputs[3:]), _deterministic()
     modifier = known.modifier and known.modifier.with_captures(captures)
-    q, k, v, o, do = _rows_first((*inputs[:3], out, given))
-    options = _options(known.scale, deterministic=deterministic)
-    found, sums = gradients_of(
-        (q, k, v, *_BEHIND_DLSE), o, lse, do, dlse, options, NO_RNG, modifier, needed[4:]
-    )  # fmt: skip
-    gradients = found[:3]
+    q, k, v, o, do = _rows_first((*inputs[:3], out, given), known.heads_first)
+    options = _of_core(known.options, deterministic=deterministic)
+    found, sums = gradients_of((q, k, v, *_BEHIND_DLSE), o, lse, do, dlse, options, NO_RNG, modifier, needed[4:])
+    gradients: Any = found[:3]
     if dlse is None and dout is not None and not dout.is_neg() and dout.stride(-1) == 1 and 0 not in dout.stride():
         _know_backward(known, saved, needed, dout, (q, k, v, o, do, lse, *gradients), sums, modifier, deterministic)
     of_arrays = [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]
-    return None, *_rows_first(gradients), *of_arrays
+    return None, *_rows_first(gradients, known.heads_first), *of_arrays
 
 
 def _know_backward(
@@ -306,13 +306,14 @@ def _know_backward(
         *(None,) * (len(BACKWARD) - BACKWARD.index("dv") - 1),
     )  # fmt: skip
     asked = tuple(sums) if any(x is not None for x in sums) else ()
-    repeat, index = _repeat(operands, modifier, _options(known.scale, deterministic=deterministic), asked)
+    options = _of_core(known.options, deterministic=deterministic)
+    repeat, index = _repeat(operands, modifier, options, asked)
     if repeat is None or _dispatch_modes() or _transformed():
         return
     fits = guard(*saved, dout)
     if fits is None:
         return
-    made = tuple([dense(x.shape, x.dtype, heads_first=True) for x in gradients])
+    made = tuple([dense(x.shape, x.dtype, heads_first=known.heads_first) for x in gradients])
     arrays = tuple([
         None if x is None else (dense(x.shape, torch.float32), y.dtype) for x, y in zip(sums, saved[5:], strict=True)
     ])  # fmt: skip
