@@ -24,6 +24,7 @@ from ..front.modified import banded_options
 from ..front.part import Part
 from ..front.problem import Causal, WindowSize
 from ..front.validation import Violations, check_window
+from ..modifiers.modifier import Modifier
 from .custom_call import (
     Kind,
     as_varying,
@@ -39,6 +40,7 @@ from .modifier import traced
 
 STRATEGIES: Final = ("auto", "all_gather", "ulysses", "ring")
 PLACES: Final = ("auto", "branches", "device")
+AxisNames = str | Sequence[str]
 _MOST_BRANCHES: Final = 8
 """Devices up to which a program has the calls of all of them: two each, in both passes. Tiles then follow each one's
 place, as they cannot where places are known on the device alone."""
@@ -58,6 +60,8 @@ class _Whole:
     keys: int
     pieces: int
     """Of each device."""
+    heads: int
+    """Of the whole, which are more than a device has where another axis of the mesh shares them."""
     on_device: bool = False
     """Whether where rows lie is a number on the device."""
     ring: bool = False
@@ -73,10 +77,10 @@ class _Whole:
         assert last is not None
         return kind.changed(causal=True, window_size=(None if first is None else last - first, None), return_lse=True)
 
-    def part(self, heads: Interval, rows: Interval | None = None, keys: Interval | None = None) -> Kind:
-        """The call of these heads (start, of how many), rows and keys."""
+    def part(self, first_head: int = 0, rows: Interval | None = None, keys: Interval | None = None) -> Kind:
+        """The call of these heads, rows and keys. Where other axes share heads, the first is that of the device's."""
         part = Part(
-            heads=heads,
+            heads=(first_head, self.heads),
             rows=None if rows is None else (rows[0], self.rows),
             keys=None if keys is None else (keys[0], self.keys),
         )
@@ -89,6 +93,8 @@ def context_parallel_attention(
     v: Any,
     *,
     axis_name: str,
+    batch_axis: AxisNames = (),
+    heads_axis: AxisNames = (),
     strategy: str = "auto",
     layout: str = "zigzag",
     places: str = "auto",
@@ -116,6 +122,10 @@ def context_parallel_attention(
         The tokens of this device, as many on each.
     axis_name
         The axis of the mesh over which the sequence is sharded.
+    batch_axis, heads_axis
+        The axis, or axes as in a `jax.sharding.PartitionSpec`, over which batch and heads are sharded: devices then
+        have their own part of the dropout mask, and ``score_mod`` and ``mask_mod`` get the indices of the whole.
+        A mesh with such axes needs them for nothing else.
     strategy
         ``"all_gather"``: each device gathers the keys. ``"ulysses"``: devices swap tokens for heads, whose number they
         divide. ``"ring"``: keys go around, and a device holds those of two devices at a time; a program has the calls
@@ -143,9 +153,11 @@ def context_parallel_attention(
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        While tracing, on all devices alike: they run one program.
+        While tracing, on all devices alike: they run one program. Among them tensors that are sharded over an axis
+        without a name here, with dropout or functions of the batch entry and head, which then cannot be told.
     """
     ranks = int(jax.lax.psum(1, axis_name))
+    beside = _Beside.of(axis_name, batch_axis, heads_axis)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: got {shown(strategy)}. It is one of {STRATEGIES}.")
     if places not in PLACES:
@@ -179,10 +191,18 @@ def context_parallel_attention(
             shape[dim] = whole_length
             shapes[name] = (tuple(shape), shapes[name][1])
     modifier = traced(score_mod, mask_mod, aux)
+    batch, heads = operands["q"].shape[0], operands["q"].shape[2]
+    if modifier is not None:
+        beside.check_functions(modifier, varies(*operands.values()))
+        modifier = beside.in_whole(modifier, batch, heads)
     check_call(shapes, options, modifier)
     banded = options if modifier is None else banded_options(modifier, options, (rows, keys))
     left, right = check_window(Violations(), banded.causal, banded.window_size)
-    arrays = rng_words(rng) if options.dropout_p > 0 else {}
+    arrays: dict[str, Any] = {}
+    if options.dropout_p > 0:
+        arrays = rng_words(rng)
+        beside.check_dropout(arrays, varies(*operands.values()))
+        arrays |= beside.offset(arrays, batch, heads, rows * keys)
     kind = Kind(plain_options(options))
     if modifier is not None:
         kind, captures = with_modifier(kind, modifier)
@@ -190,7 +210,7 @@ def context_parallel_attention(
     whole = _Whole(
         kind, axis_name, ranks, chunks_of(layout, rows, ranks), chunks_of(layout, keys, ranks),
         band_of(left, right, rows, keys, banded.causal != "top_left"), rows, keys,
-        2 if layout == "zigzag" else 1,
+        2 if layout == "zigzag" else 1, heads * beside.heads_ranks,
     )  # fmt: skip
     heads_kv = operands["k"].shape[2]
     scores = "bias" in operands or "mask" in operands
@@ -212,6 +232,78 @@ def context_parallel_attention(
     else:
         out, lse = _gathered(whole, operands)
     return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """The axes of the mesh that share batch and heads, beside the one that shares the sequence."""
+
+    named: frozenset[str]
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    @classmethod
+    def of(cls, axis_name: str, batch_axis: AxisNames, heads_axis: AxisNames) -> _Beside:
+        batch, heads = ((x,) if isinstance(x, str) else tuple(x) for x in (batch_axis, heads_axis))
+        names = (axis_name, *batch, *heads)
+        if len({*names}) < len(names):
+            raise ValueError(
+                f"axis_name, batch_axis, heads_axis: got {axis_name!r}, {batch_axis!r} and {heads_axis!r}. An axis of "
+                f"the mesh shares one thing."
+            )
+        return cls(frozenset(names), batch, heads)
+
+    @property
+    def heads_ranks(self) -> int:
+        return _size(self.heads)
+
+    def first(self, batch: int, heads: int) -> dict[str, Any]:
+        """Where the device's b and h begin in the whole, of those that are shared."""
+        found = (("b", self.batch, batch), ("h", self.heads, heads))
+        return {name: np.int32(size) * jax.lax.axis_index(axes) for name, axes, size in found if axes}
+
+    def in_whole(self, modifier: Modifier, batch: int, heads: int) -> Modifier:
+        """The functions with the indices of the whole."""
+        return modifier.moved_on_device(self.first(batch, heads))
+
+    def offset(self, arrays: Mapping[str, Any], batch: int, heads: int, scores: int) -> dict[str, Any]:
+        """That of the device's dropout numbers (A8), in 32-bit words: products of 64 bits are made while tracing."""
+        if not self.batch and not self.heads:
+            return {}
+        of_heads, of_batch = self.heads_ranks, _size(self.batch)
+        firsts = [(b * batch * of_heads * heads + h * heads) * scores for b in range(of_batch) for h in range(of_heads)]
+        words = jnp.asarray(np.asarray(firsts, np.uint64).view(np.uint32).reshape(-1, 2))
+        low, high = words[jax.lax.axis_index((*self.batch, *self.heads))]
+        if "offset" in arrays:
+            before, high_before = arrays["offset"]
+            low = low + before
+            high = high + high_before + (low < before).astype(np.uint32)
+        return {"offset": jnp.stack([low, high])}
+
+    def check_dropout(self, arrays: Mapping[str, Any], varying: frozenset[str]) -> None:
+        """Refuse devices that would drop the same scores of different batch entries or heads."""
+        unknown = self._unnamed(varying - varies(*arrays.values()))
+        if unknown:
+            raise ValueError(
+                f"rng: q, k or v are sharded over {', '.join(unknown)}, and the dropout mask would be the same there. "
+                f"Pass batch_axis= or heads_axis=."
+            )
+
+    def check_functions(self, modifier: Modifier, varying: frozenset[str]) -> None:
+        """Refuse functions of b or h where those are indices of the device, unless they captured what is, too."""
+        program, unknown = modifier.program, self._unnamed(varying - varies(*modifier.captures))
+        if unknown and any(x.depends & {"b", "h"} for x in (program.score, program.mask) if x is not None):
+            raise ValueError(
+                f"score_mod, mask_mod: q, k or v are sharded over {', '.join(unknown)}, and the functions would get "
+                f"indices of the device, where they read b or h. Pass batch_axis= or heads_axis=."
+            )
+
+    def _unnamed(self, axes: frozenset[str]) -> list[str]:
+        return sorted(repr(x) for x in axes - self.named if _size((x,)) > 1)
+
+
+def _size(axes: tuple[str, ...]) -> int:
+    return int(jax.lax.psum(1, axes)) if axes else 1
 
 
 def _why_no_numbers(whole: _Whole) -> str:
@@ -271,7 +363,7 @@ def _ulysses(whole: _Whole, operands: dict[str, Any]) -> tuple[Any, Any]:
     # Without dropout and modifiers it does not matter which heads they are.
     matters = whole.kind.options.dropout_p > 0 or whole.kind.program is not None
     places_of = [r * mine for r in range(whole.ranks)] if matters else [0]
-    branches = [partial(compute, whole.part((first, heads))) for first in places_of]
+    branches = [partial(compute, whole.part(first)) for first in places_of]
     if len(branches) == 1:
         out, lse = branches[0](swapped)
     else:
@@ -325,9 +417,8 @@ def _calls(
 ) -> list[tuple[Kind, dict[str, Any], slice, Interval]]:
     """The calls of a device, or of any one: with their operands, where its tensors have the rows, and their keys."""
     if rank is not None:
-        heads = (0, operands["q"].shape[2])
         return [
-            (kind.changed(part=whole.part(heads, chunk, keys).options.part), _sliced(operands, at, keys), at, keys)
+            (kind.changed(part=whole.part(0, chunk, keys).options.part), _sliced(operands, at, keys), at, keys)
             for chunk, at, keys in _rows(whole, rank)
         ]
     size = whole.rows // whole.ranks // whole.pieces
@@ -404,7 +495,7 @@ def _pairs(
     whole: _Whole, kind: Kind, rank: int, source: int, operands: dict[str, Any]
 ) -> list[tuple[Kind, dict[str, Any], slice, Interval, slice]]:
     """Calls of a device's rows with keys of another: operands, where the rows and the keys lie, and which keys."""
-    theirs, heads = whole.chunks_k[source], (0, operands["q"].shape[2])
+    theirs = whole.chunks_k[source]
     found = []
     for chunk, at, seen in _rows(whole, rank):
         for (a, b), there in zip(theirs, layouts.places(theirs, theirs), strict=True):
@@ -413,7 +504,7 @@ def _pairs(
                 continue
             where = slice(there.start + keys[0] - a, there.start + keys[1] - a)
             values = _sliced(operands, at, keys) | {name: operands[name][:, where] for name in ("k", "v")}
-            of_call = kind.changed(part=whole.part(heads, chunk, keys).options.part, return_lse=True)
+            of_call = kind.changed(part=whole.part(0, chunk, keys).options.part, return_lse=True)
             found.append((of_call, values, at, keys, where))
     return found
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .derivative import derivatives
-from .graph import POSITIONS, Node, dtype_of, listing, rebuilt, substituted, walk
+from .graph import POSITIONS, Node, dtype_of, listing, load, rebuilt, substituted, walk
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -115,6 +115,15 @@ class Modifier:
             return self
         return Modifier(_moved(self.program, tuple(axes)), self.captures, (*self.numbers, *axes.values()))
 
+    def moved_on_device(self, starts: Mapping[str, Any]) -> Modifier:
+        """As `moved`, by captured int32 scalars, each for the index of that name."""
+        used = frozenset().union(*(x.depends for x in (self.program.score, self.program.mask) if x is not None))
+        axes = tuple(name for name in starts if name in used)
+        if not axes:
+            return self
+        program = _moved_on_device(self.program, axes)
+        return Modifier(program, (*self.captures, *(starts[x] for x in axes)), self.numbers)
+
     @property
     def valued(self) -> tuple[Node | None, Node | None]:
         """The expressions of score and mask with the numbers of this call."""
@@ -155,10 +164,24 @@ def written(program: Program) -> str:
 @functools.lru_cache(maxsize=1024)
 def _moved(program: Program, axes: tuple[str, ...]) -> Program:
     """``program`` with one more number for each of ``axes``, which is added to the index."""
-    places = {}
-    for i, name in enumerate(axes):
-        index = Node(name, kind="int")
-        start = Node("param", kind="int", value=len(program.numbers) + i)
-        places[index] = Node("add", (index, start), "int")
-    score, mask = (None if x is None else substituted(x, places) for x in (program.score, program.mask))
+    first = len(program.numbers)
+    starts = {name: Node("param", kind="int", value=first + i) for i, name in enumerate(axes)}
+    score, mask = (None if x is None else _shifted(x, starts) for x in (program.score, program.mask))
     return Program(score, mask, program.captures, (*program.numbers, *(("int",) * len(axes))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _moved_on_device(program: Program, axes: tuple[str, ...]) -> Program:
+    """``program`` with one more captured array without dimensions for each of ``axes``."""
+    first = len(program.captures)
+    starts = {name: load(first + i, "int", ()) for i, name in enumerate(axes)}
+    score, mask = (None if x is None else _shifted(x, starts) for x in (program.score, program.mask))
+    return Program(score, mask, (*program.captures, *((("int32", 0),) * len(axes))), program.numbers)
+
+
+def _shifted(root: Node, starts: Mapping[str, Node]) -> Node:
+    places = {}
+    for name, start in starts.items():
+        index = Node(name, kind="int")
+        places[index] = Node("add", (index, start), "int")
+    return substituted(root, places)

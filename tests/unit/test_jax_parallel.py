@@ -1,4 +1,4 @@
-"""A sequence that four CPU devices share, in `jax.shard_map`: results of one device, and its dropout mask."""
+"""A sequence that CPU devices share, in `jax.shard_map`: results of one device, and its dropout mask."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 if not hasattr(jax, "shard_map"):
     pytest.skip("this jax has no jax.shard_map", allow_module_level=True)
 
+KEPT: dict[str, Any] = {"dropout_p": 0.4, "rng": [3, 2**33 - 5]}
 # Name -> (strategy, layout, key heads, what is given beside q, k and v, options).
 CASES: dict[str, tuple[str, str, int, list[str], dict[str, Any]]] = {
     "causal": ("all_gather", "zigzag", 2, [], {"causal": True}),
@@ -57,36 +58,58 @@ CASES: dict[str, tuple[str, str, int, list[str], dict[str, Any]]] = {
     "ring of functions": ("ring", "zigzag", 2, ["alibi"], {"causal": True, "deterministic": True}),
     "alibi by heads": ("ulysses", "zigzag", 4, ["alibi"], {"causal": True}),
     "heads and dropout": ("ulysses", "zigzag", 4, [], {"causal": True, "dropout_p": 0.4, "rng": [3, 77]}),
+    # Of a mesh with more axes: "d" has the batch, "m" the heads.
+    "batch beside": ("all_gather", "zigzag", 2, ["eye", "alibi"], {"causal": True, "mesh": [2, 1, 2], **KEPT}),
+    "heads beside": ("all_gather", "contiguous", 2, ["eye", "bias"], {"causal": True, "mesh": [1, 2, 2], **KEPT}),
+    "both beside": ("all_gather", "zigzag", 2, ["eye"], {"causal": True, "mesh": [2, 2, 2], "rng": "key", **KEPT}),
+    "both beside and none": ("ring", "zigzag", 2, ["eye", "table of all"], {"mesh": [2, 2, 1], **KEPT}),
+    "operators": ("all_gather", "zigzag", 2, ["eye", "operators"], {"causal": True, "mesh": [2, 2, 2], **KEPT}),
+    "table of all": ("all_gather", "zigzag", 2, ["table of all"], {"causal": True, "mesh": [2, 2, 2]}),
+    "bias of all beside": ("all_gather", "zigzag", 2, ["bias of all rows", "mask"], {"mesh": [2, 2, 2], **KEPT}),
+    "mask of batches": ("all_gather", "contiguous", 2, ["ids"], {"mesh": [2, 2, 2], **KEPT}),
+    "ring beside": ("ring", "zigzag", 2, ["eye", "table of all"], {"causal": True, "mesh": [2, 2, 2], **KEPT}),
+    "swapped beside": ("ulysses", "zigzag", 4, ["eye", "table of all"], {"causal": True, "mesh": [2, 2, 2], **KEPT}),
+    "on the device beside": ("all_gather", "zigzag", 2, [], {"causal": True, "mesh": [2, 2, 2], "places": "device"}),
 }
 PROGRAM = """
 import json, os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from nvrtc_attn.jax import attention, context_parallel_attention
 from nvrtc_attn.jax.parallel import zigzag
 
-mesh = Mesh(np.array(jax.devices()), ("s",))
 results = {}
 for name, (strategy, layout, heads_kv, more, options) in json.loads(sys.argv[1]).items():
     options = {n: tuple(x) if isinstance(x, list) else x for n, x in options.items()}
     places = {"places": options.pop("places", "auto")}
+    sizes = options.pop("mesh", (1, 1, 4))
+    mesh = Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), ("d", "m", "s"))
+    ranks, batch = sizes[2], 2 * sizes[0]
+    if sizes != (1, 1, 4):
+        places |= {"batch_axis": "d", "heads_axis": ("m",)}
     if options.get("rng") == "key":
         options["rng"] = jax.random.key(7)
     keys = jax.random.split(jax.random.key(0), 6)
-    shapes = {"q": (2, 48, 8, 16), "k": (2, 48, heads_kv, 16), "v": (2, 48, heads_kv, 24)}
+    head_dim_v = 48 if "eye" in more else 24
+    shapes = {"q": (batch, 48, 8, 16), "k": (batch, 48, heads_kv, 16), "v": (batch, 48, heads_kv, head_dim_v)}
     if "bias" in more:
         shapes["bias"] = (1, 8, 48, 48)
     if "bias of all rows" in more:
-        shapes["bias"] = (2, 1, 1, 48)
+        shapes["bias"] = (batch, 1, 1, 48)
     if "alibi" in more:
         shapes["of_mod"] = (8,)
     if "table" in more:
         shapes["of_mod"] = (8, 96)
+    if "table of all" in more:
+        shapes["of_mod"] = (batch, 8, 96)
     x = {n: jax.random.normal(key, s) for key, (n, s) in zip(keys, shapes.items())}
+    if "eye" in more:  # out is then what dropout left of the probabilities
+        x["v"] = jnp.broadcast_to(jnp.eye(48)[:, None], shapes["v"])
     if "bfloat16" in more:
         x = {n: y.astype(jnp.bfloat16) for n, y in x.items()}
     ids = jnp.arange(48) // 7
+    ids_of_batch = (jnp.arange(48) + 3 * jnp.arange(batch)[:, None]) // 7
 
     def functions(x):
         found = {n: y for n, y in x.items() if n != "of_mod"}
@@ -94,11 +117,17 @@ for name, (strategy, layout, heads_kv, more, options) in json.loads(sys.argv[1])
             found["score_mod"] = lambda s, b, h, q, k: s + 0.1 * x["of_mod"][h] * (k - q)
         if "table" in more:
             found["score_mod"] = lambda s, b, h, q, k: s + jnp.tanh(x["of_mod"][h, q - k + 48])
+        if "table of all" in more:
+            found["score_mod"] = lambda s, b, h, q, k: s + jnp.tanh(x["of_mod"][b, h, q - k + 48])
+        if "operators" in more:
+            found["score_mod"] = lambda s, b, h, q, k: s + 0.1 * (b * 8 + h) * np.sin(q - k)
+        if "ids" in more:
+            found["mask_mod"] = lambda b, h, q, k: ids_of_batch[b, q] == ids_of_batch[b, k]
         if "documents" in more:
             found["mask_mod"] = lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
         return found
-    mask = {"mask": jax.random.normal(keys[5], (2, 1, 48, 48)) > -1} if "mask" in more else {}
-    dout = jax.random.normal(keys[4], (2, 48, 8, 24))
+    mask = {"mask": jax.random.normal(keys[5], (batch, 1, 48, 48)) > -1} if "mask" in more else {}
+    dout = jax.random.normal(keys[4], (batch, 48, 8, head_dim_v))
 
     def loss(x):
         out, lse = attention(**functions(x), **mask, **options, return_lse=True)
@@ -107,14 +136,14 @@ for name, (strategy, layout, heads_kv, more, options) in json.loads(sys.argv[1])
     def order(n, y, back=False):
         if layout != "zigzag" or n == "of_mod" or (n in ("bias", "mask") and y.shape[2] == 1):
             return y
-        return zigzag(y, 4, 2 if n in ("bias", "mask") else 1, back=back)
+        return zigzag(y, ranks, 2 if n in ("bias", "mask") else 1, back=back)
 
     def spec(n, y):
         if n == "of_mod":
             return P()
         if n in ("bias", "mask"):
-            return P(None, None, "s" if y.shape[2] > 1 else None, None)
-        return P(None, "s", None, None)
+            return P(*(axis if size > 1 else None for axis, size in zip("dms", y.shape)))
+        return P("d", "s", "m")
 
     def sharded(x, mask, dout):
         def local(x, mask, dout):
@@ -123,7 +152,7 @@ for name, (strategy, layout, heads_kv, more, options) in json.loads(sys.argv[1])
                 **places
             )
             total = (out * dout).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
-            return jax.lax.psum(total, "s"), out
+            return jax.lax.psum(total, ("d", "m", "s")), out
         specs = tuple({n: spec(n, y) for n, y in g.items()} for g in (x, mask)) + (spec("q", dout),)
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), spec("q", dout)))(x, mask, dout)
 
@@ -142,6 +171,25 @@ for name, (strategy, layout, heads_kv, more, options) in json.loads(sys.argv[1])
                 )({n: x[n] for n in "qkv"})
             except ValueError as error:
                 assert "places: 'device', but" in str(error), error
+            else:
+                raise AssertionError(f"{wrong} was taken")
+    if name == "both beside":
+        of_b = {"score_mod": lambda s, b, h, q, k: s + b}
+        of_shard = {"mask_mod": lambda b, h, q, k: b * 0 + q >= k, "batch_axis": "d", "heads_axis": "s"}
+        wrongs = (
+            ({"dropout_p": 0.5, "rng": 1}, "rng: q, k or v are sharded over 'd', 'm'"),
+            ({"dropout_p": 0.5, "rng": 1, "batch_axis": "d"}, "rng: q, k or v are sharded over 'm'"),
+            (of_b, "indices of the device"), ({**of_b, "heads_axis": "m"}, "sharded over 'd', and"),
+            (of_shard, "An axis of the mesh shares one thing"), ({"batch_axis": ("d", "d")}, "shares one thing"),
+        )
+        for wrong, words in wrongs:
+            try:
+                jax.shard_map(
+                    lambda y: context_parallel_attention(**y, **wrong, axis_name="s"), mesh=mesh,
+                    in_specs=({n: spec(n, x[n]) for n in "qkv"},), out_specs=spec("q", dout),
+                )({n: x[n] for n in "qkv"})
+            except ValueError as error:
+                assert words in str(error), error
             else:
                 raise AssertionError(f"{wrong} was taken")
     (found, out_s), grads = jax.jit(jax.value_and_grad(sharded, has_aux=True))(*moved, order("q", dout))
