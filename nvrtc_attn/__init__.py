@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from .front.part import Part
     from .modifiers.blocks import block_mask
+    from .modifiers.cuda_function import cuda_function
     from .modifiers.modifier import Modifier
     from .modifiers.proxy import where
     from .modifiers.trace import trace
@@ -41,6 +42,7 @@ __all__ = [
     "attention_forward",
     "backward_workspace_bytes",
     "block_mask",
+    "cuda_function",
     "dropout_keep_mask",
     "forward_workspace_bytes",
     "to_device",
@@ -51,6 +53,7 @@ __all__ = [
 _MODULES = {
     "to_device": "runtime.buffers",
     "block_mask": "modifiers.blocks",
+    "cuda_function": "modifiers.cuda_function",
     "Modifier": "modifiers.modifier",
     "Part": "front.part",
     "trace": "modifiers.trace",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+import nvrtc_attn
 
 Array = npt.NDArray[Any]
 
@@ -48,6 +50,24 @@ def _t5_bucket(distance: Any) -> Any:
     far = near + (np.log(np.maximum(size, 1) / near) / np.log(128 / near) * near).astype(np.int32)
     bucket = np.where(size < near, size, np.minimum(far, 15))
     return bucket + np.where(distance > 0, 16, 0)
+
+
+BENT: Final = nvrtc_attn.cuda_function(
+    "float bent(float x, float slope, int distance)",
+    "float far = slope * abs(distance);\nreturn x / (1.0f + fabsf(x)) + far;",
+    derivatives={"x": "float y = 1.0f + fabsf(x); return 1.0f / (y * y);", "slope": "return float(abs(distance));"},
+    numpy=lambda x, slope, distance: x / (1 + np.abs(x)) + slope * np.abs(distance),
+    numpy_derivatives={
+        "x": lambda x, slope, distance: 1 / (1 + np.abs(x)) ** 2 + 0 * slope,
+        "slope": lambda x, slope, distance: np.abs(distance) + 0 * x,
+    },
+)
+"""A function in C++, and one that is a mask by itself."""
+STRIPES: Final = nvrtc_attn.cuda_function(
+    "bool stripes(int b, int h, int q, int k)",
+    "if (q == k) { return true; }\nreturn (q + k + h) % 4 != 1 && k <= q + 9;",
+    numpy=lambda b, h, q, k: (q == k) | (((q + k + h) % 4 != 1) & (k <= q + 9)),
+)
 
 
 def named_cases() -> list[ModifierCase]:
@@ -110,6 +130,11 @@ def named_cases() -> list[ModifierCase]:
             "array twice", score(lambda a, s, b, h, q, k: s + a["x"][q % 3] * s + a["x"][k % 3]),
             lambda n, rng: {"x": _floats(3, rng=rng)}, ("x",),
         ),
+        ModifierCase(
+            "cuda function", score(lambda a, s, b, h, q, k: BENT(s, a["slopes"][h], q - k) * 0.5),
+            lambda n, rng: {"slopes": _floats(n[1], rng=rng)}, ("slopes",),
+        ),
+        ModifierCase("cuda mask", lambda a: (None, STRIPES)),
         ModifierCase("masked by score", score(lambda a, s, b, h, q, k: np.where((q >= k) & (k % 3 != 1), s, -np.inf))),
         ModifierCase("causal", mask(lambda a, b, h, q, k: q >= k)),
         ModifierCase("window", mask(lambda a, b, h, q, k: (q - k <= width) & (k <= q + 2))),

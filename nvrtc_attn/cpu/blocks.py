@@ -132,8 +132,8 @@ class Plan:
     def scores(
         self, piece: Piece, q_rows: Array, k: Array, i0: int, i1: int, j0: int, j1: int
     ) -> tuple[Array, Array | None, Values | None]:
-        """Masked scores ``[batches, key heads, group, i1 - i0, j1 - j0]``, the slope of the softcap or of the modifier,
-        and the modifier's values.
+        """Masked scores ``[batches, key heads, group, i1 - i0, j1 - j0]``, the slope of the softcap, and the modifier's
+        values, its slope among them.
 
         ``S = softcap(scale * q . k) + bias``, and -inf where a mask drops the key, by selection. The slope is
         ``d softcap(s) / ds = 1 - tanh(s / c)**2``. A modifier takes the place of the softcap.
@@ -145,7 +145,6 @@ class Plan:
         if self.modifier is not None:
             values = self.modifier.values(self._positions(piece, s, i0, i1, j0, j1), self.dtype)
             if self.modifier.score is not None:
-                slope = np.broadcast_to(values(self.modifier.slope), s.shape)
                 s = np.broadcast_to(values(self.modifier.score), s.shape).astype(self.dtype)  # a copy of its own
         if self.softcap:
             s /= self.dtype.type(self.softcap)

@@ -327,6 +327,8 @@ def _backward_piece(
                 dbias[plan.operand_index(dbias, piece, i0, i1, j0, j1)] += per_head.sum(reduced, keepdims=True)
             if plan.modifier is not None and values is not None and capture_grads:
                 plan.modifier.add_gradients(values, ds, capture_grads)
+            if plan.modifier is not None and values is not None and plan.modifier.score is not None:
+                slope = values(plan.modifier.slope)
             if slope is not None:
                 ds *= slope
                 np.copyto(ds, 0, where=p == 0)

@@ -16,6 +16,7 @@ from ..base.log import log_once
 from ..front.operands import OPERANDS
 from ..front.problem import LIKE_Q, AttentionProblem
 from ..jit.config import HopperBackwardConfig, HopperForwardConfig
+from ..modifiers.derivative import check_derivatives
 from .common import is_float32
 from .spec import BackwardPlanSpec, ForwardPlanSpec, label
 
@@ -99,6 +100,8 @@ def choose_backward(
     from . import portable_backward
 
     _check_part(problem)
+    if problem.modifier is not None:
+        check_derivatives(problem.modifier.score, problem.trained)
     whole = problem.as_whole()
     if whole is not None:
         target: dict[str, Any] = {"arch": arch, "smem_limit": smem_limit, "backend": backend}

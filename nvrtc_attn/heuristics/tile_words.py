@@ -227,7 +227,7 @@ product and a sum."""
 
 def is_same_everywhere(mask: Node) -> bool:
     """Whether any kernel that computes a condition decides the same: nothing in it is rounded."""
-    return all(x.kind != "float" or x.op in _EXACT for x in walk([mask]))
+    return all(x.op != "call" and (x.kind != "float" or x.op in _EXACT) for x in walk([mask]))
 
 
 def may_have_bits(problem: AttentionProblem) -> bool:

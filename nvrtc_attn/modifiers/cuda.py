@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import DTYPES
 from ..base.errors import TraceError, UnsupportedError
+from .calls import definitions, text_of
 from .derivative import ZERO, derivatives
 from .diagonals import diagonals, is_diagonal, sum_of, takes_long
 from .graph import COMPARISONS, INPUTS, ROUNDING, SCORE, Node, make, number, walk
@@ -29,7 +30,7 @@ _WORD_BYTES: Final = 8 * 33
 MAX_ORDERED_BYTES: Final = 1 << 30
 _QUICK: Final = "quick"
 """Value of a division that need not be rounded to the nearest."""
-_STEPS: Final = (*ROUNDING, *COMPARISONS, "floordiv", "mod", "int", "bool", "sign")
+_STEPS: Final = (*ROUNDING, *COMPARISONS, "floordiv", "mod", "int", "bool", "sign", "call")
 _MAX_LIGHT: Final = 12
 """Operations of a score that the widest tiles have registers for."""
 _MAX_FACTOR: Final = 1 << 10
@@ -89,6 +90,7 @@ def cuda_source(
     lines = [
         f"// ModifierBlock: {size} bytes",
         "namespace nvrtc_attn {",
+        *definitions(roots),
         "struct alignas(8) ModifierBlock {",
         *(f"  {kind} {name};" for kind, name in block),
         "};",
@@ -522,6 +524,8 @@ class _Text:
         names = [self.name(x, inside=inside) for x in node.args]
         if node.op == "load":
             return self._load(node, names)
+        if node.op == "call":
+            return f"{text_of(node.value).symbol}({', '.join(names)})"
         if node.op == "abs":
             return f"fabsf({names[0]})" if node.kind == "float" else f"abs({names[0]})"
         if node.op == "not":

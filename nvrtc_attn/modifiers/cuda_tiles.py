@@ -116,6 +116,8 @@ def _expression(node: Node, names: dict[Node, str], text: _Text) -> str:
             f"range_in_box({_UNKNOWN[node.kind]}, i{names[node]}, "
             f"[&](int const (&at)[{len(node.args)}]) {{ return {element}; }})"
         )
+    if node.op == "call":
+        return _UNKNOWN[node.kind]
     args = [names[x] for x in node.args]
     if node.kind == "bool" and node.op in _OF_BOOLEANS:
         return f"{_OF_BOOLEANS[node.op]}({', '.join(args)})"

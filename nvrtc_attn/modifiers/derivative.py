@@ -6,10 +6,13 @@ operand. Steps (rounding, ``//``, comparisons, casts of integers) have none.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Final
 
+from ..base.errors import UnsupportedError
+from .calls import derivative_rule, text_of
 from .graph import SCORE, Node, make, number, walk
 
 _Rule = Callable[[Node, Node], tuple[Node | None, ...]]
@@ -80,6 +83,7 @@ RULES: Final[dict[str, _Rule]] = {
     "sigmoid": _unary(lambda node, x: make("mul", node, make("sub", _f(1), node))),
     "sin": _unary(lambda node, x: make("cos", x)),
     "cos": _unary(lambda node, x: make("neg", make("sin", x))),
+    "call": derivative_rule,
     "erf": _unary(lambda node, x: make("mul", _f(2 / math.sqrt(math.pi)), make("exp", make("neg", make("mul", x, x))))),
     **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign", "floordiv", "float", "int", "bool"), _none),
 }
@@ -112,3 +116,28 @@ def _matters(node: Node) -> bool:
 def slope(root: Node) -> Node:
     """D root / d score."""
     return derivatives(root).get(SCORE, ZERO)
+
+
+@functools.lru_cache(maxsize=1024)
+def missing_derivatives(score: Node, trained: tuple[int, ...]) -> tuple[str, ...]:
+    """The derivatives that a backward pass needs and nobody wrote: with respect to the score, and trained arrays."""
+    wanted = [d for x, d in derivatives(score).items() if x == SCORE or x.value in trained]
+    return tuple(
+        dict.fromkeys(text_of(x.value).name for x in walk(wanted) if x.op == "call" and text_of(x.value).body is None)
+    )
+
+
+def check_derivatives(score: Node | None, trained: tuple[int, ...]) -> None:
+    """Refuse a backward pass without the derivatives that it needs.
+
+    Raises
+    ------
+    UnsupportedError
+        The message names them.
+    """
+    missing = () if score is None else missing_derivatives(score, trained)
+    if missing:
+        raise UnsupportedError(
+            f"score_mod: {', '.join(missing)} is needed for the backward pass, and nvrtc_attn.cuda_function got no "
+            f"such body. Pass it in derivatives=."
+        )

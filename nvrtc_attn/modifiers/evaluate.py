@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from .calls import on_host
 from .derivative import ZERO, derivatives
 from .graph import INPUTS, SCORE, Node, walk
 from .modifier import Modifier
@@ -83,7 +84,10 @@ class Values:
             return self._load(node)
         if node.op in ("float", "int", "bool"):
             return self._known[node.args[0]].astype(self._type_of(node))
-        result: Array = np.asarray(FUNCTIONS[node.op](*(self._known[x] for x in node.args)))
+        args = [self._known[x] for x in node.args]
+        if node.op == "call":
+            return np.asarray(on_host(node.value)(*args)).astype(self._type_of(node))
+        result: Array = np.asarray(FUNCTIONS[node.op](*args))
         return result
 
     def _load(self, node: Node) -> Array:

@@ -70,7 +70,8 @@ OPERATIONS: Final = (
     *FLOAT_UNARY, *ROUNDING, *SAME_UNARY, *ARITHMETIC, *COMPARISONS, *LOGIC, "not", "div", "pow", "shl", "shr", "where",
     "float", "int", "bool",
 )  # fmt: skip
-"""All but the leaves: inputs, ``number``, ``param``, and ``load``, an element of a captured array."""
+"""All but the leaves (inputs, ``number``, ``param``, and ``load``, an element of a captured array) and ``call``, of a
+function that the user wrote in C++ (`cuda_function`)."""
 
 _FOLD: Final[dict[str, Callable[..., Any]]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "neg": operator.neg,

@@ -240,6 +240,8 @@ def _marked(low: Array, high: Array) -> Range:
 
 def combine(node: Node, args: list[Range]) -> Range:
     """The range of an operation from those of its operands."""
+    if node.op == "call":
+        return Range(*_anything(node, np.broadcast_shapes(*(x.low.shape for x in args))))
     if node.op == "where":
         return _where(node, *args)
     if node.op in ("lt", "le", "gt", "ge", "eq", "ne"):

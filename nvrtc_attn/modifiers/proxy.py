@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from ..base.errors import TraceError, shown
+from .calls import text_of
 from .graph import FLOAT_UNARY, ROUNDING, SAME_UNARY, Kind, Node, constant, detached, dtype_of, load, make, number
 
 _KINDS: Final[dict[str, Kind]] = {
@@ -501,6 +502,8 @@ def kind_of_dtype(target: Any) -> Kind | None:
 
 
 _INDEXING: Final = ("__getitem__", "getitem")
+REPLAYED: Final = "cuda_function"
+"""The name of the call of a `cuda_function` in the script of a compiled program."""
 _READ_ONLY: Final = ("__get__",)
 
 
@@ -518,6 +521,8 @@ def torch_function(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 def called_by_name(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The function of torch, or of Python's operators, that has a name."""
+    if name == REPLAYED:
+        return called(recording, bytes.fromhex(args[0]).decode(), args[1:])
     if name in _INDEXING:
         array, index = args
         return array[index] if isinstance(array, Proxy | Captured) else recording.index(array, (), index)
@@ -527,6 +532,21 @@ def called_by_name(recording: Recording, name: str, args: tuple[Any, ...], kwarg
             return _call(recording, _OPERATORS[plain[1:]], (args[1], args[0]), {})
         name = _OPERATORS.get(plain, plain)
     return _call(recording, name.rstrip("_") if name in ("where_", "clamp_") else name, args, kwargs)
+
+
+def called(recording: Recording, value: str, args: tuple[Any, ...]) -> Proxy:
+    """The call of a function with anything that an operator may meet."""
+    recording.check_gradients()
+    text = text_of(value)
+    if len(args) != len(text.parameters):
+        raise TraceError(f"{text.name!r} takes {len(text.parameters)} arguments, and got {len(args)}.")
+    nodes = []
+    for (kind, name), x in zip(text.parameters, args, strict=True):
+        node = recording.node(x)
+        if node.kind == "float" and kind != "float":
+            raise TraceError(f"{name!r} of {text.name!r} is {kind}, and got a floating-point number: convert it.")
+        nodes.append(make(kind, node))
+    return Proxy(recording, Node("call", tuple(nodes), text.kind, value))
 
 
 def recording_of(args: Any) -> Recording | None:

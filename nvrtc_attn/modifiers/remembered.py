@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..base import tables
+from .cuda_function import CudaFunction
 from .graph import dtype_of
 from .modifier import Modifier
 from .proxy import is_array, is_host_scalar
@@ -84,6 +85,8 @@ class Facts:
             return type(x), tuple(self._of(y, depth + 1, operands) for y in x)
         if type(x) is dict:
             return dict, tuple((self._of(name, depth + 1), self._of(y, depth + 1, operands)) for name, y in x.items())
+        if type(x) is CudaFunction:
+            return x
         if isinstance(x, types.FunctionType):
             return x if _is_function_of_library(x) else self._of_function(x, depth, operands)
         if isinstance(x, types.ModuleType | type | types.BuiltinFunctionType | np.ufunc):
@@ -258,6 +261,8 @@ def _watch(facts: Facts, modifier: Modifier, places: tuple[int, ...]) -> None:
 def _check_of(x: Any, arrays: list[Any], open_functions: tuple[Any, ...]) -> _Check:
     """Of what `Facts` can tell, but scalars of NumPy's, and functions that call themselves."""
     cls = type(x)
+    if cls is CudaFunction:
+        return lambda y, _: y is x
     if x is None or cls in (bool, int, float, str):
         # Zeros have signs, and a NaN is not equal to itself: those are looked at by `Facts`.
         return lambda y, _: y is x or (y.__class__ is cls and y == x and bool(y))

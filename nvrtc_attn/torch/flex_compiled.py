@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..modifiers.modifier import Modifier
-from ..modifiers.proxy import METHODS
+from ..modifiers.proxy import METHODS, REPLAYED
 from ..modifiers.trace import numbers_of
 
 _NO_TEXT: Final = (
@@ -116,6 +116,10 @@ class ScriptValue:
     def written_where(self, condition: Any, a: Any, b: Any) -> ScriptValue:
         """`nvrtc_attn.where`."""
         return self.script.call("where", (condition, a, b), {})
+
+    def written_call(self, function: str, args: tuple[Any, ...]) -> ScriptValue:
+        """Of a `cuda_function`, which is in hexadecimal digits."""
+        return self.script.call(REPLAYED, (function, *args), {})
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -75,8 +75,10 @@ CASES = [
     ("sm_80", "relative bias", "float32", 256), ("sm_90", "relative bias", "float32", 256),
     ("sm_90", "t5", "float16", 64), ("sm_89", "relative bias", "float16", 64), ("sm_75", "both", "float16", 40),
     ("sm_120", "documents", "float16", 64), ("sm_100", "alibi", "float16", 192),
+    ("sm_90", "cuda function", "float16", 64), ("sm_90", "cuda mask", "float16", 128),
+    ("sm_80", "cuda function", "float32", 40), ("sm_75", "cuda mask", "float16", 64),
 ]  # fmt: skip
-ALWAYS = CASES[:2]
+ALWAYS = (*CASES[:2], CASES[7])
 
 
 @pytest.mark.parametrize(

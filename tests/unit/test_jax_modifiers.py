@@ -260,6 +260,20 @@ def test_what_cannot_be_traced_is_named(score_mod: Any, message: str) -> None:
         attention(*arrays(), score_mod=score_mod)
 
 
+def test_functions_in_cpp_are_beside_operators_not_beside_jaxs() -> None:
+    square = nvrtc_attn.cuda_function(
+        "float square(float x)", "return x * x;", derivatives={"x": "return 2.0f * x;"}, numpy=np.square,
+        numpy_derivatives={"x": lambda x: 2 * x},
+    )  # fmt: skip
+    x = arrays()
+    found = jax.jit(jax.grad(lambda x: attention(*x, score_mod=lambda s, b, h, q, k: square(s) + SLOPES[h]).sum()))(x)
+    wanted = jax.grad(lambda x: dense(*x, lambda s, b, h, q, k: s * s + SLOPES[h]).sum())(x)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(nvrtc_attn.TraceError, match=r"'square' is called with .*Tracer.*not of jax.numpy"):
+        attention(*x, score_mod=lambda s, b, h, q, k: jnp.tanh(square(s)))
+
+
 def test_aux_without_functions() -> None:
     with pytest.raises(ValueError, match="aux"):
         attention(*arrays(), aux={"x": SLOPES})

@@ -24,6 +24,7 @@ from nvrtc_attn.heuristics import tile_words
 from nvrtc_attn.heuristics.spec import Launch
 from nvrtc_attn.heuristics.tile_words import words_of
 from nvrtc_attn.modifiers import cuda, cuda_tiles, evaluate, intervals
+from nvrtc_attn.modifiers.graph import walk
 from nvrtc_attn.modifiers.modifier import Modifier
 from nvrtc_attn.modifiers.trace import trace
 
@@ -106,7 +107,7 @@ def test_ranges_of_named_masks(case: ModifierCase) -> None:
         kept, full = of_tiles(exact, rows, columns)
         assert not (kept & ~some).any()
         assert not (every & ~full).any()
-        if (rows, columns) == (1, 1):
+        if (rows, columns) == (1, 1) and all(x.op != "call" for x in walk([modifier.valued[1]])):
             np.testing.assert_array_equal(some, exact)
             np.testing.assert_array_equal(every, exact)
     if case.name in EXACT and case in modifiers.sparse_cases():
