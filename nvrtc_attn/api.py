@@ -127,7 +127,7 @@ def attention(
         ``mask_mod(b, h, q, k)`` says whether the key is kept.
     aux
         Arrays by name that both functions take as one more argument: ``aux["slopes"][h]``. Of any shape and strides,
-        on q's device: bool, uint8, int32, int64, or floats of 16 to 64 bits.
+        on q's device: bool, uint8, int8, int16, int32, int64, or floats of 16 to 64 bits.
     return_lse
         Return (out, lse); lse is float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``), the natural log of the sum of
         ``exp(S)`` and of ``exp(sink)``; -inf for a row with no valid key, or the sink.
@@ -489,12 +489,15 @@ def dropout_keep_mask(shape: tuple[int, int, int, int], dropout_p: float, rng: t
 
 
 def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
-    """`describe`, and under ``NVRTC_ATTN_DEBUG`` the values of lengths that lie on the device."""
+    """`describe`, and under ``NVRTC_ATTN_DEBUG`` lengths and indices of captured arrays whose values the device has."""
     call = describe(q, k, v, **arguments)
-    if (call.problem.varlen or call.problem.seqused_k) and not call.on_cpu and env.debug():
-        from .plans.debug import check_device_lengths
+    lengths = call.problem.varlen or call.problem.seqused_k
+    if (lengths or call.captures) and not call.on_cpu and env.debug():
+        from .plans import debug
 
-        check_device_lengths(call)
+        if lengths:
+            debug.check_device_lengths(call)
+        debug.check_device_indices(call)
     return call
 
 

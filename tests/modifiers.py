@@ -352,7 +352,7 @@ def random_mask(seed: int) -> ModifierCase:
 def _wide_integer(rng: np.random.Generator, depth: int) -> str:
     leaves = (
         "b", "h", "q", "q", "k", "k", "n0", "n1", "3", "17", "ids_q[q]", "ids_k[k]", "lengths[b]", "reach[h]",
-        "short[q]", "short[abs(q - k)]", "bytes[b, (q // 8 + k // 8) % 6]", "short[ids_q[q]]",
+        "short[q]", "short[abs(q - k)]", "bytes[b, (q // 8 + k // 8) % 6].astype(np.int32)", "short[ids_q[q]]",
     )  # fmt: skip
     if depth == 0 or rng.random() < 0.25:
         return _pick(rng, leaves)

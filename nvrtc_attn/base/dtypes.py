@@ -29,6 +29,8 @@ DTYPES: Final[dict[str, DType]] = {
         DType("float64", 8, (2, 64), "double"),
         DType("bool", 1, (6, 8), "bool"),
         DType("uint8", 1, (1, 8), "unsigned char"),
+        DType("int8", 1, (0, 8), "signed char"),
+        DType("int16", 2, (0, 16), "short"),
         DType("int32", 4, (0, 32), "int"),
         DType("int64", 8, (0, 64), "long long"),
         DType("uint64", 8, (1, 64), "unsigned long long"),

@@ -60,7 +60,12 @@ VARIABLES: Final = (
         "an absolute path",
         "directory for precompiled headers, while a compiler process lives: faster compiles of many kernels",
     ),
-    Variable("NVRTC_ATTN_DEBUG", "0", _BOOLEAN, "check values that live on the device (synchronises)"),
+    Variable(
+        "NVRTC_ATTN_DEBUG",
+        "0",
+        _BOOLEAN,
+        "check values that live on the device (synchronises): lengths, and indices of arrays that functions captured",
+    ),
 )
 _BY_NAME: Final = {variable.name: variable for variable in VARIABLES}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -13,6 +14,9 @@ from ..front.operands import GRADIENTS, OPTIONAL_INPUTS
 from ..front.philox import NO_RNG
 from ..front.tensors import TensorView, as_numpy, bfloat16_to_float32, float32_to_bfloat16
 from ..modifiers.evaluate import HostModifier
+from ..modifiers.graph import make, walk
+from ..modifiers.intervals import is_inside
+from ..modifiers.modifier import Modifier
 from . import reference
 
 
@@ -48,21 +52,54 @@ def backward(call: Call, views: Mapping[str, TensorView], rng: Any, daux: Sequen
             _write(view, values)
 
 
+def check_indices(call: Call, read: Callable[[TensorView], np.ndarray[Any, Any]]) -> None:
+    """Refuse an index beyond a captured array, at a pair of query and key that is kept. ``read`` gives a host array.
+
+    Of indices that a range of them cannot prove; not of those that depend on the score.
+    """
+    modifier = call.modifier
+    if modifier is None:
+        return
+    problem, captures = call.problem, [read(x) for x in call.captures]
+    score, mask = modifier.valued
+    sizes = problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
+    loads = [x for x in walk([x for x in (score, mask) if x is not None]) if x.op == "load" and x.args]
+    unproven = [x for x in loads if "score" not in x.depends and not is_inside(x, captures, sizes)]
+    if not unproven:
+        return
+    # What is read has no meaning here, and its comparison with itself is a finite number.
+    compared = [make("float", make("ne", x, x)) for x in unproven]
+    probe = Modifier.of(functools.reduce(lambda a, b: make("add", a, b), compared), mask, call.captures)
+    used = [captures[[y is x for y in call.captures].index(True)] for x in probe.captures]
+    q, k = (np.broadcast_to(np.float32(0), (*call.tensors[name].shape[:3], 0)) for name in "qk")
+    options: dict[str, Any] = {
+        name: read(x) for name, x in call.tensors.items() if name in OPTIONAL_INPUTS and name not in ("bias", "sink")
+    }
+    reference.attention_forward(q, k, k, **_settings(call), **options, modifier=HostModifier(probe, used))
+
+
 def _options(call: Call, rng: Any) -> dict[str, Any]:
-    options = call.options
     problem = call.problem
     state = call.rng_state(rng) if problem.dropout_p > 0 else NO_RNG
     modifier = None if call.modifier is None else HostModifier(call.modifier, [_read(x) for x in call.captures])
     return {
         **{name: _read(x) for name, x in call.tensors.items() if name in OPTIONAL_INPUTS},
+        **_settings(call),
         "modifier": modifier,
-        "causal": options.causal,
-        "window_size": tuple(map(_bound, options.window_size or (None, None))),
         "softmax_scale": problem.softmax_scale,
         "softcap": problem.softcap,
         "dropout_p": problem.dropout_p,
         "seed": state.seed,
         "offset": state.offset,
+    }
+
+
+def _settings(call: Call) -> dict[str, Any]:
+    """Of which keys a row sees."""
+    options, problem = call.options, call.problem
+    return {
+        "causal": options.causal,
+        "window_size": tuple(map(_bound, options.window_size or (None, None))),
         "max_seqlen_q": problem.seqlen_q if problem.varlen else None,
         "max_seqlen_k": problem.seqlen_k if problem.varlen else None,
         "part": options.part,

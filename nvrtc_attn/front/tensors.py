@@ -219,8 +219,7 @@ def _view_torch(t: Any, name: str, stream: int | None, writable: bool) -> Tensor
     if t.requires_grad and torch.module.is_grad_enabled():
         raise ValueError(
             f"{name}: requires_grad is True, and this function records no gradient. Pass {name}.detach(), call "
-            f"it under torch.no_grad(), or use nvrtc_attn.torch.attention, which is differentiable, as is "
-            f"nvrtc_attn.torch.flex_attention, which takes score_mod and mask_mod."
+            f"it under torch.no_grad(), or use nvrtc_attn.torch.attention, which is differentiable."
         )
     dtype = torch.dtypes.get(t.dtype)
     if dtype is None:

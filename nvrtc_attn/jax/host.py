@@ -77,8 +77,8 @@ class _Frame(_Base):
 Memory = tuple[int, tuple[int, ...], str]
 """Address, shape and element type of one buffer."""
 _DTYPES: Final = {
-    1: "bool", 4: "int32", 5: "int64", 6: "uint8", 8: "uint32", 9: "uint64", 10: "float16", 11: "float32",
-    12: "float64", 16: "bfloat16",
+    1: "bool", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "uint8", 8: "uint32", 9: "uint64", 10: "float16",
+    11: "float32", 12: "float64", 16: "bfloat16",
 }  # fmt: skip
 _Handler: Final = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
 _handlers: list[Any] = []  # XLA keeps their addresses for good

@@ -83,6 +83,7 @@ RULES: Final[dict[str, _Rule]] = {
     "sigmoid": _unary(lambda node, x: make("mul", node, make("sub", _f(1), node))),
     "sin": _unary(lambda node, x: make("cos", x)),
     "cos": _unary(lambda node, x: make("neg", make("sin", x))),
+    "atan": _unary(lambda node, x: make("div", _f(1), make("add", _f(1), make("mul", x, x)))),
     "call": derivative_rule,
     "erf": _unary(lambda node, x: make("mul", _f(2 / math.sqrt(math.pi)), make("exp", make("neg", make("mul", x, x))))),
     **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign", "floordiv", "float", "int", "bool"), _none),

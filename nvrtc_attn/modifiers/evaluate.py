@@ -20,7 +20,8 @@ _erf: Final = np.vectorize(math.erf, otypes=[np.float64])
 
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log1p": np.log1p,
-    "sqrt": np.sqrt, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "floor": np.floor, "ceil": np.ceil,
+    "sqrt": np.sqrt, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "atan": np.arctan, "floor": np.floor,
+    "ceil": np.ceil,
     "round": np.rint, "trunc": np.trunc, "neg": np.negative, "abs": np.abs, "sign": np.sign, "add": np.add,
     "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": np.floor_divide, "mod": np.mod,
     "minimum": np.minimum, "maximum": np.maximum, "pow": np.power, "lt": np.less, "le": np.less_equal,

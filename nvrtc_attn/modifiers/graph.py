@@ -59,7 +59,8 @@ POSITION_NODES: Final = tuple(Node(name, kind="int") for name in POSITIONS)
 
 # What an operation makes of its operands' kinds.
 FLOAT_UNARY: Final = (
-    "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf",
+    "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "atan",
+    "erf",
 )  # fmt: skip
 ROUNDING: Final = ("floor", "ceil", "round", "trunc")
 SAME_UNARY: Final = ("neg", "abs", "sign")

@@ -33,7 +33,7 @@ MAX_BOX: Final = 64
 _INT: Final = (-(2.0**31), 2.0**31 - 1)
 _MONOTONE: Final = {"exp": (-np.inf, 0), "exp2": (-np.inf, 0), "expm1": (-np.inf, 1), "log": (0.0, 1), "log2": (0.0, 1),
                     "log1p": (-1.0, 1), "sqrt": (0.0, 0), "tanh": (-np.inf, 1), "sigmoid": (-np.inf, 0),
-                    "erf": (-np.inf, 1)}  # fmt: skip
+                    "atan": (-np.inf, 1), "erf": (-np.inf, 1)}  # fmt: skip
 """Growing functions: below which number they are not defined, and whether their error is absolute."""
 
 
@@ -137,6 +137,24 @@ def decide(
     with np.errstate(all="ignore"):
         found = tiles(mask)
     return np.broadcast_to(found.high > 0, shape), np.broadcast_to(found.low > 0, shape)
+
+
+def is_inside(load: Node, captures: Sequence[Array], sizes: Sequence[int]) -> bool:
+    """Whether ranges prove that an index is within its array for all of ``sizes`` batch entries, heads, rows and keys.
+
+    Whatever is masked; the index does not depend on the score.
+    """
+    batch, heads, rows, keys = sizes
+    if 0 in sizes:
+        return True
+    b, h = np.arange(batch).reshape(-1, 1, 1, 1), np.arange(heads).reshape(1, -1, 1, 1)
+    tiles = _Tiles(captures, b, h, np.zeros(1, np.int64), rows, np.zeros(1, np.int64), keys)
+    with np.errstate(all="ignore"):
+        found = [tiles(x) for x in load.args]
+    return all(
+        bool(x.low.min() >= 0) and bool(x.high.max() < size)
+        for x, size in zip(found, captures[load.value].shape, strict=True)
+    )
 
 
 class _Tiles:

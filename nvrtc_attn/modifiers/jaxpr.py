@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import TraceError
+from .functions import FUNCTIONS, WRAPPING
 from .graph import POSITIONS, Node, constant, detached, make, number
 from .proxy import Recording, is_array, kind_of_dtype
 
@@ -22,7 +23,7 @@ _PLAIN: Final = {
     "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne", "and": "and", "or": "or", "xor": "xor", "not": "not",
     "neg": "neg", "abs": "abs", "sign": "sign", "exp": "exp", "exp2": "exp2", "expm1": "expm1", "log": "log",
     "log1p": "log1p", "sqrt": "sqrt", "rsqrt": "rsqrt", "tanh": "tanh", "logistic": "sigmoid", "sin": "sin",
-    "cos": "cos", "erf": "erf", "floor": "floor", "ceil": "ceil", "pow": "pow", "shift_left": "shl",
+    "cos": "cos", "atan": "atan", "erf": "erf", "floor": "floor", "ceil": "ceil", "pow": "pow", "shift_left": "shl",
     "shift_right_arithmetic": "shr",
 }  # fmt: skip
 _CALLS: Final = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint",
@@ -152,12 +153,15 @@ def _equation(equation: Any, values: list[Any], recording: Recording) -> list[An
         return nodes
     if name == "stop_gradient":
         return [detached(x) for x in nodes]
+    if name in WRAPPING or name == "integer_pow":
+        recording.check_width(nodes)
     if name in _PLAIN:
         return [make(_PLAIN[name], *nodes)]
     special = _SPECIAL.get(name)
     if special is None:
         raise TraceError(f"{name!r} is not possible in a modifier, which works on one score.")
-    return [special(params, *nodes)]
+    found = special(params, *nodes)
+    return [recording.widened(found) if name == "convert_element_type" else found]
 
 
 def _is_of_jax(jaxpr: Any) -> bool:
@@ -300,5 +304,6 @@ _SPECIAL: Final[dict[str, Callable[..., Node]]] = {
     "square": lambda params, x: make("mul", x, x),
     "clamp": lambda params, low, x, high: make("minimum", make("maximum", x, low), high),
     "round": _round,
-    "is_finite": lambda params, x: make("lt", make("abs", x), number(math.inf)),
+    **{name: lambda params, *nodes, to=name: FUNCTIONS[to](*nodes) for name in ("tan", "sinh", "cosh", "erfc")},
+    "is_finite": lambda params, x: FUNCTIONS["isfinite"](x),
 }

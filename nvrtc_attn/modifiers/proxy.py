@@ -7,22 +7,25 @@ that the function captured becomes an operand of the kernel when it is indexed w
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from ..base.errors import TraceError, shown
 from .calls import text_of
-from .graph import FLOAT_UNARY, ROUNDING, SAME_UNARY, Kind, Node, constant, detached, dtype_of, load, make, number
+from .functions import FUNCTIONS, KEYWORDS, NEEDED, PARAMETERS, WRAPPING
+from .graph import Kind, Node, constant, detached, dtype_of, load, make, number
 
 _KINDS: Final[dict[str, Kind]] = {
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float", "bool": "bool", "uint8": "int",
-    "int32": "int", "int64": "int",
+    "int8": "int", "int16": "int", "int32": "int", "int64": "int",
 }  # fmt: skip
+_NARROW: Final = ("uint8", "int8", "int16")
+_OPEN: Final = slice(None)
+"""In the index of a captured array: a dim that is not indexed yet."""
 
 
 def _grad_enabled() -> bool:
@@ -62,8 +65,8 @@ class Recording:
                 "its own, whose backward would not be called. x.detach() stops the gradient of one number."
             )
 
-    def node(self, x: Any) -> Node:
-        """The node of anything that an operator may meet.
+    def node(self, x: Any, *, index: bool = False) -> Node:
+        """The node of anything that an operator may meet, or the index of an array, where no number simplifies.
 
         Raises
         ------
@@ -80,7 +83,8 @@ class Recording:
             x = x.item()
         if isinstance(x, bool | int | float):
             # What is no literal, and not one of the numbers that simplify, is given at run time: no recompile.
-            if isinstance(x, bool) or (type(x).__name__, x) in self._literals or x in (0, 1, -1) or not _ordinary(x):
+            simplifies = isinstance(x, bool) or (x in (0, 1, -1) and not index)
+            if simplifies or (type(x).__name__, x) in self._literals or not _ordinary(x):
                 return number(x)
             self._slots += 1
             return Node("param", kind="int" if isinstance(x, int) else "float", value=(self._slots - 1, x))
@@ -100,7 +104,7 @@ class Recording:
             raise TraceError(f"a captured array has dtype {name}; accepted are {', '.join(_KINDS)}.")
         nodes = []
         for size, x in zip(array.shape, index, strict=True):
-            node = self.node(x)
+            node = self.node(x, index=True)
             if node.kind == "float":
                 raise TraceError("a captured array is indexed with a floating-point number: convert it to an integer.")
             known = constant(node)
@@ -109,7 +113,8 @@ class Recording:
                     raise TraceError(
                         f"index {known} of a captured array of shape {tuple(array.shape)} is out of range."
                     )
-                node = number(int(known) % size)
+                if known < 0:  # a number of this call is one of every other call, too: of another layer, say
+                    node = make("add", node, number(size))
             nodes.append(node)
         slot = self._by_id.get(id(array))
         if slot is None:
@@ -118,16 +123,49 @@ class Recording:
         return load(slot, _KINDS[name], nodes)
 
     def index(self, array: Any, before: tuple[Any, ...], index: Any) -> Any:
-        """``array[before][index]`` where a proxy is among the indices."""
-        whole = (*before, *(index if isinstance(index, tuple) else (index,)))
-        for x in whole:
-            if x is None or x is Ellipsis or isinstance(x, slice):
+        """``array[before][index]`` where a proxy is among the indices; ``before`` has `_OPEN` for dims without one."""
+        given = index if isinstance(index, tuple) else (index,)
+        whole = list(before or (_OPEN,) * array.ndim)
+        left = [axis for axis, x in enumerate(whole) if x is _OPEN]
+        if any(x is Ellipsis for x in given):
+            at = [x is Ellipsis for x in given].index(True)
+            given = (*given[:at], *((_OPEN,) * (len(left) - len(given) + 1)), *given[at + 1 :])
+        for x in given:
+            if x is None or x is Ellipsis or (isinstance(x, slice) and x != _OPEN):
                 raise TraceError(f"index {shown(x)} of a captured array: an index must name one element.")
-        if len(whole) > array.ndim:
-            raise TraceError(f"{len(whole)} indices of a captured array of shape {tuple(array.shape)}.")
-        if len(whole) < array.ndim:
-            return Captured(self, array, whole)
-        return Proxy(self, self.element(array, whole))
+        if len(given) > len(left):
+            raise TraceError(f"{len(given)} indices of a captured array of shape {tuple(array.shape)}.")
+        for axis, x in zip(left, given, strict=False):
+            whole[axis] = _OPEN if isinstance(x, slice) else x
+        if _OPEN in [x for x in whole if isinstance(x, slice)]:
+            return Captured(self, array, tuple(whole))
+        return Proxy(self, self.element(array, tuple(whole)))
+
+    def unary(self, op: str, x: Node) -> Proxy:
+        if op in WRAPPING:
+            self.check_width((x,))
+        return Proxy(self, make(op, x))
+
+    def check_width(self, nodes: Iterable[Node]) -> None:
+        """Refuse what wraps around in arrays of 8 and 16 bits, and does not in the int32 of a modifier."""
+        kinds = [x for x in nodes if x.kind != "bool"]
+        narrow = [x for x in kinds if self._is_narrow(x)]
+        if narrow and all(x in narrow or (x.kind == "int" and constant(x) is not None) for x in kinds):
+            raise TraceError(
+                "arithmetic of elements of 8 or 16 bits wraps around at their ends, and a modifier computes in int32: "
+                "convert them first, by .int() or .astype(np.int32), one of them here or the array outside."
+            )
+
+    def widened(self, node: Node) -> Node:
+        """What was converted to int32: arithmetic of it is that of int32 in every library."""
+        return Node("int", (node,), "int") if self._is_narrow(node) else node
+
+    def _is_narrow(self, node: Node) -> bool:
+        if node.op == "load":
+            return dtype_of(self.captures[node.value]) in _NARROW
+        if node.op == "where":
+            return any(map(self._is_narrow, node.args[1:]))
+        return node.op in ("minimum", "maximum") and any(map(self._is_narrow, node.args))
 
 
 def is_host_scalar(x: Any) -> bool:
@@ -166,16 +204,18 @@ class Captured:
         return Captured(self._recording, self._array[index])  # no proxy in it: done once, by the framework
 
     def element(self) -> Node:
-        if self._index or self._array.ndim:
+        if self._array.ndim:
+            given = len(self._index) - len(self.shape) if self._index else 0
             raise TraceError(
-                f"{len(self._index)} of the {self._array.ndim} indices of a captured array of shape "
+                f"{given} of the {self._array.ndim} indices of a captured array of shape "
                 f"{tuple(self._array.shape)} are given. Index every dim: a modifier works on one score."
             )
         return self._recording.element(self._array, ())
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self._array.shape)[len(self._index) :]
+        sizes = tuple(self._array.shape)
+        return tuple(n for n, x in zip(sizes, self._index, strict=True) if x is _OPEN) if self._index else sizes
 
     @property
     def ndim(self) -> int:
@@ -215,6 +255,8 @@ class Proxy:
             return lambda *args, **kwargs: _method(self, name, args, kwargs)
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "dtype":  # for torch.finfo(score.dtype).min, x.to(score.dtype)
+            return dtype_of_kind(self.node.kind)
         if name == "device":  # to make a number on: `x.new_ones((), device=x.device)`
             return None
         raise TraceError(f"{name!r} is not possible in a modifier, which works on one score.")
@@ -272,6 +314,8 @@ def _binary(op: str, reflected: bool) -> Callable[[Proxy, Any], Proxy]:
         recording = self._recording
         recording.check_gradients()
         a, b = self.node, recording.node(other)
+        if op in WRAPPING:
+            recording.check_width((a, b))
         return Proxy(recording, make(op, b, a) if reflected else make(op, a, b))
 
     return method
@@ -287,7 +331,7 @@ for _name, _op in _OPERATORS.items():
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Proxy, f"__{_name}__", _binary(_name, False))
 for _name, _op in (("neg", "neg"), ("abs", "abs"), ("invert", "not")):
-    setattr(Proxy, f"__{_name}__", lambda self, op=_op: Proxy(self._recording, make(op, self.node)))
+    setattr(Proxy, f"__{_name}__", lambda self, op=_op: self._recording.unary(op, self.node))
 # A partly indexed array takes part in arithmetic only to be refused, and one without dims as its element.
 for _name in (*(f"__{x}__" for x in _OPERATORS), *(f"__r{x}__" for x in _OPERATORS), "__lt__", "__le__", "__gt__",
               "__ge__", "__eq__", "__ne__", "__neg__", "__abs__", "__invert__"):  # fmt: skip
@@ -301,76 +345,22 @@ for _name in (*(f"__{x}__" for x in _OPERATORS), *(f"__r{x}__" for x in _OPERATO
 # ----------------------------------------------------------------------------------------- functions of the frameworks
 
 
-def _clamp(x: Node, low: Node | None = None, high: Node | None = None) -> Node:
-    if low is not None:
-        x = make("maximum", x, low)
-    return x if high is None else make("minimum", x, high)
-
-
-def _softplus(x: Node) -> Node:
-    return make("add", make("maximum", x, number(0.0)), make("log1p", make("exp", make("neg", make("abs", x)))))
-
-
-def _rounded(x: Node, decimals: Node | None = None) -> Node:
-    if decimals is not None and constant(decimals) != 0:
-        raise TraceError("'round' to decimals is not possible in a modifier: multiply, round and divide.")
-    return make("round", x)
-
-
-_KEYWORDS: Final = {
-    "input": "x", "self": "x", "a": "x", "x1": "x", "other": "b", "x2": "b", "y": "b", "exponent": "b",
-    "a_min": "low", "a_max": "high", "min": "low", "max": "high", "mask": "condition",
-}  # fmt: skip
-"""What the frameworks call the parameters of `_FUNCTIONS`."""
-_FUNCTIONS: Final[dict[str, Callable[..., Node]]] = {
-    "where": lambda condition, x, b: make("where", condition, x, b),
-    "masked_fill": lambda x, condition, value: make("where", condition, value, x),
-    "round": _rounded,
-    "around": _rounded,
-    "clamp": _clamp,
-    "clip": _clamp,
-    "clamp_min": lambda x, low: _clamp(x, low),
-    "clamp_max": lambda x, high: _clamp(x, None, high),
-    "relu": lambda x: make("maximum", x, number(0)),
-    "square": lambda x: make("mul", x, x),
-    "reciprocal": lambda x: make("div", number(1.0), x),
-    "rsub": lambda x, b: make("sub", b, x),
-    "float": lambda x: make("float", x), "half": lambda x: make("float", x), "double": lambda x: make("float", x),
-    "int": lambda x: make("int", x), "long": lambda x: make("int", x), "bool": lambda x: make("bool", x),
-    "logical_not": lambda x: make("not", make("bool", x)),
-    "softplus": _softplus,
-    "silu": lambda x: make("mul", x, make("sigmoid", x)),
-}  # fmt: skip
-for _name in ("and", "or", "xor"):
-    _FUNCTIONS[f"logical_{_name}"] = lambda x, b, op=_name: make(op, make("bool", x), make("bool", b))
-# Names of NumPy, torch and of methods that mean one operation.
-_ALIASES: Final[dict[str, str]] = {
-    **{name: name for name in (
-        "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf",
-        "floor", "ceil", "round", "trunc", "abs", "sign", "add", "sub", "mul", "div", "mod", "minimum", "maximum",
-        "lt", "le", "gt", "ge", "eq", "ne", "pow", "neg",
-    )},
-    "absolute": "abs", "fabs": "abs", "negative": "neg", "rint": "round", "subtract": "sub", "multiply": "mul",
-    "divide": "div", "true_divide": "div", "truediv": "div", "floor_divide": "floordiv", "floordiv": "floordiv",
-    "remainder": "mod", "power": "pow", "float_power": "pow", "less": "lt", "less_equal": "le", "greater": "gt",
-    "greater_equal": "ge", "equal": "eq", "not_equal": "ne", "bitwise_and": "and", "bitwise_or": "or",
-    "bitwise_xor": "xor", "bitwise_not": "not", "invert": "not", "left_shift": "shl", "right_shift": "shr",
-    "bitwise_left_shift": "shl", "bitwise_right_shift": "shr", "lshift": "shl", "rshift": "shr", "and": "and",
-    "or": "or", "xor": "xor", "fmin": "minimum", "fmax": "maximum", "special_expit": "sigmoid",
-    "special_erf": "erf", "special_exp2": "exp2", "special_log1p": "log1p", "special_expm1": "expm1",
-}  # fmt: skip
-for _name, _op in _ALIASES.items():
-    if _op in (*FLOAT_UNARY, *ROUNDING, *SAME_UNARY, "not"):
-        _FUNCTIONS.setdefault(_name, lambda x, op=_op: make(op, x))
-    else:
-        _FUNCTIONS.setdefault(_name, lambda x, b, op=_op: make(op, x, b))
-_PARAMETERS: Final = {
-    name: tuple(x for x in inspect.signature(function).parameters if x != "op") for name, function in _FUNCTIONS.items()
-}
-"""Of each function, in their order."""
 _FILLED: Final = {"zeros": 0, "ones": 1}
 METHODS: Final = frozenset(
-    {*_FUNCTIONS, "new_zeros", "new_ones", "new_full", "to", "type", "astype", "clone", "contiguous", "detach", "item"}
+    {
+        *FUNCTIONS,
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "to",
+        "type",
+        "astype",
+        "type_as",
+        "clone",
+        "contiguous",
+        "detach",
+        "item",
+    }
 )
 _UNCHANGED: Final = ("clone", "contiguous")
 _DETACHED: Final = ("detach", "stop_gradient")
@@ -400,11 +390,13 @@ def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mappin
         return Proxy(recording, detached(recording.node(args[0])))
     if name.startswith("new_") or name.endswith("_like"):
         return _filled(recording, name, args, kwargs)
-    if name in ("to", "type", "astype"):
+    if name in ("to", "type", "astype", "type_as"):
         return _converted(recording, args, kwargs)
-    if name in ("max", "min") and len(args) == 2 and isinstance(args[1], Proxy):
+    if name in ("max", "min") and len(args) == 2 and isinstance(args[1], Proxy | Captured):
         name = f"{name}imum"
-    function = _FUNCTIONS.get(name)
+    if name == "gelu" and kwargs.get("approximate") == "tanh":
+        name = "gelu_tanh"
+    function = FUNCTIONS.get(name)
     if function is None:
         reason = "it is no function of one score"
         if any(word in name for word in _RANDOM):
@@ -413,11 +405,15 @@ def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mappin
             reason = "it changes or reduces a shape, and a modifier works on one score"
         raise TraceError(f"{name!r} is not possible in a modifier: {reason}.")
     given = _arguments(name, args, kwargs)
-    rounding, alpha = given.pop("rounding_mode", None), given.pop("alpha", None)
+    rounding = given.pop("rounding_mode", None)
+    alpha = None if "alpha" in PARAMETERS[name] else given.pop("alpha", None)
     if alpha is not None:
         scaled = "x" if name == "rsub" else "b"
         given[scaled] = _call(recording, "mul", (given[scaled], alpha), {})
-    found = Proxy(recording, function(**{key: recording.node(x) for key, x in given.items()}))
+    nodes = {key: recording.node(x) for key, x in given.items()}
+    if name in WRAPPING:
+        recording.check_width(nodes.values())
+    found = Proxy(recording, recording.widened(function(**nodes)) if name in ("int", "long") else function(**nodes))
     if rounding == "floor":
         return _call(recording, "floor_divide", (given["x"], given["b"]), {})
     return found if rounding is None else _call(recording, "trunc", (found,), {})
@@ -431,14 +427,16 @@ def _arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
     TraceError
         There are too many, one is given twice or missing, or it is an option that would be left out.
     """
-    names = _PARAMETERS[name]
+    names = PARAMETERS[name]
     given = dict(zip(names, args, strict=False))
     wrong = len(args) > len(names)
     for key, x in kwargs.items():
-        place = key if key in names else _KEYWORDS.get(key, key)
+        place = key if key in names else KEYWORDS.get(key, key)
         if place not in names:
             if x is None or x is False:
                 continue  # out=None, inplace=False
+            if name.startswith("gelu") and key == "approximate" and x in ("none", "tanh"):
+                continue
             known = (key == "alpha" and name in ("add", "sub", "subtract", "rsub")) or (
                 key == "rounding_mode" and name in ("div", "divide") and x in ("floor", "trunc")
             )
@@ -447,8 +445,7 @@ def _arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
             wrong = True
         given[place] = x
     given = {key: x for key, x in given.items() if x is not None}
-    needed = [x for x in names if x not in ("low", "high", "decimals")]
-    if wrong or any(x not in given for x in needed):
+    if wrong or any(x not in given for x in NEEDED[name]):
         raise TraceError(
             f"{name!r} with {len(args)} arguments and {sorted(kwargs) or 'no'} options is not possible in a modifier; "
             f"it takes {', '.join(names)}."
@@ -479,7 +476,14 @@ def _converted(recording: Recording, args: tuple[Any, ...], kwargs: Mapping[str,
         kind = target.node.kind if isinstance(target, Proxy) else kind_of_dtype(target)
         if kind is not None:
             node = make(kind, node)
-    return Proxy(recording, node)
+    return Proxy(recording, recording.widened(node) if rest else node)
+
+
+def dtype_of_kind(kind: Kind) -> Any:
+    """The type that numbers of a kind are computed in: torch's where torch is there, otherwise NumPy's."""
+    name = {"float": "float32", "int": "int32", "bool": "bool"}[kind]
+    torch = sys.modules.get("torch")
+    return np.dtype(name) if torch is None else getattr(torch, name)
 
 
 def kind_of_dtype(target: Any) -> Kind | None:
@@ -496,7 +500,7 @@ def kind_of_dtype(target: Any) -> Kind | None:
     if name not in _KINDS:
         with contextlib.suppress(TypeError):
             name = np.dtype(name if type(target).__module__ == "torch" else target).name
-    if name.startswith(("float", "int", "uint", "complex")) and (name not in _KINDS or name == "uint8"):
+    if name.startswith(("float", "int", "uint", "complex")) and (name not in _KINDS or name in _NARROW):
         raise TraceError(f"a number is converted to {name}: what a modifier computes with is float32, int32 or bool.")
     return _KINDS.get(name)
 

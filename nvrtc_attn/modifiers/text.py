@@ -19,6 +19,8 @@ from .modifier import Modifier, Program
 from .proxy import Proxy, Recording, called_by_name
 from .trace import modifier_of
 
+_WHOLE: Final = {":": slice(None), "...": Ellipsis}
+"""Words of an index that stands for no element."""
 _POWERS: Final = ("__pow__", "pow", "power", "float_power")
 
 
@@ -92,6 +94,8 @@ def _replayed(
             return tuple([operand(y) for y in x])
         if not isinstance(x, str):
             return x
+        if x in _WHOLE:
+            return _WHOLE[x]
         return x[1:] if x[0] == "'" else lists[x[0]][int(x[1:])]
 
     try:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ..base.dtypes import DTYPES
+from ..cpu.attention import check_indices
 from ..front.call import Call
 from ..front.problem import check_lengths
 from ..front.tensors import TensorView
+from ..front.tensorview import span
 from ..runtime import driver
 
 
@@ -33,6 +38,33 @@ def check_device_lengths(call: Call) -> None:
     )  # fmt: skip
     if faults:
         raise ValueError("\n".join(faults))
+
+
+def check_device_indices(call: Call) -> None:
+    """Check the indices of the arrays that functions captured, at the pairs of query and key that are kept.
+
+    Without a range that proves them right, all of them are computed on the CPU, which takes its time. Indices that
+    depend on the score are not looked at.
+
+    Raises
+    ------
+    ValueError
+        One is out of range, where a kernel reads NaN, or 0 of integers.
+    """
+    check_indices(call, lambda x: _array(x, call.launch_stream))
+
+
+def _array(x: TensorView, stream: int) -> np.ndarray[Any, Any]:
+    """A copy on the host of an array of any strides, of bfloat16 its bits; waits for ``stream``."""
+    dtype = np.dtype("uint16" if x.dtype == "bfloat16" else x.dtype)
+    if 0 in x.shape:
+        return np.empty(x.shape, dtype)
+    first, end = span(x)
+    memory = np.frombuffer(driver.read_memory(first, end - first, x.device.index, stream), np.uint8)
+    begin = x.ptr - first
+    strides = [n * DTYPES[x.dtype].itemsize for n in x.strides]
+    found: np.ndarray[Any, Any] = np.ndarray(x.shape, dtype, memory, begin, strides)
+    return found
 
 
 def _to_host(x: TensorView, stream: int) -> np.ndarray:

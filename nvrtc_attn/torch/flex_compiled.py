@@ -60,6 +60,10 @@ class _Script:
             return "[" + ",".join([self.operand(y) for y in x]) + "]"
         if isinstance(x, (str, torch.dtype)):
             return f'"\'{x}"'
+        if x is Ellipsis:
+            return '"..."'
+        if isinstance(x, slice) and x.start is None and x.stop is None and x.step is None:
+            return '":"'
         if isinstance(x, np.ndarray):
             return self.operand(torch.from_numpy(x))
         return self.refuse("a value takes part that is no number and no tensor.").word
@@ -96,6 +100,8 @@ class ScriptValue:
             return _Method(self, name)
         if name == "device":
             return None
+        if name == "dtype" and self.word[0] == "$":  # of other numbers the kind is known where the text is read
+            return torch.float32 if self.word == "$0" else torch.int32
         return self.script.refuse(f"'{name}' is not possible in a modifier, which works on one score.")
 
     def __getitem__(self, index: Any) -> Any:

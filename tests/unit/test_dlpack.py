@@ -269,7 +269,7 @@ class TestHeader:
             ((12, 8), 1, "float8_e5m2"),
             ((17, 4), 1, "float4_e2m1fn"),
             ((5, 64), 1, "complex"),
-            ((0, 8), 1, "int .*code 0, 8 bits"),
+            ((0, 4), 1, "int .*code 0, 4 bits"),
             ((2, 8), 1, "float .*8 bits"),
             ((99, 16), 1, "unknown family .*code 99"),
         ],
@@ -281,7 +281,8 @@ class TestHeader:
         assert producer.deleted == 1
 
     @pytest.mark.parametrize(
-        ("dtype", "name"), [((4, 16), "bfloat16"), ((6, 8), "bool"), ((1, 8), "uint8"), ((0, 32), "int32")]
+        ("dtype", "name"),
+        [((4, 16), "bfloat16"), ((6, 8), "bool"), ((1, 8), "uint8"), ((0, 8), "int8"), ((0, 32), "int32")],
     )
     def test_accepted_element_types(self, dtype: tuple[int, int], name: str) -> None:
         assert view(Producer(dtype=dtype), "mask").dtype == name

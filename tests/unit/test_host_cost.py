@@ -348,6 +348,23 @@ def test_debugging_looks_at_the_lengths_of_repeated_calls(fake: Recorder, monkey
         assert len(looked) == expected
 
 
+def test_debugging_looks_at_the_indices_of_repeated_calls(fake: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with functions are not remembered then."""
+    looked: list[Any] = []
+    monkeypatch.setattr("nvrtc_attn.plans.debug.check_device_indices", looked.append)
+    monkeypatch.setenv("NVRTC_ATTN_DEBUG", "1")
+    table, values = torch.zeros(64), qkv()
+    heads_first = [x.transpose(1, 2) for x in values]
+    doors: tuple[Callable[[], object], ...] = (
+        lambda: na.attention(*values, score_mod=lambda s, b, h, q, k: s + table[k // 2]),
+        lambda: nvrtc_attn.attention(*values, score_mod=lambda s, b, h, q, k: s + table[k // 2]),
+        lambda: na.flex_attention(*heads_first, lambda s, b, h, q, k: s + table[k // 2]),
+    )
+    for count, door in enumerate((*doors, *doors, *doors), 1):
+        door()
+        assert len(looked) == count
+
+
 def timed() -> dict[str, Callable[[], object]]:
     plain, leaves = qkv(), qkv(grad="qkv")
     heads_first, first_leaves = tensors_of("sdpa"), tensors_of("sdpa", "qkv")

@@ -60,6 +60,7 @@ def dense(q: Any, k: Any, v: Any, score_mod: Any = None, mask_mod: Any = None) -
     return jnp.einsum("bhmn,bnhd->bmhd", p / jnp.where(total > 0, total, 1), v)
 
 
+SMALL = (jnp.arange(M + N) % 5).astype(jnp.int8)
 SCORES: dict[str, Callable[..., Any]] = {
     "operators": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
     "table": lambda s, b, h, q, k: s + TABLE[h, q - k + N],
@@ -80,6 +81,11 @@ SCORES: dict[str, Callable[..., Any]] = {
         s + jnp.floor_divide(q - k, 4) + (q - k) % 3 + jax.lax.rem(q - k, 5) + (q - k) ** 2 * 0.1
     ),
     "round": lambda s, b, h, q, k: s + 0.1 * jnp.round(s * 3) + jnp.floor(s) + jax.lax.select(q > k, s, s * 2.0),
+    "hyperbolic": lambda s, b, h, q, k: jnp.sinh(0.3 * s) + jnp.cosh(0.2 * s) + jnp.arctan(s) + jnp.tan(0.1 * s),
+    "activations": lambda s, b, h, q, k: jax.nn.gelu(s) + jax.nn.leaky_relu(s) + jax.nn.elu(s) + jax.nn.mish(s),
+    "of two": lambda s, b, h, q, k: jnp.logaddexp(s, 0.5 * s + k) + jnp.hypot(s, q + 1.0) + jnp.fmod(s, 0.75),
+    "finite": lambda s, b, h, q, k: jnp.where(jnp.isfinite(s / k), s, 0.5) + jax.scipy.special.erfc(s),
+    "small integers": lambda s, b, h, q, k: s * SMALL[k] + jnp.where(SMALL[q] > 2, SMALL[q].astype(int) - 3, 0),
     "negative index": lambda s, b, h, q, k: s + jnp.asarray(TABLE)[h, -1 - k],
 }  # fmt: skip
 MASKS: dict[str, Callable[..., Any]] = {
@@ -258,6 +264,16 @@ def test_a_softcap_and_a_band_become_options() -> None:
 def test_what_cannot_be_traced_is_named(score_mod: Any, message: str) -> None:
     with pytest.raises(nvrtc_attn.TraceError, match=message):
         attention(*arrays(), score_mod=score_mod)
+
+
+def test_what_wraps_around_in_small_integers_is_refused() -> None:
+    for score_mod in (
+        lambda s, b, h, q, k: s + (SMALL[q] - SMALL[k]),
+        lambda s, b, h, q, k: s * jnp.square(SMALL[k]),
+        lambda s, b, h, q, k: s + (SMALL[q] + 1),
+    ):
+        with pytest.raises(nvrtc_attn.TraceError, match="wraps around at their ends"):
+            attention(*arrays(), score_mod=score_mod)
 
 
 def test_functions_in_cpp_are_beside_operators_not_beside_jaxs() -> None:

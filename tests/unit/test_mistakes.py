@@ -102,12 +102,6 @@ def test_a_mistake_is_explained(function: Callable[..., Any], given: dict[str, A
     assert not [words for words in said if words not in str(refused.value)], refused.value
 
 
-def test_functions_of_a_score_are_another_function_of_the_torch_adapter() -> None:
-    adapter = pytest.importorskip("nvrtc_attn.torch")
-    with pytest.raises(TypeError, match=r"'mask_mod'\. For torch tensors, nvrtc_attn\.torch\.flex_attention"):
-        adapter.attention(*map(adapter.eager.torch.from_numpy, (Q, K, V)), mask_mod=lambda b, h, i, j: i >= j)
-
-
 def test_arguments_like_none_get_no_suggestion() -> None:
     with pytest.raises(TypeError, match=r"'xyz'\. See help\(nvrtc_attn\.attention\)\.$"):
         attention(xyz=1)

@@ -29,6 +29,17 @@ NUMPY: dict[str, Function] = {
     "divmod": lambda x, b, h, q, k: x + divmod(q, 3)[0] - divmod(20, k)[1],
     "where": lambda x, b, h, q, k: np.where(q > k, x, -2.0),
     "logical_xor": lambda x, b, h, q, k: x + np.logical_xor(q > k, h > 1),
+    "fmod": lambda x, b, h, q, k: np.fmod(x, 0.75) + np.fmod(q - k, 3),
+    "tan, arctan": lambda x, b, h, q, k: np.tan(x) + np.arctan(x * q),
+    "sinh, cosh": lambda x, b, h, q, k: np.sinh(x) + np.cosh(x - q),
+    "log10": lambda x, b, h, q, k: np.log10(abs(x) + q),
+    "hypot": lambda x, b, h, q, k: np.hypot(x, q),
+    "logaddexp": lambda x, b, h, q, k: np.logaddexp(x, -x) + np.logaddexp2(x, k),
+    "copysign": lambda x, b, h, q, k: np.copysign(x, q - k) + np.copysign(x, x * -0.0),
+    "isnan": lambda x, b, h, q, k: x + np.isnan(x / 0 * 0) + np.isinf(x / 0) + np.isfinite(x) + np.isnan(q),
+    "nan_to_num": lambda x, b, h, q, k: (
+        x + np.nan_to_num(x / 0 * 0, nan=3.0) + np.nan_to_num(x / 0, posinf=2, neginf=1)
+    ),
 }
 
 
@@ -71,7 +82,55 @@ def traced(function: Function, x: float, *places: int) -> float:
 @pytest.mark.parametrize("name", NUMPY)
 def test_functions_of_numpy(name: str) -> None:
     for place in PLACES:
-        assert traced(NUMPY[name], *place) == pytest.approx(float(NUMPY[name](*given(*place))), rel=1e-6), place
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found, wanted = traced(NUMPY[name], *place), float(NUMPY[name](*given(*place)))
+        assert found == pytest.approx(wanted, rel=1e-6), place
+
+
+NUMBERS = [-100.0, -6.0, -3.0, -2.4, -1.0, -0.5, -0.0, 0.0, 0.25, 0.5, 1.0, 1.7, 2.5, 3.5, 6.0, 90.0]
+
+
+def torch_activations() -> dict[str, Function]:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    f = torch.nn.functional
+    return {
+        "relu": f.relu, "relu6": f.relu6, "hardtanh": f.hardtanh, "hardtanh(-2, 3)": lambda x: f.hardtanh(x, -2.0, 3.0),
+        "hardsigmoid": f.hardsigmoid, "leaky_relu": f.leaky_relu, "leaky_relu(0.3)": lambda x: f.leaky_relu(x, 0.3),
+        "elu": f.elu, "elu(alpha)": lambda x: f.elu(x, alpha=0.5), "gelu": f.gelu, "mish": f.mish, "silu": f.silu,
+        "gelu(tanh)": lambda x: f.gelu(x, approximate="tanh"), "softsign": f.softsign, "tanhshrink": f.tanhshrink,
+        "softplus": f.softplus, "softplus(beta)": lambda x: f.softplus(x, beta=2.0), "logsigmoid": f.logsigmoid,
+        "softplus(2, 20)": lambda x: f.softplus(x, 2.0, 20.0), "threshold": lambda x: f.threshold(x, 0.5, -1.0),
+        "fmod": lambda x: torch.fmod(x, 2.0), "frac": lambda x: torch.frac(x) * x, "atan": torch.atan,
+        "tan": lambda x: torch.tan(x * 0.1), "sinh": lambda x: torch.sinh(x * 0.1), "cosh": torch.cosh,
+        "erfc": torch.erfc, "special.erfc": torch.special.erfc, "log10": lambda x: torch.log10(x * x + 1.0),
+        "hypot": lambda x: torch.hypot(x, x * 0.5 + 1), "lerp": lambda x: torch.lerp(x, x * x, 0.3),
+        "addcmul": lambda x: torch.addcmul(x, x, x, value=0.5), "addcdiv": lambda x: torch.addcdiv(x, x, x + 0.3),
+        "logaddexp": lambda x: torch.logaddexp(x, x * 0), "logaddexp(x, x)": lambda x: torch.logaddexp(x, x),
+        "logaddexp2": lambda x: torch.logaddexp2(x, x * 0.5), "copysign": lambda x: torch.copysign(x * x, x),
+        "nan_to_num": lambda x: torch.nan_to_num(x), "sgn": lambda x: x * torch.sgn(x),
+        "isfinite": lambda x: torch.where(torch.isfinite(x) & ~torch.isnan(x), x, torch.finfo(x.dtype).min),
+        "type_as": lambda x: (x > 0).type_as(x) + (x < 1).to(x.dtype) * x,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(41))
+def test_activations_of_torch_and_their_derivatives(index: int) -> None:
+    """In float64, also where they bend: there the derivative is torch's."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    activations = torch_activations()
+    assert len(activations) == 41
+    name, function = list(activations.items())[index]
+    wide = torch.tensor(NUMBERS, dtype=torch.float64, requires_grad=True)
+    wanted = function(wide)
+    (derivative,) = torch.autograd.grad(wanted.sum(), wide)
+    score, _ = nvrtc_attn.trace(lambda x, b, h, q, k: function(x)).valued
+    values = Values({"score": np.array(NUMBERS)}, [], np.dtype(np.float64))
+    with np.errstate(all="ignore"):
+        found = [np.broadcast_to(values(x), wide.shape) for x in (score, slope(score))]
+    if name == "isfinite":  # the type of a score is float32
+        wanted = wanted.float().double()
+    for a, b in zip(found, (wanted, derivative), strict=True):
+        np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-7, atol=1e-7, err_msg=name)
 
 
 @pytest.mark.parametrize("index", range(18))
@@ -107,6 +166,59 @@ def test_types_of_torch_that_wrap_around_are_refused() -> None:
     for dtype in (torch.int16, torch.int8, torch.uint8):
         with pytest.raises(TraceError, match="what a modifier computes with is float32, int32 or bool"):
             nvrtc_attn.trace(lambda x, b, h, q, k, dtype=dtype: x.to(dtype))
+
+
+NARROW = np.array([3, 200, 255, 0, 7, 1, 9, 250], np.uint8)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, b, h, q, k: x + (NARROW[q] - NARROW[k]),
+        lambda x, b, h, q, k: x + (NARROW[q] - 1),
+        lambda x, b, h, q, k: x + ~NARROW[q],
+        lambda x, b, h, q, k: x + np.maximum(NARROW[q], NARROW[k]) * 2,
+        lambda x, b, h, q, k: x + np.square(NARROW[q]),
+        lambda x, b, h, q, k: x + (-NARROW[q]),
+        lambda x, b, h, q, k: x + np.subtract(np.where(q > k, NARROW[q], 3), 7),
+    ],
+)
+def test_what_wraps_around_in_small_integers_is_refused(function: Function) -> None:
+    with pytest.raises(TraceError, match="wraps around at their ends"):
+        nvrtc_attn.trace(function)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16"])
+def test_small_integers(dtype: str) -> None:
+    """As indices, conditions, and beside what is wider."""
+    numbers = (np.arange(8) * 29 % 101).astype(dtype)
+
+    def function(x: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        wide = numbers[q].astype(np.int32) - numbers[k]
+        return x * numbers[q] + np.where(numbers[q] > numbers[k], wide, numbers[k] - q) + numbers[numbers[h] // 101]
+
+    modifier = nvrtc_attn.trace(function)
+    assert modifier.program.captures == ((dtype, 1),)
+    for place in PLACES:
+        names = {"score": np.array([place[0]]), **{n: np.array([i]) for n, i in zip("bhqk", place[1:], strict=True)}}
+        found = Values(names, modifier.captures, np.dtype(np.float64))(modifier.valued[0])
+        assert found == pytest.approx(float(function(*(np.float64(place[0]), *map(np.int64, place[1:])))))
+
+
+def test_indices_that_leave_dims_open() -> None:
+    table = np.arange(4 * 5 * 8, dtype=np.float32).reshape(4, 5, 8)
+    whole = nvrtc_attn.trace(lambda x, b, h, q, k: x + table[h, b, q]).program
+    for function in (
+        lambda x, b, h, q, k: x + table[h, :][b, q], lambda x, b, h, q, k: x + table[..., q][h, b],
+        lambda x, b, h, q, k: x + table[:, b][h][q], lambda x, b, h, q, k: x + table[h, ..., q][b],
+        lambda x, b, h, q, k: x + table[:][h, b][..., q],
+    ):  # fmt: skip
+        assert nvrtc_attn.trace(function).program == whole
+    for wrong in (slice(1, 3), slice(None, None, 2), None):
+        with pytest.raises(TraceError, match="an index must name one element"):
+            nvrtc_attn.trace(lambda x, b, h, q, k, wrong=wrong: x + table[h, wrong, q][b])
+    with pytest.raises(TraceError, match=r"2 of the 3 indices of a captured array of shape \(4, 5, 8\) are given"):
+        nvrtc_attn.trace(lambda x, b, h, q, k: x + table[h, :, q])
 
 
 def test_rules_of_gradients_that_would_be_left_out_are_refused() -> None:

@@ -11,7 +11,8 @@ from modifiers import Array, ModifierCase
 
 import nvrtc_attn
 from nvrtc_attn.cpu import reference
-from nvrtc_attn.modifiers import derivative, evaluate, graph, proxy
+from nvrtc_attn.modifiers import derivative, evaluate, graph
+from nvrtc_attn.modifiers import functions as of_libraries
 from nvrtc_attn.modifiers.evaluate import HostModifier
 from nvrtc_attn.modifiers.trace import trace
 
@@ -178,7 +179,7 @@ def chained(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         (chained, "branch on a value"),
         (lambda s, b, h, q, k: s + TABLE, r"captured array of shape \(3, 4\)|is used as a whole|indices of a captured"),
         (lambda s, b, h, q, k: s + TABLE[h], "1 of the 2 indices"),
-        (lambda s, b, h, q, k: s + TABLE[h, :], "must name one element"),
+        (lambda s, b, h, q, k: s + TABLE[h, 1:], "must name one element"),
         (lambda s, b, h, q, k: s + TABLE[h, k, q], "3 indices of a captured array"),
         (lambda s, b, h, q, k: s + TABLE[h, s], "floating-point number"),
         (lambda s, b, h, q, k: s + TABLE[h, 4], "out of range"),
@@ -314,6 +315,24 @@ def test_captured_numbers_and_arrays_do_not_change_the_program() -> None:
     assert "0.25" not in repr(first.program)
 
 
+def test_a_captured_index_is_an_operand() -> None:
+    """The layer of a stacked table, and one that counts from the end: kernels are those of the first layer."""
+    table = np.arange(5 * 4 * 19, dtype=np.float32).reshape(5, 4, 19)
+
+    def layer(n: int) -> nvrtc_attn.Modifier:
+        return nvrtc_attn.trace(lambda s, b, h, q, k: s + table[n, h, q - k + 9])
+
+    assert len({layer(n).program for n in range(5)}) == 1
+    assert len({layer(n).program for n in (-1, -3, -5)}) == 1
+    at = {"score": np.zeros(1), **{name: np.array([i]) for name, i in zip("bhqk", (0, 2, 3, 1), strict=True)}}
+    for n in (0, 1, 4, -1, -5):
+        modifier = layer(n)
+        assert evaluate.Values(at, modifier.captures, np.dtype(np.float64))(modifier.valued[0]) == table[n, 2, 11]
+    for n in (5, -6):
+        with pytest.raises(nvrtc_attn.TraceError, match=f"index {n} of a captured array of shape .* is out of range"):
+            layer(n)
+
+
 def test_constants_are_folded() -> None:
     def program(function: Any) -> Any:
         return trace(function).program.score
@@ -356,7 +375,7 @@ def test_each_derivative_by_finite_differences(op: str) -> None:
 
 
 def test_the_tables_of_functions_name_operations() -> None:
-    assert set(proxy._ALIASES.values()) <= set(graph.OPERATIONS)
+    assert set(of_libraries._ALIASES.values()) <= set(graph.OPERATIONS)
 
 
 # ------------------------------------------------------------------------------------------------ canonical modifiers

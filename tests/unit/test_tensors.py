@@ -129,9 +129,7 @@ class TestNumpy:
             view(x, "out", writable=True)
 
     @pytest.mark.reliability(3)
-    @pytest.mark.parametrize(
-        "dtype", ["complex64", "int8", "int16", "uint16", "float128", "datetime64[s]", "U3", ">f4"]
-    )
+    @pytest.mark.parametrize("dtype", ["complex64", "uint16", "uint32", "float128", "datetime64[s]", "U3", ">f4"])
     def test_refused_dtypes(self, dtype: str) -> None:
         with pytest.raises(UnsupportedError, match=r"^q: dtype .* Accepted: float16, bfloat16, float32"):
             view(np.zeros(3, dtype), "q")
@@ -213,7 +211,7 @@ class TestTorch:
     def test_requires_grad(self) -> None:
         torch = _torch()
         for t in (torch.zeros(2, 3, requires_grad=True), torch.nn.Parameter(torch.zeros(2, 3))):
-            with pytest.raises(ValueError, match=r"^v: requires_grad.*v\.detach\(\).*torch\.flex_attention"):
+            with pytest.raises(ValueError, match=r"^v: requires_grad.*v\.detach\(\).*torch\.attention"):
                 view(t, "v")
             assert view(t.detach(), "v").ptr == t.data_ptr()
             with torch.no_grad():  # no gradient can be lost here
@@ -234,7 +232,7 @@ class TestTorch:
     @pytest.mark.reliability(3)
     def test_refused_dtypes(self) -> None:
         torch = _torch()
-        for dtype in (torch.int8, torch.int16, torch.complex64, torch.float8_e4m3fn):
+        for dtype in (torch.uint16, torch.complex64, torch.float8_e4m3fn):
             with pytest.raises(UnsupportedError, match=f"^q: dtype {dtype} .*float16, bfloat16, float32"):
                 view(torch.zeros(3, dtype=dtype), "q")
 
@@ -430,8 +428,8 @@ class TestCupy:
 
     @pytest.mark.reliability(3, 12, 54)
     def test_refusals(self, cupy: Any) -> None:
-        with pytest.raises(UnsupportedError, match=r"^q: dtype int8"):
-            view(cupy.ndarray((2,), (1,), np.int8), "q")
+        with pytest.raises(UnsupportedError, match=r"^q: dtype uint16"):
+            view(cupy.ndarray((2,), (2,), np.uint16), "q")
         assert view(cupy.ndarray((2,), (-2,), np.float16), "q", writable=True).strides == (-1,)
         cupy.cuda.runtime.is_hip = True
         with pytest.raises(ValueError, match=r"^q: .*ROCm"):

@@ -392,6 +392,27 @@ def operands() -> tuple[Any, ...]:
     return (*modified.plain_arguments(q, k, v, None, False), [table, offsets], script, [M, 2], [0.7])
 
 
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "slices": lambda s, b, h, q, k: s + TABLE[:, h][q - k + N] + TABLE[k, ...][h],
+    "type of a score": lambda s, b, h, q, k: torch.where(q >= k, s, torch.finfo(s.dtype).min) + (q - k).to(s.dtype),
+    "type_as": lambda s, b, h, q, k: s + (q - k).type_as(s) * 0.1,
+    "gelu": lambda s, b, h, q, k: torch.nn.functional.gelu(s, approximate="tanh") + torch.nn.functional.gelu(s),
+    "softplus": lambda s, b, h, q, k: torch.nn.functional.softplus(s, beta=2.0) + torch.nn.functional.logsigmoid(s),
+    "leaky_relu": lambda s, b, h, q, k: torch.nn.functional.leaky_relu(s, 0.1) * torch.nn.functional.silu(s),
+    "elu": lambda s, b, h, q, k: torch.nn.functional.elu(s, alpha=0.5) + torch.nn.functional.hardtanh(s),
+    "atan": lambda s, b, h, q, k: torch.atan(s) + torch.fmod(s, 2.0) + torch.hypot(s, s + 1),
+    "lerp": lambda s, b, h, q, k: torch.lerp(s, s * s, 0.3) + torch.addcmul(s, s, s, value=0.5),
+    "logaddexp": lambda s, b, h, q, k: torch.logaddexp(s, -s) + torch.nan_to_num(s) * torch.isfinite(s),
+    "int16": lambda s, b, h, q, k: s * SHORT[k] + SHORT[q].int() - SHORT[k],
+}
+SHORT = torch.arange(M + N).to(torch.int16)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_torch(name: str) -> None:
+    same(compiled(flex_attention)(*tensors(), FUNCTIONS[name]), flex_attention(*tensors(), FUNCTIONS[name]))
+
+
 def test_opcheck() -> None:
     given = operands()
     torch.library.opcheck(modified.modified_forward, given)
