@@ -310,6 +310,7 @@ def _install(level: str, keys: tuple[str, ...]) -> torch.library.Library:
             functions |= {(name, key): _composite_below, (name, f"Autograd{key}"): _composite}
             functions[name, "FuncTorchDynamicLayerFrontMode"] = partial(_composite_transformed, keys)
     library = replace_kernels(functions)
+    _forget_kernels(level)
     if level == _ALL:
         _tag_caches(lambda tag: tag + _CACHE_TAG)
     return library
@@ -317,8 +318,18 @@ def _install(level: str, keys: tuple[str, ...]) -> torch.library.Library:
 
 def _uninstall(level: str) -> None:
     _libraries.pop(level)._destroy()
+    _forget_kernels(level)
     if level == _ALL:
         _tag_caches(lambda tag: tag.replace(_CACHE_TAG, ""))
+
+
+def _forget_kernels(level: str) -> None:
+    """torch.compile traces with Python's dispatcher, which remembers for each operator where its keys led.
+
+    It is not told of kernels that come or go: a call traced before the switch would be traced as then for ever.
+    """
+    for name in _OPERATORS if level == _EFFICIENT else ("scaled_dot_product_attention",):
+        getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
 def _tag_caches(change: Callable[[str], str]) -> None:

@@ -309,10 +309,12 @@ def test_gradients_of_captures_are_reproducible_on_request(name: str, head_dim: 
                 torch.empty(tuple(x.shape), device=DEVICE) if i in modifier.differentiable else None
                 for i, x in enumerate(modifier.captures)
             ]
-            api.backward_allocating(
-                dout, q, k, v, out, lse, *gradients, dlse=None, score_mod=modifier, daux=daux, softmax_scale=None,
-                deterministic=True,
-            )  # fmt: skip
+            options = {"score_mod": modifier, "deterministic": True}
+            size = nvrtc_attn.backward_workspace_bytes(q, k, v, daux=daux, **options)
+            workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+            nvrtc_attn.attention_backward(
+                dout, q, k, v, out, lse, *gradients, daux=daux, workspace=workspace, **options
+            )
             found.append([*gradients, *(x for x in daux if x is not None)])
     assert all(torch.equal(x, y) for more in found[1:] for x, y in zip(found[0], more, strict=True))
 
@@ -378,10 +380,12 @@ def test_hopper_by_distance_is_what_it_is_by_score(head_dim: int, monkeypatch: p
                 out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
                 gradients = [torch.full_like(x, float("nan")) for x in (q, k, v)]
                 daux = [torch.full(tuple(values.shape), float("nan"), device=DEVICE)]
-                api.backward_allocating(
-                    dout, q, k, v, out, lse, *gradients, dlse=None, score_mod=modifier, daux=daux, softmax_scale=None,
-                    deterministic=True,
-                )  # fmt: skip
+                options = {"score_mod": modifier, "deterministic": True}
+                size = nvrtc_attn.backward_workspace_bytes(q, k, v, daux=daux, **options)
+                workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+                nvrtc_attn.attention_backward(
+                    dout, q, k, v, out, lse, *gradients, daux=daux, workspace=workspace, **options
+                )
             found.append([out, lse, *gradients])
         assert not bool(torch.isfinite(found[0][0]).all())
         assert bool(torch.isfinite(found[0][0]).any())

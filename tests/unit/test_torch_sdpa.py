@@ -521,8 +521,8 @@ def test_modules_of_torch_train_the_same(kind: str, compiled: bool) -> None:
 
 @needs_get_kernel
 @pytest.mark.usefixtures("counted")
-def test_a_compiled_program_holds_the_operator() -> None:
-    torch._dynamo.reset()
+def test_a_compiled_program_holds_the_operator_while_the_switch_is_on() -> None:
+    """Whatever was compiled before: what torch remembered of the operator is forgotten with each turn of the switch."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -530,10 +530,17 @@ def test_a_compiled_program_holds_the_operator() -> None:
 
         return aot_autograd(fw_compiler=lambda g, _: (graphs.append(g), g)[1])(graph, inputs)
 
-    q, k, v = (x.float() for x in tensors((1, 4, 5, 8), *((1, 4, 7, 8),) * 2))
-    with on_cpu(all=True):
+    def holds_the_operator() -> bool:
+        torch._dynamo.reset()
+        graphs.clear()
         torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend=backend)(q, k, v)
-    assert ops.attention_forward in {node.target for graph in graphs for node in graph.graph.nodes}
+        return ops.attention_forward in {node.target for graph in graphs for node in graph.graph.nodes}
+
+    q, k, v = (x.float() for x in tensors((1, 4, 5, 8), *((1, 4, 7, 8),) * 2))
+    for _ in range(2):
+        assert not holds_the_operator()
+        with on_cpu(all=True):
+            assert holds_the_operator()
 
 
 # ------------------------------------------------------------------------------------ the registry of flash attention
