@@ -100,6 +100,7 @@ def context_parallel_attention(
     places: str = "auto",
     bias: Any = None,
     mask: Any = None,
+    sink: Any = None,
     causal: Causal = False,
     window_size: WindowSize = (None, None),
     softmax_scale: float | None = None,
@@ -140,6 +141,8 @@ def context_parallel_attention(
         and ``mask_mod``. ``"auto"``: branches up to 8 devices, and where the other does not serve.
     bias, mask : ``[1|B, 1|H, 1|tokens, 1|Mk]``, optional
         This device's rows (or one), all keys of the whole. Only of ``"all_gather"``.
+    sink : float32 ``[H]``, optional
+        Of this device's heads, as in `nvrtc_attn.jax.attention`: the same on all devices of ``axis_name``.
     rng
         The same on all devices. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
 
@@ -147,8 +150,8 @@ def context_parallel_attention(
         The indices that they get are those of the whole, and so are the arrays that they captured, which every device
         has: arguments of `jax.shard_map` that are not sharded (``P()``), or constants. Their gradients are the whole's.
 
-    The others are those of `nvrtc_attn.jax.attention`. Differentiable once in q, k, v, bias, captured arrays and a
-    returned lse; what devices return of dk and dv is added up in float32.
+    The others are those of `nvrtc_attn.jax.attention`. Differentiable once in q, k, v, bias, sink, captured arrays and
+    a returned lse; what devices return of dk and dv is added up in float32.
 
     Raises
     ------
@@ -164,7 +167,7 @@ def context_parallel_attention(
         raise ValueError(f"places: got {shown(places)}. It is one of {PLACES}.")
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f"layout: got {shown(layout)}. It is 'zigzag' or 'contiguous'.")
-    given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
     operands = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
     for name in ("q", "k", "v"):
         if operands[name].ndim != 4:
@@ -360,6 +363,9 @@ def _ulysses(whole: _Whole, operands: dict[str, Any]) -> tuple[Any, Any]:
         x = jax.lax.all_to_all(operands[name], whole.axis, split_axis=2, concat_axis=1, tiled=True)
         swapped[name] = _in_order(x, chunks, 1)
     mine = heads // whole.ranks
+    if "sink" in operands:
+        first = jax.lax.axis_index(whole.axis) * mine
+        swapped["sink"] = jax.lax.dynamic_slice_in_dim(operands["sink"], first, mine)
     # Without dropout and modifiers it does not matter which heads they are.
     matters = whole.kind.options.dropout_p > 0 or whole.kind.program is not None
     places_of = [r * mine for r in range(whole.ranks)] if matters else [0]
@@ -444,7 +450,8 @@ def _rows_forward(whole: _Whole, rank: int | None, operands: dict[str, Any]) -> 
 
 def _zeros(kind: Kind, operands: dict[str, Any]) -> dict[str, Any]:
     """Of the gradients that a backward pass adds up, in float32."""
-    names = ("q", "k", "v", *(("bias",) if kind.options.dbias else ()), *(captured(kind)[i] for i in kind.trained))
+    asked = (name for name in ("bias", "sink") if getattr(kind.options, f"d{name}"))
+    names = ("q", "k", "v", *asked, *(captured(kind)[i] for i in kind.trained))
     axes = varies(*operands.values())
     return {name: as_varying(jnp.zeros(operands[name].shape, np.float32), axes) for name in names}
 
@@ -469,6 +476,8 @@ def _rows_backward(whole: _Whole, kind: Kind, rank: int | None, operands: dict[s
     total = _zeros(kind, operands)
     for of_call, values, at, keys in _calls(whole, kind, rank, operands):
         if keys[0] == keys[1]:
+            if "sink" in total and "dlse" in operands:  # whose lse the sink is alone
+                total["sink"] += operands["dlse"][:, :, at].sum((0, 2))
             continue
         for name, dim in (("out", 1), ("dout", 1), ("lse", 2), ("dlse", 2)):
             if name in operands:
@@ -530,12 +539,21 @@ def _ring_forward(whole: _Whole, operands: dict[str, Any]) -> list[Any]:
     batch, rows, heads, _ = q.shape
     out = as_varying(jnp.zeros((batch, rows, heads, operands["v"].shape[3]), np.float32), axes)
     lse = as_varying(jnp.full((batch, heads, rows), -jnp.inf, np.float32), axes)
-    going = dict(operands)
+    going = {name: x for name, x in operands.items() if name != "sink"}
     for step in range(whole.ranks):
         out, lse = _on_pairs(whole, step, partial(_pair_forward, whole), going | {"sum": out, "log": lse})
         if step + 1 < whole.ranks:
             going |= {name: _passed_on(whole, going[name]) for name in ("k", "v")}
+    if "sink" in operands:
+        total = jnp.logaddexp(lse, operands["sink"][:, None])
+        out *= _share(lse, total).swapaxes(1, 2)[..., None]
+        lse = total
     return [out.astype(q.dtype), lse]
+
+
+def _share(x: Any, total: Any) -> Any:
+    """``exp(x - total)``, 0 where both are -inf."""
+    return jnp.where(jnp.isneginf(x), 0, jnp.exp(x - jnp.where(jnp.isneginf(total), 0, total)))
 
 
 def _pair_backward(whole: _Whole, kind: Kind, rank: int, source: int, operands: dict[str, Any]) -> dict[str, Any]:
@@ -553,7 +571,8 @@ def _pair_backward(whole: _Whole, kind: Kind, rank: int, source: int, operands: 
 def _ring_gradients(whole: _Whole, kind: Kind, operands: dict[str, Any]) -> dict[str, Any]:
     """As `_rows_backward`, but dk and dv of this device's keys."""
     kind = replace(kind, float32_q=not kind.options.deterministic)
-    total, going = _zeros(kind, operands), dict(operands)
+    total, going = _zeros(kind, operands), {name: x for name, x in operands.items() if name != "sink"}
+    of_sink, kind = total.pop("sink", None), kind.changed(dsink=False)
     for step in range(whole.ranks):
         sums = {f"sum{name}": x for name, x in total.items()}
         total = _on_pairs(whole, step, partial(_pair_backward, whole, kind), going | sums)
@@ -561,6 +580,11 @@ def _ring_gradients(whole: _Whole, kind: Kind, operands: dict[str, Any]) -> dict
         total |= {name: _passed_on(whole, total[name]) for name in ("k", "v")}
         if step + 1 < whole.ranks:
             going |= {name: _passed_on(whole, going[name]) for name in ("k", "v")}
+    if of_sink is not None:  # once for all keys: d lse / d sink is its share, d out / d sink that times -out
+        out, dout = (operands[name].astype(np.float32) for name in ("out", "dout"))
+        shift = operands.get("dlse", 0) - (out * dout).sum(-1).swapaxes(1, 2)
+        share = _share(operands["sink"].astype(np.float32)[:, None], operands["lse"])
+        total["sink"] = of_sink + (share * shift).sum((0, 2))
     return total
 
 
@@ -573,15 +597,15 @@ def _primal(whole: _Whole, operands: dict[str, Any]) -> list[Any]:
 
 def _forward_rule(whole: _Whole, operands: dict[str, Any]) -> Any:
     values = {name: x.value for name, x in operands.items()}
-    wants_bias = "bias" in operands and operands["bias"].perturbed
     # A structure may tell what a value cannot.
+    asked = {name: () if name in operands and operands[name].perturbed else None for name in ("bias", "sink")}
     wants = {i: () if operands[name].perturbed else None for i, name in captured(whole.kind).items()}
     out, lse = _forward(whole, values)
-    return [out, lse], (values, out, lse, () if wants_bias else None, wants)
+    return [out, lse], (values, out, lse, asked, wants)
 
 
 def _backward_rule(whole: _Whole, residuals: Any, cotangents: Any) -> Any:
-    values, out, lse, wants_bias, wants = residuals
+    values, out, lse, asked, wants = residuals
     zero = jax.custom_derivatives.SymbolicZero
     dout, dlse = cotangents
     operands = values | {"out": out, "lse": lse}
@@ -592,7 +616,8 @@ def _backward_rule(whole: _Whole, residuals: Any, cotangents: Any) -> Any:
         operands |= {name: _all_keys(whole, values[name]) for name in ("k", "v")}
     axes = varies(*operands.values())
     operands = {name: as_varying(x, axes) for name, x in operands.items()}
-    kind = whole.kind.changed(return_lse=True, dbias=wants_bias is not None).backwards()
+    optional = {f"d{name}": x is not None for name, x in asked.items()}
+    kind = whole.kind.changed(return_lse=True, **optional).backwards()
     kind = replace(kind, trained=tuple(i for i, x in wants.items() if x is not None))
     if whole.ring:
         gradients = _ring_gradients(whole, kind, operands)

@@ -69,6 +69,15 @@ CASES: dict[str, tuple[str, str, int, list[str], dict[str, Any]]] = {
     "mask of batches": ("all_gather", "contiguous", 2, ["ids"], {"mesh": [2, 2, 2], **KEPT}),
     "ring beside": ("ring", "zigzag", 2, ["eye", "table of all"], {"causal": True, "mesh": [2, 2, 2], **KEPT}),
     "swapped beside": ("ulysses", "zigzag", 4, ["eye", "table of all"], {"causal": True, "mesh": [2, 2, 2], **KEPT}),
+    "sink": ("all_gather", "zigzag", 2, ["sink"], {"causal": True}),
+    "sink of the ring": ("ring", "zigzag", 2, ["sink"], {"causal": True, **KEPT}),
+    "sink of the ring, bfloat16": ("ring", "contiguous", 8, ["sink", "bfloat16"], {"causal": True}),
+    "sink swapped": ("ulysses", "zigzag", 4, ["sink", "alibi"], {"causal": True}),
+    "sink beside": ("all_gather", "zigzag", 2, ["sink", "bias"], {"causal": True, "mesh": [2, 2, 2], **KEPT}),
+    "sink of the ring beside": ("ring", "zigzag", 2, ["sink", "mask"], {"mesh": [2, 2, 2]}),
+    "sink alone": ("all_gather", "contiguous", 2, ["sink", "fewer keys"], {"causal": True}),
+    "sink alone in the ring": ("ring", "zigzag", 2, ["sink", "fewer keys"], {"causal": True}),
+    "sink on the device": ("all_gather", "zigzag", 2, ["sink"], {"causal": True, "places": "device"}),
     "on the device beside": ("all_gather", "zigzag", 2, [], {"causal": True, "mesh": [2, 2, 2], "places": "device"}),
 }
 PROGRAM = """
@@ -93,6 +102,10 @@ for name, (strategy, layout, heads_kv, more, options) in json.loads(sys.argv[1])
     keys = jax.random.split(jax.random.key(0), 6)
     head_dim_v = 48 if "eye" in more else 24
     shapes = {"q": (batch, 48, 8, 16), "k": (batch, 48, heads_kv, 16), "v": (batch, 48, heads_kv, head_dim_v)}
+    if "fewer keys" in more:  # the first rows see none
+        shapes |= {name: (batch, 16, *shapes[name][2:]) for name in "kv"}
+    if "sink" in more:
+        shapes["sink"] = (8,)
     if "bias" in more:
         shapes["bias"] = (1, 8, 48, 48)
     if "bias of all rows" in more:
@@ -134,13 +147,15 @@ for name, (strategy, layout, heads_kv, more, options) in json.loads(sys.argv[1])
         return (out * dout).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), out
 
     def order(n, y, back=False):
-        if layout != "zigzag" or n == "of_mod" or (n in ("bias", "mask") and y.shape[2] == 1):
+        if layout != "zigzag" or n in ("of_mod", "sink") or (n in ("bias", "mask") and y.shape[2] == 1):
             return y
         return zigzag(y, ranks, 2 if n in ("bias", "mask") else 1, back=back)
 
     def spec(n, y):
         if n == "of_mod":
             return P()
+        if n == "sink":
+            return P("m")
         if n in ("bias", "mask"):
             return P(*(axis if size > 1 else None for axis, size in zip("dms", y.shape)))
         return P("d", "s", "m")
