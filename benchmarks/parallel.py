@@ -12,8 +12,9 @@ package in the same run, the most memory of a rank, and how much of the time is 
 the forward pass, of both): what the same kernels and copies take with nothing sent, subtracted. A strategy is a name,
 its groups of heads (``ulysses:4``) and further arguments of ContextParallel
 (``all_gather:2:lanes=2:keep=False:sm_margin=8``). torch's ``context_parallel`` shards in its own order and computes its
-causal mask on FLASH and CUDNN. The package ring-flash-attn, where it is installed, computes on flash_attn's kernels:
-``--ring-flash-attn zigzag ring stripe``, each in its own layout; without it a line says what is missing.
+causal mask on FLASH and CUDNN. The package ring-flash-attn, where it is installed, computes on flash_attn's kernels, or
+on FlashAttention-3's where ``$FA3_DIR`` has them (`fa3_as_flash_attn.py`): ``--ring-flash-attn zigzag ring stripe``,
+each in its own layout; without it a line says what is missing.
 """
 
 from __future__ import annotations
@@ -147,7 +148,9 @@ RING_FLASH_ATTN = {
 
 
 def ring_flash_attn(name: str) -> Callable[..., torch.Tensor]:
-    """A function of ring-flash-attn on the kernels of flash_attn itself, or ImportError."""
+    """A function of ring-flash-attn on the kernels of FlashAttention-3 or flash_attn itself, or ImportError."""
+    if os.environ.get("FA3_DIR"):
+        importlib.import_module("fa3_as_flash_attn").install()
     interface = importlib.import_module("flash_attn.flash_attn_interface")
     where = Path(getattr(interface, "__file__", None) or "").resolve()
     if Path(nvrtc_attn.__file__).resolve().parent in where.parents or interface.__name__.startswith("nvrtc_attn"):

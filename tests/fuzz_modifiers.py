@@ -1,15 +1,23 @@
 """Random modifiers times random shapes: the CPU path against whole matrices in float64, the GPU against the CPU path.
 
-    python tests/fuzz.py --modifiers [--problems 5000] [--seed 1] [--cpu]
+    python tests/fuzz.py --modifiers [--problems 5000] [--seed 1] [--cpu | --compile-only]
 
 On the CPU values are compared with the function called on matrices, and gradients of q, k, v and of every captured
 array with central differences of that in a random direction; nothing of the package is in either. On the GPU a
-modifier is compiled once and run at several shapes and with several contents of its arrays.
+modifier is compiled once and run at several shapes and with several contents of its arrays: with the portable kernels
+and with those that the GPU gets, with and without words of the tiles that a mask keeps, in turn.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import multiprocessing
+import os
 import time
+import traceback
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import modifiers
@@ -18,11 +26,25 @@ from modifiers import ModifierCase
 
 import nvrtc_attn
 from nvrtc_attn.cpu import reference
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.heuristics import choose_backward, choose_forward, tile_words
+from nvrtc_attn.jit.config import KernelConfig
 from nvrtc_attn.modifiers.evaluate import HostModifier
 
 STEP = 1e-6
-VARIANTS = 6
-"""Shapes and contents of a modifier on the GPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Of a modifier on the GPU: how many, with other contents of its arrays each, and the lengths."""
+
+    number: int = 6
+    least: int = 2
+    most: int = 400
+
+
+CAMPAIGN = Shapes(2, 130, 300)
+"""Lengths of one choice of tiles, mostly, and more than one tile: 2.4 kernels a modifier."""
 
 
 def case_of(seed: int) -> ModifierCase:
@@ -31,9 +53,9 @@ def case_of(seed: int) -> ModifierCase:
     return sparse[seed // 6 % len(sparse)] if seed % 6 == 5 else modifiers.random_case(seed)
 
 
-def shapes_of(rng: np.random.Generator, most: int) -> tuple[tuple[int, int, int, int], int, int]:
+def shapes_of(rng: np.random.Generator, most: int, least: int = 2) -> tuple[tuple[int, int, int, int], int, int]:
     heads_kv = int(rng.integers(1, 3))
-    sizes = (int(rng.integers(1, 3)), heads_kv * int(rng.integers(1, 4)), *map(int, rng.integers(2, most, 2)))
+    sizes = (int(rng.integers(1, 3)), heads_kv * int(rng.integers(1, 4)), *map(int, rng.integers(least, most, 2)))
     return sizes, heads_kv, int(rng.integers(1, 5))  # type: ignore[return-value]
 
 
@@ -104,21 +126,61 @@ class _Sizes(HostModifier):
                 np.add.at(gradients[node.value], tuple(np.broadcast_to(x, parts.shape) for x in index), parts)
 
 
-def check_on_gpu(seed: int, dtype: str = "float16") -> str:
-    """One modifier at `VARIANTS` shapes: what is compiled at the first serves all, but for tiles and head dims."""
+def dtype_of(number: int) -> str:
+    return "bfloat16" if number % 5 == 0 else "float16"
+
+
+@contextmanager
+def way_of(number: int) -> Iterator[str]:
+    """The backend of a campaign's modifier; every other two walk tiles by words, whatever the size."""
+    before = tile_words.MIN_FLOPS, tile_words.MIN_KEY_TILES
+    if number % 4 > 1:
+        tile_words.MIN_FLOPS, tile_words.MIN_KEY_TILES = 0, 1
+    try:
+        yield "auto" if number % 2 else "portable"
+    finally:
+        tile_words.MIN_FLOPS, tile_words.MIN_KEY_TILES = before
+
+
+def kernels_on(seed: int, target: dict[str, Any], shapes: Shapes = CAMPAIGN) -> dict[KernelConfig, None]:
+    """What `check_on_gpu` compiles for a modifier of a campaign."""
+    case, found = case_of(seed), {}
+    dtype = dtype_of(seed)
+    for variant in range(shapes.number):
+        rng = np.random.default_rng([seed, variant])
+        sizes, heads_kv, _ = shapes_of(rng, shapes.most, shapes.least)
+        b, h, m, n = sizes
+        traced = nvrtc_attn.trace(*case.make(case.arrays(sizes, rng)))
+        layouts = [dense_layout((b, rows, heads, 64), dtype) for rows, heads in ((m, h), (n, heads_kv), (n, heads_kv))]
+        problem = AttentionProblem(
+            dtype=dtype, batch=b, seqlen_q=m, seqlen_k=n, num_heads=h, num_heads_kv=heads_kv, head_dim=64,
+            head_dim_v=64, q=layouts[0], k=layouts[1], v=layouts[2], softmax_scale=0.125, modifier=traced.program,
+        )  # fmt: skip
+        backward = dataclasses.replace(problem, trained=traced.differentiable)
+        with way_of(seed) as backend:
+            specs = (
+                choose_forward(problem, **target, backend=backend),
+                choose_backward(backward, **target, backend=backend),
+            )
+        found.update(dict.fromkeys(launch.config for spec in specs for launch in spec.launches))
+    return found
+
+
+def check_on_gpu(seed: int, dtype: str = "float16", shapes: Shapes = Shapes()) -> str:
+    """One modifier at several shapes: what is compiled at the first serves all, but for tiles and head dims."""
     import torch
 
     from nvrtc_attn import api
 
     case = case_of(seed)
     tolerance = {"float16": 4e-3, "bfloat16": 3e-2}[dtype]
-    for variant in range(VARIANTS):
+    for variant in range(shapes.number):
         rng = np.random.default_rng([seed, variant])
-        sizes, heads_kv, _ = shapes_of(rng, 400)
+        sizes, heads_kv, _ = shapes_of(rng, shapes.most, shapes.least)
         b, h, m, n = sizes
         arrays = case.arrays(sizes, rng)
-        shapes = ((b, m, h, 64), (b, n, heads_kv, 64), (b, n, heads_kv, 64), (b, m, h, 64))
-        q, k, v, dout = (torch.from_numpy(rng.standard_normal(x)).cuda().to(getattr(torch, dtype)) for x in shapes)
+        of_each = ((b, m, h, 64), (b, n, heads_kv, 64), (b, n, heads_kv, 64), (b, m, h, 64))
+        q, k, v, dout = (torch.from_numpy(rng.standard_normal(x)).cuda().to(getattr(torch, dtype)) for x in of_each)
         modifier = nvrtc_attn.trace(*case.make({name: torch.from_numpy(x).cuda() for name, x in arrays.items()}))
         on_host = nvrtc_attn.trace(*case.make(arrays))
         wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in on_host.captures]
@@ -157,16 +219,55 @@ def check_on_gpu(seed: int, dtype: str = "float16") -> str:
     return ""
 
 
-def run(problems: int, seed: int, first: int, seconds: float, cpu: bool) -> int:
+def _one_of_campaign(number: int, end: float) -> tuple[int, str | None]:
+    """What is wrong with a modifier; None: time was over."""
+    if time.time() > end:
+        return number, None
+    with way_of(number) as name, np.errstate(all="ignore"):
+        os.environ["NVRTC_ATTN_BACKEND"] = name
+        try:
+            return number, check_on_gpu(number, dtype_of(number), CAMPAIGN)
+        except Exception:
+            return number, traceback.format_exc()
+
+
+def _begin() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def campaign(numbers: Iterable[int], seconds: float, workers: int) -> tuple[int, int]:
+    """(Modifiers that were checked on the GPU, those that are wrong), which are printed."""
+    done = wrong = 0
+    end = time.time() + seconds
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
+        for future in [pool.submit(_one_of_campaign, number, end) for number in numbers]:
+            number, found = future.result()
+            done += found is not None
+            wrong += bool(found)
+            if found:
+                print(f"{number}: {found}", flush=True)
+    return done, wrong
+
+
+def run(problems: int, seed: int, first: int, seconds: float, cpu: bool, workers: int = 1) -> int:
     """Print what is wrong, and return how many problems are."""
     begin, wrong, done = time.monotonic(), 0, 0
-    while done < problems and time.monotonic() - begin < seconds:
-        with np.errstate(all="ignore"):
-            number = seed * 1_000_000 + first + done
-            found = check_on_cpu(number) if cpu else check_on_gpu(number)
-        done += 1
-        wrong += bool(found)
-        if found:
-            print(f"{number}: {found}", flush=True)
+    start = seed * 1_000_000 + first
+    if not cpu:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        done, wrong = campaign(range(start, start + problems), seconds, workers)
+    else:
+        for number in range(start, start + problems):
+            if time.monotonic() - begin >= seconds:
+                break
+            with np.errstate(all="ignore"):
+                found = check_on_cpu(number)
+            done += 1
+            wrong += bool(found)
+            if found:
+                print(f"{number}: {found}", flush=True)
     print(f"{done} modifiers, {wrong} wrong, {time.monotonic() - begin:.0f} s", flush=True)
     return wrong

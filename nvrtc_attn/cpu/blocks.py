@@ -21,6 +21,8 @@ Causal = bool | Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None]
 
 _OPERAND_ELEMENTS: Final = 1 << 22  # Elements of q, k, v converted at a time, unless one key head alone has more.
+LARGE_SCORE: Final = 2.0**13
+"""Beyond it the rounding of a float32 sum changes a probability by 1e-3 and more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class Plan:
         ``S = softcap(scale * q . k) + bias``, and -inf where a mask drops the key, by selection. The slope is
         ``d softcap(s) / ds = 1 - tanh(s / c)**2``. A modifier takes the place of the softcap.
         """
-        product = np.matmul(q_rows, k[..., j0:j1, :].swapaxes(-1, -2))
+        product = self._product(q_rows, k[..., j0:j1, :].swapaxes(-1, -2))
         s: Array = product.reshape(*k.shape[:2], self.group, i1 - i0, j1 - j0)
         s *= self.dtype.type(self.scale)
         slope = values = None
@@ -165,6 +167,21 @@ class Plan:
             if values.outside:
                 self.modifier.check(values, s != -np.inf)
         return s, slope, values
+
+    def _product(self, q_rows: Array, k_columns: Array) -> Array:
+        """``q . k``, of which large ones in float32 are sums in float64.
+
+        Some builds of BLAS add in another order at the edge of a block: equal keys get scores that differ by units in
+        the last place, and at 6e10 those are thousands, so that one of the keys takes all the probability.
+        """
+        product: Array = np.matmul(q_rows, k_columns)
+        if self.dtype == np.float32 and product.size:
+            # A NaN is not larger: it stays one in either way.
+            largest = max(float(product.max()), -float(product.min())) * abs(self.scale)
+            if largest > LARGE_SCORE:
+                with np.errstate(over="ignore"):
+                    product = np.matmul(q_rows.astype(np.float64), k_columns.astype(np.float64)).astype(np.float32)
+        return product
 
     def _positions(self, piece: Piece, s: Array, i0: int, i1: int, j0: int, j1: int) -> dict[str, Array]:
         """What a modifier is a function of: the scores and where they are."""

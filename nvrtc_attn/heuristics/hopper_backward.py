@@ -99,6 +99,8 @@ class Tile:
     """Key heads whose tiles are handed out together, instead of `head_group`."""
     step: int | None = None
     """By how many query tiles a key tile begins after the one before it, times 4096, instead of `query_step`."""
+    descending: bool = False
+    """`HopperBackwardConfig.descending`: of causal scores alone."""
     tile_bits: bool = False
     """`KernelConfig.tile_bits`: of a mask_mod, where P is known before dP."""
 
@@ -166,7 +168,10 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     transposed = min(widths) == 128 and not fused and not is_float32(problem, "dq")
     parts = choose_parts(problem, 80 if transposed else block_m, num_sms)
     splits = 1 if parts > 1 else tile.splits
-    tile = replace(tile, fused=fused, splits=splits, parts=parts, **registers_of(problem))
+    # Rows from the last one down, where key tiles do not begin with preparing them: 2 to 4 % less time. Head dims 80 to
+    # 128 with whole heads gain nothing or lose 5 %. docs/experiments.md, "Hopper backward: who has which key tile".
+    descending = is_causal(problem) and not fused and (max(widths) <= 64 or splits > 1 or parts > 1)
+    tile = replace(tile, fused=fused, splits=splits, parts=parts, descending=descending, **registers_of(problem))
     # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
     return replace(tile, block_m=80) if transposed and splits == 1 else tile
 
@@ -465,6 +470,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         own_code=tile.own_code and tile.block_m == 64,
         keys_in_registers=tile.keys_in_registers and tile.block_m == 64,
         values_in_registers=tile.values_in_registers and tile.block_m != 80,
+        descending=tile.descending,
     )
     if tile.wide:
         return wide_config(problem, config)
@@ -550,6 +556,23 @@ def head_group(problem: AttentionProblem, splits: int, workers: int) -> int:
     return next((x for x in range(together, together // 2, -1) if heads % x == 0), together)
 
 
+def fewer_of_fused(problem: AttentionProblem, together: int) -> int:
+    """``together`` of `head_group`, or fewer where key tiles wait at the start until rows of their heads are prepared.
+
+    16 instead of 32 to 256 heads up to 1024 keys: 0.94 to 0.96 of the time at head dim 64, 0.97 and 0.99 at 128; beyond
+    1024, at head dim 64, 8 instead of 16 and 32: 0.98 to 1.00. Grouped heads have 8 and fewer (H200, 2026-11-24).
+    """
+    short = ceil_div(problem.seqlen_k, BLOCK_N) <= 8
+    if not is_causal(problem) or problem.num_heads != problem.num_heads_kv:
+        return together
+    if not short and max(problem.head_dim, problem.head_dim_v) > 64:
+        return together
+    heads, most = problem.batch * problem.num_heads, 16 if short else 8
+    if together <= most:
+        return together
+    return next((x for x in range(most, most // 2, -1) if heads % x == 0), most)
+
+
 def query_step(num_m_blocks: int, num_n_blocks: int) -> int:
     """By how many query tiles a key tile begins after the one before it, times 4096: evenly over all of them, up to 2.
 
@@ -575,6 +598,8 @@ def plan_spec(
         listed = tile_list_of(problem, tile.splits)
         key_tiles_of_head, group = listed.tiles, listed.heads
     num_tiles = problem.num_heads_kv * key_tiles_of_head * tile.splits
+    if tile.fused and problem.band:
+        group = fewer_of_fused(problem, group)
     if tile.heads_together is not None and not varlen:
         group = tile.heads_together
     shared = num_tiles - tile.whole if config.parts else 0

@@ -189,6 +189,8 @@ class HopperBackwardConfig(KernelConfig):
     """K of a key tile stays in registers for S, instead of being read from shared memory at every query tile."""
     values_in_registers: bool = False
     """V of a key tile stays in registers, instead of being read from shared memory at every query tile."""
+    descending: bool = False
+    """The query tiles of a key tile come from the last one down."""
     num_stages_dout: int = 2
     """Slots of dout; ``num_stages`` are those of q."""
     cluster: int = field(default=1, metadata=GIVEN)

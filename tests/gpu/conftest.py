@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "tests/gpu/" in item.nodeid.replace("\\", "/"):
                 item.add_marker(pytest.mark.skip(reason=_REASON))
+
+
+WITH_LARGE_TILES = (
+    "test_cases",
+    "test_inputs",
+    "test_max_logit",
+    "test_packed",
+    "test_scores",
+    "test_sinks",
+    "test_sweep",
+)
+
+
+@pytest.fixture(autouse=True)
+def _large_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other test of these modules has the tiles of long sequences: small problems are served by others."""
+    if _REASON or request.module.__name__.split(".")[-1] not in WITH_LARGE_TILES:
+        return
+    if zlib.crc32(request.node.nodeid.encode()) % 2:
+        from harness import forget_plans
+
+        from nvrtc_attn.heuristics import hopper_forward
+
+        forget_plans(monkeypatch)
+        monkeypatch.setattr(hopper_forward, "small_tile", lambda *_: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -124,6 +124,22 @@ def test_order_of_key_tiles(name: str, force: Any) -> None:
         assert not failures(case, run.backward(run.forward()), exact, low, run.arrays), changes
 
 
+@pytest.mark.parametrize("way", [{}, {"parts": 3}, {"parts": 4, "whole": 5}, {"splits": 3}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("name", ["causal", "grouped", "keys_unseen", "head_of_64_causal", "head_of_96"])
+def test_query_tiles_from_the_last_one_down(name: str, dropout: float, way: dict[str, Any], force: Any) -> None:
+    case = cases.make_case(f"ways-{name}", **{"dtype": "bfloat16", "batch": 2, "dropout_p": dropout, **SHAPES[name]})
+    if case.num_heads % (3 * case.num_heads_kv) and "splits" in way:
+        pytest.skip("three blocks share the heads of a group")
+    if dropout and way:
+        pytest.skip("of plain scores")
+    run = Run(case)
+    exact, low = oracle(case, run.arrays)
+    made = force(**{"splits": 1, "fused": False, "descending": True, **way})
+    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
+    assert made
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("causal", [False, True])

@@ -6,9 +6,13 @@ import dataclasses
 from typing import Any
 
 import cases
+import modifiers
+import numpy as np
 import pytest
 from harness import Run, failures, forget_plans, oracle, torch
 
+import nvrtc_attn
+from nvrtc_attn.front.call import CallOptions, describe
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import hopper_forward
 
@@ -29,7 +33,7 @@ USED = (650, 5, 0, 0, 1000, 513, 100, 640)
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the table answer with these switches, for plans made from here on."""
-    choose_tile = hopper_forward.choose_tile
+    choose_tile = hopper_forward.large_tile
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
 
@@ -100,6 +104,68 @@ def test_packed_causal(head_dim: int, tile: Options, options: Options, force: An
     check_forward(cases.make_case("packed", dtype="bfloat16", head_dim=head_dim, causal=True, **PACKED, **options))
 
 
+SEVERAL: dict[str, Options] = {
+    "three": {"num_stages": 3, "num_stages_q": 2, "lazy_max": True, "min_blocks_per_sm": 3},
+    "two": {"num_stages": 3, "num_stages_q": 1, "lazy_max": True, "min_blocks_per_sm": 2},
+    "one": {},
+}
+"""Thread blocks of one consumer on a multiprocessor, as `hopper_small` has them."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**TAILS},
+        {**MANY, "causal": True},
+        {**MANY, "causal": "top_left", "dtype": "float16"},
+        {**MANY, "window_size": (127, 0), "softcap": 20.0},
+        {**TAILS, "softmax_scale": -0.3, "causal": True},
+        {**TAILS, "seqused_k": (411, 0, 77), "causal": True},
+        {**PACKED},
+        {**PACKED, "causal": True, "softcap": 9.0},
+        {**PACKED, "window_size": (100, 0)},
+        {**PACKED, "seqused_k": USED},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("blocks", "head_dim", "columns"),
+    [
+        ("three", 64, 64), ("three", 64, 48), ("three", 32, 64), ("three", 48, 64), ("three", 16, 64),
+        ("two", 128, 64), ("one", 64, 128), ("one", 80, 112), ("one", 128, 128), ("one", 160, 112), ("one", 256, 80),
+    ],
+)  # fmt: skip
+def test_64_rows(blocks: str, head_dim: int, columns: int, options: Options, force: Any) -> None:
+    force(block_m=64, block_n=columns, half_tile=False, ping_pong=False, **SEVERAL[blocks])
+    check_forward(cases.make_case("rows", **{"dtype": "bfloat16", "head_dim": head_dim, **options}))
+
+
+@pytest.mark.parametrize("mask", ["documents", "natten", "causal documents"])
+@pytest.mark.parametrize(("head_dim", "columns"), [(64, 128), (128, 64)])
+def test_64_rows_of_a_mask_mod(mask: str, head_dim: int, columns: int, force: Any) -> None:
+    """Two thread blocks with bits of undecided tiles, which the autotuner tries."""
+    large = hopper_forward.large_tile
+    sizes, heads_kv = (2, 4, 1900, 1700), 2
+    rng = np.random.default_rng(3)
+    case = next(x for x in modifiers.sparse_cases() if x.name == mask)
+    arrays = case.arrays(sizes, rng)
+    q, k, v = (
+        torch.from_numpy(rng.standard_normal((sizes[0], rows, heads, head_dim))).cuda().half()
+        for rows, heads in ((sizes[2], sizes[1]), (sizes[3], heads_kv), (sizes[3], heads_kv))
+    )
+    exact, lse = modifiers.textbook(*(x.double().cpu().numpy() for x in (q, k, v)), *case.make(arrays))
+    modifier = nvrtc_attn.trace(*case.make({name: torch.from_numpy(x).cuda() for name, x in arrays.items()}))
+    problem = describe(q, k, v, options=CallOptions(), stream=None, modifier=modifier).problem
+    assert large(problem).tile_bits
+    narrow = head_dim <= 64
+    force(
+        block_m=64, block_n=columns, num_stages=2, num_stages_q=1 + narrow, ping_pong=False, min_blocks_per_sm=2,
+    )  # fmt: skip
+    out, our_lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+    np.testing.assert_allclose(out.double().cpu().numpy(), exact, atol=4e-3)
+    np.testing.assert_allclose(our_lse.double().cpu().numpy(), lse, atol=4e-3)
+
+
 @pytest.mark.reliability(35)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
@@ -108,6 +174,7 @@ def test_packed_causal(head_dim: int, tile: Options, options: Options, force: An
         ("packed-64", {}, {"head_dim": 64, "seqlens": tuple((100 + 7 * n, 90 + 11 * n) for n in range(60))}),
         ("packed-128", {}, {"head_dim": 128, "seqlens": tuple((1 + 37 * (n % 9), 40 * (n % 7)) for n in range(200))}),
         ("packed-wide", {"block_m": 192, "block_n": 128}, {"head_dim": 64, "seqlens": ((700, 700), (513, 1030)) * 9}),
+        ("rows", {"block_m": 64, "block_n": 64, "ping_pong": False, **SEVERAL["three"]}, {"head_dim": 64, **MANY}),
         ("between", {"block_m": 192, "block_n": 96, "half_tile": False}, {"head_dim": 80, **MANY}),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -36,16 +36,20 @@ struct HopperBackwardParams {{
 inline int uniform_quotient(int a, int b) {{ return int(unsigned(a) / unsigned(b)); }}
 %s
 }}
+template <bool kDown>
 struct Range {{
+  static constexpr bool kDescending = kDown;
   int first, count, start;
 }};
 // The words of tile number t: key tile, key head, batch entry, slot, then head and query tile of each turn.
-extern "C" int deal(nvrtc_attn::HopperBackwardParams const* params, int t, int block_m, int* found) {{
+template <bool kDescending>
+int deal(nvrtc_attn::HopperBackwardParams const* params, int t, int block_m, int* found) {{
   nvrtc_attn::TilePart const part(*params, t);
   nvrtc_attn::KeyTile const tile = nvrtc_attn::key_tile<false, false, true>(*params, part.tile);
-  Range range = {{params->causal ? tile.n_block * 128 / block_m : 0, 0, 0}};
+  Range<kDescending> range = {{params->causal ? tile.n_block * 128 / block_m : 0, 0, 0}};
   range.count = max(params->num_m_blocks - range.first, 0);
   range.start = params->causal ? range.first : min(tile.n_block * params->query_step >> 12, max(range.count - 1, 0));
+  if (kDescending) range.start = range.first + max(range.count - 1, 0);
   nvrtc_attn::PartTurns turns;
   turns.find(*params, range, part, tile.h);
   int const words[] = {{tile.n_block, tile.h, tile.b, turns.slot}};
@@ -54,10 +58,18 @@ extern "C" int deal(nvrtc_attn::HopperBackwardParams const* params, int t, int b
   for (int i = 0; i < turns.left; ++i) {{
     found[4 + 2 * i] = h;
     found[5 + 2 * i] = m;
-    if (++m == range.first + range.count) m = range.first;  // QueryRange::next
+    m += kDescending ? -1 : 1;  // QueryRange::next
+    if (m == range.first + range.count) m = range.first;
+    if (m < range.first) m = range.start;
     if (m == range.start) ++h;
   }}
   return turns.left;
+}}
+extern "C" int deal_up(nvrtc_attn::HopperBackwardParams const* params, int t, int block_m, int* found) {{
+  return deal<false>(params, t, block_m, found);
+}}
+extern "C" int deal_down(nvrtc_attn::HopperBackwardParams const* params, int t, int block_m, int* found) {{
+  return deal<true>(params, t, block_m, found);
 }}
 """
 
@@ -110,8 +122,9 @@ def header(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes
     ],
     ids=str,
 )
+@pytest.mark.parametrize("order", ["up", "down"])
 def test_every_query_tile_of_every_head_once(
-    shape: tuple[int, int, int, int, int, bool], parts: int, whole: int, header: ctypes.CDLL
+    shape: tuple[int, int, int, int, int, bool], parts: int, whole: int, order: str, header: ctypes.CDLL
 ) -> None:
     asked = problem(*shape)
     spec = plan(asked, parts=parts, whole=whole)
@@ -127,7 +140,7 @@ def test_every_query_tile_of_every_head_once(
     slots: dict[int, set[tuple[int, ...]]] = {}
     lengths: dict[tuple[int, ...], list[int]] = {}
     for t in range(given["num_tiles"]):
-        count = header.deal(params, t, 80, pointer)
+        count = getattr(header, f"deal_{order}")(params, t, 80, pointer)
         tile, slot = tuple(found[:3].tolist()), int(found[3])
         assert (slot < 0) == (t < whole)
         slots.setdefault(slot, set()).add(tile)

@@ -220,13 +220,13 @@ def test_key_tiles_of_which_less_stays_empty() -> None:
     """By the columns that are computed, and only where nothing else decides them."""
 
     def columns(seqlen: int, head_dim: int = 64, causal: bool = False) -> int:
-        return hopper_forward.choose_tile(problem(64, seqlen, 12, head_dim, causal)).block_n
+        return hopper_forward.large_tile(problem(64, seqlen, 12, head_dim, causal)).block_n
 
     lengths = (196, 197, 257, 577, 729, 1024, 4096)
     for head_dim in (64, 112):
         assert [columns(n, head_dim) for n in lengths] == [112, 112, 96, 128, 128, 128, 128]
     assert columns(197, causal=True) == 128
-    assert columns(197, 160) == hopper_forward.choose_tile(problem(64, 4096, 12, 160, False)).block_n
+    assert columns(197, 160) == hopper_forward.large_tile(problem(64, 4096, 12, 160, False)).block_n
     for n in range(129, 1200):
         width = columns(n)
         computed = -(-n // width) * width

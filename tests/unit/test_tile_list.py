@@ -83,6 +83,7 @@ using namespace nvrtc_attn;
 template <bool kBand_, bool kSequsedK_, bool kOrdered_, bool kSplit_>
 struct Traits {
   static constexpr bool kVarlen = true, kBand = kBand_, kSequsedK = kSequsedK_, kOrdered = kOrdered_;
+  static constexpr bool kDescending = false;
   static constexpr bool kSplit = kSplit_, kOneKeyTile = false, kBiasTiles = false, kDbiasStore = false;
   static constexpr int kBlockM = @BLOCK_M@, kBlockN = 128, kNumThreads = @THREADS@;
 };

@@ -129,9 +129,11 @@ NVRTC_ATTN_DEVICE KeyTile read_key_tile(unsigned address) {
 }
 
 // The work of one key tile: `count` query tiles from `first` on, of every query head of the group. They begin at `start` and
-// go round, so that thread blocks that work on the same head at the same time add to different rows of dq.
+// go round, so that thread blocks that work on the same head at the same time add to different rows of dq. kDescending: from
+// the last one down, so that causal key tiles that begin together read the same rows until each comes to its diagonal.
 template <class Traits>
 struct QueryRange {
+  static constexpr bool kDescending = Traits::kDescending;
   int first, count, start;
   NVRTC_ATTN_DEVICE QueryRange(HopperBackwardParams const& params, PositionMask<Traits::kBand> const& mask,
                                int n_block) {
@@ -147,6 +149,7 @@ struct QueryRange {
     constexpr bool kTogether =
         Traits::kBand || Traits::kVarlen || Traits::kOrdered || (Traits::kBiasTiles && Traits::kDbiasStore);
     if constexpr (!kTogether) start = min(n_block * params.query_step >> 12, max(count - 1, 0));
+    if constexpr (kDescending) start = first + max(count - 1, 0);
     // Packed: as if there were as many queries as keys, and round again where there are fewer. With kSplit it spills 4 bytes.
     if constexpr (Traits::kVarlen && !Traits::kBand && !Traits::kOrdered && !Traits::kSplit) {
       int const place = n_block * (Traits::kBlockN / Traits::kBlockM);
@@ -154,8 +157,15 @@ struct QueryRange {
     }
   }
   NVRTC_ATTN_DEVICE void next(int& h, int& m) const {
-    if (++m == first + count) m = first;
-    if (m == start) ++h;
+    if constexpr (kDescending) {
+      if (m-- == first) {
+        m = start;
+        ++h;
+      }
+    } else {
+      if (++m == first + count) m = first;
+      if (m == start) ++h;
+    }
   }
 };
 
@@ -170,9 +180,13 @@ struct PartTurns {
     int const total = range.count * params.heads_per_group;
     int const begin = uniform_quotient(part.place * total, parts);
     int const head = uniform_quotient(begin, max(range.count, 1));
-    int const turned = begin - head * range.count + (range.start - range.first);
     left = uniform_quotient((part.place + 1) * total, parts) - begin;
-    m = range.first + (turned < range.count ? turned : turned - range.count);
+    if constexpr (Range::kDescending) {
+      m = range.start - (begin - head * range.count);
+    } else {
+      int const turned = begin - head * range.count + (range.start - range.first);
+      m = range.first + (turned < range.count ? turned : turned - range.count);
+    }
     h = hk * params.heads_per_group + head;
     slot = part.slot;
   }

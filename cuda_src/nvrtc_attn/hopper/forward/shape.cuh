@@ -71,17 +71,29 @@ struct HopperShape {
   };
   static constexpr int kTurnThreads = 256;  // the group that waits and the one that lets it start
 
-  // 65536 registers: what the consumers need, the rest to the loading group.
+  // 65536 registers, shared by kBlocks thread blocks: what the consumers need, the rest to the loading group.
   static constexpr bool kSmallTile = Traits::kHasBias || Traits::kMask;
-  static constexpr int kRegistersConsumer = kGroups == 3 ? 160 : kTileWords ? 224 : kSmallTile ? 232 : 240;
-  static constexpr int kRegistersProducer = kGroups == 3 ? 32 : kTileWords ? 56 : kSmallTile ? 40 : 24;
+  static constexpr int kBlocks = Traits::kMinBlocksPerSm;
+  static constexpr int kRegistersConsumer = kBlocks == 3   ? 136
+                                            : kBlocks == 2 ? (kTileWords ? 200 : 232)
+                                            : kGroups == 3 ? 160
+                                            : kTileWords   ? 224
+                                            : kSmallTile   ? 232
+                                                           : 240;
+  static constexpr int kRegistersProducer = kBlocks == 3   ? 24
+                                            : kBlocks == 2 ? (kTileWords ? 56 : 24)
+                                            : kGroups == 3 ? 32
+                                            : kTileWords   ? 56
+                                            : kSmallTile   ? 40
+                                                           : 24;
 
   // A group that asks for more than the block was launched with would wait for ever.
   static_assert(kGroups * kRegistersConsumer + kRegistersProducer <=
-                    65536 / Traits::kNumThreads / 8 * 8 * (kGroups + 1),
+                    65536 / (kBlocks * Traits::kNumThreads) / 8 * 8 * (kGroups + 1),
                 "registers of the block");
   static_assert(Traits::kNumThreads == 128 + kConsumers, "a loading warp-group and one per 64 rows");
   static_assert(kBlockM % 64 == 0 && kGroups <= 3, "one to three consumers");
+  static_assert(kBlocks == 1 || kGroups == 1, "one consumer each");
   static_assert(!(Traits::kHalfTile && Traits::kDropout), "the first tile makes the flags of a whole one");
   static_assert(!Traits::kTileWords ||
                     ((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen && kStages <= 4),

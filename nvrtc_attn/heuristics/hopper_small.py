@@ -1,0 +1,123 @@
+"""Forward tiles of 64 query rows on Hopper: of short sequences, narrow windows, and where there are few query tiles.
+
+Between the key tiles of one query tile and those of the next a consumer computes nothing for 2 us. Several thread
+blocks on a multiprocessor, each with one consumer, compute beside each other's gaps and waste less of a diagonal or of
+the end of a sequence. They bring each key tile once for 64 rows, not for 192, and are slower on long sequences.
+Figures: docs/experiments.md, "Hopper forward: tiles of 64 rows".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..front.problem import AttentionProblem
+from .common import ceil_div
+from .hopper_common import score_operands
+from .hopper_forward_tile import Tile
+
+BLOCKS: Final = {64: 3, 128: 2}
+"""On a multiprocessor, by head dim."""
+LEAST_GAIN: Final = {64: 1.03, 128: 1.06}
+"""Of an estimate that is within 10 % of what was measured."""
+LEAST_GAIN_MAPPED: Final = 0.96
+"""The same at head dim 128 with softcap, whose arithmetic beside products of other blocks the estimate leaves out."""
+_GAP_US: Final = {(192, 64): 2.0, (128, 64): 1.56, (64, 64): 2.0, (128, 128): 2.8, (64, 128): 2.43}
+"""What a query tile takes beside its key tiles, by its rows and the head dim: H200."""
+_KEY_TILE_US: Final = {(192, 64): 1.28, (128, 64): 1.19, (64, 64): 1.35, (128, 128): 1.24, (64, 128): 1.23}
+"""A tile of 128 keys; one of 64 rows while the other thread blocks are at work."""
+_SHARED: Final = {1: 0.65, 2: 0.75, 3: 1.0}
+_SHARED_BAND: Final = {1: 0.62, 2: 0.68, 3: 0.85}
+"""The time of a tile of 64 rows with so many thread blocks on its multiprocessor, of that with three."""
+
+
+def small_tile(problem: AttentionProblem, tile: Tile, num_sms: int) -> Tile | None:
+    """A tile of 64 rows where it is faster than ``tile``, the table's; ``None`` elsewhere.
+
+    One block a multiprocessor where each of these tiles has one to itself: 9 to 27 % less time at head dims 64 to 256.
+    Several by an estimate, at head dim 64 and below and at 128.
+    """
+    if problem.modifier is not None or score_operands(problem) or tile.score_tiles:
+        return None  # not measured, and with dropout 20 bytes and more would spill
+    tiles = problem.batch * problem.num_heads * ceil_div(problem.seqlen_q, 64)
+    if not problem.varlen and tiles <= num_sms:
+        return replace(tile, block_m=64, half_tile=False, ping_pong=False)
+    widest = shared_width(problem)
+    if not widest or tile.block_m == 64:
+        return None
+    several = several_blocks(problem, tile)
+    gain = _time(problem, tile, widest, num_sms) / _time(problem, several, widest, num_sms)
+    mapped = widest == 128 and problem.softcap > 0
+    return several if gain > (LEAST_GAIN_MAPPED if mapped else LEAST_GAIN[widest]) else None
+
+
+def shared_width(problem: AttentionProblem) -> int:
+    """64 or 128, the table of head dims for which several consumers on a multiprocessor may be faster; 0 for no others.
+
+    Rows of 80 bytes are no whole sectors, and more consumers read more of them: 0.70 at head dim 40, 1.13 at 48. At 96
+    0.80 to 0.86.
+    """
+    if problem.modifier is not None or score_operands(problem):
+        return 0
+    if max(problem.head_dim, problem.head_dim_v) <= 64 and problem.head_dim % 16 == problem.head_dim_v % 16 == 0:
+        return 64
+    return 128 if problem.head_dim == problem.head_dim_v == 128 else 0
+
+
+def several_blocks(problem: AttentionProblem, tile: Tile) -> Tile:
+    """Without a mask of positions tiles of 48 keys where 64 leave more of the last one empty: 96 keys 1.15 and 1.01."""
+    columns, widest = 64, shared_width(problem)
+    if widest == 64 and not (problem.band or problem.varlen or problem.seqused_k):
+        columns = min((64, 48), key=lambda x: ceil_div(problem.seqlen_k, x) * (x + 24))
+    return replace(
+        tile, block_m=64, block_n=columns, num_stages=3, num_stages_q=2 if widest == 64 else 1, half_tile=False,
+        ping_pong=False, lazy_max=True, min_blocks_per_sm=BLOCKS[widest],
+    )  # fmt: skip
+
+
+def _time(problem: AttentionProblem, tile: Tile, widest: int, num_sms: int) -> float:
+    """Microseconds of the query tiles: of the longest, or of all of them on all multiprocessors."""
+    rows, columns, blocks = tile.block_m, tile.block_n, tile.min_blocks_per_sm
+    workers = blocks * num_sms
+    tiles, key_tiles = _key_tiles(problem, rows, columns)
+    of_key_tile = _KEY_TILE_US[rows, widest] * (columns + 24) / (128 + 24)
+    costs = _GAP_US[rows, widest] + (key_tiles - 0.25 * tile.half_tile) * of_key_tile
+    tiles *= problem.num_heads
+    longest = float(np.max(costs))
+    if tiles <= workers:
+        shared = _SHARED_BAND if problem.band else _SHARED
+        on_each = ceil_div(int(tiles), num_sms) + BLOCKS[64] - blocks
+        return longest * (shared[on_each] if blocks > 1 else 1)
+    if problem.varlen or problem.band:
+        return max(longest, tiles * float(np.mean(costs)) / workers)
+    return longest * ceil_div(int(tiles), workers)
+
+
+def _key_tiles(problem: AttentionProblem, rows: int, columns: int) -> tuple[float, npt.NDArray[Any]]:
+    """Query tiles of a head in all sequences, and the key tiles of each in one sequence.
+
+    Of packed sequences an average: of lengths between their mean and the longest, which have most of the work.
+    """
+    if problem.varlen:
+        mean = max(problem.q.shape[1] / max(problem.batch, 1), 1)
+        length = min((mean + problem.seqlen_q) / 2, problem.seqlen_q)
+        seen = length
+        if problem.band:
+            seen = (length + rows) / 2
+            if problem.window_left is not None:
+                seen = min(seen, problem.window_left + rows)
+        uneven = 0.5 if rows % columns or not problem.band else 0.0
+        tiles = problem.q.shape[1] / length * (length / rows + 0.5)
+        return tiles, np.array([seen / columns + uneven])
+    first = np.arange(0, problem.seqlen_q, rows)
+    last = np.minimum(first + rows, problem.seqlen_q) - 1
+    offset = problem.seqlen_k - problem.seqlen_q if problem.bottom_right else 0
+    low, high = np.zeros_like(first), np.full_like(first, problem.seqlen_k)
+    if problem.window_left is not None:
+        low = np.clip(first + offset - problem.window_left, 0, problem.seqlen_k)
+    if problem.window_right is not None:
+        high = np.clip(last + offset + problem.window_right + 1, 0, problem.seqlen_k)
+    return float(problem.batch * len(first)), np.maximum(-(-high // columns) - low // columns, 0)
