@@ -110,6 +110,8 @@ def apart(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
 OWN = {"own": {"own_code": True}, "v": {"values_in_registers": True}}
 KV: dict[str, Any] = {"keys_in_registers": True, "values_in_registers": True}
 OWN |= {"own v": OWN["own"] | OWN["v"], "own kv": OWN["own"] | KV}
+ORDER: dict[str, Any] = {"up": {"descending": False}, "down": {"descending": True}}
+TOGETHER: dict[str, Any] = {f"hg{x}": {"heads_together": x} for x in (4, 8, 16, 32)}
 CASES = (
     Case(
         name="Wan 2.1 14B, text",
@@ -310,6 +312,30 @@ CASES = (
     Case(name="ModernBERT", b=4, q=8192, h=12, d=64, ways={"v": OWN["v"]} | step(0, 0.5, 2)),
     Case(name="GPT-2", b=16, q=1024, h=12, d=64, causal=True, ways={"v": OWN["v"]}),
     Case(name="S 512", b=8, q=512, h=16, d=128, ways={"apart": {"block_m": 80, "fused": False}}),
+    *(
+        Case(name=f"order {b}x{q} H{h} D{d}", b=b, q=q, h=h, hkv=hkv, d=d, causal=True, ways=ORDER)
+        for b, q, h, hkv, d in (
+            (2, 8192, 32, 0, 64),
+            (1, 16384, 32, 0, 64),
+            (4, 8192, 16, 4, 64),
+            (2, 8192, 16, 0, 128),
+            (1, 16384, 16, 0, 128),
+            (2, 8192, 32, 8, 128),
+            (1, 8192, 64, 8, 128),
+        )
+    ),
+    *(
+        Case(name=f"together {b}x{q} H{h} D{d}", b=b, q=q, h=h, d=d, causal=True, ways=TOGETHER)
+        for b, q, h, d in (
+            (32, 512, 32, 64),
+            (16, 1024, 32, 64),
+            (16, 1024, 12, 64),
+            (8, 2048, 32, 64),
+            (4, 4096, 32, 64),
+            (32, 512, 16, 128),
+            (16, 1024, 16, 128),
+        )
+    ),
 )
 
 

@@ -1,12 +1,13 @@
 """Other tiles of the Hopper forward kernel beside the one that is chosen, on shapes of models that are behind.
 
-    python benchmarks/forward_tiles.py [--part packed,mla,between] [--only REGEX] [--rep 12] [--compile-only]
+    python benchmarks/forward_tiles.py [--part packed,mla,between,rows] [--only REGEX] [--rep 12] [--compile-only]
                                        [--save NAME] [--workers 16]
 
 A line is one problem: microseconds of today's choice, then each candidate with today's time over its own: above 1 is
 faster. Runs are replays of CUDA graphs in turn. Every candidate writes over NaN, and its output and LSE must be today's
 but for rounding: ``WRONG`` and exit code 1 otherwise. ``list`` is the launch that lists the tiles of packed sequences,
-alone, in microseconds. ``--compile-only`` prints registers and spilled bytes and needs no GPU.
+alone, in microseconds. ``--compile-only`` prints registers and spilled bytes and needs no GPU. The part ``rows`` has
+tiles of 64 rows (`hopper_small`) beside the table's ("large") and the portable kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from model_cases import spread
 from portable_limits import compile_all
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.heuristics import choose_forward, hopper_forward, hopper_small
 from nvrtc_attn.heuristics.hopper_forward import Tile
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec, label
 from nvrtc_attn.jit.config import KernelConfig
@@ -52,6 +53,7 @@ class Kind:
     d: int
     dv: int = 0
     causal: bool = False
+    window: int | None = None
     lengths: tuple[int, ...] = ()
 
     @property
@@ -60,7 +62,9 @@ class Kind:
         if self.lengths:
             size = f"{len(self.lengths)} docs {min(self.lengths)}-{max(self.lengths)}"
         heads = f"{self.h}/{self.hkv}" if self.hkv else f"{self.h}"
-        return f"{self.part} {size} H{heads} D{self.d}{f'/{self.dv}' if self.dv else ''}{' causal' * self.causal}"
+        return f"{self.part} {size} H{heads} D{self.d}{f'/{self.dv}' if self.dv else ''}{' causal' * self.causal}" + (
+            f" window {self.window}" if self.window else ""
+        )
 
     def problem(self) -> AttentionProblem:
         dtype, heads_kv, dv = "bfloat16", self.hkv or self.h, self.dv or self.d
@@ -81,6 +85,7 @@ class Kind:
             dtype=dtype, batch=len(self.lengths) or batch, seqlen_q=longest[0], seqlen_k=longest[1], num_heads=self.h,
             num_heads_kv=heads_kv, head_dim=self.d, head_dim_v=dv, q=wide, k=narrow, v=values, out=out,
             varlen=bool(self.lengths), softmax_scale=self.d**-0.5, window_right=0 if self.causal else None,
+            window_left=self.window,
             return_lse=True, lse=dense_layout((batch, self.h, rows[0]), "float32"),
         )  # fmt: skip
 
@@ -104,11 +109,45 @@ def kinds() -> Iterator[Kind]:
     yield Kind(part="between", b=2, q=4096, h=32, d=96, causal=True)
     yield Kind(part="between", b=4, q=4096, h=16, d=96)
     yield Kind(part="between", b=16, q=64, k=2048, h=16, hkv=4, d=96)
+    yield from rows()
+
+
+def rows() -> Iterator[Kind]:
+    """Short sequences, narrow windows, few query tiles."""
+    for d, h in ((64, 32), (128, 16)):
+        for causal in (False, True):
+            for b, q in ((64, 256), (32, 512), (16, 1024), (8, 2048), (4, 4096)):
+                yield Kind(part="rows", b=b, q=q, h=h, d=d, causal=causal)
+        yield Kind(part="rows", b=4, q=8192, h=h, d=d, causal=True, window=127)
+        yield Kind(part="rows", b=2, q=16384, h=h, d=d, causal=True, window=1023)
+        yield Kind(part="rows", lengths=spread(32, 512, 64), h=12, d=d)
+        yield Kind(part="rows", lengths=spread(32, 512, 64), h=12, d=d, causal=True)
+        yield Kind(part="rows", lengths=(1024,) * 64, h=16, d=d, causal=True)
+        yield Kind(part="rows", b=128, q=197, h=12, d=d)
+    yield Kind(part="rows", b=1024, q=64, h=8, d=64)
+    yield Kind(part="rows", b=64, q=77, h=12, d=64, causal=True)
+    yield Kind(part="rows", b=64, q=96, h=12, d=64)
+    yield Kind(part="rows", b=256, q=256, h=4, d=32)
+    yield Kind(part="rows", b=4, q=4096, k=77, h=10, d=64)
+    # One tile a multiprocessor.
+    yield Kind(part="rows", b=1, q=1024, h=8, d=64)
+    yield Kind(part="rows", b=1, q=512, k=4096, h=16, d=64)
+    yield Kind(part="rows", b=1, q=256, k=4096, h=16, d=128)
+    yield Kind(part="rows", b=1, q=2048, h=4, d=128)
+    yield Kind(part="rows", b=4, q=256, h=8, d=160)
+    yield Kind(part="rows", b=1, q=1024, h=8, d=256, causal=True)
 
 
 def changes(kind: Kind, tile: Tile) -> Iterator[dict[str, Any]]:
     """What a candidate has other than the chosen tile."""
-    if kind.part == "mla":
+    if kind.part == "rows":
+        problem = kind.problem()
+        large = hopper_forward.large_tile(problem, NUM_SMS)
+        yield asdict(large)
+        yield asdict(replace(large, block_m=64, half_tile=False, ping_pong=False))
+        if hopper_small.shared_width(problem):
+            yield asdict(hopper_small.several_blocks(problem, large))
+    elif kind.part == "mla":
         for columns in (96, 112, 128):
             for lazy in (False, True):
                 yield {"block_n": columns, "lazy_max": lazy}
@@ -145,8 +184,13 @@ def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
         spec = hopper_forward.plan_spec(problem, other, num_sms=NUM_SMS)
         if spec not in found.values():
             words = [f"{other.block_m}x{other.block_n}"]
-            words += [f"{k}={v}" for k, v in change.items() if not k.startswith("block")]
+            shown = {k: v for k, v in change.items() if not k.startswith("block") and v != getattr(tile, k)}
+            words += [f"{k}={v}" for k, v in shown.items()]
             found[" ".join(words)] = spec
+    if kind.part == "rows":
+        target = {"arch": "sm_90a", "num_sms": NUM_SMS, "smem_limit": SMEM_LIMIT}
+        spec = choose_forward(problem, **target, backend="portable")
+        found |= {"portable": spec} if spec not in found.values() else {}
     return found
 
 
