@@ -107,6 +107,20 @@ def apart(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
     }
 
 
+def of_memory(group: int) -> dict[str, dict[str, Any]]:
+    """Splits and parts of groups of so many heads, up and down: what differs is how much is read again from memory."""
+    down = {"descending": True}
+    ways = {
+        f"{name} {'down' if order['descending'] else 'up'}": way | order | {"block_m": 80 if way["splits"] == 1 else 64}
+        for order in ({"descending": False}, down)
+        for name, way in split(*((s, g) for s in (1, 2, 4, 8, 16) for g in (1, 2, 4) if group % s == 0)).items()
+    }
+    for order in ({"descending": False}, down):
+        for name, way in (parts((group, 0), heads_together=1) | parts((group, 0), heads_together=2)).items():
+            ways[f"{name} {'down' if order['descending'] else 'up'}"] = way | order | {"block_m": 80}
+    return ways
+
+
 OWN = {"own": {"own_code": True}, "v": {"values_in_registers": True}}
 KV: dict[str, Any] = {"keys_in_registers": True, "values_in_registers": True}
 OWN |= {"own v": OWN["own"] | OWN["v"], "own kv": OWN["own"] | KV}
@@ -325,6 +339,41 @@ CASES = (
         )
     ),
     *(
+        Case(name=f"memory {b}x{q} H{h}/{hkv}", b=b, q=q, h=h, hkv=hkv, d=128, causal=True, ways=of_memory(h // hkv))
+        for b, q, h, hkv in (
+            (1, 8192, 64, 8),
+            (1, 8192, 48, 1),
+            (1, 8192, 32, 2),
+            (2, 8192, 32, 8),
+            (1, 16384, 32, 8),
+            (1, 16384, 64, 8),
+            (1, 6144, 96, 8),
+            (1, 8192, 40, 8),
+        )
+    ),
+    *(
+        Case(
+            name=f"few {b}x{q}x{k or q} H{h} D{d}",
+            b=b,
+            q=q,
+            k=k,
+            h=h,
+            d=d,
+            ways=parts(*((x, 0) for x in (1, 2, 3, 4, 5, 8))),
+        )
+        for b, q, k, h, d in (
+            (1, 4096, 0, 1, 64),
+            (1, 4096, 0, 2, 128),
+            (1, 8192, 300, 8, 64),
+            (4, 4096, 77, 8, 40),
+            (2, 4096, 77, 20, 64),
+            (1, 1024, 77, 20, 64),
+            (1, 4096, 120, 16, 72),
+            (8, 1024, 77, 8, 80),
+            (1, 2048, 77, 4, 128),
+        )
+    ),
+    *(
         Case(name=f"together {b}x{q} H{h} D{d}", b=b, q=q, h=h, d=d, causal=True, ways=TOGETHER)
         for b, q, h, d in (
             (32, 512, 32, 64),
@@ -344,6 +393,8 @@ def plans_of(case: Case) -> dict[str, BackwardPlanSpec]:
     problem = case.problem()
     found = {"today": heuristics.choose_backward(problem, **TARGET)}
     tile = hopper_backward.choose_tile(problem, TARGET["num_sms"])
+    if case.name.startswith("few"):
+        found["portable"] = heuristics.choose_backward(problem, **TARGET, backend="portable")
     for name, changes in case.ways.items():
         spec = hopper_backward.plan_spec(problem, replace(tile, **changes), num_sms=TARGET["num_sms"])
         if spec not in found.values():

@@ -54,6 +54,9 @@ TURNS_OF_PART: Final = 5
 MAX_PARTS: Final = 16
 MIN_GAIN_OF_PARTS: Final = 16
 """In query tiles: some 45 microseconds, of which clearing and converting the sums take a part."""
+MIN_GAIN_OF_FEW: Final = 3
+"""The same where half of the multiprocessors are idle: 1 x 1024 x 77, 20 heads, D 64, 20 key tiles of 8 query tiles, in
+4 parts 26 us and whole 35; 8 x 1024 x 77, 8 heads, D 80, in 2 parts 52 and 54 (H100)."""
 MOST_OF_GROUP: Final = 200 << 20
 """Bytes of Q, dO and dq of a group's heads that key tiles may read again and again."""
 MIN_WAVES_CAUSAL: Final = 3.5
@@ -64,6 +67,10 @@ MOST_IN_FLIGHT: Final = 40 << 20
 """Bytes of Q, dO and dq of the heads that causal key tiles in work read: more than that leaves L2 in between."""
 MOST_IN_FLIGHT_WHOLE: Final = 80 << 20
 """The same where heads are not split yet, and dk and dv are not added up, and of wide heads, which gain 2 to 6 %."""
+MOST_IN_FLIGHT_LONG: Final = 92 << 20
+"""The same of more queries than ``fused`` is for, whose split tiles have 64 instead of 80. 1 x 8192, 64 heads on 8, of
+which 138 MB are in flight: in 2 or 4 blocks 0.81 of the time on an H100, 1.02 on an H200, whose memory is faster. 86 MB
+(40 on 8) are not worth it; 104 (48 on 1 in 8 blocks, 1 x 6144, 96 on 8 in 2) in twice as many 0.89 and 0.96 (H100)."""
 MIN_TURNS_OF_SPLIT: Final = 48
 """Query tiles of a mean key tile below which adding up dk and dv costs more than that."""
 MOST_STEP: Final = 2
@@ -159,7 +166,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     block_m = most_queries(problem) if plain and not problem.softcap else 64
     tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms), tile_bits=bits)
     if not is_plain(problem):
-        return tile
+        parts = choose_parts(problem, block_m, num_sms)
+        return replace(tile, parts=parts, splits=1) if parts > 1 else tile
     longest = FUSED_BAND if problem.band else 2048
     waves = tile.splits * key_tiles(problem) / num_sms
     fused = waves > 2 and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
@@ -246,12 +254,13 @@ def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
     """``splits``, or more: until what key tiles in work read at a time stays in L2, or a split would have few tiles.
 
     Causal key tiles of a head have different numbers of query tiles, so that blocks come to read different heads of
-    their groups. Longer sequences than ``fused`` is for gain less, and lose the tiles of 80 queries (H200, 2026-11-23).
+    their groups. Longer sequences than ``fused`` is for gain less, and lose the tiles of 80 queries.
     Query tiles are counted as those of plain scores, where others may have tiles of fewer queries.
     """
     bytes_of_head = head_bytes(problem)
-    if not is_causal(problem) or problem.varlen or problem.seqlen_q > FUSED_BAND or bytes_of_head > L2_BYTES:
+    if not is_causal(problem) or problem.varlen or bytes_of_head > L2_BYTES:
         return splits
+    long = problem.seqlen_q > FUSED_BAND
     group = problem.num_heads // problem.num_heads_kv
     tiles_of_head = ceil_div(problem.seqlen_k, BLOCK_N)
     turns = ceil_div(problem.seqlen_q, most_queries(problem)) / 2  # of a mean key tile and one query head
@@ -261,6 +270,8 @@ def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
             continue
         heads = min(workers / tiles_of_head, problem.batch * problem.num_heads_kv * splits)
         most = MOST_IN_FLIGHT_WHOLE if splits == 1 or is_wide(problem) else MOST_IN_FLIGHT
+        if long:
+            most = MOST_IN_FLIGHT_LONG
         in_flight = heads * (group // splits) * bytes_of_head
         if in_flight <= most or group // more * turns < MIN_TURNS_OF_SPLIT:
             break
@@ -280,19 +291,21 @@ def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
 
     Few key tiles and many queries (text cross-attention): 160 key tiles of 410 query tiles in 1, 2, 3, 4, 9 parts take
     2.68, 2.32, 2.15, 2.08, 2.09 ms on 132 multiprocessors; 120 of 32 in 2 and 4 parts 1.10 and 1.15 of the time in one.
+    40 of 32 (4 x 4096 x 77, 10 heads, D 64) in 2, 3, 6 parts 83, 70, 75 us on an H100, the portable family 137.
     Grouped heads far too large for L2 have a query head a part: 0.92 of the time (1 x 16384, 64 on 4, causal; H200,
     2026-11-22).
     """
     group = problem.num_heads // max(problem.num_heads_kv, 1)
     tiles = key_tiles(problem)
-    if not is_plain(problem) or not tiles or is_float32(problem, "dk", "dv"):  # its parts write the type of k
+    short = has_one_key_tile(problem) and has_plain_scores(problem) and not (problem.deterministic or problem.band)
+    if not (is_plain(problem) or short) or not tiles or is_float32(problem, "dk", "dv"):  # parts write the type of k
         return 1
     if problem.band:
         bytes_of_head = head_bytes(problem)
         drifts = is_causal(problem) and group * bytes_of_head > MOST_OF_GROUP and bytes_of_head <= L2_BYTES
         return group if drifts and num_sms <= 2 * tiles <= 16 * num_sms else 1
     turns = ceil_div(problem.seqlen_q, block_m)
-    if group > 1 or 2 * tiles < num_sms:  # heads are split, or it may be the portable family's
+    if group > 1:  # heads are split
         return 1
 
     def time(parts: int) -> int:
@@ -300,7 +313,8 @@ def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
         return ceil_div(tiles * parts, num_sms) * (ceil_div(turns, parts) + beside)
 
     parts = min(range(1, MAX_PARTS + 1), key=time)
-    return parts if time(1) - time(parts) >= max(MIN_GAIN_OF_PARTS, time(1) // 8) else 1
+    least = MIN_GAIN_OF_FEW if 2 * tiles <= num_sms else max(MIN_GAIN_OF_PARTS, time(1) // 8)
+    return parts if time(1) - time(parts) >= least else 1
 
 
 def is_plain(problem: AttentionProblem) -> bool:
@@ -415,7 +429,8 @@ def slower(problem: AttentionProblem, spec: BackwardPlanSpec, *, num_sms: int, s
     """
     main = kernel_of(spec)
     tiles = dict(main.params)["num_tiles"]
-    if 2 * main.grid >= num_sms:
+    assert isinstance(main.config, HopperBackwardConfig)
+    if 2 * main.grid >= num_sms or main.config.parts:
         return []
     portable = portable_plan(problem, arch="sm_90", num_sms=num_sms, smem_limit=smem_limit)
     splits = splits_of(portable)

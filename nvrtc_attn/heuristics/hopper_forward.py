@@ -25,7 +25,7 @@ from .hopper_common import (
     tile_list,
 )
 from .hopper_forward_tile import Tile
-from .hopper_small import several_blocks, shared_width, small_tile
+from .hopper_small import moved_bytes, several_blocks, shared_width, small_tile
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, packed_map, reasons_against, score_map, score_reasons_against, tensor_map
 from .tile_words import TileBits, bits_bytes, bits_pay, may_have_bits, plan_launch, with_words, words_of
@@ -607,13 +607,14 @@ def slower(problem: AttentionProblem, spec: ForwardPlanSpec, *, num_sms: int) ->
     launch = spec.main
     assert isinstance(launch.config, HopperForwardConfig)
     packed, small = launch.config.packed_heads, launch.config.block_m == 64
-    several = launch.config.min_blocks_per_sm > 1
+    several = launch.config.min_blocks_per_sm > 1 and moved_bytes(problem) < L2_BYTES
     if (
         not (packed or several)
         and problem.seqlen_q <= MIN_QUERY_ROWS
         and max(problem.head_dim, problem.head_dim_v) <= 64
     ):
-        # 64 rows and keys at head dim 64: the portable kernel takes 18 us, this one 25.
+        # 64 rows and keys at head dim 64: the portable kernel takes 18 us, this one 25, with several blocks 15. From
+        # memory, 1024 x 64 x 8 on an H100, 101, 111 and 109.
         return [f"{problem.seqlen_q} query rows fill half a tile"]
     tiles = dict(launch.params)["num_tiles"]
     if tiles <= num_sms and not problem.varlen:

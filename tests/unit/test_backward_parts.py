@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_backward
+from nvrtc_attn.heuristics import choose_backward, hopper_backward
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec
 from nvrtc_attn.jit.config import HopperBackwardConfig
 
@@ -186,7 +186,11 @@ def test_launches_and_workspace() -> None:
         (problem(1, 4608, 4608, 24, 24, False), 1),
         (problem(1, 32760, 32760, 12, 12, False), 1),  # 0.2 % of 24 waves
         (problem(1, 2048, 2048, 8, 8, False), 1),  # too short for two more launches
-        (problem(4, 4096, 77, 10, 10, False), 1),  # one key tile: not measured
+        (problem(4, 4096, 77, 10, 10, False), 3),  # 40 key tiles leave multiprocessors idle
+        (problem(4, 4096, 77, 10, 10, False, deterministic=True), 1),
+        (problem(1, 2048, 77, 4, 4, False), 16),
+        (problem(8, 1024, 77, 8, 8, False), 2),
+        (problem(1, 256, 77, 8, 8, False), 1),
         (problem(1, 16384, 16384, 64, 4, True), 16),  # 268 MB of Q, dO and dq for each key head
         (problem(1, 16384, 16384, 64, 4, True, window_left=4095), 1),
         (problem(1, 131072, 131072, 32, 8, True), 1),  # no head stays in L2, and the sums would take 1 GB
@@ -268,6 +272,16 @@ def test_queries_of_a_tile_of_split_heads() -> None:
         tile = hopper_backward.choose_tile(problem(batch, 8192, 8192, heads, heads_kv, True), NUM_SMS)
         return tile.splits, tile.block_m
 
-    assert chosen(2, 32, 8) == chosen(1, 64, 8) == (1, 80)
-    assert chosen(1, 48, 1) == (8, 64)
+    assert chosen(2, 32, 8) == chosen(1, 40, 8) == (1, 80)
+    assert chosen(1, 64, 8) == (2, 64)  # 138 MB in flight otherwise
+    assert chosen(1, 48, 1) == (12, 64)
     assert chosen(1, 32, 2) == (4, 64)
+
+
+@pytest.mark.parametrize("keys", [77, 300])
+def test_few_key_tiles_in_parts_are_no_work_for_the_portable_family(keys: int) -> None:
+    """4 x 4096 x 77, 10 heads: 70 us, the portable family that splits the queries in six 137 (H100)."""
+    asked = problem(1, 4096, keys, 4, 4, False)
+    target = {"arch": "sm_90", "num_sms": NUM_SMS, "smem_limit": 232448}
+    chosen = choose_backward(asked, **target)
+    assert "backward_hopper" in {launch.config.kernel for launch in chosen.launches}
