@@ -74,14 +74,16 @@ def _plain(dropout_p: float, alibi_slopes: torch.Tensor | None, more: bool) -> N
 
 
 def install() -> ModuleType:
-    """Puts ``flash_attn.flash_attn_interface`` into `sys.modules`, and returns it."""
+    """Puts ``flash_attn.flash_attn_interface`` into `sys.modules`, and returns it; to be called before ring_flash_attn
+    is imported.
+    """
 
     def absent(*_: Any, **__: Any) -> None:
         raise NotImplementedError("packed sequences are not measured")
 
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     for module in (package, interface):
-        # transformers, which ring-flash-attn imports, asks for it.
+        # Libraries ask for it to see whether the package is there.
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
         module.__version__ = "2.8.0"  # type: ignore[attr-defined]
     interface._flash_attn_forward = _flash_attn_forward  # type: ignore[attr-defined]
@@ -89,5 +91,8 @@ def install() -> ModuleType:
     interface._flash_attn_varlen_forward = absent  # type: ignore[attr-defined]
     interface._flash_attn_varlen_backward = absent  # type: ignore[attr-defined]
     package.flash_attn_interface = interface  # type: ignore[attr-defined]
-    sys.modules |= {package.__name__: package, interface.__name__: interface}
+    # Its adapter for transformers wants a function that newer ones no longer have, and is not measured.
+    adapters = ModuleType("ring_flash_attn.adapters")
+    adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = absent  # type: ignore[attr-defined]
+    sys.modules |= {x.__name__: x for x in (package, interface, adapters)}
     return interface
