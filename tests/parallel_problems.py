@@ -30,9 +30,9 @@ class Shared:
 
 
 def problems(
-    seed: int, count: int, ranks: int, *, heads_divide: bool = False, max_flops: float = 2e5
+    seed: int, count: int, ranks: int, *, heads_divide: bool = False, passes_keys: bool = False, max_flops: float = 2e5
 ) -> Iterator[Shared]:
-    """Problems over all features that ContextParallel takes."""
+    """Problems over all features that ContextParallel takes; with ``passes_keys`` those that a ring takes."""
     found = 0
     for index in itertools.count():
         case = cases.random_case(seed, index, max_flops=max_flops)
@@ -50,6 +50,12 @@ def problems(
         if kind == 3 and case.seqlen_q == case.seqlen_k:
             layout = random_layout(rng, case.seqlen_q, ranks)
         case = dataclasses.replace(case, layout="contiguous", deterministic=False)
+        if rng.random() < 0.4:
+            used = tuple(int(n) for n in rng.integers(0, case.seqlen_k + 1, case.batch))
+            diagonal = case.causal or case.window_size != (None, None)
+            case = dataclasses.replace(
+                case, seqused_k=used, causal="top_left" if passes_keys and diagonal else case.causal
+            )
         yield Shared(case=case, layout=layout)
         found += 1
         if found == count:
@@ -67,8 +73,8 @@ def packed_problems(seed: int, count: int, ranks: int, *, heads_divide: bool = F
         outside = [(0, 0), (3, 0), (0, 5), (2, 70)][int(rng.integers(4))]
         bound = max(sizes) + int(rng.integers(0, 2)) * 5  # a loose one is what callers have
         case = dataclasses.replace(
-            shared.case, bias=None, mask=None, seqlens=tuple((n, n) for n in sizes), lead=(outside[0],) * 2,
-            tail=(outside[1],) * 2, batch=len(sizes), seqlen_q=bound, seqlen_k=bound,
+            shared.case, bias=None, mask=None, seqused_k=(), seqlens=tuple((n, n) for n in sizes),
+            lead=(outside[0],) * 2, tail=(outside[1],) * 2, batch=len(sizes), seqlen_q=bound, seqlen_k=bound,
         )  # fmt: skip
         tokens = sum(sizes) + sum(outside)
         layout: Any = ("zigzag", "contiguous", "documents")[int(rng.integers(3))]
@@ -191,11 +197,13 @@ def whole_tensors(case: Case, device: Any = "cpu") -> dict[str, torch.Tensor]:
     dtype = DTYPES[case.dtype]
     found = {}
     for name, x in arrays.items():
-        if name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+        if name in ("cu_seqlens_q", "cu_seqlens_k"):
             continue
         of_sink = torch.float32 if case.sink == "float32" else dtype
         of_bias = torch.float32 if case.bias_dtype == "float32" else dtype
-        kind = {"bias": of_bias, "mask": None, "dlse": torch.float32, "sink": of_sink}.get(name, dtype)
+        kind = {"bias": of_bias, "mask": None, "seqused_k": None, "dlse": torch.float32, "sink": of_sink}.get(
+            name, dtype
+        )
         tensor = torch.from_numpy(np.ascontiguousarray(x))
         found[name] = (tensor if kind is None else tensor.to(kind)).to(device)
     return found

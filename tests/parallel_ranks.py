@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import nvrtc_attn
 import nvrtc_attn.torch
+from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.base.log import LOGGER
 from nvrtc_attn.torch.parallel import ContextParallel, operators, strategies
 
@@ -52,6 +53,8 @@ def run(shared: Shared, cp: ContextParallel, device: Any, **more: Any) -> Found:
     if "bias" in keywords:
         bias = keywords["bias"] = keywords["bias"].detach().clone().requires_grad_()
     sink = given["sink"].detach().clone().requires_grad_() if "sink" in given else None
+    if "seqused_k" in given:
+        keywords["seqused_k"] = given["seqused_k"]
     out, lse = cp.attention(q, k, v, return_lse=True, sink=sink, **keywords, **more)
     gradients = [take(given["dout"], of_q, 1)]
     if "dlse" in given:
@@ -79,7 +82,9 @@ def problems(rank: int, size: int, device: Any) -> Found:
     found: Found = []
     count = 3  # kernels of a problem take seconds to compile
     for strategy in ("all_gather", "ring", "auto", "ulysses"):
-        for shared in parallel_problems.problems(21, count, size, heads_divide=strategy == "ulysses"):
+        for shared in parallel_problems.problems(
+            21, count, size, heads_divide=strategy == "ulysses", passes_keys=strategy == "ring"
+        ):
             case = shared.case
             cp = ContextParallel(
                 seqlen=case.seqlen_q, seqlen_k=case.seqlen_k, strategy=strategy, layout=shared.layout, pipeline=2
@@ -88,7 +93,7 @@ def problems(rank: int, size: int, device: Any) -> Found:
     if size == 4:
         mesh = init_device_mesh(device, (2, 2))
         for pair in (("ulysses", "ring"), ("ulysses", "all_gather")):
-            for shared in parallel_problems.problems(22, count, 4, heads_divide=True):
+            for shared in parallel_problems.problems(22, count, 4, heads_divide=True, passes_keys="ring" in pair):
                 case = shared.case
                 cp = ContextParallel(
                     mesh, seqlen=case.seqlen_q, seqlen_k=case.seqlen_k, strategy=pair, layout=shared.layout
@@ -266,6 +271,59 @@ def packed(rank: int, size: int, device: Any) -> Found:
     out = cp.attention(*mine, **keywords)
     cu[3] -= 1
     found += refused("a write", "inplace operation", lambda: out.sum().backward(), RuntimeError)
+    return found
+
+
+def used(rank: int, size: int, device: Any) -> Found:
+    """seqused_k of a dense batch: one process's call, plain and compiled, and what a ring refuses on every rank."""
+    found: Found = []
+    tokens, keys = 37, 45
+    lengths = torch.tensor([keys, 0, 20], dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(0)
+    whole = [
+        torch.randn(3, n, heads, 8, generator=generator).to(device)
+        for n, heads in ((tokens, 4), (keys, 2), (keys, 2), (tokens, 4))
+    ]
+    whole[:3] = [x.requires_grad_() for x in whole[:3]]
+    plain: tuple[dict[str, Any], ...] = (
+        {}, {"causal": "top_left", "dropout_p": 0.25, "rng": (3, 5)}, {"causal": "top_left", "window_size": (6, 2)},
+        {"mask_mod": lambda b, h, q, k: q >= k},
+    )  # fmt: skip
+    ends: tuple[dict[str, Any], ...] = (
+        {"causal": True}, {"window_size": (5, 3), "softcap": 4.0}, {"causal": True, "dropout_p": 0.25, "rng": (3, 5)},
+        {"causal": True, "mask_mod": lambda b, h, q, k: (q + k) % 3 != 1},
+    )  # fmt: skip
+    bound = 1e-5 if device == "cpu" else 1e-4
+    for strategy in ("all_gather", "ring", "ulysses"):
+        for layout in ("zigzag", "contiguous"):
+            cp = ContextParallel(seqlen=tokens, seqlen_k=keys, strategy=strategy, layout=layout, check="always")
+            parts = [cp.shard(x.detach(), keys=n in (1, 2)) for n, x in enumerate(whole)]
+            for options in (*plain, *ends):
+
+                def attend(*given: Any, cp: Any = cp, options: Any = options, of: Any = lengths) -> Any:
+                    return cp.attention(*given, seqused_k=of, return_lse=True, **options)
+
+                if strategy == "ring" and options in ends:
+                    for function in (attend, _fullgraph("aot_eager")(attend)):
+                        found += refused(f"{options}", "mask=", lambda f=function, p=parts: f(*p[:3]), UnsupportedError)
+                    continue
+                expected = nvrtc_attn.torch.attention(*whole[:3], seqused_k=lengths, return_lse=True, **options)
+                wanted = [*expected, *torch.autograd.grad(expected[0], whole[:3], whole[3])]
+                for kind in ("eager", "compiled")[: 2 if layout == "zigzag" else 1]:
+                    mine = [x.clone().requires_grad_() for x in parts[:3]]
+                    function = attend if kind == "eager" else _fullgraph("aot_eager")(attend)
+                    out, lse = function(*mine)
+                    results = [out, lse, *torch.autograd.grad(out, mine, parts[3])]
+                    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), results, wanted, strict=True):
+                        x = cp.unshard(x.detach(), 2 if name == "lse" else 1, keys=name in ("dk", "dv"))
+                        if not torch.allclose(x, y.detach(), rtol=bound, atol=bound):
+                            found.append(f"{strategy} {layout} {kind} {options}: {name}")
+            if device == "cpu":  # values that the host sees
+                more = lengths + torch.tensor([1, 0, 0], dtype=torch.int32)
+                found += refused("too many", "element 0 is 46", lambda f=attend, p=parts, n=more: f(*p[:3], of=n))
+            other = lengths + torch.tensor([0, int(rank > 0), 0], dtype=torch.int32, device=device)
+            call = partial(cp.attention, *parts[:3], seqused_k=other)
+            found += refused("other lengths", "seqused_k differs", call)
     return found
 
 

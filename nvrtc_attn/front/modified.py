@@ -134,8 +134,11 @@ def simplify(
     return Modified(modifier, left, banded, captures, found.kept, bias, found.bias)
 
 
-def banded_options(modifier: Modifier, options: CallOptions, lengths: tuple[int, int]) -> CallOptions:
-    """``options`` with the band that a modifier of dense scores says, where they can say it."""
+def banded_options(modifier: Modifier, options: CallOptions, lengths: tuple[int, int] | None) -> CallOptions:
+    """``options`` with the band that a modifier of dense scores says, where they can say it.
+
+    ``lengths``: queries and keys of the whole; None with seqused_k, with which a diagonal from the bottom right ends.
+    """
     return _banded(options, _parts(modifier, options, frozenset()).bounds, lengths) or options
 
 

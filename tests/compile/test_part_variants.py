@@ -97,7 +97,8 @@ def float32_configs(
     """Every kernel of both passes with float32 results of 16-bit tensors, and multiprocessors left to others."""
     shapes = {name: ((1, seqlen, count, head_dim), dtype) for name, count in zip("qkv", (8, 4, 4), strict=True)}
     part = Part(rows=(1024, 8192), keys=(0, 8192), sm_margin=4)
-    call = describe_shapes(shapes, CallOptions(return_lse=True, part=part, **options), Device("cuda", 0))
+    lengths = {"seqused_k": ((1,), "int32")} if options.pop("used", False) else {}
+    call = describe_shapes(shapes | lengths, CallOptions(return_lse=True, part=part, **options), Device("cuda", 0))
     target: dict[str, Any] = {"arch": arch, "num_sms": 132, "smem_limit": 232448 if arch == "sm_90" else 101376}
     results = {name: dense_layout(shapes[like][0], "float32") for name, like in zip(RESULTS, "qqkv", strict=True)}
     launches = heuristics.choose_forward(call.with_outputs(out=results.pop("out")), **target).launches
@@ -111,6 +112,7 @@ def float32_configs(
     [
         ("sm_90", {"head_dim": 128, "seqlen": 4096, "window_size": (300, 0)}), ("sm_90", {"head_dim": 256}),
         ("sm_90", {"head_dim": 64, "seqlen": 128}), ("sm_89", {"head_dim": 64}),
+        ("sm_90", {"head_dim": 128, "causal": "top_left", "used": True}), ("sm_89", {"head_dim": 64, "used": True}),
     ],
     ids=name,
 )  # fmt: skip
@@ -129,7 +131,7 @@ def test_every_float32_result_is_written_as_float32(arch: str, seqlen: int) -> N
     """Kernels of short sequences store dq themselves, in 16 bits: they are not for parts."""
     dtype = "float16" if arch == "sm_75" else "bfloat16"
     for head_dim in (32, 40, 64, 72, 128, 256):
-        for options in ({}, {"causal": True}, {"softcap": 30.0}):
+        for options in ({}, {"causal": True}, {"softcap": 30.0}, {"causal": "top_left", "used": True}):
             found = float32_configs(arch, head_dim, seqlen, dtype=dtype, **options)
             outputs = [c.features.float32_q for c in found if c.kernel.startswith(("forward", "combine"))]
             of_q = [c.features.float32_q for c in found if not c.kernel.startswith(("forward", "combine"))]

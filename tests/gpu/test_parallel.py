@@ -20,7 +20,7 @@ COUNT = torch.cuda.device_count()
     "programs",
     [
         ("tensors", "dropout", "packed"),
-        ("documents",),
+        ("documents", "used"),
         ("faults",),
         ("problems",),
         ("modified",),

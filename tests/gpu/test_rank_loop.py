@@ -29,6 +29,9 @@ PROBLEMS: list[tuple[str, int, dict[str, Any]]] = [
     ("ring", 2, {"causal": True, "deterministic": True}), ("all_gather", 2, {"causal": True, "head_dim": 256}),
     ("all_gather", 2, {"causal": True, "seqlen_q": 301, "seqlen_k": 1203, "softcap": 20.0}),
     ("ring", 2, {"causal": True, "dtype": "float32", "head_dim": 64}),
+    ("all_gather", 2, {"causal": True, "seqused_k": (500, 777), "batch": 2}),
+    ("ring", 2, {"causal": "top_left", "seqused_k": (500, 0), "batch": 2, "deterministic": True}),
+    ("ulysses", 2, {"window_size": (200, 30), "seqused_k": (500, 3), "batch": 2, "dropout_p": 0.2}),
     *(("ring", 2, {"seqlen_q": m, "seqlen_k": n, "head_dim": d, "causal": m == n})  # one tile of keys a part
       for m, n, d in ((34, 257, 72), (100, 100, 40), (200, 500, 128))),
 ]  # fmt: skip

@@ -62,6 +62,7 @@ def test_ranks_together_compute_the_whole(size: int, tmp_path: Path) -> None:
         "dropout",
         "packed",
         "documents",
+        "used",
         "rows",
         "negated",
         "faults",

@@ -149,9 +149,12 @@ def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch,
         left, right, lengths = None, None, (cu, cu, None)
     elif case.varlen:
         packing = Packing(parallel_problems.starts_of(case), left, right)
+    used = given.get("seqused_k")
+    if used is not None and case.causal != "top_left" and (left, right) != (None, None):
+        left = right = None  # the diagonal moves with the used keys
     whole = local.Whole(
         options, RngState(seed, offset), *tokens, band_of(left, right, *tokens, case.causal != "top_left"),
-        sm_margin=None if device == "cpu" else 0, packing=packing, lengths=lengths,
+        sm_margin=None if device == "cpu" else 0, packing=packing, lengths=lengths, used=used,
     )  # fmt: skip
     chunks_q, chunks_k = (parallel_problems.chunks_for(shared, n, size) for n in tokens)
     strategy = make(name, size, chunks_q, chunks_k)
@@ -209,7 +212,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_random_problems_are_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     faults = []
-    for shared in parallel_problems.problems(11, QUICK, size, heads_divide="ulysses" in name):
+    more = {"heads_divide": "ulysses" in name, "passes_keys": "ring" in name}
+    for shared in parallel_problems.problems(11, QUICK, size, **more):
         faults += check(shared, name, size, monkeypatch)
     assert not faults, "\n".join(faults[:5])
 
@@ -262,7 +266,8 @@ def test_gradients_of_shared_key_heads_are_rounded_once(name: str, size: int, mo
 @pytest.mark.parametrize(("name", "size"), [*CASES, ("all_gather", 7), ("ring", 5)])
 def test_many_random_problems_are_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     faults = []
-    for shared in parallel_problems.problems(12, FULL // len(CASES), size, heads_divide="ulysses" in name):
+    more = {"heads_divide": "ulysses" in name, "passes_keys": "ring" in name}
+    for shared in parallel_problems.problems(12, FULL // len(CASES), size, **more):
         faults += check(shared, name, size, monkeypatch)
     assert not faults, "\n".join(faults[:5])
 

@@ -23,7 +23,7 @@ from ...front.part import Part
 from ...front.philox import NO_RNG, RngState
 from ...front.problem import Causal, WindowSize
 from ...front.tensors import Device
-from ...front.validation import Violations, check_flag, check_integer, check_window
+from ...front.validation import Violations, check_flag, check_integer, check_lengths, check_window
 from ...modifiers.modifier import Modifier
 from ...modifiers.trace import traced
 from ..ops import cast_for_autocast, is_dtensor, once_only
@@ -33,7 +33,7 @@ from . import operators
 from .documents import as_tensor, lengths_of, packing_of
 from .exchange import exchange, same_everywhere
 from .local import Whole, merge_partials, whole_with
-from .strategies import AllGather, Inputs, Ring, Saved, Strategy, Ulysses, gradients_of, has_all_tokens
+from .strategies import AllGather, Inputs, Ring, Saved, Strategy, Ulysses, gradients_of, has_all_tokens, passes_keys
 
 __all__ = ["ContextParallel", "merge_partials"]
 
@@ -323,7 +323,9 @@ class ContextParallel:
             may be a list or an array. The strategies but ``"ulysses"``, which has all tokens of a head on one rank,
             take those of self-attention (cu_seqlens_q is cu_seqlens_k) without seqused_k, and work with lengths on the
             host: pass those on the CPU. A tensor on the GPU is read, which waits for it, once for as long as torch
-            knows that nobody wrote to it.
+            knows that nobody wrote to it. Without cu_seqlens, seqused_k has the keys of the whole that each batch entry
+            uses, and stays on the device. A causal mask or window that ends with them sees no less than all keys:
+            ``"all_gather"`` fetches those, and ``"ring"`` refuses it.
         part
             Batch and heads of a still larger attention: with data and tensor parallelism beside, the dropout mask is
             then that of all.
@@ -340,6 +342,8 @@ class ContextParallel:
         ValueError, TypeError
             On this rank, before any communication, for what is wrong with its tensors; on all ranks, naming them, for
             what differs between them (see ``check``).
+        UnsupportedError
+            On all ranks, before any communication, for what their strategy does not compute.
         """
         if _traced_by_dynamo() or torch._C._len_torch_dispatch_stack():
             return operators.attention(
@@ -400,6 +404,8 @@ class ContextParallel:
         packed = lengths[0] is not None or lengths[1] is not None
         strategy = self._strategy(q.shape[2], k.shape[2], q.is_cuda, packed)
         packing = self._packing(strategy, lengths, options, k.shape[2])
+        if lengths[2] is not None and not packed:
+            self._check_used(strategy, lengths[2], options)
         if self._check == "always" or (self._check == "first" and not self._calls):
             self._compare(given, named, options, part, grad, rng, modifier)
         self._calls += 1
@@ -421,6 +427,21 @@ class ContextParallel:
             )
         return packing_of(starts_q, starts_k, options, self.seqlen)
 
+    def _check_used(self, strategy: Strategy, used: torch.Tensor, options: CallOptions) -> None:
+        """Refuse seqused_k of a dense batch: values that the host sees, which no part could tell, and a ring's."""
+        if used.device.type == "cpu":
+            faults = check_lengths(
+                None, None, used.numpy(), total_q=None, total_k=self.seqlen_k, max_seqlen_q=None, max_seqlen_k=None
+            )
+            if faults:
+                raise ValueError(f"{' '.join(faults)} Nothing was sent.")
+        if passes_keys(strategy) and _ends_with_used_keys(options):
+            raise UnsupportedError(
+                f"seqused_k: given with strategy {self.strategy!r} and a causal mask or window that ends with the used "
+                'keys, which a rank of a ring does not have together. Pass causal="top_left", another strategy, or a '
+                "mask= that says what is seen. Nothing was sent."
+            )
+
     def _whole(
         self, strategy: Strategy, lengths: tuple[Any, Any, Any], packing: Packing | None, options: CallOptions,
         state: RngState, part: Part | None, modifier: Modifier | None, device: torch.device,
@@ -428,10 +449,13 @@ class ContextParallel:
         """What all ranks compute together."""
         # The band of the whole: what a rank needs of the others follows from it.
         packed = lengths[0] is not None or lengths[1] is not None
+        used = None if packed else lengths[2]
         banded = options
         if modifier is not None and not packed:
-            banded = banded_options(modifier, options, (self.seqlen, self.seqlen_k))
+            banded = banded_options(modifier, options, None if used is not None else (self.seqlen, self.seqlen_k))
         left, right = check_window(Violations(), banded.causal, banded.window_size)
+        if used is not None and _ends_with_used_keys(banded):
+            left = right = None  # where the diagonal is, the device alone knows: a part of these rows has all keys
         bottom_right = banded.causal != "top_left"
         return Whole(
             options._replace(part=None),
@@ -448,7 +472,8 @@ class ContextParallel:
             plan_as=self._plan_as,
             modifier=modifier,
             packing=packing,
-            tables=None if packing is None else {},
+            used=None if used is None else used.to(device),
+            tables=None if packing is None and used is None else {},
         )
 
     def _check_tensors(
@@ -627,6 +652,12 @@ def _refuse_dtensor(x: Any, name: str) -> None:
         )
 
 
+def _ends_with_used_keys(options: CallOptions) -> bool:
+    """Whether there is a diagonal from the bottom right, which moves with seqused_k: see `Part`."""
+    window = check_window(Violations(), options.causal, options.window_size)
+    return options.causal != "top_left" and window != (None, None)
+
+
 def _modifier_of(
     score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None, q: torch.Tensor
 ) -> tuple[Modifier | None, tuple[torch.Tensor, ...]]:
@@ -682,9 +713,10 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         inputs = Inputs(q, k, v, bias, mask, 0, q.shape[2], sink)
         out, lse, saved = strategy.forward(inputs, whole_with(whole, captures))
         own = (q, k, v, out, lse) if strategy.needs_own else (None,) * 5
-        lengths = whole.lengths or (None,) * 3
+        lengths = whole.lengths or (None, None, whole.used)
         ctx.save_for_backward(*own, bias, mask, sink, *lengths, *saved.kept, *captures)
-        ctx.call = strategy, whole_with(whole, None)._replace(lengths=None), len(saved.kept), (q.shape[2], k.shape[2])
+        plain = whole_with(whole, None)._replace(lengths=None, used=None)
+        ctx.call = strategy, plain, len(saved.kept), (q.shape[2], k.shape[2])
         ctx.like_out = out.shape, out.dtype, out.device
         ctx.set_materialize_grads(False)
         return out, lse
@@ -701,7 +733,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         q, k, v, out, lse, bias, mask, sink, *rest = every
         strategy, whole, kept, (heads, heads_kv) = ctx.call
         lengths, rest = tuple(rest[:3]), rest[3:]
-        whole = whole._replace(lengths=None if lengths[0] is None else lengths)
+        whole = whole._replace(used=lengths[2]) if lengths[0] is None else whole._replace(lengths=lengths)
         captures = tuple(rest[kept:])
         if dout is None:
             shape, dtype, device = ctx.like_out

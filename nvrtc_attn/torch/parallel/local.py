@@ -55,7 +55,8 @@ class Whole(NamedTuple):
     packing: Packing | None = None
     """Packed sequences whose tokens ranks share, where `lengths` is None: of those, a rank has all tokens."""
     tables: dict[tuple[int, ...], torch.Tensor] | None = None
-    """With ``packing``: `Piece.lengths` on the device, of this call alone. See `prepare`."""
+    """On the device, of this call alone: with ``packing`` `Piece.lengths`, with ``used`` those of an interval of the
+    keys. See `prepare`."""
     backward_follows: bool = True
     """Whether what the backward pass needs is kept."""
     may_keep: bool = True
@@ -63,6 +64,8 @@ class Whole(NamedTuple):
     lengths of packed sequences and numbers of a modifier."""
     adds_up: bool = False
     """Whether dk and dv are shares that ranks add up before they are rounded."""
+    used: torch.Tensor | None = None
+    """seqused_k of a dense batch: of all keys, and in what `call` returns of those of the call."""
 
     def pieces(self, chunks: Chunks) -> list[Piece]:
         """The calls of a rank with these tokens."""
@@ -72,6 +75,9 @@ class Whole(NamedTuple):
 
     def prepare(self, pieces: Sequence[Piece], device: torch.device) -> None:
         """Bring the lengths of these calls to the device, on the stream of the call, before there are lanes."""
+        if self.used is not None:
+            for piece in pieces:
+                self.used_of(piece.keys)
         for of_call in (piece.lengths for piece in pieces if piece.lengths):
             assert self.tables is not None
             if of_call not in self.tables:
@@ -80,12 +86,23 @@ class Whole(NamedTuple):
                     host = host.pin_memory().to(device, non_blocking=True)
                 self.tables[of_call] = host
 
+    def used_of(self, keys: Interval) -> torch.Tensor | None:
+        """How many of these keys each batch entry uses."""
+        if self.used is None or keys == (0, self.keys):
+            return self.used
+        assert self.tables is not None
+        found = self.tables.get(keys)
+        if found is None:
+            found = self.tables[keys] = (self.used - keys[0]).clamp_(0, keys[1] - keys[0])
+        return found
+
     def call(
         self, heads: slice, piece: Piece, keys: Interval, num_heads: int, *, beside: bool = True
     ) -> tuple[CallOptions, Whole]:
         """Options and lengths of the call of a piece and these of its keys. ``beside``: something is sent meanwhile."""
         if self.packing is None:
-            return self.part(heads, piece.rows, keys, num_heads, beside=beside), self
+            options = self.part(heads, piece.rows, keys, num_heads, beside=beside)
+            return options, self if self.used is None else self._replace(used=self.used_of(keys))
         first, count = self.heads or (0, num_heads)
         margin = self.sm_margin if beside or not self.sm_margin else 0
         # Dropout's index counts by the longest sequence that the caller names; all others have no use for more than is.
@@ -279,7 +296,8 @@ def _new_bytes(device: torch.device) -> Callable[[int], torch.Tensor]:
 def _optional(bias: Any, mask: Any, whole: Whole) -> dict[str, Any]:
     """The optional inputs by name, in the order of the table."""
     given = {"bias": bias, "mask": mask}
-    given |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), whole.lengths or (), strict=False))
+    lengths = whole.lengths or (None, None, whole.used)
+    given |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), lengths, strict=True))
     return {name: given.get(name) for name in OPTIONAL_INPUTS}
 
 

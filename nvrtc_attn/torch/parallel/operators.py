@@ -318,7 +318,8 @@ class _Call:
         causal, left, right, *_ = self.scalars
         window = tuple(None if x is None else int(x) for x in (left, right))
         options = plain_options(CallOptions(causal=_CAUSAL.get(causal, causal), window_size=window))
-        whole = self.member._whole(strategy, (None,) * 3, None, options, NO_RNG, None, None, q.device)
+        lengths = (None, None, None if self.packed else self.given_lengths[2])
+        whole = self.member._whole(strategy, lengths, None, options, NO_RNG, None, None, q.device)
         whole = whole._replace(may_keep=self.may_keep(strategy))
         found = strategy.like_kept(Inputs(q, k, v, self.bias, self.mask, 0, q.shape[2], self.sink), whole)
         starts = self.given_lengths[0]

@@ -857,6 +857,12 @@ def has_all_tokens(strategy: Strategy) -> bool:
     return isinstance(inside, AllGather) and inside.size == 1
 
 
+def passes_keys(strategy: Strategy) -> bool:
+    """Whether a rank computes with some of the keys that its queries see at a time."""
+    inside = strategy.inside if isinstance(strategy, Ulysses) else strategy
+    return isinstance(inside, Ring) and inside.size > 1
+
+
 def gradients_of(
     strategy: Strategy, saved: Saved, whole: Whole, captures: Sequence[torch.Tensor], wanted: Sequence[bool],
     dout: torch.Tensor, dlse: torch.Tensor | None,
