@@ -96,7 +96,7 @@ def problems(rank: int, size: int, device: Any) -> Found:
             for shared in parallel_problems.problems(22, count, 4, heads_divide=True, passes_keys="ring" in pair):
                 case = shared.case
                 cp = ContextParallel(
-                    mesh, seqlen=case.seqlen_q, seqlen_k=case.seqlen_k, strategy=pair, layout=shared.layout
+                    mesh, seqlen=case.seqlen_q, seqlen_k=case.seqlen_k, strategy=pair, layout=shared.layout, pipeline=2
                 )
                 found += run(shared, cp, device)
     return found
@@ -236,6 +236,14 @@ def tensors(rank: int, size: int, device: Any) -> Found:
         chosen = cp._strategy(8, 8, False, False)
         if (getattr(chosen, "lanes", 1), cp._margin(chosen)) != expected:
             found.append(f"{strategy} at {seqlen}: {getattr(chosen, 'lanes', 1)} lanes, margin {cp._margin(chosen)}")
+    # Groups of heads that are asked for: of pairs, too.
+    pairs = (("ulysses", "ring"), ("ulysses", "all_gather")) if size == 4 else ()
+    for strategy in ("ulysses", "all_gather", *pairs):
+        mesh = init_device_mesh(device, (2, 2)) if strategy in pairs else None
+        chosen = ContextParallel(mesh, seqlen=64, strategy=strategy, pipeline=2)._strategy(8, 8, False, False)
+        groups = [x.pipeline for x in (chosen, getattr(chosen, "inside", None)) if hasattr(x, "pipeline")]
+        if max(groups) != 2 or groups.count(2) != 1:
+            found.append(f"{strategy}: groups {groups}, and 2 were asked for")
     return found
 
 

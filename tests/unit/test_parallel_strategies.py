@@ -122,10 +122,12 @@ def make(name: str, size: int, chunks_q: Any, chunks_k: Any) -> Callable[[int], 
         boards.extend((inner.board, outer.board))
         mine = [slice(i, i + width) for i in range(0, size, width)]
         over = [[together(chunks[s]) for s in mine] for chunks in (chunks_q, chunks_k)]
-        kind = strategies.Ring if name == "ulysses x ring" else strategies.AllGather
-        beyond = kind(outer, rank // width, *over)
         own = mine[rank // width]
-        return strategies.Ulysses(inner, rank % width, chunks_q[own], chunks_k[own], beyond)
+        if name == "ulysses x ring":
+            beyond, pipeline = strategies.Ring(outer, rank // width, *over), 2
+        else:
+            beyond, pipeline = strategies.AllGather(outer, rank // width, *over, 2), 1
+        return strategies.Ulysses(inner, rank % width, chunks_q[own], chunks_k[own], beyond, pipeline)
 
     rows, columns = [Board(2) for _ in range(size // 2)], [Board(size // 2) for _ in range(2)]
     return of

@@ -84,7 +84,8 @@ class ContextParallel:
     pipeline
         Groups of a rank's key heads: one is computed while the next is on its way. Default on a GPU: as many, up to 4,
         as leave each group 8 key tiles of 128 for each of 132 multiprocessors; with ``"all_gather"`` one, up to 8 heads
-        of 65,536 keys.
+        of 65,536 keys. Of ``("ulysses", "all_gather")`` they are all_gather's, of ``("ulysses", "ring")`` ulysses', by
+        default one; ``"ring"`` has none.
     check
         Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``,
         ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1``, read here, means always.
@@ -565,7 +566,9 @@ class ContextParallel:
                 )
             )
             mine = rows[rank // width]
-            return Ulysses(inner, rank % width, self.chunks_q[mine], self.chunks_k[mine], beyond)
+            # Groups of all_gather are on their way between nodes: cut once more, they would wait for one another.
+            pipeline = self._pipeline or 1 if name[1] == "ring" else 1
+            return Ulysses(inner, rank % width, self.chunks_q[mine], self.chunks_k[mine], beyond, pipeline)
         if size == 1:
             return everything
         why_not = Ulysses.why_not(heads, heads_kv, size)
