@@ -29,6 +29,7 @@ import nvrtc_attn
 import nvrtc_attn.torch
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.base.log import LOGGER
+from nvrtc_attn.torch import parallel
 from nvrtc_attn.torch.parallel import ContextParallel, operators, strategies
 
 SECONDS = 120
@@ -181,6 +182,11 @@ def faults(rank: int, size: int, device: Any) -> Found:
     found += refused("check", "check differs", lambda: ContextParallel(seqlen=32, check=checks[rank]))
     with patch.dict(os.environ, {"NVRTC_ATTN_DEBUG": str(int(rank > 0))}):
         found += refused("debug", "NVRTC_ATTN_DEBUG differs", lambda: ContextParallel(seqlen=32))
+    version = parallel.__version__
+    with patch.object(parallel, "__version__", "0.0.9" if rank == 1 else version):
+        others = [r for r in range(size) if r != 1]
+        words = f"version differs between ranks: {version} on rank{'s' * (size > 2)} {others}; 0.0.9 on rank [1]"
+        found += refused("version", words, lambda: ContextParallel(seqlen=32))
     cp = ContextParallel(seqlen=32)
     x = torch.zeros(1, cp.local_seqlen, 2, 8, dtype=torch.float16 if rank else torch.float32, device=device)
     found += refused("dtype", "dtype differs", lambda: cp.attention(x, x, x))
@@ -935,6 +941,42 @@ def distributed(rank: int, size: int, device: Any) -> Found:
     for name, a, b in (("out", again.full_tensor(), expected), ("gradient", given.grad.full_tensor(), plain.grad)):
         if not torch.allclose(a, b, rtol=1e-5, atol=1e-5):
             found.append(f"{name}: off by {float((a - b).abs().max()):.3g}")
+    return found
+
+
+def dtensors(rank: int, size: int, device: Any) -> Found:
+    """nvrtc_attn.torch.attention of DTensors whose batch or heads are sharded: values and gradients of the unsharded
+    call, with the dropout mask of the whole, and results that are sharded alike where nothing was gathered."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    found: Found = []
+    line, square = init_device_mesh(device, (size,)), None
+    meshes = [(line, [Shard(0)]), (line, [Shard(2)])]
+    if size == 4:
+        square = init_device_mesh(device, (2, 2))
+        meshes.append((square, [Shard(0), Shard(2)]))
+    on_gpu = device == "cuda"
+    kind, bound = (torch.bfloat16, 2e-2) if on_gpu else (torch.float32, 1e-5)
+    generator = torch.Generator().manual_seed(0)
+    whole = [
+        torch.randn(size, 48, heads * size, 64, generator=generator).to(device, kind) for heads in (2, 1, 1, 2)
+    ]  # fmt: skip
+    whole[:3] = [x.requires_grad_() for x in whole[:3]]
+    for options in ({}, {"causal": True, "window_size": (9, None)}, {"causal": True, "dropout_p": 0.25, "rng": (3, 5)}):
+        expected = nvrtc_attn.torch.attention(*whole[:3], **options)
+        wanted = [expected, *torch.autograd.grad(expected, whole[:3], whole[3])]
+        for mesh, placements in meshes:
+            mine = [distribute_tensor(x.detach(), mesh, placements) for x in whole]
+            mine[:3] = [x.requires_grad_() for x in mine[:3]]
+            out = nvrtc_attn.torch.attention(*mine[:3], **options)
+            if "dropout_p" not in options and list(out.placements) != placements:
+                found.append(f"{placements} {options}: out is {out.placements}")
+            results = [out, *torch.autograd.grad(out, mine[:3], mine[3])]
+            for name, x, y in zip(("out", "dq", "dk", "dv"), results, wanted, strict=True):
+                y = y.detach().float()
+                error = float((x.detach().full_tensor().float() - y).abs().max() / y.abs().max().clamp(min=1))
+                if not error < bound:
+                    found.append(f"{placements} {options}: {name} {error:.3g}")
     return found
 
 

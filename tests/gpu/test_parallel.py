@@ -28,6 +28,7 @@ COUNT = torch.cuda.device_count()
         ("torchs_ring",),
         ("compiled",),
         ("inductor", "programs"),
+        ("dtensors",),
     ],
 )
 def test_ranks_together_compute_the_whole(size: int, programs: tuple[str, ...], tmp_path: Path) -> None:

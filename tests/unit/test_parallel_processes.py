@@ -97,3 +97,9 @@ def test_a_rank_without_memory_lets_the_others_fail(tmp_path: Path) -> None:
 def test_dtensors_are_refused_and_their_local_tensors_work(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.tensor", reason="torch.distributed.tensor needs torch 2.5")
     assert run(2, tmp_path, "distributed") == {"distributed": []}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_dtensors_of_sharded_batch_and_heads_are_the_whole(size: int, tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed.tensor", reason="torch.distributed.tensor needs torch 2.5")
+    assert run(size, tmp_path, "dtensors") == {"dtensors": []}
