@@ -32,7 +32,8 @@ from nvrtc_attn.base.log import LOGGER
 from nvrtc_attn.torch import parallel
 from nvrtc_attn.torch.parallel import ContextParallel, operators, strategies
 
-SECONDS = 120
+SECONDS = int(os.environ.get("NVRTC_ATTN_TEST_RANK_SECONDS", "120"))
+"""After which a rank that waits for others gives up."""
 Found = list[str]
 
 
@@ -396,7 +397,7 @@ def negated(rank: int, size: int, device: Any) -> Found:
                 both = (sign(cp.shard(whole[3])), sign(torch.ones_like(lse)))
                 results.append([out, lse, *torch.autograd.grad((out, lse), (q, k, v), both)])
             for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
-                if not torch.allclose(x, y, atol=1e-5):
+                if not torch.allclose(x, y, atol=1e-5 if device == "cpu" else 1e-4):  # GPUs add up dq in any order
                     found.append(f"{strategy}: {name} {float((x - y).abs().max()):.3g}")
     if lazy:
         found.append(f"{len(lazy)} tensors with a lazy sign were computed on")
@@ -846,19 +847,36 @@ def long(rank: int, size: int, device: Any) -> Found:
 
 
 def killed(rank: int, size: int, device: Any) -> Found:
-    """The last rank is gone: the others raise within the timeout of their group."""
+    """The last rank is gone before a call: the others raise within the timeout of their group."""
     cp = ContextParallel(seqlen=64, strategy="all_gather")
     x = torch.zeros(1, cp.local_seqlen, 2, 8, device=device)
+    return _without_the_last("killed", rank, size, lambda: float(cp.attention(x, x, x).sum()))
+
+
+def killed_backward(rank: int, size: int, device: Any) -> Found:
+    """The last rank is gone between the passes of a call whose like was whole before."""
+    cp = ContextParallel(seqlen=64, strategy="all_gather")
+    x = torch.ones(1, cp.local_seqlen, 2, 8, device=device, requires_grad=True)
+    for _ in range(2):  # what is made once is made
+        float(torch.autograd.grad(cp.attention(x, x, x).sum(), x)[0].sum())
+    loss = cp.attention(x, x, x).sum()
+    float(loss)
+    dist.barrier()
+    backward = partial(torch.autograd.grad, loss, x)
+    return _without_the_last("killed_backward", rank, size, lambda: float(backward()[0].sum()))
+
+
+def _without_the_last(name: str, rank: int, size: int, call: Callable[[], Any]) -> Found:
     if rank == size - 1:
-        print('RESULT {"killed": []}', flush=True)
+        print("RESULT " + json.dumps({name: []}), flush=True)
         os._exit(0)
     start = time.monotonic()
     said = ["nothing was raised"]
     try:
-        float(cp.attention(x, x, x).sum())
+        call()
     except RuntimeError:
         said = [] if time.monotonic() - start < 2 * SECONDS else ["raised after twice the timeout"]
-    print("RESULT " + json.dumps({"killed": said}), flush=True)
+    print("RESULT " + json.dumps({name: said}), flush=True)
     os._exit(0)  # the group is broken: there is nothing to say goodbye to
 
 
@@ -938,8 +956,9 @@ def distributed(rank: int, size: int, device: Any) -> Found:
     expected = nvrtc_attn.torch.attention(plain, plain, plain, causal=True)
     expected.square().sum().backward()
     again.square().sum().backward()
+    bound = 1e-5 if device == "cpu" else 1e-4
     for name, a, b in (("out", again.full_tensor(), expected), ("gradient", given.grad.full_tensor(), plain.grad)):
-        if not torch.allclose(a, b, rtol=1e-5, atol=1e-5):
+        if not torch.allclose(a, b, rtol=bound, atol=bound):
             found.append(f"{name}: off by {float((a - b).abs().max()):.3g}")
     return found
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from child_environment import python_path
@@ -22,26 +23,36 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this build of torch has no gloo", allow_module_level=True)
 
 
-def run(size: int, directory: Path, *programs: str, device: str = "cpu") -> dict[str, list[str]]:
-    """What was wrong in each program, on any rank."""
+def start(size: int, directory: Path, *programs: str, device: str = "cpu", **more: str) -> list[Any]:
+    """A process for each rank, with ``more`` in its environment."""
     environment = {
         **os.environ, "PYTHONPATH": python_path(TESTS.parent, TESTS), "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more,
     }  # fmt: skip
     command = [sys.executable, str(TESTS / "parallel_ranks.py")]
-    ranks = [
+    return [
         subprocess.Popen(
             [*command, str(rank), str(size), str(directory / "store"), device, *programs],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(size)
     ]  # fmt: skip
+
+
+def results_of(said: str) -> dict[str, list[str]]:
+    """What a rank printed: for each program that it came to the end of, what was wrong."""
+    lines = [json.loads(line[7:]) for line in said.splitlines() if line.startswith("RESULT ")]
+    return {name: faults for line in lines for name, faults in line.items()}
+
+
+def run(size: int, directory: Path, *programs: str, device: str = "cpu") -> dict[str, list[str]]:
+    """What was wrong in each program, on any rank."""
+    ranks = start(size, directory, *programs, device=device)
     found: dict[str, list[str]] = {name: [] for name in programs}
     try:
         for rank, process in enumerate(ranks):
             said, _ = process.communicate(timeout=SECONDS)
-            lines = [json.loads(line[7:]) for line in said.splitlines() if line.startswith("RESULT ")]
-            results = {name: faults for line in lines for name, faults in line.items()}
+            results = results_of(said)
             for name in programs:
                 found[name] += results.get(name) or (
                     [] if name in results else [f"rank {rank} gave up: {said[-3000:]}"]
@@ -86,8 +97,9 @@ def test_torchs_own_context_parallel_runs_these_kernels(tmp_path: Path) -> None:
     assert run(2, tmp_path, "torchs_ring") == {"torchs_ring": []}
 
 
-def test_a_rank_that_is_gone_lets_the_others_fail(tmp_path: Path) -> None:
-    assert run(2, tmp_path, "killed") == {"killed": []}
+@pytest.mark.parametrize("program", ["killed", "killed_backward"])
+def test_a_rank_that_is_gone_lets_the_others_fail(program: str, tmp_path: Path) -> None:
+    assert run(2, tmp_path, program) == {program: []}
 
 
 def test_a_rank_without_memory_lets_the_others_fail(tmp_path: Path) -> None:

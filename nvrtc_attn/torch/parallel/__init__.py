@@ -117,7 +117,8 @@ class ContextParallel:
     -----
     Making one is collective, and so are `attention`, its backward pass and `unshard`: all ranks of the group call them
     in the same order. A rank that is gone lets the others fail after the timeout of the process group
-    (``init_process_group(timeout=...)``; ``TORCH_NCCL_ASYNC_ERROR_HANDLING=1`` for NCCL).
+    (``init_process_group(timeout=...)``): gloo raises, NCCL's watchdog ends their processes, unless
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``, with which they wait for ever.
 
     Programs of torch.compile have `attention`, `shard` and `unshard` in their graph. A program belongs to the
     ContextParallel that it was traced with: make it once, outside.
