@@ -29,6 +29,7 @@ import nvrtc_attn
 import nvrtc_attn.torch
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.base.log import LOGGER
+from nvrtc_attn.front.call import CallOptions
 from nvrtc_attn.torch import parallel
 from nvrtc_attn.torch.parallel import ContextParallel, operators, strategies
 
@@ -243,6 +244,25 @@ def tensors(rank: int, size: int, device: Any) -> Found:
         chosen = cp._strategy(8, 8, False, False)
         if (getattr(chosen, "lanes", 1), cp._margin(chosen)) != expected:
             found.append(f"{strategy} at {seqlen}: {getattr(chosen, 'lanes', 1)} lanes, margin {cp._margin(chosen)}")
+    # Every call of a rank is planned as the whole where that is asked for.
+    for plan_as in (False, True):
+        parts: list[Any] = []
+
+        def noted(compute: Any, parts: Any = parts) -> Any:
+            def computed(*arguments: Any, **more: Any) -> Any:
+                parts.extend(x.part for x in arguments if isinstance(x, CallOptions))
+                return compute(*arguments, **more)
+
+            return computed
+
+        cp = ContextParallel(seqlen=32, strategy="all_gather", plan_as=plan_as)
+        x = torch.ones(1, cp.local_seqlen, 2, 8, device=device, requires_grad=True)
+        with patch.multiple(
+            strategies, forward_here=noted(strategies.forward_here), backward_here=noted(strategies.backward_here)
+        ):
+            cp.attention(x, x, x, causal=True).sum().backward()
+        if len(parts) < 2 or any(part.plan_as != plan_as for part in parts):
+            found.append(f"plan_as {plan_as}: {parts}")
     # Groups of heads that are asked for: of pairs, too.
     pairs = (("ulysses", "ring"), ("ulysses", "all_gather")) if size == 4 else ()
     for strategy in ("ulysses", "all_gather", *pairs):

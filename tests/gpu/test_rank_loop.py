@@ -16,8 +16,14 @@ from harness import backend, families, torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 
-from parallel_problems import Shared
-from test_parallel_strategies import check
+from parallel_problems import Shared, take
+from test_parallel_strategies import check, exchange, make, run_ranks
+
+import nvrtc_attn
+from nvrtc_attn.front.call import CallOptions
+from nvrtc_attn.front.chunks import band_of, chunks_of, places
+from nvrtc_attn.front.philox import RngState
+from nvrtc_attn.torch.parallel import local, strategies
 
 FAMILIES = families(cases.make_case("any", dtype="float16")) if torch.cuda.is_available() else ("portable",)
 PROBLEMS: list[tuple[str, int, dict[str, Any]]] = [
@@ -75,3 +81,47 @@ def test_ranks_share_packed_sequences(
     with backend(family):
         faults = check(Shared(case=case, layout=layout), name, size, monkeypatch, "cuda")
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.skipif("hopper" not in FAMILIES, reason="bits are promised on compute capability 9.0")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize("name", ["ulysses", "all_gather", "all_gather kept"])
+def test_ranks_that_are_planned_as_the_whole_have_its_bits(
+    name: str, options: dict[str, Any], head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """out, lse, and dq of a deterministic call: pieces begin at multiples of 128, two ranks divide the key heads."""
+    monkeypatch.setattr(strategies, "exchange", exchange)
+    n, size, rng = 3072, 2, RngState(3, 4)
+    torch.manual_seed(0)
+    whole = [torch.randn(2, n, h, head_dim, device="cuda", dtype=torch.bfloat16) for h in (8, 4, 4, 8)]
+    q, k, v, _ = whole
+    chosen = CallOptions(**options, return_lse=True, deterministic=True)
+    band = band_of(None, 0 if options.get("causal") else None, n, n, True)
+
+    def compute(plan_as: bool, count: int) -> list[torch.Tensor]:
+        """out, lse and dq of all ranks."""
+        chunks = chunks_of("zigzag", n, count)
+        call = local.Whole(chosen, rng, n, n, band, sm_margin=0 if plan_as else None, plan_as=plan_as)
+        of_rank = make(name, count, chunks, chunks) if count > 1 else None
+
+        def work(rank: int) -> tuple[torch.Tensor, ...]:
+            mine = of_rank(rank) if of_rank else strategies.AllGather(None, 0, chunks, chunks)
+            own = call._replace(tables={})
+            q, k, v, dout = (take(x, chunks[rank], 1) for x in whole)
+            out, lse, saved = mine.forward(strategies.Inputs(q, k, v, None, None, 0, 8), own)
+            return out, lse, mine.backward(saved, own, dout, None).dq
+
+        results = [torch.empty_like(q), torch.empty(2, 8, n, device="cuda"), torch.empty_like(q)]
+        for rank, found in enumerate(run_ranks(count, work)):
+            for total, x, dim in zip(results, found, (1, 2, 1), strict=True):
+                for (a, b), at in zip(chunks[rank], places(chunks[rank], chunks[rank]), strict=True):
+                    total.narrow(dim, a, b - a).copy_(x.narrow(dim, at.start, b - a))
+        return results
+
+    expected = compute(False, 1)
+    plain = nvrtc_attn.attention(q, k, v, **options, rng=(3, 4) if "dropout_p" in options else None, return_lse=True)
+    assert torch.equal(plain[0], expected[0])
+    assert torch.equal(plain[1], expected[1])
+    for what, x, y in zip(("out", "lse", "dq"), compute(True, size), expected, strict=True):
+        assert torch.equal(x, y), (what, float((x.float() - y.float()).abs().max()))

@@ -16,11 +16,14 @@ import parallel_problems  # noqa: E402
 from parallel_problems import Modified, Shared, take  # noqa: E402
 
 import nvrtc_attn  # noqa: E402
-from nvrtc_attn.front.call import CallOptions  # noqa: E402
+from nvrtc_attn import heuristics  # noqa: E402
+from nvrtc_attn.front.call import CallOptions, describe_shapes  # noqa: E402
 from nvrtc_attn.front.chunks import band_of, chunks_of, joined, length, needed, places, together  # noqa: E402
 from nvrtc_attn.front.documents import Packing, Piece, shared_documents  # noqa: E402
 from nvrtc_attn.front.modified import banded_options  # noqa: E402
 from nvrtc_attn.front.philox import RngState  # noqa: E402
+from nvrtc_attn.front.problem import dense_layout  # noqa: E402
+from nvrtc_attn.front.tensors import Device  # noqa: E402
 from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
 from nvrtc_attn.torch.parallel import groups_of, local, merge_partials, strategies, swaps  # noqa: E402
 from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
@@ -404,6 +407,73 @@ def test_many_modifiers_get_the_positions_of_the_whole(name: str, size: int, mon
     for given in parallel_problems.modified_problems(14, 400, size):
         faults += check_modified(given, name, size, monkeypatch, "cpu")
     assert not faults, "\n".join(faults[:5])
+
+
+@pytest.mark.parametrize("name", ["ulysses", "all_gather", "all_gather kept"])
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "dropout_p": 0.2}])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_calls_of_ranks_are_planned_as_the_whole(
+    name: str, options: dict[str, Any], head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``plan_as``: every call of both passes has the kernels and tiles that the whole has on one H200."""
+    size, seqlen, heads = 2, 4096, 8
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
+    tile = ("kernel", "block_m", "block_n", "num_stages", "lazy_max", "ping_pong", "packed_heads")
+    monkeypatch.setattr(strategies, "exchange", exchange)
+    chosen = CallOptions(**options, return_lse=True, deterministic=True)
+
+    def plan(shapes: Any, of_call: CallOptions, results: dict[str, Any], backward: bool) -> tuple[Any, ...]:
+        call = describe_shapes(shapes, of_call, Device("cuda", 0)).with_outputs(**results)
+        choose = heuristics.choose_backward if backward else heuristics.choose_forward
+        plan_of_call = choose(call, **target)
+        if not backward:
+            return tuple(getattr(plan_of_call.main.config, field, None) for field in tile)
+        main = next(x.config for x in plan_of_call.launches if x.config.kernel.startswith("backward"))
+        return main.kernel, main.block_m
+
+    def planned(*arguments: Any, **_: Any) -> Any:
+        """In place of a pass: its plan, and a result of its shape."""
+        q, k, v = arguments[:3]
+        of_call = next(x for x in arguments if isinstance(x, CallOptions))
+        backward = len(arguments) > 8
+        results = arguments[9] if backward else (arguments[5],)
+        names = ("dq", "dk", "dv") if backward else ("out",)
+        layouts = {
+            of: dense_layout(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+            for of, x in zip(names, results, strict=True)
+        }
+        shapes = {of: (tuple(x.shape), "bfloat16") for of, x in zip("qkv", (q, k, v), strict=True)}
+        plans.append(plan(shapes, of_call, layouts, backward))
+        return None if backward else q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+    monkeypatch.setattr(strategies, "forward_here", planned)
+    monkeypatch.setattr(strategies, "backward_here", planned)
+    shapes = {of: ((1, seqlen, n, head_dim), "bfloat16") for of, n in zip("qkv", (heads, 4, 4), strict=True)}
+    expected = {
+        plan(shapes, chosen, {of: dense_layout(*shapes[like]) for of, like in pairs}, bool(len(pairs) > 1))
+        for pairs in ((("out", "q"),), (("dq", "q"), ("dk", "k"), ("dv", "v")))
+    }
+    chunks = chunks_of("zigzag", seqlen, size)
+    band = band_of(None, 0 if options.get("causal") else None, seqlen, seqlen, True)
+    found = {}
+    for plan_as in (True, False):
+        plans: list[tuple[Any, ...]] = []
+        whole = local.Whole(chosen, RngState(0, 0), seqlen, seqlen, band, sm_margin=0, plan_as=plan_as)
+        strategy = make(name, size, chunks, chunks)
+
+        def work(rank: int, strategy: Any = strategy, whole: Any = whole) -> None:
+            q, k = (
+                torch.empty(1, length(chunks[rank]), n, head_dim, dtype=torch.bfloat16, device="meta")
+                for n in (heads, 4)
+            )
+            mine, own = strategy(rank), whole._replace(tables={})
+            *_, saved = mine.forward(strategies.Inputs(q, k, k, None, None, 0, heads), own)
+            mine.backward(saved, own, torch.empty_like(q), None)
+
+        run_ranks(size, work)
+        found[plan_as] = set(plans)
+    assert found[True] == expected
+    assert "dropout_p" in options or found[False] != expected  # what plan_as is for
 
 
 def test_a_mask_that_is_a_window_fetches_only_what_it_reaches() -> None:
