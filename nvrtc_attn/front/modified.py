@@ -80,8 +80,8 @@ def simplify(
     Raises
     ------
     ValueError
-        A captured array is not where q is, or has no element; or a softcap is given beside a score_mod, whatever that
-        becomes.
+        A captured array is not where q is, or has no element; lists of blocks are for other sizes; or a softcap is
+        given beside a score_mod, whatever that becomes.
     """
     cap = options.softcap
     if modifier.program.score is not None and isinstance(cap, float | int | np.number) and cap > 0:
@@ -107,6 +107,12 @@ def simplify(
             # Every element of a gradient is written, and a part of the scores has but a part of a bias.
             if x.dtype in ("float32", q.dtype) and (i not in trained or (x.dtype == "float32" and part is None))
         )
+    if modifier.program.sizes and ranks:
+        longest: Any = (options.max_seqlen_q, options.max_seqlen_k) if packed else sizes[2:]
+        if all(isinstance(x, int | np.integer) for x in longest):  # others are refused later
+            whole = part or Part()
+            _, heads, rows, keys = whole.whole((*sizes[:2], *longest))
+            modifier.check_sizes(heads, rows, keys, packed=packed)
     found = _parts(modifier, options, possible)
     bias = None
     if found.bias is not None:

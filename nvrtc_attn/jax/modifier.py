@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from ..base.errors import TraceError
-from ..modifiers.graph import POSITION_NODES, SCORE, Node, cast, number
+from ..modifiers.graph import POSITION_NODES, SCORE, Node
 from ..modifiers.jaxpr import expression
 from ..modifiers.modifier import Modifier
-from ..modifiers.proxy import Recording
-from ..modifiers.trace import literals, trace
+from ..modifiers.proxy import Recording, followed
+from ..modifiers.trace import literals, modifier_of, trace
 
 
 def traced(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier | None:
@@ -35,15 +35,12 @@ def traced(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modi
     score = mask = None
     try:
         if score_mod is not None:
-            score = cast(_expression(recording, "score_mod", score_mod, (SCORE, *POSITION_NODES), aux), "float")
+            score = _expression(recording, "score_mod", score_mod, (SCORE, *POSITION_NODES), aux)
         if mask_mod is not None:
             mask = _expression(recording, "mask_mod", mask_mod, POSITION_NODES, aux)
-            if mask.kind == "float":
-                raise TraceError("mask_mod: returned a floating-point number. It returns whether the key is kept.")
-            mask = cast(mask, "bool")
     except jax.errors.TracerArrayConversionError:  # functions of NumPy, which the first way knows
         raise first from None
-    return Modifier.of(score, None if mask == number(True) else mask, tuple(recording.captures))
+    return modifier_of(score, mask, recording)
 
 
 def _expression(
@@ -56,9 +53,10 @@ def _expression(
     kinds = [jnp.float32 if x == SCORE else jnp.int32 for x in nodes]
     more = () if aux is None else (aux,)
     try:
-        closed = jax.make_jaxpr(lambda *scalars: function(*scalars, *more))(
-            *(jax.ShapeDtypeStruct((), kind) for kind in kinds)
-        )
+        with followed(recording):
+            closed = jax.make_jaxpr(lambda *scalars: function(*scalars, *more))(
+                *(jax.ShapeDtypeStruct((), kind) for kind in kinds)
+            )
     except jax.errors.ConcretizationTypeError as error:
         raise TraceError(
             f"{name}: a branch on a value that is known only when the kernel runs, or such a value where a Python "

@@ -266,7 +266,8 @@ class _Beside:
         return {name: np.int32(size) * jax.lax.axis_index(axes) for name, axes, size in found if axes}
 
     def in_whole(self, modifier: Modifier, batch: int, heads: int) -> Modifier:
-        """The functions with the indices of the whole."""
+        """The functions with the indices of the whole; refuses lists of blocks for other heads."""
+        modifier.check_sizes(heads * self.heads_ranks)
         return modifier.moved_on_device(self.first(batch, heads))
 
     def offset(self, arrays: Mapping[str, Any], batch: int, heads: int, scores: int) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .proxy import for_sizes
+
 
 def block_mask(
     indptr: Any, indices: Any, block: int | tuple[int, int], seqlen_q: int, seqlen_k: int, *, mask_mod: Any = None
@@ -26,7 +28,8 @@ def block_mask(
     block
         Queries and keys of a block; one number for both.
     seqlen_q, seqlen_k
-        Lengths that the lists are for.
+        Lengths that the lists are for. A call of other ones is refused, as is one of other heads than ``indptr`` has
+        lists for, unless it has one for all; packed sequences may be shorter.
     mask_mod
         ``mask_mod(b, h, q, k)``; None keeps all of the listed blocks.
 
@@ -65,9 +68,10 @@ def block_mask(
         table[h, row, own] = True
     blocks = _like(table, indices)
     by_head = len(lists) > 1
+    sizes = f"{len(lists)} {seqlen_q} {seqlen_k}"
 
     def of_blocks(b: Any, h: Any, q: Any, k: Any) -> Any:
-        kept = blocks[h if by_head else 0, q // rows, k // columns]
+        kept = for_sizes(blocks[h if by_head else 0, q // rows, k // columns], sizes)
         return kept if mask_mod is None else kept & mask_mod(b, h, q, k)
 
     return of_blocks

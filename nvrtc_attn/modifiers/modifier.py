@@ -22,10 +22,13 @@ class Program:
     """Dtype and rank of each captured array."""
     numbers: tuple[str, ...]
     """``float`` or ``int`` of each number that is given at run time."""
+    sizes: tuple[tuple[int, int, int], ...] = ()
+    """Heads, queries and keys that lists of blocks in it are for, 1 head for any number; what is left of a modifier in
+    a call, which has been compared with them, has none."""
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.score, self.mask, self.captures, self.numbers)))
+        object.__setattr__(self, "_hash", hash((self.score, self.mask, self.captures, self.numbers, self.sizes)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -52,13 +55,23 @@ class Modifier:
     """What was worked out from it before: a call asks for the same again."""
 
     @classmethod
-    def of(cls, score: Node | None, mask: Node | None, captures: tuple[Any, ...]) -> Modifier:
+    def of(
+        cls,
+        score: Node | None,
+        mask: Node | None,
+        captures: tuple[Any, ...],
+        sizes: tuple[tuple[int, int, int], ...] = (),
+    ) -> Modifier:
         """The modifier of expressions over ``captures``."""
-        return cls.parts(score, mask, captures)[0]
+        return cls.parts(score, mask, captures, sizes)[0]
 
     @classmethod
     def parts(
-        cls, score: Node | None, mask: Node | None, captures: tuple[Any, ...]
+        cls,
+        score: Node | None,
+        mask: Node | None,
+        captures: tuple[Any, ...],
+        sizes: tuple[tuple[int, int, int], ...] = (),
     ) -> tuple[Modifier, tuple[int, ...]]:
         """Number the operands in the order in which the expressions use them, and leave out the others.
 
@@ -88,7 +101,7 @@ class Modifier:
         kept = tuple(sorted(slots, key=lambda x: slots[x]))
         arrays = tuple(captures[i] for i in kept)
         program = Program(
-            numbered(score), numbered(mask), tuple((dtype_of(x), len(x.shape)) for x in arrays), tuple(kinds)
+            numbered(score), numbered(mask), tuple((dtype_of(x), len(x.shape)) for x in arrays), tuple(kinds), sizes
         )
         return cls(program, arrays, tuple(numbers)), kept
 
@@ -102,6 +115,32 @@ class Modifier:
         write(result, "text", self.text)
         write(result, "known", self.known)
         return result
+
+    def check_sizes(
+        self, heads: int | None = None, rows: int | None = None, keys: int | None = None, *, packed: bool = False
+    ) -> None:
+        """Refuse a call of other sizes than those that lists of blocks are for; those of the whole, of a part.
+
+        ``packed``: rows and keys are those of the longest sequence. Shorter ones have the first of the listed blocks.
+
+        Raises
+        ------
+        ValueError
+            The message has both.
+        """
+        for for_heads, for_rows, for_keys in self.program.sizes:
+            if heads is not None and for_heads not in (1, heads):
+                raise ValueError(
+                    f"mask_mod: its lists of blocks are for {for_heads} heads, but q has {heads}. Make them by "
+                    f"nvrtc_attn.block_mask for as many, or for all alike, with an indptr of one dim."
+                )
+            for name, there, wanted in (("queries", rows, for_rows), ("keys", keys, for_keys)):
+                if there is not None and (there > wanted if packed else there != wanted):
+                    longest = " in the longest sequence (max_seqlen)" if packed else ""
+                    raise ValueError(
+                        f"mask_mod: its lists of blocks are for {wanted} {name}, but the call has {there}{longest}. "
+                        f"Make them by nvrtc_attn.block_mask for this length."
+                    )
 
     def moved(self, starts: Sequence[int | None]) -> Modifier:
         """The same of a part of the scores, whose own indices begin at 0: b, h, q and k are those of the whole.
@@ -157,7 +196,8 @@ def written(program: Program) -> str:
         places[node] = len(places)
         nodes.append([node.op, node.kind, node.value, [places[x] for x in node.args]])
     ends = {name: places[x] for name, x in roots.items()}
-    whole = {"nodes": nodes, "captures": program.captures, "numbers": program.numbers, **ends}
+    sizes = {"sizes": program.sizes} if program.sizes else {}
+    whole = {"nodes": nodes, "captures": program.captures, "numbers": program.numbers, **sizes, **ends}
     return json.dumps(whole, separators=(",", ":"))
 
 
@@ -176,7 +216,8 @@ def _moved_on_device(program: Program, axes: tuple[str, ...]) -> Program:
     first = len(program.captures)
     starts = {name: load(first + i, "int", ()) for i, name in enumerate(axes)}
     score, mask = (None if x is None else _shifted(x, starts) for x in (program.score, program.mask))
-    return Program(score, mask, (*program.captures, *((("int32", 0),) * len(axes))), program.numbers)
+    sizes = tuple((1 if "h" in axes else heads, rows, keys) for heads, rows, keys in program.sizes)
+    return Program(score, mask, (*program.captures, *((("int32", 0),) * len(axes))), program.numbers, sizes)
 
 
 def _shifted(root: Node, starts: Mapping[str, Node]) -> Node:

@@ -7,9 +7,10 @@ that the function captured becomes an operand of the kernel when it is indexed w
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -46,6 +47,8 @@ class Recording:
         self.captures: list[Any] = []
         self.computed = False
         """Whether the function computed with an array instead of indexing it: the result is that of its content now."""
+        self.sizes: list[tuple[int, int, int]] = []
+        """`Program.sizes`."""
         self._by_id: dict[int, int] = {}
         self._literals = literals
         self._slots = 0
@@ -508,6 +511,8 @@ def kind_of_dtype(target: Any) -> Kind | None:
 _INDEXING: Final = ("__getitem__", "getitem")
 REPLAYED: Final = "cuda_function"
 """The name of the call of a `cuda_function` in the script of a compiled program."""
+SIZED: Final = "for_sizes"
+"""The same of `for_sizes`."""
 _READ_ONLY: Final = ("__get__",)
 
 
@@ -527,6 +532,8 @@ def called_by_name(recording: Recording, name: str, args: tuple[Any, ...], kwarg
     """The function of torch, or of Python's operators, that has a name."""
     if name == REPLAYED:
         return called(recording, bytes.fromhex(args[0]).decode(), args[1:])
+    if name == SIZED:
+        return for_sizes(*args)
     if name in _INDEXING:
         array, index = args
         return array[index] if isinstance(array, Proxy | Captured) else recording.index(array, (), index)
@@ -551,6 +558,35 @@ def called(recording: Recording, value: str, args: tuple[Any, ...]) -> Proxy:
             raise TraceError(f"{name!r} of {text.name!r} is {kind}, and got a floating-point number: convert it.")
         nodes.append(make(kind, node))
     return Proxy(recording, Node("call", tuple(nodes), text.kind, value))
+
+
+def for_sizes(x: Any, sizes: str) -> Any:
+    """``x``, in a trace that is for calls of these ``sizes`` alone: heads, queries and keys, 1 head for any number.
+
+    They are a string, which programs of torch.compile take for what it is, where a number may become a symbol.
+    """
+    write = getattr(type(x), "written_sizes", None)  # of a program that torch.compile traces
+    if write is not None:
+        return write(x, sizes)
+    recording = recording_of((x,)) or _following.get()
+    if recording is not None:
+        heads, rows, keys = map(int, sizes.split())
+        recording.sizes.append((heads, rows, keys))
+    return x
+
+
+# The recording of a trace that another tracer makes, whose objects know of none.
+_following: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("following", default=None)
+
+
+@contextlib.contextmanager
+def followed(recording: Recording) -> Iterator[None]:
+    """While JAX traces a function for a recording."""
+    token = _following.set(recording)
+    try:
+        yield
+    finally:
+        _following.reset(token)
 
 
 def recording_of(args: Any) -> Recording | None:

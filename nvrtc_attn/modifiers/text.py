@@ -43,7 +43,9 @@ def _program(text: str) -> Program:
     for op, kind, value, args in fields["nodes"]:
         nodes.append(Node(op, tuple(nodes[i] for i in args), kind, value))
     score, mask = (nodes[fields[name]] if name in fields else None for name in ("score", "mask"))
-    return Program(score, mask, tuple((dtype, rank) for dtype, rank in fields["captures"]), tuple(fields["numbers"]))
+    sizes = tuple((heads, rows, keys) for heads, rows, keys in fields.get("sizes", ()))
+    captures = tuple((dtype, rank) for dtype, rank in fields["captures"])
+    return Program(score, mask, captures, tuple(fields["numbers"]), sizes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,7 +79,7 @@ def read_text(
     places = {id(x): i for i, x in enumerate(facts)}
     given = {"i": ints, "f": floats, "@": facts}
     found = {name: _replayed(recording, name, lines, result, given) for name, lines, result in functions}
-    modifier = modifier_of(found.get("score_mod"), found.get("mask_mod"), tuple(recording.captures))
+    modifier = modifier_of(found.get("score_mod"), found.get("mask_mod"), recording)
     return modifier.with_captures(()), tuple(places[id(x)] for x in modifier.captures)
 
 

@@ -78,13 +78,13 @@ def traced(score_mod: Any = None, mask_mod: Any = None, *, aux: Mapping[str, Any
             score = _called(recording, "score_mod", score_mod, (inputs["score"], *positions, *more))
         if mask_mod is not None:
             mask = _called(recording, "mask_mod", mask_mod, (*positions, *more))
-    modifier = modifier_of(score, mask, tuple(recording.captures))
+    modifier = modifier_of(score, mask, recording)
     if facts is not None and not recording.computed:
         remember(facts, modifier)
     return modifier
 
 
-def modifier_of(score: Node | None, mask: Node | None, captures: tuple[Any, ...]) -> Modifier:
+def modifier_of(score: Node | None, mask: Node | None, recording: Recording) -> Modifier:
     """The modifier of what ``score_mod`` and ``mask_mod`` returned; None where there is no such function."""
     if mask is not None:
         if mask.kind == "float":
@@ -92,7 +92,8 @@ def modifier_of(score: Node | None, mask: Node | None, captures: tuple[Any, ...]
         mask = cast(mask, "bool")
     if mask == number(True):
         mask = None
-    return Modifier.of(None if score is None else cast(score, "float"), mask, captures)
+    score = None if score is None else cast(score, "float")
+    return Modifier.of(score, mask, tuple(recording.captures), tuple(dict.fromkeys(recording.sizes)))
 
 
 class _Aux:

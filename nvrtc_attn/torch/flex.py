@@ -348,6 +348,11 @@ def _tables_of(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
                 f"{tuple(index.shape)}, needed for lengths {tuple(block_mask.seq_lengths)} in blocks of "
                 f"{tuple(block_mask.BLOCK_SIZE)} are [B, H, {rows}] and [B, H, {rows}, at most {columns}]."
             )
+        if count.shape != counts.shape:
+            raise ValueError(
+                f"block_mask: full_kv_num_blocks has shape {tuple(count.shape)}, needed is that of kv_num_blocks, "
+                f"{tuple(counts.shape)}."
+            )
         found.append(_table(count, index, columns))
     times = found[0] + found[1] if len(found) == 2 else found[0]
     named = counts.sum() + (0 if full_counts is None else full_counts.sum())

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..modifiers.modifier import Modifier
-from ..modifiers.proxy import METHODS, REPLAYED
+from ..modifiers.proxy import METHODS, REPLAYED, SIZED
 from ..modifiers.trace import numbers_of
 
 _NO_TEXT: Final = (
@@ -126,6 +126,10 @@ class ScriptValue:
     def written_call(self, function: str, args: tuple[Any, ...]) -> ScriptValue:
         """Of a `cuda_function`, which is in hexadecimal digits."""
         return self.script.call(REPLAYED, (function, *args), {})
+
+    def written_sizes(self, sizes: str) -> ScriptValue:
+        """`proxy.for_sizes`."""
+        return self.script.call(SIZED, (self, sizes), {})
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -293,3 +293,21 @@ def test_functions_in_cpp_are_beside_operators_not_beside_jaxs() -> None:
 def test_aux_without_functions() -> None:
     with pytest.raises(ValueError, match="aux"):
         attention(*arrays(), aux={"x": SLOPES})
+
+
+@pytest.mark.parametrize("way", ["operators", "jax.numpy", "jit"])
+def test_lists_of_blocks_of_other_sizes_are_refused(way: str) -> None:
+    """Also where JAX traces the function that decides inside of the blocks."""
+    inner = {"jax.numpy": lambda b, h, q, k: jnp.less_equal(k, q)}.get(way)
+    indptr, indices = jnp.array([[0, 1, 3]] * H), jnp.array([0, 0, 1])
+    mask_mod = nvrtc_attn.block_mask(indptr, indices, 8, M, N, mask_mod=inner)
+    q, k, v = arrays()
+    call = jax.jit(partial(attention, mask_mod=mask_mod)) if way == "jit" else partial(attention, mask_mod=mask_mod)
+    call(q, k, v)
+    for given, message in (
+        ((q[:, :9], k, v), "for 12 queries, but the call has 9"),
+        ((q, k[:, :9], v[:, :9]), "for 15 keys, but the call has 9"),
+        ((q[:, :, :2], k[:, :, :2], v[:, :, :2]), "for 4 heads, but q has 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(*given)

@@ -151,6 +151,10 @@ def test_lists_of_blocks_that_make_no_sense_are_refused_before_any_launch() -> N
     short = theirs.BlockMask.from_kv_blocks(partial[..., :2], full[..., :2, :], BLOCK_SIZE=8, seq_lengths=(M, N))
     with pytest.raises(ValueError, match="kv_num_blocks has shape"):
         flex_attention(q, k, v, block_mask=short)
+    nothing = torch.zeros(B, 1, 3, dtype=torch.int32), full.expand(B, -1, -1, -1)
+    other = theirs.BlockMask.from_kv_blocks(partial, full, *nothing, BLOCK_SIZE=8, seq_lengths=(M, N))
+    with pytest.raises(ValueError, match="full_kv_num_blocks has shape"):
+        flex_attention(q, k, v, block_mask=other)
     with pytest.raises(ValueError, match="on meta"):
         flex_attention(q, k, v, block_mask=lists([1, 1, 1], good).to("meta"))
 
