@@ -53,9 +53,9 @@ def backward(call: Call, views: Mapping[str, TensorView], rng: Any, daux: Sequen
 
 
 def check_indices(call: Call, read: Callable[[TensorView], np.ndarray[Any, Any]]) -> None:
-    """Refuse an index beyond a captured array, at a pair of query and key that is kept. ``read`` gives a host array.
+    """Refuse an index beyond a captured array at a pair of query and key that is kept, or hidden because of it.
 
-    Of indices that a range of them cannot prove; not of those that depend on the score.
+    ``read`` gives a host array. Of indices that a range of them cannot prove; not of those that depend on the score.
     """
     modifier = call.modifier
     if modifier is None:

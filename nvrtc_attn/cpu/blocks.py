@@ -162,10 +162,12 @@ class Plan:
         if self.mask is not None:
             np.copyto(s, -np.inf, where=self._operand_block(self.mask, piece, i0, i1, j0, j1) == 0)
         if self.modifier is not None and values is not None:
-            if self.modifier.mask is not None:
-                np.copyto(s, -np.inf, where=~values(self.modifier.mask))
-            if values.outside:
-                self.modifier.check(values, s != -np.inf)
+            kept = None if self.modifier.mask is None else values(self.modifier.mask)
+            allowed = s != -np.inf if values.outside else None  # before the mask
+            if kept is not None:
+                np.copyto(s, -np.inf, where=~kept)
+            if allowed is not None:
+                self.modifier.check(values, allowed, s != -np.inf)
         return s, slope, values
 
     def _product(self, q_rows: Array, k_columns: Array) -> Array:

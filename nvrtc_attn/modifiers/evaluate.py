@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -61,6 +62,35 @@ class Values:
             if node not in self._known:
                 self._known[node] = self._compute(node)
         return self._known[root]
+
+    def undecided(self, root: Node) -> Array | None:
+        """Where the value of ``root`` depends on an element beyond its array (None = nowhere).
+
+        It does not where a condition beside it is false (``&``), true (``|``), or selects something else (``where``).
+        """
+        outside = dict(self.outside)
+        found: dict[Node, Array] = {}
+        for node in walk([root]):
+            self(node)
+            args = [found.get(x) for x in node.args]
+            values = [self._known[x] for x in node.args]
+            there = [x for x in (*args, outside.get(node)) if x is not None]
+            if not there:
+                continue
+            if node.op in ("and", "or") and node.kind == "bool":
+                decisive = node.op == "or"
+                decided = [
+                    (x == decisive) if u is None else (x == decisive) & ~u for x, u in zip(values, args, strict=True)
+                ]
+                here = functools.reduce(np.logical_or, there) & ~np.logical_or(*decided)
+            elif node.op == "where":
+                condition, a, b = (np.False_ if x is None else x for x in args)
+                here = condition | np.where(values[0], a, b)
+            else:
+                here = functools.reduce(np.logical_or, there)
+            if here.any():
+                found[node] = here
+        return found.get(root)
 
     def indices(self, load: Node) -> tuple[tuple[Array, ...], Array | None]:
         """The indices of a load, brought into the array, and where that was not needed (None = everywhere)."""
@@ -147,8 +177,30 @@ class HostModifier:
             elif gradient.size:
                 _scatter(gradient, index, parts)
 
-    def check(self, values: Values, kept: Array) -> None:
-        """Refuse an index beyond a captured array, at a score that counts."""
+    def check(self, values: Values, allowed: Array, kept: Array) -> None:
+        """Refuse an index beyond a captured array: at a score that counts, and where the mask hides one because of it.
+
+        Parameters
+        ----------
+        allowed
+            Pairs of query and key that everything but the mask leaves.
+        kept
+            Those that the mask leaves, too.
+        """
+        undecided = None if self.mask is None else values.undecided(self.mask)
+        hidden = None if undecided is None else undecided & allowed
+        if hidden is not None and hidden.any() and self.mask is not None:
+            of_mask = set(walk([self.mask]))
+            shapes = [
+                self.captures[node.value].shape
+                for node, outside in values.outside
+                if node in of_mask and (outside & hidden).any()
+            ]
+            raise ValueError(
+                f"mask_mod: an index of the captured array of shape {shapes[0]} is out of range, and the element "
+                f"decides whether a pair of query and key is kept. Indices count from 0, also below it: none is "
+                f"negative."
+            )
         for node, outside in values.outside:
             if (outside & kept).any():
                 raise ValueError(

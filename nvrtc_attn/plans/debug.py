@@ -43,6 +43,8 @@ def check_device_lengths(call: Call) -> None:
 def check_device_indices(call: Call) -> None:
     """Check the indices of the arrays that functions captured, at the pairs of query and key that are kept.
 
+    Those of a mask also where the element decides that a pair is not.
+
     Without a range that proves them right, all of them are computed on the CPU, which takes its time. Indices that
     depend on the score are not looked at.
 

@@ -101,3 +101,47 @@ def test_parts_have_positions_of_the_whole() -> None:
     with pytest.raises(ValueError, match=r"shape \(13,\) is out of range"):
         check(lambda s, b, h, q, k: s + rows[q], part=part)
     check(lambda s, b, h, q, k: s + rows[q - 2], part=part)
+
+
+NAMES, ALL = np.arange(N) > 3, np.ones(N, np.bool_)
+UNGUARDED = [
+    lambda b, h, q, k: NAMES[k + 1],  # of the last key, which reads as False
+    lambda b, h, q, k: NAMES[k + 1] & ALL[k],
+    lambda b, h, q, k: ~NAMES[k + 1],
+    lambda b, h, q, k: (k < 3) | NAMES[k + 1],
+    lambda b, h, q, k: IDS[k + 1] > 2,
+    lambda b, h, q, k: ALL[IDS[k + 1]] & NAMES[k],  # an index of an index
+    lambda b, h, q, k: np.where(NAMES[k + 1], k < 3, k > 3),
+    lambda b, h, q, k: np.where(k > 3, NAMES[k + 1], True),
+    lambda b, h, q, k: (NAMES[k + 1] | (q > 3)) & ALL[k],
+]
+GUARDED = [
+    lambda b, h, q, k: (k < N - 1) & NAMES[k + 1],
+    lambda b, h, q, k: NAMES[k + 1] & (k < N - 1),
+    lambda b, h, q, k: NAMES[k + 1] & (IDS[k] < 3),  # by another array
+    lambda b, h, q, k: (k < N - 1) & (NAMES[k + 1] | (q > 3)),
+    lambda b, h, q, k: np.where(k < N - 1, NAMES[k + 1], False),
+    lambda b, h, q, k: np.where(k == N - 1, False, NAMES[k + 1] | (IDS[k] == 1)),
+    lambda b, h, q, k: (q < k) | NAMES[k],
+]
+
+
+@pytest.mark.parametrize("door", ["cpu", "debug"])
+def test_an_element_that_is_not_there_hides_no_pair(door: str) -> None:
+    def call(mask_mod: Any, **more: Any) -> None:
+        if door == "debug":
+            check(None, mask_mod, **more)
+        else:
+            nvrtc_attn.attention(Q, K, K, mask_mod=mask_mod, **more)
+
+    for mask_mod in UNGUARDED:
+        with pytest.raises(ValueError, match=r"mask_mod: .* captured array of shape \(15,\) is out of range"):
+            call(mask_mod)
+    for mask_mod in GUARDED:
+        call(mask_mod)
+    # Keys that the other conditions of the call hide may be beyond it.
+    call(UNGUARDED[0], causal="top_left")
+    call(UNGUARDED[0], mask=np.arange(N).reshape(1, 1, 1, N) < N - 1)
+    call(UNGUARDED[0], seqused_k=np.array([N - 1, 3], np.int32))
+    with pytest.raises(ValueError, match="out of range"):
+        call(UNGUARDED[0], seqused_k=np.array([N - 1, N], np.int32))
