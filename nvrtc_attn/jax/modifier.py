@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..base.errors import TraceError
+from ..modifiers.draws import without_draws
 from ..modifiers.graph import POSITION_NODES, SCORE, Node
 from ..modifiers.jaxpr import expression
 from ..modifiers.modifier import Modifier
@@ -31,15 +32,19 @@ def traced(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modi
         if not all(x is None or callable(x) for x in (score_mod, mask_mod)):
             raise
         first = error
-    recording = Recording(frozenset(literals(score_mod)) | frozenset(literals(mask_mod)))
-    score = mask = None
     try:
-        if score_mod is not None:
-            score = _expression(recording, "score_mod", score_mod, (SCORE, *POSITION_NODES), aux)
-        if mask_mod is not None:
-            mask = _expression(recording, "mask_mod", mask_mod, POSITION_NODES, aux)
+        return without_draws(lambda: _traced_by_jax(score_mod, mask_mod, aux))
     except jax.errors.TracerArrayConversionError:  # functions of NumPy, which the first way knows
         raise first from None
+
+
+def _traced_by_jax(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier:
+    recording = Recording(frozenset(literals(score_mod)) | frozenset(literals(mask_mod)))
+    score = mask = None
+    if score_mod is not None:
+        score = _expression(recording, "score_mod", score_mod, (SCORE, *POSITION_NODES), aux)
+    if mask_mod is not None:
+        mask = _expression(recording, "mask_mod", mask_mod, POSITION_NODES, aux)
     return modifier_of(score, mask, recording)
 
 

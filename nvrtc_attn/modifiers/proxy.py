@@ -17,6 +17,7 @@ import numpy as np
 
 from ..base.errors import TraceError, shown
 from .calls import text_of
+from .draws import NO_RANDOM
 from .functions import FUNCTIONS, KEYWORDS, NEEDED, PARAMETERS, WRAPPING
 from .graph import Kind, Node, constant, detached, dtype_of, load, make, number
 
@@ -403,7 +404,7 @@ def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mappin
     if function is None:
         reason = "it is no function of one score"
         if any(word in name for word in _RANDOM):
-            reason = "a modifier has no random numbers; dropout is an argument of the attention"
+            reason = NO_RANDOM
         elif name in _SHAPES:
             reason = "it changes or reduces a shape, and a modifier works on one score"
         raise TraceError(f"{name!r} is not possible in a modifier: {reason}.")
@@ -462,7 +463,7 @@ def _filled(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mapp
     x, *rest = args
     shape = () if name.endswith("_like") else rest.pop(0) if rest else kwargs.get("size", ())
     if what not in (*_FILLED, "full") or not isinstance(shape, tuple | list) or len(shape) > 0:
-        reason = "a modifier has no random numbers; dropout is an argument of the attention"
+        reason = NO_RANDOM
         if not any(word in name for word in _RANDOM):
             reason = "it makes an array, and a modifier works on one score"
         raise TraceError(f"{name!r} is not possible in a modifier: {reason}.")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from ..base.errors import TraceError, shown
+from .draws import NO_RANDOM, draws, without_draws
 from .graph import INPUTS, Node, cast, number
 from .modifier import Modifier, written
 from .proxy import Captured, Proxy, Recording, is_array, names_element
@@ -68,6 +69,13 @@ def traced(score_mod: Any = None, mask_mod: Any = None, *, aux: Mapping[str, Any
     found = None if facts is None else find(facts)
     if found is not None:
         return found
+    recording, modifier = without_draws(lambda: _traced(score_mod, mask_mod, aux))
+    if facts is not None and not recording.computed:
+        remember(facts, modifier)
+    return modifier
+
+
+def _traced(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> tuple[Recording, Modifier]:
     recording = Recording(frozenset(literals(score_mod)) | frozenset(literals(mask_mod)))
     inputs = {name: Proxy(recording, Node(name, kind="float" if name == "score" else "int")) for name in INPUTS}
     positions = tuple(inputs[name] for name in INPUTS[1:])
@@ -78,10 +86,7 @@ def traced(score_mod: Any = None, mask_mod: Any = None, *, aux: Mapping[str, Any
             score = _called(recording, "score_mod", score_mod, (inputs["score"], *positions, *more))
         if mask_mod is not None:
             mask = _called(recording, "mask_mod", mask_mod, (*positions, *more))
-    modifier = modifier_of(score, mask, recording)
-    if facts is not None and not recording.computed:
-        remember(facts, modifier)
-    return modifier
+    return recording, modifier_of(score, mask, recording)
 
 
 def modifier_of(score: Node | None, mask: Node | None, recording: Recording) -> Modifier:
@@ -249,6 +254,9 @@ def _mode_class(torch: Any) -> Any:
                 if recording_of((*args, *kwargs.values())) is None:
                     if getattr(func, "__name__", "") == "__getitem__" and names_element(*args):
                         return self._recording.index(args[0], (), args[1])
+                    own = getattr(func, "__name__", "")
+                    if draws(own, kwargs):
+                        raise TraceError(f"{own!r} is not possible in a modifier: {NO_RANDOM}.")
                     name = getattr(getattr(func, "__self__", None), "__name__", "")
                     # Attributes that `remembered.Facts` looks at are those of every call that finds the trace.
                     self._recording.computed |= name not in ("shape", "dtype", "device", "ndim", "requires_grad")

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ..modifiers.draws import NO_RANDOM, draws
 from ..modifiers.modifier import Modifier
 from ..modifiers.proxy import METHODS, REPLAYED, SIZED
 from ..modifiers.trace import numbers_of
@@ -186,6 +187,8 @@ class _Mode(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         if _script_of((args, tuple(kwargs.values()))) is not None:
             return self.script.call(func.__name__, args, kwargs)
+        if draws(func.__name__, kwargs):
+            return self.script.refuse(f"'{func.__name__}' is not possible in a modifier: {NO_RANDOM}.")
         if func.__name__ in ("__getitem__", "getitem") and _names_element(args[0], args[1]):
             return self.script.call("getitem", args, {})
         return func(*args, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from typing import Any
 
 import modifiers
@@ -636,3 +638,34 @@ def test_a_band_of_positions_stays_where_it_is_beside_used_keys(name: str, besid
         x = (x[b, None, :size] for x, size in ((q, 8), (k, n), (v, n)))
         expected = nvrtc_attn.attention(*x, mask=keeps[None, None, :, :n], **beside)
         np.testing.assert_allclose(found[b, None], expected, atol=1e-6, err_msg=str(n))
+
+
+@pytest.mark.parametrize("name", ["random", "numpy.random"])
+@pytest.mark.parametrize("place", ["score_mod", "mask_mod"])
+def test_random_numbers_are_refused(name: str, place: str) -> None:
+    draw = {"random": random.random, "numpy.random": np.random.rand}[name]
+    functions = {
+        "score_mod": lambda s, b, h, q, k: s + draw(),
+        "mask_mod": lambda b, h, q, k: k > 3 * draw(),
+    }
+    for _ in range(2):  # nothing is remembered
+        with pytest.raises(nvrtc_attn.TraceError, match=f"random numbers of '{name}' are drawn"):
+            nvrtc_attn.trace(**{place: functions[place]})
+
+
+def test_numbers_that_are_drawn_before_or_elsewhere_are_not_refused() -> None:
+    drawn = np.random.default_rng(0).random(4)
+    nvrtc_attn.trace(lambda s, b, h, q, k: s + drawn[h])
+    calls = []
+
+    def disturbed(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        """Another thread draws, during the first attempts."""
+        calls.append(0)
+        if len(calls) < 3:
+            thread = threading.Thread(target=random.random)
+            thread.start()
+            thread.join()
+        return s + drawn[h]
+
+    nvrtc_attn.trace(disturbed)
+    assert len(calls) == 3

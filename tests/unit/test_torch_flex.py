@@ -329,6 +329,11 @@ def test_a_traced_modifier_reads_its_tensors_anew() -> None:
     [
         (lambda s, b, h, q, k: s if q > k else 0 * s, "branch"),
         (lambda s, b, h, q, k: s + torch.rand_like(s), "'rand_like'.*random"),
+        (lambda s, b, h, q, k: s + torch.rand(()), "'rand'.*no random numbers"),
+        (lambda s, b, h, q, k: s + torch.randn((1,))[0] * 0.1, "'randn'.*no random numbers"),
+        (lambda s, b, h, q, k: s + torch.empty(()).uniform_(), "'uniform_'.*no random numbers"),
+        (lambda s, b, h, q, k: s + torch.nn.Dropout()(TABLE)[q, k], "'dropout'.*no random numbers"),
+        (lambda s, b, h, q, k: s + torch.nn.functional.rrelu(TABLE, training=True)[q, k], "numbers of 'torch' are"),
         (lambda s, b, h, q, k: s + TABLE[q], "1 of the 2 indices"),
         (lambda s, b, h, q, k: torch.softmax(s, 0), "'softmax'.*shape"),
         (lambda s, b, h, q, k: torch.linalg.norm(s), "'linalg_norm'"),

@@ -438,6 +438,7 @@ def test_second_derivatives_are_refused() -> None:
     ("function", "words"),
     [
         (lambda s, b, h, q, k: s if q > k else 0 * s, "score_mod: a branch"),
+        (lambda s, b, h, q, k: s + torch.rand(()), "'rand'.*no random numbers"),
         (lambda s, b, h, q, k: s + TABLE[q], "1 of the 2 indices"),
         (lambda s, b, h, q, k: torch.softmax(s, 0), "'softmax'.*shape"),
         (lambda s, b, h, q, k: s.shape[0] * s, "'shape'"),
