@@ -235,7 +235,7 @@ def flex_attention(
         raise ValueError("block_mask: given with a traced modifier. Trace score_mod and mask_mod together.")
     mask_mod = None if block_mask is None else _mask_mod_of(block_mask, query, key)
     if _in_dynamo():
-        text, tensors, *numbers = written(score_mod, mask_mod, getattr(block_mask, "literals", ""))
+        text, tensors, *numbers = written(score_mod, mask_mod, q.device, getattr(block_mask, "literals", ""))
         out, lse = _by_operator(q, k, v, text, tensors, numbers, scale)
     else:
         if _transformed() is not None:
@@ -268,8 +268,7 @@ def _by_operator(q: Any, k: Any, v: Any, text: str, tensors: list[Any], numbers:
     if not text:
         out, lse, _ = attention_forward(*arguments)
     else:
-        captures = [x if x.device == q.device else x.to(q.device) for x in tensors]
-        out, lse, _ = modified_forward(*arguments, captures, text, *numbers)
+        out, lse, _ = modified_forward(*arguments, tensors, text, *numbers)
     return out, lse
 
 
@@ -280,7 +279,7 @@ def _eager(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, scale: float |
     if needs_operator((q, k, v)):
         if is_dtensor(q):
             register_sharding()
-        text, tensors, *numbers = written(trace(score_mod, mask_mod) if has_functions else None, None)
+        text, tensors, *numbers = written(trace(score_mod, mask_mod) if has_functions else None, None, q.device)
         return _by_operator(q, k, v, text, tensors, numbers, scale)
     modifier = traced(score_mod, mask_mod) if has_functions else None
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -12,7 +12,7 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +21,24 @@ from ..modifiers.draws import NO_RANDOM, draws
 from ..modifiers.modifier import Modifier
 from ..modifiers.proxy import METHODS, REPLAYED, SIZED
 from ..modifiers.trace import numbers_of
+from .tensors import is_elsewhere
 
-_NO_TEXT: Final = (
-    '[[],[["score_mod",[["refused",["\'this modifier has no text for a compiled program. Make it by nvrtc_attn.trace."]'
-    ",{}]],null]]]"
-)
+
+def _refused(message: str) -> tuple[str, list[torch.Tensor], list[int], list[float]]:
+    """What `traced` returns of a traced modifier that no program can have."""
+    return f'[[],[["score_mod",[["refused",["\'{message}"],{{}}]],null]]]', [], [], []
+
+
+def _elsewhere(x: torch.Tensor, where: Any) -> str:
+    return f"a captured tensor is on {x.device}, but q is on {where}. Move it there."
 
 
 class _Script:
     """What is written down of the functions of one call."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: Any) -> None:
+        self.where = where
+        """The device of q."""
         self.lines: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.ints: list[int] = []
@@ -42,6 +49,8 @@ class _Script:
         if isinstance(x, ScriptValue):
             return f'"{x.word}"'
         if isinstance(x, torch.Tensor):
+            if is_elsewhere(x, self.where):
+                return self.refuse(_elsewhere(x, self.where)).word
             for i, y in enumerate(self.tensors):
                 if y is x:
                     return f'"@{i}"'
@@ -66,7 +75,7 @@ class _Script:
         if isinstance(x, slice) and x.start is None and x.stop is None and x.step is None:
             return '":"'
         if isinstance(x, np.ndarray):
-            return self.operand(torch.from_numpy(x))
+            return self.operand(torch.from_numpy(x).to(self.where))
         return self.refuse("a value takes part that is no number and no tensor.").word
 
     def refuse(self, message: str) -> ScriptValue:
@@ -225,19 +234,25 @@ class _Aux:
 
 
 def traced(
-    score_mod: Any, mask_mod: Any, mask_literals: str = "", aux: Mapping[str, Any] | None = None
+    score_mod: Any, mask_mod: Any, where: Any, mask_literals: str = "", aux: Mapping[str, Any] | None = None
 ) -> tuple[str, list[torch.Tensor], list[int], list[float]]:
-    """The operands of the operators for functions, or for what `nvrtc_attn.trace` made of some."""
+    """The operands of the operators for functions, or for what `nvrtc_attn.trace` made of some.
+
+    ``where`` is the device of q, to which arrays of NumPy's and numbers on the CPU are copied.
+    """
     if score_mod is None and mask_mod is None:
         return "", [], [], []
     if isinstance(score_mod, Modifier):
         if not score_mod.text:
-            return _NO_TEXT, [], [], []
+            return _refused("this modifier has no text for a compiled program. Make it by nvrtc_attn.trace.")
         numbers = score_mod.numbers
         ints, floats = [x for x in numbers if isinstance(x, int)], [x for x in numbers if isinstance(x, float)]
         arrays = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in score_mod.captures]
-        return score_mod.text, arrays, ints, floats
-    script = _Script()
+        for x, given in zip(arrays, score_mod.captures, strict=True):
+            if x is given and is_elsewhere(x, where):
+                return _refused(_elsewhere(x, where))
+        return score_mod.text, [x if x.device == where else x.to(where) for x in arrays], ints, floats
+    script = _Script(where)
     more = () if aux is None else (_Aux(aux),)
     functions = []
     literals = []
@@ -249,7 +264,7 @@ def traced(
         literals.append(mask_literals or _literals(mask_mod))
     return (
         f"[[{','.join([x for x in literals if x])}],[{','.join(functions)}]]",
-        script.tensors,
+        [x if x.device == where else x.to(where) for x in script.tensors],
         script.ints,
         script.floats,
     )

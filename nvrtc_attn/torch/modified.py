@@ -38,7 +38,7 @@ from .ops import (
 )
 from .passes import DIFFERENTIABLE_PLACES
 from .random import random_state
-from .tensors import detached
+from .tensors import captured_on, detached
 
 _in_dynamo: Final = torch.compiler.is_dynamo_compiling
 _transformed: Final = torch._C._functorch.maybe_current_level
@@ -108,9 +108,7 @@ def needs_operator(tensors: Sequence[Any]) -> bool:
 
 def _with_functions(given: Any, score_mod: Any, mask_mod: Any, aux: Any) -> Any:
     """The arguments of `modified_forward`, return_lse and return_max_logit."""
-    text, tensors, ints, floats = written(score_mod, mask_mod, aux=aux)
-    q = given[0]
-    captures = [x if x.device == q.device else x.to(q.device) for x in tensors]
+    text, captures, ints, floats = written(score_mod, mask_mod, given[0].device, aux=aux)
     arguments, return_lse, return_max_logit = operator_arguments(captures, *given)
     return (*arguments, captures, text, ints, floats), return_lse, return_max_logit
 
@@ -150,7 +148,7 @@ def attention(
     arrays: tuple[Any, ...] = ()
     if modifier is not None:
         where = tensors[0].device if isinstance(tensors[0], torch.Tensor) else None
-        arrays = tuple(torch.as_tensor(x, device=where) for x in modifier.captures)
+        arrays = captured_on(modifier.captures, where)
     found: tuple[torch.Tensor, ...] = _Modified.apply(modifier, options, rng, *tensors, *arrays)
     return found
 

@@ -64,6 +64,28 @@ def resolved(x: Any) -> Any:
     return _unwrapped(x).resolve_neg() if isinstance(x, torch.Tensor) else x
 
 
+def is_elsewhere(x: Any, where: Any) -> bool:
+    """Whether a captured tensor is not where q is, and no number on the CPU, which goes anywhere as in torch."""
+    return isinstance(x, torch.Tensor) and x.device != where and not (x.dim() == 0 and x.device.type == "cpu")
+
+
+def captured_on(arrays: Any, where: Any) -> tuple[Any, ...]:
+    """The arrays that functions captured as tensors: NumPy's, and numbers on the CPU, are copied to where q is.
+
+    Raises
+    ------
+    ValueError
+        A tensor is on another device.
+    """
+    for i, x in enumerate(arrays):
+        if is_elsewhere(x, where):
+            raise ValueError(
+                f"score_mod, mask_mod: captured array {i}, of shape {tuple(x.shape)}, is on {x.device}, but q is on "
+                f"{where}. Move it there."
+            )
+    return tuple([torch.as_tensor(x, device=where) for x in arrays])
+
+
 def signature(x: Any) -> Any:
     """What of a tensor decides the kernel: everything but the address beyond its alignment."""
     if x is None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn  # noqa: E402
-from nvrtc_attn.torch import attention, modified  # noqa: E402
+from nvrtc_attn.torch import attention, flex_attention, modified  # noqa: E402
 
 B, H, HKV, M, N, K = 2, 4, 2, 10, 14, 8
 CU_Q, CU_K = torch.tensor([0, 4, 10], dtype=torch.int32), torch.tensor([0, 5, 14], dtype=torch.int32)
@@ -325,3 +327,48 @@ def test_a_graph_of_the_gradient_is_refused_where_it_is_used() -> None:
         dq.sum().backward()
     with pytest.raises(nvrtc_attn.UnsupportedError, match=r"transformations of torch\.func"):
         torch.func.grad(lambda q: attention(q, x["k"], x["v"], **functions(x["slopes"], x["table"])).sum())(x["q"])
+
+
+@pytest.mark.parametrize("door", ["attention", "flex_attention", "traced", "compiled", "compiled traced", "fake"])
+def test_captured_tensors_of_another_device_are_refused(door: str) -> None:
+    """Where nothing of it is read: on a device without memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x, slopes = inputs(), torch.zeros(H, device="meta")
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + slopes[h]
+
+    given: Any = nvrtc_attn.trace(score_mod) if "traced" in door else score_mod
+    call: Any = attention
+    if door == "flex_attention":
+
+        def call(q: Any, k: Any, v: Any, score_mod: Any) -> Any:
+            return flex_attention(*(y.transpose(1, 2) for y in (q, k, v)), score_mod, enable_gqa=True)
+
+    if "compiled" in door:
+        torch._dynamo.reset()
+        call = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if door == "fake" else contextlib.nullcontext()
+    with mode, pytest.raises(Exception, match=r"captured .*is on meta, but q is on cpu") as raised:
+        call(x["q"].detach(), x["k"].detach(), x["v"].detach(), score_mod=given)
+    assert isinstance(raised.value, ValueError) or "compiled" in door
+
+
+@pytest.mark.parametrize("captured", ["number", "array"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_numbers_and_arrays_of_the_host_go_anywhere(captured: str, compiled: bool) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    held: Any = torch.tensor(2.0) if captured == "number" else np.ones(H, np.float32)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * held if captured == "number" else s * held[h]
+
+    torch._dynamo.reset()
+    call = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+    q = torch.empty(B, M, H, K, device="meta")
+    assert call(q, q, q, score_mod=score_mod).device.type == "meta"
+    if not compiled and captured == "array":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert attention(q, q, q, score_mod=score_mod).device.type == "meta"

@@ -28,7 +28,7 @@ from ...modifiers.modifier import Modifier
 from ...modifiers.trace import traced
 from ..ops import cast_for_autocast, is_dtensor, once_only
 from ..random import checked_rng
-from ..tensors import resolved, signature
+from ..tensors import captured_on, resolved, signature
 from . import operators
 from .documents import as_tensor, lengths_of, packing_of
 from .exchange import exchange, same_everywhere
@@ -671,7 +671,7 @@ def _modifier_of(
             raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
         return None, ()
     modifier = traced(score_mod, mask_mod, aux=aux)
-    captures = tuple(torch.as_tensor(x, device=q.device) for x in modifier.captures)
+    captures = captured_on(modifier.captures, q.device)
     return modifier.with_captures(captures), captures
 
 

@@ -72,8 +72,7 @@ def attention(
         if isinstance(score_mod, Modifier) or (score_mod is None and mask_mod is None):
             raise ValueError("aux: given without functions score_mod and mask_mod, which take it.")
         score_mod, mask_mod = _with_aux(score_mod, aux), _with_aux(mask_mod, aux)
-    program, arrays, ints, floats = traced(score_mod, mask_mod)
-    captures = [x if x.device == q.device else x.to(q.device) for x in arrays]
+    program, captures, ints, floats = traced(score_mod, mask_mod, q.device)
     grad = False
     if torch.is_grad_enabled():
         for x in (q, k, v, bias, sink, *captures):
