@@ -114,7 +114,8 @@ def warmup(
 
     --modifier names a function of a module in the current directory or installed: score_mod, mask_mod, or one without
     parameters that returns (score_mod, mask_mod), or what nvrtc_attn.trace made. The arrays that it captured must be
-    there, but only their types and ranks matter: other contents, lengths and captured numbers need no other kernel.
+    there, but only their types and ranks matter: other contents and captured numbers need no other kernel.
+    Lengths fall into a few classes of a kernel each: repeat --seqlen, from the shortest to the longest.
     """
     requests: list[precompile.Request] = []
     try:

@@ -195,7 +195,9 @@ def _keep(key: str, label: str) -> str:
 
 def _may_measure(problem: AttentionProblem, backward: bool, device_index: int, stream: int) -> bool:
     if problem.modifier is not None:
-        return False  # the arrays that it captured are not there, and scratch memory could not stand for indices
+        # The arrays that it captured are not there, and scratch memory could not stand for indices.
+        log_once("autotune: calls with score_mod or mask_mod are not measured; the table chooses", logging.INFO)
+        return False
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, *problem.q.shape, *problem.k.shape):
         return False
     slow_inputs = not all(_is_fast(x) for x in (problem.q, problem.k, problem.v))

@@ -34,6 +34,7 @@ from nvrtc_attn.heuristics import (
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec
 from nvrtc_attn.jit.cache import kernel_cache
 from nvrtc_attn.jit.config import BackwardConfig, DqConfig, HopperBackwardConfig
+from nvrtc_attn.modifiers.trace import trace
 from nvrtc_attn.plans import autotune, measure, plan, precompile
 from nvrtc_attn.runtime import device
 
@@ -435,6 +436,17 @@ def test_slow_outputs_do_not_decide_for_others(bench: Bench) -> None:
     slow_inputs = dict.fromkeys(("q", "k", "v", "out"), odd)
     choose(problem(**slow_inputs))
     assert len(bench.measured) == 2, "where the inputs are as slow it does not matter"
+
+
+def test_functions_are_not_measured_which_is_said_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    function = trace(lambda s, b, h, q, k: s + 0.5 * abs(q - k)).program
+    with caplog.at_level(logging.INFO, "nvrtc_attn"):
+        for seqlen in (1024, 2048, 4096):
+            asked = problem(seqlen_q=seqlen, seqlen_k=seqlen, modifier=function)
+            assert choose(asked) == table(asked)
+    (record,) = caplog.records
+    assert record.getMessage() == "autotune: calls with score_mod or mask_mod are not measured; the table chooses"
+    assert bench.measured == []
 
 
 def test_empty_problems_are_not_measured(bench: Bench) -> None:
