@@ -1,7 +1,7 @@
 """What a modifier's function is called with: objects that write down what is done to them.
 
-They take Python's operators, NumPy's functions and torch's (``__torch_function__``; no framework is imported). An array
-that the function captured becomes an operand of the kernel when it is indexed with one of them.
+They take Python's operators, NumPy's and CuPy's functions and torch's (``__torch_function__``; no framework is
+imported). An array that the function captured becomes an operand of the kernel when it is indexed with one of them.
 """
 
 from __future__ import annotations
@@ -245,6 +245,9 @@ class Captured:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         return _call(self._recording, ufunc.__name__, inputs, kwargs)
 
+    def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        return _of_cupy(self._recording, kernel, args, kwargs)
+
 
 class Proxy:
     """A number that is known when the kernel runs."""
@@ -311,6 +314,9 @@ class Proxy:
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return _call(self._recording, func.__name__, args, kwargs)
+
+    def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        return _of_cupy(self._recording, kernel, args, kwargs)
 
 
 def _binary(op: str, reflected: bool) -> Callable[[Proxy, Any], Proxy]:
@@ -421,6 +427,21 @@ def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mappin
     if rounding == "floor":
         return _call(recording, "floor_divide", (given["x"], given["b"]), {})
     return found if rounding is None else _call(recording, "trunc", (found,), {})
+
+
+_PREFIXES_OF_CUPY: Final = ("cupyx_scipy_special_", "cupyx_", "cupy_")
+
+
+def _of_cupy(recording: Recording, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Proxy:
+    """A function of CuPy's, which asks its arguments for a method: ``kernel.name`` is ``cupy_tanh``, say."""
+    name = str(getattr(kernel, "name", ""))
+    for prefix in _PREFIXES_OF_CUPY:
+        if name.startswith(prefix):
+            return _call(recording, name.removeprefix(prefix), args, kwargs)
+    raise TraceError(
+        f"{name!r}, a kernel of CuPy's, is not possible in a modifier. nvrtc_attn.cuda_function makes an operation of "
+        f"CUDA C++."
+    )
 
 
 def _arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,3 +136,36 @@ def test_refuses_other_arrays() -> None:
     (q, k, _, _), theirs = make()
     with pytest.raises(TypeError, match=r"v: got torch.*nvrtc_attn\.cupy takes CuPy arrays"):
         adapter.attention(q, k, theirs[2])
+
+
+@pytest.mark.parametrize("backend", ["portable", "hopper"])
+def test_functions_of_scores_are_torchs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured arrays of CuPy's, its functions of numbers, and the gradient of an array."""
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels of compute capability 9.0")
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", backend)
+    (q, k, v, _), theirs = make()
+    host = np.random.default_rng(1)
+    slopes, ids = host.random(4, dtype=np.float32), np.arange(333) // 70
+
+    def functions(xp: Any, slopes: Any, ids: Any) -> tuple[Any, Any]:
+        def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return xp.where(i > j, 20 * xp.tanh(s / 20), s) + slopes[h] * (j - i)
+
+        return score_mod, lambda b, h, i, j: (ids[i] == ids[j]) | (j % 5 == 2)
+
+    modifier = nvrtc_attn.trace(*functions(cupy, cupy.asarray(slopes), cupy.asarray(ids)))
+    out, lse = adapter.attention(q, k, v, score_mod=modifier, return_lse=True)
+    dout = cupy.ones_like(out)
+    sums = [cupy.empty(x.shape, np.float32) if x.dtype == np.float32 else None for x in modifier.captures]
+    options: dict[str, Any] = {"score_mod": modifier, "daux": sums, "deterministic": True}
+    found = adapter.attention_backward(dout, q, k, v, out, lse, **options)
+
+    trained = torch.from_numpy(slopes).cuda().requires_grad_()
+    leaves = [x.clone().requires_grad_() for x in theirs[:3]]
+    score_mod, mask_mod = functions(torch, trained, torch.from_numpy(ids).cuda())
+    expected = nvrtc_attn.torch.attention(*leaves, score_mod=score_mod, mask_mod=mask_mod, deterministic=True)
+    expected.backward(torch.ones_like(expected))
+    same(out, expected)
+    for mine, leaf in zip((*found[:3], next(x for x in sums if x is not None)), (*leaves, trained), strict=True):
+        same(mine, leaf.grad)

@@ -251,3 +251,33 @@ def test_a_detached_number_has_no_derivative() -> None:
     assert Values(numbers, [], np.dtype(np.float32))(slope(score)) == 1.0
     score, _ = nvrtc_attn.trace(lambda x, b, h, q, k: x * x.detach()).valued
     assert Values(numbers, [], np.dtype(np.float32))(slope(score)) == np.float32(1.7)
+
+
+class OfCupy:
+    """A ufunc of CuPy's, as far as it looks at arguments that are no arrays."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for x in args:
+            if hasattr(x, "__cupy_override_elementwise_kernel__"):
+                return x.__cupy_override_elementwise_kernel__(self, *args, **kwargs)
+        raise TypeError(f"Unsupported type {type(args[0])}")
+
+
+def test_functions_of_cupy_are_those_of_numpy() -> None:
+    table = np.ones(4, np.float32)
+    tanh, where, divide, erf = map(OfCupy, ("cupy_tanh", "cupy_where", "cupy_true_divide", "cupyx_scipy_special_erf"))
+    found = nvrtc_attn.trace(lambda s, b, h, q, k: where((q < k).astype("?"), tanh(s), divide(1, erf(s))) * table[h])
+    expected = nvrtc_attn.trace(
+        lambda s, b, h, q, k: np.where(q < k, np.tanh(s), np.true_divide(1, s.erf())) * table[h]
+    )
+    assert found.program == expected.program
+    for name, words in (("cupy_cumsum", "'cumsum' .*shape"), ("my_kernel", "'my_kernel', a kernel of CuPy's")):
+        function = OfCupy(name)
+        with pytest.raises(nvrtc_attn.TraceError, match=words):
+            nvrtc_attn.trace(lambda s, b, h, q, k, f=function: f(s))
+    rows = np.ones((4, 3), np.float32)
+    with pytest.raises(nvrtc_attn.TraceError, match="indices of a captured array"):
+        nvrtc_attn.trace(lambda s, b, h, q, k: tanh(rows[h]) * s)
