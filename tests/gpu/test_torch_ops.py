@@ -13,9 +13,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.nn.functional as F  # noqa: E402 - after the skip
 from harness import forget_plans  # noqa: E402
 
+import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
-from nvrtc_attn.torch import eager, ops, passes, replaced, sdpa  # noqa: E402
+from nvrtc_attn.torch import eager, modified, ops, passes, replaced, sdpa  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 ATEN = torch.ops.aten
@@ -155,9 +156,45 @@ def test_opcheck(name: str) -> None:
     sink = torch.zeros(q.shape[2], device="cuda", requires_grad=True) if name == "sink" else None
     arguments = (
         q, k, v, bias if name == "bias" else None, None, *starts, None, sink, seed, None, 0, 3, "", None, None, None,
-        0.0, 0.3 if name == "dropout" else 0.0, *longest, True, True, name in ("plain", "packed"),
+        0.0, 0.3 if name == "dropout" else 0.0, *longest, True,
     )  # fmt: skip
-    torch.library.opcheck(ops.attention_forward, arguments)
+    torch.library.opcheck(ops.attention_forward, (*arguments, True, name in ("plain", "packed")))
+    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    out, lse, _ = ops.attention_forward(*detached, True, False)
+    for dlse in (None, torch.randn_like(lse)):
+        gradients = torch.randn_like(out), dlse, out, lse, *detached, name == "bias", name == "sink"
+        torch.library.opcheck(ops.attention_backward, gradients)
+
+
+@pytest.mark.parametrize("beside", ["alone", "bias, sink and dropout"])
+def test_opcheck_of_modifiers(beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators that calls with functions are in programs, as a mode sees them: arguments of such a call."""
+    q, k, v = qkv(b=1, m=32, n=48)
+    slopes, table = (torch.randn(n, device="cuda", requires_grad=True) for n in (4, 80))
+    modifier = nvrtc_attn.trace(
+        lambda score, b, h, q, k: score * slopes[h] + table[q - k + 47], lambda b, h, q, k: (q - k).abs() < 40
+    )
+    options: dict[str, Any] = {}
+    if beside != "alone":
+        options["bias"] = torch.randn(1, 1, 32, 48, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        options["sink"] = torch.zeros(4, device="cuda", requires_grad=True)
+        options["dropout_p"], options["rng"] = 0.3, (5, 3)
+    own, seen = modified.modified_forward, []
+    with monkeypatch.context() as patch:
+        patch.setattr(modified, "modified_forward", lambda *given: (seen.append(given), own(*given))[1])
+        patch.setattr(modified, "_dispatch_modes", lambda: 1)
+        na.attention(q, k, v, score_mod=modifier, return_lse=True, **options)
+    (given,) = seen
+    torch.library.opcheck(own, given)
+    *of_call, _, _, captures, program, ints, floats = given
+    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in of_call]
+    functions = [x.detach() for x in captures], program, ints, floats
+    out, lse, _ = own(*detached, True, False, *functions)
+    flags = ("bias" in options, "sink" in options)
+    for dlse in (None, torch.randn_like(lse)):
+        for wanted in ([True, True], [False, True]):
+            arguments = torch.randn_like(out), dlse, out, lse, *detached, *flags, *functions, wanted
+            torch.library.opcheck(modified.modified_backward, arguments)
 
 
 def test_export_runs_in_another_shape() -> None:

@@ -74,7 +74,6 @@ def detached(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-@pytest.mark.slow(sample=["bias", "device seed", "packed", "no rows", "sink"])
 @pytest.mark.parametrize("name", problems())
 def test_opcheck(name: str) -> None:
     given = problems()[name]
