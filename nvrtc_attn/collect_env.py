@@ -39,6 +39,12 @@ REQUIREMENTS: Final = {
 }
 """Distribution -> a module of it and a name in there. What pip leaves of a package may import, and be empty."""
 
+_NOT_HERE: Final = (
+    "the process that calls attention, which is not this one. There print nvrtc_attn.torch.sdpa.report(), or all of "
+    "this report: from nvrtc_attn.doctor import show; show()"
+)
+"""Where calls of torch's attention are counted that ``enable_sdpa`` took or left to torch."""
+
 _ACCESSORS: Final[dict[str, Callable[[], object]]] = {
     "NVRTC_ATTN_CACHE_DIR": env.cache_dir,
     "NVRTC_ATTN_CACHE_SIZE": env.cache_size_bytes,
@@ -224,11 +230,10 @@ def _frameworks(report: dict[str, Any], problems: list[str]) -> dict[str, str]:
     return found
 
 
-def _sdpa(report: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
-    """What `nvrtc_attn.torch.enable_sdpa` took over in this process; None where nobody imported it."""
+def _sdpa(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """What `nvrtc_attn.torch.enable_sdpa` took over in this process, or in which process to ask for it."""
     module = sys.modules.get("nvrtc_attn.torch.sdpa")
-    found: dict[str, Any] | None = None if module is None else module.report()
-    return found
+    return {"counted_in": _NOT_HERE} if module is None else {"counted_in": "this process", **module.report()}
 
 
 def _version(distribution: str) -> str | None:

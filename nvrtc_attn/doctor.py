@@ -6,14 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 from .collect_env import collect
-
-_NOT_COUNTED: Final = (
-    "not of this process: each counts its own calls. In the program that calls attention, "
-    "print nvrtc_attn.torch.sdpa.report()"
-)
 
 
 def without_the_others(arguments: Sequence[str], error: BaseException) -> int:
@@ -38,15 +33,17 @@ def accept_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def show(as_json: bool) -> int:
-    """Print the report; the exit code: 0 where no problem was found."""
+def show(as_json: bool = False) -> int:
+    """Print the report; the exit code: 0 where no problem was found.
+
+    In a program that calls attention the report has the calls that ``enable_sdpa`` took and left to torch there.
+    """
     report = collect()
     problems = report["problems"]
     if as_json:
         lines = [json.dumps(report, indent=2)]
     else:
-        counts = _NOT_COUNTED if report["sdpa"] is None else report["sdpa"]
-        lines = [*_report_lines({**report, "sdpa": counts}), "", *(f"problem: {problem}" for problem in problems)]
+        lines = [*_report_lines(report), "", *(f"problem: {problem}" for problem in problems)]
         lines += [] if problems else ["no problem found"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if problems else 0

@@ -294,10 +294,32 @@ def test_doctor_says_once_that_there_is_no_nvrtc(monkeypatch: pytest.MonkeyPatch
 def test_doctor_says_where_calls_of_sdpa_are_counted() -> None:
     """Each process counts its own: the command line sees none of a program's."""
     done = run("doctor")
-    (line,) = [line for line in done.stdout.decode().splitlines() if line.startswith("sdpa")]
-    assert line.startswith("sdpa: not of this process")
+    lines = done.stdout.decode().splitlines()
+    line = lines[lines.index("sdpa:") + 1]
+    assert line.startswith("  counted_in: the process that calls attention, which is not this one.")
     assert "nvrtc_attn.torch.sdpa.report()" in line
-    assert doctor()["sdpa"] is None
+    assert "from nvrtc_attn.doctor import show; show()" in line
+    assert doctor()["sdpa"] == {"counted_in": line.removeprefix("  counted_in: ")}
+
+
+def test_what_the_doctor_says_of_counts_is_so_in_a_program() -> None:
+    """Both ways that it names, in a process whose calls were taken or left to torch."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    code = (
+        "import torch, nvrtc_attn.torch\n"
+        "q = torch.randn(1, 2, 4, 8)\n"
+        "with nvrtc_attn.torch.enable_sdpa(all=True, _keys=('CPU',)):\n"
+        "    for x in (q, q, q.double()):\n"
+        "        torch.nn.functional.scaled_dot_product_attention(x, x, x)\n"
+        "from nvrtc_attn.doctor import show; show()\n"
+        "print(nvrtc_attn.torch.sdpa.report())\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert "  counted_in: this process\n" in done.stdout
+    assert "    scaled_dot_product_attention: 2\n" in done.stdout
+    assert "    scaled_dot_product_attention: dtype torch.float64: 1\n" in done.stdout
+    assert "'taken': {'scaled_dot_product_attention': 2}" in done.stdout
 
 
 def test_doctor_shows_the_calls_that_its_own_process_counted(
@@ -308,7 +330,7 @@ def test_doctor_shows_the_calls_that_its_own_process_counted(
     show(as_json=False)
     text = capsys.readouterr().out
     assert "an operator: 3" in text
-    assert "not of this process" not in text
+    assert "counted_in: this process" in text
 
 
 def test_doctor_does_not_import_frameworks() -> None:
