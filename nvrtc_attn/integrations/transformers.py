@@ -40,7 +40,7 @@ def register(name: str = NAME) -> None:
         raise ValueError(
             f"name: got {name!r}. transformers gives names with flash, sdpa, eager or | a meaning of theirs."
         )
-    check_version("transformers", "5.23.0", "5.23.0")
+    check_version("transformers", "5.23.0", "5.24.0")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
 

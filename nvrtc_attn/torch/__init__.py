@@ -1,6 +1,7 @@
 """PyTorch: `attention` with autograd, torch's own names of it, and the operators that torch.compile sees."""
 
 from ..base.errors import missing
+from ..base.hosts import check_version
 from ..base.log import log_once
 
 try:
@@ -23,6 +24,8 @@ __all__ = [
     "register_sharding",
     "scaled_dot_product_attention",
 ]
+# Whatever computes with torch's tensors imports this: the switch, the registry's name, ContextParallel, integrations.
+check_version("torch", "2.11.0", "2.13.0")
 flash.register()
 # torch.compile does not trace a logger: it calls this while it traces, and the line is said then.
 _torch.compiler.assume_constant_result(log_once)

@@ -18,7 +18,6 @@ import torch
 from torch._C._functorch import TransformType
 
 from ..base.errors import UnsupportedError, shown
-from ..base.hosts import check_version
 from ..base.log import LOGGER
 from ..front.call import CallOptions
 from ..front.problem import Causal
@@ -258,7 +257,6 @@ class enable_sdpa:  # noqa: N801 - it is called like a function, as torch.no_gra
                 f"enable_sdpa: torch {torch.__version__} cannot give back a kernel that is replaced.",
                 ["torch.library.get_kernel is missing, which torch has since 2.9.1"],
             )
-        check_version("torch", "2.11.0", "2.13.0")
         self._mine = [_EFFICIENT, _ALL] if all else [_EFFICIENT]
         self._again = partial(type(self), all=all, _keys=_keys)
         with _lock:
