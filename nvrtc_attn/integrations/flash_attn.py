@@ -8,7 +8,8 @@ differentiable in every floating-point input, in ``alibi_slopes`` and through th
 
 ALiBi without a bias of M x N elements: with ``causal`` its term ``slope * (j - i - N + M)`` differs from ``slope * j``
 by a constant of the row, which the softmax ignores and which lse gets back afterwards. So a bias of one row is enough.
-Without ``causal`` the keys before and behind the diagonal are two such calls, joined by their lse.
+Without ``causal`` the keys before and behind the diagonal are two such calls, joined by their lse. Where neither holds
+(more queries than keys, packed sequences without ``causal`` or with dropout) a ``score_mod`` computes the term.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ def flash_attn_func(
     softcap
         0 is none, c is ``c * tanh(score / c)``.
     alibi_slopes : float32 ``[H]`` or ``[B, H]``
-        ``-slope * |i + N - M - j|`` is added to the scores. Slopes up to 1, as ALiBi's are; without causal, no more
-        queries than keys.
+        ``-slope * |i + N - M - j|`` is added to the scores. Slopes up to 1, as ALiBi's are.
     deterministic
         A backward pass that is bitwise reproducible. Also if ``torch.are_deterministic_algorithms_enabled()``.
     return_attn_probs
@@ -62,7 +62,7 @@ def flash_attn_func(
     Raises
     ------
     UnsupportedError
-        With every reason: probabilities under dropout, ALiBi with more queries than keys and no causal.
+        Probabilities under dropout.
     """
     reasons = _dropped_probabilities(return_attn_probs, dropout_p)
     options: dict[str, Any] = {
@@ -76,15 +76,14 @@ def flash_attn_func(
         )
         return (*result, q.new_empty(0)) if return_attn_probs else result
     left, right = (None if bound is None or bound < 0 else bound for bound in window_size)
-    if not causal and right != 0 and q.shape[1] > k.shape[1]:
-        reasons.append(
-            f"alibi_slopes: with {q.shape[1]} queries, {k.shape[1]} keys and no causal. Pass the bias to "
-            f"nvrtc_attn.torch.attention instead."
-        )
     _check_slopes(alibi_slopes, q.shape[0], q.shape[2])
     _refuse(reasons)
     slopes = alibi_slopes.float().reshape(-1, q.shape[2], 1)
-    out, lse = _alibi(q, k, v, slopes, left, 0 if causal else right, options)
+    if not causal and right != 0 and q.shape[1] > k.shape[1]:  # a query may be before every key: no diagonal to turn at
+        options.update(window_size=(left, right))
+        out, lse = _alibi_of_scores(q, k, v, slopes[..., 0], k.shape[1] - q.shape[1], options)
+    else:
+        out, lse = _alibi(q, k, v, slopes, left, 0 if causal else right, options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
@@ -127,7 +126,8 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k : int32 ``[number of sequences + 1]``
         Sequence b is rows ``cu[b]`` to ``cu[b + 1]``.
     alibi_slopes : float32 ``[H]`` or ``[number of sequences, H]``
-        With ``causal``. No kernel adds a bias to packed sequences: tokens are copied into a batch of the longest ones.
+        No kernel adds a bias to packed sequences. With ``causal`` and no dropout tokens are copied into a batch of the
+        longest ones, otherwise a ``score_mod`` computes the bias.
     return_attn_probs
         Return (out, lse, empty tensor), lse float32 ``[H, total_q]``.
 
@@ -136,13 +136,9 @@ def flash_attn_varlen_func(
     Raises
     ------
     UnsupportedError
-        With every reason: ``alibi_slopes`` without causal or with dropout, ``block_table``, probabilities of dropout.
+        With every reason: ``block_table``, probabilities of dropout.
     """
     reasons = _dropped_probabilities(return_attn_probs, dropout_p)
-    if alibi_slopes is not None and not causal:
-        reasons.append("alibi_slopes: of packed sequences with causal=True only. Pad to a dense batch.")
-    if alibi_slopes is not None and dropout_p:
-        reasons.append("alibi_slopes: of packed sequences without dropout only. Pad to a dense batch.")
     if block_table is not None:
         reasons.append("block_table: keys in pages are not gathered. Copy them into one tensor.")
     _refuse(reasons)
@@ -151,10 +147,24 @@ def flash_attn_varlen_func(
             raise ValueError(f"{name}: shape {tuple(x.shape)}. Packed sequences are [total tokens, heads, head_dim].")
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1])
-        out, lse = _packed_alibi(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes.float(), window_size,
-            {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic or None},
-        )  # fmt: skip
+        given: dict[str, Any] = {
+            "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic or None,
+        }  # fmt: skip
+        nothing = max_seqlen_q == 0 or cu_seqlens_q.shape[0] < 2  # no sequence, or none with queries
+        if (causal and not dropout_p) or nothing:
+            out, lse = _packed_alibi(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes.float(), window_size,
+                given,
+            )  # fmt: skip
+        else:
+            given.update(
+                causal=causal, window_size=window_size, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            )  # fmt: skip
+            shift = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+            slopes = alibi_slopes.float().reshape(-1, q.shape[1])
+            out, lse = _alibi_of_scores(q[None], k[None], v[None], slopes, shift, given)
+            out, lse = out[0], lse[0]
         return (out, lse, q.new_empty(0)) if return_attn_probs else out
     result = attention(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), causal=causal, window_size=window_size,
@@ -345,6 +355,27 @@ def _alibi(
     share = torch.sigmoid(difference).transpose(1, 2)[..., None]
     joined = (out.float() + share * (behind.float() - out.float())).to(out.dtype)
     return joined, lse + torch.nn.functional.softplus(difference)
+
+
+def _alibi_of_scores(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor, shift: int | torch.Tensor,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) under ``-slope * |i + shift - j|``; slopes are ``[1 or B, H]``, shift of all or of each sequence.
+
+    A softcap is taken before, in the same function: the kernels' own would come after it.
+    """
+    options = dict(options)
+    softcap = options.pop("softcap")
+    own = slopes.shape[0] > 1
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        capped = softcap * torch.tanh(score / softcap) if softcap else score
+        behind = i + (shift[b] if isinstance(shift, torch.Tensor) else shift) - j
+        return capped - (slopes[b, h] if own else slopes[0, h]) * abs(behind)
+
+    result: tuple[torch.Tensor, torch.Tensor] = attention(q, k, v, score_mod=score_mod, return_lse=True, **options)
+    return result
 
 
 def _causal_alibi(
