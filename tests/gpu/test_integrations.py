@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+comfyui = pytest.importorskip("nvrtc_attn.integrations.comfyui")
 evoformer = pytest.importorskip("nvrtc_attn.integrations.evoformer")
 flash_attn = pytest.importorskip("nvrtc_attn.integrations.flash_attn")
 xformers = pytest.importorskip("nvrtc_attn.integrations.xformers")
@@ -47,11 +48,13 @@ def random(*shape: int, dtype: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_alibi(dtype: Any, causal: bool) -> None:
-    """Lengths beyond one call of float16 and float32, keys before the queries, grouped heads."""
+@pytest.mark.parametrize(("causal", "longer"), [(False, "keys"), (True, "keys"), (False, "queries")])
+def test_alibi(dtype: Any, causal: bool, longer: str) -> None:
+    """Lengths beyond one call of float16 and float32, keys before the queries or queries before the keys."""
     torch.manual_seed(0)
     rows, columns = (2500, 2700) if dtype == torch.float16 else (300, 500)
+    if longer == "queries":
+        rows, columns = columns, rows
     leaves = [random(1, rows, 4, 64, dtype=dtype), *(random(1, columns, 2, 64, dtype=dtype) for _ in range(2))]
     slopes = 2.0 ** -torch.arange(2, 10, 2, device="cuda")
     distance = torch.arange(rows, device="cuda")[:, None] + columns - rows - torch.arange(columns, device="cuda")
@@ -61,6 +64,25 @@ def test_alibi(dtype: Any, causal: bool) -> None:
     check(
         lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=causal, alibi_slopes=slopes),
         lambda q, k, v: formula(q, k, v, bias.to(q.dtype)),
+        leaves,
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_alibi_of_packed_sequences_that_see_both_ways(dtype: Any) -> None:
+    """No copy into a batch: a function of the scores, with each sequence's own alignment."""
+    torch.manual_seed(0)
+    lengths = ((100, 60), (70, 200))
+    leaves = [random(170, 4, 64, dtype=dtype), *(random(260, 2, 64, dtype=dtype) for _ in range(2))]
+    starts = [torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([0, 100, 170], [0, 60, 260])]
+    slopes = 2.0 ** -torch.arange(2, 10, 2, device="cuda")
+    bias = torch.full((4, 170, 260), -torch.inf, device="cuda", dtype=torch.float64)
+    for (m, n), row, column in zip(lengths, (0, 100), (0, 60), strict=True):
+        distance = torch.arange(m, device="cuda")[:, None] + n - m - torch.arange(n, device="cuda")
+        bias[:, row : row + m, column : column + n] = -slopes[:, None, None].double() * distance.abs()
+    check(
+        lambda q, k, v: flash_attn.flash_attn_varlen_func(q, k, v, *starts, 100, 200, alibi_slopes=slopes),
+        lambda q, k, v: formula(q[None], k[None], v[None], bias.to(q.dtype))[0],
         leaves,
     )
 
@@ -105,25 +127,49 @@ def test_triangle_and_evoformer(dtype: Any, batch: int) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_xformers_operators(dtype: Any) -> None:
-    """Needs xFormers' Python only, not its build."""
+def imported_xformers() -> Any:
+    """Its Python only, not its build."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             from xformers.ops import fmha
         except ImportError as error:
             pytest.skip(f"xformers is not installed: {error}")
+    return fmha
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", sorted(xformers._BIASES))
+def test_masks_of_xformers(name: str, dtype: Any) -> None:
+    """Every class that needs no paging, by the function and by the operators, beside xFormers' dense form of it."""
+    fmha = imported_xformers()
+    from xformers_masks import dense_mask, packed_mask
+
     torch.manual_seed(0)
-    leaves = [random(1, 300, 4, 64, dtype=dtype) for _ in range(3)]
-    mask = fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens([100, 200], device=torch.device("cuda"))
-    dense = mask.materialize((1, 4, 300, 300), device="cuda")
+    rows, columns = 200, 200
+    if name == "LowerTriangularMaskWithTensorBias":
+        mask = fmha.attn_bias.LowerTriangularMask().add_bias(random(1, 4, rows, columns, dtype=dtype))
+    elif name.startswith("BlockDiagonal"):
+        mask = packed_mask(name, 40, "cuda")
+        rows, columns = (int(info.seqstart_py[-1]) for info in (mask.q_seqinfo, mask.k_seqinfo))
+    else:
+        mask = dense_mask(name, 40)
+    dense = mask.materialize((1, 4, rows, columns), dtype=torch.float32, device="cuda")
+    leaves = [random(1, n, 4, 64, dtype=dtype) for n in (rows, columns, columns)]
     op = (xformers.FwOp, xformers.BwOp)
     for call in (
         lambda q, k, v: xformers.memory_efficient_attention(q, k, v, mask),
         lambda q, k, v: fmha.memory_efficient_attention(q, k, v, mask, op=op),
     ):
         check(call, lambda q, k, v: formula(q, k, v, dense.to(q.dtype)), leaves)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_dropout_of_xformers_operators(dtype: Any) -> None:
+    fmha = imported_xformers()
+    torch.manual_seed(0)
+    op = (xformers.FwOp, xformers.BwOp)
+    leaves = [random(1, 300, 4, 64, dtype=dtype) for _ in range(2)]
     q, k = (x.detach() for x in leaves[:2])
     v = torch.eye(300, device="cuda", dtype=dtype).view(1, 300, 1, 300).expand(1, 300, 4, 300).clone().requires_grad_()
     out = fmha.memory_efficient_attention(q, k, v, p=0.5, op=op)
@@ -168,44 +214,33 @@ def test_evoformer_in_a_captured_graph() -> None:
     torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
 
 
-def test_transformers() -> None:
-    """A Llama and a gpt-oss of random weights in bfloat16, padded, beside eager attention in float32."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-        integration = pytest.importorskip("nvrtc_attn.integrations.transformers")
-        integration.register()
-        torch.manual_seed(0)
-        sizes = {
-            "vocab_size": 128, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2,
-        }  # fmt: skip
-        models = [transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))]
-        config = transformers.GptOssConfig(
-            **sizes, head_dim=64, sliding_window=64, num_local_experts=1, num_experts_per_tok=1, rope_scaling=None
-        )
-        models.append(transformers.GptOssForCausalLM(config))
-        tokens = torch.randint(128, (2, 300), device="cuda")
-        keep = torch.ones_like(tokens)
-        keep[0, :90] = 0
-        for model in models:
-            for name, weight in model.named_parameters():
-                if "sinks" in name:
-                    torch.nn.init.normal_(weight)
-            outs = []
-            for implementation, dtype in (
-                ("eager", torch.float32),
-                ("eager", torch.bfloat16),
-                ("nvrtc_attn", torch.bfloat16),
-            ):
-                model = model.cuda().to(torch.float32) if dtype == torch.float32 else model.to(dtype)
-                model.set_attn_implementation(implementation)
-                outs.append(model(input_ids=tokens, attention_mask=keep).logits[keep.bool()])
-                model.zero_grad()
-                outs[-1].float().square().sum().backward()
-                assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-            exact, same, ours = (out.detach().double() for out in outs)
-            assert float((ours - exact).abs().max()) <= 2 * float((same - exact).abs().max())
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [None, (200, 260), (2, 200, 260), (1, 1, 260), (2, 4, 200, 260)], ids=str)
+@pytest.mark.parametrize("layout", ["packed heads", "heads first"])
+def test_function_of_comfyui(layout: str, shape: Any, dtype: Any) -> None:
+    """Both of ComfyUI's layouts, grouped heads, masks added or boolean, the gradient of the added one too."""
+    torch.manual_seed(0)
+    leaves = [random(2, 200, 4, 64, dtype=dtype), *(random(2, 260, 2, 64, dtype=dtype) for _ in range(2))]
+
+    def call(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+        if layout == "packed heads":
+            return comfyui.attention_nvrtc(*(x.flatten(2) for x in (q, k, v)), 4, mask).unflatten(2, (4, 64))
+        first = (x.transpose(1, 2) for x in (q, k, v))
+        return comfyui.attention_nvrtc(*first, 4, mask, None, True, True).transpose(1, 2)
+
+    def reference(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+        if mask is None:
+            return formula(q, k, v, 0.0)
+        return formula(q, k, v, mask[:, None] if mask.dim() == 3 else mask)
+
+    if shape is None:
+        check(call, reference, leaves)
+        return
+    check(call, reference, [*leaves, random(*shape, dtype=dtype)])
+    keep = torch.rand(shape, device="cuda") < 0.7
+    keep[..., 0] = True
+    hidden = torch.zeros(shape, device="cuda").masked_fill(~keep, -torch.inf)
+    check(lambda q, k, v: call(q, k, v, keep), lambda q, k, v: reference(q, k, v, hidden.to(q.dtype)), leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,8 +17,7 @@ with warnings.catch_warnings():
     from diffusers.models import attention_dispatch
     from diffusers.models.attention_processor import Attention
     from diffusers.models.attention_processor import AttnProcessor as EagerProcessor
-    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+    from diffusers_models import flux, results, unet
 
     from nvrtc_attn.integrations import diffusers as integration
 
@@ -31,22 +30,17 @@ def _registered() -> None:
     integration.register()
 
 
-def gradients(model: Any, out: Any) -> dict[str, Any]:
-    model.zero_grad()
-    (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def compare(results: list[tuple[Any, dict[str, Any]]]) -> None:
-    (expected, expected_gradients), (out, found) = results
-    torch.testing.assert_close(out, expected, atol=3e-6, rtol=1e-5)
-    assert found.keys() == expected_gradients.keys()
+def compare(results: list[dict[str, Any]]) -> None:
+    expected, found = results
+    torch.testing.assert_close(found["out"], expected["out"], atol=3e-6, rtol=1e-5)
+    assert found.keys() == expected.keys()
     for name, gradient in found.items():
-        scale = max(float(expected_gradients[name].abs().max()), 1e-3)
-        assert float((gradient - expected_gradients[name]).abs().max()) <= 2e-5 * scale, name
+        if name != "out":
+            scale = max(float(expected[name].abs().max()), 1e-3)
+            assert float((gradient - expected[name]).abs().max()) <= 2e-5 * scale, name
 
 
-def run(model: Any, inputs: dict[str, Any], choose: Any, choice: Any, calls: int) -> tuple[Any, dict[str, Any]]:
+def run(model: Any, inputs: dict[str, Any], choose: Any, choice: Any, calls: int) -> dict[str, Any]:
     """Output and gradients under a choice of attention that reaches the library `calls` times."""
     choose(choice)
     seen = []
@@ -58,43 +52,21 @@ def run(model: Any, inputs: dict[str, Any], choose: Any, choice: Any, calls: int
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(integration, "attention", counted)
-        out = model(**inputs).sample
+        found = results(model, inputs)
     assert len(seen) == calls
-    return out.detach(), gradients(model, out)
+    return found
 
 
 def test_flux() -> None:
-    model = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(1, 16, 4), "encoder_hidden_states": torch.randn(1, 6, 32),
-        "pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([1.0]), "img_ids": torch.rand(16, 3),
-        "txt_ids": torch.zeros(6, 3),
-    }  # fmt: skip
-    compare(
-        [
-            run(model, inputs, model.set_attention_backend, name, calls)
-            for name, calls in (("native", 0), ("nvrtc_attn", 2))
-        ]
-    )
+    model, inputs = flux()
+    choices = (("native", 0), ("nvrtc_attn", 2))
+    compare([run(model, inputs, model.set_attention_backend, name, calls) for name, calls in choices])
 
 
 def test_stable_diffusion_unet() -> None:
     """Self and cross attention, with a mask of the text's tokens."""
-    model = UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(8, 16),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=12, attention_head_dim=2, norm_num_groups=4,
-    )  # fmt: skip
-    keep = torch.ones(2, 5, dtype=torch.bool)
-    keep[1, 3:] = False
-    for mask in (None, keep):
-        inputs = {
-            "sample": torch.randn(2, 4, 8, 8), "timestep": 3, "encoder_hidden_states": torch.randn(2, 5, 12),
-            "encoder_attention_mask": mask,
-        }  # fmt: skip
+    for masked in (False, True):
+        model, inputs = unet(masked)
         choices = ((EagerProcessor(), 0), (integration.AttnProcessor(), len(model.attn_processors)))
         compare([run(model, inputs, model.set_attn_processor, choice, calls) for choice, calls in choices])
 

@@ -287,3 +287,12 @@ def test_flax_dropout_bias_and_refusals(attention_fn: Any) -> None:
     with pytest.raises(UnsupportedError) as caught:
         attention_fn(q, q, q, dropout_rate=0.5, module=object(), qk_attn_weights_einsum=jnp.einsum)
     assert len(caught.value.reasons) == 3
+
+
+def test_a_training_loop_has_the_losses_of_flaxs_own_attention(attention_fn: Any) -> None:
+    import flax_training
+    from flax import linen
+
+    own, ours = (flax_training.losses(x, 12, 32, 4) for x in (linen.dot_product_attention, attention_fn))
+    assert own[-1] < own[0]
+    assert ours == pytest.approx(own, rel=1e-5)

@@ -19,75 +19,27 @@ with warnings.catch_warnings():
     pytest.importorskip("transformers.masking_utils", reason="this transformers has no mask interface")
     from transformers import masking_utils
     from transformers.generation.logits_process import LogitsProcessorList  # noqa: F401  loads generation now
+    from transformers_models import (
+        DECODERS,
+        SMALL,
+        bert,
+        gemma2,
+        gpt_oss,
+        image,
+        llama,
+        results,
+        sound,
+        t5,
+        tokens,
+        trainer_losses,
+        vit,
+        whisper,
+    )
 
     from nvrtc_attn.integrations import transformers as integration
 
 # Deprecations inside of transformers are not this project's.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-
-
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-
-
-def gemma2() -> Any:
-    config = transformers.Gemma2Config(
-        **SIZES, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=4,
-        layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    return transformers.Gemma2ForCausalLM(config)
-
-
-def gpt_oss() -> Any:
-    config = transformers.GptOssConfig(
-        **SIZES, head_dim=8, sliding_window=4, num_local_experts=2, num_experts_per_tok=1, rope_scaling=None,
-        layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    model = transformers.GptOssForCausalLM(config)
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks)  # uninitialised memory otherwise
-    return model
-
-
-def t5() -> Any:
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=8,
-        relative_attention_max_distance=16, dropout_rate=0.0, decoder_start_token_id=0,
-    )  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config)
-    for name, weight in model.named_parameters():
-        if "relative_attention_bias" in name:
-            torch.nn.init.normal_(weight)
-    return model
-
-
-def whisper() -> Any:
-    config = transformers.WhisperConfig(
-        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=10,
-        max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, dropout=0.0,
-    )  # fmt: skip
-    return transformers.WhisperForConditionalGeneration(config)
-
-
-def vit() -> Any:
-    config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=12, patch_size=4
-    )
-    return transformers.ViTModel(config, add_pooling_layer=False)
-
-
-def bert() -> Any:
-    config = transformers.BertConfig(**{**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
-    return transformers.BertModel(config, add_pooling_layer=False)
-
-
-DECODERS = {"llama": llama, "gemma2": gemma2, "gpt_oss": gpt_oss}
 
 
 @pytest.fixture(autouse=True)
@@ -96,34 +48,16 @@ def _registered() -> None:
     integration.register()
 
 
-def tokens(rows: int = 9) -> tuple[Any, Any]:
-    """Token ids of two sequences, the first padded on the left by 3."""
-    ids = torch.randint(3, 64, (2, rows))
-    keep = torch.ones_like(ids)
-    keep[0, :3] = 0
-    return ids, keep
-
-
 def compare(model: Any, keep: Any = None, **inputs: Any) -> Any:
     """The output, which equals that of eager attention, and so do the gradients of all weights."""
-    results = []
-    for implementation in ("eager", "nvrtc_attn"):
-        model.set_attn_implementation(implementation)
-        model.zero_grad()
-        result = model(**inputs)
-        out = result.logits if "logits" in result else result.last_hidden_state
-        out = out if keep is None else out[keep.bool()]
-        weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
-        (out * weight).sum().backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        results.append((out.detach(), gradients))
-    (expected, expected_gradients), (out, gradients) = results
-    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
-    assert gradients.keys() == expected_gradients.keys()
-    for name, gradient in gradients.items():
-        scale = max(float(expected_gradients[name].abs().max()), 1e-3)
-        assert float((gradient - expected_gradients[name]).abs().max()) <= 2e-5 * scale, name
-    return out
+    expected, found = (results(model, name, keep, inputs) for name in ("eager", "nvrtc_attn"))
+    torch.testing.assert_close(found["out"], expected["out"], atol=2e-6, rtol=1e-5)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        if name != "out":
+            scale = max(float(expected[name].abs().max()), 1e-3)
+            assert float((gradient - expected[name]).abs().max()) <= 2e-5 * scale, name
+    return found["out"]
 
 
 @pytest.fixture
@@ -162,8 +96,8 @@ def test_encoders_and_cross_attention() -> None:
     ids, keep = tokens()
     compare(t5(), input_ids=ids, attention_mask=keep, decoder_input_ids=ids[:, :5])
     compare(bert(), keep, input_ids=ids, attention_mask=keep)
-    compare(vit(), pixel_values=torch.randn(2, 3, 12, 12))
-    compare(whisper(), input_features=torch.randn(2, 8, 20), decoder_input_ids=ids[:, :5])
+    compare(vit(), pixel_values=image())
+    compare(whisper(), input_features=sound(), decoder_input_ids=ids[:, :5])
 
 
 def test_packed_sequences_of_one_row() -> None:
@@ -200,7 +134,7 @@ def test_generate(name: str, cache: str) -> None:
     if name == "whisper":
         if cache == "static":
             pytest.skip("Whisper's generate makes its own caches")
-        inputs = {"input_features": torch.randn(2, 8, 20), "language": None}
+        inputs = {"input_features": sound(), "language": None}
     for beams in (1, 2):
         outputs = []
         for implementation in ("eager", "nvrtc_attn"):
@@ -328,7 +262,7 @@ def test_gradient_checkpointing_and_training_dropout() -> None:
     model.gradient_checkpointing_enable()
     model.train()
     compare(model, keep, input_ids=ids, attention_mask=keep)
-    config = transformers.LlamaConfig(**SIZES, attention_dropout=0.5)
+    config = transformers.LlamaConfig(**SMALL.text, attention_dropout=0.5)
     model = transformers.LlamaForCausalLM(config)
     model.set_attn_implementation("nvrtc_attn")
     model.eval()
@@ -405,26 +339,7 @@ def test_refusals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPa
 def test_trainer(tmp_path: Any) -> None:
     """Two steps of Hugging Face's Trainer, with padding, have the losses of eager attention."""
     pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
-    losses = []
-    for implementation in ("eager", "nvrtc_attn"):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.LlamaConfig(**SIZES), attn_implementation=implementation
-        )
-        ids, _ = tokens()
-        keep = torch.ones_like(ids)
-        keep[0, -3:] = 0  # behind: no label is predicted from a row that sees no key
-        rows = [
-            {"input_ids": row, "attention_mask": mask, "labels": row.where(mask.bool(), -100)}
-            for row, mask in zip(ids, keep, strict=True)
-        ]
-        options = transformers.TrainingArguments(
-            output_dir=str(tmp_path / implementation), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2,
-            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model=model, args=options, train_dataset=rows)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    losses = [trainer_losses(name, tmp_path, use_cpu=True) for name in ("eager", "nvrtc_attn")]
     assert len(losses[0]) == 2
     assert losses[0][1] < losses[0][0]
     assert losses[1] == pytest.approx(losses[0], abs=2e-4)  # as they are logged, to four digits

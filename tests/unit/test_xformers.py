@@ -16,12 +16,13 @@ with warnings.catch_warnings():
     try:
         from xformers.ops import fmha
         from xformers.ops.fmha import attn_bias as biases
+        from xformers_masks import dense_mask, packed_mask
     except ImportError:
         fmha = biases = None
 
 needs_xformers = pytest.mark.skipif(fmha is None, reason="xformers is not installed")
 CPU = torch.device("cpu")
-Q_LENGTHS, K_LENGTHS = [3, 1, 5], [4, 2, 6]
+DENSE = sorted(name for name, (_, packed) in integration._BIASES.items() if not packed and "Tensor" not in name)
 
 
 def reference(q: Any, k: Any, v: Any, bias: Any, scale: float | None = None) -> Any:
@@ -52,38 +53,6 @@ def check(q: Any, k: Any, v: Any, bias: Any, dense: Any, *more: Any, call: Any =
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5, msg=lambda text, name=name: f"d{name}: {text}")
 
 
-def dense_masks() -> list[str]:
-    return [
-        "LowerTriangularMask", "LowerTriangularFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask",
-        "LocalAttentionFromBottomRightMask",
-    ]  # fmt: skip
-
-
-def dense_mask(name: str) -> Any:
-    fields = {
-        "LowerTriangularFromBottomRightLocalAttentionMask": {"_window_size": 2},
-        "LocalAttentionFromBottomRightMask": {"window_left": 1, "window_right": 2},
-    }
-    return getattr(biases, name)(**fields.get(name, {}))
-
-
-def packed_mask(name: str) -> Any:
-    """A mask of three sequences; keys in slots of 7, or with gaps, where the class has them."""
-    kind = getattr(biases, name)
-    if "Padded" in name:
-        queries = biases._SeqLenInfo.from_seqlens(Q_LENGTHS, device=CPU)
-        keys = biases._PaddedSeqLenInfo.from_seqlens_padded(K_LENGTHS, 7, device=CPU)
-        extra = {"_window_size": 2} if "CausalLocal" in name else {}
-        if name == "BlockDiagonalLocalAttentionPaddedKeysMask":
-            extra = {"window_left": 1, "window_right": 2}
-        return kind(q_seqinfo=queries, k_seqinfo=keys, **extra)
-    if "Gappy" in name:
-        return kind.from_seqlens(Q_LENGTHS, [0, 5, 9, 16], K_LENGTHS, device=CPU)
-    queries = biases._SeqLenInfo.from_seqlens(Q_LENGTHS, device=CPU)
-    keys = biases._SeqLenInfo.from_seqlens(K_LENGTHS, device=CPU)
-    return kind(q_seqinfo=queries, k_seqinfo=keys, **({"_window_size": 3} if "Local" in name else {}))
-
-
 PACKED = sorted(name for name in integration._BIASES if name.startswith("BlockDiagonal"))
 
 
@@ -101,7 +70,7 @@ def test_tensor_bias(scale: float | None) -> None:
 
 
 @needs_xformers
-@pytest.mark.parametrize("name", dense_masks())
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("lengths", [(5, 5), (3, 6)])
 def test_dense_masks(name: str, lengths: tuple[int, int]) -> None:
     q, k, v = inputs(*lengths)
@@ -192,7 +161,7 @@ def test_the_functions_outside_of_autograd() -> None:
 
 
 @needs_xformers
-@pytest.mark.parametrize("name", [None, *dense_masks(), "LowerTriangularMaskWithTensorBias", *PACKED])
+@pytest.mark.parametrize("name", [None, *DENSE, "LowerTriangularMaskWithTensorBias", *PACKED])
 def test_operators_of_xformers(name: str | None) -> None:
     """xFormers' own function with ``op=(FwOp, BwOp)``."""
 
