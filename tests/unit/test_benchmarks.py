@@ -36,6 +36,19 @@ def test_two_checkouts_are_compared_line_by_line(repository: Path, tmp_path: Pat
     assert "ratio" in printed
 
 
+def test_training_curves_of_torchs_attention_and_ours(repository: Path) -> None:
+    """In float32 they differ by rounding only; a script that took no call would say so."""
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.library, "get_kernel"):
+        pytest.skip("torch.library.get_kernel is missing (torch >= 2.9.1 has it)")
+    printed = run_benchmark(repository, "training_curves.py", "--steps", "4", "--dtype", "float32").splitlines()
+    header = next(index for index, line in enumerate(printed) if line.split()[:2] == ["model", "mode"])
+    column = printed[header].index("largest difference") + len("largest difference")
+    rows = printed[header + 1 :]
+    assert {row.split()[0] for row in rows} >= {"nn.MultiheadAttention", "nn.TransformerEncoder"}
+    assert all(float(row[:column].split()[-1]) < 1e-3 for row in rows)
+
+
 def test_a_folder_that_is_no_checkout_is_refused(repository: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(repository / "benchmarks" / "trees.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
