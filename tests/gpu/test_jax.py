@@ -186,6 +186,63 @@ def test_gradients_under_jit_are_torchs(bridge: None, dtype: str) -> None:
         np.testing.assert_array_equal(numbers(mine), numbers(leaf.grad))
 
 
+@pytest.mark.parametrize("beside", ["sink", "largest score", "packed", "dropout"])
+def test_functions_of_scores_beside_other_arguments_are_torchs(beside: str, bridge: None) -> None:
+    """Inside of jit, with the gradients of what the functions captured."""
+    ours, theirs = make()
+    q, k, v = ours[:3]
+    host = np.random.default_rng(2)
+    slopes, ids, sink = host.random(4, dtype=np.float32), np.arange(333) // 70, host.standard_normal(4, np.float32)
+    options: dict[str, Any] = {"deterministic": True}
+    of_jax: dict[str, Any] = {}
+    of_torch: dict[str, Any] = {}
+    if beside == "sink":
+        of_jax["sink"], of_torch["sink"] = jnp.asarray(sink), torch.from_numpy(sink).cuda()
+    elif beside == "largest score":
+        options["return_max_logit"] = True
+    elif beside == "dropout":
+        options |= {"dropout_p": 0.2, "rng": (5, 8)}
+    else:
+        q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+        theirs = [x.reshape(1, -1, *x.shape[2:]) for x in theirs[:3]]
+        starts = {"cu_seqlens_q": [0, 90, 300, 600], "cu_seqlens_k": [0, 120, 333, 666]}
+        options |= {"max_seqlen_q": 300, "max_seqlen_k": 333}
+        of_jax |= {name: jnp.asarray(x, jnp.int32) for name, x in starts.items()}
+        of_torch |= {name: torch.tensor(x, dtype=torch.int32).cuda() for name, x in starts.items()}
+
+    def functions(slopes: Any, ids: Any) -> dict[str, Any]:
+        return {
+            "score_mod": lambda s, b, h, i, j: s * 0.5 + slopes[h] * (j - i),
+            "mask_mod": lambda b, h, i, j: (ids[i] == ids[j]) | (j % 5 == 2),
+        }
+
+    places = jnp.asarray(ids)
+
+    def loss(q: Any, k: Any, v: Any, slopes: Any, more: Any) -> Any:
+        found = attention(q, k, v, **functions(slopes, places), **options, **more)
+        out, *most = found if isinstance(found, tuple) else (found,)
+        return out.astype(jnp.float32).sum(), (out, *most)
+
+    trained = {name: x for name, x in of_jax.items() if name == "sink"}
+    run = jax.jit(jax.value_and_grad(
+        lambda q, k, v, slopes, sink: loss(q, k, v, slopes, {**of_jax, **sink}), (0, 1, 2, 3, 4), has_aux=True
+    ))  # fmt: skip
+    (_, values), (*found, of_sink) = run(q, k, v, jnp.asarray(slopes), trained)
+    leaves = [x.clone().requires_grad_() for x in (*theirs[:3], torch.from_numpy(slopes).cuda())]
+    if beside == "sink":
+        of_torch["sink"].requires_grad_()
+    expected = nvrtc_attn.torch.attention(
+        *leaves[:3], **functions(leaves[3], torch.from_numpy(ids).cuda()), **options, **of_torch
+    )
+    out, *most = expected if isinstance(expected, tuple) else (expected,)
+    out.float().sum().backward()
+    for mine, theirs_of_it in zip(values, (out, *most), strict=True):
+        np.testing.assert_array_equal(numbers(mine), numbers(theirs_of_it))
+    leaves += [of_torch["sink"]] if beside == "sink" else []
+    for mine, leaf in zip((*found, *of_sink.values()), leaves, strict=True):
+        np.testing.assert_array_equal(numbers(mine), numbers(leaf.grad))
+
+
 def test_eager_adapter_and_jit_agree_with_the_core_call(bridge: None) -> None:
     (q, k, v, _), _ = make()
     expected = numbers(nvrtc_attn.attention(q, k, v, window_size=(50, 3), softcap=10.0))
