@@ -1,21 +1,28 @@
 """Score and mask functions: our kernels with them, without them, and torch's FlexAttention.
 
-    python benchmarks/modifiers.py [--quick] [--tuned] [--budget SECONDS] [--save]
+    python benchmarks/modifiers.py [--quick] [--tuned] [--budget SECONDS] [--case REGEX] [--only-ours] [--save]
 
 Cases: masks (document + causal, prefix-LM, 2-D neighbourhood), ALiBi, learned scale, softcap and ALiBi, T5's and Swin's
 learned tables with their gradients; bfloat16, 16 heads, 16384 tokens. "ours" is `nvrtc_attn.torch.flex_attention`,
 "plain" the same call without the function (with causal where the case is), "flex" torch.compile(flex_attention) of the
-same Python function ("tuned": with max-autotune; "x flex" is of the faster one), "sdpa" scaled_dot_product_attention
-with the bias or mask as a whole matrix, where that fits.
+same Python function ("tuned": with max-autotune; "x flex" is of the fastest one), "sdpa" scaled_dot_product_attention
+with the bias or mask as a whole matrix, where that fits. "flash" is FlexAttention's backend of that name, where
+flash-attn-4 is installed; "flex mask" and "compiled" its create_block_mask without and with ``_compile``.
 ``kept``: the part of the scores that the mask keeps; "of plain" compares TFLOP/s of kept scores. First call (tracing,
 compiling, loading, unless the disk cache has it), creation of the mask, and the peak of memory over both passes are
 columns of their own. Peers are left out once ``--budget`` seconds have passed. About 80 seconds of an H200 with
 --quick and our kernels in the cache.
+
+``--case REGEX`` takes all cases whose names it is found in, those too that a run without it leaves out: windows of 128,
+1024 and 4096 by a mask_mod, a scale of each head, a sink, Swin's windows, a list of blocks, arrays with gradients by k
+and by q. ``--device cpu --length 128 --only-ours`` runs everything once in NumPy, to see that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import re
 import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
@@ -28,16 +35,22 @@ from torch.nn.attention.flex_attention import create_block_mask as flex_mask
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+import nvrtc_attn
 import nvrtc_attn.torch as na
 
-HEADS, TOKENS = 16, 16384
+HEADS, TOKENS, LENGTH = 16, 16384, 4096
 COLUMNS = [
-    "case", "D", "pass", "kept", "ms", "plain ms", "flex ms", "tuned ms", "sdpa ms",
+    "case", "D", "pass", "kept", "ms", "plain ms", "flex ms", "tuned ms", "flash ms", "sdpa ms",
     "TFLOP/s", "of plain", "x flex", "x sdpa",
-    "first s", "flex first s", "mask ms", "flex mask ms", "MB", "flex MB",
+    "first s", "flex first s", "mask ms", "flex mask ms", "compiled mask ms", "MB", "flex MB",
 ]  # fmt: skip
 Function = Callable[..., Any]
-FLEX: dict[str, dict[str, Any]] = {"flex": {}, "flex tuned": {"mode": "max-autotune-no-cudagraphs"}}
+FLEX: dict[str, dict[str, Any]] = {
+    "flex": {}, "flex tuned": {"mode": "max-autotune-no-cudagraphs"}, "flex flash": {},
+}  # fmt: skip
+KERNEL_OPTIONS: dict[str, dict[str, Any]] = {"flex flash": {"BACKEND": "FLASH"}}
+SMALL_BLOCKS = {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
+"""Of Flex's backward pass: with its own ones the gradient of a table needs more shared memory than there is."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +66,24 @@ class Case:
     """The kernel without the function has a causal mask."""
     as_bias: bool = field(default=False)
     """SDPA can take it as a matrix that is added."""
+    sink: torch.Tensor | None = None
+    """A logit of each head that takes probability: FlexAttention scales by the log-sum-exp."""
+    mask_of_flex: Function | None = None
+    """What the peers get in place of ``mask_mod``."""
+    kernel_options: dict[str, Any] | None = None
+    by_name: bool = False
+    """Left out unless ``--case`` names it."""
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= k
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    n, device = 4096, "cuda"
+def cases(quick: bool, device: str = "cuda", n: int = LENGTH) -> Iterator[Case]:
     torch.manual_seed(0)
-    lengths = torch.tensor([0, 700, 1500, 1600, 2900])
+    lengths = torch.tensor([0, 700, 1500, 1600, 2900]) * n // LENGTH
     document = (torch.arange(n)[:, None] >= lengths).sum(1).to(device, torch.int32)
-    prefix = torch.tensor([100, 900, 1700, 3000], device=device, dtype=torch.int32)
+    prefix = (torch.tensor([100, 900, 1700, 3000]) * n // LENGTH).to(device, torch.int32)
     slopes = torch.exp2(-torch.arange(1, HEADS + 1) * 8.0 / HEADS).to(device)
     learned = slopes.clone().requires_grad_()
     relative = torch.randn(HEADS, 2 * n, device=device).mul_(0.1).requires_grad_()
@@ -98,7 +117,7 @@ def cases(quick: bool) -> Iterator[Case]:
         return s + buckets[bucket, h]
 
     yield Case("alibi causal", n, alibi, causal, causal=True, as_bias=True)
-    yield Case("relative table", n, table, None, (relative,), as_bias=True)
+    yield Case("relative table", n, table, None, (relative,), as_bias=True, kernel_options=SMALL_BLOCKS)
     yield Case("documents causal", n, None, same, causal=True)
     yield Case("prefix", n, None, with_prefix, causal=True)
     if quick:
@@ -107,6 +126,53 @@ def cases(quick: bool) -> Iterator[Case]:
     yield Case("softcap and alibi", n, capped, causal, causal=True)
     yield Case("t5", n, t5, None, (buckets,), as_bias=True)
     yield Case("natten 64x64", n, None, near)
+    yield from cases_by_name(device, n, learned)
+
+
+def cases_by_name(device: str, n: int, learned: torch.Tensor) -> Iterator[Case]:
+    sink = torch.randn(HEADS, device=device).requires_grad_()
+    by_k = torch.rand(HEADS, n, device=device).add_(0.5).requires_grad_()
+    by_q = torch.rand(HEADS, n, device=device).add_(0.5).requires_grad_()
+    swin = torch.randn(15 * 15, HEADS, device=device).requires_grad_()
+    at = torch.stack(torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij")).flatten(1)
+    across = (at[:, :, None] - at[:, None]) + 7  # within windows of 8 x 8
+    index = (across[0] * 15 + across[1]).to(device, torch.int32)
+
+    def scaled(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * learned[h]
+
+    def of_windows(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + swin[index[q, k], h]
+
+    def of_keys(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * by_k[h, k]
+
+    def of_queries(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * by_q[h, q]
+
+    for width in (128, 1024, 4096):
+        length = n if width < n else 4 * n
+
+        def window(b: Any, h: Any, q: Any, k: Any, width: int = width) -> Any:
+            return (q >= k) & (q - k < width)
+
+        yield Case(f"window {width}", length, None, window, causal=True, by_name=True)
+    yield Case("head scale", n, scaled, causal, (learned,), causal=True, by_name=True)
+    yield Case("sink", n, None, causal, (sink,), causal=True, sink=sink, by_name=True)
+    yield Case("swin 8x8", 64, of_windows, None, (swin,), as_bias=True, by_name=True)
+    yield block_list(device, n)
+    yield Case("gradient by k", n, of_keys, causal, (by_k,), causal=True, by_name=True)
+    yield Case("gradient by q", n, of_queries, causal, (by_q,), causal=True, by_name=True)
+
+
+def block_list(device: str, n: int) -> Case:
+    """A quarter of the blocks of 128 at random, and the diagonal."""
+    blocks = -(-n // 128)
+    listed = (torch.rand(blocks, blocks) < 0.25) | torch.eye(blocks, dtype=torch.bool)
+    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), listed.sum(1).cumsum(0)))
+    ours = nvrtc_attn.block_mask(indptr, listed.nonzero()[:, 1].to(device), 128, n, n)
+    table = listed.to(device)
+    return Case("block list", n, None, ours, mask_of_flex=lambda b, h, q, k: table[q // 128, k // 128], by_name=True)
 
 
 def whole(case: Case, batch: int) -> torch.Tensor:
@@ -117,15 +183,47 @@ def whole(case: Case, batch: int) -> torch.Tensor:
     if case.score_mod is not None:
         bias = case.score_mod(torch.zeros(1, device="cuda"), *at).to(torch.bfloat16).expand_as(bias)
     if case.mask_mod is not None:
-        bias = bias.masked_fill(~case.mask_mod(*at), float("-inf"))
+        bias = bias.masked_fill(~(case.mask_of_flex or case.mask_mod)(*at), float("-inf"))
     return bias
 
 
+def in_turn_on(device: str, functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Milliseconds of each; on the CPU, where nothing is measured, those of one call."""
+    if device == "cuda":
+        return {name: x["ms"] for name, x in in_turn(functions, rep_ms=30).items()}
+    return {name: 1e3 * timed(function)[1] for name, function in functions.items()}
+
+
+def has_flash() -> bool:
+    """Whether FlexAttention's FLASH backend, flash-attn-4, is installed."""
+    return importlib.util.find_spec("flash_attn") is not None and bool(importlib.util.find_spec("flash_attn.cute"))
+
+
+def our_call(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> Any:
+    if case.sink is None:
+        return na.flex_attention(q, k, v, case.score_mod, mask)
+    rows_first = [x.transpose(1, 2) for x in (q, k, v)]
+    return na.attention(*rows_first, mask_mod=case.mask_mod, sink=case.sink).transpose(1, 2)
+
+
+def flex_call(case: Case, compiled: Function, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    """``options`` has the score_mod and the block mask; a sink takes its share of the probability afterwards."""
+    if case.sink is None:
+        return compiled(q, k, v, **options)
+    out, lse = compiled(q, k, v, **options, return_lse=True)
+    return out * torch.sigmoid(lse - case.sink[:, None])[..., None].to(out.dtype)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     result = function()
-    torch.cuda.synchronize()
+    synchronize()
     return result, time.perf_counter() - start
 
 
@@ -139,7 +237,9 @@ def passes(forward: Callable[[], Any], leaves: list[Any], dout: Any) -> tuple[Ca
     return without_graph, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def peak_mb(forward: Callable[[], Any], leaves: list[Any], dout: Any) -> float:
+def peak_mb(forward: Callable[[], Any], leaves: list[Any], dout: Any) -> float | None:
+    if not dout.is_cuda:
+        return None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -148,43 +248,61 @@ def peak_mb(forward: Callable[[], Any], leaves: list[Any], dout: Any) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def kept_part(case: Case, batch: int) -> float:
+def kept_part(case: Case, batch: int, device: str) -> float:
     if case.mask_mod is None:
         return 1.0
-    at, entries = torch.arange(case.length, device="cuda"), torch.arange(batch, device="cuda")
-    return sum(float(case.mask_mod(b, b * 0, at[:, None], at[None]).float().mean()) for b in entries) / batch
+    mask_mod = case.mask_of_flex or case.mask_mod
+    at, entries = torch.arange(case.length, device=device), torch.arange(batch, device=device)
+    rows = at[:, None].split(4096)
+    kept = sum(float(mask_mod(b, b * 0, x, at[None]).sum()) for b in entries for x in rows)
+    return kept / batch / case.length**2
 
 
-def run(case: Case, head_dim: int, peers: bool, wanted: Container[str]) -> Iterator[dict[str, Any]]:
-    batch = TOKENS // case.length
-    q, k, v, dout = (
-        torch.randn(batch, HEADS, case.length, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)
-    )
+_compiled_mask_ms: dict[str, float] = {}
+
+
+def run(
+    case: Case, head_dim: int, peers: bool, wanted: Container[str], device: str = "cuda", tokens: int = TOKENS
+) -> Iterator[dict[str, Any]]:
+    batch = max(1, tokens // case.length)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v, dout = (torch.randn(batch, HEADS, case.length, head_dim, device=device, dtype=dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)] + list(case.trained)
-    row: dict[str, Any] = {"case": case.name, "D": head_dim, "kept": kept_part(case, batch)}
+    row: dict[str, Any] = {"case": case.name, "D": head_dim, "kept": kept_part(case, batch, device)}
 
-    def make_mask(of: Function) -> Any:
-        return None if case.mask_mod is None else of(case.mask_mod, batch, None, case.length, case.length)
+    def make_mask(of: Function, mask_mod: Function | None, **more: Any) -> Any:
+        return None if mask_mod is None else of(mask_mod, batch, None, case.length, case.length, **more)
 
-    mask, seconds = timed(lambda: make_mask(na.create_block_mask))
+    mask, seconds = timed(lambda: make_mask(na.create_block_mask, case.mask_mod))
     row["mask ms"] = 1e3 * seconds if mask is not None else None
-    ours = lambda: na.flex_attention(q, k, v, case.score_mod, mask)  # noqa: E731
+    ours = lambda: our_call(case, q, k, v, mask)  # noqa: E731
     result, row["first s"] = timed(lambda: torch.autograd.grad(ours(), leaves, dout))
     functions = {"ours": passes(ours, leaves, dout)}
     row["MB"] = peak_mb(ours, leaves, dout)
     mask_plain = na.create_block_mask(causal, None, None, case.length, case.length) if case.causal else None
     functions["plain"] = passes(lambda: na.flex_attention(q, k, v, None, mask_plain), leaves[:3], dout)
     if peers:
-        block_mask, seconds = timed(lambda: make_mask(flex_mask))
-        row["flex mask ms"] = 1e3 * seconds if mask is not None else None
+        mask_mod = case.mask_of_flex or case.mask_mod
+        block_mask, seconds = timed(lambda: make_mask(flex_mask, mask_mod))
+        if mask is not None:
+            row["flex mask ms"] = 1e3 * seconds
+            if case.name not in _compiled_mask_ms:  # the same for every head dim, and seconds to compile
+                for _ in range(2):
+                    _, seconds = timed(lambda: make_mask(flex_mask, mask_mod, _compile=True))
+                _compiled_mask_ms[case.name] = 1e3 * seconds
+            row["compiled mask ms"] = _compiled_mask_ms[case.name]
         for name, options in FLEX.items():
             if name not in wanted:
                 continue
             torch._dynamo.reset()
             compiled = torch.compile(flex_attention, dynamic=False, **options)
 
-            def flex(compiled: Function = compiled) -> Any:
-                return compiled(q, k, v, score_mod=case.score_mod, block_mask=block_mask)
+            given = {"score_mod": case.score_mod, "block_mask": block_mask}
+            if case.kernel_options or name in KERNEL_OPTIONS:
+                given["kernel_options"] = {**(case.kernel_options or {}), **KERNEL_OPTIONS.get(name, {})}
+
+            def flex(compiled: Function = compiled, given: dict[str, Any] = given) -> Any:
+                return flex_call(case, compiled, q, k, v, given)
 
             try:
                 theirs, seconds = timed(lambda flex=flex: torch.autograd.grad(flex(), leaves, dout))
@@ -199,17 +317,18 @@ def run(case: Case, head_dim: int, peers: bool, wanted: Container[str]) -> Itera
                 scale = max(1.0, float(b.float().abs().max()))
                 torch.testing.assert_close(a.float() / scale, b.float() / scale, atol=3e-2, rtol=3e-2)
             functions[name] = passes(flex, leaves, dout)
-        if case.as_bias or case.mask_mod is not None:
+        if (case.as_bias or case.mask_mod is not None) and case.sink is None and case.length <= LENGTH:
             bias = whole(case, batch).detach()
             sdpa = lambda: scaled_dot_product_attention(q, k, v, attn_mask=bias)  # noqa: E731
             functions["sdpa"] = passes(sdpa, leaves[:3], dout)
     for index, which in enumerate(("forward", "backward")):
-        ms = {name: x["ms"] for name, x in in_turn({n: f[index] for n, f in functions.items()}, rep_ms=30).items()}
+        ms = in_turn_on(device, {n: f[index] for n, f in functions.items()})
         flops = (4, 10)[index] * batch * HEADS * case.length**2 * head_dim * row["kept"]
         density = row["kept"] / (0.5 if case.causal else 1.0)
         yield {
             **row, "pass": which, "ms": ms["ours"], "plain ms": ms["plain"], "flex ms": ms.get("flex"),
-            "tuned ms": ms.get("flex tuned"), "sdpa ms": ms.get("sdpa"), "TFLOP/s": flops / ms["ours"] / 1e9,
+            "tuned ms": ms.get("flex tuned"), "flash ms": ms.get("flex flash"),
+            "sdpa ms": ms.get("sdpa"), "TFLOP/s": flops / ms["ours"] / 1e9,
             "of plain": density * ms["plain"] / ms["ours"],
             "x flex": min(ms[x] for x in FLEX if x in ms) / ms["ours"] if ms.keys() & FLEX.keys() else None,
             "x sdpa": ms["sdpa"] / ms["ours"] if "sdpa" in ms else None,
@@ -217,21 +336,29 @@ def run(case: Case, head_dim: int, peers: bool, wanted: Container[str]) -> Itera
         row = {"case": case.name, "D": head_dim, "kept": row["kept"]}
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="four cases")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which peers are left out")
     parser.add_argument("--tuned", action="store_true", help="also FlexAttention with max-autotune, minutes")
     parser.add_argument("--dims", default="128,64")
     parser.add_argument("--save", action="store_true", help="also write results/modifiers.json")
-    arguments = parser.parse_args()
+    parser.add_argument("--case", type=re.compile, help="cases whose names this is found in, of all")
+    parser.add_argument("--only-ours", action="store_true", help="without peers")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: everything once, in float32")
+    arguments = parser.parse_args(given)
     torch._functorch.config.donated_buffer = False  # backward passes are repeated on one graph
     start = time.perf_counter()
     found: list[dict[str, Any]] = []
-    wanted = ("flex", "flex tuned") if arguments.tuned else ("flex",)
+    wanted = ["flex"] + ["flex tuned"] * arguments.tuned + ["flex flash"] * has_flash()
+    tokens = TOKENS if arguments.device == "cuda" else arguments.length
     for head_dim in map(int, arguments.dims.split(",")):
-        for case in cases(arguments.quick):
-            rows = list(run(case, head_dim, time.perf_counter() - start < arguments.budget, wanted))
+        for case in cases(arguments.quick and arguments.case is None, arguments.device, arguments.length):
+            if case.by_name if arguments.case is None else not arguments.case.search(case.name):
+                continue
+            peers = not arguments.only_ours and time.perf_counter() - start < arguments.budget
+            rows = list(run(case, head_dim, peers, wanted, arguments.device, tokens))
             print_table(rows, COLUMNS)
             found += rows
     print_table(found, COLUMNS)

@@ -1,6 +1,6 @@
 """Masks of functions with whole tiles of nothing: time beside the kept part, and of the plan that finds the tiles.
 
-    python benchmarks/sparse.py [--quick] [--save] [--ways] [--head-dim 64] [--pass forward]
+    python benchmarks/sparse.py [--quick] [--save] [--ways] [--head-dim 64] [--pass forward] [--length N] [--dry-run]
 
 Cases: packed documents with and without a causal mask, prefix-LM, a window with attention sinks, NATTEN, chunks;
 bfloat16, 16 heads, through plans that run directly. ``kept`` is the part of 128 x 128 tiles that keep anything, ``plan
@@ -8,6 +8,11 @@ us`` the time of the launches that find them and ask the mask about undecided on
 that without a mask, ``of causal`` the speed per kept tile beside a causal call. ``--ways`` times all Hopper plans that
 the autotuner would, one beside the other: with bits of undecided tiles (``tile_bits`` in the label) and without, of
 several tiles. About 20 seconds of an H200 with the kernels in the cache, with ``--ways`` a minute.
+
+``--length 1048576`` measures the window of 4096 with sinks alone (or what ``--case`` names), without the dense and the
+causal call from 65536 tokens on, which take seconds each; ``kept`` is then what the plan's own rules say of each tile.
+Nothing of the size of the scores is made. ``--dry-run`` needs no GPU: the kept part, and the memory of the plan that an
+H100 has for it.
 """
 
 from __future__ import annotations
@@ -16,37 +21,45 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from measure import in_turn, print_table, save
 
 import nvrtc_attn as na
-from nvrtc_attn.front.call import Call, CallOptions, describe
+from nvrtc_attn.front.call import Call, CallOptions, describe, describe_shapes
 from nvrtc_attn.front.operands import BACKWARD, FORWARD, addresses
-from nvrtc_attn.heuristics import backward_candidates, forward_candidates
+from nvrtc_attn.front.tensors import Device
+from nvrtc_attn.heuristics import backward_candidates, choose_backward, choose_forward, forward_candidates
 from nvrtc_attn.modifiers.cuda import NO_MODIFIER, modifier_values
+from nvrtc_attn.modifiers.intervals import decide
 from nvrtc_attn.plans import autotune
 from nvrtc_attn.plans import plan as plans
 from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from nvrtc_attn.runtime import device
 
-HEADS, TILE = 16, 128
+HEADS, TILE, LENGTH = 16, 128, 8192
+LONG = 65536
+"""From it on neither calls that keep all of the scores, nor a mask of all pairs."""
+LONG_CASE = "window 4096 and sinks"
+H100: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
 COLUMNS = ["case", "D", "pass", "kept", "ms", "dense ms", "causal ms", "of dense", "of causal", "plan us", "plan MB"]
 WAYS = ["case", "D", "pass", "plan", "ms", "of causal", "plan us"]
 
 
 def documents(length: int, count: int) -> torch.Tensor:
     cuts = torch.linspace(0, length, count + 1)[1:-1].long() + 37
-    return torch.bucketize(torch.arange(length), cuts, right=True).int().cuda()
+    return torch.bucketize(torch.arange(length), cuts, right=True).int()
 
 
-def masks(length: int) -> dict[str, Callable[..., Any]]:
-    ids = documents(length, 8)
-    prefix = torch.full((8,), length // 4, dtype=torch.int32, device="cuda")
+def masks(length: int, where: str = "cuda") -> dict[str, Callable[..., Any]]:
+    ids = documents(length, 8).to(where)
+    prefix = torch.full((8,), length // 4, dtype=torch.int32, device=where)
     return {
         "documents": lambda b, h, q, k: ids[q] == ids[k],
         "causal documents": lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k),
         "prefix": lambda b, h, q, k: (k < prefix[b]) | (q >= k),
         "window and sinks": lambda b, h, q, k: (q >= k) & ((q - k < 1024) | (k < 4)),
+        LONG_CASE: lambda b, h, q, k: (q >= k) & ((q - k < 4096) | (k < 4)),
         "natten 7 of 64": lambda b, h, q, k: (abs(q // 64 - k // 64) <= 3) & (abs(q % 64 - k % 64) <= 3),
         "chunks of 1024": lambda b, h, q, k: (q // 1024 == k // 1024) & (q >= k),
     }
@@ -83,6 +96,21 @@ class Finding:
 
 
 def kept_tiles(mask_mod: Callable[..., Any], length: int) -> float:
+    """The part of the tiles that keep anything: of long sequences by ranges, as the plan decides."""
+    if length >= LONG or not torch.cuda.is_available():
+        modifier = na.trace(None, mask_mod)
+        mask = modifier.valued[1]
+        assert mask is not None
+        captures = [x.cpu().numpy() for x in modifier.captures]
+        starts, kept = np.arange(0, length, TILE), 0
+        for first in range(0, length, 64 * TILE):
+            end = min(first + 64 * TILE, length)
+            some, _ = decide(
+                mask, captures, batch=[0], heads=[0], query_starts=np.arange(first, end, TILE), seqlen_q=end,
+                key_starts=starts, seqlen_k=length,
+            )  # fmt: skip
+            kept += int(some.sum())
+        return kept / len(starts) ** 2
     q = torch.arange(length, device="cuda")
     zero = torch.zeros((), dtype=torch.int64, device="cuda")
     full = mask_mod(zero, zero, q[:, None], q[None])
@@ -122,19 +150,15 @@ def measure(
         return {label: (plan_of(spec, asked, 0, stream), given, call) for label, spec in hopper.items()}
 
     found = []
-    for name, mask_mod in masks(length).items():
-        if names and name not in names:
-            continue
+    for name, mask_mod in chosen(length, names).items():
         modifier = na.trace(None, mask_mod)
         if ways:
             found += compared(f"{batch}x{length} {name}", mask_mod, length, candidates(modifier), of(None, causal=True))
             continue
         plan, _, call = of(modifier)
-        calls = {
-            "ours": runner(plan, given, call),
-            "dense": runner(*of(None)),
-            "causal": runner(*of(None, causal=True)),
-        }
+        calls = {"ours": runner(plan, given, call)}
+        if length < LONG:
+            calls |= {"dense": runner(*of(None)), "causal": runner(*of(None, causal=True))}
         if call.modifier is not None and call.modifier.program.mask is not None:  # its first launch finds the tiles
             calls["plan"] = runner(Finding(plan), given, call)
         times = {key: x["ms"] for key, x in in_turn(calls, rep_ms=30).items()}
@@ -142,10 +166,39 @@ def measure(
         causal = (length // TILE + 1) / 2 / (length // TILE)
         found.append({
             "case": f"{batch}x{length} {name}", "D": head_dim, "pass": "backward" if backward else "forward",
-            "kept": kept, "ms": times["ours"], "dense ms": times["dense"],
-            "causal ms": times["causal"],
-            "of dense": times["ours"] / times["dense"], "of causal": times["causal"] / causal * kept / times["ours"],
+            "kept": kept, "ms": times["ours"], "dense ms": times.get("dense"), "causal ms": times.get("causal"),
+            "of dense": times["ours"] / times["dense"] if "dense" in times else None,
+            "of causal": times["causal"] / causal * kept / times["ours"] if "causal" in times else None,
             "plan us": 1e3 * times["plan"] if "plan" in times else None, "plan MB": plan.workspace_bytes / 1e6,
+        })  # fmt: skip
+    return found
+
+
+def chosen(length: int, names: list[str], where: str = "cuda") -> dict[str, Callable[..., Any]]:
+    """The masks of these names; of none, all, but for long sequences and `LONG_CASE`, which is theirs."""
+    all_of_them = masks(length, where)
+    wanted = names or ([LONG_CASE] if length >= LONG else [x for x in all_of_them if x != LONG_CASE])
+    return {name: mask_mod for name, mask_mod in all_of_them.items() if name in wanted}
+
+
+_kept: dict[tuple[str, int], float] = {}
+
+
+def planned(batch: int, length: int, head_dim: int, backward: bool, names: list[str]) -> list[dict[str, Any]]:
+    """What is known without a GPU."""
+    operand = (batch, length, HEADS, head_dim), "bfloat16"
+    found = []
+    for name, mask_mod in chosen(length, names, "cpu").items():
+        if (name, length) not in _kept:
+            _kept[name, length] = kept_tiles(mask_mod, length)
+        modifier = na.trace(None, mask_mod)
+        call = describe_shapes(dict.fromkeys("qkv", operand), CallOptions(), Device("cuda", 0), modifier=modifier)
+        layout, lse = call.problem.q, call.problem.dense_layout_of("lse")
+        problem = call.problem.with_layouts(out=layout, dout=layout, dq=layout, dk=layout, dv=layout, lse=lse)
+        spec: Any = choose_backward(problem, **H100) if backward else choose_forward(problem, **H100)
+        found.append({
+            "case": f"{batch}x{length} {name}", "D": head_dim, "pass": "backward" if backward else "forward",
+            "kept": _kept[name, length], "plan MB": sum(x.nbytes for x in spec.workspaces) / 1e6,
         })  # fmt: skip
     return found
 
@@ -173,7 +226,7 @@ def compared(
     ]  # fmt: skip
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", action="store_true")
@@ -181,13 +234,19 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, action="append", help="64 and 128 if not given")
     parser.add_argument("--pass", dest="passes", choices=("forward", "backward"), action="append")
     parser.add_argument("--case", action="append", help="one of the masks by its name")
-    options = parser.parse_args()
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence, a multiple of 128")
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU: kept parts and memory of plans")
+    options = parser.parse_args(arguments)
+    if options.length % TILE or options.length < TILE:
+        parser.error(f"--length: {options.length}, needed is a multiple of {TILE}")
+    batch = max(1, 2 * LENGTH // options.length)
     names = ["documents", "causal documents", "prefix", "natten 7 of 64"] if options.quick else options.case or []
     columns = WAYS if options.ways else COLUMNS
     rows = []
     for head_dim in options.head_dim or (64, 128):
         for name in options.passes or ("forward", "backward"):
-            found = measure(2, 8192, head_dim, name == "backward", names, options.ways)
+            size = batch, options.length, head_dim, name == "backward", names
+            found = planned(*size) if options.dry_run else measure(*size, options.ways)
             print_table(found, columns)
             rows += found
     print_table(rows, columns)

@@ -278,3 +278,55 @@ def test_candidates_for_small_work_are_plans(benchmarks: Path) -> None:
     specs = short.plans_of(step, backward=True).values()
     today, zero = (dict(hopper_backward.kernel_of(x).params)["query_step"] for x in specs)
     assert today > zero == 0
+
+
+@pytest.mark.parametrize("length", [4096, 1 << 20])
+def test_sparse_masks_are_planned_without_a_gpu(
+    length: int, benchmarks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a million tokens, too, where nothing of the size of the scores could be made."""
+    pytest.importorskip("torch")
+    import sparse
+
+    sparse.main(["--dry-run", "--length", str(length), "--head-dim", "64", "--pass", "forward"])
+    lines = capsys.readouterr().out.splitlines()
+    if length < sparse.LONG:
+        assert all(any(name in x for x in lines) for name in ("prefix", "natten 7 of 64", "chunks of 1024"))
+        return
+    rows = [x.split() for x in lines if sparse.LONG_CASE in x]
+    tiles = length // sparse.TILE
+    # A row of tiles has those of 4096 keys, the one that its first query begins in, its own, and that of the sinks.
+    kept = sum(min(i + 1, 33) + (i > 33) for i in range(tiles)) / tiles**2
+    assert float(rows[0][rows[0].index("forward") + 1]) == pytest.approx(kept, rel=0.01)
+
+
+def test_kept_tiles_by_ranges_are_those_of_the_mask(benchmarks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    import sparse
+
+    length = 2048
+    monkeypatch.setattr(sparse.torch.cuda, "is_available", lambda: False)
+    q = torch.arange(length)
+    zero = torch.zeros((), dtype=torch.int64)
+    for name, mask_mod in sparse.masks(length, "cpu").items():
+        whole = mask_mod(zero, zero, q[:, None], q[None]).unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        assert sparse.kept_tiles(mask_mod, length) == pytest.approx(float(whole.any(3).any(1).float().mean())), name
+
+
+@pytest.mark.parametrize("regex", ["", "sink|block"])
+def test_functions_are_measured_on_the_cpu(
+    regex: str, benchmarks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each case runs, forward and backward; those that need a name are left out without."""
+    pytest.importorskip("torch")
+    import modifiers
+
+    monkeypatch.setattr(modifiers, "HEADS", 2)
+    modifiers.main(["--device", "cpu", "--length", "128", "--only-ours", "--dims", "16", "--case", regex])
+    lines = capsys.readouterr().out.splitlines()
+    names = {case.name for case in modifiers.cases(False, "cpu", 128)}
+    assert names > {"window 128", "head scale", "sink", "swin 8x8", "block list", "gradient by k", "gradient by q"}
+    for name in names:
+        rows = [line for line in lines if line.lstrip().startswith(name + " ") and "ward" in line]
+        assert (len(rows) >= 2) == (not regex or name in ("sink", "block list")), name
+    assert not [x for x in modifiers.cases(True, "cpu", 128) if x.by_name]
