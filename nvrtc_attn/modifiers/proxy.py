@@ -590,7 +590,9 @@ def for_sizes(x: Any, sizes: str) -> Any:
     write = getattr(type(x), "written_sizes", None)  # of a program that torch.compile traces
     if write is not None:
         return write(x, sizes)
-    recording = recording_of((x,)) or _following.get()
+    recording = recording_of((x,))
+    if recording is None and type(x).__module__.startswith("jax"):  # a tracer; Dynamo follows no more than this
+        recording = _following.get()
     if recording is not None:
         heads, rows, keys = map(int, sizes.split())
         recording.sizes.append((heads, rows, keys))

@@ -162,3 +162,14 @@ def test_the_sizes_are_in_the_key_of_a_call_and_not_in_that_of_a_kernel() -> Non
         kernels.append(call.problem.modifier)
     assert kernels[0] is not None
     assert kernels[0] == kernels[1]
+
+
+def test_lists_are_a_function_of_tensors_too() -> None:
+    """Which torch's own functions call, in its programs, too."""
+    torch = pytest.importorskip("torch")
+    mask_mod = nvrtc_attn.block_mask(torch.from_numpy(INDPTR), torch.from_numpy(INDICES), (16, 13), M, N)
+    h, q, k = torch.arange(2)[:, None, None], torch.arange(M)[:, None], torch.arange(N)
+    torch._dynamo.reset()
+    program = torch.compile(lambda h, q, k: mask_mod(0, h, q, k), backend="eager", fullgraph=True)
+    for call in (program, lambda h, q, k: mask_mod(0, h, q, k)):
+        np.testing.assert_array_equal(call(h, q, k).numpy(), dense()[0])
