@@ -222,6 +222,35 @@ using TiledBackwardPartParams = PartOf<TiledBackwardParams>;
 using TiledHopperForwardPartParams = PartOf<TiledHopperForwardParams>;
 using TiledHopperBackwardPartParams = PartOf<TiledHopperBackwardParams>;
 
+// The same where the first row or key of the part is known on the device alone (kDeviceStarts): window_left, window_right and
+// the random numbers count from row and key 0 then, as far as they lie here. Null: what the host knew is in those.
+template <class Params>
+struct StartsOnDevice : Params {
+  alignas(alignof(Params)) int const* row_start;
+  int const* key_start;
+
+  NVRTC_ATTN_DEVICE long long first_row() const { return row_start ? __ldg(row_start) : 0; }
+  NVRTC_ATTN_DEVICE long long first_key() const { return key_start ? __ldg(key_start) : 0; }
+};
+using ForwardPlacedParams = StartsOnDevice<ForwardPartParams>;
+using BackwardPlacedParams = StartsOnDevice<BackwardPartParams>;
+using HopperForwardPlacedParams = StartsOnDevice<HopperForwardPartParams>;
+using HopperBackwardPlacedParams = StartsOnDevice<HopperBackwardPartParams>;
+using TiledForwardPlacedParams = StartsOnDevice<TiledForwardPartParams>;
+using TiledBackwardPlacedParams = StartsOnDevice<TiledBackwardPartParams>;
+using TiledHopperForwardPlacedParams = StartsOnDevice<TiledHopperForwardPartParams>;
+using TiledHopperBackwardPlacedParams = StartsOnDevice<TiledHopperBackwardPartParams>;
+
+// What a mask of positions or of dropout is made of: with the place of the part where the kernel has it.
+template <bool kHasPlace, class Traits, class Params>
+NVRTC_ATTN_DEVICE auto const& part_params(Params const& params) {
+  if constexpr (kHasPlace) {
+    return static_cast<typename Traits::PartParams const&>(params);
+  } else {
+    return params;
+  }
+}
+
 // Behind the params of a kernel with a sink, and behind the words of tiles where it has those too.
 template <class Params>
 struct WithSink : Params {

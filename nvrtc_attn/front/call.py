@@ -17,7 +17,7 @@ from ..modifiers.modifier import Modifier, Program
 from . import philox
 from .modified import Modified, gradient_views, simplify
 from .operands import INPUTS, OPERANDS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
-from .part import Part
+from .part import ARRAY_AXES, Part
 from .philox import NO_RNG, RngState
 from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, dense_layout, layout
 from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, may_overlap, stream_handle, view
@@ -75,6 +75,8 @@ class Call:
     hold_owners: bool
     modified: Modified | None = None
     """What the modifier of the call became."""
+    starts: tuple[TensorView | None, ...] = ()
+    """Of `part.ARRAY_AXES` where the part begins, of those that the kernels read on the device."""
     owners: tuple[object, ...] = field(repr=False, default=())
 
     @property
@@ -101,6 +103,11 @@ class Call:
     def max_logit_shape(self) -> tuple[int, ...]:
         return self.problem.shape_of("max_logit")
 
+    @property
+    def start_addresses(self) -> tuple[int, ...]:
+        """The addresses of `starts`, which a launch takes behind those of its operands; none without any."""
+        return start_addresses(self.starts)
+
     def inputs(self) -> list[tuple[str, TensorView]]:
         """Every input that was given with its argument name."""
         return list(self.tensors.items())
@@ -126,7 +133,8 @@ class Call:
     def _check_apart(self, result: TensorView, name: str, others: Mapping[str, TensorView]) -> None:
         """Whether an output shares memory with an input, an array that the modifier captured, or one of ``others``."""
         captured = {} if self.modified is None else self.modified.captured()
-        for known in (self.tensors, captured, others):
+        placed = {f"part, {axis}": x for axis, x in zip(ARRAY_AXES, self.starts, strict=False) if x is not None}
+        for known in (self.tensors, captured, placed, others):
             for other_name, other in known.items():
                 if may_overlap(result, other):
                     raise ValueError(
@@ -232,6 +240,11 @@ class Call:
         return self.problem.with_layouts(**{name: self.problem.dense_layout_of(name) for name in names})
 
 
+def start_addresses(starts: Sequence[TensorView | None]) -> tuple[int, ...]:
+    """Of views of `part.ARRAY_AXES`, 0 for None; nothing where there is none at all."""
+    return tuple(0 if x is None else x.ptr for x in starts) if any(starts) else ()
+
+
 _Program: TypeAlias = tuple[Program | None, tuple[int, ...]]
 """What was traced, and which of its arrays get gradients."""
 _NO_PROGRAM: Final[_Program] = (None, ())
@@ -282,9 +295,13 @@ def describe(
         x = optional.get(name)
         if x is not None:
             tensors[name] = view(x, name, stream=producer_stream)
+    starts: tuple[TensorView | None, ...] = ()
+    if isinstance(options.part, Part) and options.part.has_arrays:
+        part, starts = options.part.located(first.device, producer_stream)
+        options = options._replace(part=part)
     modified = None
     if modifier is not None:
-        modified = simplify(modifier, options, tensors, optional, producer_stream, trained)
+        modified = simplify(modifier, options, tensors, optional, producer_stream, trained, starts)
         options = modified.options
         if modified.bias is not None:
             tensors["bias"] = modified.bias
@@ -294,7 +311,7 @@ def describe(
         program = modified.modifier.program, modified.trained(trained)
     return Call(
         tensors=tensors, options=options, problem=_problem(tensors, options, program), producer_stream=producer_stream,
-        launch_stream=launch_stream, hold_owners=hold_owners, modified=modified,
+        launch_stream=launch_stream, hold_owners=hold_owners, modified=modified, starts=starts,
         owners=(q, k, v, *optional.values(), modifier),
     )  # fmt: skip
 
@@ -321,13 +338,17 @@ def describe_shapes(
         for shape, dtype in (operands[name],)
     }
     modified, program = None, _NO_PROGRAM
+    starts: tuple[TensorView | None, ...] = ()
+    if isinstance(options.part, Part) and options.part.has_arrays:
+        starts = tuple(TensorView(0, (), (), "int32", where) if x else None for x in options.part.are_arrays()[2:])
+        options = options._replace(part=options.part.bare())
     if modifier is not None:
         views = tuple(
             TensorView(0, tuple(x.shape), dense_layout(tuple(x.shape), dtype_of(x)).strides, dtype_of(x), where)
             for x in modifier.captures
         )
         given = {**tensors, "bias": ()} if keeps_arrays else tensors
-        modified = simplify(modifier.with_captures(views), options, tensors, given, None, trained)
+        modified = simplify(modifier.with_captures(views), options, tensors, given, None, trained, starts)
         options = modified.options
         if modified.bias is not None:
             tensors["bias"] = modified.bias
@@ -336,7 +357,7 @@ def describe_shapes(
             program = modified.modifier.program, modified.trained(trained)
     return Call(
         tensors=tensors, options=options, problem=_build(tensors, options, program), producer_stream=None,
-        launch_stream=stream, hold_owners=False, modified=modified,
+        launch_stream=stream, hold_owners=False, modified=modified, starts=starts,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from ..base.dtypes import DTYPES
 from ..base.errors import shown
 from ..modifiers.canonical import BiasOperand, Bounds, Canonical, canonical
+from ..modifiers.graph import POSITIONS
 from ..modifiers.modifier import Modifier
 from .part import Part
 from .tensors import Device, TensorView, view
@@ -26,7 +27,7 @@ class Modified(NamedTuple):
     modifier: Modifier | None
     options: CallOptions
     captures: tuple[TensorView, ...]
-    """Of the modifier that is left."""
+    """Of the modifier that is left; behind them where the part begins, where it asks for that."""
     kept: tuple[int, ...]
     """Their places among those of the whole modifier."""
     bias: TensorView | None
@@ -38,7 +39,7 @@ class Modified(NamedTuple):
 
     def captured(self) -> dict[str, TensorView]:
         """`captures` by the names that messages have for them."""
-        return {f"captured array {place}": x for place, x in zip(self.kept, self.captures, strict=True)}
+        return {f"captured array {place}": x for place, x in zip(self.kept, self.captures, strict=False)}
 
     def gradients(
         self, views: Sequence[TensorView | None], sizes: Sequence[int]
@@ -47,7 +48,8 @@ class Modified(NamedTuple):
         bias = None if self.bias_operand is None else views[self.bias_capture]
         if bias is not None and self.bias_operand is not None:
             bias = as_scores(bias, self.bias_operand, sizes)
-        return tuple(views[i] for i in self.kept), bias
+        places = (None,) * (len(self.captures) - len(self.kept))
+        return (*(views[i] for i in self.kept), *places), bias
 
     @property
     def bias_capture(self) -> int:
@@ -62,6 +64,7 @@ def simplify(
     given: Mapping[str, Any],
     stream: int | None,
     trained: frozenset[int],
+    starts: Sequence[TensorView | None] = (),
 ) -> Modified:
     """Take the modifier of a call apart.
 
@@ -73,9 +76,11 @@ def simplify(
         The other inputs that were given, by name.
     trained
         Captured arrays whose gradient is wanted.
+    starts
+        Where the rows and the keys of a part begin, if arrays on the GPU say it.
 
     The positions and arrays of a part of a larger attention are those of the whole: what is left of the modifier has
-    the part's place among its numbers, and a bias is the part of its array.
+    the part's place among its numbers, or its arrays, and a bias is the part of its array.
 
     Raises
     ------
@@ -137,6 +142,10 @@ def simplify(
                     f"score could read. Leave it out, or give it the elements."
                 )
     left = found.modifier if found.modifier is None or part is None else found.modifier.moved(part.starts())
+    if left is not None and any(starts):
+        arrays = {name: x for name, x in zip(POSITIONS[2:], starts, strict=True) if x is not None}
+        left = left.moved_on_device(arrays)
+        captures += left.captures[len(found.kept) :]
     return Modified(modifier, left, banded, captures, found.kept, bias, found.bias)
 
 
@@ -199,7 +208,10 @@ def as_scores(x: TensorView, operand: BiasOperand, sizes: Sequence[int], part: P
     """
     whole, starts = (sizes, (0, 0, 0, 0)) if part is None else (part.whole(sizes), part.origin())
     shape, strides, first = [], [], 0
-    for axis, size, of_whole, start in zip(operand.dims, sizes, whole, starts, strict=True):
+    arrays = (False,) * 4 if part is None else part.are_arrays()
+    for axis, size, of_whole, start, is_array in zip(operand.dims, sizes, whole, starts, arrays, strict=True):
+        if axis is not None and is_array:  # nobody here knows which part of it
+            return None
         if axis is not None and (x.shape[axis] != of_whole or start + size > of_whole):
             return None
         shape.append(1 if axis is None else size)

@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
 
 from ..base.errors import shown
+from .tensors import Device, TensorView, as_numpy, view
 from .validation import MAX_SIZE, Violations, check_flag, check_integer
 
 AXES: Final = ("batch", "heads", "rows", "keys")
 _SIZES: Final = ("batch", "num_heads", "seqlen_q", "seqlen_k")
 Extent = tuple[int, int]
 Sizes = tuple[int, int, int, int]
+ARRAY_AXES: Final = ("rows", "keys")
+"""Those whose start may be an array, in the order of the addresses that a launch takes behind the operands."""
+MAX_PLACED: Final = 2**30
+"""Largest size of the whole along such an axis: bounds and the distances between them are 32-bit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayStart:
+    """A start that an array holds. All are alike where calls are told apart: no plan knows the value.
+
+    ``array`` is None where only a plan is wanted.
+    """
+
+    array: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ArrayStart)
+
+    def __hash__(self) -> int:
+        return hash(ArrayStart)
+
+    def __repr__(self) -> str:
+        return "<array>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +57,15 @@ class Part:
     A part of the keys gives partial results, which `nvrtc_attn.torch.parallel.merge_partials` combines;
     ``attention_backward`` with out and lse of the whole gives exact shares of the gradients, to be added up.
 
+    The start of rows or keys may be an array of one integer, of any library. On the GPU it is int32 on q's device, and
+    the kernels read it when they run, the host never: a CUDA graph, or a compiled program, that is run again takes the
+    part that the array then names. The backward pass needs what the forward pass read. A start outside of the whole is
+    not noticed. Arrays on the CPU are read at each call. Kernels and their tiles are then the same for all places, so
+    those that have nothing to compute, or nothing to mask, are not left out by the host. On the GPU ``seqused_k``,
+    ``sink`` and ``plan_as`` are refused beside such an array, and a whole of more than 2**30 rows or keys.
+
+    Two parts that differ in such arrays alone are equal.
+
     Raises
     ------
     TypeError, ValueError
@@ -39,8 +74,8 @@ class Part:
 
     batch: Extent | None = None
     heads: Extent | None = None
-    rows: Extent | None = None
-    keys: Extent | None = None
+    rows: tuple[Any, int] | None = None
+    keys: tuple[Any, int] | None = None
     sm_margin: int | None = None
     """Multiprocessors that the kernels leave to others, communication for one. Given (0 included), tiles are also
     handed out as they are asked for, so that blocks whose multiprocessor was taken first do not hold up the rest."""
@@ -59,6 +94,9 @@ class Part:
             if isinstance(given, str | bytes) or not isinstance(given, Sequence) or len(given) != 2:
                 found.kind(f"part, {axis}: got {shown(given)}. It is a pair (start, size of the whole), or None.")
                 continue
+            if _is_array(given[0]):
+                self._take_array(found, axis, *given)
+                continue
             start, size = (check_integer(found, f"part, {axis}", x) for x in given)
             if start is None or size is None:
                 if None in given:
@@ -76,14 +114,93 @@ class Part:
         check_flag(found, "part, plan_as", self.plan_as)
         found.stop()
 
+    def _take_array(self, found: Violations, axis: str, start: Any, size: object) -> None:
+        if axis not in ARRAY_AXES:
+            found.kind(
+                f"part, {axis}: the start is an array, {shown(start)}. It is an integer: only rows and keys begin "
+                f"where an array says."
+            )
+            return
+        whole = check_integer(found, f"part, {axis}", size)
+        if whole is None:
+            if size is None:
+                found.kind(f"part, {axis}: got the size None. It is an integer.")
+        elif not 0 <= whole <= MAX_SIZE:
+            found.value(f"part, {axis}: got the size {whole}. It is from 0 to {MAX_SIZE}.")
+        else:
+            of_array = start if isinstance(start, ArrayStart) else ArrayStart(start)
+            object.__setattr__(self, axis, (of_array, whole))
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether rows or keys begin where an array says."""
+        rows, keys = self.rows, self.keys
+        return (rows is not None and rows[0].__class__ is ArrayStart) or (
+            keys is not None and keys[0].__class__ is ArrayStart
+        )
+
+    def are_arrays(self) -> tuple[bool, bool, bool, bool]:
+        """Of each axis whether it begins where an array says."""
+        b, h, i, j = (extent is not None and isinstance(extent[0], ArrayStart) for extent in map(self._extent, AXES))
+        return b, h, i, j
+
+    def bare(self) -> Part:
+        """The same without its arrays: what tables may keep."""
+        arrays = [axis for axis, is_array in zip(AXES, self.are_arrays(), strict=True) if is_array]
+        extents: dict[str, Any] = {axis: (ArrayStart(), getattr(self, axis)[1]) for axis in arrays}
+        return replace(self, **extents)
+
+    def located(self, where: Device, stream: int | None) -> tuple[Part, tuple[TensorView | None, ...]]:
+        """The part with what its arrays on the CPU say, and views of the others, of `ARRAY_AXES`.
+
+        Parameters
+        ----------
+        where
+            The device of q.
+        stream
+            As that of `tensors.view`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An array is on another device, does not hold one integer, or is on the GPU and not int32.
+        """
+        extents: dict[str, Any] = {}
+        views: list[TensorView | None] = []
+        for axis in ARRAY_AXES:
+            extent = self._extent(axis)
+            start = None if extent is None else extent[0]
+            views.append(None)
+            if extent is None or not isinstance(start, ArrayStart) or start.array is None:
+                continue
+            name = f"part, {axis}"
+            x = view(start.array, name, stream=stream)
+            on_cpu = x.device.type == "cpu"
+            if any(n != 1 for n in x.shape) or not (x.dtype == "int32" or (on_cpu and "int" in x.dtype)):
+                kinds = "an integer" if on_cpu else "one int32"
+                raise ValueError(
+                    f"{name}: got {x.dtype} of shape {x.shape}. An array of where it begins holds {kinds}."
+                )
+            if on_cpu:
+                extents[axis] = (int(as_numpy(x).reshape(())), extent[1])
+            elif x.device == where:
+                extents[axis] = (ArrayStart(), extent[1])
+                views[-1] = TensorView(x.ptr, (), (), x.dtype, x.device, True, (x.owner,))
+            else:
+                raise ValueError(f"{name}: on {x.device}, but q is on {where}. Pass it on {where}, or as an integer.")
+        return replace(self, **extents), tuple(views)
+
     def origin(self) -> Sizes:
-        """Index of the call's first element in the whole: batch entry, head, row, key."""
-        b, h, i, j = (0 if extent is None else extent[0] for extent in map(self._extent, AXES))
+        """Index of the call's first element in the whole: batch entry, head, row, key. 0 where an array has it."""
+        b, h, i, j = (0 if start is None else start for start in self.starts())
         return b, h, i, j
 
     def starts(self) -> tuple[int | None, ...]:
-        """`origin`, with None for axes that are whole."""
-        return tuple(None if extent is None else extent[0] for extent in map(self._extent, AXES))
+        """`origin`, with None for axes that are whole or begin where an array says."""
+        return tuple(
+            None if extent is None or isinstance(extent[0], ArrayStart) else extent[0]
+            for extent in map(self._extent, AXES)
+        )
 
     def whole(self, sizes: Sequence[int]) -> Sizes:
         """Sizes of the whole, of those of the call."""
@@ -92,8 +209,8 @@ class Part:
         )
         return b, h, i, j
 
-    def _extent(self, axis: str) -> Extent | None:
-        found: Extent | None = getattr(self, axis)
+    def _extent(self, axis: str) -> tuple[Any, int] | None:
+        found: tuple[Any, int] | None = getattr(self, axis)
         return found
 
     def follows_used_keys(self, keys: int) -> bool:
@@ -127,8 +244,22 @@ class Part:
                     f"part, {axis}: got {extent} with cu_seqlens. Packed sequences have starts of their own: a part of "
                     f"them is whole sequences (batch) and heads."
                 )
+            elif isinstance(extent[0], ArrayStart):
+                if size > extent[1]:
+                    found.value(f"part, {axis}: the whole has {extent[1]}, but the call has {name} {size}.")
             elif extent[0] + size > extent[1]:
                 found.value(
                     f"part, {axis}: got {extent}, but the call has {name} {size}: it ends at {extent[0] + size}, "
                     f"behind the whole."
                 )
+        _, _, rows, keys = self.whole(sizes)
+        if self.has_arrays and max(rows, keys) > MAX_PLACED:
+            found.unsupported(
+                f"part: an array says where it begins, and the whole has {rows} rows and {keys} keys. It has at most "
+                f"{MAX_PLACED} of each then: pass integers (start, size)."
+            )
+
+
+def _is_array(x: object) -> bool:
+    """Whether ``x`` is an array of some library, and not one of NumPy's numbers."""
+    return isinstance(x, ArrayStart) or (hasattr(x, "__dlpack__") and not isinstance(x, np.generic))

@@ -95,6 +95,8 @@ class AttentionProblem:
     dropout_p: float = 0.0
     dropout_pitches: tuple[int, int, int] | None = None
     """Heads, rows and keys of the larger attention whose dropout this part has; None of a whole one."""
+    device_starts: bool = False
+    """Whether kernels read where the rows or keys of the part begin, which windows and dropout count from here as 0."""
     sm_margin: int | None = None
     """Multiprocessors that are left to others; None = nobody else is expected on any."""
     plan_as: PlanAs | None = None
@@ -215,7 +217,7 @@ class AttentionProblem:
         }
         return replace(
             self, plan_as=None, **sizes, window_left=left, window_right=right, bottom_right=bottom_right,
-            dropout_pitches=None, sm_margin=None, **layouts,
+            dropout_pitches=None, device_starts=False, sm_margin=None, **layouts,
             further=tuple((name, of_whole(name, x)) for name, x in self.further),
         )  # fmt: skip
 
@@ -355,6 +357,16 @@ def build_problem(
             f"part, keys: got {shown(given_part.keys)} with seqused_k and a causal mask or window that ends with the "
             f'used keys, of which the part does not know how many the whole has. Pass causal="top_left", or all keys.'
         )
+    on_device = isinstance(given_part, Part) and given_part.has_arrays
+    if on_device and seqused_k is not None:
+        found.unsupported(
+            "part, seqused_k: got both an array of where the part begins and lengths. Pass integers (start, size)."
+        )
+    if on_device and isinstance(given_part, Part) and given_part.plan_as:
+        found.unsupported(
+            "part, plan_as: got True with an array of where the part begins, of which the whole's tiles depend. Pass "
+            "integers (start, size)."
+        )
     found.stop()
 
     if dropout and philox.threshold(dropout) < 0:
@@ -365,12 +377,20 @@ def build_problem(
     if part is not None and part.plan_as:
         whole = part.whole(sizes)
         plan_as = PlanAs(whole, _effective_window(window, *whole[2:], bottom_right), bottom_right)
-    if part is not None and follows_used:
+    placed = part is not None and part.has_arrays
+    if part is not None and placed:
+        # What hides nothing of the whole hides nothing of the part. What hides all or nothing of it nobody knows here.
+        whole = part.whole(sizes)
+        left, right = _effective_window(window, *whole[2:], bottom_right)
+        shift = part.shift(seqlen_q, seqlen_k, bottom_right)
+        window = None if left is None else left - shift, None if right is None else right + shift
+        bottom_right = False
+    elif part is not None and follows_used:
         window = _relative_window(window, part.shift_of_used_keys(seqlen_q), seqlen_k, seqlen_k)
     elif part is not None and not varlen:
         window = _relative_window(window, part.shift(seqlen_q, seqlen_k, bottom_right), seqlen_q, seqlen_k)
         bottom_right = False
-    left, right = _effective_window(window, seqlen_q, seqlen_k, bottom_right)
+    left, right = window if placed else _effective_window(window, seqlen_q, seqlen_k, bottom_right)
     layouts: dict[str, Any] = {name: layout(x) for name, x in tensors.items() if not OPERANDS[name].is_lengths}
     return AttentionProblem(
         dtype=q.dtype,
@@ -388,6 +408,7 @@ def build_problem(
         softcap=cap,
         dropout_p=dropout or 0.0,
         dropout_pitches=_pitches(part, sizes) if dropout else None,
+        device_starts=placed and (bool(dropout) or (left, right) != (None, None)),
         sm_margin=None if part is None else part.sm_margin,
         plan_as=plan_as,
         modifier=modifier,
@@ -406,7 +427,9 @@ def build_problem(
 
 def _pitches(part: Part | None, sizes: Sequence[int]) -> tuple[int, int, int] | None:
     """Heads, rows and keys of the whole, which dropout's index counts by; None where they are the call's."""
-    if part is None or (part.whole(sizes)[1:] == tuple(sizes[1:]) and not any(part.origin())):
+    if part is None:
+        return None
+    if part.whole(sizes)[1:] == tuple(sizes[1:]) and not any(part.origin()) and not part.has_arrays:
         return None
     return part.whole(sizes)[1:]
 

@@ -246,6 +246,9 @@ def _check_part(problem: AttentionProblem) -> None:
     if problem.dropout_pitches is not None:
         behind = [name for name in problem.further_inputs if OPERANDS[name].behind]
         reasons += [f"{name} is given, which no kernel reads beside dropout of a part" for name in behind]
+    elif problem.device_starts:
+        behind = [name for name in problem.further_inputs if OPERANDS[name].behind]
+        reasons += [f"{name} is given, which no kernel reads beside starts on the device" for name in behind]
     if reasons:
         raise UnsupportedError("no GPU kernel computes this. The CPU path does.", reasons)
 

@@ -73,6 +73,7 @@ def base_params_class(config: KernelConfig) -> type[ctypes.Structure]:
     optional = config.features.optional.split()
     return params_behind(
         params, tile_words=config.features.tile_words, part=config.features.part,
+        device_starts=config.features.device_starts,
         further=any(OPERANDS[name].behind for name in optional if name in OPERANDS),
     )  # fmt: skip
 
@@ -153,7 +154,7 @@ def entry_source(config: KernelConfig) -> str:
     traits.append(f"static constexpr int kNumThreads = {config.num_threads};")
     struct = base_params_class(config)
     params = f"nvrtc_attn::{struct.__name__}"
-    if config.features.part:
+    if config.features.part or config.features.device_starts:
         traits.append(f"using PartParams = {params};")
     asserts = _layout_asserts(struct)
     whole = params_class(config)

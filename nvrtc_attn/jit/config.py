@@ -39,6 +39,8 @@ class Features:
     seqused_k: bool = False
     part: bool = False
     """Dropout counts by the sizes of a larger attention, which the call is a part of."""
+    device_starts: bool = False
+    """Where the rows and keys of a part begin is read on the device, for position masks and, with ``part``, dropout."""
     float32_q: bool = False
     """Results like q (out, dq) are float32, whatever q is: those of a part are added to others."""
     float32_k: bool = False

@@ -105,6 +105,8 @@ class BackwardParams(ctypes.Structure):
 TENSOR_MAP_BYTES: Final = 128
 PART_FIELDS: Final = ("dropout_heads", "dropout_rows", "dropout_columns")
 """Sizes of the attention that a call is a part of, which the index of dropout counts by."""
+START_FIELDS: Final = ("row_start", "key_start")
+"""Addresses of where the rows and the keys of a part begin, 0 where the host knows it."""
 
 
 class HopperForwardParams(ForwardParams):
@@ -156,12 +158,14 @@ def padded(base: type[ctypes.Structure], fields: Sequence[Any]) -> list[Any]:
 
 
 def params_behind(
-    base: type[ctypes.Structure], *, tile_words: bool = False, further: bool = False, part: bool = False
-) -> type[ctypes.Structure]:
+    base: type[ctypes.Structure], *, tile_words: bool = False, further: bool = False, part: bool = False,
+    device_starts: bool = False,
+) -> type[ctypes.Structure]:  # fmt: skip
     """``base`` with what some of its kernels read behind it, in this order, so that nothing before it moves.
 
     ``tile_words``: ``WithTileWords`` in ``params.cuh``; ``further``: the operands that lie behind, ``WithSink``, of a
-    backward pass ``FurtherBackwardParams``; ``part``: ``PartOf``. The class has the name of the C++ struct.
+    backward pass ``FurtherBackwardParams``; ``part``: ``PartOf``; ``device_starts``: ``StartsOnDevice`` and that. The
+    class has the name of the C++ struct.
 
     Raises
     ------
@@ -170,9 +174,17 @@ def params_behind(
     """
     if further and issubclass(base, BackwardParams) and (base is not BackwardParams or tile_words):
         raise ValueError(f"{base.__name__}: its kernels read no operand that lies behind{' words' * tile_words}")
+    part = part or device_starts
     if further and part:
         raise ValueError(f"{base.__name__}: no kernel of a part of an attention reads operands that lie behind")
-    return _struct_behind(base, tile_words, further, part)
+    found = _struct_behind(base, tile_words, further, part)
+    return _with_starts(found) if device_starts else found
+
+
+@functools.cache
+def _with_starts(base: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    fields = padded(base, [(name, _P) for name in START_FIELDS])
+    return type(base.__name__.replace("PartParams", "PlacedParams"), (base,), {"_fields_": fields})
 
 
 @functools.cache

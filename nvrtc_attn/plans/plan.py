@@ -36,6 +36,7 @@ from ..jit.params import (
     PART_FIELDS,
     RNG_ADDRESSES,
     RNG_WORDS,
+    START_FIELDS,
     UNBOUNDED,
     BackwardParams,
     ForwardParams,
@@ -52,6 +53,8 @@ _MINUS_INFINITY: Final = 0xFF800000
 """The bits in float32."""
 _MAX_LOGIT: Final = FORWARD.index("max_logit")
 _POINTER: Final = struct.Struct("<Q")
+_STARTS: Final = struct.Struct(f"<{len(START_FIELDS)}Q")
+_NO_STARTS: Final = (0,) * len(START_FIELDS)
 _MAX_READY: Final = 256
 """Sets of addresses whose launches a plan keeps ready, of 2 KB a launch: more than most models have layers."""
 _MAX_SEEN: Final = 4096
@@ -62,8 +65,8 @@ class _Step:
     """One launch with its own copy of the params."""
 
     __slots__ = (
-        *("alone", "behind", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "template", "tensor_maps"),
-        "what",
+        *("alone", "behind", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "starts_at", "template"),
+        *("tensor_maps", "what"),
     )
 
     def __init__(
@@ -89,7 +92,11 @@ class _Step:
         self.tensor_maps = TensorMapEncoder(spec.tensor_maps, struct_type, pointers) if spec.tensor_maps else None
         # Where what a modifier captured begins; 0 for a kernel that has none.
         self.modifier_at = struct_type.modifier.offset if spec.config.features.modifier else 0
-        of_part = zip(PART_FIELDS, problem.dropout_pitches or (), strict=True) if spec.config.features.part else ()
+        of_part = (
+            zip(PART_FIELDS, problem.dropout_pitches or (0, 0, 0), strict=True) if spec.config.features.part else ()
+        )
+        # Where the addresses of a part's starts lie; 0 for a kernel that reads none.
+        self.starts_at = struct_type.row_start.offset if spec.config.features.device_starts else 0
         for name, value in (*spec.params, *of_part):
             setattr(values, name, value)
         self.kernel, self.grid, self.smem_bytes = kernel, spec.grid, spec.smem_bytes
@@ -231,7 +238,10 @@ class _PlanBase:
         rng: RngState = NO_RNG,
         modifier: ModifierValues = NO_MODIFIER,
     ) -> None:
-        """Launch. ``addresses`` are those of ``OPERANDS``, 0 for what is not there; ``workspace`` is one, too."""
+        """Launch. ``addresses`` are those of ``OPERANDS``, 0 for what is not there; ``workspace`` is one, too.
+
+        Behind them are those of a part's starts, of rows and of keys, where they lie on the device.
+        """
         if not self._steps:
             return
         if driver.is_current(self._device, self._context):
@@ -274,7 +284,9 @@ class _PlanBase:
         Addresses become bytes once, which takes ten times a copy of them.
         """
         addresses, workspace, stream, _ = key
-        known = addresses
+        known, starts = addresses, _NO_STARTS
+        if len(addresses) > len(self.OPERANDS):
+            known, starts = addresses[: len(self.OPERANDS)], addresses[len(self.OPERANDS) :]
         if self._offsets:
             known += tuple([workspace + x for x in self._offsets])
         if self._dropout:
@@ -302,6 +314,8 @@ class _PlanBase:
                 step.behind[0].pack_into(params.data, step.behind[1], *[addresses[place] for place in self._BEHIND])
             if step.alone:
                 _POINTER.pack_into(params.data, step.alone, addresses[_MAX_LOGIT])
+            if step.starts_at:
+                _STARTS.pack_into(params.data, step.starts_at, *starts)
             if step.modifier_at:
                 ctypes.memmove(ctypes.addressof(params.data) + step.modifier_at, modifier.block, len(modifier.block))
             if step.tensor_maps is not None:

@@ -131,7 +131,8 @@ def _launch(
         program, numbers = call.modifier.program, call.modifier.numbers
         words = workspace + plan.workspace_bytes if orders_gradients(call.problem) else None
         values = modifier_values(program, call.problem.trained, call.captures, capture_gradients, numbers, words)
-    plan.run(call.launch_stream, addresses(plan.OPERANDS, pointers), workspace, rng, values)
+    given = addresses(plan.OPERANDS, pointers) + call.start_addresses
+    plan.run(call.launch_stream, given, workspace, rng, values)
     if call.hold_owners:
         hold(call.device.index, call.launch_stream, (call, views, owners, rng))
     return repeated_modifier(call, plan, values, workspace + plan.workspace_bytes)

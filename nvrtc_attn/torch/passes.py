@@ -12,7 +12,7 @@ from .. import api
 from ..base import env
 from ..base.errors import shown
 from ..base.tables import remember
-from ..front.call import Call, CallOptions
+from ..front.call import Call, CallOptions, start_addresses
 from ..front.guards import RECENT, guard, has_room
 from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
 from ..front.philox import RngState
@@ -89,6 +89,10 @@ def forward(
         if x is not None:
             given = True
             break
+    asked = options
+    starts: tuple[int, ...] = ()
+    if options.part is not None and options.part.has_arrays:
+        options, starts = _located(q, options)
     try:
         q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
         index = q.get_device()
@@ -105,7 +109,7 @@ def forward(
     except (AttributeError, RuntimeError, TypeError):
         key = entry = None  # no plain tensors: refused on the way to a plan, and nothing is remembered of them
     if entry is None:
-        return _first_forward(tensors, options, rng, backward_follows, heads_first, key)
+        return _first_forward(tensors, asked, rng, backward_follows, heads_first, key)
     if known_key is not None and not (q_address | k_address | v_address) & 15:
         _know(known_key, q, k, v, entry, options, index, backward_follows)
     if given and (tensors[_CU_SEQLENS_Q] is not None or tensors[_SEQUSED_K] is not None) and env.debug():
@@ -132,7 +136,7 @@ def forward(
         addresses = (q_address, k_address, v_address, out.data_ptr(), lse_address, max_logit_address)
         plan.run(
             raw_stream(index),
-            addresses + (tuple(map(address_of, optional)) if given else _NO_ADDRESSES),
+            addresses + (tuple(map(address_of, optional)) if given else _NO_ADDRESSES) + starts,
             0 if workspace is None else workspace.data_ptr(),
             rng if options.part is None else _of_part(rng, tensors, options, heads_first),
         )
@@ -198,6 +202,10 @@ def backward(
         if x is not None:
             given = True
             break
+    asked = options
+    starts: tuple[int, ...] = ()
+    if options.part is not None and options.part.has_arrays:
+        options, starts = _located(q, options)
     strides = dout.stride()
     if strides[-1] != 1 or 0 in strides:
         # An expanded gradient (of a sum, say): one packed copy costs less than reading elements one by one.
@@ -207,7 +215,7 @@ def backward(
     if negated or (dlse is not None and dlse.is_neg()):
         everything = map(resolved, (*tensors, out, lse, dout, dlse))
         *inputs, out, lse, dout, dlse = everything
-        return backward(tuple(inputs), out, lse, dout, dlse, options, rng, heads_first=heads_first)
+        return backward(tuple(inputs), out, lse, dout, dlse, asked, rng, heads_first=heads_first)
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     out_address, lse_address, dout_address = out.data_ptr(), lse.data_ptr(), dout.data_ptr()
     index = dout.get_device()
@@ -226,7 +234,7 @@ def backward(
     entry = _backward_plans.get(key)
     if entry is None:
         if not dout.is_cuda:
-            return _backward_on_cpu(tensors, out, lse, dout, dlse, options, rng, heads_first)
+            return _backward_on_cpu(tensors, out, lse, dout, dlse, asked, rng, heads_first)
         entry = _first_backward(tensors, out, lse, dout, dlse, options, heads_first, key)
     elif known is not None and not (aligned or given or dlse is not None):
         _know_backward(known, q, k, v, out, lse, dout, entry, index)
@@ -240,7 +248,7 @@ def backward(
         raw_stream(index),
         (
             q_address, k_address, v_address, out_address, dout_address, lse_address, address_of(dlse),
-            *(map(address_of, optional) if given else _NO_ADDRESSES), *map(address_of, gradients),
+            *(map(address_of, optional) if given else _NO_ADDRESSES), *map(address_of, gradients), *starts,
         ),
         workspace.data_ptr(),
         rng if options.part is None else _of_part(rng, tensors, options, heads_first),
@@ -377,6 +385,13 @@ def adopt(index: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- the first time
+
+
+def _located(q: Any, options: CallOptions) -> tuple[CallOptions, tuple[int, ...]]:
+    """Options that tables may keep, and the addresses of where their part begins, as `Call.start_addresses`."""
+    assert options.part is not None
+    part, starts = options.part.located(view(q.detach(), "q").device, None)
+    return options._replace(part=part), start_addresses(starts)
 
 
 def _of_part(rng: RngState, tensors: Tensors, options: CallOptions, heads_first: bool) -> RngState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import modifiers
@@ -11,7 +12,7 @@ import pytest
 import nvrtc_attn
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.call import CallOptions, describe_shapes
-from nvrtc_attn.front.part import Part
+from nvrtc_attn.front.part import ArrayStart, Part
 from nvrtc_attn.front.problem import dense_layout
 from nvrtc_attn.front.tensors import Device
 from nvrtc_attn.jit.compile import compile_kernel
@@ -195,3 +196,21 @@ def test_parts_without_dropout_run_the_kernels_of_whole_calls(options: dict[str,
 def test_whole_calls_have_kernels_of_whole_calls() -> None:
     whole = Part(rows=(0, 1024), keys=(0, 1024))
     assert configs(whole, "sm_90", dropout_p=0.1) == configs(None, "sm_90", dropout_p=0.1)
+
+
+@pytest.mark.slow(sample=["sm_90-head_dim=64", "sm_80-head_dim=128"])
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [(arch, {"head_dim": head_dim}) for arch in ("sm_90", "sm_80") for head_dim in (64, 128)],
+    ids=name,
+)
+def test_kernels_that_read_where_a_part_begins_spill_no_more_than_others(arch: str, changes: dict[str, Any]) -> None:
+    """Causal with dropout: the same kernels and tiles as of a part whose place the host knows."""
+    placed = Part(rows=(ArrayStart(), 8192), keys=(ArrayStart(), 8192))
+    options: dict[str, Any] = {"causal": True, "dropout_p": 0.1, **changes}
+    found = [configs(part, arch, **options) for part in (placed, Part(rows=(1024, 8192), keys=(512, 8192)))]
+    read = [config.kernel for config in found[0] if config.features.device_starts]
+    assert {"forward", "backward"} == {name.partition("_")[0] for name in read}, read
+    for ours, theirs in zip(*found, strict=True):
+        assert dataclasses.replace(ours, features=theirs.features) == theirs
+        assert compile_kernel(ours).spill_bytes <= compile_kernel(theirs).spill_bytes, ours

@@ -22,6 +22,16 @@ namespace nvrtc_attn {
 constexpr int kUnbounded = 0x7fffffff;
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline long long max(long long a, long long b) { return a > b ? a : b; }
+template <class Params>
+struct StartsOnDevice : Params {
+  int row, key;
+  long long first_row() const { return row; }
+  long long first_key() const { return key; }
+};
+template <bool kHasPlace, class Traits, class Params>
+Params const& part_params(Params const& params) { return params; }
 }  // namespace nvrtc_attn
 """
 
@@ -39,8 +49,7 @@ void check(bool right, char const* what, Params p, int len_q, int len_k, int x, 
 }
 
 template <bool kBand>
-void check_all(Params p, int len_q, int len_k) {
-  PositionMask<kBand> const mask(p, len_q, len_k);
+void check_all(PositionMask<kBand> const& mask, Params p, int len_q, int len_k) {
   int const off = p.bottom_right ? len_k - len_q : 0;
   auto sees = [&](int i, int j) {  // a row and a key, whether there are such or not
     if (!kBand) return true;
@@ -118,10 +127,23 @@ int main() {
     for (int len_k = 0; len_k < 12; ++len_k) {
       for (int left : bounds) {
         for (int right : bounds) {
-          for (int corner : {0, 1}) check_all<true>({left, right, corner}, len_q, len_k);
+          for (int corner : {0, 1}) {
+            Params const p = {left, right, corner};
+            check_all(PositionMask<true>(p, len_q, len_k), p, len_q, len_k);
+          }
+          for (int row : {0, 4, 17, 1 << 29}) {  // of a part, that a device places before, on or behind the diagonal
+            for (int key : {0, 5, 19, 1 << 29}) {
+              Params p = {left, right, 0};
+              StartsOnDevice<Params> const placed = {p, row, key};
+              if (left != kUnbounded) p.window_left -= row - key;
+              if (right != kUnbounded) p.window_right += row - key;
+              check_all(PositionMask<true>(placed, len_q, len_k), p, len_q, len_k);
+            }
+          }
         }
       }
-      check_all<false>({kUnbounded, kUnbounded, 0}, len_q, len_k);
+      Params const p = {kUnbounded, kUnbounded, 0};
+      check_all(PositionMask<false>(p, len_q, len_k), p, len_q, len_k);
     }
   }
   std::printf("%ld checks\\n", checks);

@@ -71,6 +71,13 @@ struct Dropout {
     row0 += ((unsigned long long)b * params.dropout_heads + h) * (unsigned long long)params.dropout_rows * pitch;
   }
 
+  // Of one whose first row or key is known on the device alone.
+  template <class Params>
+  NVRTC_ATTN_DEVICE Dropout(StartsOnDevice<Params> const& params, int b, int h)
+      : Dropout(static_cast<Params const&>(params), b, h) {
+    row0 += (unsigned long long)params.first_row() * pitch + (unsigned long long)params.first_key();
+  }
+
   NVRTC_ATTN_DEVICE bool keep(unsigned long long t) const {
     uint4 const w = philox_block(seed, t >> 2);
     unsigned const lane = unsigned(t) & 3;
@@ -105,11 +112,7 @@ struct Dropout {
 // What a `Dropout` is made of: with the sizes of the whole where the call is a part.
 template <class Traits, class Params>
 NVRTC_ATTN_DEVICE auto const& dropout_params(Params const& params) {
-  if constexpr (Traits::kPart) {
-    return static_cast<typename Traits::PartParams const&>(params);
-  } else {
-    return params;
-  }
+  return part_params<Traits::kPart, Traits>(params);
 }
 
 // By how many rows one head is apart from the next in the mask, and how many heads a batch entry has there.

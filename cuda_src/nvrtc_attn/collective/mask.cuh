@@ -16,6 +16,7 @@
 namespace nvrtc_attn {
 
 constexpr int kFarAway = 1 << 30;  // beyond every index, small enough to add one to without overflow
+constexpr int kMostOfTile = 512;   // rows or keys
 
 NVRTC_ATTN_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -50,6 +51,24 @@ class PositionMask {
       int const off = params.bottom_right ? len_k - len_q : 0;
       if (params.window_left != kUnbounded) low = max(off - params.window_left, -kFarAway);
       if (params.window_right != kUnbounded) high = min(off + params.window_right, kFarAway);
+    }
+  }
+
+  // Of a part whose first row or key is known on the device alone: its row 0 lies at its key `off`. Bounds that are far from
+  // rows and keys become nearer ones, or none, which say the same of them, and of those that a tile has behind the last.
+  template <class Params>
+  NVRTC_ATTN_DEVICE PositionMask(StartsOnDevice<Params> const& params, int len_q_, int len_k_)
+      : len_q(len_q_), len_k(len_k_) {
+    if constexpr (kBand) {
+      long long const off = params.first_row() - params.first_key();
+      if (params.window_left != kUnbounded) {
+        long long const first = off - params.window_left;
+        if (first > -(long long)len_q - kMostOfTile) low = int(min(first, (long long)len_k + kMostOfTile));
+      }
+      if (params.window_right != kUnbounded) {
+        long long const last = off + params.window_right;
+        if (last < (long long)len_k + kMostOfTile) high = int(max(last, -(long long)len_q - kMostOfTile));
+      }
     }
   }
 
@@ -152,6 +171,12 @@ class PositionMask {
     return true;
   }
 };
+
+// What a `PositionMask` is made of: with the place of the part where the device has it.
+template <class Traits, class Params>
+NVRTC_ATTN_DEVICE auto const& mask_params(Params const& params) {
+  return part_params<Traits::kDeviceStarts, Traits>(params);
+}
 
 // `value` for the scores that the mask hides in line r of a thread's accumulator tiles, s[r / 2][.][2 * (r % 2) + e]: a
 // row that sees `seen` of the keys 8 n + e, or a transposed tile's key that is seen by those of such rows.

@@ -53,7 +53,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   NVRTC_ATTN_DEVICE TransposedScoreGradient(BackwardParams const& params, int b, int h, int len_q, int dbias_cols_,
                                             int len_k, bool whole_ = false)
       : Modifier(params, b, h),
-        positions(params, len_q, len_k),
+        positions(mask_params<Traits>(params), len_q, len_k),
         bias(reinterpret_cast<Bias const*>(params.bias), b, h, params.bias_stride_b, params.bias_stride_h,
              params.bias_stride_m, params.bias_stride_n),
         mask(params.mask, b, h, params.mask_stride_b, params.mask_stride_h, params.mask_stride_m, params.mask_stride_n),

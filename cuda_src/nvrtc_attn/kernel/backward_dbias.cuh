@@ -127,7 +127,7 @@ struct DbiasWalk {
   }
 
   NVRTC_ATTN_DEVICE bool dropped() const {
-    PositionMask<Traits::kBand> const positions(params, params.seqlen_q, len_k());
+    PositionMask<Traits::kBand> const positions(mask_params<Traits>(params), params.seqlen_q, len_k());
     int first, last;
     positions.template key_tiles<kBlockN>(m * kBlockM, kBlockM, first, last);
     return n < first || n >= last;

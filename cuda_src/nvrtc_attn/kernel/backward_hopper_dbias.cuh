@@ -95,7 +95,9 @@ struct DbiasPairs {
     }
   }
 
-  NVRTC_ATTN_DEVICE PositionMask<Traits::kBand> positions() const { return {params, params.seqlen_q, params.seqlen_k}; }
+  NVRTC_ATTN_DEVICE PositionMask<Traits::kBand> positions() const {
+    return {mask_params<Traits>(params), params.seqlen_q, params.seqlen_k};
+  }
   NVRTC_ATTN_DEVICE void next() {
     --left;
     if (params.dbias_size_h == 1 && ++h == params.num_heads) h = 0;

@@ -599,7 +599,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
   }
 
   NVRTC_ATTN_DEVICE void run(int n_block, int split) {
-    PositionMask<Traits::kBand> const positions(params, seqlen.len_q, seqlen.len_k);
+    PositionMask<Traits::kBand> const positions(mask_params<Traits>(params), seqlen.len_q, seqlen.len_k);
     int const heads = params.num_heads / params.num_heads_kv;
     auto const line = [&](int h) {  // kTileWords; nothing of its address stays over the loop
       int first_key = n0;

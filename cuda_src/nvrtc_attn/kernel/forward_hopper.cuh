@@ -239,7 +239,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       release_q();
       continue;
     }
-    PositionMask<Traits::kBand> const mask(params, len_q, seqlen.len_k);
+    PositionMask<Traits::kBand> const mask(mask_params<Traits>(params), len_q, seqlen.len_k);
     int first, last;
     mask.template key_tiles<kBlockN>(rows.query(m0), Rows::per_tile(params), first, last);
     if constexpr (Traits::kTileWords) {

@@ -88,7 +88,7 @@ NVRTC_ATTN_DEVICE void forward_portable(ForwardParams const& params) {
   int const warp_row0 = here.warp_row0;
   int const warp_col0 = here.warp_n * Shape::kWarpCols;
 
-  PositionMask<Traits::kBand> const mask(params, seqlen.len_q, len_k);
+  PositionMask<Traits::kBand> const mask(mask_params<Traits>(params), seqlen.len_q, len_k);
   int first, last;
   mask.template key_tiles<kBlockN>(row_map.query(m0), row_map.queries(m0, kBlockM), first, last);
   if constexpr (Traits::kSplit) {

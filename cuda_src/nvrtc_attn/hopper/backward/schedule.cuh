@@ -209,7 +209,7 @@ struct KeyTileWork {
       : tile(tile_),
         n0(tile.n_block * Traits::kBlockN),
         seqlen(params, b),
-        mask(params, seqlen.len_q, seqlen.len_k),
+        mask(mask_params<Traits>(params), seqlen.len_q, seqlen.len_k),
         range(params, mask, tile.n_block) {}
 };
 

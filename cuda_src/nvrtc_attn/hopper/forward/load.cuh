@@ -164,7 +164,7 @@ struct ForwardLoader {
         auto const seqlen = seqlen_of<Traits>(params, tile);
         int const queries = QueryRows<Traits::kPackedHeads, Shape::kBlockM>::per_tile(params);
         int const m0 = tile.m_block * queries;
-        PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+        PositionMask<Traits::kBand> const mask(mask_params<Traits>(params), seqlen.len_q, seqlen.len_k);
         int first, last;
         mask.template key_tiles<Shape::kBlockN>(m0, queries, first, last);
         loads = loads && m0 < seqlen.len_q && first < last;
@@ -232,7 +232,7 @@ struct ForwardLoader {
       if (!scheduler.next(tile)) return false;
       auto const seqlen = seqlen_of<Traits>(params, tile);
       int const queries = QueryRows<Traits::kPackedHeads, Shape::kBlockM>::per_tile(params);
-      PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+      PositionMask<Traits::kBand> const mask(mask_params<Traits>(params), seqlen.len_q, seqlen.len_k);
       mask.template key_tiles<Shape::kBlockN>(tile.m_block * queries, queries, first, last);
       kept.load(params, line(params), last);
       return true;
@@ -430,7 +430,7 @@ NVRTC_ATTN_DEVICE void zero_hidden_values(HopperForwardParams const& params, For
   WorkTile tile;
   while (scheduler.next(tile)) {
     SeqlenInfo<false, Traits::kSequsedK> const seqlen(params, tile.b);
-    PositionMask<Traits::kBand> const mask(params, seqlen.len_q, seqlen.len_k);
+    PositionMask<Traits::kBand> const mask(mask_params<Traits>(params), seqlen.len_q, seqlen.len_k);
     int first, last;
     mask.template key_tiles<Shape::kBlockN>(tile.m_block * Shape::kBlockM, Shape::kBlockM, first, last);
     HiddenKeys const hidden(params, tile.b, tile.h, 1);
