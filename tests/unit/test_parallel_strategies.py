@@ -281,7 +281,7 @@ def test_many_random_problems_are_the_whole(name: str, size: int, monkeypatch: p
 def test_packed_sequences_are_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents cut anywhere, with windows, dropout and sinks: empty ones, one token, more ranks than tokens."""
     faults = []
-    for shared in parallel_problems.packed_problems(15, 3 * QUICK, size, heads_divide="ulysses" in name):
+    for shared in parallel_problems.packed_problems(15, 2 * QUICK, size, heads_divide="ulysses" in name):
         faults += check(shared, name, size, monkeypatch)
     assert not faults, "\n".join(faults[:5])
 
@@ -341,7 +341,7 @@ def check_modified(given: Modified, name: str, size: int, monkeypatch: pytest.Mo
 def test_modifiers_get_the_positions_of_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zigzag chunks, fetched keys and shares of heads: indices, captured arrays and their gradients are the whole's."""
     faults = []
-    for given in parallel_problems.modified_problems(13, 30, size):
+    for given in parallel_problems.modified_problems(13, 2 * QUICK, size):
         faults += check_modified(given, name, size, monkeypatch, "cpu")
     assert not faults, "\n".join(faults[:5])
 
