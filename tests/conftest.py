@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import differences
 import host_cuda
 import no_network
 import pytest
@@ -40,6 +41,11 @@ def _isolated_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             kernels.mkdir(mode=0o700, exist_ok=True)
             patch.setenv("NVRTC_ATTN_CACHE_DIR", str(kernels))
         yield Path(os.environ["NVRTC_ATTN_CACHE_DIR"])
+
+
+@pytest.fixture(autouse=True)
+def _differences(request: pytest.FixtureRequest) -> None:
+    differences.of_test(request.node.user_properties)
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +123,11 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if differences.WANTED:
+        reports = [x for x in terminalreporter.stats.get("passed", ()) if getattr(x, "when", "") == "call"]
+        terminalreporter.section("differences")
+        for line in differences.table(reports):
+            terminalreporter.write_line(line)
     count = config.stash.get(LEFT_OUT, 0)
     if count:
         terminalreporter.write_line(selection.summary(count))

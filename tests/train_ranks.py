@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from child_environment import python_path
+from differences import number
 from torch import nn
 
 import nvrtc_attn.torch as na
@@ -96,6 +97,8 @@ def compare(kind: str, rank: int, sizes: Sizes, device: torch.device) -> None:
         wrapped = sharded(model, sizes, device)
     losses = losses_of(wrapped, x.chunk(2)[rank], sizes.steps)
     dist.all_reduce(losses)
+    if rank == 0:
+        print("apart", float(((losses / 2 - alone) / alone).abs().max()), file=sys.stderr)
     torch.testing.assert_close(losses / 2, alone, rtol=sizes.rtol, atol=sizes.atol)
 
 
@@ -134,6 +137,8 @@ def check(kind: str, device: str, root: Path, store: Path) -> None:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    (apart,) = (line.split()[1] for line in errors[0].splitlines() if line.startswith("apart "))
+    number("DistributedDataParallel, FSDP2", float(apart), "float32")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
+from differences import number
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 with warnings.catch_warnings():
@@ -46,4 +47,5 @@ def test_values_and_gradients(name: str, dtype: Any, monkeypatch: pytest.MonkeyP
         assert not calls, "the library's own attention is compared with itself"
         found[of] = results(made, moved)
     assert len(calls) == (2 if name == "flux" else len(model.attn_processors))
-    check_beside_float32(found["ours"], found["same"], found["exact"], dtype)
+    largest = check_beside_float32(found["ours"], found["same"], found["exact"], dtype)
+    number("diffusers", largest, str(dtype).removeprefix("torch."))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from differences import note
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -51,6 +52,7 @@ def test_timm_vision_transformer_trains_the_same(compiled: bool) -> None:
     with na.enable_sdpa(all=True):
         found = vit_losses(timm, compiled)
     assert {type(x).__name__ for x in plan._plans.values()} >= {"ForwardPlan", "BackwardPlan"}, "not on our kernels"
+    note("timm", found, expected, relative=True)
     assert found == pytest.approx(expected, rel=2e-2, abs=2e-3)
     assert found[-1] < found[0]
 

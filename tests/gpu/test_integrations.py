@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import pytest
+from differences import number
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 comfyui = pytest.importorskip("nvrtc_attn.integrations.comfyui")
@@ -26,7 +27,7 @@ def formula(q: Any, k: Any, v: Any, bias: Any) -> Any:
     return torch.einsum("bhmn,bnhd->bmhd", torch.softmax(scores + bias, -1), v)
 
 
-def check(call: Any, reference: Any, leaves: list[Any]) -> None:
+def check(row: str, call: Any, reference: Any, leaves: list[Any]) -> None:
     """Outputs and gradients of `call(*leaves)` against those of `reference`, in float64 and in the type itself."""
 
     def run(function: Any, dtype: Any) -> list[Any]:
@@ -39,6 +40,7 @@ def check(call: Any, reference: Any, leaves: list[Any]) -> None:
     dtype = leaves[0].dtype
     exact, same, ours = run(reference, torch.float64), run(reference, dtype), run(call, dtype)
     for index, (a, b, c) in enumerate(zip(exact, same, ours, strict=True)):
+        number(row, float((c - a).abs().max()), str(dtype).removeprefix("torch."))
         allowed = 2 * float((b - a).abs().max()) + 1e-5 * max(float(a.abs().max()), 1)
         assert float((c - a).abs().max()) <= allowed, index
 
@@ -62,6 +64,7 @@ def test_alibi(dtype: Any, causal: bool, longer: str) -> None:
     if causal:
         bias = bias.masked_fill(distance < 0, -torch.inf)
     check(
+        "flash_attn",
         lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=causal, alibi_slopes=slopes),
         lambda q, k, v: formula(q, k, v, bias.to(q.dtype)),
         leaves,
@@ -81,6 +84,7 @@ def test_alibi_of_packed_sequences_that_see_both_ways(dtype: Any) -> None:
         distance = torch.arange(m, device="cuda")[:, None] + n - m - torch.arange(n, device="cuda")
         bias[:, row : row + m, column : column + n] = -slopes[:, None, None].double() * distance.abs()
     check(
+        "flash_attn",
         lambda q, k, v: flash_attn.flash_attn_varlen_func(q, k, v, *starts, 100, 200, alibi_slopes=slopes),
         lambda q, k, v: formula(q[None], k[None], v[None], bias.to(q.dtype))[0],
         leaves,
@@ -96,6 +100,7 @@ def test_packed_in_one_tensor(dtype: Any) -> None:
     for start, end in ((0, 100), (100, 300)):
         hidden[start:end, start:end] = torch.full((end - start, end - start), -torch.inf, device="cuda").triu(1)
     check(
+        "flash_attn",
         lambda x: flash_attn.flash_attn_varlen_qkvpacked_func(x, cu, 200, causal=True),
         lambda x: formula(*(y[None] for y in x.unbind(1)), hidden.to(x.dtype))[0],
         [qkv],
@@ -117,8 +122,9 @@ def test_triangle_and_evoformer(dtype: Any, batch: int) -> None:
         scores = (q @ k.transpose(-1, -2) * 32**-0.5 + bias).masked_fill(~keep, -torch.inf)
         return torch.softmax(scores, -1) @ v
 
-    check(lambda q, k, v, bias: evoformer.triangle_attention(q, k, v, bias, keep), reference, leaves)
+    check("evoformer", lambda q, k, v, bias: evoformer.triangle_attention(q, k, v, bias, keep), reference, leaves)
     check(
+        "evoformer",
         lambda q, k, v, bias: evoformer.DS4Sci_EvoformerAttention(
             *(x.transpose(2, 3) for x in (q, k, v)), [hidden, bias]
         ).transpose(2, 3),
@@ -161,7 +167,7 @@ def test_masks_of_xformers(name: str, dtype: Any) -> None:
         lambda q, k, v: xformers.memory_efficient_attention(q, k, v, mask),
         lambda q, k, v: fmha.memory_efficient_attention(q, k, v, mask, op=op),
     ):
-        check(call, lambda q, k, v: formula(q, k, v, dense.to(q.dtype)), leaves)
+        check("xFormers", call, lambda q, k, v: formula(q, k, v, dense.to(q.dtype)), leaves)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -234,13 +240,15 @@ def test_function_of_comfyui(layout: str, shape: Any, dtype: Any) -> None:
         return formula(q, k, v, mask[:, None] if mask.dim() == 3 else mask)
 
     if shape is None:
-        check(call, reference, leaves)
+        check("ComfyUI", call, reference, leaves)
         return
-    check(call, reference, [*leaves, random(*shape, dtype=dtype)])
+    check("ComfyUI", call, reference, [*leaves, random(*shape, dtype=dtype)])
     keep = torch.rand(shape, device="cuda") < 0.7
     keep[..., 0] = True
     hidden = torch.zeros(shape, device="cuda").masked_fill(~keep, -torch.inf)
-    check(lambda q, k, v: call(q, k, v, keep), lambda q, k, v: reference(q, k, v, hidden.to(q.dtype)), leaves)
+    check(
+        "ComfyUI", lambda q, k, v: call(q, k, v, keep), lambda q, k, v: reference(q, k, v, hidden.to(q.dtype)), leaves
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

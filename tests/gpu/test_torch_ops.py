@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from differences import note
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -404,6 +405,7 @@ def test_modules_of_torch_train_the_same(kind: str, dtype: Any, every: bool, com
         if compiled:
             model = torch.compile(model, fullgraph=True)
         found = losses(model, dtype=dtype)
+    note("torch.nn", found, expected, relative=True)
     assert found == pytest.approx(expected, rel=1e-4 if dtype is None else 5e-3)
     if every:
         assert {type(x).__name__ for x in plan._plans.values()} >= {"ForwardPlan", "BackwardPlan"}, "not on our kernels"

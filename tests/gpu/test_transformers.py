@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 import pytest
+from differences import note, number
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 with warnings.catch_warnings():
@@ -44,7 +45,8 @@ def test_values_and_gradients(name: str, dtype: Any) -> None:
         made, moved = in_dtype(model, given, torch.float32 if of == "exact" else dtype)
         found[of] = results(made, implementation, None if keep is None else keep.cuda(), moved)
     floor = CANCELLING if name == "whisper" and dtype == torch.bfloat16 else None
-    check_beside_float32(found["ours"], found["same"], found["exact"], dtype, floor)
+    largest = check_beside_float32(found["ours"], found["same"], found["exact"], dtype, floor)
+    number("transformers", largest, str(dtype).removeprefix("torch."))
     for what in ("sinks", "relative_attention_bias"):
         gradients = [x for key, x in found["ours"].items() if what in key]
         assert len(gradients) == 2 * ((what, name) in (("sinks", "gpt_oss"), ("relative_attention_bias", "t5")))
@@ -98,6 +100,7 @@ def test_trainer(dtype: Any, tmp_path: Any) -> None:
     eager, ours = (
         trainer_losses(name, tmp_path, LARGE, 8, bf16=dtype == torch.bfloat16) for name in ("eager", "nvrtc_attn")
     )
+    note("transformers, Trainer", ours, eager, relative=True)
     assert len(eager) == 8
     assert eager[-1] < eager[0]
     assert ours == pytest.approx(eager, abs=1e-3, rel=1e-3 if dtype == torch.float32 else 2e-2)

@@ -8,6 +8,7 @@ import types
 from typing import Any
 
 import pytest
+from differences import note
 
 from nvrtc_attn import UnsupportedError
 from nvrtc_attn.base import log
@@ -40,6 +41,7 @@ def test_layouts_and_masks(skip_reshape: bool, skip_output_reshape: bool, heads_
             enable_gqa=True, low_precision_attention=False,
         )  # fmt: skip
         wanted = expected(q, k, v, mask, 0.3)
+        note("ComfyUI", out, wanted if skip_output_reshape else wanted.transpose(1, 2).flatten(2))
         torch.testing.assert_close(
             out, wanted if skip_output_reshape else wanted.transpose(1, 2).flatten(2), atol=2e-6, rtol=1e-5
         )

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
+from differences import note
 
 from nvrtc_attn import UnsupportedError
 
@@ -32,6 +33,7 @@ def _registered() -> None:
 
 def compare(results: list[dict[str, Any]]) -> None:
     expected, found = results
+    note("diffusers", found["out"], expected["out"])
     torch.testing.assert_close(found["out"], expected["out"], atol=3e-6, rtol=1e-5)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():

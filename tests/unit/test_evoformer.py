@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+from differences import note
 
 from nvrtc_attn import UnsupportedError
 from nvrtc_attn.base import log
@@ -20,11 +21,13 @@ def leaf(*shape: int) -> Any:
 
 def compare(out: Any, expected: Any, leaves: Any) -> None:
     assert out.shape == expected.shape
+    note("evoformer", out, expected)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
     weight = torch.randn_like(expected)
     got = torch.autograd.grad((out * weight).sum(), leaves)
     for a, b in zip(got, torch.autograd.grad((expected * weight).sum(), leaves), strict=True):
         assert a.shape == b.shape
+        note("evoformer", a, b)
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+from differences import note
 
 from nvrtc_attn import UnsupportedError
 
@@ -69,6 +70,8 @@ def compare(results: Any, expected: Any, leaves: Any) -> None:
     """out, lse and the gradients of `leaves` through both."""
     out, lse = results
     wanted_out, wanted_lse = expected
+    note("flash_attn", out, wanted_out)
+    note("flash_attn", lse, wanted_lse)
     torch.testing.assert_close(out, wanted_out, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(lse, wanted_lse, atol=4e-6, rtol=1e-5)
     weights = torch.randn_like(out), torch.randn_like(lse)
@@ -79,6 +82,7 @@ def compare(results: Any, expected: Any, leaves: Any) -> None:
 
     got = torch.autograd.grad(loss(out, lse), leaves)
     for a, b in zip(got, torch.autograd.grad(loss(wanted_out, wanted_lse), leaves), strict=True):
+        note("flash_attn", a, b)
         torch.testing.assert_close(a, b, atol=1e-5, rtol=2e-5)
 
 

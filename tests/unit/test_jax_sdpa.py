@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from differences import note
 
 from nvrtc_attn import UnsupportedError
 
@@ -41,8 +42,10 @@ def compare(inputs: list[Any], call: Any, expected: Any) -> None:
 
     (_, out), gradients = jax.jit(both(call))(*inputs)
     (_, wanted), wanted_gradients = both(expected)(*inputs)
+    note("JAX", out, wanted)
     np.testing.assert_allclose(out, wanted, atol=2e-6, rtol=1e-5)
     for a, b in zip(gradients, wanted_gradients, strict=True):
+        note("JAX", a, b)
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
 
 
@@ -295,4 +298,5 @@ def test_a_training_loop_has_the_losses_of_flaxs_own_attention(attention_fn: Any
 
     own, ours = (flax_training.losses(x, 12, 32, 4) for x in (linen.dot_product_attention, attention_fn))
     assert own[-1] < own[0]
+    note("Flax", ours, own, relative=True)
     assert ours == pytest.approx(own, rel=1e-5)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from child_environment import python_path
+from differences import number
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
@@ -51,7 +52,10 @@ def spec(name, shape, batch, heads):
     axes = [tuple(x) if isinstance(x, list) else x for x in axes]
     return NamedSharding(mesh, PartitionSpec(*(x if n > 1 else None for x, n in zip(axes, shape))))
 
+apart = [0.0]
+
 def same(found, expected):
+    apart.extend(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True))
     return all(np.allclose(a, b, 1e-4, 1e-4) for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True))
 
 results = {}
@@ -81,7 +85,7 @@ for case, (batch, heads, differ, options) in cases.items():
     moves = re.findall("all-gather|all-to-all|collective-permute", compiled.as_text())
     out = found[0][1][0]
     results[case] = [sorted(set(moves)), same(found, expected), out.addressable_shards[0].data.shape]
-print(json.dumps(results))
+print(json.dumps({**results, "apart": max(apart)}))
 """
 
 
@@ -91,6 +95,7 @@ def run(repository: Path, cases: Any, shardy: bool) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
+    number("JAX, sharded", found.pop("apart"), "float32")
     return found
 
 

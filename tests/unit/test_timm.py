@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from differences import note
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 # No reason of ours: an installed timm cannot be imported without torchvision, or beside one that is made for CUDA.
@@ -41,6 +42,7 @@ def test_vision_transformer_trains_the_same() -> None:
     with na.enable_sdpa(all=True, **options):
         found = losses()
         taken = dict(replaced._taken)
+    note("timm", found, expected, relative=True)
     assert found == pytest.approx(expected, rel=1e-4)
     assert found[-1] < found[0]
     assert sum(taken.values()) >= 6, taken  # two layers, three steps

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from differences import note
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -515,6 +516,7 @@ def test_modules_of_torch_train_the_same(kind: str, compiled: bool) -> None:
             module_out = model(x)
     torch._dynamo.reset()
     assert sdpa.report()["taken"]["scaled_dot_product_attention"] >= (1 if compiled else 3)
+    note("torch.nn", found, expected, relative=True)
     assert found == pytest.approx(expected, rel=1e-4)
     assert bool(torch.isfinite(module_out).all())
 

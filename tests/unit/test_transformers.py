@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import pytest
+from differences import note
 
 from nvrtc_attn import UnsupportedError
 from nvrtc_attn.base import log
@@ -51,6 +52,7 @@ def _registered() -> None:
 def compare(model: Any, keep: Any = None, **inputs: Any) -> Any:
     """The output, which equals that of eager attention, and so do the gradients of all weights."""
     expected, found = (results(model, name, keep, inputs) for name in ("eager", "nvrtc_attn"))
+    note("transformers", found["out"], expected["out"])
     torch.testing.assert_close(found["out"], expected["out"], atol=2e-6, rtol=1e-5)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -340,6 +342,7 @@ def test_trainer(tmp_path: Any) -> None:
     """Two steps of Hugging Face's Trainer, with padding, have the losses of eager attention."""
     pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
     losses = [trainer_losses(name, tmp_path, use_cpu=True) for name in ("eager", "nvrtc_attn")]
+    note("transformers, Trainer", losses[1], losses[0], relative=True)
     assert len(losses[0]) == 2
     assert losses[0][1] < losses[0][0]
     assert losses[1] == pytest.approx(losses[0], abs=2e-4)  # as they are logged, to four digits

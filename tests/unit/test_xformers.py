@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
+from differences import note
 
 from nvrtc_attn import UnsupportedError
 
@@ -44,12 +45,14 @@ def check(q: Any, k: Any, v: Any, bias: Any, dense: Any, *more: Any, call: Any =
     expected = reference(q, k, v, dense, options.get("scale"))
     out = call(q, k, v, bias, **options)
     assert out.shape == expected.shape
+    note("xFormers", out, expected)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
     weight = torch.randn_like(out)
     wanted = torch.autograd.grad((expected * weight).sum(), (q, k, v, *more))
     got = torch.autograd.grad((out * weight).sum(), (q, k, v, *more))
     for name, a, b in zip("qkvb", got, wanted, strict=False):
         assert a.shape == b.shape, name
+        note("xFormers", a, b)
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5, msg=lambda text, name=name: f"d{name}: {text}")
 
 
