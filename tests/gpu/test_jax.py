@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from child_environment import python_path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 
 torch = pytest.importorskip("torch", reason="torch is not installed: its adapter is the yardstick here")
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -409,3 +414,21 @@ def test_devices_that_share_a_sequence(devices: int, places: str, bridge: None) 
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         scale = max(float(abs(numbers(b)).max()), 1e-3)
         assert float(abs(numbers(a) - numbers(b)).max()) <= 1e-2 * scale
+
+
+@pytest.fixture(scope="module")
+def of_two(repository: Path) -> dict[str, Any]:
+    """The cases of two devices of tests/unit/test_jax_parallel.py, in a process that has two GPUs."""
+    if len(jax.devices("gpu")) < 2:
+        pytest.skip("needs 2 GPUs")
+    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: no launch from inside jit")
+    from test_jax_parallel import TWO, run
+
+    environment = {**os.environ, "PYTHONPATH": python_path(repository), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return run(TWO, environment)
+
+
+@pytest.mark.parametrize("case", ["swapped", "dropout swapped", "sink of the ring", "batch beside", "heads beside"])
+def test_two_gpus_together_compute_the_whole(case: str, of_two: dict[str, Any]) -> None:
+    """The loss, out and all gradients, by every strategy; what dropout hides is the same, element by element."""
+    assert max(of_two[f"two, {case}"]) < 2e-4, of_two[f"two, {case}"]

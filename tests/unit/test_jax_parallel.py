@@ -80,6 +80,15 @@ CASES: dict[str, tuple[str, str, int, list[str], dict[str, Any]]] = {
     "sink on the device": ("all_gather", "zigzag", 2, ["sink"], {"causal": True, "places": "device"}),
     "on the device beside": ("all_gather", "zigzag", 2, [], {"causal": True, "mesh": [2, 2, 2], "places": "device"}),
 }
+ALONG: dict[str, Any] = {"mesh": [1, 1, 2]}
+# The same of two devices, which tests/gpu/test_jax.py runs on two GPUs.
+TWO: dict[str, tuple[str, str, int, list[str], dict[str, Any]]] = {
+    "two, swapped": ("ulysses", "zigzag", 2, [], {"causal": True, "window_size": [20, None], **ALONG}),
+    "two, dropout swapped": ("ulysses", "zigzag", 4, ["eye", "table"], {"causal": True, **KEPT, **ALONG}),
+    "two, sink of the ring": ("ring", "zigzag", 2, ["sink"], {"causal": True, **KEPT, **ALONG}),
+    "two, batch beside": ("all_gather", "zigzag", 2, ["eye", "table of all"], {"mesh": [2, 1, 1], **KEPT}),
+    "two, heads beside": ("ring", "zigzag", 2, ["eye", "table of all", "sink"], {"mesh": [1, 2, 1], **KEPT}),
+}
 PROGRAM = """
 import json, os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -220,14 +229,19 @@ print(json.dumps(results))
 @pytest.fixture(scope="module")
 def found(repository: Path) -> dict[str, Any]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(CASES)]
+    return run({**CASES, **TWO}, environment)
+
+
+def run(cases: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """The errors of each case, of a process of its own."""
+    command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *TWO])
 def test_devices_together_compute_the_whole(case: str, found: dict[str, Any]) -> None:
     """The loss, out, dq, dk, dv, dbias and of captured arrays, relative to their largest value."""
     assert max(found[case]) < (1e-2 if "bfloat16" in case else 2e-5), found[case]
