@@ -49,7 +49,7 @@ def with_bits(prefix: str) -> bool:
 class Unchecked(HostModifier):
     """Random masks read beyond their arrays on purpose: elements there are 0 or NaN, as in a kernel."""
 
-    def check(self, values: Any, kept: Any) -> None:
+    def check(self, values: Any, allowed: Any, kept: Any) -> None:
         pass
 
 
