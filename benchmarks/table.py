@@ -210,8 +210,15 @@ def measured_on(saved: dict[str, Any]) -> str:
     cudnn = "{}.{}".format(*divmod(int(on["cudnn"]) // 100, 100))
     return (
         f"One {on['gpu']}, driver {on['driver']}, torch {on['torch']}, cuDNN {cudnn}, NVRTC {on['nvrtc']}, commit "
-        f"{on['commit'][:7]}: `{on['command']}`"
+        f"{on['commit'][:7]}: `{on['command']}`{measured_again(on)}"
     )
+
+
+def measured_again(on: dict[str, Any]) -> str:
+    """What was measured once more, at another commit."""
+    if "again" not in on:
+        return ""
+    return f". At commit {on['again']['commit'][:7]}, alone: {'; '.join(on['again']['cases'])}."
 
 
 def training(saved: dict[str, Any]) -> str:
