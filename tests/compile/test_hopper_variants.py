@@ -39,8 +39,13 @@ def packed_problem(head_dim: int, tokens: int = 32768) -> AttentionProblem:
     return problem(head_dim, varlen=True, batch=64, q=layout, k=layout, v=layout)
 
 
-def choose(asked: AttentionProblem) -> HopperForwardConfig:
-    spec = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
+def choose(asked: AttentionProblem, *, large: bool = False) -> HopperForwardConfig:
+    """``large``: with the tile that longer sequences and more heads have."""
+    spec: ForwardPlanSpec | list[str]
+    if large:
+        spec = hopper_forward.plan_spec(asked, hopper_forward.large_tile(asked), num_sms=132)
+    else:
+        spec = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
     assert not isinstance(spec, list), spec
     launch = spec.launches[-1]  # packed: behind the one that lists the tiles
     assert isinstance(launch.config, HopperForwardConfig)
@@ -136,9 +141,11 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d256_mask_causal_unaligned": problem(256, mask=UNALIGNED_MASK, **CAUSAL),
     "d256_bias_causal_unaligned": problem(256, bias=UNALIGNED, **CAUSAL),
 }
+LARGE = {f"{name}_large": name for name, asked in VARIANTS.items() if choose(asked).block_m == 64}
+"""Problems that are small enough for tiles of 64 rows, with the others' tiles."""
 ALWAYS = [
-    "d64_causal", "d128_causal", "d256_causal", "d128_float16", "varlen", "d192_dropout_varlen", "d64_everything",
-    "d128_everything_unaligned",
+    "d64_causal", "d64_causal_large", "d128_causal", "d128_causal_large", "varlen", "varlen_large", "d256_causal",
+    "d128_float16", "d192_dropout_varlen", "d64_everything", "d128_everything_unaligned",
 ]  # fmt: skip
 
 
@@ -146,11 +153,15 @@ READ_AGAIN = {"d256_dropout": 4}
 """Spilled bytes: the number of the warp-group, which is read once a query tile, never in the loop over keys."""
 
 
+def config_of(name: str) -> HopperForwardConfig:
+    return choose(VARIANTS[LARGE.get(name, name)], large=name in LARGE)
+
+
 @pytest.mark.slow(sample=ALWAYS)
-@pytest.mark.compiles(kernels=lambda name: [choose(VARIANTS[name])])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.compiles(kernels=lambda name: [config_of(name)])
+@pytest.mark.parametrize("name", [*VARIANTS, *LARGE])
 def test_variant_compiles_clean(name: str) -> None:
-    kernel = compiled(choose(VARIANTS[name]))
+    kernel = compiled(config_of(name))
     assert not re.search(r"C75\d\d|warning", kernel.log), kernel.log
     assert kernel.spill_bytes <= READ_AGAIN.get(name, 0)
     assert kernel.stack_bytes <= 2 * READ_AGAIN.get(name, 0)
