@@ -54,6 +54,8 @@ using index_t = long long;
 constexpr int kUnbounded = 0x7fffffff;
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline long long max(long long a, long long b) { return a > b ? a : b; }
 inline int uniform(int a) { return a; }
 inline int uniform_quotient(int a, int b) { return int(unsigned(a) / unsigned(b)); }
 struct SpreadWords {
@@ -74,6 +76,13 @@ struct Params {
 };
 struct HopperForwardParams : Params {};
 struct HopperBackwardParams : Params {};
+template <class Params>
+struct StartsOnDevice : Params {
+  long long first_row() const { return 0; }
+  long long first_key() const { return 0; }
+};
+template <bool kHasPlace, class Traits, class Params>
+Params const& part_params(Params const& params) { return params; }
 }  // namespace nvrtc_attn
 """
 )
@@ -83,7 +92,7 @@ using namespace nvrtc_attn;
 template <bool kBand_, bool kSequsedK_, bool kOrdered_, bool kSplit_>
 struct Traits {
   static constexpr bool kVarlen = true, kBand = kBand_, kSequsedK = kSequsedK_, kOrdered = kOrdered_;
-  static constexpr bool kDescending = false;
+  static constexpr bool kDescending = false, kDeviceStarts = false;
   static constexpr bool kSplit = kSplit_, kOneKeyTile = false, kBiasTiles = false, kDbiasStore = false;
   static constexpr int kBlockM = @BLOCK_M@, kBlockN = 128, kNumThreads = @THREADS@;
 };
