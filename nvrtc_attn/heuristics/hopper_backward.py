@@ -176,8 +176,8 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
     transposed = min(widths) == 128 and not fused and not is_float32(problem, "dq")
     parts = choose_parts(problem, 80 if transposed else block_m, num_sms)
     splits = 1 if parts > 1 else tile.splits
-    # Rows from the last one down, where key tiles do not begin with preparing them: 2 to 4 % less time. Head dims 80 to
-    # 128 with whole heads gain nothing or lose 5 %. docs/experiments.md, "Hopper backward: who has which key tile".
+    # Rows from the last one down, where key tiles do not begin with preparing them: 2 to 4 % less time; whole heads of
+    # 80 to 128 columns gain nothing or lose 5 %. docs/experiments.md, "Hopper backward: who has which key tile, when".
     descending = is_causal(problem) and not fused and (max(widths) <= 64 or splits > 1 or parts > 1)
     tile = replace(tile, fused=fused, splits=splits, parts=parts, descending=descending, **registers_of(problem))
     # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
@@ -290,10 +290,8 @@ def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
     """Parts of a key tile's query tiles, each a thread block's: those with which the last wave ends first.
 
     Few key tiles and many queries (text cross-attention): 160 key tiles of 410 query tiles in 1, 2, 3, 4, 9 parts take
-    2.68, 2.32, 2.15, 2.08, 2.09 ms on 132 multiprocessors; 120 of 32 in 2 and 4 parts 1.10 and 1.15 of the time in one.
-    40 of 32 (4 x 4096 x 77, 10 heads, D 64) in 2, 3, 6 parts 83, 70, 75 us on an H100, the portable family 137.
-    Grouped heads far too large for L2 have a query head a part: 0.92 of the time (1 x 16384, 64 on 4, causal; H200,
-    2026-11-22).
+    2.68, 2.32, 2.15, 2.08, 2.09 ms on 132 multiprocessors (H200), 40 of 32 in 2, 3, 6 parts 83, 70, 75 us, the portable
+    family 137 (H100). Grouped heads far too large for L2 have a query head a part: 0.92 (1 x 16384, 64 on 4, causal).
     """
     group = problem.num_heads // max(problem.num_heads_kv, 1)
     tiles = key_tiles(problem)

@@ -3,7 +3,7 @@
 Between the key tiles of one query tile and those of the next a consumer computes nothing for 2 us. Several thread
 blocks on a multiprocessor, each with one consumer, compute beside each other's gaps and waste less of a diagonal or of
 the end of a sequence. They bring each key tile once for 64 rows, not for 192, and are slower on long sequences.
-Figures: docs/experiments.md, "Hopper forward: tiles of 64 rows".
+Figures: docs/experiments.md, "Hopper forward: tiles".
 """
 
 from __future__ import annotations

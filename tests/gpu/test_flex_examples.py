@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import flex_examples
 import pytest
 from harness import DEVICE, backend, torch
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import flex_examples
 
 from nvrtc_attn.torch import create_block_mask, flex_attention
 
