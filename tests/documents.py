@@ -143,7 +143,7 @@ def run(program: Program, *, on_gpu: bool, cwd: Path) -> str:
         text=True,
         env=environment,
         cwd=cwd,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, f"{program.name}\n{done.stdout}{done.stderr}"

@@ -28,7 +28,7 @@ def run(repository: Path, name: str, *arguments: str, cwd: Path) -> str:
     }
     done = subprocess.run(
         [sys.executable, str(repository / "examples" / name), *arguments],
-        capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False,
+        capture_output=True, text=True, env=environment, cwd=cwd, timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -36,7 +36,7 @@ class Board:
 
     def __init__(self, size: int) -> None:
         self.size, self.sent = size, {}
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=300)
 
 
 class Member:
