@@ -353,7 +353,7 @@ def test_all_takes_every_call_and_leaves_what_it_cannot_serve(grad: bool, caplog
             inside = F.scaled_dot_product_attention(q.detach().clone(), k, v, mask, enable_gqa=True)
         assert sdpa.report()["taken"] == {name: 2}
         assert sdpa.report()["left_to_torch"] == {f"{name}: dtype torch.float64": 2}
-        assert collect_env.collect()["sdpa"] == sdpa.report()
+        assert collect_env.collect()["sdpa"] == {"counted_in": "this process", **sdpa.report()}
     assert doubles.dtype is torch.float64
     torch.testing.assert_close(ours.double(), doubles, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(inside, ours)
@@ -462,7 +462,9 @@ def test_the_switch_decorates_functions() -> None:
 
 def test_the_report_of_a_process_without_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(collect_env.sys.modules, "nvrtc_attn.torch.sdpa")
-    assert collect_env.collect()["sdpa"] is None
+    found = collect_env.collect()["sdpa"]
+    assert list(found) == ["counted_in"]
+    assert "is not this one" in found["counted_in"]
 
 
 def losses(module: Any, inputs: Any, steps: int = 3) -> list[float]:
