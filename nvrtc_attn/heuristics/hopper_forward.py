@@ -24,7 +24,7 @@ from .hopper_common import (
     score_operands,
     tile_list,
 )
-from .hopper_forward_tile import Tile
+from .hopper_forward_tile import KEY_TILE_OVERHEAD_COLUMNS, Tile, key_tiles_of_rows
 from .hopper_small import moved_bytes, several_blocks, shared_width, small_tile
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, packed_map, reasons_against, score_map, score_reasons_against, tensor_map
@@ -51,8 +51,6 @@ LEAST_FIT: Final = 1.04
 PACKS_HEADS: Final = True
 """Whether tables and the autotuner pack heads where it pays (`packs_heads`): 16 queries of 64 heads on 8 with 4096 keys
 80 us instead of 122, 64 queries of 16 heads on 4 34 instead of 43 (H200, 2026-11-22)."""
-KEY_TILE_OVERHEAD_COLUMNS: Final = 24
-"""What a key tile costs beside its columns, in columns: no tile is worth being narrower than 80."""
 
 
 def smem_bytes(config: HopperForwardConfig) -> int:
@@ -412,17 +410,10 @@ def queries_of_tile(problem: AttentionProblem, tile: Tile) -> int:
 def tile_costs(problem: AttentionProblem, tile: Tile) -> Array:
     """Key tiles that each query tile sees, plus what a query tile costs beside them."""
     rows = queries_of_tile(problem, tile)
-    first_row = np.arange(0, problem.seqlen_q, rows)
-    last_row = np.minimum(first_row + rows, problem.seqlen_q) - 1
-    offset = problem.seqlen_k - problem.seqlen_q if problem.bottom_right else 0
-    low, high = np.zeros_like(first_row), np.full_like(first_row, problem.seqlen_k)
-    if problem.window_left is not None:
-        low = np.clip(first_row + offset - problem.window_left, 0, problem.seqlen_k)
-    if problem.window_right is not None:
-        high = np.clip(last_row + offset + problem.window_right + 1, 0, problem.seqlen_k)
-    key_tiles = np.maximum(-(-high // tile.block_n) - low // tile.block_n, 0)
+    key_tiles = key_tiles_of_rows(problem, rows, tile.block_n)
+    there = np.minimum(problem.seqlen_q - np.arange(0, problem.seqlen_q, rows), rows)
     # Warp-groups without rows do not compute, but those beside them gain little more than a half.
-    filled = np.maximum((last_row - first_row + 1) / rows, 0.5)
+    filled = np.maximum(there / rows, 0.5)
     costs: Array = key_tiles * filled + TILE_OVERHEAD_COLUMNS / tile.block_n
     return costs
 

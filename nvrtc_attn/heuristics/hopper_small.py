@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..front.problem import AttentionProblem
 from .common import ceil_div
 from .hopper_common import score_operands
-from .hopper_forward_tile import Tile
+from .hopper_forward_tile import KEY_TILE_OVERHEAD_COLUMNS, Tile, key_tiles_of_rows
 
 BLOCKS: Final = {64: 3, 128: 2}
 """On a multiprocessor, by head dim."""
@@ -76,7 +76,7 @@ def several_blocks(problem: AttentionProblem, tile: Tile) -> Tile:
     """Without a mask of positions tiles of 48 keys where 64 leave more of the last one empty: 96 keys 1.15 and 1.01."""
     columns, widest = 64, shared_width(problem)
     if widest == 64 and not (problem.band or problem.varlen or problem.seqused_k):
-        columns = min((64, 48), key=lambda x: ceil_div(problem.seqlen_k, x) * (x + 24))
+        columns = min((64, 48), key=lambda x: ceil_div(problem.seqlen_k, x) * (x + KEY_TILE_OVERHEAD_COLUMNS))
     return replace(
         tile, block_m=64, block_n=columns, num_stages=3, num_stages_q=2 if widest == 64 else 1, half_tile=False,
         ping_pong=False, lazy_max=True, min_blocks_per_sm=BLOCKS[widest],
@@ -99,7 +99,7 @@ def _time_of_tiles(problem: AttentionProblem, tile: Tile, widest: int, num_sms: 
     rows, columns, blocks = tile.block_m, tile.block_n, tile.min_blocks_per_sm
     workers = blocks * num_sms
     tiles, key_tiles = _key_tiles(problem, rows, columns)
-    of_key_tile = _KEY_TILE_US[rows, widest] * (columns + 24) / (128 + 24)
+    of_key_tile = _KEY_TILE_US[rows, widest] * (columns + KEY_TILE_OVERHEAD_COLUMNS) / (128 + KEY_TILE_OVERHEAD_COLUMNS)
     costs = _GAP_US[rows, widest] + (key_tiles - 0.25 * tile.half_tile) * of_key_tile
     tiles *= problem.num_heads
     longest = float(np.max(costs))
@@ -128,12 +128,5 @@ def _key_tiles(problem: AttentionProblem, rows: int, columns: int) -> tuple[floa
         uneven = 0.5 if rows % columns or not problem.band else 0.0
         tiles = problem.q.shape[1] / length * (length / rows + 0.5)
         return tiles, np.array([seen / columns + uneven])
-    first = np.arange(0, problem.seqlen_q, rows)
-    last = np.minimum(first + rows, problem.seqlen_q) - 1
-    offset = problem.seqlen_k - problem.seqlen_q if problem.bottom_right else 0
-    low, high = np.zeros_like(first), np.full_like(first, problem.seqlen_k)
-    if problem.window_left is not None:
-        low = np.clip(first + offset - problem.window_left, 0, problem.seqlen_k)
-    if problem.window_right is not None:
-        high = np.clip(last + offset + problem.window_right + 1, 0, problem.seqlen_k)
-    return float(problem.batch * len(first)), np.maximum(-(-high // columns) - low // columns, 0)
+    seen_by = key_tiles_of_rows(problem, rows, columns)
+    return float(problem.batch * len(seen_by)), seen_by
