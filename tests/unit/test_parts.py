@@ -142,9 +142,13 @@ def check(case: Case, cuts: Cuts) -> list[str]:
         if not np.array_equal(np.isneginf(exact[name]), np.isneginf(found)) and name == "lse":
             faults.append(f"{case}, {cuts}: rows without keys differ")
         error = np.abs(found[finite] - exact[name][finite]).max(initial=0)
-        bound = cases.error_bound(exact[name], low[name], "float32" if name in ("lse", "dbias") else case.dtype)
         if name == "dbias":
+            # One number may be the sum of many rows, whose errors are those of lse and out. Both are rounded twice as
+            # often as in the whole: in every part and when these are put together.
+            bound = cases.error_bound(exact[name], low[name], "float32", factor=4)
             bound += cases.summed_delta_error(case, arrays, exact)
+        else:
+            bound = cases.error_bound(exact[name], low[name], "float32" if name == "lse" else case.dtype)
         if not error <= bound:
             faults.append(f"{case}, {cuts}: {name} {error:.3g}, allowed {bound:.3g}")
     return faults
