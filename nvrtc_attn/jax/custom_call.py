@@ -340,7 +340,7 @@ def _compile_ahead(kind: _Kind, values: dict[str, Any]) -> None:
         return
     try:
         bound = _bind(replace(kind, backward=True), values)
-        for index in _local_devices():
+        for index in device.one_of_each_kind(_local_devices()):
             if (bound, index) not in _ahead:  # which an eager gradient asks at every call
                 remember(_ahead, (bound, index), None)
                 BackwardPrefetch(_describe(bound, Device("cuda", index)).with_dense(), index).start()
@@ -416,6 +416,8 @@ def _dispatch(bound: _Pass, arrays: tuple[Any, ...]) -> Any:
     branches: dict[str, Any] = {"cpu": partial(_custom_call, bound, 0)}
     if on_gpu():
         _register_target()
+        # Loaded on every GPU before the program begins: a load may wait for what runs there, and beside a collective
+        # that waits for another GPU of this process neither might go on.
         size = max(_plan(bound, index).workspace_bytes for index in _local_devices()) + _ordered_bytes(bound)
         branches["cuda"] = partial(_custom_call, bound, size)
     return jax.lax.platform_dependent(*arrays, **branches)
@@ -698,8 +700,8 @@ def on_gpu() -> bool:
 
 
 def _local_devices() -> list[int]:
-    """One CUDA ordinal of every kind of GPU that JAX may run on."""
-    return device.one_of_each_kind(found.local_hardware_id for found in jax.local_devices(backend="gpu"))
+    """CUDA ordinals of the GPUs that JAX may run on."""
+    return [found.local_hardware_id for found in jax.local_devices(backend="gpu")]
 
 
 def _register_host() -> None:

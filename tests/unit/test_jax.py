@@ -9,6 +9,7 @@ import os
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -579,6 +580,7 @@ def test_kernels_of_a_backward_pass_are_asked_for_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(adapter, "_ahead", {})
     monkeypatch.setattr(adapter, "_local_devices", lambda: [0, 2])
+    monkeypatch.setattr(adapter.device, "one_of_each_kind", list)
     monkeypatch.setattr(adapter, "BackwardPrefetch", Prefetch)
     monkeypatch.setattr(adapter, "_compile_ahead", on_gpu)
     for _ in range(3):
@@ -588,6 +590,25 @@ def test_kernels_of_a_backward_pass_are_asked_for_once(monkeypatch: pytest.Monke
     jax.grad(lambda bias: attention(q, k, v, bias=bias).sum())(bias)
     assert [index for _, index in asked] == [0, 2] * 3
     assert len({problem for problem, _ in asked}) == 3
+
+
+def test_kernels_are_on_every_gpu_before_the_program_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load at a first launch may wait for a collective that waits for the GPU whose kernels are being loaded."""
+    loaded: list[tuple[bool, int]] = []
+
+    def plan(bound: Any, index: int) -> Any:
+        loaded.append((bound.kind.backward, index))
+        return SimpleNamespace(workspace_bytes=1000 + index)
+
+    monkeypatch.setattr(adapter, "on_gpu", lambda: True)
+    monkeypatch.setattr(adapter, "_local_devices", lambda: [0, 1, 2])
+    monkeypatch.setattr(adapter, "_compile_ahead", lambda *_: None)
+    monkeypatch.setattr(adapter, "_register_target", lambda: None)
+    monkeypatch.setattr(adapter, "_plan", plan)
+    q = jnp.ones((1, 24, 3, 16), jnp.bfloat16)
+    program = str(jax.make_jaxpr(jax.grad(lambda q: attention(q, q, q).astype(np.float32).sum()))(q))
+    assert loaded == [(backward, index) for backward in (False, True) for index in (0, 1, 2)]
+    assert "u8[1002]" in program  # the workspace of the one that needs most
 
 
 WRONG: dict[str, list[Any]] = {
