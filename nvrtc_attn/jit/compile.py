@@ -179,6 +179,11 @@ def request_kernels(configs: Sequence[KernelConfig]) -> None:
         LOGGER.debug("a compile ahead of time was not possible: %s", error)
 
 
+def key_of(config: KernelConfig, seen: headers.Snapshot | None = None) -> str:
+    """Cache key of the kernel of ``config``: equal keys have equal sources, headers, options and compilers."""
+    return _request(entry_source(config), config.arch, config, (), seen).key
+
+
 def _request(
     source: str,
     arch: str,
