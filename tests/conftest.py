@@ -23,8 +23,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 REPOSITORY = Path(__file__).resolve().parent.parent
 LEFT_OUT = pytest.StashKey[int]()
 """Tests that only ``--full`` runs."""
-OF_TABLE = pytest.StashKey[int]()
-"""Tests of kernels for which ``--turn`` believes the golden table."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -66,7 +64,12 @@ def repository() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="Run the full matrix, also what is marked slow.")
-    parser.addoption("--turn", type=int, metavar="N", help=selection.TURN)
+    parser.addoption(
+        "--turn", type=int, metavar="N", help="Leave out tests of kernels that did not change: tests/fingerprints.py."
+    )
+    parser.addoption(
+        "--record", action="store_true", help="Write which tests of kernels passed: tests/fingerprints.py."
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -75,6 +78,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput") and selection.wants_workers(config):
         config.option.numprocesses = "auto"
         config.option.dist = "worksteal"  # compiles take 0.1 to 10 s: no fixed share stays even
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.turn is not None or config.option.record:
+        import fingerprints
+
+        if not hasattr(config, "workerinput"):
+            fingerprints.check_options(config)
+        config.pluginmanager.register(fingerprints.Plugin(config), "fingerprints")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -95,21 +107,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "tests/gpu/" in item.nodeid:
             item.add_marker(pytest.mark.gpu)
     yield
+    out = []
     if not config.option.full:
-        config.stash[LEFT_OUT] = leave_out(config, items, selection.left_out(items, config.args))
-    if config.option.turn is not None:
-        import golden
-
-        config.stash[OF_TABLE] = leave_out(config, items, golden.left_to_table(items, config.option.turn))
-
-
-def leave_out(config: pytest.Config, items: list[pytest.Item], out: list[pytest.Item]) -> int:
-    """Deselect ``out``, and say how many these are."""
+        out = selection.left_out(items, config.args)
+        config.stash[LEFT_OUT] = len(out)
+    if (plugin := config.pluginmanager.get_plugin("fingerprints")) is not None:
+        out += plugin.left([item for item in items if item not in out])
     if out:
         gone = {id(item) for item in out}
         items[:] = [item for item in items if id(item) not in gone]
         config.hook.pytest_deselected(items=out)
-    return len(out)
 
 
 def pytest_collection_finish() -> None:
@@ -122,15 +129,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["left_out"] = session.config.stash.get(LEFT_OUT, 0)
-        output["of_table"] = session.config.stash.get(OF_TABLE, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Every worker collects, and leaves out, the same tests."""
     config = node.config
-    for name, key in (("left_out", LEFT_OUT), ("of_table", OF_TABLE)):
-        config.stash[key] = getattr(node, "workeroutput", {}).get(name, config.stash.get(key, 0))
+    config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", config.stash.get(LEFT_OUT, 0))
 
 
 @pytest.hookimpl(trylast=True)
@@ -140,7 +145,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("differences")
         for line in differences.table(reports):
             terminalreporter.write_line(line)
-    if count := config.stash.get(LEFT_OUT, 0):
+    count = config.stash.get(LEFT_OUT, 0)
+    if count:
         terminalreporter.write_line(selection.summary(count))
-    if count := config.stash.get(OF_TABLE, 0):
-        terminalreporter.write_line(selection.summary_of_table(count))

@@ -5,15 +5,11 @@ it spills, and the variant. tests/compile compares each kernel with its line whe
 NVRTC makes other code: with one that the table is not of, nothing is compared, and test_golden.py says so.
 
     python tests/golden.py                     compare all kernels: 11 minutes of 2 cores without a cache
-    python tests/golden.py --turn 7            compare those whose sources have changed, and a tenth of the others
+    python tests/golden.py --turn 7            compare those of tests that `pytest --full --turn 7` runs
     python tests/golden.py --update            write the table anew; the commit must say why machine code changed
     python tests/golden.py --update forward    only the lines with these words, for example while an edit is tried
 
 NVRTC_ATTN_PCH_DIR=DIRECTORY takes 40 % of that time away: kernels that read the same headers are compiled in a row.
-
-`KEYS` has the cache keys of the kernels in the table. A key covers all that a compile reads, so what has one of them
-has the machine code of its line without being compiled. ``--turn N``, which `python -m pytest --full` takes, too,
-believes that of nine kernels in ten, and of other ones at the next N.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,22 +35,14 @@ TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent))  # as a script; pytest has it there already
 
 from nvrtc_attn.base.errors import CompileError  # noqa: E402
-from nvrtc_attn.jit import headers, worker_pool  # noqa: E402
+from nvrtc_attn.jit import worker_pool  # noqa: E402
 from nvrtc_attn.jit.codegen import entry_source  # noqa: E402
-from nvrtc_attn.jit.compile import (  # noqa: E402
-    CompiledKernel,
-    compile_kernel,
-    compile_kernels,
-    key_of,
-    nvrtc_build,
-)
+from nvrtc_attn.jit.compile import CompiledKernel, compile_kernel, compile_kernels, nvrtc_build  # noqa: E402
 from nvrtc_attn.jit.config import Features, KernelConfig  # noqa: E402
 from nvrtc_attn.jit.config_text import config_from_json, config_to_json  # noqa: E402
 from nvrtc_attn.plans.precompile import worker_count  # noqa: E402
 
 TABLE = TESTS / "golden" / "machine_code.txt"
-KEYS = TESTS / "golden" / "keys.txt"
-TURNS = 10
 _NVRTC = "# NVRTC "
 _ACCEPT = "If that is meant, run `python tests/golden.py --update` and say in the commit's message why."
 _HASH_DIGITS = 16
@@ -129,17 +116,6 @@ def differences(table: Table, kernels: Iterable[CompiledKernel]) -> list[str]:
     return found
 
 
-@cache
-def known_keys() -> frozenset[str]:
-    """First digits of the cache keys of the kernels that the table was made of."""
-    return frozenset(KEYS.read_text(encoding="ascii").split()) if KEYS.is_file() else frozenset()
-
-
-def is_left_to_table(key: str, turn: int) -> bool:
-    """Whether the table is believed for the kernel with this cache key: it is of the same sources, and not in turn."""
-    return key[:_HASH_DIGITS] in known_keys() and (int(key[:8], 16) - turn) % TURNS != 0
-
-
 def check(configs: Sequence[KernelConfig], table: Table) -> None:
     """Fail where the kernels of ``configs``, which have been compiled just now, are not those of ``table``."""
     if table.nvrtc != nvrtc_build():
@@ -151,24 +127,15 @@ def check(configs: Sequence[KernelConfig], table: Table) -> None:
 # ------------------------------------------------------------------------------------------ what tests/compile compiles
 
 
-def left_to_table(items: Iterable[Any], turn: int) -> list[Any]:
-    """Of ``items`` the tests of kernels that `is_left_to_table` says need no compile."""
-    seen = headers.Snapshot()
-    found = []
-    for item in items:
-        configs = configs_of(item)
-        if configs and all(is_left_to_table(key_of(config, seen), turn) for config in configs):
-            found.append(item)
-    return found
-
-
-def configs_of(item: Any) -> list[KernelConfig]:
-    """The kernels that a test says it compiles, by its mark ``compiles``."""
+def configs_of(item: Any, in_table: bool | None = True) -> list[KernelConfig]:
+    """The kernels that a test says it compiles, by its mark ``compiles``: those in the table, those not, or all."""
     from nvrtc_attn.base.errors import UnsupportedError
 
     mark = item.get_closest_marker("compiles")
+    if mark is None or in_table not in (None, mark.kwargs.get("in_table", True)):
+        return []
     try:
-        return list(mark.kwargs["kernels"](**item.callspec.params)) if mark else []
+        return list(mark.kwargs["kernels"](**item.callspec.params))
     except UnsupportedError:  # the test skips it
         return []
 
@@ -214,9 +181,9 @@ def collect(*arguments: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
         return json.loads(target.read_text()), done.stdout
 
 
-def all_configs() -> list[KernelConfig]:
+def all_configs(*arguments: str) -> list[KernelConfig]:
     """Every kernel that tests/compile compiles with ``--full``, each once, the slowest to compile first."""
-    found, _ = collect("--full", "tests/compile")
+    found, _ = collect("--full", *arguments, "tests/compile")
     kernels = dict.fromkeys(config_from_json(text) for test in found["run"] for text in test["kernels"])
     # One machine code, one line: a variant's name says all that its source does.
     by_name = {variant(config): config for config in kernels}
@@ -237,12 +204,6 @@ def rows_of_one_kind(configs: Sequence[KernelConfig], most: int = 32) -> list[li
     rows = [found[start : start + most] for found in kinds.values() for start in range(0, len(found), most)]
     products = ("forward", "backward")  # 1 to 10 s a kernel, others 0.1 to 0.3
     return sorted(rows, key=lambda row: -len(row) * (10 if row[0].kernel.startswith(products) else 1))
-
-
-def keys_of(configs: Iterable[KernelConfig]) -> dict[KernelConfig, str]:
-    """Cache keys of ``configs``, by what the headers say now."""
-    seen = headers.Snapshot()
-    return {config: key_of(config, seen) for config in configs}
 
 
 def compile_all(configs: Sequence[KernelConfig], jobs: int | None) -> dict[str, str]:
@@ -276,23 +237,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only variants with all of these words in them")
     parser.add_argument("--update", action="store_true", help="write the table")
-    parser.add_argument("--turn", type=int, help="believe the table for nine in ten kernels whose sources are its own")
+    parser.add_argument("--turn", help="leave out tests that have passed with the same sources: see fingerprints.py")
     parser.add_argument("--jobs", type=int, help="kernels that compile at a time; default: one per core")
     options = parser.parse_args(arguments)
     if options.update and options.turn is not None:
-        parser.error("--update writes what was compiled, and --turn compiles a part: pass one of them")
-    every = all_configs()
+        parser.error("--update writes what was compiled, and --turn leaves kernels out: pass one of them")
+    every = all_configs(*([] if options.turn is None else ["--turn", options.turn]))
     configs = [config for config in every if all(word in variant(config) for word in options.words)]
-    keys = keys_of(every)
-    if options.turn is not None:
-        configs = [config for config in configs if not is_left_to_table(keys[config], options.turn)]
     known = read() if TABLE.is_file() else Table(nvrtc_build(), {})
     if known.nvrtc != nvrtc_build() and (options.words or not options.update):
         raise SystemExit(f"the table is of NVRTC {known.nvrtc}, the one that is installed is {nvrtc_build()}")
     lines = compile_all(configs, options.jobs)
-    compiled = {variant(config) for config in configs}
-    gone = known.lines.keys() - {variant(config) for config in every}
-    kept = {name: text for name, text in known.lines.items() if name not in compiled | gone}
+    kept = {
+        name: text
+        for name, text in known.lines.items()
+        if not all(word in name for word in options.words) or (options.turn is not None and name not in lines)
+    }
     new = Table(nvrtc_build(), {**kept, **lines})
     before, after = text_of(known).splitlines(), text_of(new).splitlines()
     changes = [
@@ -302,9 +262,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.update:
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text(text_of(new), encoding="utf-8")
-        now, compiled_keys = ({keys[config][:_HASH_DIGITS] for config in some} for some in (every, configs))
-        wanted = now & (compiled_keys | known_keys())
-        KEYS.write_text("\n".join([*sorted(wanted), ""]), encoding="ascii")
     return 0 if options.update else int(bool(changes))
 
 

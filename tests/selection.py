@@ -18,10 +18,6 @@ MAX_WORKERS = 16
 """Workers collect the tests themselves (2 s each); the longest test of the full matrix decides from here on."""
 GPU_MIB_PER_WORKER = 8 << 10
 """The largest problem of tests/gpu needs about as much; without a limit 16 workers fill a GPU of 24 GB."""
-TURN = (
-    "Leave out nine in ten tests of kernels whose sources are those that tests/golden was made of, other ones at "
-    "the next N. What the sources make is known, and every N compares a tenth of it."
-)
 
 
 def sample_of(item: pytest.Item) -> tuple[str, ...] | None:
@@ -97,8 +93,3 @@ def gpu_memory_mib() -> int | None:
 def summary(count: int) -> str:
     """The line below pytest's own that says what was not run."""
     return f"{count} tests of the full matrix were left out, most of them kernel compiles: python -m pytest --full"
-
-
-def summary_of_table(count: int) -> str:
-    """The line that says what ``--turn`` has left out."""
-    return f"{count} tests of kernels whose sources are those of tests/golden were left out: run without --turn"

@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import golden
 import pytest
@@ -19,7 +17,7 @@ from config_variants import config_variants
 from nvrtc_attn.base.errors import CompileError
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit import headers, worker_pool
-from nvrtc_attn.jit.compile import CompiledKernel, compile_kernel, key_of, nvrtc_build
+from nvrtc_attn.jit.compile import CompiledKernel, compile_kernel, nvrtc_build
 from nvrtc_attn.jit.config import BackwardConfig, DbiasConfig, Features, KernelConfig
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -150,60 +148,3 @@ def test_a_test_whose_kernel_is_another_fails(tmp_path: Path, repository: Path) 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "machine code is not that of table.txt" in done.stdout
     assert "backward_hopper_prepare sm_90a" in done.stdout
-
-
-class TestOf:
-    """As much of a test of pytest as says which kernels it compiles."""
-
-    __test__ = False
-
-    def __init__(self, *kernels: KernelConfig) -> None:
-        self.mark = pytest.mark.compiles(kernels=lambda: kernels).mark
-        self.callspec = SimpleNamespace(params={})
-
-    def get_closest_marker(self, name: str) -> Any:
-        return self.mark if name == "compiles" and self.mark.kwargs["kernels"]() else None
-
-
-def test_the_table_is_believed_for_kernels_of_its_sources_only(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once in ten turns not even for these."""
-    other = dataclasses.replace(SMALLEST, num_warps=8)
-    key = key_of(SMALLEST)
-    assert key == compile_kernel(SMALLEST).key
-    monkeypatch.setattr(golden, "known_keys", lambda: {key[:16]})
-    known, unknown, both, none = TestOf(SMALLEST), TestOf(other), TestOf(SMALLEST, other), TestOf()
-    left = [golden.left_to_table([known, unknown, both, none], turn) for turn in range(20)]
-    assert sorted(map(len, left)) == [0] * 2 + [1] * 18
-    assert all(items in ([], [known]) for items in left)
-    assert left[:10] == left[10:]
-
-    path = tree / "nvrtc_attn" / "kernel" / f"{SMALLEST.kernel}.cuh"
-    path.write_text("// Another line.\n" + path.read_text())
-    assert [golden.left_to_table([known], turn) for turn in range(10)] == [[]] * 10
-
-
-def test_the_keys_of_the_table_are_cache_keys() -> None:
-    """Written by hand, or with other digits, they would never be met, and every run would compile all kernels."""
-    keys = golden.KEYS.read_text(encoding="ascii").split()
-    assert keys == sorted(set(keys))
-    assert all(len(key) == 16 and set(key) <= set("0123456789abcdef") for key in keys)
-    assert len(keys) <= len(golden.read().lines)
-
-
-def test_what_is_left_to_the_table_is_said(repository: Path, tmp_path: Path) -> None:
-    """Every worker leaves out the same tests, and pytest's summary has their number."""
-    (tmp_path / "all_known.py").write_text("import golden\ngolden.is_left_to_table = lambda key, turn: turn == 4\n")
-    variables = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-
-    def output(turn: int) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "all_known", "-p", "no:cacheprovider", "-q", "-n", "2", "--full",
-             "--turn", str(turn), "tests/compile/test_hopper_backward_variants.py", "-k", "eight_columns and 32-2"],
-            cwd=repository, capture_output=True, text=True, check=False,
-            env={**variables, "PYTHONPATH": python_path(repository / "tests", tmp_path)},
-        )  # fmt: skip
-        assert done.returncode in (0, 5), done.stdout + done.stderr
-        return done.stdout
-
-    assert "1 tests of kernels whose sources are those of tests/golden were left out" in output(4)
-    assert "left out" not in output(5)

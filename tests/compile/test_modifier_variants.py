@@ -71,6 +71,7 @@ SPILLED = {
 """Bytes that are known, of modifiers with several captured arrays."""
 
 
+@pytest.mark.compiles(kernels=kernels, in_table=False)
 @pytest.mark.slow(sample=SAMPLE)
 @pytest.mark.parametrize(("name", "head_dim", "which"), VARIANTS)
 def test_a_modifier_compiles_without_spills(name: str, head_dim: int, which: str) -> None:
@@ -80,6 +81,7 @@ def test_a_modifier_compiles_without_spills(name: str, head_dim: int, which: str
         assert kernel.spill_bytes <= SPILLED.get((name, head_dim, which), 0)
 
 
+@pytest.mark.compiles(kernels=lambda **of: kernels(which="forward", backend="portable", **of), in_table=False)
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["relative bias", "documents", "natten", "both"])
@@ -114,17 +116,22 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
+def forward_beside(kind: str, name: str, head_dim: int) -> list[KernelConfig]:
+    """That of the table's tile, then narrower ones."""
+    asked = problem(name, head_dim, "forward", **BESIDE[kind])
+    return [spec.main.config for spec in (choose_forward(asked, **TARGET), *narrower_forward(asked, **TARGET))]
+
+
+@pytest.mark.compiles(kernels=forward_beside, in_table=False)
 @pytest.mark.slow(sample=["bias-alibi-128"])
 @pytest.mark.parametrize(("name", "head_dim"), [("alibi", 128), ("both", 64)])
 @pytest.mark.parametrize("kind", BESIDE)
 def test_the_hopper_forward_kernel_beside_other_operands(kind: str, name: str, head_dim: int) -> None:
     """With the table's tile or with the first narrower one that does not spill, which the plan takes."""
-    asked = problem(name, head_dim, "forward", **BESIDE[kind])
-    specs = [choose_forward(asked, **TARGET), *narrower_forward(asked, **TARGET)]
     found = []
-    for spec in specs:
-        assert spec.main.config.kernel == "forward_hopper"
-        kernel = compile_kernel(spec.main.config)
+    for config in forward_beside(kind, name, head_dim):
+        assert config.kernel == "forward_hopper"
+        kernel = compile_kernel(config)
         assert not re.search("warning", kernel.log), kernel.log
         found.append(kernel.spill_bytes)
         if not kernel.spill_bytes:
@@ -133,15 +140,20 @@ def test_the_hopper_forward_kernel_beside_other_operands(kind: str, name: str, h
     assert min(found) <= 16, found
 
 
+def backward_beside(name: str, head_dim: int, kind: str) -> list[KernelConfig]:
+    more: dict[str, Any] = {"deterministic": True} if kind == "order" else BESIDE[kind]
+    spec = choose_backward(problem(name, head_dim, "backward", **more), **TARGET)
+    found = [x.config for x in spec.launches if x.config.features.modifier]
+    return [x for x in found if x.kernel not in ("tile_ranges", "tile_bits")]  # of a mask, before them
+
+
+@pytest.mark.compiles(kernels=backward_beside, in_table=False)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal", "bias", "mask", "dropout", "lengths", "negative scale", "order"])
 @pytest.mark.parametrize(("name", "head_dim"), [("both", 64), ("alibi", 128)])
 def test_the_hopper_backward_kernel_beside_other_operands(name: str, head_dim: int, kind: str) -> None:
     """At head dim 64; beyond it bias, mask and dropout go to the portable kernels."""
-    more: dict[str, Any] = {"deterministic": True} if kind == "order" else BESIDE[kind]
-    spec = choose_backward(problem(name, head_dim, "backward", **more), **TARGET)
-    found = [x.config for x in spec.launches if x.config.features.modifier]
-    configs = [x for x in found if x.kernel not in ("tile_ranges", "tile_bits")]  # of a mask, before them
+    configs = backward_beside(name, head_dim, kind)
     family = {x.kernel.split("_")[1] for x in configs}
     portable = head_dim == 128 and kind in ("bias", "mask", "dropout")
     assert family == {"portable" if portable else "hopper"}
@@ -152,6 +164,20 @@ def test_the_hopper_backward_kernel_beside_other_operands(name: str, head_dim: i
         assert not kernel.spill_bytes
 
 
+def random_of_target(arch: str, dtype: str, seed: int) -> list[KernelConfig]:
+    case = modifiers.random_case(seed)
+    traced = trace(*case.make(case.arrays((2, 4, 8, 8), np.random.default_rng(0))))
+    layout = dense_layout((2, 512, 4, 64), dtype)
+    problem = AttentionProblem(
+        dtype=dtype, batch=2, seqlen_q=512, seqlen_k=512, num_heads=4, num_heads_kv=4, head_dim=64, head_dim_v=64,
+        q=layout, k=layout, v=layout, softmax_scale=0.125, modifier=traced.program, trained=traced.differentiable,
+    )  # fmt: skip
+    target: dict[str, Any] = {"arch": arch, "num_sms": 40, "smem_limit": 65536 if arch == "sm_75" else 101376}
+    specs = choose_forward(problem, **target), choose_backward(problem, **target)
+    return [launch.config for spec in specs for launch in spec.launches if launch.config.features.modifier]
+
+
+@pytest.mark.compiles(kernels=random_of_target, in_table=False)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "dtype", "seed"),
@@ -162,15 +188,5 @@ def test_the_hopper_backward_kernel_beside_other_operands(name: str, head_dim: i
 )  # fmt: skip
 def test_other_targets_compile(arch: str, dtype: str, seed: int) -> None:
     """Every operation of the grammar that C++ has a spelling for, in a few random modifiers, both passes."""
-    case = modifiers.random_case(seed)
-    traced = trace(*case.make(case.arrays((2, 4, 8, 8), np.random.default_rng(0))))
-    layout = dense_layout((2, 512, 4, 64), dtype)
-    problem = AttentionProblem(
-        dtype=dtype, batch=2, seqlen_q=512, seqlen_k=512, num_heads=4, num_heads_kv=4, head_dim=64, head_dim_v=64,
-        q=layout, k=layout, v=layout, softmax_scale=0.125, modifier=traced.program, trained=traced.differentiable,
-    )  # fmt: skip
-    target: dict[str, Any] = {"arch": arch, "num_sms": 40, "smem_limit": 65536 if arch == "sm_75" else 101376}
-    for spec in (choose_forward(problem, **target), choose_backward(problem, **target)):
-        for launch in spec.launches:
-            if launch.config.features.modifier:
-                assert compile_kernel(launch.config).code
+    for config in random_of_target(arch, dtype, seed):
+        assert compile_kernel(config).code

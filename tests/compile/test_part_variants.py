@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from typing import Any
 
 import modifiers
@@ -49,7 +50,12 @@ def name(value: object) -> str | None:
     return None
 
 
-@pytest.mark.slow(sample=["sm_90-plain", "sm_75-dtype=float16"])
+def with_dropout(arch: str, changes: dict[str, Any]) -> list[KernelConfig]:
+    return [config for config in configs(PART, arch, dropout_p=0.1, **changes) if config.features.part]
+
+
+@pytest.mark.compiles(kernels=with_dropout, in_table=False)
+@pytest.mark.slow(sample=["sm_90-plain"])
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [
@@ -61,20 +67,15 @@ def name(value: object) -> str | None:
 )  # fmt: skip
 def test_kernels_with_dropout_of_a_part_compile_and_do_not_spill(arch: str, changes: dict[str, Any]) -> None:
     """The asserts in the entry file check the params, which have the sizes of the whole behind all others."""
-    found = configs(PART, arch, dropout_p=0.1, **changes)
-    assert any(config.features.part for config in found)
+    found = with_dropout(arch, changes)
+    assert found
     for config in found:
-        if config.features.part and config.kernel != "backward_portable":  # at the limit of registers without it
-            assert compile_kernel(config).spill_bytes == 0, config
-        elif config.features.part:
-            compile_kernel(config)
+        kernel = compile_kernel(config)
+        if config.kernel != "backward_portable":  # at the limit of registers without it
+            assert kernel.spill_bytes == 0, config
 
 
-@pytest.mark.slow(sample=["128-sm_90", "64-sm_89"])
-@pytest.mark.parametrize("arch", ["sm_90", "sm_89"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_of_rows_that_a_device_places_compile_and_do_not_spill(head_dim: int, arch: str) -> None:
-    """A causal mask that ends where a count of keys on the device says, dk and dv float32: shares of a sum."""
+def placed_by_counts(head_dim: int, arch: str) -> list[KernelConfig]:
     shapes = {
         name: ((1, n, count, head_dim), "bfloat16")
         for name, n, count in zip("qkv", (512, 4096, 4096), (8, 4, 4), strict=True)
@@ -85,7 +86,16 @@ def test_kernels_of_rows_that_a_device_places_compile_and_do_not_spill(head_dim:
     shares = {name: dense_layout(shapes["k"][0], "float32") for name in ("dk", "dv")}
     launches = heuristics.choose_forward(call.with_dense(), **target).launches
     launches += heuristics.choose_backward(call.with_outputs(**shares), **target).launches
-    configs_of_call = list(dict.fromkeys(launch.config for launch in launches))
+    return list(dict.fromkeys(launch.config for launch in launches))
+
+
+@pytest.mark.compiles(kernels=placed_by_counts, in_table=False)
+@pytest.mark.slow(sample=["64-sm_89"])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_89"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_of_rows_that_a_device_places_compile_and_do_not_spill(head_dim: int, arch: str) -> None:
+    """A causal mask that ends where a count of keys on the device says, dk and dv float32: shares of a sum."""
+    configs_of_call = placed_by_counts(head_dim, arch)
     masked = [x.kernel for x in configs_of_call if x.features.seqused_k and x.features.band]
     assert {"forward", "backward"} == {name.partition("_")[0] for name in masked}, masked
     for config in configs_of_call:
@@ -107,7 +117,13 @@ def float32_configs(
     return list(dict.fromkeys(launch.config for launch in launches))
 
 
-@pytest.mark.slow(sample=["sm_90-head_dim=128,seqlen=4096,window_size=(300, 0)", "sm_89-head_dim=64"])
+def writers_of_float32(arch: str, changes: dict[str, Any]) -> list[KernelConfig]:
+    found = float32_configs(arch, **changes)
+    return [c for c in found if c.features.float32_q or c.features.float32_k or getattr(c, "tickets", False)]
+
+
+@pytest.mark.compiles(kernels=writers_of_float32, in_table=False)
+@pytest.mark.slow(sample=["sm_89-head_dim=64"])
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [
@@ -118,12 +134,11 @@ def float32_configs(
     ids=name,
 )  # fmt: skip
 def test_kernels_with_float32_results_compile_and_do_not_spill(arch: str, changes: dict[str, Any]) -> None:
-    found = float32_configs(arch, **changes)
+    found = writers_of_float32(arch, changes)
     written = {config.kernel for config in found if config.features.float32_q or config.features.float32_k}
     assert len(written) >= 2, written  # what writes out, and what writes dq, dk and dv
     for config in found:
-        if config.features.float32_q or config.features.float32_k or getattr(config, "tickets", False):
-            assert compile_kernel(config).spill_bytes == 0, config
+        assert compile_kernel(config).spill_bytes == 0, config
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_89", "sm_90"])
@@ -143,11 +158,7 @@ def test_every_float32_result_is_written_as_float32(arch: str, seqlen: int) -> N
             assert not any(getattr(c, "stores_dq", False) for c in found), (head_dim, options)
 
 
-@pytest.mark.slow(sample=["64-documents"])
-@pytest.mark.parametrize("name", ["alibi", "relative bias", "documents"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_with_modifiers_of_a_part_compile_and_do_not_spill(name: str, head_dim: int) -> None:
-    """Indices of the whole are a number more for each axis, which all threads have in common."""
+def with_modifier(name: str, head_dim: int) -> list[KernelConfig]:
     case = next(x for x in modifiers.named_cases() if x.name == name)
     arrays = case.arrays((1, 8, 64, 64), np.random.default_rng(0))
     traced = nvrtc_attn.trace(*case.make(arrays))
@@ -163,7 +174,16 @@ def test_kernels_with_modifiers_of_a_part_compile_and_do_not_spill(name: str, he
     shares = {x: dense_layout(shapes[like][0], "float32") for x, like in zip(RESULTS[2:], "kv", strict=True)}
     launches = heuristics.choose_forward(call.with_dense(), **target).launches
     launches += heuristics.choose_backward(call.with_outputs(**shares), **target).launches
-    for config in dict.fromkeys(x.config for x in launches if x.config.features.modifier):
+    return list(dict.fromkeys(x.config for x in launches if x.config.features.modifier))
+
+
+@pytest.mark.compiles(kernels=with_modifier, in_table=False)
+@pytest.mark.slow(sample=["64-documents"])
+@pytest.mark.parametrize("name", ["alibi", "relative bias", "documents"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_with_modifiers_of_a_part_compile_and_do_not_spill(name: str, head_dim: int) -> None:
+    """Indices of the whole are a number more for each axis, which all threads have in common."""
+    for config in with_modifier(name, head_dim):
         assert compile_kernel(config).spill_bytes == 0, config
 
 
@@ -198,7 +218,15 @@ def test_whole_calls_have_kernels_of_whole_calls() -> None:
     assert configs(whole, "sm_90", dropout_p=0.1) == configs(None, "sm_90", dropout_p=0.1)
 
 
-@pytest.mark.slow(sample=["sm_90-head_dim=64", "sm_80-head_dim=128"])
+def placed_by_arrays_and_by_hosts(arch: str, changes: dict[str, Any]) -> tuple[list[KernelConfig], list[KernelConfig]]:
+    """The kernels of a part whose place an array has, and of one whose place the host knows."""
+    options: dict[str, Any] = {"causal": True, "dropout_p": 0.1, **changes}
+    read, known = Part(rows=(ArrayStart(), 8192), keys=(ArrayStart(), 8192)), Part(rows=(1024, 8192), keys=(512, 8192))
+    return configs(read, arch, **options), configs(known, arch, **options)
+
+
+@pytest.mark.compiles(kernels=lambda **of: [*chain(*placed_by_arrays_and_by_hosts(**of))], in_table=False)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [(arch, {"head_dim": head_dim}) for arch in ("sm_90", "sm_80") for head_dim in (64, 128)],
@@ -206,9 +234,7 @@ def test_whole_calls_have_kernels_of_whole_calls() -> None:
 )
 def test_kernels_that_read_where_a_part_begins_spill_no_more_than_others(arch: str, changes: dict[str, Any]) -> None:
     """Causal with dropout: the same kernels and tiles as of a part whose place the host knows."""
-    placed = Part(rows=(ArrayStart(), 8192), keys=(ArrayStart(), 8192))
-    options: dict[str, Any] = {"causal": True, "dropout_p": 0.1, **changes}
-    found = [configs(part, arch, **options) for part in (placed, Part(rows=(1024, 8192), keys=(512, 8192)))]
+    found = placed_by_arrays_and_by_hosts(arch, changes)
     read = [config.kernel for config in found[0] if config.features.device_starts]
     assert {"forward", "backward"} == {name.partition("_")[0] for name in read}, read
     for ours, theirs in zip(*found, strict=True):

@@ -53,23 +53,25 @@ def problem_of(name: str, head_dim: int, dtype: str = "bfloat16") -> AttentionPr
 
 
 def kernels(
-    name: str, head_dim: int = 64, arch: str = "sm_90", dtype: str = "bfloat16", backend: str = "portable"
+    name: str, head_dim: int = 64, backend: str = "portable", arch: str = "sm_90", dtype: str = "bfloat16"
 ) -> list[KernelConfig]:
     """The kernels that find tiles and those that walk them, of both passes."""
     problem = problem_of(name, head_dim, dtype)
     target = TARGET if arch == "sm_90" else {"arch": arch, "num_sms": 132, "smem_limit": 65536}
     family = "hopper" if backend == "every head" else backend
-    specs = [x(problem, **target, backend=family) for x in (heuristics.choose_forward, heuristics.choose_backward)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tile_words, "KEEPS_BITS", backend != "every head")
+        specs = [x(problem, **target, backend=family) for x in (heuristics.choose_forward, heuristics.choose_backward)]
     found = [launch.config for spec in specs for launch in spec.launches if launch.config.features.tile_words]
     assert len(found) == (6 if backend == "hopper" else 4)
     return found
 
 
+@pytest.mark.compiles(kernels=kernels, in_table=False)
 @pytest.mark.slow(sample=["causal documents-64-hopper"])
 @pytest.mark.parametrize(("name", "head_dim", "backend"), VARIANTS)
-def test_kernels_do_not_spill(name: str, head_dim: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_words, "KEEPS_BITS", backend != "every head")
-    for config in kernels(name, head_dim, backend=backend):
+def test_kernels_do_not_spill(name: str, head_dim: int, backend: str) -> None:
+    for config in kernels(name, head_dim, backend):
         assert config.kernel.endswith(("portable" if backend == "portable" else "hopper", "tile_ranges", "tile_bits"))
         assert config.tile_bits == (backend == "hopper")
         kernel = compile_kernel(config)
@@ -95,6 +97,15 @@ def test_other_tiles_with_bits_do_not_spill(name: str) -> None:
         assert kernel.spill_bytes == 0, label
 
 
+def ranges_of_random_mask(arch: str, seed: int) -> list[KernelConfig]:
+    case = modifiers.random_mask(seed)
+    traced = trace(*case.make(case.arrays((2, 3, 90, 90), np.random.default_rng(0))))
+    assert traced.program.mask is not None
+    config = next(x for x in kernels("natten", arch=arch, dtype="float16") if x.kernel == "tile_ranges")
+    return [replace(config, features=replace(config.features, modifier=tile_source(traced.program)))]
+
+
+@pytest.mark.compiles(kernels=ranges_of_random_mask, in_table=False)
 @pytest.mark.slow(sample=[f"{arch}-0" for arch in ONE_OF_EACH_CLASS])
 @pytest.mark.parametrize(
     ("arch", "seed"),
@@ -110,11 +121,7 @@ def test_ranges_of_everything_compile_everywhere(arch: str, seed: int) -> None:
 
     No line of this kernel asks for the architecture.
     """
-    case = modifiers.random_mask(seed)
-    traced = trace(*case.make(case.arrays((2, 3, 90, 90), np.random.default_rng(0))))
-    assert traced.program.mask is not None
-    config = next(x for x in kernels("natten", arch=arch, dtype="float16") if x.kernel == "tile_ranges")
-    features = replace(config.features, modifier=tile_source(traced.program))
-    kernel = compile_kernel(replace(config, features=features))
+    (config,) = ranges_of_random_mask(arch, seed)
+    kernel = compile_kernel(config)
     assert kernel.code
     assert not re.search("error|warning", kernel.log), kernel.log

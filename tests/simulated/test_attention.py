@@ -47,16 +47,22 @@ OTHERS = [
 ]
 
 
+ALWAYS = {
+    **dict.fromkeys(("sm_75", "sm_80", "sm_120"), (PLAIN.name,)),
+    "sm_89": (PLAIN.name, "everything"),
+    "sm_90": (PLAIN.name, "bias and mask", "packed", "deterministic"),
+}
+"""What is not left to the full matrix: every family of kernels, with most features on the two GPUs tuned for."""
+
+
 def pairs() -> Iterator[Any]:
-    """Every pair; those of other GPUs than Hopper's and the RTX 4090 but one are left to the full matrix."""
     for name in GPUS:
         for asked in HOPPER if name == "sm_90" else OTHERS:
             if name == "sm_75" and asked.dtype == "float32":
                 continue  # refused: its matrix instructions are those of float16
             if name == "sm_75" and asked.dtype == "bfloat16":
                 asked = case(asked.name, **{**_given(asked), "dtype": "float16"})
-            plain = asked.name == PLAIN.name and name in ("sm_75", "sm_80", "sm_120")
-            always = plain or name in ("sm_89", "sm_90")
+            always = asked.name in ALWAYS.get(name, ())
             yield pytest.param(name, asked, marks=[] if always else [pytest.mark.slow], id=f"{name}-{asked.name}")
 
 

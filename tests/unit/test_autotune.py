@@ -70,6 +70,8 @@ class Bench:
         self.measured: list[list[str]] = []
         self.error: Exception | None = None
         self.delay_s = 0.0
+        self.compiled_ahead: list[Any] = []
+        """Kernels that were asked for; none is compiled, no plan here launches one."""
 
     def __call__(self, _problem: Any, _backward: bool, plans: Mapping[str, Any], *_rest: Any) -> dict[str, float]:
         self.measured.append(list(plans))
@@ -113,6 +115,7 @@ def fake() -> Iterator[FakeDriver]:
 def bench(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
     found = Bench()
     monkeypatch.setattr(measure, "times_us", found)
+    monkeypatch.setattr(autotune, "request_kernels", found.compiled_ahead.extend)
     monkeypatch.setattr(autotune, "_choices", {})
     monkeypatch.setattr(autotune, "_library", lambda: ("library",))
     monkeypatch.setattr(log, "_said", set())
@@ -250,6 +253,7 @@ def test_candidates_that_do_not_compile_or_spill_are_left_out(bench: Bench) -> N
     bench.times = [10.0, 5.0]
     assert choose(make=make) == specs[3]
     assert bench.measured == [[labels[0], *labels[3:]]]
+    assert bench.compiled_ahead == [launch.config for spec in specs for launch in spec.launches if launch.grid]
 
 
 def test_an_error_of_the_tables_plan_is_the_callers(bench: Bench) -> None:
