@@ -373,10 +373,13 @@ def test_used_keys_of_a_dense_batch(bridge: None) -> None:
         np.testing.assert_allclose(numbers(a), numbers(b), atol=2e-2)
 
 
-@pytest.mark.parametrize("places", ["branches", "device", "ring"])
+@pytest.mark.parametrize("places", ["branches", "device", "device and dropout", "ring"])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_devices_that_share_a_sequence(devices: int, places: str, bridge: None) -> None:
-    """Where rows lie is known to the program, or a number on the device; or keys go around: results of one call."""
+    """Where rows lie is known to the program, or a number on the device; or keys go around: results of one call.
+
+    That number is how many keys they see, or, with dropout, where they begin.
+    """
     if len(jax.devices("gpu")) < devices:
         pytest.skip(f"needs {devices} GPUs")
     mesh = jax.sharding.Mesh(np.array(jax.devices("gpu")[:devices]), ("s",))
@@ -385,6 +388,8 @@ def test_devices_that_share_a_sequence(devices: int, places: str, bridge: None) 
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
     bias = jax.random.normal(keys[4], (1, 8, 1024, 1024), np.float32)
     options: dict[str, Any] = {"causal": True, "window_size": (700, None), "softcap": 20.0}
+    if places == "device and dropout":
+        options |= {"dropout_p": 0.2, "rng": (5, 2**32 - 17)}
 
     def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
         return (attention(q, k, v, bias=bias, **options).astype(np.float32) ** 2).sum()
@@ -398,7 +403,7 @@ def test_devices_that_share_a_sequence(devices: int, places: str, bridge: None) 
                 bias=bias,
                 axis_name="s",
                 strategy="ring" if places == "ring" else "all_gather",
-                places="auto" if places == "ring" else places,
+                places="auto" if places == "ring" else places.split()[0],
                 **options,
             )
             return jax.lax.psum((out.astype(np.float32) ** 2).sum(), "s")
@@ -428,7 +433,9 @@ def of_two(repository: Path) -> dict[str, Any]:
     return run(TWO, environment)
 
 
-@pytest.mark.parametrize("case", ["swapped", "dropout swapped", "sink of the ring", "batch beside", "heads beside"])
+@pytest.mark.parametrize(
+    "case", ["swapped", "dropout swapped", "sink of the ring", "batch beside", "heads beside", "on the device"]
+)
 def test_two_gpus_together_compute_the_whole(case: str, of_two: dict[str, Any]) -> None:
     """The loss, out and all gradients, by every strategy; what dropout hides is the same, element by element."""
     assert max(of_two[f"two, {case}"]) < 2e-4, of_two[f"two, {case}"]
