@@ -46,6 +46,7 @@ from ..front.problem import Causal, WindowSize, dense_layout
 from ..front.signature import are_plain
 from ..front.tensors import Device, TensorView
 from ..heuristics.common import orders_gradients
+from ..jit.params import START_FIELDS
 from ..modifiers.cuda import NO_MODIFIER, ModifierValues, modifier_values, ordered_bytes
 from ..modifiers.modifier import Modifier, Program
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
@@ -61,12 +62,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "Kind", "as_varying", "attention", "captured", "check_call", "compute", "gradients_of_part", "on_gpu", "rng_words",
-    "varies", "with_modifier",
+    "ROW_START", "Kind", "as_varying", "attention", "captured", "check_call", "compute", "gradients_of_part", "on_gpu",
+    "rng_words", "varies", "with_modifier",
 ]  # fmt: skip
 
 _TARGET: Final = "nvrtc_attn.launch"
 _AUX: Final = "aux"
+ROW_START: Final = "row_start"
+"""The operand that holds where the rows of a part begin, int32 ``[1]``, where its `Part` has an array of them."""
 _lock = threading.Lock()
 _registered = False
 _host_registered = False
@@ -444,8 +447,11 @@ def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[boo
     mapped = dict(zip(names, batched, strict=True))
     shared_bias = "bias" in batch and batch["bias"] != batch["q"]
     batchless = [name for name in names if name in OPERANDS and OPERANDS[name].axes[0] != "batch"]
-    # A sink of all batches goes with the longer one as it is; its gradient would be summed over the mapped axis, too.
-    alone = any(name != "sink" or options.dsink or mapped[name] for name in batchless)
+    if ROW_START in names:
+        batchless.append(ROW_START)
+    # A sink or a start of all batches goes with the longer one as it is. A sink's gradient would be summed over the
+    # mapped axis, too.
+    alone = any(name not in ("sink", ROW_START) or options.dsink or mapped[name] for name in batchless)
     if alone or kind.program is not None or options.dropout_p > 0 or (options.dbias and shared_bias):
 
         def one(mapped: list[Any]) -> Any:
@@ -573,6 +579,9 @@ def _values(bound: _Pass, plan_bytes: int, pointers: dict[str, int], where: Devi
     words = None
     if orders_gradients(call.problem):  # behind the workspace of the plan
         words = pointers["workspace"] + plan_bytes
+    # Behind those of the functions: where their q begins, if they read it and the device knows it.
+    starts = [_view(pointers[ROW_START], (), "int32", where) for _ in call.captures[len(captures) :]]
+    captures, gradients = captures + starts, gradients + starts  # of which none is trained
     numbers = call.modifier.numbers
     return modifier_values(call.modifier.program, call.problem.trained, captures, gradients, numbers, words)
 
@@ -628,7 +637,7 @@ class _Target(NamedTuple):
     names: tuple[str, ...]
     """Of the buffers."""
     pick: Callable[[Sequence[int]], tuple[int, ...]]
-    """Addresses in the order of the plan's operands, out of those of the buffers and a 0 behind."""
+    """Addresses as the plan's ``run`` takes them, out of those of the buffers and a 0 behind."""
     constant: bool
     """Whether there is nothing but them to tell: neither random numbers nor a modifier."""
 
@@ -643,7 +652,10 @@ def _new_target(key: tuple[int, ...], buffers: Sequence[Any], index: int, stream
             f"this program was compiled with {given} bytes of workspace, and its kernels now need {needed}: call "
             "jax.clear_caches() and trace nvrtc_attn.jax.attention again"
         )
-    pick = itemgetter(*(names.index(name) if name in names else len(names) for name in plan.OPERANDS))
+    wanted: tuple[str, ...] = plan.OPERANDS
+    if ROW_START in names:
+        wanted += START_FIELDS
+    pick = itemgetter(*(names.index(name) if name in names else len(names) for name in wanted))
     constant = bound.kind.options.dropout_p == 0 and bound.kind.program is None
     return remember(_targets, (key, index), _Target(bound, plan, names, pick, constant))
 
@@ -684,13 +696,16 @@ def _on_cpu(bound: _Pass, *arrays: Any, into: Sequence[Any]) -> None:
     words = [values.pop(name, None) for name in ("seed", "offset")]
     rng = tuple(0 if x is None else int(x.view(np.uint64)[0]) for x in words)
     run: Any = api.attention_backward if bound.kind.backward else api.attention_forward
+    options = bound.kind.options
+    if options.part is not None and options.part.has_arrays:
+        options = options._replace(part=replace(options.part, rows=(values.pop(ROW_START), options.part.rows[1])))
     modified: dict[str, Any] = {}
     if bound.kind.program is not None:
         captures = tuple(values.pop(f"{_AUX}{i}") for i in range(len(bound.captures)))
         modified["score_mod"] = Modifier(bound.kind.program, captures, bound.kind.numbers)
         if bound.kind.backward:
             modified["daux"] = [results.pop(f"d{_AUX}{i}", None) for i in range(len(captures))]
-    run(**values, **bound.kind.options.arguments(), **results, **modified, rng=rng)
+    run(**values, **options.arguments(), **results, **modified, rng=rng)
 
 
 def on_gpu() -> bool:

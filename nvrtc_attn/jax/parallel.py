@@ -2,7 +2,8 @@
 
 One program runs on all devices, which differ in where their rows lie. It branches on the index of the device, with the
 place of each known while tracing, so that every branch is an ordinary part (`nvrtc_attn.Part`) with its own bounds; or
-places are numbers on the device, of calls that are the same everywhere (`_why_no_numbers`).
+places are numbers on the device, of calls that are the same everywhere: how many keys the rows of a causal call see,
+or where they begin in the whole.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from ..front import chunks as layouts
 from ..front.call import CallOptions, plain_options
 from ..front.chunks import Band, Chunks, Interval, band_of, chunks_of, reach
 from ..front.modified import banded_options
-from ..front.part import Part
+from ..front.part import MAX_PLACED, ArrayStart, Part
 from ..front.problem import Causal, WindowSize
 from ..front.validation import Violations, check_window
 from ..modifiers.modifier import Modifier
 from .custom_call import (
+    ROW_START,
     Kind,
     as_varying,
     captured,
@@ -64,8 +66,18 @@ class _Whole:
     """Of the whole, which are more than a device has where another axis of the mesh shares them."""
     on_device: bool = False
     """Whether where rows lie is a number on the device."""
+    counted: bool = False
+    """Whether that number is how many keys they see, and not where they begin."""
     ring: bool = False
     """Whether keys go around instead of being gathered."""
+
+    @property
+    def sink_beside(self) -> bool:
+        """Whether a sink is added to what calls without it give.
+
+        No kernel reads one beside dropout of a part or beside where rows begin; and of a ring no call has all keys.
+        """
+        return self.ring or self.kind.options.dropout_p > 0 or (self.on_device and not self.counted)
 
     def numbered(self, kind: Kind) -> Kind:
         """The call of rows whose place a device knows.
@@ -77,7 +89,11 @@ class _Whole:
         assert last is not None
         return kind.changed(causal=True, window_size=(None if first is None else last - first, None), return_lse=True)
 
-    def part(self, first_head: int = 0, rows: Interval | None = None, keys: Interval | None = None) -> Kind:
+    def placed(self, kind: Kind) -> Kind:
+        """The call of rows that begin where an operand of its own says, with all keys."""
+        return kind.changed(part=self.part(0, (ArrayStart(), 0), (0, 0)).options.part, return_lse=True)
+
+    def part(self, first_head: int = 0, rows: tuple[Any, int] | None = None, keys: Interval | None = None) -> Kind:
         """The call of these heads, rows and keys. Where other axes share heads, the first is that of the device's."""
         part = Part(
             heads=(first_head, self.heads),
@@ -137,8 +153,7 @@ def context_parallel_attention(
     places
         Of ``"all_gather"``, how a program knows where its rows lie. ``"branches"``: it has the calls of all devices,
         each with the keys that they reach. ``"device"``: one call for each of its pieces, whose place is a number on
-        the device, as ``seqused_k`` is: of causal attention (and windows to the left) without dropout, ``score_mod``
-        and ``mask_mod``. ``"auto"``: branches up to 8 devices, and where the other does not serve.
+        the device, which the kernels read. ``"auto"``: branches up to 8 devices, and without rows or keys.
     bias, mask : ``[1|B, 1|H, 1|tokens, 1|Mk]``, optional
         This device's rows (or one), all keys of the whole. Only of ``"all_gather"``.
     sink : float32 ``[H]``, optional
@@ -219,6 +234,7 @@ def context_parallel_attention(
     scores = "bias" in operands or "mask" in operands
     if strategy == "auto":
         strategy = "ulysses" if heads_kv % ranks == 0 and not scores else "all_gather"
+    whole = replace(whole, counted=_counts_keys(whole))
     why_not = _why_no_numbers(whole)
     if places == "device" and (why_not or strategy != "all_gather"):
         raise ValueError(f"places: 'device', but {why_not or f'strategy is {strategy!r}'}. Pass 'branches' or 'auto'.")
@@ -310,20 +326,22 @@ def _size(axes: tuple[str, ...]) -> int:
     return int(jax.lax.psum(1, axes)) if axes else 1
 
 
-def _why_no_numbers(whole: _Whole) -> str:
-    """Why the place of rows cannot be a number on the device; empty where it can.
+def _counts_keys(whole: _Whole) -> bool:
+    """Whether rows can be told by how many keys they see, to whose end a causal mask is aligned.
 
-    The kernels read one such number, the count of keys, and align a causal mask to its end. Numbers of dropout and of
-    functions count from the beginning.
+    Numbers of dropout and of functions count from the beginning.
     """
     options, last = whole.kind.options, whole.band[1]
-    if options.dropout_p > 0:
-        return "dropout counts the rows of the whole"
-    if whole.kind.program is not None:
-        return "score_mod and mask_mod get the rows of the whole"
-    if not whole.rows or last is None or not 0 <= last <= whole.keys - whole.rows:
-        return "no causal mask ends within the keys"
-    return ""
+    if options.dropout_p > 0 or whole.kind.program is not None:
+        return False
+    return whole.rows > 0 and last is not None and 0 <= last <= whole.keys - whole.rows
+
+
+def _why_no_numbers(whole: _Whole) -> str:
+    """Why the place of rows cannot be a number on the device; empty where it can."""
+    if 0 < min(whole.rows, whole.keys) <= max(whole.rows, whole.keys) <= MAX_PLACED:
+        return ""
+    return f"there are {whole.rows} rows and {whole.keys} keys"
 
 
 def zigzag(x: Any, devices: int, axis: int = 1, *, back: bool = False) -> Any:
@@ -371,10 +389,14 @@ def _ulysses(whole: _Whole, operands: dict[str, Any]) -> tuple[Any, Any]:
     matters = whole.kind.options.dropout_p > 0 or whole.kind.program is not None
     places_of = [r * mine for r in range(whole.ranks)] if matters else [0]
     branches = [partial(compute, whole.part(first)) for first in places_of]
+    sink = swapped.pop("sink", None) if whole.sink_beside else None
     if len(branches) == 1:
         out, lse = branches[0](swapped)
     else:
         out, lse = jax.lax.switch(jax.lax.axis_index(whole.axis), branches, swapped)
+    if sink is not None:
+        with_sink, lse = _with_sink(out.astype(np.float32), lse, sink)
+        out = with_sink.astype(out.dtype)
     out = jax.lax.all_to_all(_by_device(out, whole.chunks_q, 1), whole.axis, split_axis=1, concat_axis=2, tiled=True)
     lse = jax.lax.all_to_all(_by_device(lse, whole.chunks_q, 2), whole.axis, split_axis=2, concat_axis=1, tiled=True)
     return out, lse
@@ -436,17 +458,50 @@ def _calls(
     found = []
     for i in range(whole.pieces):
         at = slice(i * size, (i + 1) * size)
-        used = jnp.broadcast_to(mine[i] + (size + last), operands["q"].shape[:1])
-        values = _sliced(operands, at, keys) | {"seqused_k": as_varying(used, axes)}
-        found.append((whole.numbered(kind), values, at, keys))
+        if whole.counted:
+            place = {"seqused_k": jnp.broadcast_to(mine[i] + (size + last), operands["q"].shape[:1])}
+        else:
+            place = {ROW_START: mine[i].reshape(1)}
+        values = _sliced(operands, at, keys) | {name: as_varying(x, axes) for name, x in place.items()}
+        found.append((whole.numbered(kind) if whole.counted else whole.placed(kind), values, at, keys))
     return found
 
 
 def _rows_forward(whole: _Whole, rank: int | None, operands: dict[str, Any]) -> tuple[Any, Any]:
-    kind = whole.kind.changed(return_lse=True)
+    kind, sink = whole.kind.changed(return_lse=True), None
+    if "sink" in operands and whole.sink_beside:
+        sink, kind = operands["sink"], replace(kind, float32_q=True)
+        operands = _without_sink(operands)
     parts = [compute(of_call, values) for of_call, values, *_ in _calls(whole, kind, rank, operands)]
     outs, lses = zip(*parts, strict=True)
-    return jnp.concatenate(outs, 1), jnp.concatenate(lses, 2)
+    out, lse = jnp.concatenate(outs, 1), jnp.concatenate(lses, 2)
+    if sink is None:
+        return out, lse
+    out, lse = _with_sink(out, lse, sink)
+    return out.astype(operands["q"].dtype), lse
+
+
+def _without_sink(operands: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in operands.items() if name != "sink"}
+
+
+def _with_sink(out: Any, lse: Any, sink: Any) -> tuple[Any, Any]:
+    """Out in float32 and lse with one more logit of each head, which has no value."""
+    total = jnp.logaddexp(lse, sink.astype(np.float32)[:, None])
+    return out * _share(lse, total).swapaxes(1, 2)[..., None], total
+
+
+def _share(x: Any, total: Any) -> Any:
+    """``exp(x - total)``, 0 where both are -inf."""
+    return jnp.where(jnp.isneginf(x), 0, jnp.exp(x - jnp.where(jnp.isneginf(total), 0, total)))
+
+
+def _of_sink(operands: dict[str, Any]) -> Any:
+    """The gradient of a sink: d lse / d sink is its share, d out / d sink that times -out."""
+    out, dout = (operands[name].astype(np.float32) for name in ("out", "dout"))
+    shift = operands.get("dlse", 0) - (out * dout).sum(-1).swapaxes(1, 2)
+    share = _share(operands["sink"].astype(np.float32)[:, None], operands["lse"])
+    return (share * shift).sum((0, 2))
 
 
 def _zeros(kind: Kind, operands: dict[str, Any]) -> dict[str, Any]:
@@ -475,6 +530,9 @@ def _add(total: dict[str, Any], gradients: dict[str, Any], at: slice, keys: Inte
 def _rows_backward(whole: _Whole, kind: Kind, rank: int | None, operands: dict[str, Any]) -> dict[str, Any]:
     """Gradients of a device's operands in float32: of k, v for all keys, of one-row biases and captures its share."""
     total = _zeros(kind, operands)
+    if "sink" in operands and whole.sink_beside:
+        of_sink = {"sink": total.pop("sink") + _of_sink(operands)} if "sink" in total else {}
+        return _rows_backward(whole, kind.changed(dsink=False), rank, _without_sink(operands)) | of_sink
     for of_call, values, at, keys in _calls(whole, kind, rank, operands):
         if keys[0] == keys[1]:
             if "sink" in total and "dlse" in operands:  # whose lse the sink is alone
@@ -540,21 +598,14 @@ def _ring_forward(whole: _Whole, operands: dict[str, Any]) -> list[Any]:
     batch, rows, heads, _ = q.shape
     out = as_varying(jnp.zeros((batch, rows, heads, operands["v"].shape[3]), np.float32), axes)
     lse = as_varying(jnp.full((batch, heads, rows), -jnp.inf, np.float32), axes)
-    going = {name: x for name, x in operands.items() if name != "sink"}
+    going = _without_sink(operands)
     for step in range(whole.ranks):
         out, lse = _on_pairs(whole, step, partial(_pair_forward, whole), going | {"sum": out, "log": lse})
         if step + 1 < whole.ranks:
             going |= {name: _passed_on(whole, going[name]) for name in ("k", "v")}
     if "sink" in operands:
-        total = jnp.logaddexp(lse, operands["sink"][:, None])
-        out *= _share(lse, total).swapaxes(1, 2)[..., None]
-        lse = total
+        out, lse = _with_sink(out, lse, operands["sink"])
     return [out.astype(q.dtype), lse]
-
-
-def _share(x: Any, total: Any) -> Any:
-    """``exp(x - total)``, 0 where both are -inf."""
-    return jnp.where(jnp.isneginf(x), 0, jnp.exp(x - jnp.where(jnp.isneginf(total), 0, total)))
 
 
 def _pair_backward(whole: _Whole, kind: Kind, rank: int, source: int, operands: dict[str, Any]) -> dict[str, Any]:
@@ -572,7 +623,7 @@ def _pair_backward(whole: _Whole, kind: Kind, rank: int, source: int, operands: 
 def _ring_gradients(whole: _Whole, kind: Kind, operands: dict[str, Any]) -> dict[str, Any]:
     """As `_rows_backward`, but dk and dv of this device's keys."""
     kind = replace(kind, float32_q=not kind.options.deterministic)
-    total, going = _zeros(kind, operands), {name: x for name, x in operands.items() if name != "sink"}
+    total, going = _zeros(kind, operands), _without_sink(operands)
     of_sink, kind = total.pop("sink", None), kind.changed(dsink=False)
     for step in range(whole.ranks):
         sums = {f"sum{name}": x for name, x in total.items()}
@@ -581,11 +632,8 @@ def _ring_gradients(whole: _Whole, kind: Kind, operands: dict[str, Any]) -> dict
         total |= {name: _passed_on(whole, total[name]) for name in ("k", "v")}
         if step + 1 < whole.ranks:
             going |= {name: _passed_on(whole, going[name]) for name in ("k", "v")}
-    if of_sink is not None:  # once for all keys: d lse / d sink is its share, d out / d sink that times -out
-        out, dout = (operands[name].astype(np.float32) for name in ("out", "dout"))
-        shift = operands.get("dlse", 0) - (out * dout).sum(-1).swapaxes(1, 2)
-        share = _share(operands["sink"].astype(np.float32)[:, None], operands["lse"])
-        total["sink"] = of_sink + (share * shift).sum((0, 2))
+    if of_sink is not None:  # once for all keys
+        total["sink"] = of_sink + _of_sink(operands)
     return total
 
 

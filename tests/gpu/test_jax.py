@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -373,18 +374,88 @@ def test_used_keys_of_a_dense_batch(bridge: None) -> None:
         np.testing.assert_allclose(numbers(a), numbers(b), atol=2e-2)
 
 
-@pytest.mark.parametrize("places", ["branches", "device", "ring"])
+COLLECTIVES = """
+import sys
+if sys.argv[1] == "torch":
+    import torch
+    torch.zeros(1, device="cuda")
+elif sys.argv[1] == "jax_tvm_ffi":
+    import jax_tvm_ffi
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+x, lax = jnp.arange(2.0**20).reshape(4, -1), jax.lax
+programs = {
+    "psum": (lambda y: lax.psum(y, "s"), P(), x[:2] + x[2:]),
+    "all_gather": (lambda y: lax.all_gather(y, "s", tiled=True) * (1 + lax.axis_index("s")), P("s"), [x, 2 * x]),
+    "psum_scatter": (lambda y: lax.psum_scatter(y, "s", tiled=True), P("s"), x[:2] + x[2:]),
+    "all_to_all": (lambda y: lax.all_to_all(y, "s", 0, 0, tiled=True), P("s"), x[jnp.array([0, 2, 1, 3])]),
+    "ppermute": (lambda y: lax.ppermute(y, "s", [(0, 1), (1, 0)]), P("s"), [x[2:], x[:2]]),
+}
+mesh = Mesh(np.array(jax.devices()[:2]), ("s",))
+for name, (function, spec, expected) in programs.items():
+    print(name, file=sys.stderr, flush=True)
+    run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("s"), out_specs=spec))
+    expected = np.concatenate(expected) if isinstance(expected, list) else expected
+    for _ in range(3):
+        np.testing.assert_array_equal(run(x), expected)
+    with open("/proc/self/maps") as maps:
+        print({line.split()[-1] for line in maps if "nccl" in line}, file=sys.stderr, flush=True)
+"""
+ALONE = "NVRTC_ATTN_TEST_ALONE"
+
+
+def alone(repository: Path, *command: str) -> None:
+    """Run Python in a process of its own. XLA ends one whose devices wait for each other; its last words are kept."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {
+        "PYTHONPATH": python_path(repository),
+        "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+        ALONE: "1",
+    }
+    waits = "import faulthandler; faulthandler.dump_traceback_later(240, exit=True); "
+    start = waits + "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_module('pytest', run_name='__main__')"
+    how = ["-c", waits + COLLECTIVES] if command[0] == "collectives" else ["-c", start, "pytest"]
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", *how, *command[1:]], cwd=repository, env=environment, timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout[-8000:]}"
+
+
+@pytest.mark.parametrize("before", ["nothing", "jax_tvm_ffi", "torch"])
+def test_jax_by_itself_has_two_gpus_work_together(before: str, repository: Path) -> None:
+    """Nothing of this package: where this fails, and torch brings a communication library of its own, look there."""
+    if len(jax.devices("gpu")) < 2:
+        pytest.skip("needs 2 GPUs")
+    if before == "jax_tvm_ffi":
+        pytest.importorskip("jax_tvm_ffi")
+    alone(repository, "collectives", before)
+
+
+@pytest.mark.parametrize("places", ["branches", "device", "device and dropout", "ring"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_devices_that_share_a_sequence(devices: int, places: str, bridge: None) -> None:
-    """Where rows lie is known to the program, or a number on the device; or keys go around: results of one call."""
+def test_devices_that_share_a_sequence(
+    devices: int, places: str, bridge: None, repository: Path, request: pytest.FixtureRequest
+) -> None:
+    """Where rows lie is known to the program, or a number on the device; or keys go around: results of one call.
+
+    That number is how many keys they see, or, with dropout, where they begin.
+    """
     if len(jax.devices("gpu")) < devices:
         pytest.skip(f"needs {devices} GPUs")
+    if devices > 1 and ALONE not in os.environ:
+        alone(repository, "pytest", "-q", "-s", f"{__file__}::{request.node.name}")
+        return
     mesh = jax.sharding.Mesh(np.array(jax.devices("gpu")[:devices]), ("s",))
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = ((2, 1024, 8, 64), (2, 1024, 2, 64), (2, 1024, 2, 64))
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
     bias = jax.random.normal(keys[4], (1, 8, 1024, 1024), np.float32)
     options: dict[str, Any] = {"causal": True, "window_size": (700, None), "softcap": 20.0}
+    if places == "device and dropout":
+        options |= {"dropout_p": 0.2, "rng": (5, 2**32 - 17)}
 
     def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
         return (attention(q, k, v, bias=bias, **options).astype(np.float32) ** 2).sum()
@@ -398,7 +469,7 @@ def test_devices_that_share_a_sequence(devices: int, places: str, bridge: None) 
                 bias=bias,
                 axis_name="s",
                 strategy="ring" if places == "ring" else "all_gather",
-                places="auto" if places == "ring" else places,
+                places="auto" if places == "ring" else places.split()[0],
                 **options,
             )
             return jax.lax.psum((out.astype(np.float32) ** 2).sum(), "s")
@@ -428,7 +499,9 @@ def of_two(repository: Path) -> dict[str, Any]:
     return run(TWO, environment)
 
 
-@pytest.mark.parametrize("case", ["swapped", "dropout swapped", "sink of the ring", "batch beside", "heads beside"])
+@pytest.mark.parametrize(
+    "case", ["swapped", "dropout swapped", "sink of the ring", "batch beside", "heads beside", "on the device"]
+)
 def test_two_gpus_together_compute_the_whole(case: str, of_two: dict[str, Any]) -> None:
     """The loss, out and all gradients, by every strategy; what dropout hides is the same, element by element."""
     assert max(of_two[f"two, {case}"]) < 2e-4, of_two[f"two, {case}"]

@@ -34,6 +34,7 @@ import nvrtc_attn  # noqa: E402
 from nvrtc_attn.base import tables  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.front.operands import FORWARD  # noqa: E402
+from nvrtc_attn.front.part import ArrayStart, Part  # noqa: E402
 from nvrtc_attn.front.philox import NO_RNG, RngState  # noqa: E402
 from nvrtc_attn.front.tensors import Device  # noqa: E402
 from nvrtc_attn.jax import attention, host  # noqa: E402
@@ -387,6 +388,29 @@ def test_a_program_that_ran_before_launches_with_the_addresses_of_its_run(
             assert (seen["out"], seen["lse"]) == (out.unsafe_buffer_pointer(), lse.unsafe_buffer_pointer())
             assert seen["rng"] == NO_RNG
     assert len(asked) == 2
+
+
+def test_where_rows_begin_is_told_to_a_launch_and_to_its_functions(
+    bridge: FakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address behind those of the operands, and the same of the array that moves their q."""
+    seen: list[Any] = []
+    monkeypatch.setattr(FakePlan, "run", lambda _self, *x: seen.append(x))
+    operands = {**dict(zip("qkv", arrays(), strict=False)), adapter.ROW_START: jnp.asarray([5], np.int32)}
+    here = operands[adapter.ROW_START].unsafe_buffer_pointer()
+    plain = adapter._Kind(CallOptions(causal=True, part=Part(rows=(ArrayStart(), 3 * M), keys=(0, N))))
+    modifier = traced(lambda s, b, h, q, k: s + 0.5 * q, None, None)
+    assert modifier is not None
+    for kind in (plain, adapter.with_modifier(plain, modifier)[0]):
+        bound = adapter._bind(kind, operands)
+        jax.block_until_ready(jax.jit(lambda *x, bound=bound: adapter._custom_call(bound, 256, *x))(*operands.values()))
+        _, addresses, _, *more = seen[-1]
+        assert len(addresses) == len(FORWARD) + 2
+        assert addresses[-2:] == (here, 0)
+        if kind is plain:
+            assert not more
+        else:
+            assert here in struct.unpack(f"<{len(more[1].block) // 8}Q", more[1].block)
 
 
 def test_unknown_program_is_an_error_not_a_wrong_launch(bridge: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
