@@ -26,6 +26,7 @@ import numpy as np
 
 from .. import api
 from ..base.errors import shown
+from ..base.forks import renew_in_child
 from ..base.tables import remember
 from ..front import philox
 from ..front.call import Call, CallOptions, describe_shapes, plain_options
@@ -68,6 +69,7 @@ __all__ = [
 _TARGET: Final = "nvrtc_attn.launch"
 _AUX: Final = "aux"
 _lock = threading.Lock()
+renew_in_child(globals(), "_lock", threading.Lock)
 _registered = False
 _host_registered = False
 _passes: dict[tuple[int, ...], _Pass] = {}

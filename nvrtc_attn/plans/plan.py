@@ -21,6 +21,7 @@ from operator import itemgetter
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from ..base import env
+from ..base.forks import renew_in_child
 from ..base.log import log_once
 from ..front import philox
 from ..front.operands import BACKWARD, FORWARD, OPERANDS
@@ -448,6 +449,7 @@ def backward_plan(
 _MAX_PLANS: Final = 4096
 _plans: dict[Hashable, Any] = {}
 _plans_lock = threading.Lock()
+renew_in_child(globals(), "_plans_lock", threading.Lock)
 
 
 def _cached(key: Hashable, make: Callable[[], _Plan]) -> _Plan:

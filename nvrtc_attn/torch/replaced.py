@@ -12,11 +12,13 @@ from typing import Any, Final
 import torch
 
 from ..base.errors import NotReadyError, UnsupportedError
+from ..base.forks import renew_in_child
 from ..base.log import log_once
 from ..front.validation import MAX_HEAD_DIM
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _lock = threading.Lock()
+renew_in_child(globals(), "_lock", threading.Lock)
 _taken: Counter[str] = Counter()
 _left: Counter[str] = Counter()
 
