@@ -29,6 +29,7 @@ from .tensors import (
     detached,
     empty_on_current,
     raw_stream,
+    refuses_nondeterminism,
     resolved,
 )
 
@@ -158,7 +159,9 @@ def _first_forward(tensors: _Tensors, numbers: tuple[Any, ...], compute_log_sume
     lse_shape = (problem.batch, query.shape[2], rows if compute_log_sumexp else 0)
     plan = None
     if 0 not in call.out_shape:
-        padded = _padded(call.with_outputs(), dense_layout(lse_shape, "float32") if compute_log_sumexp else None)
+        padded = with_padded_lse(
+            call.with_outputs(), dense_layout(lse_shape, "float32") if compute_log_sumexp else None
+        )
         plan = forward_plan(padded, call.device.index, raw_stream(call.device.index))
     return _Forward(
         plan,
@@ -213,9 +216,7 @@ def efficient_attention_backward(
     """
     if grad_out_ is None:
         return None, None, None, None
-    deterministic = (
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
+    deterministic = refuses_nondeterminism()
     _check_flags(bias_requires_grad=bias_requires_grad, shared_storage_dqdkdv=shared_storage_dqdkdv)
     splits = _integer("num_splits_key", num_splits_key)
     if deterministic and splits is not None and splits > 1:
@@ -285,7 +286,7 @@ def _first_backward(
     if dbias and bias is not None:
         made[3] = dense(bias.shape, bias.dtype)
         views["dbias"] = call.problem.dense_layout_of("dbias")
-    problem = _padded(call.with_outputs(**views), layout(lse_view))
+    problem = with_padded_lse(call.with_outputs(**views), layout(lse_view))
     return _Backward(backward_plan(problem, call.device.index, raw_stream(call.device.index)), tuple(made))
 
 
@@ -374,6 +375,6 @@ def _plain(x: Any) -> Any:
     return resolved(detached(x))
 
 
-def _padded(problem: AttentionProblem, lse: OperandLayout | None) -> AttentionProblem:
-    """The problem with the seed's log-sum-exp."""
+def with_padded_lse(problem: AttentionProblem, lse: OperandLayout | None) -> AttentionProblem:
+    """The problem with the log-sum-exp of memory-efficient attention, in rows of a multiple of `LSE_ALIGNMENT`."""
     return replace(problem, lse=lse, lse_padded=True)
