@@ -11,6 +11,8 @@ from typing import Final
 from .forks import renew_in_child
 
 LOGGER: Final = logging.getLogger("nvrtc_attn")
+_MAX_SAID: Final = 4096
+"""A message may name a shape or a file: beyond so many all may be said again."""
 _said: set[str] = set()
 _lock = threading.Lock()
 _thread = threading.local()
@@ -23,6 +25,8 @@ def log_once(message: str, level: int = logging.WARNING) -> None:
         with _lock:  # of the threads that see it missing, one says it
             if message in _said:
                 return
+            if len(_said) >= _MAX_SAID:
+                _said.clear()
             _said.add(message)
         LOGGER.log(level, message)
 

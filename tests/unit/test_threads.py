@@ -293,6 +293,14 @@ def test_a_message_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == {f"message {i}": 1 for i in range(20)}
 
 
+def test_messages_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_MAX_SAID", 10)
+    for i in range(100):
+        log.log_once(f"message {i}")
+    assert 0 < len(log._said) <= 10
+
+
 def test_held_memory_is_released_once_and_its_events_are_destroyed(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
