@@ -138,7 +138,7 @@ def _memory(buffers: Any) -> list[Memory]:
 def _changed(name: str, size: int, known: Any) -> str:
     return (
         f"jaxlib {jax.lib.__version__} has another foreign function interface: {name} takes {size} bytes, known are "
-        f"{ctypes.sizeof(known)}. Use a jaxlib that nvrtc_attn was tested with, 0.7.2 to 0.10."
+        f"{ctypes.sizeof(known)}. Use one that nvrtc_attn was tested with: docs/integrations has their versions."
     )
 
 

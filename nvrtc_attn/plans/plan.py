@@ -32,8 +32,6 @@ from ..jit.codegen import params_class
 from ..jit.compile import compile_kernels
 from ..jit.config import KernelConfig
 from ..jit.params import (
-    BACKWARD_WORKSPACES,
-    FORWARD_WORKSPACES,
     PART_FIELDS,
     RNG_ADDRESSES,
     RNG_WORDS,
@@ -164,11 +162,9 @@ class _PlanBase:
     OPERANDS: ClassVar[tuple[str, ...]]
     """Names of the operands, in the order of the addresses that ``run`` takes."""
     _BACKWARD: ClassVar[bool]
-    _WORKSPACES: ClassVar[tuple[str, ...]]
     _BEHIND: ClassVar[tuple[int, ...]]
     """Places of the operands whose pointers lie behind all else."""
 
-    @classmethod
     def __init_subclass__(cls) -> None:
         params = BackwardParams if cls._BACKWARD else ForwardParams
         cls._BEHIND = tuple(cls.OPERANDS.index(name) for name in params.BEHIND)
@@ -366,7 +362,6 @@ class ForwardPlan(_PlanBase):
     __slots__ = ()
     OPERANDS = FORWARD
     _BACKWARD = False
-    _WORKSPACES = FORWARD_WORKSPACES
 
 
 class BackwardPlan(_PlanBase):
@@ -375,7 +370,6 @@ class BackwardPlan(_PlanBase):
     __slots__ = ()
     OPERANDS = BACKWARD
     _BACKWARD = True
-    _WORKSPACES = BACKWARD_WORKSPACES
 
 
 def forward_plan(
