@@ -117,7 +117,8 @@ def array(memory: Memory) -> np.ndarray[Any, Any]:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if size == 0:
         return np.empty(shape, dtype)
-    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
+    buffer: Any = (ctypes.c_char * size).from_address(address)  # NumPy's stubs take no arrays of ctypes
+    return np.frombuffer(buffer, dtype).reshape(shape)
 
 
 def _memory(buffers: Any) -> list[Memory]:

@@ -56,6 +56,7 @@ _nodes_lock = threading.Lock()
 renew_in_child(globals(), "_nodes_lock", threading.Lock)
 POSITIONS: Final = ("b", "h", "q", "k")
 INPUTS: Final = ("score", *POSITIONS)
+FLOAT32_MAX: Final = 3.4028234663852886e38
 SCORE: Final = Node("score")
 POSITION_NODES: Final = tuple(Node(name, kind="int") for name in POSITIONS)
 

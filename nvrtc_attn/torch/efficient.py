@@ -203,6 +203,13 @@ def efficient_attention_backward(
 
     Parameters
     ----------
+    grad_out_, out : ``[B, Mq, H, Kv]``
+        In query's dtype. No ``grad_out_`` gives no gradients.
+    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, custom_mask_type, window_size
+        Those of the forward function.
+    logsumexp : float32 ``[B or nb, H, at least max_seqlen_q]``
+    philox_seed, philox_offset : int64, 0-dim
+        Read with dropout only.
     num_splits_key
         Accepted for compatibility: the key loop is always split over thread blocks. More than 1 is refused while
         ``torch.use_deterministic_algorithms(True)`` is in force, as in torch.
@@ -213,6 +220,13 @@ def efficient_attention_backward(
     -------
     grad_query, grad_key, grad_value, grad_bias
         grad_bias has the shape of ``bias``, None without ``bias_requires_grad``. All None for ``grad_out_=None``.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `nvrtc_attn.attention_backward`.
+    RuntimeError
+        ``num_splits_key`` above 1 under deterministic algorithms.
     """
     if grad_out_ is None:
         return None, None, None, None
