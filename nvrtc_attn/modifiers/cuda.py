@@ -489,21 +489,21 @@ class _Text:
     ) -> list[str]:
         """Lines that define ``roots``; ``inside``: the members themselves. ``given``: what other nodes are called."""
         lines = []
-        pending = list(dict.fromkeys(roots))
         done: set[Node] = {*given}
         self._names |= given
-
-        def define(node: Node) -> None:
+        # No recursion: a function may chain thousands of operations.
+        pending = [(x, False) for x in reversed(roots)]
+        while pending:
+            node, ready = pending.pop()
             if node in done or node.op in _LEAVES or (node in self._members and not inside):
-                return
+                continue
+            if not ready:
+                pending.append((node, True))
+                pending += [(x, False) for x in reversed(_operands(node))]
+                continue
             done.add(node)
-            for x in _operands(node):
-                define(x)
             kind = _TYPES[node.kind]
             lines.append(f"    {kind} const {self.name(node, inside=inside)} = {self._expression(node, inside)};")
-
-        for node in pending:
-            define(node)
         return lines
 
     def inside(self, load: Node) -> list[str]:
