@@ -30,7 +30,6 @@ from portable_limits import compile_all
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics import choose_forward, hopper_forward, hopper_small
-from nvrtc_attn.heuristics.hopper_forward import Tile
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec, label
 from nvrtc_attn.jit.config import KernelConfig
 
@@ -138,7 +137,7 @@ def rows() -> Iterator[Kind]:
     yield Kind(part="rows", b=1, q=1024, h=8, d=256, causal=True)
 
 
-def changes(kind: Kind, tile: Tile) -> Iterator[dict[str, Any]]:
+def changes(kind: Kind) -> Iterator[dict[str, Any]]:
     """What a candidate has other than the chosen tile."""
     if kind.part == "rows":
         problem = kind.problem()
@@ -177,7 +176,7 @@ def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
     problem = kind.problem()
     tile = hopper_forward.choose_tile(problem, NUM_SMS)
     found = {"today": hopper_forward.plan_spec(problem, tile, num_sms=NUM_SMS)}
-    for change in changes(kind, tile):
+    for change in changes(kind):
         other = replace(tile, **({"half_tile": False} | change))
         if hopper_forward.smem_bytes(hopper_forward.config_of(problem, other)) > SMEM_LIMIT:
             continue

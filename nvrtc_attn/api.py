@@ -434,9 +434,20 @@ def backward_allocating(
 
 
 def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
-    """Bytes that `attention_forward` needs in ``workspace`` for these arguments (keyword arguments as there); often 0.
+    """Bytes that `attention_forward` needs in ``workspace`` for these arguments; often 0, and always on the CPU.
 
     Compiles and loads the kernels, so that the next call finds them.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As of `attention_forward`. Of ``lse`` and ``max_logit`` it matters whether they are None; ``rng`` and
+        ``workspace`` are not looked at.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError, CudaError
+        As `attention`.
     """
     given = {f"return_{name}": options.pop(name, None) is not None for name in ("lse", "max_logit")}
     call = _describe_for_query("forward_workspace_bytes", q, k, v, {**given, **options})
@@ -450,8 +461,20 @@ def backward_workspace_bytes(
 ) -> int:
     """Bytes that `attention_backward` needs in ``workspace`` for dense, aligned gradients (arguments as there).
 
-    ``dbias`` and ``dsink`` say whether the gradients of bias and sink are wanted, ``daux`` has something else than None
-    for each captured array whose gradient is. Compiles and loads the kernels.
+    Compiles and loads the kernels, so that the next call finds them. 0 on the CPU.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As of `attention_backward`, without what the forward pass returned and the gradients. ``daux`` has something
+        else than None for each captured array whose gradient is wanted.
+    dbias, dsink
+        Whether the gradients of bias and sink are wanted.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError, CudaError
+        As `attention`.
     """
     options.pop("dlse", None)
     options["return_lse"] = True
@@ -502,17 +525,17 @@ def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
 
 
 def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], **gradients: Any) -> Call:
-    tensors = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
-    tensors["modifier"] = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
+    arguments: dict[str, Any] = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
+    arguments["modifier"] = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
     daux = options.pop("daux", None)
-    tensors["trained"] = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
+    arguments["trained"] = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     stream = options.pop("stream", None)
     for ignored in ("rng", "workspace"):
         options.pop(ignored, None)
     for name in options:
         if name not in CallOptions._fields or name in OPTIONAL_GRADIENTS:
             raise unexpected(function, name, [*OPTIONAL_INPUTS, *set(CallOptions._fields) - set(OPTIONAL_GRADIENTS)])
-    return checked_call(q, k, v, **tensors, options=CallOptions(**options, **gradients), stream=stream)
+    return checked_call(q, k, v, **arguments, options=CallOptions(**options, **gradients), stream=stream)
 
 
 def _sign(
@@ -525,14 +548,12 @@ def _sign(
     return sign((*operands, workspace, *modifier.captures, *(daux or ())), options, modifier)
 
 
-def no_functions() -> ValueError:
-    return ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
-
-
 def _modifier(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier | None:
     """What the functions of a call mean; None without them."""
     if score_mod is None and mask_mod is None:
         if aux is not None:
+            from .modifiers.trace import no_functions
+
             raise no_functions()
         return None
     found = again(score_mod, mask_mod, aux)

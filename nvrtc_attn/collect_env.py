@@ -13,7 +13,6 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,17 +43,6 @@ _NOT_HERE: Final = (
     "this report: from nvrtc_attn.doctor import show; show()"
 )
 """Where calls of torch's attention are counted that ``enable_sdpa`` took or left to torch."""
-
-_ACCESSORS: Final[dict[str, Callable[[], object]]] = {
-    "NVRTC_ATTN_CACHE_DIR": env.cache_dir,
-    "NVRTC_ATTN_CACHE_SIZE": env.cache_size_bytes,
-    "NVRTC_ATTN_NO_COMPILE": env.no_compile,
-    "NVRTC_ATTN_ASSERT_CACHED": env.assert_cached,
-    "NVRTC_ATTN_CUTLASS_DIR": env.cutlass_dir,
-    "NVRTC_ATTN_BACKEND": env.backend,
-    "NVRTC_ATTN_AUTOTUNE": env.autotune,
-    "NVRTC_ATTN_DEBUG": env.debug,
-}
 
 
 def collect() -> dict[str, Any]:
@@ -100,12 +88,12 @@ def _package(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def _environment(report: dict[str, Any], problems: list[str]) -> dict[str, str]:
-    for name, accessor in _ACCESSORS.items():
+    for name, accessor in env.ACCESSORS.items():
         try:
             accessor()
         except Exception as error:
             problems.append(f"environment: {error}" if name in str(error) else f"environment: {name}: {error}")
-    names = [*(variable.name for variable in env.VARIABLES), "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"]
+    names = [*env.ACCESSORS, "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"]
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

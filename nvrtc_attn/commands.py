@@ -320,7 +320,6 @@ def cache_verify() -> None:
 
 
 def _kernel_cache() -> KernelCache:
-
     try:
         return kernel_cache()
     except ValueError as error:

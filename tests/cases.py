@@ -433,6 +433,36 @@ def summed_rows_error(case: Case, arrays: dict[str, Array], exact: dict[str, Arr
     return float(4 * np.sqrt((share**2 * np.nan_to_num(variance)).sum((0, 2)).max()))
 
 
+def breaches(
+    case: Case, values: dict[str, Array], exact: dict[str, Array], low: dict[str, Array], arrays: dict[str, Array]
+) -> list[str]:
+    """What breaks the error rule (docs/guide/semantics.md, Precision): one line an array."""
+    lines = []
+    for name, value in values.items():
+        truth = exact[name].astype(np.float64)
+        if not value.size:
+            continue
+        finite = np.isfinite(truth)
+        if not np.array_equal(value[~finite], truth[~finite]):
+            lines.append(f"{name}: infinities differ from the oracle's")
+            continue
+        error = np.abs(value[finite] - truth[finite])
+        if not np.isfinite(error).all():
+            lines.append(f"{name}: {int((~np.isfinite(error)).sum())} elements of {value.size} are NaN or infinite")
+            continue
+        bound = error_bound(truth, low[name], "float32" if name == "lse" else case.dtype)
+        if name == "dbias":
+            bound += summed_delta_error(case, arrays, exact)
+        if name == "dsink":
+            bound += summed_rows_error(case, arrays, exact)
+        if name == "lse":  # its inputs are rounded scores in the yardstick; ours is float32 throughout
+            bound = max(bound, 1e-5)
+        worst = float(error.max(initial=0.0))
+        if worst > bound:
+            lines.append(f"{name}: max error {worst:.3e}, allowed {bound:.3e}")
+    return lines
+
+
 def _sequences(case: Case) -> Iterator[tuple[int, int, slice, slice]]:
     """(b, index of the leading dim, query tokens, key tokens) of each sequence."""
     if not case.num_heads:

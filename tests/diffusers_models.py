@@ -1,13 +1,25 @@
-"""Tiny random models of diffusers, with the inputs of a call."""
+"""Tiny random models of diffusers, with the inputs of a call.
+
+Whoever imports this is skipped where diffusers is not installed.
+"""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
-import torch
-from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-from own_attention import weighted_sum
+import pytest
+from own_attention import torch, weighted_sum
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    attention_dispatch = pytest.importorskip(
+        "diffusers.models.attention_dispatch", reason="this diffusers has no attention backends"
+    )
+    attention_processor = pytest.importorskip("diffusers.models.attention_processor")
+    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
 
 def flux(head_dim: int = 16, image: int = 16, text: int = 6) -> tuple[Any, dict[str, Any]]:

@@ -163,8 +163,8 @@ def named_cases() -> list[ModifierCase]:
 # ------------------------------------------------------------------------------------------------------- the grammar
 
 
-def random_case(seed: int, *, smooth: bool = True) -> ModifierCase:
-    """A random modifier of the grammar; ``smooth`` leaves out what finite differences cannot follow."""
+def random_case(seed: int) -> ModifierCase:
+    """A random modifier of the grammar."""
     rng = np.random.default_rng(seed)
     expression = _score(rng, 3)
     masks = rng.random() < 0.5

@@ -1,4 +1,7 @@
-"""Results of whole models, judged by those of the same model with its own attention in float32."""
+"""Results of whole models, judged by those of the same model with its own attention in float32.
+
+Whoever imports this is skipped where torch is not installed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Of the largest element of a tensor: what may be lost where the model's own attention happens to lose nothing.
 _FLOOR = {torch.float32: 5e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}

@@ -1,14 +1,23 @@
-"""Tiny random models of transformers, small for the CPU, large enough for tiles on the GPU, and what they compute."""
+"""Tiny random models of transformers, small for the CPU, large enough for tiles on the GPU, and what they compute.
+
+Whoever imports this is skipped where transformers is not installed.
+"""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from own_attention import weighted_sum
+import pytest
+from own_attention import torch, weighted_sum
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("transformers.masking_utils", reason="this transformers has no mask interface")
+    from transformers.generation.logits_process import LogitsProcessorList  # noqa: F401  loads generation now
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,38 @@ def results(model: Any, implementation: str, keep: Any, given: dict[str, Any]) -
     weighted_sum(out).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return {"out": out.detach(), **gradients}
+
+
+def check_generate(name: str, cache: str, rows: int, size: Size = SMALL, device: str = "cpu") -> None:
+    """Greedy and beam search over a cache, "dynamic" or "static", give the tokens of eager attention."""
+    if name == "whisper" and cache == "static":
+        pytest.skip("Whisper's generate makes its own caches")
+    model = MODELS[name](size).eval().to(device)
+    ids, keep = (x.to(device) for x in tokens(rows))
+    arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": keep}
+    if name == "whisper":
+        arguments = {"input_features": sound(size).to(device), "language": None}
+    for beams in (1, 2):
+        outputs = []
+        for implementation in ("eager", "nvrtc_attn"):
+            model.set_attn_implementation(implementation)
+            with torch.no_grad():
+                outputs.append(
+                    model.generate(
+                        **arguments, max_new_tokens=8, min_new_tokens=8, do_sample=False, num_beams=beams,
+                        cache_implementation=None if cache == "dynamic" else cache, disable_compile=True,
+                    )
+                )  # fmt: skip
+        torch.testing.assert_close(outputs[1], outputs[0], atol=0, rtol=0)
+
+
+def continued(model: Any, implementation: str, ids: Any, keep: Any, cached: int) -> Any:
+    """The logits of the tokens behind the first ``cached`` ones, whose keys come from a cache."""
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        first = model(input_ids=ids[:, :cached], attention_mask=keep[:, :cached], use_cache=True)
+        rest = model(input_ids=ids[:, cached:], attention_mask=keep, past_key_values=first.past_key_values)
+    return rest.logits
 
 
 def trainer_losses(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,57 +16,20 @@ _TRUE: Final = ("1", "true", "yes", "on")
 _FALSE: Final = ("0", "false", "no", "off")
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """One row of the table in docs/configuration.md and of ``python -m nvrtc_attn doctor``."""
-
-    name: str
-    default: str
-    allowed: str
-    meaning: str
-
-
 _BOOLEAN: Final = "one of 1, true, yes, on, 0, false, no, off"
-VARIABLES: Final = (
-    Variable(
-        "NVRTC_ATTN_CACHE_DIR",
-        "$XDG_CACHE_HOME/nvrtc_attn, else ~/.cache/nvrtc_attn",
-        "an absolute path",
-        "directory of compiled kernels",
-    ),
-    Variable(
-        "NVRTC_ATTN_CACHE_SIZE", str(DEFAULT_CACHE_SIZE_BYTES), "a positive number of bytes", "size of that cache"
-    ),
-    Variable("NVRTC_ATTN_NO_COMPILE", "0", _BOOLEAN, "never compile and never write the cache: a miss is an error"),
-    Variable("NVRTC_ATTN_ASSERT_CACHED", "0", _BOOLEAN, "a compile where a cache hit was expected is an error"),
-    Variable("NVRTC_ATTN_CUTLASS_DIR", "the bundled headers", "a directory", "another CUTLASS checkout or include dir"),
-    Variable("NVRTC_ATTN_BACKEND", "auto", f"one of {', '.join(BACKENDS)}", "kernel family"),
-    Variable(
-        "NVRTC_ATTN_AUTOTUNE",
-        "unset: plans measured earlier",
-        _BOOLEAN,
-        "1 measures candidate plans of a new problem and remembers the fastest, 0 always takes the built-in table",
-    ),
-    Variable(
-        "NVRTC_ATTN_DUMP",
-        "nothing is written",
-        "an absolute path",
-        "directory for the source, log and cubin of every kernel that a process brings up",
-    ),
-    Variable(
-        "NVRTC_ATTN_PCH_DIR",
-        "headers are read anew",
-        "an absolute path",
-        "directory for precompiled headers, while a compiler process lives: faster compiles of many kernels",
-    ),
-    Variable(
-        "NVRTC_ATTN_DEBUG",
-        "0",
-        _BOOLEAN,
-        "check values that live on the device (synchronises): lengths, and indices of arrays that functions captured",
-    ),
-)
-_BY_NAME: Final = {variable.name: variable for variable in VARIABLES}
+_ALLOWED: Final = {
+    "NVRTC_ATTN_CACHE_DIR": "an absolute path",
+    "NVRTC_ATTN_CACHE_SIZE": "a positive number of bytes",
+    "NVRTC_ATTN_NO_COMPILE": _BOOLEAN,
+    "NVRTC_ATTN_ASSERT_CACHED": _BOOLEAN,
+    "NVRTC_ATTN_CUTLASS_DIR": "a directory",
+    "NVRTC_ATTN_BACKEND": f"one of {', '.join(BACKENDS)}",
+    "NVRTC_ATTN_AUTOTUNE": _BOOLEAN,
+    "NVRTC_ATTN_DUMP": "an absolute path",
+    "NVRTC_ATTN_PCH_DIR": "an absolute path",
+    "NVRTC_ATTN_DEBUG": _BOOLEAN,
+}
+"""What a value may be, as a message says it. docs/configuration.md has defaults and meanings."""
 
 
 def _read(name: str) -> str:
@@ -76,8 +38,7 @@ def _read(name: str) -> str:
 
 
 def _refuse(name: str, value: str, why: str = "") -> ValueError:
-    allowed = _BY_NAME[name].allowed
-    return ValueError(f"{name}={value!r} is not {allowed}{why}; see `python -m nvrtc_attn doctor`")
+    return ValueError(f"{name}={value!r} is not {_ALLOWED[name]}{why}; see `python -m nvrtc_attn doctor`")
 
 
 def _boolean_or_unset(name: str) -> bool | None:
@@ -197,3 +158,18 @@ def debug() -> bool:
 def autotune() -> bool | None:
     """Whether plans are chosen by measurement (`nvrtc_attn.plans.autotune`); ``None`` where the user leaves it open."""
     return _boolean_or_unset("NVRTC_ATTN_AUTOTUNE")
+
+
+ACCESSORS: Final[dict[str, Callable[[], object]]] = {
+    "NVRTC_ATTN_CACHE_DIR": cache_dir,
+    "NVRTC_ATTN_CACHE_SIZE": cache_size_bytes,
+    "NVRTC_ATTN_NO_COMPILE": no_compile,
+    "NVRTC_ATTN_ASSERT_CACHED": assert_cached,
+    "NVRTC_ATTN_CUTLASS_DIR": cutlass_dir,
+    "NVRTC_ATTN_BACKEND": backend,
+    "NVRTC_ATTN_AUTOTUNE": autotune,
+    "NVRTC_ATTN_DUMP": dump_dir,
+    "NVRTC_ATTN_PCH_DIR": pch_dir,
+    "NVRTC_ATTN_DEBUG": debug,
+}
+"""Every variable and what reads it: raises ``ValueError`` for a value that is not allowed."""

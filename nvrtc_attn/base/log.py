@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from .forks import renew_in_child
+
 LOGGER: Final = logging.getLogger("nvrtc_attn")
+_MAX_SAID: Final = 4096
+"""A message may name a shape or a file: beyond so many all may be said again."""
 _said: set[str] = set()
 _lock = threading.Lock()
 _thread = threading.local()
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+renew_in_child(globals(), "_lock", threading.Lock)
 
 
 def log_once(message: str, level: int = logging.WARNING) -> None:
@@ -30,6 +25,8 @@ def log_once(message: str, level: int = logging.WARNING) -> None:
         with _lock:  # of the threads that see it missing, one says it
             if message in _said:
                 return
+            if len(_said) >= _MAX_SAID:
+                _said.clear()
             _said.add(message)
         LOGGER.log(level, message)
 

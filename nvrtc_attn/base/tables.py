@@ -8,10 +8,13 @@ from __future__ import annotations
 import threading
 from typing import Any, Final, TypeVar
 
+from .forks import renew_in_child
+
 MAX_ENTRIES: Final = 4096
 """Of a table that says nothing else: more than a process has kinds of calls at a time."""
 _Value = TypeVar("_Value")
 _lock = threading.Lock()
+renew_in_child(globals(), "_lock", threading.Lock)
 
 
 def remember(table: dict[Any, _Value], key: Any, value: _Value, most: int | None = None) -> _Value:

@@ -223,6 +223,50 @@ class Plan:
         return ~keep.reshape(batches, -1, self.group, i1 - i0, j1 - j0)
 
 
+def _packed_starts(
+    cu_seqlens_q: npt.ArrayLike | None, cu_seqlens_k: npt.ArrayLike | None, q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...], has_scores: bool,
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Where packed sequences begin and the last one ends; ``has_scores`` where the call has a bias or a mask."""
+    if cu_seqlens_q is None or cu_seqlens_k is None or q_shape[0] != 1:
+        raise ValueError(f"cu_seqlens_q, cu_seqlens_k: accepted are both or neither, with batch 1 (got {q_shape[0]})")
+    if has_scores:
+        raise UnsupportedError("bias, mask: not supported with cu_seqlens; pass padded batches instead")
+    starts_q = _check_starts("cu_seqlens_q", cu_seqlens_q, q_shape[1])
+    starts_k = _check_starts("cu_seqlens_k", cu_seqlens_k, k_shape[1])
+    if len(starts_q) != len(starts_k):
+        raise ValueError(f"cu_seqlens_k: got {len(starts_k)} values; accepted is {len(starts_q)} as in cu_seqlens_q")
+    return starts_q, starts_k
+
+
+def _used_lengths(seqused_k: npt.ArrayLike, slots: list[int]) -> list[int]:
+    """The keys used of each sequence, of which ``slots`` has room for."""
+    used = [int(n) for n in np.asarray(seqused_k)]
+    if len(used) != len(slots) or any(not 0 <= n <= slot for n, slot in zip(used, slots, strict=True)):
+        raise ValueError(f"seqused_k: got {used}; accepted is one length per sequence, at most {slots}")
+    return used
+
+
+def _packed_pieces(starts_q: list[int], starts_k: list[int], used: list[int] | None, heads: list[slice]) -> list[Piece]:
+    """A piece for each packed sequence and group of key heads."""
+    pieces = []
+    for b, ((start_q, end_q), (start_k, end_k)) in enumerate(zip(pairwise(starts_q), pairwise(starts_k), strict=True)):
+        keys = slice(start_k, end_k if used is None else start_k + used[b])
+        pieces += [Piece(slice(0, 1), b, slice(start_q, end_q), keys, group) for group in heads]
+    return pieces
+
+
+def _padded_pieces(
+    batch: int, batch_step: int, seqlen_q: int, seqlen_k: int, used: list[int] | None, heads: list[slice]
+) -> list[Piece]:
+    """A piece for each group of batch entries and of key heads."""
+    pieces = []
+    for b in range(0, batch, batch_step):
+        tokens = slice(0, seqlen_q), slice(0, seqlen_k if used is None else used[b])
+        pieces += [Piece(slice(b, min(b + batch_step, batch)), b, *tokens, group) for group in heads]
+    return pieces
+
+
 def make_plan(
     q: Array,
     k: Array,
@@ -248,6 +292,15 @@ def make_plan(
     block_n: int,
     modifier: HostModifier | None = None,
 ) -> Plan:
+    """Check one call, and divide it into pieces of about ``block_m`` x ``block_n`` scores.
+
+    Raises
+    ------
+    ValueError
+        A shape, length or number that no call has.
+    UnsupportedError
+        A bias or mask with packed sequences.
+    """
     _check_operands(q, k, v)
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, num_heads_kv = k.shape[1:3]
@@ -272,16 +325,8 @@ def make_plan(
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     starts_q, starts_k = [0, seqlen_q], [0, seqlen_k]
     if varlen:
-        if cu_seqlens_q is None or cu_seqlens_k is None or batch != 1:
-            raise ValueError(f"cu_seqlens_q, cu_seqlens_k: accepted are both or neither, with batch 1 (got {batch})")
-        if bias is not None or mask is not None:
-            raise UnsupportedError("bias, mask: not supported with cu_seqlens; pass padded batches instead")
-        starts_q = _check_starts("cu_seqlens_q", cu_seqlens_q, seqlen_q)
-        starts_k = _check_starts("cu_seqlens_k", cu_seqlens_k, seqlen_k)
-        if len(starts_q) != len(starts_k):
-            raise ValueError(
-                f"cu_seqlens_k: got {len(starts_k)} values; accepted is {len(starts_q)} as in cu_seqlens_q"
-            )
+        has_scores = bias is not None or mask is not None
+        starts_q, starts_k = _packed_starts(cu_seqlens_q, cu_seqlens_k, q.shape, k.shape, has_scores)
     lengths_q = [b - a for a, b in pairwise(starts_q)]
     lengths_k = [b - a for a, b in pairwise(starts_k)]
     for name, given, needed in (
@@ -297,12 +342,7 @@ def make_plan(
     if sink is not None and sink.shape != (num_heads,):
         raise ValueError(f"sink: got shape {sink.shape}; accepted is {(num_heads,)}, one logit a query head")
 
-    used: list[int] | None = None
-    if seqused_k is not None:
-        used = [int(n) for n in np.asarray(seqused_k)]
-        slots = lengths_k if varlen else lengths_k * batch
-        if len(used) != len(slots) or any(not 0 <= n <= slot for n, slot in zip(used, slots, strict=True)):
-            raise ValueError(f"seqused_k: got {used}; accepted is one length per sequence, at most {slots}")
+    used = None if seqused_k is None else _used_lengths(seqused_k, lengths_k if varlen else lengths_k * batch)
 
     rows = min(max(seqlen_q, 1), max(1, block_m // group)) * group
     columns = min(max(seqlen_k, 1), block_n)
@@ -310,19 +350,13 @@ def make_plan(
     units = max(1, min(block_m * block_n // (rows * columns), _OPERAND_ELEMENTS // operand_size))
     head_step = min(units, max(1, num_heads_kv))
     batch_step = max(1, units // max(1, num_heads_kv)) if used is None and head_step >= num_heads_kv else 1
-    pieces: list[Piece] = []
     # Key heads that no query head reads are no work: their gradients stay zero.
     busy_heads = num_heads_kv if num_heads else 0
     heads = [slice(h, min(h + head_step, busy_heads)) for h in range(0, busy_heads, head_step)]
     if varlen:
-        for b, (start_q, start_k) in enumerate(zip(starts_q[:-1], starts_k[:-1], strict=True)):
-            num_keys = lengths_k[b] if used is None else used[b]
-            tokens = slice(start_q, start_q + lengths_q[b]), slice(start_k, start_k + num_keys)
-            pieces += [Piece(slice(0, 1), b, *tokens, part) for part in heads]
+        pieces = _packed_pieces(starts_q, starts_k, used, heads)
     else:
-        for b in range(0, batch, batch_step):
-            tokens = slice(0, seqlen_q), slice(0, seqlen_k if used is None else used[b])
-            pieces += [Piece(slice(b, min(b + batch_step, batch)), b, *tokens, part) for part in heads]
+        pieces = _padded_pieces(batch, batch_step, seqlen_q, seqlen_k, used, heads)
     longest_q = max_seqlen_q if varlen and max_seqlen_q is not None else max(lengths_q, default=0)
     longest_k = max_seqlen_k if varlen and max_seqlen_k is not None else max(lengths_k, default=0)
     bottom_right = causal != "top_left"

@@ -344,29 +344,10 @@ def build_problem(
     sizes = (0, 0, 0, 0)
     if ranks_fit:
         sizes = (lengths[0], q.shape[2], *lengths[1:]) if varlen else (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    given_part: object = part
-    if not isinstance(given_part, Part | None):
-        found.kind(f"part: got {shown(part)} of type {type(part).__name__}. It is an nvrtc_attn.Part or None.")
-    elif part is not None and ranks_fit:
-        part.check(found, sizes, varlen)
     bottom_right = not (isinstance(causal, str) and causal == "top_left")
     # Where the used keys end is known on the device alone, and a diagonal from the bottom right ends there.
     follows_used = bottom_right and seqused_k is not None and not varlen and window != (None, None)
-    if follows_used and isinstance(given_part, Part) and not given_part.follows_used_keys(sizes[3]):
-        found.unsupported(
-            f"part, keys: got {shown(given_part.keys)} with seqused_k and a causal mask or window that ends with the "
-            f'used keys, of which the part does not know how many the whole has. Pass causal="top_left", or all keys.'
-        )
-    on_device = isinstance(given_part, Part) and given_part.has_arrays
-    if on_device and seqused_k is not None:
-        found.unsupported(
-            "part, seqused_k: got both an array of where the part begins and lengths. Pass integers (start, size)."
-        )
-    if on_device and isinstance(given_part, Part) and given_part.plan_as:
-        found.unsupported(
-            "part, plan_as: got True with an array of where the part begins, of which the whole's tiles depend. Pass "
-            "integers (start, size)."
-        )
+    _check_part(found, part, sizes if ranks_fit else None, varlen, seqused_k is not None, follows_used)
     found.stop()
 
     if dropout and philox.threshold(dropout) < 0:
@@ -378,19 +359,10 @@ def build_problem(
         whole = part.whole(sizes)
         plan_as = PlanAs(whole, _effective_window(window, *whole[2:], bottom_right), bottom_right)
     placed = part is not None and part.has_arrays
-    if part is not None and placed:
-        # What hides nothing of the whole hides nothing of the part. What hides all or nothing of it nobody knows here.
-        whole = part.whole(sizes)
-        left, right = _effective_window(window, *whole[2:], bottom_right)
-        shift = part.shift(seqlen_q, seqlen_k, bottom_right)
-        window = None if left is None else left - shift, None if right is None else right + shift
-        bottom_right = False
-    elif part is not None and follows_used:
-        window = _relative_window(window, part.shift_of_used_keys(seqlen_q), seqlen_k, seqlen_k)
-    elif part is not None and not varlen:
-        window = _relative_window(window, part.shift(seqlen_q, seqlen_k, bottom_right), seqlen_q, seqlen_k)
-        bottom_right = False
-    left, right = window if placed else _effective_window(window, seqlen_q, seqlen_k, bottom_right)
+    if part is None:
+        left, right = _effective_window(window, seqlen_q, seqlen_k, bottom_right)
+    else:
+        (left, right), bottom_right = _window_of_part(part, window, sizes, bottom_right, varlen, follows_used)
     layouts: dict[str, Any] = {name: layout(x) for name, x in tensors.items() if not OPERANDS[name].is_lengths}
     return AttentionProblem(
         dtype=q.dtype,
@@ -423,6 +395,55 @@ def build_problem(
         dbias=flags["dbias"],
         dsink=flags["dsink"],
     )
+
+
+def _check_part(
+    found: Violations, part: object, sizes: Sequence[int] | None, varlen: bool, seqused: bool, follows_used: bool
+) -> None:
+    """Whether a call of these sizes, None where its operands have wrong ranks, can be this part of a larger one."""
+    if part is None:
+        return
+    if not isinstance(part, Part):
+        found.kind(f"part: got {shown(part)} of type {type(part).__name__}. It is an nvrtc_attn.Part or None.")
+        return
+    if sizes is not None:
+        part.check(found, sizes, varlen)
+    if follows_used and not part.follows_used_keys(0 if sizes is None else sizes[3]):
+        found.unsupported(
+            f"part, keys: got {shown(part.keys)} with seqused_k and a causal mask or window that ends with the "
+            f'used keys, of which the part does not know how many the whole has. Pass causal="top_left", or all keys.'
+        )
+    if part.has_arrays and seqused:
+        found.unsupported(
+            "part, seqused_k: got both an array of where the part begins and lengths. Pass integers (start, size)."
+        )
+    if part.has_arrays and part.plan_as:
+        found.unsupported(
+            "part, plan_as: got True with an array of where the part begins, of which the whole's tiles depend. Pass "
+            "integers (start, size)."
+        )
+
+
+def _window_of_part(
+    part: Part, window: tuple[int | None, int | None], sizes: Sequence[int], bottom_right: bool, varlen: bool,
+    follows_used: bool,
+) -> tuple[tuple[int | None, int | None], bool]:  # fmt: skip
+    """The bounds for a part, of those of the whole, and whether they count from the bottom right.
+
+    They are relative to the part's first row and key, but for packed sequences and a diagonal that follows used keys.
+    """
+    seqlen_q, seqlen_k = sizes[2:]
+    if part.has_arrays:
+        # What hides nothing of the whole hides nothing of the part. What hides all or nothing of it nobody knows here.
+        left, right = _effective_window(window, *part.whole(sizes)[2:], bottom_right)
+        shift = part.shift(seqlen_q, seqlen_k, bottom_right)
+        return (None if left is None else left - shift, None if right is None else right + shift), False
+    if follows_used:
+        window = _relative_window(window, part.shift_of_used_keys(seqlen_q), seqlen_k, seqlen_k)
+    elif not varlen:
+        window = _relative_window(window, part.shift(seqlen_q, seqlen_k, bottom_right), seqlen_q, seqlen_k)
+        bottom_right = False
+    return _effective_window(window, seqlen_q, seqlen_k, bottom_right), bottom_right
 
 
 def _pitches(part: Part | None, sizes: Sequence[int]) -> tuple[int, int, int] | None:

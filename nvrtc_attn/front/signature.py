@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..base import env
+from ..base.forks import renew_in_child
 from ..modifiers.modifier import Modifier
 from .call import CallOptions
 from .guards import RECENT, guard, has_room
@@ -145,7 +146,8 @@ _numbers: dict[tuple[Any, ...], int] = {}
 # guards of the tensors that were seen last, their number and GPU.
 _known: dict[tuple[int, bool], tuple[tuple[Callable[..., bool], int, int], ...]] = {}
 _counter: Final = itertools.count()
-_lock: Final = threading.Lock()
+_lock = threading.Lock()
+renew_in_child(globals(), "_lock", threading.Lock)
 _MAX_ENTRIES: Final = 4096
 
 

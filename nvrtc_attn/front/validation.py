@@ -217,51 +217,11 @@ def check_varlen(
     given: dict[str, object] = {"q": max_seqlen_q, "k": max_seqlen_k}
     longest = {side: check_integer(found, f"max_seqlen_{side}", value) for side, value in given.items()}
     if not varlen:
-        for side, length in longest.items():
-            if length is not None:
-                found.value(
-                    f"max_seqlen_{side}: got {shown(length)} without cu_seqlens. Dense lengths come from the shapes. "
-                    f"Remove it."
-                )
-        if "seqused_k" in tensors and ranks_fit:
-            used, (batch, columns) = tensors["seqused_k"], tensors["k"].shape[:2]
-            if used.shape[0] != batch:
-                found.value(f"seqused_k: shape {used.shape}. The batch is {batch}, one element for each entry.")
-            else:
-                _check_dense_vector(found, "seqused_k", used)
-                values = as_numpy(used) if (used.device.type, used.dtype) == ("cpu", "int32") else None
-                for fault in check_lengths(
-                    None, None, values, total_q=None, total_k=columns, max_seqlen_q=None, max_seqlen_k=None
-                ):
-                    found.value(fault)
+        _check_padded(found, tensors, longest, ranks_fit)
         return 0, 0, 0
 
     totals = {side: tensors[side].shape[1] if ranks_fit else None for side in "qk"}
-    counts: dict[str, int] = {}
-    for side in "qk":
-        name = f"cu_seqlens_{side}"
-        if name not in tensors:
-            found.value(f"{name}: got None with cu_seqlens_{'k' if side == 'q' else 'q'}. Both are needed, or none.")
-            continue
-        cu_seqlens = tensors[name]
-        length = longest[side]
-        if length is None:
-            if given[side] is None:  # otherwise its kind was refused above
-                found.value(
-                    f"max_seqlen_{side}: got None with {name}. It sizes the launch, and reading it from the device "
-                    f"would wait for the GPU. Pass the longest sequence, or a bound of it."
-                )
-        elif not 0 <= length < 2**31:
-            # A loose bound (the model's longest sequence) is what callers have: no limit but the kernels' int32.
-            found.value(
-                f"max_seqlen_{side}: got {shown(length)}. It is the longest sequence, or a bound of it, and less than "
-                f"2**31."
-            )
-        if len(cu_seqlens.shape) == 1:
-            counts[name] = cu_seqlens.shape[0] - 1
-            if counts[name] < 0:
-                found.value(f"{name}: shape (0,). It has one element more than there are sequences, at least one.")
-            _check_dense_vector(found, name, cu_seqlens)
+    counts = _check_starts(found, tensors, given, longest)
     if len(set(counts.values())) > 1:
         q_len, k_len = (tensors[name].shape[0] for name in counts)
         found.value(
@@ -292,6 +252,61 @@ def check_varlen(
     ):
         found.value(fault)
     return batch, longest["q"] or 0, longest["k"] or 0
+
+
+def _check_padded(
+    found: Violations, tensors: dict[str, TensorView], longest: dict[str, int | None], ranks_fit: bool
+) -> None:
+    """The lengths of a call whose sequences are not packed: ``seqused_k`` alone."""
+    for side, length in longest.items():
+        if length is not None:
+            found.value(
+                f"max_seqlen_{side}: got {shown(length)} without cu_seqlens. Dense lengths come from the shapes. "
+                f"Remove it."
+            )
+    if "seqused_k" in tensors and ranks_fit:
+        used, (batch, columns) = tensors["seqused_k"], tensors["k"].shape[:2]
+        if used.shape[0] != batch:
+            found.value(f"seqused_k: shape {used.shape}. The batch is {batch}, one element for each entry.")
+        else:
+            _check_dense_vector(found, "seqused_k", used)
+            values = as_numpy(used) if (used.device.type, used.dtype) == ("cpu", "int32") else None
+            for fault in check_lengths(
+                None, None, values, total_q=None, total_k=columns, max_seqlen_q=None, max_seqlen_k=None
+            ):
+                found.value(fault)
+
+
+def _check_starts(
+    found: Violations, tensors: dict[str, TensorView], given: dict[str, object], longest: dict[str, int | None]
+) -> dict[str, int]:
+    """Check ``cu_seqlens`` and the longest sequences; the number of sequences by the name of the array that says it."""
+    counts: dict[str, int] = {}
+    for side in "qk":
+        name = f"cu_seqlens_{side}"
+        if name not in tensors:
+            found.value(f"{name}: got None with cu_seqlens_{'k' if side == 'q' else 'q'}. Both are needed, or none.")
+            continue
+        cu_seqlens = tensors[name]
+        length = longest[side]
+        if length is None:
+            if given[side] is None:  # otherwise its kind was refused above
+                found.value(
+                    f"max_seqlen_{side}: got None with {name}. It sizes the launch, and reading it from the device "
+                    f"would wait for the GPU. Pass the longest sequence, or a bound of it."
+                )
+        elif not 0 <= length < 2**31:
+            # A loose bound (the model's longest sequence) is what callers have: no limit but the kernels' int32.
+            found.value(
+                f"max_seqlen_{side}: got {shown(length)}. It is the longest sequence, or a bound of it, and less than "
+                f"2**31."
+            )
+        if len(cu_seqlens.shape) == 1:
+            counts[name] = cu_seqlens.shape[0] - 1
+            if counts[name] < 0:
+                found.value(f"{name}: shape (0,). It has one element more than there are sequences, at least one.")
+            _check_dense_vector(found, name, cu_seqlens)
+    return counts
 
 
 def _check_dense_vector(found: Violations, name: str, tensor: TensorView) -> None:

@@ -1,12 +1,16 @@
 """Adapters to model libraries, one module each. None is imported unless asked for, and none imports another.
 
-`flash_attn`, `xformers` and `evoformer` offer the functions of these packages under their own signatures;
-`transformers` and `diffusers` have a ``register()`` that makes ``"nvrtc_attn"`` a name the library knows.
+`flash_attn`, `xformers` and `evoformer` offer the functions of these packages under their own signatures, `flax` an
+``attention_fn``; `transformers`, `diffusers` and `comfyui` have a ``register()`` that makes ``"nvrtc_attn"`` a name the
+library knows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from ..base.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -23,3 +27,15 @@ def mask_reasons(name: str, mask: torch.Tensor | None) -> list[str]:
         return []
     reason = f"{name}: dtype {mask.dtype}. It is bool, True keeps the key, or floating, added to the scores."
     return [f"{reason} Of ones and zeros: {name}.bool()."]
+
+
+def refuse(what: str, reasons: Sequence[str]) -> None:
+    """Raise for ``what``, such as ``"call of flax"``, if there are reasons against it: with every one.
+
+    Raises
+    ------
+    UnsupportedError
+        ``reasons`` are not empty.
+    """
+    if reasons:
+        raise UnsupportedError(f"nvrtc_attn does not compute this {what}.", reasons)

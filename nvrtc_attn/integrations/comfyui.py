@@ -10,7 +10,7 @@ import torch
 from ..base.errors import UnsupportedError
 from ..base.log import log_once
 from ..torch import attention
-from . import mask_reasons
+from . import mask_reasons, refuse
 
 __all__ = ["attention_nvrtc", "override", "patch", "register"]
 
@@ -53,8 +53,7 @@ def attention_nvrtc(
     del attn_precision
     unknown = sorted(name for name, value in kwargs.items() if name not in _IGNORED and value is not None)
     reasons = [*(f"{name}: an option that is not known" for name in unknown), *mask_reasons("mask", mask)]
-    if reasons:
-        raise UnsupportedError("nvrtc_attn does not compute this call of ComfyUI.", reasons)
+    refuse("call of ComfyUI", reasons)
     if skip_reshape:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     else:

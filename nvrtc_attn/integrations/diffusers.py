@@ -7,10 +7,9 @@ from typing import Any, Final
 import torch
 from diffusers.models import attention_dispatch
 
-from ..base.errors import UnsupportedError
 from ..base.hosts import check_version
 from ..torch import attention
-from . import mask_reasons
+from . import mask_reasons, refuse
 
 __all__ = ["AttnProcessor", "register"]
 
@@ -67,8 +66,7 @@ def backend(
         reasons.append(
             "_parallel_config: the parts of a sequence on several GPUs are not joined. Use the native backend."
         )
-    if reasons:
-        raise UnsupportedError("nvrtc_attn does not compute this call of diffusers.", reasons)
+    refuse("call of diffusers", reasons)
     bias = mask = None
     if attn_mask is not None:
         if attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
@@ -102,10 +100,8 @@ class AttnProcessor:
     ) -> torch.Tensor:
         """Normalise, project, attend, project, and add what came in where the block says so."""
         if getattr(attn, "add_k_proj", None) is not None:
-            raise UnsupportedError(
-                "nvrtc_attn does not compute this block of diffusers.",
-                ["add_k_proj: added keys and values are not projected. Leave this block its own processor."],
-            )
+            reason = "add_k_proj: added keys and values are not projected. Leave this block its own processor."
+            refuse("block of diffusers", [reason])
         residual = hidden_states
         if attn.spatial_norm is not None:
             hidden_states = attn.spatial_norm(hidden_states, temb)

@@ -11,9 +11,10 @@ from typing import Any, Final
 
 import torch
 
-from ..base.errors import UnsupportedError, shown
+from ..base.errors import shown
 from ..base.log import log_once
 from ..torch import attention
+from . import refuse
 
 __all__ = ["DS4Sci_EvoformerAttention", "triangle_attention"]
 
@@ -60,7 +61,7 @@ def triangle_attention(
         reasons.append("return_aux: the maximum of each row is not written.")
     if kv_lengths is not None:
         reasons.append("kv_lengths: not read. Pass the mask.")
-    _refuse(reasons, "triangle_attention of cuequivariance_torch")
+    refuse("call of triangle_attention of cuequivariance_torch", reasons)
     given = {"q": q, "k": k, "v": v, "bias": bias, **({} if mask is None else {"mask": mask})}
     _check_tensors(given)
     ranks = [x.dim() for x in given.values()]
@@ -188,8 +189,3 @@ def _check_leading(given: dict[str, torch.Tensor], dims: int, what: str) -> None
             raise ValueError(
                 f"{name}: shape {tuple(x.shape)}. Its {what} must be {list(model.shape[:dims])}, as of {first}."
             )
-
-
-def _refuse(reasons: list[str], function: Any) -> None:
-    if reasons:
-        raise UnsupportedError(f"nvrtc_attn does not compute this call of {function}.", reasons)

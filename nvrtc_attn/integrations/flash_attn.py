@@ -19,8 +19,9 @@ from typing import Any, Final
 
 import torch
 
-from ..base.errors import UnsupportedError, shown
+from ..base.errors import shown
 from ..torch import attention
+from . import refuse
 
 __all__ = [
     "flash_attn_func",
@@ -70,14 +71,14 @@ def flash_attn_func(
         "deterministic": deterministic or None,
     }  # fmt: skip
     if alibi_slopes is None:
-        _refuse(reasons)
+        refuse("call of flash_attn", reasons)
         result = attention(
             q, k, v, causal=causal, window_size=window_size, return_lse=bool(return_attn_probs), **options
         )
         return (*result, q.new_empty(0)) if return_attn_probs else result
     left, right = (None if bound is None or bound < 0 else bound for bound in window_size)
     _check_slopes(alibi_slopes, q.shape[0], q.shape[2])
-    _refuse(reasons)
+    refuse("call of flash_attn", reasons)
     slopes = alibi_slopes.float().reshape(-1, q.shape[2], 1)
     if not causal and right != 0 and q.shape[1] > k.shape[1]:  # a query may be before every key: no diagonal to turn at
         options.update(window_size=(left, right))
@@ -141,7 +142,7 @@ def flash_attn_varlen_func(
     reasons = _dropped_probabilities(return_attn_probs, dropout_p)
     if block_table is not None:
         reasons.append("block_table: keys in pages are not gathered. Copy them into one tensor.")
-    _refuse(reasons)
+    refuse("call of flash_attn", reasons)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name}: shape {tuple(x.shape)}. Packed sequences are [total tokens, heads, head_dim].")
@@ -244,7 +245,7 @@ def flash_attn_with_kvcache(
         "block_table": (block_table, "keys in pages are not gathered. Copy them into one tensor."),
         "alibi_slopes": (alibi_slopes, "positions end where the cache does. Use flash_attn_func."),
     }
-    _refuse([f"{name}: {why}" for name, (x, why) in given.items() if x is not None])
+    refuse("call of flash_attn", [f"{name}: {why}" for name, (x, why) in given.items() if x is not None])
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
         raise ValueError("k, v: both are given or none, and cache_seqlens with them.")
     used = cache_seqlens
@@ -275,11 +276,6 @@ def _dropped_probabilities(wanted: bool, dropout_p: float) -> list[str]:
         return []
     reason = "return_attn_probs: with dropout_p > 0 it asks for the M x N probabilities, which are never in memory."
     return [f"{reason} nvrtc_attn.dropout_keep_mask gives the mask of a seed."]
-
-
-def _refuse(reasons: list[str]) -> None:
-    if reasons:
-        raise UnsupportedError("nvrtc_attn does not compute this call of flash_attn.", reasons)
 
 
 def _check_slopes(slopes: Any, batch: int, heads: int) -> None:

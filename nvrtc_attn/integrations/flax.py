@@ -6,9 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..base.errors import UnsupportedError
 from ..base.hosts import check_version
 from ..jax import attention
+from . import refuse
 
 __all__ = ["attention_fn"]
 check_version("flax", "0.12.8", "0.12.12")
@@ -65,8 +65,7 @@ def attention_fn(
         reasons.append("module: the attention weights that it should sow are never in memory.")
     if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
         reasons.append("qk_attn_weights_einsum, attn_weights_value_einsum: the products are the kernel's own.")
-    if reasons:
-        raise UnsupportedError("nvrtc_attn does not compute this call of flax.", reasons)
+    refuse("call of flax", reasons)
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     lead = query.shape[:-3]

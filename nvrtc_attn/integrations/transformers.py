@@ -14,12 +14,11 @@ import torch
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from ..base.errors import UnsupportedError
 from ..base.hosts import check_version
 from ..base.log import log_once
 from ..front.problem import Causal
 from ..torch import attention
-from . import mask_reasons
+from . import mask_reasons, refuse
 
 NAME: Final = "nvrtc_attn"
 _Window = tuple[int | None, int | None]
@@ -34,7 +33,8 @@ def register(name: str = NAME) -> None:
     Raises
     ------
     ValueError
-        ``name`` contains "flash" or "sdpa", by which transformers chooses masks of other forms.
+        ``name`` contains "flash", "sdpa", "eager" or "|", by which transformers chooses masks of other forms, its own
+        function, or parts of a name.
     """
     if any(word in name for word in ("flash", "sdpa", "eager", "|")):
         raise ValueError(
@@ -200,8 +200,7 @@ def attention_forward(
         )
         if kwargs.get(name) is not None
     ] + mask_reasons("attention_mask", attention_mask)
-    if reasons:
-        raise UnsupportedError("nvrtc_attn does not compute this call of transformers.", reasons)
+    refuse("call of transformers", reasons)
     if kwargs.get("output_attentions"):
         log_once(f'attn_implementation="{NAME}" returns no attention weights; "eager" does.')
     rows = query.shape[2]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from .. import api
-from ..base.errors import UnsupportedError
 from ..base.hosts import check_version
 from ..torch import attention
+from . import refuse
 
 __all__ = [
     "memory_efficient_attention",
@@ -126,10 +126,8 @@ def memory_efficient_attention_backward(
 
 def _refuse_dropout(p: float) -> None:
     if p != 0:
-        raise UnsupportedError(
-            "nvrtc_attn does not compute this call of xformers.",
-            [f"p: got {p}. Only memory_efficient_attention drops, as in xFormers: the others hold no seed."],
-        )
+        reason = f"p: got {p}. Only memory_efficient_attention drops, as in xFormers: the others hold no seed."
+        refuse("call of xformers", [reason])
 
 
 def _refuse_lost_gradient(attn_bias: Any) -> None:
@@ -140,7 +138,7 @@ def _refuse_lost_gradient(attn_bias: Any) -> None:
             f"attn_bias: {type(attn_bias).__name__} with a bias that requires grad. With op=, xFormers gives it no "
             f"gradient. Call nvrtc_attn.integrations.xformers.memory_efficient_attention, or detach the bias."
         )
-        raise UnsupportedError("nvrtc_attn does not compute this call of xformers.", [reason])
+        refuse("call of xformers", [reason])
 
 
 def _gradients(
@@ -179,8 +177,7 @@ def _arguments(
     options, bias = _mask(attn_bias, reasons)
     if bias is not None and query.dim() != bias.dim() and not (query.dim() == 3 and bias.dim() == 4):
         reasons.append(f"attn_bias: shape {tuple(bias.shape)} of rank {bias.dim()}, with query of rank {query.dim()}.")
-    if reasons:
-        raise UnsupportedError("nvrtc_attn does not compute this call of xformers.", reasons)
+    refuse("call of xformers", reasons)
     if query.dim() == 3:
         query, key, value = (x.unsqueeze(2) for x in (query, key, value))
         bias = bias.unsqueeze(1) if bias is not None and bias.dim() == 3 else bias

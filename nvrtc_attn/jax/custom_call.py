@@ -26,6 +26,7 @@ import numpy as np
 
 from .. import api
 from ..base.errors import shown
+from ..base.forks import renew_in_child
 from ..base.tables import remember
 from ..front import philox
 from ..front.call import Call, CallOptions, describe_shapes, plain_options
@@ -71,10 +72,11 @@ _AUX: Final = "aux"
 ROW_START: Final = "row_start"
 """The operand that holds where the rows of a part begin, int32 ``[1]``, where its `Part` has an array of them."""
 _lock = threading.Lock()
+renew_in_child(globals(), "_lock", threading.Lock)
 _registered = False
 _host_registered = False
 _passes: dict[tuple[int, ...], _Pass] = {}
-_forms: dict[tuple[int, ...], tuple[_Kind, tuple[str, ...]]] = {}
+_forms: dict[tuple[int, ...], tuple[Kind, tuple[str, ...]]] = {}
 """No entry ever goes: a compiled program names one for as long as it lives, and nothing says how long that is."""
 _plans: dict[tuple[_Pass, int], ForwardPlan | BackwardPlan] = {}
 _targets: dict[tuple[tuple[int, ...], int], _Target] = {}
@@ -88,7 +90,7 @@ _calls: dict[_Pass, Call] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
     """What is computed, without shapes."""
 
     options: CallOptions
@@ -103,16 +105,16 @@ class _Kind:
     float32_q: bool = False
     """Whether out and dq are float32: of some of the keys."""
 
-    def changed(self, **options: Any) -> _Kind:
+    def changed(self, **options: Any) -> Kind:
         """The same with other options."""
         return replace(self, options=self.options._replace(**options))
 
-    def backwards(self) -> _Kind:
+    def backwards(self) -> Kind:
         """The backward pass of it, as a part of a larger one."""
         return replace(self, backward=True, float32=True)
 
     @property
-    def single(self) -> tuple[str, ...]:
+    def float32_results(self) -> tuple[str, ...]:
         """Results that are float32 whatever the inputs are."""
         return (*(("dk", "dv") if self.float32 else ()), *(("out", "dq") if self.float32_q else ()))
 
@@ -126,26 +128,23 @@ class _Kind:
         return ("out", *more)
 
 
-Kind = _Kind
-
-
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """One kernel call: every static thing of it. ``operands`` are (name, shape, dtype) in the order of the arrays."""
 
-    kind: _Kind
+    kind: Kind
     operands: tuple[tuple[str, tuple[int, ...], str], ...]
 
     @property
     def results(self) -> list[tuple[str, tuple[int, ...], str]]:
         shapes = {name: shape for name, shape, _ in self.operands}
         dtypes = {name: dtype for name, _, dtype in self.operands}
-        single = self.kind.single
+        in_float32 = self.kind.float32_results
 
         def written(name: str) -> tuple[str, tuple[int, ...], str]:
             if name not in OPERANDS:
                 return name, shapes[name[1:]], "float32"
-            return name, shape_of(name, shapes), "float32" if name in single else dtypes_of(name, dtypes)[0]
+            return name, shape_of(name, shapes), "float32" if name in in_float32 else dtypes_of(name, dtypes)[0]
 
         return [written(name) for name in self.kind.results]
 
@@ -160,7 +159,7 @@ class _Pass:
         return (*_digest(self.form), *_digest(self))
 
     @property
-    def form(self) -> tuple[_Kind, tuple[str, ...]]:
+    def form(self) -> tuple[Kind, tuple[str, ...]]:
         """What of it shapes do not tell."""
         return self.kind, tuple(name for name, _, _ in self.operands)
 
@@ -244,7 +243,7 @@ def attention(
     }  # fmt: skip
     operands = {name: _array(name, x) for name, x in given.items() if x is not None or name not in OPTIONAL_INPUTS}
     modifier = traced(score_mod, mask_mod, aux)
-    kind = _Kind(options)
+    kind = Kind(options)
     if modifier is not None:
         kind, captures = with_modifier(kind, modifier)
         operands |= captures
@@ -280,7 +279,7 @@ def check_call(operands: dict[str, Any], options: CallOptions, modifier: Modifie
     describe_shapes(operands, options, where, modifier=modifier, keeps_arrays=True)
 
 
-def with_modifier(kind: _Kind, modifier: Modifier) -> tuple[_Kind, dict[str, Any]]:
+def with_modifier(kind: Kind, modifier: Modifier) -> tuple[Kind, dict[str, Any]]:
     """The kind of a call with a modifier, and the operands that its arrays are."""
     arrays = {f"{_AUX}{i}": _array(f"captured array {i}", x) for i, x in enumerate(modifier.captures)}
     program, types = modifier.program, tuple((x.dtype.name, x.ndim) for x in arrays.values())
@@ -289,17 +288,17 @@ def with_modifier(kind: _Kind, modifier: Modifier) -> tuple[_Kind, dict[str, Any
     return replace(kind, program=program, numbers=modifier.numbers), arrays
 
 
-def captured(kind: _Kind) -> dict[int, str]:
+def captured(kind: Kind) -> dict[int, str]:
     """The operands that are captured arrays with a gradient, by their place in the modifier."""
     return {i: f"{_AUX}{i}" for i in _differentiable(kind.program)}
 
 
-def compute(kind: _Kind, operands: dict[str, Any]) -> Any:
+def compute(kind: Kind, operands: dict[str, Any]) -> Any:
     """(out, lse) of a call or a part, differentiable as `attention` is."""
     return tuple(_attention(kind, operands))
 
 
-def gradients_of_part(kind: _Kind, operands: dict[str, Any]) -> dict[str, Any]:
+def gradients_of_part(kind: Kind, operands: dict[str, Any]) -> dict[str, Any]:
     """Shares of gradients by the input, dk and dv in float32. ``kind`` is `Kind.backwards` of the forward pass's."""
     found = zip(kind.results, _run(kind, operands), strict=True)
     return {OPERANDS[name].gradient_of if name in OPERANDS else name[1:]: x for name, x in found}
@@ -308,11 +307,11 @@ def gradients_of_part(kind: _Kind, operands: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ differentiation
 
 
-def _primal(kind: _Kind, operands: dict[str, Any]) -> Any:
+def _primal(kind: Kind, operands: dict[str, Any]) -> Any:
     return _run(kind, operands)
 
 
-def _forward_rule(kind: _Kind, operands: dict[str, Any]) -> Any:
+def _forward_rule(kind: Kind, operands: dict[str, Any]) -> Any:
     values = {name: x.value for name, x in operands.items()}
     # A structure may tell what a value cannot: whether an optional gradient, which costs time, is wanted.
     inputs = {name: operands.get(OPERANDS[name].gradient_of) for name in OPTIONAL_GRADIENTS}
@@ -329,7 +328,7 @@ def _differentiable(program: Program | None) -> tuple[int, ...]:
     return () if program is None else Modifier(program, (), ()).differentiable
 
 
-def _of_gradients(kind: _Kind, wanted: dict[str, Any]) -> _Kind:
+def _of_gradients(kind: Kind, wanted: dict[str, Any]) -> Kind:
     """``kind`` with these optional gradients, as a backward pass asks for them."""
     flags: dict[str, Any] = {name: x is not None for name, x in wanted.items()}
     trained = tuple(i for i in _differentiable(kind.program) if flags.pop(f"d{_AUX}{i}"))
@@ -337,7 +336,7 @@ def _of_gradients(kind: _Kind, wanted: dict[str, Any]) -> _Kind:
     return replace(kind, options=options, trained=trained)
 
 
-def _compile_ahead(kind: _Kind, values: dict[str, Any]) -> None:
+def _compile_ahead(kind: Kind, values: dict[str, Any]) -> None:
     """Let the backward pass's kernels compile beside the forward one's, for the shapes before any ``jax.vmap``."""
     if not on_gpu():
         return
@@ -351,7 +350,7 @@ def _compile_ahead(kind: _Kind, values: dict[str, Any]) -> None:
         pass  # for the passes themselves to say
 
 
-def _backward_rule(kind: _Kind, residuals: Any, cotangents: Any) -> Any:
+def _backward_rule(kind: Kind, residuals: Any, cotangents: Any) -> Any:
     values, out, lse, wanted = residuals
     zero = jax.custom_derivatives.SymbolicZero
     dout = jnp.zeros_like(out) if isinstance(cotangents[0], zero) else cotangents[0]
@@ -374,7 +373,7 @@ _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 # -------------------------------------------------------------------------------------------- tracing of one pass
 
 
-def _compute(kind: _Kind, operands: dict[str, Any]) -> Any:
+def _compute(kind: Kind, operands: dict[str, Any]) -> Any:
     names = tuple(operands)
 
     def part(offset: Any, *arrays: Any) -> Any:
@@ -400,12 +399,12 @@ def _compute(kind: _Kind, operands: dict[str, Any]) -> Any:
 _jitted: Any = jax.jit(_compute, static_argnums=0)  # eager calls find their compiled program again
 
 
-def _run(kind: _Kind, operands: dict[str, Any]) -> Any:
+def _run(kind: Kind, operands: dict[str, Any]) -> Any:
     results, axes = _jitted(kind, operands), varies(*operands.values())
     return [as_varying(x, axes) for x in results] if axes else results
 
 
-def _bind(kind: _Kind, operands: dict[str, Any]) -> _Pass:
+def _bind(kind: Kind, operands: dict[str, Any]) -> _Pass:
     return _Pass(kind, tuple((name, tuple(x.shape), x.dtype.name) for name, x in operands.items()))
 
 
@@ -436,7 +435,7 @@ def _custom_call(bound: _Pass, workspace_bytes: int, *arrays: Any) -> Any:
     return jax.ffi.ffi_call(_TARGET, structs)(*arrays)[: len(shapes)]
 
 
-def _vmap_rule(kind: _Kind, names: tuple[str, ...], size: int, batched: list[bool], *arrays: Any) -> Any:
+def _vmap_rule(kind: Kind, names: tuple[str, ...], size: int, batched: list[bool], *arrays: Any) -> Any:
     """Fold the mapped axis into the batch where that computes the same, otherwise loop."""
     options = kind.options
     batch = {
@@ -602,8 +601,8 @@ def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPl
         names = [name for name, _, _ in (*bound.operands, *bound.results) if name in OPERANDS and name not in INPUTS]
         make: Any = backward_plan if bound.kind.backward else forward_plan
         problem = call.with_dense(*names)
-        if single := bound.kind.single:
-            shares = {name: dense_layout(shape, dtype) for name, shape, dtype in bound.results if name in single}
+        if in_float32 := bound.kind.float32_results:
+            shares = {name: dense_layout(shape, dtype) for name, shape, dtype in bound.results if name in in_float32}
             dense = {name: call.problem.dense_layout_of(name) for name in names if name not in shares}
             problem = call.with_outputs(**dense, **shares)
         plan = remember(_plans, (bound, index), make(problem, index, stream))

@@ -117,7 +117,8 @@ def array(memory: Memory) -> np.ndarray[Any, Any]:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if size == 0:
         return np.empty(shape, dtype)
-    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
+    buffer: Any = (ctypes.c_char * size).from_address(address)  # NumPy's stubs take no arrays of ctypes
+    return np.frombuffer(buffer, dtype).reshape(shape)
 
 
 def _memory(buffers: Any) -> list[Memory]:
@@ -138,7 +139,7 @@ def _memory(buffers: Any) -> list[Memory]:
 def _changed(name: str, size: int, known: Any) -> str:
     return (
         f"jaxlib {jax.lib.__version__} has another foreign function interface: {name} takes {size} bytes, known are "
-        f"{ctypes.sizeof(known)}. Use a jaxlib that nvrtc_attn was tested with, 0.7.2 to 0.10."
+        f"{ctypes.sizeof(known)}. Use one that nvrtc_attn was tested with: docs/integrations has their versions."
     )
 
 

@@ -14,7 +14,7 @@ from ..modifiers.graph import POSITION_NODES, SCORE, Node
 from ..modifiers.jaxpr import expression
 from ..modifiers.modifier import Modifier
 from ..modifiers.proxy import Recording, followed
-from ..modifiers.trace import literals, modifier_of, trace
+from ..modifiers.trace import literals, modifier_of, no_functions, trace
 
 
 def traced(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier | None:
@@ -24,7 +24,7 @@ def traced(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modi
     """
     if score_mod is None and mask_mod is None:
         if aux is not None:
-            raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
+            raise no_functions()
         return None
     try:
         return trace(score_mod, mask_mod, aux=aux)

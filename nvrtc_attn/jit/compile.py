@@ -52,9 +52,8 @@ _NO_CACHE: Final = ((12, 9), "--no-cache")
 """NVRTC keeps a cache of its own since this version; one cache is enough to reason about."""
 _MEMORY_ENTRIES: Final = 256
 """Cubins kept in memory (50 to 100 KB each): what a process without a disk cache does not compile twice."""
-
-
 _BEGIN_SECONDS: Final = 1.0
+"""After so long a waiter looks whether its flight has begun: only a KeyboardInterrupt leaves one that has not."""
 
 
 @dataclass(frozen=True, slots=True)

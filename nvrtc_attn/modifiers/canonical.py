@@ -154,6 +154,14 @@ def _bounds(node: Node) -> Bounds | None:
 @functools.lru_cache(maxsize=4096)
 def _linear(node: Node) -> tuple[int, int, int] | None:
     """(a, b, c) of an integer ``a q + b k + c``."""
+    if node.kind == "int":
+        for x in walk(node.args):  # operands first, of which the next step asks: no recursion down a long chain
+            _linear_step(x)
+    return _linear_step(node)
+
+
+@functools.lru_cache(maxsize=4096)
+def _linear_step(node: Node) -> tuple[int, int, int] | None:
     known = constant(node)
     if known is not None:
         return (0, 0, known) if node.kind == "int" else None
@@ -161,7 +169,7 @@ def _linear(node: Node) -> tuple[int, int, int] | None:
         return (1, 0, 0) if node.op == "q" else (0, 1, 0)
     if node.op not in ("add", "sub", "neg", "mul") or node.kind != "int":
         return None
-    parts = [_linear(x) for x in node.args]
+    parts = [_linear_step(x) for x in node.args]
     a = parts[0]
     b = parts[-1]
     if a is None or b is None:

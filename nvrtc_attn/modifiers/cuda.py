@@ -20,7 +20,7 @@ from ..base.errors import TraceError, UnsupportedError
 from .calls import definitions, text_of
 from .derivative import ZERO, derivatives
 from .diagonals import diagonals, is_diagonal, sum_of, takes_long
-from .graph import COMPARISONS, INPUTS, ROUNDING, SCORE, Node, make, number, walk
+from .graph import COMPARISONS, FLOAT32_MAX, INPUTS, ROUNDING, SCORE, Node, make, number, walk
 from .modifier import Program
 
 _TYPES: Final = {"float": "float", "int": "int", "bool": "bool"}
@@ -35,7 +35,6 @@ _MAX_LIGHT: Final = 12
 """Operations of a score that the widest tiles have registers for."""
 _MAX_FACTOR: Final = 1 << 10
 """Of q, k and the literal in a position: sums of them stay below 2^24, and far below int32's end."""
-_FLOAT32_MAX: Final = 3.4028234663852886e38
 _FLOAT32: Final = struct.Struct("f")
 _NOTHING_GIVEN: Final[Mapping[Node, str]] = MappingProxyType({})
 _BLOCK_BYTES: Final = re.compile(r"^// ModifierBlock: (\d+) bytes$", re.MULTILINE)
@@ -490,21 +489,21 @@ class _Text:
     ) -> list[str]:
         """Lines that define ``roots``; ``inside``: the members themselves. ``given``: what other nodes are called."""
         lines = []
-        pending = list(dict.fromkeys(roots))
         done: set[Node] = {*given}
         self._names |= given
-
-        def define(node: Node) -> None:
+        # No recursion: a function may chain thousands of operations.
+        pending = [(x, False) for x in reversed(roots)]
+        while pending:
+            node, ready = pending.pop()
             if node in done or node.op in _LEAVES or (node in self._members and not inside):
-                return
+                continue
+            if not ready:
+                pending.append((node, True))
+                pending += [(x, False) for x in reversed(_operands(node))]
+                continue
             done.add(node)
-            for x in _operands(node):
-                define(x)
             kind = _TYPES[node.kind]
             lines.append(f"    {kind} const {self.name(node, inside=inside)} = {self._expression(node, inside)};")
-
-        for node in pending:
-            define(node)
         return lines
 
     def inside(self, load: Node) -> list[str]:
@@ -721,6 +720,6 @@ def _literal(node: Node) -> str:
         return str(value)
     if math.isnan(value):
         return "not_a_number()"
-    if abs(value) > _FLOAT32_MAX:
+    if abs(value) > FLOAT32_MAX:
         return "infinity()" if value > 0 else "-infinity()"
     return f"{_FLOAT32.unpack(_FLOAT32.pack(value))[0].hex()}f"

@@ -96,22 +96,23 @@ def derivatives(root: Node) -> dict[Node, Node]:
 
     A zero derivative is left out.
     """
-    order = [x for x in walk([root]) if x.kind == "float"]
+    order = []
+    matters: set[Node] = set()  # a derivative with respect to it is wanted, or leads to one that is
+    for x in walk([root]):
+        if x == SCORE or (x.op == "load" and x.kind == "float") or not matters.isdisjoint(x.args):
+            matters.add(x)
+        if x.kind == "float":
+            order.append(x)
     found: dict[Node, Node] = {root: _f(1)}
     for node in reversed(order):
         d = found.get(node)
         if d is None or node.op in ("score", "load", "number", "param"):
             continue
         for operand, part in zip(node.args, RULES[node.op](node, d), strict=True):
-            if part is None or operand.kind != "float" or not _matters(operand):
+            if part is None or operand.kind != "float" or operand not in matters:
                 continue
             found[operand] = make("add", found[operand], part) if operand in found else part
     return {x: d for x, d in found.items() if x == SCORE or x.op == "load"}
-
-
-def _matters(node: Node) -> bool:
-    """Whether a derivative with respect to it is wanted, or leads to one that is."""
-    return any(x == SCORE or (x.op == "load" and x.kind == "float") for x in walk([node]))
 
 
 def slope(root: Node) -> Node:

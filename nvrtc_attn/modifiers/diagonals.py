@@ -17,13 +17,21 @@ _NO_OPERATION = (*INPUTS, "number", "param")
 @functools.lru_cache(maxsize=4096)
 def sum_of(node: Node) -> dict[Node | None, int] | None:
     """The terms of an integer with their factors, under None the literal one; None where it is no such sum."""
+    if node.kind == "int":
+        for x in walk(node.args):  # operands first, of which the next step asks: no recursion down a long chain
+            _sum_step(x)
+    return _sum_step(node)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sum_step(node: Node) -> dict[Node | None, int] | None:
     if node.op == "number":
         return {None: int(node.value)}
     if node.op in ("q", "k") or node.depends <= {"b", "h"}:
         return {node: 1}
     if node.kind != "int" or node.op not in ("add", "sub", "neg", "mul"):
         return None
-    parts = [sum_of(x) for x in node.args]
+    parts = [_sum_step(x) for x in node.args]
     a, b = parts[0], parts[-1]
     if a is None or b is None:
         return None

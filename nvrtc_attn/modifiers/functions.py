@@ -8,16 +8,15 @@ from collections.abc import Callable
 from typing import Final
 
 from ..base.errors import TraceError
-from .graph import ARITHMETIC, FLOAT_UNARY, ROUNDING, SAME_UNARY, Node, constant, make, number
+from .graph import ARITHMETIC, FLOAT32_MAX, FLOAT_UNARY, ROUNDING, SAME_UNARY, Node, constant, make, number
 
-_FLOAT32_MAX: Final = 3.4028234663852886e38
 _0: Final = number(0.0)
 _1: Final = number(1.0)
 _WHOLE_1: Final = number(1)
 _MINUS_1: Final = number(-1.0)
 _SLOPE: Final = number(0.01)
-_LARGEST: Final = number(_FLOAT32_MAX)
-_SMALLEST: Final = number(-_FLOAT32_MAX)
+_LARGEST: Final = number(FLOAT32_MAX)
+_SMALLEST: Final = number(-FLOAT32_MAX)
 
 
 def _f(x: float) -> Node:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from ..base.errors import TraceError
+from ..base.forks import renew_in_child
 
 Kind = Literal["float", "int", "bool"]
 _RANK: Final = {"bool": 0, "int": 1, "float": 2}
@@ -52,8 +53,10 @@ class Node:
 
 _nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
 _nodes_lock = threading.Lock()
+renew_in_child(globals(), "_nodes_lock", threading.Lock)
 POSITIONS: Final = ("b", "h", "q", "k")
 INPUTS: Final = ("score", *POSITIONS)
+FLOAT32_MAX: Final = 3.4028234663852886e38
 SCORE: Final = Node("score")
 POSITION_NODES: Final = tuple(Node(name, kind="int") for name in POSITIONS)
 

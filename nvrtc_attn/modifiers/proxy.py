@@ -445,7 +445,7 @@ def _of_cupy(recording: Recording, kernel: Any, args: tuple[Any, ...], kwargs: M
 
 
 def _arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names of `_PARAMETERS`, and those of torch's options that mean something.
+    """The arguments of a call by the names of `PARAMETERS`, and those of torch's options that mean something.
 
     Raises
     ------

@@ -75,6 +75,11 @@ def traced(score_mod: Any = None, mask_mod: Any = None, *, aux: Mapping[str, Any
     return modifier
 
 
+def no_functions() -> ValueError:
+    """The refusal of ``aux`` in a call without functions, of which there is no modifier."""
+    return ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
+
+
 def _traced(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> tuple[Recording, Modifier]:
     recording = Recording(frozenset(literals(score_mod)) | frozenset(literals(mask_mod)))
     inputs = {name: Proxy(recording, Node(name, kind="float" if name == "score" else "int")) for name in INPUTS}

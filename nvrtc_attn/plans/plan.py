@@ -21,6 +21,7 @@ from operator import itemgetter
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from ..base import env
+from ..base.forks import renew_in_child
 from ..base.log import log_once
 from ..front import philox
 from ..front.operands import BACKWARD, FORWARD, OPERANDS
@@ -31,8 +32,6 @@ from ..jit.codegen import params_class
 from ..jit.compile import compile_kernels
 from ..jit.config import KernelConfig
 from ..jit.params import (
-    BACKWARD_WORKSPACES,
-    FORWARD_WORKSPACES,
     PART_FIELDS,
     RNG_ADDRESSES,
     RNG_WORDS,
@@ -163,11 +162,9 @@ class _PlanBase:
     OPERANDS: ClassVar[tuple[str, ...]]
     """Names of the operands, in the order of the addresses that ``run`` takes."""
     _BACKWARD: ClassVar[bool]
-    _WORKSPACES: ClassVar[tuple[str, ...]]
     _BEHIND: ClassVar[tuple[int, ...]]
     """Places of the operands whose pointers lie behind all else."""
 
-    @classmethod
     def __init_subclass__(cls) -> None:
         params = BackwardParams if cls._BACKWARD else ForwardParams
         cls._BEHIND = tuple(cls.OPERANDS.index(name) for name in params.BEHIND)
@@ -365,7 +362,6 @@ class ForwardPlan(_PlanBase):
     __slots__ = ()
     OPERANDS = FORWARD
     _BACKWARD = False
-    _WORKSPACES = FORWARD_WORKSPACES
 
 
 class BackwardPlan(_PlanBase):
@@ -374,7 +370,6 @@ class BackwardPlan(_PlanBase):
     __slots__ = ()
     OPERANDS = BACKWARD
     _BACKWARD = True
-    _WORKSPACES = BACKWARD_WORKSPACES
 
 
 def forward_plan(
@@ -448,6 +443,7 @@ def backward_plan(
 _MAX_PLANS: Final = 4096
 _plans: dict[Hashable, Any] = {}
 _plans_lock = threading.Lock()
+renew_in_child(globals(), "_plans_lock", threading.Lock)
 
 
 def _cached(key: Hashable, make: Callable[[], _Plan]) -> _Plan:

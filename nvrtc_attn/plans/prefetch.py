@@ -17,6 +17,7 @@ from collections.abc import Hashable
 from typing import Final
 
 from ..base import env
+from ..base.forks import renew_in_child
 from ..base.log import LOGGER, quiet
 from ..front.problem import AttentionProblem
 from ..jit.compile import request_kernels
@@ -25,6 +26,7 @@ from . import autotune
 _MAX_DONE: Final = 1024
 _done: set[Hashable] = set()
 _lock = threading.Lock()
+renew_in_child(globals(), "_lock", threading.Lock)
 
 
 class BackwardPrefetch:

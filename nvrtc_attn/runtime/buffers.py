@@ -28,6 +28,7 @@ import numpy as np
 
 from ..base.dtypes import DTYPES
 from ..base.errors import CudaError
+from ..base.forks import renew_in_child
 from ..front import dlpack
 from ..front.tensorview import Device
 from . import device, driver
@@ -59,6 +60,7 @@ _STRUCTS: Final[dict[bytes, type[Any]]] = {
 _exports: dict[int, tuple[bytes, object]] = {}
 _retired: deque[_Retired] = deque()
 _lock = threading.Lock()
+renew_in_child(globals(), "_lock", threading.Lock)
 # Device -> a computation of JAX, and what may be freed when it is done. Device -> a scalar of JAX to compute with.
 _markers: dict[int, tuple[Any, list[_Retired]]] = {}
 _scalars: dict[int, Any] = {}

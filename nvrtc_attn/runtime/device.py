@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..base.architectures import arch_of
+from ..base.forks import renew_in_child
 from . import driver
 
 
@@ -34,15 +34,7 @@ class DeviceProperties:
 _properties: dict[int, DeviceProperties] = {}
 _without_clusters: set[int] = set()
 _lock = threading.Lock()
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+renew_in_child(globals(), "_lock", threading.Lock)
 
 
 def properties(index: int) -> DeviceProperties:

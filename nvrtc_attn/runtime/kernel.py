@@ -91,7 +91,8 @@ def load_kernel(compiled: CompiledKernel, device_index: int, *, smem_bytes: int)
     Raises
     ------
     UnsupportedError
-        The device has less shared memory than ``smem_bytes`` and the kernel's static part.
+        The device has less shared memory than ``smem_bytes`` and the kernel's static part, or (`ClusterError`) no room
+        for a cluster of its thread blocks.
     CudaError
         The driver refused the image (after one recompile, when it came from the cache), or the call.
     """

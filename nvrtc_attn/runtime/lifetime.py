@@ -8,15 +8,20 @@ Concurrency: appending and popping a ``deque`` is atomic; the sweep holds a lock
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from typing import Any
 
+from ..base.errors import DeviceFaultError
+from ..base.forks import renew_in_child
 from . import driver
 
-_pending: deque[tuple[int, Any, tuple[object, ...]]] = deque()
+_pending: dict[int, deque[tuple[Any, tuple[object, ...]]]] = {}
+"""Of each GPU: events and owners, in the order in which they came."""
 _captured: list[tuple[object, ...]] = []
 _lock = threading.Lock()
+renew_in_child(globals(), "_lock", threading.Lock)
 
 
 def hold(device_index: int, stream: int, owners: tuple[object, ...]) -> None:
@@ -29,25 +34,28 @@ def hold(device_index: int, stream: int, owners: tuple[object, ...]) -> None:
             _captured.append(owners)
             return
         event = driver.record(stream, device_index)
-    _pending.append((device_index, event, owners))
+    _pending.setdefault(device_index, deque()).append((event, owners))
     _sweep()
 
 
 def _sweep() -> None:
-    """Release from the oldest on. An unfinished event ends the sweep; later ones wait for a later call."""
-    module = driver.api()
+    """Release what is done on every GPU. One whose context is lost is left out: calls for it say so themselves."""
     with _lock:
-        while _pending:
-            device_index, event, _ = _pending[0]
-            with driver.device_context(device_index):
-                # A query is harmless to a capture that another thread has under way, but only a relaxed one is allowed.
-                _, mode = module.cuThreadExchangeStreamCaptureMode(
-                    module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-                )
-                try:
-                    if module.cuEventQuery(event)[0] != module.CUresult.CUDA_SUCCESS:
-                        return
-                    module.cuEventDestroy(event)
-                finally:
-                    module.cuThreadExchangeStreamCaptureMode(mode)
-            _pending.popleft()
+        for device_index, pending in list(_pending.items()):
+            with contextlib.suppress(DeviceFaultError), driver.device_context(device_index):
+                _release(pending)
+
+
+def _release(pending: deque[tuple[Any, tuple[object, ...]]]) -> None:
+    """Release from the oldest on. An unfinished event ends it; later ones wait for a later call."""
+    module = driver.api()
+    while pending:
+        # A query is harmless to a capture that another thread has under way, but only a relaxed one is allowed.
+        _, mode = module.cuThreadExchangeStreamCaptureMode(module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            if module.cuEventQuery(pending[0][0])[0] != module.CUresult.CUDA_SUCCESS:
+                return
+            module.cuEventDestroy(pending[0][0])
+        finally:
+            module.cuThreadExchangeStreamCaptureMode(mode)
+        pending.popleft()

@@ -29,6 +29,7 @@ from .tensors import (
     detached,
     empty_on_current,
     raw_stream,
+    refuses_nondeterminism,
     resolved,
 )
 
@@ -158,7 +159,9 @@ def _first_forward(tensors: _Tensors, numbers: tuple[Any, ...], compute_log_sume
     lse_shape = (problem.batch, query.shape[2], rows if compute_log_sumexp else 0)
     plan = None
     if 0 not in call.out_shape:
-        padded = _padded(call.with_outputs(), dense_layout(lse_shape, "float32") if compute_log_sumexp else None)
+        padded = with_padded_lse(
+            call.with_outputs(), dense_layout(lse_shape, "float32") if compute_log_sumexp else None
+        )
         plan = forward_plan(padded, call.device.index, raw_stream(call.device.index))
     return _Forward(
         plan,
@@ -200,6 +203,13 @@ def efficient_attention_backward(
 
     Parameters
     ----------
+    grad_out_, out : ``[B, Mq, H, Kv]``
+        In query's dtype. No ``grad_out_`` gives no gradients.
+    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, custom_mask_type, window_size
+        Those of the forward function.
+    logsumexp : float32 ``[B or nb, H, at least max_seqlen_q]``
+    philox_seed, philox_offset : int64, 0-dim
+        Read with dropout only.
     num_splits_key
         Accepted for compatibility: the key loop is always split over thread blocks. More than 1 is refused while
         ``torch.use_deterministic_algorithms(True)`` is in force, as in torch.
@@ -210,12 +220,17 @@ def efficient_attention_backward(
     -------
     grad_query, grad_key, grad_value, grad_bias
         grad_bias has the shape of ``bias``, None without ``bias_requires_grad``. All None for ``grad_out_=None``.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `nvrtc_attn.attention_backward`.
+    RuntimeError
+        ``num_splits_key`` above 1 under deterministic algorithms.
     """
     if grad_out_ is None:
         return None, None, None, None
-    deterministic = (
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
+    deterministic = refuses_nondeterminism()
     _check_flags(bias_requires_grad=bias_requires_grad, shared_storage_dqdkdv=shared_storage_dqdkdv)
     splits = _integer("num_splits_key", num_splits_key)
     if deterministic and splits is not None and splits > 1:
@@ -285,7 +300,7 @@ def _first_backward(
     if dbias and bias is not None:
         made[3] = dense(bias.shape, bias.dtype)
         views["dbias"] = call.problem.dense_layout_of("dbias")
-    problem = _padded(call.with_outputs(**views), layout(lse_view))
+    problem = with_padded_lse(call.with_outputs(**views), layout(lse_view))
     return _Backward(backward_plan(problem, call.device.index, raw_stream(call.device.index)), tuple(made))
 
 
@@ -374,6 +389,6 @@ def _plain(x: Any) -> Any:
     return resolved(detached(x))
 
 
-def _padded(problem: AttentionProblem, lse: OperandLayout | None) -> AttentionProblem:
-    """The problem with the seed's log-sum-exp."""
+def with_padded_lse(problem: AttentionProblem, lse: OperandLayout | None) -> AttentionProblem:
+    """The problem with the log-sum-exp of memory-efficient attention, in rows of a multiple of `LSE_ALIGNMENT`."""
     return replace(problem, lse=lse, lse_padded=True)

@@ -14,6 +14,7 @@ import torch
 from ..front.operands import INPUTS, OPTIONAL_GRADIENTS
 from .ops import run_backward, run_forward
 from .replaced import NotTakenError, replace_kernels, why_not
+from .tensors import refuses_nondeterminism
 
 NAME: Final = "nvrtc_attn"
 _NO_OPTIONAL_GRADIENTS: Final = (False,) * len(OPTIONAL_GRADIENTS)
@@ -57,9 +58,7 @@ def _arguments(
     if reason is not None:
         raise NotTakenError(reason)
     longest = (max_q, max_k) if cu_q is not None else (None, None)
-    deterministic = (
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
+    deterministic = refuses_nondeterminism()
     causal = "bottom_right" if is_causal else ""  # flash attention's; torch asks for it with equal lengths only
     inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_k": used}
     return (*map(inputs.get, INPUTS), None, None, 0, 0, causal, *window, scale, 0.0, 0.0, *longest, deterministic)

@@ -220,7 +220,7 @@ def _literals(function: Any) -> str:
     return _numbers_in(function.__code__) if isinstance(function, types.FunctionType) else ""
 
 
-class _Aux:
+class NamedArrays:
     """The arrays of ``aux``, by name as items and as attributes."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
@@ -253,7 +253,7 @@ def traced(
                 return _refused(_elsewhere(x, where))
         return score_mod.text, [x if x.device == where else x.to(where) for x in arrays], ints, floats
     script = _Script(where)
-    more = () if aux is None else (_Aux(aux),)
+    more = () if aux is None else (NamedArrays(aux),)
     functions = []
     literals = []
     if score_mod is not None:

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 
-from .. import api
 from ..base.errors import UnsupportedError
 from ..front.call import CallOptions, plain_options
 from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS, check_further
@@ -20,7 +19,7 @@ from ..front.philox import NO_RNG, RngState
 from ..front.signature import are_plain
 from ..modifiers.modifier import Modifier
 from ..modifiers.text import read_text
-from ..modifiers.trace import trace, traced
+from ..modifiers.trace import no_functions, trace, traced
 from .flex_compiled import traced as written
 from .modified_known import again, know
 from .modified_passes import dense_like, forward, gradients
@@ -56,7 +55,7 @@ def attend(
 ) -> Any:  # fmt: skip
     """`nvrtc_attn.torch.attention` with functions of scores."""
     if score_mod is None and mask_mod is None:
-        raise api.no_functions()
+        raise no_functions()
     asked: Any = None  # told by equality, of a call without further tensors and without dropout
     if (
         not _in_dynamo()

@@ -679,7 +679,7 @@ def register_sharding() -> None:
         for index, x in enumerate(arguments):
             if not hasattr(x, "tensor_meta"):
                 result.append(None)
-            elif index < _SEED and INPUTS[index] == "seqused_k" and dim == 0 and arguments[5] is None:
+            elif index < _SEED and INPUTS[index] == "seqused_k" and dim == 0 and arguments[_CU_SEQLENS_Q] is None:
                 result.append(Shard(0))  # a length for each batch entry
             elif dim is None or index >= _SEED or (index in _BATCHLESS and INPUTS[index] != "sink"):
                 result.append(Replicate())
@@ -695,9 +695,8 @@ def register_sharding() -> None:
     def axes(arguments: tuple[Any, ...]) -> list[int | None]:
         if arguments[_DROPOUT] > 0:
             return [None]  # its mask is counted over all heads of all batches
-        result: list[int | None] = (
-            [None] if arguments[5] is not None else [None, 0]
-        )  # packed: sequences lie along dim 1
+        is_packed = arguments[_CU_SEQLENS_Q] is not None  # then sequences lie along dim 1
+        result: list[int | None] = [None] if is_packed else [None, 0]
         heads = arguments[1].tensor_meta.shape[2]
         sizes = arguments[0].mesh.shape
         products = (math.prod(x) for n in range(1, len(sizes) + 1) for x in itertools.combinations(sizes, n))

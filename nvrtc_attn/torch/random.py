@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from ..base.forks import renew_in_child
 from ..front.call import rng_state
 from ..front.philox import NO_RNG, RngState
 from ..front.tensors import CPU, Device, TensorView
 
 _generator_lock = threading.Lock()
+renew_in_child(globals(), "_generator_lock", threading.Lock)
 
 
 def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, int | None] | None) -> RngState:

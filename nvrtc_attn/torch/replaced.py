@@ -12,13 +12,17 @@ from typing import Any, Final
 import torch
 
 from ..base.errors import NotReadyError, UnsupportedError
+from ..base.forks import renew_in_child
 from ..base.log import log_once
 from ..front.validation import MAX_HEAD_DIM
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _lock = threading.Lock()
+renew_in_child(globals(), "_lock", threading.Lock)
 _taken: Counter[str] = Counter()
 _left: Counter[str] = Counter()
+_MAX_REASONS: Final = 256
+"""Reasons that are counted apart: a message may name a shape, and lengths may be others at every step."""
 
 
 class NotTakenError(Exception):
@@ -84,9 +88,7 @@ def _taking(name: str, key: str, function: Callable[..., Any]) -> Callable[..., 
         except (NotTakenError, NotReadyError, UnsupportedError, TypeError, ValueError) as error:
             if original is None:
                 raise
-            reason = f"{name}: {str(error).splitlines()[0]}"
-            with _lock:
-                _left[reason] += 1
+            reason = _counted(name, error)
             log_once(f"left to torch's own kernel: {reason}", logging.WARNING)
             return original.call_boxed(keyset, *arguments, **options)
         with _lock:
@@ -94,6 +96,16 @@ def _taking(name: str, key: str, function: Callable[..., Any]) -> Callable[..., 
         return result
 
     return call
+
+
+def _counted(name: str, error: Exception) -> str:
+    """Count a call of ``name`` that is left to torch; under which reason."""
+    reason = f"{name}: {str(error).splitlines()[0]}"
+    with _lock:
+        if reason not in _left and len(_left) >= _MAX_REASONS:
+            reason = f"{name}: other reasons"
+        _left[reason] += 1
+    return reason
 
 
 def checked(function: Callable[..., Any], first: int, bias: int) -> Callable[..., Any]:

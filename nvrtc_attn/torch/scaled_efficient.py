@@ -6,7 +6,6 @@ forward pass of the other.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ from ..base.tables import remember
 from ..front.call import Call, CallOptions
 from ..front.operands import addresses
 from ..front.philox import NO_RNG
-from ..front.problem import AttentionProblem, Causal, OperandLayout, dense_layout, layout
+from ..front.problem import Causal, dense_layout, layout
 from ..front.tensors import view
 from ..plans.plan import backward_plan, forward_plan
 from ..runtime import driver
-from .efficient import LSE_ALIGNMENT
+from .efficient import LSE_ALIGNMENT, with_padded_lse
 from .random import as_tensor, checked_rng, draw_rng, no_state, rng_values
-from .tensors import detached, raw_stream, resolved, signature
+from .tensors import detached, raw_stream, refuses_nondeterminism, resolved, signature
 
 _forward_plans: dict[Any, Any] = {}
 _backward_plans: dict[Any, Any] = {}
@@ -61,11 +60,6 @@ def _keywords(options: CallOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def _padded(problem: AttentionProblem, lse: OperandLayout | None) -> AttentionProblem:
-    """The problem with the log-sum-exp of memory-efficient attention."""
-    return replace(problem, lse=lse, lse_padded=True)
-
-
 def _pointers(**tensors: torch.Tensor | None) -> dict[str, int]:
     return {name: x.data_ptr() for name, x in tensors.items() if x is not None}
 
@@ -90,7 +84,7 @@ def efficient_forward(
     lse = torch.empty((batch, heads, rows if compute_log_sumexp else 0), dtype=torch.float32, device=device)
     if plan is None and q.is_cuda and out.numel():
         assert call is not None
-        problem = _padded(
+        problem = with_padded_lse(
             call.with_outputs(), dense_layout(tuple(lse.shape), "float32") if compute_log_sumexp else None
         )
         plan = remember(_forward_plans, key_, forward_plan(problem, call.device.index, raw_stream(device.index)))
@@ -138,9 +132,7 @@ def efficient_backward(
     if dout.stride(-1) != 1 or 0 in dout.stride():
         dout = dout.contiguous()  # an expanded gradient: one packed copy costs less than elements one by one
     device, length = q.device, q.shape[1]
-    deterministic = (
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
+    deterministic = refuses_nondeterminism()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
     dbias = None
     if with_dbias:
@@ -164,7 +156,7 @@ def efficient_backward(
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dbias
         named = {"out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}
         views = {name: view(detached(x), name) for name, x in named.items() if x is not None}
-        problem = _padded(call.with_outputs(**views), layout(view(detached(lse), "logsumexp")))
+        problem = with_padded_lse(call.with_outputs(**views), layout(view(detached(lse), "logsumexp")))
         plan = remember(_backward_plans, key_, backward_plan(problem, call.device.index, raw_stream(device.index)))
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
     pointers = _pointers(q=q, k=k, v=v, out=out, dout=dout, lse=lse, bias=bias, dq=dq, dk=dk, dv=dv, dbias=dbias)

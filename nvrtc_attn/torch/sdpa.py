@@ -18,6 +18,7 @@ import torch
 from torch._C._functorch import TransformType
 
 from ..base.errors import UnsupportedError, shown
+from ..base.forks import renew_in_child
 from ..base.log import LOGGER
 from ..front.call import CallOptions
 from ..front.problem import Causal
@@ -200,6 +201,7 @@ def _mask_of_rank_4(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------------------------- the switch
 
 _lock = threading.RLock()
+renew_in_child(globals(), "_lock", threading.RLock)
 _levels: Counter[str] = Counter()
 _libraries: dict[str, torch.library.Library] = {}
 _EFFICIENT: Final = "efficient"

@@ -94,3 +94,8 @@ def signature(x: Any) -> Any:
         return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg()
     except (AttributeError, RuntimeError, TypeError):
         return type(x), id(x)  # not a plain tensor: refused on the way to a plan, so nothing is remembered of it
+
+
+def refuses_nondeterminism() -> bool:
+    """Whether torch's own attention kernels are deterministic now: not where torch would only warn."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -182,32 +182,8 @@ def oracle(case: Case, arrays: dict[str, Array]) -> tuple[dict[str, Array], dict
 def failures(
     case: Case, found: dict[str, Any], exact: dict[str, Array], low: dict[str, Array], arrays: dict[str, Array]
 ) -> list[str]:
-    """What breaks the error rule (docs/guide/semantics.md, Precision): one line a tensor."""
-    lines = []
-    for name, tensor in found.items():
-        value, truth = to_numpy(tensor), exact[name].astype(np.float64)
-        if not value.size:
-            continue
-        finite = np.isfinite(truth)
-        if not np.array_equal(value[~finite], truth[~finite]):
-            lines.append(f"{name}: infinities differ from the oracle's")
-            continue
-        error = np.abs(value[finite] - truth[finite])
-        if not np.isfinite(error).all():
-            lines.append(f"{name}: {int((~np.isfinite(error)).sum())} elements of {value.size} are NaN or infinite")
-            continue
-        dtype = "float32" if name == "lse" else case.dtype
-        bound = cases.error_bound(truth, low[name], dtype)
-        if name == "dbias":
-            bound += cases.summed_delta_error(case, arrays, exact)
-        if name == "dsink":
-            bound += cases.summed_rows_error(case, arrays, exact)
-        if name == "lse":  # its inputs are rounded scores in the yardstick; ours is float32 throughout
-            bound = max(bound, 1e-5)
-        worst = float(error.max(initial=0.0))
-        if worst > bound:
-            lines.append(f"{name}: max error {worst:.3e}, allowed {bound:.3e}")
-    return lines
+    """`cases.breaches` of tensors."""
+    return cases.breaches(case, {name: to_numpy(x) for name, x in found.items()}, exact, low, arrays)
 
 
 def families(case: Case) -> tuple[str, ...]:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 from differences import number
+from diffusers_models import attention_processor, flux, results, torch, unet
+from own_attention import check_beside_float32, in_dtype
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-    pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no attention backends")
-    from diffusers.models.attention_processor import AttnProcessor as EagerProcessor
-    from diffusers_models import flux, results, unet
-
-    from nvrtc_attn.integrations import diffusers as integration
-
-from own_attention import check_beside_float32, in_dtype  # noqa: E402 - after the skips
+from nvrtc_attn.integrations import diffusers as integration
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -43,7 +34,9 @@ def test_values_and_gradients(name: str, dtype: Any, monkeypatch: pytest.MonkeyP
         if name == "flux":
             made.set_attention_backend("nvrtc_attn" if of == "ours" else "native")
         else:
-            made.set_attn_processor(integration.AttnProcessor() if of == "ours" else EagerProcessor())
+            made.set_attn_processor(
+                integration.AttnProcessor() if of == "ours" else attention_processor.AttnProcessor()
+            )
         assert not calls, "the library's own attention is compared with itself"
         found[of] = results(made, moved)
     assert len(calls) == (2 if name == "flux" else len(model.attn_processors))

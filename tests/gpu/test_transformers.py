@@ -6,23 +6,24 @@ attention gives in float32 is the truth; what it gives in the type itself is how
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 from differences import note, number
+from own_attention import CANCELLING, check_beside_float32, in_dtype
+from transformers_models import (
+    LARGE,
+    MODELS,
+    check_generate,
+    continued,
+    inputs,
+    results,
+    tokens,
+    torch,
+    trainer_losses,
+)
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("transformers.masking_utils", reason="this transformers has no mask interface")
-    from transformers.generation.logits_process import LogitsProcessorList  # noqa: F401  loads generation now
-    from transformers_models import LARGE, MODELS, inputs, results, sound, tokens, trainer_losses
-
-    from nvrtc_attn.integrations import transformers as integration
-
-from own_attention import CANCELLING, check_beside_float32, in_dtype  # noqa: E402 - after the skips
+from nvrtc_attn.integrations import transformers as integration
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -57,25 +58,7 @@ def test_values_and_gradients(name: str, dtype: Any) -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate(name: str, cache: str) -> None:
     """In float32 the tokens of eager attention, greedily and by beams, across the window of sliding layers."""
-    if name == "whisper" and cache == "static":
-        pytest.skip("Whisper's generate makes its own caches")
-    model = MODELS[name](LARGE).eval().cuda()
-    ids, keep = (x.cuda() for x in tokens(70))
-    given: dict[str, Any] = {"input_ids": ids, "attention_mask": keep}
-    if name == "whisper":
-        given = {"input_features": sound(LARGE).cuda(), "language": None}
-    for beams in (1, 2):
-        outputs = []
-        for implementation in ("eager", "nvrtc_attn"):
-            model.set_attn_implementation(implementation)
-            with torch.no_grad():
-                outputs.append(
-                    model.generate(
-                        **given, max_new_tokens=8, min_new_tokens=8, do_sample=False, num_beams=beams,
-                        cache_implementation=None if cache == "dynamic" else cache, disable_compile=True,
-                    )
-                )  # fmt: skip
-        torch.testing.assert_close(outputs[1], outputs[0], atol=0, rtol=0)
+    check_generate(name, cache, 70, LARGE, "cuda")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama"])
@@ -83,14 +66,8 @@ def test_continuing_from_a_cache(name: str) -> None:
     """Several new queries behind cached keys see what the whole sequence at once sees."""
     model = MODELS[name](LARGE).eval().cuda()
     ids, keep = (x.cuda() for x in tokens(LARGE.tokens))
-    outs = []
-    for implementation in ("eager", "nvrtc_attn"):
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            first = model(input_ids=ids[:, :100], attention_mask=keep[:, :100], use_cache=True)
-            more = model(input_ids=ids[:, 100:], attention_mask=keep, past_key_values=first.past_key_values)
-        outs.append(more.logits)
-    torch.testing.assert_close(outs[1], outs[0], atol=2e-5 * float(outs[0].abs().max()), rtol=0)
+    expected, out = (continued(model, implementation, ids, keep, 100) for implementation in ("eager", "nvrtc_attn"))
+    torch.testing.assert_close(out, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -125,32 +125,12 @@ class Run:
         return found
 
     def wrong(self, found: dict[str, Any], exact: dict[str, Array], low: dict[str, Array]) -> list[str]:
-        """What breaks the error rule (docs/guide/semantics.md, Precision): one line an array."""
-        lines = []
+        """`cases.breaches` of arrays of the simulated device."""
+        values = {}
         for name, x in found.items():
             dtype = "float32" if name == "lse" else self.kinds.get(name[1:], self.case.dtype)
-            value, truth = decoded(x.array, dtype).astype(np.float64), exact[name].astype(np.float64)
-            if not value.size:
-                continue
-            finite = np.isfinite(truth)
-            if not np.array_equal(value[~finite], truth[~finite]):
-                lines.append(f"{name}: infinities differ from the oracle's")
-                continue
-            error = np.abs(value[finite] - truth[finite])
-            if not np.isfinite(error).all():
-                lines.append(f"{name}: {int((~np.isfinite(error)).sum())} elements of {value.size} are NaN or infinite")
-                continue
-            bound = cases.error_bound(truth, low[name], "float32" if name == "lse" else self.case.dtype)
-            if name == "dbias":
-                bound += cases.summed_delta_error(self.case, self.arrays, exact)
-            if name == "dsink":
-                bound += cases.summed_rows_error(self.case, self.arrays, exact)
-            if name == "lse":  # its inputs are rounded scores in the yardstick; ours is float32 throughout
-                bound = max(bound, 1e-5)
-            worst = float(error.max(initial=0.0))
-            if worst > bound:
-                lines.append(f"{name}: max error {worst:.3e}, allowed {bound:.3e}")
-        return lines
+            values[name] = decoded(x.array, dtype).astype(np.float64)
+        return cases.breaches(self.case, values, exact, low, self.arrays)
 
 
 def check(gpu: SimulatedGpu, case: Case, *, backward: bool = True) -> None:

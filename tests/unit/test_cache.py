@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -912,3 +913,8 @@ def test_hashes_work_where_fips_allows_sha2_only(cache: KernelCache, monkeypatch
     cache.put(KEY, METADATA, CODE)
     assert cache.get(KEY) is not None
     assert SCHEMA == 1
+
+
+def test_no_file_asks_for_another_hash(repository: Path) -> None:
+    for path in (repository / "nvrtc_attn").rglob("*.py"):
+        assert set(re.findall(r"hashlib\.(\w+)", path.read_text(encoding="utf-8"))) <= {"sha256"}, path

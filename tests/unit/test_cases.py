@@ -174,6 +174,29 @@ def test_the_error_rule_separates_precisions() -> None:
             assert np.abs(worse[name] - truth).max() > bound, (name, dtype)
 
 
+@pytest.mark.reliability(31)
+def test_breaches_of_the_error_rule_are_named() -> None:
+    case = next(case for case in NAMED if case.name == "basic-float16")
+    arrays = cases.make_arrays(case)
+    rounded = cases.cast_inputs(case, arrays)
+    exact, low = (cases.attention_dense(case, rounded, precision) for precision in ("float64", "float16"))
+    assert cases.breaches(case, exact, exact, low, arrays) == []
+
+    def breach(name: str, wrong: float) -> list[str]:
+        changed = exact[name].astype(np.float64)
+        changed.flat[changed.size // 2] = wrong
+        return cases.breaches(case, {**exact, name: changed}, exact, low, arrays)
+
+    for name in exact:
+        for wrong, line in ((9.0, "max error"), (np.nan, "1 elements"), (np.inf, "1 elements")):
+            (found,) = breach(name, wrong)
+            assert found.startswith(f"{name}: {line}")
+    exact["lse"][..., 0] = -np.inf  # a row without keys
+    assert cases.breaches(case, exact, exact, low, arrays) == []
+    (found,) = cases.breaches(case, {"lse": np.zeros_like(exact["lse"])}, exact, low, arrays)
+    assert found == "lse: infinities differ from the oracle's"
+
+
 @pytest.mark.reliability(103)
 def test_importing_the_cases_imports_no_framework() -> None:
     here = Path(cases.__file__).parent

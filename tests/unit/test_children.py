@@ -222,3 +222,65 @@ def test_no_option_of_the_interpreter_changes_the_torch_adapter() -> None:
     assert found[0] == found[1]
     assert found[0][0] == "True"
     assert len(found[0]) == 6
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+FORK = """
+    import importlib, os, pkgutil, signal, sys, threading
+    import numpy as np
+    import nvrtc_attn
+
+    for found in pkgutil.walk_packages(nvrtc_attn.__path__, "nvrtc_attn."):
+        if not found.name.startswith(("nvrtc_attn.integrations.", "nvrtc_attn.__main__")):
+            try:
+                importlib.import_module(found.name)
+            except ModuleNotFoundError:  # of a framework that is not installed
+                pass
+    kinds = type(threading.Lock()), type(threading.RLock())
+    locks = {
+        (module, name): lock
+        for module in [x for name, x in sys.modules.items() if name.startswith("nvrtc_attn")]
+        for name, lock in vars(module).items()
+        if isinstance(lock, kinds) and name != "_descriptors"  # which every fork waits for
+    }
+    print(len(locks) > 10)
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        for lock in locks.values():
+            lock.acquire()
+        held.set()
+        done.wait()
+        for lock in locks.values():
+            lock.release()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # against hanging
+        for module, name in locks:
+            lock = getattr(module, name)
+            if not lock.acquire(blocking=False):
+                print(f"{module.__name__}.{name} is held for good", flush=True)
+                os._exit(1)
+            lock.release()
+        x = np.ones((1, 4, 2, 8), np.float32)
+        out = nvrtc_attn.attention(x, x, x, score_mod=lambda score, b, h, q, k: score - 2 * (q - k))
+        print(out.shape, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    done.set()
+    thread.join()
+"""
+
+
+@pytest.mark.reliability(74)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_child_waits_for_no_lock_that_a_thread_of_its_parent_held() -> None:
+    done = python(FORK, "-W", "ignore")
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["True", "(1, 4, 2, 8)"]), done.stdout + done.stderr

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from fake_driver import FakeDriver, FakeGpu, installed
 
 from nvrtc_attn import collect_env, commands
+from nvrtc_attn.base import env
 from nvrtc_attn.base.architectures import PORTABLE_ARCHITECTURES
 from nvrtc_attn.commands import main
 from nvrtc_attn.doctor import show
@@ -82,6 +83,15 @@ def test_doctor_without_a_gpu_is_a_problem_not_a_crash() -> None:
 def test_doctor_with_a_broken_environment(variables: dict[str, str], expected: str) -> None:
     report = doctor(**variables)
     assert any(expected in problem for problem in report["problems"]), report["problems"]
+
+
+@pytest.mark.reliability(101)
+def test_the_doctor_reads_every_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in env.ACCESSORS:
+        monkeypatch.setenv(name, "no such value")
+    problems: list[str] = []
+    collect_env._environment({}, problems)
+    assert [problem.partition("=")[0] for problem in problems] == [f"environment: {name}" for name in env.ACCESSORS]
 
 
 @pytest.mark.reliability(101)

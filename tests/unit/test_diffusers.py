@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 from differences import note
+from diffusers_models import attention_dispatch, attention_processor, flux, results, torch, unet
 
 from nvrtc_attn import UnsupportedError
-
-torch = pytest.importorskip("torch", reason="torch is not installed")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-    pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no attention backends")
-    from diffusers.models import attention_dispatch
-    from diffusers.models.attention_processor import Attention
-    from diffusers.models.attention_processor import AttnProcessor as EagerProcessor
-    from diffusers_models import flux, results, unet
-
-    from nvrtc_attn.integrations import diffusers as integration
+from nvrtc_attn.integrations import diffusers as integration
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -69,7 +58,7 @@ def test_stable_diffusion_unet() -> None:
     """Self and cross attention, with a mask of the text's tokens."""
     for masked in (False, True):
         model, inputs = unet(masked)
-        choices = ((EagerProcessor(), 0), (integration.AttnProcessor(), len(model.attn_processors)))
+        choices = ((attention_processor.AttnProcessor(), 0), (integration.AttnProcessor(), len(model.attn_processors)))
         compare([run(model, inputs, model.set_attn_processor, choice, calls) for choice, calls in choices])
 
 
@@ -86,14 +75,15 @@ def test_stable_diffusion_unet() -> None:
 )
 def test_blocks(options: dict[str, Any]) -> None:
     """Every branch of the processor; images of rank 4 where the block has a group norm."""
-    block = Attention(query_dim=16, heads=2, dim_head=8, **options)
+    block = attention_processor.Attention(query_dim=16, heads=2, dim_head=8, **options)
     states = torch.randn(2, 16, 3, 5) if "norm_num_groups" in options else torch.randn(2, 7, 16)
     inputs = {"encoder_hidden_states": torch.randn(2, 4, 12)} if "cross_attention_dim" in options else {}
     outs = []
     # The oldest processor does not normalise queries and keys, the one on SDPA does not know `scale_qk`.
-    from diffusers.models.attention_processor import AttnProcessor2_0
-
-    for processor in (AttnProcessor2_0() if "qk_norm" in options else EagerProcessor(), integration.AttnProcessor()):
+    for processor in (
+        attention_processor.AttnProcessor2_0() if "qk_norm" in options else attention_processor.AttnProcessor(),
+        integration.AttnProcessor(),
+    ):
         block.set_processor(processor)
         outs.append(block(states, **inputs))
     torch.testing.assert_close(outs[1], outs[0], atol=2e-6, rtol=1e-5)
@@ -143,6 +133,8 @@ def test_refusals() -> None:
                 attention_dispatch.dispatch_attention_fn(q, q, q, mask, backend=backend)
         with pytest.raises(UnsupportedError, match=rf"attn_mask: dtype {mask.dtype}\..*attn_mask\.bool\(\)"):
             integration.backend(q, q, q, mask)
-    block = Attention(query_dim=16, heads=2, dim_head=8, added_kv_proj_dim=16, processor=integration.AttnProcessor())
+    block = attention_processor.Attention(
+        query_dim=16, heads=2, dim_head=8, added_kv_proj_dim=16, processor=integration.AttnProcessor()
+    )
     with pytest.raises(UnsupportedError, match="add_k_proj"):
         block(torch.randn(1, 4, 16))

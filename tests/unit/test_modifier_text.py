@@ -11,6 +11,7 @@ import modifiers
 import numpy as np
 import pytest
 
+import nvrtc_attn
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.tensors import view
 from nvrtc_attn.heuristics import choose_backward, choose_forward
@@ -24,6 +25,10 @@ CONFIG = ForwardConfig(
     kernel="forward_portable", arch="sm_80", dtype="float16", head_dim=64, head_dim_v=64, block_m=64, block_n=64,
     num_warps=4,
 )  # fmt: skip
+
+
+LONG = 1100
+"""Operations in a chain: more than Python's stack has frames."""
 
 
 def make(slope: float, table: Any) -> Any:
@@ -98,6 +103,26 @@ def test_the_struct_has_what_the_text_says() -> None:
 def test_every_operation_has_an_expression() -> None:
     others = {"abs", "not", "bool"}
     assert set(cuda.EXPRESSIONS) | others == set(graph.OPERATIONS)
+
+
+def test_chains_longer_than_pythons_stack() -> None:
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for _ in range(LONG):
+            s = s + 0.5
+        return s
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        for _ in range(LONG):
+            q = q + k
+        return q < 5
+
+    for functions in ((score, None), (None, mask)):
+        program = trace(*functions).program
+        assert cuda.cuda_source(program).count(" const v") >= LONG
+    q = np.ones((1, 4, 1, 8), np.float32)
+    v = np.arange(32, dtype=np.float32).reshape(1, 4, 1, 8)
+    out = nvrtc_attn.attention(q, q, v, mask_mod=mask)
+    assert np.array_equal(out, np.broadcast_to(v[:, :1], v.shape)), "the first key alone"
 
 
 def test_integers_beyond_int32_are_refused() -> None:

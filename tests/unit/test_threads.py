@@ -6,6 +6,7 @@ atomic, and two of them are not. With the lock, threads switch after every few b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -25,6 +26,7 @@ import pytest
 from fake_driver import FakeGpu, installed, instant_compiler
 
 from nvrtc_attn.base import log
+from nvrtc_attn.base.errors import CudaError, DeviceFaultError
 from nvrtc_attn.front import call, philox, tensors
 from nvrtc_attn.front.call import CallOptions, describe
 from nvrtc_attn.front.operands import FORWARD
@@ -36,8 +38,8 @@ from nvrtc_attn.jit.params import HopperForwardParams
 from nvrtc_attn.plans import autotune, plan
 from nvrtc_attn.plans.plan import forward_plan
 from nvrtc_attn.runtime import buffers as device_buffer
+from nvrtc_attn.runtime import driver, lifetime, tensor_maps
 from nvrtc_attn.runtime import kernel as module
-from nvrtc_attn.runtime import lifetime, tensor_maps
 from nvrtc_attn.runtime.buffers import DeviceBuffer
 
 THREADS = 8
@@ -291,6 +293,14 @@ def test_a_message_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == {f"message {i}": 1 for i in range(20)}
 
 
+def test_messages_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_MAX_SAID", 10)
+    for i in range(100):
+        log.log_once(f"message {i}")
+    assert 0 < len(log._said) <= 10
+
+
 def test_held_memory_is_released_once_and_its_events_are_destroyed(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +325,33 @@ def test_held_memory_is_released_once_and_its_events_are_destroyed(
     assert len(released) == 50 * THREADS
     assert set(fake.destroyed.values()) == {1}
     assert set(fake.destroyed) == fake.events
+
+
+@pytest.mark.parametrize("trouble", ["work goes on", "its context is lost"])
+def test_memory_of_one_gpu_does_not_wait_for_another(
+    trouble: str, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifetime, "_pending", type(lifetime._pending)())
+    released = []
+
+    class Owner:
+        def __del__(self) -> None:
+            released.append(1)
+
+    fake.failures["cuEventQuery"] = [600] * 3  # CUDA_ERROR_NOT_READY
+    lifetime.hold(0, 7, (object(),))
+    lifetime.hold(1, 7, (Owner(),))
+    assert not released, "neither is done"
+    if trouble == "its context is lost":
+        fake.failures["cuEventQuery"] = []
+        driver._faults[0] = CudaError("an earlier fault", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+    else:
+        fake.failures["cuEventQuery"] = [600, 0]
+    lifetime.hold(1, 7, ())
+    gc.collect()
+    assert released == [1]
+    with pytest.raises(DeviceFaultError) if driver._faults else contextlib.nullcontext():
+        lifetime.hold(0, 7, ())
 
 
 def test_device_memory_is_freed_once(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

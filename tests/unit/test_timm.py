@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from differences import note
+from vit_training import torch, vit_losses
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
 # No reason of ours: an installed timm cannot be imported without torchvision, or beside one that is made for CUDA.
 timm = pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))
 
@@ -18,20 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def losses() -> list[float]:
-    torch.manual_seed(0)
-    model = timm.models.vision_transformer.VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5
-    )
-    images, labels = torch.randn(4, 3, 16, 16), torch.arange(4)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    found = []
-    for _ in range(3):
-        loss = torch.nn.functional.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(float(loss.detach()))
-    return found
+    return vit_losses(timm, image=16, width=32, batch=4, steps=3, rate=1e-2)
 
 
 @pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch.library.get_kernel is missing")

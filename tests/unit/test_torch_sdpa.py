@@ -337,6 +337,23 @@ def test_a_call_that_no_capture_allows_is_torchs_at_every_level(monkeypatch: pyt
     assert sdpa.report()["taken"] == {}
 
 
+@pytest.mark.usefixtures("counted")
+def test_reasons_that_name_a_shape_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = SimpleNamespace(call_boxed=lambda _keyset, x: x)
+    monkeypatch.setattr(torch.library, "get_kernel", lambda _name, _key: kernel, raising=False)
+
+    def refuse(length: int) -> None:
+        raise ValueError(f"attn_mask: shape ({length},)")
+
+    call = replaced._taking("operator", "CUDA", refuse)
+    for length in range(400):
+        call(None, length)
+    left = sdpa.report()["left_to_torch"]
+    assert sum(left.values()) == 400
+    assert len(left) == replaced._MAX_REASONS + 1
+    assert left["operator: other reasons"] == 400 - replaced._MAX_REASONS
+
+
 @needs_get_kernel
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("grad", [False, True])

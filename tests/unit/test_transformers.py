@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 from typing import Any
 
 import pytest
 from differences import note
+from transformers_models import (
+    DECODERS,
+    SMALL,
+    bert,
+    check_generate,
+    continued,
+    gemma2,
+    gpt_oss,
+    image,
+    llama,
+    results,
+    sound,
+    t5,
+    tokens,
+    torch,
+    trainer_losses,
+    transformers,
+    vit,
+    whisper,
+)
 
 from nvrtc_attn import UnsupportedError
 from nvrtc_attn.base import log
+from nvrtc_attn.integrations import transformers as integration
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("transformers.masking_utils", reason="this transformers has no mask interface")
-    from transformers import masking_utils
-    from transformers.generation.logits_process import LogitsProcessorList  # noqa: F401  loads generation now
-    from transformers_models import (
-        DECODERS,
-        SMALL,
-        bert,
-        gemma2,
-        gpt_oss,
-        image,
-        llama,
-        results,
-        sound,
-        t5,
-        tokens,
-        trainer_losses,
-        vit,
-        whisper,
-    )
-
-    from nvrtc_attn.integrations import transformers as integration
-
+masking_utils = transformers.masking_utils
 # Deprecations inside of transformers are not this project's.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -130,25 +125,7 @@ def llama_of(seed: int) -> Any:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate(name: str, cache: str) -> None:
     """Greedy and beam search give the tokens of eager attention, across the window of the sliding layers."""
-    model = {**DECODERS, "t5": t5, "whisper": whisper}[name]().eval()
-    ids, keep = tokens(6)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": keep}
-    if name == "whisper":
-        if cache == "static":
-            pytest.skip("Whisper's generate makes its own caches")
-        inputs = {"input_features": sound(), "language": None}
-    for beams in (1, 2):
-        outputs = []
-        for implementation in ("eager", "nvrtc_attn"):
-            model.set_attn_implementation(implementation)
-            with torch.no_grad():
-                outputs.append(
-                    model.generate(
-                        **inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False, num_beams=beams,
-                        cache_implementation=None if cache == "dynamic" else cache, disable_compile=True,
-                    )
-                )  # fmt: skip
-        torch.testing.assert_close(outputs[1], outputs[0], atol=0, rtol=0)
+    check_generate(name, cache, 6)
 
 
 def test_continuing_from_a_cache() -> None:
@@ -156,15 +133,8 @@ def test_continuing_from_a_cache() -> None:
     for make in DECODERS.values():
         model = make().eval()
         ids, keep = tokens(10)
-        whole = None
-        for implementation in ("eager", "nvrtc_attn"):
-            model.set_attn_implementation(implementation)
-            with torch.no_grad():
-                first = model(input_ids=ids[:, :6], attention_mask=keep[:, :6], use_cache=True)
-                out = model(input_ids=ids[:, 6:], attention_mask=keep, past_key_values=first.past_key_values).logits
-            if whole is None:
-                whole = out
-        torch.testing.assert_close(out, whole, atol=2e-6, rtol=1e-5)
+        expected, out = (continued(model, implementation, ids, keep, 6) for implementation in ("eager", "nvrtc_attn"))
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
 FUNCTIONS = {

@@ -25,7 +25,7 @@ from ...front.problem import Causal, WindowSize
 from ...front.tensors import Device
 from ...front.validation import Violations, check_flag, check_integer, check_lengths, check_window
 from ...modifiers.modifier import Modifier
-from ...modifiers.trace import traced
+from ...modifiers.trace import no_functions, traced
 from ..ops import cast_for_autocast, is_dtensor, once_only
 from ..random import checked_rng
 from ..tensors import captured_on, resolved, signature
@@ -668,7 +668,7 @@ def _modifier_of(
     """What the functions of a call mean, and the arrays that they captured, where q is."""
     if score_mod is None and mask_mod is None:
         if aux is not None:
-            raise ValueError("aux: given without score_mod and mask_mod, whose functions take it.")
+            raise no_functions()
         return None, ()
     modifier = traced(score_mod, mask_mod, aux=aux)
     captures = captured_on(modifier.captures, q.device)

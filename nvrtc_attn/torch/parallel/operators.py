@@ -23,7 +23,7 @@ from ...front.part import AXES, Part
 from ...front.philox import NO_RNG
 from ...modifiers.modifier import Modifier
 from ...modifiers.text import read_text
-from ..flex_compiled import traced
+from ..flex_compiled import NamedArrays, traced
 from ..ops import cast_for_autocast, no_second_derivative, rng_operands, setup_nothing
 from ..random import checked_rng
 from .strategies import Inputs, Saved, gradients_of, has_all_tokens
@@ -41,7 +41,7 @@ def register(member: Any) -> str:
     facts = (
         member.rank, member.chunks_q, member.chunks_k, member.strategy, member._pipeline, member._keep, member._lanes,
     )  # fmt: skip
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+    digest = hashlib.sha256(repr(facts).encode(), usedforsecurity=False).hexdigest()[:16]
     name = f"context{next(_numbers)}_{digest}"
     _members[name] = member
     return name
@@ -143,24 +143,11 @@ def _starts(x: Any) -> tuple[Any, Any]:
     return [int(n) for n in x], None
 
 
-class _Aux:
-    """The arrays of ``aux``, by name as items and as attributes."""
-
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
-        self.arrays = arrays
-
-    def __getitem__(self, name: str) -> Any:
-        return self.arrays[name]
-
-    def __getattr__(self, name: str) -> Any:
-        return self.arrays[name]
-
-
 def _with_aux(function: Any, aux: Mapping[str, Any]) -> Any:
     """A function of a call without its argument ``aux``."""
     if function is None:
         return None
-    named = _Aux(aux)
+    named = NamedArrays(aux)
     return lambda *positions: function(*positions, named)
 
 

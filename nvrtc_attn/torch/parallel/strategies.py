@@ -579,14 +579,14 @@ class Ulysses(_Tokens):
         super().__init__(group, rank, chunks_q, chunks_k)
         self.inside, self.pipeline = inside, pipeline
         self.all_q, self.all_k = together(self.chunks_q), together(self.chunks_k)
-        self.single = any(length(chunks) == 1 for chunks in self.chunks_q)
+        self.has_one_query = any(length(chunks) == 1 for chunks in self.chunks_q)
 
     def _with_rows(self, x: Inputs) -> Inputs:
         """Bias and mask with a row for each of the rank's queries, where some rank of the group has a single query.
 
         That rank cannot tell a row of its own from one for all, so every rank swaps rows then.
         """
-        if not self.single:
+        if not self.has_one_query:
             return x
         rows = length(self.chunks_q[self.rank])
         bias, mask = (y if y is None else y.expand(-1, -1, rows, -1) for y in (x.bias, x.mask))
@@ -594,7 +594,7 @@ class Ulysses(_Tokens):
 
     def _swaps(self, scores: torch.Tensor | None) -> bool:
         """Whether the ranks swap the rows of a bias or mask: not where one is for all."""
-        return scores is not None and (self.single or scores.shape[2] != 1)
+        return scores is not None and (self.has_one_query or scores.shape[2] != 1)
 
     @staticmethod
     def why_not(num_heads: int, num_heads_kv: int, ranks: int) -> str:
