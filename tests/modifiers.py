@@ -258,6 +258,99 @@ def _score(rng: np.random.Generator, depth: int) -> str:
     return f"({found})"
 
 
+def random_wide_case(seed: int) -> ModifierCase:
+    """What `random_case` leaves out: operations of integers, powers, remainders, learned exponents, narrow arrays."""
+    rng = np.random.default_rng([seed, 78])
+    score = "s"
+    for _ in range(int(rng.integers(1, 3))):
+        x, y = _wide_value(rng, 2), _wide_value(rng, 1)
+        score = _pick(
+            rng,
+            (
+                f"({score} + {x})", f"({score} - {x})", f"({score} * np.tanh({x}) + {y})",
+                f"np.clip({score}, -2.1, 2.2)",
+                f"({score} + np.tanh({score}) ** 3 * {x})", f"np.logaddexp({score}, {x})", f"np.hypot({score}, {x})",
+                f"np.where({_plain_condition(rng)}, {score}, {x})", f"((np.tanh({score}) + 1.13) % (abs({x}) + 0.7))",
+                f"({score} / (abs({x}) + 0.5))", f"np.fmod(np.tanh({score}), 0.77)", f"({x} - {score})",
+            ),
+        )  # fmt: skip
+    if rng.random() < 0.25:
+        score = f"np.where({_plain_condition(rng)} | (q == k), {score}, -np.inf)"
+    text = f"lambda s, b, h, q, k: {score}"
+    constants = {
+        "c0": round(float(rng.uniform(0.3, 2.0)), 3),
+        "n1": int(rng.integers(2, 9)),
+        "p": int(rng.integers(2, 5)),
+    }
+
+    def arrays(n: tuple[int, int, int, int], rng: np.random.Generator) -> dict[str, Array]:
+        everything = {
+            "head": _floats(n[1], rng=rng), "zero": np.zeros(n[1], np.float32), "row": _floats(n[2], rng=rng),
+            "table": _floats(5, n[1], rng=rng), "bucket": _floats(7, rng=rng),
+            "power": rng.uniform(0.6, 1.9, n[1]).astype(np.float32), "narrow": rng.integers(-9, 9,
+            n[3]).astype(np.int8),
+            "ids": rng.integers(0, 9, n[2:]),
+        }  # fmt: skip
+        return {name: x for name, x in everything.items() if f"{name}[" in text}
+
+    def make(arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+        return eval(text, {"np": np, **constants, **arrays}), None
+
+    trained = tuple(x for x in ("head", "zero", "row", "table", "bucket", "power") if f"{x}[" in text)
+    return ModifierCase(f"wide {seed}: {text}", make, arrays, trained)
+
+
+def _plain_integer(rng: np.random.Generator, depth: int) -> str:
+    if depth == 0 or rng.random() < 0.2:
+        return _pick(rng, ("b", "h", "q", "k", "(q - k)", "(k - q)", "narrow[k].astype(np.int32)", "ids[q, k]"))
+    a, b = (_plain_integer(rng, depth - 1) for _ in range(2))
+    return _pick(
+        rng,
+        (
+            f"({a} + {b})", f"({a} - {b})", f"({a} * {b})", f"({a} // -3)", f"({a} % -4)", f"({a} // n1)",
+            f"({a} % n1)",
+            f"({a} // (abs({b}) + 1))", f"({a} % (abs({b}) + 1))", f"({a} & 7)", f"({a} | {b})", f"({a} ^ {b})",
+            f"({a} >> 1)", f"({a} << 1)", f"(~{a})", f"(-{a})", f"np.sign({a})", f"np.clip({a}, -3, n1)",
+            f"(({a} % 5) ** p)", f"2 ** ({a} % 4)", f"np.fmod({a}, 5)",
+            f"np.where({_plain_condition(rng)}, {a}, {b})",
+            f"({a} > {b}).astype(np.int32)",
+        ),
+    )  # fmt: skip
+
+
+def _plain_condition(rng: np.random.Generator) -> str:
+    a = _plain_integer(rng, 1)
+    return _pick(rng, (f"({a} > 2)", f"({a} <= 1.5)", f"({a} != {_plain_integer(rng, 0)})", "((q - k) % 3 == 0)"))
+
+
+def _wide_value(rng: np.random.Generator, depth: int) -> str:
+    """Bounded, so that no score leaves float32, and without steps where differences are taken."""
+    i = _plain_integer(rng, 2)
+    if depth == 0 or rng.random() < 0.3:
+        return _pick(
+            rng,
+            (
+                "head[h]", "row[q]", f"table[{i} % 5, h]", f"bucket[{i} % 7]", "head[-1]",
+                "0.1 * abs(q - k) ** power[h]", f"np.tanh({i} / 7)", f"zero[h] * np.tanh({i} * 0.1)", f"({i} % 2.5)",
+                "np.log1p(abs(q - k)) * head[h]", f"np.sin({i} * c0)",
+            ),
+        )  # fmt: skip
+    x, y = (_wide_value(rng, depth - 1) for _ in range(2))
+    return _pick(
+        rng,
+        (
+            f"({x} + {y})", f"({x} * {y})", f"np.tanh({x}) ** p", f"(abs({x}) + 0.2) ** c0", f"np.arctan({x})",
+            f"(abs({x}) + 0.3) ** np.tanh({y})", f"2.0 ** np.tanh({x})", f"np.exp2(np.tanh({x}))", f"np.square({x})",
+            f"np.logaddexp({x}, {y})", f"np.hypot({x}, {y})", f"np.where({_plain_condition(rng)}, {x}, {y})",
+            f"np.maximum({x}, {y} + 0.013)", f"np.clip({x}, -1.1, 0.9)", f"np.tan(np.tanh({x}))",
+            f"np.cosh(np.tanh({x}))",
+            f"np.sinh(np.tanh({x}))", f"np.reciprocal(abs({x}) + 0.5)", f"np.log10(abs({x}) + 0.5)",
+            f"np.copysign({x}, {y})",
+            f"({_plain_condition(rng)} * {x})", f"np.log2(abs({x}) + 0.5)", f"np.nan_to_num({x})",
+        ),
+    )  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------- masks that tiles can be of
 
 

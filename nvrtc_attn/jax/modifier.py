@@ -28,7 +28,7 @@ def traced(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modi
         return None
     try:
         return trace(score_mod, mask_mod, aux=aux)
-    except (TraceError, TypeError) as error:  # what jax.numpy looks for in a number, there is nothing of
+    except (ValueError, TypeError) as error:  # what jax.numpy looks for in a number, there is nothing of
         if not all(x is None or callable(x) for x in (score_mod, mask_mod)):
             raise
         first = error

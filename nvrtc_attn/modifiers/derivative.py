@@ -46,10 +46,12 @@ def _extreme(comparison: str) -> _Rule:
 def _power(node: Node, d: Node) -> tuple[Node | None, ...]:
     base, exponent = node.args
     below = make("pow", base, make("sub", exponent, _f(1)))
-    return (
-        make("mul", d, make("mul", exponent, below)),
-        None if exponent.op in ("number", "param") else make("mul", d, make("mul", node, make("log", base))),
-    )
+    of_base = make("mul", d, make("mul", exponent, below))
+    if exponent.op in ("number", "param"):
+        return of_base, None
+    # The power of 0 stays what it is, and its logarithm is infinite: the product of both would be NaN.
+    grown = make("mul", node, make("log", base))
+    return of_base, make("mul", d, make("where", make("eq", base, _f(0)), ZERO, grown))
 
 
 def _none(node: Node, d: Node) -> tuple[Node | None, ...]:

@@ -54,6 +54,14 @@ def _rounded(x: Node, decimals: Node | None = None) -> Node:
     return make("round", x)
 
 
+def quotient_towards_zero(x: Node, b: Node) -> Node:
+    """Of integers, as C's."""
+    size = make("abs", b)
+    below = make("neg", make("floordiv", make("neg", x), size))
+    found = make("where", make("lt", x, number(0)), below, make("floordiv", x, size))
+    return make("where", make("lt", b, number(0)), make("neg", found), found)
+
+
 def _fmod(x: Node, b: Node) -> Node:
     """With the sign of the dividend, as C's."""
     size = make("abs", b)
@@ -200,6 +208,8 @@ for _name, _op in _ALIASES.items():
         FUNCTIONS.setdefault(_name, lambda x, b, op=_op: make(op, x, b))
 for _name, _same in (("special_erfc", "erfc"), ("_threshold", "threshold")):
     FUNCTIONS[_name] = FUNCTIONS[_same]
+POWERS: Final = frozenset(name for name, op in _ALIASES.items() if op == "pow")
+"""Functions with an exponent."""
 _SIGNATURES: Final = {
     name: [x for x in inspect.signature(function).parameters.values() if x.name not in ("op", "base", "log1p")]
     for name, function in FUNCTIONS.items()

@@ -87,6 +87,10 @@ _FOLD: Final[dict[str, Callable[..., Any]]] = {
 }  # fmt: skip
 
 
+_MOST_FACTORS: Final = 31
+"""Of a power of an integer, which has no function of its own: those of 2 leave int32 beyond."""
+
+
 def number(value: bool | int | float) -> Node:
     """A literal, which is part of the text of a kernel."""
     return Node("number", kind=kind_of(value), value=value)
@@ -171,13 +175,20 @@ def _alike(nodes: Sequence[Node], least: Kind) -> list[Node]:
 
 
 def _power(base: Node, exponent: Node) -> Node:
-    if exponent.op == "number" and float(exponent.value).is_integer() and 0 <= exponent.value <= 4:
+    of_integers = base.kind != "float" and exponent.kind != "float"
+    most = _MOST_FACTORS if of_integers else 4
+    if exponent.op == "number" and float(exponent.value).is_integer() and 0 <= exponent.value <= most:
         result = number(1) if base.kind != "float" else number(1.0)
         for _ in range(int(exponent.value)):
             result = make("mul", result, base)
         return result if exponent.kind != "float" else cast(result, "float")
-    if base.kind != "float" and exponent.kind != "float":
-        raise TraceError("'pow' of integers: make the base a float, as in 2.0 ** x.")
+    if of_integers and base.op == "number" and base.value == 2 and exponent.op != "number":
+        return make("where", make("lt", exponent, number(0)), number(0), make("shl", number(1), exponent))
+    if of_integers:
+        raise TraceError(
+            f"'pow' of integers, but for powers up to {_MOST_FACTORS} and those of 2: make the base a float, as in "
+            f"3.0 ** x."
+        )
     base, exponent = cast(base, "float"), cast(exponent, "float")
     if base.op == "number" and base.value == 2:
         return make("exp2", exponent)

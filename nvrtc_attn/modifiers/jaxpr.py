@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import TraceError
-from .functions import FUNCTIONS, WRAPPING
+from .functions import FUNCTIONS, NEEDED, WRAPPING
 from .graph import POSITIONS, Node, constant, detached, make, number
 from .proxy import Recording, is_array, kind_of_dtype
 
@@ -30,6 +30,8 @@ _CALLS: Final = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "
                  "custom_vjp_call_jaxpr", "remat2")  # fmt: skip
 _NAMED: Final = {"floor_divide": "floordiv", "remainder": "mod"}
 """Functions of jax.numpy that are one operation here, of integers alone: JAX spells them out."""
+_RULED: Final = ("logaddexp", "logaddexp2", "relu", "relu6")
+"""Functions of JAX with a rule for where they bend, which what they compute does not say: `FUNCTIONS` have it, too."""
 _SAME: Final = ("copy", "copy_p", "optimization_barrier", "reduce_precision")
 
 
@@ -124,14 +126,19 @@ def _whole(x: Any) -> TraceError:
 def _equation(equation: Any, values: list[Any], recording: Recording) -> list[Any]:
     name, params = equation.primitive.name, equation.params
     if name in _CALLS:
-        named = _NAMED.get(params.get("name", ""))
+        inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
+        jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+        own = _name_in_jax(jaxpr)
+        named = _NAMED.get(own)
         if named is not None and len(values) == 2 and any(isinstance(x, Node) for x in values):
             nodes = [_node(x, recording) for x in values]
             if all(x.kind == "int" for x in nodes):
                 return [make(named, *nodes)]
-        inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
-        jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
-        if name.startswith("custom_") and not _is_of_jax(jaxpr):
+        if own in _RULED and len(values) == len(NEEDED[own]) and any(isinstance(x, Node | _Part) for x in values):
+            nodes = [_node(x, recording) for x in values]
+            if all(x.kind == "float" for x in nodes):
+                return [FUNCTIONS[own](*nodes)]
+        if name.startswith("custom_") and not own:
             raise TraceError(
                 f"{name.split('_call')[0]!r}: derivatives of a modifier are those of what it computes, and a rule of "
                 f"its own would be left out. jax.lax.stop_gradient stops one."
@@ -164,10 +171,13 @@ def _equation(equation: Any, values: list[Any], recording: Recording) -> list[An
     return [recording.widened(found) if name == "convert_element_type" else found]
 
 
-def _is_of_jax(jaxpr: Any) -> bool:
-    """Whether a function with a rule of its own is JAX's: its rule says what its computation says."""
-    where = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
-    return any(f"{os.sep}{name}{os.sep}_src{os.sep}" in where for name in ("jax", "jaxlib"))
+def _name_in_jax(jaxpr: Any) -> str:
+    """The name of a function that is JAX's; nothing of the user's, whatever that is called.
+
+    Where JAX's have a rule of their own, it says what their computation says, but for those in `_RULED`.
+    """
+    name, _, where = (getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or "").partition(" at ")
+    return name if any(f"{os.sep}{home}{os.sep}_src{os.sep}" in where for home in ("jax", "jaxlib")) else ""
 
 
 def _part(x: Any) -> _Part:
@@ -278,6 +288,8 @@ def _divide(params: Any, a: Node, b: Node) -> Node:
 
 def _remainder(params: Any, a: Node, b: Node) -> Node:
     """With the sign of the dividend."""
+    if a.kind == "float":
+        return FUNCTIONS["fmod"](a, b)
     return make("mul", make("mod", make("abs", a), make("abs", b)), make("sign", a))
 
 

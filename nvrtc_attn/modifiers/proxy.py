@@ -18,7 +18,7 @@ import numpy as np
 from ..base.errors import TraceError, shown
 from .calls import text_of
 from .draws import NO_RANDOM
-from .functions import FUNCTIONS, KEYWORDS, NEEDED, PARAMETERS, WRAPPING
+from .functions import FUNCTIONS, KEYWORDS, NEEDED, PARAMETERS, POWERS, WRAPPING, quotient_towards_zero
 from .graph import Kind, Node, constant, detached, dtype_of, load, make, number
 
 _KINDS: Final[dict[str, Kind]] = {
@@ -100,6 +100,11 @@ class Recording:
                 f"modifier works on one score."
             )
         raise TraceError(f"{shown(x)} of type {type(x).__name__} is no number and no array.")
+
+    def exponent(self, x: Any) -> Node:
+        """The node of an exponent. An integer belongs to the text of a kernel, which multiplies that often."""
+        node = self.node(x)
+        return number(constant(node)) if node.op == "param" and node.kind == "int" else node
 
     def element(self, array: Any, index: tuple[Any, ...]) -> Node:
         """An element of a captured array; ``index`` is complete."""
@@ -232,6 +237,9 @@ class Captured:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self[i] for i in range(len(self))])
+
     def __hash__(self) -> int:
         return id(self)
 
@@ -323,7 +331,7 @@ def _binary(op: str, reflected: bool) -> Callable[[Proxy, Any], Proxy]:
     def method(self: Proxy, other: Any) -> Proxy:
         recording = self._recording
         recording.check_gradients()
-        a, b = self.node, recording.node(other)
+        a, b = self.node, recording.exponent(other) if op == "pow" and not reflected else recording.node(other)
         if op in WRAPPING:
             recording.check_width((a, b))
         return Proxy(recording, make(op, b, a) if reflected else make(op, a, b))
@@ -420,9 +428,12 @@ def _call(recording: Recording, name: str, args: tuple[Any, ...], kwargs: Mappin
     if alpha is not None:
         scaled = "x" if name == "rsub" else "b"
         given[scaled] = _call(recording, "mul", (given[scaled], alpha), {})
-    nodes = {key: recording.node(x) for key, x in given.items()}
+    is_power = name in POWERS
+    nodes = {key: recording.exponent(x) if is_power and key == "b" else recording.node(x) for key, x in given.items()}
     if name in WRAPPING:
         recording.check_width(nodes.values())
+    if rounding == "trunc" and all(x.kind != "float" for x in nodes.values()):
+        return Proxy(recording, quotient_towards_zero(**nodes))
     found = Proxy(recording, recording.widened(function(**nodes)) if name in ("int", "long") else function(**nodes))
     if rounding == "floor":
         return _call(recording, "floor_divide", (given["x"], given["b"]), {})
@@ -556,6 +567,8 @@ def called_by_name(recording: Recording, name: str, args: tuple[Any, ...], kwarg
         return called(recording, bytes.fromhex(args[0]).decode(), args[1:])
     if name == SIZED:
         return for_sizes(*args)
+    if name == "embedding":
+        return _embedded(recording, args, kwargs)
     if name in _INDEXING:
         array, index = args
         return array[index] if isinstance(array, Proxy | Captured) else recording.index(array, (), index)
@@ -565,6 +578,16 @@ def called_by_name(recording: Recording, name: str, args: tuple[Any, ...], kwarg
             return _call(recording, _OPERATORS[plain[1:]], (args[1], args[0]), {})
         name = _OPERATORS.get(plain, plain)
     return _call(recording, name.rstrip("_") if name in ("where_", "clamp_") else name, args, kwargs)
+
+
+def _embedded(recording: Recording, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A row of a table, of torch's ``embedding`` and ``nn.Embedding``: to be indexed further."""
+    options = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = {**dict(zip(("input", "weight", *options), args, strict=False)), **kwargs}
+    for name in ("padding_idx", "max_norm", "scale_grad_by_freq"):
+        if given.get(name) is not None and given[name] is not False:
+            raise TraceError(f"'embedding' with {name} is not possible in a modifier: index its weight, weight[i, h].")
+    return recording.index(given["weight"], (), given["input"])
 
 
 def called(recording: Recording, value: str, args: tuple[Any, ...]) -> Proxy:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..base.errors import TraceError
+from .functions import POWERS
 from .graph import INPUTS, Node, number
 from .modifier import Modifier, Program
 from .proxy import Proxy, Recording, called_by_name
@@ -21,7 +22,6 @@ from .trace import modifier_of
 
 _WHOLE: Final = {":": slice(None), "...": Ellipsis}
 """Words of an index that stands for no element."""
-_POWERS: Final = ("__pow__", "pow", "power", "float_power")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +106,7 @@ def _replayed(
             given = operand(args)
             if name == "refused":
                 raise TraceError(given[0])
-            if name in _POWERS and len(given) == 2 and type(given[1]) in (int, float):
+            if name.strip("_") in POWERS and len(given) == 2 and type(given[1]) in (int, float):
                 given = given[0], number(given[1])  # a square is a product, wherever its 2 was written
             made.append(called_by_name(recording, name, given, kwargs))
         return recording.node(operand(result))

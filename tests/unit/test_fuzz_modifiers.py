@@ -17,6 +17,12 @@ def test_random_modifiers(part: int, capsys: pytest.CaptureFixture[str]) -> None
     assert not wrong, capsys.readouterr().out
 
 
+@pytest.mark.parametrize("part", range(4))
+def test_random_modifiers_of_the_wider_grammar(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = fuzz_modifiers.run(40, 2, fuzz_modifiers.WIDE + 40 * part, 1e9, cpu=True)
+    assert not wrong, capsys.readouterr().out
+
+
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A product whose derivative forgets one factor."""
     own: Any = derivative.RULES["mul"]

@@ -86,6 +86,7 @@ SCORES: dict[str, Callable[..., Any]] = {
     "of two": lambda s, b, h, q, k: jnp.logaddexp(s, 0.5 * s + k) + jnp.hypot(s, q + 1.0) + jnp.fmod(s, 0.75),
     "finite": lambda s, b, h, q, k: jnp.where(jnp.isfinite(s / k), s, 0.5) + jax.scipy.special.erfc(s),
     "small integers": lambda s, b, h, q, k: s * SMALL[k] + jnp.where(SMALL[q] > 2, SMALL[q].astype(int) - 3, 0),
+    "converted": lambda s, b, h, q, k: jnp.float32(s) + jnp.float32(q - k) * 0.1 + jnp.asarray(SLOPES[h]),
     "negative index": lambda s, b, h, q, k: s + jnp.asarray(TABLE)[h, -1 - k],
 }  # fmt: skip
 MASKS: dict[str, Callable[..., Any]] = {
@@ -159,7 +160,56 @@ def test_stopped_gradients_are_stopped() -> None:
 
     grad = jax.grad(loss, argnums=(1, 2, 3, 4))
     for theirs, own in zip(grad(dense, *arrays(), SLOPES), grad(ours, *arrays(), SLOPES), strict=True):
-        np.testing.assert_allclose(own, theirs, atol=3e-5)
+        np.testing.assert_allclose(own, theirs, rtol=1e-5, atol=3e-5)
+
+
+BENT: dict[str, Callable[..., Any]] = {
+    "softplus": lambda x: jax.nn.softplus(x),
+    "log_sigmoid": lambda x: jax.nn.log_sigmoid(x),
+    "logaddexp": lambda x: jnp.logaddexp(2 * x, x),
+    "logaddexp2": lambda x: jnp.logaddexp2(x, 0.0),
+    "relu": lambda x: jax.nn.relu(x),
+    "relu6": lambda x: jax.nn.relu6(x) + jax.nn.relu6(x + 6),
+    "fmod": lambda x: jnp.fmod(x, 1.5),
+    "mod": lambda x: jnp.mod(x, 1.5),
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_derivatives_where_functions_of_jax_bend(name: str) -> None:
+    """At 0, where what is learned often begins."""
+    begin = jnp.zeros(H)
+
+    def loss(run: Any, x: Any) -> Any:
+        return (run(*arrays(), lambda s, b, h, i, j: s + BENT[name](x[h] * s), None) ** 2).sum()
+
+    def ours(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any) -> Any:
+        return attention(q, k, v, score_mod=score_mod, mask_mod=mask_mod)
+
+    found, wanted = (jax.grad(loss, argnums=1)(run, begin) for run in (ours, dense))
+    assert np.abs(wanted).max() > 1e-3 or name.startswith("relu")
+    np.testing.assert_allclose(found, wanted, atol=3e-5)
+
+
+def test_a_function_of_the_users_is_what_it_says_whatever_its_name() -> None:
+    """JAX's own of these names are one operation here."""
+
+    def floor_divide(x: Any, y: Any) -> Any:
+        return (x + 2) // y
+
+    def remainder(x: Any, y: Any) -> Any:
+        return x % (y + 1)
+
+    def relu(x: Any) -> Any:
+        return jnp.maximum(x, 0.25)
+
+    for function in (floor_divide, remainder):
+        inner = jax.jit(function)
+        found = attention(*arrays(), score_mod=lambda s, b, h, i, j, f=inner: jnp.sin(s) + f(j, 5))
+        wanted = dense(*arrays(), lambda s, b, h, i, j, f=function: jnp.sin(s) + f(j, 5))
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+    found = attention(*arrays(), score_mod=lambda s, b, h, i, j: jax.jit(relu)(s))
+    np.testing.assert_allclose(found, dense(*arrays(), lambda s, b, h, i, j: relu(s)), atol=2e-5)
 
 
 def test_rules_of_gradients_that_would_be_left_out_are_refused() -> None:

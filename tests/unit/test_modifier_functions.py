@@ -45,6 +45,7 @@ NUMPY: dict[str, Function] = {
 
 def torch_functions() -> dict[str, Function]:
     torch = pytest.importorskip("torch", reason="torch is not installed")
+    cube = 3
     return {
         "x.where": lambda x, b, h, q, k: x.where(q >= k, -3.0),
         "x.where(other=)": lambda x, b, h, q, k: x.where(q >= k, other=-3.0),
@@ -57,6 +58,12 @@ def torch_functions() -> dict[str, Function]:
         "rsub(alpha=)": lambda x, b, h, q, k: torch.rsub(x, q, alpha=2),
         "div(input=, other=, floor)": lambda x, b, h, q, k: x + torch.div(input=q - k, other=3, rounding_mode="floor"),
         "div(trunc)": lambda x, b, h, q, k: x + torch.div(q - k, 3, rounding_mode="trunc"),
+        "div(trunc) is an integer": lambda x, b, h, q, k: x + (torch.div(q - k, -3, rounding_mode="trunc") & 7),
+        "div(trunc) of two": lambda x, b, h, q, k: x + torch.div(q - k, k - 40, rounding_mode="trunc"),
+        "captured exponent": lambda x, b, h, q, k: x + (q - k) ** cube + x**cube,
+        "pow(captured exponent)": lambda x, b, h, q, k: x + torch.pow(q - k, exponent=cube),
+        "large exponent": lambda x, b, h, q, k: x + (q - k) ** 7,
+        "powers of 2": lambda x, b, h, q, k: x + 2 ** (h + 1) + torch.pow(2, k),
         "pow(exponent=)": lambda x, b, h, q, k: torch.pow(x, exponent=2),
         "masked_fill(mask=, value=)": lambda x, b, h, q, k: x.masked_fill(mask=q < k, value=-2.0),
         "relu(inplace=)": lambda x, b, h, q, k: torch.nn.functional.relu(x, inplace=False),
@@ -106,6 +113,7 @@ def torch_activations() -> dict[str, Function]:
         "hypot": lambda x: torch.hypot(x, x * 0.5 + 1), "lerp": lambda x: torch.lerp(x, x * x, 0.3),
         "addcmul": lambda x: torch.addcmul(x, x, x, value=0.5), "addcdiv": lambda x: torch.addcdiv(x, x, x + 0.3),
         "logaddexp": lambda x: torch.logaddexp(x, x * 0), "logaddexp(x, x)": lambda x: torch.logaddexp(x, x),
+        "pow(0, x)": lambda x: torch.pow(torch.relu(x).detach(), x.abs() + 0.5),
         "logaddexp2": lambda x: torch.logaddexp2(x, x * 0.5), "copysign": lambda x: torch.copysign(x * x, x),
         "nan_to_num": lambda x: torch.nan_to_num(x), "sgn": lambda x: x * torch.sgn(x),
         "isfinite": lambda x: torch.where(torch.isfinite(x) & ~torch.isnan(x), x, torch.finfo(x.dtype).min),
@@ -113,12 +121,12 @@ def torch_activations() -> dict[str, Function]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("index", range(41))
+@pytest.mark.parametrize("index", range(42))
 def test_activations_of_torch_and_their_derivatives(index: int) -> None:
     """In float64, also where they bend: there the derivative is torch's."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     activations = torch_activations()
-    assert len(activations) == 41
+    assert len(activations) == 42
     name, function = list(activations.items())[index]
     wide = torch.tensor(NUMBERS, dtype=torch.float64, requires_grad=True)
     wanted = function(wide)
@@ -133,11 +141,11 @@ def test_activations_of_torch_and_their_derivatives(index: int) -> None:
         np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-7, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize("index", range(18))
+@pytest.mark.parametrize("index", range(24))
 def test_functions_of_torch(index: int) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     functions = torch_functions()
-    assert len(functions) == 18
+    assert len(functions) == 24
     name, function = list(functions.items())[index]
     for place in PLACES:
         assert traced(function, *place) == pytest.approx(float(function(*given(*place, of=torch))), rel=1e-6), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from typing import Any
@@ -160,6 +161,26 @@ def test_a_row_without_a_key() -> None:
     assert all(np.isfinite(x).all() for x in (dq, dk, dv))
 
 
+def test_a_learned_power_of_the_distance() -> None:
+    """At a distance of 0 the logarithm is infinite: the gradient of the exponent was NaN."""
+    q, k, v, dout = tensors(SIZES[2], 0)
+    heads = q.shape[2]
+    powers = np.linspace(0.5, 1.5, heads).astype(np.float32)
+    modifier = trace(lambda s, b, h, i, j: s - 0.1 * abs(i - j) ** powers[h])
+    out, lse = nvrtc_attn.attention(q, k, v, score_mod=modifier, return_lse=True)
+    gradients, found = [np.empty_like(x) for x in (q, k, v)], np.empty_like(powers)
+    nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=[found])
+
+    def moved(step: float, head: int) -> float:
+        there = powers + step * (np.arange(heads) == head)
+        return float(
+            (modifiers.textbook(q, k, v, lambda s, b, h, i, j: s - 0.1 * abs(i - j) ** there[h], None)[0] * dout).sum()
+        )
+
+    for head in range(heads):
+        assert found[head] == pytest.approx((moved(1e-5, head) - moved(-1e-5, head)) / 2e-5, rel=1e-3, abs=1e-4)
+
+
 # ------------------------------------------------------------------------------------------------------------ tracing
 
 
@@ -191,7 +212,8 @@ def chained(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         (lambda s, b, h, q, k: [1.0, 2.0][h] * s, "needed as a Python number"),
         (lambda s, b, h, q, k: sum(range(k)) * s, "needed as a Python number"),
         (lambda s, b, h, q, k: s & 1, "compare them first"),
-        (lambda s, b, h, q, k: s + 2**h, "'pow' of integers"),
+        (lambda s, b, h, q, k: s + 3**h, "'pow' of integers"),
+        (lambda s, b, h, q, k: s + (q - k) ** 32, "'pow' of integers, but for powers up to 31"),
         (lambda s, b, h, q, k: "text", "is no number"),
         (lambda s, b, h, q, k: None, "returned None"),
         (lambda s, b, h, q: s, "is called with"),
@@ -315,6 +337,40 @@ def test_captured_numbers_and_arrays_do_not_change_the_program() -> None:
     # 2.5 is in the text of the function.
     assert "2.5" in repr(first.program)
     assert "0.25" not in repr(first.program)
+
+
+def test_a_captured_integer_exponent_is_that_of_the_text() -> None:
+    """A square is the product, and the kernel, that it is where the 2 is written in the function; elsewhere, too."""
+
+    class Far:
+        def __init__(self, power: int) -> None:
+            self.power = power
+
+        def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s - abs(q - k) ** self.power * 2.0
+
+    def far(s: Any, b: Any, h: Any, q: Any, k: Any, power: int) -> Any:
+        return s - abs(q - k) ** power * 2.0
+
+    squares = [lambda s, b, h, q, k, p=p: s - abs(q - k) ** p * 2.0 for p in (2, np.int64(2))]
+    programs = [trace(x).program.score for x in (*squares, functools.partial(far, power=2), Far(2))]
+    at = {"score": np.zeros(1), "q": np.array([7]), "k": np.array([2])}
+    for x in (*squares, functools.partial(far, power=2), Far(2)):
+        assert evaluate.Values(at, (), np.dtype(np.float64))(trace(x).valued[0]) == -50
+    assert len(set(programs[:2])) == len(set(programs[2:])) == 1
+    assert all("pow" not in graph.listing([x]) for x in programs)
+
+
+def test_a_captured_array_is_iterated() -> None:
+    """Its elements are operands, as those of an index are; of a table they are the rows."""
+    taps, table = np.array([0.5, -0.25, 2.0], np.float32), np.arange(8, dtype=np.float32).reshape(2, 4)
+    near = trace(lambda s, b, h, q, k: s + sum(x * (q - k == i) for i, x in enumerate(taps)))
+    rows = trace(lambda s, b, h, q, k: s + sum(row[h] for row in table))
+    at = {"score": np.zeros(1), "h": np.array([3]), "q": np.array([7]), "k": np.array([6])}
+    assert evaluate.Values(at, near.captures, np.dtype(np.float64))(near.valued[0]) == -0.25
+    assert evaluate.Values(at, rows.captures, np.dtype(np.float64))(rows.valued[0]) == 10
+    assert near.captures == (taps,)
+    assert near.differentiable == (0,)
 
 
 def test_a_captured_index_is_an_operand() -> None:

@@ -296,6 +296,35 @@ def test_gradients_of_captured_tensors(dtype: Any) -> None:
         torch.testing.assert_close(gradient.float(), found[1][name], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_module_of_embeddings_is_its_table(compiled: bool) -> None:
+    """T5's buckets, as models look them up; one whose rows have no gradient, or other ones, is refused."""
+    embedding = torch.nn.Embedding(2 * M, H)
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + embedding(q - k + M)[h]
+
+    def call(*x: Any) -> Any:
+        return flex_attention(*x, score_mod)
+
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = []
+    for run in (
+        lambda *x: call(*x),
+        lambda *x: dense(*x, lambda s, b, h, i, j: s + embedding.weight[i - j + M, h], None)[0],
+    ):
+        embedding.weight.grad = None
+        run(*tensors()).square().sum().backward()
+        found.append(embedding.weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    for option in ({"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        other = torch.nn.Embedding(2 * M, H, **option)
+        with pytest.raises(nvrtc_attn.TraceError, match=f"'embedding' with {next(iter(option))} is not possible"):
+            flex_attention(*tensors(), lambda s, b, h, q, k, other=other: s + other(q - k + M)[h])
+
+
 @pytest.mark.parametrize("case", modifiers.named_cases(), ids=str)
 def test_tensors_and_numpy_arrays_make_the_same_program(case: modifiers.ModifierCase) -> None:
     arrays = case.arrays((B, H, M, N), np.random.default_rng(0))
