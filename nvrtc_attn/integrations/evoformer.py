@@ -70,17 +70,24 @@ def triangle_attention(
     if q.dim() == 4:
         return _triangle(q, k, v, bias, mask, scale)
     _check_leading(given, 1, "batch size")
-    rows = [
-        _triangle(q[b], k[b], v[b], bias[b], None if mask is None else mask[b], scale) for b in range(q.shape[0])
-    ]  # fmt: skip
-    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows) if rows else torch.empty_like(q)
+    if all(x.shape[1] == 1 for x in given.values()):  # each bias has one row: the batch is that of the kernels
+        return _triangle(*(None if x is None else x[:, 0] for x in (q, k, v, bias, mask)), scale).unsqueeze(1)
+    outs = [_triangle(*entry, scale) for entry in _entries(q.shape[0], q, k, v, bias, mask)]
+    return outs[0].unsqueeze(0) if len(outs) == 1 else torch.stack(outs) if outs else torch.empty_like(q)
 
 
-def _triangle(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None,
-    scale: float | None,
-) -> torch.Tensor:  # fmt: skip
-    """One batch element: N is the batch of the kernels, and the bias broadcasts over it."""
+def _entries(batch: int, *tensors: torch.Tensor | None) -> list[tuple[Any, ...]]:
+    """The tensors of each batch entry, None for one that is missing.
+
+    Not by indices: the gradient of each ``x[b]`` is as large as x, and all of them are added up. That of ``unbind`` is
+    one copy.
+    """
+    parts = [(None,) * batch if x is None else x.unbind() for x in tensors]
+    return list(zip(*parts, strict=True))
+
+
+def _triangle(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float | None) -> torch.Tensor:
+    """One batch entry: N is the batch of the kernels, and the bias broadcasts over it."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     bias = bias if bias.dtype in (q.dtype, torch.float32) else bias.float()
     keep = None if mask is None else mask.bool()
@@ -132,22 +139,22 @@ def DS4Sci_EvoformerAttention(  # noqa: N802  DeepSpeed's name
             f"biases: shapes {[None if x is None else tuple(x.shape) for x in biases]}. They are {list(shapes)}, in "
             f"this order; None stands for one that is missing."
         )
-    outs = [
-        _evoformer(Q[b], K[b], V[b], *(None if x is None else x[b] for x in given))
-        for b in range(batch)
-    ]  # fmt: skip
+    row_bias, pair_bias = given
+    keep = None if row_bias is None or pair_bias is None or batch == 0 else _as_mask(row_bias)
+    everything = (Q, K, V, row_bias if keep is None else None, pair_bias, keep)
+    if pair_bias is None:  # nothing is shared by rows: they and the batch are that of the kernels
+        return _evoformer(*(None if x is None else x.flatten(0, 1) for x in everything)).unflatten(0, (batch, rows))
+    if rows == 1:
+        return _evoformer(*(None if x is None else x[:, 0] for x in everything)).unsqueeze(1)
+    entries = _entries(batch, *everything)
+    outs = [_evoformer(*entry) for entry in entries]
     return outs[0].unsqueeze(0) if batch == 1 else torch.stack(outs) if outs else torch.empty_like(Q)
 
 
-def _evoformer(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_bias: torch.Tensor | None, pair_bias: torch.Tensor | None
-) -> torch.Tensor:
-    keep: torch.Tensor | None = None
+def _evoformer(q: Any, k: Any, v: Any, row_bias: Any, pair_bias: Any, keep: Any) -> torch.Tensor:
     bias = row_bias if pair_bias is None else pair_bias
     if row_bias is not None and pair_bias is not None:
-        keep = _as_mask(row_bias)
-        if keep is None:
-            bias = row_bias + pair_bias
+        bias = row_bias + pair_bias
     if bias is not None and bias.dtype not in (q.dtype, torch.float32):
         bias = bias.float()
     out: torch.Tensor = attention(q, k, v, bias=bias, mask=keep)

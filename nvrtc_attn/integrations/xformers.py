@@ -190,8 +190,13 @@ def _arguments(
             and key.shape[:4] == value.shape[:4]
         ):
             key, value = key[:, :, :, :1], value[:, :, :, :1]
+        groups = query.shape[2:4]
         query, key, value = (x.flatten(2, 3) for x in (query, key, value))
-        bias = None if bias is None else bias.flatten(1, 2)
+        if bias is not None:
+            sizes = bias.shape[1:3]
+            if sizes not in (groups, (1, 1)) and all(n in (1, full) for n, full in zip(sizes, groups, strict=True)):
+                bias = bias.expand(-1, *groups, -1, -1)  # joined, a dim that is 1 beside one that is full is neither
+            bias = bias.flatten(1, 2)
     if bias is not None:
         options["bias"] = bias
     return query, key, value, {**options, "softmax_scale": scale}

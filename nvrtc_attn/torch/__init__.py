@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
     raise missing("torch", error) from None
 
 from . import flash
+from . import flops as _flops  # noqa: F401 - it registers formulas
 from .eager import attention
 from .flex import BlockMask, create_block_mask, flex_attention
 from .ops import register_sharding

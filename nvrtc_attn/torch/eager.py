@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # What decides between the kernels and their operators, as names of this module: two look-ups less a call.
 _traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
+_traced_by_jit: Final = torch._C._is_tracing  # torch.jit.trace, which records operators and no launches
 _transformed: Final = torch._C._functorch.maybe_current_level
 _autocast: Final = torch._C._is_any_autocast_enabled
 _autocast_dtype: Final = torch.get_autocast_dtype
@@ -174,6 +175,7 @@ def attend(
     if (
         _traced_by_dynamo()
         or _dispatch_modes()
+        or _traced_by_jit()
         or _transformed()
         or not (q.__class__ in _PLAIN and k.__class__ in _PLAIN and v.__class__ in _PLAIN)
         or q.is_meta

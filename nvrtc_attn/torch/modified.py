@@ -42,6 +42,7 @@ from .tensors import captured_on, detached
 _in_dynamo: Final = torch.compiler.is_dynamo_compiling
 _transformed: Final = torch._C._functorch.maybe_current_level
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
+_traced_by_jit: Final = torch._C._is_tracing
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _NONE: Final = (None,) * len(OPTIONAL_INPUTS)
 _ANY_SIZE: Final = 2**31 - 1
@@ -99,9 +100,11 @@ def _outside_of_dynamo(given: Any, score_mod: Any, mask_mod: Any, aux: Any, aske
 
 
 def needs_operator(tensors: Sequence[Any]) -> bool:
-    """Whether a dispatch mode, or a subclass of torch's tensors, must see the call."""
-    return bool(_dispatch_modes()) or any(
-        x.__class__ not in _PLAIN or x.is_meta for x in tensors if isinstance(x, torch.Tensor)
+    """Whether a dispatch mode, a subclass of torch's tensors, or torch.jit.trace must see the call."""
+    return (
+        bool(_dispatch_modes())
+        or _traced_by_jit()
+        or any(x.__class__ not in _PLAIN or x.is_meta for x in tensors if isinstance(x, torch.Tensor))
     )
 
 

@@ -438,6 +438,10 @@ def _validate(arguments: tuple[Any, ...], modifier: Modifier | None, **gradients
     for name in ("q", "k", "v"):
         if given[name].dim() != 4:
             raise ValueError(f"{name}: shape {tuple(given[name].shape)}. Expected rank 4, [batch, seqlen, heads, dim].")
+    places = {name: x.device for name, x in given.items()}
+    if len(set(places.values())) > 1:
+        found = ", ".join(f"{name} on {place}" for name, place in places.items())
+        raise ValueError(f"{found}: all tensors of a call are on one device. Move them to {places['q']}.")
     scalars = arguments[_SEED_WORD:]
     sizes = [n for x in (*given.values(), *(modifier.captures if modifier else ())) for n in x.shape]
     if not all(isinstance(n, (int, float, str, type(None))) for n in (*sizes, *scalars)):

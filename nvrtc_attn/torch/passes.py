@@ -170,7 +170,10 @@ def _first_forward(
         )  # fmt: skip
         out, *more = found if isinstance(found, tuple) else (found,)
         lse = more.pop(0) if options.return_lse else None
-        return out.transpose(1, 2) if heads_first else out, lse, *more
+        if heads_first:  # no view, which autograd would not let anybody write to
+            strides = [out.stride(i) for i in (0, 2, 1, 3)]
+            out = out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.transpose(1, 2).shape, strides)
+        return out, lse, *more
     call = _describe(tensors, options, heads_first)
     ahead = BackwardPrefetch(call.with_dense(), call.device.index) if backward_follows else None
     plan = forward_plan(

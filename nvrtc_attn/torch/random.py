@@ -19,7 +19,7 @@ renew_in_child(globals(), "_generator_lock", threading.Lock)
 def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, int | None] | None) -> RngState:
     """Numbers from torch's generator of q's device, which is advanced past those of this problem."""
     if not q.is_cuda:
-        return RngState(int(torch.randint(2**63 - 1, ())), 0)
+        return RngState(int(torch.randint(2**63 - 1, (), device="cpu")), 0)  # whatever the default device is
     index = q.get_device()
     if torch.cuda.is_current_stream_capturing():
         seed = torch.empty((), dtype=torch.int64, device=q.device).random_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -94,6 +95,56 @@ def test_evoformer_attention(batch: int, monkeypatch: pytest.MonkeyPatch) -> Non
         compare(integration.DS4Sci_EvoformerAttention(q, k, v, biases), evoformer(q, k, v, *biases), (q, k, v))
     row = leaf(batch, 3, 1, 1, 6)
     compare(integration.DS4Sci_EvoformerAttention(q, k, v, [row]), evoformer(q, k, v, row), (q, k, v, row))
+
+
+@pytest.mark.parametrize("function", ["triangle", "evoformer"])
+def test_gradients_of_several_examples_are_put_together_once(function: str) -> None:
+    """Each example's gradient was a tensor of the whole batch's size, zero elsewhere, and those were added up."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counts(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    batch, pair = 4, leaf(4, 1, 2, 6, 6)
+    with Counts() as forward:
+        if function == "triangle":
+            leaves = [*(leaf(batch, 3, 2, 6, 8) for _ in range(3)), pair]
+            out = integration.triangle_attention(*leaves, torch.ones(batch, 3, 1, 1, 6, dtype=torch.bool))
+        else:
+            leaves = [*(leaf(batch, 3, 6, 2, 8) for _ in range(3)), pair]
+            out = integration.DS4Sci_EvoformerAttention(*leaves[:3], [row_mask(batch), pair])
+    with Counts() as backward:
+        torch.autograd.grad(out.sum(), leaves)
+    assert backward.seen["attention_backward"] == batch
+    assert (backward.seen["stack"], backward.seen["select_backward"], backward.seen["add"]) == (4, 0, 0)
+    # Whether the first bias is a mask is asked once, which waits for the GPU.
+    assert forward.seen["all"] == (function == "evoformer")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_batch_is_one_call_where_rows_share_no_bias(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = integration.attention
+    monkeypatch.setattr(integration, "attention", lambda *x, **options: (calls.append(1), original(*x, **options))[1])
+    q, k, v = (leaf(3, rows, 6, 2, 8) for _ in range(3))
+    row, pair = leaf(3, rows, 1, 1, 6), leaf(3, 1, 2, 6, 6)
+    mask = torch.zeros(3, rows, 1, 1, 6)
+    mask[:, 0, ..., 4:] = -1e9
+    for biases, leaves in (([], ()), ([row], (row,)), ([mask], ())):
+        compare(integration.DS4Sci_EvoformerAttention(q, k, v, biases), evoformer(q, k, v, *biases), (q, k, v, *leaves))
+    assert len(calls) == 3
+    for biases, leaves in (([None, pair], (pair,)), ([mask, pair], (pair,)), ([row, pair], (row, pair))):
+        compare(integration.DS4Sci_EvoformerAttention(q, k, v, biases), evoformer(q, k, v, *biases), (q, k, v, *leaves))
+    q, k, v = (x.detach().transpose(2, 3).requires_grad_() for x in (q, k, v))
+    keep = mask == 0
+    compare(integration.triangle_attention(q, k, v, pair, keep), triangle(q, k, v, pair, keep, None), (q, k, v, pair))
+    assert len(calls) == 3 + 4 * (1 if rows == 1 else 3)
 
 
 def test_a_first_bias_that_is_no_mask_is_added(

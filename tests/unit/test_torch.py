@@ -136,6 +136,16 @@ def test_window_of_none_is_no_window(table: Table) -> None:
     assert table.plan.runs == 4
 
 
+def test_dropout_on_the_cpu_draws_there_whatever_the_default_device_is() -> None:
+    torch.manual_seed(5)
+    expected = adapter.attention(**tensors(), dropout_p=0.5)
+    torch.manual_seed(5)
+    given = tensors()
+    with torch.device("meta"):  # a number of which cannot be read
+        out = adapter.attention(**given, dropout_p=0.5)
+    assert torch.equal(out, expected)
+
+
 def test_a_refused_call_draws_no_numbers() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import shutil
 import warnings
@@ -503,6 +504,74 @@ def test_meta_tensors_are_described() -> None:
     assert (out.device.type, out.shape, lse.shape) == ("meta", (2, 6, 4, 8), (2, 4, 6))
     with pytest.raises(ValueError, match="head dims 8 and 4 differ"):
         na.attention(q, k[..., :4], v)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "mask"])
+def test_what_is_only_described_is_on_one_device(name: str) -> None:
+    """With q alone on meta the call returned a tensor there, whatever k and v are."""
+    q, k, v = tensors(grad=False)
+    given = {"q": q, "k": k, "v": v, "bias": torch.zeros(1, 1, 6, 9), "mask": torch.ones(1, 1, 1, 9, dtype=torch.bool)}
+    away = {x: y.to("meta") for x, y in given.items()}
+    if name == "q":
+        with pytest.raises(ValueError, match=r"q on meta, k on cpu.*Move them to meta"):
+            na.attention(**{**given, "q": away["q"]})
+    else:
+        with pytest.raises(ValueError, match=rf"{name} on cpu.*Move them to meta"):
+            na.attention(**{**away, name: given[name]})
+
+
+TRACED: dict[str, Callable[..., Any]] = {
+    "attention": lambda q, k, v: na.attention(q, k, v, causal=True, window_size=(4, 0), dropout_p=0.3, rng=(1, 2)),
+    "sdpa": lambda q, k, v: na.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True),
+    "score_mod": lambda q, k, v: na.attention(q, k, v, score_mod=lambda score, b, h, i, j: score + (i - j) * 0.1),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of shapes, which it takes for data
+def test_torch_jit_trace_records_the_operators(name: str) -> None:
+    """It recorded memory for the output and nothing that writes to it, and of functions a call of Python."""
+    call = TRACED[name]
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(call, tuple(tensors(grad=False))), file)
+    file.seek(0)
+    program = torch.jit.load(file)
+    for sizes in ({}, {"b": 3, "m": 5, "n": 7}):
+        given = [x + 1 for x in tensors(**sizes)]
+        out, expected = program(*given), call(*given)
+        torch.testing.assert_close(out, expected, atol=0, rtol=0)
+        same(list(torch.autograd.grad(out.sum(), given)), list(torch.autograd.grad(expected.sum(), given)))
+
+
+@pytest.mark.parametrize("name", ["attention", "sdpa", "score_mod"])
+def test_the_flop_counter_counts_what_it_counts_for_torchs_attention(name: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    q, k, v = tensors()
+    shapes = [(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v)]
+    with FlopCounterMode(display=False) as counter:
+        out = TRACED[name](q, k, v)
+        assert counter.get_total_flops() == sdpa_flop_count(*shapes) > 0
+        out.sum().backward()
+    both = sdpa_flop_count(*shapes) + sdpa_backward_flop_count(shapes[0], *shapes)
+    assert counter.get_total_flops() == both
+
+
+def test_the_flop_counter_counts_each_sequence_with_its_own_keys() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = (x.detach()[:1] for x in tensors())
+    lengths = {name: x for name, x in packed().items() if name != "seqused_k"}
+    with FlopCounterMode(display=False) as counter:
+        na.attention(q, k, v, **lengths)
+    assert counter.get_total_flops() == 2 * (2 * 4 + 4 * 5) * 4 * (8 + 8)
+    with FlopCounterMode(display=False) as counter:  # without values of the lengths it is the most that it can be
+        na.attention(*(x.to("meta") for x in (q, k, v)), **{n: move(x) for n, x in lengths.items()})
+    assert counter.get_total_flops() == 2 * (6 * 9) * 4 * (8 + 8)
+
+
+def move(x: Any) -> Any:
+    return x.to("meta") if isinstance(x, torch.Tensor) else x
 
 
 def test_subclasses_of_the_user_compute() -> None:

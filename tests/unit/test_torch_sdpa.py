@@ -123,6 +123,17 @@ def test_strides_are_those_of_torchs_memory_efficient_attention() -> None:
     assert na.scaled_dot_product_attention(q, k, v).stride() == theirs.stride()
 
 
+def test_the_output_may_be_written_to_until_a_backward_pass_needs_it() -> None:
+    """On the CPU it was a view, which autograd lets nobody write to."""
+    q, k, v = leaves(tensors((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)), torch.float32)
+    out = na.scaled_dot_product_attention(q, k, v)
+    twice = 2 * out.detach()
+    out.mul_(2)
+    assert torch.equal(out, twice)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_causal_biases_of_torch() -> None:
     from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 

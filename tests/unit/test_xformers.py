@@ -145,6 +145,22 @@ def test_one_head_and_grouped_heads() -> None:
             torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("groups", [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_a_bias_of_grouped_heads_broadcasts_over_groups_or_heads(groups: tuple[int, int]) -> None:
+    """With one of the two dims 1 it was refused, by the shape of the two joined."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 2, 3, 8, requires_grad=True) for n in (5, 7, 7))
+    bias = torch.randn(1, *groups, 5, 7, requires_grad=True)
+    flat = [x.flatten(2, 3) for x in (q, k, v)]
+    expected = reference(*flat, bias.expand(2, 2, 3, 5, 7).flatten(1, 2)).unflatten(2, (2, 3))
+    out = integration.memory_efficient_attention(q, k, v, bias)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    weight = torch.randn_like(out)
+    wanted = torch.autograd.grad((expected * weight).sum(), (q, k, v, bias))
+    for a, b in zip(torch.autograd.grad((out * weight).sum(), (q, k, v, bias)), wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
+
+
 def test_the_functions_outside_of_autograd() -> None:
     q, k, v = inputs(5, 7)
     bias = torch.randn(2, 2, 5, 7)
