@@ -912,3 +912,12 @@ def test_hashes_work_where_fips_allows_sha2_only(cache: KernelCache, monkeypatch
     cache.put(KEY, METADATA, CODE)
     assert cache.get(KEY) is not None
     assert SCHEMA == 1
+
+
+def test_a_directory_that_cannot_be_listed_is_not_called_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.warns(CacheWarning, match="Permission denied"):
+        assert KernelCache(tmp_path, 1 << 20).entries() == []
