@@ -5,6 +5,7 @@ Importing costs nothing: no framework, no CUDA library and no file is touched be
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .base.errors import CacheWarning, CompileError, CudaError, DeviceFaultError, TraceError, UnsupportedError
@@ -59,12 +60,16 @@ _MODULES = {
     "trace": "modifiers.trace",
     "where": "modifiers.proxy",
 }
+_DOORS = ("aten", "cupy", "integrations", "jax", "torch")
+"""Public modules that are imported on request, each with its framework."""
 _API = (*(name for name in __all__ if name[0].islower()), "Modifier", "Part")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _API:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        request = f". It is a module of its own: import {__name__}.{name}" if name in _DOORS else ""
+        message = f"module {__name__!r} has no attribute {name!r}{request}"
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])  # Python says which name is meant
     from importlib import import_module
 
     module = import_module(f".{_MODULES.get(name, 'api')}", __name__)
@@ -75,4 +80,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """What a user may want: not the names that this file needs, nor the inside of the package."""
+    return sorted({*__all__, *_DOORS, *(name for name in globals() if name.startswith("__"))})

@@ -38,6 +38,7 @@ REQUIREMENTS: Final = {
 }
 """Distribution -> a module of it and a name in there. What pip leaves of a package may import, and be empty."""
 
+_READ_ONLY: Final = "read-only: what is in it is used, and kernels that are compiled stay in memory"
 _NOT_HERE: Final = (
     "the process that calls attention, which is not this one. There print nvrtc_attn.torch.sdpa.report(), or all of "
     "this report: from nvrtc_attn.doctor import show; show()"
@@ -198,8 +199,9 @@ def _cache(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     if caught:
         section["state"] = str(caught[0].message)
     elif directory.is_dir():
-        section["state"] = "ok" if os.access(directory, os.R_OK | os.W_OK | os.X_OK) else "not readable and writable"
-    if section["state"] not in ("ok", "absent"):
+        section["state"] = "ok" if os.access(directory, os.W_OK) else _READ_ONLY
+    # Where nothing may be compiled nothing would be written: a warm cache that is mounted read-only is whole.
+    if section["state"] not in ("ok", "absent") and not (section["state"] == _READ_ONLY and env.no_compile()):
         problems.append(f"cache: {directory}: {section['state']}")
     return section
 

@@ -107,6 +107,8 @@ def warmup(
 ) -> None:
     """Compile forward and backward kernels into the cache, in parallel. Needs no GPU.
 
+    Exit code 0: all of them are in the cache now.
+
     Options that describe a call which the library refuses are refused with its message.
 
     With --tune the kernels of every candidate plan are compiled, and for the lengths given (with the batch and the
@@ -151,17 +153,26 @@ def warmup(
                         f"nvrtc_attn.attention refuses the call that these options describe. {error}"
                     ) from error
             kernels += precompile.configs(requests, candidates=tune)
+        reports = _compile_with_progress(kernels, jobs)
     except (UnsupportedError, ValueError, TraceError) as error:
         raise click.ClickException(str(error)) from error
-    reports = _compile_with_progress(kernels, jobs)
     # rich would squeeze a table into 80 columns where the output is no terminal; a long row may wrap instead.
     Console(width=max(Console().width, 140)).print(_kernel_table(reports))
     failed = [report for report in reports if report.error]
     for report in failed:
         click.echo(f"failed: {report.config.kernel} for {report.config.arch}: {report.error}", err=True)
+    cache = _kernel_cache()
+    lost = sum(cache.get(report.key) is None for report in reports if not report.error)
+    if lost:
+        where = cache.path or "there is no directory"
+        click.echo(
+            f"{lost} of {len(reports)} kernels were compiled and are not in the cache ({where}): a CacheWarning above "
+            f"says why, or NVRTC_ATTN_CACHE_SIZE={cache.max_bytes} holds no more",
+            err=True,
+        )
     if tune:
         _tune(requests)
-    sys.exit(1 if failed else 0)
+    sys.exit(1 if failed or lost else 0)
 
 
 def _tune(requests: list[precompile.Request]) -> None:

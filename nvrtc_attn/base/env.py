@@ -10,7 +10,7 @@ from typing import Any, Final
 
 BACKENDS: Final = ("auto", "portable", "hopper", "legacy")
 DEFAULT_CACHE_SIZE_BYTES: Final = 1 << 30
-"""1 GiB holds about 20,000 kernels of 50 KB."""
+"""1 GiB holds about 5,000 kernels of 0.2 MB."""
 
 _TRUE: Final = ("1", "true", "yes", "on")
 _FALSE: Final = ("0", "false", "no", "off")

@@ -68,11 +68,12 @@ def triangle_attention(
     if len(set(ranks)) > 1 or ranks[0] not in (4, 5):
         raise ValueError(f"{', '.join(given)}: ranks {ranks}. All are 5, or all 4 without the batch.")
     if q.dim() == 4:
-        return _triangle(q, k, v, bias, mask, scale)
+        return _triangle((q, k, v, bias, mask), scale)
     _check_leading(given, 1, "batch size")
     if all(x.shape[1] == 1 for x in given.values()):  # each bias has one row: the batch is that of the kernels
-        return _triangle(*(None if x is None else x[:, 0] for x in (q, k, v, bias, mask)), scale).unsqueeze(1)
-    outs = [_triangle(*entry, scale) for entry in _entries(q.shape[0], q, k, v, bias, mask)]
+        of_row = tuple(None if x is None else x[:, 0] for x in (q, k, v, bias, mask))
+        return _triangle(of_row, scale).unsqueeze(1)
+    outs = [_triangle(entry, scale) for entry in _entries(q.shape[0], q, k, v, bias, mask)]
     return outs[0].unsqueeze(0) if len(outs) == 1 else torch.stack(outs) if outs else torch.empty_like(q)
 
 
@@ -86,9 +87,10 @@ def _entries(batch: int, *tensors: torch.Tensor | None) -> list[tuple[Any, ...]]
     return list(zip(*parts, strict=True))
 
 
-def _triangle(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float | None) -> torch.Tensor:
-    """One batch entry: N is the batch of the kernels, and the bias broadcasts over it."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+def _triangle(entry: tuple[Any, ...], scale: float | None) -> torch.Tensor:
+    """q, k, v, bias and mask of one batch entry: N is the batch of the kernels, and the bias broadcasts over it."""
+    *qkv, bias, mask = entry
+    q, k, v = (x.transpose(1, 2) for x in qkv)
     bias = bias if bias.dtype in (q.dtype, torch.float32) else bias.float()
     keep = None if mask is None else mask.bool()
     out: torch.Tensor = attention(q, k, v, bias=bias, mask=keep, softmax_scale=scale)

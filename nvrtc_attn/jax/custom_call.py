@@ -696,7 +696,7 @@ def _on_cpu(bound: _Pass, *arrays: Any, into: Sequence[Any]) -> None:
     rng = tuple(0 if x is None else int(x.view(np.uint64)[0]) for x in words)
     run: Any = api.attention_backward if bound.kind.backward else api.attention_forward
     options = bound.kind.options
-    if options.part is not None and options.part.has_arrays:
+    if ROW_START in values and options.part is not None and options.part.rows is not None:
         options = options._replace(part=replace(options.part, rows=(values.pop(ROW_START), options.part.rows[1])))
     modified: dict[str, Any] = {}
     if bound.kind.program is not None:

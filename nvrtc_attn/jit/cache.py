@@ -329,8 +329,10 @@ class KernelCache:
         try:
             with os.scandir(directory) as items:
                 yield from [item for item in items if _kind(item.name)]
-        except OSError:
+        except FileNotFoundError:
             return
+        except OSError as error:
+            self._warn(f"{directory}: {error.strerror or error}")
 
     def _make_room(self, directory: str, needed: int, *, free: int = 0) -> int:
         """Make ``needed`` more bytes fit; the number of bytes given back.

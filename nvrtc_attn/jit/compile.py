@@ -332,7 +332,7 @@ def _refuse_if_forbidden(request: _Request) -> None:
     if variable:
         raise CompileError(
             f"{_what(request.config)} for {request.arch} is not in the kernel cache ({kernel_cache().path}) and "
-            f"{variable} is set. Run:\n{_warmup_command(request.config, request.arch)}",
+            f"{variable} is set. Where it is not, run:\n{_warmup_command(request.config, request.arch)}",
             "",
             request.source,
             request.options,

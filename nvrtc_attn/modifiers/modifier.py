@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,10 @@ class Program:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Callable[[str], Program], tuple[str]]:
+        """As text: nodes are compared by identity, and a deep expression is no deep recursion there."""
+        return read_program, (written(self),)
+
     def __repr__(self) -> str:
         roots = {name: x for name, x in (("score", self.score), ("mask", self.mask)) if x is not None}
         return f"Program({', '.join(roots)}: {listing(list(roots.values()))}; {self.captures}, {self.numbers})"
@@ -53,6 +57,10 @@ class Modifier:
     """The program as text, where `trace` was called by the user: what a program of torch.compile reads of it."""
     known: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
     """What was worked out from it before: a call asks for the same again."""
+
+    def __reduce__(self) -> tuple[type[Modifier], tuple[Any, ...]]:
+        """A copy, of `copy.deepcopy` or of a pickle, has arrays of its own and works out anew what is known."""
+        return Modifier, (self.program, self.captures, self.numbers, self.text)
 
     @classmethod
     def of(
@@ -188,7 +196,7 @@ def _differentiable(program: Program) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def written(program: Program) -> str:
-    """The program as JSON, node by node; `text.read_text` makes an equal one of it."""
+    """The program as JSON, node by node; `read_program` makes an equal one of it."""
     roots = {name: x for name, x in (("score", program.score), ("mask", program.mask)) if x is not None}
     places: dict[Node, int] = {}
     nodes = []
@@ -199,6 +207,19 @@ def written(program: Program) -> str:
     sizes = {"sizes": program.sizes} if program.sizes else {}
     whole = {"nodes": nodes, "captures": program.captures, "numbers": program.numbers, **sizes, **ends}
     return json.dumps(whole, separators=(",", ":"))
+
+
+@functools.lru_cache(maxsize=1024)
+def read_program(text: str) -> Program:
+    """What `written` made a text of."""
+    fields = json.loads(text)
+    nodes: list[Node] = []
+    for op, kind, value, args in fields["nodes"]:
+        nodes.append(Node(op, tuple(nodes[i] for i in args), kind, value))
+    score, mask = (nodes[fields[name]] if name in fields else None for name in ("score", "mask"))
+    sizes = tuple((heads, rows, keys) for heads, rows, keys in fields.get("sizes", ()))
+    captures = tuple((dtype, rank) for dtype, rank in fields["captures"])
+    return Program(score, mask, captures, tuple(fields["numbers"]), sizes)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ from typing import Any, Final
 from ..base.errors import TraceError
 from .functions import POWERS
 from .graph import INPUTS, Node, number
-from .modifier import Modifier, Program
+from .modifier import Modifier, read_program
 from .proxy import Proxy, Recording, called_by_name
 from .trace import modifier_of
 
@@ -34,18 +34,6 @@ class ArrayFacts:
     @property
     def ndim(self) -> int:
         return len(self.shape)
-
-
-@functools.lru_cache(maxsize=1024)
-def _program(text: str) -> Program:
-    fields = json.loads(text)
-    nodes: list[Node] = []
-    for op, kind, value, args in fields["nodes"]:
-        nodes.append(Node(op, tuple(nodes[i] for i in args), kind, value))
-    score, mask = (nodes[fields[name]] if name in fields else None for name in ("score", "mask"))
-    sizes = tuple((heads, rows, keys) for heads, rows, keys in fields.get("sizes", ()))
-    captures = tuple((dtype, rank) for dtype, rank in fields["captures"])
-    return Program(score, mask, captures, tuple(fields["numbers"]), sizes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -69,7 +57,7 @@ def read_text(
         What a script does is not possible in a modifier.
     """
     if text.startswith("{"):
-        program = _program(text)
+        program = read_program(text)
         left = {"int": iter(ints), "float": iter(floats)}
         numbers = tuple(next(left[kind]) for kind in program.numbers)
         return Modifier(program, (), numbers), tuple(range(len(program.captures)))

@@ -59,6 +59,8 @@ def traced(score_mod: Any = None, mask_mod: Any = None, *, aux: Mapping[str, Any
         if mask_mod is not None or aux is not None:
             raise TraceError("score_mod: a traced modifier has its mask_mod and its arrays already.")
         return score_mod
+    if isinstance(mask_mod, Modifier):
+        raise TraceError("mask_mod: got what trace returned, which may have a score_mod, too. Pass it as score_mod=.")
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if not (function is None or callable(function)):
             raise TypeError(f"{name}: got {shown(function)} of type {type(function).__name__}. It is a function.")

@@ -103,6 +103,8 @@ class KernelReport:
     """One compiled kernel, or why it is not. ``compile_ms`` is the time of the call, cache look-up included."""
 
     config: KernelConfig
+    key: str = ""
+    """Of its entry in the cache."""
     cached: bool = False
     compile_ms: float = 0.0
     num_regs: int | None = None
@@ -287,6 +289,7 @@ def _compile_one(config: KernelConfig) -> KernelReport:
         return KernelReport(config=config, error=str(error))
     return KernelReport(
         config=config,
+        key=compiled.key,
         cached=compiled.cached,
         compile_ms=1e3 * (time.perf_counter() - start),
         num_regs=compiled.num_regs,

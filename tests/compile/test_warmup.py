@@ -84,6 +84,54 @@ def test_a_failed_kernel_is_reported_and_the_others_compile(tmp_path: Path) -> N
     assert len(KernelCache(tmp_path / "kernels", 1 << 30).entries()) == 1
 
 
+def small_kernels() -> list[str]:
+    """Options for two kernels that compile in a fraction of a second."""
+    found = precompile.configs([precompile.Request(arch="sm_80", head_dim=64, dtype="float16", seqlens=((512, 512),))])
+    small = [config for config in found if config.kernel in ("delta", "dq_convert")]
+    assert len(small) == 2
+    return [word for config in small for word in ("--config", config_text.config_to_json(config))]
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"NVRTC_ATTN_CACHE_DIR": "/dev/null/kernels"}, "the kernel cache is not fully used: /dev/null"),
+        ({"NVRTC_ATTN_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "/"}, "there is no home directory"),
+        ({"NVRTC_ATTN_CACHE_SIZE": "1000"}, "is larger than NVRTC_ATTN_CACHE_SIZE=1000"),
+    ],
+    ids=["not a directory", "no home", "too small for one"],
+)
+def test_warmup_fails_where_nothing_is_kept(tmp_path: Path, variables: dict[str, str], why: str) -> None:
+    """An image that is built with such a directory has no kernels, and may not compile any when it runs."""
+    done = warmup(tmp_path / "kernels", *small_kernels(), **variables)
+    assert done.returncode == 1
+    assert "2 of 2 kernels were compiled and are not in the cache" in done.stderr
+    assert why in done.stderr
+    assert "delta" in done.stdout, "the table is there all the same"
+
+
+def test_warmup_fails_where_its_kernels_drive_each_other_out(tmp_path: Path) -> None:
+    done = warmup(tmp_path / "kernels", *small_kernels(), "--jobs", "1", NVRTC_ATTN_CACHE_SIZE="30000")
+    assert done.returncode == 1
+    assert "1 of 2 kernels were compiled and are not in the cache" in done.stderr
+    assert "NVRTC_ATTN_CACHE_SIZE=30000 holds no more" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"NVRTC_ATTN_NO_COMPILE": "maybe"}, {"NVRTC_ATTN_DUMP": "here"}, {"NVRTC_ATTN_PCH_DIR": "here"},
+     {"NVRTC_ATTN_CUTLASS_DIR": "/dev/null"}],
+    ids=str,
+)  # fmt: skip
+def test_warmup_says_in_one_line_which_variable_is_wrong(tmp_path: Path, variables: dict[str, str]) -> None:
+    done = warmup(tmp_path / "kernels", *small_kernels(), **variables)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (name, value) = next(iter(variables.items()))
+    (line,) = [x for x in done.stderr.splitlines() if "Error: " in x]
+    assert f"Error: {name}='{value}' is not" in line
+
+
 def test_configs_are_unique_and_slow_ones_come_first() -> None:
     requests = [
         precompile.Request(arch=arch, head_dim=head_dim, dtype="bfloat16", causal=causal)

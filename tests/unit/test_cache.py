@@ -918,3 +918,12 @@ def test_hashes_work_where_fips_allows_sha2_only(cache: KernelCache, monkeypatch
 def test_no_file_asks_for_another_hash(repository: Path) -> None:
     for path in (repository / "nvrtc_attn").rglob("*.py"):
         assert set(re.findall(r"hashlib\.(\w+)", path.read_text(encoding="utf-8"))) <= {"sha256"}, path
+
+
+def test_a_directory_that_cannot_be_listed_is_not_called_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.warns(CacheWarning, match="Permission denied"):
+        assert KernelCache(tmp_path, 1 << 20).entries() == []

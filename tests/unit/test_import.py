@@ -90,11 +90,38 @@ def test_import_opens_no_library_no_socket_and_writes_nothing(tmp_path: Path) ->
 def test_missing_attribute_names_the_module() -> None:
     import nvrtc_attn
 
-    with pytest.raises(AttributeError, match="'nvrtc_attn' has no attribute 'atention'"):
+    with pytest.raises(AttributeError, match=r"'nvrtc_attn' has no attribute 'atention'$") as caught:
         nvrtc_attn.atention  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("atention", nvrtc_attn), "of which Python makes a suggestion"
     assert set(nvrtc_attn.__all__) <= set(dir(nvrtc_attn))
     for name in nvrtc_attn.__all__:
         assert getattr(nvrtc_attn, name) is not None
+
+
+def test_a_module_that_was_not_imported_is_named() -> None:
+    code = """
+        import nvrtc_attn
+        try:
+            nvrtc_attn.torch
+        except AttributeError as error:
+            print(error)
+    """
+    assert (
+        run_python(code)
+        .strip()
+        .endswith("has no attribute 'torch'. It is a module of its own: import nvrtc_attn.torch")
+    )
+
+
+def test_completion_offers_what_is_public() -> None:
+    """Beside names of modules that Python itself writes there."""
+    code = """
+        import nvrtc_attn
+        nvrtc_attn.attention  # brings the inside of the package
+        print(*(name for name in dir(nvrtc_attn) if not name.startswith("__")))
+    """
+    public = set(nvrtc_attn.__all__) - {"__version__"} | {"aten", "cupy", "integrations", "jax", "torch"}
+    assert set(run_python(code).split()) == public
 
 
 @pytest.mark.reliability(104)

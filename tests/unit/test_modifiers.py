@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import modifiers
@@ -725,3 +728,48 @@ def test_numbers_that_are_drawn_before_or_elsewhere_are_not_refused() -> None:
 
     nvrtc_attn.trace(disturbed)
     assert len(calls) == 3
+
+
+WAYS = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy, "copy": copy.copy}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_traced_modifier_can_be_copied(way: Callable[[Any], Any]) -> None:
+    """With a model that keeps it: `copy.deepcopy` of weights that are averaged, `torch.save`, workers."""
+    sizes = SIZES[0]
+    q, k, v, _ = tensors(sizes, 0)
+    for case in all_cases()[::7]:
+        traced = trace(*case.make(arrays_of(case, sizes, 0)))
+        made = way(traced)
+        assert made.program == traced.program
+        assert hash(made.program) == hash(traced.program)
+        assert (made.numbers, made.text) == (traced.numbers, traced.text)
+        for one, other in zip(made.captures, traced.captures, strict=True):
+            np.testing.assert_array_equal(one, other)
+        out, again = (nvrtc_attn.attention(q, k, v, score_mod=x) for x in (traced, made))
+        np.testing.assert_array_equal(out, again)
+
+
+def test_a_copy_of_a_traced_modifier_has_arrays_of_its_own() -> None:
+    """Those of the object that is copied with it, where that has the same array."""
+    slopes = np.ones(4, np.float32)
+    model = {"slopes": slopes, "modifier": trace(lambda s, b, h, q, k: s + slopes[h] * (q - k))}
+    copied = copy.deepcopy(model)
+    assert copied["modifier"].captures[0] is copied["slopes"] is not slopes
+
+
+def test_a_deep_expression_can_be_copied() -> None:
+    def deep(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for i in range(3000):
+            s = s + (q * i - k)
+        return s
+
+    traced = trace(deep)
+    assert pickle.loads(pickle.dumps(traced)).program == traced.program
+
+
+def test_a_traced_modifier_is_no_mask_mod() -> None:
+    traced = trace(None, lambda b, h, q, k: q >= k)
+    q, k, v, _ = tensors(SIZES[0], 0)
+    with pytest.raises(nvrtc_attn.TraceError, match=r"mask_mod: .* Pass it as score_mod=\."):
+        nvrtc_attn.attention(q, k, v, mask_mod=traced)
