@@ -35,7 +35,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 import nvrtc_attn  # noqa: E402
 from nvrtc_attn.modifiers.modifier import written  # noqa: E402
 from nvrtc_attn.modifiers.text import read_text  # noqa: E402
-from nvrtc_attn.torch import create_block_mask, flex_attention, modified  # noqa: E402
+from nvrtc_attn.torch import create_block_mask, flex_attention, modified, modified_passes  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(
@@ -369,13 +369,13 @@ def test_a_compiled_program_runs_the_kernel_of_the_eager_call(name: str, monkeyp
     """One expression, with the same numbers in its text and given beside it: nothing is compiled twice."""
     function = {**EXAMPLES, **KINDS}[name]
     found: list[Any] = []
-    own = modified.api.attention
+    own = modified_passes.api.attention
 
     def spy(*args: Any, score_mod: Any, **options: Any) -> Any:
         found.append(score_mod.program)
         return own(*args, score_mod=score_mod, **options)
 
-    monkeypatch.setattr(modified.api, "attention", spy)
+    monkeypatch.setattr(modified_passes.api, "attention", spy)
     for call in (flex_attention, compiled(flex_attention)):
         call(*tensors(), function)
     assert found[0] == found[1]

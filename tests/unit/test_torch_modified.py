@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn  # noqa: E402
-from nvrtc_attn.torch import attention, flex_attention, modified  # noqa: E402
+from nvrtc_attn.torch import attention, flex_attention, modified, modified_passes  # noqa: E402
 
 B, H, HKV, M, N, K = 2, 4, 2, 10, 14, 8
 CU_Q, CU_K = torch.tensor([0, 4, 10], dtype=torch.int32), torch.tensor([0, 5, 14], dtype=torch.int32)
@@ -260,8 +260,8 @@ def test_selective_checkpointing_runs_the_forward_pass_once(monkeypatch: pytest.
 
     x = inputs()
     seen: list[str] = []
-    own = modified.api.attention
-    monkeypatch.setattr(modified.api, "attention", lambda *a, **k: (seen.append("forward"), own(*a, **k))[1])
+    own = modified_passes.api.attention
+    monkeypatch.setattr(modified_passes.api, "attention", lambda *a, **k: (seen.append("forward"), own(*a, **k))[1])
 
     def call(q: Any) -> Any:
         return attention(q, x["k"], x["v"], **functions(x["slopes"], x["table"]))
