@@ -42,6 +42,8 @@ def _sweep() -> None:
     """Release what is done on every GPU. One whose context is lost is left out: calls for it say so themselves."""
     with _lock:
         for device_index, pending in list(_pending.items()):
+            if not pending:
+                continue
             with contextlib.suppress(DeviceFaultError), driver.device_context(device_index):
                 _release(pending)
 
