@@ -18,6 +18,7 @@ from nvrtc_attn.front import signature, tensors
 from nvrtc_attn.front.guards import guard
 from nvrtc_attn.jit.params import BackwardParams, ForwardParams
 from nvrtc_attn.plans import plan, repeats
+from nvrtc_attn.runtime import arrays
 from nvrtc_attn.torch import efficient, modified_known, ops, passes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -60,6 +61,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Record
     for module in (passes, signature, modified_known):
         monkeypatch.setattr(module, "guard", guard_of_devices)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(arrays, "_of_torch", lambda: (None, None))  # a torch with CUDA would look for its driver
     monkeypatch.setattr(tensors._torch(), "current_raw_stream", lambda _: 7)
     with installed(Recorder([FakeGpu(), FakeGpu()])) as fake, instant_compiler(tmp_path):
         forget()

@@ -195,6 +195,9 @@ class _Mode(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _script_of((args, tuple(kwargs.values()))) is not None:
+            # Dynamo of torch 2.15 says so of `array[number]` of NumPy's; `number[array]` is `ScriptValue.__getitem__`.
+            if func.__name__ == "__getitem__" and isinstance(args[0], ScriptValue):
+                args = args[::-1]
             return self.script.call(func.__name__, args, kwargs)
         if draws(func.__name__, kwargs):
             return self.script.refuse(f"'{func.__name__}' is not possible in a modifier: {NO_RANDOM}.")

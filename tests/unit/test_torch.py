@@ -68,6 +68,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     made = Table()
     monkeypatch.setattr(passes, "_forward_plans", made)
     monkeypatch.setattr(passes, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(passes, "current_device", lambda: -2)  # a torch with CUDA would look for its driver
     return made
 
 

@@ -407,6 +407,7 @@ TRANSFORMATIONS: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's forward mode calls it
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_transformations_are_refused(name: str) -> None:
     q, k, v = tensors()
