@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from child_environment import python_path
 
+import nvrtc_attn
 from nvrtc_attn.front.operands import (
     BACKWARD,
     DIFFERENTIABLE,
@@ -261,7 +262,8 @@ print("followed")
 def test_everything_but_the_kernel_follows_a_new_row(repository: Path, tmp_path: Path) -> None:
     """A copy of the package with one row more, and nothing else."""
     copied = tmp_path / "nvrtc_attn"
-    shutil.copytree(repository / "nvrtc_attn", copied, ignore=shutil.ignore_patterns("_include", "__pycache__"))
+    package = Path(nvrtc_attn.__file__).parent  # of a wheel, where that is what is tested
+    shutil.copytree(package, copied, ignore=shutil.ignore_patterns("_include", "__pycache__"))
     (tmp_path / "cuda_src").symlink_to(repository / "cuda_src")
     table = copied / "front" / "operands.py"
     text = table.read_text()
