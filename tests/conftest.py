@@ -107,12 +107,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "tests/gpu/" in item.nodeid:
             item.add_marker(pytest.mark.gpu)
     yield
-    out = []
     if not config.option.full:
         out = selection.left_out(items, config.args)
         config.stash[LEFT_OUT] = len(out)
+        leave_out(config, items, out)
     if (plugin := config.pluginmanager.get_plugin("fingerprints")) is not None:
-        out += plugin.left([item for item in items if item not in out])
+        leave_out(config, items, plugin.left(items))
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], out: list[pytest.Item]) -> None:
+    """Deselect ``out`` of ``items``."""
     if out:
         gone = {id(item) for item in out}
         items[:] = [item for item in items if id(item) not in gone]

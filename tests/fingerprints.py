@@ -43,7 +43,7 @@ def _of_file(path: Path) -> str:
 
 def fingerprint(item: Any, seen: headers.Snapshot) -> str | None:
     """Of a test that says which kernels it compiles, by what the headers say now."""
-    configs = golden.configs_of(item, in_table=None)
+    configs = golden.configs_of(item, only_table=False)
     if not configs:
         return None
     text = [item.nodeid, _of_file(item.path), *(key_of(config, seen) for config in configs)]

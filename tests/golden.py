@@ -127,12 +127,12 @@ def check(configs: Sequence[KernelConfig], table: Table) -> None:
 # ------------------------------------------------------------------------------------------ what tests/compile compiles
 
 
-def configs_of(item: Any, in_table: bool | None = True) -> list[KernelConfig]:
-    """The kernels that a test says it compiles, by its mark ``compiles``: those in the table, those not, or all."""
+def configs_of(item: Any, *, only_table: bool = True) -> list[KernelConfig]:
+    """The kernels that a test says it compiles, by its mark ``compiles``; by default none that the table leaves out."""
     from nvrtc_attn.base.errors import UnsupportedError
 
     mark = item.get_closest_marker("compiles")
-    if mark is None or in_table not in (None, mark.kwargs.get("in_table", True)):
+    if mark is None or (only_table and not mark.kwargs.get("in_table", True)):
         return []
     try:
         return list(mark.kwargs["kernels"](**item.callspec.params))

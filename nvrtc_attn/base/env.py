@@ -14,8 +14,6 @@ DEFAULT_CACHE_SIZE_BYTES: Final = 1 << 30
 
 _TRUE: Final = ("1", "true", "yes", "on")
 _FALSE: Final = ("0", "false", "no", "off")
-
-
 _BOOLEAN: Final = "one of 1, true, yes, on, 0, false, no, off"
 _ALLOWED: Final = {
     "NVRTC_ATTN_CACHE_DIR": "an absolute path",

@@ -6,7 +6,8 @@ sum its gradient over the rows while they compute, so nothing has the size of al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -73,18 +74,19 @@ def triangle_attention(
     if all(x.shape[1] == 1 for x in given.values()):  # each bias has one row: the batch is that of the kernels
         of_row = tuple(None if x is None else x[:, 0] for x in (q, k, v, bias, mask))
         return _triangle(of_row, scale).unsqueeze(1)
-    outs = [_triangle(entry, scale) for entry in _entries(q.shape[0], q, k, v, bias, mask)]
-    return outs[0].unsqueeze(0) if len(outs) == 1 else torch.stack(outs) if outs else torch.empty_like(q)
+    return _by_entry(partial(_triangle, scale=scale), (q, k, v, bias, mask))
 
 
-def _entries(batch: int, *tensors: torch.Tensor | None) -> list[tuple[Any, ...]]:
-    """The tensors of each batch entry, None for one that is missing.
+def _by_entry(function: Callable[[tuple[Any, ...]], torch.Tensor], tensors: tuple[Any, ...]) -> torch.Tensor:
+    """What ``function`` makes of the tensors of each batch entry, put together. None stands for a missing tensor.
 
     Not by indices: the gradient of each ``x[b]`` is as large as x, and all of them are added up. That of ``unbind`` is
     one copy.
     """
-    parts = [(None,) * batch if x is None else x.unbind() for x in tensors]
-    return list(zip(*parts, strict=True))
+    q = tensors[0]
+    parts = [(None,) * len(q) if x is None else x.unbind() for x in tensors]
+    outs = [function(entry) for entry in zip(*parts, strict=True)]
+    return outs[0].unsqueeze(0) if len(outs) == 1 else torch.stack(outs) if outs else torch.empty_like(q)
 
 
 def _triangle(entry: tuple[Any, ...], scale: float | None) -> torch.Tensor:
@@ -145,15 +147,16 @@ def DS4Sci_EvoformerAttention(  # noqa: N802  DeepSpeed's name
     keep = None if row_bias is None or pair_bias is None or batch == 0 else _as_mask(row_bias)
     everything = (Q, K, V, row_bias if keep is None else None, pair_bias, keep)
     if pair_bias is None:  # nothing is shared by rows: they and the batch are that of the kernels
-        return _evoformer(*(None if x is None else x.flatten(0, 1) for x in everything)).unflatten(0, (batch, rows))
+        joined = tuple(None if x is None else x.flatten(0, 1) for x in everything)
+        return _evoformer(joined).unflatten(0, (batch, rows))
     if rows == 1:
-        return _evoformer(*(None if x is None else x[:, 0] for x in everything)).unsqueeze(1)
-    entries = _entries(batch, *everything)
-    outs = [_evoformer(*entry) for entry in entries]
-    return outs[0].unsqueeze(0) if batch == 1 else torch.stack(outs) if outs else torch.empty_like(Q)
+        return _evoformer(tuple(None if x is None else x[:, 0] for x in everything)).unsqueeze(1)
+    return _by_entry(_evoformer, everything)
 
 
-def _evoformer(q: Any, k: Any, v: Any, row_bias: Any, pair_bias: Any, keep: Any) -> torch.Tensor:
+def _evoformer(entry: tuple[Any, ...]) -> torch.Tensor:
+    """Q, K, V, the two biases and the mask of one batch entry, or of what has no shared bias."""
+    q, k, v, row_bias, pair_bias, keep = entry
     bias = row_bias if pair_bias is None else pair_bias
     if row_bias is not None and pair_bias is not None:
         bias = row_bias + pair_bias

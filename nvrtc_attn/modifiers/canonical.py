@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .graph import POSITIONS, SCORE, Node, constant, make, walk
+from .graph import POSITIONS, SCORE, Node, constant, make, operands_first, walk
 from .modifier import Modifier
 
 _MAX_TERMS: Final = 64  # of a sum that are looked at; a sum of sums has exponentially many
@@ -154,10 +154,7 @@ def _bounds(node: Node) -> Bounds | None:
 @functools.lru_cache(maxsize=4096)
 def _linear(node: Node) -> tuple[int, int, int] | None:
     """(a, b, c) of an integer ``a q + b k + c``."""
-    if node.kind == "int":
-        for x in walk(node.args):  # operands first, of which the next step asks: no recursion down a long chain
-            _linear_step(x)
-    return _linear_step(node)
+    return operands_first(_linear_step, node) if node.kind == "int" else _linear_step(node)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from .graph import COMPARISONS, INPUTS, Node, walk
+from .graph import COMPARISONS, INPUTS, Node, operands_first, walk
 
 _NO_OPERATION = (*INPUTS, "number", "param")
 
@@ -17,10 +17,7 @@ _NO_OPERATION = (*INPUTS, "number", "param")
 @functools.lru_cache(maxsize=4096)
 def sum_of(node: Node) -> dict[Node | None, int] | None:
     """The terms of an integer with their factors, under None the literal one; None where it is no such sum."""
-    if node.kind == "int":
-        for x in walk(node.args):  # operands first, of which the next step asks: no recursion down a long chain
-            _sum_step(x)
-    return _sum_step(node)
+    return operands_first(_sum_step, node) if node.kind == "int" else _sum_step(node)
 
 
 @functools.lru_cache(maxsize=4096)

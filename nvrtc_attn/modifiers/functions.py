@@ -56,10 +56,8 @@ def _rounded(x: Node, decimals: Node | None = None) -> Node:
 
 def quotient_towards_zero(x: Node, b: Node) -> Node:
     """Of integers, as C's."""
-    size = make("abs", b)
-    below = make("neg", make("floordiv", make("neg", x), size))
-    found = make("where", make("lt", x, number(0)), below, make("floordiv", x, size))
-    return make("where", make("lt", b, number(0)), make("neg", found), found)
+    quotient = make("floordiv", make("abs", x), make("abs", b))
+    return make("mul", quotient, make("mul", make("sign", x), make("sign", b)))
 
 
 def _fmod(x: Node, b: Node) -> Node:

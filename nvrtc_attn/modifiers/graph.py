@@ -11,12 +11,13 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from ..base.errors import TraceError
 from ..base.forks import renew_in_child
 
 Kind = Literal["float", "int", "bool"]
+_Found = TypeVar("_Found")
 _RANK: Final = {"bool": 0, "int": 1, "float": 2}
 
 
@@ -246,6 +247,16 @@ def walk(roots: Sequence[Node]) -> Iterator[Node]:
         else:
             stack.append((node, True))
             stack += [(x, False) for x in reversed(node.args) if x not in done]
+
+
+def operands_first(step: Callable[[Node], _Found], node: Node) -> _Found:
+    """``step(node)``, after ``step`` of all that it is made of.
+
+    A ``step`` that remembers, and asks for itself of the operands, then recurses once down the longest chain.
+    """
+    for x in walk(node.args):
+        step(x)
+    return step(node)
 
 
 def rebuilt(root: Node, value_of: Callable[[Node], Any]) -> Node:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..base.errors import TraceError
-from .functions import FUNCTIONS, NEEDED, WRAPPING
+from .functions import FUNCTIONS, NEEDED, WRAPPING, quotient_towards_zero
 from .graph import POSITIONS, Node, constant, detached, make, number
 from .proxy import Recording, is_array, kind_of_dtype
 
@@ -282,8 +282,7 @@ def _divide(params: Any, a: Node, b: Node) -> Node:
     """Of integers: towards zero, as C's."""
     if a.kind == b.kind == "float":
         return make("div", a, b)
-    quotient = make("floordiv", make("abs", a), make("abs", b))
-    return make("mul", quotient, make("mul", make("sign", a), make("sign", b)))
+    return quotient_towards_zero(a, b)
 
 
 def _remainder(params: Any, a: Node, b: Node) -> Node:

@@ -195,7 +195,8 @@ class _Mode(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _script_of((args, tuple(kwargs.values()))) is not None:
-            # Dynamo of torch 2.15 says so of `array[number]` of NumPy's; `number[array]` is `ScriptValue.__getitem__`.
+            # Dynamo of torch 2.15 passes the operands of `array[number]` in reverse where the array is NumPy's.
+            # `number[array]` never comes here: `ScriptValue.__getitem__` takes it.
             if func.__name__ == "__getitem__" and isinstance(args[0], ScriptValue):
                 args = args[::-1]
             return self.script.call(func.__name__, args, kwargs)

@@ -13,6 +13,7 @@ import golden
 import pytest
 import selection
 from architectures import ONE_OF_EACH_CLASS, architecture_class
+from child_environment import python_path
 
 from nvrtc_attn.jit.config_text import config_from_json
 
@@ -109,6 +110,26 @@ def test_a_parallel_run_says_what_it_left_out(repository: Path) -> None:
     assert "2 workers" in output
     assert "1 passed" in output
     assert selection.summary(7) in output
+
+
+@pytest.mark.parametrize("turn", [4, 5])
+def test_a_parallel_run_says_what_it_leaves_to_fingerprints(turn: int, repository: Path, tmp_path: Path) -> None:
+    """Of a list that has every test, in a turn that none is in but the fifth."""
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    (tmp_path / "all_known.py").write_text(
+        "import fingerprints\n"
+        "class Known(frozenset):\n"
+        "    def __contains__(self, text): return True\n"
+        "fingerprints.known = Known\n"
+        "fingerprints.is_in_turn = lambda text, turn: turn == 5\n"
+    )
+    kernels, others = "tests/compile/test_hopper_backward_variants.py", "tests/unit/test_env.py"
+    output = pytest_run(
+        repository, "-p", "all_known", "-p", "no:cacheprovider", "-n", "2", "--full", "--turn", str(turn), kernels,
+        others, "-k", "eight_columns and 32-2 or raw_backend", PYTHONPATH=python_path(repository / "tests", tmp_path),
+    )  # fmt: skip
+    assert ("1 tests of kernels that passed.txt knows were left out: --turn" in output) == (turn == 4)
+    assert f"{turn - 3} passed" in output
 
 
 def run_of(directory: Path, *arguments: str, **options: Any) -> Any:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fingerprints
 import pytest
-from child_environment import python_path
 
 from nvrtc_attn.jit import headers
 from nvrtc_attn.jit.config import DbiasConfig, Features, KernelConfig
@@ -49,7 +45,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., fingerprints.Plugin]:
+def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., fingerprints.Plugin]]:
     monkeypatch.setattr(fingerprints, "PASSED", tmp_path / "passed.txt")
 
     def make(turn: int | None = None, record: bool = False) -> fingerprints.Plugin:
@@ -57,7 +53,6 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., fin
         fingerprints._of_file.cache_clear()
         return fingerprints.Plugin(SimpleNamespace(option=SimpleNamespace(turn=turn, record=record)))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fingerprints, "known", fingerprints.known)
     yield make
     fingerprints.known.cache_clear()
 
@@ -152,27 +147,3 @@ def test_the_list_is_as_it_was_written() -> None:
     found = fingerprints.PASSED.read_text(encoding="ascii").split()
     assert found == sorted(set(found))
     assert all(len(text) == 16 and set(text) <= set("0123456789abcdef") for text in found)
-
-
-def test_a_parallel_run_says_what_it_left_out(repository: Path, tmp_path: Path) -> None:
-    (tmp_path / "all_known.py").write_text(
-        "import fingerprints\n"
-        "class Known(frozenset):\n"
-        "    def __contains__(self, text): return True\n"
-        "fingerprints.known = Known\n"
-        "fingerprints.is_in_turn = lambda text, turn: turn == 5\n"
-    )
-    variables = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-
-    def output(turn: int) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "all_known", "-p", "no:cacheprovider", "-q", "-n", "2", "--full",
-             "--turn", str(turn), "tests/compile/test_hopper_backward_variants.py", "-k", "eight_columns and 32-2"],
-            cwd=repository, capture_output=True, text=True, check=False,
-            env={**variables, "PYTHONPATH": python_path(repository / "tests", tmp_path)},
-        )  # fmt: skip
-        assert done.returncode in (0, 5), done.stdout + done.stderr
-        return done.stdout
-
-    assert "1 tests of kernels that passed.txt knows were left out: --turn" in output(4)
-    assert "left out" not in output(5)
