@@ -103,6 +103,11 @@ def kinds() -> Iterator[Kind]:
     yield Kind(part="between", b=32, q=729, h=16, d=72)
     yield Kind(part="between", b=16, q=1024, h=16, d=72)
     yield Kind(part="between", b=16, q=1024, k=120, h=16, d=72)
+    yield Kind(part="text", b=16, q=1024, k=120, h=16, d=72)
+    yield Kind(part="text", b=4, q=4096, k=77, h=10, d=64)
+    yield Kind(part="text", b=8, q=2048, k=300, h=16, d=72)
+    yield Kind(part="text", b=2, q=4096, k=226, h=48, d=64)
+    yield Kind(part="text", b=4, q=1024, k=77, h=20, d=128)
     yield Kind(part="between", b=8, q=1024, h=8, d=80)
     yield Kind(part="between", b=4, q=2048, h=32, d=80, causal=True)
     yield Kind(part="between", b=2, q=4096, h=32, d=96, causal=True)
@@ -146,6 +151,14 @@ def changes(kind: Kind) -> Iterator[dict[str, Any]]:
         yield asdict(replace(large, block_m=64, half_tile=False, ping_pong=False))
         if hopper_small.shared_width(problem):
             yield asdict(hopper_small.several_blocks(problem, large))
+    elif kind.part == "text":  # few keys: several consumers on a multiprocessor compute beside each other's gaps
+        shared = {"block_m": 64, "num_stages_q": 1, "ping_pong": False, "lazy_max": True}
+        for columns, stages, blocks in ((64, 2, 2), (64, 3, 2), (80, 2, 2), (128, 2, 2), (48, 2, 3), (64, 2, 3)):
+            if kind.d <= 64 or blocks == 2:
+                yield shared | {"block_n": columns, "num_stages": stages, "min_blocks_per_sm": blocks}
+        for columns in (128,):
+            for lazy in (False, True):
+                yield {"block_m": 192, "block_n": columns, "lazy_max": lazy}
     elif kind.part == "mla":
         for columns in (96, 112, 128):
             for lazy in (False, True):
@@ -178,7 +191,8 @@ def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
     found = {"today": hopper_forward.plan_spec(problem, tile, num_sms=NUM_SMS)}
     for change in changes(kind):
         other = replace(tile, **({"half_tile": False} | change))
-        if hopper_forward.smem_bytes(hopper_forward.config_of(problem, other)) > SMEM_LIMIT:
+        room = SMEM_LIMIT // other.min_blocks_per_sm - 1024 * (other.min_blocks_per_sm - 1)
+        if hopper_forward.smem_bytes(hopper_forward.config_of(problem, other)) > room:
             continue
         spec = hopper_forward.plan_spec(problem, other, num_sms=NUM_SMS)
         if spec not in found.values():

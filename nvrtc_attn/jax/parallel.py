@@ -512,6 +512,18 @@ def _zeros(kind: Kind, operands: dict[str, Any]) -> dict[str, Any]:
     return {name: as_varying(jnp.zeros(operands[name].shape, np.float32), axes) for name in names}
 
 
+def _replaced(x: Any, place: tuple[slice, ...], part: Any) -> Any:
+    """``x`` with ``part`` at ``place``.
+
+    As ``x.at[place].set(part)``, whose indices are an array without elements where ``place`` is all of a dim: with that
+    as a constant beside a `jax.shard_map`, XLA dies in its pass for sharding (JAX 0.11.2, any platform).
+    """
+    if part.shape == x.shape:
+        return part
+    starts = [at.indices(size)[0] for at, size in zip(place, x.shape, strict=False)]
+    return jax.lax.dynamic_update_slice(x, part, [*starts, *[0] * (x.ndim - len(starts))])
+
+
 def _add(total: dict[str, Any], gradients: dict[str, Any], at: slice, keys: Interval, where: slice) -> None:
     """Add the gradients of one call, of these rows and keys. ``where`` the tensors of k and v have those."""
     everywhere = slice(None)
@@ -524,7 +536,7 @@ def _add(total: dict[str, Any], gradients: dict[str, Any], at: slice, keys: Inte
         elif name == "bias":
             of_rows = everywhere if x.shape[2] == 1 else at
             place = (everywhere, everywhere, of_rows, everywhere if x.shape[3] == 1 else slice(*keys))
-        total[name] = x.at[place].add(gradients[name].astype(np.float32))
+        total[name] = _replaced(x, place, x[place] + gradients[name].astype(np.float32))
 
 
 def _rows_backward(whole: _Whole, kind: Kind, rank: int | None, operands: dict[str, Any]) -> dict[str, Any]:
@@ -588,8 +600,8 @@ def _pair_forward(whole: _Whole, rank: int, source: int, operands: dict[str, Any
         total = jnp.logaddexp(before, lse_part)
         finite = jnp.where(jnp.isneginf(total), 0, total)  # -inf - -inf would be NaN
         old, new = (jnp.exp(x - finite).swapaxes(1, 2)[..., None] for x in (before, lse_part))
-        out = out.at[:, at].set(out[:, at] * old + out_part * new)
-        lse = lse.at[:, :, at].set(total)
+        out = _replaced(out, (slice(None), at), out[:, at] * old + out_part * new)
+        lse = _replaced(lse, (slice(None), slice(None), at), total)
     return out, lse
 
 

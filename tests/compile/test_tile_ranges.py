@@ -125,3 +125,31 @@ def test_ranges_of_everything_compile_everywhere(arch: str, seed: int) -> None:
     kernel = compile_kernel(config)
     assert kernel.code
     assert not re.search("error|warning", kernel.log), kernel.log
+
+
+def launches_with_functions() -> list[KernelConfig]:
+    """The launches before a kernel whose scores have functions of a head's number: they are given the scores, too."""
+    table = np.ones(4096, np.float32)
+    unary = (np.exp, np.exp2, np.expm1, np.log, np.log2, np.log1p, np.sqrt, np.tanh, np.sin, np.cos, np.arctan, np.sign)
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        x = 0.1 * h + 0.5
+        for function in unary:
+            score = score + function(x)
+        return score * table[q]
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q // 100 == k // 100) & (table[k] > 0)
+
+    traced = trace(score_mod, mask_mod)
+    problem = replace(problem_of("natten", 64), modifier=traced.program)
+    return [launch.config for launch in heuristics.choose_forward(problem, **TARGET).launches[:-1]]
+
+
+@pytest.mark.compiles(kernels=launches_with_functions, in_table=False)
+def test_launches_before_a_kernel_know_every_function() -> None:
+    """`tile_bits` did not know tanh: what asks the mask is given the scores as well."""
+    found = launches_with_functions()
+    assert [config.kernel for config in found] == ["tile_ranges", "tile_bits"]
+    for config in found:
+        assert compile_kernel(config).code, config.kernel

@@ -123,6 +123,7 @@ def test_stream_argument() -> None:
 def test_repeated_calls_are_a_program_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """On XLA's stream and in its memory, behind what XLA still computes; nothing of ours is allocated or described."""
     pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
+    nvrtc_attn.attention(*make()[0][:3])  # the first call of a process is not counted
     monkeypatch.setattr(repeated, "_programs", {})
     monkeypatch.setattr(repeated, "FIRST", 3)
     heavy = jax.jit(
