@@ -156,9 +156,8 @@ def changes(kind: Kind) -> Iterator[dict[str, Any]]:
         for columns, stages, blocks in ((64, 2, 2), (64, 3, 2), (80, 2, 2), (128, 2, 2), (48, 2, 3), (64, 2, 3)):
             if kind.d <= 64 or blocks == 2:
                 yield shared | {"block_n": columns, "num_stages": stages, "min_blocks_per_sm": blocks}
-        for columns in (128,):
-            for lazy in (False, True):
-                yield {"block_m": 192, "block_n": columns, "lazy_max": lazy}
+        for lazy in (False, True):
+            yield {"block_m": 192, "block_n": 128, "lazy_max": lazy}
     elif kind.part == "mla":
         for columns in (96, 112, 128):
             for lazy in (False, True):
@@ -191,6 +190,7 @@ def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
     found = {"today": hopper_forward.plan_spec(problem, tile, num_sms=NUM_SMS)}
     for change in changes(kind):
         other = replace(tile, **({"half_tile": False} | change))
+        # CUDA takes 1 KB of shared memory for each further block of a multiprocessor.
         room = SMEM_LIMIT // other.min_blocks_per_sm - 1024 * (other.min_blocks_per_sm - 1)
         if hopper_forward.smem_bytes(hopper_forward.config_of(problem, other)) > room:
             continue

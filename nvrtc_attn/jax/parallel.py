@@ -515,7 +515,7 @@ def _zeros(kind: Kind, operands: dict[str, Any]) -> dict[str, Any]:
 def _replaced(x: Any, place: tuple[slice, ...], part: Any) -> Any:
     """``x`` with ``part`` at ``place``.
 
-    As ``x.at[place].set(part)``, whose indices are an array without elements where ``place`` is all of a dim: with that
+    As ``x.at[place].set(part)``, whose indices are an array without elements where ``place`` is all of ``x``: with that
     as a constant beside a `jax.shard_map`, XLA dies in its pass for sharding (JAX 0.11.2, any platform).
     """
     if part.shape == x.shape:

@@ -147,8 +147,8 @@ def launches_with_functions() -> list[KernelConfig]:
 
 
 @pytest.mark.compiles(kernels=launches_with_functions, in_table=False)
-def test_launches_before_a_kernel_know_every_function() -> None:
-    """`tile_bits` did not know tanh: what asks the mask is given the scores as well."""
+def test_launches_before_a_kernel_know_the_functions_of_scores() -> None:
+    """What asks the mask is given the text of the whole modifier, and would not compile without them."""
     found = launches_with_functions()
     assert [config.kernel for config in found] == ["tile_ranges", "tile_bits"]
     for config in found:

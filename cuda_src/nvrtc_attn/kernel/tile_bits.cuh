@@ -4,7 +4,7 @@
 // Four warps ask for 16 rows each, of 64: rows of a tile are queries, of a transposed one keys. How many slots were taken is on
 // the device, so that the grid is what fills it, and its blocks go on to the next rows.
 #pragma once
-#include "../collective/scores.cuh"
+#include "../collective/scores.cuh"  // tanh_of: the text of a modifier has its scores, too
 #include "../collective/tile_bits.cuh"
 
 namespace nvrtc_attn {
