@@ -135,7 +135,8 @@ def configs_of(item: Any, *, only_table: bool = True) -> list[KernelConfig]:
     if mark is None or (only_table and not mark.kwargs.get("in_table", True)):
         return []
     try:
-        return list(mark.kwargs["kernels"](**item.callspec.params))
+        callspec = getattr(item, "callspec", None)  # of a test with parameters
+        return list(mark.kwargs["kernels"](**(callspec.params if callspec else {})))
     except UnsupportedError:  # the test skips it
         return []
 

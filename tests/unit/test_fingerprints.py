@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fingerprints
+import golden
 import pytest
 
 from nvrtc_attn.jit import headers
@@ -27,7 +28,7 @@ class Item:
     def __init__(self, path: Path, *kernels: KernelConfig, name: str = "", slow: bool = False) -> None:
         warps = "-".join(str(getattr(kernel, "num_warps", 0)) for kernel in kernels)
         self.nodeid, self.path = name or f"tests/compile/test_x.py::test[{warps}]", path
-        self.callspec = SimpleNamespace(params={})
+        self.callspec: Any = SimpleNamespace(params={})
         self.user_properties: list[tuple[str, Any]] = []
         self.marks = {"compiles": pytest.mark.compiles(kernels=lambda: kernels, in_table=False).mark} if kernels else {}
         if slow:
@@ -65,6 +66,12 @@ def record(plugin: fingerprints.Plugin, items: list[Item], outcome: str = "passe
         report = SimpleNamespace(when="call", passed=outcome == "passed", user_properties=item.user_properties)
         plugin.pytest_runtest_logreport(report)
     plugin.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace()))  # type: ignore[arg-type]
+
+
+def test_a_test_without_parameters_has_its_kernels_too(file: Path) -> None:
+    item = Item(file, KERNEL)
+    del item.callspec
+    assert golden.configs_of(item, only_table=False) == [KERNEL]
 
 
 def test_a_fingerprint_is_of_the_file_the_name_and_the_kernels(file: Path) -> None:
