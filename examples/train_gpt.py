@@ -37,18 +37,19 @@ except ImportError as error:
     print(f'skipped: torch is not installed ({error}). pip install "nvrtc-attn[torch]"')
     sys.exit(0)
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attention = Callable[[torch.Tensor], torch.Tensor]
+"""Of queries, keys and values in one tensor, ``[batch, seqlen, 3, heads, head_dim]``."""
 SUFFIXES = {".md", ".py", ".cuh", ".toml", ".txt", ""}
 FLOOR = 0.01  # nats; a mini-batch's loss varies by 0.02 to 0.05 from one step to the next
 
 
-def nvrtc(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = nvrtc_attn.torch.attention(q, k, v, causal=True)
+def nvrtc(qkv: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = nvrtc_attn.torch.attention_qkvpacked(qkv, causal=True)  # one gradient, not three put together
     return out
 
 
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+def sdpa(qkv: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
@@ -67,7 +68,7 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm1(x))
         qkv = qkv if torch.is_autocast_enabled(x.device.type) else qkv.to(self.dtype)
         qkv = qkv.view(batch, length, 3, self.heads, width // self.heads)
-        out = self.attention(*qkv.unbind(2))  # three strided views of one tensor, read where they are
+        out = self.attention(qkv)
         x = x + self.project(out.reshape(batch, length, width).to(x.dtype))
         return x + self.mlp(self.norm2(x))
 

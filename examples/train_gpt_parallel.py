@@ -58,14 +58,14 @@ def train(options: argparse.Namespace, cp: ContextParallel | None, device: torch
     order = torch.Generator().manual_seed(options.seed)
     calls = 0
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attention(qkv: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1  # a mask of its own for every layer and step, the same on all ranks and without them
         keywords = {"causal": True, "dropout_p": options.dropout, "rng": (options.seed, calls << 40)}
         if cp is None:
-            alone: torch.Tensor = nvrtc_attn.torch.attention(q, k, v, **keywords)
+            alone: torch.Tensor = nvrtc_attn.torch.attention_qkvpacked(qkv, **keywords)
             return alone
-        sharded: torch.Tensor = cp.attention(q, k, v, **keywords)
+        sharded: torch.Tensor = cp.attention(*qkv.unbind(2), **keywords)
         return sharded
 
     compute: Attention = attention

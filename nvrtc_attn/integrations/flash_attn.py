@@ -14,13 +14,14 @@ Without ``causal`` the keys before and behind the diagonal are two such calls, j
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
 from ..base.errors import shown
-from ..torch import attention
+from ..torch import attention, attention_kvpacked, attention_qkvpacked
 from . import refuse
 
 __all__ = [
@@ -65,17 +66,16 @@ def flash_attn_func(
     UnsupportedError
         Probabilities under dropout.
     """
+    if alibi_slopes is None:
+        return _without_slopes(
+            functools.partial(attention, q, k, v), dropout_p, softmax_scale, causal, window_size, softcap,
+            deterministic, return_attn_probs,
+        )  # fmt: skip
     reasons = _dropped_probabilities(return_attn_probs, dropout_p)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p,
         "deterministic": deterministic or None,
     }  # fmt: skip
-    if alibi_slopes is None:
-        refuse("call of flash_attn", reasons)
-        result = attention(
-            q, k, v, causal=causal, window_size=window_size, return_lse=bool(return_attn_probs), **options
-        )
-        return (*result, q.new_empty(0)) if return_attn_probs else result
     left, right = (None if bound is None or bound < 0 else bound for bound in window_size)
     _check_slopes(alibi_slopes, q.shape[0], q.shape[2])
     refuse("call of flash_attn", reasons)
@@ -88,13 +88,31 @@ def flash_attn_func(
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
+def _without_slopes(
+    attend: Callable[..., Any], dropout_p: float, softmax_scale: float | None, causal: bool, window_size: Sequence[int],
+    softcap: float, deterministic: bool, return_attn_probs: bool, **more: Any,
+) -> Any:  # fmt: skip
+    """``attend`` with the arguments under our names, and its results as flash_attn returns them."""
+    refuse("call of flash_attn", _dropped_probabilities(return_attn_probs, dropout_p))
+    result = attend(
+        causal=causal, window_size=window_size, return_lse=bool(return_attn_probs), softmax_scale=softmax_scale,
+        softcap=softcap, dropout_p=dropout_p, deterministic=deterministic or None, **more,
+    )  # fmt: skip
+    return (*result, result[0].new_empty(0)) if return_attn_probs else result
+
+
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """`flash_attn_func` with keys and values in one tensor ``[B, N, 2, Hkv, D]``."""
+    """`flash_attn_func` with keys and values in one tensor ``[B, N, 2, Hkv, D]``, and so their gradient."""
     k, v = _unpacked(kv, "kv", 5)
+    if alibi_slopes is None:
+        return _without_slopes(
+            functools.partial(attention_kvpacked, q, kv), dropout_p, softmax_scale, causal, window_size, softcap,
+            deterministic, return_attn_probs,
+        )  # fmt: skip
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -105,8 +123,13 @@ def flash_attn_qkvpacked_func(
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """`flash_attn_func` with all in one tensor ``[B, M, 3, H, D]``."""
+    """`flash_attn_func` with all in one tensor ``[B, M, 3, H, D]``, and so its gradient."""
     q, k, v = _unpacked(qkv, "qkv", 5)
+    if alibi_slopes is None:
+        return _without_slopes(
+            functools.partial(attention_qkvpacked, qkv), dropout_p, softmax_scale, causal, window_size, softcap,
+            deterministic, return_attn_probs,
+        )  # fmt: skip
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -167,13 +190,23 @@ def flash_attn_varlen_func(
             out, lse = _alibi_of_scores(q[None], k[None], v[None], slopes, shift, given)
             out, lse = out[0], lse[0]
         return (out, lse, q.new_empty(0)) if return_attn_probs else out
-    result = attention(
-        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), causal=causal, window_size=window_size,
-        softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        return_lse=bool(return_attn_probs), deterministic=deterministic or None,
+    return _sequences_without_slopes(
+        functools.partial(attention, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)), cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        return_attn_probs,
     )  # fmt: skip
-    return (result[0][0], result[1][0], q.new_empty(0)) if return_attn_probs else result[0]
+
+
+def _sequences_without_slopes(
+    attend: Callable[..., Any], cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *options: Any,
+) -> Any:  # fmt: skip
+    """`_without_slopes` of packed sequences, whose results have no batch."""
+    result = _without_slopes(
+        attend, *options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    return (result[0][0], result[1][0], result[2]) if isinstance(result, tuple) else result[0]
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -182,8 +215,14 @@ def flash_attn_varlen_kvpacked_func(
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """`flash_attn_varlen_func` with keys and values in one tensor ``[total_k, 2, Hkv, D]``."""
+    """`flash_attn_varlen_func` with keys and values in one tensor ``[total_k, 2, Hkv, D]``, and so their gradient."""
     k, v = _unpacked(kv, "kv", 4)
+    if alibi_slopes is None and q.dim() == 3:
+        return _sequences_without_slopes(
+            functools.partial(attention_kvpacked, q.unsqueeze(0), kv.unsqueeze(0)), cu_seqlens_q, cu_seqlens_k,
+            max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+            return_attn_probs,
+        )  # fmt: skip
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -196,8 +235,13 @@ def flash_attn_varlen_qkvpacked_func(
     softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """`flash_attn_varlen_func` with all in one tensor ``[total, 3, H, D]``."""
+    """`flash_attn_varlen_func` with all in one tensor ``[total, 3, H, D]``, and so its gradient."""
     q, k, v = _unpacked(qkv, "qkv", 4)
+    if alibi_slopes is None:
+        return _sequences_without_slopes(
+            functools.partial(attention_qkvpacked, qkv.unsqueeze(0)), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+            dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
+        )  # fmt: skip
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,

@@ -14,11 +14,14 @@ from . import flops as _flops  # noqa: F401 - it registers formulas
 from .eager import attention
 from .flex import BlockMask, create_block_mask, flex_attention
 from .ops import register_sharding
+from .packed import attention_kvpacked, attention_qkvpacked
 from .sdpa import enable_sdpa, scaled_dot_product_attention
 
 __all__ = [
     "BlockMask",
     "attention",
+    "attention_kvpacked",
+    "attention_qkvpacked",
     "create_block_mask",
     "enable_sdpa",
     "flex_attention",

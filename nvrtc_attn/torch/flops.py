@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..front.operands import INPUTS
 from .modified import modified_backward, modified_forward
 from .ops import attention_backward, attention_forward
+from .packed import attention_packed_backward, attention_packed_forward, views
 
 _CU_SEQLENS: Final = INPUTS.index("cu_seqlens_q"), INPUTS.index("cu_seqlens_k")
 _BEFORE_Q: Final = 4  # of the backward operators: dout, dlse, out, lse
@@ -43,5 +44,17 @@ def _backward(*arguments: Any, out_val: Any = None) -> Any:
     return 2 * _pairs(arguments) * q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
 
 
+def _packed_forward(q: Any, packed: Any, *rest: Any, out_val: Any = None) -> Any:
+    return _forward(*views(q, packed), *rest)
+
+
+def _packed_backward(
+    dout: Any, dlse: Any, out: Any, lse: Any, q: Any, packed: Any, *rest: Any, out_val: Any = None
+) -> Any:
+    return _backward(dout, dlse, out, lse, *views(q, packed), *rest)
+
+
 register_flop_formula([x.overloadpacket for x in (attention_forward, modified_forward)], get_raw=True)(_forward)
 register_flop_formula([x.overloadpacket for x in (attention_backward, modified_backward)], get_raw=True)(_backward)
+register_flop_formula(attention_packed_forward.overloadpacket, get_raw=True)(_packed_forward)
+register_flop_formula(attention_packed_backward.overloadpacket, get_raw=True)(_packed_backward)

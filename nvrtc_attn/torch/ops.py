@@ -43,15 +43,15 @@ SIGNATURE: Final = (
 )
 
 
-_SHORT_WAYS: Final[dict[str, Callable[[tuple[Any, ...]], Any]]] = {}
+SHORT_WAYS: Final[dict[str, Callable[[tuple[Any, ...]], Any]]] = {}
 """Of each operator: its results where they need no graph, or None."""
 
 
-class _Operators(torch.library.Library):
+class Operators(torch.library.Library):
     """Operators whose calls take their short way, where there is one, past the kernel that torch makes for autograd."""
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
-        short_way = _SHORT_WAYS.get(op_name if isinstance(op_name, str) else op_name._opname)
+        short_way = SHORT_WAYS.get(op_name if isinstance(op_name, str) else op_name._opname)
         if dispatch_key != "Autograd" or short_way is None or not options.get("with_keyset"):
             return super().impl(op_name, fn, dispatch_key, **options)
 
@@ -64,7 +64,7 @@ class _Operators(torch.library.Library):
 
 
 # Without defaults: the dispatcher drops arguments that equal theirs, and rules of sharding count on the positions.
-_LIBRARY: Final = _Operators("nvrtc_attn", "FRAGMENT")
+_LIBRARY: Final = Operators("nvrtc_attn", "FRAGMENT")
 _LIBRARY.define(
     f"attention_forward({SIGNATURE}, bool return_lse, bool return_max_logit) -> "
     "(Tensor out, Tensor lse, Tensor max_logit)",
@@ -135,7 +135,7 @@ def operator_arguments(
         read = plain_options(CallOptions(*options, return_lse, deterministic, return_max_logit=return_max_logit))
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k = read[:7]
         return_lse, deterministic, return_max_logit = read.return_lse, read.deterministic, read.return_max_logit
-    word = _causal_word(causal)
+    word = causal_word(causal)
     left, right = (None, None) if window_size is None else window_size
     q, k, v, bias = cast_for_autocast(q, k, v, bias)
     more = check_further("attention", cast_further_for_autocast(q, further))
@@ -270,7 +270,7 @@ def gradients_by_operator(
     seed, offset, words = rng_operands(rng_values(rng), tensors[0])
     wanted = [getattr(options, name) for name in OPTIONAL_GRADIENTS]
     gradients = attention_backward(
-        dout, dlse, out, lse, *tensors, seed, offset, *words, _causal_word(options.causal),
+        dout, dlse, out, lse, *tensors, seed, offset, *words, causal_word(options.causal),
         *(options.window_size or (None, None)), options.softmax_scale, options.softcap, options.dropout_p,
         options.max_seqlen_q, options.max_seqlen_k, options.deterministic, *wanted,
     )  # fmt: skip
@@ -300,7 +300,7 @@ def split(arguments: tuple[Any, ...], return_lse: bool, *gradients: bool) -> tup
 _CAUSAL: Final[dict[str, Causal]] = {"": False, "bottom_right": True, "top_left": "top_left"}
 
 
-def _causal_word(causal: Causal) -> str:
+def causal_word(causal: Causal) -> str:
     return causal if isinstance(causal, str) else "bottom_right" if causal else ""
 
 
@@ -338,7 +338,7 @@ def run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any, know
     return tuple(dout.new_empty(0) if x is None else x for x in gradients)
 
 
-def _forward_short_way(arguments: tuple[Any, ...]) -> Any:
+def forward_short_way(arguments: tuple[Any, ...]) -> Any:
     """What a program of torch.compile calls again and again, without a second way through the dispatcher; or None.
 
     Torch's own kernel for autograd and that way take 13 us of a call of 30 (a 2-core CPU, 2026-11-23).
@@ -354,7 +354,7 @@ def _forward_short_way(arguments: tuple[Any, ...]) -> Any:
             out, lse = found
             nothing = out.new_empty(0, dtype=torch.float32)
             return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse, nothing
-    if not (_are_alone((q, k, v), rest) and rest[_DROPOUT - 3] == 0 and not rest[-1]):
+    if not (are_alone((q, k, v), rest) and rest[_DROPOUT - 3] == 0 and not rest[-1]):
         return None
     return run_forward(*arguments, known_key=key)
 
@@ -377,14 +377,14 @@ def _backward_short_way(arguments: tuple[Any, ...]) -> Any:
         for known in calls.backward:
             if known.fits(q, k, v, out, lse, dout) and (found := known.run(q, k, v, out, lse, dout)) is not None:
                 return (*found[1:], *(dout.new_empty(0) for _ in OPTIONAL_GRADIENTS))
-    if not (_are_alone((q, k, v, out, lse, dout), rest) and rest[_DROPOUT - 3] == 0):
+    if not (are_alone((q, k, v, out, lse, dout), rest) and rest[_DROPOUT - 3] == 0):
         return None
     if calls is None:
         calls = remember(_backward_calls, key, BackwardCalls())
     return run_backward(*arguments, known=calls)
 
 
-def _are_alone(tensors: tuple[Any, ...], rest: Sequence[Any]) -> bool:
+def are_alone(tensors: tuple[Any, ...], rest: Sequence[Any]) -> bool:
     """Whether a call is of plain GPU tensors without optional ones, and no mode and no transformation has to see it.
 
     ``rest``: the arguments behind q, k and v, so that places in the signature are three less here.
@@ -397,7 +397,7 @@ def _are_alone(tensors: tuple[Any, ...], rest: Sequence[Any]) -> bool:
     )
 
 
-_SHORT_WAYS.update(attention_forward=_forward_short_way, attention_backward=_backward_short_way)
+SHORT_WAYS.update(attention_forward=forward_short_way, attention_backward=_backward_short_way)
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("attention_forward", run_forward, _key)
     _LIBRARY.impl("attention_backward", run_backward, _key)

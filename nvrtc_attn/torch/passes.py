@@ -190,10 +190,12 @@ def _first_forward(
 def backward(
     tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     options: CallOptions, rng: RngState, *, heads_first: bool = False, known: BackwardCalls | None = None,
+    packed: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Gradients in the order of `GRADIENTS`, dense, of detached tensors; None for one that the options do not want.
 
     ``heads_first`` as in `forward`; also of dout and of the gradients. ``known`` is the forward call, if it is one.
+    ``packed``, ``[batch, seqlen, 2 or 3, heads, head_dim]``, is where dk and dv, or all three, are written to.
     """
     q: Any
     k: Any
@@ -218,7 +220,8 @@ def backward(
     if negated or (dlse is not None and dlse.is_neg()):
         everything = map(resolved, (*tensors, out, lse, dout, dlse))
         *inputs, out, lse, dout, dlse = everything
-        return backward(tuple(inputs), out, lse, dout, dlse, asked, rng, heads_first=heads_first)
+        return backward(tuple(inputs), out, lse, dout, dlse, asked, rng, heads_first=heads_first, packed=packed)
+    into = () if packed is None else packed.unbind(-3)
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     out_address, lse_address, dout_address = out.data_ptr(), lse.data_ptr(), dout.data_ptr()
     index = dout.get_device()
@@ -231,20 +234,23 @@ def backward(
         aligned and (q_address & 15, k_address & 15, v_address & 15, out_address & 15, lse_address & 15,
                      dout_address & 15),
         dlse if dlse is None else signature(dlse), heads_first, options, env.raw_backend(),
+        into and tuple(map(signature, into)),
     )  # fmt: skip
     if given:
         key = (*key, *map(signature, optional))
     entry = _backward_plans.get(key)
     if entry is None:
         if not dout.is_cuda:
-            return _backward_on_cpu(tensors, out, lse, dout, dlse, asked, rng, heads_first)
-        entry = _first_backward(tensors, out, lse, dout, dlse, options, heads_first, key)
+            return _backward_on_cpu(tensors, out, lse, dout, dlse, asked, rng, heads_first, into)
+        entry = _first_backward(tensors, out, lse, dout, dlse, options, heads_first, key, into)
     elif known is not None and not (aligned or given or dlse is not None):
-        _know_backward(known, q, k, v, out, lse, dout, entry, index)
+        _know_backward(known, q, k, v, out, lse, dout, entry, index, packed)
     adopt(index)
     plan, made = entry
     new = empty_on_current if current_device() == index else allocator(index)
     gradients = [x if x is None else new(*x) for x in made]
+    if into:
+        gradients[3 - len(into) : 3] = into
     workspace = new((plan.workspace_bytes,), (1,), _BYTE)
     # In the order of `BACKWARD`.
     plan.run(
@@ -291,6 +297,41 @@ class KnownBackward:
             workspace.data_ptr(),
         )
         return None, dq, dk, dv  # as autograd takes them: of the node's first argument there is none
+
+
+class KnownPackedBackward(KnownBackward):
+    """The same, where dk and dv, or all three, are slices of one tensor that is as long as it is made here."""
+
+    __slots__ = ("_made", "_offsets")
+
+    def __init__(self, fits: Any, plan: BackwardPlan, gradients: Any, index: int, packed: torch.Tensor) -> None:
+        super().__init__(fits, plan, gradients, index)
+        self._made = dense(packed.shape, packed.dtype)
+        self._offsets = tuple(part * packed.stride(-3) * packed.element_size() for part in range(packed.shape[-3]))
+
+    def run(self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> Any:
+        """None, then the packed gradient, behind dq where that has memory of its own; None as in `KnownBackward`."""
+        a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        d, e, f = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
+        if (a | b | c | d | e | f) & 15 or env.raw_backend() != self._backend:
+            return None
+        index = self._index
+        adopt(index)
+        new = empty_on_current if current_device() == index else allocator(index)
+        packed, workspace = new(*self._made), new(*self._workspace)
+        begin = packed.data_ptr()
+        gradients = tuple([begin + offset for offset in self._offsets])
+        made_q = self._gradients[0]
+        found: tuple[Any, ...] = None, packed
+        if made_q is not None:
+            dq = new(*made_q)
+            gradients, found = (dq.data_ptr(), *gradients), (None, dq, packed)
+        self._plan.run(
+            raw_stream(index),
+            (a, b, c, d, e, f, *_NO_FURTHER_ADDRESSES, *gradients, *_NO_FURTHER_GRADIENTS),
+            workspace.data_ptr(),
+        )
+        return found
 
 
 class BackwardCalls:
@@ -364,7 +405,8 @@ def _know(key: Any, q: Any, k: Any, v: Any, entry: Any, options: CallOptions, in
 
 
 def _know_backward(
-    known: BackwardCalls, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, entry: Any, index: int
+    known: BackwardCalls, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, entry: Any, index: int,
+    packed: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Remember a backward pass in the call that it follows."""
     plan, made = entry
@@ -372,7 +414,10 @@ def _know_backward(
     if index >= 0 and has_room(recent) and not any(x.fits(q, k, v, out, lse, dout) for x in recent):
         fits = guard(q, k, v, out, lse, dout)
         if fits is not None:
-            new = KnownBackward(fits, plan, made[:3], index)
+            if packed is None:
+                new = KnownBackward(fits, plan, made[:3], index)
+            else:
+                new = KnownPackedBackward(fits, plan, made[:3], index, packed)
             known.backward = (new, *recent[: RECENT - 1])
 
 
@@ -404,7 +449,7 @@ def _of_part(rng: RngState, tensors: Tensors, options: CallOptions, heads_first:
 
 def _first_backward(
     tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    options: CallOptions, heads_first: bool, key: Any,
+    options: CallOptions, heads_first: bool, key: Any, into: tuple[torch.Tensor, ...],
 ) -> Any:  # fmt: skip
     """The entry of `_backward_plans` for a call that has none."""
     call = _describe(tensors, options, heads_first)
@@ -412,11 +457,14 @@ def _first_backward(
     named = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     views: dict[str, Any] = {name: view(x.detach(), name) for name, x in named.items() if x is not None}
     made: list[Made | None] = []
+    there = dict(zip(("dq", "dk", "dv")[3 - len(into) :], into, strict=True))
     for name, (place, option) in zip(GRADIENTS, _GRADIENTS, strict=True):
         x = tensors[place]
         wanted = x is not None and (option is None or getattr(options, option))
         made.append(None)
-        if x is not None and wanted:
+        if name in there:
+            views[name] = view(there[name], name)
+        elif x is not None and wanted:
             views[name] = layout = call.problem.dense_layout_of(name)
             made[-1] = dense(layout.shape, x.dtype, heads_first=heads_first and name in ("dq", "dk", "dv"))
     return remember(_backward_plans, key, (api.plan_backward(call, views), made))
@@ -424,7 +472,7 @@ def _first_backward(
 
 def _backward_on_cpu(
     tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-    options: CallOptions, rng: RngState, heads_first: bool,
+    options: CallOptions, rng: RngState, heads_first: bool, into: tuple[torch.Tensor, ...],
 ) -> Any:  # fmt: skip
     q, k, v, out, dout = _rows_first((*tensors[:3], out, dout), heads_first)
     tensors = (q, k, v, *tensors[3:])
@@ -434,6 +482,8 @@ def _backward_on_cpu(
         else None
         for place, option in _GRADIENTS
     ]
+    if into:
+        gradients[3 - len(into) : 3] = into
     named = dict(zip(GRADIENTS, gradients, strict=True))
     arguments: dict[str, Any] = keywords(tensors, options) | named | {"dlse": dlse, "rng": rng}
     api.attention_backward(dout, q, k, v, out, lse, **arguments)

@@ -174,6 +174,26 @@ def test_packed_in_one_tensor(causal: bool) -> None:
         torch.testing.assert_close(torch.autograd.grad(out.square().sum(), qkv)[0], wanted)
 
 
+def test_the_gradient_of_a_packed_tensor_is_not_put_together() -> None:
+    """Neither a stack of three gradients nor the sum of padded ones is in the graph."""
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    q, qkv, kv = (torch.randn(2, 5, *x, 4, 8, requires_grad=True) for x in ((), (3,), (2,)))
+    for out in (
+        integration.flash_attn_qkvpacked_func(qkv),
+        integration.flash_attn_kvpacked_func(q, kv),
+        integration.flash_attn_varlen_qkvpacked_func(qkv[0], starts, 3),
+        integration.flash_attn_varlen_kvpacked_func(q[0], kv[0], starts, starts, 3, 3, return_attn_probs=True)[0],
+    ):
+        names = set()
+        nodes = [out.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            names.add(type(node).__name__)
+            nodes += [x for x, _ in node.next_functions if x is not None]
+        assert "UnbindBackward0" not in names
+        assert "_PackedAttentionBackward" in names
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (2, 1)])
 def test_varlen(causal: bool, window: tuple[int, int]) -> None:
@@ -195,10 +215,11 @@ def test_varlen(causal: bool, window: tuple[int, int]) -> None:
     again = integration.flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 5, 5, *more)
     assert torch.equal(again[0], out)
     assert torch.equal(again[1], lse)
-    qkv = torch.randn(9, 3, 4, 8)
+    qkv = torch.randn(9, 3, 4, 8, requires_grad=True)
     one = integration.flash_attn_varlen_qkvpacked_func(qkv, cu_q, 5, *more)
     two = integration.flash_attn_varlen_func(*qkv.unbind(1), cu_q, cu_q, 5, 5, *more)
     assert torch.equal(one[0], two[0])
+    compare(one[:2], two[:2], (qkv,))
 
 
 def test_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

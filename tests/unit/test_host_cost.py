@@ -38,7 +38,7 @@ from nvrtc_attn.front import signature  # noqa: E402
 from nvrtc_attn.front.guards import guard, tell_apart  # noqa: E402
 from nvrtc_attn.front.operands import INPUTS as INPUT_NAMES  # noqa: E402
 from nvrtc_attn.runtime import arrays  # noqa: E402
-from nvrtc_attn.torch import efficient, ops, passes  # noqa: E402
+from nvrtc_attn.torch import efficient, ops, packed, passes  # noqa: E402
 
 fake = fake_gpu
 
@@ -138,6 +138,28 @@ def sdpa_call(name: str, mode: str, grad: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def packed_call(name: str, mode: str, grad: str) -> None:
+    """k and v, and where they are alike q too, in one tensor, laid out as k is."""
+    values, options = INPUTS[name]
+    if not grad or grad == "b" or values[1].shape != values[2].shape:
+        return
+    whole = values if values[0].shape == values[1].shape else values[1:]
+    pack = torch.stack(whole, 2)
+    if not values[1].is_contiguous():
+        pack = pack.transpose(1, 3).contiguous().transpose(1, 3)
+    inputs = [*([] if whole is values else [values[0].detach().requires_grad_()]), pack.requires_grad_()]
+    if "bias" in options:
+        options = {**options, "bias": options["bias"].detach().requires_grad_("b" in grad)}
+        inputs.append(options["bias"])
+    door = na.attention_qkvpacked if whole is values else na.attention_kvpacked
+    result = door(*inputs[: len(inputs) - ("bias" in options)], **options, **MODES[mode])
+    out = result[0] if mode == "lse" else result
+    wanted = [x for x in inputs if x.requires_grad]
+    for x, gradient in zip(wanted, torch.autograd.grad(out, wanted, torch.zeros_like(out)), strict=True):
+        assert gradient.shape == x.shape
+        assert gradient.is_contiguous()
+
+
 def core_call(name: str, mode: str, grad: str) -> None:
     values, options = INPUTS[name]
     if not grad:
@@ -181,7 +203,7 @@ def cases() -> list[tuple[str, str, str]]:
     return found + [(name, "", grad) for name in INPUTS if "bias" in name for grad in ("b", "qkvb")]
 
 
-CALLS = {"torch": torch_call, "sdpa": sdpa_call, "core": core_call, "aten": aten_call}
+CALLS = {"torch": torch_call, "packed": packed_call, "sdpa": sdpa_call, "core": core_call, "aten": aten_call}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -202,14 +224,16 @@ def test_a_repeated_call_launches_what_a_first_one_does(
         call(*case)
         return list(fake.launches)
 
-    wanted = [case for case in cases() if call in (torch_call, sdpa_call) or case[2] in ("", "qkv", "qkvb")]
+    wanted = [
+        case for case in cases() if call in (torch_call, packed_call, sdpa_call) or case[2] in ("", "qkv", "qkvb")
+    ]
     for case in wanted:
         run(case)
     first = [run(case) for case in wanted]
     sizes = [len(table) for table in TABLES]
-    assert sum(sizes) > len(INPUTS)
+    assert sum(sizes) > (len(INPUTS) if call is not packed_call else len(INPUTS) // 2)
     # Of more kinds of tensors than are known at once those are looked up that were remembered last.
-    assert bool(passes._known_plans) == (call in (torch_call, sdpa_call))
+    assert bool(passes._known_plans) == (call in (torch_call, packed_call, sdpa_call))
     assert bool(signature._known) == (call in (core_call, aten_call))
     again = [run(case) for case in wanted]
     assert again == first
@@ -217,7 +241,7 @@ def test_a_repeated_call_launches_what_a_first_one_does(
     for case, found in zip(wanted, again, strict=True):
         forget()
         assert run(case) == found, case
-        assert found or call in (aten_call, sdpa_call), case
+        assert found or call in (aten_call, packed_call, sdpa_call), case
 
 
 def as_torchs(q: Any, k: Any, v: Any) -> Any:
@@ -423,7 +447,7 @@ def test_a_warm_call_calls_few_functions(name: str, monkeypatch: pytest.MonkeyPa
 def known(function: Callable[[], object]) -> int:
     """How many of the calls and backward passes in ``function`` are answered by what is known."""
     count = 0
-    codes = {passes.Known.run.__code__, passes.KnownBackward.run.__code__}
+    codes = {x.run.__code__ for x in (passes.Known, passes.KnownBackward, passes.KnownPackedBackward)}
 
     def seen(frame: Any, event: str, result: Any) -> None:
         nonlocal count
@@ -606,12 +630,44 @@ def test_operators_of_a_compiled_program_are_known(monkeypatch: pytest.MonkeyPat
     assert known(lambda: operator(q, k, v, flags=(False, False))) == 0
     assert known(lambda: operator(q, k, v, scalars=(*SCALARS[:6], 3.0, *SCALARS[7:]))) == 0, "softcap"
     assert known(lambda: operator_backward(shifted(dout), out, lse, q, k, v)) == 0
-    monkeypatch.setattr(ops, "_SHORT_WAYS", {})
+    monkeypatch.setattr(ops, "SHORT_WAYS", {})
     monkeypatch.setattr(ops, "known_calls", lambda _: None)
     ops._backward_calls.clear()
     shapes = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in found] for found in first]
     longer = operator(q, k, v), operator_backward(dout, out, lse, q, k, v)
     assert shapes == [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in found] for found in longer]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("count", [3, 2])
+def test_passes_of_a_packed_tensor_are_known(count: int) -> None:
+    tensors = [torch.zeros(2, 64, count, 4, 64, dtype=BF16)]
+    if count == 2:
+        tensors.insert(0, tensor(2, 64, 4, 64))
+    door = na.attention_qkvpacked if count == 3 else na.attention_kvpacked
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    dout = tensor(2, 64, 4, 64)
+
+    def backward(out: Any, dout: Any = dout) -> int:
+        return known(lambda: torch.autograd.grad(out, leaves, dout))
+
+    for _ in range(3):
+        backward(door(*leaves))
+    assert known(lambda: door(*leaves)) == backward(door(*leaves)) == 1
+    assert backward(door(*leaves), shifted(dout)) == 0
+    assert known(lambda: door(*leaves, causal=True)) == 0
+    given = (None, *tensors) if count == 3 else tuple(tensors)
+
+    def operators() -> Any:
+        with torch.no_grad():
+            out, lse = packed.attention_packed_forward(*given, *NO_TENSORS, *SCALARS, True)
+            more = given, NO_TENSORS, SCALARS, (False, False)
+            return packed.attention_packed_backward(dout, None, out, lse, *[x for part in more for x in part])
+
+    first, *_ = (operators() for _ in range(3))
+    assert known(operators) == 2
+    for a, b in zip(first, operators(), strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
 @pytest.mark.usefixtures("fake")

@@ -1,0 +1,473 @@
+"""Attention of q, k and v that lie in one tensor, as one projection makes them, with the gradient in one tensor too.
+
+Views of a packed tensor are read where they are, but torch's gradient of such views is a copy: dq, dk and dv are
+written, read again and put together. Here the backward pass writes them where they belong.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from ..base.tables import remember
+from ..front.call import CallOptions, plain_options
+from ..front.operands import OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
+from ..front.philox import NO_RNG, RngState
+from ..front.problem import Causal, WindowSize
+from ..front.signature import are_plain
+from .eager import attention, new_tuple
+from .ops import (
+    SHORT_WAYS,
+    SIGNATURE,
+    Operators,
+    apply_of,
+    are_alone,
+    attention_backward,
+    attention_forward,
+    backward_fake,
+    cast_for_autocast,
+    cast_further_for_autocast,
+    forward_fake,
+    forward_short_way,
+    gradients_by_operator,
+    is_dtensor,
+    is_transformed,
+    no_forward_derivative,
+    no_second_derivative,
+    once_only,
+    operator_arguments,
+    run_forward,
+    setup_nothing,
+    split,
+)
+from .passes import BackwardCalls, Known, LazyTensors, backward, forward, known_calls
+from .random import random_state
+
+_PARTS: Final = {"qkv": 3, "kv": 2}
+_BIAS: Final = OPTIONAL_INPUTS.index("bias")
+_SINK: Final = OPTIONAL_INPUTS.index("sink")
+_NONE: Final = (None,) * len(OPTIONAL_INPUTS)
+_OPTIONS: Final = len(OPTIONAL_GRADIENTS)
+_TENSORS: Final = len(OPTIONAL_INPUTS) + 2  # of an operator behind the packed one: they, seed and offset
+_DROPOUT: Final = _TENSORS + 7
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_OWN: Final = frozenset(
+    ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "sink")
+)
+"""Arguments beside those that are spelled out for which there is a gradient without a copy."""
+
+# ------------------------------------------------------------------------------------------------------- the doors
+
+
+def attention_qkvpacked(
+    qkv: torch.Tensor,
+    *,
+    causal: Causal = False,
+    window_size: WindowSize = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    **others: Any,
+) -> Any:
+    """`nvrtc_attn.torch.attention` of ``*qkv.unbind(2)``, without a copy in the gradient of qkv.
+
+    Parameters
+    ----------
+    qkv : ``[B, M, 3, H, D]``
+        Queries, keys and values, with as many heads each; a view of the output of one linear layer, say. Any strides.
+        Packed sequences: ``[1, total, 3, H, D]`` with ``cu_seqlens_q``, ``cu_seqlens_k`` and both maximal lengths.
+    others
+        Every other argument of `attention`. With ``score_mod``, ``mask_mod``, ``part`` or ``return_max_logit``, and
+        in torch.func, other dispatch modes and DTensors, the gradient is that of the three views, with a copy.
+
+    Returns
+    -------
+    What `attention` does. The gradient of qkv is dense, and of its shape and dtype.
+
+    Raises
+    ------
+    ValueError
+        qkv has another rank, or its third dim is not 3.
+
+    The other errors are those of `attention`.
+    """
+    options = causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic
+    return _attend(None, qkv, "qkv", options, others)
+
+
+def attention_kvpacked(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    causal: Causal = False,
+    window_size: WindowSize = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    **others: Any,
+) -> Any:
+    """`nvrtc_attn.torch.attention` of q and ``*kv.unbind(2)``, without a copy in the gradient of kv.
+
+    Parameters
+    ----------
+    q : ``[B, M, H, D]``
+    kv : ``[B, N, 2, Hkv, D]``
+        Keys and values; a view of the output of one linear layer, say. Any strides.
+    others
+        As for `attention_qkvpacked`, which also says what is returned and raised.
+    """
+    options = causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic
+    return _attend(q, kv, "kv", options, others)
+
+
+def views(q: Any, packed: torch.Tensor) -> tuple[Any, Any, Any]:
+    """q, k and v; q is None where it lies beside them."""
+    parts = packed.unbind(-3)
+    return parts if q is None else (q, *parts)
+
+
+def _check(packed: Any, name: str) -> None:
+    if not isinstance(packed, torch.Tensor):
+        raise TypeError(f"{name}: got {type(packed).__name__}. nvrtc_attn.torch takes torch tensors.")
+    if packed.dim() != 5 or packed.shape[2] != _PARTS[name]:
+        raise ValueError(
+            f"{name}: shape {tuple(packed.shape)}. It is [batch, seqlen, {_PARTS[name]}, heads, head_dim]."
+        )
+
+
+def _attend(q: Any, packed: Any, name: str, options: tuple[Any, ...], others: dict[str, Any]) -> Any:
+    _check(packed, name)
+    if torch.compiler.is_dynamo_compiling():
+        if others.keys() <= _OWN and not is_dtensor(packed):
+            return _by_operators(q, packed, options, others)
+    elif torch.is_grad_enabled() and others.keys() <= _OWN and _is_plain(q, packed, others):
+        try:
+            return _attend_eagerly(q, packed, options, others)
+        except LazyTensors:
+            pass  # autograd has to see what they stand for
+    causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic = options
+    return attention(
+        *views(q, packed), causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+        dropout_p=dropout_p, rng=rng, return_lse=return_lse, deterministic=deterministic, **others,
+    )  # fmt: skip
+
+
+def _is_plain(q: Any, packed: torch.Tensor, others: dict[str, Any]) -> bool:
+    """Whether nothing has to see operators, and a gradient may be asked for."""
+    tensors = [x for x in (q, packed, *others.values()) if isinstance(x, torch.Tensor)]
+    return (
+        all(x.__class__ in _PLAIN and not (x.is_meta or x.is_neg()) for x in tensors)
+        and any(x.requires_grad for x in tensors)
+        and (q is None or isinstance(q, torch.Tensor))
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_tracing()
+        and not is_transformed()
+    )
+
+
+# ---------------------------------------------------------------------------------------------- the kernels themselves
+
+
+def _cast_for_autocast(q: Any, packed: Any, others: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """The tensors as autocast gives them to attention, the packed one in one piece."""
+    first = packed if q is None else q
+    further = {name: others[name] for name in ("sink",) if others.get(name) is not None}
+    first, rest, _, bias = cast_for_autocast(first, None if q is None else packed, None, others.get("bias"))
+    others = {**others, "bias": bias, **cast_further_for_autocast(first, further)}
+    return (None, first, others) if q is None else (first, rest, others)
+
+
+def _attend_eagerly(q: Any, packed: Any, given: tuple[Any, ...], others: dict[str, Any]) -> Any:
+    """As `eager.attend`, with a gradient. LazyTensors: nothing was computed."""
+    causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic = given
+    autocast: Any = torch._C._is_any_autocast_enabled() and torch.get_autocast_dtype("cuda")
+    if autocast:
+        q, packed, others = _cast_for_autocast(q, packed, others)
+    parts = views(q, packed.detach())
+    optional = tuple(map(others.get, OPTIONAL_INPUTS)) if others else _NONE
+    max_seqlen_q, max_seqlen_k = others.get("max_seqlen_q"), others.get("max_seqlen_k")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    bias, sink = optional[_BIAS], optional[_SINK]
+    options: CallOptions = new_tuple(CallOptions, (
+        causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic,
+        bias is not None and bias.requires_grad, sink is not None and sink.requires_grad, None, False,
+    ))  # fmt: skip
+    if not (are_plain(options) and 0 <= dropout_p <= 1):
+        options = plain_options(options)
+    return_lse = options.return_lse
+    key = None
+    if optional == _NONE and options.dropout_p == 0:
+        key = options, len(parts) - (q is None), "packed", autocast
+        for known in known_calls(key) or ():
+            if known.fits(*parts) and (results := known.run(*parts)) is not None:
+                return (known.attach or _node_of(known, return_lse))(results, *_inputs(q, packed))
+    if not return_lse:
+        options = options._replace(return_lse=True)
+    state = NO_RNG
+    if options.dropout_p > 0:
+        state = random_state(
+            rng, None, parts[0], parts[1], others.get("cu_seqlens_q"), options.max_seqlen_q, options.max_seqlen_k
+        )
+    results = forward((*parts, *optional), options, state, backward_follows=True, known_key=key)
+    return _attach((options, state, results, optional, return_lse), *_inputs(q, packed), bias, sink)
+
+
+def _inputs(q: Any, packed: Any) -> tuple[Any, ...]:
+    """What a node of the graph is given."""
+    return (packed,) if q is None else (q, packed)
+
+
+class _PackedAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The node of the graph, of q, if it has memory of its own, the packed tensor, bias and sink."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Any, ...], *inputs: Any) -> Any:
+        options, state, results, optional, return_lse = call
+        ctx.save_for_backward(*results, *optional, *inputs[:-2])
+        ctx.call = options, state
+        if return_lse:
+            ctx.set_materialize_grads(False)
+            return results
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
+        return _gradients(ctx.call, ctx.saved_tensors, dout, dlse)
+
+    jvp = staticmethod(no_forward_derivative)
+
+
+_attach: Any = apply_of(_PackedAttention)
+
+
+def _node_of(known: Known, return_lse: bool) -> Any:
+    """What `_attach` is, of the results and inputs of a known call, as in `eager`."""
+    call = known.options, NO_RNG
+
+    class _PackedAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+        @staticmethod
+        def forward(ctx: Any, results: tuple[torch.Tensor, ...], *inputs: torch.Tensor) -> Any:
+            ctx.save_for_backward(*results, *inputs)
+            if return_lse:
+                ctx.set_materialize_grads(False)
+                return results
+            return results[0]
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
+            out, lse, *inputs = saved = ctx.saved_tensors
+            if dlse is None and dout is not None and not torch.is_grad_enabled():
+                parts = views(inputs[0] if len(inputs) > 1 else None, inputs[-1])
+                for later in known.backward:
+                    if later.fits(*parts, out, lse, dout) and (found := later.run(*parts, out, lse, dout)):
+                        return found
+            return _gradients(call, (out, lse, *_NONE, *saved[2:]), dout, dlse, known)[: len(inputs) + 1]
+
+        jvp = staticmethod(no_forward_derivative)
+
+    known.attach = apply_of(_PackedAttention)
+    return known.attach
+
+
+def _gradients(
+    call: tuple[CallOptions, RngState], saved: tuple[Any, ...], dout: Any, dlse: Any, known: Known | None = None
+) -> tuple[Any, ...]:
+    """The gradient of each argument of the node's ``forward``, those of bias and sink last.
+
+    ``saved``: out, lse, `OPTIONAL_INPUTS`, q if it has memory of its own, and the packed tensor.
+    """
+    if torch.is_grad_enabled() and not is_transformed():  # a graph of this pass is asked for: a use of it is refused
+        made_of = tuple(x for x in (*saved[2:], dout, dlse) if x is not None)
+        there: list[bool] = []
+
+        def compute() -> tuple[Any, ...]:
+            found = _gradients(call, saved, dout, dlse, known)
+            there.extend(x is not None for x in found)
+            return tuple(x for x in found if x is not None)
+
+        found = iter(once_only(compute, made_of))
+        return tuple(next(found) if is_there else None for is_there in there)
+    options, state = call
+    out, lse, *rest = saved
+    optional, inputs = tuple(rest[: len(_NONE)]), rest[len(_NONE) :]
+    q, packed = (None, *inputs) if len(inputs) == 1 else inputs
+    dout = torch.zeros_like(out) if dout is None else dout
+    parts = views(q, packed)
+    if is_transformed():  # a batch of gradients at once
+        dq, dk, dv, dbias, dsink = gradients_by_operator((*parts, *optional), out, lse, dout, dlse, options, state)
+        return None, *_packed_together(q is None, dq, dk, dv), dbias, dsink
+    made = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+    dq, _, _, dbias, dsink = backward(
+        (*parts, *optional), out, lse, dout, dlse, options, state, known=known, packed=made
+    )
+    return (None, made, dbias, dsink) if q is None else (None, dq, made, dbias, dsink)
+
+
+def _packed_together(with_q: bool, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
+    """Gradients of the inputs of a node, from those of its parts."""
+    return (torch.stack((dq, dk, dv), -3),) if with_q else (dq, torch.stack((dk, dv), -3))
+
+
+# --------------------------------------------------------------------------------------------------------- operators
+
+_LIBRARY: Final = Operators("nvrtc_attn", "FRAGMENT")
+_BEHIND: Final = SIGNATURE.split(", ", 3)[3]
+_LIBRARY.define(
+    f"attention_packed_forward(Tensor? q, Tensor packed, {_BEHIND}, bool return_lse) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "attention_packed_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? q, Tensor packed, "
+    f"{_BEHIND}, {', '.join(f'bool {name}' for name in OPTIONAL_GRADIENTS)}) -> "
+    f"({', '.join(f'Tensor {name}' for name in ('dq', 'dpacked', *OPTIONAL_GRADIENTS))})",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+attention_packed_forward: Any = torch.ops.nvrtc_attn.attention_packed_forward.default
+attention_packed_backward: Any = torch.ops.nvrtc_attn.attention_packed_backward.default
+
+
+def _by_operators(q: Any, packed: Any, options: tuple[Any, ...], others: dict[str, Any]) -> Any:
+    """The doors in a program of torch.compile."""
+    q, packed, others = _cast_for_autocast(q, packed, others)
+    causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic = options
+    bias, mask, starts_q, starts_k, seqused_k = (
+        others.get(name) for name in ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    )
+    further = {name: others[name] for name in ("sink",) if others.get(name) is not None}
+    arguments, return_lse, _ = operator_arguments(
+        (), *views(q, packed), bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, starts_q,
+        starts_k, others.get("max_seqlen_q"), others.get("max_seqlen_k"), seqused_k, return_lse, deterministic, None,
+        further,
+    )  # fmt: skip
+    out, lse = attention_packed_forward(q, packed, *arguments[3:-1])
+    return (out, lse) if return_lse else out
+
+
+def _run_forward(q: Any, packed: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse, _ = run_forward(*views(q, packed), *rest, False)
+    return out, lse
+
+
+def _short_forward(arguments: tuple[Any, ...]) -> Any:
+    q, packed, *rest = arguments
+    found = forward_short_way((*views(q, packed), *rest, False))
+    return found and found[:2]
+
+
+# Everything of a call of the backward operator but its first six tensors -> the passes that were made.
+_backward_calls: dict[Any, BackwardCalls] = {}
+
+
+def _run_backward(
+    dout: Any, dlse: Any, out: Any, lse: Any, q: Any, packed: Any, *rest: Any, known: BackwardCalls | None = None
+) -> tuple[torch.Tensor, ...]:
+    given, wanted = rest[:-_OPTIONS], rest[-_OPTIONS:]
+    with torch.no_grad():
+        tensors, options, rng = split((*views(q, packed), *given), True, *wanted)
+        made = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+        dq, _, _, *optional = backward(tensors, out, lse, dout, dlse, options, rng, known=known, packed=made)
+    found = None if q is None else dq, made, *optional
+    return tuple(dout.new_empty(0) if x is None else x for x in found)
+
+
+def _short_backward(arguments: tuple[Any, ...]) -> Any:
+    dout, dlse, out, lse, q, packed, *rest = arguments
+    if dlse is not None:
+        return None
+    key = (q is None, *rest)
+    try:
+        calls = _backward_calls.get(key)
+    except TypeError:  # symbols
+        return None
+    parts = views(q, packed)
+    if calls is not None:
+        for known in calls.backward:
+            if known.fits(*parts, out, lse, dout) and (found := known.run(*parts, out, lse, dout)) is not None:
+                nothing = [dout.new_empty(0) for _ in range(5 - len(found))]
+                return (nothing[0], *found[1:], *nothing[1:]) if q is None else (*found[1:], *nothing)
+    if not (are_alone((*parts, out, lse, dout), rest) and rest[_DROPOUT] == 0):
+        return None
+    if calls is None:
+        calls = remember(_backward_calls, key, BackwardCalls())
+    return _run_backward(*arguments, known=calls)
+
+
+SHORT_WAYS.update(attention_packed_forward=_short_forward, attention_packed_backward=_short_backward)
+
+
+def _unpacked_forward(q: Any, packed: Any, *rest: Any) -> Any:
+    """By the operators of three tensors, which transformations know."""
+    out, lse, _ = attention_forward(*views(q, packed), *rest, False)
+    return out, lse
+
+
+def _unpacked_backward(dout: Any, dlse: Any, out: Any, lse: Any, q: Any, packed: Any, *rest: Any) -> Any:
+    dq, dk, dv, *optional = attention_backward(dout, dlse, out, lse, *views(q, packed), *rest)
+    found = _packed_together(q is None, dq, dk, dv)
+    return (*((dout.new_empty(0),) if q is None else ()), *found, *optional)
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("attention_packed_forward", _run_forward, _key)
+    _LIBRARY.impl("attention_packed_backward", _run_backward, _key)
+_LIBRARY.impl("attention_packed_forward", _unpacked_forward, "FuncTorchDynamicLayerFrontMode")
+_LIBRARY.impl("attention_packed_backward", _unpacked_backward, "FuncTorchDynamicLayerFrontMode")
+
+
+def _forward_fake(q: Any, packed: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse, _ = forward_fake(*views(q, packed), *rest, False)
+    return out, lse
+
+
+def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, q: Any, packed: Any, *rest: Any) -> Any:
+    dq, _, _, *optional = backward_fake(dout, dlse, out, lse, *views(q, packed), *rest)
+    return (
+        dout.new_empty(0) if q is None else dq,
+        torch.empty_like(packed, memory_format=torch.contiguous_format),
+        *optional,
+    )
+
+
+torch.library.register_fake("nvrtc_attn::attention_packed_forward", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("nvrtc_attn::attention_packed_backward", _backward_fake, lib=_LIBRARY)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, packed, *rest = inputs
+    ctx.save_for_backward(*output, q, packed, *rest[:_TENSORS])
+    ctx.scalars = rest[_TENSORS:-1]
+    ctx.set_materialize_grads(False)
+
+
+def _derivative(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    """The gradient of every argument of the forward operator."""
+    out, lse, q, packed, *tensors = ctx.saved_tensors
+    arguments = (q, packed, *tensors, *ctx.scalars)
+    found: list[Any] = [None] * (len(arguments) + 1)
+    if dout is None and dlse is None:
+        return tuple(found)
+    if lse.numel() == 0 and out.numel() != 0:  # traced where no gradient was wanted
+        out, lse = attention_packed_forward(*arguments, True)
+    dout = torch.zeros_like(out) if dout is None else dout
+    places = (0, 1, 2 + _BIAS, 2 + _SINK)
+    needed = [bool(ctx.needs_input_grad[place]) for place in places]
+    gradients = attention_packed_backward(dout, dlse, out, lse, *arguments, *needed[2:])
+    for place, gradient, is_needed in zip(places, gradients, needed, strict=True):
+        found[place] = gradient if is_needed else None
+    return tuple(found)
+
+
+torch.library.register_autograd(
+    "nvrtc_attn::attention_packed_forward", _derivative, setup_context=_setup_context, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "nvrtc_attn::attention_packed_backward", no_second_derivative, setup_context=setup_nothing, lib=_LIBRARY
+)
