@@ -44,6 +44,10 @@ from .ops import (
 from .passes import BackwardCalls, Known, LazyTensors, backward, forward, known_calls
 from .random import random_state
 
+_traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
+_grad_enabled: Final = torch.is_grad_enabled
+_autocast: Final = torch._C._is_any_autocast_enabled
+_deterministic: Final = torch._C._get_deterministic_algorithms
 _PARTS: Final = {"qkv": 3, "kv": 2}
 _BIAS: Final = OPTIONAL_INPUTS.index("bias")
 _SINK: Final = OPTIONAL_INPUTS.index("sink")
@@ -144,12 +148,15 @@ def _check(packed: Any, name: str) -> None:
 
 def _attend(q: Any, packed: Any, name: str, options: tuple[Any, ...], others: dict[str, Any]) -> Any:
     _check(packed, name)
-    if torch.compiler.is_dynamo_compiling():
+    if _traced_by_dynamo():
         if others.keys() <= _OWN and not is_dtensor(packed):
             return _by_operators(q, packed, options, others)
-    elif torch.is_grad_enabled() and others.keys() <= _OWN and _is_plain(q, packed, others):
+    elif _grad_enabled() and others.keys() <= _OWN:
         try:
-            return _attend_eagerly(q, packed, options, others)
+            if not others and (found := _again(q, packed, options)) is not None:
+                return found
+            if _is_plain(q, packed, others):
+                return _attend_eagerly(q, packed, options, others)
         except LazyTensors:
             pass  # autograd has to see what they stand for
     causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic = options
@@ -175,6 +182,31 @@ def _is_plain(q: Any, packed: torch.Tensor, others: dict[str, Any]) -> bool:
 # ---------------------------------------------------------------------------------------------- the kernels themselves
 
 
+def _again(q: Any, packed: Any, given: tuple[Any, ...]) -> Any:
+    """`_attend_eagerly` of a call that was made before, without autocast; None where it was not."""
+    causal, window_size, softmax_scale, softcap, dropout_p, _, return_lse, deterministic = given
+    options: CallOptions = new_tuple(CallOptions, (
+        causal, window_size, softmax_scale, softcap, dropout_p, None, None, return_lse,
+        _deterministic() if deterministic is None else deterministic, False, False, None, False,
+    ))  # fmt: skip
+    try:
+        recent = known_calls((options, _PARTS["qkv" if q is None else "kv"], "packed", False))
+    except TypeError:  # options of kinds that no table takes
+        return None
+    # The guards of a known call see all that `_is_plain` asks, but for the gradient: q, k and v are detached.
+    if recent is None or _autocast() or not (packed.requires_grad or (q is not None and q.requires_grad)):
+        return None
+    return _known(recent, q, packed, return_lse) if are_plain(options) else None
+
+
+def _known(recent: tuple[Known, ...], q: Any, packed: Any, return_lse: bool) -> Any:
+    parts = views(q, packed.detach())
+    for known in recent:
+        if known.fits(*parts) and (results := known.run(*parts)) is not None:
+            return (known.attach or _node_of(known, return_lse))(results, *_inputs(q, packed))
+    return None
+
+
 def _cast_for_autocast(q: Any, packed: Any, others: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """The tensors as autocast gives them to attention, the packed one in one piece."""
     first = packed if q is None else q
@@ -187,14 +219,14 @@ def _cast_for_autocast(q: Any, packed: Any, others: dict[str, Any]) -> tuple[Any
 def _attend_eagerly(q: Any, packed: Any, given: tuple[Any, ...], others: dict[str, Any]) -> Any:
     """As `eager.attend`, with a gradient. LazyTensors: nothing was computed."""
     causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic = given
-    autocast: Any = torch._C._is_any_autocast_enabled() and torch.get_autocast_dtype("cuda")
+    autocast: Any = _autocast() and torch.get_autocast_dtype("cuda")
     if autocast:
         q, packed, others = _cast_for_autocast(q, packed, others)
     parts = views(q, packed.detach())
     optional = tuple(map(others.get, OPTIONAL_INPUTS)) if others else _NONE
     max_seqlen_q, max_seqlen_k = others.get("max_seqlen_q"), others.get("max_seqlen_k")
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = _deterministic()
     bias, sink = optional[_BIAS], optional[_SINK]
     options: CallOptions = new_tuple(CallOptions, (
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, return_lse, deterministic,
@@ -205,10 +237,10 @@ def _attend_eagerly(q: Any, packed: Any, given: tuple[Any, ...], others: dict[st
     return_lse = options.return_lse
     key = None
     if optional == _NONE and options.dropout_p == 0:
-        key = options, len(parts) - (q is None), "packed", autocast
-        for known in known_calls(key) or ():
-            if known.fits(*parts) and (results := known.run(*parts)) is not None:
-                return (known.attach or _node_of(known, return_lse))(results, *_inputs(q, packed))
+        key = options, _PARTS["qkv" if q is None else "kv"], "packed", autocast
+        recent = known_calls(key)
+        if recent is not None and (found := _known(recent, q, packed, return_lse)) is not None:
+            return found
     if not return_lse:
         options = options._replace(return_lse=True)
     state = NO_RNG
@@ -264,7 +296,7 @@ def _node_of(known: Known, return_lse: bool) -> Any:
         @staticmethod
         def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
             out, lse, *inputs = saved = ctx.saved_tensors
-            if dlse is None and dout is not None and not torch.is_grad_enabled():
+            if dlse is None and dout is not None and not _grad_enabled():
                 parts = views(inputs[0] if len(inputs) > 1 else None, inputs[-1])
                 for later in known.backward:
                     if later.fits(*parts, out, lse, dout) and (found := later.run(*parts, out, lse, dout)):
@@ -284,7 +316,7 @@ def _gradients(
 
     ``saved``: out, lse, `OPTIONAL_INPUTS`, q if it has memory of its own, and the packed tensor.
     """
-    if torch.is_grad_enabled() and not is_transformed():  # a graph of this pass is asked for: a use of it is refused
+    if _grad_enabled() and not is_transformed():  # a graph of this pass is asked for: a use of it is refused
         made_of = tuple(x for x in (*saved[2:], dout, dlse) if x is not None)
         there: list[bool] = []
 
