@@ -280,6 +280,17 @@ def test_candidates_for_small_work_are_plans(benchmarks: Path) -> None:
     assert today > zero == 0
 
 
+@pytest.mark.usefixtures("benchmarks")
+def test_ways_to_the_gradient_of_a_packed_tensor_agree() -> None:
+    torch = pytest.importorskip("torch")
+    import packed_gradients
+
+    qkv = torch.randn(2, 5, 3, 2, 8, requires_grad=True)
+    expected, *others = (run()[0] for run in packed_gradients.ways(qkv, True).values())
+    for found in others:
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("length", [4096, 1 << 20])
 def test_sparse_masks_are_planned_without_a_gpu(
     length: int, benchmarks: Path, capsys: pytest.CaptureFixture[str]
