@@ -206,6 +206,34 @@ def test_a_missing_wait_shows(machine: Any) -> None:
     assert outcomes("") == {False}
 
 
+BOTH_SIDES = """
+    and.b32 %r10, %r1, 15;
+    setp.eq.s32 %p1, %r10, 0;
+    add.s32 %r4, %r2, 7;
+    @%p1 bra $L_other;
+    mov.u32 %r6, 31;
+    shfl.sync.bfly.b32 %r3|%p2, %r2, {here}, %r6, %r70;
+    bra.uni $L_end;
+$L_other:
+    mov.u32 %r7, 31;
+    shfl.sync.bfly.b32 %r5|%p3, %r4, 8, %r7, %r70;
+    mov.u32 %r3, %r5;
+$L_end:
+"""
+
+
+def test_lanes_of_a_shuffle_may_be_on_both_sides_of_a_branch(machine: Any) -> None:
+    """What each side gives is its own register; a lane that never comes is none of these."""
+    given = WORDS + np.where(LANES % 16 == 0, np.uint32(7), np.uint32(0))
+    assert np.array_equal(run(machine, BOTH_SIDES.format(here=8) + STORE, WORDS), given[LANES ^ 8])
+    mixed = given[np.where(LANES % 16 == 0, LANES ^ 8, LANES ^ 4)]
+    assert np.array_equal(run(machine, BOTH_SIDES.format(here=4) + STORE, WORDS), mixed)
+    text, shuffle = BOTH_SIDES.format(here=8) + STORE, "shfl.sync.bfly.b32 %r3|%p2, %r2, 8, %r6, %r70;"
+    for other in (shuffle.replace("bfly", "up"), "bar.warp.sync -1;"):
+        with pytest.raises(SimulationError, match="wait for others that never come"):
+            run(machine, text.replace(shuffle, other), WORDS)
+
+
 WAIT = """
     mov.u64 %rd7, memory;
     cvt.u32.u64 %r10, %rd7;
