@@ -109,6 +109,23 @@ def test_no_program_puts_the_gradient_together(which: str) -> None:
     assert any("stack" in name or "aten.cat" in name for name in operators(call.inputs, call.by_views))
 
 
+def test_lengths_that_are_symbols_and_exported_programs() -> None:
+    program = torch.compile(lambda x: na.attention_qkvpacked(x, causal=True), fullgraph=True, dynamic=True)
+    for length in (5, 9):
+        x = torch.randn(2, length, 3, 4, 8, requires_grad=True)
+        found, expected = program(x), na.attention(*x.unbind(2), causal=True)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (found, expected)))
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return na.attention_qkvpacked(x, causal=True)
+
+    x = x.detach()
+    exported = torch.export.export(Module(), (x,), dynamic_shapes=({1: torch.export.Dim("m", min=2, max=99)},))
+    torch.testing.assert_close(exported.module()(x[:, :7]), na.attention(*x[:, :7].unbind(2), causal=True))
+
+
 def test_no_copy_is_made_of_it_outside_of_programs_either() -> None:
     call = Call("qkv", {})
     out = call.by_door(*call.inputs)
