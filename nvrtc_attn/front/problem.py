@@ -152,8 +152,21 @@ class AttentionProblem:
 
     def layout_of(self, name: str) -> OperandLayout | None:
         """The layout of an operand of the table; None of lengths, which are dense, and of what is not there."""
-        found = getattr(self, _LAYOUTS[name]) if name in _LAYOUTS else dict(self.further).get(name)
+        if name in _LAYOUTS:
+            found = getattr(self, _LAYOUTS[name])
+        else:
+            found = dict(self.further).get(name) if self.further else None
         return found if isinstance(found, OperandLayout) else None
+
+    @property
+    def _inputs(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """Shapes and element types of the inputs that are there, asked for ten times on the way to a plan."""
+        found: Any = self._known.get("inputs")
+        if found is None:
+            given = {name: x for name in INPUTS if (x := self.layout_of(name)) is not None}
+            shapes, dtypes = ({n: getattr(x, what) for n, x in given.items()} for what in ("shape", "dtype"))
+            found = self._known["inputs"] = shapes, dtypes
+        return found  # type: ignore[no-any-return]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape that an operand has in the public functions."""
@@ -164,14 +177,13 @@ class AttentionProblem:
 
     def dtypes_of(self, name: str) -> tuple[str, ...]:
         """The accepted element types of an operand, that of an allocation first."""
-        return dtypes_of(name, {other: x.dtype for other in INPUTS if (x := self.layout_of(other)) is not None})
+        return dtypes_of(name, self._inputs[1])
 
     def dense_layout_of(self, name: str) -> OperandLayout:
         """A row-major layout of an operand that is no input."""
         found: OperandLayout | None = self._known.get(name)
         if found is None:
-            given = {other: x for other in INPUTS if (x := self.layout_of(other)) is not None}
-            shape = shape_of(name, {other: x.shape for other, x in given.items()}, self.batch)
+            shape = shape_of(name, self._inputs[0], self.batch)
             found = self._known[name] = dense_layout(shape, self.dtypes_of(name)[0])
         return found
 

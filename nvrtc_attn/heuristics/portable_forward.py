@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from ..base.errors import UnsupportedError
@@ -83,6 +83,9 @@ class Tile:
     preload_q: bool = False
     warps_n: int = 1
     warps_d: int = 1
+
+
+_OF_TILE: Final = tuple(x.name for x in fields(Tile))
 
 
 def smem_bytes(config: ForwardConfig) -> int:
@@ -556,7 +559,7 @@ def _has_lines(problem: AttentionProblem, config: ForwardConfig, num_m_blocks: i
 
 
 def _with_tile(config: ForwardConfig, tile: Tile) -> ForwardConfig:
-    return replace(config, **asdict(tile))
+    return replace(config, **{name: getattr(tile, name) for name in _OF_TILE})
 
 
 def candidates(problem: AttentionProblem, **target: Any) -> list[ForwardPlanSpec]:

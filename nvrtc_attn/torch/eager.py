@@ -108,6 +108,9 @@ def attention(
             cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part, further,
             return_max_logit, score_mod, mask_mod, aux,
         )  # fmt: skip
+    if further:  # one that is None is as none, but a name that there is not must be seen
+        given: Any = {name: x for name, x in further.items() if x is not None or name not in FURTHER_INPUTS}
+        further = given
     alone = (
         bias is None and mask is None and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None
         and not further and part is None

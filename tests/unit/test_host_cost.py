@@ -582,6 +582,16 @@ def test_a_call_is_not_known_below_what_must_see_it(door: str, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("fake")
+def test_inputs_that_are_none_are_as_if_not_named() -> None:
+    q, k, v = qkv()
+    for _ in range(3):
+        na.attention(q, k, v, causal=True)
+    assert known(lambda: na.attention(q, k, v, causal=True, sink=None, bias=None, mask=None)) == 1
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sinks'"):
+        na.attention(q, k, v, causal=True, sinks=None)
+
+
+@pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("door", DOORS)
 def test_a_backward_pass_is_known_for_the_tensors_it_gets(door: str) -> None:
     call = DOORS[door]
