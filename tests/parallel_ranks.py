@@ -6,6 +6,7 @@ Prints a line of JSON: what was wrong on this rank. Gloo on the CPU, NCCL on GPU
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import json
 import os
@@ -196,9 +197,21 @@ def faults(rank: int, size: int, device: Any) -> Found:
     x = torch.zeros(1, cp.local_seqlen, 2, 8, device=device)
     cp.attention(x, x, x)
     found += refused("options", "options differs", lambda: cp.attention(x, x, x, causal=rank == 0))
-    found += refused("rng", "rng differs", lambda: cp.attention(x, x, x, dropout_p=0.5, rng=rank))
+    kinds: tuple[Callable[[int], Any], ...] = (
+        int, np.int64, torch.tensor, lambda n: (3, torch.tensor(n)), lambda n: 3 if n else None,
+    )  # fmt: skip
+    for make in kinds:
+        found += refused("rng", "rng differs", lambda m=make: cp.attention(x, x, x, dropout_p=0.5, rng=m(rank)))
+    same = (5, (5, 0), [5, 0], torch.tensor(5))
+    cp.attention(x, x, x, dropout_p=0.5, rng=same[rank])  # one seed, said in several ways
     calls = (lambda: ContextParallel(seqlen=32), lambda: cp.attention(x, x, x))
     found += refused("calls", "ranks are in different calls", calls[rank > 0])
+    calls = (lambda: cp.unshard(x), lambda: cp.attention(x, x, x))
+    found += refused("unshard beside attention", "ranks are in different calls", calls[rank > 0])
+    kind = torch.float16 if rank else torch.float32
+    found += refused("unshard dtype", "dtype differs", lambda: cp.unshard(x.to(kind)))
+    found += refused("unshard shape", "shape beside", lambda: cp.unshard(x.expand(1 + rank, -1, -1, -1)))
+    found += refused("plan_as", "plan_as differs", lambda: ContextParallel(seqlen=32, plan_as=rank > 0))
     with patch.dict(os.environ, {"NVRTC_ATTN_DEBUG": "1"}):
         debugged = ContextParallel(seqlen=32)
     debugged.attention(x, x, x)
@@ -207,12 +220,50 @@ def faults(rank: int, size: int, device: Any) -> Found:
         found += refused("shape", "Nothing was sent", lambda: cp.attention(x[:, 1:], x, x))
         found += refused("bias", "Nothing was sent", lambda: cp.attention(x, x, x, bias=torch.zeros(1, 2, 32, 32)))
         found += refused("unshard", "dim 1 must be", lambda: cp.unshard(x[:, 1:]))
+        found += alone(cp, x)
     cp.attention(x, x, x)  # and the group is usable
     slope = 0.5 + rank
     found += refused(
         "score_mod", "score_mod, mask_mod differs",
         lambda: cp.attention(x, x, x, score_mod=lambda s, b, h, q, k: s + slope * (q - k)),
     )  # fmt: skip
+    return found
+
+
+def alone(cp: ContextParallel, x: torch.Tensor) -> Found:
+    """What one rank knows to be wrong is refused there, before the others are asked."""
+    found: Found = []
+    sink = torch.zeros(2, device="meta")
+    found += refused("sink elsewhere", "sink: on meta", lambda: cp.attention(x, x, x, sink=sink))
+    for options in ({"sm_margin": 4}, {"plan_as": True}):
+        part = nvrtc_attn.Part(heads=(0, 4), **options)
+        found += refused("part", "those of the ContextParallel", lambda part=part: cp.attention(x, x, x, part=part))
+    of_heads = ContextParallel.__new__(ContextParallel)
+    of_heads.__dict__.update(cp.__dict__, strategy="ulysses", _strategies={}, _checked={})
+    y = x.repeat(1, 1, 2, 1)
+    for starts, words in (([0, 40, 32], "decreases"), ([0, 9, 33], "tokens"), ([0, 1, 32], "max_seqlen_q: got 30")):
+        cu = torch.tensor(starts, dtype=torch.int32)
+        keywords = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 30, "max_seqlen_k": 30}
+        found += refused(f"{starts}", words, lambda more=keywords: of_heads.attention(y, y, y, **more))
+    none = torch.zeros(1, cp.local_seqlen, 0, 8, device=x.device)
+    found += refused("no heads", "no key heads", lambda: of_heads.attention(none, none, none))
+    for what, words, call in (
+        ("sparse", "q: this torch tensor has no memory", lambda: cp.attention(x.to_sparse(), x, x)),
+        ("NumPy", "k: got", lambda: cp.attention(x, x.cpu().numpy(), x)),
+        ("None", "v: got None", lambda: cp.attention(x, x, None)),
+        ("a list", "seqused_k: got [3]", lambda: cp.attention(x, x, x, seqused_k=[3])),
+        ("unshard", "x: got", lambda: cp.unshard(x.cpu().numpy())),
+        ("shard", "x: got", lambda: cp.shard([1, 2])),
+        ("no length", "seqlen: got None", lambda: ContextParallel(seqlen=None)),
+        ("group", "group: got 'cp'", lambda: ContextParallel("cp", seqlen=32)),
+    ):
+        found += refused(what, words, call, TypeError)
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    found += refused("group of others", "rank 0 is none", lambda: ContextParallel(outside, seqlen=32))
+    vmapped = torch.vmap(lambda y: cp.attention(y, y, y))
+    found += refused("vmap", "torch.func", lambda: vmapped(x[None]), UnsupportedError)
+    of_sum = torch.func.grad(lambda y: cp.attention(y, y, y).sum())
+    found += refused("grad", "torch.func", lambda: of_sum(x), UnsupportedError)
     return found
 
 
@@ -236,6 +287,10 @@ def tensors(rank: int, size: int, device: Any) -> Found:
             cp.attention(q, q, q, causal=True).sum().backward()
             if not torch.isfinite(q.grad).all():
                 found.append(f"{layout} {seqlen}: attention")
+    # Copies of a model share its group.
+    cp = ContextParallel(seqlen=8)
+    if copy.deepcopy([cp])[0] is not cp:
+        found.append("a copy is another one")
     # What is chosen where nothing is said: lanes of long sequences, a margin beside one group of all_gather.
     for seqlen, strategy, expected in (
         (32768 * size, "all_gather", (2, 8)), (1024, "all_gather", (1, 8)), (1024, "ulysses", (1, 0)),
@@ -297,6 +352,13 @@ def packed(rank: int, size: int, device: Any) -> Found:
             error = float((cp.unshard(x.detach(), 1) - y.detach()).abs().max())
             if not error < 1e-5:
                 found.append(f"{layout}: {name} {error:.3g}")
+    with_gaps = torch.stack([cu, cu], 1)[:, 0]  # lengths that are a column of a table
+    for strategy in ("ulysses", "all_gather"):
+        cp = ContextParallel(seqlen=43, strategy=strategy)
+        mine = [cp.shard(x.detach(), 1) for x in whole[:3]]
+        out = cp.attention(*mine, **{**keywords, "cu_seqlens_q": with_gaps, "cu_seqlens_k": with_gaps})
+        if not torch.allclose(cp.unshard(out), expected.detach(), rtol=1e-4, atol=1e-5):
+            found.append(f"{strategy}: lengths that are not contiguous")
     cp = ContextParallel(seqlen=43, strategy="ulysses", check="always")
     mine = [cp.shard(x.detach(), 1).requires_grad_() for x in whole[:3]]
     used = torch.tensor([9, 0, 17, 5 + 9 * (rank > 0)], dtype=torch.int32, device=device)
@@ -692,6 +754,23 @@ def programs(rank: int, size: int, device: Any) -> Found:
     found += refused("rng", "rng differs", lambda: compile_(attend)(x, x, dropout_p=0.5, rng=rank))
     found += refused("dropout_p", "in [0, 1]", lambda: compile_(attend)(x, x, dropout_p=1.5, rng=1))
     found += refused("causal", "causal", lambda: compile_(attend)(x, x, causal="left"))
+    part = nvrtc_attn.Part(heads=(0, 4), sm_margin=4)
+    found += refused("part", "those of the ContextParallel", lambda: compile_(attend)(x, x, part=part))
+    found += refused(
+        "drawn", "ranks are in different calls", lambda: compile_(attend)(x, x, dropout_p=0.5, rng=rank or None)
+    )
+    starts = [0, 7.5, 32]
+    found += refused(
+        "starts", "integers",
+        lambda: compile_(attend)(x, x, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=32, max_seqlen_k=32),
+        Exception,
+    )  # fmt: skip
+    y = x.clone().requires_grad_()
+    out = attend(y, y)
+    found += refused(
+        "a batch of gradients", "batches of gradients",
+        lambda: torch.autograd.grad(out, y, torch.stack([out, out]).detach(), is_grads_batched=True), UnsupportedError,
+    )  # fmt: skip
     if rank == 0:  # on one rank alone: the others are not asked
         for strategy in ("all_gather", "ulysses"):
             cp.strategy = strategy

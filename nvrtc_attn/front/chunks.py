@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 from ..base.errors import shown
@@ -28,7 +29,7 @@ def chunks_of(layout: Any, seqlen: int, ranks: int) -> tuple[Chunks, ...]:
     TypeError, ValueError
         Another layout, or one that does not hold every token once.
     """
-    if layout in ("contiguous", "zigzag"):
+    if isinstance(layout, str) and layout in ("contiguous", "zigzag"):
         pieces = ranks if layout == "contiguous" else 2 * ranks
         cuts = [seqlen * i // pieces for i in range(pieces + 1)]
         bounds = list(pairwise(cuts))
@@ -41,7 +42,12 @@ def chunks_of(layout: Any, seqlen: int, ranks: int) -> tuple[Chunks, ...]:
         raise ValueError(f"layout: got intervals of {len(layout)} ranks, but there are {ranks}.")
     found = []
     for r, intervals in enumerate(layout):
-        mine = [(int(a), int(b)) for a, b in intervals]
+        try:
+            mine = [(index(a), index(b)) for a, b in intervals]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"layout: rank {r} has {shown(intervals)}. It is a list of pairs (start, stop) of integers."
+            ) from None
         if any(a > b for a, b in mine) or any(x[1] > y[0] for x, y in pairwise(mine)):
             raise ValueError(f"layout: rank {r} has {shown(mine)}. Its intervals are ascending and do not overlap.")
         found.append(joined(mine))

@@ -609,6 +609,10 @@ def test_a_chunk_of_packed_sequences_is_three_calls_at_most() -> None:
         ([[(0, 4)], [(3, 8)]], ValueError),
         ([[(4, 8), (0, 4)], []], ValueError),
         ([[(0, 4)], [(5, 8)]], ValueError),
+        ([(0, 4), (4, 8)], TypeError),
+        ([[(0, 4.5)], [(4.5, 8)]], TypeError),
+        ([[(0, 4, 8)], []], TypeError),
+        (np.asarray([[(0, 4)], [(4, 8)]]), TypeError),
     ],
 )
 def test_wrong_layouts_are_refused(layout: Any, kind: type[Exception]) -> None:

@@ -22,12 +22,12 @@ from ...front.modified import banded_options
 from ...front.part import Part
 from ...front.philox import NO_RNG, RngState
 from ...front.problem import Causal, WindowSize
-from ...front.tensors import Device
+from ...front.tensors import Device, view
 from ...front.validation import Violations, check_flag, check_integer, check_lengths, check_window
 from ...modifiers.modifier import Modifier
 from ...modifiers.trace import no_functions, traced
-from ..ops import cast_for_autocast, is_dtensor, once_only
-from ..random import checked_rng
+from ..ops import cast_for_autocast, is_dtensor, is_transformed, once_only
+from ..random import checked_rng, rng_values
 from ..tensors import captured_on, resolved, signature
 from . import operators
 from .documents import as_tensor, lengths_of, packing_of
@@ -53,6 +53,11 @@ _KEYS_OF_GROUP: Final = 8 << 16
 _WAVES: Final = 8
 """Key tiles a multiprocessor that a group of heads keeps: with fewer, causal ones of unequal work leave multiprocessors
 idle in the backward pass, and its kernel splits the queries of a key tile instead."""
+
+_NO_TRANSFORMATION: Final = (
+    "ContextParallel: transformations of torch.func (grad, vjp, vmap, jacrev and the like) and batches of gradients "
+    "are not computed. Use backward() or torch.autograd.grad of one gradient. Nothing was sent."
+)
 
 
 class ContextParallel:
@@ -87,8 +92,9 @@ class ContextParallel:
         of 65,536 keys. Of ``("ulysses", "all_gather")`` they are all_gather's, of ``("ulysses", "ring")`` ulysses', by
         default one; ``"ring"`` has none.
     check
-        Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``,
-        ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1``, read here, means always.
+        Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``
+        (those of `unshard`, too), ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1``, read here, means
+        always.
     sm_margin
         Multiprocessors that kernels beside which something is sent leave to communication. Default: 8 with one group of
         ``"all_gather"``, otherwise none: kernels hand out their tiles as multiprocessors ask for them, and do not wait
@@ -141,7 +147,10 @@ class ContextParallel:
         cu_seqlens: Any = None,
     ) -> None:
         found = Violations()
-        self.seqlen = check_integer(found, "seqlen", seqlen) or 0
+        tokens = check_integer(found, "seqlen", seqlen)
+        if tokens is None and not found.found:
+            found.kind("seqlen: got None. It is an integer, the tokens of the whole sequence.")
+        self.seqlen = tokens or 0
         keys = check_integer(found, "seqlen_k", seqlen_k)
         self.seqlen_k = self.seqlen if keys is None else keys
         if self.seqlen < 0 or self.seqlen_k < 0:
@@ -204,12 +213,17 @@ class ContextParallel:
             {
                 "version": __version__, "seqlen": self.seqlen, "seqlen_k": self.seqlen_k, "strategy": str(strategy),
                 "layout": f"{layout if isinstance(layout, str) and cu_seqlens is None else self.chunks_q}",
-                "pipeline": pipeline, "keep": keep, "check": check, "NVRTC_ATTN_DEBUG": debug, "fault": fault,
+                "pipeline": pipeline, "keep": keep, "plan_as": plan_as, "check": check, "NVRTC_ATTN_DEBUG": debug,
+                "fault": fault,
             },
         )  # fmt: skip
         if fault:
             raise ValueError(fault)
         self._name = operators.register(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """Itself: copies of a model (of weights that are averaged, say) share the group, which cannot be copied."""
+        return self
 
     # -------------------------------------------------------------------------------------------------- tensors
 
@@ -234,7 +248,7 @@ class ContextParallel:
 
         Its gradient is zero outside: the sum over all ranks is that of the whole tensor.
         """
-        _refuse_dtensor(x, "x")
+        _refuse_others(x, "x")
         chunks, whole = (self.chunks_k, self.seqlen_k) if keys else (self.chunks_q, self.seqlen)
         if x.shape[dim] != whole:
             raise ValueError(f"x: shape {tuple(x.shape)}, whose dim {dim} must be {whole}, the whole sequence.")
@@ -243,7 +257,7 @@ class ContextParallel:
 
     def unshard(self, x: torch.Tensor, dim: int = 1, *, keys: bool = False) -> torch.Tensor:
         """The whole tensor of the ranks' tokens, on every rank. Its gradient is added up over the ranks."""
-        _refuse_dtensor(x, "x")
+        _refuse_others(x, "x")
         mine = length((self.chunks_k if keys else self.chunks_q)[self.rank])
         if x.shape[dim] != mine:
             raise ValueError(
@@ -255,6 +269,11 @@ class ContextParallel:
         return found
 
     def _unsharded(self, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
+        if self._check == "always":
+            beside = tuple(_resized(x, dim, -1))
+            same_everywhere(
+                self._groups, "unshard", {"shape beside the tokens": beside, "dtype": str(x.dtype), "keys": keys}
+            )
         chunks = self.chunks_k if keys else self.chunks_q
         parts, ranks = [x], [(self.rank,)]
         # Over the last dim of a mesh first: ranks are numbered along it.
@@ -353,6 +372,13 @@ class ContextParallel:
                 cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part,
                 score_mod, mask_mod, aux,
             )  # fmt: skip
+        if is_transformed():
+            raise UnsupportedError(_NO_TRANSFORMATION)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            _refuse_others(x, name)
+        for name, x in (("bias", bias), ("mask", mask), ("sink", sink), ("seqused_k", seqused_k)):
+            if x is not None:
+                _refuse_others(x, name)
         q, k, v, bias, mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_k = map(
             resolved, (*cast_for_autocast(q, k, v, bias), mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_k)
         )
@@ -406,14 +432,17 @@ class ContextParallel:
         packed = lengths[0] is not None or lengths[1] is not None
         strategy = self._strategy(q.shape[2], k.shape[2], q.is_cuda, packed)
         packing = self._packing(strategy, lengths, options, k.shape[2])
-        if lengths[2] is not None and not packed:
-            self._check_used(strategy, lengths[2], options)
-        if self._check == "always" or (self._check == "first" and not self._calls):
+        self._check_lengths(strategy, lengths, options)
+        if self._asks():
             self._compare(given, named, options, part, grad, rng, modifier)
         self._calls += 1
         state = self._draw(q, rng) if options.dropout_p > 0 else NO_RNG
         whole = self._whole(strategy, lengths, packing, options, state, part, modifier, q.device)
         return strategy, whole._replace(return_lse=return_lse, backward_follows=grad)
+
+    def _asks(self) -> bool:
+        """Whether the next call of `attention` is compared between the ranks."""
+        return self._check == "always" or (self._check == "first" and not self._calls)
 
     def _packing(
         self, strategy: Strategy, lengths: tuple[Any, Any, Any], options: CallOptions, heads_kv: int
@@ -429,15 +458,23 @@ class ContextParallel:
             )
         return packing_of(starts_q, starts_k, options, self.seqlen)
 
-    def _check_used(self, strategy: Strategy, used: torch.Tensor, options: CallOptions) -> None:
-        """Refuse seqused_k of a dense batch: values that the host sees, which no part could tell, and a ring's."""
-        if used.device.type == "cpu":
-            faults = check_lengths(
-                None, None, used.numpy(), total_q=None, total_k=self.seqlen_k, max_seqlen_q=None, max_seqlen_k=None
-            )
-            if faults:
-                raise ValueError(f"{' '.join(faults)} Nothing was sent.")
-        if passes_keys(strategy) and _ends_with_used_keys(options):
+    def _check_lengths(self, strategy: Strategy, lengths: tuple[Any, Any, Any], options: CallOptions) -> None:
+        """Refuse lengths whose values the host sees, which no part could tell, and seqused_k that a ring cannot take.
+
+        Packed sequences whose tokens ranks share were looked at by `_packing`.
+        """
+        starts_q, starts_k, used = lengths
+        packed = starts_q is not None or starts_k is not None
+        if packed and not has_all_tokens(strategy):
+            return
+        of_q, of_k, of_used = (x.numpy() if x is not None and x.device.type == "cpu" else None for x in lengths)
+        faults = check_lengths(
+            of_q, of_k, of_used, total_q=self.seqlen, total_k=None if packed and of_k is None else self.seqlen_k,
+            max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k,
+        )  # fmt: skip
+        if faults:
+            raise ValueError(f"{' '.join(faults)} Nothing was sent.")
+        if used is not None and not packed and passes_keys(strategy) and _ends_with_used_keys(options):
             raise UnsupportedError(
                 f"seqused_k: given with strategy {self.strategy!r} and a causal mask or window that ends with the used "
                 'keys, which a rank of a ring does not have together. Pass causal="top_left", another strategy, or a '
@@ -467,14 +504,14 @@ class ContextParallel:
             band_of(None if packed else left, None if packed else right, self.seqlen, self.seqlen_k, bottom_right),
             None
             if packing is not None or lengths[0] is None or lengths[1] is None
-            else (lengths[0].to(device), lengths[1].to(device), lengths[2]),
+            else (_moved(lengths[0], device), _moved(lengths[1], device), _moved(lengths[2], device)),
             None if part is None else part.batch,
             None if part is None else part.heads,
             sm_margin=self._margin(strategy) if device.type == "cuda" and self.size > 1 else None,
             plan_as=self._plan_as,
             modifier=modifier,
             packing=packing,
-            used=None if used is None else used.to(device),
+            used=_moved(used, device),
             tables=None if packing is None and used is None else {},
         )
 
@@ -488,7 +525,8 @@ class ContextParallel:
     ) -> None:
         """Refuse this rank's tensors by what it knows: as `nvrtc_attn.attention` would those of the whole."""
         for name, x in given.items():
-            _refuse_dtensor(x, name)
+            if x is not None or name in "qkv":
+                _refuse_others(x, name)
         tokens, keys, q = self.local_seqlen, self.local_seqlen_k, given["q"]
         program = None if modifier is None else (modifier.program, *map(signature, modifier.captures))
         key: Any = (*map(signature, given.values()), *map(signature, lengths.values()), options, program)
@@ -496,19 +534,17 @@ class ContextParallel:
             return
         faults, operands = [], {}
         for name, x in given.items():
-            if x is None and name in ("bias", "mask", "sink"):
+            if x is None:
                 continue
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(
-                    f"{name}: got {shown(x)} of type {type(x).__name__}. ContextParallel takes torch tensors."
-                )
-            if name == "sink":
-                operands[name] = (tuple(x.shape), str(x.dtype).removeprefix("torch."))
-                continue
-            if x.dim() != 4:
+            if name != "sink" and x.dim() != 4:
                 raise ValueError(f"{name}: shape {tuple(x.shape)} has rank {x.dim()}. Expected rank 4.")
             if x.device != q.device:
                 faults.append(f"{name}: on {x.device}, needed is {q.device}, where q is")
+            else:
+                view(x.detach(), name)  # whether it has memory that can be read
+            if name == "sink":
+                operands[name] = (tuple(x.shape), str(x.dtype).removeprefix("torch."))
+                continue
             shape, dim = list(x.shape), 1 if name in "qkv" else 2
             needed = keys if name in ("k", "v") else tokens
             if not (x.shape[dim] == needed or (dim == 2 and x.shape[dim] == 1)):
@@ -519,9 +555,10 @@ class ContextParallel:
             if name in "qkv" or x.shape[2] != 1:
                 shape[dim] = self.seqlen_k if name in ("k", "v") else self.seqlen
             operands[name] = (tuple(shape), str(x.dtype).removeprefix("torch."))
-        if part is not None and (not isinstance(part, Part) or part.rows is not None or part.keys is not None):
+        if part is not None and (not isinstance(part, Part) or part != Part(batch=part.batch, heads=part.heads)):
             faults.append(
-                f"part: got {shown(part)}. It is an nvrtc_attn.Part of batch and heads, rows and keys are the ranks'"
+                f"part: got {shown(part)}. It is an nvrtc_attn.Part of batch and heads, rows and keys are the ranks', "
+                "sm_margin and plan_as those of the ContextParallel"
             )
         for name, x in lengths.items():
             if x is not None:
@@ -606,8 +643,9 @@ class ContextParallel:
     ) -> None:  # fmt: skip
         """Ask all ranks whether they mean the same call."""
         q, k, v, bias, mask, sink = given.values()
-        words = rng if isinstance(rng, tuple) else (rng,)
-        seed = words if all(isinstance(x, int) for x in words) and options.dropout_p > 0 else None
+        seed: Any = None
+        if options.dropout_p > 0:
+            seed = "drawn" if rng is None else tuple(int(x) % 2**64 for x in rng_values(checked_rng(rng, q)))
 
         # A single row of a rank that has no other may be its own, or one for all.
         single = any(length(chunks) == 1 for chunks in self.chunks_q)
@@ -646,14 +684,24 @@ class ContextParallel:
             dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
 
 
-def _refuse_dtensor(x: Any, name: str) -> None:
-    """Its shape is that of all ranks, and its operators would communicate: refused here, before anything is sent."""
+def _refuse_others(x: Any, name: str) -> None:
+    """Refuse what is no tensor, and a DTensor: before anything is sent.
+
+    The shape of a DTensor is that of all ranks, and its operators would communicate.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {shown(x)} of type {type(x).__name__}. ContextParallel takes torch tensors.")
     if is_dtensor(x):
         raise TypeError(
             f"{name}: got a DTensor. ContextParallel takes and returns each rank's tensors, with the tokens that its "
             f"layout gives the rank. Pass {name}.to_local(), and DTensor.from_local makes one of the result; tokens "
             f"that Shard cuts into equal pieces are those of layout='contiguous'. Nothing was sent."
         )
+
+
+def _moved(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """Lengths where the kernels read them, in row-major order."""
+    return None if x is None else x.to(device).contiguous()
 
 
 def _ends_with_used_keys(options: CallOptions) -> bool:
@@ -699,11 +747,24 @@ def _groups_of(found: Violations, group: Any, dims: int) -> list[Any]:
         if group.ndim != dims:
             found.value(f"group: a mesh with {group.ndim} dims, but strategy needs {dims}.")
             return []
+        if group.get_coordinate() is None:
+            found.value(f"group: rank {dist.get_rank()} is none of the mesh's. Make a ContextParallel on those alone.")
+            return []
         return [group.get_group(i) for i in range(dims)]
     if dims != 1:
         found.value("group: a pair of strategies needs a DeviceMesh with two dims, the last one that of 'ulysses'.")
         return []
-    return [dist.group.WORLD if group is None else group]
+    if group is None:
+        return [dist.group.WORLD]
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns there
+        found.value(f"group: rank {dist.get_rank()} is none of its ranks. Make a ContextParallel on those alone.")
+        return []
+    if not isinstance(group, dist.ProcessGroup):
+        found.kind(
+            f"group: got {shown(group)} of type {type(group).__name__}. It is a process group, a DeviceMesh or None."
+        )
+        return []
+    return [group]
 
 
 def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
@@ -734,6 +795,8 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     def _gradients(
         ctx: Any, every: tuple[Any, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
+        if is_transformed():
+            raise UnsupportedError(_NO_TRANSFORMATION)
         q, k, v, out, lse, bias, mask, sink, *rest = every
         strategy, whole, kept, (heads, heads_kv) = ctx.call
         lengths, rest = tuple(rest[:3]), rest[3:]

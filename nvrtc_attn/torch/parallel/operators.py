@@ -26,6 +26,7 @@ from ...modifiers.text import read_text
 from ..flex_compiled import NamedArrays, traced
 from ..ops import cast_for_autocast, no_second_derivative, rng_operands, setup_nothing
 from ..random import checked_rng
+from .exchange import same_everywhere
 from .strategies import Inputs, Saved, gradients_of, has_all_tokens
 
 _members: Final[weakref.WeakValueDictionary[str, Any]] = weakref.WeakValueDictionary()
@@ -105,6 +106,7 @@ def attention(
     if part is not None:
         for extent in (part.batch, part.heads, part.rows, part.keys):
             extents += (-1, -1) if extent is None else extent
+        extents += (-1 if part.sm_margin is None else part.sm_margin, int(part.plan_as))  # refused where it runs
     out, lse, *_ = context_attention(
         q, k, v, bias, mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, seed, offset, captures, *words, name,
         causal, *window, *rest, starts_q, starts_k, extents, program, ints, floats,
@@ -140,6 +142,8 @@ def _starts(x: Any) -> tuple[Any, Any]:
     """cu_seqlens as integers, where they are a list or an array, or as a tensor."""
     if x is None or isinstance(x, torch.Tensor):
         return None, x
+    if any(isinstance(n, float) for n in x):
+        raise TypeError("cu_seqlens_q, cu_seqlens_k: a list with floating-point numbers. They are integers.")
     return [int(n) for n in x], None
 
 
@@ -268,9 +272,9 @@ class _Call:
     def part(self) -> Part | None:
         if not self.extents:
             return None
-        pairs = [tuple(self.extents[i : i + 2]) for i in range(0, len(self.extents), 2)]
+        *pairs, (margin, plan_as) = (tuple(self.extents[i : i + 2]) for i in range(0, len(self.extents), 2))
         extents: Any = {axis: None if x[0] < 0 else x for axis, x in zip(AXES, pairs, strict=True)}
-        return Part(**extents)
+        return Part(**extents, sm_margin=None if margin < 0 else margin, plan_as=bool(plan_as))
 
     @property
     def packed(self) -> bool:
@@ -385,8 +389,10 @@ def _or_zeros(gradient: torch.Tensor | None, x: torch.Tensor, wanted: bool) -> t
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def _run_seed(seed: torch.Tensor, name: str, after: Any) -> list[torch.Tensor]:
-    found = seed.clone()
-    _member(name)._share_seed(found)
+    found, member = seed.clone(), _member(name)
+    if member._asks():  # ranks that were given numbers do not come here
+        same_everywhere(member._groups, "attention, rng=None", {})
+    member._share_seed(found)
     return [found, _new_done(seed)]
 
 

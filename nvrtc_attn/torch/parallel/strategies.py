@@ -599,15 +599,17 @@ class Ulysses(_Tokens):
     @staticmethod
     def why_not(num_heads: int, num_heads_kv: int, ranks: int) -> str:
         """Why the heads cannot be shared among so many ranks; empty when they can."""
+        if not num_heads_kv:
+            return "there are no key heads"
         if num_heads % ranks:
             return f"{num_heads} query heads do not divide by {ranks} ranks"
-        if num_heads_kv % ranks and ranks % max(num_heads_kv, 1):
+        if num_heads_kv % ranks and ranks % num_heads_kv:
             return f"neither of {num_heads_kv} key heads and {ranks} ranks divides the other"
         return ""
 
     def _groups(self, num_heads: int, num_heads_kv: int) -> list[list[_Heads]]:
         """For each group the heads of each rank. Ranks may share a key head, which is then their only one."""
-        per_head = num_heads // max(num_heads_kv, 1)
+        per_head = num_heads // num_heads_kv
         of_ranks = []
         for r in range(self.size):
             of_q, of_k = _share(num_heads, r, self.size), _share(num_heads_kv, r, self.size)
@@ -913,7 +915,7 @@ def _cuts(heads: slice, count: int) -> list[slice]:
 
 def _share(count: int, rank: int, ranks: int) -> slice:
     """Which of ``count`` heads a rank works on. Ranks may share a key head."""
-    return slice(count * rank // ranks, max(-(-count * (rank + 1) // ranks), 1))
+    return slice(count * rank // ranks, -(-count * (rank + 1) // ranks))
 
 
 def _moved(heads: slice, by: int) -> slice:
