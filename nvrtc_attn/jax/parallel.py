@@ -247,10 +247,22 @@ def context_parallel_attention(
             raise ValueError(f"strategy: 'ulysses' over {ranks} devices, which do not divide {heads_kv} key heads.")
         if scores:
             raise ValueError("strategy: 'ulysses' takes no bias and no mask. Pass strategy='all_gather'.")
+    if not rows or not keys:
+        out, lse = _of_nothing(operands)
+    elif strategy == "ulysses":
         out, lse = _ulysses(whole, operands)
     else:
         out, lse = _gathered(whole, operands)
     return (out, lse) if return_lse else out
+
+
+def _of_nothing(operands: dict[str, Any]) -> tuple[Any, Any]:
+    """What rows without any key have, or no rows: XLA gathers nothing that is empty."""
+    (batch, tokens, heads, _), axes = operands["q"].shape, varies(*operands.values())
+    out = jnp.zeros((batch, tokens, heads, operands["v"].shape[3]), operands["q"].dtype)
+    sink = operands.get("sink", jnp.full(heads, -jnp.inf, np.float32)).astype(np.float32)
+    lse = jnp.broadcast_to(sink[:, None], (batch, heads, tokens))
+    return as_varying(out, axes), as_varying(lse, axes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,6 +290,37 @@ results["without a kernel"] = without_kernel()
 print(json.dumps(results))
 """
 
+EMPTY = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import itertools, jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from nvrtc_attn.jax import attention, context_parallel_attention
+
+mesh = Mesh(np.array(jax.devices()), ("s",))
+sink = jnp.arange(4.0)
+lengths = ((0, 8), (8, 0), (0, 0))
+strategies, layouts = ("all_gather", "ring", "ulysses"), ("zigzag", "contiguous")
+for (rows, keys), strategy, layout in itertools.product(lengths, strategies, layouts):
+    x = [jnp.ones((2, n, heads, 8)) for n, heads in ((rows, 4), (keys, 2), (keys, 2))]
+
+    def local(q, k, v, sink):
+        return context_parallel_attention(
+            q, k, v, sink=sink, axis_name="s", strategy=strategy, layout=layout, causal=True, return_lse=True
+        )
+    def whole(q, k, v, sink):
+        return attention(q, k, v, sink=sink, causal=True, return_lse=True)
+    tokens = P(None, "s")
+    shared = jax.shard_map(local, mesh=mesh, in_specs=(tokens,) * 3 + (P(),), out_specs=(tokens, P(None, None, "s")))
+    results = []
+    for function in (whole, shared):
+        gradients = jax.grad(lambda *y: sum(z.sum() for z in function(*y)), range(4))
+        results.append(jax.tree.leaves(jax.jit(lambda *y: (function(*y), gradients(*y)))(*x, sink)))
+    for a, b in zip(*results):
+        assert a.shape == b.shape and np.allclose(a, b), (rows, keys, strategy, layout)
+print("all alike")
+"""
+
 
 @pytest.fixture(scope="module")
 def found(repository: Path) -> dict[str, Any]:
@@ -328,3 +359,12 @@ def test_kernels_compute_all_passes_of_these_programs(found: dict[str, Any], pla
     """Which no CPU shows: its path takes what no kernel reads."""
     assert not found["without a kernel"]
     assert not placed["without a kernel"]
+
+
+def test_no_rows_and_no_keys_are_results_of_no_rows_and_zeros(repository: Path) -> None:
+    """A sink is then all that rows see; by every strategy and layout."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
+    done = subprocess.run(
+        [sys.executable, "-c", EMPTY], capture_output=True, text=True, env=environment, timeout=600, check=False
+    )
+    assert done.stdout.strip() == "all alike", done.stderr[-3000:]
