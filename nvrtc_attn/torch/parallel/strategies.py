@@ -101,6 +101,10 @@ class _Tokens:
         self.group, self.rank, self.size = group, rank, len(chunks_q)
         self.chunks_q, self.chunks_k = tuple(chunks_q), tuple(chunks_k)
 
+    def exchange(self, sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]]) -> Pending:
+        """`exchange` with the other ranks of the group."""
+        return exchange(self.group, sends, receives)
+
     def rows(self, whole: Whole) -> list[tuple[Piece, slice]]:
         """What this rank computes in one call each, and where its tensors have the queries."""
         mine = self.chunks_q[self.rank]
@@ -230,7 +234,7 @@ class AllGather(_Tokens):
             # Later groups are on their way while others are computed: there is nothing to gain by halves.
             stages = (routes.first, routes.rest) if heads.start == groups[0].start else (routes.everything,)
             pending = [
-                exchange(self.group, *([[y[s] for s in slices for y in memory] for slices in side] for side in stage))
+                self.exchange(*([[y[s] for s in slices for y in memory] for slices in side] for side in stage))
                 for stage in stages
             ]
             both = [y.transpose(0, 1) for y in tensors]
@@ -372,7 +376,7 @@ class AllGather(_Tokens):
             [y.new_empty((s.stop - s.start, *y.shape[1:])) for s in slices for y in memory] if r != self.rank else []
             for r, slices in enumerate(kept)
         ]
-        pending = exchange(self.group, sends, receives)
+        pending = self.exchange(sends, receives)
         own = [y[s] for s in sent[self.rank] for y in memory]
 
         def finish() -> list[list[torch.Tensor]]:
@@ -457,7 +461,7 @@ class Ring(_Tokens):
         coming = [x.new_empty((x.shape[0], tokens, *x.shape[2:])) for x in tensors]
         sends[(self.rank + 1) % self.size] = list(tensors)
         receives[(self.rank - 1) % self.size] = coming
-        return exchange(self.group, sends, receives), coming
+        return self.exchange(sends, receives), coming
 
     def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         out = x.q.new_empty((*x.q.shape[:3], x.v.shape[3]), dtype=torch.float32)
@@ -662,7 +666,7 @@ class Ulysses(_Tokens):
                 sends[r] += [theirs[s] for s in places(own, own)]
                 receives[r] += [whole[s] for s in places(both, chunks[r])]
             found.append(whole)
-        return exchange(self.group, sends, receives), found
+        return self.exchange(sends, receives), found
 
     def _inputs(self, x: Inputs, heads: _Heads, memory: Sequence[torch.Tensor]) -> Inputs:
         """The tensors of this rank's heads of all tokens, in what `_to_heads` brought of q, k, v, bias and mask."""
@@ -748,7 +752,7 @@ class Ulysses(_Tokens):
                         receives[r].append(piece)
                 if r != self.rank:
                     sends[r] += [of_tokens[at] for at in places(both, chunks[r])]
-        pending = exchange(self.group, sends, receives)
+        pending = self.exchange(sends, receives)
 
         def finish() -> None:
             pending.wait()
