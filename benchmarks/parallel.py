@@ -38,8 +38,9 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 import nvrtc_attn.torch  # noqa: E402 - of this checkout
-from nvrtc_attn.torch.parallel import ContextParallel, strategies  # noqa: E402
+from nvrtc_attn.torch.parallel import ContextParallel  # noqa: E402
 from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
+from nvrtc_attn.torch.parallel.strategies import strategy as strategies  # noqa: E402
 
 Step = Callable[[], None]
 

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,20 @@ def dropout(rank: int, size: int, device: Any) -> Found:
     return found
 
 
+COMPUTING = (strategies.all_gather, strategies.ring)
+"""The modules that compute parts."""
+
+
+@contextlib.contextmanager
+def wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Every part of a rank is computed by what ``wrap`` makes of the function that does."""
+    with contextlib.ExitStack() as stack:
+        for module in COMPUTING:
+            for name in ("forward_here", "backward_here"):
+                stack.enter_context(patch.object(module, name, wrap(getattr(module, name))))
+        yield
+
+
 def refused(what: str, words: str, call: Callable[[], Any], kind: type[Exception] = ValueError) -> Found:
     try:
         call()
@@ -312,9 +326,7 @@ def tensors(rank: int, size: int, device: Any) -> Found:
 
         cp = ContextParallel(seqlen=32, strategy="all_gather", plan_as=plan_as)
         x = torch.ones(1, cp.local_seqlen, 2, 8, device=device, requires_grad=True)
-        with patch.multiple(
-            strategies, forward_here=noted(strategies.forward_here), backward_here=noted(strategies.backward_here)
-        ):
+        with wrapped(noted):
             cp.attention(x, x, x, causal=True).sum().backward()
         if len(parts) < 2 or any(part.plan_as != plan_as for part in parts):
             found.append(f"plan_as {plan_as}: {parts}")
@@ -468,9 +480,7 @@ def negated(rank: int, size: int, device: Any) -> Found:
 
     generator = torch.Generator(device).manual_seed(0)
     whole = [torch.randn(1, 8, 4, 8, device=device, generator=generator) for _ in range(4)]
-    with patch.multiple(
-        strategies, forward_here=looks(strategies.forward_here), backward_here=looks(strategies.backward_here)
-    ):
+    with wrapped(looks):
         for strategy in ("all_gather", "ring", "ulysses"):
             cp = ContextParallel(seqlen=8, strategy=strategy)
             results = []
@@ -1005,9 +1015,10 @@ def exhausted(rank: int, size: int, device: Any) -> Found:
         both(cp)  # what is made once is made
         dist.barrier()
         start, raised = time.monotonic(), "nothing was raised"
-        last, kept = rank == size - 1, getattr(strategies, which)
+        computing = strategies.ring if strategy == "ring" else strategies.all_gather
+        last, kept = rank == size - 1, getattr(computing, which)
         if last:
-            setattr(strategies, which, no_memory)
+            setattr(computing, which, no_memory)
         try:
             both(cp)
         except torch.cuda.OutOfMemoryError as error:
@@ -1015,7 +1026,7 @@ def exhausted(rank: int, size: int, device: Any) -> Found:
         except RuntimeError as error:  # of gloo, which names the wait that is over
             raised = f"{type(error).__name__}: {error}" if last else ""
         finally:
-            setattr(strategies, which, kept)
+            setattr(computing, which, kept)
         taken = time.monotonic() - start
         if raised:
             found.append(f"{strategy} {which}: {raised}")

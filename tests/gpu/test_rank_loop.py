@@ -91,7 +91,7 @@ def test_ranks_that_are_planned_as_the_whole_have_its_bits(
     name: str, options: dict[str, Any], head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """out, lse, and dq of a deterministic call: pieces begin at multiples of 128, two ranks divide the key heads."""
-    monkeypatch.setattr(strategies, "exchange", exchange)
+    monkeypatch.setattr(strategies.strategy, "exchange", exchange)
     n, size, rng = 3072, 2, RngState(3, 4)
     torch.manual_seed(0)
     whole = [torch.randn(2, n, h, head_dim, device="cuda", dtype=torch.bfloat16) for h in (8, 4, 4, 8)]

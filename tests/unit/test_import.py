@@ -236,7 +236,7 @@ def test_no_module_imports_itself_by_way_of_others(sources: dict[str, str]) -> N
         ("heuristics.portable_forward", "from . import tile_words"),
         ("heuristics.common", "def f():\n    from . import tile_words"),
         ("jax.custom_call", "from . import host"),
-        ("torch.parallel.strategies", "from . import local"),
+        ("torch.parallel.strategies.ring", "from .. import local"),
         ("torch.eager", "from . import ops"),
         ("torch.ops", "from . import passes"),
     ],

@@ -138,7 +138,7 @@ def make(name: str, size: int, chunks_q: Any, chunks_k: Any) -> Callable[[int], 
 
 def check(shared: Shared, name: str, size: int, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> list[str]:
     """Run one problem on ``size`` threads; what is wrong with it."""
-    monkeypatch.setattr(strategies, "exchange", exchange)
+    monkeypatch.setattr(strategies.strategy, "exchange", exchange)
     case = shared.case
     given = parallel_problems.whole_tensors(case, device)
     keywords = parallel_problems.options(case)
@@ -243,7 +243,7 @@ def test_a_single_row_of_a_rank_is_its_own_or_one_for_all(
 @pytest.mark.parametrize(("name", "size"), [("ulysses", 4), ("ulysses x ring", 4), ("ulysses x all_gather", 4)])
 def test_gradients_of_shared_key_heads_are_rounded_once(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """dv depends on nothing that was rounded before: it is the bfloat16 next to the sum over all ranks."""
-    monkeypatch.setattr(strategies, "exchange", exchange)
+    monkeypatch.setattr(strategies.strategy, "exchange", exchange)
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 64, heads, 8) for heads in (4, 1, 1, 4))
     q, k, v, dout = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
@@ -297,7 +297,7 @@ def test_many_packed_sequences_are_the_whole(name: str, size: int, monkeypatch: 
 
 def check_modified(given: Modified, name: str, size: int, monkeypatch: pytest.MonkeyPatch, device: str) -> list[str]:
     """Run one modifier on ``size`` threads: out, lse, gradients and the sums of those of captured arrays."""
-    monkeypatch.setattr(strategies, "exchange", exchange)
+    monkeypatch.setattr(strategies.strategy, "exchange", exchange)
     (q, k, v, dout), arrays = given.tensors(device)
     functions = given.case.make(arrays if device != "cpu" else {key: x.numpy() for key, x in arrays.items()})
     modifier = nvrtc_attn.trace(*functions)
@@ -352,7 +352,7 @@ def test_modifiers_of_packed_sequences_get_their_places(
     name: str, size: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of the document, positions in it, a captured array with its gradient, dropout: those of one call."""
-    monkeypatch.setattr(strategies, "exchange", exchange)
+    monkeypatch.setattr(strategies.strategy, "exchange", exchange)
     starts = (0, 9, 9, 10, 37, 61)
     generator = torch.Generator().manual_seed(3)
     q, k, v, dout = (torch.randn(1, 64, heads, 8, generator=generator) for heads in (4, 2, 2, 4))
@@ -419,7 +419,7 @@ def test_calls_of_ranks_are_planned_as_the_whole(
     size, seqlen, heads = 2, 4096, 8
     target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
     tile = ("kernel", "block_m", "block_n", "num_stages", "lazy_max", "ping_pong", "packed_heads")
-    monkeypatch.setattr(strategies, "exchange", exchange)
+    monkeypatch.setattr(strategies.strategy, "exchange", exchange)
     chosen = CallOptions(**options, return_lse=True, deterministic=True)
 
     def plan(shapes: Any, of_call: CallOptions, results: dict[str, Any], backward: bool) -> tuple[Any, ...]:
@@ -446,8 +446,9 @@ def test_calls_of_ranks_are_planned_as_the_whole(
         plans.append(plan(shapes, of_call, layouts, backward))
         return None if backward else q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
-    monkeypatch.setattr(strategies, "forward_here", planned)
-    monkeypatch.setattr(strategies, "backward_here", planned)
+    for module in (strategies.all_gather, strategies.ring):
+        monkeypatch.setattr(module, "forward_here", planned)
+        monkeypatch.setattr(module, "backward_here", planned)
     shapes = {of: ((1, seqlen, n, head_dim), "bfloat16") for of, n in zip("qkv", (heads, 4, 4), strict=True)}
     expected = {
         plan(shapes, chosen, {of: dense_layout(*shapes[like]) for of, like in pairs}, bool(len(pairs) > 1))
@@ -504,7 +505,7 @@ def test_every_needed_key_and_gradient_travels_once(ranks: int, window: tuple[in
     whole = local.Whole(CallOptions(), RngState(0, 0), 61, 61, band_of(*window, 61, 61, True))
     routes = [strategies.AllGather(None, r, chunks, chunks)._routes(whole) for r in range(ranks)]
 
-    def tokens(of: strategies._Routes, slices: list[slice]) -> list[int]:
+    def tokens(of: strategies.all_gather._Routes, slices: list[slice]) -> list[int]:
         have = [i for a, b in of.have for i in range(a, b)]
         return [i for s in slices for i in have[s]]
 
