@@ -31,8 +31,8 @@ import nvrtc_attn.torch
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.base.log import LOGGER
 from nvrtc_attn.front.call import CallOptions
-from nvrtc_attn.torch import parallel
-from nvrtc_attn.torch.parallel import ContextParallel, operators, strategies
+from nvrtc_attn.torch.parallel import ContextParallel, context, operators, strategies
+from nvrtc_attn.torch.parallel.choice import margin_of
 
 SECONDS = int(os.environ.get("NVRTC_ATTN_TEST_RANK_SECONDS", "120"))
 """After which a rank that waits for others gives up."""
@@ -199,8 +199,8 @@ def faults(rank: int, size: int, device: Any) -> Found:
     found += refused("check", "check differs", lambda: ContextParallel(seqlen=32, check=checks[rank]))
     with patch.dict(os.environ, {"NVRTC_ATTN_DEBUG": str(int(rank > 0))}):
         found += refused("debug", "NVRTC_ATTN_DEBUG differs", lambda: ContextParallel(seqlen=32))
-    version = parallel.__version__
-    with patch.object(parallel, "__version__", "0.0.9" if rank == 1 else version):
+    version = context.__version__
+    with patch.object(context, "__version__", "0.0.9" if rank == 1 else version):
         others = [r for r in range(size) if r != 1]
         words = f"version differs between ranks: {version} on rank{'s' * (size > 2)} {others}; 0.0.9 on rank [1]"
         found += refused("version", words, lambda: ContextParallel(seqlen=32))
@@ -311,8 +311,8 @@ def tensors(rank: int, size: int, device: Any) -> Found:
     ):  # fmt: skip
         cp = ContextParallel(seqlen=seqlen, strategy=strategy)
         chosen = cp._strategy(8, 8, False, False)
-        if (getattr(chosen, "lanes", 1), cp._margin(chosen)) != expected:
-            found.append(f"{strategy} at {seqlen}: {getattr(chosen, 'lanes', 1)} lanes, margin {cp._margin(chosen)}")
+        if (getattr(chosen, "lanes", 1), margin_of(cp, chosen)) != expected:
+            found.append(f"{strategy} at {seqlen}: {getattr(chosen, 'lanes', 1)} lanes, margin {margin_of(cp, chosen)}")
     # Every call of a rank is planned as the whole where that is asked for.
     for plan_as in (False, True):
         parts: list[Any] = []

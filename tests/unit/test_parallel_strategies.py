@@ -25,7 +25,8 @@ from nvrtc_attn.front.philox import RngState  # noqa: E402
 from nvrtc_attn.front.problem import dense_layout  # noqa: E402
 from nvrtc_attn.front.tensors import Device  # noqa: E402
 from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
-from nvrtc_attn.torch.parallel import groups_of, local, merge_partials, strategies, swaps  # noqa: E402
+from nvrtc_attn.torch.parallel import local, merge_partials, strategies  # noqa: E402
+from nvrtc_attn.torch.parallel.choice import groups_of, swaps  # noqa: E402
 from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
 
 QUICK, FULL = 8, 2000

@@ -1,0 +1,543 @@
+"""Attention over a sequence that is sharded over ranks: the class, its tensors, and what a call is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from ...base import env
+from ...base.errors import UnsupportedError, shown
+from ...base.version import __version__
+from ...front.call import CallOptions, plain_options
+from ...front.chunks import Chunks, band_of, chunks_of, length, places
+from ...front.documents import Packing, shared_documents
+from ...front.modified import banded_options
+from ...front.part import Part
+from ...front.philox import NO_RNG, RngState
+from ...front.problem import Causal, WindowSize
+from ...front.validation import Violations, check_flag, check_integer, check_window
+from ...modifiers.modifier import Modifier
+from ...modifiers.trace import no_functions, traced
+from ..ops import cast_for_autocast, is_transformed
+from ..random import checked_rng
+from ..tensors import captured_on, resolved
+from .autograd import Attention
+from .checks import NO_TRANSFORMATION, check_call_lengths, check_tensors, compare, ends_with_used_keys, refuse_others
+from .choice import make_strategy, margin_of
+from .documents import as_tensor, lengths_of, packing_of
+from .exchange import exchange, same_everywhere
+from .local import Whole
+from .operators import attention as attention_in_graph
+from .operators import context_unshard, register
+from .strategies import Strategy, has_all_tokens
+
+_traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
+_STRATEGIES: Final = ("auto", "all_gather", "ulysses", "ring")
+_PAIRS: Final = (("ulysses", "ring"), ("ulysses", "all_gather"))
+
+
+class ContextParallel:
+    """Attention whose sequence is sharded over the ranks of a group.
+
+    Parameters
+    ----------
+    group
+        A process group, a `DeviceMesh` with one dim, or None for all ranks; for a pair of strategies a mesh with two
+        dims, of which the last is that of ``"ulysses"``.
+    seqlen
+        Tokens of the whole sequence, of queries and keys.
+    seqlen_k
+        Keys of the whole, where they are not as many as the queries.
+    strategy
+        ``"all_gather"``: each rank fetches the keys that its queries see. ``"ulysses"``: ranks swap tokens for heads,
+        whose number they must divide (key heads: one number must divide the other). ``"ring"``: keys go around, a
+        rank holds those of two ranks at a time. ``("ulysses", "ring")`` and ``("ulysses", "all_gather")``: the first
+        inside, over the last dim of the mesh. ``"auto"``: ulysses where the ranks divide the key heads and less is
+        sent so (or sequences are packed), otherwise all_gather.
+    layout
+        Which tokens a rank has: ``"zigzag"`` (two pieces, equal work under a causal mask), ``"contiguous"``, or for
+        each rank its intervals ``[(start, stop), ...]``, ascending. The sequence need not divide. ``"documents"``, with
+        ``cu_seqlens``: as many tokens on all ranks, to within one, and near equal work of causal attention; the longest
+        documents are cut as zigzag cuts a sequence, as few as suffices, the other tokens once for each rank.
+    cu_seqlens
+        Where documents begin that are packed on the token dim, and where the last one ends: for
+        ``layout="documents"``. On the CPU, a list or an array; read once if it is on a GPU.
+    pipeline
+        Groups of a rank's key heads: one is computed while the next is on its way. Default on a GPU: as many, up to 4,
+        as leave each group 8 key tiles of 128 for each of 132 multiprocessors; with ``"all_gather"`` one, up to 8 heads
+        of 65,536 keys. Of ``("ulysses", "all_gather")`` they are all_gather's, of ``("ulysses", "ring")`` ulysses', by
+        default one; ``"ring"`` has none.
+    check
+        Which calls of `attention` compare between all ranks what they were given: the ``"first"`` one, ``"always"``
+        (those of `unshard`, too), ``"never"``. Comparing waits for the GPU. ``NVRTC_ATTN_DEBUG=1``, read here, means
+        always.
+    sm_margin
+        Multiprocessors that kernels beside which something is sent leave to communication. Default: 8 with one group of
+        ``"all_gather"``, otherwise none: kernels hand out their tiles as multiprocessors ask for them, and do not wait
+        for those that NCCL has.
+    keep
+        Whether ``"all_gather"`` keeps the keys that the forward pass fetched for the backward pass, which fetches them
+        again otherwise. Default: where they take at most half as much memory as what is kept anyway.
+    lanes
+        Streams for the kernels of ``"all_gather"`` that do not depend on one another, in the forward pass, and in the
+        backward pass those of a rank's pieces: the next begins on multiprocessors that the one before leaves idle.
+        Default: 2 from 32,768 tokens a rank on.
+
+    plan_as
+        Whether kernels and tiles are those of the whole sequence on one GPU: see `nvrtc_attn.Part`. out, lse, and dq
+        where the call is deterministic, are then bit for bit those of one GPU (compute capability 9.0) with
+        ``"ulysses"`` where the ranks divide the key heads, and with ``"all_gather"`` without a left window bound where
+        every piece begins at a multiple of 128. Kernels may be slower.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, when sequence lengths, layouts, strategies, ``check`` or versions differ between them; it names
+        the ranks.
+
+    Notes
+    -----
+    Making one is collective, and so are `attention`, its backward pass and `unshard`: all ranks of the group call them
+    in the same order. A rank that is gone lets the others fail after the timeout of the process group
+    (``init_process_group(timeout=...)``): gloo raises, NCCL's watchdog ends their processes, unless
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``, with which they wait for ever.
+
+    Programs of torch.compile have `attention`, `shard` and `unshard` in their graph. A program belongs to the
+    ContextParallel that it was traced with: make it once, outside.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        seqlen: int,
+        seqlen_k: int | None = None,
+        strategy: str | tuple[str, str] = "auto",
+        layout: Any = "zigzag",
+        pipeline: int | None = None,
+        check: str = "first",
+        sm_margin: int | None = None,
+        keep: bool | None = None,
+        lanes: int | None = None,
+        plan_as: bool = False,
+        cu_seqlens: Any = None,
+    ) -> None:
+        found = Violations()
+        tokens = check_integer(found, "seqlen", seqlen)
+        if tokens is None and not found.found:
+            found.kind("seqlen: got None. It is an integer, the tokens of the whole sequence.")
+        self.seqlen = tokens or 0
+        keys = check_integer(found, "seqlen_k", seqlen_k)
+        self.seqlen_k = self.seqlen if keys is None else keys
+        if self.seqlen < 0 or self.seqlen_k < 0:
+            found.value(f"seqlen: got {shown(seqlen)}, seqlen_k {shown(seqlen_k)}. They are at least 0.")
+        pair = strategy if isinstance(strategy, tuple) else (strategy,)
+        if not ((len(pair) == 1 and pair[0] in _STRATEGIES) or pair in _PAIRS):
+            found.value(
+                f"strategy: got {shown(strategy)}. It is one of {_STRATEGIES}, ('ulysses', 'ring') or "
+                "('ulysses', 'all_gather')."
+            )
+        if check not in ("first", "always", "never"):
+            found.value(f"check: got {shown(check)}. It is 'first', 'always' or 'never'.")
+        if (check_integer(found, "sm_margin", sm_margin) or 0) < 0:
+            found.value(f"sm_margin: got {shown(sm_margin)}. It is at least 0.")
+        if pipeline is not None and (check_integer(found, "pipeline", pipeline) or 0) < 1:
+            found.value(f"pipeline: got {shown(pipeline)}. It is at least 1.")
+        if keep is not None:
+            check_flag(found, "keep", keep)
+        check_flag(found, "plan_as", plan_as)
+        if lanes is not None and (check_integer(found, "lanes", lanes) or 0) < 1:
+            found.value(f"lanes: got {shown(lanes)}. It is at least 1.")
+        self._groups = _groups_of(found, group, len(pair))
+        found.stop()
+        debug = env.debug()
+        self._check, self._calls = "always" if debug else check, 0
+        self.strategy, self._pipeline = strategy, pipeline
+        self._sm_margin, self._lanes, self._keep = sm_margin, lanes, keep
+        self._plan_as = plan_as
+        self._strategies: dict[tuple[int, int, bool, bool], Strategy] = {}  # their routes are worked out once
+        self._checked: dict[Any, bool] = {}  # calls whose tensors were looked at
+        sizes = [dist.get_world_size(x) for x in self._groups]
+        ranks = [dist.get_rank(x) for x in self._groups]
+        self.size = sizes[0] * (sizes[1] if len(sizes) == 2 else 1)
+        self.rank = ranks[0] if len(sizes) == 1 else ranks[0] * sizes[1] + ranks[1]
+        fault = ""
+        self.chunks_q: tuple[Chunks, ...] = ()
+        self.chunks_k: tuple[Chunks, ...] = ()
+        try:
+            if (isinstance(layout, str) and layout == "documents") != (cu_seqlens is not None):
+                raise ValueError("layout: 'documents' is cut by cu_seqlens. Pass both, or neither.")
+            if cu_seqlens is not None:
+                starts = lengths_of("cu_seqlens", cu_seqlens, self.seqlen)
+                self.chunks_q = shared_documents(starts, self.seqlen, self.size)
+            else:
+                self.chunks_q = chunks_of(layout, self.seqlen, self.size)
+            self.chunks_k = self.chunks_q
+            if self.seqlen_k != self.seqlen:
+                if layout not in ("zigzag", "contiguous"):
+                    raise ValueError(
+                        "layout: intervals and documents are for queries and keys of one length. Take 'zigzag' or "
+                        "'contiguous'."
+                    )
+                self.chunks_k = chunks_of(layout, self.seqlen_k, self.size)
+        except (TypeError, ValueError) as error:
+            fault = str(error)
+        # The one collective: what must be the same is compared before anything depends on it, faults are everyone's.
+        same_everywhere(
+            self._groups,
+            "the making of a ContextParallel",
+            {
+                "version": __version__, "seqlen": self.seqlen, "seqlen_k": self.seqlen_k, "strategy": str(strategy),
+                "layout": f"{layout if isinstance(layout, str) and cu_seqlens is None else self.chunks_q}",
+                "pipeline": pipeline, "keep": keep, "plan_as": plan_as, "check": check, "NVRTC_ATTN_DEBUG": debug,
+                "fault": fault,
+            },
+        )  # fmt: skip
+        if fault:
+            raise ValueError(fault)
+        self._name = register(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """Itself: copies of a model (of weights that are averaged, say) share the group, which cannot be copied."""
+        return self
+
+    # -------------------------------------------------------------------------------------------------- tensors
+
+    @property
+    def local_seqlen(self) -> int:
+        """Queries of this rank."""
+        return length(self.chunks_q[self.rank])
+
+    @property
+    def local_seqlen_k(self) -> int:
+        """Keys of this rank."""
+        return length(self.chunks_k[self.rank])
+
+    def positions(self, device: Any = None) -> torch.Tensor:
+        """Position in the whole sequence of each of this rank's queries, int64: for rotary embeddings and the like."""
+        return torch.cat(
+            [torch.arange(a, b, device=device) for a, b in self.chunks_q[self.rank]] or [torch.arange(0, device=device)]
+        )
+
+    def shard(self, x: torch.Tensor, dim: int = 1, *, keys: bool = False) -> torch.Tensor:
+        """Take this rank's tokens of a tensor that has the whole sequence on ``dim``. No communication.
+
+        Its gradient is zero outside: the sum over all ranks is that of the whole tensor.
+        """
+        refuse_others(x, "x")
+        chunks, whole = (self.chunks_k, self.seqlen_k) if keys else (self.chunks_q, self.seqlen)
+        if x.shape[dim] != whole:
+            raise ValueError(f"x: shape {tuple(x.shape)}, whose dim {dim} must be {whole}, the whole sequence.")
+        mine = [x.narrow(dim, a, b - a) for a, b in chunks[self.rank]]
+        return torch.cat(mine or [x.narrow(dim, 0, 0)], dim)
+
+    def unshard(self, x: torch.Tensor, dim: int = 1, *, keys: bool = False) -> torch.Tensor:
+        """The whole tensor of the ranks' tokens, on every rank. Its gradient is added up over the ranks."""
+        refuse_others(x, "x")
+        mine = length((self.chunks_k if keys else self.chunks_q)[self.rank])
+        if x.shape[dim] != mine:
+            raise ValueError(
+                f"x: shape {tuple(x.shape)}, whose dim {dim} must be {mine}, the tokens of rank {self.rank}."
+            )
+        whole = self.seqlen_k if keys else self.seqlen
+        found: torch.Tensor
+        found, _ = context_unshard(x, self._name, whole, dim % x.dim(), keys, None)
+        return found
+
+    def _unsharded(self, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
+        if self._check == "always":
+            beside = tuple(_resized(x, dim, -1))
+            same_everywhere(
+                self._groups, "unshard", {"shape beside the tokens": beside, "dtype": str(x.dtype), "keys": keys}
+            )
+        chunks = self.chunks_k if keys else self.chunks_q
+        parts, ranks = [x], [(self.rank,)]
+        # Over the last dim of a mesh first: ranks are numbered along it.
+        for group, level in reversed(list(zip(self._groups, range(len(self._groups)), strict=True))):
+            count = dist.get_world_size(group)
+            step = 1 if level == len(self._groups) - 1 else dist.get_world_size(self._groups[-1])
+            first = ranks[0][0] - dist.get_rank(group) * step
+            theirs = [tuple(first + i * step + j for j in range(len(ranks[0]))) for i in range(count)]
+            received = [[x.new_empty(_resized(x, dim, length(chunks[r]))) for r in of_rank] for of_rank in theirs]
+            exchange(group, [parts] * count, received).wait()
+            parts, ranks = [y for of_rank in received for y in of_rank], [tuple(r for of in theirs for r in of)]
+        whole = x.new_empty(_resized(x, dim, self.seqlen_k if keys else self.seqlen))
+        for r, part in zip(ranks[0], parts, strict=True):
+            for (a, b), at in zip(chunks[r], places(chunks[r], chunks[r]), strict=True):
+                whole.narrow(dim, a, b - a).copy_(part.narrow(dim, at.start, b - a))
+        return whole
+
+    # ------------------------------------------------------------------------------------------------- attention
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        causal: Causal = False,
+        window_size: WindowSize = (None, None),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        rng: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        seqused_k: torch.Tensor | None = None,
+        return_lse: bool = False,
+        deterministic: bool | None = None,
+        part: Part | None = None,
+        sink: torch.Tensor | None = None,
+        score_mod: Any = None,
+        mask_mod: Any = None,
+        aux: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """`nvrtc_attn.torch.attention` of this rank's tokens in the whole sequence, with gradients.
+
+        Parameters
+        ----------
+        q : ``[B, tokens, H, K]``
+        k : ``[B, tokens, Hkv, K]``
+        v : ``[B, tokens, Hkv, Kv]``
+            The tokens of this rank, see `shard` and `positions`.
+        bias, mask : ``[1|B, 1|H, 1|tokens, 1|Mk]``, optional
+            This rank's rows (or one), all keys of the whole. The gradient of a bias with one row is this rank's share:
+            add it up over the ranks, as the gradients of all parameters that ranks have in common.
+        sink : ``[H]``, optional
+            One more logit in every row of a head, on every rank. Its gradient is this rank's share likewise.
+        score_mod, mask_mod, aux
+            As of `nvrtc_attn.attention`, on every rank: the indices that they get are those of the whole, and so are
+            the arrays that they captured. Floating-point ones have gradients, which are this rank's share likewise.
+        rng
+            Default: a seed that the first rank draws from torch's generator, for all of them. Otherwise the same on all
+            ranks. The mask is `nvrtc_attn.dropout_keep_mask` of the whole.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+            Of the whole, on every rank: sequences packed on the token dim, of which a rank has any tokens. cu_seqlens
+            may be a list or an array. The strategies but ``"ulysses"``, which has all tokens of a head on one rank,
+            take those of self-attention (cu_seqlens_q is cu_seqlens_k) without seqused_k, and work with lengths on the
+            host: pass those on the CPU. A tensor on the GPU is read, which waits for it, once for as long as torch
+            knows that nobody wrote to it. Without cu_seqlens, seqused_k has the keys of the whole that each batch entry
+            uses, and stays on the device. A causal mask or window that ends with them sees no less than all keys:
+            ``"all_gather"`` fetches those, and ``"ring"`` refuses it.
+        part
+            Batch and heads of a still larger attention: with data and tensor parallelism beside, the dropout mask is
+            then that of all.
+
+        The others are those of `nvrtc_attn.torch.attention`.
+
+        Returns
+        -------
+        out, or (out, lse)
+            Of this rank's rows.
+
+        Raises
+        ------
+        ValueError, TypeError
+            On this rank, before any communication, for what is wrong with its tensors; on all ranks, naming them, for
+            what differs between them (see ``check``).
+        UnsupportedError
+            On all ranks, before any communication, for what their strategy does not compute.
+        """
+        if _traced_by_dynamo() or torch._C._len_torch_dispatch_stack():
+            return attention_in_graph(
+                self._name, q, k, v, bias, mask, sink, causal, window_size, softmax_scale, softcap, dropout_p, rng,
+                cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, return_lse, deterministic, part,
+                score_mod, mask_mod, aux,
+            )  # fmt: skip
+        if is_transformed():
+            raise UnsupportedError(NO_TRANSFORMATION)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            refuse_others(x, name)
+        for name, x in (("bias", bias), ("mask", mask), ("sink", sink), ("seqused_k", seqused_k)):
+            if x is not None:
+                refuse_others(x, name)
+        q, k, v, bias, mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_k = map(
+            resolved, (*cast_for_autocast(q, k, v, bias), mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        )
+        modifier, captures = _modifier_of(score_mod, mask_mod, aux, q)
+        grad = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, bias, sink, *captures)
+        )
+        if deterministic is None:
+            deterministic = grad and torch.are_deterministic_algorithms_enabled()
+        options = plain_options(
+            CallOptions(
+                causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+                dropout_p=dropout_p, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=True,
+                deterministic=deterministic,
+                dbias=grad and bias is not None and bias.requires_grad,
+                dsink=grad and sink is not None and sink.requires_grad,
+            )
+        )  # fmt: skip
+        same = cu_seqlens_k is cu_seqlens_q
+        cu_seqlens_q = as_tensor("cu_seqlens_q", cu_seqlens_q)
+        cu_seqlens_k = cu_seqlens_q if same else as_tensor("cu_seqlens_k", cu_seqlens_k)
+        given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+        strategy, whole = self._begin(given, lengths, options, rng, part, modifier, grad, return_lse)
+        out, lse = Attention.apply(strategy, whole, q, k, v, bias, mask, sink, *captures)
+        return (out, lse) if return_lse else out
+
+    def _begin(
+        self,
+        given: dict[str, Any],
+        lengths: tuple[Any, Any, Any],
+        options: CallOptions,
+        rng: Any,
+        part: Part | None,
+        modifier: Modifier | None,
+        grad: bool,
+        return_lse: bool,
+    ) -> tuple[Strategy, Whole]:
+        """Who computes what of a call, whose tensors and options are checked and compared between the ranks.
+
+        Parameters
+        ----------
+        given
+            q, k, v, bias, mask and sink.
+        lengths
+            cu_seqlens_q, cu_seqlens_k and seqused_k.
+        """
+        q, k = given["q"], given["k"]
+        named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), lengths, strict=True))
+        check_tensors(self, given, named, options, part, modifier)
+        packed = lengths[0] is not None or lengths[1] is not None
+        strategy = self._strategy(q.shape[2], k.shape[2], q.is_cuda, packed)
+        packing = self._packing(strategy, lengths, options, k.shape[2])
+        check_call_lengths(self, strategy, lengths, options)
+        if self._asks():
+            compare(self, given, named, options, part, grad, rng, modifier)
+        self._calls += 1
+        state = self._draw(q, rng) if options.dropout_p > 0 else NO_RNG
+        whole = self._whole(strategy, lengths, packing, options, state, part, modifier, q.device)
+        return strategy, whole._replace(return_lse=return_lse, backward_follows=grad)
+
+    def _asks(self) -> bool:
+        """Whether the next call of `attention` is compared between the ranks."""
+        return self._check == "always" or (self._check == "first" and not self._calls)
+
+    def _packing(
+        self, strategy: Strategy, lengths: tuple[Any, Any, Any], options: CallOptions, heads_kv: int
+    ) -> Packing | None:
+        """The documents of a call whose tokens ranks share; None where there are none, or a rank has all tokens."""
+        starts_q, starts_k, used = lengths
+        if (starts_q is None and starts_k is None) or has_all_tokens(strategy):
+            return None
+        if self.chunks_q != self.chunks_k or self._plan_as or used is not None:
+            raise UnsupportedError(
+                "cu_seqlens_q, cu_seqlens_k: seqlen_k, seqused_k and plan_as are for packed sequences only with "
+                f"strategy 'ulysses', here is {self.strategy!r} with {heads_kv} key heads over {self.size} ranks."
+            )
+        return packing_of(starts_q, starts_k, options, self.seqlen)
+
+    def _whole(
+        self, strategy: Strategy, lengths: tuple[Any, Any, Any], packing: Packing | None, options: CallOptions,
+        state: RngState, part: Part | None, modifier: Modifier | None, device: torch.device,
+    ) -> Whole:  # fmt: skip
+        """What all ranks compute together."""
+        # The band of the whole: what a rank needs of the others follows from it.
+        packed = lengths[0] is not None or lengths[1] is not None
+        used = None if packed else lengths[2]
+        banded = options
+        if modifier is not None and not packed:
+            banded = banded_options(modifier, options, None if used is not None else (self.seqlen, self.seqlen_k))
+        left, right = check_window(Violations(), banded.causal, banded.window_size)
+        if used is not None and ends_with_used_keys(banded):
+            left = right = None  # where the diagonal is, the device alone knows: a part of these rows has all keys
+        bottom_right = banded.causal != "top_left"
+        return Whole(
+            options._replace(part=None),
+            state,
+            self.seqlen,
+            self.seqlen_k,
+            band_of(None if packed else left, None if packed else right, self.seqlen, self.seqlen_k, bottom_right),
+            None
+            if packing is not None or lengths[0] is None or lengths[1] is None
+            else (_moved(lengths[0], device), _moved(lengths[1], device), _moved(lengths[2], device)),
+            None if part is None else part.batch,
+            None if part is None else part.heads,
+            sm_margin=margin_of(self, strategy) if device.type == "cuda" and self.size > 1 else None,
+            plan_as=self._plan_as,
+            modifier=modifier,
+            packing=packing,
+            used=_moved(used, device),
+            tables=None if packing is None and used is None else {},
+        )
+
+    def _strategy(self, heads: int, heads_kv: int, on_gpu: bool, packed: bool) -> Strategy:
+        """Who computes what, of tensors with so many heads."""
+        kind = heads, heads_kv, on_gpu, packed
+        strategy = self._strategies.get(kind)
+        if strategy is None:
+            strategy = self._strategies[kind] = make_strategy(self, *kind)
+        return strategy
+
+    def _draw(self, q: torch.Tensor, rng: Any) -> RngState:
+        """The random numbers of the whole: a seed of the first rank's generator, which stays on the GPU."""
+        if rng is not None:
+            return checked_rng(rng, q)
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=q.device)
+        self._share_seed(seed)
+        return checked_rng(seed, q)
+
+    def _share_seed(self, seed: torch.Tensor) -> None:
+        for group in reversed(self._groups):
+            dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+
+
+def _moved(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """Lengths where the kernels read them, in row-major order."""
+    return None if x is None else x.to(device).contiguous()
+
+
+def _modifier_of(
+    score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None, q: torch.Tensor
+) -> tuple[Modifier | None, tuple[torch.Tensor, ...]]:
+    """What the functions of a call mean, and the arrays that they captured, where q is."""
+    if score_mod is None and mask_mod is None:
+        if aux is not None:
+            raise no_functions()
+        return None, ()
+    modifier = traced(score_mod, mask_mod, aux=aux)
+    captures = captured_on(modifier.captures, q.device)
+    return modifier.with_captures(captures), captures
+
+
+def _groups_of(found: Violations, group: Any, dims: int) -> list[Any]:
+    """The process groups, one for each dim of a mesh, the outermost first."""
+    if not (dist.is_available() and dist.is_initialized()):
+        found.value("group: torch.distributed is not initialised. Call torch.distributed.init_process_group first.")
+        return []
+    if hasattr(group, "get_group"):
+        if group.ndim != dims:
+            found.value(f"group: a mesh with {group.ndim} dims, but strategy needs {dims}.")
+            return []
+        if group.get_coordinate() is None:
+            found.value(f"group: rank {dist.get_rank()} is none of the mesh's. Make a ContextParallel on those alone.")
+            return []
+        return [group.get_group(i) for i in range(dims)]
+    if dims != 1:
+        found.value("group: a pair of strategies needs a DeviceMesh with two dims, the last one that of 'ulysses'.")
+        return []
+    if group is None:
+        return [dist.group.WORLD]
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns there
+        found.value(f"group: rank {dist.get_rank()} is none of its ranks. Make a ContextParallel on those alone.")
+        return []
+    if not isinstance(group, dist.ProcessGroup):
+        found.kind(
+            f"group: got {shown(group)} of type {type(group).__name__}. It is a process group, a DeviceMesh or None."
+        )
+        return []
+    return [group]
+
+
+def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
