@@ -174,6 +174,8 @@ def context_parallel_attention(
         While tracing, on all devices alike: they run one program. Among them tensors that are sharded over an axis
         without a name here, with dropout or functions of the batch entry and head, which then cannot be told.
     """
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
+    _check_names(axis_name, given)
     ranks = int(jax.lax.psum(1, axis_name))
     beside = _Beside.of(axis_name, batch_axis, heads_axis)
     if strategy not in STRATEGIES:
@@ -182,11 +184,13 @@ def context_parallel_attention(
         raise ValueError(f"places: got {shown(places)}. It is one of {PLACES}.")
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f"layout: got {shown(layout)}. It is 'zigzag' or 'contiguous'.")
-    given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
     operands = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    for name, x in operands.items():
+        if name != "sink" and x.ndim != 4:
+            raise ValueError(f"{name}: shape {x.shape} has rank {x.ndim}. Expected rank 4.")
+    if operands["k"].shape[1] != operands["v"].shape[1]:
+        raise ValueError(f"k, v: shapes {operands['k'].shape} and {operands['v'].shape}. Dim 1 is the same in both.")
     for name in ("q", "k", "v"):
-        if operands[name].ndim != 4:
-            raise ValueError(f"{name}: shape {operands[name].shape} has rank {operands[name].ndim}. Expected rank 4.")
         if layout == "zigzag" and operands[name].shape[1] % 2:
             raise ValueError(f"{name}: {operands[name].shape[1]} tokens are no two pieces. Pass layout='contiguous'.")
     rows, keys = (operands[name].shape[1] * ranks for name in "qk")
@@ -254,6 +258,15 @@ def context_parallel_attention(
     else:
         out, lse = _gathered(whole, operands)
     return (out, lse) if return_lse else out
+
+
+def _check_names(axis_name: Any, given: dict[str, Any]) -> None:
+    """Refuse what is no axis, and tensors that are missing."""
+    if axis_name is None or isinstance(axis_name, tuple | list):
+        raise TypeError(f"axis_name: got {shown(axis_name)}. It is one axis of the mesh.")
+    for name in "qkv":
+        if given[name] is None:
+            raise TypeError(f"{name}: got None. It is this device's tokens, [batch, tokens, heads, head_dim].")
 
 
 def _of_nothing(operands: dict[str, Any]) -> tuple[Any, Any]:

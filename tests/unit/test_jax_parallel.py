@@ -321,6 +321,43 @@ for (rows, keys), strategy, layout in itertools.product(lengths, strategies, lay
 print("all alike")
 """
 
+REFUSED = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from nvrtc_attn.jax import context_parallel_attention
+
+mesh, tokens = Mesh(np.array(jax.devices()), ("s",)), P(None, "s")
+x = {name: jnp.ones((2, 8, heads, 8)) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+wrongs = [
+    ({"v": jnp.ones((2, 16, 2, 8)), "strategy": strategy}, ValueError, "k, v: shapes (2, 4, 2, 8) and (2, 8, 2, 8)")
+    for strategy in ("all_gather", "ring", "ulysses")
+]
+wrongs += [
+    ({"q": None}, TypeError, "q: got None"),
+    ({"bias": jnp.ones((4, 8))}, ValueError, "bias: shape (4, 8) has rank 2"),
+    ({"mask": jnp.ones((4, 4, 8), bool)}, ValueError, "mask: shape (4, 4, 8) has rank 3"),
+    ({"axis_name": ("s",)}, TypeError, "axis_name: got ('s',)"),
+    ({"axis_name": None}, TypeError, "axis_name: got None"),
+]
+for wrong, kind, words in wrongs:
+    given = {name: wrong.get(name, y) for name, y in x.items()}
+    options = {"axis_name": "s", **{name: y for name, y in wrong.items() if name not in "qkv"}}
+    sharded = {name: y for name, y in given.items() if y is not None}
+
+    def local(y):
+        return context_parallel_attention(**{**dict.fromkeys("qkv"), **y}, **options)
+    try:
+        shared = jax.shard_map(local, mesh=mesh, in_specs=({n: tokens for n in sharded},), out_specs=tokens)
+        jax.block_until_ready(jax.jit(shared)(sharded))
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"{words}: nothing was raised")
+print("all refused")
+"""
+
 
 @pytest.fixture(scope="module")
 def found(repository: Path) -> dict[str, Any]:
@@ -361,10 +398,14 @@ def test_kernels_compute_all_passes_of_these_programs(found: dict[str, Any], pla
     assert not placed["without a kernel"]
 
 
-def test_no_rows_and_no_keys_are_results_of_no_rows_and_zeros(repository: Path) -> None:
-    """A sink is then all that rows see; by every strategy and layout."""
+@pytest.mark.parametrize(
+    ("program", "said"), [(EMPTY, "all alike"), (REFUSED, "all refused")], ids=["empty", "refused"]
+)
+def test_small_programs_of_two_devices(program: str, said: str, repository: Path) -> None:
+    """No rows and no keys, where a sink is all that rows see, by every strategy and layout; and what is refused by
+    name, values of more tokens than keys among it, whose first tokens were taken."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
     done = subprocess.run(
-        [sys.executable, "-c", EMPTY], capture_output=True, text=True, env=environment, timeout=600, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600, check=False
     )
-    assert done.stdout.strip() == "all alike", done.stderr[-3000:]
+    assert done.stdout.strip() == said, done.stderr[-3000:]
