@@ -371,6 +371,22 @@ def packed(rank: int, size: int, device: Any) -> Found:
         out = cp.attention(*mine, **{**keywords, "cu_seqlens_q": with_gaps, "cu_seqlens_k": with_gaps})
         if not torch.allclose(cp.unshard(out), expected.detach(), rtol=1e-4, atol=1e-5):
             found.append(f"{strategy}: lengths that are not contiguous")
+    # Lengths of some of the documents are made on the CPU, whatever torch's default device is.
+    few = [0, 2, 4, 5, 22, 43]
+    more = {"cu_seqlens_q": few, "cu_seqlens_k": few, "max_seqlen_q": 21, "max_seqlen_k": 21, "causal": True}
+    for strategy in ("all_gather", "ring", "ulysses"):
+        cp = ContextParallel(seqlen=43, strategy=strategy, layout="contiguous")
+        mine = [cp.shard(x.detach(), 1) for x in whole[:3]]
+
+        def attend(*given: Any, cp: Any = cp) -> Any:
+            return cp.attention(*given, **more)
+
+        before = attend(*mine)
+        for function in (attend, _fullgraph("aot_eager")(attend)):
+            with torch.device("meta"):
+                out = function(*mine)
+            if not torch.allclose(out, before, rtol=1e-5, atol=1e-5):
+                found.append(f"{strategy}: another default device")
     cp = ContextParallel(seqlen=43, strategy="ulysses", check="always")
     mine = [cp.shard(x.detach(), 1).requires_grad_() for x in whole[:3]]
     used = torch.tensor([9, 0, 17, 5 + 9 * (rank > 0)], dtype=torch.int32, device=device)

@@ -81,7 +81,7 @@ class Whole(NamedTuple):
         for of_call in (piece.lengths for piece in pieces if piece.lengths):
             assert self.tables is not None
             if of_call not in self.tables:
-                host = torch.tensor(of_call, dtype=torch.int32)
+                host = torch.tensor(of_call, dtype=torch.int32, device="cpu")
                 if device.type == "cuda":  # from pinned memory, so that the host waits for nothing
                     host = host.pin_memory().to(device, non_blocking=True)
                 self.tables[of_call] = host

@@ -255,10 +255,10 @@ class _Call:
         """cu_seqlens_q, cu_seqlens_k, one tensor where they are the same, and seqused_k."""
         of_q, of_k, used, starts_q, starts_k = self.given_lengths
         same = of_k is of_q and starts_k == starts_q
-        first = of_q if starts_q is None else torch.tensor(starts_q, dtype=torch.int32)
+        first = of_q if starts_q is None else torch.tensor(starts_q, dtype=torch.int32, device="cpu")
         if same:
             return first, first, used
-        return first, of_k if starts_k is None else torch.tensor(starts_k, dtype=torch.int32), used
+        return first, of_k if starts_k is None else torch.tensor(starts_k, dtype=torch.int32, device="cpu"), used
 
     @property
     def rng(self) -> tuple[Any, Any]:
@@ -341,7 +341,8 @@ def _run_forward(q: Any, k: Any, v: Any, *arguments: Any) -> tuple[Any, ...]:
         out, lse, saved = strategy.forward(inputs, whole)
         kept = list(saved.kept)
         if grad and whole.packing is not None and call.lengths[0].is_cuda:
-            kept.append(torch.tensor(whole.packing.starts, dtype=torch.int32))  # so that they are read once
+            # So that they are read once.
+            kept.append(torch.tensor(whole.packing.starts, dtype=torch.int32, device="cpu"))
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse, kept, _new_done(q)
 
 
