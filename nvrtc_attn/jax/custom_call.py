@@ -57,7 +57,7 @@ from .host import Memory
 from .host import array as host_array
 from .host import register as register_host_target
 from .modifier import traced
-from .partition import partitioned, words_of
+from .partition import in_shard_map, of_types, partitioned, words_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -150,8 +150,9 @@ class _Pass:
 
     @property
     def captures(self) -> list[tuple[tuple[int, ...], str]]:
-        """Shape and element type of what the modifier captured, in its order."""
-        return [(shape, dtype) for name, shape, dtype in self.operands if name.startswith(_AUX)]
+        """Shape and element type of what the modifier captured, in its order; JAX puts operands in that of names."""
+        found = {name: (shape, dtype) for name, shape, dtype in self.operands if name.startswith(_AUX)}
+        return [found[f"{_AUX}{i}"] for i in range(len(found))]
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -253,7 +254,11 @@ def attention(
         operands |= rng_words(rng)
     # Of arrays alone nobody differentiates: past custom_vjp, which takes half a millisecond of an eager call.
     traced_call = any(isinstance(x, jax.core.Tracer) for x in operands.values())
-    results = _attention(kind, _equally_varying(operands)) if traced_call else _run(kind, operands)
+    run: Any = _run
+    if traced_call:
+        operands = _equally_varying(operands)
+        run = _attention_in_program if in_shard_map(operands) else _attention
+    results = of_types(partial(run, kind), operands, kind.results)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -295,7 +300,7 @@ def captured(kind: Kind) -> dict[int, str]:
 
 def compute(kind: Kind, operands: dict[str, Any]) -> Any:
     """(out, lse) of a call or a part, differentiable as `attention` is."""
-    return tuple(_attention(kind, operands))
+    return tuple(_attention_in_program(kind, operands))
 
 
 def gradients_of_part(kind: Kind, operands: dict[str, Any]) -> dict[str, Any]:
@@ -368,6 +373,8 @@ def _backward_rule(kind: Kind, residuals: Any, cotangents: Any) -> Any:
 
 _attention: Any = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_attention_in_program: Any = jax.jit(_attention, static_argnums=0)
+"""The same for `jax.shard_map`, which refuses ``symbolic_zeros`` of what it does not find in a program."""
 
 
 # -------------------------------------------------------------------------------------------- tracing of one pass
@@ -376,24 +383,48 @@ _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 def _compute(kind: Kind, operands: dict[str, Any]) -> Any:
     names = tuple(operands)
 
-    def part(offset: Any, *arrays: Any) -> Any:
-        values = dict(zip(names, arrays, strict=True)) | ({} if offset is None else {"offset": offset})
-        return _dispatch(_bind(kind, values), tuple(values.values()))
+    def part(place: dict[str, Any], *arrays: Any) -> Any:
+        values = dict(zip(names, arrays, strict=True))
+        if "offset" in place:
+            values["offset"] = place["offset"]
+        of_part, values = _in_whole(kind, values, place)
+        return _dispatch(_bind(of_part, values), tuple(values.values()))
 
     def dispatch(*arrays: Any) -> Any:
         bound = _bind(kind, dict(zip(names, arrays, strict=True)))
         dropout = kind.options.dropout_p > 0
         _forms[tuple(_digest(bound.form))] = bound.form  # a program from XLA's cache is not partitioned here again
-        if dropout and "offset" not in names:
-            moved = (kind, (*names, "offset"))
-            _forms[tuple(_digest(moved))] = moved
-        if kind.program is not None:
-            return part(None, *arrays)  # its positions count batch entries and heads of the whole
-        return partitioned(part, bound.operands, bound.results, dropout)(*arrays)
+        for form in _forms_of_parts(kind, names):
+            _forms[tuple(_digest(form))] = form
+        return partitioned(part, bound.operands, bound.results, dropout, kind.program is not None)(*arrays)
 
     run = jax.custom_batching.custom_vmap(dispatch)
     run.def_vmap(partial(_vmap_rule, kind, names))
     return run(*operands.values())
+
+
+def _forms_of_parts(kind: Kind, names: tuple[str, ...]) -> list[tuple[Kind, tuple[str, ...]]]:
+    """The forms, beside its own, of what devices compute of a pass that XLA splits."""
+    of_offsets = [names]
+    if kind.options.dropout_p > 0 and "offset" not in names:
+        of_offsets.append((*names, "offset"))
+    forms = [(kind, x) for x in of_offsets[1:]]
+    if kind.program is not None:
+        program = (
+            Modifier(kind.program, (None,) * len(kind.program.captures), ()).moved_on_device({"b": 0, "h": 0}).program
+        )
+        more = tuple(f"{_AUX}{i}" for i in range(len(kind.program.captures), len(program.captures)))
+        forms += [(replace(kind, program=program), (*x, *more)) for x in of_offsets if more]
+    return forms
+
+
+def _in_whole(kind: Kind, values: dict[str, Any], place: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
+    """A part whose functions get the batch entries and heads of the whole; ``place`` has the first ones."""
+    if kind.program is None or "b" not in place:
+        return kind, values
+    captures = tuple(values[f"{_AUX}{i}"] for i in range(len(kind.program.captures)))
+    moved, arrays = with_modifier(kind, Modifier(kind.program, captures, kind.numbers).moved_on_device(place))
+    return moved, values | arrays
 
 
 _jitted: Any = jax.jit(_compute, static_argnums=0)  # eager calls find their compiled program again

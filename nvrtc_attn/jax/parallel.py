@@ -719,5 +719,6 @@ def _backward_rule(whole: _Whole, residuals: Any, cotangents: Any) -> Any:
     return (found,)
 
 
-_gathered: Any = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-_gathered.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_differentiable: Any = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+_differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_gathered: Any = jax.jit(_differentiable, static_argnums=0)  # `jax.shard_map` refuses symbolic_zeros outside of one

@@ -11,7 +11,7 @@ again a whole, further on in the stream: the offset is moved. Those of some head
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..front.operands import OPERANDS
 
@@ -32,6 +32,7 @@ Operands = Sequence[tuple[str, tuple[int, ...], str]]
 _Axes = tuple[str, ...]
 _BATCH: Final = "batch"
 _HEADS: Final = ("num_heads", "num_heads_kv")
+_NO_MESH: Final = jax.sharding.AbstractMesh((), ())
 
 
 class _Sizes(NamedTuple):
@@ -50,41 +51,74 @@ class _Sizes(NamedTuple):
         return _BATCH if axis in ("number of sequences", "sequences") and not self.packed else axis
 
 
-def partitioned(run: Callable[..., Any], operands: Operands, results: Operands, dropout: bool) -> Any:
-    """``run(None, *operands)`` as XLA may split it.
+def in_shard_map(operands: Mapping[str, Any]) -> bool:
+    """Whether these are a device's own arrays."""
+    return any(AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types for x in operands.values())
 
-    ``run`` gives ``results`` of whatever part its operands are. Its first argument is None, or a part's own place in
-    the dropout's stream, as words.
+
+def of_types(run: Callable[[dict[str, Any]], Any], operands: dict[str, Any], results: Sequence[str]) -> Any:
+    """``run(operands)``, also of arrays whose types say how they are split, as those of `jax.make_mesh` do.
+
+    Types of the results are then those of q: batch, rows and heads are split as there. In between XLA decides, as it
+    does of arrays without such types; gradients have the types of what they are gradients of.
+    """
+    types = [jax.typeof(x).sharding for x in operands.values()]
+    mesh = next((x.mesh for x in types if AxisType.Explicit in x.mesh.axis_types), None)
+    if mesh is None:
+        return run(operands)
+    spec = (*jax.typeof(operands["q"]).sharding.spec, None, None, None)
+    of_q = {"batch": spec[0], "sequences": spec[0], "seqlen_q": spec[1], "num_heads": spec[2]}
+    if "cu_seqlens_q" in operands:
+        of_q["sequences"] = None
+    specs = [PartitionSpec(*(of_q.get(axis) for axis in OPERANDS[name].axes)) for name in results]
+    axes = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    return jax.sharding.auto_axes(run, axes=axes, out_sharding=[NamedSharding(mesh, x) for x in specs])(operands)
+
+
+def partitioned(run: Callable[..., Any], operands: Operands, results: Operands, dropout: bool, functions: bool) -> Any:
+    """``run({}, *operands)`` as XLA may split it.
+
+    ``run`` gives ``results`` of whatever part its operands are. Its first argument has what a part needs to know of its
+    place in the whole: ``offset``, in the dropout's stream, as words; with ``functions`` of the scores ``b`` and ``h``,
+    the first batch entry and the first head.
     """
     names = [name for name, _, _ in operands]
     shapes = {name: shape for name, shape, _ in operands}
     (batch, rows, heads, _), columns = shapes["q"], shapes["k"][1]
     sizes = _Sizes(batch, heads, shapes["k"][2], heads * rows * columns, "cu_seqlens_q" in shapes)
     if 0 in (batch, heads):
-        return lambda *arrays: run(None, *arrays)
+        return lambda *arrays: run({}, *arrays)
 
     def partition(mesh: Any, arguments: Sequence[Any], outcome: Any) -> Any:
         axes = _split(mesh, arguments[names.index("q")].sharding, sizes, dropout)
 
         def part(*arrays: Any) -> Any:
-            place = None
+            place: dict[str, Any] = {}
             if dropout and axes[0]:
                 start = arrays[names.index("offset")] if "offset" in shapes else jnp.zeros(2, np.uint32)
-                place = _moved(start, mesh, axes[0], sizes)
+                place["offset"] = _moved(start, mesh, axes[0], sizes)
+            if functions and any(axes):
+                place |= {"b": _first(mesh, axes[0], batch), "h": _first(mesh, axes[1], heads)}
             found = run(place, *arrays)
             return [_total(x, _shared_over(*result[:2], sizes, axes)) for x, result in zip(found, results, strict=True)]
+
+        def apart(*arrays: Any) -> Any:
+            # XLA asks while it compiles, under the mesh of `jax.set_mesh` if there is one. Operations on arrays of its
+            # type say how they are split, which nobody reads any more: XLA then finds no "Sharding" to call.
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                return part(*arrays)
 
         def shardings(these: Operands) -> list[Any]:
             return [NamedSharding(mesh, _spec(name, shape, sizes, axes)) for name, shape, _ in these]
 
-        return mesh, part, shardings(results), tuple(shardings(operands))
+        return mesh, apart, shardings(results), tuple(shardings(operands))
 
     def infer(mesh: Any, arguments: Sequence[Any], outcome: Any) -> Any:
         axes = _split(mesh, arguments[names.index("q")].sharding, sizes, dropout)
         return [NamedSharding(mesh, _spec(name, shape, sizes, axes)) for name, shape, _ in results]
 
     def whole(*arrays: Any) -> Any:
-        return run(None, *arrays)
+        return run({}, *arrays)
 
     call = custom_partitioning(whole)
     call.def_partition(partition, infer, sharding_rule=_rule(operands, results, sizes, dropout))
@@ -163,6 +197,12 @@ def _shared_over(name: str, shape: Sequence[int], sizes: _Sizes, axes: tuple[_Ax
 
 def _total(x: Any, axes: _Axes) -> Any:
     return jax.lax.psum(x.astype(np.float32), axes).astype(x.dtype) if axes else x
+
+
+def _first(mesh: Any, axes: _Axes, size: int) -> Any:
+    """The first index that a device has of a dim of ``size`` that is split over these axes."""
+    first = jax.lax.axis_index(axes) * (size // _count(mesh, axes)) if axes else 0
+    return jnp.asarray(first, np.int32)
 
 
 def words_of(number: int) -> np.ndarray[Any, Any]:

@@ -9,6 +9,7 @@ import os
 import struct
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ from nvrtc_attn.front.operands import FORWARD  # noqa: E402
 from nvrtc_attn.front.part import ArrayStart, Part  # noqa: E402
 from nvrtc_attn.front.philox import NO_RNG, RngState  # noqa: E402
 from nvrtc_attn.front.tensors import Device  # noqa: E402
-from nvrtc_attn.jax import attention, host  # noqa: E402
+from nvrtc_attn.jax import attention, context_parallel_attention, host  # noqa: E402
 from nvrtc_attn.jax import custom_call as adapter  # noqa: E402
 from nvrtc_attn.jax.modifier import traced  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
@@ -700,6 +701,21 @@ def test_as_many_calls_at_once_as_xla_has_threads_do_not_hang(repository: Any) -
     command = [sys.executable, "-c", MANY_DEVICES]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
     assert done.stdout == "done\n", done.stderr
+
+
+def test_shard_map_outside_of_jit() -> None:
+    """Whose eager form refuses what a function says of gradients of zero."""
+    q, k, v, _ = arrays()
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)), jax.sharding.PartitionSpec(None, "x")
+
+    def mapped(function: Any) -> Any:
+        return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    expected = dense(q, k, v, causal=True)[0]
+    close(mapped(lambda q, k, v: attention(q, k, v, causal=True))(q, k, v), expected)
+    call = partial(context_parallel_attention, axis_name="x", causal=True)
+    for strategy in ("all_gather", "ring", "ulysses"):
+        close(mapped(partial(call, strategy=strategy))(q, k, v), expected)
 
 
 def test_an_error_in_the_numpy_path_is_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,6 +243,25 @@ def test_arrays_without_a_gradient_cost_none() -> None:
     )
 
 
+def test_more_than_ten_arrays_keep_their_order() -> None:
+    """JAX sorts operands by their names, "aux10" before "aux2"; kernels are given shapes and types by number."""
+    captured = [jnp.ones((H,) * (1 + i % 3), (np.float32, np.int32)[i % 2]) for i in range(12)]
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        for x in captured:
+            s = s + x[(h,) * x.ndim]
+        return s
+
+    modifier = traced(score_mod, None, None)
+    assert modifier is not None
+    kind, operands = adapter.with_modifier(adapter.Kind(CallOptions()), modifier)
+    operands |= dict(zip("qkv", arrays(), strict=True))
+    bound = adapter._bind(kind, dict(sorted(operands.items())))
+    assert bound.captures == [(x.shape, x.dtype.name) for x in captured]
+    found = jax.jit(partial(attention, score_mod=score_mod))(*arrays())
+    np.testing.assert_allclose(found, dense(*arrays()), atol=2e-5)
+
+
 def test_vmap_and_aux() -> None:
     q, k, v = (jnp.stack([x, 2 * x]) for x in arrays())
     tables = jnp.stack([TABLE, -TABLE])

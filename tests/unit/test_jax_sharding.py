@@ -33,19 +33,35 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "used keys": ("x", "y", {"seqused_k": (4,)}, {"causal": True}),
     "dropout": (("x", "y"), None, {}, {"dropout_p": 0.3, "rng": (5, 2**32 - 17)}),
     "dropout of a key": ("x", None, {}, {"dropout_p": 0.3, "rng": "key"}),
+    "functions": ("x", "y", {"table": (4, 4, 32)}, {"causal": True}),
+    "functions and dropout": (("x", "y"), None, {"table": (4, 4, 32)}, {"dropout_p": 0.3, "rng": (5, 7)}),
 }
+# Of a mesh whose axes are part of the arrays' types, which is what `jax.make_mesh` makes.
+TYPED = ("grouped heads", "bias of heads", "sink", "dropout", "functions")
 PROGRAM = """
-import json, os, re, sys
+import contextlib, json, os, re, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from nvrtc_attn.jax import attention
 
-shapes, cases, shardy = json.loads(sys.argv[1])
+shapes, cases, shardy, typed = json.loads(sys.argv[1])
 jax.config.update("jax_use_shardy_partitioner", shardy)
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+kind = AxisType.Explicit if typed else AxisType.Auto
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"), axis_types=(kind,) * 2)
+
+def functions(x):
+    if "table" not in x:
+        return x
+    table = x["table"]
+    score_mod = lambda s, b, h, q, k: s + table[b, h, q] * jnp.tanh(s)
+    return {n: y for n, y in x.items() if n != "table"} | {
+        "score_mod": score_mod, "mask_mod": lambda b, h, q, k: q + 4 * b + h >= k - 30
+    }
 
 def spec(name, shape, batch, heads):
+    if name == "table":
+        return NamedSharding(mesh, PartitionSpec())
     if name == "sink":
         return NamedSharding(mesh, PartitionSpec(tuple(heads) if isinstance(heads, list) else heads))
     axes = (batch, heads, None, None) if name in ("bias", "mask", "seqused_k") else (batch, None, heads, None)
@@ -74,15 +90,20 @@ for case, (batch, heads, differ, options) in cases.items():
     floats = arrays
 
     def loss(floats, rest):
-        call = jax.checkpoint(lambda x: attention(**x, **rest, **options, return_lse=True)[0])
-        out, lse = call(floats), attention(**floats, **rest, **options, return_lse=True)[1]
+        call = jax.checkpoint(lambda x: attention(**functions(x), **rest, **options, return_lse=True)[0])
+        out, lse = call(floats), attention(**functions(floats), **rest, **options, return_lse=True)[1]
         return (out**2).sum() + lse.sum(), (out, lse)
 
     gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
     expected = gradient(floats, rest)
     put = [{n: jax.device_put(x, spec(n, x.shape, batch, heads)) for n, x in g.items()} for g in (floats, rest)]
-    compiled = gradient.lower(*put).compile()
-    found = compiled(*put)
+    with jax.set_mesh(mesh) if typed else contextlib.nullcontext():
+        compiled = gradient.lower(*put).compile()
+        found = compiled(*put)
+    if typed:
+        assert [jax.typeof(y).sharding for y in jax.tree.leaves(found[1])] == [
+            jax.typeof(y).sharding for y in jax.tree.leaves(put[0])
+        ], case
     moves = re.findall("all-gather|all-to-all|collective-permute", compiled.as_text())
     out = found[0][1][0]
     part = out.addressable_shards[0].data.shape
@@ -91,9 +112,9 @@ print(json.dumps(results))
 """
 
 
-def run(repository: Path, cases: Any, shardy: bool) -> dict[str, Any]:
+def run(repository: Path, cases: Any, shardy: bool, typed: bool = False) -> dict[str, Any]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
-    command = [sys.executable, "-c", PROGRAM, json.dumps([SHAPES, cases, shardy])]
+    command = [sys.executable, "-c", PROGRAM, json.dumps([SHAPES, cases, shardy, typed])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -113,6 +134,15 @@ def test_batch_and_heads_stay_split_and_the_numbers_are_the_same(case: str, foun
     assert same
     batch, heads = (1 if axes is None else 2 ** len(axes) for axes in CASES[case][:2])
     assert part == [4 // batch, 32, 4 // heads, 24]
+
+
+def test_arrays_whose_types_say_how_they_are_split(repository: Path) -> None:
+    """Results have q's types, gradients those of what they are gradients of; also inside of `jax.set_mesh`."""
+    for case, (moves, same, part, _) in run(repository, {x: CASES[x] for x in TYPED}, True, True).items():
+        assert same, case
+        assert moves == [], case
+        batch, heads = (1 if axes is None else 2 ** len(axes) for axes in CASES[case][:2])
+        assert part == [4 // batch, 32, 4 // heads, 24], case
 
 
 def test_what_cannot_be_split_is_gathered_and_right(repository: Path) -> None:
