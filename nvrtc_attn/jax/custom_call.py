@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import api
-from ..base.errors import shown
+from ..base.errors import UnsupportedError, shown
 from ..base.forks import renew_in_child
 from ..base.tables import remember
 from ..front import philox
@@ -199,7 +199,7 @@ def attention(
 ) -> Any:
     """`nvrtc_attn.attention`, differentiable once in q, k, v, bias, sink and, through a returned lse, in the lse.
 
-    Parameters as there, without ``out``, ``stream`` and ``part``, but:
+    A returned max_logit has no gradient, as if it came from ``jax.lax.stop_gradient``. Parameters as there, without ``out``, ``stream`` and ``part``, but:
 
     score_mod, mask_mod, aux
         Functions as there, or of ``jax.numpy``. Arrays that they captured, tracers of ``jax.jit`` and ``jax.grad`` too,
@@ -271,6 +271,18 @@ def _check(bound: _Pass) -> CallOptions:
         plain = None
     if plain is not None and are_plain(options):  # a table looks options up by equality, and 1 equals True
         return plain
+    for name, shape, _ in bound.operands:
+        if not all(isinstance(n, int) for n in shape):
+            raise UnsupportedError(
+                "nvrtc_attn compiles kernels for sizes that are numbers.",
+                [f"{name}: shape {tuple(map(str, shape))} has symbolic sizes. Export a program for each shape."],
+            )
+    for name, x in options._asdict().items():
+        if any(isinstance(y, jax.core.Tracer) for y in (x if isinstance(x, tuple) else (x,))):
+            raise TypeError(
+                f"{name}: a tracer of JAX, known only when the program runs. It is compiled in: pass a Python value, "
+                f"and where jax.jit has it as an argument, name it in static_argnames."
+            )
     _describe(bound, Device("cuda" if for_gpu else "abstract", 0))
     plain = plain_options(options)
     if are_plain(options):
@@ -400,7 +412,16 @@ def _compute(kind: Kind, operands: dict[str, Any]) -> Any:
 
     run = jax.custom_batching.custom_vmap(dispatch)
     run.def_vmap(partial(_vmap_rule, kind, names))
-    return run(*operands.values())
+    once = jax.custom_jvp(lambda *arrays: run(*arrays))
+    once.defjvp(_refuse_second_derivatives)
+    return once(*operands.values())
+
+
+def _refuse_second_derivatives(*_: Any) -> Any:
+    raise UnsupportedError(
+        "nvrtc_attn has no second derivatives.",
+        ["a pass of an attention is differentiated: by a gradient of a gradient or jax.hessian."],
+    )
 
 
 def _forms_of_parts(kind: Kind, names: tuple[str, ...]) -> list[tuple[Kind, tuple[str, ...]]]:
@@ -563,8 +584,12 @@ def rng_words(rng: Any) -> dict[str, Any]:
         if isinstance(x, np.ndarray) and x.size == 1 and x.dtype in (np.int64, np.uint64):
             x = x.reshape(1).view(np.uint32)  # JAX without its 64-bit types would cut it off
         x = _array(f"rng {name}", x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.shape:
+            raise ValueError(f"rng {name}: {x.size} JAX keys of shape {x.shape}. Pass one; jax.vmap gives one to each.")
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             arrays[name] = jax.random.bits(x, (2,), np.uint32)
+        elif x.shape == (4,) and x.dtype == np.uint32:  # a raw key of the generators "rbg" and "unsafe_rbg"
+            arrays[name] = jax.random.bits(jax.random.wrap_key_data(x, impl="rbg"), (2,), np.uint32)
         elif x.shape == (2,) and x.dtype == np.uint32:
             arrays[name] = x
         elif x.size == 1 and jnp.issubdtype(x.dtype, np.integer) and x.dtype.itemsize in (4, 8):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..base.errors import UnsupportedError
+from ..base.errors import UnsupportedError, shown
 from ..front.problem import Causal
 from .custom_call import attention
 
@@ -42,7 +43,7 @@ def dot_product_attention(
     query_seq_lengths, key_value_seq_lengths : int32 ``[B]``
         Queries beyond are 0, keys beyond take no part.
     scale
-        A Python number. Default ``1 / sqrt(H)``.
+        A number. Default ``1 / sqrt(H)``. One that JAX traces, learned perhaps, is multiplied into query, in its type.
     return_residual
         Return (out, lse ``[B, T, N]`` in the dtype of key).
 
@@ -66,6 +67,12 @@ def dot_product_attention(
             f"query, key, value: ranks {query.ndim}, {key.ndim}, {value.ndim}. All are [batch, length, heads, "
             f"head_dim], or all without the batch."
         )
+    if isinstance(scale, jax.Array) and scale.size == 1:
+        if isinstance(scale, jax.core.Tracer):
+            factor = scale.reshape(()).astype(np.float32)
+            query, scale = (query.astype(np.float32) * factor).astype(query.dtype), 1.0
+        else:
+            scale = float(scale.reshape(()))
     lead = query.ndim == 3
     q, k, v = (x[None] if lead else x for x in (query, key, value))
     batch, rows, columns = q.shape[0], q.shape[1], k.shape[1]
@@ -79,8 +86,7 @@ def dot_product_attention(
     causal: Causal = "top_left" if is_causal else False
     window: tuple[int | None, int | None] = (None, None)
     if local_window_size is not None:
-        pair = (local_window_size,) * 2 if isinstance(local_window_size, int) else tuple(local_window_size)
-        left, right = pair
+        left, right = _window(local_window_size)
         shift = 0 if is_causal else columns - rows  # without causal, windows are aligned to the last query and key
         if left + shift >= 0 and right - shift >= 0:
             window = (left + shift, right - shift)
@@ -109,6 +115,14 @@ def dot_product_attention(
         return out
     residual = lse.swapaxes(1, 2).astype(k.dtype)
     return out, residual[0] if lead else residual
+
+
+def _window(x: Any) -> tuple[int, int]:
+    try:
+        left, right = (operator.index(n) for n in (x if isinstance(x, (tuple, list)) else (x, x)))
+    except (TypeError, ValueError):  # no integer, not two, a tracer
+        raise TypeError(f"local_window_size: got {shown(x)}. It is an integer or two, left and right.") from None
+    return left, right
 
 
 def _rank_4(name: str, x: Any) -> Any:

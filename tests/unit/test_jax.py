@@ -703,6 +703,37 @@ def test_as_many_calls_at_once_as_xla_has_threads_do_not_hang(repository: Any) -
     assert done.stdout == "done\n", done.stderr
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_second_derivatives_are_refused_by_name(jit: bool) -> None:
+    q, k, v, _ = arrays()
+    gradient = jax.grad(lambda q: (attention(q, k, v) ** 2).sum())
+    for second in (jax.grad(lambda q: gradient(q).sum()), lambda q: jax.jvp(gradient, (q,), (q,))):
+        with pytest.raises(nvrtc_attn.UnsupportedError, match="no second derivatives"):
+            (jax.jit(second) if jit else second)(q)
+
+
+def test_symbolic_sizes_and_traced_options_are_refused_by_name() -> None:
+    q, k, v, _ = arrays()
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (q, k, v)]
+    with pytest.raises(nvrtc_attn.UnsupportedError, match=r"q: shape \('batch', .*Export a program for each shape"):
+        jax.export.export(jax.jit(attention))(*shapes)
+    for options in ({"causal": True}, {"softcap": 3.0}, {"window_size": (2, 3)}, {"return_lse": True}):
+        with pytest.raises(TypeError, match=f"^{next(iter(options))}: a tracer of JAX.*static_argnames"):
+            jax.jit(attention)(q, k, v, **options)
+
+
+def test_keys_of_other_generators_and_several_keys() -> None:
+    q, k, v, _ = arrays()
+    for impl in ("rbg", "unsafe_rbg"):
+        typed, raw = jax.random.key(3, impl=impl), jax.random.PRNGKey(3, impl=impl)
+        found = [attention(q, k, v, dropout_p=0.5, rng=x) for x in (typed, raw, jax.random.PRNGKey(4, impl=impl))]
+        np.testing.assert_array_equal(found[0], found[1])
+        assert np.any(found[1] != found[2])
+    with pytest.raises(ValueError, match=r"rng seed: 2 JAX keys of shape \(2,\)\. Pass one"):
+        attention(q, k, v, dropout_p=0.5, rng=jax.random.split(jax.random.key(0)))
+
+
 def test_shard_map_outside_of_jit() -> None:
     """Whose eager form refuses what a function says of gradients of zero."""
     q, k, v, _ = arrays()

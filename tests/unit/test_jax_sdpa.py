@@ -118,6 +118,28 @@ def test_vmap() -> None:
     np.testing.assert_allclose(out, expected, atol=2e-6, rtol=1e-5)
 
 
+def test_scales_that_are_arrays() -> None:
+    """A learned one has its gradient."""
+    q, k, v, _ = arrays(4, 4)
+    scale = jnp.float32(0.3)
+    found = adapter.dot_product_attention(q, k, v, scale=scale)
+    np.testing.assert_allclose(found, jax.nn.dot_product_attention(q, k, v, scale=0.3), atol=2e-6, rtol=1e-5)
+    compare(
+        [q, k, v, scale],
+        lambda q, k, v, scale: adapter.dot_product_attention(q, k, v, scale=scale),
+        lambda q, k, v, scale: jax.nn.dot_product_attention(q, k, v, scale=scale),
+    )
+
+
+def test_windows_of_other_kinds() -> None:
+    q, k, v, _ = arrays(4, 4)
+    found, wanted = (adapter.dot_product_attention(q, k, v, local_window_size=x) for x in (np.int64(1), 1))
+    assert np.array_equal(found, wanted)
+    for wrong in ((1, None), (1, 2, 3), 2.0, "ab", (1.0, 2)):
+        with pytest.raises(TypeError, match=r"^local_window_size: got"):
+            adapter.dot_product_attention(q, k, v, local_window_size=wrong)
+
+
 def test_refusals() -> None:
     q, k, v, _ = arrays(4, 4)
     with pytest.raises(UnsupportedError, match="implementation: got 'cudnn'"):
