@@ -6,7 +6,8 @@ kernel outside of the ``--kernels`` most used ones are passed over. A failure pr
 command that runs that problem again; the exit code is 0 when every problem was run and none was wrong. A problem that
 memory runs out for, twice, is run alone at the end, and counted.
 
-``--compile-only`` needs no GPU. ``--cpu`` runs the same problems on the CPU path with NumPy (`fuzz_numpy`).
+``--compile-only`` needs no GPU. ``--cpu`` runs the same problems on the CPU path with NumPy (`fuzz_numpy`), and
+``--simulated 9.0`` small ones on a simulated GPU of that compute capability (`fuzz_simulated`).
 """
 
 from __future__ import annotations
@@ -498,6 +499,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="the CPU path on NumPy arrays; needs neither GPU nor torch")
     parser.add_argument("--max-scores", type=int, default=100_000, help="with --cpu: pass over larger problems")
     parser.add_argument("--modifiers", action="store_true", help="random score_mod and mask_mod: fuzz_modifiers.py")
+    parser.add_argument("--simulated", metavar="CAPABILITY", help="on a simulated GPU: fuzz_simulated.py")
     parser.add_argument("--replay", metavar="SEED:INDEX", help="run one problem")
     return parser.parse_args(argv)
 
@@ -506,6 +508,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, start = parse(argv), time.perf_counter()
     # The built-in table chooses, as the plan does; a measured choice would be looked up for each problem.
     os.environ["NVRTC_ATTN_AUTOTUNE"] = "0"
+    if options.simulated:
+        import fuzz_simulated
+
+        seed, first, problems = options.seed, options.first, options.problems
+        if options.replay:
+            (seed, first), problems = map(int, options.replay.split(":")), 1
+        wrong = fuzz_simulated.run(
+            options.simulated, problems, seed, first, options.seconds, options.modifiers, bool(options.replay)
+        )
+        return 1 if wrong else 0
     if options.modifiers:
         import fuzz_modifiers
 

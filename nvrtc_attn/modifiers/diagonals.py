@@ -22,8 +22,8 @@ def sum_of(node: Node) -> dict[Node | None, int] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _sum_step(node: Node) -> dict[Node | None, int] | None:
-    if node.op == "number":
-        return {None: int(node.value)}
+    if node.op == "number":  # a float may be infinite, and what it is compared with is no sum of integers
+        return {None: int(node.value)} if node.kind == "int" else None
     if node.op in ("q", "k") or node.depends <= {"b", "h"}:
         return {node: 1}
     if node.kind != "int" or node.op not in ("add", "sub", "neg", "mul"):

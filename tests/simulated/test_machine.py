@@ -76,6 +76,10 @@ STORE = "\n	st.global.u32 [%rd5], %r3;"
         ("prmt.b32 %r3, %r2, 0, 0x0123;", WORDS.byteswap()),
         ("lop3.b32 %r3, %r2, %r1, -1, 0x6a;", ~(WORDS & np.arange(32, dtype=np.uint32))),
         ("setp.lt.s32 %p1, %r2, 0; selp.b32 %r3, 1, 2, %p1;", np.where(WORDS >> np.uint32(31), 1, 2)),
+        (
+            "setp.lt.s32 %p1, %r2, 0; xor.pred %p2, %p1, -1; and.pred %p2, %p2, -1; selp.b32 %r3, 1, 2, %p2;",
+            np.where(WORDS >> np.uint32(31), 2, 1),
+        ),
         ("shfl.sync.bfly.b32 %r3, %r2, 5, 31, %r70;", WORDS[np.arange(32) ^ 5]),
         ("shfl.sync.up.b32 %r3, %r2, 3, 0, %r70;", np.concatenate([WORDS[:3], WORDS[:-3]])),
         ("redux.sync.max.u32 %r3, %r2, %r70;", np.full(32, WORDS.max())),
@@ -158,6 +162,30 @@ $L_end:
     np.testing.assert_array_equal(run(machine, body + STORE, WORDS), np.arange(32) + 496)
 
 
+def test_lanes_shuffle_from_two_places(machine: Any) -> None:
+    """The compiler makes two shuffles of one before a branch; PTX asks for the same members, not for the same place."""
+    body = """
+    mov.u32 %r8, 4;
+    mov.u32 %r9, 31;
+    and.b32 %r4, %r1, 3;
+    setp.eq.s32 %p1, %r4, 0;
+    @%p1 bra $L_first;
+    mov.u32 %r5, %r2;
+    shfl.sync.bfly.b32 %r6|%p2, %r5, %r8, %r9, %r70;
+    add.s32 %r3, %r6, 1;
+    bra.uni $L_end;
+$L_first:
+    shfl.sync.bfly.b32 %r7|%p3, %r2, %r8, %r9, %r70;
+    mov.u32 %r3, %r7;
+$L_end:
+"""
+    exchanged = WORDS[np.arange(32) ^ 4]
+    expected = np.where(np.arange(32) % 4 == 0, exchanged, exchanged + np.uint32(1))
+    np.testing.assert_array_equal(run(machine, body + STORE, WORDS), expected)
+    with pytest.raises(SimulationError, match="never come"):
+        run(machine, body.replace("bfly.b32 %r7", "up.b32 %r7") + STORE, WORDS)
+
+
 EXCHANGE = """
     mov.u64 %rd7, memory;
     cvt.u32.u64 %r10, %rd7;
@@ -204,34 +232,6 @@ def test_a_missing_wait_shows(machine: Any) -> None:
 
     assert outcomes("cp.async.wait_group 0;") == {True}
     assert outcomes("") == {False}
-
-
-BOTH_SIDES = """
-    and.b32 %r10, %r1, 15;
-    setp.eq.s32 %p1, %r10, 0;
-    add.s32 %r4, %r2, 7;
-    @%p1 bra $L_other;
-    mov.u32 %r6, 31;
-    shfl.sync.bfly.b32 %r3|%p2, %r2, {here}, %r6, %r70;
-    bra.uni $L_end;
-$L_other:
-    mov.u32 %r7, 31;
-    shfl.sync.bfly.b32 %r5|%p3, %r4, 8, %r7, %r70;
-    mov.u32 %r3, %r5;
-$L_end:
-"""
-
-
-def test_lanes_of_a_shuffle_may_be_on_both_sides_of_a_branch(machine: Any) -> None:
-    """What each side gives is its own register; a lane that never comes is none of these."""
-    given = WORDS + np.where(LANES % 16 == 0, np.uint32(7), np.uint32(0))
-    assert np.array_equal(run(machine, BOTH_SIDES.format(here=8) + STORE, WORDS), given[LANES ^ 8])
-    mixed = given[np.where(LANES % 16 == 0, LANES ^ 8, LANES ^ 4)]
-    assert np.array_equal(run(machine, BOTH_SIDES.format(here=4) + STORE, WORDS), mixed)
-    text, shuffle = BOTH_SIDES.format(here=8) + STORE, "shfl.sync.bfly.b32 %r3|%p2, %r2, 8, %r6, %r70;"
-    for other in (shuffle.replace("bfly", "up"), "bar.warp.sync -1;"):
-        with pytest.raises(SimulationError, match="wait for others that never come"):
-            run(machine, text.replace(shuffle, other), WORDS)
 
 
 WAIT = """

@@ -495,21 +495,21 @@ OP(
       return shuffle(w, i, lanes,
                      [](int l, int b, int, int last, int) { return Source{l - (b & 31), l - (b & 31) >= last}; });
     },
-    kExchange);
+    kMembers);
 OP(
     "shfl.down",
     BODY {
       return shuffle(w, i, lanes,
                      [](int l, int b, int, int last, int) { return Source{l + (b & 31), l + (b & 31) <= last}; });
     },
-    kExchange);
+    kMembers);
 OP(
     "shfl.bfly",
     BODY {
       return shuffle(w, i, lanes,
                      [](int l, int b, int, int last, int) { return Source{l ^ (b & 31), (l ^ (b & 31)) <= last}; });
     },
-    kExchange);
+    kMembers);
 OP(
     "shfl.idx",
     BODY {
@@ -518,7 +518,7 @@ OP(
         return Source{from, from <= last};
       });
     },
-    kExchange);
+    kMembers);
 OP("vote.any", BODY { return logic(w, i, lanes, w.predicates[i.x[1]] & lanes ? kAll : 0); }, kMembers);
 OP("vote.all", BODY { return logic(w, i, lanes, (w.predicates[i.x[1]] & lanes) == lanes ? kAll : 0); }, kMembers);
 OP(

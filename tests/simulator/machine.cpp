@@ -19,8 +19,8 @@ Program* make_program(int const* code, int instructions, int const* pool, int po
   program->pool.assign(pool, pool + pool_size);
   program->constants.assign(constants, constants + 3 * constant_count);
   std::copy(special, special + 16, program->special);
-  program->slots = sizes[0];
-  program->predicates = sizes[1];
+  program->slots = sizes[0] + 4;  // and those of `shuffle_apart`
+  program->predicates = sizes[1] + 1;
   program->static_smem = sizes[2];
   program->local_bytes = sizes[3];
   program->cluster = sizes[4];

@@ -40,7 +40,7 @@ enum Result { kNext, kStall };
 using Handler = Result (*)(Warp&, Instr const&, uint32_t lanes);
 enum Kind : uint8_t { kOrdinary, kBranch, kExit };
 // Which lanes must have come: any, all that live, or those of the operand that names the members.
-enum Together : uint8_t { kAlone, kAligned, kMembers, kExchange };
+enum Together : uint8_t { kAlone, kAligned, kMembers };
 
 struct Op {
   std::string name;
@@ -315,58 +315,49 @@ inline void check_exit(Warp& w, uint32_t lanes) {
   }
 }
 
-inline uint32_t members_of(Warp& w, Instr const& i, uint32_t lanes) {
-  return w.alive & w.reg<uint32_t>(i.x[i.count - 1])[__builtin_ctz(lanes)];
-}
-
-// Lanes of a shuffle need not be at the same instruction (PTX ISA, shfl.sync: "with the same qualifiers and same
-// membermask"), and compilers copy one into both sides of a branch. Groups that wait for one another so exchange their
-// values in the registers of the first one's instruction; whether there were any.
-inline bool exchange_apart(Warp& w) {
-  auto const& code = w.machine->program.code;
-  for (Group& group : w.groups) {
-    Instr const& i = code[size_t(group.pc)];
-    if (!group.waiting || i.together != kExchange || i.guard >= 0) continue;
-    uint32_t const need = members_of(w, i, group.lanes);
-    std::vector<Group*> met;
-    uint32_t lanes = 0;
-    for (Group& other : w.groups) {
-      Instr const& o = code[size_t(other.pc)];
-      if (!other.waiting || o.run != i.run || o.guard >= 0 || members_of(w, o, other.lanes) != need) continue;
-      met.push_back(&other);
-      lanes |= other.lanes;
+// Shuffles of the same kind and members are one, wherever the lanes are: NVVM makes two of one before a branch. Whether
+// there were such.
+inline bool shuffle_apart(Warp& w) {
+  Program const& program = w.machine->program;
+  constexpr int kOperands = 6;  // d, p (or -1), a, b, c, members
+  int const scratch[] = {program.slots - 4, program.predicates - 1, program.slots - 3, program.slots - 2,
+                         program.slots - 1};
+  for (Group const& first : w.groups) {
+    Instr const& i = program.code[size_t(first.pc)];
+    auto const members = [&](Group const& group) {
+      return w.reg<uint32_t>(program.code[size_t(group.pc)].x[kOperands - 1])[__builtin_ctz(group.lanes)];
+    };
+    if (i.together != kMembers || i.count != kOperands) continue;
+    uint32_t there = 0;
+    std::vector<Group*> all;
+    for (Group& group : w.groups) {
+      Instr const& other = program.code[size_t(group.pc)];
+      if (other.run != i.run || other.guard >= 0 || members(group) != members(first)) continue;
+      there |= group.lanes;
+      all.push_back(&group);
     }
-    if ((lanes & need) != need) continue;
-    // d, p (or -1), a, b, c, members
-    uint32_t before[4][kLanes];
-    int const used[4] = {i.x[0], i.x[2], i.x[3], i.x[4]};
-    for (int n = 0; n < 4; ++n) std::copy_n(w.reg<uint32_t>(used[n]), kLanes, before[n]);
-    uint32_t const predicate = i.x[1] < 0 ? 0 : w.predicates[size_t(i.x[1])];
-    uint32_t given[3][kLanes];
-    for (Group* other : met) {
-      Instr const& o = code[size_t(other->pc)];
-      each(other->lanes, [&](int l) {
-        for (int n = 0; n < 3; ++n) given[n][l] = w.reg<uint32_t>(o.x[2 + n])[l];
-      });
+    if (uint32_t const need = w.alive & members(first); (there & need) != need) continue;
+    auto const copy = [&](int to, int from, uint32_t lanes) {
+      each(lanes, [&](int l) { w.reg<uint32_t>(to)[l] = w.reg<uint32_t>(from)[l]; });
+    };
+    for (Group const* group : all) {
+      for (int n = 2; n < 5; ++n) copy(scratch[n], program.code[size_t(group->pc)].x[n], group->lanes);
     }
-    each(lanes, [&](int l) {
-      for (int n = 0; n < 3; ++n) w.reg<uint32_t>(i.x[2 + n])[l] = given[n][l];
-    });
-    i.run(w, i, lanes);
-    uint32_t taken[kLanes];
-    std::copy_n(w.reg<uint32_t>(i.x[0]), kLanes, taken);
-    uint32_t const valid = i.x[1] < 0 ? 0 : w.predicates[size_t(i.x[1])];
-    for (int n = 0; n < 4; ++n) std::copy_n(before[n], kLanes, w.reg<uint32_t>(used[n]));
-    if (i.x[1] >= 0) w.predicates[size_t(i.x[1])] = predicate;
-    for (Group* other : met) {
-      Instr const& o = code[size_t(other->pc)];
-      each(other->lanes, [&](int l) { w.reg<uint32_t>(o.x[0])[l] = taken[l]; });
-      if (o.x[1] >= 0) {
-        uint32_t& p = w.predicates[size_t(o.x[1])];
-        p = (p & ~other->lanes) | (valid & other->lanes);
+    Instr together = i;
+    int const x[kOperands] = {scratch[0], scratch[1], scratch[2], scratch[3], scratch[4], i.x[kOperands - 1]};
+    together.x = x;
+    w.machine->at = &i;
+    i.run(w, together, there);
+    ++w.machine->now;
+    for (Group* group : all) {
+      Instr const& its = program.code[size_t(group->pc)];
+      copy(its.x[0], scratch[0], group->lanes);
+      if (its.x[1] >= 0) {
+        uint32_t& p = w.predicates[size_t(its.x[1])];
+        p = (p & ~group->lanes) | (w.predicates[size_t(scratch[1])] & group->lanes);
       }
-      ++other->pc;
-      other->waiting = false;
+      ++group->pc;
+      group->waiting = false;
     }
     return true;
   }
@@ -384,8 +375,7 @@ inline int run_warp(Warp& w, int budget) {
     if (g < 0) {
       bool const stuck = std::all_of(w.groups.begin(), w.groups.end(), [](Group const& x) { return x.waiting; });
       if (!stuck) return executed;
-      if (!exchange_apart(w)) fail("lanes of a warp wait for others that never come");
-      ++machine.now;
+      if (!shuffle_apart(w)) fail("lanes of a warp wait for others that never come");
       ++executed;
       continue;
     }
@@ -396,7 +386,8 @@ inline int run_warp(Warp& w, int budget) {
       Instr const& i = machine.program.code[size_t(group.pc)];
       machine.at = &i;
       if (i.together != kAlone) {
-        uint32_t const need = i.together == kAligned ? w.alive : members_of(w, i, group.lanes);
+        uint32_t need = w.alive;
+        if (i.together == kMembers) need &= w.reg<uint32_t>(i.x[i.count - 1])[__builtin_ctz(group.lanes)];
         if ((group.lanes & need) != need) {
           group.waiting = true;
           break;

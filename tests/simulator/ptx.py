@@ -12,6 +12,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 SPECIAL = (
     "%tid.x", "%ctaid.x", "%nctaid.x", "%ntid.x", "%cluster_ctarank", "%cluster_nctarank", "%laneid", "%warpid",
@@ -365,7 +366,19 @@ class Reader:
         for op, operands in made if isinstance(made, list) else [made]:
             self.emit(op, operands, guard, line)
 
-    def arithmetic(self, words: list[str], x: list[str]) -> tuple[str, list[int]]:
+    def on_predicates(self, op: str, x: list[str]) -> list[tuple[str, list[int]]]:
+        """Of ``xor.pred %p1, %p2, -1`` the number is put into a predicate of its own before."""
+        made, slots = [], []
+        for text in x:
+            if re.fullmatch(r"-?\d+", text):
+                made.append(("set.pred", [self.predicates, int(text)]))
+                slots.append(self.predicates)
+                self.predicates += 1
+            else:
+                slots.append(self.predicate(text))
+        return [*made, (op, slots)]
+
+    def arithmetic(self, words: list[str], x: list[str]) -> Any:
         kept = [word for word in words if word not in DROPPED]
         name, kind = kept[0], kept[-1]
         floats = kind in ("f32", "f64")
@@ -375,7 +388,7 @@ class Reader:
             kept = [word for word in kept if word not in ("rz", "rm", "rp")]
         width = 2 if BYTES[kind] == 8 else 1
         if kind == "pred":
-            return ".".join(kept), [self.predicate(text) for text in x]
+            return self.on_predicates(".".join(kept), x)
         if name == "setp":
             if "|" in x[0] or len(x) != 3:
                 raise UnknownInstructionError("setp with two results")
