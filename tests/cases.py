@@ -316,8 +316,8 @@ def attention_dense(
 
     With a ``precision`` below float64 every intermediate result is rounded to it (products and softmax accumulate in
     float32), which is the same math as a framework does it in that precision. With ``dither`` numbers are rounded on
-    grids that are shifted at random, one for each number, and products are summed in another order: another sample of
-    the rounding errors of the same math.
+    grids that are shifted at random, one for each number, and products are summed in another order, and P is computed
+    again from lse: another sample of the rounding errors of the same math.
     """
     exact = precision == "float64"
     work = np.float64 if exact else np.float32
@@ -353,8 +353,8 @@ def attention_dense(
             s, slope = rnd(work(case.softcap) * t), 1 - t * t
         kept = None
         if modified is not None:
-            s, slope, kept = modified(sequence, s)
-            s = rnd(s)
+            s, of_modifier, kept = modified(sequence, s)
+            s, slope = rnd(s), slope * of_modifier
         if "bias" in arrays:
             s = rnd(s + _of_batch(arrays["bias"].astype(work), batch, num_keys))
         visible = np.broadcast_to(_visible(case, num_rows, num_keys), s.shape)
@@ -379,6 +379,9 @@ def attention_dense(
         lse = np.log(total, out=np.full_like(total, -np.inf), where=seen) + np.where(seen, top, 0)
         results["lse"][batch, :, rows] = lse[..., 0]
 
+        if dither is not None:  # backward passes have P by way of the stored lse, whose rounding grows with its size
+            p = rnd(np.where(seen, np.exp(s - np.where(seen, lse, 0)), 0))
+            p_dropped = rnd(p * z)
         dp = rnd(rnd(product(dout, v.swapaxes(1, 2))) * z)
         # rowsum(P * dP) by way of the stored output, as every fused kernel has it: exact in float64, rounded below.
         inner = (dout * results["out"][batch, rows].swapaxes(0, 1)).sum(-1, keepdims=True)

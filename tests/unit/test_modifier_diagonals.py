@@ -85,6 +85,14 @@ def test_positions_that_differ_by_no_distance() -> None:
     assert part.op == "load"
 
 
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan, 1.5])
+def test_a_distance_is_compared_with_any_number(number: float) -> None:
+    """As `nan_to_num` and `logaddexp` do: what is no integer is no sum of integers either."""
+    score = trace(lambda s, b, h, q, k: np.where(np.exp(0.1 * (q - k)) == number, s, s + TABLE[h, q - k + 20]))
+    assert len(diagonals([score.program.score], cuda._is_cheap)) == 2
+    assert "struct Diagonal {" in cuda.cuda_source(score.program)
+
+
 def test_a_part_of_a_larger_attention_has_the_same_distances() -> None:
     moved = trace(SCORES["relative"][0]).moved({"q": 5, "k": 3, "b": 0, "h": 1})
     (part,) = diagonals([moved.program.score], cuda._is_cheap)
