@@ -453,7 +453,8 @@ def forward_workspace_bytes(q: Any, k: Any, v: Any, **options: Any) -> int:
     call = _describe_for_query("forward_workspace_bytes", q, k, v, {**given, **options})
     if call.on_cpu:
         return 0
-    return forward_plan(call.with_dense(), call.device.index, call.launch_stream).workspace_bytes
+    captured = run.captured_of(call)
+    return forward_plan(call.with_dense(), call.device.index, call.launch_stream, captured=captured).workspace_bytes
 
 
 def backward_workspace_bytes(
@@ -481,7 +482,8 @@ def backward_workspace_bytes(
     call = _describe_for_query("backward_workspace_bytes", q, k, v, options, dbias=dbias, dsink=dsink)
     if call.on_cpu:
         return 0
-    plan = backward_plan(call.with_dense(), call.device.index, call.launch_stream)
+    captured = run.captured_of(call)
+    plan = backward_plan(call.with_dense(), call.device.index, call.launch_stream, captured=captured)
     return plan.workspace_bytes + run.captured_bytes(call)
 
 

@@ -112,11 +112,12 @@ def warmup(
     Options that describe a call which the library refuses are refused with its message.
 
     With --tune the kernels of every candidate plan are compiled, and for the lengths given (with the batch and the
-    heads) the fastest plan is measured and remembered in the cache. That needs the GPU.
+    heads) the fastest plan is measured and remembered in the cache. That needs the GPU. It reads the arrays that a
+    --modifier captured, on the host or the GPU: they must be as large as those of such calls and hold what is typical.
 
     --modifier names a function of a module in the current directory or installed: score_mod, mask_mod, or one without
     parameters that returns (score_mod, mask_mod), or what nvrtc_attn.trace made. The arrays that it captured must be
-    there, but only their types and ranks matter: other contents and captured numbers need no other kernel.
+    there, but only their types and ranks matter to a compile: other contents and captured numbers need no other kernel.
     Lengths fall into a few classes of a kernel each: repeat --seqlen, from the shortest to the longest.
     """
     requests: list[precompile.Request] = []

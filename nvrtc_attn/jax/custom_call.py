@@ -52,6 +52,7 @@ from ..modifiers.cuda import NO_MODIFIER, ModifierValues, modifier_values, order
 from ..modifiers.modifier import Modifier, Program
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
+from ..plans.run import captured_of
 from ..runtime import device
 from .host import Memory
 from .host import array as host_array
@@ -661,7 +662,7 @@ def _plan(bound: _Pass, index: int, stream: int = 0) -> ForwardPlan | BackwardPl
             shares = {name: dense_layout(shape, dtype) for name, shape, dtype in bound.results if name in in_float32}
             dense = {name: call.problem.dense_layout_of(name) for name in names if name not in shares}
             problem = call.with_outputs(**dense, **shares)
-        plan = remember(_plans, (bound, index), make(problem, index, stream))
+        plan = remember(_plans, (bound, index), make(problem, index, stream, captured=captured_of(call)))
     return plan
 
 

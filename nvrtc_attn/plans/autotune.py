@@ -2,7 +2,7 @@
 
 What ``NVRTC_ATTN_AUTOTUNE`` says, read when a problem is planned (the first call of a process with its shapes):
 
-* ``1``: the remembered choice; where there is none, measure (up to 8 kernels to compile, half a second of GPU time).
+* ``1``: the remembered choice; where there is none, measure (up to 8 plans to compile, half a second of GPU time).
 * unset: the remembered choice; where there is none, the built-in table's. Costs one file look-up.
 * ``0``: the built-in table's choice.
 
@@ -10,6 +10,12 @@ A choice is an entry without payload in the cache of compiled kernels (`cache`):
 are, evicted and cleared with them. Its key covers the work (`problem_key`), the GPU's name and size, the backend, this
 package, the headers and NVRTC. ``NVRTC_ATTN_NO_COMPILE`` and ``NVRTC_ATTN_ASSERT_CACHED`` forbid measuring, and it does
 not happen on a stream that is captured: the table chooses there.
+
+A call with a modifier is measured with the arrays that it captured: what they hold decides which tiles a mask keeps.
+The key has the modifier's expressions and not the arrays, so the first arrays of a process decide for later ones. Where
+a mask reads an array whose memory nobody knows yet (JAX plans while it traces), nothing is measured and the table's
+choice stays for the process. Narrower tiles, of which a call with a modifier takes one where the table's spills, are
+candidates, and what was measured is taken whatever it spills.
 
 All candidates compute the same function but round in different orders, so results on two machines, or before and after
 measuring, may differ in the last bits. ``deterministic=True`` is bitwise repeatable for one choice.
@@ -47,15 +53,21 @@ from ..heuristics import choose_forward as table_forward
 from ..heuristics import narrower_forward as narrower_table
 from ..heuristics.common import features_of, is_vectorizable
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
+from ..heuristics.spec import label as label_of
 from ..jit import headers
 from ..jit.cache import kernel_cache
 from ..jit.cache_entry import TUNED
 from ..jit.compile import request_kernels
 from ..jit.library_build import nvrtc_build
+from ..modifiers.graph import walk
 from ..runtime import device, driver
 from ..runtime.kernel import check_nvrtc
 from . import measure
 
+UNKNOWN_ARRAYS: Final = (
+    "autotune: what the arrays of a mask_mod hold decides how long a call takes, and is not known where this one is "
+    "planned: it is not measured, the table chooses"
+)
 MIN_GAIN: Final = 0.02
 """A candidate replaces the table's choice when it is faster by more: medians of one kernel differ by 1 % by chance."""
 _MAX_CHOICES: Final = 1 << 16
@@ -81,6 +93,7 @@ def choose_forward(
     stream: int,
     plan_of: Callable[[ForwardPlanSpec], Any],
     tune: bool | None = None,
+    captured: measure.Captured | None = None,
 ) -> ForwardPlanSpec:
     """The plan of the forward pass on a device: measured, remembered, or from the table.
 
@@ -92,6 +105,8 @@ def choose_forward(
         Makes the runnable plan of a candidate (`plan.ForwardPlan`).
     tune
         As `env.autotune`, which is the default.
+    captured
+        What the problem's modifier has in this call.
 
     Raises
     ------
@@ -100,8 +115,8 @@ def choose_forward(
     """
     clusters = device.has_clusters(device_index)
     table = functools.partial(table_forward, clusters=clusters)
-    candidates = functools.partial(forward_candidates, clusters=clusters)
-    return _choose(problem, False, table, candidates, device_index, stream, plan_of, tune)
+    candidates = functools.partial(all_forward_candidates, clusters=clusters)
+    return _choose(problem, False, table, candidates, device_index, stream, plan_of, tune, captured)
 
 
 def choose_backward(
@@ -110,13 +125,33 @@ def choose_backward(
     stream: int,
     plan_of: Callable[[BackwardPlanSpec], Any],
     tune: bool | None = None,
+    captured: measure.Captured | None = None,
 ) -> BackwardPlanSpec:
     """The plan of the backward pass, as `choose_forward`."""
-    return _choose(problem, True, table_backward, backward_candidates, device_index, stream, plan_of, tune)
+    return _choose(problem, True, table_backward, backward_candidates, device_index, stream, plan_of, tune, captured)
+
+
+def all_forward_candidates(
+    problem: AttentionProblem, *, clusters: bool = True, **target: Any
+) -> dict[str, ForwardPlanSpec]:
+    """`forward_candidates`, and with a modifier the narrower tiles that are taken where the table's spills."""
+    found = forward_candidates(problem, **target, clusters=clusters)
+    if problem.modifier is not None and problem.plan_as is None:
+        for spec in narrower_table(problem, **target):
+            found.setdefault(label_of(spec), spec)
+    return found
+
+
+def is_measured(problem: AttentionProblem, spec: ForwardPlanSpec, device_index: int, tune: bool | None = None) -> bool:
+    """Whether `choose_forward` chose ``spec`` because it was measured to be the fastest: no other is to be tried."""
+    if (env.autotune() if tune is None else tune) is False or problem.plan_as is not None:
+        return False
+    key = problem_key(problem, False, device.properties(device_index), env.backend())
+    return _choices.get(key) == label_of(spec)
 
 
 def narrower_forward(problem: AttentionProblem, device_index: int) -> list[ForwardPlanSpec]:
-    """What else to try where the kernel of `choose_forward` spills registers."""
+    """What else to try where the kernel of `choose_forward` spills registers and was not measured."""
     return narrower_table(problem, **_target(device.properties(device_index)))
 
 
@@ -157,6 +192,7 @@ def _choose(
     stream: int,
     plan_of: Callable[[_Spec], Any],
     tune: bool | None,
+    captured: measure.Captured | None,
 ) -> _Spec:
     props = device.properties(device_index)
     target = _target(props)
@@ -175,11 +211,16 @@ def _choose(
         if not label and tune and not env.no_compile() and not env.assert_cached():
             if not _may_measure(problem, backward, device_index, stream):
                 return choose(problem, **target)  # and not kept: a later call may measure
-            with _locks.setdefault(device_index, threading.Lock()):
-                label = _choices.get(key)
-                if label is None:
-                    label = _remembered(key, candidates)  # by another process, while this thread waited
-                    label = _keep(key, label or _tune(problem, backward, key, candidates(), plan_of, props, stream))
+            if _has_arrays_of_mask(problem, captured):
+                with _locks.setdefault(device_index, threading.Lock()):
+                    label = _choices.get(key)
+                    if label is None:
+                        label = _remembered(key, candidates)  # by another process, while this thread waited
+                        if not label:
+                            label = _tune(problem, backward, key, candidates(), plan_of, props, stream, captured)
+                        label = _keep(key, label)
+            else:  # kept: a workspace may be sized by this plan for a call that has the arrays
+                log_once(UNKNOWN_ARRAYS, logging.INFO)
         label = _keep(key, label)
     # A choice that was kept for other outputs need not be possible for these.
     chosen = candidates().get(label) if label else None
@@ -194,10 +235,6 @@ def _keep(key: str, label: str) -> str:
 
 
 def _may_measure(problem: AttentionProblem, backward: bool, device_index: int, stream: int) -> bool:
-    if problem.modifier is not None:
-        # The arrays that it captured are not there, and scratch memory could not stand for indices.
-        log_once("autotune: calls with score_mod or mask_mod are not measured; the table chooses", logging.INFO)
-        return False
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, *problem.q.shape, *problem.k.shape):
         return False
     slow_inputs = not all(_is_fast(x) for x in (problem.q, problem.k, problem.v))
@@ -211,6 +248,20 @@ def _may_measure(problem: AttentionProblem, backward: bool, device_index: int, s
     return not capturing
 
 
+def _has_arrays_of_mask(problem: AttentionProblem, captured: measure.Captured | None) -> bool:
+    """Whether the memory of the arrays is known whose content decides which tiles are computed.
+
+    Numbers that are made up could hide all of them, or none, and what is measured so would be remembered for good.
+    """
+    if problem.modifier is None:
+        return True
+    if captured is None:
+        return False
+    mask = problem.modifier.mask
+    read = set() if mask is None else {x.value for x in walk([mask]) if x.op == "load"}
+    return all(captured.known[i] for i in read)
+
+
 def _is_fast(x: OperandLayout | None) -> bool:
     return x is None or is_vectorizable(x, DTYPES[x.dtype].itemsize)
 
@@ -221,7 +272,9 @@ def _is_fast(x: OperandLayout | None) -> bool:
 def problem_key(problem: AttentionProblem, backward: bool, props: device.DeviceProperties, backend: str) -> str:
     """Cache key of a choice, 64 hexadecimal digits."""
     where = (props.name, props.compute_capability, props.num_sms, props.smem_per_block_optin, backend)
-    text = repr((TUNED, _library(), where, backward, _essence(problem, backward)))
+    # The expressions, and the text that is made of them: neither has numbers, sizes or contents of arrays.
+    modifier = (features_of(problem).modifier,) if problem.modifier is not None else ()
+    text = repr((TUNED, _library(), where, backward, _essence(problem, backward), *modifier))
     return hashlib.sha256(text.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -294,6 +347,7 @@ def _tune(
     plan_of: Callable[[_Spec], Any],
     props: device.DeviceProperties,
     stream: int,
+    captured: measure.Captured | None,
 ) -> str:
     """Measure, log, remember; empty where nothing could be measured."""
     what = describe(problem, backward)
@@ -301,7 +355,7 @@ def _tune(
     if len(plans) < 2:
         return ""
     try:
-        times = measure.times_us(problem, backward, plans, props.index, stream)
+        times = measure.times_us(problem, backward, plans, props.index, stream, captured)
     except DeviceFaultError:
         raise
     except CudaError as error:  # most likely memory

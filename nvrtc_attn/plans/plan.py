@@ -45,6 +45,7 @@ from ..runtime import device, driver
 from ..runtime.kernel import ClusterError, Kernel, ParamsBuffer, check_nvrtc, load_kernel, refused, what_to_launch
 from ..runtime.tensor_maps import TensorMapEncoder
 from . import autotune
+from .measure import Captured
 
 _Plan = TypeVar("_Plan", "ForwardPlan", "BackwardPlan")
 _WORKSPACE_ALIGNMENT: Final = 256
@@ -379,11 +380,13 @@ def forward_plan(
     *,
     tune: bool | None = None,
     meanwhile: Callable[[], None] | None = None,
+    captured: Captured | None = None,
 ) -> ForwardPlan:
     """The cached plan for ``problem``; compiles and loads on the first call, which a capturing ``stream`` refuses.
 
     The problem has the layouts of what is written (`AttentionProblem.with_layouts`). ``tune`` is what `env.autotune`
-    says by default. ``meanwhile`` is called while a kernel compiles, if one has to.
+    says by default. ``meanwhile`` is called while a kernel compiles, if one has to. ``captured`` is what a
+    modifier has in this call, to measure with.
     """
 
     def of(spec: ForwardPlanSpec) -> ForwardPlan:
@@ -391,12 +394,16 @@ def forward_plan(
 
     def make() -> ForwardPlan:
         try:
-            plan = of(autotune.choose_forward(problem, device_index, stream, of, tune))
+            spec = autotune.choose_forward(problem, device_index, stream, of, tune, captured)
+            plan = of(spec)
         except ClusterError as error:
             log_once(f"{error}: splits of the keys have a second kernel there", logging.INFO)
             device.no_clusters(device_index)
-            plan = of(autotune.choose_forward(problem, device_index, stream, of, tune))
+            spec = autotune.choose_forward(problem, device_index, stream, of, tune, captured)
+            plan = of(spec)
         if problem.modifier is None or not plan.local_bytes:
+            return plan
+        if autotune.is_measured(problem, spec, device_index, tune):
             return plan
         return _least_spilled(plan, autotune.narrower_forward(problem, device_index), of)
 
@@ -426,7 +433,12 @@ def _least_spilled(
 
 
 def backward_plan(
-    problem: AttentionProblem, device_index: int, stream: int, *, tune: bool | None = None
+    problem: AttentionProblem,
+    device_index: int,
+    stream: int,
+    *,
+    tune: bool | None = None,
+    captured: Captured | None = None,
 ) -> BackwardPlan:
     """The cached plan for the backward pass of ``problem``; as `forward_plan`."""
 
@@ -435,7 +447,7 @@ def backward_plan(
 
     return _cached(
         ("backward", problem, device_index, env.backend()),
-        lambda: of(autotune.choose_backward(problem, device_index, stream, of, tune)),
+        lambda: of(autotune.choose_backward(problem, device_index, stream, of, tune, captured)),
     )
 
 

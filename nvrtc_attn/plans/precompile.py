@@ -6,6 +6,7 @@ what a call looks up. ``python -m nvrtc_attn warmup`` is this module with a prog
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -16,11 +17,11 @@ from typing import Any, Final
 
 from ..base import env
 from ..base.architectures import ARCHITECTURES, arch_of
-from ..base.errors import CompileError
-from ..front.call import CallOptions, describe_shapes
+from ..base.errors import CompileError, UnsupportedError
+from ..front.call import Call, CallOptions, describe_shapes
 from ..front.problem import AttentionProblem
-from ..front.tensors import Device
-from ..heuristics import backward_candidates, choose_backward, choose_forward, forward_candidates
+from ..front.tensors import CPU, Device, view
+from ..heuristics import backward_candidates, choose_backward, choose_forward
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import worker_pool
 from ..jit.compile import compile_kernel
@@ -29,6 +30,8 @@ from ..jit.worker_pool import COMPILE_MEMORY_BYTES, available_memory_bytes
 from ..modifiers.modifier import Modifier
 from ..runtime import device, driver
 from . import plan
+from .autotune import all_forward_candidates
+from .measure import Captured
 
 REFERENCE_SMS: Final[dict[str, int]] = {
     "sm_75": 40,  # T4
@@ -114,10 +117,16 @@ class KernelReport:
     error: str | None = None
 
 
-def problems(request: Request) -> list[AttentionProblem]:
-    """Problems of a request, of dense tensors that are aligned to 16 bytes, one for each pair of lengths.
+def problems(request: Request, *, backward: bool = False) -> list[AttentionProblem]:
+    """Those of `calls`, of dense operands."""
+    return [call.with_dense() for call in calls(request, backward=backward)]
 
-    Each is that of a call, described and validated as a user's, so that what is compiled is what such a call looks up.
+
+def calls(request: Request, *, backward: bool = False) -> list[Call]:
+    """Calls of a pass of a request, of dense tensors that are aligned to 16 bytes, one for each pair of lengths.
+
+    Each is described and validated as a user's, so that what is compiled is what such a call looks up. The kernels of a
+    backward pass make the gradients of all captured arrays that have one, of which a forward pass knows nothing.
 
     Raises
     ------
@@ -161,10 +170,9 @@ def problems(request: Request) -> list[AttentionProblem]:
             return_max_logit=request.max_logit,
         )
         modifier, trained = request.modifier, frozenset[int]()
-        if modifier is not None and request.backward:
+        if modifier is not None and backward:
             trained = frozenset(modifier.differentiable)
-        call = describe_shapes(operands, options, Device("cuda", 0), modifier=modifier, trained=trained)
-        found.append(call.with_dense())
+        found.append(describe_shapes(operands, options, Device("cuda", 0), modifier=modifier, trained=trained))
     return found
 
 
@@ -193,16 +201,16 @@ def configs(requests: Sequence[Request], *, candidates: bool = False) -> list[Ke
         num_sms = request.num_sms or REFERENCE_SMS[arch]
         smem_limit = target.smem_per_block_optin
         target_of: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "smem_limit": smem_limit, "backend": backend}
-        for problem in problems(request):
+        for problem, behind in zip(problems(request), problems(request, backward=True), strict=True):
             specs: list[ForwardPlanSpec | BackwardPlanSpec] = []
             backward = request.backward and problem.seqlen_q > 1
             if candidates:  # the choice is the first of them
-                specs += forward_candidates(problem, **target_of).values()
-                specs += backward_candidates(problem, **target_of).values() if backward else ()
+                specs += all_forward_candidates(problem, **target_of).values()
+                specs += backward_candidates(behind, **target_of).values() if backward else ()
             else:
                 specs.append(choose_forward(problem, **target_of))
                 if backward:
-                    specs.append(choose_backward(problem, **target_of))
+                    specs.append(choose_backward(behind, **target_of))
             if problem.seqlen_q <= min(DECODE_QUERIES, problem.seqlen_k - 1):
                 shorter = tuple((problem.seqlen_q, keys) for keys in lengths_before(problem.seqlen_k))
                 specs += [choose_forward(x, **target_of) for x in problems(replace(request, seqlens=shorter))]
@@ -232,13 +240,27 @@ def tune(requests: Sequence[Request]) -> int:
     for index, request in itertools.product(device.one_of_each_kind(range(driver.device_count())), requests):
         if ARCHITECTURES[request.arch].compute_capability != device.properties(index).compute_capability:
             continue
-        for p in problems(request):
-            plan.forward_plan(p, index, 0, tune=True)
+        for call in calls(request):
+            plan.forward_plan(call.with_dense(), index, 0, tune=True, captured=_captured(request, call, index))
             passes += 1
-            if request.backward and p.seqlen_q > 1:
-                plan.backward_plan(p, index, 0, tune=True)
+        for call in calls(request, backward=True) if request.backward else ():
+            if call.problem.seqlen_q > 1:
+                plan.backward_plan(call.with_dense(), index, 0, tune=True, captured=_captured(request, call, index))
                 passes += 1
     return passes
+
+
+def _captured(request: Request, call: Call, device_index: int) -> Captured | None:
+    """What the modifier of ``call`` has: the request's arrays as they are, on the host or on the GPU."""
+    if call.modifier is None or call.modified is None or request.modifier is None:
+        return None
+    arrays = list(call.captures)
+    for i, place in enumerate(call.modified.kept):
+        with contextlib.suppress(TypeError, ValueError, UnsupportedError):  # an array without memory
+            found = view(request.modifier.captures[place], f"captured array {place} of the modifier")
+            if found.dtype == arrays[i].dtype and found.device in (CPU, Device("cuda", device_index)):
+                arrays[i] = found
+    return Captured(tuple(arrays), call.modifier.numbers)
 
 
 def worker_count(num_kernels: int) -> int:

@@ -13,18 +13,25 @@ from ..front.tensors import TensorView
 from ..heuristics.common import orders_gradients
 from ..modifiers.cuda import NO_MODIFIER, modifier_values, ordered_bytes
 from ..runtime.lifetime import hold
+from .measure import Captured
 from .plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .repeats import RepeatedModifier, remember, repeated_modifier
 
 
 def plan_forward(call: Call, views: Mapping[str, TensorView]) -> ForwardPlan:
     """The plan for ``call`` with the forward pass's outputs in ``views`` (no out = a dense one)."""
-    return forward_plan(call.with_outputs(**views), call.device.index, call.launch_stream)
+    return forward_plan(call.with_outputs(**views), call.device.index, call.launch_stream, captured=captured_of(call))
 
 
 def plan_backward(call: Call, views: Mapping[str, TensorView]) -> BackwardPlan:
     """The plan for ``call`` with the backward pass's tensors in ``views`` (out, lse, dq, ...; missing = dense)."""
-    return backward_plan(call.with_outputs(**views), call.device.index, call.launch_stream)
+    problem = call.with_outputs(**views)
+    return backward_plan(problem, call.device.index, call.launch_stream, captured=captured_of(call))
+
+
+def captured_of(call: Call) -> Captured | None:
+    """What the modifier of a call has, to measure plans with."""
+    return None if call.modifier is None else Captured(call.captures, call.modifier.numbers)
 
 
 def forward(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
+import math
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from fake_driver import FakeDriver, FakeGpu, installed
 
-from nvrtc_attn import collect_env
+from nvrtc_attn import collect_env, heuristics
 from nvrtc_attn.base import log
 from nvrtc_attn.base.errors import CompileError, CudaError, DeviceFaultError
 from nvrtc_attn.commands import main
@@ -31,9 +33,10 @@ from nvrtc_attn.heuristics import (
     choose_forward,
     forward_candidates,
 )
-from nvrtc_attn.heuristics.spec import ForwardPlanSpec
+from nvrtc_attn.heuristics.spec import ForwardPlanSpec, label
 from nvrtc_attn.jit.cache import kernel_cache
 from nvrtc_attn.jit.config import BackwardConfig, DqConfig, HopperBackwardConfig
+from nvrtc_attn.modifiers.cuda import ModifierValues
 from nvrtc_attn.modifiers.trace import trace
 from nvrtc_attn.plans import autotune, measure, plan, precompile
 from nvrtc_attn.runtime import device
@@ -68,13 +71,17 @@ class Bench:
     def __init__(self) -> None:
         self.times: list[float] = [10.0, 9.0, 8.0]
         self.measured: list[list[str]] = []
+        self.captured: list[Any] = []
         self.error: Exception | None = None
         self.delay_s = 0.0
         self.compiled_ahead: list[Any] = []
         """Kernels that were asked for; none is compiled, no plan here launches one."""
 
-    def __call__(self, _problem: Any, _backward: bool, plans: Mapping[str, Any], *_rest: Any) -> dict[str, float]:
+    def __call__(
+        self, _problem: Any, _backward: bool, plans: Mapping[str, Any], _index: int, _stream: int, captured: Any
+    ) -> dict[str, float]:
         self.measured.append(list(plans))
+        self.captured.append(captured)
         time.sleep(self.delay_s)
         if self.error is not None:
             raise self.error
@@ -442,17 +449,6 @@ def test_slow_outputs_do_not_decide_for_others(bench: Bench) -> None:
     assert len(bench.measured) == 2, "where the inputs are as slow it does not matter"
 
 
-def test_functions_are_not_measured_which_is_said_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    function = trace(lambda s, b, h, q, k: s + 0.5 * abs(q - k)).program
-    with caplog.at_level(logging.INFO, "nvrtc_attn"):
-        for seqlen in (1024, 2048, 4096):
-            asked = problem(seqlen_q=seqlen, seqlen_k=seqlen, modifier=function)
-            assert choose(asked) == table(asked)
-    (record,) = caplog.records
-    assert record.getMessage() == "autotune: calls with score_mod or mask_mod are not measured; the table chooses"
-    assert bench.measured == []
-
-
 def test_empty_problems_are_not_measured(bench: Bench) -> None:
     for changes in ({"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"num_heads": 0, "num_heads_kv": 0}):
         choose(problem(dtype="float16", **changes))
@@ -482,6 +478,190 @@ def test_one_line_tells_the_times(bench: Bench, caplog: pytest.LogCaptureFixture
     (record,) = caplog.records
     for part in ("forward bfloat16", "2048 x 2048", "band", "Fake GPU", "10.0 us", "8.0 us"):
         assert part in record.message
+
+
+# -- modifiers -------------------------------------------------------------------------------------------------------
+
+
+def captured_of(
+    score: Any = None, mask: Any = None, *, address: int = 0x7000, where: Device | None = None
+) -> tuple[Any, measure.Captured]:
+    """The program of functions, and its arrays, all at one address."""
+    traced = trace(score, mask)
+    arrays = [
+        TensorView(address, x.shape, dense_layout(x.shape, str(x.dtype)).strides, str(x.dtype), where or CUDA)
+        for x in traced.captures
+    ]
+    return traced.program, measure.Captured(tuple(arrays), traced.numbers)
+
+
+CUDA = Device("cuda", 0)
+IDS = np.arange(2048, dtype=np.int32) // 300
+TABLE = np.zeros((16, 4096), np.float32)
+
+
+def documents(_b: Any, _h: Any, q: Any, k: Any) -> Any:
+    return IDS[q] == IDS[k]
+
+
+def relative(s: Any, _b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s + TABLE[h, q - k + 2047]
+
+
+def test_modifiers_are_measured_with_what_they_captured(bench: Bench) -> None:
+    for score, mask in ((relative, None), (None, documents), (relative, documents)):
+        program, captured = captured_of(score, mask)
+        asked = problem(modifier=program)
+        listed = list(autotune.all_forward_candidates(asked, **TARGET).values())
+        chosen = autotune.choose_forward(asked, 0, 0, plan_of, captured=captured)
+        assert chosen == listed[2] != table(asked)
+        trained = problem(modifier=program, trained=(0,) if mask is None else ())
+        backward = autotune.choose_backward(trained, 0, 0, plan_of, captured=captured)  # type: ignore[arg-type]
+        assert (
+            backward
+            == list(backward_candidates(trained, **TARGET).values())[:3][-1]
+            != choose_backward(trained, **TARGET)
+        )
+        assert autotune.expected_backward(trained, 0) == backward, "what is compiled ahead is what is chosen"
+    assert len(bench.measured) == 6
+    assert [x.known for x in bench.captured] == [(True,) * n for n in (1, 1, 1, 1, 2, 2)]
+
+
+def test_what_a_modifier_computes_is_in_the_key(fake: FakeDriver) -> None:
+    def program(score: Any = None, mask: Any = None) -> AttentionProblem:
+        return problem(modifier=captured_of(score, mask)[0])
+
+    others = [
+        problem(), program(relative), program(None, documents), program(relative, documents),
+        program(lambda s, b, h, q, k: 2.0 * relative(s, b, h, q, k)),
+        problem(modifier=program(relative).modifier, trained=(0,)),
+    ]  # fmt: skip
+    assert len({key(x) for x in others}) == len(others)
+    longer, wide = np.zeros((16, 9999), np.float32), np.ones((16, 4096), np.float32)
+    for array in (longer, wide):
+        assert key(program(lambda s, b, h, q, k, array=array: s + array[h, q - k + 2047])) == key(program(relative))
+    half = np.zeros((16, 4096), np.float16)
+    assert key(program(lambda s, b, h, q, k: s + half[h, q - k + 2047])) != key(program(relative)), "another kernel"
+    two, three = np.float32(2.0), np.float32(3.0)
+    assert key(program(lambda s, b, h, q, k: s + two * abs(q - k))) == key(
+        program(lambda s, b, h, q, k: s + three * abs(q - k))
+    ), "a number that is captured is no part of the text"
+
+
+def test_a_mask_of_unknown_arrays_is_not_measured_which_is_said_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Zeros, or ids that are all others, would be remembered for calls with documents."""
+    program, unknown = captured_of(None, documents, address=0)
+    asked = problem(modifier=program)
+    with caplog.at_level(logging.INFO, "nvrtc_attn"):
+        for seqlen in (1024, 2048):
+            other = problem(seqlen_q=seqlen, seqlen_k=seqlen, modifier=program)
+            assert autotune.choose_forward(other, 0, 0, plan_of, captured=unknown) == table(other)
+    assert [record.getMessage() for record in caplog.records] == [autotune.UNKNOWN_ARRAYS]
+    assert bench.measured == []
+    _, known = captured_of(None, documents)
+    assert autotune.choose_forward(asked, 0, 0, plan_of, captured=known) == table(asked), "a workspace is of that size"
+    assert bench.measured == []
+    # What the score alone reads decides no tile.
+    program, unknown = captured_of(relative, lambda b, h, q, k: (q - k) % 7 != 3, address=0)
+    asked = problem(modifier=program)
+    assert autotune.choose_forward(asked, 0, 0, plan_of, captured=unknown) != table(asked)
+    assert len(bench.measured) == 1
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_where_the_tables_kernel_spills_narrower_ones_are_measured(
+    measured: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured is taken though it spills, and its kernel alone is loaded by a later process."""
+    program, captured = captured_of(relative)
+    asked = problem(modifier=program)
+    narrower = heuristics.narrower_forward(asked, **TARGET)
+    assert narrower
+    listed = autotune.all_forward_candidates(asked, **TARGET)
+    assert all(spec in listed.values() for spec in narrower)
+    made: list[Any] = []
+
+    class Spilling(FakePlan):
+        """The narrowest does not spill; the others of this kernel do, the table's most."""
+
+        def __init__(self, spec: Any, *_arguments: Any) -> None:
+            least = {label(narrower[-1]): 0, label(narrower[0]): 8}
+            super().__init__(label(spec), least.get(label(spec), 40))
+            made.append(spec)
+
+    monkeypatch.setattr(plan, "ForwardPlan", Spilling)
+    monkeypatch.setattr(plan, "_plans", {})
+    fast = list(listed).index(label(narrower[0]))
+    bench.times = [5.0 if i == fast else 10.0 for i in range(len(listed))]
+    if not measured:
+        monkeypatch.delenv("NVRTC_ATTN_AUTOTUNE")
+    found: Any = plan.forward_plan(asked, 0, 0, captured=captured)
+    assert found.label == label(narrower[0] if measured else narrower[-1])
+    assert len(bench.measured) == measured
+    if measured:
+        assert found.local_bytes == 8
+        made.clear()
+        forget()
+        monkeypatch.setattr(plan, "_plans", {})
+        monkeypatch.delenv("NVRTC_ATTN_AUTOTUNE")
+        plan.forward_plan(asked, 0, 0)
+        assert made == [narrower[0]], "remembered, without the arrays"
+        monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
+        monkeypatch.setattr(plan, "_plans", {})
+        again: Any = plan.forward_plan(asked, 0, 0)
+        assert again.label == label(narrower[-1]), "the table's rule, which does not know the choice"
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_captured_arrays_are_read_where_they_are_and_gradients_are_not(
+    ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU, on the host with strides, or nowhere: then indices are in range."""
+    monkeypatch.setattr(measure, "FLUSH_BYTES", 1 << 12)
+    bucket, slopes, wide = np.zeros(64, np.int32), np.zeros(8, np.float32), np.arange(24, dtype=np.float32)[::-2]
+    traced = trace(lambda s, b, h, q, k: (s + slopes[bucket[q]]) * wide[h] + 0.25 * k)
+    places = {x.shape: i for i, x in enumerate(traced.captures)}
+    on_gpu = Device("cuda", 0)
+    views = {
+        (64,): TensorView(0, (64,), (1,), "int32", on_gpu),
+        (8,): TensorView(0x7000, (8,), (1,), "float32", on_gpu),
+        (12,): TensorView(wide.ctypes.data, (12,), (-2,), "float32", Device("cpu", 0)),
+    }
+    arrays = tuple(views[x.shape] for x in traced.captures)
+    trained = tuple(sorted((places[8,], places[12,])))
+    asked = problem(
+        8, batch=1, seqlen_q=8, seqlen_k=8, num_heads=2, num_heads_kv=2, modifier=traced.program, trained=trained,
+        deterministic=ordered,
+    )  # fmt: skip
+    seen: dict[str, Any] = {}
+
+    class Looking:
+        local_bytes, workspace_bytes = 0, 1000
+
+        def run(self, _stream: int, _addresses: Any, workspace: int, _rng: RngState, values: ModifierValues) -> None:
+            pointers = struct.unpack_from("<3Q", values.block)
+            integers = np.ctypeslib.as_array((ctypes.c_int32 * 64).from_address(pointers[places[64,]]))
+            seen["bucket"] = integers.copy()
+            seen["wide"] = [ctypes.c_float.from_address(pointers[places[12,]] - 8 * i).value for i in range(12)]
+            seen["slopes"] = pointers[places[8,]]
+            sums = (20 * 8 * 33,) if ordered else tuple(4 * math.prod(arrays[i].shape) for i in trained)
+            assert tuple(nbytes for _, nbytes in values.zeroed) == sums
+            ctypes.memset(workspace, 255, self.workspace_bytes)
+            for address, nbytes in values.zeroed:
+                ctypes.memset(address, 255, nbytes)  # is memory of the scratch's, beside all else
+            seen["bucket after"] = integers.copy()
+
+    with installed(MemoryDriver([FakeGpu()])) as fake:
+        assert isinstance(fake, MemoryDriver)
+        captured = measure.Captured(arrays, traced.numbers)
+        measure.times_us(asked, True, {"table": Looking()}, 0, 5, captured)
+        assert fake.memory == {}
+    assert seen["slopes"] == 0x7000
+    assert seen["wide"] == wide.tolist()
+    assert set(seen["bucket"]) == set(range(8)), "of all elements of what it selects from"
+    assert (seen["bucket after"] == seen["bucket"]).all()
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
@@ -683,8 +863,8 @@ def test_warmup_tunes_what_a_call_looks_up(
     options: dict[str, Any], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[bool, AttentionProblem]] = []
-    monkeypatch.setattr(plan, "forward_plan", lambda p, *_arguments, tune: asked.append((False, p)))
-    monkeypatch.setattr(plan, "backward_plan", lambda p, *_arguments, tune: asked.append((True, p)))
+    monkeypatch.setattr(plan, "forward_plan", lambda p, *_arguments, **_named: asked.append((False, p)))
+    monkeypatch.setattr(plan, "backward_plan", lambda p, *_arguments, **_named: asked.append((True, p)))
     request = precompile.Request(arch="sm_90a", head_dim=64, dtype="float16", seqlens=((1024, 1024),), **options)
     assert precompile.tune([request, dataclasses.replace(request, arch="sm_80")]) == 2, "two GPUs of one kind"
 
@@ -707,6 +887,33 @@ def test_warmup_tunes_what_a_call_looks_up(
     called = dataclasses.replace(called, **dict.fromkeys(("out", "dout", "dq", "dk", "dv"), called.q))
     for backward, tuned in asked:
         assert key(tuned, backward) == key(called, backward)
+
+
+def test_warmup_tunes_modifiers_with_the_arrays_of_the_module(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass with the gradients that it has in a call, and what the arrays hold."""
+    asked: list[tuple[AttentionProblem, Any]] = []
+
+    def note(p: AttentionProblem, *_arguments: Any, captured: Any, **_named: Any) -> None:
+        asked.append((p, captured))
+
+    monkeypatch.setattr(plan, "forward_plan", note)
+    monkeypatch.setattr(plan, "backward_plan", note)
+    modifier = trace(relative, documents)
+    request = precompile.Request(
+        arch="sm_90a", head_dim=64, dtype="float16", seqlens=((2048, 2048),), modifier=modifier
+    )  # fmt: skip
+    assert precompile.tune([request]) == 2
+    (forward, of_forward), (backward, of_backward) = asked
+    assert (forward.trained, len(backward.trained)) == ((), 1)
+    assert forward.modifier == backward.modifier == modifier.program
+    for captured in (of_forward, of_backward):
+        assert [x.ptr for x in captured.arrays] == [x.ctypes.data for x in modifier.captures]
+        assert captured.known == (True, True)
+    configs = precompile.configs([dataclasses.replace(request, num_sms=132)], candidates=True)
+    for spec in autotune.all_forward_candidates(forward, **TARGET).values():
+        assert {launch.config for launch in spec.launches} <= set(configs)
 
 
 def test_warmup_compiles_the_kernels_of_every_candidate() -> None:

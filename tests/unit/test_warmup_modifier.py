@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import nvrtc_attn
 from nvrtc_attn import commands
 from nvrtc_attn.front.call import CallOptions, describe_shapes
 from nvrtc_attn.front.tensors import Device
-from nvrtc_attn.heuristics import choose_forward
+from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.jit.config_text import described
 from nvrtc_attn.plans import precompile
 
@@ -55,26 +56,33 @@ def test_names() -> None:
             of(name)
 
 
-def test_the_kernels_are_those_of_a_call() -> None:
+def test_the_kernels_are_those_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other lengths, contents and captured numbers."""
+    monkeypatch.setenv("NVRTC_ATTN_BACKEND", "portable")
     modifier = commands._modifier_named("my_masks:both")
     request = precompile.Request(
         arch="sm_90", head_dim=64, dtype="bfloat16", seqlens=((4096, 4096),), modifier=modifier
     )
-    (warm,) = precompile.problems(request)
     ids, slopes = np.arange(2048, dtype=np.int32) // 100, np.zeros(16, np.float32)
     call = nvrtc_attn.trace(lambda s, b, h, q, k: s + slopes[h] * (k - q), lambda b, h, q, k: ids[q] == ids[k])
     shape = ((2, 2048, 16, 64), "bfloat16")
-    other = describe_shapes(
-        dict.fromkeys("qkv", shape), CallOptions(return_lse=True), Device("cuda", 0), modifier=call,
-        trained=frozenset(call.differentiable),
-    ).with_dense()  # fmt: skip
-    assert warm.modifier == other.modifier
-    target = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448, "backend": "portable"}
-    ours, theirs = (choose_forward(x, **target).main.config for x in (warm, other))
-    assert ours.features.modifier == theirs.features.modifier
-    assert ours.features.tile_words
-    words = described(ours)
+    target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448, "backend": "portable"}
+    of_pass = {}
+    for backward, choose in ((False, choose_forward), (True, choose_backward)):
+        (warm,) = precompile.problems(request, backward=backward)
+        trained = frozenset(call.differentiable if backward else ())  # gradients are no matter of a forward call
+        other = describe_shapes(
+            dict.fromkeys("qkv", shape), CallOptions(return_lse=True), Device("cuda", 0), modifier=call,
+            trained=trained,
+        ).with_dense()  # fmt: skip
+        assert warm.modifier == other.modifier
+        ours, theirs = (choose(x, **target).launches for x in (warm, other))  # type: ignore[operator]
+        assert [x.config for x in ours] == [x.config for x in theirs]
+        of_pass[backward] = {x.config for x in ours}
+    assert of_pass[False] | of_pass[True] <= set(precompile.configs([request]))
+    main = choose_forward(precompile.problems(request)[0], **target).main.config
+    assert main.features.tile_words
+    words = described(main)
     assert words.startswith("forward_portable for sm_90 bfloat16 head dim 64 tile 128x")
     assert "modifier (" in words
     assert "tile_words" in words
