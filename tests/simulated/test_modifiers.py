@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import modifiers
@@ -13,11 +14,12 @@ from simulator.gpu import DeviceArray
 from simulator.harness import CODES, GPUS, decoded, encoded, workspace_of
 
 import nvrtc_attn
-from nvrtc_attn import api
+from nvrtc_attn import api, heuristics
 from nvrtc_attn.cpu import reference
 from nvrtc_attn.heuristics import tile_words
+from nvrtc_attn.jit.cache import KernelCache
 from nvrtc_attn.modifiers.evaluate import HostModifier
-from nvrtc_attn.plans import plan
+from nvrtc_attn.plans import autotune, measure, plan, run
 
 KINDS = {"float32": 2, "float16": 2, "int32": 0, "int64": 0, "bool": 6}
 """DLPack's codes of captured arrays."""
@@ -86,6 +88,10 @@ ALWAYS = (*CASES[:2], CASES[7])
     [pytest.param(*x, marks=[] if x in ALWAYS else [pytest.mark.slow], id="-".join(map(str, x))) for x in CASES],
 )
 def test_forward_and_gradients(gpu: str, name: str, dtype: str, head_dim: int, machine: Any) -> None:
+    check_forward_and_gradients(gpu, name, dtype, head_dim, machine)
+
+
+def check_forward_and_gradients(gpu: str, name: str, dtype: str, head_dim: int, machine: Any, **options: Any) -> None:
     case = next(x for x in modifiers.named_cases() if x.name == name)
     tolerance = {"float16": 4e-3, "float32": 2e-4}[dtype]
     with simulator.simulated(machine, GPUS[gpu]):
@@ -109,15 +115,61 @@ def test_forward_and_gradients(gpu: str, name: str, dtype: str, head_dim: int, m
         q, k, v, dout = problem.given
         gradients = [problem.blank(x, dtype) for x in problem.exact[:3]]
         daux = [None if x is None else problem.blank(x, "float32") for x in sums]
-        size = api.backward_workspace_bytes(q, k, v, score_mod=modifier, daux=daux)
+        size = api.backward_workspace_bytes(q, k, v, score_mod=modifier, daux=daux, **options)
+        workspace = workspace_of(machine, size)
         nvrtc_attn.attention_backward(
-            dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux, workspace=workspace_of(machine, size)
+            dout, q, k, v, out, lse, *gradients, score_mod=modifier, daux=daux, workspace=workspace, **options
         )
         for what, ours, theirs in zip(("dq", "dk", "dv"), gradients, expected[:3], strict=True):
             close(what, ours, dtype, theirs, 4 * tolerance)
         for ours, theirs in zip(daux, sums, strict=True):
             if ours is not None and theirs is not None:
                 close("gradient of what was captured", ours, "float32", theirs, 8 * tolerance)
+
+
+MEASURED = [
+    ("sm_90", "relative bias", True, {"deterministic": True}), ("sm_90", "t5", False, {}),
+    ("sm_80", "documents", True, {}), ("sm_80", "t5", False, {"deterministic": True}), ("sm_90", "documents", True, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "known", "options"),
+    [
+        pytest.param(*x, marks=[] if x in MEASURED[:3] else [pytest.mark.slow], id=f"{x[0]}-{x[1]}-{i}")
+        for i, x in enumerate(MEASURED)
+    ],
+)
+def test_measured_plans(
+    gpu: str, name: str, known: bool, options: dict[str, Any], machine: Any, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Candidates run in scratch memory, with the arrays or what stands for them; the last is taken, and is right."""
+    with monkeypatch.context() as patch:
+        measured: list[list[str]] = []
+        times_us, captured_of = measure.times_us, run.captured_of
+
+        def times(*arguments: Any) -> dict[str, float]:
+            patch.setattr(measure, "MAX_ROUNDS", 1)
+            found = times_us(*arguments)
+            measured.append(list(found))
+            return {label: 10.0 - place for place, label in enumerate(found)}
+
+        def nowhere(call: Any) -> Any:
+            found = captured_of(call)
+            return found._replace(arrays=tuple(dataclasses.replace(x, ptr=0) for x in found.arrays))
+
+        if not known:
+            patch.setattr(run, "captured_of", nowhere)
+        patch.setattr(measure, "times_us", times)
+        patch.setattr(measure, "FLUSH_BYTES", 1 << 12)
+        patch.setattr(heuristics, "MAX_CANDIDATES", 2)
+        patch.setattr(autotune, "_choices", {})
+        patch.setattr(autotune.env, "autotune", lambda: True)
+        patch.setattr(autotune, "kernel_cache", lambda: KernelCache(tmp_path, 1 << 20))
+        check_forward_and_gradients(gpu, name, "float16", 64, machine, **options)
+    assert len(measured) == 2, "of each pass once"
+    assert all(len(labels) >= 2 for labels in measured), measured
 
 
 def test_a_tile_without_a_key_for_new_rows_is_computed_once(machine: Any) -> None:

@@ -235,6 +235,8 @@ class SimulatedGpu(FakeDriver):
     launched: list[tuple[str, int]] = field(default_factory=list)
     """Kernel's image (its digest) and instructions of every launch."""
     notes: list[str] = field(default_factory=list)
+    allocated: dict[int, DeviceArray] = field(default_factory=dict)
+    """What the package allocated itself, by address."""
     lock: Any = field(default_factory=threading.RLock)
 
     def kernel(self, function: int) -> Kernel:
@@ -282,6 +284,41 @@ class SimulatedGpu(FakeDriver):
 
     def do_PointerGetAttribute(self, _which: Any, _address: int) -> int:
         return 0
+
+    def do_MemAllocAsync(self, size: int, _stream: int) -> int:
+        """Of the alignment that the driver gives; every byte is 255."""
+        storage = np.full(size + 512, 255, np.uint8)
+        start = -storage.ctypes.data % 512
+        array = DeviceArray(self.machine, storage[start : start + size], 1)
+        self.allocated[array.array.ctypes.data] = array
+        return int(array.array.ctypes.data)
+
+    def do_MemFree(self, address: int) -> None:
+        del self.allocated[address]
+
+    def do_MemcpyHtoDAsync(self, to: int, source: int, nbytes: int, _stream: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+
+    def do_MemcpyDtoDAsync(self, to: int, source: int, nbytes: int, _stream: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+
+    def do_StreamSynchronize(self, _stream: int) -> None:
+        return None
+
+    def do_EventCreate(self, _flags: int) -> int:
+        return 1
+
+    def do_EventDestroy(self, _event: int) -> None:
+        return None
+
+    def do_EventRecord(self, _event: int, _stream: int) -> None:
+        return None
+
+    def do_EventElapsedTime(self, _start: int, _end: int) -> float:
+        return 0.01
+
+    def do_ThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        return mode
 
     def do_MemsetD8Async(self, address: int, value: int, nbytes: int, _stream: int) -> None:
         ctypes.memset(address, value, nbytes)

@@ -22,6 +22,7 @@ from nvrtc_attn import collect_env, heuristics
 from nvrtc_attn.base import log
 from nvrtc_attn.base.errors import CompileError, CudaError, DeviceFaultError
 from nvrtc_attn.commands import main
+from nvrtc_attn.front.call import CallOptions, describe_shapes
 from nvrtc_attn.front.operands import BACKWARD
 from nvrtc_attn.front.philox import RngState
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, build_problem, dense_layout
@@ -546,6 +547,20 @@ def test_what_a_modifier_computes_is_in_the_key(fake: FakeDriver) -> None:
     assert key(program(lambda s, b, h, q, k: s + two * abs(q - k))) == key(
         program(lambda s, b, h, q, k: s + three * abs(q - k))
     ), "a number that is captured is no part of the text"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_warmup_measures_masks_for_jax(backward: bool, fake: FakeDriver) -> None:
+    """Which describes a call without its arrays and leaves none to a bias."""
+    request = precompile.Request(
+        arch="sm_90a", head_dim=64, dtype="float16", seqlens=((2048, 2048),), modifier=trace(None, documents)
+    )  # fmt: skip
+    (tuned,) = precompile.problems(request, backward=backward)
+    operands = dict.fromkeys("qkv", ((4, 2048, 16, 64), "float16"))
+    called = describe_shapes(
+        operands, CallOptions(), CUDA, modifier=trace(None, documents), keeps_arrays=True
+    ).with_dense()  # fmt: skip
+    assert key(tuned, backward) == key(called, backward)
 
 
 def test_a_mask_of_unknown_arrays_is_not_measured_which_is_said_once(
