@@ -103,8 +103,9 @@ def check(what: str, found: Gradients, expected: Gradients, dtype: Any) -> None:
 
 
 def compile_for(arch: str, head_dim: int, report: Any) -> bool:
-    version = report["nvrtc"]["version"] if report.get("nvrtc") else "none was found"
-    print(f"\n2. Kernels for {arch}, compiled with NVRTC {version} (needs no GPU; the disk cache keeps them)")
+    nvrtc = report.get("nvrtc")
+    how = f"compiled with NVRTC {nvrtc['version']}" if nvrtc else "without NVRTC: none was found"
+    print(f"\n2. Kernels for {arch}, {how} (needs no GPU; the disk cache keeps them)")
     what = ("--arch", arch, "--head-dim", str(head_dim), "--dtype", "float16", "--causal", "--seqlen", "4096")
     start = time.perf_counter()
     done = command_line("warmup", *what, "--forward-only")

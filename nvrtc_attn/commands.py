@@ -160,8 +160,11 @@ def warmup(
     # rich would squeeze a table into 80 columns where the output is no terminal; a long row may wrap instead.
     Console(width=max(Console().width, 140)).print(_kernel_table(reports))
     failed = [report for report in reports if report.error]
+    reasons: dict[str, dict[str, None]] = {}  # one for all kernels, mostly: of what is not installed, or is full
     for report in failed:
-        click.echo(f"failed: {report.config.kernel} for {report.config.arch}: {report.error}", err=True)
+        reasons.setdefault(report.error or "", {})[f"{report.config.kernel} for {report.config.arch}"] = None
+    for reason, names in reasons.items():
+        click.echo(f"failed: {', '.join(names)}: {reason}", err=True)
     cache = _kernel_cache()
     lost = sum(cache.get(report.key) is None for report in reports if not report.error)
     if lost:

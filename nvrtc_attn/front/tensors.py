@@ -17,6 +17,7 @@ import numpy as np
 from ..base.dtypes import DTYPES
 from ..base.errors import shown
 from . import dlpack
+from .operands import OPERANDS
 from .tensorview import (
     CPU,
     Device,
@@ -184,10 +185,12 @@ def _handler_of(x: object, name: str) -> _Handler:
         return _view_capsule
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _view_dlpack
+    row = OPERANDS.get(name)
+    dtype = ", dtype=numpy.int32" if row is not None and row.is_lengths else ""
     raise TypeError(
         f"{name}: got {shown(x)} of type {cls.__name__}. A tensor is needed: "
         f"torch, CuPy, JAX, NumPy, or any object with __dlpack__ and __dlpack_device__. Convert it, for example with "
-        f"numpy.asarray. See help(nvrtc_attn.attention)."
+        f"numpy.asarray(x{dtype}). See help(nvrtc_attn.attention)."
     )
 
 

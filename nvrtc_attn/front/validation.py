@@ -29,6 +29,8 @@ MAX_SCALE: Final = FLOAT32_MAX * math.log(2)
 # Sizes and windows are 32-bit in the kernels' parameters (strides and offsets are 64-bit).
 MAX_SIZE: Final = 2**31 - 1
 _CAUSAL: Final = (False, True, "bottom_right", "top_left")
+# The names of a softmax scale -> what the function that calls it so calls q.
+_SCALED: Final = {"softmax_scale": "q", "scale": "query"}
 _POINTER: Final = "See help(nvrtc_attn.attention)."
 
 
@@ -65,7 +67,9 @@ def check_dtypes(found: Violations, tensors: dict[str, TensorView]) -> None:
     if q not in ATTENTION_DTYPES:
         found.unsupported(f"q: dtype {q}. Accepted: {', '.join(ATTENTION_DTYPES)}. Convert q, k and v first.")
     if not q == k == v:
-        found.value(f"q, k, v: dtypes {q}, {k}, {v} differ. They must be the same. Convert k and v to {q}.")
+        common = next((x for x in (q, k, v) if x in ATTENTION_DTYPES), None)
+        advice = "" if common is None else f" Convert all to {common}." if common != q else f" Convert k and v to {q}."
+        found.value(f"q, k, v: dtypes {q}, {k}, {v} differ. They must be the same.{advice}")
     for name in OPTIONAL_INPUTS:
         dtypes = dtypes_of(name, {"q": q})
         if name in tensors and tensors[name].dtype not in dtypes:
@@ -160,6 +164,8 @@ def _other_layout(q: TensorView, k: TensorView, v: TensorView) -> str:
     """What to do, where the shapes fit together with heads and rows exchanged: the layout of torch's function."""
     heads, heads_kv = q.shape[1], k.shape[1]
     if k.shape[:3] != v.shape[:3] or not 0 < heads_kv <= heads or heads % heads_kv:
+        return ""
+    if heads_kv >= k.shape[2]:  # keys of one length always divide as heads; there are more keys than heads, mostly
         return ""
     return (
         " These fit together as [batch, heads, seqlen, head_dim]: exchange dims 1 and 2, x.transpose(1, 2) in torch, "
@@ -451,8 +457,9 @@ def check_real(found: Violations, name: str, value: object, low: float, high: fl
     if value is None and name != "dropout_p":
         return None
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
-        computed = name == "softmax_scale" and hasattr(value, "dtype")
-        advice = " One that is computed or learned: multiply q by it, and pass softmax_scale=1.0." if computed else ""
+        advice = ""
+        if name in _SCALED and hasattr(value, "dtype"):
+            advice = f" One that is computed or learned: multiply {_SCALED[name]} by it, and pass {name}=1.0."
         found.kind(
             f"{name}: got {shown(value)} of type {type(value).__name__}. It is a Python or NumPy real number.{advice}"
         )
@@ -467,12 +474,31 @@ def check_real(found: Violations, name: str, value: object, low: float, high: fl
     return number
 
 
+def refuse_scale(scale: object) -> None:
+    """Refuse a softmax scale that no call takes, by the name that functions of other libraries' signatures give it.
+
+    Raises
+    ------
+    TypeError
+        It is no real number of Python or NumPy.
+    ValueError
+        It is not finite in float32.
+    """
+    found = Violations()
+    _check_scale(found, "scale", scale)
+    found.stop()
+
+
+def _check_scale(found: Violations, name: str, scale: object) -> float | None:
+    accepted = f"finite in float32, at most {MAX_SCALE:.3g} in magnitude"
+    return check_real(found, name, scale, -MAX_SCALE, MAX_SCALE, accepted)
+
+
 def check_scale_and_softcap(
     found: Violations, softmax_scale: object, softcap: object, head_dim: int
 ) -> tuple[float, float]:
     """Both as the kernels get them, in float32: a scale that rounds to 0 there is 0, a softcap is a normal number."""
-    accepted = f"finite in float32, at most {MAX_SCALE:.3g} in magnitude"
-    scale = check_real(found, "softmax_scale", softmax_scale, -MAX_SCALE, MAX_SCALE, accepted)
+    scale = _check_scale(found, "softmax_scale", softmax_scale)
     if scale is None:
         scale = 1.0 / math.sqrt(max(head_dim, 1))
     elif abs(scale) <= 2.0**-150:

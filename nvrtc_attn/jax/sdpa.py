@@ -11,6 +11,7 @@ import numpy as np
 
 from ..base.errors import UnsupportedError, shown
 from ..front.problem import Causal
+from ..front.validation import refuse_scale
 from .custom_call import attention
 
 
@@ -61,6 +62,7 @@ def dot_product_attention(
             "nvrtc_attn does not compute this call of jax.nn.",
             [f"implementation: got {implementation!r}. Leave it out, or call jax.nn.dot_product_attention."],
         )
+    refuse_scale(scale)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     if query.ndim not in (3, 4) or not query.ndim == key.ndim == value.ndim:
         raise ValueError(

@@ -285,7 +285,8 @@ class Proxy:
     def _concrete(self, *_: object) -> NoReturn:
         raise TraceError(
             "a value that is known only when the kernel runs is needed as a Python number (int(), float(), range(), "
-            "an index of a list or of an array that was made inside of the function)."
+            "functions of math, an index of a list or of an array that was made inside of the function). Functions of "
+            "NumPy and torch take it: numpy.tanh for math.tanh."
         )
 
     __int__ = __float__ = __index__ = __complex__ = __round__ = _concrete

@@ -17,7 +17,7 @@ from ..front.philox import NO_RNG
 from ..front.problem import AttentionProblem, Causal, OperandLayout, dense_layout, layout
 from ..front.signature import NUMBERS, read
 from ..front.tensors import view
-from ..front.validation import Violations, check_integer
+from ..front.validation import Violations, check_integer, refuse_scale
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .random import as_tensor, checked_rng, draw_rng, no_state, rng_values
 from .tensors import (
@@ -349,6 +349,7 @@ def _describe(
                 f"type 1 or 2."
             )
         window = (width - 1, 0)
+    refuse_scale(scale)
     assert query is not None and key is not None  # noqa: PT018
     if not query.is_cuda:
         raise ValueError(

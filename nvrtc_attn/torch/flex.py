@@ -20,6 +20,7 @@ from ..base.errors import UnsupportedError, shown
 from ..front.call import CallOptions
 from ..front.operands import OPTIONAL_INPUTS
 from ..front.philox import NO_RNG
+from ..front.validation import refuse_scale
 from ..modifiers.modifier import Modifier
 from ..modifiers.trace import literals, trace, traced
 from .flex_compiled import traced as written
@@ -284,7 +285,11 @@ def _eager(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, scale: float |
     modifier = traced(score_mod, mask_mod) if has_functions else None
     deterministic = torch.are_deterministic_algorithms_enabled()
     options = CallOptions(softmax_scale=scale, return_lse=True, deterministic=deterministic)
-    return attention((q, k, v, *(None,) * len(OPTIONAL_INPUTS)), modifier, options, NO_RNG)
+    try:
+        return attention((q, k, v, *(None,) * len(OPTIONAL_INPUTS)), modifier, options, NO_RNG)
+    except (TypeError, ValueError):
+        refuse_scale(scale)
+        raise
 
 
 def _mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> _ScoreMod:

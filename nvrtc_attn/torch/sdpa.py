@@ -22,6 +22,7 @@ from ..base.forks import renew_in_child
 from ..base.log import LOGGER
 from ..front.call import CallOptions
 from ..front.problem import Causal
+from ..front.validation import refuse_scale
 from .eager import GROUPED_HEADS_FIRST, HEADS_FIRST, again, attend, new_tuple
 from .efficient import efficient_attention_backward, efficient_attention_forward
 from .ops import is_dtensor
@@ -125,6 +126,7 @@ def scaled_dot_product_attention(
         try:
             out = attend(*call)
         except (TypeError, ValueError):
+            refuse_scale(scale)
             _check_sizes(query, key, value)
             if attn_mask is not None:
                 _check_mask(given, attn_mask, query, key)
@@ -159,6 +161,11 @@ def _check_mask(given: torch.Tensor, full: torch.Tensor, query: torch.Tensor, ke
         raise TypeError(
             f"attn_mask: dtype {given.dtype}. It is bool, True keeps the key, or floating, added to the scores. "
             f"Of ones and zeros: attn_mask.bool()."
+        )
+    is_cast = torch.is_autocast_enabled(query.device.type)
+    if full.is_floating_point() and full.dtype not in (query.dtype, torch.float32) and not is_cast:
+        raise ValueError(
+            f"attn_mask: dtype {given.dtype}. It is bool, float32 or that of query, {query.dtype}. Convert it."
         )
     wanted = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if all(size == 1 or size == limit for size, limit in zip(full.shape, wanted, strict=True)):

@@ -18,6 +18,7 @@ from fake_driver import FakeDriver, FakeGpu, installed
 from nvrtc_attn import collect_env, commands
 from nvrtc_attn.base import env
 from nvrtc_attn.base.architectures import PORTABLE_ARCHITECTURES
+from nvrtc_attn.base.errors import CompileError
 from nvrtc_attn.commands import main
 from nvrtc_attn.doctor import show
 from nvrtc_attn.jit import config_text
@@ -450,6 +451,18 @@ def test_warmup_without_a_dtype_asks_for_what_the_target_has(monkeypatch: pytest
     assert {(x.arch, x.dtype) for x in asked if x.dtype != "float32"} == {
         ("sm_75", "float16"), ("sm_80", "float16"), ("sm_80", "bfloat16"),
     }  # fmt: skip
+
+
+def test_warmup_says_once_why_no_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_nvrtc(_: KernelConfig) -> Any:
+        raise CompileError("NVRTC is not usable: not installed")
+
+    monkeypatch.setattr(precompile, "compile_kernel", no_nvrtc)
+    done = invoke("warmup", "--arch", "sm_80", "--head-dim", "64", "--dtype", "float16", "--causal")
+    assert done.exit_code == 1
+    assert done.output.count("NVRTC is not usable") == 1
+    for name in ("forward_portable for sm_80", "backward_portable for sm_80"):
+        assert name in done.output.split("failed: ")[-1]
 
 
 def test_help_needs_neither_gpu_nor_nvrtc() -> None:

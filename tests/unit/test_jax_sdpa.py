@@ -152,6 +152,8 @@ def test_refusals() -> None:
             adapter.dot_product_attention(q, k, v, **options)
     with pytest.raises(ValueError, match="ranks"):
         adapter.dot_product_attention(q, k[0], v)
+    with pytest.raises(TypeError, match=r"^scale: got .* multiply query by it, and pass scale=1\.0\."):
+        jax.jit(lambda scale: adapter.dot_product_attention(q, k, v, scale=scale))(1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ flax

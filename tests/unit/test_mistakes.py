@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,7 +36,8 @@ def size_of_the_workspace(**options: Any) -> int:
 
 MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (attention, {"q": Q[0]}, ["q: shape", "rank 3", "[batch, seqlen_q, num_heads, head_dim]", "Reshape it"]),
-    (attention, {"q": Q.astype(np.float64)}, ["float64", "float16, bfloat16, float32", "Convert"]),
+    (attention, {"q": Q.astype(np.float64)}, ["float64", "float16, bfloat16, float32", "Convert all to float32."]),
+    (attention, {"k": K.astype(np.float64)}, ["dtypes float32, float64, float32", "Convert k and v to float32."]),
     (attention, {"k": K[:, :, :3], "v": V[:, :, :3]}, ["3 heads do not divide the 8", "nearest smaller count", "2"]),
     # The layout of torch's function.
     (
@@ -70,6 +72,17 @@ MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     ),
     (
         attention,
+        {"q": Q[:1], "k": K[:1], "v": V[:1], "cu_seqlens_q": [0, 30, 64], "cu_seqlens_k": [0, 30, 64], **PACKED},
+        ["cu_seqlens_q: got [0, 30, 64] of type list", "numpy.asarray(x, dtype=numpy.int32)"],
+    ),
+    (attention, {"q": [[1.0]]}, ["q: got [[1.0]] of type list", "numpy.asarray(x)."]),
+    (
+        attention,
+        {"score_mod": lambda s, b, h, i, j: math.tanh(s)},
+        ["needed as a Python number", "functions of math", "numpy.tanh for math.tanh"],
+    ),
+    (
+        attention,
         {"dropout_p": 0.5, "rng": np.random.default_rng(0)},
         ["rng seed: got Generator", "a pair (seed, offset)", "pass a number that it draws"],
     ),
@@ -100,6 +113,13 @@ def test_a_mistake_is_explained(function: Callable[..., Any], given: dict[str, A
     with pytest.raises((TypeError, ValueError)) as refused:
         function(**given)
     assert not [words for words in said if words not in str(refused.value)], refused.value
+
+
+def test_a_wrong_number_of_heads_is_not_taken_for_the_layout() -> None:
+    """Keys as many as queries divide as heads always, so that alone says nothing of torch's layout."""
+    with pytest.raises(ValueError, match="3 heads do not divide the 8") as refused:
+        attention(k=K[:, :, :3], v=V[:, :, :3])
+    assert "exchange dims" not in str(refused.value)
 
 
 def test_arguments_like_none_get_no_suggestion() -> None:

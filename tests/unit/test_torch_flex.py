@@ -384,6 +384,8 @@ def test_other_refusals() -> None:
         flex_attention(q, k, v, block_mask=create_block_mask(causal, None, 3, M, N))
     with pytest.raises(ValueError, match="enable_gqa"):
         flex_attention(q, k[:, :2], v[:, :2])
+    with pytest.raises(ValueError, match=r"^scale: got inf\."):
+        flex_attention(q, k, v, scale=math.inf)
     with pytest.raises(ValueError, match="query: shape"):
         flex_attention(q[0], k, v)
     with pytest.raises(nvrtc_attn.TraceError, match="mask_mod"):

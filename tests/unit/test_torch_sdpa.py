@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import collect_env  # noqa: E402
+from nvrtc_attn.aten import efficient_attention_forward  # noqa: E402
 from nvrtc_attn.base import log  # noqa: E402
 from nvrtc_attn.base.errors import CudaError, NotReadyError  # noqa: E402
 from nvrtc_attn.torch import flash, ops, replaced, sdpa  # noqa: E402
@@ -170,10 +171,14 @@ def test_compiled_whole() -> None:
         ({"query": torch.ones(8)}, ValueError, "ranks 1, 4, 4"),
         ({"attn_mask": [1.0]}, TypeError, "attn_mask: got"),
         ({"attn_mask": torch.ones(4, 7)}, ValueError, "attn_mask: shape"),
-        ({"attn_mask": torch.ones(5, 7, dtype=torch.float64)}, ValueError, "bias: dtype float64"),
+        (
+            {"attn_mask": torch.ones(5, 7, dtype=torch.float64)},
+            ValueError,
+            r"^attn_mask: dtype torch\.float64\. It is bool, float32 or that of query, torch\.float32",
+        ),
         ({"query": torch.ones(2, 3, 5, 8, dtype=torch.float64)}, ValueError, "dtype"),
         ({"dropout_p": 2.0}, ValueError, "dropout_p"),
-        ({"scale": "x"}, TypeError, "softmax_scale"),
+        ({"scale": "x"}, TypeError, r"^scale: got 'x'"),
         (
             {"value": torch.ones(2, 2, 7, 8)},
             ValueError,
@@ -185,6 +190,8 @@ def test_compiled_whole() -> None:
             ValueError,
             r"key, value: 3 heads do not divide the 4 heads of query \(dim -3 of",
         ),
+        ({"scale": torch.tensor(1.0)}, TypeError, r"^scale: got .* multiply query by it, and pass scale=1\.0\."),
+        ({"scale": float("nan")}, ValueError, "^scale: got nan. It is finite"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -193,6 +200,12 @@ def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception
     )
     with pytest.raises(error, match=match):
         na.scaled_dot_product_attention(**{**given, **change})
+
+
+def test_entry_points_of_aten_call_the_scale_by_their_own_name() -> None:
+    query, key, value = tensors(*((1, 4, 2, 8),) * 3, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^scale: got nan\. It is finite"):
+        efficient_attention_forward(query, key, value, None, None, None, None, None, 0.0, 0, scale=float("nan"))
 
 
 # ----------------------------------------------------------------------------------------------------------- the switch
