@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Final
+
+from ..base.tables import remember
 
 RECENT: Final = 8
 """How many kinds of calls are known at once where they differ in their tensors alone."""
 _EVERY: Final = 16
-_refused = 0
+_refused: dict[Hashable, int] = {}
+"""How many calls of a kind were not made known for want of room."""
 
 
 def guard(*tensors: Any) -> Callable[..., bool] | None:
@@ -30,13 +33,15 @@ def guard(*tensors: Any) -> Callable[..., bool] | None:
     return check
 
 
-def has_room(recent: tuple[Any, ...]) -> bool:
-    """Whether one more call may be known: lengths that change at every step must not make a guard at every step."""
-    global _refused
+def has_room(kind: Hashable, recent: tuple[Any, ...]) -> bool:
+    """Whether one more call of ``kind`` may be known beside ``recent``, its others.
+
+    Lengths that change at every step must not make a guard at every step. Each kind counts its own: of one count, kinds
+    that take turns would reach the round number at the same one for ever.
+    """
     if len(recent) < RECENT:
         return True
-    _refused += 1
-    return _refused % _EVERY == 0
+    return remember(_refused, kind, _refused.get(kind, 0) + 1) % _EVERY == 0
 
 
 def guards_of_torch() -> Any:

@@ -134,7 +134,7 @@ def _read_torch(tensors: Sequence[Any], detached: bool) -> _Facts | None:
             if len(_numbers) >= _MAX_ENTRIES:
                 _numbers.clear()  # numbers are not given out again: what was known by one is not found by another
             return _numbers.setdefault(key, next(_counter)), addresses, device
-    new = guard(*given) if aligned and has_room(recent) else None
+    new = guard(*given) if aligned and has_room((there, lost), recent) else None
     if new is not None:
         _known[there, lost] = ((new, known_before, device), *recent[: RECENT - 1])
     return known_before, addresses, device

@@ -214,6 +214,8 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self.limit: int | None = None
+        self._limits: list[int] = []
+        """Those of `limited`, in the place of ``limit`` while there are any: the largest holds."""
         self.workers: list[_Worker] = []
         """All that were started and not ended, the newest idle one last."""
         self._changed = threading.Condition()
@@ -262,6 +264,19 @@ class WorkerPool:
             self._give_back(worker)
             return answer
 
+    @contextmanager
+    def limited(self, limit: int) -> Iterator[None]:
+        """At most ``limit`` at once meanwhile. Of several callers at a time the one that allows most is heard."""
+        with self._changed:
+            self._limits.append(limit)
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._limits.remove(limit)
+                self._changed.notify_all()
+
     def hurry(self, ticket: Ticket) -> None:
         """Somebody waits for ``ticket`` now."""
         with self._changed:
@@ -288,12 +303,13 @@ class WorkerPool:
     def _may_start(self, ticket: Ticket) -> bool:
         if ticket is not next((t for t in self._waiting if t.urgent), self._waiting[0]):
             return False
+        limit = max(self._limits, default=self.limit)
         if not self._running:  # measured while nothing runs: a compile that has just begun will take more than it has
-            self._capacity = max(1, self.limit or available_memory_bytes() // COMPILE_MEMORY_BYTES)
+            self._capacity = available_memory_bytes() // COMPILE_MEMORY_BYTES
             return True
-        cores = self.limit or usable_cores()
+        cores = limit or usable_cores()
         urgent = sum(t.urgent for t in self._running)
-        if len(self._running) >= self._capacity:
+        if len(self._running) >= max(1, limit or self._capacity):
             return False
         if ticket.urgent:
             return urgent < cores

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..base.errors import UnsupportedError
+from ..base.tables import remember
 from .graph import Kind, Node, make, walk
 
 
@@ -35,8 +37,18 @@ class Text(NamedTuple):
         return f"called_{hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]}::{self.name}"
 
 
-ON_HOST: dict[str, Callable[..., Any]] = {}
-"""What calls on the CPU compute, by the value of the node."""
+_on_host: dict[str, Callable[..., Any]] = {}
+"""What calls on the CPU compute, by the value of the node: of the functions that were written or traced last."""
+_alive: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""The same of functions that somebody still has, however many came after them: objects with ``numpy_of``."""
+
+
+def know_on_host(function: Any, values: Iterable[str]) -> None:
+    """Remember what a function computes on the CPU, under the ``values`` of its nodes: itself and its derivatives."""
+    for value in values:
+        _alive[value] = function
+        _on_host.pop(value, None)  # to be the newest
+        remember(_on_host, value, function.numpy_of[value])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -89,7 +101,9 @@ def on_host(value: str) -> Callable[..., Any]:
     UnsupportedError
         Nobody said how.
     """
-    found = ON_HOST.get(value)
+    found = _on_host.get(value)
+    if found is None and (function := _alive.get(value)) is not None:
+        found = remember(_on_host, value, function.numpy_of[value])
     if found is None:
         text = text_of(value)
         missing = "numpy_derivatives" if text.derivative_of else "numpy"

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..base.errors import TraceError, shown
-from .calls import ON_HOST, Text, derivative_of
+from .calls import Text, derivative_of, know_on_host
 from .proxy import called, recording_of
 
 _WORD: Final = r"[A-Za-z_]\w*"
@@ -21,12 +21,19 @@ _PARAMETER: Final = re.compile(rf"\s*(float|int|bool)\s+({_WORD})\s*")
 class CudaFunction:
     """What `cuda_function` returns: callable in a ``score_mod`` or ``mask_mod``, or one itself."""
 
-    __slots__ = ("_numpy", "hex", "text", "value")
+    __slots__ = ("__weakref__", "hex", "numpy_of", "text", "value")
 
-    def __init__(self, text: Text, numpy: Callable[..., Any] | None) -> None:
-        self.text, self._numpy = text, numpy
+    def __init__(
+        self, text: Text, numpy: Callable[..., Any] | None, numpy_derivatives: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        self.text = text
         self.value = json.dumps(text)
         self.hex = self.value.encode().hex()
+        self.numpy_of = {derivative_of(text, key): compute for key, compute in numpy_derivatives.items()}
+        """What nodes compute on the CPU, of the function and its derivatives, by their values."""
+        if numpy is not None:
+            self.numpy_of[self.value] = numpy
+        know_on_host(self, self.numpy_of)
 
     def __repr__(self) -> str:
         parameters = ", ".join(f"{kind} {name}" for kind, name in self.text.parameters)
@@ -46,15 +53,17 @@ class CudaFunction:
                 return write(x, self.hex, args)
         recording = recording_of(args)
         if recording is not None:
+            know_on_host(self, self.numpy_of)
             return called(recording, self.value, args)
-        if self._numpy is None or not all(isinstance(x, bool | int | float | np.generic | np.ndarray) for x in args):
+        numpy = self.numpy_of.get(self.value)
+        if numpy is None or not all(isinstance(x, bool | int | float | np.generic | np.ndarray) for x in args):
             kinds = ", ".join(type(x).__name__ for x in args)
             raise TraceError(
                 f"{self.text.name!r} is called with {kinds}. It is an operation of a score_mod or mask_mod, beside "
                 f"operators, indices and functions of NumPy and torch, not of jax.numpy; on numbers and NumPy arrays "
                 f"it is what numpy= computes."
             )
-        return self._numpy(*args)
+        return numpy(*args)
 
 
 def cuda_function(
@@ -121,12 +130,8 @@ def cuda_function(
     own = derivatives or {}
     for key, text in (("body", body), *((f"derivatives[{x!r}]", y) for x, y in own.items())):
         _check(key, text)
-    function = CudaFunction(Text(name, result, tuple(parameters), body, tuple((x, own.get(x)) for x in floats)), numpy)
-    if numpy is not None:
-        ON_HOST[function.value] = numpy
-    for key, compute in (numpy_derivatives or {}).items():
-        ON_HOST[derivative_of(function.text, key)] = compute
-    return function
+    written = Text(name, result, tuple(parameters), body, tuple((x, own.get(x)) for x in floats))
+    return CudaFunction(written, numpy, numpy_derivatives or {})
 
 
 def _check(name: str, text: str) -> None:

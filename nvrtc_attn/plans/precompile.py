@@ -288,19 +288,17 @@ def compile_configs(kernels: Sequence[KernelConfig], workers: int | None = None)
         except BaseException as error:  # for the caller
             done.put(error)
 
-    pool, before = worker_pool.pool(), worker_pool.pool().limit
-    pool.limit = workers
     try:
-        for _ in range(workers):
-            threading.Thread(target=work, name="nvrtc_attn warmup", daemon=True).start()
-        for _ in kernels:
-            report = done.get()
-            if isinstance(report, BaseException):
-                raise report
-            yield report
+        with worker_pool.pool().limited(workers):
+            for _ in range(workers):
+                threading.Thread(target=work, name="nvrtc_attn warmup", daemon=True).start()
+            for _ in kernels:
+                report = done.get()
+                if isinstance(report, BaseException):
+                    raise report
+                yield report
     finally:
         todo = iter(())  # a caller that stops early, or an error: nothing more is begun
-        pool.limit = before
 
 
 def _compile_one(config: KernelConfig) -> KernelReport:

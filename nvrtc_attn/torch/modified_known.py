@@ -203,7 +203,7 @@ def know(
     name, modifier, captures = found
     given = q, k, v, *captures
     recent = _known.get(name, ())
-    if not all(x.__class__ in _PLAIN for x in given) or k.shape[0] != q.shape[0] or not has_room(recent):
+    if not all(x.__class__ in _PLAIN for x in given) or k.shape[0] != q.shape[0] or not has_room(name, recent):
         return
     with torch.no_grad():
         inner = modifier and modifier.with_captures(captures)
@@ -298,7 +298,7 @@ def _know_backward(
     sums: list[Any], modifier: Modifier | None, deterministic: bool,
 ) -> None:  # fmt: skip
     recent = known.backward
-    if not has_room(recent):
+    if not has_room(id(known), recent):
         return
     q, k, v, out, dout_rows_first, lse, *gradients = tensors
     operands = (

@@ -398,7 +398,7 @@ def known_calls(key: Any) -> tuple[Known, ...] | None:
 def _know(key: Any, q: Any, k: Any, v: Any, entry: Any, options: CallOptions, index: int, grad: bool) -> None:
     """Remember a forward call in `known_calls`: at its second time, not at its first."""
     recent = _known_plans.get(key, ())
-    if index >= 0 and 0 not in entry[1][0] and has_room(recent) and not any(x.fits(q, k, v) for x in recent):
+    if index >= 0 and 0 not in entry[1][0] and has_room(key, recent) and not any(x.fits(q, k, v) for x in recent):
         fits = guard(q, k, v)
         if fits is not None:
             remember(_known_plans, key, (Known(fits, entry, options, index, grad), *recent[: RECENT - 1]))
@@ -411,7 +411,7 @@ def _know_backward(
     """Remember a backward pass in the call that it follows."""
     plan, made = entry
     recent = known.backward
-    if index >= 0 and has_room(recent) and not any(x.fits(q, k, v, out, lse, dout) for x in recent):
+    if index >= 0 and has_room(id(known), recent) and not any(x.fits(q, k, v, out, lse, dout) for x in recent):
         fits = guard(q, k, v, out, lse, dout)
         if fits is not None:
             if packed is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 from child_environment import python_path
 
 import nvrtc_attn
+from nvrtc_attn.base import tables
 from nvrtc_attn.jit.codegen import entry_source
-from nvrtc_attn.modifiers import derivative
+from nvrtc_attn.modifiers import calls, derivative
 from nvrtc_attn.modifiers.calls import text_of
 from nvrtc_attn.modifiers.cuda import cuda_source
 from nvrtc_attn.modifiers.modifier import written
@@ -90,6 +92,22 @@ def test_on_the_cpu_it_is_refused_where_nobody_said_how() -> None:
     gradients = [np.empty_like(x) for x in (q, k, v)]
     with pytest.raises(nvrtc_attn.UnsupportedError, match="pass numpy_derivatives= to"):
         nvrtc_attn.attention_backward(dout, q, k, v, out, lse, *gradients, **given)
+
+
+def test_functions_that_are_gone_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known for the CPU is bounded, and nothing of it is lost to who still has the function."""
+    monkeypatch.setattr(tables, "MAX_ENTRIES", 4)
+    q, k, v, _ = tensors()
+    function = square(numpy=np.square)
+    modifier = nvrtc_attn.trace(lambda s, b, h, i, j: function(s))
+    expected = nvrtc_attn.attention(q, k, v, score_mod=modifier)
+    for number in range(20):
+        nvrtc_attn.cuda_function("float f(float x)", f"return x + {number};", numpy=lambda x, n=number: x + n)
+    gc.collect()
+    assert len(calls._on_host) <= 4
+    assert len([x for x in calls._alive.values() if x.text.name == "f"]) == 0
+    assert function.value not in calls._on_host
+    np.testing.assert_array_equal(nvrtc_attn.attention(q, k, v, score_mod=modifier), expected)
 
 
 def test_a_backward_pass_without_its_derivative_is_refused_by_name() -> None:

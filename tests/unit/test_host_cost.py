@@ -35,7 +35,7 @@ import nvrtc_attn  # noqa: E402
 import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import aten  # noqa: E402
 from nvrtc_attn.front import signature  # noqa: E402
-from nvrtc_attn.front.guards import guard, tell_apart  # noqa: E402
+from nvrtc_attn.front.guards import RECENT, guard, has_room, tell_apart  # noqa: E402
 from nvrtc_attn.front.operands import INPUTS as INPUT_NAMES  # noqa: E402
 from nvrtc_attn.runtime import arrays  # noqa: E402
 from nvrtc_attn.torch import efficient, ops, packed, passes  # noqa: E402
@@ -826,6 +826,14 @@ def test_lengths_that_change_at_every_step_make_few_guards(monkeypatch: pytest.M
     for _ in range(20):
         na.attention(*qkv(rows=61))
     assert known(lambda: na.attention(*qkv(rows=61))) == 1, "what stays is known in the end"
+
+
+def test_kinds_of_calls_that_take_turns_all_get_guards() -> None:
+    """Of one count for both, the round numbers would all be those of one."""
+    full = (None,) * RECENT
+    turns = [(kind, has_room((test_kinds_of_calls_that_take_turns_all_get_guards, kind), full)) for kind in "ab" * 64]
+    assert {kind: sum(room for x, room in turns if x == kind) for kind in "ab"} == {"a": 4, "b": 4}
+    assert has_room("a", full[1:])
 
 
 def test_without_guards_of_torch_every_call_is_looked_up(fake: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,31 @@ def test_the_background_leaves_room(
     assert pool._may_start(ticket) is expected
 
 
+def test_limits_of_two_callers_end_with_them_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to come may be the first to go: what holds is the largest limit of those who are there."""
+    monkeypatch.setattr(worker_pool, "usable_cores", lambda: 9)
+    monkeypatch.setattr(worker_pool, "available_memory_bytes", lambda: 9 * worker_pool.COMPILE_MEMORY_BYTES)
+    pool = WorkerPool()
+
+    def most() -> int:
+        """So many compile at once."""
+        pool._running, ticket = [], Ticket()
+        pool._waiting = [ticket]
+        while pool._may_start(ticket):
+            pool._running.append(Ticket())
+        return len(pool._running)
+
+    first, second = pool.limited(2), pool.limited(3)
+    assert most() == 9
+    with first:
+        assert most() == 2
+        second.__enter__()
+        assert most() == 3
+    assert most() == 3
+    second.__exit__(None, None, None)
+    assert most() == 9
+
+
 def test_what_somebody_waits_for_comes_first(pool: WorkerPool) -> None:
     pool.limit = 1
     order: list[str] = []
