@@ -115,6 +115,37 @@ def bert(size: Size = SMALL) -> Any:
     return transformers.BertModel(config, add_pooling_layer=False)
 
 
+def deepseek_v32(size: Size = SMALL) -> Any:
+    """Each query sees the three keys that an indexer chooses; values are shorter than keys."""
+    config = transformers.DeepseekV32Config(
+        **{**size.text, "num_key_value_heads": 4}, n_routed_experts=size.experts, num_experts_per_tok=size.experts,
+        moe_intermediate_size=16, first_k_dense_replace=1, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=size.head_dim, qk_nope_head_dim=2 * size.head_dim, v_head_dim=2 * size.head_dim, index_topk=3,
+        index_head_dim=2 * size.head_dim, index_n_heads=2,
+    )  # fmt: skip
+    return transformers.DeepseekV32ForCausalLM(config)
+
+
+def minimax_m3(size: Size = SMALL) -> Any:
+    """Each query sees two blocks of two keys, which are others for each key head."""
+    config = transformers.MiniMaxM3VLTextConfig(
+        **size.text, head_dim=size.head_dim, num_local_experts=size.experts, num_experts_per_tok=size.experts,
+        index_block_size=2, index_topk_blocks=2, index_n_heads=2, index_head_dim=size.head_dim,
+        dense_intermediate_size=48, shared_intermediate_size=16,
+    )  # fmt: skip
+    return transformers.MiniMaxM3VLForCausalLM(config)
+
+
+def gemma4(size: Size = SMALL) -> Any:
+    """The last two layers have the keys of the first two, and only the queries whose logits are asked for."""
+    config = transformers.Gemma4TextConfig(
+        **{**size.text, "num_hidden_layers": 4}, head_dim=size.head_dim, global_head_dim=2 * size.head_dim,
+        sliding_window=size.window, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=64,
+    )  # fmt: skip
+    return transformers.Gemma4ForCausalLM(config)
+
+
 DECODERS = {"llama": llama, "gemma2": gemma2, "gpt_oss": gpt_oss}
 MODELS = {**DECODERS, "t5": t5, "whisper": whisper, "vit": vit, "bert": bert}
 

@@ -57,28 +57,62 @@ class Band(NamedTuple):
 class BandMask(torch.Tensor):  # type: ignore[misc, unused-ignore]
     """A boolean ``[B, 1, M, N]`` mask that is held as a `Band`, and fills M x N memory only if something reads it.
 
-    Attention takes ``band``. Any torch operation gets the dense mask instead, and may keep a view of it to write to:
-    from then on ``band`` is None and the dense mask is what counts.
+    Attention takes ``band``. Torch operations get the dense mask instead, and may keep a view of it to write to:
+    from then on ``band`` is None and the dense mask is what counts. The last rows of a mask are one again, as Gemma 4
+    takes them: reading them must not make the mask of the layers before dense, whose checkpoints it would change.
     """
 
-    band: Band | None
+    _band: Band
+    _whole: BandMask | None
     _build: Callable[[], torch.Tensor]
     _dense: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], device: Any, band: Band, build: Callable[[], torch.Tensor]) -> BandMask:
+    def __new__(
+        cls,
+        shape: tuple[int, ...],
+        device: Any,
+        band: Band,
+        build: Callable[[], torch.Tensor],
+        whole: BandMask | None = None,
+    ) -> BandMask:
         mask: BandMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.band, mask._build, mask._dense = band, build, None
+        mask._band, mask._whole, mask._build, mask._dense = band, whole, build, None
         return mask
+
+    @property
+    def band(self) -> Band | None:
+        """What attention takes instead of the dense mask; None as soon as that was made, for a view of this, too."""
+        if self._dense is not None or (self._whole is not None and self._whole.band is None):
+            return None
+        return self._band
 
     def dense(self) -> torch.Tensor:
         """The mask itself."""
         if self._dense is None:
-            self._dense, self.band = self._build(), None
+            self._dense = self._build()
         return self._dense
+
+    def last_rows(self, dim: int = 2, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+        """The slice, if it is a band of the same alignment: all of the dim, or its last queries; else None."""
+        size = self.shape[dim]
+        first, last, _ = slice(start, end).indices(size)
+        band = self.band
+        if band is None or step != 1 or last != size or not 0 <= first < size:
+            return None
+        if first and (dim % 4 != 2 or band.causal == "top_left"):
+            return None
+        shape = (*self.shape[:2], self.shape[2] - first, self.shape[3])
+        return BandMask(shape, self.device, band, lambda: self.dense()[:, :, first:], self)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.alias.default, aten.slice.Tensor) and isinstance(args[0], BandMask):
+            rows = args[0].last_rows(*args[1:], **(kwargs or {}))
+            if rows is not None:
+                return rows
+
         def plain(x: Any) -> Any:
             return x.dense() if isinstance(x, BandMask) else x
 
@@ -120,6 +154,9 @@ def attention_mask(
         )  # fmt: skip
         return mask
 
+    if getattr(kwargs.get("config"), "num_kv_shared_layers", None):
+        # Such models drop queries before the layers that share keys: without a mask, those left would be the first.
+        allow_is_causal_skip = False
     pattern = None if use_vmap or _is_traced() else _pattern(mask_function)
     if pattern is None or not isinstance(q_offset, int):
         return dense(allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
@@ -167,6 +204,8 @@ def attention_forward(
     softcap: float | None = None,
     position_bias: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' ``AttentionInterface``.
@@ -181,6 +220,11 @@ def attention_forward(
         Added to the scores, gets its gradient.
     s_aux : ``[H]``
         Attention sinks, one more logit a row, with gradient.
+    indices : ``[B, M, K]``
+        The only keys that each query sees, of those that the mask lets it see: sparse attention of DeepSeek V3.2.
+        Outside of 0 to N - 1 there is none.
+    block_indices : ``[B, G, M, K]``
+        The same in blocks of ``module.indexer.block_size`` keys, for each of G groups of heads: MiniMax M3.
 
     Returns
     -------
@@ -189,13 +233,14 @@ def attention_forward(
     Raises
     ------
     UnsupportedError
-        With every reason: paged caches, ``head_mask``, an ``attention_mask`` of integers.
+        With every reason: paged caches, ``head_mask``, sinks of each query, an ``attention_mask`` of integers.
     """
     reasons = [
         f"{name}: {why}"
         for name, why in (
             ("cache", "the paged cache of continuous batching is not read."),
             ("block_table", "key blocks are not gathered."),
+            ("sinks", "a sink has one logit for a head (s_aux), not one for each query."),
             ("head_mask", "heads are not scaled inside of attention; multiply the output instead."),
         )
         if kwargs.get(name) is not None
@@ -221,6 +266,10 @@ def attention_forward(
         mask = attention_mask
     else:
         bias = attention_mask
+    for chosen, size in ((indices, 1), (block_indices, 0)):
+        if chosen is not None:
+            keep = _chosen_keys(chosen, size or int(module.indexer.block_size), query.shape[1], key.shape[2])
+            mask = keep if mask is None else keep & mask
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     if bias is not None and bias.dtype not in (query.dtype, torch.float32):
@@ -236,6 +285,18 @@ def attention_forward(
         sink=s_aux,
     )  # fmt: skip
     return out, None
+
+
+def _chosen_keys(indices: torch.Tensor, size: int, heads: int, keys: int) -> torch.Tensor:
+    """``[B, 1 or H, M, N]``, True for the keys in the blocks of ``size`` that ``indices`` name."""
+    if indices.dim() == 3:
+        indices = indices[:, None]
+    blocks = -(-keys // size)
+    # One block more, for what is no index.
+    where = indices.long().masked_fill((indices < 0) | (indices >= blocks), blocks)
+    keep = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
+    keep = keep.scatter(-1, where, True)[..., :blocks].repeat_interleave(size, -1)[..., :keys]
+    return keep if keep.shape[1] == 1 else keep.repeat_interleave(heads // keep.shape[1], 1)
 
 
 def _is_traced() -> bool:

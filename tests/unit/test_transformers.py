@@ -11,13 +11,17 @@ from differences import note
 from transformers_models import (
     DECODERS,
     SMALL,
+    Size,
     bert,
     check_generate,
     continued,
+    deepseek_v32,
     gemma2,
+    gemma4,
     gpt_oss,
     image,
     llama,
+    minimax_m3,
     results,
     sound,
     t5,
@@ -95,6 +99,85 @@ def test_encoders_and_cross_attention() -> None:
     compare(bert(), keep, input_ids=ids, attention_mask=keep)
     compare(vit(), pixel_values=image())
     compare(whisper(), input_features=sound(), decoder_input_ids=ids[:, :5])
+
+
+@pytest.mark.parametrize("make", [deepseek_v32, minimax_m3], ids=lambda make: make.__name__)
+def test_chosen_keys(make: Any) -> None:
+    """Indices of keys, or of blocks of keys, hide the others; with padding and from a cache, too."""
+    if not hasattr(transformers, "DeepseekV32Config") or not hasattr(transformers, "MiniMaxM3VLTextConfig"):
+        pytest.skip("this transformers has no such model")
+    model = make(Size(spread=0.2)).eval()
+    ids, keep = tokens(10)
+    compare(model, input_ids=ids, use_cache=False)
+    compare(model, keep, input_ids=ids, attention_mask=keep, use_cache=False)
+    expected, out = (continued(model, implementation, ids, keep, 6) for implementation in ("eager", "nvrtc_attn"))
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_indices_that_are_none_hide_nothing_else() -> None:
+    """Negative ones and those behind the keys; beside a bias, and above a mask of padding that stays small."""
+    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    indices = torch.tensor([[[0, 4, -1], [1, 5, 2], [3, 3, 0]]], dtype=torch.int32)
+    keep = torch.tensor([[1, 0, 0, 0, 1], [0, 1, 1, 0, 0], [1, 0, 0, 1, 0]], dtype=torch.bool)[None, None]
+    bias = torch.randn(1, 2, 3, 5)
+    module = torch.nn.Module()
+    module.is_causal = False
+    out, _ = integration.attention_forward(module, q, k, v, bias, indices=indices)
+    expected, _ = integration.attention_forward(module, q, k, v, bias.masked_fill(~keep, -torch.inf))
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_layers_with_fewer_queries() -> None:
+    """Gemma 4 drops queries before the layers that share keys: those left are the last ones, not the first."""
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this transformers has no Gemma 4")
+    model = gemma4(Size(spread=0.2)).eval()
+    ids, keep = tokens(11)
+    with torch.no_grad():
+        for rows, mask in itertools.product((0, 1, 3), (None, keep)):
+            outs = []
+            for implementation in ("eager", "nvrtc_attn"):
+                model.set_attn_implementation(implementation)
+                given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+                outs.append(model(**given, logits_to_keep=rows).logits[1])
+            torch.testing.assert_close(outs[1], outs[0], atol=1e-5, rtol=1e-5)
+        outs = []
+        for implementation in ("eager", "nvrtc_attn"):  # keys that are not written yet lie behind those of the prompt
+            model.set_attn_implementation(implementation)
+            found = model.generate(
+                ids, max_new_tokens=2, min_new_tokens=2, do_sample=False, disable_compile=True, output_logits=True,
+                cache_implementation="static", return_dict_in_generate=True,
+            )  # fmt: skip
+            outs.append(torch.stack(found.logits))
+        torch.testing.assert_close(outs[1], outs[0], atol=1e-5, rtol=1e-5)
+    model.gradient_checkpointing_enable()  # the second pass over a layer has the masks of the first
+    model.train()
+    given = {"input_ids": ids, "attention_mask": keep, "use_cache": False}
+    expected, found = (results(model, name, keep, given)["out"] for name in ("eager", "nvrtc_attn"))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("no_dense_mask")
+def test_last_rows_of_a_small_mask_are_small() -> None:
+    mask = integration.attention_mask(1, 5, 5, mask_function=FUNCTIONS["sliding"], allow_is_causal_skip=False)
+    rows = mask[:, :, slice(-2, None), :]
+    assert isinstance(rows, integration.BandMask)
+    assert rows.shape == (1, 1, 2, 5)
+    assert rows.band == mask.band
+    assert rows.band is not None
+
+
+def test_writes_to_the_last_rows_count() -> None:
+    """In the mask that they are of, and in the other way round."""
+    for first in (True, False):
+        mask = integration.attention_mask(1, 4, 4, allow_is_causal_skip=False)
+        rows = mask[:, :, 2:]
+        (rows[:, :, 0] if first else mask[:, :, 2]).fill_(False)
+        assert rows.band is None
+        assert mask.band is None
+        assert not bool(mask.dense()[0, 0, 2].any())
+        assert not bool(rows.dense()[0, 0, 0].any())
+        assert bool(rows.dense()[0, 0, 1].all())
 
 
 def test_packed_sequences_of_one_row() -> None:
@@ -192,7 +275,7 @@ def test_every_pattern_is_the_dense_mask(name: str, lengths: tuple[int, ...], pa
             assert mask.shape == dense.shape
             assert mask.dtype == torch.bool
             if as_tensor:
-                mask = mask[:, :, :, :]  # any operation: the dense mask
+                mask = mask.clone()  # any operation but the last rows: the dense mask
                 assert type(mask) is torch.Tensor
                 assert torch.equal(mask, dense)
         out, _ = integration.attention_forward(module, q, k, v, mask)
@@ -292,6 +375,8 @@ def test_refusals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnsupportedError) as caught:
         integration.attention_forward(torch.nn.Module(), q, q, q, None, cache=object(), head_mask=torch.ones(2))
     assert len(caught.value.reasons) == 2
+    with pytest.raises(UnsupportedError, match="sinks: a sink has one logit for a head"):
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, sinks=torch.ones(1, 2, 4, 1))
     for dtype in (torch.int64, torch.uint8):  # ones and zeros, added to the scores, would hide nothing
         keep = torch.ones(1, 1, 4, 4, dtype=dtype).tril()
         with pytest.raises(UnsupportedError, match=rf"attention_mask: dtype {dtype}\..*attention_mask\.bool\(\)"):
