@@ -200,7 +200,8 @@ def attention(
 ) -> Any:
     """`nvrtc_attn.attention`, differentiable once in q, k, v, bias, sink and, through a returned lse, in the lse.
 
-    A returned max_logit has no gradient, as if it came from ``jax.lax.stop_gradient``. Parameters as there, without ``out``, ``stream`` and ``part``, but:
+    A returned max_logit has no gradient, as behind ``jax.lax.stop_gradient``. Parameters as there, without ``out``,
+    ``stream`` and ``part``, but:
 
     score_mod, mask_mod, aux
         Functions as there, or of ``jax.numpy``. Arrays that they captured, tracers of ``jax.jit`` and ``jax.grad`` too,
