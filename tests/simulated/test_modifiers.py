@@ -172,6 +172,35 @@ def test_measured_plans(
     assert all(len(labels) >= 2 for labels in measured), measured
 
 
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_90"])
+def test_bias_gradients_summed_over_rows_beside_arrays_that_end(gpu: str, machine: Any) -> None:
+    """Rows of the last tile that no sequence has would read beyond the table: what is NaN there is no part of a sum."""
+    heads, rows, keys = 4, 70, 90
+    with simulator.simulated(machine, GPUS[gpu]):
+        problem = Problem(machine, (1, heads, rows, keys), 64, "float16")
+        case = next(x for x in modifiers.named_cases() if x.name == "relative bias")
+        on_host = nvrtc_attn.trace(*case.make(case.arrays(problem.sizes, problem.rng)))
+        captures = tuple(CapturedArray(machine, x) for x in on_host.captures)
+        modifier = dataclasses.replace(on_host, captures=captures)
+        values = problem.rng.standard_normal((1, heads, 1, keys)).astype(np.float32)
+        q, k, v, dout = problem.given
+        out, lse = problem.blank(problem.exact[0], "float16"), problem.blank(np.empty((1, heads, rows)), "float32")
+        options = {"bias": DeviceArray(machine, values, 2), "score_mod": modifier}
+        size = api.forward_workspace_bytes(q, k, v, lse=lse, **options)
+        nvrtc_attn.attention_forward(q, k, v, out, lse=lse, workspace=workspace_of(machine, size), **options)
+        gradients = [problem.blank(x, "float16") for x in problem.exact[:3]]
+        dbias = problem.blank(values, "float32")
+        size = api.backward_workspace_bytes(q, k, v, dbias=True, **options)
+        nvrtc_attn.attention_backward(
+            dout, q, k, v, out, lse, *gradients, dbias=dbias, workspace=workspace_of(machine, size), **options
+        )
+    wide = HostModifier(on_host, [x.astype(np.float64) for x in on_host.captures])
+    given = {"modifier": wide, "bias": values.astype(np.float64)}
+    exact = reference.attention_forward(*problem.exact[:3], **given)
+    expected = reference.attention_backward(problem.exact[3], *problem.exact[:3], *exact, bias_grad=True, **given)
+    close("dbias", dbias, "float32", expected[3], 1.6e-2)
+
+
 def test_a_tile_without_a_key_for_new_rows_is_computed_once(machine: Any) -> None:
     """Half of the rows see the first keys alone, which come last; beside rows that have seen the last ones, too."""
     rows, keys = 128, 640

@@ -287,6 +287,7 @@ struct BackwardDbias {
             multiply_nt<TileN, kLegacy, kUnroll, false, true>(dp, dout, full + kOffsetV, col0 + 8 * c, lane);
             multiply_nt<TileN, kLegacy, kUnroll, false, true>(s, q, full + kOffsetK, col0 + 8 * c, lane);
             gradient(s, dp, rows, tile, i0, j0 + 8 * c, lane);
+            drop_rows_beyond(s, i0, seqlen.len_q, lane);
             add(sum, s, c);
           }
         } else {
@@ -315,6 +316,7 @@ struct BackwardDbias {
           RowStatistics<kM> rows;
           rows.load(params, gradient.map, seqlen, now.b, now.h, i0, lane);
           gradient(s, dp, rows, tile, i0, j0, lane);
+          drop_rows_beyond(s, i0, seqlen.len_q, lane);
           add(sum, s, 0);
         }
       }
@@ -322,6 +324,23 @@ struct BackwardDbias {
         store(DbiasTile<Traits>(params, now.tile), sum);
         clear(sum);
       }
+    }
+  }
+
+  // Rows beyond the sequence have P = exp(S - inf) = 0; but a modifier reads beyond its arrays there, and where S is NaN,
+  // P is. Without a sum over rows nothing is stored of them.
+  template <int kColumns>
+  static NVRTC_ATTN_DEVICE void drop_rows_beyond(WarpTile<kM, kColumns>& ds, int i0, int len_q, int lane) {
+    if constexpr (kReduceM && Gradient::Modifier::kScores) {
+      if (i0 + 16 * kM <= len_q) return;
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (i0 + 16 * m + 8 * (e >> 1) + (lane >> 2) >= len_q) ds[m][n][e] = 0.0f;
+          }
     }
   }
 
