@@ -131,7 +131,7 @@ def minimax_m3(size: Size = SMALL) -> Any:
     config = transformers.MiniMaxM3VLTextConfig(
         **size.text, head_dim=size.head_dim, num_local_experts=size.experts, num_experts_per_tok=size.experts,
         index_block_size=2, index_topk_blocks=2, index_n_heads=2, index_head_dim=size.head_dim,
-        dense_intermediate_size=48, shared_intermediate_size=16,
+        dense_intermediate_size=48, shared_intermediate_size=16, layer_types=["minimax_m3_sparse"] * 2,
     )  # fmt: skip
     return transformers.MiniMaxM3VLForCausalLM(config)
 
