@@ -466,7 +466,7 @@ def test_tables_of_plans_and_of_calls_have_bounds(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tables, "MAX_ENTRIES", 3)
     monkeypatch.setattr(adapter, "_plans", {})
     monkeypatch.setattr(adapter, "_calls", {})
-    monkeypatch.setattr(adapter, "forward_plan", lambda problem, *_: problem)
+    monkeypatch.setattr(adapter, "forward_plan", lambda problem, *_, **_named: problem)
     operands = dict(zip("qkv", arrays(), strict=False))
     for factor in np.arange(8) + 0.3:
         modifier = traced(lambda s, b, h, q, k, factor=factor: s * s * factor, None, None)

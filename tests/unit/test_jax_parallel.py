@@ -144,7 +144,7 @@ def without_kernel():  # of a GPU, for one of the passes that were traced
     target = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448, "backend": "auto"}
     choices = {"forward_plan": choose_forward, "backward_plan": choose_backward}
     for name, choose in choices.items():
-        setattr(adapter, name, lambda problem, index, stream, choose=choose: choose(problem, **target))
+        setattr(adapter, name, lambda problem, index, stream, captured, choose=choose: choose(problem, **target))
     found = []
     for bound in list(adapter._passes.values()):
         try:

@@ -193,7 +193,7 @@ def test_torch_guesses_what_its_backward_pass_plans(with_bias: bool, monkeypatch
     call = passes._describe(tensors, options)
     guess = BackwardPrefetch(call.with_dense(), 0)
     made: list[AttentionProblem] = []
-    monkeypatch.setattr("nvrtc_attn.plans.run.backward_plan", lambda problem, *_: made.append(problem))
+    monkeypatch.setattr("nvrtc_attn.plans.run.backward_plan", lambda problem, *_, **_named: made.append(problem))
     names = {"out": torch.zeros(2, 40, 4, 64), "dout": torch.zeros(2, 40, 4, 64), "lse": torch.zeros(2, 4, 40)}
     names |= {"dq": torch.zeros(2, 40, 4, 64), "dk": torch.zeros(2, 40, 2, 64), "dv": torch.zeros(2, 40, 2, 64)}
     names |= {"dbias": torch.zeros(1, 4, 40, 40)} if with_bias else {}
