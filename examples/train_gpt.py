@@ -280,6 +280,13 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     for name, value in vars(options).items():
         if isinstance(value, tuple):
             setattr(options, name, value[options.device == "cpu"])
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU")
+    for name in SIZES:
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: got {getattr(options, name)}, at least 1 is needed")
+    if options.width % options.heads:
+        parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
     return options
 
 

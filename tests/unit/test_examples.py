@@ -127,6 +127,32 @@ def test_train_gpt_compiled_under_autocast_in_two_processes(repository: Path, tm
     assert last < first < 5
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "--steps: got 0"),
+        (["--heads", "5", "--width", "64"], "--width 64 is not a multiple of --heads 5"),
+        (["--device", "cuda"], "PyTorch finds no GPU"),
+    ],
+)
+def test_sizes_of_a_gpt_that_there_cannot_be(
+    arguments: list[str],
+    said: str,
+    repository: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(repository / "examples")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments])
+    import train_gpt
+
+    with pytest.raises(SystemExit):
+        train_gpt.main()
+    assert said in capsys.readouterr().err
+
+
 def test_train_gpt(repository: Path, tmp_path: Path) -> None:
     sizes = ("--steps", "6", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "2")
     out = run(repository, "train_gpt.py", "--compare", *sizes, cwd=tmp_path)
