@@ -62,7 +62,6 @@ def dot_product_attention(
             "nvrtc_attn does not compute this call of jax.nn.",
             [f"implementation: got {implementation!r}. Leave it out, or call jax.nn.dot_product_attention."],
         )
-    refuse_scale(scale)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     if query.ndim not in (3, 4) or not query.ndim == key.ndim == value.ndim:
         raise ValueError(
@@ -75,6 +74,7 @@ def dot_product_attention(
             query, scale = (query.astype(np.float32) * factor).astype(query.dtype), 1.0
         else:
             scale = float(scale.reshape(()))
+    refuse_scale(scale)
     lead = query.ndim == 3
     q, k, v = (x[None] if lead else x for x in (query, key, value))
     batch, rows, columns = q.shape[0], q.shape[1], k.shape[1]
