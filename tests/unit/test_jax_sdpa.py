@@ -152,8 +152,10 @@ def test_refusals() -> None:
             adapter.dot_product_attention(q, k, v, **options)
     with pytest.raises(ValueError, match="ranks"):
         adapter.dot_product_attention(q, k[0], v)
-    with pytest.raises(TypeError, match=r"^scale: got .* multiply query by it, and pass scale=1\.0\."):
-        jax.jit(lambda scale: adapter.dot_product_attention(q, k, v, scale=scale))(1.0)
+    for scale in (jnp.ones(2), "0.3"):
+        with pytest.raises(TypeError, match="^scale: got "):
+            adapter.dot_product_attention(q, k, v, scale=scale)
+    assert jax.jit(lambda scale: adapter.dot_product_attention(q, k, v, scale=scale))(1.0).shape == q.shape
 
 
 # ------------------------------------------------------------------------------------------------------------ flax
