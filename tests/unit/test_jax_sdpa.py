@@ -153,7 +153,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="ranks"):
         adapter.dot_product_attention(q, k[0], v)
     for scale in (jnp.ones(2), "0.3"):
-        with pytest.raises(TypeError, match="^scale: got "):
+        with pytest.raises(TypeError, match=r"^scale: got "):
             adapter.dot_product_attention(q, k, v, scale=scale)
     assert jax.jit(lambda scale: adapter.dot_product_attention(q, k, v, scale=scale))(1.0).shape == q.shape
 
