@@ -107,12 +107,13 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """`flash_attn_func` with keys and values in one tensor ``[B, N, 2, Hkv, D]``, and so their gradient."""
-    k, v = _unpacked(kv, "kv", 5)
+    _check_packed(kv, "kv", 5)
     if alibi_slopes is None:
         return _without_slopes(
             functools.partial(attention_kvpacked, q, kv), dropout_p, softmax_scale, causal, window_size, softcap,
             deterministic, return_attn_probs,
         )  # fmt: skip
+    k, v = kv.unbind(-3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -124,12 +125,13 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """`flash_attn_func` with all in one tensor ``[B, M, 3, H, D]``, and so its gradient."""
-    q, k, v = _unpacked(qkv, "qkv", 5)
+    _check_packed(qkv, "qkv", 5)
     if alibi_slopes is None:
         return _without_slopes(
             functools.partial(attention_qkvpacked, qkv), dropout_p, softmax_scale, causal, window_size, softcap,
             deterministic, return_attn_probs,
         )  # fmt: skip
+    q, k, v = qkv.unbind(-3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -216,13 +218,14 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """`flash_attn_varlen_func` with keys and values in one tensor ``[total_k, 2, Hkv, D]``, and so their gradient."""
-    k, v = _unpacked(kv, "kv", 4)
+    _check_packed(kv, "kv", 4)
     if alibi_slopes is None and q.dim() == 3:
         return _sequences_without_slopes(
             functools.partial(attention_kvpacked, q.unsqueeze(0), kv.unsqueeze(0)), cu_seqlens_q, cu_seqlens_k,
             max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
             return_attn_probs,
         )  # fmt: skip
+    k, v = kv.unbind(-3)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -236,12 +239,13 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """`flash_attn_varlen_func` with all in one tensor ``[total, 3, H, D]``, and so its gradient."""
-    q, k, v = _unpacked(qkv, "qkv", 4)
+    _check_packed(qkv, "qkv", 4)
     if alibi_slopes is None:
         return _sequences_without_slopes(
             functools.partial(attention_qkvpacked, qkv.unsqueeze(0)), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
             dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
         )  # fmt: skip
+    q, k, v = qkv.unbind(-3)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
@@ -308,11 +312,10 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
 
 
-def _unpacked(packed: torch.Tensor, name: str, rank: int) -> tuple[torch.Tensor, ...]:
+def _check_packed(packed: torch.Tensor, name: str, rank: int) -> None:
     if packed.dim() != rank or packed.shape[-3] != len(name):
         batch = "batch, seqlen" if rank == 5 else "total tokens"
         raise ValueError(f"{name}: shape {tuple(packed.shape)}. It is [{batch}, {len(name)}, heads, head_dim].")
-    return tuple(packed.unbind(-3))
 
 
 def _dropped_probabilities(wanted: bool, dropout_p: float) -> list[str]:

@@ -135,7 +135,7 @@ def operator_arguments(
         read = plain_options(CallOptions(*options, return_lse, deterministic, return_max_logit=return_max_logit))
         causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k = read[:7]
         return_lse, deterministic, return_max_logit = read.return_lse, read.deterministic, read.return_max_logit
-    word = causal_word(causal)
+    word = _causal_word(causal)
     left, right = (None, None) if window_size is None else window_size
     q, k, v, bias = cast_for_autocast(q, k, v, bias)
     more = check_further("attention", cast_further_for_autocast(q, further))
@@ -270,7 +270,7 @@ def gradients_by_operator(
     seed, offset, words = rng_operands(rng_values(rng), tensors[0])
     wanted = [getattr(options, name) for name in OPTIONAL_GRADIENTS]
     gradients = attention_backward(
-        dout, dlse, out, lse, *tensors, seed, offset, *words, causal_word(options.causal),
+        dout, dlse, out, lse, *tensors, seed, offset, *words, _causal_word(options.causal),
         *(options.window_size or (None, None)), options.softmax_scale, options.softcap, options.dropout_p,
         options.max_seqlen_q, options.max_seqlen_k, options.deterministic, *wanted,
     )  # fmt: skip
@@ -300,7 +300,7 @@ def split(arguments: tuple[Any, ...], return_lse: bool, *gradients: bool) -> tup
 _CAUSAL: Final[dict[str, Causal]] = {"": False, "bottom_right": True, "top_left": "top_left"}
 
 
-def causal_word(causal: Causal) -> str:
+def _causal_word(causal: Causal) -> str:
     return causal if isinstance(causal, str) else "bottom_right" if causal else ""
 
 
@@ -328,13 +328,15 @@ def run_forward(*arguments: Any, known_key: Any = None) -> tuple[torch.Tensor, t
     return out, lse, max_logit
 
 
-def run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any, known: BackwardCalls | None = None) -> Any:
-    """The kernel of the operator ``attention_backward``. ``known`` as of `passes.backward`."""
+def run_backward(
+    dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any, known: BackwardCalls | None = None, packed: Any = None
+) -> Any:
+    """The kernel of the operator ``attention_backward``. ``known`` and ``packed`` as of `passes.backward`."""
     arguments_, wanted = arguments[:-_OPTIONS], arguments[-_OPTIONS:]
     with torch.no_grad():
         tensors, options, rng = split(arguments_, True, *wanted)
         dout, dlse, out, lse = map(_as_plain, (dout, dlse, out, lse))
-        gradients = backward(tensors, out, lse, dout, dlse, options, rng, known=known)
+        gradients = backward(tensors, out, lse, dout, dlse, options, rng, known=known, packed=packed)
     return tuple(dout.new_empty(0) if x is None else x for x in gradients)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..base.tables import remember
 from ..front.call import CallOptions, plain_options
-from ..front.operands import OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
+from ..front.operands import FURTHER_INPUTS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
 from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.signature import are_plain
@@ -37,9 +37,9 @@ from .ops import (
     no_second_derivative,
     once_only,
     operator_arguments,
+    run_backward,
     run_forward,
     setup_nothing,
-    split,
 )
 from .passes import BackwardCalls, Known, LazyTensors, backward, forward, known_calls
 from .random import random_state
@@ -52,13 +52,10 @@ _PARTS: Final = {"qkv": 3, "kv": 2}
 _BIAS: Final = OPTIONAL_INPUTS.index("bias")
 _SINK: Final = OPTIONAL_INPUTS.index("sink")
 _NONE: Final = (None,) * len(OPTIONAL_INPUTS)
-_OPTIONS: Final = len(OPTIONAL_GRADIENTS)
 _TENSORS: Final = len(OPTIONAL_INPUTS) + 2  # of an operator behind the packed one: they, seed and offset
 _DROPOUT: Final = _TENSORS + 7
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-_OWN: Final = frozenset(
-    ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "sink")
-)
+_OWN: Final = frozenset((*OPTIONAL_INPUTS, "max_seqlen_q", "max_seqlen_k"))
 """Arguments beside those that are spelled out for which there is a gradient without a copy."""
 
 # ------------------------------------------------------------------------------------------------------- the doors
@@ -210,7 +207,7 @@ def _known(recent: tuple[Known, ...], q: Any, packed: Any, return_lse: bool) -> 
 def _cast_for_autocast(q: Any, packed: Any, others: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """The tensors as autocast gives them to attention, the packed one in one piece."""
     first = packed if q is None else q
-    further = {name: others[name] for name in ("sink",) if others.get(name) is not None}
+    further = {name: others[name] for name in FURTHER_INPUTS if others.get(name) is not None}
     first, rest, _, bias = cast_for_autocast(first, None if q is None else packed, None, others.get("bias"))
     others = {**others, "bias": bias, **cast_further_for_autocast(first, further)}
     return (None, first, others) if q is None else (first, rest, others)
@@ -317,16 +314,7 @@ def _gradients(
     ``saved``: out, lse, `OPTIONAL_INPUTS`, q if it has memory of its own, and the packed tensor.
     """
     if _grad_enabled() and not is_transformed():  # a graph of this pass is asked for: a use of it is refused
-        made_of = tuple(x for x in (*saved[2:], dout, dlse) if x is not None)
-        there: list[bool] = []
-
-        def compute() -> tuple[Any, ...]:
-            found = _gradients(call, saved, dout, dlse, known)
-            there.extend(x is not None for x in found)
-            return tuple(x for x in found if x is not None)
-
-        found = iter(once_only(compute, made_of))
-        return tuple(next(found) if is_there else None for is_there in there)
+        return once_only(lambda: _gradients(call, saved, dout, dlse, known), (*saved[2:], dout, dlse))
     options, state = call
     out, lse, *rest = saved
     optional, inputs = tuple(rest[: len(_NONE)]), rest[len(_NONE) :]
@@ -373,7 +361,7 @@ def _by_operators(q: Any, packed: Any, options: tuple[Any, ...], others: dict[st
     bias, mask, starts_q, starts_k, seqused_k = (
         others.get(name) for name in ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     )
-    further = {name: others[name] for name in ("sink",) if others.get(name) is not None}
+    further = {name: others[name] for name in FURTHER_INPUTS if others.get(name) is not None}
     arguments, return_lse, _ = operator_arguments(
         (), *views(q, packed), bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, starts_q,
         starts_k, others.get("max_seqlen_q"), others.get("max_seqlen_k"), seqused_k, return_lse, deterministic, None,
@@ -401,13 +389,9 @@ _backward_calls: dict[Any, BackwardCalls] = {}
 def _run_backward(
     dout: Any, dlse: Any, out: Any, lse: Any, q: Any, packed: Any, *rest: Any, known: BackwardCalls | None = None
 ) -> tuple[torch.Tensor, ...]:
-    given, wanted = rest[:-_OPTIONS], rest[-_OPTIONS:]
-    with torch.no_grad():
-        tensors, options, rng = split((*views(q, packed), *given), True, *wanted)
-        made = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-        dq, _, _, *optional = backward(tensors, out, lse, dout, dlse, options, rng, known=known, packed=made)
-    found = None if q is None else dq, made, *optional
-    return tuple(dout.new_empty(0) if x is None else x for x in found)
+    made = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+    dq, _, _, *optional = run_backward(dout, dlse, out, lse, *views(q, packed), *rest, known=known, packed=made)
+    return dout.new_empty(0) if q is None else dq, made, *optional
 
 
 def _short_backward(arguments: tuple[Any, ...]) -> Any:

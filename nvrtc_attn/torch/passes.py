@@ -287,20 +287,25 @@ class KnownBackward:
         index = self._index
         adopt(index)
         new = empty_on_current if current_device() == index else allocator(index)
-        made_q, made_k, made_v = self._gradients
-        dq, dk, dv, workspace = new(*made_q), new(*made_k), new(*made_v), new(*self._workspace)
-        gradients = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        gradients, found = self._allocate(new)
+        workspace = new(*self._workspace)
         # In the order of `BACKWARD`.
         self._plan.run(
             raw_stream(index),
             (a, b, c, d, e, f, *_NO_FURTHER_ADDRESSES, *gradients, *_NO_FURTHER_GRADIENTS),
             workspace.data_ptr(),
         )
-        return None, dq, dk, dv  # as autograd takes them: of the node's first argument there is none
+        return found
+
+    def _allocate(self, new: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Addresses of dq, dk and dv, and what autograd takes: of the node's first argument there is no gradient."""
+        made_q, made_k, made_v = self._gradients
+        dq, dk, dv = new(*made_q), new(*made_k), new(*made_v)
+        return (dq.data_ptr(), dk.data_ptr(), dv.data_ptr()), (None, dq, dk, dv)
 
 
 class KnownPackedBackward(KnownBackward):
-    """The same, where dk and dv, or all three, are slices of one tensor that is as long as it is made here."""
+    """The same, where dk and dv, or all three, are slices of one tensor that is made here."""
 
     __slots__ = ("_made", "_offsets")
 
@@ -309,29 +314,16 @@ class KnownPackedBackward(KnownBackward):
         self._made = dense(packed.shape, packed.dtype)
         self._offsets = tuple(part * packed.stride(-3) * packed.element_size() for part in range(packed.shape[-3]))
 
-    def run(self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> Any:
-        """None, then the packed gradient, behind dq where that has memory of its own; None as in `KnownBackward`."""
-        a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        d, e, f = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
-        if (a | b | c | d | e | f) & 15 or env.raw_backend() != self._backend:
-            return None
-        index = self._index
-        adopt(index)
-        new = empty_on_current if current_device() == index else allocator(index)
-        packed, workspace = new(*self._made), new(*self._workspace)
+    def _allocate(self, new: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """As there; the packed gradient comes behind dq, where that has memory of its own."""
+        packed = new(*self._made)
         begin = packed.data_ptr()
-        gradients = tuple([begin + offset for offset in self._offsets])
+        addresses = tuple([begin + offset for offset in self._offsets])
         made_q = self._gradients[0]
-        found: tuple[Any, ...] = None, packed
-        if made_q is not None:
-            dq = new(*made_q)
-            gradients, found = (dq.data_ptr(), *gradients), (None, dq, packed)
-        self._plan.run(
-            raw_stream(index),
-            (a, b, c, d, e, f, *_NO_FURTHER_ADDRESSES, *gradients, *_NO_FURTHER_GRADIENTS),
-            workspace.data_ptr(),
-        )
-        return found
+        if made_q is None:
+            return addresses, (None, packed)
+        dq = new(*made_q)
+        return (dq.data_ptr(), *addresses), (None, dq, packed)
 
 
 class BackwardCalls:
