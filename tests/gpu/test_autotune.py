@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import cases
 import pytest
 from child_environment import python_path
 from harness import Run, failures, forget_plans, oracle
+from test_modifiers import check as check_modifier
+from test_modifiers import named
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -69,24 +71,37 @@ def take(position: int) -> Callable[[Mapping[str, float]], str]:
     return lambda times: list(times)[min(position, len(times) - 1)]
 
 
+@pytest.fixture
+def positions(measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
+    """Of candidates, one after another: a call in the loop is measured anew and takes the candidate there."""
+
+    def walk() -> Iterator[int]:
+        for position in range(MAX_CANDIDATES):
+            monkeypatch.setattr(autotune, "fastest", take(position))
+            monkeypatch.setattr(autotune, "_choices", {})
+            forget_plans(monkeypatch)
+            choices = KernelCache(tmp_path / f"choices{position}", 1 << 20)
+            monkeypatch.setattr(autotune, "kernel_cache", lambda choices=choices: choices)
+            measured.labels.clear()
+            yield position
+            assert 1 <= len(measured.labels) <= 2, "one measurement a pass, shared with the query for the workspace"
+            if position >= max(len(labels) for labels in measured.labels) - 1:
+                break
+        assert position > 0, "there was something to choose"
+
+    return walk()
+
+
 @pytest.mark.reliability(36)
 @pytest.mark.parametrize("name", CASES)
-def test_every_candidate_is_right(
-    name: str, measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_candidate_is_right(name: str, measured: Measured, positions: Iterator[int]) -> None:
     case = CASES[name]
     run = Run(case)
     before = {name: x.clone() for name, x in run.inputs.items()}
     guard = torch.full((1 << 20,), 77, dtype=torch.uint8, device="cuda")
     exact, low = oracle(case, run.arrays)
     lines = []
-    for position in range(MAX_CANDIDATES):
-        monkeypatch.setattr(autotune, "fastest", take(position))
-        monkeypatch.setattr(autotune, "_choices", {})
-        forget_plans(monkeypatch)
-        choices = KernelCache(tmp_path / f"choices{position}", 1 << 20)
-        monkeypatch.setattr(autotune, "kernel_cache", lambda choices=choices: choices)
-        measured.labels.clear()
+    for position in positions:
         forward = run.forward()
         found = failures(case, forward, exact, low, run.arrays)
         backward = run.backward(forward)
@@ -95,14 +110,17 @@ def test_every_candidate_is_right(
             again = run.backward(forward)
             found += [x for x in backward if not torch.equal(backward[x], again[x])]
         taken = [labels[min(position, len(labels) - 1)] for labels in measured.labels]
-        assert 1 <= len(taken) <= 2, "one measurement a pass, shared with the query for the workspace"
         lines += [f"{taken}: {line}" for line in found]
-        if position >= max(len(labels) for labels in measured.labels) - 1:
-            break
-    assert position > 0, "there was something to choose"
     assert not lines, "\n".join(lines)
     assert all(torch.equal(_bits(x), _bits(before[name])) for name, x in run.inputs.items())
     assert bool((guard == 77).all())
+
+
+@pytest.mark.parametrize("name", ["relative bias", "documents", "softcap and alibi"])
+def test_every_candidate_of_a_modifier_is_right(name: str, positions: Iterator[int]) -> None:
+    """Measured with the arrays that the call captured; gradients of learned ones are among what is checked."""
+    for _ in positions:
+        check_modifier(named(name), (2, 4, 200, 176), "bfloat16", 64)
 
 
 def _bits(x: Any) -> Any:
