@@ -190,10 +190,15 @@ operations forward, 2.5 times as many backward, half of it when causal.
 """
 
 TRAINING = (
-    "A GPT of 12 layers, 12 heads of dim 64, 16 texts of 2048 characters a step, under `torch.compile` and bfloat16 "
-    "autocast: whole training steps, with everything that is not attention. The curves differ by at most "
-    "{difference:.3f} nats (mean of {window} steps), those of two runs of SDPA, on its FLASH backend, by {noise:.3f}."
+    "A GPT of 12 layers, 12 heads of dim 64, texts of 2048 characters, under `torch.compile` and bfloat16 autocast: "
+    "whole training steps, with everything that is not attention. `sdpa` is SDPA on its FLASH backend, `other backend` "
+    "on cuDNN's."
 )
+CURVES = (
+    "{batch} texts a step on {processes}. The curves differ by at most {difference:.3f} nats (mean of {window} steps), "
+    "those of the two runs of SDPA by {noise:.3f}."
+)
+TRAININGS = ("train_gpt_2048", "train_gpt_two_gpus")
 
 README_LENGTHS = ("16x1024", "1x16384")
 """Batch and length of the rows that README shows: two for each head dim and mask, twelve in all."""
@@ -221,19 +226,24 @@ def measured_again(on: dict[str, Any]) -> str:
     return f". At commit {on['again']['commit'][:7]}, alone: {'; '.join(on['again']['cases'])}."
 
 
-def training(saved: dict[str, Any]) -> str:
-    runs = saved["runs"]
+def training(name: str) -> str:
+    """Of one result: where it was measured, steps and curves."""
+    saved = load(name)
+    runs, options = saved["runs"], saved["options"]
     lines = ["| attention | ms a step | tokens per second | / sdpa |", "| --- | --- | --- | --- |"]
-    for name, run in runs.items():
+    for kind, run in runs.items():
         speed = run["tokens_per_second"]
         over = speed / runs["sdpa"]["tokens_per_second"]
-        lines.append(f"| {name} | {run['ms_per_step']:.1f} | {speed:,.0f} | {over:.3f} |")
+        lines.append(f"| {kind} | {run['ms_per_step']:.1f} | {speed:,.0f} | {over:.3f} |")
+    gpus = "one GPU" if options["processes"] == 1 else f"{options['processes']} GPUs of one host (DDP)"
     on = (
-        f"One {saved['device']}, driver {saved['driver']}, torch {saved['torch']}, commit {saved['commit']}: "
-        f"`{saved['command']}`"
+        f"{'One' if options['processes'] == 1 else options['processes']} {saved['device']}, driver {saved['driver']}, "
+        f"torch {saved['torch']}, commit {saved['commit']}: `{saved['command']}`"
     )
-    picture = "![Loss of each run, and its difference to SDPA](../benchmarks/results/train_gpt_2048.png)"
-    return "\n\n".join([TRAINING.format(**saved), on, "\n".join(lines), picture])
+    picture = f"![Loss of each run, and its difference to SDPA](../benchmarks/results/{name}.png)"
+    return "\n\n".join(
+        [CURVES.format(**saved | {"batch": options["batch"], "processes": gpus}), on, "\n".join(lines), picture]
+    )
 
 
 def benchmarks_page() -> str:
@@ -244,7 +254,7 @@ def benchmarks_page() -> str:
         parts.append(f"\n## {section.title}\n\n{section.above}\n\n{measured_on(saved)}\n\n{table}\n")
         if section.below:
             parts.append(f"\n{section.below}\n")
-    parts.append(f"\n## Training\n\n{training(load('train_gpt_2048'))}\n")
+    parts.append("\n## Training\n\n" + "\n\n".join([TRAINING, *map(training, TRAININGS)]) + "\n")
     text = (RESULTS / "host.txt").read_text(encoding="utf-8")
     parts.append(f"\n## What a repeated call costs the host\n\n{HOST}\n\n{host(text)}\n")
     return "".join(parts)

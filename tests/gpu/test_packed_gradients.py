@@ -78,6 +78,7 @@ def test_numbers_are_those_of_views(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # of torch
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_in_a_program_of_inductor(mode: str) -> None:
     leaves, options = inputs_of("qkv", "causal", 64, 2, torch.bfloat16, False)

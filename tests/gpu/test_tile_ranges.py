@@ -373,7 +373,6 @@ def test_slots_are_those_of_undecided_tiles() -> None:
 
 
 @HOPPER
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 def test_a_replay_counts_slots_anew() -> None:
     """Under a CUDA graph, both passes: the array changes between replays, and with it how many tiles are undecided."""
     n, heads = 1024, 8
