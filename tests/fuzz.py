@@ -499,6 +499,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="the CPU path on NumPy arrays; needs neither GPU nor torch")
     parser.add_argument("--max-scores", type=int, default=100_000, help="with --cpu: pass over larger problems")
     parser.add_argument("--modifiers", action="store_true", help="random score_mod and mask_mod: fuzz_modifiers.py")
+    parser.add_argument("--shapes", type=int, default=2, help="with --modifiers: of each modifier on the GPU")
     parser.add_argument("--simulated", metavar="CAPABILITY", help="on a simulated GPU: fuzz_simulated.py")
     parser.add_argument("--replay", metavar="SEED:INDEX", help="run one problem")
     return parser.parse_args(argv)
@@ -525,7 +526,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return compile_modifiers(options)
         on_cpu = options.cpu or options.device == "cpu"
         wrong = fuzz_modifiers.run(
-            options.problems, options.seed, options.first, options.seconds, on_cpu, options.workers
+            options.problems, options.seed, options.first, options.seconds, on_cpu, options.workers, options.shapes
         )
         return 1 if wrong else 0
     if options.replay:
@@ -564,13 +565,14 @@ def compile_modifiers(options: argparse.Namespace) -> int:
     import numpy as np
 
     start, end = options.seed * 1_000_000 + options.first, time.monotonic() + options.seconds
+    shapes = dataclasses.replace(fuzz_modifiers.CAMPAIGN, number=options.shapes)
     for begin in range(start, start + options.problems, 10 * options.compilers):
         numbers = range(begin, min(begin + 10 * options.compilers, start + options.problems))
         if time.monotonic() > end:
             say(f"time is over before modifier {begin}")
             return 2
         with np.errstate(all="ignore"):
-            kernels = {config: None for number in numbers for config in fuzz_modifiers.kernels_on(number, H200)}
+            kernels = {config: None for number in numbers for config in fuzz_modifiers.kernels_on(number, H200, shapes)}
         if compile_all(list(kernels), options.compilers):
             return 1
     return 0

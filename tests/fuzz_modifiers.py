@@ -1,6 +1,6 @@
 """Random modifiers times random shapes: the CPU path against whole matrices in float64, the GPU against the CPU path.
 
-    python tests/fuzz.py --modifiers [--problems 5000] [--seed 1] [--cpu | --compile-only]
+    python tests/fuzz.py --modifiers [--problems 5000] [--shapes 2] [--seed 1] [--cpu | --compile-only]
 
 On the CPU values are compared with the function called on matrices, and gradients of q, k, v and of every captured
 array with central differences of that in a random direction; nothing of the package is in either. On the GPU a
@@ -225,14 +225,14 @@ def check_on_gpu(seed: int, dtype: str = "float16", shapes: Shapes = Shapes()) -
     return ""
 
 
-def _one_of_campaign(number: int, end: float) -> tuple[int, str | None]:
+def _one_of_campaign(number: int, end: float, shapes: Shapes) -> tuple[int, str | None]:
     """What is wrong with a modifier; None: time was over."""
     if time.time() > end:
         return number, None
     with way_of(number) as name, np.errstate(all="ignore"):
         os.environ["NVRTC_ATTN_BACKEND"] = name
         try:
-            return number, check_on_gpu(number, dtype_of(number), CAMPAIGN)
+            return number, check_on_gpu(number, dtype_of(number), shapes)
         except Exception:
             return number, traceback.format_exc()
 
@@ -243,13 +243,13 @@ def _begin() -> None:
     torch.set_num_threads(1)
 
 
-def campaign(numbers: Iterable[int], seconds: float, workers: int) -> tuple[int, int]:
+def campaign(numbers: Iterable[int], seconds: float, workers: int, shapes: Shapes = CAMPAIGN) -> tuple[int, int]:
     """(Modifiers that were checked on the GPU, those that are wrong), which are printed."""
     done = wrong = 0
     end = time.time() + seconds
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
-        for future in [pool.submit(_one_of_campaign, number, end) for number in numbers]:
+        for future in [pool.submit(_one_of_campaign, number, end, shapes) for number in numbers]:
             number, found = future.result()
             done += found is not None
             wrong += bool(found)
@@ -258,13 +258,16 @@ def campaign(numbers: Iterable[int], seconds: float, workers: int) -> tuple[int,
     return done, wrong
 
 
-def run(problems: int, seed: int, first: int, seconds: float, cpu: bool, workers: int = 1) -> int:
-    """Print what is wrong, and return how many problems are."""
+def run(
+    problems: int, seed: int, first: int, seconds: float, cpu: bool, workers: int = 1, number: int = CAMPAIGN.number
+) -> int:
+    """Print what is wrong, and return how many modifiers are. ``number``: shapes of each on the GPU; one on the CPU."""
+    shapes = dataclasses.replace(CAMPAIGN, number=number)
     begin, wrong, done = time.monotonic(), 0, 0
     start = seed * 1_000_000 + first
     if not cpu:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        done, wrong = campaign(range(start, start + problems), seconds, workers)
+        done, wrong = campaign(range(start, start + problems), seconds, workers, shapes)
     else:
         for number in range(start, start + problems):
             if time.monotonic() - begin >= seconds:
@@ -275,5 +278,6 @@ def run(problems: int, seed: int, first: int, seconds: float, cpu: bool, workers
             wrong += bool(found)
             if found:
                 print(f"{number}: {found}", flush=True)
-    print(f"{done} modifiers, {wrong} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+    at = "one shape" if cpu else f"{number} shapes"
+    print(f"{done} modifiers at {at} each, {wrong} wrong, {time.monotonic() - begin:.0f} s", flush=True)
     return wrong

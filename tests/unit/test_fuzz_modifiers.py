@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import fuzz_modifiers
@@ -33,3 +34,14 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with np.errstate(all="ignore"):
         assert fuzz_modifiers.run(40, 2, 0, 1e9, cpu=True) > 0
     assert "by differences" in capsys.readouterr().out
+
+
+def test_more_shapes_of_a_modifier_begin_with_the_fewer() -> None:
+    """So that kernels compiled ahead for some shapes serve a campaign with more of them."""
+    target = {"arch": "sm_90", "num_sms": 132, "smem_limit": 227 << 10}
+    few, many = (
+        list(fuzz_modifiers.kernels_on(7, target, dataclasses.replace(fuzz_modifiers.CAMPAIGN, number=number)))
+        for number in (2, 8)
+    )
+    assert few == many[: len(few)]
+    assert few
