@@ -19,7 +19,7 @@ from nvrtc_attn.front.guards import guard
 from nvrtc_attn.jit.params import BackwardParams, ForwardParams
 from nvrtc_attn.plans import plan, repeats
 from nvrtc_attn.runtime import arrays
-from nvrtc_attn.torch import efficient, modified_known, ops, packed, passes
+from nvrtc_attn.torch import efficient, modified_known, ops, packed_ops, passes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PACKAGE = str(Path(nvrtc_attn.__file__).parent)
@@ -86,7 +86,7 @@ KNOWN: list[dict[Any, Any]] = [
     passes._known_plans,
     modified_known._known,
     ops._backward_calls,
-    packed._backward_calls,
+    packed_ops._backward_calls,
     signature._known,
     signature._numbers,
 ]

@@ -11,11 +11,12 @@ except ModuleNotFoundError as error:
 
 from . import flash
 from . import flops as _flops  # noqa: F401 - it registers formulas
+from . import transformed as _transformed  # noqa: F401 - it registers rules of torch.func
 from .eager import attention
 from .flex import BlockMask, create_block_mask, flex_attention
-from .ops import register_sharding
 from .packed import attention_kvpacked, attention_qkvpacked
 from .sdpa import enable_sdpa, scaled_dot_product_attention
+from .sharding import register_sharding
 
 __all__ = [
     "BlockMask",

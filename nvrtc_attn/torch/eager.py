@@ -20,22 +20,15 @@ from ..front.part import Part
 from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.signature import are_plain
+from .autocast import cast_for_autocast, cast_further_for_autocast
+from .derivatives import apply_of, no_forward_derivative, once_only, refuse_tangents
 from .modified import attend as attend_modified
-from .ops import (
-    apply_of,
-    cast_for_autocast,
-    cast_further_for_autocast,
-    gradients_by_operator,
-    is_dtensor,
-    is_transformed,
-    no_forward_derivative,
-    once_only,
-    refuse_tangents,
-    register_sharding,
-)
 from .ops import attention as attention_by_operators
+from .ops import gradients_by_operator
 from .passes import DIFFERENTIABLE_PLACES, Known, LazyTensors, Tensors, backward, forward, known_calls
 from .random import random_state
+from .sharding import register_sharding
+from .tensors import is_dtensor, is_transformed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -23,10 +23,13 @@ from ..front.philox import NO_RNG
 from ..front.validation import refuse_scale
 from ..modifiers.modifier import Modifier
 from ..modifiers.trace import literals, trace, traced
+from .autocast import cast_for_autocast
 from .flex_compiled import traced as written
 from .modified import attention, modified_forward, needs_operator, plain_arguments, refuse_transformed
 from .modified_known import again, know
-from .ops import attention_forward, cast_for_autocast, is_dtensor, register_sharding
+from .ops import attention_forward
+from .sharding import register_sharding
+from .tensors import is_dtensor
 
 _ScoreMod = Callable[..., torch.Tensor]
 _in_dynamo = torch.compiler.is_dynamo_compiling

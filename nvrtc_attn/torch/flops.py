@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..front.operands import INPUTS
 from .modified import modified_backward, modified_forward
 from .ops import attention_backward, attention_forward
-from .packed import attention_packed_backward, attention_packed_forward, views
+from .packed_ops import attention_packed_backward, attention_packed_forward, views
 
 _CU_SEQLENS: Final = INPUTS.index("cu_seqlens_q"), INPUTS.index("cu_seqlens_k")
 _BEFORE_Q: Final = 4  # of the backward operators: dout, dlse, out, lse

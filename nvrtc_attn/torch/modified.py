@@ -20,21 +20,13 @@ from ..front.signature import are_plain
 from ..modifiers.modifier import Modifier
 from ..modifiers.text import read_text
 from ..modifiers.trace import no_functions, trace, traced
+from .arguments import SEED_WORD, SIGNATURE, operator_arguments, results_of, split
+from .autocast import cast_for_autocast, cast_further_for_autocast
+from .derivatives import once_only, register_derivative
 from .flex_compiled import traced as written
 from .modified_known import again, know
 from .modified_passes import dense_like, forward, gradients
-from .ops import (
-    SIGNATURE,
-    cast_for_autocast,
-    cast_further_for_autocast,
-    forward_fake,
-    no_second_derivative,
-    once_only,
-    operator_arguments,
-    results_of,
-    setup_nothing,
-    split,
-)
+from .ops import forward_fake
 from .passes import DIFFERENTIABLE_PLACES
 from .random import random_state
 from .tensors import captured_on, detached
@@ -207,10 +199,6 @@ def refuse_transformed(*_: Any) -> Any:
 _OF_MODIFIER: Final = "Tensor[] captures, str program, SymInt[] ints, float[] floats"
 _BEHIND: Final = 4
 """Arguments of `_OF_MODIFIER`."""
-_FLAGS: Final = 2
-"""return_lse and return_max_logit."""
-_TENSORS: Final = len(INPUTS) + 2
-"""Inputs, seed and offset: where the signature begins."""
 _LIBRARY: Final = torch.library.Library("nvrtc_attn", "FRAGMENT")
 _LIBRARY.define(
     f"modified_forward({SIGNATURE}, bool return_lse, bool return_max_logit, {_OF_MODIFIER}) -> "
@@ -311,43 +299,7 @@ def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) ->
 
 torch.library.register_fake("nvrtc_attn::modified_forward", _forward_fake, lib=_LIBRARY)
 torch.library.register_fake("nvrtc_attn::modified_backward", _backward_fake, lib=_LIBRARY)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *given, captures, program, ints, floats = inputs
-    ctx.save_for_backward(*output[:2], *given[:_TENSORS], *captures)
-    ctx.scalars, ctx.functions = given[_TENSORS:-_FLAGS], (program, ints, floats)
-    ctx.set_materialize_grads(False)
-
-
-def _derivative(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
-    """The gradient of every argument of the forward operator. Nobody gets one through max_logit."""
-    out, lse, *tensors = ctx.saved_tensors
-    captures = tensors[_TENSORS:]
-    arguments = (*tensors[:_TENSORS], *ctx.scalars)
-    found: list[Any] = [None] * (len(arguments) + _FLAGS)
-    of_captures: list[Any] = [None] * len(captures)
-    # torch takes an empty list for one of tensors
-    no_more = [x if x == [] else None for x in ctx.functions]
-    if dout is None and dlse is None:
-        return (*found, of_captures, *no_more)
-    if lse.numel() == 0 and out.numel() != 0:  # traced where no gradient was wanted
-        out, lse, _ = modified_forward(*arguments, True, False, captures, *ctx.functions)
-    dout = torch.zeros_like(out) if dout is None else dout
-    needed = [bool(ctx.needs_input_grad[place]) for place in DIFFERENTIABLE_PLACES]
-    needed_captures = ctx.needs_input_grad[len(found)]
-    wanted = [bool(wants) and x.is_floating_point() for x, wants in zip(captures, needed_captures, strict=True)]
-    results = modified_backward(
-        dout, dlse, out, lse, *arguments, *needed[-len(OPTIONAL_GRADIENTS) :], captures, *ctx.functions, wanted
-    )
-    for place, gradient, is_needed in zip(DIFFERENTIABLE_PLACES, results, needed, strict=False):
-        found[place] = gradient if is_needed else None
-    for i, (x, wants) in enumerate(zip(results[len(GRADIENTS) :], wanted, strict=True)):
-        of_captures[i] = x if wants else None
-    return (*found, of_captures, *no_more)
-
-
-torch.library.register_autograd("nvrtc_attn::modified_forward", _derivative, setup_context=_setup_context, lib=_LIBRARY)
-torch.library.register_autograd(
-    "nvrtc_attn::modified_backward", no_second_derivative, setup_context=setup_nothing, lib=_LIBRARY
-)
+register_derivative(
+    _LIBRARY, modified_forward, modified_backward, tensors=SEED_WORD, flags=(True, False),
+    differentiable=DIFFERENTIABLE_PLACES, behind=_BEHIND,
+)  # fmt: skip

@@ -23,8 +23,8 @@ from ..modifiers.cuda import NO_MODIFIER
 from ..modifiers.modifier import Modifier
 from ..modifiers.remembered import look
 from ..plans import repeats
+from .derivatives import apply_of, once_only
 from .modified_passes import gradients as gradients_of
-from .ops import apply_of, once_only
 from .passes import adopt
 from .tensors import Made, allocator, current_device, dense, empty_on_current, raw_stream
 

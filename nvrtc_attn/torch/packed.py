@@ -1,7 +1,8 @@
 """Attention of q, k and v that lie in one tensor, as one projection makes them, with the gradient in one tensor too.
 
 Views of a packed tensor are read where they are, but torch's gradient of such views is a copy: dq, dk and dv are
-written, read again and put together. Here the backward pass writes them where they belong.
+written, read again and put together. Here the backward pass writes them where they belong. Plain tensors take a node of
+autograd, programs of torch.compile the operators of `packed_ops`.
 """
 
 from __future__ import annotations
@@ -10,39 +11,20 @@ from typing import Any, Final
 
 import torch
 
-from ..base.tables import remember
 from ..front.call import CallOptions, plain_options
-from ..front.operands import FURTHER_INPUTS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
+from ..front.operands import FURTHER_INPUTS, OPTIONAL_INPUTS
 from ..front.philox import NO_RNG, RngState
 from ..front.problem import Causal, WindowSize
 from ..front.signature import are_plain
+from .arguments import operator_arguments
+from .autocast import cast_for_autocast, cast_further_for_autocast
+from .derivatives import apply_of, no_forward_derivative, once_only
 from .eager import attention, new_tuple
-from .ops import (
-    SHORT_WAYS,
-    SIGNATURE,
-    Operators,
-    apply_of,
-    are_alone,
-    attention_backward,
-    attention_forward,
-    backward_fake,
-    cast_for_autocast,
-    cast_further_for_autocast,
-    forward_fake,
-    forward_short_way,
-    gradients_by_operator,
-    is_dtensor,
-    is_transformed,
-    no_forward_derivative,
-    no_second_derivative,
-    once_only,
-    operator_arguments,
-    run_backward,
-    run_forward,
-    setup_nothing,
-)
-from .passes import BackwardCalls, Known, LazyTensors, backward, forward, known_calls
+from .ops import gradients_by_operator
+from .packed_ops import attention_packed_forward, packed_together, views
+from .passes import Known, LazyTensors, backward, forward, known_calls
 from .random import random_state
+from .tensors import PLAIN, is_dtensor, is_transformed
 
 _traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
 _grad_enabled: Final = torch.is_grad_enabled
@@ -52,9 +34,6 @@ _PARTS: Final = {"qkv": 3, "kv": 2}
 _BIAS: Final = OPTIONAL_INPUTS.index("bias")
 _SINK: Final = OPTIONAL_INPUTS.index("sink")
 _NONE: Final = (None,) * len(OPTIONAL_INPUTS)
-_TENSORS: Final = len(OPTIONAL_INPUTS) + 2  # of an operator behind the packed one: they, seed and offset
-_DROPOUT: Final = _TENSORS + 7
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _OWN: Final = frozenset((*OPTIONAL_INPUTS, "max_seqlen_q", "max_seqlen_k"))
 """Arguments beside those that are spelled out for which there is a gradient without a copy."""
 
@@ -128,12 +107,6 @@ def attention_kvpacked(
     return _attend(q, kv, "kv", options, others)
 
 
-def views(q: Any, packed: torch.Tensor) -> tuple[Any, Any, Any]:
-    """q, k and v; q is None where it lies beside them."""
-    parts = packed.unbind(-3)
-    return parts if q is None else (q, *parts)
-
-
 def _check(packed: Any, name: str) -> None:
     if not isinstance(packed, torch.Tensor):
         raise TypeError(f"{name}: got {type(packed).__name__}. nvrtc_attn.torch takes torch tensors.")
@@ -167,13 +140,30 @@ def _is_plain(q: Any, packed: torch.Tensor, others: dict[str, Any]) -> bool:
     """Whether nothing has to see operators, and a gradient may be asked for."""
     tensors = [x for x in (q, packed, *others.values()) if isinstance(x, torch.Tensor)]
     return (
-        all(x.__class__ in _PLAIN and not (x.is_meta or x.is_neg()) for x in tensors)
+        all(x.__class__ in PLAIN and not (x.is_meta or x.is_neg()) for x in tensors)
         and any(x.requires_grad for x in tensors)
         and (q is None or isinstance(q, torch.Tensor))
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._is_tracing()
         and not is_transformed()
     )
+
+
+def _by_operators(q: Any, packed: Any, options: tuple[Any, ...], others: dict[str, Any]) -> Any:
+    """The doors in a program of torch.compile."""
+    q, packed, others = _cast_for_autocast(q, packed, others)
+    causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic = options
+    bias, mask, starts_q, starts_k, seqused_k = (
+        others.get(name) for name in ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    )
+    further = {name: others[name] for name in FURTHER_INPUTS if others.get(name) is not None}
+    arguments, return_lse, _ = operator_arguments(
+        (), *views(q, packed), bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, starts_q,
+        starts_k, others.get("max_seqlen_q"), others.get("max_seqlen_k"), seqused_k, return_lse, deterministic, None,
+        further,
+    )  # fmt: skip
+    out, lse = attention_packed_forward(q, packed, *arguments[3:-1])
+    return (out, lse) if return_lse else out
 
 
 # ---------------------------------------------------------------------------------------------- the kernels themselves
@@ -323,167 +313,9 @@ def _gradients(
     parts = views(q, packed)
     if is_transformed():  # a batch of gradients at once
         dq, dk, dv, dbias, dsink = gradients_by_operator((*parts, *optional), out, lse, dout, dlse, options, state)
-        return None, *_packed_together(q is None, dq, dk, dv), dbias, dsink
+        return None, *packed_together(q is None, dq, dk, dv), dbias, dsink
     made = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     dq, _, _, dbias, dsink = backward(
         (*parts, *optional), out, lse, dout, dlse, options, state, known=known, packed=made
     )
     return (None, made, dbias, dsink) if q is None else (None, dq, made, dbias, dsink)
-
-
-def _packed_together(with_q: bool, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-    """Gradients of the inputs of a node, from those of its parts."""
-    return (torch.stack((dq, dk, dv), -3),) if with_q else (dq, torch.stack((dk, dv), -3))
-
-
-# --------------------------------------------------------------------------------------------------------- operators
-
-_LIBRARY: Final = Operators("nvrtc_attn", "FRAGMENT")
-_BEHIND: Final = SIGNATURE.split(", ", 3)[3]
-_LIBRARY.define(
-    f"attention_packed_forward(Tensor? q, Tensor packed, {_BEHIND}, bool return_lse) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "attention_packed_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? q, Tensor packed, "
-    f"{_BEHIND}, {', '.join(f'bool {name}' for name in OPTIONAL_GRADIENTS)}) -> "
-    f"({', '.join(f'Tensor {name}' for name in ('dq', 'dpacked', *OPTIONAL_GRADIENTS))})",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-attention_packed_forward: Any = torch.ops.nvrtc_attn.attention_packed_forward.default
-attention_packed_backward: Any = torch.ops.nvrtc_attn.attention_packed_backward.default
-
-
-def _by_operators(q: Any, packed: Any, options: tuple[Any, ...], others: dict[str, Any]) -> Any:
-    """The doors in a program of torch.compile."""
-    q, packed, others = _cast_for_autocast(q, packed, others)
-    causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic = options
-    bias, mask, starts_q, starts_k, seqused_k = (
-        others.get(name) for name in ("bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-    )
-    further = {name: others[name] for name in FURTHER_INPUTS if others.get(name) is not None}
-    arguments, return_lse, _ = operator_arguments(
-        (), *views(q, packed), bias, mask, causal, window_size, softmax_scale, softcap, dropout_p, rng, starts_q,
-        starts_k, others.get("max_seqlen_q"), others.get("max_seqlen_k"), seqused_k, return_lse, deterministic, None,
-        further,
-    )  # fmt: skip
-    out, lse = attention_packed_forward(q, packed, *arguments[3:-1])
-    return (out, lse) if return_lse else out
-
-
-def _run_forward(q: Any, packed: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse, _ = run_forward(*views(q, packed), *rest, False)
-    return out, lse
-
-
-def _short_forward(arguments: tuple[Any, ...]) -> Any:
-    q, packed, *rest = arguments
-    found = forward_short_way((*views(q, packed), *rest, False))
-    return found and found[:2]
-
-
-# Everything of a call of the backward operator but its first six tensors -> the passes that were made.
-_backward_calls: dict[Any, BackwardCalls] = {}
-
-
-def _run_backward(
-    dout: Any, dlse: Any, out: Any, lse: Any, q: Any, packed: Any, *rest: Any, known: BackwardCalls | None = None
-) -> tuple[torch.Tensor, ...]:
-    made = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-    dq, _, _, *optional = run_backward(dout, dlse, out, lse, *views(q, packed), *rest, known=known, packed=made)
-    return dout.new_empty(0) if q is None else dq, made, *optional
-
-
-def _short_backward(arguments: tuple[Any, ...]) -> Any:
-    dout, dlse, out, lse, q, packed, *rest = arguments
-    if dlse is not None:
-        return None
-    key = (q is None, *rest)
-    try:
-        calls = _backward_calls.get(key)
-    except TypeError:  # symbols
-        return None
-    parts = views(q, packed)
-    if calls is not None:
-        for known in calls.backward:
-            if known.fits(*parts, out, lse, dout) and (found := known.run(*parts, out, lse, dout)) is not None:
-                nothing = [dout.new_empty(0) for _ in range(5 - len(found))]
-                return (nothing[0], *found[1:], *nothing[1:]) if q is None else (*found[1:], *nothing)
-    if not (are_alone((*parts, out, lse, dout), rest) and rest[_DROPOUT] == 0):
-        return None
-    if calls is None:
-        calls = remember(_backward_calls, key, BackwardCalls())
-    return _run_backward(*arguments, known=calls)
-
-
-SHORT_WAYS.update(attention_packed_forward=_short_forward, attention_packed_backward=_short_backward)
-
-
-def _unpacked_forward(q: Any, packed: Any, *rest: Any) -> Any:
-    """By the operators of three tensors, which transformations know."""
-    out, lse, _ = attention_forward(*views(q, packed), *rest, False)
-    return out, lse
-
-
-def _unpacked_backward(dout: Any, dlse: Any, out: Any, lse: Any, q: Any, packed: Any, *rest: Any) -> Any:
-    dq, dk, dv, *optional = attention_backward(dout, dlse, out, lse, *views(q, packed), *rest)
-    found = _packed_together(q is None, dq, dk, dv)
-    return (*((dout.new_empty(0),) if q is None else ()), *found, *optional)
-
-
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("attention_packed_forward", _run_forward, _key)
-    _LIBRARY.impl("attention_packed_backward", _run_backward, _key)
-_LIBRARY.impl("attention_packed_forward", _unpacked_forward, "FuncTorchDynamicLayerFrontMode")
-_LIBRARY.impl("attention_packed_backward", _unpacked_backward, "FuncTorchDynamicLayerFrontMode")
-
-
-def _forward_fake(q: Any, packed: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse, _ = forward_fake(*views(q, packed), *rest, False)
-    return out, lse
-
-
-def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, q: Any, packed: Any, *rest: Any) -> Any:
-    dq, _, _, *optional = backward_fake(dout, dlse, out, lse, *views(q, packed), *rest)
-    return (
-        dout.new_empty(0) if q is None else dq,
-        torch.empty_like(packed, memory_format=torch.contiguous_format),
-        *optional,
-    )
-
-
-torch.library.register_fake("nvrtc_attn::attention_packed_forward", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("nvrtc_attn::attention_packed_backward", _backward_fake, lib=_LIBRARY)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, packed, *rest = inputs
-    ctx.save_for_backward(*output, q, packed, *rest[:_TENSORS])
-    ctx.scalars = rest[_TENSORS:-1]
-    ctx.set_materialize_grads(False)
-
-
-def _derivative(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-    """The gradient of every argument of the forward operator."""
-    out, lse, q, packed, *tensors = ctx.saved_tensors
-    arguments = (q, packed, *tensors, *ctx.scalars)
-    found: list[Any] = [None] * (len(arguments) + 1)
-    if dout is None and dlse is None:
-        return tuple(found)
-    if lse.numel() == 0 and out.numel() != 0:  # traced where no gradient was wanted
-        out, lse = attention_packed_forward(*arguments, True)
-    dout = torch.zeros_like(out) if dout is None else dout
-    places = (0, 1, 2 + _BIAS, 2 + _SINK)
-    needed = [bool(ctx.needs_input_grad[place]) for place in places]
-    gradients = attention_packed_backward(dout, dlse, out, lse, *arguments, *needed[2:])
-    for place, gradient, is_needed in zip(places, gradients, needed, strict=True):
-        found[place] = gradient if is_needed else None
-    return tuple(found)
-
-
-torch.library.register_autograd(
-    "nvrtc_attn::attention_packed_forward", _derivative, setup_context=_setup_context, lib=_LIBRARY
-)
-torch.library.register_autograd(
-    "nvrtc_attn::attention_packed_backward", no_second_derivative, setup_context=setup_nothing, lib=_LIBRARY
-)

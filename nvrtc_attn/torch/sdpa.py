@@ -25,9 +25,9 @@ from ..front.problem import Causal
 from ..front.validation import refuse_scale
 from .eager import GROUPED_HEADS_FIRST, HEADS_FIRST, again, attend, new_tuple
 from .efficient import efficient_attention_backward, efficient_attention_forward
-from .ops import is_dtensor
 from .replaced import NotTakenError, PassedOnError, checked, counts, replace_kernels, why_not
 from .scaled_efficient import efficient_backward, efficient_forward
+from .tensors import is_dtensor
 
 _traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
 _deterministic: Final = torch._C._get_deterministic_algorithms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, Final
 
 import torch
@@ -28,7 +29,12 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", _no_device) if empty_
 """Index of the GPU on which `empty_on_current` allocates."""
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of what a pass allocates."""
+PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors that are no more than that."""
 _unwrapped: Final[Any] = torch._C._functorch.unwrap_if_dead
+_functorch_level: Final = torch._C._functorch.maybe_current_level
+_includes_key: Final = torch._C._dispatch_tls_is_dispatch_key_included
+_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 
 
 def allocator(index: int) -> Any:
@@ -99,3 +105,20 @@ def signature(x: Any) -> Any:
 def refuses_nondeterminism() -> bool:
     """Whether torch's own attention kernels are deterministic now: not where torch would only warn."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def is_dtensor(x: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, getattr(module, "DTensor", ()))
+
+
+def is_transformed() -> bool:
+    """Whether tensors may stand for batches or levels of others: in torch.func, and where autograd has its own vmap.
+
+    The latter is for a batch of gradients: `is_grads_batched`, and `torch.autograd.functional` with `vectorize`.
+    """
+    return _functorch_level() is not None or _includes_key(_VMAP_MODE)
+
+
+def as_plain(x: torch.Tensor | None) -> Any:
+    return x if x is None or x.__class__ in PLAIN else x.as_subclass(torch.Tensor)

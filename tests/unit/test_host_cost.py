@@ -38,7 +38,7 @@ from nvrtc_attn.front import signature  # noqa: E402
 from nvrtc_attn.front.guards import RECENT, guard, has_room, tell_apart  # noqa: E402
 from nvrtc_attn.front.operands import INPUTS as INPUT_NAMES  # noqa: E402
 from nvrtc_attn.runtime import arrays  # noqa: E402
-from nvrtc_attn.torch import efficient, ops, packed, passes  # noqa: E402
+from nvrtc_attn.torch import efficient, ops, packed_ops, passes  # noqa: E402
 
 fake = fake_gpu
 
@@ -670,9 +670,9 @@ def test_passes_of_a_packed_tensor_are_known(count: int) -> None:
 
     def operators() -> Any:
         with torch.no_grad():
-            out, lse = packed.attention_packed_forward(*given, *NO_TENSORS, *SCALARS, True)
+            out, lse = packed_ops.attention_packed_forward(*given, *NO_TENSORS, *SCALARS, True)
             more = given, NO_TENSORS, SCALARS, (False, False)
-            return packed.attention_packed_backward(dout, None, out, lse, *[x for part in more for x in part])
+            return packed_ops.attention_packed_backward(dout, None, out, lse, *[x for part in more for x in part])
 
     first, *_ = (operators() for _ in range(3))
     assert known(operators) == 2

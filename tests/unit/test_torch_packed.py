@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import nvrtc_attn.torch as na  # noqa: E402 - after the skip
-from nvrtc_attn.torch import ops, packed  # noqa: E402
+from nvrtc_attn.torch import arguments, ops, packed_ops  # noqa: E402
 
 STARTS = torch.tensor([0, 3, 7], dtype=torch.int32)
 PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "max_seqlen_q": 4, "max_seqlen_k": 4}
@@ -141,22 +141,22 @@ def test_no_copy_is_made_of_it_outside_of_programs_either() -> None:
 @pytest.mark.parametrize("which", ["qkv", "kv"])
 def test_opcheck(which: str, name: str) -> None:
     call = Call(which, OPTIONS[name], batch=1 if OPTIONS[name] is PACKED else 2)
-    parts = packed.views(*((None, *call.inputs[:1]) if which == "qkv" else call.inputs[:2]))
+    parts = packed_ops.views(*((None, *call.inputs[:1]) if which == "qkv" else call.inputs[:2]))
     options = {"rng": None, **call.options}
-    given, _, _ = ops.operator_arguments(
+    given, _, _ = arguments.operator_arguments(
         (), *parts, options.get("bias"), None, False, (None, None), None, 0.0, options.get("dropout_p", 0.0),
         options["rng"], options.get("cu_seqlens_q"), options.get("cu_seqlens_k"), options.get("max_seqlen_q"),
         options.get("max_seqlen_k"), None, True, False, None,
         {"sink": options["sink"]} if "sink" in options else {},
     )  # fmt: skip
     inputs = (None, call.inputs[0]) if which == "qkv" else call.inputs[:2]
-    torch.library.opcheck(packed.attention_packed_forward, (*inputs, *given[3:-1]))
+    torch.library.opcheck(packed_ops.attention_packed_forward, (*inputs, *given[3:-1]))
     given = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in (*inputs, *given[3:-2]))
-    out, lse = packed.attention_packed_forward(*given, True)
+    out, lse = packed_ops.attention_packed_forward(*given, True)
     wanted = name == "bias", name == "sink"
     for dlse in (None, torch.randn_like(lse)):
         torch.library.opcheck(
-            packed.attention_packed_backward, (torch.randn_like(out), dlse, out, lse, *given, *wanted)
+            packed_ops.attention_packed_backward, (torch.randn_like(out), dlse, out, lse, *given, *wanted)
         )
 
 
@@ -238,8 +238,8 @@ def test_the_flop_counter_counts_them_as_attention(which: str) -> None:
     rest = (*(None,) * 8, 0, 0, "", None, None, None, 0.0, 0.0, None, None, False)
     counted = []
     for forward, backward, tensors, results in (
-        (packed.attention_packed_forward, packed.attention_packed_backward, given, (True,)),
-        (ops.attention_forward, ops.attention_backward, packed.views(*given), (True, False)),
+        (packed_ops.attention_packed_forward, packed_ops.attention_packed_backward, given, (True,)),
+        (ops.attention_forward, ops.attention_backward, packed_ops.views(*given), (True, False)),
     ):
         with FlopCounterMode(display=False) as counter:
             out, lse, *_ = forward(*tensors, *rest, *results)

@@ -7,7 +7,8 @@ from typing import Any, Final
 import torch
 
 from ...base.errors import UnsupportedError
-from ..ops import is_transformed, once_only
+from ..derivatives import once_only
+from ..tensors import is_transformed
 from .checks import NO_TRANSFORMATION
 from .local import Whole, whole_with
 from .strategies import Inputs, Saved, Strategy, gradients_of

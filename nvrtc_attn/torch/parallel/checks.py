@@ -14,9 +14,8 @@ from ...front.part import Part
 from ...front.tensors import Device, view
 from ...front.validation import Violations, check_lengths, check_window
 from ...modifiers.modifier import Modifier
-from ..ops import is_dtensor
 from ..random import checked_rng, rng_values
-from ..tensors import signature
+from ..tensors import is_dtensor, signature
 from .exchange import same_everywhere
 from .strategies import Strategy, has_all_tokens, passes_keys
 

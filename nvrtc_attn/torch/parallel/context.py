@@ -21,9 +21,9 @@ from ...front.problem import Causal, WindowSize
 from ...front.validation import Violations, check_flag, check_integer, check_window
 from ...modifiers.modifier import Modifier
 from ...modifiers.trace import no_functions, traced
-from ..ops import cast_for_autocast, is_transformed
+from ..autocast import cast_for_autocast
 from ..random import checked_rng
-from ..tensors import captured_on, resolved
+from ..tensors import captured_on, is_transformed, resolved
 from .autograd import Attention
 from .checks import NO_TRANSFORMATION, check_call_lengths, check_tensors, compare, ends_with_used_keys, refuse_others
 from .choice import make_strategy, margin_of

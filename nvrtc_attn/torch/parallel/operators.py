@@ -23,8 +23,10 @@ from ...front.part import AXES, Part
 from ...front.philox import NO_RNG
 from ...modifiers.modifier import Modifier
 from ...modifiers.text import read_text
+from ..arguments import rng_operands
+from ..autocast import cast_for_autocast
+from ..derivatives import no_second_derivative, setup_nothing
 from ..flex_compiled import NamedArrays, traced
-from ..ops import cast_for_autocast, no_second_derivative, rng_operands, setup_nothing
 from ..random import checked_rng
 from .exchange import same_everywhere
 from .strategies import Inputs, Saved, gradients_of, has_all_tokens
