@@ -619,7 +619,7 @@ def test_autocast_is_that_of_sdpa(dtype: Any, compiled: bool) -> None:
 
 def test_plain_eager_calls_take_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The door costs 0.2 us; an operator with its derivative 45 us."""
-    monkeypatch.setattr(ops, "attention", None)
+    monkeypatch.setattr(eager, "attention_by_operators", None)
     q, k, v = tensors()
     torch.autograd.grad(na.attention(q, torch.nn.Parameter(k), v).sum(), q)
     with torch.no_grad():
