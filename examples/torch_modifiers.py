@@ -3,6 +3,7 @@
     python examples/torch_modifiers.py
 
 Autograd finds the table that the function captured, and the sinks; `FlexAttention`'s functions run unchanged.
+Before the training, out and both gradients are compared with PyTorch's own operations on whole matrices of scores.
 """
 
 from __future__ import annotations
@@ -21,6 +22,26 @@ except ImportError as error:
 LENGTHS, HEADS, HEAD_DIM = (10, 24, 14), 2, 16
 
 
+def dense(q: Any, k: Any, v: Any, table: Any, sink: Any) -> Any:
+    """The same attention without dropout, document by document with whole matrices of scores."""
+    parts = []
+    for q_, k_, v_ in zip(*(x.split(LENGTHS, dim=1) for x in (q, k, v)), strict=True):
+        positions = torch.arange(q_.shape[1], device=q.device)
+        distances = positions[:, None] - positions
+        scores = torch.einsum("bihd,bjhd->bhij", q_, k_) / HEAD_DIM**0.5
+        scores = (8 * torch.tanh(scores / 8) + table[:, distances.clamp(0)]).masked_fill(distances < 0, -torch.inf)
+        column = sink[None, :, None, None].expand(*scores.shape[:3], 1)
+        p = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        parts.append(torch.einsum("bhij,bjhd->bihd", p, v_))
+    return torch.cat(parts, 1)
+
+
+def compare(what: str, found: Any, expected: Any) -> None:
+    difference = (found - expected).detach().abs().max().item()
+    print(f"{what}: largest difference {difference:.1e}")
+    assert difference < 1e-2
+
+
 def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +58,13 @@ def main() -> None:
             cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
         )  # fmt: skip
 
-    target = attend(torch.randn(HEADS, longest, device=device), torch.randn(HEADS, device=device))
+    hidden = [torch.randn(shape, device=device, requires_grad=True) for shape in ((HEADS, longest), (HEADS,))]
+    out, plain = attend(*hidden), dense(q, k, v, *hidden)
+    compare("out of attention with table, sinks and documents, beside torch.softmax and einsum", out, plain)
+    gradients = (torch.autograd.grad(x.square().sum(), hidden) for x in (out, plain))
+    for name, found, expected in zip(("table", "sinks"), *gradients, strict=True):
+        compare(f"gradient of the {name}, beside that of torch.softmax and einsum", found, expected)
+    target = out.detach()  # of the table and the sinks that are to be learned
     table = torch.zeros(HEADS, longest, device=device, requires_grad=True)
     sink = torch.zeros(HEADS, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([table, sink], 0.05)
@@ -48,7 +75,8 @@ def main() -> None:
         optimizer.step()
         if step % 40 == 0:
             with torch.no_grad():
-                print(f"step {step}: loss {(attend(table, sink) - target).square().mean():.5f}")
+                error = (attend(table, sink) - target).square().mean()
+                print(f"step {step} of learning the table and the sinks that made the data: loss {error:.5f}")
 
 
 if __name__ == "__main__":
