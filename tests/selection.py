@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,17 @@ def left_out(items: list[pytest.Item], arguments: list[str]) -> list[pytest.Item
         return []
     samples = ((item, sample_of(item)) for item in items)
     return [item for item, sample in samples if sample is not None and parameters_id(item) not in sample]
+
+
+def cases_asked_for(request: pytest.FixtureRequest, cases: dict[str, Any]) -> dict[str, Any]:
+    """Of ``cases`` those that a fixture of a module computes in this run: the parameters ``case`` of its tests.
+
+    A test of the module that has the fixture without this parameter looks at all of them.
+    """
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    items = [item for item in items if request.fixturename in getattr(item, "fixturenames", ())]
+    asked = [getattr(getattr(item, "callspec", None), "params", {}).get("case") for item in items]
+    return cases if None in asked else {case: cases[case] for case in asked if case is not None}
 
 
 def wants_workers(config: pytest.Config) -> bool:

@@ -99,6 +99,24 @@ def test_what_is_left_out() -> None:
     assert collect(left_out["name"]) == {"run": [left_out], "left_out": []}
 
 
+def test_a_fixture_computes_the_cases_of_the_tests_that_run() -> None:
+    """One case that somebody names costs one, all of the file and a test that looks at all of them cost all."""
+    module = object()
+
+    def item(case: str | None, fixture: str = "found", of: object = module) -> SimpleNamespace:
+        callspec = {} if case is None else {"callspec": SimpleNamespace(params={"case": case})}
+        return SimpleNamespace(module=of, fixturenames=[fixture], **callspec)
+
+    def computed(*items: SimpleNamespace) -> dict[str, int]:
+        session = SimpleNamespace(items=[*items, item("c", "another"), item(None, of=object()), SimpleNamespace()])
+        request: Any = SimpleNamespace(module=module, fixturename="found", session=session)
+        return selection.cases_asked_for(request, {"a": 1, "b": 2, "c": 3})
+
+    assert computed(item("b")) == {"b": 2}
+    assert computed(item("b"), item("a")) == {"a": 1, "b": 2}
+    assert computed(item("b"), item(None)) == {"a": 1, "b": 2, "c": 3}
+
+
 def names(tests: list[dict[str, Any]]) -> list[str]:
     return sorted(test["name"] for test in tests)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import selection
 from child_environment import python_path
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -360,15 +361,16 @@ print("all refused")
 
 
 @pytest.fixture(scope="module")
-def found(repository: Path) -> dict[str, Any]:
+def found(repository: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
-    return run({**CASES, **TWO}, environment)
+    return run(selection.cases_asked_for(request, {**CASES, **TWO}), environment)
 
 
 @pytest.fixture(scope="module")
-def placed(repository: Path) -> dict[str, Any]:
+def placed(repository: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     """Of a process of its own: a slow machine takes minutes for each."""
-    return run(PLACED, {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)})
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
+    return run(selection.cases_asked_for(request, PLACED), environment)
 
 
 def run(cases: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import selection
 from child_environment import python_path
 from differences import number
 
@@ -122,8 +123,8 @@ def run(repository: Path, cases: Any, shardy: bool, typed: bool = False) -> dict
 
 
 @pytest.fixture(scope="module")
-def found(repository: Path) -> dict[str, Any]:
-    return run(repository, CASES, True)
+def found(repository: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run(repository, selection.cases_asked_for(request, CASES), True)
 
 
 @pytest.mark.parametrize("case", CASES)
