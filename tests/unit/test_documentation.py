@@ -278,6 +278,15 @@ def test_files_that_the_documents_name_exist(page: str, repository: Path) -> Non
     assert not [name for name in sorted(named) if not any((root / name).exists() for root in roots)]
 
 
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_ci_has_the_newest_version_that_the_module_checks(library: str, repository: Path) -> None:
+    module = (repository / "nvrtc_attn" / library / "__init__.py").read_text(encoding="utf-8")
+    (last,) = re.findall(rf'check_version\("{library}", "[\d.]+", "([\d.]+)"\)', module)
+    script = (repository / ".ci" / "check_frameworks").read_text(encoding="utf-8")
+    installed = {"torch": r'"torch==([\d.]+)"', "jax": r'jax=.*print\("([\d.]+)" if'}
+    assert re.findall(installed[library], script) == [last]
+
+
 def test_the_table_of_integrations_has_the_versions_that_the_modules_check(repository: Path) -> None:
     table = (repository / "docs" / "integrations" / "README.md").read_text(encoding="utf-8")
     checked = set()
