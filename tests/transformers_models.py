@@ -184,7 +184,7 @@ def results(model: Any, implementation: str, keep: Any, given: dict[str, Any]) -
     model.set_attn_implementation(implementation)
     model.zero_grad()
     result = model(**given)
-    out = result.logits if "logits" in result else result.last_hidden_state
+    out = result[next(name for name in ("logits", "last_hidden_state", "pred_masks") if name in result)]
     out = out if keep is None else out[keep.bool()]
     weighted_sum(out).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -7,6 +7,7 @@ causal, window and padding never become ``[B, 1, M, N]``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,10 @@ from . import mask_reasons, refuse
 
 NAME: Final = "nvrtc_attn"
 _Window = tuple[int | None, int | None]
+# Types of models that have attention of their own beside that of the interface and add its mask to the scores (BigBird
+# Pegasus, GIT, Informer), or have decoders whose modules say that they are not causal (all but GIT). transformers' sdpa
+# is not for them: its masks are boolean, and None where the module's word is enough.
+EAGER_MASKS: Final = frozenset({"bigbird_pegasus", "git", "informer", "nllb-moe", "pegasus_x"})
 
 
 def register(name: str = NAME) -> None:
@@ -143,7 +148,8 @@ def attention_mask(
     BandMask
         Causal, a sliding window, padding, or several of these.
     torch.Tensor
-        What ``sdpa_mask`` gives, for every other pattern and while a graph is traced.
+        What ``sdpa_mask`` gives, for every other pattern and while a graph is traced; what ``eager_mask`` gives,
+        added to the scores, for models that compute attention on their own.
     """
 
     def dense(**skips: bool) -> torch.Tensor | None:
@@ -154,8 +160,17 @@ def attention_mask(
         )  # fmt: skip
         return mask
 
-    if getattr(kwargs.get("config"), "num_kv_shared_layers", None):
-        # Such models drop queries before the layers that share keys: without a mask, those left would be the first.
+    config = kwargs.get("config")
+    if getattr(config, "model_type", None) in EAGER_MASKS or _own_attention(config):
+        mask: torch.Tensor | None = masking_utils.eager_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap,
+            device=device, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
+        )  # fmt: skip
+        return mask
+    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "use_bidirectional_attention", None):
+        # The former drop queries before the layers that share keys: without a mask, those left would be the first. The
+        # latter (PaliGemma) say that they are not causal, where their mask, without token_type_ids, is.
         allow_is_causal_skip = False
     pattern = None if use_vmap or _is_traced() else _pattern(mask_function)
     if pattern is None or not isinstance(q_offset, int):
@@ -254,7 +269,7 @@ def attention_forward(
     window: _Window = (None, None)
     if attention_mask is None:
         # As in transformers' sdpa function: a model that has no mask and one query decodes.
-        if rows > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        if rows > 1 and (_is_causal(module) if is_causal is None else is_causal):
             causal = "top_left"
     elif isinstance(attention_mask, BandMask):
         # Of other lengths than it was made for, a mask is refused below, where its own shape shows.
@@ -297,6 +312,30 @@ def _chosen_keys(indices: torch.Tensor, size: int, heads: int, keys: int) -> tor
     keep = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
     keep = keep.scatter(-1, where, True)[..., :blocks].repeat_interleave(size, -1)[..., :keys]
     return keep if keep.shape[1] == 1 else keep.repeat_interleave(heads // keep.shape[1], 1)
+
+
+def _is_causal(module: Any) -> bool:
+    """Whether a module without a mask is causal, if its model does not say so in the call.
+
+    One that does not say it either is causal for transformers' sdpa. transformers' own without a word are encoders and
+    cross attention (ALIGN, CLAP, Splinter, Mllama), which have eager attention alone, or sdpa with a mask at all times.
+    """
+    said = getattr(module, "is_causal", None)
+    return not type(module).__module__.startswith("transformers.models.") if said is None else bool(said)
+
+
+def _own_attention(config: Any) -> bool:
+    """Whether the model of ``config`` does not use transformers' interface: its attention is eager under any name.
+
+    ``from_pretrained`` and ``from_config`` give such a model the name nevertheless, and so its masks.
+    """
+    model = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+    if config is None or model is None or hasattr(model, "ALL_ATTENTION_FUNCTIONS"):
+        return False
+    log_once(
+        f'attn_implementation="{NAME}": models of {type(config).__name__} compute attention on their own, without it.'
+    )
+    return True
 
 
 def _is_traced() -> bool:
