@@ -270,6 +270,7 @@ FAMILIES = {
 OWN_ATTENTION = {
     "Bloom": model_of("Bloom", vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2),
     "MPT": model_of("Mpt", vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, initializer_range=0.2),
-    **{name: model_of(name, **BERT) for name in ("MegatronBert", "RemBert", "Luke", "MPNet", "ConvBert", "Tapas")},
+    **{name: model_of(name, **BERT) for name in ("MegatronBert", "RemBert", "MPNet", "ConvBert", "Tapas")},
+    "LUKE": model_of("Luke", **BERT, entity_vocab_size=4, entity_emb_size=8),
     "MVP": model_of("Mvp", **STACKS),
 }
