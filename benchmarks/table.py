@@ -235,15 +235,15 @@ def training(name: str) -> str:
         speed = run["tokens_per_second"]
         over = speed / runs["sdpa"]["tokens_per_second"]
         lines.append(f"| {kind} | {run['ms_per_step']:.1f} | {speed:,.0f} | {over:.3f} |")
-    gpus = "one GPU" if options["processes"] == 1 else f"{options['processes']} GPUs of one host (DDP)"
+    count = options["processes"]
     on = (
-        f"{'One' if options['processes'] == 1 else options['processes']} {saved['device']}, driver {saved['driver']}, "
-        f"torch {saved['torch']}, commit {saved['commit']}: `{saved['command']}`"
+        f"{'One' if count == 1 else count} {saved['device']}, driver {saved['driver']}, torch {saved['torch']}, "
+        f"commit {saved['commit']}: `{saved['command']}`"
     )
+    gpus = "one GPU" if count == 1 else f"{count} GPUs of one host (DDP)"
+    curves = CURVES.format(**saved | {"batch": options["batch"], "processes": gpus})
     picture = f"![Loss of each run, and its difference to SDPA](../benchmarks/results/{name}.png)"
-    return "\n\n".join(
-        [CURVES.format(**saved | {"batch": options["batch"], "processes": gpus}), on, "\n".join(lines), picture]
-    )
+    return "\n\n".join([curves, on, "\n".join(lines), picture])
 
 
 def benchmarks_page() -> str:

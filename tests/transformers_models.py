@@ -191,6 +191,25 @@ def results(model: Any, implementation: str, keep: Any, given: dict[str, Any]) -
     return {"out": out.detach(), **gradients}
 
 
+def generated(model: Any, arguments: dict[str, Any], count: int, **more: Any) -> list[Any]:
+    """The tokens that the model generates, ``count`` of them, with eager attention and with ours."""
+    outputs = []
+    for implementation in ("eager", "nvrtc_attn"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            outputs.append(
+                model.generate(
+                    **arguments,
+                    max_new_tokens=count,
+                    min_new_tokens=count,
+                    do_sample=False,
+                    disable_compile=True,
+                    **more,
+                )
+            )
+    return outputs
+
+
 def check_generate(name: str, cache: str, rows: int, size: Size = SMALL, device: str = "cpu") -> None:
     """Greedy and beam search over a cache, "dynamic" or "static", give the tokens of eager attention."""
     if name == "whisper" and cache == "static":
@@ -200,18 +219,10 @@ def check_generate(name: str, cache: str, rows: int, size: Size = SMALL, device:
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": keep}
     if name == "whisper":
         arguments = {"input_features": sound(size).to(device), "language": None}
+    kind = None if cache == "dynamic" else cache
     for beams in (1, 2):
-        outputs = []
-        for implementation in ("eager", "nvrtc_attn"):
-            model.set_attn_implementation(implementation)
-            with torch.no_grad():
-                outputs.append(
-                    model.generate(
-                        **arguments, max_new_tokens=8, min_new_tokens=8, do_sample=False, num_beams=beams,
-                        cache_implementation=None if cache == "dynamic" else cache, disable_compile=True,
-                    )
-                )  # fmt: skip
-        torch.testing.assert_close(outputs[1], outputs[0], atol=0, rtol=0)
+        eager, ours = generated(model, arguments, 8, num_beams=beams, cache_implementation=kind)
+        torch.testing.assert_close(ours, eager, atol=0, rtol=0)
 
 
 def continued(model: Any, implementation: str, ids: Any, keep: Any, cached: int) -> Any:

@@ -152,8 +152,8 @@ def attention_mask(
         added to the scores, for models that compute attention on their own.
     """
 
-    def dense(**skips: bool) -> torch.Tensor | None:
-        mask: torch.Tensor | None = masking_utils.sdpa_mask(
+    def dense(make: Callable[..., Any], **skips: bool) -> torch.Tensor | None:
+        mask: torch.Tensor | None = make(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap,
             device=device, **skips, **kwargs,
@@ -162,19 +162,17 @@ def attention_mask(
 
     config = kwargs.get("config")
     if getattr(config, "model_type", None) in EAGER_MASKS or _own_attention(config):
-        mask: torch.Tensor | None = masking_utils.eager_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap,
-            device=device, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
-        )  # fmt: skip
-        return mask
+        return dense(masking_utils.eager_mask, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "use_bidirectional_attention", None):
         # The former drop queries before the layers that share keys: without a mask, those left would be the first. The
         # latter (PaliGemma) say that they are not causal, where their mask, without token_type_ids, is.
         allow_is_causal_skip = False
     pattern = None if use_vmap or _is_traced() else _pattern(mask_function)
     if pattern is None or not isinstance(q_offset, int):
-        return dense(allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
+        return dense(
+            masking_utils.sdpa_mask, allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        )  # fmt: skip
     causal, (left, right) = pattern
     top_left = q_offset == kv_offset
     # Query i and key j are at the positions q_offset + i and kv_offset + j.
@@ -194,12 +192,12 @@ def attention_mask(
     if (causal and not (bottom_right or top_left)) or (
         not causal and (left, right) != (None, None) and not bottom_right
     ):
-        mask = dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        mask = dense(masking_utils.sdpa_mask, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         assert mask is not None
         return mask
 
     def build() -> torch.Tensor:
-        mask = dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        mask = dense(masking_utils.sdpa_mask, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         assert mask is not None
         return mask.contiguous()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from differences import note
 from transformers_families import FAMILIES, OWN_ATTENTION, Family, text, two_texts
-from transformers_models import results, torch, transformers
+from transformers_models import generated, results, torch, transformers
 
 from nvrtc_attn.base import log
 from nvrtc_attn.integrations import transformers as integration
@@ -73,16 +73,8 @@ def test_families_generate(name: str) -> None:
     if family.padded:
         given["attention_mask"] = padding(given["input_ids"], "left")
     for more in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
-        outputs = []
-        for implementation in ("eager", "nvrtc_attn"):
-            model.set_attn_implementation(implementation)
-            with torch.no_grad():
-                outputs.append(
-                    model.generate(
-                        **given, max_new_tokens=5, min_new_tokens=5, do_sample=False, disable_compile=True, **more
-                    )
-                )
-        assert torch.equal(outputs[1], outputs[0])
+        eager, ours = generated(model, given, 5, **more)
+        assert torch.equal(ours, eager)
 
 
 @pytest.mark.parametrize("name", OWN_ATTENTION)
