@@ -39,6 +39,9 @@ L2_BYTES: Final = 40 << 20
 BLOCKS_SHARING_A_HEAD: Final = 8
 LIST_WARPS: Final = 32
 """Of the thread block that lists the tiles of packed sequences: all there can be, because there is one block."""
+HANDED_OUT_FLOPS: Final = {"uneven": 4e8, "window": 2e8, "even": 1e9, "wide": 4e9}
+MIN_TILES_HANDED_OUT: Final = 7
+"""From where query tiles are handed out (`hands_out`): work of a multiprocessor, tiles of a block where they differ."""
 TILE_OVERHEAD_COLUMNS: Final = 128.0
 """What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
 2026-11, from lengths 512 to 16384."""
@@ -394,12 +397,15 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         packed_heads=tile.packed_heads,
         min_blocks_per_sm=tile.min_blocks_per_sm,
     )
-    # Tiles of packed sequences are handed out anyway, and beside a byte mask a second warp follows the schedule.
-    may_hand_out = not (problem.varlen or problem.mask)
     if words_pay(problem, tile.block_n):
         # What a function leaves of query tiles differs, and a fixed order can give one block all of the long ones.
-        return replace(with_words(config), tickets=may_hand_out, tile_bits=tile.tile_bits)
-    return replace(config, tickets=may_hand_out and problem.sm_margin is not None)
+        return replace(with_words(config), tickets=may_hand_out(problem), tile_bits=tile.tile_bits)
+    return replace(config, tickets=may_hand_out(problem) and problem.sm_margin is not None)
+
+
+def may_hand_out(problem: AttentionProblem) -> bool:
+    """Tiles of packed sequences are handed out anyway, and beside a byte mask a second warp follows the schedule."""
+    return not (problem.varlen or problem.mask)
 
 
 def queries_of_tile(problem: AttentionProblem, tile: Tile) -> int:
@@ -455,6 +461,48 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
         if largest < 0.998 * best_sum:
             best, best_sum = rounds, largest
     return best
+
+
+def hands_out(problem: AttentionProblem, tile: Tile, costs: Array, num_sms: int) -> bool:
+    """Whether thread blocks ask for their tiles, of `tile_costs` ``costs``, instead of a fixed order.
+
+    In a fixed order a call takes 1.7 to 1.9 times as long while communication holds a single multiprocessor, whose
+    tiles wait until another is free; tiles that are asked for take 1.02 to 1.2 times. Alone those take 0.92 to 1.01 of
+    the time where tiles differ and a call takes 0.1 ms or more, as much from 0.2 ms where they do not, and lose where
+    calls are shorter or heads wide (docs/experiments.md, "Hopper forward: tiles that are asked for"). No bias was
+    measured.
+    """
+    if problem.bias is not None or tile.packed_heads or not may_hand_out(problem):
+        return False
+    heads = problem.batch * problem.num_heads
+    per_sm = heads * float(costs.sum()) / num_sms  # key tiles
+    flops = per_sm * tile.block_m * tile.block_n * 2 * (problem.head_dim + problem.head_dim_v)
+    if max(problem.head_dim, problem.head_dim_v) > 192:
+        return flops >= HANDED_OUT_FLOPS["wide"]
+    if not (problem.band or problem.seqused_k):
+        return flops >= HANDED_OUT_FLOPS["even"]
+    windowed = problem.window_left is not None and problem.window_right is not None
+    several = heads * len(costs) >= MIN_TILES_HANDED_OUT * tile.min_blocks_per_sm * num_sms
+    return several and flops >= HANDED_OUT_FLOPS["window" if windowed else "uneven"]
+
+
+def either_order(problem: AttentionProblem, config: HopperForwardConfig) -> tuple[HopperForwardConfig, ...]:
+    """``config``, of a plan of ``problem``, and the kernel that more or fewer sequences like these would have."""
+    if problem.bias is not None or config.packed_heads or config.features.tile_words or not may_hand_out(problem):
+        return (config,)
+    return config, replace(config, tickets=not config.tickets)
+
+
+def heads_together(all_heads: int, num_m_blocks: int, grid: int) -> int:
+    """Heads whose tiles are handed out together, the longest first.
+
+    With few, long tiles begin when little is left beside them; with many, K and V leave L2 between two tiles of a head,
+    unless many blocks walk through the same head. Two tiles for every block with up to eight tiles a head, four up to
+    48, then eight took the least time at lengths of 512 to 32768 (docs/experiments.md).
+    """
+    tiles_of_block = 2 if num_m_blocks <= 8 else 4 if num_m_blocks <= 48 else 8
+    passes = max(1, round(all_heads * num_m_blocks / (tiles_of_block * grid)))
+    return ceil_div(all_heads, passes)
 
 
 def tile_list_of(problem: AttentionProblem, tile: Tile) -> TileList:
@@ -524,9 +572,13 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
     all_heads = problem.batch * heads
     num_tiles = all_heads * num_m_blocks
     grid = min(tile.min_blocks_per_sm * num_sms, num_tiles)
+    costs = tile_costs(problem, tile)
+    if hands_out(problem, tile, costs, num_sms):
+        config = replace(config, tickets=True)
     group = heads // problem.num_heads_kv
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
-    rounds = pair_rounds(tile_costs(problem, tile), all_heads, grid, head_bytes) if problem.band else 0
+    fixed = problem.band and not config.tickets
+    rounds = pair_rounds(costs, all_heads, grid, head_bytes) if fixed else 0
     head_pairs = ceil_div(num_m_blocks, 2)
     first_head, done = divmod(rounds * grid, head_pairs)
     words = words_of(problem, tile.block_m, tile.block_n) if config.features.tile_words else None
@@ -557,6 +609,7 @@ def plan_spec(problem: AttentionProblem, tile: Tile, *, num_sms: int) -> Forward
                     ("num_tiles", num_tiles),
                     ("num_heads", heads),
                     ("heads_per_group", problem.num_heads // problem.num_heads_kv),
+                    ("head_group", heads_together(all_heads, num_m_blocks, grid) if problem.band and not words else 1),
                     ("pair_rounds", rounds),
                     ("head_pairs", head_pairs),
                     ("tail_first_head", first_head),

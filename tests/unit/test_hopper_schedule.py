@@ -1,4 +1,4 @@
-"""The static schedule of the Hopper forward kernel: every query tile once, and as much work for every thread block.
+"""The schedules of the Hopper forward kernel: every query tile once, and as much work for every thread block.
 
 `dealt` is the kernel's schedule in Python, so that these tests run everywhere; where there is a C++ compiler, the text
 of ``hopper/forward/scheduler.cuh`` itself is compiled for the host and must deal the same tiles in the same order.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import heapq
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import host_cuda
 import numpy as np
@@ -17,6 +19,7 @@ import pytest
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics import hopper_backward, hopper_forward
+from nvrtc_attn.heuristics.spec import Launch
 
 NUM_SMS = 132
 
@@ -33,10 +36,39 @@ def moved_on(i: int, head: int, count: int, width: int) -> int:
     return (i + head * count // width) % count
 
 
+def fixed_launch(asked: AttentionProblem) -> Launch:
+    """The launch of ``asked`` in a fixed order, whatever is chosen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_forward, "hands_out", lambda *_: False)
+        spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
+    (launch,) = spec.launches
+    assert not launch.config.tickets
+    return launch
+
+
+def handed_out_launch(asked: AttentionProblem) -> Launch:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_forward, "hands_out", lambda *_: True)
+        spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
+    (launch,) = spec.launches
+    assert launch.config.tickets
+    return launch
+
+
+def handed_out(asked: AttentionProblem) -> list[tuple[int, int]]:
+    """(head of all heads, query tile) in the order in which thread blocks get them when they ask."""
+    p = dict(handed_out_launch(asked).params)
+    blocks, heads = p["num_m_blocks"], asked.batch * asked.num_heads
+    if not asked.band:
+        return [(head, m) for head in range(heads) for m in range(blocks)]
+    starts = range(0, heads, p["head_group"])
+    passes = [range(first, min(first + p["head_group"], heads)) for first in starts]
+    return [(head, m) for together in passes for m in reversed(range(blocks)) for head in together]
+
+
 def dealt(asked: AttentionProblem) -> list[list[tuple[int, int]]]:
     """(head of all heads, query tile) of each thread block in order: ``hopper/forward/scheduler.cuh`` in Python."""
-    spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
-    (launch,) = spec.launches
+    launch = fixed_launch(asked)
     p, width = dict(launch.params), launch.grid
     blocks = p["num_m_blocks"]
     found: list[list[tuple[int, int]]] = [[] for _ in range(width)]
@@ -66,7 +98,7 @@ def dealt(asked: AttentionProblem) -> list[list[tuple[int, int]]]:
 
 PARAMETERS = (
     "num_m_blocks", "num_heads", "num_tiles", "pair_rounds", "head_pairs", "tail_first_head", "tail_done",
-    "tail_whole_heads",
+    "tail_whole_heads", "head_group", "batch",
 )  # fmt: skip
 HOST = f"""
 #define NVRTC_ATTN_DEVICE inline
@@ -89,11 +121,27 @@ struct SpreadWords {{
   void load(void const*) {{}}
   int word(int) const {{ return 0; }}
 }};
-inline int count_up(int*) {{ return 0; }}
+inline int count_up(int* counter) {{ return (*counter)++; }}
+inline int min(int a, int b) {{ return a < b ? a : b; }}
 inline int uniform(int a) {{ return a; }}
 inline int uniform_quotient(int a, int b) {{ return int(unsigned(a) / unsigned(b)); }}
 }}
 %s
+template <bool kBand>
+int hand_out(nvrtc_attn::HopperForwardParams params, int most, int* found) {{
+  int counter = 0;
+  params.softmax_partial = &counter;
+  nvrtc_attn::TileScheduler<kBand, false, true> scheduler{{params}};
+  scheduler.begin(true);
+  nvrtc_attn::WorkTile tile;
+  int count = 0;
+  for (; scheduler.next(tile) && count < most; ++count) {{
+    found[2 * count] = tile.b * params.num_heads + tile.h;
+    found[2 * count + 1] = tile.m_block;
+    scheduler.look_ahead(true);
+  }}
+  return count;
+}}
 template <bool kBand>
 int deal(nvrtc_attn::HopperForwardParams const& params, int most, int* found) {{
   nvrtc_attn::TileScheduler<kBand, false> scheduler{{params}};
@@ -111,6 +159,11 @@ extern "C" int deal(nvrtc_attn::HopperForwardParams const* params, int band, int
   blockIdx.x = block;
   return band ? deal<true>(*params, most, found) : deal<false>(*params, most, found);
 }}
+extern "C" int hand_out(nvrtc_attn::HopperForwardParams const* params, int band, int most, int* found) {{
+  gridDim.x = 1;
+  blockIdx.x = 0;
+  return band ? hand_out<true>(*params, most, found) : hand_out<false>(*params, most, found);
+}}
 """
 """The header between what it includes and a function that asks for one thread block's tiles."""
 
@@ -123,14 +176,19 @@ def header(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes
     return ctypes.CDLL(str(host_cuda.build(HOST % "\n".join(lines), tmp_path_factory, "-shared", "-fPIC")))
 
 
+def arguments(asked: AttentionProblem, launch: Launch) -> tuple[Any, Any, Any]:
+    """The parameters as the library takes them, room for one tile more than there are, and its address."""
+    values = {"num_heads": asked.num_heads, "batch": asked.batch, **dict(launch.params)}
+    params = (ctypes.c_int * (len(PARAMETERS) + 2))(*(values.get(name, 0) for name in PARAMETERS))
+    found = np.empty((values["num_m_blocks"] * asked.batch * asked.num_heads + 1, 2), dtype=np.int32)
+    return params, found, found.ctypes.data_as(ctypes.POINTER(ctypes.c_int))
+
+
 def dealt_by(header: ctypes.CDLL, asked: AttentionProblem) -> list[list[tuple[int, int]]]:
     """What `dealt` returns, by the kernel's own code."""
-    (launch,) = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS).launches
-    values = {"num_heads": asked.num_heads, **dict(launch.params)}
-    params = (ctypes.c_int * len(PARAMETERS))(*(values.get(name, 0) for name in PARAMETERS))
-    most = values["num_m_blocks"] * asked.batch * asked.num_heads + 1
-    found = np.empty((most, 2), dtype=np.int32)
-    pointer = found.ctypes.data_as(ctypes.POINTER(ctypes.c_int))
+    launch = fixed_launch(asked)
+    params, found, pointer = arguments(asked, launch)
+    most = len(found)
     tiles = []
     for block in range(launch.grid):
         count = header.deal(params, int(asked.band), launch.grid, block, most, pointer)
@@ -157,6 +215,70 @@ def test_every_tile_is_dealt_once(shape: tuple[int, int, int, int], causal: bool
 def test_the_kernel_deals_the_same(header: ctypes.CDLL, shape: tuple[int, int, int, int], causal: bool) -> None:
     asked = problem(*shape, causal)
     assert dealt_by(header, asked) == dealt(asked)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_hands_out_every_tile_once(
+    header: ctypes.CDLL, shape: tuple[int, int, int, int], causal: bool
+) -> None:
+    asked = problem(*shape, causal)
+    params, found, pointer = arguments(asked, handed_out_launch(asked))
+    count = header.hand_out(params, int(causal), len(found), pointer)
+    order = handed_out(asked)
+    assert list(map(tuple, found[:count].tolist())) == order
+    assert len(set(order)) == len(order) == len(found) - 1
+
+
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_handed_out_work_is_even(shape: tuple[int, int, int, int]) -> None:
+    """Also where multiprocessors are taken from the start: their share goes to the others."""
+    asked = problem(*shape, True)
+    costs = hopper_forward.tile_costs(asked, hopper_forward.choose_tile(asked))
+    order = handed_out(asked)
+    grid = handed_out_launch(asked).grid
+    for blocks in (grid, grid - grid // 8):
+        free = [0.0] * blocks  # when each has done its tiles
+        for _, m in order:
+            heapq.heapreplace(free, free[0] + costs[m])
+        assert max(free) < 1.09 * sum(costs[m] for _, m in order) / blocks
+
+
+def chosen(asked: AttentionProblem) -> bool:
+    """Whether its tiles are handed out."""
+    spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
+    return spec.launches[-1].config.tickets  # type: ignore[union-attr, return-value]
+
+
+LARGE = problem(8, 4096, 12, 64, True)
+WINDOWED = dataclasses.replace(problem(4, 8192, 12, 64, True), window_left=64, window_right=64)
+LENGTHS = dataclasses.replace(problem(16, 1024, 16, 64, False), seqused_k=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "handed_out"),
+    [
+        (problem(8, 2048, 12, 64, True), True), (problem(2, 8192, 16, 128, True), True),
+        (problem(4, 4096, 16, 128, False), True), (problem(1, 16384, 8, 256, True), True),
+        (problem(4, 1024, 12, 64, True), False), (problem(2, 2048, 16, 128, False), False),
+        (problem(4, 2048, 16, 256, True), False),
+        (WINDOWED, True), (dataclasses.replace(WINDOWED, batch=1, seqlen_q=2048), False),
+        (LENGTHS, True), (dataclasses.replace(LENGTHS, seqused_k=False), False),
+        (LARGE, True), (dataclasses.replace(LARGE, bias=dense_layout((1, 12, 4096, 4096), "bfloat16")), False),
+        (dataclasses.replace(LARGE, mask=dense_layout((8, 1, 1, 4096), "uint8")), False),
+    ],
+)  # fmt: skip
+def test_what_is_handed_out(asked: AttentionProblem, handed_out: bool) -> None:
+    """By the work of a multiprocessor and whether tiles differ; small calls and biases have a fixed order."""
+    assert chosen(asked) == handed_out
+
+
+def test_what_is_handed_out_has_a_counter_of_zeros() -> None:
+    asked = problem(8, 2048, 12, 64, True)
+    spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
+    assert spec.ticket_bytes == 4
+    fixed = dataclasses.replace(asked, batch=1)
+    assert hopper_forward.plan_spec(fixed, hopper_forward.choose_tile(fixed), num_sms=NUM_SMS).ticket_bytes == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])

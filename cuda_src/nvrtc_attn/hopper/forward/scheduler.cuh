@@ -8,7 +8,7 @@
 //
 // Packed: the real tiles, from a list (hopper/common/tile_list.cuh), once for every few heads. Every block takes the tile
 // of its own index first and then the next that nobody has taken, which it asks for two tiles before. With kTickets dense
-// ones are handed out so, too, asked for one tile before.
+// ones are handed out so, too, asked for one tile before: where a fixed order would not be even, or the blocks not alone.
 #pragma once
 #include "../../params.cuh"
 #include "../common/tile_list.cuh"
@@ -180,8 +180,9 @@ struct TileScheduler<kBand, true, false> {
   }
 };
 
-// Dense, head after head, the longest tile of each first: a block that started late, because others had its multiprocessor,
-// takes fewer of them. The host has set the counter to zero.
+// Dense: a block that started late, because others had its multiprocessor, takes fewer tiles. The host has set the counter to
+// zero. Head after head; with a band params.head_group heads together, the longest tiles of all of them first, so that
+// nothing but short ones is left when the first block finds no more.
 template <bool kBand>
 struct TileScheduler<kBand, false, true> {
   using Tile = WorkTile;
@@ -195,9 +196,19 @@ struct TileScheduler<kBand, false, true> {
   NVRTC_ATTN_DEVICE bool next(WorkTile& tile) {
     int const t = uniform(number);
     if (t >= params.num_tiles) return false;
-    int const head = uniform_quotient(t, params.num_m_blocks);
-    int const rank = t - head * params.num_m_blocks;
-    tile.m_block = kBand ? params.num_m_blocks - 1 - rank : rank;
+    int head;
+    if constexpr (kBand) {
+      int const in_pass = params.head_group * params.num_m_blocks;
+      int const first = uniform_quotient(t, in_pass) * params.head_group;
+      int const rest = t - first * params.num_m_blocks;
+      int const heads = min(params.head_group, params.batch * params.num_heads - first);  // fewer at the end
+      int const rank = uniform_quotient(rest, heads);
+      tile.m_block = params.num_m_blocks - 1 - rank;
+      head = first + rest - rank * heads;
+    } else {
+      head = uniform_quotient(t, params.num_m_blocks);
+      tile.m_block = t - head * params.num_m_blocks;
+    }
     tile.b = uniform_quotient(head, params.num_heads);
     tile.h = head - tile.b * params.num_heads;
     return true;
