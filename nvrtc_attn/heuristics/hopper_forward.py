@@ -466,11 +466,10 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
 def hands_out(problem: AttentionProblem, tile: Tile, costs: Array, num_sms: int) -> bool:
     """Whether thread blocks ask for their tiles, of `tile_costs` ``costs``, instead of a fixed order.
 
-    In a fixed order a call takes 1.7 to 1.9 times as long while communication holds a single multiprocessor, whose
-    tiles wait until another is free; tiles that are asked for take 1.02 to 1.2 times. Alone those take 0.92 to 1.01 of
-    the time where tiles differ and a call takes 0.1 ms or more, as much from 0.2 ms where they do not, and lose where
-    calls are shorter or heads wide (docs/experiments.md, "Hopper forward: tiles that are asked for"). No bias was
-    measured.
+    In a fixed order a call takes 1.4 to 2 times as long while communication holds a single multiprocessor, whose tiles
+    wait until another is free; tiles that are asked for take at most 1.16 times. Alone those take 0.85 to 1.01 of the
+    time of calls of 0.1 ms or more whose tiles differ, 1.00 to 1.01 from 0.2 ms where they do not, and lose where calls
+    are shorter or heads wide (docs/experiments.md, "Hopper forward: tiles that are asked for"). No bias was measured.
     """
     if problem.bias is not None or tile.packed_heads or not may_hand_out(problem):
         return False
