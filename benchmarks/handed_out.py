@@ -27,7 +27,7 @@ import cupy
 import pytest
 import torch
 from harness import forget_plans
-from measure import provenance
+from measure import graph_of, provenance
 
 import nvrtc_attn.torch as na
 from nvrtc_attn.heuristics import hopper_forward
@@ -88,19 +88,6 @@ class Holders:
         self._flag.value = 1
         torch.cuda.synchronize()
         return there
-
-
-def graph_of(call: Any, number: int) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(number):
-            call()
-    return graph
 
 
 def time_of(graph: torch.cuda.CUDAGraph, holders: Holders, held: int) -> float:

@@ -63,6 +63,21 @@ def steady(times: list[float], rounds: int) -> dict[str, float]:
     return {"ms": middle, "spread": (max(nearest) - min(nearest)) / middle}
 
 
+def graph_of(call: Callable[[], Any], number: int = 1) -> Any:
+    """A `torch.cuda.CUDAGraph` of ``number`` calls, captured after three on a stream of their own."""
+    import torch
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(number):
+            call()
+    return graph
+
+
 def provenance() -> dict[str, str]:
     """GPU, driver, package versions, commit and command of this process."""
     import torch

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from measure import in_turn, provenance
+from measure import graph_of, in_turn, provenance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nvrtc_attn.torch as na
@@ -64,15 +64,9 @@ BACKENDS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 def captured(way: str, run: Callable[[], Any]) -> Callable[[], Any]:
     """A replay of ``run``. What was captured has chosen its backend."""
-    graph = torch.cuda.CUDAGraph()
     with BACKENDS.get(way, nullcontext)():
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(3):
-                run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            run()
-    return graph.replay
+        replay: Callable[[], Any] = graph_of(run).replay
+    return replay
 
 
 def main() -> None:

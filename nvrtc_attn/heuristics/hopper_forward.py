@@ -463,6 +463,11 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
     return best
 
 
+def order_is_open(problem: AttentionProblem, tile: Tile | HopperForwardConfig) -> bool:
+    """Whether the work of ``problem`` decides between a fixed order and tiles that are asked for."""
+    return problem.bias is None and not tile.packed_heads and may_hand_out(problem)
+
+
 def hands_out(problem: AttentionProblem, tile: Tile, costs: Array, num_sms: int) -> bool:
     """Whether thread blocks ask for their tiles, of `tile_costs` ``costs``, instead of a fixed order.
 
@@ -471,7 +476,7 @@ def hands_out(problem: AttentionProblem, tile: Tile, costs: Array, num_sms: int)
     time of calls of 0.1 ms or more whose tiles differ, 1.00 to 1.01 from 0.2 ms where they do not, and lose where calls
     are shorter or heads wide (docs/experiments.md, "Hopper forward: tiles that are asked for"). No bias was measured.
     """
-    if problem.bias is not None or tile.packed_heads or not may_hand_out(problem):
+    if not order_is_open(problem, tile):
         return False
     heads = problem.batch * problem.num_heads
     per_sm = heads * float(costs.sum()) / num_sms  # key tiles
@@ -487,7 +492,7 @@ def hands_out(problem: AttentionProblem, tile: Tile, costs: Array, num_sms: int)
 
 def either_order(problem: AttentionProblem, config: HopperForwardConfig) -> tuple[HopperForwardConfig, ...]:
     """``config``, of a plan of ``problem``, and the kernel that more or fewer sequences like these would have."""
-    if problem.bias is not None or config.packed_heads or config.features.tile_words or not may_hand_out(problem):
+    if config.features.tile_words or not order_is_open(problem, config):
         return (config,)
     return config, replace(config, tickets=not config.tickets)
 

@@ -36,28 +36,19 @@ def moved_on(i: int, head: int, count: int, width: int) -> int:
     return (i + head * count // width) % count
 
 
-def fixed_launch(asked: AttentionProblem) -> Launch:
-    """The launch of ``asked`` in a fixed order, whatever is chosen."""
+def launch_of(asked: AttentionProblem, hand_out: bool) -> Launch:
+    """The launch of ``asked`` whose tiles are handed out, or have a fixed order, whatever is chosen."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_forward, "hands_out", lambda *_: False)
+        patch.setattr(hopper_forward, "hands_out", lambda *_: hand_out)
         spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
     (launch,) = spec.launches
-    assert not launch.config.tickets
-    return launch
-
-
-def handed_out_launch(asked: AttentionProblem) -> Launch:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_forward, "hands_out", lambda *_: True)
-        spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
-    (launch,) = spec.launches
-    assert launch.config.tickets
+    assert launch.config.tickets == hand_out
     return launch
 
 
 def handed_out(asked: AttentionProblem) -> list[tuple[int, int]]:
     """(head of all heads, query tile) in the order in which thread blocks get them when they ask."""
-    p = dict(handed_out_launch(asked).params)
+    p = dict(launch_of(asked, True).params)
     blocks, heads = p["num_m_blocks"], asked.batch * asked.num_heads
     if not asked.band:
         return [(head, m) for head in range(heads) for m in range(blocks)]
@@ -68,7 +59,7 @@ def handed_out(asked: AttentionProblem) -> list[tuple[int, int]]:
 
 def dealt(asked: AttentionProblem) -> list[list[tuple[int, int]]]:
     """(head of all heads, query tile) of each thread block in order: ``hopper/forward/scheduler.cuh`` in Python."""
-    launch = fixed_launch(asked)
+    launch = launch_of(asked, False)
     p, width = dict(launch.params), launch.grid
     blocks = p["num_m_blocks"]
     found: list[list[tuple[int, int]]] = [[] for _ in range(width)]
@@ -186,7 +177,7 @@ def arguments(asked: AttentionProblem, launch: Launch) -> tuple[Any, Any, Any]:
 
 def dealt_by(header: ctypes.CDLL, asked: AttentionProblem) -> list[list[tuple[int, int]]]:
     """What `dealt` returns, by the kernel's own code."""
-    launch = fixed_launch(asked)
+    launch = launch_of(asked, False)
     params, found, pointer = arguments(asked, launch)
     most = len(found)
     tiles = []
@@ -223,7 +214,7 @@ def test_the_kernel_hands_out_every_tile_once(
     header: ctypes.CDLL, shape: tuple[int, int, int, int], causal: bool
 ) -> None:
     asked = problem(*shape, causal)
-    params, found, pointer = arguments(asked, handed_out_launch(asked))
+    params, found, pointer = arguments(asked, launch_of(asked, True))
     count = header.hand_out(params, int(causal), len(found), pointer)
     order = handed_out(asked)
     assert list(map(tuple, found[:count].tolist())) == order
@@ -236,7 +227,7 @@ def test_handed_out_work_is_even(shape: tuple[int, int, int, int]) -> None:
     asked = problem(*shape, True)
     costs = hopper_forward.tile_costs(asked, hopper_forward.choose_tile(asked))
     order = handed_out(asked)
-    grid = handed_out_launch(asked).grid
+    grid = launch_of(asked, True).grid
     for blocks in (grid, grid - grid // 8):
         free = [0.0] * blocks  # when each has done its tiles
         for _, m in order:
