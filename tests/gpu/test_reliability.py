@@ -279,7 +279,8 @@ def test_100_000_warm_calls_of_eight_threads() -> None:
         torch.cuda.synchronize()
         directory = kernel_cache().path
         assert directory is not None
-        before, compiles = state_of(directory), compiler.statistics.compiles
+        alone = "PYTEST_XDIST_WORKER" not in os.environ  # other workers write and evict in the same directory
+        before, compiles = state_of(directory) if alone else [], compiler.statistics.compiles
         times_ns = [[0] * rounds for _ in range(threads)]
         faults: list[Any] = []
         barrier = threading.Barrier(threads)
@@ -311,5 +312,5 @@ def test_100_000_warm_calls_of_eight_threads() -> None:
     print(f"p50 {p50:.0f} us, p99 {p99:.0f} us a call with {threads} threads")
     assert p99 < 20_000
     assert compiler.statistics.compiles == compiles
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # other workers may share the directory
+    if alone:
         assert state_of(directory) == before
