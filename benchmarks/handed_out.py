@@ -34,7 +34,7 @@ from nvrtc_attn.heuristics import hopper_forward
 
 CAUSAL = {"causal": True}
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-# batch, rows and keys, heads, heads_kv, head_dim, options; "lengths": keys of a quarter to all.
+# batch, rows and keys, heads, heads_kv, head_dim, options; "lengths": keys of a quarter to all, "bias": its shape.
 CASES: list[tuple[int, int, int, int, int, dict[str, Any]]] = [
     *((16384 // s, s, 2048 // d, 2048 // d, d, CAUSAL) for d in (64, 128, 256) for s in LENGTHS),
     (8, 2048, 12, 12, 64, CAUSAL), (2, 2048, 71, 1, 64, CAUSAL), (4, 2048, 16, 8, 80, CAUSAL),
@@ -49,6 +49,12 @@ CASES: list[tuple[int, int, int, int, int, dict[str, Any]]] = [
     (4, 4096, 8, 8, 256, {}), (16, 1024, 8, 8, 256, {}),
     (32, 1024, 16, 16, 64, {"lengths": True}), (4, 2048, 32, 8, 128, {**CAUSAL, "lengths": True}),
     (4, 4096, 16, 16, 128, {**CAUSAL, "dropout_p": 0.1, "rng": (1, 0)}),
+    (2, 2048, 16, 16, 128, {**CAUSAL, "bias": (1, 16, 2048, 2048)}),
+    (4, 2048, 12, 12, 64, {**CAUSAL, "bias": (1, 12, 2048, 2048)}),
+    (1, 8192, 16, 16, 128, {**CAUSAL, "bias": (1, 16, 1, 8192)}),
+    (16, 512, 16, 16, 64, {"bias": (1, 16, 512, 512)}), (32, 1024, 16, 16, 64, {"bias": (32, 1, 1, 1024)}),
+    (4, 2048, 16, 16, 128, {"bias": (1, 16, 2048, 2048)}), (512, 256, 4, 4, 32, {"bias": (1, 4, 256, 256)}),
+    (768, 384, 4, 4, 32, {"bias": (1, 4, 384, 384)}), (4, 2048, 8, 8, 256, {"bias": (1, 8, 2048, 2048)}),
 ]  # fmt: skip
 WAITING = r"""
 extern "C" __global__ void wait(volatile int* flag, long long cycles) {
@@ -134,10 +140,12 @@ def main() -> None:
             continue
         shapes = (heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim)
         tensors = [torch.randn(batch, rows, *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
-        settings = {x: y for x, y in options.items() if x != "lengths"}
+        settings = {x: y for x, y in options.items() if x not in ("lengths", "bias")}
         if "lengths" in options:
             order = torch.randperm(batch, device="cuda")
             settings["seqused_k"] = torch.linspace(rows // 4, rows, batch, device="cuda").int()[order]
+        if "bias" in options:
+            settings["bias"] = torch.randn(options["bias"], device="cuda", dtype=torch.bfloat16)
         call = functools.partial(na.attention, *tensors, **settings)
         keys = min(rows, 2 * sum(options["window_size"])) if "window_size" in options else rows
         number = int(max(3, min(20, 2e12 / (4 * batch * rows * keys * heads * head_dim))))  # some 4 ms

@@ -7,7 +7,9 @@ learned tables with their gradients; bfloat16, 16 heads, 16384 tokens. "ours" is
 "plain" the same call without the function (with causal where the case is), "flex" torch.compile(flex_attention) of the
 same Python function ("tuned": with max-autotune; "x flex" is of the fastest one), "sdpa" scaled_dot_product_attention
 with the bias or mask as a whole matrix, where that fits. "flash" is FlexAttention's backend of that name, where
-flash-attn-4 is installed; "flex mask" and "compiled" its create_block_mask without and with ``_compile``.
+flash-attn-4 is installed; "flex mask" and "compiled" its create_block_mask without and with ``_compile``. "cudnn" is
+cudnn.flex_attention of nvidia-cudnn-frontend, where that is installed: masks alone, which it takes as the intervals of
+keys of every query ("cudnn mask": its plan of them; the intervals themselves are given).
 ``kept``: the part of the scores that the mask keeps; "of plain" compares TFLOP/s of kept scores. First call (tracing,
 compiling, loading, unless the disk cache has it), creation of the mask, and the peak of memory over both passes are
 columns of their own. Peers are left out once ``--budget`` seconds have passed. About 80 seconds of an H200 with
@@ -24,7 +26,7 @@ import argparse
 import importlib.util
 import re
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +42,9 @@ import nvrtc_attn.torch as na
 
 HEADS, TOKENS, LENGTH = 16, 16384, 4096
 COLUMNS = [
-    "case", "D", "pass", "kept", "ms", "plain ms", "flex ms", "tuned ms", "flash ms", "sdpa ms",
-    "TFLOP/s", "of plain", "x flex", "x sdpa",
-    "first s", "flex first s", "mask ms", "flex mask ms", "compiled mask ms", "MB", "flex MB",
+    "case", "D", "pass", "kept", "ms", "plain ms", "flex ms", "tuned ms", "flash ms", "cudnn ms", "sdpa ms",
+    "TFLOP/s", "of plain", "x flex", "x cudnn", "x sdpa",
+    "first s", "flex first s", "mask ms", "flex mask ms", "compiled mask ms", "cudnn mask ms", "MB", "flex MB",
 ]  # fmt: skip
 Function = Callable[..., Any]
 FLEX: dict[str, dict[str, Any]] = {
@@ -199,6 +201,45 @@ def has_flash() -> bool:
     return importlib.util.find_spec("flash_attn") is not None and bool(importlib.util.find_spec("flash_attn.cute"))
 
 
+def has_cudnn() -> bool:
+    """Whether cudnn.flex_attention is installed, with the compiler that it needs."""
+    return all(importlib.util.find_spec(x) is not None for x in ("cudnn", "cutlass")) and bool(
+        importlib.util.find_spec("cudnn.flex_attention")
+    )
+
+
+def key_intervals(mask_mod: Function, batch: int, length: int, device: str = "cuda") -> torch.Tensor:
+    """The mask as cudnn.flex_attention takes it, int32 [1, 1 + 2 n, batch * length].
+
+    Every query sees the keys below its first number, and those from its second one to below its third, and so on.
+    """
+    at, entries = torch.arange(length, device=device), torch.arange(batch, device=device)
+    seen = mask_mod(entries[:, None, None], torch.zeros_like(entries[:1]), at[:, None], at)
+    seen = seen.expand(batch, length, length).reshape(-1, length)
+    if not seen[:, 0].all():  # what is below the first number is empty then
+        seen = torch.nn.functional.pad(seen, (1, 0), value=True)
+    first_key = seen.shape[1] - length
+    ends = seen ^ torch.nn.functional.pad(seen[:, 1:], (0, 1), value=False)  # behind these, seen changes
+    place = ends.cumsum(1) - 1
+    number = int(place.max()) + 1
+    found = torch.full((seen.shape[0], number + 1 - number % 2), length, device=device, dtype=torch.int32)
+    row, column = ends.nonzero(as_tuple=True)
+    found[row, place[row, column]] = (column + 1 - first_key).to(torch.int32)
+    return found.T.contiguous()[None]
+
+
+def cudnn_call(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Function, float]:
+    """A function of no arguments that computes the case, and the milliseconds that its plan takes."""
+    from cudnn.flex_attention import create_mask_plan, flex_attn_func
+
+    assert case.mask_mod is not None
+    intervals = key_intervals(case.mask_of_flex or case.mask_mod, q.shape[0], case.length)
+    rows_first = [x.transpose(1, 2) for x in (q, k, v)]
+    for _ in range(2):  # kernels are compiled in the first one
+        plan, seconds = timed(lambda: create_mask_plan(intervals, *rows_first, build_backward=True))
+    return lambda: flex_attn_func(*rows_first, mask_plan=plan).transpose(1, 2), 1e3 * seconds
+
+
 def our_call(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> Any:
     if case.sink is None:
         return na.flex_attention(q, k, v, case.score_mod, mask)
@@ -246,6 +287,14 @@ def peak_mb(forward: Callable[[], Any], leaves: list[Any], dout: Any) -> float |
     torch.autograd.grad(forward(), leaves, dout)
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def check_same(out: torch.Tensor, other: torch.Tensor, gradients: Iterable[Any], others: Iterable[Any]) -> None:
+    """A benchmark of a wrong result is none."""
+    torch.testing.assert_close(out.float(), other.float(), atol=3e-2, rtol=3e-2)
+    for a, b in zip(gradients, others, strict=True):
+        scale = max(1.0, float(b.float().abs().max()))
+        torch.testing.assert_close(a.float() / scale, b.float() / scale, atol=3e-2, rtol=3e-2)
 
 
 def kept_part(case: Case, batch: int, device: str) -> float:
@@ -311,12 +360,15 @@ def run(
                 continue
             if name == "flex":
                 row["flex first s"], row["flex MB"] = seconds, peak_mb(flex, leaves, dout)
-            # A benchmark of a wrong result is none.
-            torch.testing.assert_close(ours().float(), flex().float(), atol=3e-2, rtol=3e-2)
-            for a, b in zip(result, theirs, strict=True):
-                scale = max(1.0, float(b.float().abs().max()))
-                torch.testing.assert_close(a.float() / scale, b.float() / scale, atol=3e-2, rtol=3e-2)
+            check_same(ours(), flex(), result, theirs)
             functions[name] = passes(flex, leaves, dout)
+        if "cudnn" in wanted and case.score_mod is None and case.mask_mod is not None and case.sink is None:
+            try:
+                theirs_of_cudnn, row["cudnn mask ms"] = cudnn_call(case, q, k, v)
+                check_same(ours(), theirs_of_cudnn(), result, torch.autograd.grad(theirs_of_cudnn(), leaves, dout))
+                functions["cudnn"] = passes(theirs_of_cudnn, leaves, dout)
+            except Exception as error:  # as above
+                print(f"{case.name}, cudnn: {str(error).splitlines()[0][:200]}", flush=True)
         if (case.as_bias or case.mask_mod is not None) and case.sink is None and case.length <= LENGTH:
             bias = whole(case, batch).detach()
             sdpa = lambda: scaled_dot_product_attention(q, k, v, attn_mask=bias)  # noqa: E731
@@ -328,9 +380,10 @@ def run(
         yield {
             **row, "pass": which, "ms": ms["ours"], "plain ms": ms["plain"], "flex ms": ms.get("flex"),
             "tuned ms": ms.get("flex tuned"), "flash ms": ms.get("flex flash"),
-            "sdpa ms": ms.get("sdpa"), "TFLOP/s": flops / ms["ours"] / 1e9,
+            "cudnn ms": ms.get("cudnn"), "sdpa ms": ms.get("sdpa"), "TFLOP/s": flops / ms["ours"] / 1e9,
             "of plain": density * ms["plain"] / ms["ours"],
             "x flex": min(ms[x] for x in FLEX if x in ms) / ms["ours"] if ms.keys() & FLEX.keys() else None,
+            "x cudnn": ms["cudnn"] / ms["ours"] if "cudnn" in ms else None,
             "x sdpa": ms["sdpa"] / ms["ours"] if "sdpa" in ms else None,
         }  # fmt: skip
         row = {"case": case.name, "D": head_dim, "kept": row["kept"]}
@@ -351,7 +404,7 @@ def main(given: list[str] | None = None) -> None:
     torch._functorch.config.donated_buffer = False  # backward passes are repeated on one graph
     start = time.perf_counter()
     found: list[dict[str, Any]] = []
-    wanted = ["flex"] + ["flex tuned"] * arguments.tuned + ["flex flash"] * has_flash()
+    wanted = ["flex"] + ["flex tuned"] * arguments.tuned + ["flex flash"] * has_flash() + ["cudnn"] * has_cudnn()
     tokens = TOKENS if arguments.device == "cuda" else arguments.length
     for head_dim in map(int, arguments.dims.split(",")):
         for case in cases(arguments.quick and arguments.case is None, arguments.device, arguments.length):

@@ -342,3 +342,30 @@ def test_functions_are_measured_on_the_cpu(
         rows = [line for line in lines if line.lstrip().startswith(name + " ") and "ward" in line]
         assert (len(rows) >= 2) == (not regex or name in ("sink", "block list")), name
     assert not [x for x in modifiers.cases(True, "cpu", 128) if x.by_name]
+
+
+def test_a_mask_as_intervals_of_keys_is_the_mask(benchmarks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cudnn.flex_attention gets: below the first number, and between every two later ones."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.delitem(sys.modules, "modifiers", raising=False)
+    import modifiers
+
+    batch = 2
+    numbers = {"documents causal": 3, "prefix": 1, "natten 64x64": 9, "window 128": 3, "block list": 3}
+    for case in modifiers.cases(False, "cpu", 256):
+        if case.name not in numbers:
+            continue
+        length = case.length
+        b, q, k = torch.arange(batch)[:, None, None], torch.arange(length)[:, None], torch.arange(length)
+        mask_mod = case.mask_of_flex or case.mask_mod
+        found = modifiers.key_intervals(mask_mod, batch, length, "cpu")
+        assert found.is_contiguous()
+        assert found.dtype == torch.int32
+        assert (found.diff(dim=1) >= 0).all(), case.name
+        bounds = found[0].reshape(-1, batch, length, 1)
+        seen = k < bounds[0]
+        for begin, end in zip(bounds[1::2], bounds[2::2], strict=True):
+            seen = seen | ((k >= begin) & (k < end))
+        assert torch.equal(seen, mask_mod(b, torch.tensor(0), q, k).expand_as(seen)), case.name
+        assert found.shape[1] == numbers.pop(case.name), case.name
+    assert not numbers
