@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nvrtc_attn.heuristics.tile_words import WORD_TILES, TileWords
+from nvrtc_attn.heuristics.tile_words import WORD_TILES, LineOrder, TileWords
 
 Array = npt.NDArray[Any]
 
@@ -34,6 +34,22 @@ def tile_words(mask: Array, words: TileWords, seqlen_q: int, seqlen_k: int) -> A
     weights = np.uint32(1) << np.arange(WORD_TILES, dtype=np.uint32)
     packed: Array = (bits.astype(np.uint32) * weights[:, None]).sum(axis=-2, dtype=np.uint32)
     return packed
+
+
+def order_in(buffer: Array, order: LineOrder) -> Array:
+    """int32 ``[batch, heads, lines]`` of the mask: the lines as ``collective/line_order.cuh`` leaves them."""
+    words, places = order.words, dict(order.params)
+    found = np.empty((words.batch, words.heads, words.lines), np.int32)
+    for b, h in np.ndindex(words.batch, words.heads):
+        at = places["tile_order_offset"] + b * places["tile_order_stride_b"] + h * places["tile_order_stride_h"]
+        found[b, h] = buffer[8 * at : 8 * at + 4 * words.lines].view(np.int32)
+    return found
+
+
+def line_order(some: Array) -> Array:
+    """The same of ``some`` (`tile_bits`): from the most tiles to the least, equal lines in their order."""
+    found: Array = np.argsort(-some.sum(-1), axis=-1, kind="stable")
+    return found
 
 
 def of_tiles(found: Array, words: TileWords) -> Array:

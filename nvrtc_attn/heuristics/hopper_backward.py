@@ -33,8 +33,8 @@ from .portable_dq import choose_dbias as portable_dbias
 from .sink import choose_sink
 from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
+from .tile_words import LineOrder, bits_bytes, bits_pay, may_have_bits, with_words
 from .tile_words import backward_launches as words_launches
-from .tile_words import bits_bytes, bits_pay, may_have_bits, with_words
 from .tile_words import pays as words_pay
 
 MIN_HEAD_DIM: Final = 40
@@ -537,14 +537,16 @@ def head_bytes(problem: AttentionProblem) -> int:
     return problem.seqlen_q * (2 * problem.head_dim_v + 6 * problem.head_dim)
 
 
-def head_group(problem: AttentionProblem, splits: int, workers: int) -> int:
-    """Key heads whose key tiles are handed out together, longest first: as many as stay in L2; 1 without a band.
+def head_group(problem: AttentionProblem, splits: int, workers: int, *, by_work: bool = False) -> int:
+    """Key heads whose key tiles are handed out together, longest first: as many as stay in L2.
+
+    1 without a band, unless ``by_work``: key tiles come in the order of what a mask leaves of them.
 
     With a band no fewer than run at the same time, or a group's longest tiles begin when nothing is left beside them:
     4096, 96 heads on 8, D 192, 2 instead of 1 take 0.89 of the time; 2 x 3072, 32 on 2 in eight splits, 8 instead of 4
     0.95. In the deterministic pass neighbouring key tiles of a head wait for each other: other heads come between.
     """
-    if not problem.band and not problem.deterministic:
+    if not (problem.band or by_work or problem.deterministic):
         return 1
     heads = problem.batch * problem.num_heads_kv * splits
     per_head = head_bytes(problem)
@@ -606,7 +608,17 @@ def plan_spec(
     # Varlen: each sequence begins in a tile of its own.
     tiles = packed_slots(problem.q.shape[1], problem.batch, config.block_m) if varlen else num_m_blocks
     key_tiles_of_head = entries * num_n_blocks
-    listed, group = None, head_group(problem, tile.splits, num_sms // config.cluster)
+    words: list[Launch] = []
+    words_params: tuple[tuple[str, int], ...] = ()
+    workspaces: list[Workspace] = []
+    order: LineOrder | None = None
+    by_work = config.features.tile_words and not (config.ordered or config.fused)
+    if config.features.tile_words:
+        words, words_params, buffer, order = words_launches(
+            problem, config, ordered=config.ordered, by_work=by_work, num_sms=num_sms
+        )
+        workspaces.append(buffer)
+    listed, group = None, head_group(problem, tile.splits, num_sms // config.cluster, by_work=order is not None)
     if varlen:
         listed = tile_list_of(problem, tile.splits)
         key_tiles_of_head, group = listed.tiles, listed.heads
@@ -640,6 +652,8 @@ def plan_spec(
     shape |= {"num_warps": 8, "features": Features(varlen=problem.varlen)}
     # The list of key tiles depends on the mask, too.
     masked = Features(varlen=True, band=problem.band, seqused_k=problem.seqused_k) if varlen else Features()
+    if by_work:  # whether there is an order or not: one kernel for all lengths
+        masked = Features(band=problem.band, tile_words=True)
     switches = {name: getattr(config, name) for name in ("log2_lse", "one_key_tile", "keep_words", "ordered")}
     prepare = HopperBackwardConfig(
         kernel="backward_hopper_prepare",
@@ -655,20 +669,20 @@ def plan_spec(
         **(shape | {"features": Features(varlen=problem.varlen, float32_q=results.float32_q)}),
     )
     m_params: tuple[tuple[str, int], ...] = (("num_m_blocks", num_m_blocks),)
-    launches, workspaces = [], []
-    words_params: tuple[tuple[str, int], ...] = ()
-    if config.features.tile_words:
-        plans, words_params, buffer = words_launches(problem, config, ordered=config.ordered, num_sms=num_sms)
-        launches += plans
-        workspaces.append(buffer)
+    launches = [*words]
     if not config.fused:
+        lists = varlen + (order.lists if order else 0)  # thread blocks that make lists of key tiles
         launches.append(
             Launch(
                 config=prepare,
-                grid=entries * tiles * (config.block_m // PREPARE_ROWS) * problem.num_heads + varlen,
+                grid=entries * tiles * (config.block_m // PREPARE_ROWS) * problem.num_heads + lists,
                 block=prepare.num_threads,
                 smem_bytes=0,
-                params=(*m_params, *schedule),
+                params=(
+                    *m_params,
+                    *schedule,
+                    *(x for x in words_params if by_work and not x[0].startswith("tile_bits")),
+                ),
             )
         )
     launches.append(

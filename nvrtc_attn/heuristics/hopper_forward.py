@@ -39,7 +39,7 @@ L2_BYTES: Final = 40 << 20
 BLOCKS_SHARING_A_HEAD: Final = 8
 LIST_WARPS: Final = 32
 """Of the thread block that lists the tiles of packed sequences: all there can be, because there is one block."""
-HANDED_OUT_FLOPS: Final = {"uneven": 4e8, "window": 2e8, "even": 1e9, "wide": 4e9}
+HANDED_OUT_FLOPS: Final = {"bias": 1.2e8, "uneven": 4e8, "window": 2e8, "even": 1e9, "wide": 4e9}
 MIN_TILES_HANDED_OUT: Final = 7
 """From where query tiles are handed out (`hands_out`): work of a multiprocessor, tiles of a block where they differ."""
 TILE_OVERHEAD_COLUMNS: Final = 128.0
@@ -465,23 +465,26 @@ def pair_rounds(costs: Array, all_heads: int, width: int, head_bytes: int) -> in
 
 def order_is_open(problem: AttentionProblem, tile: Tile | HopperForwardConfig) -> bool:
     """Whether the work of ``problem`` decides between a fixed order and tiles that are asked for."""
-    return problem.bias is None and not tile.packed_heads and may_hand_out(problem)
+    return not tile.packed_heads and may_hand_out(problem)
 
 
 def hands_out(problem: AttentionProblem, tile: Tile, costs: Array, num_sms: int) -> bool:
     """Whether thread blocks ask for their tiles, of `tile_costs` ``costs``, instead of a fixed order.
 
-    In a fixed order a call takes 1.4 to 2 times as long while communication holds a single multiprocessor, whose tiles
-    wait until another is free; tiles that are asked for take at most 1.16 times. Alone those take 0.85 to 1.01 of the
-    time of calls of 0.1 ms or more whose tiles differ, 1.00 to 1.01 from 0.2 ms where they do not, and lose where calls
-    are shorter or heads wide (docs/experiments.md, "Hopper forward: tiles that are asked for"). No bias was measured.
+    In a fixed order a call takes 1.4 to 2 times as long while communication holds a multiprocessor, whose tiles wait
+    for another; tiles that are asked for take at most 1.25 times. Alone those take 0.85 to 1.01 of the time of calls
+    of 0.1 ms whose tiles differ, or of 0.06 ms with a bias, 1.00 to 1.01 of 0.2 ms otherwise, and lose where calls are
+    shorter or heads wide (docs/experiments.md, "Hopper forward: tiles that are asked for").
     """
     if not order_is_open(problem, tile):
         return False
     heads = problem.batch * problem.num_heads
     per_sm = heads * float(costs.sum()) / num_sms  # key tiles
     flops = per_sm * tile.block_m * tile.block_n * 2 * (problem.head_dim + problem.head_dim_v)
-    if max(problem.head_dim, problem.head_dim_v) > 192:
+    wide = max(problem.head_dim, problem.head_dim_v) > 192
+    if problem.bias is not None and not (wide and problem.band):
+        return flops >= HANDED_OUT_FLOPS["bias"]
+    if wide:
         return flops >= HANDED_OUT_FLOPS["wide"]
     if not (problem.band or problem.seqused_k):
         return flops >= HANDED_OUT_FLOPS["even"]

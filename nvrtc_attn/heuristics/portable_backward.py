@@ -260,7 +260,7 @@ def choose_backward(
     narrow = max(problem.head_dim, problem.head_dim_v) <= 128
     if narrow and not stores_dq and words_pay(problem, config.block_n):
         config = with_words(config)
-        launches, words_params, buffer = words_launches(problem, config)
+        launches, words_params, buffer, _ = words_launches(problem, config)
         workspaces.append(buffer)
     if not fused:
         launches.append(_delta(problem, config, num_m_blocks))

@@ -44,6 +44,10 @@ rows of tiles of a million queries, where words take another 25 MB. What has no 
 BIT_BLOCKS: Final = 8
 """Thread blocks a multiprocessor of the launch that asks: four warps each, so that registers suffice."""
 SLOT_BYTES: Final = 16
+ORDERED_LINES: Final = range(64, 1025)
+"""Key tiles of a head that are handed out by their work in the Hopper backward pass: 0.92 to 1.00 of the time for masks
+of functions from 8192 keys on, 0.96 to 1.02 at 4096, up to 1.08 with fewer (docs/experiments.md, "Hopper backward: key
+tiles by their work"). The end is that of the kernel, ``kMostOrderedLines``."""
 COUNTER_BYTES: Final = 16
 """In front of the words: two counters, of which the second is that of slots, and zeros to a multiple of 16."""
 
@@ -96,6 +100,42 @@ class TileWords:
             (f"tile_{name}_stride_h", h),
             (f"tile_{name}_stride_line", line),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineOrder:
+    """Key tiles in the order in which they are handed out (``hopper/backward/line_order.cuh``), by their ``words``."""
+
+    words: TileWords
+    behind: int
+    """The byte of the buffer of words where it may begin."""
+
+    @property
+    def lists(self) -> int:
+        """One for each batch entry and head that the mask tells apart: thread blocks that make them."""
+        return self.words.batch * self.words.heads
+
+    @property
+    def _list_words(self) -> int:
+        return ceil_div(4 * self.words.lines, WORD_BYTES)
+
+    @property
+    def end(self) -> int:
+        return _rounded(self.behind, WORD_BYTES) + WORD_BYTES * self.lists * self._list_words
+
+    @property
+    def params(self) -> tuple[tuple[str, int], ...]:
+        one, heads = self._list_words, self.words.heads
+        return (
+            ("tile_order_offset", ceil_div(self.behind, WORD_BYTES)),
+            ("tile_order_stride_b", 0 if self.words.batch == 1 else heads * one),
+            ("tile_order_stride_h", 0 if heads == 1 else one),
+        )
+
+
+def line_order_of(words: TileWords, behind: int) -> LineOrder | None:
+    """The order of ``words``, in their buffer from byte ``behind`` on; None where it does not pay."""
+    return LineOrder(words=words, behind=behind) if words.lines in ORDERED_LINES else None
 
 
 def words_of(problem: AttentionProblem, rows: int, cols: int, *, transposed: bool = False) -> TileWords:
@@ -301,11 +341,13 @@ def plan_launch(
 
 
 def backward_launches(
-    problem: AttentionProblem, config: BackwardConfig | Any, *, ordered: bool = False, num_sms: int = 0
-) -> tuple[list[Launch], tuple[tuple[str, int], ...], Workspace]:
+    problem: AttentionProblem, config: BackwardConfig | Any, *, ordered: bool = False, by_work: bool = False,
+    num_sms: int = 0,
+) -> tuple[list[Launch], tuple[tuple[str, int], ...], Workspace, LineOrder | None]:  # fmt: skip
     """What writes the words of a dk/dv kernel of ``config``, the params that it reads them by, and their workspace.
 
-    ``ordered``: also by query tile, which the deterministic pass of the Hopper family counts with.
+    ``ordered``: also by query tile, which the deterministic pass of the Hopper family counts with. ``by_work``: with
+    room for the order of key tiles, which is the last of the result, and its params are among the others.
     """
     words = words_of(problem, config.block_m, config.block_n, transposed=True)
     offset = COUNTER_BYTES if config.tile_bits else 0
@@ -318,8 +360,15 @@ def backward_launches(
         launches.append(plan_launch(problem, order, config, nbytes))
         params += order.params(nbytes, "order")
         nbytes += order.nbytes
-    if bits is None:
-        return launches, params, Workspace(field="counters", nbytes=nbytes)
-    launches.append(bits.launch(problem, config, launches[0], num_sms))
-    workspace = Workspace(field="counters", nbytes=bits.end, zeroed=True, zeroed_bytes=COUNTER_BYTES)
-    return launches, params + bits.params, workspace
+    if bits:
+        launches.append(bits.launch(problem, config, launches[0], num_sms))
+        params += bits.params
+        nbytes = bits.end
+    lines = line_order_of(words, nbytes) if by_work else None
+    if lines:
+        params += lines.params
+        nbytes = lines.end
+    buffer = Workspace(field="counters", nbytes=nbytes)
+    if bits:
+        buffer = replace(buffer, zeroed=True, zeroed_bytes=COUNTER_BYTES)
+    return launches, params, buffer, lines

@@ -12,12 +12,13 @@ import cases
 import numpy as np
 import pytest
 from harness import DEVICE, Run, backend, failures, families, forget_plans, oracle, torch
-from tile_words_twin import of_tiles, tile_words
+from tile_words_twin import line_order, of_tiles, order_in, tile_bits, tile_words
 
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.heuristics import tile_words as heuristic
-from nvrtc_attn.heuristics.tile_words import TileWords, words_of
+from nvrtc_attn.heuristics import tile_words as tile_words_module
+from nvrtc_attn.heuristics.tile_words import TileWords, line_order_of, words_of
 from nvrtc_attn.plans import plan
 
 M, N = 700, 1100
@@ -32,7 +33,8 @@ def _always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def walkers(prefix: str) -> list[Any]:
     """The configs that have been loaded in this test, walk words and begin with ``prefix``."""
-    return [c for c, _ in plan._kernels if c.features.tile_words and c.kernel.startswith(prefix)]
+    walk = [c for c, _ in plan._kernels if c.features.tile_words and c.kernel.startswith(prefix)]
+    return [c for c in walk if not c.kernel.endswith("prepare")]  # which finds an order of key tiles
 
 
 def check(case: cases.Case, mask: Any = None, *, poison: bool = False, forward_walks: bool = True) -> None:
@@ -95,8 +97,12 @@ def words_in(workspace: Any, words: TileWords) -> Any:
 @pytest.mark.parametrize("kind", ["padding", "left_padding", "blocks", "random", "full", "empty"])
 @pytest.mark.parametrize("shape", ["b11k", "11qk", "1h1k", "b1q1", "bhqk"])
 @pytest.mark.parametrize("layout", ["contiguous", "unaligned", "last_strided"])
-def test_words_are_those_of_the_twin(shape: str, kind: str, layout: str) -> None:
-    """As the plan kernel leaves them in the workspace, forward, and by key tiles where the Hopper backward runs."""
+def test_words_are_those_of_the_twin(shape: str, kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the plan kernel leaves them in the workspace, forward, and by key tiles where the Hopper backward runs.
+
+    There also the order of key tiles, as if it paid for so few.
+    """
+    monkeypatch.setattr(tile_words_module, "ORDERED_LINES", range(2, 1025))
     asked = case(f"{shape} {kind}", mask=shape, mask_kind=kind, layout=layout, mask_dtype="uint8", num_heads=32)
     run = Run(asked)
     mask = run.arrays["mask"]
@@ -123,9 +129,27 @@ def test_words_are_those_of_the_twin(shape: str, kind: str, layout: str) -> None
             if config.kernel == "backward_hopper":  # whose workspace begins with them
                 words = words_of(described, config.block_m, config.block_n, transposed=True)
                 assert np.array_equal(words_in(workspace, words), tile_words(mask, words, M, N))
+                order = line_order_of(words, words.nbytes)
+                assert order is not None
+                expected = line_order(tile_bits(mask, words, M, N)[0])
+                assert np.array_equal(order_in(workspace.cpu().numpy(), order), expected)
 
 
 # --------------------------------------------------------------------------------------------------------- the results
+
+
+@pytest.mark.parametrize("heads_kv", [1, 4])
+@pytest.mark.parametrize("mask", ["b11k", "11qk", "bhqk", "1h1k"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_key_tiles_by_their_work(mask: str, causal: bool, heads_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it paid for so few; a deterministic pass keeps the order that it must have."""
+    monkeypatch.setattr(tile_words_module, "ORDERED_LINES", range(2, 1025))
+    for deterministic in (False, True):
+        asked = case(
+            f"order {mask} {causal} {heads_kv} {deterministic}", mask=mask, mask_kind="blocks", num_heads=4,
+            num_heads_kv=heads_kv, causal=causal, deterministic=deterministic, head_dim=64 if causal else 128,
+        )  # fmt: skip
+        check(asked)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192])

@@ -242,6 +242,8 @@ def chosen(asked: AttentionProblem) -> bool:
 
 
 LARGE = problem(8, 4096, 12, 64, True)
+SMALL = problem(16, 512, 16, 64, False)
+WIDE = problem(4, 2048, 16, 256, True)
 WINDOWED = dataclasses.replace(problem(4, 8192, 12, 64, True), window_left=64, window_right=64)
 LENGTHS = dataclasses.replace(problem(16, 1024, 16, 64, False), seqused_k=True)
 
@@ -252,10 +254,13 @@ LENGTHS = dataclasses.replace(problem(16, 1024, 16, 64, False), seqused_k=True)
         (problem(8, 2048, 12, 64, True), True), (problem(2, 8192, 16, 128, True), True),
         (problem(4, 4096, 16, 128, False), True), (problem(1, 16384, 8, 256, True), True),
         (problem(4, 1024, 12, 64, True), False), (problem(2, 2048, 16, 128, False), False),
-        (problem(4, 2048, 16, 256, True), False),
+        (WIDE, False),
         (WINDOWED, True), (dataclasses.replace(WINDOWED, batch=1, seqlen_q=2048), False),
         (LENGTHS, True), (dataclasses.replace(LENGTHS, seqused_k=False), False),
-        (LARGE, True), (dataclasses.replace(LARGE, bias=dense_layout((1, 12, 4096, 4096), "bfloat16")), False),
+        (LARGE, True), (dataclasses.replace(LARGE, bias=dense_layout((1, 12, 4096, 4096), "bfloat16")), True),
+        (dataclasses.replace(SMALL, bias=dense_layout((1, 16, 512, 512), "bfloat16")), True), (SMALL, False),
+        (dataclasses.replace(SMALL, batch=4, bias=dense_layout((1, 16, 512, 512), "bfloat16")), False),
+        (dataclasses.replace(WIDE, bias=dense_layout((1, 16, 2048, 2048), "bfloat16")), False),
         (dataclasses.replace(LARGE, mask=dense_layout((8, 1, 1, 4096), "uint8")), False),
     ],
 )  # fmt: skip

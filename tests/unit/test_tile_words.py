@@ -18,7 +18,7 @@ from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics import hopper_backward, hopper_forward, portable_backward
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
-from nvrtc_attn.heuristics.tile_words import MIN_FLOPS, pays, words_of
+from nvrtc_attn.heuristics.tile_words import MIN_FLOPS, ORDERED_LINES, TileWords, line_order_of, pays, words_of
 from nvrtc_attn.jit.codegen import params_class
 
 TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
@@ -264,23 +264,38 @@ def main_of(spec: ForwardPlanSpec | BackwardPlanSpec) -> Any:
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("form", [(True, False, False, True), (False, False, True, True), (True, True, True, True)])
-def test_plan_comes_first_and_agrees_with_the_kernel(form: tuple[bool, ...], backward: bool, backend: str) -> None:
-    asked = problem(form, seqlen_q=2000, seqlen_k=2100)
+@pytest.mark.parametrize("keys", [2100, 8300])
+def test_plan_comes_first_and_agrees_with_the_kernel(
+    keys: int, form: tuple[bool, ...], backward: bool, backend: str
+) -> None:
+    asked = problem(form, seqlen_q=2000, seqlen_k=keys)
     choose = heuristics.choose_backward if backward else heuristics.choose_forward
     spec = choose(asked, **TARGET, backend=backend)
     main, plan = main_of(spec), spec.launches[0]
     assert plan.config.kernel == "tile_plan"
     assert main.config.kernel.endswith(backend)
     assert main.config.features.tile_words
-    assert [launch for launch in spec.launches if launch.config.features.tile_words] == [plan, main]
     words = words_of(asked, main.config.block_m, main.config.block_n, transposed=backward)
     ours, read = dict(plan.params), dict(main.params)
+    order = line_order_of(words, words.nbytes) if backward and backend == "hopper" else None
+    makers = [x for x in spec.launches if x.config.kernel == "backward_hopper_prepare"]
+    assert bool(makers) == (backward and backend == "hopper")
+    assert (order is not None) == (bool(makers) and keys > 8000)
+    for maker in makers:
+        rows = asked.batch * asked.num_heads * -(-asked.seqlen_q // main.config.block_m) * main.config.block_m
+        assert maker.grid == rows // 16 + (order.lists if order else 0)
+        for name, value in dict(maker.params).items():
+            assert not name.startswith("tile_") or value == read[name], name
+    assert read.get("tile_order_offset", 0) * 8 >= words.nbytes * bool(order)
+    assert bool(read.get("tile_order_offset")) == bool(order)
+    walking = [launch for launch in spec.launches if launch.config.features.tile_words]
+    assert walking == [plan, *makers, main]
     for name in ("offset", "stride_b", "stride_h", "stride_line"):
         assert ours[f"tile_words_{name}"] == read[f"tile_words_{name}"], name
     assert (ours["tile_plan_rows"], ours["tile_plan_cols"]) == (main.config.block_m, main.config.block_n)
     assert ours["tile_plan_transposed"] == backward
     (buffer,) = (x for x in spec.workspaces if x.field in ("softmax_partial", "counters"))
-    assert buffer.nbytes == words.nbytes
+    assert buffer.nbytes == (order.end if order else words.nbytes)
     assert not buffer.zeroed
     assert plan.grid == words.batch * words.heads * words.lines * (1 if plan.block == 32 else words.words)
     assert (plan.block == 32) == (backward and not form[2])
@@ -346,3 +361,46 @@ def test_candidates_and_the_families_comparison_see_past_the_plan() -> None:
     assert portable_backward.splits_of(portable_backward.choose_backward(asked, **TARGET)) >= 1
     few = dataclasses.replace(asked, batch=1)
     assert hopper_backward.choose_backward(few, **TARGET)
+
+
+@pytest.mark.parametrize("heads", [1, 5])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_lists_of_an_order_lie_behind_each_other(batch: int, heads: int) -> None:
+    words = TileWords(
+        batch=batch, heads=heads, lines=65, tiles=70, rows=128, cols=128, transposed=True, one_row=False
+    )  # fmt: skip
+    order = line_order_of(words, 1001)
+    assert order is not None
+    read = dict(order.params)
+    begins = {
+        8 * (read["tile_order_offset"] + b * read["tile_order_stride_b"] + h * read["tile_order_stride_h"])
+        for b in range(batch)
+        for h in range(heads)
+    }
+    assert len(begins) == order.lists == batch * heads
+    assert min(begins) >= 1001
+    assert all(b - a >= 4 * 65 for a, b in itertools.pairwise([*sorted(begins), order.end]))
+
+
+def test_what_has_an_order() -> None:
+    words = TileWords(batch=2, heads=1, lines=64, tiles=70, rows=128, cols=128, transposed=True, one_row=False)
+    assert line_order_of(words, 0) is not None
+    assert line_order_of(dataclasses.replace(words, lines=63), 0) is None
+    assert line_order_of(dataclasses.replace(words, lines=1024), 0) is not None
+    assert line_order_of(dataclasses.replace(words, lines=1025), 0) is None
+
+
+def test_the_kernel_has_room_for_an_order(repository: Path) -> None:
+    text = (repository / "cuda_src/nvrtc_attn/hopper/backward/line_order.cuh").read_text()
+    assert f"kMostOrderedLines = {ORDERED_LINES.stop - 1};" in text
+
+
+@pytest.mark.parametrize(("seqlen", "together"), [(4096, 1), (8192, 6)])
+def test_heads_go_together_where_key_tiles_have_an_order(seqlen: int, together: int) -> None:
+    """As many as with a band: else the longest tiles of the last head begin when little is left beside them."""
+    asked = problem(
+        (True, False, False, True), seqlen_q=seqlen, seqlen_k=seqlen, num_heads=12, num_heads_kv=12, batch=1
+    )
+    main = main_of(hopper_backward.plan_spec(asked, hopper_backward.choose_tile(asked, 132), num_sms=132))
+    assert main.config.features.tile_words
+    assert dict(main.params)["head_group"] == together

@@ -6,11 +6,13 @@
 // Rows without a P (has_probabilities), and padding, get an infinite reference. Rows of the workspaces: collective/
 // gradient_accumulator.cuh (accumulator_row0). No shared memory, no barrier.
 // Packed: a CTA for every slot's rows (collective/packed_slots.cuh), and the first one makes the list of key tiles.
+// kTileWords: the first ones find the order in which key tiles are handed out (hopper/backward/line_order.cuh).
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/packed_slots.cuh"
 #include "../collective/scores.cuh"
 #include "../collective/seqlen.cuh"
+#include "../hopper/backward/line_order.cuh"
 #include "../hopper/backward/ordered_dq.cuh"
 #include "../hopper/backward/row_statistics.cuh"
 
@@ -29,6 +31,11 @@ NVRTC_ATTN_DEVICE void backward_hopper_prepare(HopperBackwardParams const& param
   int const tid = int(threadIdx.x);
   if (blockIdx.x == 0 && tid == 0) *tile_counter(params) = 0;
   int block = int(blockIdx.x);
+  if constexpr (Traits::kTileWords) {
+    int const lists = LineOrder(params).lists();
+    if (block < lists) return order_key_tiles<Traits>(params, block);
+    block -= lists;
+  }
   int const parts = params.num_m_blocks * (kBlockM / kRows);
   int m0, h, b;
   if constexpr (Traits::kVarlen) {

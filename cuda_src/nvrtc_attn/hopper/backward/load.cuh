@@ -11,6 +11,7 @@
 #include "barriers.cuh"
 #include "helpers.cuh"
 #include "kept_queries.cuh"
+#include "line_order.cuh"
 #include "prepare_rows.cuh"
 #include "schedule.cuh"
 #include "score_tile_transposed.cuh"
@@ -25,6 +26,7 @@ constexpr int kHeldBits = int(0x80000000u);
 template <class Traits, class Shape>
 struct BackwardLoader {
   static constexpr bool kPair = Shape::kBlocks == 2;
+  static constexpr bool kByWork = Traits::kTileWords && !Traits::kOrdered;  // key tiles in the order of their work
   using Work = KeyTileWork<Traits>;
 
   HopperBackwardParams const& params;
@@ -117,7 +119,12 @@ struct BackwardLoader {
     if constexpr (Traits::kParts) {
       return key_tile<false, false, true>(params, TilePart(params, t).tile);
     } else {
-      return key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
+      KeyTile tile = key_tile<Traits::kOrdered, Traits::kSplit>(params, t);
+      if constexpr (kByWork) {
+        LineOrder const order(params);
+        if (order.exists()) tile.n_block = uniform(order.list(tile.b, tile.h * params.heads_per_group)[tile.n_block]);
+      }
+      return tile;
     }
   }
 
