@@ -45,8 +45,8 @@ BIT_BLOCKS: Final = 8
 """Thread blocks a multiprocessor of the launch that asks: four warps each, so that registers suffice."""
 SLOT_BYTES: Final = 16
 ORDERED_LINES: Final = range(64, 1025)
-"""Key tiles of a head that are handed out by their work in the Hopper backward pass: 0.92 to 1.00 of the time for masks
-of functions from 8192 keys on, 0.96 to 1.02 at 4096, up to 1.08 with fewer (docs/experiments.md, "Hopper backward: key
+"""Key tiles of a head that are handed out by their work in the Hopper backward pass: 0.91 to 1.00 of the time for masks
+from 8192 keys on, 0.96 to 1.02 at 4096, up to 1.08 with fewer (docs/experiments.md, "Hopper backward: key
 tiles by their work"). The end is that of the kernel, ``kMostOrderedLines``."""
 COUNTER_BYTES: Final = 16
 """In front of the words: two counters, of which the second is that of slots, and zeros to a multiple of 16."""
