@@ -18,7 +18,10 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
 BATCH, LENGTH, HEADS = 4, 2048, 16
-KERNELS = ("tile_plan", "forward_hopper", "forward_portable", "backward_hopper", "backward_portable")
+KERNELS = (
+    "tile_plan", "forward_hopper", "forward_portable", "backward_hopper_prepare", "backward_hopper",
+    "backward_portable",
+)  # fmt: skip
 CAUSAL = {"window_right": 0}
 BLOCKS = (1, 1, LENGTH, LENGTH)
 SCORES = (BATCH, HEADS, LENGTH, LENGTH)
