@@ -102,7 +102,7 @@ class Plugin:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
             output[_OUTPUT] = [self.left_out, sorted(self.collected)]
-        elif self.records:
+        elif self.records and self.collected:  # else collection failed, which says nothing of what passed
             PASSED.write_text("\n".join([*sorted(self.collected & (self.passed | known())), ""]), encoding="ascii")
 
     @pytest.hookimpl(optionalhook=True)

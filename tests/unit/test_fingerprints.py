@@ -154,3 +154,11 @@ def test_the_list_is_as_it_was_written() -> None:
     found = fingerprints.PASSED.read_text(encoding="ascii").split()
     assert found == sorted(set(found))
     assert all(len(text) == 16 and set(text) <= set("0123456789abcdef") for text in found)
+
+
+def test_a_collection_that_fails_forgets_nothing(plugin: Callable[..., fingerprints.Plugin], file: Path) -> None:
+    record(plugin(record=True), [Item(file, KERNEL)])
+    before = fingerprints.PASSED.read_text()
+    assert before.strip()
+    plugin(record=True).pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace()))  # type: ignore[arg-type]
+    assert fingerprints.PASSED.read_text() == before
