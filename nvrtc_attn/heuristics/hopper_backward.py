@@ -33,8 +33,7 @@ from .portable_dq import choose_dbias as portable_dbias
 from .sink import choose_sink
 from .spec import HOPPER_BACKWARD, BackwardPlanSpec, Launch, Workspace
 from .tensor_map import TensorMap, reasons_against, score_map, score_reasons_against, tensor_map
-from .tile_words import LineOrder, bits_bytes, bits_pay, may_have_bits, with_words
-from .tile_words import backward_launches as words_launches
+from .tile_words import BackwardWords, backward_words, bits_bytes, bits_pay, may_have_bits, with_words
 from .tile_words import pays as words_pay
 
 MIN_HEAD_DIM: Final = 40
@@ -608,16 +607,11 @@ def plan_spec(
     # Varlen: each sequence begins in a tile of its own.
     tiles = packed_slots(problem.q.shape[1], problem.batch, config.block_m) if varlen else num_m_blocks
     key_tiles_of_head = entries * num_n_blocks
-    words: list[Launch] = []
-    words_params: tuple[tuple[str, int], ...] = ()
-    workspaces: list[Workspace] = []
-    order: LineOrder | None = None
+    words: BackwardWords | None = None
     by_work = config.features.tile_words and not (config.ordered or config.fused)
     if config.features.tile_words:
-        words, words_params, buffer, order = words_launches(
-            problem, config, ordered=config.ordered, by_work=by_work, num_sms=num_sms
-        )
-        workspaces.append(buffer)
+        words = backward_words(problem, config, ordered=config.ordered, by_work=by_work, num_sms=num_sms)
+    order = words.order if words else None
     listed, group = None, head_group(problem, tile.splits, num_sms // config.cluster, by_work=order is not None)
     if varlen:
         listed = tile_list_of(problem, tile.splits)
@@ -669,7 +663,9 @@ def plan_spec(
         **(shape | {"features": Features(varlen=problem.varlen, float32_q=results.float32_q)}),
     )
     m_params: tuple[tuple[str, int], ...] = (("num_m_blocks", num_m_blocks),)
-    launches = [*words]
+    launches = [*words.launches] if words else []
+    workspaces = [words.workspace] if words else []
+    words_params = words.params if words else ()
     if not config.fused:
         lists = varlen + (order.lists if order else 0)  # thread blocks that make lists of key tiles
         launches.append(
@@ -678,11 +674,7 @@ def plan_spec(
                 grid=entries * tiles * (config.block_m // PREPARE_ROWS) * problem.num_heads + lists,
                 block=prepare.num_threads,
                 smem_bytes=0,
-                params=(
-                    *m_params,
-                    *schedule,
-                    *(x for x in words_params if by_work and not x[0].startswith("tile_bits")),
-                ),
+                params=(*m_params, *schedule, *(words_params if by_work else ())),
             )
         )
     launches.append(
@@ -691,7 +683,7 @@ def plan_spec(
             grid=config.cluster * workers,
             block=config.num_threads,
             smem_bytes=config.smem_bytes,
-            params=(*m_params, *schedule, *words_params),
+            params=(*m_params, *schedule, *words_params, *(words.bits_params if words else ())),
             tensor_maps=(
                 tensor_map("tensor_map_q", "q", problem.q, 2, config.block_m // config.cluster),
                 tensor_map("tensor_map_k", "k", problem.k, 2, config.block_n // config.cluster),

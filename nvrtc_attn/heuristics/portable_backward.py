@@ -18,9 +18,8 @@ from .common import choose_captured, features_of, is_aligned, is_float32, is_ful
 from .portable_common import MEASURED_SMEM, MIN_WARPS, warps_per_sm
 from .sink import choose_sink
 from .spec import BackwardPlanSpec, Launch, Workspace
-from .tile_words import backward_launches as words_launches
+from .tile_words import backward_words, with_words
 from .tile_words import pays as words_pay
-from .tile_words import with_words
 
 MAX_HEAD_DIM: Final = 512
 MAX_SPLITS: Final = 32
@@ -260,8 +259,9 @@ def choose_backward(
     narrow = max(problem.head_dim, problem.head_dim_v) <= 128
     if narrow and not stores_dq and words_pay(problem, config.block_n):
         config = with_words(config)
-        launches, words_params, buffer, _ = words_launches(problem, config)
-        workspaces.append(buffer)
+        words = backward_words(problem, config)
+        launches, words_params = [*words.launches], words.params
+        workspaces.append(words.workspace)
     if not fused:
         launches.append(_delta(problem, config, num_m_blocks))
     main = _dkv(problem, config, num_n_blocks, num_splits, slots)

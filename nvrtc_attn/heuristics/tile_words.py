@@ -340,35 +340,50 @@ def plan_launch(
     )
 
 
-def backward_launches(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardWords:
+    """The words of a dk/dv kernel: what finds them, and what is known of where they lie."""
+
+    launches: tuple[Launch, ...]
+    params: tuple[tuple[str, int], ...]
+    """Of words and of the order of key tiles: for the kernel, and for what comes before it and makes that order."""
+    bits_params: tuple[tuple[str, int], ...]
+    """Of the bits of undecided tiles, which the kernel alone reads."""
+    workspace: Workspace
+    order: LineOrder | None
+
+
+def backward_words(
     problem: AttentionProblem, config: BackwardConfig | Any, *, ordered: bool = False, by_work: bool = False,
     num_sms: int = 0,
-) -> tuple[list[Launch], tuple[tuple[str, int], ...], Workspace, LineOrder | None]:  # fmt: skip
-    """What writes the words of a dk/dv kernel of ``config``, the params that it reads them by, and their workspace.
+) -> BackwardWords:  # fmt: skip
+    """The words of a dk/dv kernel of ``config``.
 
     ``ordered``: also by query tile, which the deterministic pass of the Hopper family counts with. ``by_work``: with
-    room for the order of key tiles, which is the last of the result, and its params are among the others.
+    room for the order of key tiles, where it pays.
     """
     words = words_of(problem, config.block_m, config.block_n, transposed=True)
     offset = COUNTER_BYTES if config.tile_bits else 0
     nbytes = offset + words.nbytes
-    order = words_of(problem, config.block_m, config.block_n) if ordered else None
-    bits = TileBits(words=words, behind=nbytes + (order.nbytes if order else 0)) if config.tile_bits else None
+    by_query = words_of(problem, config.block_m, config.block_n) if ordered else None
+    bits = TileBits(words=words, behind=nbytes + (by_query.nbytes if by_query else 0)) if config.tile_bits else None
     launches = [plan_launch(problem, words, config, offset, bits)]
     params = words.params(offset)
-    if order:
-        launches.append(plan_launch(problem, order, config, nbytes))
-        params += order.params(nbytes, "order")
-        nbytes += order.nbytes
+    if by_query:
+        launches.append(plan_launch(problem, by_query, config, nbytes))
+        params += by_query.params(nbytes, "order")
+        nbytes += by_query.nbytes
     if bits:
         launches.append(bits.launch(problem, config, launches[0], num_sms))
-        params += bits.params
         nbytes = bits.end
-    lines = line_order_of(words, nbytes) if by_work else None
-    if lines:
-        params += lines.params
-        nbytes = lines.end
-    buffer = Workspace(field="counters", nbytes=nbytes)
+    order = line_order_of(words, nbytes) if by_work else None
+    if order:
+        params += order.params
+        nbytes = order.end
+    workspace = Workspace(field="counters", nbytes=nbytes)
     if bits:
-        buffer = replace(buffer, zeroed=True, zeroed_bytes=COUNTER_BYTES)
-    return launches, params, buffer, lines
+        workspace = replace(workspace, zeroed=True, zeroed_bytes=COUNTER_BYTES)
+    return BackwardWords(
+        launches=tuple(launches), params=params, bits_params=bits.params if bits else (), workspace=workspace,
+        order=order,
+    )  # fmt: skip
