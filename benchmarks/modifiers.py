@@ -76,6 +76,10 @@ class Case:
     by_name: bool = False
     """Left out unless ``--case`` names it."""
 
+    @property
+    def mask_of_peers(self) -> Function | None:
+        return self.mask_of_flex or self.mask_mod
+
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= k
@@ -184,8 +188,8 @@ def whole(case: Case, batch: int) -> torch.Tensor:
     bias = torch.zeros((batch, HEADS, case.length, case.length), device="cuda", dtype=torch.bfloat16)
     if case.score_mod is not None:
         bias = case.score_mod(torch.zeros(1, device="cuda"), *at).to(torch.bfloat16).expand_as(bias)
-    if case.mask_mod is not None:
-        bias = bias.masked_fill(~(case.mask_of_flex or case.mask_mod)(*at), float("-inf"))
+    if case.mask_of_peers is not None:
+        bias = bias.masked_fill(~case.mask_of_peers(*at), float("-inf"))
     return bias
 
 
@@ -232,8 +236,8 @@ def cudnn_call(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     """A function of no arguments that computes the case, and the milliseconds that its plan takes."""
     from cudnn.flex_attention import create_mask_plan, flex_attn_func
 
-    assert case.mask_mod is not None
-    intervals = key_intervals(case.mask_of_flex or case.mask_mod, q.shape[0], case.length)
+    assert case.mask_of_peers is not None
+    intervals = key_intervals(case.mask_of_peers, q.shape[0], case.length)
     rows_first = [x.transpose(1, 2) for x in (q, k, v)]
     for _ in range(2):  # kernels are compiled in the first one
         plan, seconds = timed(lambda: create_mask_plan(intervals, *rows_first, build_backward=True))
@@ -289,6 +293,11 @@ def peak_mb(forward: Callable[[], Any], leaves: list[Any], dout: Any) -> float |
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
+def print_refusal(case: Case, peer: str, error: Exception) -> None:
+    """In one line, that a peer cannot do a case."""
+    print(f"{case.name}, {peer}: {str(error).splitlines()[0][:200]}", flush=True)
+
+
 def check_same(out: torch.Tensor, other: torch.Tensor, gradients: Iterable[Any], others: Iterable[Any]) -> None:
     """A benchmark of a wrong result is none."""
     torch.testing.assert_close(out.float(), other.float(), atol=3e-2, rtol=3e-2)
@@ -298,9 +307,9 @@ def check_same(out: torch.Tensor, other: torch.Tensor, gradients: Iterable[Any],
 
 
 def kept_part(case: Case, batch: int, device: str) -> float:
-    if case.mask_mod is None:
+    mask_mod = case.mask_of_peers
+    if mask_mod is None:
         return 1.0
-    mask_mod = case.mask_of_flex or case.mask_mod
     at, entries = torch.arange(case.length, device=device), torch.arange(batch, device=device)
     rows = at[:, None].split(4096)
     kept = sum(float(mask_mod(b, b * 0, x, at[None]).sum()) for b in entries for x in rows)
@@ -331,7 +340,7 @@ def run(
     mask_plain = na.create_block_mask(causal, None, None, case.length, case.length) if case.causal else None
     functions["plain"] = passes(lambda: na.flex_attention(q, k, v, None, mask_plain), leaves[:3], dout)
     if peers:
-        mask_mod = case.mask_of_flex or case.mask_mod
+        mask_mod = case.mask_of_peers
         block_mask, seconds = timed(lambda: make_mask(flex_mask, mask_mod))
         if mask is not None:
             row["flex mask ms"] = 1e3 * seconds
@@ -356,7 +365,7 @@ def run(
             try:
                 theirs, seconds = timed(lambda flex=flex: torch.autograd.grad(flex(), leaves, dout))
             except Exception as error:  # of its compiler: what it cannot do is no reason to measure nothing
-                print(f"{case.name}, {name}: {str(error).splitlines()[0][:200]}", flush=True)
+                print_refusal(case, name, error)
                 continue
             if name == "flex":
                 row["flex first s"], row["flex MB"] = seconds, peak_mb(flex, leaves, dout)
@@ -367,8 +376,8 @@ def run(
                 theirs_of_cudnn, row["cudnn mask ms"] = cudnn_call(case, q, k, v)
                 check_same(ours(), theirs_of_cudnn(), result, torch.autograd.grad(theirs_of_cudnn(), leaves, dout))
                 functions["cudnn"] = passes(theirs_of_cudnn, leaves, dout)
-            except Exception as error:  # as above
-                print(f"{case.name}, cudnn: {str(error).splitlines()[0][:200]}", flush=True)
+            except Exception as error:  # what it cannot do is no reason to measure nothing, here neither
+                print_refusal(case, "cudnn", error)
         if (case.as_bias or case.mask_mod is not None) and case.sink is None and case.length <= LENGTH:
             bias = whole(case, batch).detach()
             sdpa = lambda: scaled_dot_product_attention(q, k, v, attn_mask=bias)  # noqa: E731

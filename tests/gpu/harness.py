@@ -19,6 +19,7 @@ import fuzz_torch  # noqa: E402 - after the skip
 
 import nvrtc_attn  # noqa: E402
 from nvrtc_attn import api  # noqa: E402
+from nvrtc_attn.plans import plan  # noqa: E402
 
 DEVICE = "cuda"
 OUTPUT_LAYOUTS = ("contiguous", "bhmk", "packed", "padded_rows", "last_strided", "unaligned", "random")
@@ -49,6 +50,12 @@ def forget_plans(monkeypatch: pytest.MonkeyPatch | None = None, *, kernels: bool
             getattr(module, table).clear()
         else:
             monkeypatch.setattr(module, table, {})
+
+
+def walkers(prefix: str) -> list[Any]:
+    """The configs that have been loaded in this test, walk words and begin with ``prefix``."""
+    walk = [c for c, _ in plan._kernels if c.features.tile_words and c.kernel.startswith(prefix)]
+    return [c for c in walk if not c.kernel.endswith("prepare")]  # which finds an order of key tiles
 
 
 def torch_dtype(name: str) -> Any:

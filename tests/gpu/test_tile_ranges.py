@@ -10,7 +10,7 @@ from typing import Any
 import modifiers
 import numpy as np
 import pytest
-from harness import DEVICE, backend, forget_plans, torch
+from harness import DEVICE, backend, forget_plans, torch, walkers
 from modifiers import ModifierCase
 from tile_words_twin import of_tiles
 
@@ -33,11 +33,6 @@ def _always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heuristic, "MIN_FLOPS", 0)
     monkeypatch.setattr(heuristic, "MIN_KEY_TILES", 1)
     forget_plans(monkeypatch, kernels=True)
-
-
-def walkers(prefix: str) -> list[Any]:
-    walk = [c for c, _ in plan._kernels if c.features.tile_words and c.kernel.startswith(prefix)]
-    return [c for c in walk if not c.kernel.endswith("prepare")]  # which finds an order of key tiles
 
 
 def with_bits(prefix: str) -> bool:

@@ -11,15 +11,13 @@ from typing import Any
 import cases
 import numpy as np
 import pytest
-from harness import DEVICE, Run, backend, failures, families, forget_plans, oracle, torch
+from harness import DEVICE, Run, backend, failures, families, forget_plans, oracle, torch, walkers
 from tile_words_twin import line_order, of_tiles, order_in, tile_bits, tile_words
 
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.heuristics import tile_words as heuristic
-from nvrtc_attn.heuristics import tile_words as tile_words_module
 from nvrtc_attn.heuristics.tile_words import TileWords, line_order_of, words_of
-from nvrtc_attn.plans import plan
 
 M, N = 700, 1100
 """Eleven and nine tiles of 64 and 128, the last ones partly filled."""
@@ -29,12 +27,6 @@ M, N = 700, 1100
 def _always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heuristic, "MIN_FLOPS", 0)
     forget_plans(monkeypatch, kernels=True)
-
-
-def walkers(prefix: str) -> list[Any]:
-    """The configs that have been loaded in this test, walk words and begin with ``prefix``."""
-    walk = [c for c, _ in plan._kernels if c.features.tile_words and c.kernel.startswith(prefix)]
-    return [c for c in walk if not c.kernel.endswith("prepare")]  # which finds an order of key tiles
 
 
 def check(case: cases.Case, mask: Any = None, *, poison: bool = False, forward_walks: bool = True) -> None:
@@ -102,7 +94,7 @@ def test_words_are_those_of_the_twin(shape: str, kind: str, layout: str, monkeyp
 
     There also the order of key tiles, as if it paid for so few.
     """
-    monkeypatch.setattr(tile_words_module, "ORDERED_LINES", range(2, 1025))
+    monkeypatch.setattr(heuristic, "ORDERED_LINES", range(2, 1025))
     asked = case(f"{shape} {kind}", mask=shape, mask_kind=kind, layout=layout, mask_dtype="uint8", num_heads=32)
     run = Run(asked)
     mask = run.arrays["mask"]
@@ -143,7 +135,7 @@ def test_words_are_those_of_the_twin(shape: str, kind: str, layout: str, monkeyp
 @pytest.mark.parametrize("causal", [False, True])
 def test_key_tiles_by_their_work(mask: str, causal: bool, heads_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it paid for so few; a deterministic pass keeps the order that it must have."""
-    monkeypatch.setattr(tile_words_module, "ORDERED_LINES", range(2, 1025))
+    monkeypatch.setattr(heuristic, "ORDERED_LINES", range(2, 1025))
     for deterministic in (False, True):
         asked = case(
             f"order {mask} {causal} {heads_kv} {deterministic}", mask=mask, mask_kind="blocks", num_heads=4,

@@ -357,7 +357,7 @@ def test_a_mask_as_intervals_of_keys_is_the_mask(benchmarks: Path, monkeypatch: 
             continue
         length = case.length
         b, q, k = torch.arange(batch)[:, None, None], torch.arange(length)[:, None], torch.arange(length)
-        mask_mod = case.mask_of_flex or case.mask_mod
+        mask_mod = case.mask_of_peers
         found = modifiers.key_intervals(mask_mod, batch, length, "cpu")
         assert found.is_contiguous()
         assert found.dtype == torch.int32
