@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -139,8 +139,7 @@ def measure_shape(
     return measure(row, pairs, 4.0 * b * h * s * s * d / (2 if causal else 1), rep_ms)
 
 
-def grid(quick: bool, rep_ms: int) -> list[dict[str, Any]]:
-    rows = []
+def grid(quick: bool, rep_ms: int) -> Iterator[dict[str, Any]]:
     for d, h in ((64, 32), (128, 16), (256, 8)):
         for causal in (False, True):
             for b, s in (
@@ -149,8 +148,7 @@ def grid(quick: bool, rep_ms: int) -> list[dict[str, Any]]:
                 else ((32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
             ):
                 row = {"D": d, "causal": causal, "BxSxH": f"{b}x{s}x{h}"}
-                rows.append(measure_shape(row, b, s, h, h, d, torch.bfloat16, causal, tuple(BACKENDS), rep_ms))
-    return rows
+                yield measure_shape(row, b, s, h, h, d, torch.bfloat16, causal, tuple(BACKENDS), rep_ms)
 
 
 SizeCases = list[tuple[str, int, int, int, int, int, torch.dtype]]
@@ -365,9 +363,13 @@ def main() -> None:
             print_table(rows, ["group", "D", "causal", "BxSxH", "Hkv", *ratio_columns(("flash2", "cudnn"))])
             save(f"{part}_{backend}", rows, arguments.out)
     if "grid" in parts:
-        rows = grid(arguments.quick, rep_ms)
+        rows = []
+        for row in grid(arguments.quick, rep_ms):
+            rows.append(row)
+            path = save(f"grid_{backend}", rows, arguments.out)  # what there is, should the time be cut off
+            best = " and ".join(f"{row[f'{which}/best']:.2f}" for which in ("fwd", "bwd"))
+            print(f"D {row['D']} {'causal' if row['causal'] else 'dense'} {row['BxSxH']}: {best}", flush=True)
         print_table(rows, ["D", "causal", "BxSxH", *ratio_columns(("seed", "flash2", "cudnn"))])
-        path = save(f"grid_{backend}", rows, arguments.out)
         plot(rows, path.with_suffix(".png"))
 
 
