@@ -310,12 +310,13 @@ def few_key_plans(problem: AttentionProblem) -> Iterator[tuple[str, Callable[[],
     tile = hopper_forward.choose_tile(problem, TARGET["num_sms"])
     for stages_q, stages in ((2, 3), (2, 4), (3, 2), (3, 3)):
         more = replace(tile, num_stages=stages, num_stages_q=stages_q, half_tile=False)
-        if hopper_forward.smem_bytes(hopper_forward.config_of(problem, more)) <= TARGET["smem_limit"]:
+        smem = hopper_forward.smem_bytes(hopper_forward.config_of(problem, more))
+        if smem * tile.min_blocks_per_sm <= TARGET["smem_limit"]:
             yield f"q{stages_q} s{stages}", lambda t=more: hopper_forward.plan_spec(problem, t, num_sms=132)
     for name, other in (
         ("no turns", replace(tile, ping_pong=False)),
         ("64 keys", replace(tile, block_n=64, num_stages=3, half_tile=False)),
-        ("192 rows", replace(tile, block_m=192, num_stages=2, half_tile=False)),
+        ("192 rows", replace(tile, block_m=192, num_stages=2, half_tile=False, min_blocks_per_sm=1)),
     ):
         if max(problem.head_dim, problem.head_dim_v) <= 64 or other.block_m != 192:
             yield name, lambda t=other: hopper_forward.plan_spec(problem, t, num_sms=132)
