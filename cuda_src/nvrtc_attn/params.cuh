@@ -191,7 +191,8 @@ struct WithTileWords : Params {
   // In words, from softmax_partial (forward) or counters (backward); strides of dims that words are shared over are 0.
   long long tile_words_offset;
   long long tile_words_stride_b, tile_words_stride_h, tile_words_stride_line;
-  // Words by query tile beside those by key tile: what the deterministic pass counts with.
+  // Words by query tile beside those by key tile, which the deterministic pass counts with; of the others of the Hopper family the
+  // order of key tiles (hopper/backward/line_order.cuh).
   long long tile_order_offset;
   long long tile_order_stride_b, tile_order_stride_h, tile_order_stride_line;
   int tile_plan_rows;        // queries of a tile

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
-from ..modifiers.cuda import has_head_slope, takes_registers
+from ..modifiers.cuda import has_head_slope, sums_held, takes_registers, trains_plainly
 from .common import ceil_div, choose_captured, features_of, is_aligned, is_float32, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (
@@ -129,6 +129,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
         helpers += 16 + 8 * config.num_stages
     if config.tile_bits:
         helpers += config.num_stages * bits_bytes(config.block_n, config.block_m)
+    if config.features.modifier:  # of each of the consumers' warps
+        helpers += 16 * (config.block_n // 16) * sums_held(config.features.modifier)
     barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
     return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers + helpers
 
@@ -333,9 +335,9 @@ def has_plain_scores(problem: AttentionProblem) -> bool:
 def modifies_plainly(problem: AttentionProblem) -> bool:
     """Whether P is known before dP is there, and dS times one factor of the head: ``kPlainModifier`` without more."""
     program = problem.modifier
-    if program is None or problem.trained or problem.softcap or score_operands(problem):
+    if program is None or problem.softcap or score_operands(problem):
         return False
-    return has_head_slope(program)
+    return has_head_slope(program) and trains_plainly(program, problem.trained)
 
 
 def bias_as_tiles(problem: AttentionProblem) -> bool:

@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -38,6 +39,7 @@ _MAX_FACTOR: Final = 1 << 10
 _FLOAT32: Final = struct.Struct("f")
 _NOTHING_GIVEN: Final[Mapping[Node, str]] = MappingProxyType({})
 _BLOCK_BYTES: Final = re.compile(r"^// ModifierBlock: (\d+) bytes$", re.MULTILINE)
+_GRADIENTS: Final = re.compile(r"^  static constexpr int k(?:Distance|Head)Gradients = (\d+);", re.MULTILINE)
 
 EXPRESSIONS: Final[dict[str, str]] = {
     "exp": "exp_of<Element>({0})", "exp2": "exp2f({0})", "expm1": "expm1f({0})", "log": "logf({0})",
@@ -77,13 +79,14 @@ def cuda_source(
     """
     slopes = {} if program.score is None else derivatives(program.score)
     slope = _with_quick_quotients(slopes.get(SCORE, ZERO))
-    gradients = [(x, _with_quick_quotients(d)) for x, d in slopes.items() if x.op == "load" and x.value in trained]
+    gradients = _gradients(slopes, trained)
     if program.score is not None:
         program = replace(program, score=_with_quick_quotients(program.score))
     roots = [x for x in (program.score, program.mask, slope) if x is not None]
     roots += [x for load, d in gradients for x in (d, *load.args)]
     members = _members(roots)
     text = _Text(program, members, roots)
+    plainly = bool(gradients) and _adds_plainly(program, slope, gradients)
     block = _block_fields(program, trained, ordered)
     block = block or [("long long", "nothing_at")]  # C++ has no struct of 0 bytes
     size = 8 * -(-sum(8 if name.endswith("_at") else 4 for _, name in block) // 8)
@@ -103,6 +106,8 @@ def cuda_source(
         f"  static constexpr bool kScores = {str(program.score is not None).lower()};",
         f"  static constexpr bool kMasks = {str(program.mask is not None).lower()};",
         f"  static constexpr bool kTrains = {str(bool(gradients)).lower()};",
+        "  // What a score gives to gradients is known without it, and is of elements that the head alone selects.",
+        f"  static constexpr bool kTrainsPlainly = {str(plainly).lower()};",
         "  // The score's derivative is 1, or the same for all scores of a head.",
         f"  static constexpr bool kUnitSlope = {str(slope.op == 'number' and slope.value == 1).lower()};",
         f"  static constexpr bool kHeadSlope = {str(slope.depends <= {'b', 'h'}).lower()};",
@@ -151,15 +156,7 @@ def cuda_source(
             ),
         ]
     if gradients:
-        lines += [
-            "  // What a score's gradient ds gives to those of the captured arrays.",
-            f"  using Gradients = CapturedGradient<{'ExactSum' if ordered else 'AtomicSum'}>[{len(gradients)}];",
-            "  NVRTC_ATTN_DEVICE void add(Gradients& gradients, float score, float ds, int q, int k, int q0 = 0,",
-            "                             int k0 = 0) const {",
-            *text.body([x for load, d in gradients for x in (d, *load.args)]),
-        ]
-        lines += [text.addition(place, load, f"ds * {text.name(d)}") for place, (load, d) in enumerate(gradients)]
-        lines.append("  }")
+        lines += _additions(text, gradients, ordered, plainly)
     if by_distance and program.score is not None:
         lines += _along_diagonals(program, members, roots, slope, gradients)
     if ordered:
@@ -172,12 +169,124 @@ def cuda_source(
     return "\n".join([*lines, "};", "}  // namespace nvrtc_attn", ""])
 
 
+class _Of(IntEnum):
+    """What selects an element that is trained, beside batch entry and head, in the order of the text."""
+
+    PLACE = 0
+    """Query and key, or the score."""
+    DISTANCE = 1
+    KEY = 2
+    QUERY = 3
+    HEAD = 4
+    """Nothing else."""
+
+
+_Gradients = Sequence[tuple[Node, Node]]
+"""Elements of trained arrays, each with the score's derivative."""
+
+
+def _gradients(slopes: Mapping[Node, Node], trained: tuple[int, ...]) -> _Gradients:
+    found = [(x, _with_quick_quotients(d)) for x, d in slopes.items() if x.op == "load" and x.value in trained]
+    return sorted(found, key=lambda x: _selected_by(x[0]))
+
+
+def _selected_by(load: Node) -> _Of:
+    on = load.depends - {"b", "h"}
+    if is_diagonal(load):
+        return _Of.DISTANCE
+    return {frozenset(): _Of.HEAD, frozenset("k"): _Of.KEY, frozenset("q"): _Of.QUERY}.get(frozenset(on), _Of.PLACE)
+
+
+def _selected(gradients: _Gradients, *kinds: _Of) -> _Gradients:
+    return [x for x in gradients if _selected_by(x[0]) in kinds]
+
+
+def _adds_plainly(program: Program, slope: Node, gradients: _Gradients) -> bool:
+    """Whether a score's place alone, computed at once, decides what it gives to gradients, which are a head's."""
+    of_head = all(_selected_by(load) == _Of.HEAD and "score" not in d.depends for load, d in gradients)
+    if program.score is None or not of_head:
+        return False
+    return not diagonals([program.score, slope, *(d for _, d in gradients)], _is_cheap)
+
+
+def trains_plainly(program: Program, trained: tuple[int, ...]) -> bool:
+    """``kTrainsPlainly`` of the text, or nothing to train."""
+    if program.score is None:
+        return True
+    slopes = derivatives(program.score)
+    gradients = _gradients(slopes, trained)
+    score, slope = (_with_quick_quotients(x) for x in (program.score, slopes.get(SCORE, ZERO)))
+    return not gradients or _adds_plainly(replace(program, score=score), slope, gradients)
+
+
+def _additions(text: _Text, gradients: _Gradients, ordered: bool, plainly: bool) -> list[str]:
+    """What a score's gradient ds gives to those of the captured arrays."""
+    elements = _selected(gradients, _Of.PLACE, _Of.DISTANCE)
+    of_keys, of_queries, of_heads = (_selected(gradients, x) for x in (_Of.KEY, _Of.QUERY, _Of.HEAD))
+    lines = [
+        "  // What a score's gradient ds gives to those of captured arrays: to elements of its place, the last of them",
+        "  // of its distance, and to those of its key, its query and its head.",
+        f"  static constexpr int kElementGradients = {len(elements)};",
+        f"  static constexpr int kDistanceGradients = {len(_selected(elements, _Of.DISTANCE))};",
+        f"  static constexpr int kKeyGradients = {len(of_keys)};",
+        f"  static constexpr int kQueryGradients = {len(of_queries)};",
+        f"  static constexpr int kHeadGradients = {len(of_heads)};",
+        f"  using Sum = {'ExactSum' if ordered else 'AtomicSum'};",
+        f"  using Gradients = CapturedGradient<Sum>[{len(elements)}];" if elements else "  struct Gradients {};",
+        "  template <class To>",
+        "  NVRTC_ATTN_DEVICE void add(To& to, ElementSums<kKeyGradients>& of_key,",
+        "                             ElementSums<kQueryGradients>& of_query, float score, float ds, int q, int k,",
+        "                             int q0 = 0, int k0 = 0) const {",
+        *text.body([d for _, d in gradients] + [x for load, _ in elements for x in load.args]),
+        *(text.addition(place, load, f"ds * {text.name(d)}") for place, (load, d) in enumerate(elements)),
+        *_sums_of_lines(text, gradients),
+        "  }",
+    ]
+    if plainly:
+        lines += [
+            "  template <class To>",
+            "  NVRTC_ATTN_DEVICE void add_plainly(To& to, float ds, int q, int k, int q0 = 0, int k0 = 0) const {",
+            "    ElementSums<0> none;",
+            "    add(to, none, none, 0.0f, ds, q, k, q0, k0);",
+            "  }",
+        ]
+    for what, which, arguments in (
+        ("heads", of_heads, "ElementSums<kHeadGradients> const& of"),
+        ("keys", of_keys, "ElementSums<kKeyGradients> const& of, int k"),
+        ("queries", of_queries, "ElementSums<kQueryGradients> const& of, int q"),
+    ):
+        if which:
+            lines += [
+                "  template <class Give>",
+                f"  NVRTC_ATTN_DEVICE void give_{what}({arguments}, Give&& give) const {{",
+                *text.body([x for load, _ in which for x in load.args]),
+                *(text.addition_of_sum(i, load) for i, (load, _) in enumerate(which)),
+                "  }",
+            ]
+    return lines
+
+
+def _sums_of_lines(text: _Text, gradients: _Gradients) -> list[str]:
+    """Lines that add to sums of keys, queries and heads: nothing where ds is 0, whatever the derivative is."""
+    sums = {_Of.KEY: "of_key", _Of.QUERY: "of_query", _Of.HEAD: "to.heads"}
+    return [
+        f"    {name}.x[{i}] += ds != 0.0f ? ds * {text.name(d)} : 0.0f;"
+        for which, name in sums.items()
+        for i, (_, d) in enumerate(_selected(gradients, which))
+    ]
+
+
 def block_bytes(text: str) -> int:
     """Size of the ``ModifierBlock`` of a text."""
     found = _BLOCK_BYTES.search(text)
     if found is None:
         raise ValueError("the text of a modifier does not say how many bytes it takes")
     return int(found.group(1))
+
+
+def sums_held(text: str) -> int:
+    """How many sums of captured arrays' elements each warp holds in kernels with this text."""
+    return sum(int(x) for x in _GRADIENTS.findall(text))
 
 
 class ModifierValues(NamedTuple):
@@ -323,8 +432,8 @@ def _along_diagonals(
     values = diagonals([program.score, slope, *(d for _, d in gradients)], _is_cheap)
     if not values:
         return []
-    summed = [(place, load, d) for place, (load, d) in enumerate(gradients) if is_diagonal(load)]
-    others = [(place, load, d) for place, (load, d) in enumerate(gradients) if not is_diagonal(load)]
+    others = _selected(gradients, _Of.PLACE)
+    summed = [(len(others) + i, *x) for i, x in enumerate(_selected(gradients, _Of.DISTANCE))]
     # Found with the values, and kept by the lane that has them: the places of what is summed.
     indices = [x for _, load, _ in summed for x in load.args if is_diagonal(x) and takes_long(x, _is_cheap)]
     indices = [x for x in dict.fromkeys(indices) if x not in values]
@@ -357,20 +466,25 @@ def _along_diagonals(
     ]
     if not summed:
         return lines
-    needed = [*(d for _, _, d in summed), *(x for _, load, d in others for x in (d, *load.args))]
+    needed = [d for _, d in gradients] + [x for load, _ in others for x in load.args]
     return [
         *lines,
         "  // A score's part of the sums along its diagonal; what those give to elements, by the lane that has them.",
         f"  static constexpr int kSummedAlong = {len(summed)};",
-        "  NVRTC_ATTN_DEVICE void add(Gradients& gradients, float (&sums)[kSummedAlong], float score, float ds, int q,",
-        "                             int k, Diagonal const& of, int q0 = 0, int k0 = 0) const {",
+        "  template <class To>",
+        "  NVRTC_ATTN_DEVICE void add(To& to, ElementSums<kKeyGradients>& of_key,",
+        "                             ElementSums<kQueryGradients>& of_query, float (&sums)[kSummedAlong],",
+        "                             float score, float ds, int q, int k, Diagonal const& of, int q0 = 0,",
+        "                             int k0 = 0) const {",
         *of_sums.body(needed, given=names),
         *(f"    sums[{i}] += ds != 0.0f ? ds * {of_sums.name(d)} : 0.0f;" if d.op != "number" else
           f"    sums[{i}] += ds * {of_sums.name(d)};" for i, (_, _, d) in enumerate(summed)),
         *(of_sums.addition(place, load, f"ds * {of_sums.name(d)}").replace("if (", "if (ds != 0.0f && ", 1)
-          for place, load, d in others),
+          for place, (load, d) in enumerate(others)),
+        *_sums_of_lines(of_sums, gradients),
         "  }",
-        "  NVRTC_ATTN_DEVICE void give(Gradients& gradients, float const (&sums)[kSummedAlong], int q, int k,",
+        "  template <class To>",
+        "  NVRTC_ATTN_DEVICE void give(To& to, float const (&sums)[kSummedAlong], int q, int k,",
         "                              Diagonal const& of, int q0 = 0, int k0 = 0) const {",
         *of_ends.body([x for _, load, _ in summed for x in load.args], given=names),
         *(of_ends.addition(place, load, f"sums[{i}]").replace("if (", f"if (sums[{i}] != 0.0f && ", 1)
@@ -518,7 +632,11 @@ class _Text:
             ))
         )  # fmt: skip
         inside = " & ".join(self.inside(load)) or "true"
-        return f"    if ({inside}) gradients[{place}].add({at}, {what});"
+        return f"    if ({inside}) to.x[{place}].add({at}, {what});"
+
+    def addition_of_sum(self, place: int, load: Node) -> str:
+        """The same of an element of a key, a query or the head, for all its scores at once."""
+        return self.addition(place, load, f"of.x[{place}]").replace(f"to.x[{place}].add(", "give(")
 
     def _expression(self, node: Node, inside: bool) -> str:
         names = [self.name(x, inside=inside) for x in node.args]

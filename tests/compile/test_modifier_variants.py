@@ -13,7 +13,7 @@ from architectures import ONE_OF_EACH_CLASS
 
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import choose_backward, choose_forward, narrower_forward
-from nvrtc_attn.heuristics.common import choose_captured
+from nvrtc_attn.heuristics.common import ceil_div, choose_captured
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.config import KernelConfig
 from nvrtc_attn.modifiers.trace import trace
@@ -64,7 +64,8 @@ def kernels(name: str, head_dim: int, which: str, backend: str = "auto") -> list
 
 
 SPILLED = {
-    ("both", 128, "forward portable"): 8,
+    ("both", 128, "forward portable"): 8, ("both", 128, "trained"): 4, ("relative bias", 128, "trained"): 4,
+    ("rows and columns", 128, "trained"): 8, ("rows and columns", 128, "ordered"): 8,
     ("rows and columns", 64, "forward"): 80, ("rows and columns", 128, "forward"): 40,
     ("rows and columns", 128, "backward"): 16, ("swin", 128, "backward"): 12,
 }  # fmt: skip
@@ -79,6 +80,8 @@ def test_a_modifier_compiles_without_spills(name: str, head_dim: int, which: str
         kernel = compile_kernel(config)
         assert not re.search("warning", kernel.log), kernel.log
         assert kernel.spill_bytes <= SPILLED.get((name, head_dim, which), 0)
+        # Scores that a loop finds by number lie in memory: with T5's table the backward pass took 1.4 times as long so.
+        assert (kernel.stack_bytes or 0) <= ceil_div(kernel.spill_bytes, 8) * 8
 
 
 @pytest.mark.compiles(kernels=lambda **of: kernels(which="forward", backend="portable", **of), in_table=False)

@@ -23,11 +23,13 @@ from nvrtc_attn.modifiers.trace import trace
 
 SIZES = (2, 4, 13, 21)
 PER_LIBRARY = 16
+PLAINLY = "kTrainsPlainly = true"
 
 RUN = """
 extern "C" void SPACE_run(void const* bytes, float const* scores, float const* ds, int B, int H, int M, int N,
                           float* out, float* slope, float* plain, unsigned char* keep) {
   namespace x = SPACE;
+  using namespace nvrtc_attn;
   x::Modified<Plain> params;
   std::memcpy(&params.modifier, bytes, sizeof(x::ModifierBlock));
   long long at = 0;
@@ -151,10 +153,21 @@ def library(
                 "if (modifier.keeps(q, k, modifier.queries(q), modifier.keys(k)) != bool(keep[at])) keep[at] = 2;"
             )
         if "kTrains = true" in source:
+            own_type = f"{space}::Modifier<float>"
+            # Of every other score the way that knows no score, where there is one.
+            plainly = "if (at % 2) modifier.add_plainly(captured, ds[at], q, k); else " if PLAINLY in source else ""
             body.append(
-                f"{space}::Modifier<float>::Gradients gradients; modifier.add(gradients, scores[at], ds[at], q, k);"
-                "for (auto& gradient : gradients) gradient.finish();"
+                f"CapturedGradients<{own_type}> captured;"
+                f"ElementSums<{own_type}::kKeyGradients> of_key; ElementSums<{own_type}::kQueryGradients> of_query;"
+                f"{plainly}modifier.add(captured, of_key, of_query, scores[at], ds[at], q, k);"
+                "captured.finish(modifier);"
+                f"auto send = [](auto* element, float sum) {{ {own_type}::Sum::add(element, sum); }};"
             )
+            body += [
+                f"modifier.give_{x}, send);"
+                for x in ("keys(of_key, k", "queries(of_query, q")
+                if f"give_{x[:4]}" in source
+            ]
         lines.append(source.replace("namespace nvrtc_attn {", own))
         lines.append(RUN.replace("SPACE", space).replace("BODY", "\n".join(body)))
         if ordered and trained:

@@ -19,6 +19,7 @@ struct ModifierOf {
   static constexpr bool kScores = false;
   static constexpr bool kMasks = false;
   static constexpr bool kTrains = false;
+  static constexpr bool kTrainsPlainly = false;
   static constexpr bool kUnitSlope = true;
   static constexpr bool kHeadSlope = true;
   static constexpr bool kAny = false;
@@ -35,9 +36,11 @@ struct ModifierOf<Traits, cute::void_t<typename Traits::Modifier>> : Traits::Mod
 };
 
 // Whether the backward pass makes P before dP is there, and dS as of scores without a modifier, times the derivative at
-// most: nothing of it depends on the score or on the place in the tile.
+// most: nothing of it depends on the score or on the place in the tile. Gradients of captured arrays are sums over a head's
+// scores then, if any, of what a score's place alone decides.
 template <class Modifier>
-constexpr bool kPlainModifier = !Modifier::kTrains && (!Modifier::kScores || Modifier::kHeadSlope);
+constexpr bool kPlainModifier =
+    (!Modifier::kTrains || Modifier::kTrainsPlainly) && (!Modifier::kScores || Modifier::kHeadSlope);
 
 // -- What the text is made of.
 
@@ -172,6 +175,46 @@ struct ExactSum {
   }
 };
 
+// A warp's sum of one element in shared memory, until another element comes: T5's bucket of far keys, which nearly all tiles
+// give to. By its first lane.
+template <class Sum>
+struct HeldSum {
+  using Word = typename Sum::Word;
+  static constexpr int kBytes = 16;
+  unsigned address;
+
+  NVRTC_ATTN_DEVICE void clear() const { store(nullptr, 0.0f); }
+  NVRTC_ATTN_DEVICE void add(Word* element, float x) const {
+    float before;
+    Word* const at = load(before);
+    if (at == element) {
+      x += before;
+    } else if (at != nullptr) {
+      Sum::add(at, before);
+    }
+    store(element, x);
+  }
+  NVRTC_ATTN_DEVICE void finish() const {
+    float sum;
+    Word* const at = load(sum);
+    if (at != nullptr) Sum::add(at, sum);
+    clear();
+  }
+
+ private:
+  NVRTC_ATTN_DEVICE Word* load(float& sum) const {
+    unsigned long long at, more;
+    asm volatile("ld.shared.v2.b64 {%0, %1}, [%2];" : "=l"(at), "=l"(more) : "r"(address) : "memory");
+    sum = __uint_as_float(unsigned(more));
+    return reinterpret_cast<Word*>(at);
+  }
+  NVRTC_ATTN_DEVICE void store(Word* at, float sum) const {
+    asm volatile("st.shared.v2.b64 [%0], {%1, %2};" ::"r"(address), "l"(reinterpret_cast<unsigned long long>(at)),
+                 "l"((unsigned long long)__float_as_uint(sum))
+                 : "memory");
+  }
+};
+
 // The gradient of a captured array, as a thread meets its elements: what goes to one element is summed until another one
 // comes, and by the whole warp where all threads end with the same, so that few atomics meet where an array is small. Which
 // terms a thread sums in which order follows from their places alone.
@@ -189,30 +232,34 @@ struct CapturedGradient {
     }
     sum += x;
   }
-  // By whole warps, where lanes without an element have nothing: the others may all have the same one.
-  NVRTC_ATTN_DEVICE void finish_some() {
-    unsigned const some = __ballot_sync(0xffffffffu, at != nullptr);
-    if (some == 0) return;
-    int const first = __ffs(int(some)) - 1;
-    unsigned long long const address = reinterpret_cast<unsigned long long>(at);
-    unsigned long long const of_first = __shfl_sync(0xffffffffu, address, first);
-    bool const alike = __all_sync(0xffffffffu, at == nullptr || address == of_first);
-    if (alike) {
-#pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    }
-    if (at != nullptr && (!alike || int(threadIdx.x % 32) == first)) Sum::add(at, sum);
-  }
-
   // By whole warps.
   NVRTC_ATTN_DEVICE void finish() {
     unsigned long long const address = reinterpret_cast<unsigned long long>(at);
     bool const alike = __all_sync(0xffffffffu, address == __shfl_sync(0xffffffffu, address, 0));
-    if (alike) {
-#pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    }
+    if (alike) sum_of_warp();
     if (at != nullptr && (!alike || threadIdx.x % 32 == 0)) Sum::add(at, sum);
+  }
+  // The same of sums along diagonals, where lanes without an element have nothing, and the others may all have one: give(element,
+  // sum) then, by the first lane.
+  template <class Give>
+  NVRTC_ATTN_DEVICE void finish_some(Give&& give) {
+    unsigned const some = __ballot_sync(0xffffffffu, at != nullptr);
+    if (some == 0) return;
+    unsigned long long const address = reinterpret_cast<unsigned long long>(at);
+    unsigned long long const of_first = __shfl_sync(0xffffffffu, address, __ffs(int(some)) - 1);
+    bool const alike = __all_sync(0xffffffffu, at == nullptr || address == of_first);
+    if (alike) {
+      sum_of_warp();
+      if (threadIdx.x % 32 == 0) give(reinterpret_cast<Word*>(of_first), sum);
+    } else if (at != nullptr) {
+      Sum::add(at, sum);
+    }
+  }
+
+ private:
+  NVRTC_ATTN_DEVICE void sum_of_warp() {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
   }
 };
 
@@ -489,19 +536,114 @@ struct DiagonalSums<Modifier, true> {
   }
 };
 
-// One for each captured array's element that is met, where there are some to train.
+// What scores give to elements that their key selects, or their query, or the head alone (a slope of ALiBi, a temperature): one
+// sum for each gradient of the kind, in a thread's registers.
+template <int kCount>
+struct ElementSums {
+  float x[kCount];
+  NVRTC_ATTN_DEVICE ElementSums() {
+#pragma unroll
+    for (float& sum : x) sum = 0.0f;
+  }
+  // Over the lanes that differ in bits `first` to `last` of their number.
+  NVRTC_ATTN_DEVICE void sum_over_lanes(int first, int last) {
+#pragma unroll
+    for (float& sum : x) {
+#pragma unroll
+      for (int bit = first; bit <= last; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+    }
+  }
+};
+template <>
+struct ElementSums<0> {
+  NVRTC_ATTN_DEVICE void sum_over_lanes(int, int) {}
+};
 template <class Modifier, bool kTrains = Modifier::kTrains>
-struct CapturedGradients {};
+constexpr int kKeyGradientsOf = 0;
+template <class Modifier>
+constexpr int kKeyGradientsOf<Modifier, true> = Modifier::kKeyGradients;
+template <class Modifier, bool kTrains = Modifier::kTrains>
+constexpr int kQueryGradientsOf = 0;
+template <class Modifier>
+constexpr int kQueryGradientsOf<Modifier, true> = Modifier::kQueryGradients;
+
+// What the scores of a tile give to captured arrays, where there are some to train. Few addresses are met by all multiprocessors
+// (16 slopes lie in 64 bytes), and L2 adds to one at a time: so nothing is sent that can wait.
+template <class Modifier, bool kTrains = Modifier::kTrains>
+struct CapturedGradients {
+  static constexpr bool kElements = false;
+  static constexpr int kBytesHeld = 0;
+  NVRTC_ATTN_DEVICE void finish(Modifier const&) {}
+  NVRTC_ATTN_DEVICE void finish(Modifier const&, unsigned) {}
+  static NVRTC_ATTN_DEVICE void clear_held(unsigned) {}
+  static NVRTC_ATTN_DEVICE void finish_held(unsigned) {}
+};
 template <class Modifier>
 struct CapturedGradients<Modifier, true> {
+  using Held = HeldSum<typename Modifier::Sum>;
+  static constexpr bool kElements = Modifier::kElementGradients > 0;  // not of the head alone
+  // Of elements that a distance or the head selects: the others' sums are seldom a whole warp's.
+  static constexpr int kFirstHeld = Modifier::kElementGradients - Modifier::kDistanceGradients;
+  static constexpr int kHeld = Modifier::kDistanceGradients + Modifier::kHeadGradients;
+  static constexpr int kBytesHeld = kHeld * Held::kBytes;  // of a warp
   typename Modifier::Gradients x;
-  NVRTC_ATTN_DEVICE void finish() {
+  ElementSums<Modifier::kHeadGradients> heads;
+
+  // By whole warps. `held`: shared address of what the warp holds.
+  NVRTC_ATTN_DEVICE void finish(Modifier const& modifier, unsigned held) {
+    if constexpr (kElements) {
 #pragma unroll
-    for (auto& gradient : x) gradient.finish();
+      for (int i = 0; i < Modifier::kElementGradients; ++i) {
+        if (i < kFirstHeld) {
+          x[i].finish();
+        } else {
+          Held const of{held + (i - kFirstHeld) * Held::kBytes};
+          x[i].finish_some([&](auto* element, float sum) { of.add(element, sum); });
+        }
+      }
+    }
+    if constexpr (Modifier::kHeadGradients > 0) {
+      heads.sum_over_lanes(1, 16);
+      unsigned at = held + Modifier::kDistanceGradients * Held::kBytes;
+      if (threadIdx.x % 32 == 0) {
+        modifier.give_heads(heads, [&](auto* element, float sum) {
+          Held{at}.add(element, sum);
+          at += Held::kBytes;
+        });
+      }
+    }
   }
-  NVRTC_ATTN_DEVICE void finish_some() {
+  // Without shared memory to hold a sum in.
+  NVRTC_ATTN_DEVICE void finish(Modifier const& modifier) {
+    if constexpr (kElements) {
 #pragma unroll
-    for (auto& gradient : x) gradient.finish_some();
+      for (int i = 0; i < Modifier::kElementGradients; ++i) {
+        if (i < kFirstHeld) {
+          x[i].finish();
+        } else {
+          x[i].finish_some(send<typename Modifier::Sum::Word>);
+        }
+      }
+    }
+    if constexpr (Modifier::kHeadGradients > 0) {
+      heads.sum_over_lanes(1, 16);
+      if (threadIdx.x % 32 == 0) modifier.give_heads(heads, send<typename Modifier::Sum::Word>);
+    }
+  }
+  // Straight to the gradient.
+  template <class Element>
+  static NVRTC_ATTN_DEVICE void send(Element* element, float sum) {
+    Modifier::Sum::add(element, sum);
+  }
+  static NVRTC_ATTN_DEVICE void clear_held(unsigned held) {
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) Held{held + i * Held::kBytes}.clear();
+  }
+  static NVRTC_ATTN_DEVICE void finish_held(unsigned held) {
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) Held{held + i * Held::kBytes}.finish();
   }
 };
 

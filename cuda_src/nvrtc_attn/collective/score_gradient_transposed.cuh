@@ -34,6 +34,7 @@ constexpr int kDimSlicesOf<Traits, cute::void_t<decltype(Traits::kDimSlices)>> =
 template <class Traits>
 struct TransposedScoreGradient : ModifierOf<Traits> {
   using Modifier = ModifierOf<Traits>;
+  using Captured = CapturedGradients<Modifier>;
   using Bias = typename Traits::Bias;
   using DBias = typename Traits::DBias;
   using DropoutPolicy = cute::conditional_t<Traits::kDropout, Dropout, NoDropout>;
@@ -112,10 +113,11 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   using Along = Diagonals<Modifier, kM, kAlong<kN, kM>>;
   template <int kN, int kM>
   NVRTC_ATTN_DEVICE void operator()(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
-                                    float const* row_lse, float const* row_delta, int i0, int j0, int lane) const {
+                                    float const* row_lse, float const* row_delta, int i0, int j0, int lane,
+                                    Captured& captured) const {
     Along<kN, kM> along;
     along.compute_transposed(*this, i0, j0);
-    (*this)(s, dp, words, row_lse, row_delta, i0, j0, lane, along);
+    (*this)(s, dp, words, row_lse, row_delta, i0, j0, lane, along, captured);
   }
 
   // s becomes P^T (times Z), dp becomes dS^T (of scale * q.k). (i0, j0): sequence-local position of the warp tile; row_lse
@@ -123,7 +125,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   template <int kN, int kM>
   NVRTC_ATTN_DEVICE void operator()(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
                                     float const* row_lse, float const* row_delta, int i0, int j0, int lane,
-                                    Along<kN, kM> const& along) const {
+                                    Along<kN, kM> const& along, Captured& captured) const {
     // Four bits a tile. A loop, not unrolled in full: the code of 16 Philox blocks overflows the instruction cache.
     unsigned keep = 0;
     if constexpr (Traits::kDropout) {
@@ -135,13 +137,18 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
     }
     if (positions.has_rows(i0, 8 * kM) && positions.keeps_tile(i0, 8 * kM, j0, 16 * kN)) {
       if (Traits::kTileWords && whole) {
-        apply<false, false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane, along);
+        apply<false, false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane, along, captured);
         return;
       }
-      apply<false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane, along);
+      apply<false>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane, along, captured);
     } else {
-      apply<true>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane, along);
+      apply<true>(s, dp, words, keep, row_lse, row_delta, i0, j0, lane, along, captured);
     }
+  }
+
+  // Of the tiles since `captured` was made. By whole warps; not of a block whose scores another one has, too.
+  NVRTC_ATTN_DEVICE void finish(Captured& captured) const {
+    if (kDimSlicesOf<Traits> == 1 || dbias_cols > 0) captured.finish(*this);
   }
 
  private:
@@ -167,14 +174,15 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   template <bool kCheckPosition, bool kSelects = Traits::kMask || Modifier::kMasks, int kN, int kM>
   NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
                                unsigned keep_bits, float const* row_lse, float const* row_delta, int i0, int j0,
-                               int lane, Along<kN, kM> const& along) const {
+                               int lane, Along<kN, kM> const& along, Captured& captured) const {
     constexpr bool kSums = Modifier::kTrains && kAlong<kN, kM> && (0 < kSummedAlong<Modifier>);
-    constexpr bool kReadsMask = kSelects && Traits::kMask;  // also where positions need no test
+    constexpr bool kNoElements = Modifier::kTrains && !Captured::kElements;  // no branch a score
+    constexpr bool kReadsMask = kSelects && Traits::kMask;                   // also where positions need no test
     constexpr bool kAsksMask = kSelects && Modifier::kMasks;
     int const g = lane >> 2;
     int const t = lane & 3;
-    CapturedGradients<Modifier> gradients;
     DiagonalSums<Modifier, kSums> sums;
+    ElementSums<kKeyGradientsOf<Modifier>> of_keys[kN][2];
     if constexpr (kSums) sums.clear();
     DiagonalsOfSquare<Modifier, kAlong<kN, kM>> const diagonals(along);
 #pragma unroll
@@ -186,6 +194,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
       float const reference[2] = {Map::template reference_of_lse<true>(lse.x),
                                   Map::template reference_of_lse<true>(lse.y)};
       float const delta[2] = {row_d.x, row_d.y};
+      ElementSums<kQueryGradientsOf<Modifier>> of_queries[2];
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         unsigned const keep = keep_bits >> (4 * (m * kN + n));
@@ -250,11 +259,15 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
             // Likewise of a score that is -inf by the modifier: no gradient, whatever its derivative is.
             if constexpr (kSums) {
               if (kDimSlicesOf<Traits> == 1 || dbias_cols > 0)
-                this->add(gradients.x, sums.at(m, e), s[n][m][e] * map.scale, ds, ie, j, diagonals.at(m, e), i0 + 2 * t,
-                          j0 + g);
+                this->add(captured, of_keys[n][e >> 1], of_queries[e & 1], sums.at(m, e), s[n][m][e] * map.scale, ds,
+                          ie, j, diagonals.at(m, e), i0 + 2 * t, j0 + g);
+            } else if constexpr (kNoElements) {
+              this->add(captured, of_keys[n][e >> 1], of_queries[e & 1], s[n][m][e] * map.scale, ds, ie, j, i0 + 2 * t,
+                        j0 + g);
             } else if constexpr (Modifier::kTrains) {
               if (ds != 0.0f && dbias_cols > 0)
-                this->add(gradients.x, s[n][m][e] * map.scale, ds, ie, j, i0 + 2 * t, j0 + g);
+                this->add(captured, of_keys[n][e >> 1], of_queries[e & 1], s[n][m][e] * map.scale, ds, ie, j,
+                          i0 + 2 * t, j0 + g);
             }
             ds = ds != 0.0f ? ds * modifier_slope : 0.0f;
           }
@@ -263,15 +276,32 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
         }
         if constexpr (kDbiasWords) store_dbias(tile_dbias, i0 + 8 * m + g, j0 + 16 * n + 2 * t);
       }
+      if constexpr (kQueryGradientsOf<Modifier> > 0) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          of_queries[c].sum_over_lanes(4, 16);
+          if (g == 0 && dbias_cols > 0)
+            this->give_queries(of_queries[c], i + c, Captured::template send<typename Modifier::Sum::Word>);
+        }
+      }
+    }
+    if constexpr (kKeyGradientsOf<Modifier> > 0) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          of_keys[n][r].sum_over_lanes(1, 2);
+          if (t == 0 && dbias_cols > 0)
+            this->give_keys(of_keys[n][r], j0 + 16 * n + g + 8 * r,
+                            Captured::template send<typename Modifier::Sum::Word>);
+        }
+      }
     }
     if constexpr (kSums) {
       float total[kSummedAlong<Modifier>];
       sums.fold(total);
       // By the lane that stands for the diagonal.
-      this->give(gradients.x, total, i0 + along.offset(0), j0, along.held[0]);
-      gradients.finish_some();
-    } else if constexpr (Modifier::kTrains) {
-      gradients.finish();
+      this->give(captured, total, i0 + along.offset(0), j0, along.held[0]);
     }
   }
 };

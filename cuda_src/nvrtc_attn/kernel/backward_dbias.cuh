@@ -328,7 +328,7 @@ struct BackwardDbias {
   }
 
   // Rows beyond the sequence have P = exp(S - inf) = 0; but a modifier reads beyond its arrays there, and where S is NaN,
-  // P is. Without a sum over rows nothing is stored of them.
+  // P is NaN, too. Without a sum over rows nothing is stored of them.
   template <int kColumns>
   static NVRTC_ATTN_DEVICE void drop_rows_beyond(WarpTile<kM, kColumns>& ds, int i0, int len_q, int lane) {
     if constexpr (kReduceM && Gradient::Modifier::kScores) {

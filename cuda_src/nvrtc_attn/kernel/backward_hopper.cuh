@@ -124,6 +124,7 @@ struct KeyTileConsumer {
 
   // The key tiles that the loading warp announces, until it says that there are no more.
   NVRTC_ATTN_DEVICE void run() {
+    CapturedGradients<Modifier>::clear_held(held_sums());
     while (true) {
       barriers.full_k().wait(parity);
       KeyTile const tile = read_key_tile(smem + Shape::kOffsetTile);
@@ -218,6 +219,7 @@ struct KeyTileConsumer {
       }
       Probabilities p, ds;
       ScoreTiles s, dp;
+      CapturedGradients<Modifier> captured;  // of kRich another
       // S, and dP beside P.
       if constexpr (!Traits::kTileWords) barriers.full_q(slot.stage).wait(slot.parity);
       start_s(s, k);
@@ -284,9 +286,9 @@ struct KeyTileConsumer {
         }
         pin_registers(dp);
         if (masked) {
-          scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta), modifier);
+          scores.template gradients<true>(s, kept, dp, statistics(Shape::kOffsetDelta), m0, modifier, captured);
         } else {
-          scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta), modifier);
+          scores.template gradients<false>(s, kept, dp, statistics(Shape::kOffsetDelta), m0, modifier, captured);
         }
         // In 16 bits no earlier: S, dP, dK, dV and it would take all registers there are.
         if constexpr (!Shape::kEarlyDv) pack_fragments<Element>(p, s);
@@ -308,6 +310,7 @@ struct KeyTileConsumer {
       DqTiles dq;
       start_dq(dq);
       start_dk(dk, ds);
+      if constexpr (!kRich) captured.finish(modifier, held_sums());
       if constexpr (Shape::kStoresTiles) {
         if ((tid & 127) == 0) {
           store_box(params.tensor_map_dbias, ds_slab(), n_group, m0, h, work.tile.b);
@@ -337,6 +340,7 @@ struct KeyTileConsumer {
       slot.advance();
     }
     if constexpr (Shape::kStoresTiles) release_stored();
+    CapturedGradients<Modifier>::finish_held(held_sums());
   }
 
   // ---- The five products, in the order in which they start
@@ -431,6 +435,7 @@ struct KeyTileConsumer {
                                        int n_group, bool whole) {
     TransposedScoreGradient<Traits> const gradient(params, work.tile.b, h, work.seqlen.len_q, params.seqlen_k,
                                                    work.seqlen.len_k, whole);
+    CapturedGradients<Modifier> captured;
     float const* const lse = reinterpret_cast<float const*>(smem_pointer + (statistics(Shape::kOffsetLse) - smem));
     float const* const delta = reinterpret_cast<float const*>(smem_pointer + (statistics(Shape::kOffsetDelta) - smem));
 #pragma unroll
@@ -447,8 +452,15 @@ struct KeyTileConsumer {
         along.compute_transposed(gradient, i0 + 8 * kChunk, n_group + 16 * warp);
       }
       gradient(s_chunk, dp_chunk, bias, lse + 8 * kChunk * c, delta + 8 * kChunk * c, i0, n_group + 16 * warp, lane,
-               own);
+               own, captured);
     }
+    captured.finish(gradient, held_sums());
+  }
+
+  // What this warp holds for elements of captured arrays, over a key tile. Found anew: over the loop there is no register for it.
+  NVRTC_ATTN_DEVICE unsigned held_sums() const {
+    constexpr int kBytes = CapturedGradients<Modifier>::kBytesHeld;
+    return kBytes == 0 ? 0u : smem + Shape::kOffsetHeld + ((thread_again() - 128) >> 5) * kBytes;
   }
 
   // kTileWords: what the slot of Q holds, and whether the byte mask hides nothing of it.

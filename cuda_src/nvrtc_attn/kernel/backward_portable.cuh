@@ -347,6 +347,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
     Element const* q = sQ(stage);
     Element const* dout = sDout(stage);
     if constexpr (sizeof(Element) == 2) identify();
+    typename Gradient::Captured captured;
     int chunk = hidden_chunks(gradient.positions, m0, warp_m);
     if constexpr (kZeroesHidden) {
 #pragma unroll 1
@@ -387,7 +388,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
       }
       if constexpr (!kEarlyBias) gradient.load_bias(bias, m0 + col, n0 + row, lane);
       gradient(s, dp, bias, sLse + (stage & 1) * Tiles::kBlockM + col, sDelta + (stage & 1) * Tiles::kBlockM + col,
-               m0 + col, n0 + row, lane);
+               m0 + col, n0 + row, lane, captured);
       if constexpr (Tiles::kStoresP) store_scores(sP(), s, row, col);
       if constexpr (Tiles::kStoresDs) store_scores(sDs(), dp, row, col);
       if constexpr (sizeof(Element) == 2 && Tiles::kWarpsM == 1) identify();
@@ -398,6 +399,7 @@ struct BackwardCta : BackwardTiles<Traits>, KeptValues<Traits> {
         multiply_accumulator<TileQ, kLegacy>(dk, dp, q, col, column_group * Tiles::kTilesD, lane);
       }
     }
+    gradient.finish(captured);
     if constexpr (Tiles::kWarpsM > 1) {
       if constexpr (Tiles::kWarpsN > 1) {
         asm volatile("bar.sync %0, %1;" ::"r"(1 + warp_n), "n"(32 * Tiles::kWarpsM) : "memory");

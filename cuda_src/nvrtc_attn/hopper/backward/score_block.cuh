@@ -123,7 +123,8 @@ struct ScoreBlock {
   // P, dP -> dS in place of dP.
   template <bool kMasked>
   NVRTC_ATTN_DEVICE void gradients(AccTile (&s)[1][kTilesM], KeptP const& kept, AccTile (&dp)[1][kTilesM],
-                                   unsigned row_delta, Modifier const& modifier) const {
+                                   unsigned row_delta, int m0, Modifier const& modifier,
+                                   CapturedGradients<Modifier>& captured) const {
     float slope = 1.0f;
     if constexpr (Modifier::kScores && !Modifier::kUnitSlope) slope = modifier.head_slope();
 #pragma unroll
@@ -145,6 +146,11 @@ struct ScoreBlock {
           ds = fmaf(fmaxf(s[0][m][e], 0.0f), dp[0][m][e], -(fabsf(s[0][m][e]) * delta[e & 1]));
         } else {
           ds = s[0][m][e] * (dp[0][m][e] - delta[e & 1]);
+        }
+        if constexpr (Modifier::kTrainsPlainly) {
+          int const i0 = m0 + 2 * t;
+          ds = masked_gradient(ds, !kMasked || s[0][m][e] != 0.0f);
+          modifier.add_plainly(captured, ds, i0 + 8 * m + (e & 1), j + 8 * (e >> 1), i0, j);
         }
         if constexpr (Modifier::kScores && !Modifier::kUnitSlope) ds *= slope;
         dp[0][m][e] = masked_gradient(ds, !kMasked || s[0][m][e] != 0.0f);

@@ -70,7 +70,11 @@ struct HopperBackwardShape {
       Traits::kTileBits ? kConsumers * Bits::kBytes + GroupWords<kConsumers / 128>::kBytes : 0;
   static constexpr int kOffsetBits =
       kOffsetCount + (Traits::kTileWords ? 16 + 8 * kStages : 0) + (Traits::kParts ? 16 : 0);
-  static constexpr int kOffsetBarriers = kOffsetBits + kStages * kBytesBits;
+  // Sums of captured arrays' elements that a warp holds.
+  static constexpr int kOffsetHeld = kOffsetBits + kStages * kBytesBits;
+  static constexpr int kBytesHeld = kConsumers / 32 * CapturedGradients<ModifierOf<Traits>>::kBytesHeld;
+  static constexpr int kOffsetBarriers = kOffsetHeld + kBytesHeld;
+  static_assert(kBytesHeld == 0 || kOffsetHeld % 16 == 0, "what one access moves");
   static_assert(!Traits::kTileBits || (kOffsetBits % 16 == 0 && kBytesBits % 16 == 0), "what the copy engine moves");
   static constexpr int kOffsetHelpers = kOffsetBarriers + BarrierMap::kBytes;
   static constexpr int kBytes =
