@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import re
 import struct
 from typing import Any
 
@@ -249,3 +250,21 @@ def test_which_modifiers_leave_the_order_of_the_backward_pass(name: str, plain: 
     assert config(dataclasses.replace(asked, trained=(0,))).log2_lse == (name in ("alibi", "documents"))
     text = cuda.cuda_source(program)
     assert ("kHeadSlope = true" in text) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [("alibi", (0, 0, 0, 0, 1)), ("head scale", (0, 0, 0, 0, 1)), ("both", (0, 0, 1, 0, 0)), ("t5", (1, 1, 0, 0, 0)),
+     ("relative bias", (1, 1, 0, 0, 0)), ("rows and columns", (0, 0, 1, 1, 0)), ("swin", (1, 0, 0, 0, 0))],
+)  # fmt: skip
+def test_what_selects_an_element_decides_how_its_gradient_is_summed(name: str, counts: tuple[int, ...]) -> None:
+    """Elements by themselves, those of a distance among them; sums of a key, of a query, of a head."""
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    traced = trace(*case.make(case.arrays((1, 4, 8, 8), np.random.default_rng(0))))
+    text = cuda.cuda_source(traced.program, traced.differentiable)
+    kinds = ("Element", "Distance", "Key", "Query", "Head")
+    found = [int(re.findall(rf"int k{kind}Gradients = (\d+);", text)[0]) for kind in kinds]
+    assert tuple(found) == counts
+    # A warp holds a sum for each gradient of a distance or of the head.
+    assert cuda.sums_held(text) == counts[1] + counts[4]
+    assert cuda.sums_held(cuda.cuda_source(traced.program)) == 0
