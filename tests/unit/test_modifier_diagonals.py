@@ -163,13 +163,17 @@ extern "C" void SPACE_sums(void const* bytes, int b, int h, int i0, int j0, floa
     CapturedGradients<Modifier> gradients;
     for (int m = 0; m < 2; ++m) for (int e = 0; e < 4; ++e) {
       int const q = 8 * m + 2 * t + e % 2, k = g + 8 * (e / 2);
-      modifier.add(gradients.x, sums.at(m, e), products[k * 16 + q], ds[k * 16 + q], i0 + q, j0 + k,
+      ElementSums<Modifier::kKeyGradients> of_key;
+      ElementSums<Modifier::kQueryGradients> of_query;
+      modifier.add(gradients, of_key, of_query, sums.at(m, e), products[k * 16 + q], ds[k * 16 + q], i0 + q, j0 + k,
                    diagonals.at(m, e), i0 + 2 * t, j0 + g);
+      auto const send = [](auto* element, float sum) { Modifier::Sum::add(element, sum); };
+      LINES
     }
     float total[kSummedAlong<Modifier>];
     sums.fold(total);
-    modifier.give(gradients.x, total, i0 + along.offset(0), j0, along.held[0]);
-    gradients.finish_some();
+    modifier.give(gradients, total, i0 + along.offset(0), j0, along.held[0]);
+    gradients.finish(modifier);
   });
 }
 extern "C" void SPACE_total(void const* bytes) {
@@ -200,7 +204,12 @@ def library(programs: list[Any], factory: pytest.TempPathFactory, repository: Pa
                          .replace("TILES", str(tiles)))  # fmt: skip
         if "kSummedAlong" in source:
             total = TOTAL if "each_gradient" in source else ""
-            lines.append(SUMS.replace("SPACE", space).replace("TOTAL", total))
+            lines_of = {
+                "keys": "modifier.give_keys(of_key, j0 + k, send);",
+                "queries": "modifier.give_queries(of_query, i0 + q, send);",
+            }
+            given = "".join(line for what, line in lines_of.items() if f"give_{what}" in source)
+            lines.append(SUMS.replace("SPACE", space).replace("TOTAL", total).replace("LINES", given))
     flags = ("-O0", "-fPIC", "-shared", "-ffp-contract=off")
     return ctypes.CDLL(str(host_cuda.build("\n".join(lines), factory, *flags)))
 
