@@ -22,6 +22,7 @@ import numpy as np
 import parallel_problems
 import torch
 import torch.distributed as dist
+from child_environment import leave_ranks
 from parallel_problems import Shared, take
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -1152,6 +1153,7 @@ def main() -> None:
             print("RESULT " + json.dumps({name: results.get(name)}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

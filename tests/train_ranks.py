@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from child_environment import python_path
+from child_environment import leave_ranks, python_path
 from differences import number
 from torch import nn
 
@@ -115,6 +115,7 @@ def main() -> None:
     # After the wrapped model: a group that dies with its reducer waits for gloo's threads, and they for the
     # interpreter's lock, which the reducer's destructor holds (PyTorch 2.13; one run of 12 on two busy cores).
     dist.destroy_process_group()
+    leave_ranks()
 
 
 def check(kind: str, device: str, root: Path, store: Path) -> None:
