@@ -15,10 +15,10 @@ def python_path(*first: str | Path) -> str:
 
 
 def leave_ranks() -> NoReturn:
-    """End a rank whose work is done, without what C++ destroys at a process's end.
+    """End the process of a rank whose work is done, without running the destructors of C++ libraries.
 
-    There gloo of PyTorch 2.13 now and then destroys a thread that still runs: "terminate called without an active
-    exception" behind the right result, seen in two runs of the suite on two busy cores.
+    Two runs of the suite (PyTorch 2.13, gloo, two busy cores) had a rank that printed its right result and then ended
+    with "terminate called without an active exception": a thread was destroyed that still ran.
     """
     sys.stdout.flush()
     sys.stderr.flush()

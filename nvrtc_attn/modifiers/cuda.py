@@ -202,7 +202,10 @@ def _selected(gradients: _Gradients, *kinds: _Of) -> _Gradients:
 
 
 def _adds_plainly(program: Program, slope: Node, gradients: _Gradients) -> bool:
-    """Whether a score's place alone, computed at once, decides what it gives to gradients, which are a head's."""
+    """Whether all gradients are of elements of the head, and a score's place decides how much of its ds they get.
+
+    The kernel computes that for every score, so nothing of it may be worth computing once for a distance.
+    """
     of_head = all(_selected_by(load) == _Of.HEAD and "score" not in d.depends for load, d in gradients)
     if program.score is None or not of_head:
         return False
@@ -210,8 +213,8 @@ def _adds_plainly(program: Program, slope: Node, gradients: _Gradients) -> bool:
 
 
 def trains_plainly(program: Program, trained: tuple[int, ...]) -> bool:
-    """``kTrainsPlainly`` of the text, or nothing to train."""
-    if program.score is None:
+    """Whether nothing is trained, or the text will say ``kTrainsPlainly``."""
+    if program.score is None or not trained:
         return True
     slopes = derivatives(program.score)
     gradients = _gradients(slopes, trained)
