@@ -87,6 +87,7 @@ def cuda_source(
     members = _members(roots)
     text = _Text(program, members, roots)
     plainly = bool(gradients) and _adds_plainly(program, slope, gradients)
+    distances_train = bool(gradients) and not plainly and _adds_by_distance(program, slope, gradients)
     block = _block_fields(program, trained, ordered)
     block = block or [("long long", "nothing_at")]  # C++ has no struct of 0 bytes
     size = 8 * -(-sum(8 if name.endswith("_at") else 4 for _, name in block) // 8)
@@ -108,6 +109,8 @@ def cuda_source(
         f"  static constexpr bool kTrains = {str(bool(gradients)).lower()};",
         "  // What a score gives to gradients is known without it, and is of elements that the head alone selects.",
         f"  static constexpr bool kTrainsPlainly = {str(plainly).lower()};",
+        "  // What gradients get is known of the sum of ds over scores of the same distance, as it is for dq and dk.",
+        f"  static constexpr bool kTrainsByDistance = {str(distances_train).lower()};",
         "  // The score's derivative is 1, or the same for all scores of a head.",
         f"  static constexpr bool kUnitSlope = {str(slope.op == 'number' and slope.value == 1).lower()};",
         f"  static constexpr bool kHeadSlope = {str(slope.depends <= {'b', 'h'}).lower()};",
@@ -156,7 +159,7 @@ def cuda_source(
             ),
         ]
     if gradients:
-        lines += _additions(text, gradients, ordered, plainly)
+        lines += _additions(text, gradients, ordered, plainly or distances_train)
     if by_distance and program.score is not None:
         lines += _along_diagonals(program, members, roots, slope, gradients)
     if ordered:
@@ -212,18 +215,29 @@ def _adds_plainly(program: Program, slope: Node, gradients: _Gradients) -> bool:
     return not diagonals([program.score, slope, *(d for _, d in gradients)], _is_cheap)
 
 
+def _adds_by_distance(program: Program, slope: Node, gradients: _Gradients) -> bool:
+    """Whether ds of a score is that of the product, and the distance alone decides who gets it and how much."""
+    if program.score is None or slope.op != "number" or slope.value != 1:
+        return False
+    return all(
+        _selected_by(load) in (_Of.DISTANCE, _Of.HEAD) and (d.depends <= {"b", "h"} or is_diagonal(d))
+        for load, d in gradients
+    )
+
+
 def trains_plainly(program: Program, trained: tuple[int, ...]) -> bool:
-    """Whether nothing is trained, or the text will say ``kTrainsPlainly``."""
+    """Whether nothing is trained, or the text will say ``kTrainsPlainly`` or ``kTrainsByDistance``."""
     if program.score is None or not trained:
         return True
     slopes = derivatives(program.score)
     gradients = _gradients(slopes, trained)
     score, slope = (_with_quick_quotients(x) for x in (program.score, slopes.get(SCORE, ZERO)))
-    return not gradients or _adds_plainly(replace(program, score=score), slope, gradients)
+    program = replace(program, score=score)
+    return not gradients or any(x(program, slope, gradients) for x in (_adds_plainly, _adds_by_distance))
 
 
 def _additions(text: _Text, gradients: _Gradients, ordered: bool, plainly: bool) -> list[str]:
-    """What a score's gradient ds gives to those of the captured arrays."""
+    """What a score's gradient ds gives to those of captured arrays; ``plainly``: also where no score is known."""
     elements = _selected(gradients, _Of.PLACE, _Of.DISTANCE)
     of_keys, of_queries, of_heads = (_selected(gradients, x) for x in (_Of.KEY, _Of.QUERY, _Of.HEAD))
     lines = [

@@ -64,7 +64,7 @@ def kernels(name: str, head_dim: int, which: str, backend: str = "auto") -> list
 
 
 SPILLED = {
-    ("both", 128, "forward portable"): 8, ("both", 128, "trained"): 4, ("relative bias", 128, "trained"): 4,
+    ("both", 128, "forward portable"): 8, ("both", 128, "trained"): 4,
     ("rows and columns", 128, "trained"): 8, ("rows and columns", 128, "ordered"): 8,
     ("rows and columns", 64, "forward"): 80, ("rows and columns", 128, "forward"): 40,
     ("rows and columns", 128, "backward"): 16, ("swin", 128, "backward"): 12,

@@ -13,6 +13,7 @@ from modifiers import ModifierCase
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.cpu import reference
+from nvrtc_attn.heuristics import tile_words
 from nvrtc_attn.modifiers.evaluate import HostModifier
 from nvrtc_attn.plans import plan
 
@@ -354,6 +355,29 @@ def test_hopper_by_distance(name: str, head_dim: int, deterministic: bool) -> No
     found = [c for c, _ in plan._kernels if c.kernel in ("forward_hopper", "backward_hopper") and c.features.modifier]
     assert {c.kernel for c in found} == {"forward_hopper", "backward_hopper"}
     assert all("struct Diagonal {" in c.features.modifier for c in found)
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["relative bias", "t5"])
+def test_sums_along_diagonals_beside_empty_tiles(
+    name: str, head_dim: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A diagonal goes on in the next query tile, but not behind one that has no products, nor in another head."""
+    monkeypatch.setattr(tile_words, "MIN_FLOPS", 0)
+    monkeypatch.setattr(tile_words, "MIN_KEY_TILES", 1)
+    of_scores = named(name)
+
+    def make(arrays: Any) -> Any:
+        return of_scores.make(arrays)[0], lambda b, h, q, k: abs(abs(q - k) - 160) > 110
+
+    case = ModifierCase("with gaps", make, of_scores.arrays, of_scores.trained)
+    forget_plans(monkeypatch, kernels=True)
+    with backend("hopper"):
+        check(case, (1, 4, 450, 400), "float16", head_dim, deterministic=deterministic)
+    (config,) = (c for c, _ in plan._kernels if c.kernel == "backward_hopper")
+    assert config.features.tile_words
 
 
 @HOPPER_ONLY

@@ -85,6 +85,10 @@ STORE = "\n	st.global.u32 [%rd5], %r3;"
         ("redux.sync.max.u32 %r3, %r2, %r70;", np.full(32, WORDS.max())),
         ("cvt.u64.u32 %rd6, %r2; shl.b64 %rd6, %rd6, 8; cvt.u32.u64 %r3, %rd6;", WORDS << np.uint32(8)),
         (
+            "cvt.u64.u32 %rd6, %r2; cvt.s64.s32 %rd6, %rd6; shr.u64 %rd6, %rd6, 8; cvt.u32.u64 %r3, %rd6;",
+            (WORDS.view(np.int32).astype(np.int64) >> 8).astype(np.uint32),
+        ),
+        (
             "cvt.u64.u32 %rd6, %r2; bfi.b64 %rd6, %rd6, %rd6, 40, 9; shr.u64 %rd6, %rd6, 40; cvt.u32.u64 %r3, %rd6;",
             WORDS & np.uint32(511),
         ),

@@ -433,13 +433,21 @@ class Reader:
             return "add_number.64", [self.target(x[0], 2), self.value(base, 2), int(added)]
         return f"mov.b{32 * width}", [self.target(x[0], width), self.value(x[1], width)]
 
-    def on_cvt(self, words: list[str], x: list[str]) -> tuple[str, list[int]]:
+    def on_cvt(self, words: list[str], x: list[str]) -> list[tuple[str, list[int]]]:
+        """A register wider than the source's type counts with its low bits, as in ``cvt.s64.s32 %rd2, %rd1``."""
         rounds = next((word for word in words if word in ("rzi", "rni", "rmi", "rpi")), None)
         to, source = words[-2:]
         parts = ["cvt", rounds, "sat" if "sat" in words and to == "f32" else None, to, source]
         width = 2 if BYTES[to] == 8 else 1
-        values = [self.value(text, 2 if BYTES[source] == 8 else 1) for text in x[1:]]
-        return ".".join(part for part in parts if part), [self.target(x[0], width), *values]
+        made, values = [], []
+        for text in x[1:]:
+            found = self.find(text)
+            if BYTES[source] < 8 and found is not None and found[0] == "64":
+                values.append(self.new_slot(1))
+                made.append(("cvt.u32.u64", [values[-1], found[1]]))
+            else:
+                values.append(self.value(text, 2 if BYTES[source] == 8 else 1))
+        return [*made, (".".join(part for part in parts if part), [self.target(x[0], width), *values])]
 
     def on_cvta(self, words: list[str], x: list[str]) -> tuple[str, list[int]]:
         space = words[-2]

@@ -23,7 +23,7 @@ from nvrtc_attn.modifiers.trace import trace
 
 SIZES = (2, 4, 13, 21)
 PER_LIBRARY = 16
-PLAINLY = "kTrainsPlainly = true"
+PLAINLY = "void add_plainly"
 
 RUN = """
 extern "C" void SPACE_run(void const* bytes, float const* scores, float const* ds, int B, int H, int M, int N,

@@ -246,10 +246,27 @@ def test_which_modifiers_leave_the_order_of_the_backward_pass(name: str, plain: 
 
     assert (config(asked).log2_lse, config(asked).block_m) == (plain, rows)
     assert not config(dataclasses.replace(asked, dropout_p=0.1)).log2_lse
-    # A slope for each head is trained so; a factor of the score is not, nor is an array of distances.
-    assert config(dataclasses.replace(asked, trained=(0,))).log2_lse == (name in ("alibi", "documents"))
+    # A slope for each head is trained so, and an array of distances; a factor of the score is not.
+    of_places = ("alibi", "relative bias", "documents")
+    assert config(dataclasses.replace(asked, trained=(0,))).log2_lse == (name in of_places)
     text = cuda.cuda_source(program)
     assert ("kHeadSlope = true" in text) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "by_distance"),
+    [("alibi", False), ("t5", True), ("relative bias", True), ("head scale", False), ("softcap and alibi", False),
+     ("swin", False), ("rows and columns", False), ("both", False), ("array twice", False)],
+)  # fmt: skip
+def test_what_is_trained_by_sums_of_equal_distances(name: str, by_distance: bool) -> None:
+    """Elements of a distance, where the score's derivative is 1: ds of the product says what they get."""
+    case = next(x for x in modifiers.named_cases() if x.name == name)
+    traced = trace(*case.make(case.arrays((1, 4, 8, 8), np.random.default_rng(0))))
+    text = cuda.cuda_source(traced.program, traced.differentiable)
+    assert ("kTrainsByDistance = true" in text) == by_distance
+    assert not by_distance or "void add_plainly" in text
+    assert not by_distance or cuda.trains_plainly(traced.program, traced.differentiable)
+    assert "kTrainsByDistance = false" in cuda.cuda_source(traced.program)
 
 
 @pytest.mark.parametrize(

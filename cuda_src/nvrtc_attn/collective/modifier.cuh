@@ -20,6 +20,7 @@ struct ModifierOf {
   static constexpr bool kMasks = false;
   static constexpr bool kTrains = false;
   static constexpr bool kTrainsPlainly = false;
+  static constexpr bool kTrainsByDistance = false;
   static constexpr bool kUnitSlope = true;
   static constexpr bool kHeadSlope = true;
   static constexpr bool kAny = false;
@@ -36,11 +37,11 @@ struct ModifierOf<Traits, cute::void_t<typename Traits::Modifier>> : Traits::Mod
 };
 
 // Whether the backward pass makes P before dP is there, and dS as of scores without a modifier, times the derivative at
-// most: nothing of it depends on the score or on the place in the tile. Gradients of captured arrays are sums over a head's
-// scores then, if any, of what a score's place alone decides.
+// most: nothing of it depends on the score or on the place in the tile. Gradients of captured arrays, if any, are sums then
+// over a head's scores of what a score's place alone decides, or of dS as it is along diagonals.
 template <class Modifier>
-constexpr bool kPlainModifier =
-    (!Modifier::kTrains || Modifier::kTrainsPlainly) && (!Modifier::kScores || Modifier::kHeadSlope);
+constexpr bool kPlainModifier = (!Modifier::kTrains || Modifier::kTrainsPlainly || Modifier::kTrainsByDistance) &&
+                                (!Modifier::kScores || Modifier::kHeadSlope);
 
 // -- What the text is made of.
 
@@ -591,44 +592,11 @@ struct CapturedGradients<Modifier, true> {
 
   // By whole warps. `held`: shared address of what the warp holds.
   NVRTC_ATTN_DEVICE void finish(Modifier const& modifier, unsigned held) {
-    if constexpr (kElements) {
-#pragma unroll
-      for (int i = 0; i < Modifier::kElementGradients; ++i) {
-        if (i < kFirstHeld) {
-          x[i].finish();
-        } else {
-          Held const of{held + (i - kFirstHeld) * Held::kBytes};
-          x[i].finish_some([&](auto* element, float sum) { of.add(element, sum); });
-        }
-      }
-    }
-    if constexpr (Modifier::kHeadGradients > 0) {
-      heads.sum_over_lanes(1, 16);
-      unsigned at = held + Modifier::kDistanceGradients * Held::kBytes;
-      if (threadIdx.x % 32 == 0) {
-        modifier.give_heads(heads, [&](auto* element, float sum) {
-          Held{at}.add(element, sum);
-          at += Held::kBytes;
-        });
-      }
-    }
+    finish_each(modifier, [&](int i, auto* element, float sum) { Held{held + i * Held::kBytes}.add(element, sum); });
   }
   // Without shared memory to hold a sum in.
   NVRTC_ATTN_DEVICE void finish(Modifier const& modifier) {
-    if constexpr (kElements) {
-#pragma unroll
-      for (int i = 0; i < Modifier::kElementGradients; ++i) {
-        if (i < kFirstHeld) {
-          x[i].finish();
-        } else {
-          x[i].finish_some(send<typename Modifier::Sum::Word>);
-        }
-      }
-    }
-    if constexpr (Modifier::kHeadGradients > 0) {
-      heads.sum_over_lanes(1, 16);
-      if (threadIdx.x % 32 == 0) modifier.give_heads(heads, send<typename Modifier::Sum::Word>);
-    }
+    finish_each(modifier, [](int, auto* element, float sum) { send(element, sum); });
   }
   // Straight to the gradient.
   template <class Element>
@@ -644,6 +612,29 @@ struct CapturedGradients<Modifier, true> {
     if (threadIdx.x % 32 != 0) return;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) Held{held + i * Held::kBytes}.finish();
+  }
+
+ private:
+  // give(i, element, sum), by the first lane: sum i of those that can be held.
+  template <class Give>
+  NVRTC_ATTN_DEVICE void finish_each(Modifier const& modifier, Give&& give) {
+    if constexpr (kElements) {
+#pragma unroll
+      for (int i = 0; i < Modifier::kElementGradients; ++i) {
+        if (i < kFirstHeld) {
+          x[i].finish();
+        } else {
+          x[i].finish_some([&](auto* element, float sum) { give(i - kFirstHeld, element, sum); });
+        }
+      }
+    }
+    if constexpr (Modifier::kHeadGradients > 0) {
+      heads.sum_over_lanes(1, 16);
+      int i = Modifier::kDistanceGradients;
+      if (threadIdx.x % 32 == 0) {
+        modifier.give_heads(heads, [&](auto* element, float sum) { give(i++, element, sum); });
+      }
+    }
   }
 };
 

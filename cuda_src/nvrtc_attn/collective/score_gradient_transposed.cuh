@@ -31,9 +31,12 @@ constexpr int kDimSlicesOf = 1;
 template <class Traits>
 constexpr int kDimSlicesOf<Traits, cute::void_t<decltype(Traits::kDimSlices)>> = Traits::kDimSlices;
 
-template <class Traits>
+// kGives: what captured arrays get is added here, score by score or along diagonals; else the caller does that (Modifier::
+// kTrainsByDistance).
+template <class Traits, bool kGives = true>
 struct TransposedScoreGradient : ModifierOf<Traits> {
   using Modifier = ModifierOf<Traits>;
+  static constexpr bool kTrains = Modifier::kTrains && kGives;
   using Captured = CapturedGradients<Modifier>;
   using Bias = typename Traits::Bias;
   using DBias = typename Traits::DBias;
@@ -175,9 +178,9 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
   NVRTC_ATTN_DEVICE void apply(WarpTile<kN, kM>& s, WarpTile<kN, kM>& dp, BiasWords<kN, kM> const& words,
                                unsigned keep_bits, float const* row_lse, float const* row_delta, int i0, int j0,
                                int lane, Along<kN, kM> const& along, Captured& captured) const {
-    constexpr bool kSums = Modifier::kTrains && kAlong<kN, kM> && (0 < kSummedAlong<Modifier>);
-    constexpr bool kNoElements = Modifier::kTrains && !Captured::kElements;  // no branch a score
-    constexpr bool kReadsMask = kSelects && Traits::kMask;                   // also where positions need no test
+    constexpr bool kSums = kTrains && kAlong<kN, kM> && (0 < kSummedAlong<Modifier>);
+    constexpr bool kNoElements = kTrains && !Captured::kElements;  // no branch a score
+    constexpr bool kReadsMask = kSelects && Traits::kMask;         // also where positions need no test
     constexpr bool kAsksMask = kSelects && Modifier::kMasks;
     int const g = lane >> 2;
     int const t = lane & 3;
@@ -264,7 +267,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
             } else if constexpr (kNoElements) {
               this->add(captured, of_keys[n][e >> 1], of_queries[e & 1], s[n][m][e] * map.scale, ds, ie, j, i0 + 2 * t,
                         j0 + g);
-            } else if constexpr (Modifier::kTrains) {
+            } else if constexpr (kTrains) {
               if (ds != 0.0f && dbias_cols > 0)
                 this->add(captured, of_keys[n][e >> 1], of_queries[e & 1], s[n][m][e] * map.scale, ds, ie, j,
                           i0 + 2 * t, j0 + g);
@@ -276,7 +279,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
         }
         if constexpr (kDbiasWords) store_dbias(tile_dbias, i0 + 8 * m + g, j0 + 16 * n + 2 * t);
       }
-      if constexpr (kQueryGradientsOf<Modifier> > 0) {
+      if constexpr (kGives && kQueryGradientsOf<Modifier> > 0) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           of_queries[c].sum_over_lanes(4, 16);
@@ -285,7 +288,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
         }
       }
     }
-    if constexpr (kKeyGradientsOf<Modifier> > 0) {
+    if constexpr (kGives && kKeyGradientsOf<Modifier> > 0) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll

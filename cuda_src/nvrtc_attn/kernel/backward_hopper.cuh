@@ -39,6 +39,7 @@
 #include "../hopper/backward/ordered_dq.cuh"
 #include "../hopper/backward/score_block.cuh"
 #include "../hopper/backward/shape.cuh"
+#include "../hopper/backward/tile_diagonals.cuh"
 #include "../hopper/backward/zeros.cuh"
 #include "../hopper/common/barrier.cuh"
 #include "dkv_convert.cuh"
@@ -71,6 +72,9 @@ struct KeyTileConsumer {
   static constexpr bool kRich = (Traits::kHasBias && !Shape::kBiasTiles) || (Traits::kMask && !Traits::kKeyMask) ||
                                 (Traits::kDropout && !Traits::kKeepWords) || Traits::kSoftcap ||
                                 (Modifier::kAny && !kPlainModifier<Modifier>);
+  static constexpr bool kByDiagonals = Modifier::kTrainsByDistance;  // what captured arrays get
+  using Diagonals = cute::conditional_t<kByDiagonals, TileDiagonals<Element, Shape::kBlockM>, NoScores>;
+  static_assert(!(kByDiagonals && Traits::kDescending), "sums of diagonals go on with the queries");
   static_assert(!(kRich && Traits::kTileBits), "scores that are asked one by one");
   static_assert(!(kRich && Traits::kLog2Lse), "the code of the portable family reads lse as it is");
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
@@ -201,6 +205,9 @@ struct KeyTileConsumer {
     Values v;
     if constexpr (Traits::kValuesInRegisters) load_own_keys(v, smem + Shape::kOffsetV);
     bool stored = false;
+    Diagonals diagonals;  // kByDiagonals: of this head's query tiles up to next_m, which is not one of them
+    int next_m = m;
+    if constexpr (kByDiagonals) diagonals.begin(tid >> 5);
 #pragma unroll 1
     for (; left > 0; --left) {
       bool whole = false;
@@ -214,7 +221,13 @@ struct KeyTileConsumer {
         h &= ~kHeldBits;
       }
       int const m0 = m * kBlockM;
-      if constexpr (Modifier::kAny && !kRich) {
+      if constexpr (kByDiagonals) {
+        if (h != modifier.h || m != next_m) {
+          give_rest(diagonals, modifier, work, next_m);
+          diagonals.begin(tid >> 5);
+        }
+      }
+      if constexpr (Modifier::kAny && (!kRich || kByDiagonals)) {
         if (h != modifier.h) modifier.move_to(work.tile.b, h);
       }
       Probabilities p, ds;
@@ -307,10 +320,16 @@ struct KeyTileConsumer {
         named_barrier_sync(meeting ^ 1, Shape::kConsumers);
       }
       // dQ, and dK beside its additions.
+      if constexpr (kByDiagonals) {
+        diagonals.add(ds_slab() - group * Shape::kSlabQ, Shape::kSlabQ, lane);
+        if (diagonals.complete()) give_diagonals(diagonals, modifier, work, m);
+        diagonals.advance();
+        next_m = m + 1;
+      }
       DqTiles dq;
       start_dq(dq);
       start_dk(dk, ds);
-      if constexpr (!kRich) captured.finish(modifier, held_sums());
+      if constexpr (!kRich && !kByDiagonals) captured.finish(modifier, held_sums());
       if constexpr (Shape::kStoresTiles) {
         if ((tid & 127) == 0) {
           store_box(params.tensor_map_dbias, ds_slab(), n_group, m0, h, work.tile.b);
@@ -340,6 +359,7 @@ struct KeyTileConsumer {
       slot.advance();
     }
     if constexpr (Shape::kStoresTiles) release_stored();
+    if constexpr (kByDiagonals) give_rest(diagonals, modifier, work, next_m);
     CapturedGradients<Modifier>::finish_held(held_sums());
   }
 
@@ -426,15 +446,15 @@ struct KeyTileConsumer {
   static constexpr bool kNarrow = Shape::kSlabs == 1 && Shape::kSlabsV == 1;
   static constexpr int kRead = int(Traits::kHasBias && Traits::kMask) + int(Traits::kDropout);
   static constexpr int kChunk = kReadsDiagonals<Modifier> ? 2 : kNarrow ? 8 >> kRead : Traits::kDropout ? 4 : 2;
-  using Along = typename TransposedScoreGradient<Traits>::template Along<1, kChunk>;
+  using Gradient = TransposedScoreGradient<Traits, !kByDiagonals>;
+  using Along = typename Gradient::template Along<1, kChunk>;
   // What distances decide of a chunk is found before it is needed; in the ordered pass that spills 8 bytes.
   static constexpr bool kReadsAhead = !Traits::kOrdered;
 
   // P from S, and dS from dP, in their places (kRich).
   NVRTC_ATTN_DEVICE void make_p_and_ds(ScoreTiles& s, ScoreTiles& dp, Along& along, Work const& work, int h, int m0,
                                        int n_group, bool whole) {
-    TransposedScoreGradient<Traits> const gradient(params, work.tile.b, h, work.seqlen.len_q, params.seqlen_k,
-                                                   work.seqlen.len_k, whole);
+    Gradient const gradient(params, work.tile.b, h, work.seqlen.len_q, params.seqlen_k, work.seqlen.len_k, whole);
     CapturedGradients<Modifier> captured;
     float const* const lse = reinterpret_cast<float const*>(smem_pointer + (statistics(Shape::kOffsetLse) - smem));
     float const* const delta = reinterpret_cast<float const*>(smem_pointer + (statistics(Shape::kOffsetDelta) - smem));
@@ -442,7 +462,7 @@ struct KeyTileConsumer {
     for (int c = 0; c < Shape::kTilesM / kChunk; ++c) {
       auto& s_chunk = reinterpret_cast<WarpTile<1, kChunk>&>(s[0][c * kChunk]);
       auto& dp_chunk = reinterpret_cast<WarpTile<1, kChunk>&>(dp[0][c * kChunk]);
-      typename TransposedScoreGradient<Traits>::template BiasWords<1, kChunk> bias;
+      typename Gradient::template BiasWords<1, kChunk> bias;
       int const i0 = m0 + 8 * kChunk * c;
       gradient.load_bias(bias, i0, n_group + 16 * warp, lane);
       Along own = along;
@@ -454,13 +474,28 @@ struct KeyTileConsumer {
       gradient(s_chunk, dp_chunk, bias, lse + 8 * kChunk * c, delta + 8 * kChunk * c, i0, n_group + 16 * warp, lane,
                own, captured);
     }
-    captured.finish(gradient, held_sums());
+    if constexpr (!kByDiagonals) captured.finish(gradient, held_sums());
   }
 
   // What this warp holds for elements of captured arrays, over a key tile. Found anew: over the loop there is no register for it.
   NVRTC_ATTN_DEVICE unsigned held_sums() const {
     constexpr int kBytes = CapturedGradients<Modifier>::kBytesHeld;
     return kBytes == 0 ? 0u : smem + Shape::kOffsetHeld + ((thread_again() - 128) >> 5) * kBytes;
+  }
+
+  // kByDiagonals: the first half of the sums goes to captured arrays; their diagonals are those of query tile m.
+  NVRTC_ATTN_DEVICE void give_diagonals(Diagonals& diagonals, Modifier const& modifier, Work const& work, int m) {
+    CapturedGradients<Modifier> captured;
+    diagonals.each(lane, [&](int distance, float sum) {
+      if (sum != 0.0f) modifier.add_plainly(captured, sum, m * kBlockM, work.n0 + distance);
+    });
+    captured.finish(modifier, held_sums());
+    diagonals.leave_first();
+  }
+  // All sums, of the tiles before m, after which another head or place comes.
+  NVRTC_ATTN_DEVICE void give_rest(Diagonals& diagonals, Modifier const& modifier, Work const& work, int m) {
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) give_diagonals(diagonals, modifier, work, m);
   }
 
   // kTileWords: what the slot of Q holds, and whether the byte mask hides nothing of it.
