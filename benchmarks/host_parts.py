@@ -27,7 +27,7 @@ import nvrtc_attn.torch as na
 from nvrtc_attn.front.call import CallOptions
 from nvrtc_attn.front.operands import INPUTS
 from nvrtc_attn.front.philox import NO_RNG
-from nvrtc_attn.modifiers.cuda import NO_MODIFIER
+from nvrtc_attn.modifiers.cuda_values import NO_MODIFIER
 from nvrtc_attn.plans import plan as plans
 from nvrtc_attn.runtime import driver
 from nvrtc_attn.torch import passes, tensors

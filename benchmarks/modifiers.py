@@ -4,8 +4,9 @@
 
 Cases: masks (document + causal, prefix-LM, 2-D neighbourhood), ALiBi, learned scale, softcap and ALiBi, T5's and Swin's
 learned tables with their gradients; bfloat16, 16 heads, 16384 tokens. "ours" is `nvrtc_attn.torch.flex_attention`,
-"plain" the same call without the function (with causal where the case is), "flex" torch.compile(flex_attention) of the
-same Python function ("tuned": with max-autotune; "x flex" is of the fastest one), "sdpa" scaled_dot_product_attention
+"untrained" the same without a gradient of the arrays, "plain" the same call without the function (with causal where the
+case is), "flex" torch.compile(flex_attention) of the same Python function ("tuned": with max-autotune; "x flex" is of
+the fastest one), "sdpa" scaled_dot_product_attention
 with the bias or mask as a whole matrix, where that fits. "flash" is FlexAttention's backend of that name, where
 flash-attn-4 is installed; "flex mask" and "compiled" its create_block_mask without and with ``_compile``. "cudnn" is
 cudnn.flex_attention of nvidia-cudnn-frontend, where that is installed: masks alone, which it takes as the intervals of
@@ -42,8 +43,8 @@ import nvrtc_attn.torch as na
 
 HEADS, TOKENS, LENGTH = 16, 16384, 4096
 COLUMNS = [
-    "case", "D", "pass", "kept", "ms", "plain ms", "flex ms", "tuned ms", "flash ms", "cudnn ms", "sdpa ms",
-    "TFLOP/s", "of plain", "x flex", "x cudnn", "x sdpa",
+    "case", "D", "pass", "kept", "ms", "untrained ms", "plain ms", "flex ms", "tuned ms", "flash ms", "cudnn ms",
+    "sdpa ms", "TFLOP/s", "of plain", "x flex", "x cudnn", "x sdpa",
     "first s", "flex first s", "mask ms", "flex mask ms", "compiled mask ms", "cudnn mask ms", "MB", "flex MB",
 ]  # fmt: skip
 Function = Callable[..., Any]
@@ -339,6 +340,12 @@ def run(
     row["MB"] = peak_mb(ours, leaves, dout)
     mask_plain = na.create_block_mask(causal, None, None, case.length, case.length) if case.causal else None
     functions["plain"] = passes(lambda: na.flex_attention(q, k, v, None, mask_plain), leaves[:3], dout)
+    if case.trained:
+        for x in case.trained:
+            x.requires_grad_(False)
+        functions["untrained"] = passes(ours, leaves[:3], dout)
+        for x in case.trained:
+            x.requires_grad_()
     if peers:
         mask_mod = case.mask_of_peers
         block_mask, seconds = timed(lambda: make_mask(flex_mask, mask_mod))
@@ -387,8 +394,8 @@ def run(
         flops = (4, 10)[index] * batch * HEADS * case.length**2 * head_dim * row["kept"]
         density = row["kept"] / (0.5 if case.causal else 1.0)
         yield {
-            **row, "pass": which, "ms": ms["ours"], "plain ms": ms["plain"], "flex ms": ms.get("flex"),
-            "tuned ms": ms.get("flex tuned"), "flash ms": ms.get("flex flash"),
+            **row, "pass": which, "ms": ms["ours"], "untrained ms": ms.get("untrained"), "plain ms": ms["plain"],
+            "flex ms": ms.get("flex"), "tuned ms": ms.get("flex tuned"), "flash ms": ms.get("flex flash"),
             "cudnn ms": ms.get("cudnn"), "sdpa ms": ms.get("sdpa"), "TFLOP/s": flops / ms["ours"] / 1e9,
             "of plain": density * ms["plain"] / ms["ours"],
             "x flex": min(ms[x] for x in FLEX if x in ms) / ms["ours"] if ms.keys() & FLEX.keys() else None,

@@ -30,7 +30,7 @@ from nvrtc_attn.front.call import Call, CallOptions, describe, describe_shapes
 from nvrtc_attn.front.operands import BACKWARD, FORWARD, addresses
 from nvrtc_attn.front.tensors import Device
 from nvrtc_attn.heuristics import backward_candidates, choose_backward, choose_forward, forward_candidates
-from nvrtc_attn.modifiers.cuda import NO_MODIFIER, modifier_values
+from nvrtc_attn.modifiers.cuda_values import NO_MODIFIER, modifier_values
 from nvrtc_attn.modifiers.intervals import decide
 from nvrtc_attn.plans import autotune
 from nvrtc_attn.plans import plan as plans

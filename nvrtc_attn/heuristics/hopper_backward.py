@@ -13,7 +13,8 @@ from typing import Any, Final
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem, OperandLayout, dense_layout
 from ..jit.config import BackwardConfig, Features, HopperBackwardConfig
-from ..modifiers.cuda import has_head_slope, sums_held, takes_registers, trains_plainly
+from ..modifiers.cuda import has_head_slope, sums_held, takes_registers
+from ..modifiers.cuda_gradients import trains_plainly
 from .common import ceil_div, choose_captured, features_of, is_aligned, is_float32, is_full_shape, packed_slots
 from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, wide_config
 from .hopper_common import (

@@ -48,7 +48,7 @@ from ..front.signature import are_plain
 from ..front.tensors import Device, TensorView
 from ..heuristics.common import orders_gradients
 from ..jit.params import START_FIELDS
-from ..modifiers.cuda import NO_MODIFIER, ModifierValues, modifier_values, ordered_bytes
+from ..modifiers.cuda_values import NO_MODIFIER, ModifierValues, modifier_values, ordered_bytes
 from ..modifiers.modifier import Modifier, Program
 from ..plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from ..plans.prefetch import BackwardPrefetch

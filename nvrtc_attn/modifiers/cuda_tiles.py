@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from .cuda import _TYPES, _members, _Text, cuda_source
+from .cuda import cuda_source
+from .cuda_expressions import TYPES, Text, members_of
 from .graph import Node
 from .intervals import leaves_of, ranges_below
 from .modifier import Program
@@ -36,8 +37,8 @@ def tile_source(program: Program, trained: tuple[int, ...] = (), ordered: bool =
     assert mask is not None
     leaves = leaves_of(mask)
     block = cuda_source(program, trained, ordered).partition("template <class Element>")[0]
-    members = _members([mask])
-    text = _Text(program, members, [mask])
+    members = members_of([mask])
+    text = Text(program, members, [mask])
     order = ranges_below(mask, leaves)
     names = {node: f"r{i}" for i, node in enumerate(order)}
     names |= {node: f"rows.x{i}" for i, node in enumerate(leaves.rows)}
@@ -51,7 +52,7 @@ def tile_source(program: Program, trained: tuple[int, ...] = (), ordered: bool =
         "  static constexpr bool kTrains = false;",
         "  ModifierBlock const& block;",
         "  int b, h;",
-        *(f"  {_TYPES[x.kind]} {name};" for x, name in members.items()),
+        *(f"  {TYPES[x.kind]} {name};" for x, name in members.items()),
         *text.slice_members(),
         "  NVRTC_ATTN_DEVICE Modifier(ModifierBlock const& block_, int b_, int h_) : block(block_), b(b_), h(h_) {",
         *text.body([*members, *text.slice_indices()], inside=True),
@@ -84,7 +85,7 @@ def _of_value(node: Node, name: str) -> str:
     return f"range_of({name})"
 
 
-def _values(struct: str, position: str, leaves: tuple[Node, ...], text: _Text) -> list[str]:
+def _values(struct: str, position: str, leaves: tuple[Node, ...], text: Text) -> list[str]:
     """The struct of the values that are computed at each query, or key, and how a tile's ranges of them are found."""
     fields = [(f"x{i}", x) for i, x in enumerate(leaves)]
     return [
@@ -107,7 +108,7 @@ def _values(struct: str, position: str, leaves: tuple[Node, ...], text: _Text) -
     ]
 
 
-def _expression(node: Node, names: dict[Node, str], text: _Text) -> str:
+def _expression(node: Node, names: dict[Node, str], text: Text) -> str:
     if not node.depends & {"q", "k"}:
         return _of_value(node, text.name(node))
     if node.op == "load":

@@ -30,7 +30,7 @@ from ..front.philox import RngState
 from ..front.problem import AttentionProblem, OperandLayout
 from ..front.tensorview import TensorView
 from ..heuristics.common import orders_gradients
-from ..modifiers.cuda import ModifierValues, modifier_values, ordered_bytes
+from ..modifiers.cuda_values import ModifierValues, modifier_values, ordered_bytes
 from ..modifiers.graph import walk
 from ..modifiers.modifier import Program
 from ..runtime import driver

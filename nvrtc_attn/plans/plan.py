@@ -40,7 +40,7 @@ from ..jit.params import (
     BackwardParams,
     ForwardParams,
 )
-from ..modifiers.cuda import NO_MODIFIER, ModifierValues
+from ..modifiers.cuda_values import NO_MODIFIER, ModifierValues
 from ..runtime import device, driver
 from ..runtime.kernel import ClusterError, Kernel, ParamsBuffer, check_nvrtc, load_kernel, refused, what_to_launch
 from ..runtime.tensor_maps import TensorMapEncoder

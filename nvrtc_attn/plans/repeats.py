@@ -23,7 +23,7 @@ from ..front.signature import Signature
 from ..front.tensors import Device, TensorView, current_stream
 from ..front.tensorview import span
 from ..heuristics.common import orders_gradients
-from ..modifiers.cuda import ModifierValues
+from ..modifiers.cuda_values import ModifierValues
 from ..runtime.arrays import address_of, allocate_again
 from .plan import BackwardPlan, ForwardPlan
 

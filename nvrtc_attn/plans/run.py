@@ -11,7 +11,7 @@ from ..front.philox import RngState
 from ..front.signature import Signature
 from ..front.tensors import TensorView
 from ..heuristics.common import orders_gradients
-from ..modifiers.cuda import NO_MODIFIER, modifier_values, ordered_bytes
+from ..modifiers.cuda_values import NO_MODIFIER, modifier_values, ordered_bytes
 from ..runtime.lifetime import hold
 from .measure import Captured
 from .plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan

@@ -19,7 +19,7 @@ from ..front.guards import RECENT, guard, has_room
 from ..front.operands import BACKWARD, FORWARD, INPUTS
 from ..front.philox import NO_RNG
 from ..front.signature import sign
-from ..modifiers.cuda import NO_MODIFIER
+from ..modifiers.cuda_values import NO_MODIFIER
 from ..modifiers.modifier import Modifier
 from ..modifiers.remembered import look
 from ..plans import repeats

@@ -37,7 +37,7 @@ from nvrtc_attn.heuristics import (
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec, label
 from nvrtc_attn.jit.cache import kernel_cache
 from nvrtc_attn.jit.config import BackwardConfig, DqConfig, HopperBackwardConfig
-from nvrtc_attn.modifiers.cuda import ModifierValues
+from nvrtc_attn.modifiers.cuda_values import ModifierValues
 from nvrtc_attn.modifiers.trace import trace
 from nvrtc_attn.plans import autotune, measure, plan, precompile
 from nvrtc_attn.runtime import device

@@ -17,7 +17,7 @@ import pytest
 from modifiers import ModifierCase
 
 from nvrtc_attn.front.tensors import view
-from nvrtc_attn.modifiers import cuda, evaluate
+from nvrtc_attn.modifiers import cuda, cuda_values, evaluate
 from nvrtc_attn.modifiers.derivative import derivatives, slope
 from nvrtc_attn.modifiers.trace import trace
 
@@ -201,9 +201,9 @@ def test_the_text_computes_what_numpy_does(
     axes = [np.arange(n).reshape([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate(SIZES)]
     for i, (case, modifier, trained) in enumerate(found):
         gradients = [np.zeros(x.shape, np.float32) if j in trained else None for j, x in enumerate(modifier.captures)]
-        words = np.zeros(cuda.ordered_bytes(trained, modifier.captures), np.uint8)
+        words = np.zeros(cuda_values.ordered_bytes(trained, modifier.captures), np.uint8)
         place = words.ctypes.data if ordered and trained else None
-        values = cuda.modifier_values(
+        values = cuda_values.modifier_values(
             modifier.program, trained, [view(x, "x") for x in modifier.captures],
             [None if x is None else view(x, "g") for x in gradients], modifier.numbers, place,
         )  # fmt: skip

@@ -18,7 +18,7 @@ import pytest
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.front.tensors import view
 from nvrtc_attn.heuristics import choose_backward, choose_forward, common
-from nvrtc_attn.modifiers import cuda, evaluate
+from nvrtc_attn.modifiers import cuda, cuda_expressions, cuda_values, evaluate
 from nvrtc_attn.modifiers.derivative import derivatives
 from nvrtc_attn.modifiers.diagonals import diagonals
 from nvrtc_attn.modifiers.trace import trace
@@ -54,7 +54,7 @@ SCORES: dict[str, tuple[Function, int]] = {
 def test_parts_that_distances_decide(name: str) -> None:
     score, count = SCORES[name]
     program = trace(score).program
-    assert len(diagonals([program.score], cuda._is_cheap)) == count
+    assert len(diagonals([program.score], cuda_expressions.is_cheap)) == count
     text = cuda.cuda_source(program)
     assert "struct Diagonal {" in text
     assert "struct Diagonal {" not in cuda.cuda_source(program, by_distance=False)
@@ -79,9 +79,9 @@ def test_positions_that_differ_by_no_distance() -> None:
         lambda s, b, h, q, k: s + TABLE[h, np.where(2 * k > q, 1, 0)],
         lambda s, b, h, q, k: np.tanh(s + q - k),
     ):
-        assert diagonals([trace(score).program.score], cuda._is_cheap) == ()
+        assert diagonals([trace(score).program.score], cuda_expressions.is_cheap) == ()
     # What is left to a row is not the distance's.
-    (part,) = diagonals([trace(lambda s, b, h, q, k: s + TABLE[h, q - k] * q).program.score], cuda._is_cheap)
+    (part,) = diagonals([trace(lambda s, b, h, q, k: s + TABLE[h, q - k] * q).program.score], cuda_expressions.is_cheap)
     assert part.op == "load"
 
 
@@ -89,13 +89,13 @@ def test_positions_that_differ_by_no_distance() -> None:
 def test_a_distance_is_compared_with_any_number(number: float) -> None:
     """As `nan_to_num` and `logaddexp` do: what is no integer is no sum of integers either."""
     score = trace(lambda s, b, h, q, k: np.where(np.exp(0.1 * (q - k)) == number, s, s + TABLE[h, q - k + 20]))
-    assert len(diagonals([score.program.score], cuda._is_cheap)) == 2
+    assert len(diagonals([score.program.score], cuda_expressions.is_cheap)) == 2
     assert "struct Diagonal {" in cuda.cuda_source(score.program)
 
 
 def test_a_part_of_a_larger_attention_has_the_same_distances() -> None:
     moved = trace(SCORES["relative"][0]).moved({"q": 5, "k": 3, "b": 0, "h": 1})
-    (part,) = diagonals([moved.program.score], cuda._is_cheap)
+    (part,) = diagonals([moved.program.score], cuda_expressions.is_cheap)
     assert part.op == "load"
 
 
@@ -231,8 +231,8 @@ def test_a_warp_has_what_each_score_would_have(
     made = library([("own", source)], tmp_path_factory, repository)
     rng = np.random.default_rng(3)
     gradients = [np.zeros(x.shape, np.float32) if i in trained else None for i, x in enumerate(modifier.captures)]
-    words = np.zeros(cuda.ordered_bytes(trained, modifier.captures), np.uint8)
-    values = cuda.modifier_values(
+    words = np.zeros(cuda_values.ordered_bytes(trained, modifier.captures), np.uint8)
+    values = cuda_values.modifier_values(
         modifier.program, trained, [view(x, "x") for x in modifier.captures],
         [None if x is None else view(x, "g") for x in gradients], modifier.numbers,
         words.ctypes.data if ordered else None,

@@ -19,7 +19,7 @@ from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.jit.codegen import entry_source, params_class
 from nvrtc_attn.jit.config import Features, ForwardConfig, HopperForwardConfig
 from nvrtc_attn.jit.config_text import config_from_json, config_to_json
-from nvrtc_attn.modifiers import cuda, graph
+from nvrtc_attn.modifiers import cuda, cuda_expressions, cuda_gradients, cuda_values, graph
 from nvrtc_attn.modifiers.trace import trace
 
 CONFIG = ForwardConfig(
@@ -63,20 +63,20 @@ def test_the_bytes_of_a_launch() -> None:
     table = np.zeros((6, 8), np.float32)[::2, ::4]
     modifier = make(0.5, table)
     given = view(table, "table")
-    values = cuda.modifier_values(modifier.program, (), [given], [None], modifier.numbers)
+    values = cuda_values.modifier_values(modifier.program, (), [given], [None], modifier.numbers)
     size = cuda.block_bytes(cuda.cuda_source(modifier.program))
     assert len(values.block) == size == 32
     assert struct.unpack("<Qiiiif", values.block[:28]) == (given.ptr, 3, 2, 16, 4, 0.5)
     assert values.zeroed == ()
     gradient = view(np.zeros((3, 2), np.float32), "gradient")
-    values = cuda.modifier_values(modifier.program, (0,), [given], [gradient], modifier.numbers)
+    values = cuda_values.modifier_values(modifier.program, (0,), [given], [gradient], modifier.numbers)
     assert values.zeroed == ((gradient.ptr, 24),)
     assert struct.unpack("<QQiiiiiif", values.block[:44]) == (given.ptr, gradient.ptr, 3, 2, 16, 4, 2, 1, 0.5)
     with pytest.raises(ValueError, match="leave gaps"):
-        cuda.modifier_values(modifier.program, (0,), [given], [given], modifier.numbers)
+        cuda_values.modifier_values(modifier.program, (0,), [given], [given], modifier.numbers)
     far = dataclasses.replace(given, strides=(2**31, 1))
     with pytest.raises(ValueError, match="int32"):
-        cuda.modifier_values(modifier.program, (), [far], [None], modifier.numbers)
+        cuda_values.modifier_values(modifier.program, (), [far], [None], modifier.numbers)
 
 
 def test_the_bytes_of_a_launch_with_ordered_gradients() -> None:
@@ -84,13 +84,13 @@ def test_the_bytes_of_a_launch_with_ordered_gradients() -> None:
     table = np.zeros((3, 2), np.float32)
     modifier = make(0.5, table)
     gradient = view(np.zeros((2, 3), np.float32).T, "gradient")
-    assert cuda.ordered_bytes((0,), [table]) == 6 * 264
-    values = cuda.modifier_values(modifier.program, (0,), [view(table, "x")], [gradient], modifier.numbers, 4096)
+    assert cuda_values.ordered_bytes((0,), [table]) == 6 * 264
+    values = cuda_values.modifier_values(modifier.program, (0,), [view(table, "x")], [gradient], modifier.numbers, 4096)
     assert values.zeroed == ((4096, 6 * 264),)
     assert len(values.block) == cuda.block_bytes(cuda.cuda_source(modifier.program, (0,), True))
     assert struct.unpack("<QQQiiiiiiif", values.block[:56])[1:] == (4096, gradient.ptr, 3, 2, 2, 1, 33, 99, 6, 0.5)
     with pytest.raises(UnsupportedError, match="arrays of 5000000 elements"):
-        cuda.ordered_bytes((1,), [table, np.zeros((5, 1000000), np.float16)])
+        cuda_values.ordered_bytes((1,), [table, np.zeros((5, 1000000), np.float16)])
 
 
 def test_the_struct_has_what_the_text_says() -> None:
@@ -103,7 +103,7 @@ def test_the_struct_has_what_the_text_says() -> None:
 
 def test_every_operation_has_an_expression() -> None:
     others = {"abs", "not", "bool"}
-    assert set(cuda.EXPRESSIONS) | others == set(graph.OPERATIONS)
+    assert set(cuda_expressions.EXPRESSIONS) | others == set(graph.OPERATIONS)
 
 
 def test_chains_longer_than_pythons_stack() -> None:
@@ -265,7 +265,7 @@ def test_what_is_trained_by_sums_of_equal_distances(name: str, by_distance: bool
     text = cuda.cuda_source(traced.program, traced.differentiable)
     assert ("kTrainsByDistance = true" in text) == by_distance
     assert not by_distance or "void add_plainly" in text
-    assert not by_distance or cuda.trains_plainly(traced.program, traced.differentiable)
+    assert not by_distance or cuda_gradients.trains_plainly(traced.program, traced.differentiable)
     assert "kTrainsByDistance = false" in cuda.cuda_source(traced.program)
 
 

@@ -18,7 +18,7 @@ from nvrtc_attn.base.errors import CudaError
 from nvrtc_attn.front.operands import addresses
 from nvrtc_attn.front.philox import RngState
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.modifiers.cuda import ModifierValues
+from nvrtc_attn.modifiers.cuda_values import ModifierValues
 from nvrtc_attn.modifiers.trace import traced
 from nvrtc_attn.plans import plan
 from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan

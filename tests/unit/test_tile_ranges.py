@@ -23,7 +23,7 @@ from nvrtc_attn.front.tensors import view
 from nvrtc_attn.heuristics import tile_words
 from nvrtc_attn.heuristics.spec import Launch
 from nvrtc_attn.heuristics.tile_words import words_of
-from nvrtc_attn.modifiers import cuda, cuda_tiles, evaluate, intervals
+from nvrtc_attn.modifiers import cuda, cuda_tiles, cuda_values, evaluate, intervals
 from nvrtc_attn.modifiers.graph import walk
 from nvrtc_attn.modifiers.modifier import Modifier
 from nvrtc_attn.modifiers.trace import trace
@@ -202,7 +202,7 @@ def test_the_text_decides_as_numpy_does(part: int, tmp_path_factory: pytest.Temp
     made = library(texts, tmp_path_factory, repository / "cuda_src" / "nvrtc_attn" / "collective", RUN)
     differ = total = 0
     for i, (case, modifier) in enumerate(cases):
-        block = cuda.modifier_values(
+        block = cuda_values.modifier_values(
             modifier.program, (), [view(x, "x") for x in modifier.captures], [], modifier.numbers
         ).block
         exact = masks_of(modifier)
@@ -325,7 +325,7 @@ def test_the_kernel_writes_the_words_that_the_attention_kernel_reads(
     )
     for i, (case, modifier) in enumerate(zip(cases, traces, strict=True)):
         asked = problem(modifier, sizes)
-        block = cuda.modifier_values(
+        block = cuda_values.modifier_values(
             modifier.program, (), [view(x, "x") for x in modifier.captures], [], modifier.numbers
         ).block.ljust(8, b"\0")
         for backward in (False, True):
@@ -496,7 +496,7 @@ def test_bits_of_undecided_tiles_are_where_the_attention_kernel_reads_them(
     overflowed = 0
     for i, (case, modifier) in enumerate(zip(cases, traces, strict=True)):
         asked = problem(modifier, sizes)
-        block = cuda.modifier_values(
+        block = cuda_values.modifier_values(
             modifier.program, (), [view(x, "x") for x in modifier.captures], [], modifier.numbers
         ).block.ljust(8, b"\0")
         mask = masks_of(modifier, sizes)[1]
