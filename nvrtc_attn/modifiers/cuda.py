@@ -14,7 +14,7 @@ from typing import Final
 
 from .calls import definitions
 from .cuda_expressions import ARITHMETIC, LEAVES, TYPES, Text, is_cheap, members_of, with_quick_quotients
-from .cuda_gradients import Of, additions, adds_by_distance, adds_plainly, gradients_of, selected, sums_of_lines
+from .cuda_gradients import Of, additions, adds_by_distance, adds_plainly, gradients_of, is_one, selected, sums_of_lines
 from .cuda_values import block_fields
 from .derivative import ZERO, derivatives
 from .diagonals import diagonals, is_diagonal, takes_long
@@ -57,7 +57,7 @@ def cuda_source(
     members = members_of(roots)
     text = Text(program, members, roots)
     plainly = bool(gradients) and adds_plainly(program, slope, gradients)
-    distances_train = bool(gradients) and not plainly and adds_by_distance(program, slope, gradients)
+    distances_train = bool(gradients) and not plainly and adds_by_distance(slope, gradients)
     block = block_fields(program, trained, ordered)
     block = block or [("long long", "nothing_at")]  # C++ has no struct of 0 bytes
     size = 8 * -(-sum(8 if name.endswith("_at") else 4 for _, name in block) // 8)
@@ -82,7 +82,7 @@ def cuda_source(
         "  // What gradients get is known of the sum of ds over scores of the same distance, as it is for dq and dk.",
         f"  static constexpr bool kTrainsByDistance = {str(distances_train).lower()};",
         "  // The score's derivative is 1, or the same for all scores of a head.",
-        f"  static constexpr bool kUnitSlope = {str(slope.op == 'number' and slope.value == 1).lower()};",
+        f"  static constexpr bool kUnitSlope = {str(is_one(slope)).lower()};",
         f"  static constexpr bool kHeadSlope = {str(slope.depends <= {'b', 'h'}).lower()};",
         "  ModifierBlock const& block;",
         "  int b, h;",

@@ -59,11 +59,14 @@ def adds_plainly(program: Program, slope: Node, gradients: Gradients) -> bool:
     return not diagonals([program.score, slope, *(d for _, d in gradients)], is_cheap)
 
 
-def adds_by_distance(program: Program, slope: Node, gradients: Gradients) -> bool:
+def is_one(slope: Node) -> bool:
+    """Whether a derivative is 1 whatever the score and its place."""
+    return slope.op == "number" and slope.value == 1
+
+
+def adds_by_distance(slope: Node, gradients: Gradients) -> bool:
     """Whether ds of a score is that of the product, and the distance alone decides who gets it and how much."""
-    if program.score is None or slope.op != "number" or slope.value != 1:
-        return False
-    return all(
+    return is_one(slope) and all(
         _selected_by(load) in (Of.DISTANCE, Of.HEAD) and (d.depends <= {"b", "h"} or is_diagonal(d))
         for load, d in gradients
     )
@@ -76,8 +79,8 @@ def trains_plainly(program: Program, trained: tuple[int, ...]) -> bool:
     slopes = derivatives(program.score)
     gradients = gradients_of(slopes, trained)
     score, slope = (with_quick_quotients(x) for x in (program.score, slopes.get(SCORE, ZERO)))
-    program = replace(program, score=score)
-    return not gradients or any(x(program, slope, gradients) for x in (adds_plainly, adds_by_distance))
+    plainly = adds_plainly(replace(program, score=score), slope, gradients)
+    return not gradients or plainly or adds_by_distance(slope, gradients)
 
 
 def additions(text: Text, gradients: Gradients, ordered: bool, plainly: bool) -> list[str]:

@@ -247,8 +247,8 @@ def test_which_modifiers_leave_the_order_of_the_backward_pass(name: str, plain: 
     assert (config(asked).log2_lse, config(asked).block_m) == (plain, rows)
     assert not config(dataclasses.replace(asked, dropout_p=0.1)).log2_lse
     # A slope for each head is trained so, and an array of distances; a factor of the score is not.
-    of_places = ("alibi", "relative bias", "documents")
-    assert config(dataclasses.replace(asked, trained=(0,))).log2_lse == (name in of_places)
+    trained_so = ("alibi", "relative bias", "documents")
+    assert config(dataclasses.replace(asked, trained=(0,))).log2_lse == (name in trained_so)
     text = cuda.cuda_source(program)
     assert ("kHeadSlope = true" in text) == plain
 
