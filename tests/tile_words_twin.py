@@ -59,3 +59,9 @@ def of_tiles(found: Array, words: TileWords) -> Array:
     if last:
         cut[..., -1, :] &= np.uint32((1 << last) - 1)
     return cut
+
+
+def words_in(workspace: Any, words: TileWords) -> Array:
+    """Those that a launch has left in a workspace on the GPU."""
+    found = workspace[: words.nbytes].cpu().numpy().view(np.uint32)
+    return of_tiles(found.reshape(words.batch, words.heads, words.lines, words.words, 2), words)

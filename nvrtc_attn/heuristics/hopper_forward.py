@@ -11,7 +11,8 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
-from ..modifiers.cuda import computes_little, takes_registers
+from ..modifiers.cuda import adds_distance, computes_little, takes_registers
+from . import common
 from .common import MEASURED_SMS, ceil_div, features_of, is_vectorizable, packed_slots, tile_of
 from .hopper_common import (
     DTYPES_16BIT,
@@ -46,6 +47,8 @@ TILE_OVERHEAD_COLUMNS: Final = 128.0
 """What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
 2026-11, from lengths 512 to 16384."""
 
+LEAST_SCALE: Final = 2.0**-20
+"""Of scores whose products begin with a value over the scale, which would overflow (`begins_products`)."""
 FITS_KEYS: Final = True
 """Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`): 112 keys take 8 to 9 % less
 time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
@@ -65,6 +68,9 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     barriers += 8 * config.num_stages if config.features.mask else 0
     barriers += 16 * config.features.tile_words
     barriers += config.num_stages * bits_bytes(config.block_m, config.block_n) * config.tile_bits
+    if config.begins_products:  # cuda_src/nvrtc_attn/hopper/forward/begun_products.cuh
+        places = (config.num_stages + 1) * (config.block_m + config.block_n) // 8
+        barriers += 16 + 14 * 16 * (places + 1 | 1)
     barriers += 8 * config.num_threads * (config.features.max_logit and config.lazy_max)  # noted maxima
     announced = (32 if config.features.varlen else 16) * config.num_stages_q
     return 128 * rows + scores + announced + 16 * config.num_stages_q + 32 * config.num_stages + barriers
@@ -94,7 +100,19 @@ def large_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
         tile = tile_with_bits(problem, num_sms)
         if smem_bytes(config_of(problem, tile)) <= SMEM_LIMIT:
             return tile
-    return tile_without_bits(problem, num_sms)
+    return replace(tile_without_bits(problem, num_sms), begins_products=begins_products(problem))
+
+
+def begins_products(problem: AttentionProblem) -> bool:
+    """Whether accumulators begin with what a score_mod adds (``begins_products``), and scores are products else.
+
+    Beyond head dim 128 there is no shared memory for it.
+    """
+    program = problem.modifier
+    if not common.COMPUTES_BY_DISTANCE or program is None or program.mask is not None or not adds_distance(program):
+        return False
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    return not (score_operands(problem) or wide or problem.softcap or problem.softmax_scale < LEAST_SCALE)
 
 
 def tile_with_bits(problem: AttentionProblem, num_sms: int) -> Tile:
@@ -120,10 +138,11 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
     diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
-    mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or problem.modifier is not None
+    modified = problem.modifier is not None and not begins_products(problem)
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or modified
     if widest <= 64 and has_light_mask(problem) and _rows_of_narrow(problem, num_sms) == 192:
         return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages_q=2, lazy_max=True)
-    if problem.modifier is not None and takes_registers(problem.modifier):
+    if problem.modifier is not None and modified and takes_registers(problem.modifier):
         operands += 1  # what it reads waits in registers, too
     if widest <= 64:
         if direct:
@@ -139,13 +158,14 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
         rows = _rows_of_narrow(problem, num_sms)
         lengths = problem.varlen or problem.seqused_k
         wide = rows == 192 and _long_documents(problem)
-        columns = 112 if rows == 192 and (lengths or mapped) and not wide else 128
+        begins = begins_products(problem)  # with 128 columns 52 to 60 bytes of a thread would spill
+        columns = 112 if rows == 192 and (lengths or mapped or begins) and not wide else 128
         if not lengths:
             columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
         # A third slot for K and V brings the keys of the next query tile in time, 3 to 6 % up to 2048. With it and a
         # half tile ptxas serialises the products (C7511, 14 % slower), as it does with a half tile and mapped scores.
         columns = fitted_columns(problem, columns)
-        third = rows == 192 and columns == 128 and not lengths and not problem.band
+        third = rows == 192 and columns == (112 if begins else 128) and not lengths and not problem.band
         return Tile(
             block_m=rows,
             block_n=columns,
@@ -393,6 +413,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
         half_tile=tile.half_tile,
         lazy_max=tile.lazy_max,
         score_tiles=tile.score_tiles,
+        begins_products=tile.begins_products,
         num_stages_scores=tile.num_stages_scores,
         packed_heads=tile.packed_heads,
         min_blocks_per_sm=tile.min_blocks_per_sm,
@@ -762,7 +783,7 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles.append(tile_with_bits(problem, num_sms))
     lengths = problem.varlen or problem.seqused_k
     if score_operands(problem) == 0 and max(problem.head_dim, problem.head_dim_v) <= 64 and tile.block_n >= 112:
-        rows, columns = (128, 128) if tile.block_m == 192 else (192, 112 if lengths else 128)
+        rows, columns = (128, 128) if tile.block_m == 192 else (192, 112 if lengths or tile.begins_products else 128)
         tiles.append(replace(tile, block_m=rows, block_n=columns, half_tile=False))
     if problem.varlen and tile.block_m == 192 and tile.num_stages == 2:
         # The keys of the next query tile come in time, as of dense ones. Not with a half tile, as above.

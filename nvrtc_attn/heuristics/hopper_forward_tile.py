@@ -27,6 +27,8 @@ class Tile:
     lazy_max: bool = False
     score_tiles: bool = False
     num_stages_scores: int = 2
+    begins_products: bool = False
+    """`HopperForwardConfig.begins_products`: of a score_mod that adds what distances decide."""
     packed_heads: bool = False
     tile_bits: bool = False
     min_blocks_per_sm: int = 1

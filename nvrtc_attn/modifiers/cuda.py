@@ -79,7 +79,7 @@ def cuda_source(
         f"  static constexpr bool kTrains = {str(bool(gradients)).lower()};",
         "  // What a score gives to gradients is known without it, and is of elements that the head alone selects.",
         f"  static constexpr bool kTrainsPlainly = {str(plainly).lower()};",
-        "  // What gradients get is known of the sum of ds over scores of the same distance, as it is for dq and dk.",
+        "  // dS of equal distances is summed first, in the 16 bits that dq and dk have of it.",
         f"  static constexpr bool kTrainsByDistance = {str(distances_train).lower()};",
         "  // The score's derivative is 1, or the same for all scores of a head.",
         f"  static constexpr bool kUnitSlope = {str(is_one(slope)).lower()};",
@@ -185,6 +185,12 @@ def _mask_in_parts(mask: Node, of_one: Text, of_both: Text) -> list[str]:
     ]
 
 
+def _adds_value(score: Node) -> bool:
+    """Whether a score is the product's and one float that its distance decides, no more."""
+    values = diagonals([score], is_cheap)
+    return len(values) == 1 and values[0].kind == "float" and score.op == "add" and set(score.args) == {SCORE, *values}
+
+
 def _along_diagonals(
     program: Program,
     members: dict[Node, str],
@@ -213,6 +219,8 @@ def _along_diagonals(
         f"      return {{{', '.join(parts)}}};",
         "    }",
         "  };",
+        "  // A score is the product and x0, no more.",
+        f"  static constexpr bool kAddsDiagonal = {str(_adds_value(program.score)).lower()};",
         "  NVRTC_ATTN_DEVICE Diagonal diagonal(int q, int k, int q0 = 0, int k0 = 0) const {",
         *of_one.body([*values, *indices]),
         f"    return {{{', '.join(of_one.name(x) for x in (*values, *indices))}}};",
@@ -292,3 +300,9 @@ def takes_registers(program: Program) -> bool:
         return True
     own = [x for x in walk([program.score]) if not x.depends <= {"b", "h"}]
     return len(own) > _MAX_LIGHT or any(x.op not in ARITHMETIC for x in own)
+
+
+@functools.lru_cache(maxsize=1024)
+def adds_distance(program: Program) -> bool:
+    """Whether a score_mod adds what the distance of query and key decides, and does nothing else: ``kAddsDiagonal``."""
+    return program.score is not None and _adds_value(with_quick_quotients(program.score))

@@ -10,12 +10,13 @@ import modifiers
 import numpy as np
 import pytest
 from architectures import ONE_OF_EACH_CLASS
+from clean_compile import check_clean
 
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import choose_backward, choose_forward, narrower_forward
 from nvrtc_attn.heuristics.common import ceil_div, choose_captured
 from nvrtc_attn.jit.compile import compile_kernel
-from nvrtc_attn.jit.config import KernelConfig
+from nvrtc_attn.jit.config import HopperForwardConfig, KernelConfig
 from nvrtc_attn.modifiers.trace import trace
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -142,6 +143,35 @@ def test_the_hopper_forward_kernel_beside_other_operands(kind: str, name: str, h
             return
     assert name == "both"
     assert min(found) <= 16, found
+
+
+BEGUN: dict[str, dict[str, Any]] = {
+    "causal": {"window_right": 0},
+    "causal, half tiles": {"window_right": 0, "seqlen_q": 1024},
+    "window": {"window_left": 512, "window_right": 0},
+    "lengths": {"seqused_k": True, "window_right": 0},
+    "packed": {"varlen": True, "batch": 1},
+    "packed, causal": {"varlen": True, "batch": 1, "window_right": 0},
+    "sink": {"further": (("sink", dense_layout((16,), "float32")),), "window_right": 0},
+    "largest": {"return_max_logit": True},
+    "few keys": {"seqlen_k": 77},
+}
+
+
+def begun(kind: str, head_dim: int) -> list[KernelConfig]:
+    return [choose_forward(problem("t5", head_dim, "forward", **BEGUN[kind]), **TARGET).main.config]
+
+
+@pytest.mark.compiles(kernels=begun, in_table=False)
+@pytest.mark.slow(sample=["64-causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", BEGUN)
+def test_products_that_begin_with_what_distances_add(kind: str, head_dim: int) -> None:
+    """T5's buckets, of which loading warps compute most, and consumers with every other option."""
+    for config in begun(kind, head_dim):
+        assert isinstance(config, HopperForwardConfig)
+        assert config.begins_products
+        check_clean(config)
 
 
 def backward_beside(name: str, head_dim: int, kind: str) -> list[KernelConfig]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 from differences import number
 from diffusers_models import attention_processor, flux, results, torch, unet
 from own_attention import check_beside_float32, in_dtype
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nvrtc_attn.integrations import diffusers as integration
 
@@ -38,7 +40,10 @@ def test_values_and_gradients(name: str, dtype: Any, monkeypatch: pytest.MonkeyP
                 integration.AttnProcessor() if of == "ours" else attention_processor.AttnProcessor()
             )
         assert not calls, "the library's own attention is compared with itself"
-        found[of] = results(made, moved)
+        # What torch chooses for flux in bfloat16 has NaN gradients (torch 2.11, diffusers 0.42.1, H100), which bound
+        # nothing.
+        with contextlib.nullcontext() if of == "ours" else sdpa_kernel(SDPBackend.MATH):
+            found[of] = results(made, moved)
     assert len(calls) == (2 if name == "flux" else len(model.attn_processors))
     largest = check_beside_float32(found["ours"], found["same"], found["exact"], dtype)
     number("diffusers", largest, str(dtype).removeprefix("torch."))

@@ -358,6 +358,41 @@ def test_hopper_by_distance(name: str, head_dim: int, deterministic: bool) -> No
 
 
 @HOPPER_ONLY
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(1000, 1500), (1500, 70), (70, 3000)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_products_begin_with_what_distances_add(
+    head_dim: int, sizes: tuple[int, int], causal: bool, largest: bool
+) -> None:
+    """Query tiles with many key tiles, with one, and with a rest; values of any size, which must not overflow."""
+    m, n = sizes
+    heads = 3
+    q, k, v = (torch.randn(1, x, heads, head_dim, device=DEVICE, dtype=torch.bfloat16) for x in (m, n, n))
+    table = 3 * torch.randn(heads, m + n, device=DEVICE)
+    table[0, ::3] = torch.finfo(torch.float32).min
+    table[1, 1::7] = float("-inf")
+    table[2, ::5] *= 1000
+    forget_plans(kernels=True)
+    with backend("hopper"):
+        out, *of_rows = nvrtc_attn.attention(
+            q, k, v, causal=causal, score_mod=lambda s, b, h, i, j: s + table[h, i - j + n], return_max_logit=largest
+        )
+    assert any(getattr(config, "begins_products", False) for config, _ in plan._kernels)
+    i, j = torch.arange(m, device=DEVICE)[:, None], torch.arange(n, device=DEVICE)
+    scores = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()) * head_dim**-0.5 + table[:, i - j + n].double()
+    if causal:
+        scores = scores.masked_fill(j > i + n - m, float("-inf"))
+    exact = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1).nan_to_num(0.0), v.double())
+    # A row of finfo.min alone is an average in float32, where these swallow what products add.
+    plain = ((scores > -1e30) | (scores == float("-inf"))).any(-1).transpose(1, 2)[..., None]
+    close("out", torch.where(plain, out, 0.0), torch.where(plain, exact, 0.0).cpu().numpy(), 1.6e-2)
+    assert bool(torch.isfinite(out).all())
+    if largest:
+        close("max_logit", of_rows[0], scores.amax((2, 3)).cpu().numpy(), 1.6e-2)
+
+
+@HOPPER_ONLY
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["relative bias", "t5"])

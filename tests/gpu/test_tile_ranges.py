@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from harness import DEVICE, backend, forget_plans, torch, walkers
 from modifiers import ModifierCase
-from tile_words_twin import of_tiles
+from tile_words_twin import words_in
 
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.cpu import reference
 from nvrtc_attn.heuristics import tile_words as heuristic
-from nvrtc_attn.heuristics.tile_words import TileWords, words_of
+from nvrtc_attn.heuristics.tile_words import words_of
 from nvrtc_attn.modifiers import intervals
 from nvrtc_attn.modifiers.evaluate import HostModifier
 from nvrtc_attn.plans import plan
@@ -182,11 +182,6 @@ def test_words_are_those_of_numpy() -> None:
         shape = some.shape
         np.testing.assert_array_equal(bits[0][..., : shape[3]].reshape(shape) != 0, some, err_msg=case.name)
         np.testing.assert_array_equal(bits[1][..., : shape[3]].reshape(shape) != 0, every, err_msg=case.name)
-
-
-def words_in(workspace: Any, words: TileWords) -> Any:
-    found = workspace[: words.nbytes].cpu().numpy().view(np.uint32)
-    return of_tiles(found.reshape(words.batch, words.heads, words.lines, words.words, 2), words)
 
 
 def test_other_contents_and_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ import cases
 import numpy as np
 import pytest
 from harness import DEVICE, Run, backend, failures, families, forget_plans, oracle, torch, walkers
-from tile_words_twin import line_order, of_tiles, order_in, tile_bits, tile_words
+from tile_words_twin import line_order, order_in, tile_bits, tile_words, words_in
 
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.heuristics import tile_words as heuristic
-from nvrtc_attn.heuristics.tile_words import TileWords, line_order_of, words_of
+from nvrtc_attn.heuristics.tile_words import line_order_of, words_of
 
 M, N = 700, 1100
 """Eleven and nine tiles of 64 and 128, the last ones partly filled."""
@@ -79,11 +79,6 @@ def diagonal_blocks(rows: int = M, keys: int = N, documents: int = 4) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------- the words
-
-
-def words_in(workspace: Any, words: TileWords) -> Any:
-    found = workspace[: words.nbytes].cpu().numpy().view(np.uint32)
-    return of_tiles(found.reshape(words.batch, words.heads, words.lines, words.words, 2), words)
 
 
 @pytest.mark.parametrize("kind", ["padding", "left_padding", "blocks", "random", "full", "empty"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nvrtc_attn.base import log
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import choose_forward, hopper_forward
+from nvrtc_attn.modifiers.trace import trace
 
 
 def problem(
@@ -191,6 +193,37 @@ CAUSAL = {"window_right": 0}
 def test_tiles_that_were_measured(asked: AttentionProblem, rows: int, columns: int, half_tile: bool) -> None:
     tile = hopper_forward.choose_tile(asked, 132)
     assert (tile.block_m, tile.block_n, tile.half_tile) == (rows, columns, half_tile)
+
+
+ADDED = np.zeros((2, 64), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("score", "changes", "begins"),
+    [
+        (lambda s, b, h, q, k: s + ADDED[h, q - k + 32], {}, True),
+        (lambda s, b, h, q, k: ADDED[h, abs(q - k) // 4] + s, {"head_dim": 64, **CAUSAL}, True),
+        (lambda s, b, h, q, k: s + ADDED[h, q - k + 32], {"varlen": True, "batch": 1}, True),
+        # Cheap to compute for every score, no number that is added, or something beside it.
+        (lambda s, b, h, q, k: s + 0.5 * (q - k), {}, False),
+        (lambda s, b, h, q, k: s * ADDED[h, q - k + 32], {}, False),
+        (lambda s, b, h, q, k: np.tanh(s) + ADDED[h, q - k + 32], {}, False),
+        (lambda s, b, h, q, k: s + ADDED[h, q - k + 32] + ADDED[h, k], {}, False),
+        (lambda s, b, h, q, k: s + ADDED[h, q + k], {}, False),
+        (lambda s, b, h, q, k: s + ADDED[h, q - k + 32], {"head_dim": 192}, False),
+        (lambda s, b, h, q, k: s + ADDED[h, q - k + 32], {"dropout_p": 0.1}, False),
+        (lambda s, b, h, q, k: s + ADDED[h, q - k + 32], {"mask": dense_layout((4, 1, 1, 2048), "bool")}, False),
+        (lambda s, b, h, q, k: s + ADDED[h, q - k + 32], {"softmax_scale": -0.1}, False),
+        (lambda s, b, h, q, k: s + ADDED[h, q - k + 32], {"softmax_scale": 1e-30}, False),
+    ],
+)
+def test_products_begin_with_what_distances_add(score: Any, changes: dict[str, Any], begins: bool) -> None:
+    asked = problem(**changes, modifier=trace(score).program)
+    tile = hopper_forward.choose_tile(asked, 132)
+    assert tile.begins_products is begins
+    config = hopper_forward.config_of(asked, tile)
+    assert ("kAddsDiagonal = true" in config.features.modifier) >= begins
+    assert hopper_forward.smem_bytes(config) <= 232448
 
 
 @pytest.mark.parametrize("changes", [{}, CAUSAL, {"window_left": 500, "window_right": 0}])

@@ -29,7 +29,7 @@ struct ModifierOf {
 };
 
 template <class Traits>
-struct ModifierOf<Traits, cute::void_t<typename Traits::Modifier>> : Traits::Modifier {
+struct ModifierOf<Traits, cute::void_t<decltype(Traits::Modifier::kScores)>> : Traits::Modifier {
   static constexpr bool kAny = true;
   template <class Params>
   NVRTC_ATTN_DEVICE ModifierOf(Params const& params, int b, int h)
@@ -486,6 +486,14 @@ struct DiagonalsOfSquare<Modifier, true> {
   NVRTC_ATTN_DEVICE typename Modifier::Diagonal const& at(int m, int e) const { return x[m - (e >> 1) + 1][e & 1]; }
 };
 
+// Column c of two of a thread's row g is of diagonal u = 2 t + c - g of its eight columns, or u + 8 of the eight before. What comes
+// to lane (g, t), one of four that stand for diagonal g, of column c: `own` values are of these eight columns. By whole warps.
+NVRTC_ATTN_DEVICE float turned_to_diagonals(float before, float own, int lane, int c) {
+  int const t = lane & 3;
+  int const u = 2 * t + c - (lane >> 2);
+  return value_of_lane(u < 0 ? before : own, 4 * (u & 7) + t);
+}
+
 // Sums of 16 x 16 scores along their diagonals: first of a thread's own, then of the warp, by lanes as above.
 template <class Modifier, bool kSums = (0 < kSummedAlong<Modifier>)>
 struct DiagonalSums {};
@@ -521,8 +529,7 @@ struct DiagonalSums<Modifier, true> {
         for (int c = 0; c < 2; ++c) {
           float const before = x < 3 ? sums[x][c][p] : 0.0f;
           float const own = x > 0 ? sums[x - 1][c][p] : 0.0f;
-          int const u = 2 * t + c - (lane >> 2);
-          v[x] += value_of_lane(u < 0 ? before : own, 4 * (u & 7) + t);
+          v[x] += turned_to_diagonals(before, own, lane, c);
         }
       }
       float keep[2];

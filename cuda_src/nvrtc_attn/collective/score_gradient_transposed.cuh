@@ -279,7 +279,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
         }
         if constexpr (kDbiasWords) store_dbias(tile_dbias, i0 + 8 * m + g, j0 + 16 * n + 2 * t);
       }
-      if constexpr (kGives && kQueryGradientsOf<Modifier> > 0) {
+      if constexpr (kQueryGradientsOf<Modifier> > 0) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           of_queries[c].sum_over_lanes(4, 16);
@@ -288,7 +288,7 @@ struct TransposedScoreGradient : ModifierOf<Traits> {
         }
       }
     }
-    if constexpr (kGives && kKeyGradientsOf<Modifier> > 0) {
+    if constexpr (kKeyGradientsOf<Modifier> > 0) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll

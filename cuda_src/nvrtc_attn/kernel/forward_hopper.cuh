@@ -11,12 +11,14 @@
 // Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): kNumStagesQ x sQ[kBlockM][kHeadDim], kNumStages x
 // sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesScores x bias and mask (hopper/forward/score_tile.cuh),
 // kNumStagesQ x which tile it is, kTileWords: which key tile each slot of K holds, kTileBits: what a mask keeps of it,
+// kBeginsProducts: what products begin with (hopper/forward/begun_products.cuh),
 // kMaxLogit and kLazyMax: two floats of each thread, then the mbarriers. The output goes from registers to global memory.
 //
 // Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the
 // copies, `empty` one arrival per consumer warp. full_q also announces the tile: the loading warp follows the schedule,
 // the consumers read it. With a mask that is the same for all queries a second warp of the loading group zeroes the
-// rows of V that it hides, and the consumers wait for clean_v instead of full_v.
+// rows of V that it hides, and the consumers wait for clean_v instead of full_v. kBeginsProducts: the three other warps of the
+// loading group write beside each K what its products begin with.
 // Named barriers are the groups' turns, and one is all consumers. By name: hopper/forward/shape.cuh.
 #pragma once
 #include "../collective/epilogue.cuh"
@@ -35,14 +37,16 @@ namespace nvrtc_attn {
 
 // s = Q K^T once more, for one warp and without the warp-group: the rare tile whose maxima must be known after all. q and k are
 // shared addresses of the warp's first query row and of the key tile.
-template <class Shape, int kHeadDim>
-NVRTC_ATTN_DEVICE void recompute_scores(AccTile (&s)[1][Shape::kTilesN], unsigned q, unsigned k, int lane) {
+template <class Shape, int kHeadDim, class Begin>
+NVRTC_ATTN_DEVICE void recompute_scores(AccTile (&s)[1][Shape::kTilesN], unsigned q, unsigned k, int lane,
+                                        Begin&& begin) {
   using Element = typename Shape::Element;
 #pragma unroll
   for (int n = 0; n < Shape::kTilesN; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) s[0][n][e] = 0.0f;
   }
+  begin(s);
   int const swizzle = lane & 7;  // of the rows that this lane addresses
   unsigned const q_row = q + (lane & 15) * kSlabRowBytes;
   unsigned const k_row = k + ((lane & 7) + (lane >> 4) * 8) * kSlabRowBytes;
@@ -180,10 +184,16 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
       barriers.full_v(v_slot.stage).wait(v_slot.parity);
     }
   };
+  // kBeginsProducts: what the product with the K of a slot is added to.
+  auto begin_scores = [&](auto& s, int stage) {
+    if constexpr (Traits::kBeginsProducts) {
+      Shape::Begun::load(s, smem + Shape::kOffsetDiagonals, stage, 16 * int((thread_again() - 128) >> 5));
+    }
+  };
   auto start_scores = [&](auto& s) {  // of as many keys as s has columns
     pin_registers(s);
     begin_products();
-    start_product_abt<Element, Shape::kBlockM, kBlockN, Traits::kHeadDim>(
+    start_product_abt<Element, Shape::kBlockM, kBlockN, Traits::kHeadDim, Traits::kBeginsProducts>(
         s, q_operand + q_slot.stage * (Shape::kBytesQ >> 4), k_operand + k_slot.stage * (Shape::kBytesK >> 4));
     commit_products();
   };
@@ -349,6 +359,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         KeepWords<Shape::kStepsN> keep;
         auto first_tile = [&](auto& s) {
           typename ScoreTile<Traits>::template Operands<sizeof(s) / sizeof(AccTile)> operands;
+          begin_scores(s, k_slot.stage);
           if (Traits::kTileBits && begun) wait_turn();
           start_scores(s);
           if (Traits::kTileBits && begun) pass_turn();
@@ -401,6 +412,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
         look_ahead<Shape>(smem, k_slot.stage, n, first, whole, group);
 #pragma unroll 1
         for (--n; Traits::kTileBits ? n >= first && !hidden() : n >= first; --n) {
+          begin_scores(s, k_slot.stage);
           wait_turn();
           start_scores(s);
           await_v();
@@ -460,7 +472,8 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
               int const row_of_warp =
                   ScoreTile<Traits>::kPlaceAgain ? 64 * group + (thread_again() >> 5 & 3) * 16 : warp_row0;
               unsigned const q_tile = smem + q_slot.stage * Shape::kBytesQ + row_of_warp * kSlabRowBytes;
-              recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, thread_lane);
+              recompute_scores<Shape, Traits::kHeadDim>(s, q_tile, sK + k_stage * Shape::kBytesK, thread_lane,
+                                                        [&](auto& s) { begin_scores(s, k_stage); });
               if constexpr (!Traits::kTileBits) release(barriers.empty_k(k_stage));
               scores.load(operands, n0, with_bits<Shape>(smem, k_stage, whole));
               if constexpr (Traits::kTileBits) {
@@ -546,12 +559,15 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
     give_registers<Shape::kRegistersProducer>();
     if (threadIdx.x < 32) {
       ForwardLoader<Traits>(params, barriers, smem).run();
+    } else if constexpr (Traits::kBeginsProducts) {
+      DiagonalWarps<Traits, Shape>{params, barriers, smem}.run();
     } else if constexpr (Traits::kMask) {
       if (threadIdx.x < 64 && params.mask_stride_m == 0) zero_hidden_values<Traits>(params, barriers, smem);
     }
   } else {
     take_registers<Shape::kRegistersConsumer>();
-    consume_tiles<Traits>(params, barriers, smem_pointer, smem, warp_group - 1);
+    using Consumer = cute::conditional_t<Traits::kBeginsProducts, ProductsBegun<Traits>, Traits>;
+    consume_tiles<Consumer>(params, barriers, smem_pointer, smem, warp_group - 1);
   }
 }
 

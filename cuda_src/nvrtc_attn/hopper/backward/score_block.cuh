@@ -147,7 +147,7 @@ struct ScoreBlock {
         } else {
           ds = s[0][m][e] * (dp[0][m][e] - delta[e & 1]);
         }
-        if constexpr (Modifier::kTrainsPlainly && !Modifier::kTrainsByDistance) {
+        if constexpr (Modifier::kTrainsPlainly) {
           int const i0 = m0 + 2 * t;
           ds = masked_gradient(ds, !kMasked || s[0][m][e] != 0.0f);
           modifier.add_plainly(captured, ds, i0 + 8 * m + (e & 1), j + 8 * (e >> 1), i0, j);

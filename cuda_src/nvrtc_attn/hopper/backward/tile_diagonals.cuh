@@ -81,8 +81,7 @@ struct TileDiagonals {
   NVRTC_ATTN_DEVICE void each(int lane, Give&& give) const {
     int const g = lane >> 2;
     int const t = lane & 3;
-    // Row g begins at diagonal -g: value e is of diagonal u = 2 t + e - g of its column, or u + 8 of the column before. Turned to
-    // the lanes (g, .) that stand for diagonal g: [0] of the column before the first, [1] of the first, [2] of the second.
+    // [0] of the column before the first, [1] of the first, [2] of the second.
     float v[3];
 #pragma unroll
     for (int x = 0; x < 3; ++x) {
@@ -91,8 +90,7 @@ struct TileDiagonals {
       for (int e = 0; e < 2; ++e) {
         float const before = x < 2 ? sums[x][e] : 0.0f;
         float const own = x > 0 ? sums[x - 1][e] : 0.0f;
-        int const u = 2 * t + e - g;
-        v[x] += value_of_lane(u < 0 ? before : own, 4 * (u & 7) + t);
+        v[x] += turned_to_diagonals(before, own, lane, e);
       }
     }
     // Over the quad: lane 0 keeps the first, lane 2 the last, lanes 1 and 3 the one between.

@@ -93,9 +93,9 @@ NVRTC_ATTN_DEVICE void wgmma_rs(AccTile (&c)[1][kTiles], Fragment const& a, uint
 
 // Products: start_product_.. overwrites c, start_adding_.. adds to it.
 
-// c = A B^T: A is 64 rows of slabs of kRowsA rows, B kTiles * 8 rows of slabs of kRowsB rows, both kColumns wide.
+// c = A B^T, kAdds: c += A B^T: A is 64 rows of slabs of kRowsA rows, B kTiles * 8 rows of slabs of kRowsB rows, both kColumns wide.
 // Starts the products; c must not be touched before wait_products.
-template <class Element, int kRowsA, int kRowsB, int kColumns, int kTiles>
+template <class Element, int kRowsA, int kRowsB, int kColumns, bool kAdds = false, int kTiles>
 NVRTC_ATTN_DEVICE void start_product_abt(AccTile (&c)[1][kTiles], uint64_t a, uint64_t b) {
   using Atom = typename WgmmaAtoms<Element, 8 * kTiles, MatrixMajor::K>::SS;
   constexpr int kStepsPerSlab = kSlabColumns / 16;
@@ -104,7 +104,7 @@ NVRTC_ATTN_DEVICE void start_product_abt(AccTile (&c)[1][kTiles], uint64_t a, ui
     int const slab = step / kStepsPerSlab;
     int const offset = step % kStepsPerSlab * (32 >> 4);
     wgmma_ss<Atom>(c, a + slab * (kRowsA * kSlabRowBytes >> 4) + offset,
-                   b + slab * (kRowsB * kSlabRowBytes >> 4) + offset, step != 0,
+                   b + slab * (kRowsB * kSlabRowBytes >> 4) + offset, kAdds || step != 0,
                    typename IndexRange<4 * kTiles>::Type{});
   }
 }

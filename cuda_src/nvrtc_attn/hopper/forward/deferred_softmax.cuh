@@ -223,7 +223,8 @@ struct ScoreTile : ModifierOf<Traits> {
   Dropout const& dropout;
   int row0;  // first row of the warp-group
   static constexpr bool kPlaceAgain =
-      (Traits::kVarlen || (Traits::kMaxLogit && !Traits::kBand)) && Traits::kBlockM == 192;
+      (Traits::kVarlen || (Traits::kMaxLogit && !Traits::kBand) || (Traits::kBeginsProducts && Traits::kBand)) &&
+      Traits::kBlockM == 192;
   using Row = cute::conditional_t<kPlaceAgain, RowAgain, int>;
   using Lane = cute::conditional_t<kPlaceAgain, LaneAgain, int>;
   Row i;  // this thread's first row; the other is i + 8

@@ -4,6 +4,7 @@
 #include "../common/barrier.cuh"
 #include "../../collective/tile_bits.cuh"
 #include "../common/wgmma.cuh"
+#include "begun_products.cuh"
 #include "score_tile.cuh"
 
 namespace nvrtc_attn {
@@ -47,8 +48,12 @@ struct HopperShape {
   static constexpr int kOffsetBits = kOffsetKeyTiles + (Traits::kTileWords ? 16 : 0);
   // What is known of a key tile before its scores: whether it is whole, and kTileBits where this thread's bits are.
   using KnownTile = cute::conditional_t<kTileBits, TileWithBits, bool>;
+  // kBeginsProducts: what products begin with, and how many warps of the loading group compute it.
+  using Begun = BegunProducts<kBlockM, kBlockN, kStages>;
+  static constexpr int kDiagonalWarps = Traits::kBeginsProducts ? 3 : 0;
+  static constexpr int kOffsetDiagonals = kOffsetBits + kStages * kBytesBits;
   // kMaxLogit and kLazyMax: the largest scores of two rows of every thread.
-  static constexpr int kOffsetNoted = kOffsetBits + kStages * kBytesBits;
+  static constexpr int kOffsetNoted = kOffsetDiagonals + (Traits::kBeginsProducts ? Begun::kBytes : 0);
   static constexpr int kBytesNoted = Traits::kMaxLogit && Traits::kLazyMax ? 8 * Traits::kNumThreads : 0;
   static constexpr int kOffsetBarriers = kOffsetNoted + kBytesNoted;
 
@@ -72,7 +77,7 @@ struct HopperShape {
   static constexpr int kTurnThreads = 256;  // the group that waits and the one that lets it start
 
   // 65536 registers, shared by kBlocks thread blocks: what the consumers need, the rest to the loading group.
-  static constexpr bool kSmallTile = Traits::kHasBias || Traits::kMask;
+  static constexpr bool kSmallTile = Traits::kHasBias || Traits::kMask || Traits::kBeginsProducts;
   static constexpr int kBlocks = Traits::kMinBlocksPerSm;
   static constexpr int kRegistersConsumer = kBlocks == 3   ? 136
                                             : kBlocks == 2 ? (kTileWords ? 200 : 232)
@@ -104,6 +109,9 @@ struct HopperShape {
   static_assert(!Traits::kPackedHeads || !(Traits::kVarlen || Traits::kHasBias || Traits::kMask || Traits::kDropout ||
                                            Traits::kHasSink || Traits::kHalfTile),
                 "rows of several heads have nothing but scores");
+  static_assert(!Traits::kBeginsProducts || !(kTileWords || Traits::kPackedHeads || Traits::kHasBias || Traits::kMask ||
+                                              Traits::kSoftcap || kBlocks > 1),
+                "who computes diagonals goes through all key tiles, and scores are products else");
   static_assert(kStages >= 2, "a consumer waits for the next K before it gives back a V");
   static_assert(kBlockN % 16 == 0 && Traits::kHeadDim % 16 == 0 && Traits::kHeadDimV % 16 == 0,
                 "matrix product shapes");
@@ -125,14 +133,14 @@ struct ForwardBarriers {
 
   NVRTC_ATTN_DEVICE void init() const {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
-      full_k(stage).init(1);
+      full_k(stage).init(1 + Shape::kDiagonalWarps);
       full_v(stage).init(1);
       empty_k(stage).init(4 * Shape::kGroups);
       empty_v(stage).init(4 * Shape::kGroups);
     }
     for (int stage = 0; stage < Shape::kStagesQ; ++stage) {
       full_q(stage).init(1);
-      empty_q(stage).init(4 * Shape::kGroups);
+      empty_q(stage).init(4 * Shape::kGroups + Shape::kDiagonalWarps);
     }
     for (int stage = 0; stage < Shape::kStagesScores; ++stage) {
       full_scores(stage).init(1);
