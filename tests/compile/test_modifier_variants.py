@@ -163,7 +163,7 @@ def begun(kind: str, head_dim: int) -> list[KernelConfig]:
 
 
 @pytest.mark.compiles(kernels=begun, in_table=False)
-@pytest.mark.slow(sample=["64-causal"])
+@pytest.mark.slow(sample=["causal-64"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", BEGUN)
 def test_products_that_begin_with_what_distances_add(kind: str, head_dim: int) -> None:
