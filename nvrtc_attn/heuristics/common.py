@@ -65,6 +65,11 @@ def features_of(problem: AttentionProblem, *, behind: bool = False) -> Features:
     )
 
 
+def computes_by_distance() -> bool:
+    """`COMPUTES_BY_DISTANCE`, as it is when it is asked."""
+    return COMPUTES_BY_DISTANCE
+
+
 def _modifier_text(problem: AttentionProblem) -> str:
     if problem.modifier is None:
         return ""

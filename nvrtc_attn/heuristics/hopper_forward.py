@@ -12,8 +12,7 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
 from ..modifiers.cuda import adds_distance, computes_little, takes_registers
-from . import common
-from .common import MEASURED_SMS, ceil_div, features_of, is_vectorizable, packed_slots, tile_of
+from .common import MEASURED_SMS, ceil_div, computes_by_distance, features_of, is_vectorizable, packed_slots, tile_of
 from .hopper_common import (
     DTYPES_16BIT,
     MIN_QUERY_ROWS,
@@ -109,7 +108,7 @@ def begins_products(problem: AttentionProblem) -> bool:
     Beyond head dim 128 there is no shared memory for it.
     """
     program = problem.modifier
-    if not common.COMPUTES_BY_DISTANCE or program is None or program.mask is not None or not adds_distance(program):
+    if not computes_by_distance() or program is None or program.mask is not None or not adds_distance(program):
         return False
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     return not (score_operands(problem) or wide or problem.softcap or problem.softmax_scale < LEAST_SCALE)

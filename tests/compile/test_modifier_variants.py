@@ -163,11 +163,14 @@ def begun(kind: str, head_dim: int) -> list[KernelConfig]:
 
 
 @pytest.mark.compiles(kernels=begun, in_table=False)
-@pytest.mark.slow(sample=["causal-64"])
+@pytest.mark.slow(sample=["causal-128"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", BEGUN)
 def test_products_that_begin_with_what_distances_add(kind: str, head_dim: int) -> None:
-    """T5's buckets, of which loading warps compute most, and consumers with every other option."""
+    """T5's buckets, of which loading warps compute most, and consumers with every other option.
+
+    NVRTC 13.5 spills 8 bytes where a thread of three consumers has 160 registers (head dim 64), 13.0 none.
+    """
     for config in begun(kind, head_dim):
         assert isinstance(config, HopperForwardConfig)
         assert config.begins_products
