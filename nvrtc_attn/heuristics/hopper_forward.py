@@ -47,7 +47,9 @@ TILE_OVERHEAD_COLUMNS: Final = 128.0
 2026-11, from lengths 512 to 16384."""
 
 LEAST_SCALE: Final = 2.0**-20
-"""Of scores whose products begin with a value over the scale, which would overflow (`begins_products`)."""
+"""Of softmax_scale where products begin with a value that is divided by it (`begins_products`): a smaller one may make
+that larger than float32 holds."""
+
 FITS_KEYS: Final = True
 """Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`): 112 keys take 8 to 9 % less
 time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
@@ -103,9 +105,9 @@ def large_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
 
 
 def begins_products(problem: AttentionProblem) -> bool:
-    """Whether accumulators begin with what a score_mod adds (``begins_products``), and scores are products else.
+    """Whether the accumulators of Q K^T begin with what a score_mod adds: that does nothing else to scores.
 
-    Beyond head dim 128 there is no shared memory for it.
+    Beyond head dim 128 there is no shared memory for the values.
     """
     program = problem.modifier
     if not computes_by_distance() or program is None or program.mask is not None or not adds_distance(program):
@@ -137,11 +139,11 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
     lazy = operands < 2
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
     diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
-    modified = problem.modifier is not None and not begins_products(problem)
-    mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or modified
+    begins = begins_products(problem)
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or (problem.modifier is not None and not begins)
     if widest <= 64 and has_light_mask(problem) and _rows_of_narrow(problem, num_sms) == 192:
         return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages_q=2, lazy_max=True)
-    if problem.modifier is not None and modified and takes_registers(problem.modifier):
+    if problem.modifier is not None and not begins and takes_registers(problem.modifier):
         operands += 1  # what it reads waits in registers, too
     if widest <= 64:
         if direct:
@@ -157,7 +159,7 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
         rows = _rows_of_narrow(problem, num_sms)
         lengths = problem.varlen or problem.seqused_k
         wide = rows == 192 and _long_documents(problem)
-        begins = begins_products(problem)  # with 128 columns 52 to 60 bytes of a thread would spill
+        # Products that begin with a value would spill 52 to 60 bytes of a thread with 128 columns.
         columns = 112 if rows == 192 and (lengths or mapped or begins) and not wide else 128
         if not lengths:
             columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))

@@ -58,7 +58,8 @@ def test_the_first_that_spills_least(spilled: tuple[int, ...], taken: int, count
 def test_light_modifiers_keep_the_widest_tile(bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three warp-groups of 64 rows have 160 registers a thread: beside 112 scores they read no element.
 
-    Beside 96 a mask is asked that reads none of a query or key, or any one by a launch before.
+    Tables of distances and T5's buckets are read by other warps. Beside 96 a mask is asked that reads none of a query
+    or key, or any one by a launch before.
     """
     monkeypatch.setattr(tile_words, "KEEPS_BITS", bits)
     monkeypatch.setattr(tile_words, "MIN_FLOPS", 0)
