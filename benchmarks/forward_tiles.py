@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from measure import in_turn, save
+from measure import graph_of, in_turn, save
 from model_cases import spread
 from portable_limits import compile_all
 
@@ -236,23 +236,11 @@ class Runs:
             plan = ForwardPlan(spec, problem, 0, torch.cuda.current_stream().cuda_stream)
             workspace = torch.empty(max(plan.workspace_bytes, 1), device="cuda", dtype=torch.uint8)
             self.workspaces.append(workspace)
-            self.functions[name] = self._graph_of(
+            self.functions[name] = graph_of(
                 lambda plan=plan, workspace=workspace: plan.run(
                     torch.cuda.current_stream().cuda_stream, addresses, workspace.data_ptr(), RngState(17, 40)
                 )
-            )
-
-    @staticmethod
-    def _graph_of(function: Callable[[], None]) -> Callable[[], None]:
-        import torch
-
-        function()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
-        replay: Callable[[], None] = graph.replay
-        return replay
+            ).replay
 
     def results(self, name: str) -> tuple[Any, Any]:
         import torch

@@ -11,14 +11,14 @@ dim 64 another number of slots for K and V than the tile table.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import in_turn, print_table, save
+from measure import graph_of, in_turn, print_table, save
 
 import nvrtc_attn
 from nvrtc_attn import api
@@ -86,13 +86,6 @@ class Problem:
         return (10 if backward else 4) * HEADS * self.head_dim * pairs
 
 
-def graph_of(function: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
@@ -130,7 +123,7 @@ def main() -> None:
     rows = []
     for (mix, head_dim, causal), (packed, dense) in zip(cases, problems, strict=True):
         for name in ("forward", "backward"):
-            functions = {"packed": graph_of(getattr(packed, name)), "dense": graph_of(getattr(dense, name))}
+            functions = {key: graph_of(getattr(x, name)).replay for key, x in (("packed", packed), ("dense", dense))}
             times = in_turn(functions, rep_ms=arguments.rep)
             rates = {
                 key: one.flops(name == "backward") / times[key]["ms"] / 1e9

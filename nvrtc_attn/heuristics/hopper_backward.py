@@ -20,6 +20,8 @@ from .hopper_backward_wide import WIDE_L2_BYTES, is_wide, reasons_against_wide, 
 from .hopper_common import (
     DTYPES_16BIT,
     TileList,
+    begins_products,
+    diagonal_bytes,
     product_width,
     reasons_against_size,
     reasons_against_target,
@@ -110,6 +112,8 @@ class Tile:
     """`HopperBackwardConfig.descending`: of causal scores alone."""
     tile_bits: bool = False
     """`KernelConfig.tile_bits`: of a mask_mod, where P is known before dP."""
+    begins_products: bool = False
+    """`HopperBackwardConfig.begins_products`: of a score_mod that adds what distances decide."""
 
 
 def smem_bytes(config: HopperBackwardConfig) -> int:
@@ -118,7 +122,7 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
     rows = config.block_n * (slabs + slabs_v) + 2 * groups * config.block_m
     rows += config.block_m * config.num_stages * (slabs + slabs_v)
     helpers = 0
-    if config.keep_words or config.ordered:
+    if config.keep_words or config.ordered or config.begins_products:
         helpers = 16 + 8 * (4 + 2 * config.num_stages) + 16 * config.keep_words * config.num_stages * config.block_n
     if config.bias_tiles and config.dbias == "store" and config.features.band:
         rows += config.block_m  # zeros
@@ -132,6 +136,8 @@ def smem_bytes(config: HopperBackwardConfig) -> int:
         helpers += config.num_stages * bits_bytes(config.block_n, config.block_m)
     if config.features.modifier:  # of each of the consumers' warps
         helpers += 16 * (config.block_n // 16) * sums_held(config.features.modifier)
+    if config.begins_products:
+        helpers += diagonal_bytes(config.block_n, config.block_m, config.num_stages)
     barriers = 4 + (6 if config.bias_tiles else 4) * config.num_stages
     return 128 * rows + config.num_stages * 8 * config.block_m + 16 + 8 * barriers + helpers
 
@@ -165,8 +171,11 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
         plain = modifies_plainly(problem) and not takes_registers(problem.modifier)
         # What a mask_mod keeps takes two registers of 128 queries: 64 spare what asking takes.
         plain = plain or (bits and problem.modifier.score is None)
+    begins = begins_in_products(problem)
+    # Sums along diagonals take the registers of half of the queries: 128 gain nothing then, and spill 100 bytes.
+    plain = plain or (begins and not problem.trained)
     block_m = most_queries(problem) if plain and not problem.softcap else 64
-    tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms), tile_bits=bits)
+    tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms), tile_bits=bits, begins_products=begins)
     if not is_plain(problem):
         parts = choose_parts(problem, block_m, num_sms)
         return replace(tile, parts=parts, splits=1) if parts > 1 else tile
@@ -341,6 +350,16 @@ def modifies_plainly(problem: AttentionProblem) -> bool:
     return has_head_slope(program) and trains_plainly(program, problem.trained)
 
 
+def begins_in_products(problem: AttentionProblem) -> bool:
+    """`begins_products` of the backward pass, where gradients of captured arrays leave scores what they are.
+
+    Up to head dim 64: 4 x 4096, 16 heads, 0.80 to 0.82 of the speed without a function where 0.71 and 0.76 were. At 128
+    0.91, 0.92 before: there is time for what each warp finds itself (H100, 2026-11-27; docs/experiments.md).
+    """
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 64
+    return narrow and begins_products(problem) and modifies_plainly(problem)
+
+
 def bias_as_tiles(problem: AttentionProblem) -> bool:
     """Whether the copy engine moves the bias and, where it is wanted and has its shape, the gradient of it.
 
@@ -486,6 +505,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         keys_in_registers=tile.keys_in_registers and tile.block_m == 64,
         values_in_registers=tile.values_in_registers and tile.block_m != 80,
         descending=tile.descending,
+        begins_products=tile.begins_products,
     )
     if tile.wide:
         return wide_config(problem, config)

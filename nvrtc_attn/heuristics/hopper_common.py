@@ -8,15 +8,17 @@ from typing import Final
 from ..base.architectures import ARCHITECTURES
 from ..front.operands import unread_by
 from ..front.problem import AttentionProblem
-from .common import ceil_div, packed_slots
+from ..modifiers.cuda import adds_distance
+from .common import ceil_div, computes_by_distance, packed_slots
 
 SMEM_LIMIT: Final = ARCHITECTURES["sm_90a"].smem_per_block_optin
 """Bytes of shared memory that a block may use on the only GPUs that the family runs on."""
 DTYPES_16BIT: Final = ("float16", "bfloat16")
 MIN_QUERY_ROWS: Final = 64
 """Fewer rows leave most of a tile empty: the portable family's small tiles and key splits serve them."""
-
-
+LEAST_SCALE: Final = 2.0**-20
+"""Of softmax_scale where products begin with a value that is divided by it (`begins_products`): a smaller one may make
+that larger than float32 holds."""
 LIST_CHUNKS: Final = 128
 """Chunks of packed sequences, at most: ``kListChunks`` in ``cuda_src/nvrtc_attn/hopper/common/tile_list.cuh``."""
 
@@ -29,6 +31,24 @@ def product_width(head_dim: int) -> int:
 def score_operands(problem: AttentionProblem) -> int:
     """How many of bias, mask and dropout a score needs."""
     return (problem.bias is not None) + (problem.mask is not None) + (problem.dropout_p > 0)
+
+
+def begins_products(problem: AttentionProblem) -> bool:
+    """Whether the accumulators of Q K^T begin with what a score_mod adds: that does nothing else to scores.
+
+    Beyond head dim 128 there is no shared memory for the values.
+    """
+    program = problem.modifier
+    if not computes_by_distance() or program is None or program.mask is not None or not adds_distance(program):
+        return False
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    return not (score_operands(problem) or wide or problem.softcap or problem.softmax_scale < LEAST_SCALE)
+
+
+def diagonal_bytes(rows: int, columns: int, slots: int) -> int:
+    """Shared memory of what products begin with: ``cuda_src/nvrtc_attn/hopper/common/begun_products.cuh``."""
+    places = (slots + 1) * (rows + columns) // 8
+    return 14 * 8 * (places | 1) + 16
 
 
 def reasons_against_target(problem: AttentionProblem, arch: str, family: str) -> list[str]:

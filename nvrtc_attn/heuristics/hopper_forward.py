@@ -11,13 +11,15 @@ import numpy.typing as npt
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..jit.config import Features, HopperForwardConfig
-from ..modifiers.cuda import adds_distance, computes_little, takes_registers
-from .common import MEASURED_SMS, ceil_div, computes_by_distance, features_of, is_vectorizable, packed_slots, tile_of
+from ..modifiers.cuda import computes_little, takes_registers
+from .common import MEASURED_SMS, ceil_div, features_of, is_vectorizable, packed_slots, tile_of
 from .hopper_common import (
     DTYPES_16BIT,
     MIN_QUERY_ROWS,
     SMEM_LIMIT,
     TileList,
+    begins_products,
+    diagonal_bytes,
     product_width,
     reasons_against_size,
     reasons_against_target,
@@ -46,10 +48,6 @@ TILE_OVERHEAD_COLUMNS: Final = 128.0
 """What a query tile costs beside its key tiles (first product and last one alone, output), in columns of keys: H200,
 2026-11, from lengths 512 to 16384."""
 
-LEAST_SCALE: Final = 2.0**-20
-"""Of softmax_scale where products begin with a value that is divided by it (`begins_products`): a smaller one may make
-that larger than float32 holds."""
-
 FITS_KEYS: Final = True
 """Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`): 112 keys take 8 to 9 % less
 time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
@@ -69,9 +67,8 @@ def smem_bytes(config: HopperForwardConfig) -> int:
     barriers += 8 * config.num_stages if config.features.mask else 0
     barriers += 16 * config.features.tile_words
     barriers += config.num_stages * bits_bytes(config.block_m, config.block_n) * config.tile_bits
-    if config.begins_products:  # cuda_src/nvrtc_attn/hopper/forward/begun_products.cuh
-        places = (config.num_stages + 1) * (config.block_m + config.block_n) // 8
-        barriers += 16 + 14 * 16 * (places + 1 | 1)
+    if config.begins_products:
+        barriers += diagonal_bytes(config.block_m, config.block_n, config.num_stages)
     barriers += 8 * config.num_threads * (config.features.max_logit and config.lazy_max)  # noted maxima
     announced = (32 if config.features.varlen else 16) * config.num_stages_q
     return 128 * rows + scores + announced + 16 * config.num_stages_q + 32 * config.num_stages + barriers
@@ -102,18 +99,6 @@ def large_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
         if smem_bytes(config_of(problem, tile)) <= SMEM_LIMIT:
             return tile
     return replace(tile_without_bits(problem, num_sms), begins_products=begins_products(problem))
-
-
-def begins_products(problem: AttentionProblem) -> bool:
-    """Whether the accumulators of Q K^T begin with what a score_mod adds: that does nothing else to scores.
-
-    Beyond head dim 128 there is no shared memory for the values.
-    """
-    program = problem.modifier
-    if not computes_by_distance() or program is None or program.mask is not None or not adds_distance(program):
-        return False
-    wide = max(problem.head_dim, problem.head_dim_v) > 128
-    return not (score_operands(problem) or wide or problem.softcap or problem.softmax_scale < LEAST_SCALE)
 
 
 def tile_with_bits(problem: AttentionProblem, num_sms: int) -> Tile:

@@ -195,6 +195,8 @@ class HopperBackwardConfig(KernelConfig):
     """V of a key tile stays in registers, instead of being read from shared memory at every query tile."""
     descending: bool = False
     """The query tiles of a key tile come from the last one down."""
+    begins_products: bool = False
+    """Products begin with what a score_mod adds, which warps of the loading group compute for each diagonal."""
     num_stages_dout: int = 2
     """Slots of dout; ``num_stages`` are those of q."""
     cluster: int = field(default=1, metadata=GIVEN)

@@ -393,6 +393,40 @@ def test_products_begin_with_what_distances_add(
 
 
 @HOPPER_ONLY
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("m", "n", "causal"), [(500, 700, True), (333, 450, False), (700, 100, False)])
+def test_gradients_of_products_that_begin_with_what_distances_add(m: int, n: int, causal: bool, trained: bool) -> None:
+    """Query tiles that go on from the one before, another head's first one, one key tile; values of any size."""
+    heads = 4
+    shapes = (m, heads), (n, 2), (n, 2)
+    q, k, v = (torch.randn(2, x, h, 64, device=DEVICE, dtype=torch.float16, requires_grad=True) for x, h in shapes)
+    table = 3 * torch.randn(heads, m + n, device=DEVICE)
+    table[0, ::3] = torch.finfo(torch.float32).min
+    table[1, 1::7] = float("-inf")
+    table[2, ::5] *= 30
+    asked = [q, k, v, *([table.requires_grad_()] if trained else [])]
+    dout = torch.randn(2, m, heads, 64, device=DEVICE, dtype=torch.float16)
+    forget_plans(kernels=True)
+    with backend("hopper"):
+        out = nvrtc_attn.torch.attention(
+            q, k, v, causal=causal, score_mod=lambda s, b, h, i, j: s + table[h, i - j + n - 1]
+        )
+        found = torch.autograd.grad(out, asked, dout)
+    (config,) = (c for c, _ in plan._kernels if c.kernel == "backward_hopper")
+    assert config.begins_products
+    i, j = torch.arange(m, device=DEVICE)[:, None], torch.arange(n, device=DEVICE)
+    exact_q, exact_k, exact_v = (x.double() for x in (q, k, v))
+    k_of, v_of = (x.repeat_interleave(heads // 2, 2) for x in (exact_k, exact_v))
+    scores = torch.einsum("bmhd,bnhd->bhmn", exact_q, k_of) * 64**-0.5 + table[:, i - j + n - 1].double()
+    if causal:
+        scores = scores.masked_fill(j > i + n - m, float("-inf"))
+    exact_out = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v_of)
+    exact = torch.autograd.grad(exact_out, asked, dout.double())
+    for name, x, y in zip(("dq", "dk", "dv", "dtable"), found, exact, strict=False):
+        close(name, x, y.cpu().numpy(), 4e-3)
+
+
+@HOPPER_ONLY
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["relative bias", "t5"])

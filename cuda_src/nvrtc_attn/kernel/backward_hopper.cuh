@@ -17,23 +17,25 @@
 //
 // Dropout's decisions and the order of additions in the deterministic pass are made by warps of the loading group that
 // load nothing, the former with a fourth warp-group: hopper/backward/helpers.cuh. With kFused, where these have nothing
-// to do, they do the work of backward_hopper_prepare instead: hopper/backward/prepare_rows.cuh.
+// to do, they do the work of backward_hopper_prepare instead: hopper/backward/prepare_rows.cuh. With kBeginsProducts they
+// compute what S^T begins with, ahead of the consumers: hopper/backward/diagonal_warps.cuh.
 //
 // Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): K, V, kNumStages x Q, kNumStages x dO, 2 x
-// dS[query][key], row_lse and delta for each slot, which tile it is, mbarriers, what the helpers need. Everything that
-// a tile writes leaves from registers, but for a dbias: with kBiasTiles the slots of dS also bring the bias and take
-// its gradient away (hopper/backward/score_tile_transposed.cuh), and zeros for query tiles that no product reaches
-// leave from a slab of zeros.
+// dS[query][key], row_lse and delta for each slot, which tile it is, what products begin with, mbarriers, what the helpers
+// need. Everything that a tile writes leaves from registers, but for a dbias: with kBiasTiles the slots of dS also bring
+// the bias and take its gradient away (hopper/backward/score_tile_transposed.cuh), and zeros for query tiles that no
+// product reaches leave from a slab of zeros.
 //
 // Barriers: mbarriers full / empty for K, V and every slot of Q and dO. `full` counts the bytes of the copies, `empty`
-// one arrival per consumer warp. full_k also announces the tile. dS is complete when both groups have arrived at the
-// named barrier of its slot and of the other group, which waits there: between the two is the start of dV. Two slots of
-// dS make one meeting a tile enough: who writes slot j % 2 has met the other group after its product with tile j - 2.
-// With kEarlyDv all consumers meet at one barrier instead. By name: hopper/backward/barriers.cuh,
-// KeyTileConsumer::NamedBarrier.
+// one arrival per consumer warp. full_k also announces the tile. With kBeginsProducts full_q also counts one arrival for
+// each warp that computes diagonals. dS is complete when both groups have arrived at the named barrier of its slot and of
+// the other group, which waits there: between the two is the start of dV. Two slots of dS make one meeting a tile enough:
+// who writes slot j % 2 has met the other group after its product with tile j - 2. With kEarlyDv all consumers meet at
+// one barrier instead. By name: hopper/backward/barriers.cuh, KeyTileConsumer::NamedBarrier.
 #pragma once
 #include "../collective/gradient_accumulator.cuh"
 #include "../collective/score_gradient_transposed.cuh"
+#include "../hopper/backward/diagonal_warps.cuh"
 #include "../hopper/backward/gradient_store.cuh"
 #include "../hopper/backward/load.cuh"
 #include "../hopper/backward/ordered_dq.cuh"
@@ -56,8 +58,10 @@ struct KeyTileConsumer {
   using Element = typename Shape::Element;
   using Result = ResultK<Traits>;
   using Work = KeyTileWork<Traits>;
-  using Scores = ScoreBlock<Traits, Shape>;
+  // kBeginsProducts: scores are products that begin with what the modifier adds.
+  static constexpr bool kBegins = Traits::kBeginsProducts;
   using Modifier = ModifierOf<Traits>;
+  using Scores = ScoreBlock<cute::conditional_t<kBegins, ProductsBegun<Traits>, Traits>, Shape, Modifier>;
   using Probabilities = FragmentA<Element>[Shape::kStepsM];  // of P^T or dS^T, as left operand
   using ScoreTiles = AccTile[1][Shape::kTilesM];             // of S^T or dP^T
   static constexpr int kTilesDq = kOwn < 1 ? Shape::kTilesDq : Shape::kTilesD - Shape::kTilesDq;
@@ -76,6 +80,7 @@ struct KeyTileConsumer {
   using Diagonals = cute::conditional_t<kByDiagonals, TileDiagonals<Element, Shape::kBlockM>, NoScores>;
   static_assert(!(kByDiagonals && Traits::kDescending), "sums of diagonals go on with the queries");
   static_assert(!(kRich && Traits::kTileBits), "scores that are asked one by one");
+  static_assert(!kBegins || (!kRich && !Modifier::kMasks && !Modifier::kTrainsPlainly), "all of it is in the products");
   static_assert(!(kRich && Traits::kLog2Lse), "the code of the portable family reads lse as it is");
   static constexpr bool kLengthsOnDevice = Traits::kVarlen || Traits::kSequsedK;
   // dv is stored under the last product; takes registers.
@@ -177,9 +182,9 @@ struct KeyTileConsumer {
   // dk and dv of a tile that some query sees: every query tile of every query head in turn.
   NVRTC_ATTN_DEVICE void multiply(DkTiles& dk, DvTiles& dv, Work const& work, int left) {
     int const n_group = work.n0 + 64 * group;  // first key of the group
-    ScoreMap<Traits> const map(params);
+    typename Scores::Map const map(params);
     Scores const scores{map, work.mask, n_group + 16 * warp + (lane >> 2), lane & 3,
-                        TransposedBias<Traits>(params, warp, lane)};
+                        typename Scores::Bias(params, warp, lane)};
     int m = work.range.start;
     int h = announced_first_head<Traits>(params, work.tile);
     if constexpr (Traits::kParts) {
@@ -232,9 +237,10 @@ struct KeyTileConsumer {
       }
       Probabilities p, ds;
       ScoreTiles s, dp;
-      CapturedGradients<Modifier> captured;  // of kRich another
+      CapturedGradients<typename Scores::Modifier> captured;  // of kRich another
       // S, and dP beside P.
       if constexpr (!Traits::kTileWords) barriers.full_q(slot.stage).wait(slot.parity);
+      if constexpr (kBegins) Shape::Begun::load(s, smem + Shape::kOffsetDiagonals, slot.stage, 16 * warp_again());
       start_s(s, k);
       barriers.full_dout(slot.stage).wait(slot.parity);
       start_dp(dp, v);
@@ -278,7 +284,7 @@ struct KeyTileConsumer {
           masked = __any_sync(0xffffffffu, masked || kept_scores.drops());
         }
         typename Scores::Along along;
-        along.compute_transposed(modifier, m0, scores.j - (lane >> 2));
+        if constexpr (!kBegins) along.compute_transposed(modifier, m0, scores.j - (lane >> 2));
         wait_products<1>();
         pin_registers(s);
         if constexpr (Shape::kBiasTiles) barriers.full_bias(slot.stage).wait(slot.parity);
@@ -329,7 +335,7 @@ struct KeyTileConsumer {
       DqTiles dq;
       start_dq(dq);
       start_dk(dk, ds);
-      if constexpr (!kRich && !kByDiagonals) captured.finish(modifier, held_sums());
+      if constexpr (!kRich && !kByDiagonals && !kBegins) captured.finish(modifier, held_sums());
       if constexpr (Shape::kStoresTiles) {
         if ((tid & 127) == 0) {
           store_box(params.tensor_map_dbias, ds_slab(), n_group, m0, h, work.tile.b);
@@ -375,7 +381,7 @@ struct KeyTileConsumer {
       start_product_rbt<Element, kBlockM>(s, k, q);
     } else {
       begin_products();
-      start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim>(s, k_left, q);
+      start_product_abt<Element, Shape::kBlockN, kBlockM, Traits::kHeadDim, kBegins>(s, k_left, q);
     }
     commit_products();
   }
@@ -477,10 +483,13 @@ struct KeyTileConsumer {
     if constexpr (!kByDiagonals) captured.finish(gradient, held_sums());
   }
 
+  // Which of the consumers' warps this is, asked again: over the loop there is no register for it.
+  static NVRTC_ATTN_DEVICE int warp_again() { return (thread_again() - 128) >> 5; }
+
   // What this warp holds for elements of captured arrays, over a key tile. Found anew: over the loop there is no register for it.
   NVRTC_ATTN_DEVICE unsigned held_sums() const {
     constexpr int kBytes = CapturedGradients<Modifier>::kBytesHeld;
-    return kBytes == 0 ? 0u : smem + Shape::kOffsetHeld + ((thread_again() - 128) >> 5) * kBytes;
+    return kBytes == 0 ? 0u : smem + Shape::kOffsetHeld + warp_again() * kBytes;
   }
 
   // kByDiagonals: the first half of the sums goes to captured arrays; their diagonals are those of query tile m.
@@ -732,13 +741,22 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
   // A broadcast tells the compiler that the role is uniform over the warp.
   int const warp_group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
   constexpr bool kCounts = Traits::kOrdered && Traits::kTileWords;  // the warp that orders additions reads words
+  constexpr int kRegistersConsumer = Traits::kKeepWords || kCounts ? 224 : Traits::kBeginsProducts ? 232 : 240;
+  constexpr int kRegistersLoader = Traits::kKeepWords ? 32 : kCounts ? 56 : Traits::kBeginsProducts ? 40 : 24;
+  constexpr int kOtherGroups = Traits::kNumThreads / 128 - Shape::kGroups;
+  // A group that asks for more than the block was launched with would wait for ever.
+  static_assert(Shape::kGroups * kRegistersConsumer + kOtherGroups * kRegistersLoader <=
+                    65536 / Traits::kNumThreads / 8 * 8 * (Shape::kGroups + kOtherGroups),
+                "registers of the block");
   if (warp_group == 0 || warp_group > Shape::kGroups) {
-    give_registers<Traits::kKeepWords ? 32 : kCounts ? 56 : 24>();
+    give_registers<kRegistersLoader>();
     int const warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
     if (warp == 0) {
       BackwardLoader<Traits, Shape>(params, barriers, smem, 0).run();
     } else if (Traits::kOrdered && warp == 3) {
       if constexpr (Traits::kOrdered) order_additions<Traits>(params, helpers);
+    } else if constexpr (Traits::kBeginsProducts) {
+      compute_diagonals<Traits>(params, barriers, helpers, smem);
     } else if constexpr (Traits::kFused) {
       prepare_rows<Traits>(params, smem + Shape::kOffsetHelpers, int(threadIdx.x) & 31);
     } else if constexpr (Traits::kKeepWords) {
@@ -746,14 +764,14 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
     }
   } else if constexpr (Traits::kOwnCode) {
     if (warp_group == 1) {
-      take_registers<Traits::kKeepWords || kCounts ? 224 : 240>();
+      take_registers<kRegistersConsumer>();
       KeyTileConsumer<Traits, 0>(params, smem_pointer, smem, 0).run();
     } else {
-      take_registers<Traits::kKeepWords || kCounts ? 224 : 240>();
+      take_registers<kRegistersConsumer>();
       KeyTileConsumer<Traits, 1>(params, smem_pointer, smem, 1).run();
     }
   } else {
-    take_registers<Traits::kKeepWords || kCounts ? 224 : 240>();
+    take_registers<kRegistersConsumer>();
     KeyTileConsumer<Traits>(params, smem_pointer, smem, warp_group - 1).run();
   }
 }

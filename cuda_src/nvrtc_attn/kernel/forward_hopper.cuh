@@ -11,7 +11,7 @@
 // Shared memory (slabs of 64 columns, see hopper/common/wgmma.cuh): kNumStagesQ x sQ[kBlockM][kHeadDim], kNumStages x
 // sK[kBlockN][kHeadDim], kNumStages x sV[kBlockN][kHeadDimV], kNumStagesScores x bias and mask (hopper/forward/score_tile.cuh),
 // kNumStagesQ x which tile it is, kTileWords: which key tile each slot of K holds, kTileBits: what a mask keeps of it,
-// kBeginsProducts: what products begin with (hopper/forward/begun_products.cuh),
+// kBeginsProducts: what products begin with (hopper/common/begun_products.cuh),
 // kMaxLogit and kLazyMax: two floats of each thread, then the mbarriers. The output goes from registers to global memory.
 //
 // Barriers: mbarriers full / empty for every slot of Q, K, V and of bias and mask. `full` counts the bytes of the
@@ -220,9 +220,7 @@ NVRTC_ATTN_DEVICE void consume_tiles(HopperForwardParams const& params, ForwardB
   };
 
   while (true) {
-    barriers.full_q(q_slot.stage).wait(q_slot.parity);
-    typename TileScheduler<Traits::kBand, Traits::kVarlen>::Tile tile;
-    read_tile<Traits>(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage, tile);
+    auto const tile = announced_tile<Traits>(barriers, smem, q_slot);
     if (tile.m_block < 0) break;
     if constexpr (Traits::kVarlen) {
       if (tile.b == params.batch) {  // the virtual sequence of all tokens outside the others

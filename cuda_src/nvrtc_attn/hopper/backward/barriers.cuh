@@ -71,7 +71,7 @@ struct BackwardBarriers {
       }
     }
     for (int stage = 0; stage < Shape::kStages; ++stage) {
-      full_q(stage).init(1);
+      full_q(stage).init(1 + Shape::kDiagonalWarps);
       empty_q(stage).init(Shape::kBlocks * kWarps);
     }
     for (int stage = 0; stage < Shape::kStagesDout; ++stage) {

@@ -1,6 +1,6 @@
 // Warps that neither load nor multiply, in the backward kernel on Hopper: the loading group's last one orders the additions to
 // dq (hopper/backward/ordered_dq.cuh), its others and those of a fourth group make dropout's decisions
-// (hopper/backward/keep_words_transposed.cuh).
+// (hopper/backward/keep_words_transposed.cuh), or its others compute what products begin with (hopper/backward/diagonal_warps.cuh).
 //
 // They follow the schedule of the loading warp, which announces a key tile to them as soon as it has all copies of the tile
 // before under way, one or two query tiles before the consumers come to it.
@@ -18,7 +18,8 @@ struct HelperShape {
   static constexpr int kStages = Traits::kNumStages;
   static constexpr int kThreads = Traits::kKeepWords ? 128 : 0;                       // of the fourth group
   static constexpr int kMakers = !Traits::kKeepWords ? 0 : Traits::kOrdered ? 6 : 7;  // that group is the first four
-  static constexpr int kWarps = kMakers + (Traits::kOrdered ? 1 : 0);
+  static constexpr int kDiagonalWarps = !Traits::kBeginsProducts ? 0 : Traits::kOrdered ? 2 : 3;
+  static constexpr int kWarps = kMakers + kDiagonalWarps + (Traits::kOrdered ? 1 : 0);
   static constexpr int kKeepUnits = 8;                        // arrivals that complete a slot of keep words
   static constexpr int kBytesKeep = Traits::kBlockN * 4 * 4;  // a slot: a word for each key and lane % 4
   static constexpr int kOffsetBarriers = 16;

@@ -12,26 +12,28 @@
 namespace nvrtc_attn {
 
 // Masked scores and their gradient in registers, for problems without byte mask but one that is the same for all queries
-// (kKeyMask), with a bias only as tiles: P is known before
-// dP, so that its product can start before dP is there. With keep words P comes times dropout's multiplier, and delta divided
-// by it (backward_hopper_prepare): dV takes P where it is kept, dS = P * kept dP - P * delta.
-template <class Traits, class Shape>
+// (kKeyMask), with a bias only as tiles: P is known before dP, so that its product can start before dP is there. With keep
+// words P comes times dropout's multiplier, and delta divided by it (backward_hopper_prepare): dV takes P where it is kept,
+// dS = P * kept dP - P * delta. Given: the caller's modifier, which is not asked where Traits, as ProductsBegun, have none.
+template <class Traits, class Shape, class Given>
 struct ScoreBlock {
   using Modifier = ModifierOf<Traits>;
+  using Map = ScoreMap<Traits>;
+  using Bias = TransposedBias<Traits>;
   static constexpr int kTilesM = Shape::kTilesM;
   using KeptScores = MaskBits<Modifier, 1, kTilesM>;
   using Along = Diagonals<Modifier, kTilesM>;
-  ScoreMap<Traits> const& map;
+  Map const& map;
   PositionMask<Traits::kBand> const& mask;
   int j;  // this thread's first key; the other is j + 8
   int t;  // lane % 4
-  TransposedBias<Traits> bias;
+  Bias bias;
 
   // Raw products -> P, as an operand too where that is wanted early.
   NVRTC_ATTN_DEVICE void probabilities(AccTile (&s)[1][kTilesM],
                                        FragmentA<typename Shape::Element> (&p)[Shape::kStepsM], unsigned row_lse,
-                                       int m0, bool masked, unsigned bias_slab, unsigned hidden,
-                                       Modifier const& modifier, KeptScores const& kept, Along const& along) const {
+                                       int m0, bool masked, unsigned bias_slab, unsigned hidden, Given const& modifier,
+                                       KeptScores const& kept, Along const& along) const {
     // Before the mask, by whose keys the bias may be anything.
     if constexpr (Shape::kBiasTiles) bias.apply(s, bias_slab, map);
     if constexpr (kReadsDiagonals<Modifier>) {
@@ -123,7 +125,7 @@ struct ScoreBlock {
   // P, dP -> dS in place of dP.
   template <bool kMasked>
   NVRTC_ATTN_DEVICE void gradients(AccTile (&s)[1][kTilesM], KeptP const& kept, AccTile (&dp)[1][kTilesM],
-                                   unsigned row_delta, int m0, Modifier const& modifier,
+                                   unsigned row_delta, int m0, Given const& modifier,
                                    CapturedGradients<Modifier>& captured) const {
     float slope = 1.0f;
     if constexpr (Modifier::kScores && !Modifier::kUnitSlope) slope = modifier.head_slope();

@@ -3,6 +3,7 @@
 #pragma once
 #include "../../collective/modifier.cuh"
 #include "../../collective/tile_bits.cuh"
+#include "../common/begun_products.cuh"
 #include "../common/wgmma.cuh"
 #include "barriers.cuh"
 #include "helpers.cuh"
@@ -73,7 +74,11 @@ struct HopperBackwardShape {
   // Sums of captured arrays' elements that a warp holds.
   static constexpr int kOffsetHeld = kOffsetBits + kStages * kBytesBits;
   static constexpr int kBytesHeld = kConsumers / 32 * CapturedGradients<ModifierOf<Traits>>::kBytesHeld;
-  static constexpr int kOffsetBarriers = kOffsetHeld + kBytesHeld;
+  // kBeginsProducts: what products begin with, and how many warps of the loading group compute it.
+  using Begun = BegunProducts<kBlockN, kBlockM, kStages, true>;
+  static constexpr int kDiagonalWarps = HelperShape<Traits>::kDiagonalWarps;
+  static constexpr int kOffsetDiagonals = kOffsetHeld + kBytesHeld;
+  static constexpr int kOffsetBarriers = kOffsetDiagonals + (Traits::kBeginsProducts ? Begun::kBytes : 0);
   static_assert(kBytesHeld == 0 || kOffsetHeld % 16 == 0, "what one access moves");
   static_assert(!Traits::kTileBits || (kOffsetBits % 16 == 0 && kBytesBits % 16 == 0), "what the copy engine moves");
   static constexpr int kOffsetHelpers = kOffsetBarriers + BarrierMap::kBytes;
@@ -98,6 +103,10 @@ struct HopperBackwardShape {
   static_assert(!(ModifierOf<Traits>::kAny && (kBiasTiles || Traits::kKeepWords || Traits::kKeyMask)),
                 "beside a modifier threads read what they need");
   static_assert(!(kBiasTiles && Traits::kKeepWords), "P waits for neither or for one of them");
+  static_assert(!Traits::kBeginsProducts ||
+                    !(Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kTileWords ||
+                      Traits::kParts || Traits::kDescending || Traits::kKeysInRegisters || kOffsetDiagonals % 16 != 0),
+                "who computes diagonals goes up through all query tiles, and scores are products else");
   static constexpr bool kPlain =
       !(kBiasTiles || Traits::kHasBias || Traits::kMask || Traits::kDropout || Traits::kSoftcap || Traits::kVarlen ||
         Traits::kSequsedK || Traits::kOneKeyTile || Traits::kOrdered || ModifierOf<Traits>::kAny);

@@ -35,6 +35,15 @@ NVRTC_ATTN_DEVICE void read_tile(unsigned address, PackedTile& tile) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(len_k) : "r"(address + 24) : "memory");
   tile = {name.b, name.m_block, kept(q_row0), kept(len_q), 0, kept(len_k), name.h};
 }
+// The query tile whose Q is in a slot, once it is there; a negative m_block says that there are no more.
+template <class Traits, class Shape>
+NVRTC_ATTN_DEVICE auto announced_tile(ForwardBarriers<Shape> const& barriers, unsigned smem,
+                                      RingPosition<Shape::kStagesQ> const& slot) {
+  barriers.full_q(slot.stage).wait(slot.parity);
+  typename TileScheduler<Traits::kBand, Traits::kVarlen>::Tile tile;
+  read_tile<Traits>(smem + Shape::kOffsetTiles + Shape::kBytesTile * slot.stage, tile);
+  return tile;
+}
 
 // The lengths of the sequence of a tile.
 template <class Traits>
@@ -497,11 +506,9 @@ struct DiagonalWarps {
     auto first_pair = [] { return 31 * ((thread_again() >> 5) - 1) + lane_again(); };
     RingPosition<Shape::kStagesQ> q_slot;
     RingPosition<Shape::kStages> k_slot;
-    int start = Begun::kRowPlaces;
+    int start = Begun::kNoStart;
     while (true) {
-      barriers.full_q(q_slot.stage).wait(q_slot.parity);
-      typename TileScheduler<Traits::kBand, Traits::kVarlen>::Tile tile;
-      read_tile<Traits>(smem + Shape::kOffsetTiles + Shape::kBytesTile * q_slot.stage, tile);
+      auto const tile = announced_tile<Traits>(barriers, smem, q_slot);
       if (tile.m_block < 0) break;
       __syncwarp();  // all lanes have read
       if (lane() == 0) barriers.empty_q(q_slot.stage).arrive();
@@ -523,9 +530,8 @@ struct DiagonalWarps {
         float value[kAhead];
 #pragma unroll
         for (int x = 0; x < kAhead; ++x) value[x] = modifier.diagonal(i, j + x * kStep).x0;
-        bool const all = n == last - 1 || start < Begun::kNewPlaces;
-        start -= all ? Begun::kPlaces : Begun::kNewPlaces;
-        if (start < 0) start = Begun::kRowPlaces - Begun::kPlaces;
+        bool const all = n == last - 1 || !Begun::goes_on(start);
+        start = Begun::next_start(start, all);
         barriers.empty_k(k_slot.stage).wait(k_slot.parity ^ 1);
         if (all) {
 #pragma unroll 1
@@ -547,14 +553,9 @@ struct DiagonalWarps {
  private:
   static constexpr int kStep = 31 * Shape::kDiagonalWarps;
 
-  // By whole warps: the last lane only says what comes after the one before it.
   template <bool kNew>
   NVRTC_ATTN_DEVICE void store(int start, int d, float value) const {
-    float const own = unscaled(value, params.scale);
-    float const next = __shfl_down_sync(0xffffffffu, own, 1);
-    if (lane_again() < 31 && d < (kNew ? Begun::kNewPairs : Begun::kPairs)) {
-      Begun::template store<kNew>(smem + Shape::kOffsetDiagonals, start, d, own, next);
-    }
+    Begun::template store_values<kNew>(smem + Shape::kOffsetDiagonals, start, d, value, params.scale);
   }
 };
 

@@ -2,9 +2,9 @@
 // head of kernel/forward_hopper.cuh.
 #pragma once
 #include "../common/barrier.cuh"
+#include "../common/begun_products.cuh"
 #include "../../collective/tile_bits.cuh"
 #include "../common/wgmma.cuh"
-#include "begun_products.cuh"
 #include "score_tile.cuh"
 
 namespace nvrtc_attn {
@@ -49,7 +49,7 @@ struct HopperShape {
   // What is known of a key tile before its scores: whether it is whole, and kTileBits where this thread's bits are.
   using KnownTile = cute::conditional_t<kTileBits, TileWithBits, bool>;
   // kBeginsProducts: what products begin with, and how many warps of the loading group compute it.
-  using Begun = BegunProducts<kBlockM, kBlockN, kStages>;
+  using Begun = BegunProducts<kBlockM, kBlockN, kStages, false>;
   static constexpr int kDiagonalWarps = Traits::kBeginsProducts ? 3 : 0;
   static constexpr int kOffsetDiagonals = kOffsetBits + kStages * kBytesBits;
   // kMaxLogit and kLazyMax: the largest scores of two rows of every thread.

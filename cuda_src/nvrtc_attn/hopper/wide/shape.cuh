@@ -18,6 +18,7 @@ struct WideBackwardShape {
   static constexpr int kStages = Traits::kNumStages;
   static constexpr int kStagesDout = Traits::kNumStagesDout;
   static constexpr int kConsumers = 256;
+  static constexpr int kDiagonalWarps = 0;
   static constexpr int kReadersV = 4;  // warps: group 1 alone
   static constexpr int kTilesM = kBlockM / 8;
   static constexpr int kStepsM = kBlockM / 16;

@@ -1,0 +1,70 @@
+"""Which tiles of the Hopper backward kernel begin their products with what a score_mod adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nvrtc_attn.front.problem import AttentionProblem, dense_layout
+from nvrtc_attn.heuristics import hopper_backward
+from nvrtc_attn.modifiers.trace import trace
+
+TABLE = np.zeros((2, 64), np.float32)
+ROWS = np.zeros(2048, np.float32)
+
+
+def problem(score: Any, *, trained: bool = False, head_dim: int = 64, **changes: Any) -> AttentionProblem:
+    traced = trace(score)
+    layout = dense_layout((4, 2048, 16, head_dim), "bfloat16")
+    values: dict[str, Any] = {
+        "dtype": "bfloat16", "batch": 4, "seqlen_q": 2048, "seqlen_k": 2048, "num_heads": 16, "num_heads_kv": 16,
+        "head_dim": head_dim, "head_dim_v": head_dim, "q": layout, "k": layout, "v": layout,
+        "softmax_scale": head_dim**-0.5, "modifier": traced.program,
+        "trained": traced.differentiable if trained else (),
+    }  # fmt: skip
+    return AttentionProblem(**{**values, **changes})
+
+
+def added(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s + TABLE[h, q - k + 32]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 128),
+        ({"window_right": 0}, 128),
+        ({"varlen": True, "batch": 1}, 128),
+        ({"deterministic": True}, 128),
+        # Sums along diagonals take the registers of half of the queries.
+        ({"trained": True}, 64),
+        ({"trained": True, "deterministic": True}, 64),
+    ],
+)
+def test_products_begin_with_what_distances_add(changes: dict[str, Any], rows: int) -> None:
+    asked = problem(added, **changes)
+    tile = hopper_backward.choose_tile(asked, 132)
+    assert tile.begins_products
+    assert tile.block_m == rows
+    assert (tile.fused, tile.parts, tile.descending) == (False, 1, False)
+    assert hopper_backward.smem_bytes(hopper_backward.config_of(asked, tile)) <= 232448
+
+
+@pytest.mark.parametrize(
+    ("score", "changes"),
+    [
+        (added, {"head_dim": 128}),
+        (added, {"softcap": 20.0}),
+        (added, {"dropout_p": 0.1}),
+        (added, {"mask": dense_layout((4, 1, 1, 2048), "bool")}),
+        (added, {"softmax_scale": 1e-30}),
+        (lambda s, b, h, q, k: s * TABLE[h, q - k + 32], {}),
+        (lambda s, b, h, q, k: s + TABLE[h, q + k], {}),
+        # A row's element is no distance's: the gradient of the table is none of dS along diagonals.
+        (lambda s, b, h, q, k: s + TABLE[h, q - k + 32] * ROWS[q], {"trained": True}),
+    ],
+)
+def test_other_scores_do_not(score: Any, changes: dict[str, Any]) -> None:
+    assert not hopper_backward.choose_tile(problem(score, **changes), 132).begins_products
