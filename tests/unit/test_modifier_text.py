@@ -230,11 +230,14 @@ def test_only_kernels_of_scores_have_the_text() -> None:
 
 @pytest.mark.parametrize(
     ("name", "plain", "rows"),
-    [("alibi", True, 128), ("head scale", True, 128), ("relative bias", True, 64), ("documents", True, 64),
+    [("alibi", True, 128), ("head scale", True, 128), ("relative bias", True, 128), ("documents", True, 64),
      ("softcap and alibi", False, 64), ("array twice", False, 64)],
 )  # fmt: skip
 def test_which_modifiers_leave_the_order_of_the_backward_pass(name: str, plain: bool, rows: int) -> None:
-    """P before dP, and lse times log2(e), where the derivative is the head's own; 128 queries of light ones."""
+    """P before dP, and lse times log2(e), where the derivative is the head's own; 128 queries of light ones.
+
+    And of the relative bias, which products begin with.
+    """
     case = next(x for x in modifiers.named_cases() if x.name == name)
     program = trace(*case.make(case.arrays((1, 4, 8, 8), np.random.default_rng(0)))).program
     target: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
