@@ -287,6 +287,18 @@ def test_packed_sequences_are_the_whole(name: str, size: int, monkeypatch: pytes
     assert not faults, "\n".join(faults[:5])
 
 
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_what_is_judged_again_and_wrong_stays_wrong(name: str) -> None:
+    problems = parallel_problems.packed_problems(16, 50, 5, heads_divide=False)
+    shared = next(x for x in problems if x.case.dtype != "float32")
+    exact = cases.attention_dense(shared.case, cases.cast_inputs(shared.case, cases.make_arrays(shared.case)))
+    found = {key: torch.from_numpy(np.array(exact[key])) for key in ("out", "lse", "dq", "dk", "dv")}
+    assert not parallel_problems.faults(shared.case, found)
+    found[name] = 1.1 * found[name]
+    (said,) = parallel_problems.faults(shared.case, found)
+    assert said.startswith(f"{name}: error")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [*CASES, ("all_gather", 7), ("ring", 5)])
 def test_many_packed_sequences_are_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
