@@ -71,7 +71,10 @@ SPILLED = {
     ("rows and columns", 128, "backward"): 16, ("swin", 128, "backward"): 12,
     ("relative bias", 64, "forward"): 40, ("relative bias", 64, "backward"): 40,
 }  # fmt: skip
-"""Bytes that are known, of modifiers with several captured arrays."""
+"""Bytes that are known, most of modifiers with several captured arrays.
+
+Those of "relative bias" are where products begin with what it adds (`BEGUN_BACKWARD`).
+"""
 
 
 @pytest.mark.compiles(kernels=kernels, in_table=False)
