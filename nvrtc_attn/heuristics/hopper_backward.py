@@ -172,9 +172,7 @@ def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
         # What a mask_mod keeps takes two registers of 128 queries: 64 spare what asking takes.
         plain = plain or (bits and problem.modifier.score is None)
     begins = begins_in_products(problem)
-    # Sums along diagonals take the registers of half of the queries: 128 gain nothing then, and spill 100 bytes.
-    plain = plain or (begins and not problem.trained)
-    block_m = most_queries(problem) if plain and not problem.softcap else 64
+    block_m = most_queries(problem) if (plain or begins) and not problem.softcap else 64
     tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms), tile_bits=bits, begins_products=begins)
     if not is_plain(problem):
         parts = choose_parts(problem, block_m, num_sms)

@@ -70,6 +70,7 @@ SPILLED = {
     ("rows and columns", 64, "forward"): 80, ("rows and columns", 128, "forward"): 40,
     ("rows and columns", 128, "backward"): 16, ("swin", 128, "backward"): 12,
     ("relative bias", 64, "forward"): 40, ("relative bias", 64, "backward"): 40,
+    ("relative bias", 64, "trained"): 20,
 }  # fmt: skip
 """Bytes that are known, most of modifiers with several captured arrays.
 
@@ -182,16 +183,16 @@ def test_products_that_begin_with_what_distances_add(kind: str, head_dim: int) -
 
 
 KEYS_OF_TWO_HEADS = dense_layout((2, 4096, 2, 64), "bfloat16")
-BEGUN_BACKWARD: dict[str, tuple[dict[str, Any], int]] = {
-    "plain": ({}, 40),
-    "causal": ({"window_right": 0}, 84),
-    "lengths": ({"seqused_k": True}, 96),
-    "grouped": ({"num_heads_kv": 2, "k": KEYS_OF_TWO_HEADS, "v": KEYS_OF_TWO_HEADS, "window_right": 0}, 52),
-    "packed": ({"varlen": True, "batch": 1}, 44),
-    "packed, causal": ({"varlen": True, "batch": 1, "window_right": 0}, 44),
-    "order": ({"deterministic": True, "window_right": 0}, 84),
+BEGUN_BACKWARD: dict[str, tuple[dict[str, Any], int, int]] = {
+    "plain": ({}, 40, 20),
+    "causal": ({"window_right": 0}, 84, 24),
+    "lengths": ({"seqused_k": True}, 96, 28),
+    "grouped": ({"num_heads_kv": 2, "k": KEYS_OF_TWO_HEADS, "v": KEYS_OF_TWO_HEADS, "window_right": 0}, 52, 16),
+    "packed": ({"varlen": True, "batch": 1}, 44, 32),
+    "packed, causal": ({"varlen": True, "batch": 1, "window_right": 0}, 44, 24),
+    "order": ({"deterministic": True, "window_right": 0}, 84, 24),
 }
-"""Of head dim 64, and the bytes that tiles of 128 queries spill, where nothing is trained."""
+"""Of head dim 64, and the bytes that tiles of 128 queries spill where nothing is trained, and where the table is."""
 
 
 def begun_backward(name: str, trained: bool, kind: str) -> list[KernelConfig]:
@@ -205,14 +206,14 @@ def begun_backward(name: str, trained: bool, kind: str) -> list[KernelConfig]:
 @pytest.mark.parametrize("kind", BEGUN_BACKWARD)
 @pytest.mark.parametrize(("name", "trained"), [("relative bias", False), ("t5", True)])
 def test_products_of_the_backward_pass_that_begin_with_what_distances_add(name: str, trained: bool, kind: str) -> None:
-    """Tiles of 128 queries spill and take 0.93 of the time of those of 64, which do not (H100, "plain")."""
+    """Tiles of 128 queries spill; those of 64, which do not, take 1.07 times as long, trained 1.02 to 1.07 (H100)."""
     (config,) = begun_backward(name, trained, kind)
     assert isinstance(config, HopperBackwardConfig)
     assert config.begins_products
-    assert config.block_m == (64 if trained else 128)
+    assert config.block_m == 128
     kernel = compile_kernel(config)
     assert not re.search("warning|C75", kernel.log), kernel.log
-    assert kernel.spill_bytes <= (0 if trained else BEGUN_BACKWARD[kind][1])
+    assert kernel.spill_bytes <= BEGUN_BACKWARD[kind][2 if trained else 1]
 
 
 def backward_beside(name: str, head_dim: int, kind: str) -> list[KernelConfig]:

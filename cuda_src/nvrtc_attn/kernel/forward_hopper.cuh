@@ -29,6 +29,7 @@
 #include "../hopper/common/row_store.cuh"
 #include "../hopper/common/wgmma.cuh"
 #include "../hopper/forward/deferred_softmax.cuh"
+#include "../hopper/forward/diagonal_warps.cuh"
 #include "../hopper/forward/load.cuh"
 #include "../hopper/forward/query_rows.cuh"
 #include "../hopper/forward/shape.cuh"
@@ -558,7 +559,7 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
     if (threadIdx.x < 32) {
       ForwardLoader<Traits>(params, barriers, smem).run();
     } else if constexpr (Traits::kBeginsProducts) {
-      DiagonalWarps<Traits, Shape>{params, barriers, smem}.run();
+      compute_diagonals<Traits>(params, barriers, smem);
     } else if constexpr (Traits::kMask) {
       if (threadIdx.x < 64 && params.mask_stride_m == 0) zero_hidden_values<Traits>(params, barriers, smem);
     }

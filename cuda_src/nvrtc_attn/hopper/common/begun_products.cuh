@@ -1,6 +1,6 @@
 // A score_mod that adds what the distance of query and key decides (T5's buckets, a table of distances), as the accumulators that
 // Q K^T is added to: scores take no operation more. Warps of the loading group compute the values, one for each diagonal of a
-// tile, ahead of the consumers (DiagonalWarps in hopper/forward/load.cuh, hopper/backward/diagonal_warps.cuh).
+// tile, ahead of the consumers (diagonal_warps.cuh of hopper/forward and hopper/backward).
 //
 // Diagonal d of a tile is that of d = column - row + kRows - 1, the first column and the last row first: columns are keys in the
 // forward pass, queries in the backward pass. Of the n-th eight columns thread (g, t) of a warp whose first row is w has the
@@ -14,6 +14,7 @@
 // room. Tiles that consumers may still read, one for each slot of the columns' operand, fit beside it.
 #pragma once
 #include "../../collective/modifier.cuh"
+#include "barrier.cuh"
 #include "uniform.cuh"
 #include "wgmma.cuh"
 
@@ -64,26 +65,36 @@ struct BegunProducts {
     }
   }
 
-  // (x, y) of diagonals d and d + 1 of the tile that begins at `start`; kNew: of those that are not the tile before's.
-  template <bool kNew>
-  static NVRTC_ATTN_DEVICE void store(unsigned smem, int start, int d, float x, float y) {
-    int const o = d & 7, a = d >> 3;
-    unsigned const to = smem + 8 * unsigned(o * kPitch + start + a);
-    if (!kNew || kAscending || a < kNewPlaces) store_pair(to, x, y);
-    if (o + 8 < kOffsets && a > 0) store_pair(to + 8 * (8 * kPitch - 1), x, y);
-  }
-  static NVRTC_ATTN_DEVICE void store_start(unsigned smem, int slot, int start) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + kOffsetStarts + 4 * slot), "r"(start) : "memory");
-  }
-
-  // Diagonals d, one a lane, of whole warps: the last lane only says what comes after the one before it. `value`: of d.
-  template <bool kNew>
-  static NVRTC_ATTN_DEVICE void store_values(unsigned smem, int start, int d, float value, float scale) {
-    float const own = unscaled(value, scale);
-    float const next = __shfl_down_sync(0xffffffffu, own, 1);
-    if (lane_again() < 31 && d < (kNew ? kFirstNewPair + kNewPairs : kPairs)) {
-      store<kNew>(smem, start, d, own, next);
+  // By the kWarps warps behind the first one of the loading group: the tile after the one that begins at `start`, into a slot
+  // as soon as it is free. `again`: it does not go on from that one. `value`: of diagonal d, which may wait for memory.
+  template <int kWarps, class Value>
+  static NVRTC_ATTN_DEVICE void compute(unsigned smem, int& start, bool again, int slot, Mbarrier empty,
+                                        unsigned parity, Mbarrier full, float scale, Value&& value) {
+    // T5's buckets need all of 32 registers: what a thread is, is asked again.
+    constexpr int kStep = 31 * kWarps;
+    auto first_pair = [] { return 31 * ((thread_again() >> 5) - 1) + lane_again(); };
+    // Those that a lane has of most tiles, before the slot is free: most of their time is waiting for memory.
+    constexpr int kAhead = (kNewPairs - 1) / kStep + 1;
+    float ahead[kAhead];
+#pragma unroll
+    for (int x = 0; x < kAhead; ++x) ahead[x] = value(kFirstNewPair + first_pair() + x * kStep);
+    bool const all = again || !goes_on(start);
+    start = next_start(start, all);
+    empty.wait(parity);
+    if (all) {
+#pragma unroll 1
+      for (int d = first_pair(); d - lane_again() < kPairs; d += kStep) {
+        store_values<false>(smem, start, d, value(d), scale);
+      }
+    } else {
+#pragma unroll
+      for (int x = 0; x < kAhead; ++x) {
+        store_values<true>(smem, start, kFirstNewPair + first_pair() + x * kStep, ahead[x], scale);
+      }
     }
+    if (threadIdx.x == 32) store_start(smem, slot, start);
+    __syncwarp();
+    if (lane_again() == 0) full.arrive();
   }
 
   // This thread's accumulators of the tile in a slot, in the warp whose first row in the tile is `warp_row0`.
@@ -106,6 +117,28 @@ struct BegunProducts {
   }
 
  private:
+  // (x, y) of diagonals d and d + 1 of the tile that begins at `start`; kNew: of those that are not the tile before's.
+  template <bool kNew>
+  static NVRTC_ATTN_DEVICE void store(unsigned smem, int start, int d, float x, float y) {
+    int const o = d & 7, a = d >> 3;
+    unsigned const to = smem + 8 * unsigned(o * kPitch + start + a);
+    if (!kNew || kAscending || a < kNewPlaces) store_pair(to, x, y);
+    if (o + 8 < kOffsets && a > 0) store_pair(to + 8 * (8 * kPitch - 1), x, y);
+  }
+  static NVRTC_ATTN_DEVICE void store_start(unsigned smem, int slot, int start) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + kOffsetStarts + 4 * slot), "r"(start) : "memory");
+  }
+
+  // Diagonals d, one a lane, of whole warps: the last lane only says what comes after the one before it. `value`: of d.
+  template <bool kNew>
+  static NVRTC_ATTN_DEVICE void store_values(unsigned smem, int start, int d, float value, float scale) {
+    float const own = unscaled(value, scale);
+    float const next = __shfl_down_sync(0xffffffffu, own, 1);
+    if (lane_again() < 31 && d < (kNew ? kFirstNewPair + kNewPairs : kPairs)) {
+      store<kNew>(smem, start, d, own, next);
+    }
+  }
+
   static NVRTC_ATTN_DEVICE void store_pair(unsigned to, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
   }

@@ -1,5 +1,5 @@
-// The loading warp of the Hopper forward kernel, and the warps beside it that zero hidden values or compute what products begin
-// with; what is loaded, and when, is at the head of kernel/forward_hopper.cuh.
+// The loading warp of the Hopper forward kernel, and the warp beside it that zeroes hidden values; what is loaded, and when, is at the
+// head of kernel/forward_hopper.cuh.
 #pragma once
 #include "../../collective/hidden_keys.cuh"
 #include "../../collective/mask.cuh"
@@ -486,77 +486,5 @@ NVRTC_ATTN_DEVICE void zero_hidden_values(HopperForwardParams const& params, For
     }
   }
 }
-
-// kBeginsProducts, the other warps of the loading group: what the products of each tile begin with, ahead of the consumers. They
-// read which query tile it is, and give its slot back, as consumers do, and fill slots of K as the loading warp does.
-template <class Traits, class Shape>
-struct DiagonalWarps {
-  using Begun = typename Shape::Begun;
-  static_assert(ModifierOf<Traits>::kAddsDiagonal, "nothing but the distance's value is added");
-  // Values that a lane has of each tile are computed before its slot is free, where most of their time is waiting for memory.
-  static constexpr int kAhead = (Begun::kNewPairs - 1) / (31 * Shape::kDiagonalWarps) + 1;
-
-  HopperForwardParams const& params;
-  ForwardBarriers<Shape> const& barriers;
-  unsigned const smem;
-
-  NVRTC_ATTN_DEVICE void run() const {
-    // T5's buckets need all of 32 registers: what a thread is, is asked again.
-    auto lane = [] { return lane_again(); };
-    auto first_pair = [] { return 31 * ((thread_again() >> 5) - 1) + lane_again(); };
-    RingPosition<Shape::kStagesQ> q_slot;
-    RingPosition<Shape::kStages> k_slot;
-    int start = Begun::kNoStart;
-    while (true) {
-      auto const tile = announced_tile<Traits>(barriers, smem, q_slot);
-      if (tile.m_block < 0) break;
-      __syncwarp();  // all lanes have read
-      if (lane() == 0) barriers.empty_q(q_slot.stage).arrive();
-      q_slot.advance();
-      if constexpr (Traits::kVarlen) {
-        if (tile.b == params.batch) continue;
-      }
-      auto const seqlen = seqlen_of<Traits>(params, tile);
-      int const m0 = tile.m_block * Shape::kBlockM;
-      if (m0 >= seqlen.len_q) continue;
-      PositionMask<Traits::kBand> const mask(mask_params<Traits>(params), seqlen.len_q, seqlen.len_k);
-      int first, last;
-      mask.template key_tiles<Shape::kBlockN>(m0, Shape::kBlockM, first, last);
-      ModifierOf<Traits> const modifier(params, tile.b, tile.h);
-      int const i = m0 + Shape::kBlockM - 1;
-#pragma unroll 1
-      for (int n = last - 1; n >= first; --n) {
-        int const j = n * Shape::kBlockN + first_pair();
-        float value[kAhead];
-#pragma unroll
-        for (int x = 0; x < kAhead; ++x) value[x] = modifier.diagonal(i, j + x * kStep).x0;
-        bool const all = n == last - 1 || !Begun::goes_on(start);
-        start = Begun::next_start(start, all);
-        barriers.empty_k(k_slot.stage).wait(k_slot.parity ^ 1);
-        if (all) {
-#pragma unroll 1
-          for (int d = first_pair(); d - lane() < Begun::kPairs; d += kStep) {
-            store<false>(start, d, modifier.diagonal(i, n * Shape::kBlockN + d).x0);
-          }
-        } else {
-#pragma unroll
-          for (int x = 0; x < kAhead; ++x) store<true>(start, first_pair() + x * kStep, value[x]);
-        }
-        if (threadIdx.x == 32) Begun::store_start(smem + Shape::kOffsetDiagonals, k_slot.stage, start);
-        __syncwarp();
-        if (lane() == 0) barriers.full_k(k_slot.stage).arrive();
-        k_slot.advance();
-      }
-    }
-  }
-
- private:
-  static constexpr int kStep = 31 * Shape::kDiagonalWarps;
-
-  template <bool kNew>
-  NVRTC_ATTN_DEVICE void store(int start, int d, float value) const {
-    Begun::template store_values<kNew>(smem + Shape::kOffsetDiagonals, start, d, value, params.scale);
-  }
-};
 
 }  // namespace nvrtc_attn
