@@ -13,7 +13,8 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other libraries and other tests need memory, too
 if "NVRTC_ATTN_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # before any library asks for GPUs
     worker, gpus = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), int(os.environ["NVRTC_ATTN_TEST_GPUS"])
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(worker % gpus)
+    visible = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x] or [str(x) for x in range(gpus)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[worker % min(gpus, len(visible))]
 
 SIMULATED = os.environ.get("NVRTC_ATTN_TEST_SIMULATED", "")
 """A compute capability, such as 9.0: these tests run on the GPU of tests/simulator then, as far as it goes."""
