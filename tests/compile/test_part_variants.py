@@ -55,7 +55,7 @@ def with_dropout(arch: str, changes: dict[str, Any]) -> list[KernelConfig]:
 
 
 @pytest.mark.compiles(kernels=with_dropout, in_table=False)
-@pytest.mark.slow(sample=["sm_90-plain"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [

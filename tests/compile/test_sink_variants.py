@@ -111,7 +111,7 @@ def test_hopper_variants_compile_clean(name: str) -> None:
         check_clean(config)
 
 
-@pytest.mark.slow(sample=["d64-sm_75", "d64-sm_80", "decode-sm_75"])
+@pytest.mark.slow(sample=["d64-sm_75"])
 @pytest.mark.compiles(kernels=portable)
 @pytest.mark.parametrize("arch", ONE_OF_EACH_CLASS)
 @pytest.mark.parametrize("name", PORTABLE)

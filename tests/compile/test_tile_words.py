@@ -94,7 +94,7 @@ def test_the_plan_compiles_everywhere(arch: str) -> None:
     assert compile_kernel(config).spill_bytes == 0
 
 
-@pytest.mark.slow(sample=["d64"])
+@pytest.mark.slow
 @pytest.mark.compiles(kernels=lambda name: kernels(HOPPER[name], "portable"))
 @pytest.mark.parametrize("name", ["d64", "d128"])
 def test_portable_kernels_spill_no_more_than_is_known(name: str) -> None:

@@ -62,8 +62,8 @@ def test_the_textbook_with_a_modifier_is_the_reference(name: str, softcap: float
             np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_a_few_problems(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = fuzz_simulated.run("9.0", 2, 1, 0, 1e9, with_modifiers=True)
+def test_a_problem_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = fuzz_simulated.run("9.0", 1, 1, 0, 1e9, with_modifiers=True)
     assert not wrong, capsys.readouterr().out
 
 

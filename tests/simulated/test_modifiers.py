@@ -80,7 +80,7 @@ CASES = [
     ("sm_90", "cuda function", "float16", 64), ("sm_90", "cuda mask", "float16", 128),
     ("sm_80", "cuda function", "float32", 40), ("sm_75", "cuda mask", "float16", 64),
 ]  # fmt: skip
-ALWAYS = (*CASES[:2], CASES[7])
+ALWAYS = (CASES[1], CASES[7])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ MEASURED = [
 @pytest.mark.parametrize(
     ("gpu", "name", "known", "options"),
     [
-        pytest.param(*x, marks=[] if x in MEASURED[:3] else [pytest.mark.slow], id=f"{x[0]}-{x[1]}-{i}")
+        pytest.param(*x, marks=[] if i == 1 else [pytest.mark.slow], id=f"{x[0]}-{x[1]}-{i}")
         for i, x in enumerate(MEASURED)
     ],
 )
@@ -172,7 +172,7 @@ def test_measured_plans(
     assert all(len(labels) >= 2 for labels in measured), measured
 
 
-@pytest.mark.parametrize("gpu", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("gpu", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_bias_gradients_summed_over_rows_beside_arrays_that_end(gpu: str, machine: Any) -> None:
     """Rows of the last tile that no sequence has would read beyond the table: what is NaN there is no part of a sum."""
     heads, rows, keys = 4, 70, 90
@@ -247,7 +247,7 @@ def test_warp_groups_pass_over_tiles_that_hide_their_rows(
     )
 
 
-@pytest.mark.parametrize("bits", [True, False])
+@pytest.mark.parametrize("bits", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_key_tiles_of_more_words_than_a_warp_reads_at_once(
     bits: bool, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
