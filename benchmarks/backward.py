@@ -5,7 +5,8 @@
 A line is one problem: the time of today's choice in milliseconds and TFLOP/s, then each candidate with today's time
 over its own, above 1 is faster, and behind ``!`` how far its gradients are from today's where that is more than two
 ways to add up the same numbers differ: the largest of ‖x - y‖ / ‖y‖ over dq, dk and dv, whose elements begin as NaN.
-Inputs are standard normal. Runs alternate, each behind a clear of the L2. Candidates change `hopper_backward.Tile`.
+Inputs are standard normal. Runs alternate, each behind a clear of the L2. Candidates change the `Tile` of
+`hopper_backward_config`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nvrtc_attn import heuristics
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.operands import BACKWARD, FORWARD, addresses
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_backward
+from nvrtc_attn.heuristics import hopper_backward, hopper_backward_tile
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec, label
 from nvrtc_attn.jit.config import KernelConfig
 
@@ -392,7 +393,7 @@ def plans_of(case: Case) -> dict[str, BackwardPlanSpec]:
     """Today's choice as ``today``, then the candidates that differ from it and from each other."""
     problem = case.problem()
     found = {"today": heuristics.choose_backward(problem, **TARGET)}
-    tile = hopper_backward.choose_tile(problem, TARGET["num_sms"])
+    tile = hopper_backward_tile.choose_tile(problem, TARGET["num_sms"])
     if case.name.startswith("few"):
         found["portable"] = heuristics.choose_backward(problem, **TARGET, backend="portable")
     for name, changes in case.ways.items():

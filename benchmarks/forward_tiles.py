@@ -29,7 +29,13 @@ from model_cases import spread
 from portable_limits import compile_all
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import choose_forward, hopper_forward, hopper_small
+from nvrtc_attn.heuristics import (
+    choose_forward,
+    hopper_forward,
+    hopper_forward_config,
+    hopper_forward_tile,
+    hopper_small,
+)
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec, label
 from nvrtc_attn.jit.config import KernelConfig
 
@@ -146,7 +152,7 @@ def changes(kind: Kind) -> Iterator[dict[str, Any]]:
     """What a candidate has other than the chosen tile."""
     if kind.part == "rows":
         problem = kind.problem()
-        large = hopper_forward.large_tile(problem, NUM_SMS)
+        large = hopper_forward_tile.large_tile(problem, NUM_SMS)
         yield asdict(large)
         yield asdict(replace(large, block_m=64, half_tile=False, ping_pong=False))
         if hopper_small.shared_width(problem):
@@ -186,13 +192,13 @@ def changes(kind: Kind) -> Iterator[dict[str, Any]]:
 def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
     """Today's choice as ``today``, then the candidates that fit and differ from it and from each other."""
     problem = kind.problem()
-    tile = hopper_forward.choose_tile(problem, NUM_SMS)
+    tile = hopper_forward_tile.choose_tile(problem, NUM_SMS)
     found = {"today": hopper_forward.plan_spec(problem, tile, num_sms=NUM_SMS)}
     for change in changes(kind):
         other = replace(tile, **({"half_tile": False} | change))
         # CUDA takes 1 KB of shared memory for each further block of a multiprocessor.
         room = SMEM_LIMIT // other.min_blocks_per_sm - 1024 * (other.min_blocks_per_sm - 1)
-        if hopper_forward.smem_bytes(hopper_forward.config_of(problem, other)) > room:
+        if hopper_forward_config.smem_bytes(hopper_forward_config.config_of(problem, other)) > room:
             continue
         spec = hopper_forward.plan_spec(problem, other, num_sms=NUM_SMS)
         if spec not in found.values():

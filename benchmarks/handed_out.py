@@ -30,7 +30,7 @@ from harness import forget_plans
 from measure import graph_of, provenance
 
 import nvrtc_attn.torch as na
-from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.heuristics import hopper_forward, hopper_forward_schedule
 
 CAUSAL = {"causal": True}
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -113,7 +113,7 @@ def time_of(graph: torch.cuda.CUDAGraph, holders: Holders, held: int) -> float:
 
 def planned(call: Any, hand_out: bool, number: int) -> tuple[Any, torch.cuda.CUDAGraph, bool]:
     """The output and a graph of ``number`` calls whose plan hands tiles out, or not; whether it would by itself."""
-    rule, answers = hopper_forward.hands_out, []
+    rule, answers = hopper_forward_schedule.hands_out, []
 
     def forced(*asked: Any) -> bool:
         answers.append(rule(*asked))

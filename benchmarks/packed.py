@@ -23,7 +23,7 @@ from measure import graph_of, in_turn, print_table, save
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.front.problem import AttentionProblem
-from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.heuristics import hopper_forward, hopper_forward_config, hopper_forward_tile
 
 HEADS = 16
 MIXES: dict[str, list[int]] = {
@@ -96,9 +96,9 @@ def main() -> None:
     parser.add_argument("--stages", type=int, help="slots for K and V of packed sequences at head dim 64")
     arguments = parser.parse_args()
     if arguments.stages:
-        choose_tile = hopper_forward.choose_tile
+        choose_tile = hopper_forward_tile.choose_tile
 
-        def with_stages(problem: AttentionProblem, *num_sms: int) -> hopper_forward.Tile:
+        def with_stages(problem: AttentionProblem, *num_sms: int) -> hopper_forward_config.Tile:
             tile = choose_tile(problem, *num_sms)
             changed = problem.varlen and problem.head_dim <= 64
             return replace(tile, num_stages=arguments.stages) if changed else tile

@@ -32,7 +32,17 @@ from portable_limits import compile_all
 from nvrtc_attn import heuristics
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_backward, hopper_dbias, hopper_forward, portable_backward, portable_forward
+from nvrtc_attn.heuristics import (
+    hopper_backward,
+    hopper_backward_config,
+    hopper_backward_tile,
+    hopper_dbias,
+    hopper_forward,
+    hopper_forward_config,
+    hopper_forward_tile,
+    portable_backward,
+    portable_forward,
+)
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec, label
 from nvrtc_attn.jit.config import KernelConfig
 
@@ -169,7 +179,7 @@ def backward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str,
             yield f"{name} {what}", lambda tile=tile, options=options: portable_backward_plan(problem, tile, options)
     yield "portable table", lambda: portable_backward.choose_backward(problem, **TARGET)
     yield "hopper", lambda: hopper_backward_plan(problem)
-    if kind.part == "tiny" and hopper_backward.is_plain(problem):
+    if kind.part == "tiny" and hopper_backward_config.is_plain(problem):
         yield "hopper fused", lambda: hopper_fused_plan(problem)
     if kind.bias and longest > 64:
         yield "hopper, portable dbias", lambda: hopper_backward_plan(problem, portable_dbias=True)
@@ -191,9 +201,9 @@ def hopper_backward_plan(problem: AttentionProblem, portable_dbias: bool = False
 
 def hopper_fused_plan(problem: AttentionProblem) -> Spec:
     """A launch less and a memset more."""
-    tile = hopper_backward.choose_tile(problem, TARGET["num_sms"])
+    tile = hopper_backward_tile.choose_tile(problem, TARGET["num_sms"])
     tile = replace(tile, fused=True, block_m=64 if tile.block_m == 80 else tile.block_m)
-    if hopper_backward.config_of(problem, tile).smem_bytes > TARGET["smem_limit"]:
+    if hopper_backward_config.config_of(problem, tile).smem_bytes > TARGET["smem_limit"]:
         raise UnsupportedError("no fused plan", ["too much shared memory"])
     return hopper_backward.plan_spec(problem, tile, num_sms=TARGET["num_sms"])
 
@@ -232,7 +242,7 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
         yield "hopper", lambda: hopper_forward_plan(problem)
         return
     if kind.part == "fit":
-        tile = hopper_forward.choose_tile(problem, TARGET["num_sms"])
+        tile = hopper_forward_tile.choose_tile(problem, TARGET["num_sms"])
         for columns in (96, 112):
             narrow = replace(tile, block_n=columns, num_stages=2, half_tile=False)
             yield f"{columns} keys", lambda tile=narrow: hopper_forward.plan_spec(problem, tile, num_sms=132)
@@ -307,10 +317,10 @@ def portable_forward_plan(
 
 def few_key_plans(problem: AttentionProblem) -> Iterator[tuple[str, Callable[[], Spec]]]:
     """More slots for what the next query tile needs, and other tiles: one or two key tiles hide little."""
-    tile = hopper_forward.choose_tile(problem, TARGET["num_sms"])
+    tile = hopper_forward_tile.choose_tile(problem, TARGET["num_sms"])
     for stages_q, stages in ((2, 3), (2, 4), (3, 2), (3, 3)):
         more = replace(tile, num_stages=stages, num_stages_q=stages_q, half_tile=False)
-        smem = hopper_forward.smem_bytes(hopper_forward.config_of(problem, more))
+        smem = hopper_forward_config.smem_bytes(hopper_forward_config.config_of(problem, more))
         if smem * tile.min_blocks_per_sm <= TARGET["smem_limit"]:
             yield f"q{stages_q} s{stages}", lambda t=more: hopper_forward.plan_spec(problem, t, num_sms=132)
     for name, other in (

@@ -1,48 +1,254 @@
-"""A row of the tile table of the Hopper forward kernel, and what every choice of one counts by."""
+"""The tile table of the Hopper forward kernel: which tile is the fastest for a problem."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
+from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
+from ..modifiers.cuda import computes_little, takes_registers
+from .common import MEASURED_SMS, ceil_div
+from .hopper_common import SMEM_LIMIT, begins_products, score_operands
+from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile, config_of, smem_bytes
+from .hopper_small import small_tile
+from .tensor_map import score_reasons_against
+from .tile_words import bits_pay
 
-KEY_TILE_OVERHEAD_COLUMNS: Final = 24
-"""What a key tile costs beside its columns, in columns: no tile is worth being narrower than 80."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """One row of the tile table."""
-
-    block_m: int
-    block_n: int
-    num_stages: int = 2
-    num_stages_q: int = 1
-    ping_pong: bool = True
-    half_tile: bool = False
-    lazy_max: bool = False
-    score_tiles: bool = False
-    num_stages_scores: int = 2
-    begins_products: bool = False
-    """`HopperForwardConfig.begins_products`: of a score_mod that adds what distances decide."""
-    packed_heads: bool = False
-    tile_bits: bool = False
-    min_blocks_per_sm: int = 1
+FITS_KEYS: Final = True
+"""Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`): 112 keys take 8 to 9 % less
+time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
+LEAST_FIT: Final = 1.04
+"""What a narrower tile must gain by `fitted_columns`: it costs the third slot for K and V at head dim 64."""
 
 
-def key_tiles_of_rows(problem: AttentionProblem, rows: int, columns: int) -> npt.NDArray[Any]:
-    """How many tiles of so many ``columns`` of keys each query tile of ``rows`` sees, of one sequence that is dense."""
-    first = np.arange(0, problem.seqlen_q, rows)
-    last = np.minimum(first + rows, problem.seqlen_q) - 1
-    offset = problem.seqlen_k - problem.seqlen_q if problem.bottom_right else 0
-    low, high = np.zeros_like(first), np.full_like(first, problem.seqlen_k)
-    if problem.window_left is not None:
-        low = np.clip(first + offset - problem.window_left, 0, problem.seqlen_k)
-    if problem.window_right is not None:
-        high = np.clip(last + offset + problem.window_right + 1, 0, problem.seqlen_k)
-    seen: npt.NDArray[Any] = np.maximum(-(-high // columns) - low // columns, 0)
-    return seen
+def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
+    """The tile of ``problem``: of 64 query rows where that is faster, else by the table."""
+    tile = large_tile(problem, num_sms)
+    return small_tile(problem, tile, num_sms) or tile
+
+
+def large_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
+    """The tile table, and whether a launch of its own asks a mask_mod about undecided tiles.
+
+    Without bits where tiles of a float32 bias leave them no shared memory.
+    """
+    if bits_pay(problem, 128):
+        tile = tile_with_bits(problem, num_sms)
+        if smem_bytes(config_of(problem, tile)) <= SMEM_LIMIT:
+            return tile
+    return replace(tile_without_bits(problem, num_sms), begins_products=begins_products(problem))
+
+
+def tile_with_bits(problem: AttentionProblem, num_sms: int) -> Tile:
+    """The tile where the kernel reads what a mask keeps, so that what it computes does not matter."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest <= 64 and has_mask_alone(problem) and _rows_of_narrow(problem, num_sms) == 192:
+        return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages_q=2, lazy_max=True, tile_bits=True)
+    return replace(tile_without_bits(problem, num_sms), half_tile=False, tile_bits=True)
+
+
+def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
+    """The tile table. Each row says why it is what it is; all figures, and what lost, are in docs/experiments.md.
+
+    There, under "Hopper forward: tiles": H200, 2026-11-20 and 21, bfloat16, TFLOP/s of the launch alone.
+    """
+    widest = max(ceil_div(problem.head_dim, 64), ceil_div(problem.head_dim_v, 64)) * 64
+    tile = _score_tile(problem, widest)
+    if tile is not None:
+        return tile
+    operands = score_operands(problem)
+    # Bias and mask that every thread reads for itself wait in registers, which come out of the tile.
+    direct = problem.bias is not None or problem.mask is not None
+    lazy = operands < 2
+    # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
+    diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
+    begins = begins_products(problem)
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or (problem.modifier is not None and not begins)
+    if widest <= 64 and has_light_mask(problem) and _rows_of_narrow(problem, num_sms) == 192:
+        return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages_q=2, lazy_max=True)
+    if problem.modifier is not None and not begins and takes_registers(problem.modifier):
+        operands += 1  # what it reads waits in registers, too
+    if widest <= 64:
+        if direct:
+            wide = problem.bias is not None and problem.bias.dtype != "float32" and lazy
+            return Tile(block_m=128, block_n=128 if wide else 112 if lazy else 80, num_stages_q=2, lazy_max=lazy)
+        if operands:
+            # Wider key tiles make more decisions beside each product: 128 columns take 8 % less time than 96.
+            lengths = problem.varlen or problem.seqused_k
+            return Tile(block_m=128, block_n=112 if lengths else 128, num_stages_q=2, lazy_max=True)
+        # Three consumers of 64 rows read each key tile once: 573 at 4096, against 464 with two. Lengths on the device
+        # take registers, and so do scores that are more than products. With few keys (cross-attention to 77 tokens) a
+        # tile is no wider than they are, which saves a sixth of the time.
+        rows = _rows_of_narrow(problem, num_sms)
+        lengths = problem.varlen or problem.seqused_k
+        wide = rows == 192 and _long_documents(problem)
+        # Products that begin with a value would spill 52 to 60 bytes of a thread with 128 columns.
+        columns = 112 if rows == 192 and (lengths or mapped or begins) and not wide else 128
+        if not lengths:
+            columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
+        # A third slot for K and V brings the keys of the next query tile in time, 3 to 6 % up to 2048. With it and a
+        # half tile ptxas serialises the products (C7511, 14 % slower), as it does with a half tile and mapped scores.
+        columns = fitted_columns(problem, columns)
+        third = rows == 192 and columns == (112 if begins else 128) and not lengths and not problem.band
+        return Tile(
+            block_m=rows,
+            block_n=columns,
+            num_stages=3 if third else 2,
+            num_stages_q=2,
+            half_tile=(diagonal and not mapped and problem.seqlen_q <= 2048 and columns == 128)
+            or (wide and problem.band),
+            lazy_max=True,
+        )
+    if widest <= 128:
+        if direct:
+            return Tile(block_m=128, block_n=96 if lazy else 64, num_stages_q=2, lazy_max=lazy)
+        if (between := _tile_between(problem, num_sms)) is not None:
+            return between
+        # A second slot for Q hides the load of the next query tile and still leaves room for 128 keys: 708 at 4096,
+        # against 667 with 176 keys and one slot. A third slot for K and V in its place is 5 % slower at 1024.
+        # With max_logit ptxas serialises the products of a half tile (C7511).
+        half = diagonal and problem.seqlen_q <= 1024 and not (operands or mapped or problem.return_max_logit)
+        # With dropout and 80 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
+        columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else fitted_columns(problem, 128)
+        return Tile(block_m=128, block_n=columns, num_stages_q=2, half_tile=half, lazy_max=True)
+    if widest <= 192:
+        if direct:
+            return Tile(block_m=128, block_n=64 if lazy else 48)
+        # Where values are narrow the output leaves the registers of head dim 128: 128 keys with `lazy_max` take 10 %
+        # less time than 96 or 112 without. With values of 192 columns wider causal tiles are 2 % faster at 4096.
+        plain = not (operands or mapped or problem.further_inputs or problem.modifier is not None)
+        if plain and problem.head_dim_v <= 128 and not problem.seqused_k:
+            return Tile(block_m=128, block_n=128, lazy_max=True)
+        short = problem.varlen or problem.seqused_k or problem.seqlen_q < 2048
+        return Tile(block_m=128, block_n=96 if operands or (problem.band and (short or not plain)) else 112)
+    # The 128 accumulator registers of the output leave none for lazy_max (3 % slower at 4096), and the products are
+    # long enough not to need turns. Shorter key tiles waste less on the diagonal, 8 % at 512.
+    short = problem.window_right is not None and problem.seqlen_q <= 1024
+    if operands:
+        # With dropout and softcap 48 columns spill four bytes.
+        return Tile(block_m=128, block_n=32 if problem.dropout_p > 0 and problem.softcap > 0 else 48, ping_pong=False)
+    # 512 keys are 6.4 tiles of 80, of which the last is mostly empty: 64 are 2 % faster. 1024 are 12.8: 3 % slower.
+    fits = 1.06 * 64 * ceil_div(problem.seqlen_k, 64) < 80 * ceil_div(problem.seqlen_k, 80)
+    return Tile(block_m=128, block_n=64 if short or fits else 80, ping_pong=False)
+
+
+def has_light_mask(problem: AttentionProblem) -> bool:
+    """Whether a mask_mod, and nothing else, goes with the scores, and reads and computes little of a key.
+
+    Three consumers of 64 rows then have registers for it with 96 keys, with 128 they spill 4 to 16 bytes. 2 x 8192, 16
+    heads, D 64, us with 192 x 96 and 128 x 128: prefix-LM 644 and 808, window and first keys 227 and 241, a
+    neighbourhood 213 and 278, chunks 176 and 155; documents, which read an array, 451 and 385 (H200, 2026-11-23).
+    """
+    mask = None if problem.modifier is None else problem.modifier.mask
+    return mask is not None and has_mask_alone(problem) and computes_little(mask)
+
+
+def has_mask_alone(problem: AttentionProblem) -> bool:
+    """Whether a mask_mod, and nothing else, goes with the scores."""
+    program = problem.modifier
+    if program is None or program.score is not None or program.mask is None:
+        return False
+    other = score_operands(problem) or problem.softcap or problem.softmax_scale <= 0 or problem.further_inputs
+    return not (other or problem.varlen or problem.seqused_k)
+
+
+def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = None) -> int:
+    """The width of a key tile, at most ``columns``, with the least work for all keys: 197 are two tiles of 112.
+
+    Where no mask of positions or lengths on the device decide what is in a tile.
+    """
+    fits = FITS_KEYS if fits is None else fits
+    if not fits or columns <= 80 or problem.band or problem.varlen or problem.seqused_k or score_operands(problem):
+        return columns
+
+    def cost(width: int) -> int:
+        return ceil_div(problem.seqlen_k, width) * (width + KEY_TILE_OVERHEAD_COLUMNS)
+
+    best = min(range(columns, 79, -16), key=cost)
+    return best if LEAST_FIT * cost(best) <= cost(columns) else columns
+
+
+def _long_documents(problem: AttentionProblem) -> bool:
+    """Whether packed sequences have key tiles as wide as dense ones, with a half tile if causal: 9 to 27 % less time.
+
+    From a mean of 512 keys on; of 272 (64 documents of 32 to 512) wide tiles stay empty too often, 2 % slower.
+    """
+    if not problem.varlen or problem.window_left is not None:
+        return False
+    other = problem.seqused_k or problem.softcap > 0 or problem.softmax_scale <= 0
+    if other or problem.further_inputs or problem.modifier is not None:
+        return False
+    return problem.k.shape[1] >= 512 * problem.batch
+
+
+def _tile_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
+    """Three consumers at head dims 65 to 96 as well, with 96 or 80 keys; ``None`` where two are faster.
+
+    Without a band, 192 rows take 0.79 of the time of as many rows at head dim 72, whose rows begin amid a sector, and
+    0.91 to 0.93 at 80 and 96, unless they stay empty or need more waves. Causal they are slower (0.96 at head dim 80).
+    """
+    if max(problem.head_dim, problem.head_dim_v) > 96 or problem.band or problem.seqused_k or score_operands(problem):
+        return None
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0
+    if mapped or problem.further_inputs or problem.modifier is not None:
+        return None
+    rows, heads = problem.seqlen_q, problem.batch * problem.num_heads
+    if problem.varlen:
+        rows = min(rows, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
+
+    def time(block_m: int) -> int:
+        return ceil_div(heads * ceil_div(rows, block_m), num_sms) * block_m
+
+    gain = 1.2 if problem.head_dim % 16 else 1.08
+    if time(192) > gain * time(128):
+        return None
+    columns = min((96, 80), key=lambda x: ceil_div(problem.seqlen_k, x) * (x + KEY_TILE_OVERHEAD_COLUMNS))
+    return Tile(block_m=192, block_n=columns, num_stages_q=2, lazy_max=True)
+
+
+def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
+    """Query rows of a tile at head dim 64: 192 are faster by what the table above says, unless they stay empty.
+
+    Or unless every smaller tile has a multiprocessor to itself: 128 small tiles take 13 % less time than 88 large ones.
+    """
+    rows = problem.seqlen_q
+    if problem.varlen:  # those of a sequence on average
+        rows = min(rows, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
+    if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= num_sms:
+        return 128
+    # A half tile or a window and a sink: 128 registers a thread are too few, and ptxas serialises the products (C7511).
+    if problem.band and problem.further_inputs and not problem.varlen:
+        return 128
+    # Scores that are more than products and max_logit: 8 to 108 bytes of a thread would spill.
+    mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or problem.modifier is not None
+    if problem.return_max_logit and mapped:
+        return 128
+    return 192 if 464 * ceil_div(rows, 192) * 192 <= 573 * ceil_div(rows, 128) * 128 else 128
+
+
+def _score_tile(problem: AttentionProblem, widest: int) -> Tile | None:
+    """The tile when the copy engine brings bias and mask; ``None`` when it does not."""
+    if (problem.bias is None and problem.mask is None) or score_reasons(problem):
+        return None
+    if problem.head_dim_v > 192 and problem.dropout_p > 0:
+        return None  # spills registers
+    tiles = [Tile(block_m=128, block_n=64, ping_pong=widest <= 192, score_tiles=True)]
+    if widest <= 128:
+        # Wide key tiles first, with a second slot for Q where it fits. At head dim 64 they take 20 % less time than 64
+        # columns and 35 % less than threads that read their own bias; at 128 a second slot for Q is worth less than
+        # 128 columns, and one slot for the bias is the worst (docs/experiments.md).
+        shared = Tile(block_m=128, block_n=64, num_stages_q=2, lazy_max=True, score_tiles=True)
+        tiles = [replace(shared, block_n=128), replace(shared, block_n=128, num_stages_q=1), shared]
+    return next((tile for tile in tiles if smem_bytes(config_of(problem, tile)) <= SMEM_LIMIT), None)
+
+
+def score_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the copy engine cannot bring bias and mask; empty when it can, or when there is neither."""
+    found = []
+    for name, operand in (("bias", problem.bias), ("mask", problem.mask)):
+        if operand is not None:
+            found += score_reasons_against(name, operand, DTYPES[operand.dtype].itemsize)
+    if found or not problem.varlen:
+        return found
+    return ["rows of bias and mask are not those of packed queries"]

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from ..front.problem import AttentionProblem
 from .common import ceil_div
 from .hopper_common import score_operands
-from .hopper_forward_tile import KEY_TILE_OVERHEAD_COLUMNS, Tile, key_tiles_of_rows
+from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile
+from .hopper_forward_schedule import key_tiles_of_rows
 
 BLOCKS: Final = {64: 3, 128: 2}
 """On a multiprocessor, by head dim."""

@@ -22,7 +22,7 @@ from ..front.call import Call, CallOptions, describe_shapes
 from ..front.problem import AttentionProblem
 from ..front.tensors import CPU, Device, view
 from ..heuristics import backward_candidates, choose_backward, choose_forward
-from ..heuristics.hopper_forward import either_order
+from ..heuristics.hopper_forward_schedule import either_order
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import worker_pool
 from ..jit.compile import compile_kernel

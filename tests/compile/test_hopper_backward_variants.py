@@ -11,7 +11,7 @@ import pytest
 from architectures import untuned_spill_bytes
 
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
-from nvrtc_attn.heuristics import choose_backward, hopper_backward, hopper_dbias
+from nvrtc_attn.heuristics import choose_backward, hopper_backward, hopper_backward_tile, hopper_dbias
 from nvrtc_attn.heuristics.hopper_backward import kernel_of
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec, Launch, label
 from nvrtc_attn.jit.codegen import entry_source
@@ -43,7 +43,7 @@ def wide(head_dim: int, head_dim_v: int, **changes: Any) -> AttentionProblem:
 
 
 def plan(asked: AttentionProblem, **tile: Any) -> BackwardPlanSpec:
-    chosen = dataclasses.replace(hopper_backward.choose_tile(asked, FEW_SMS), **tile)
+    chosen = dataclasses.replace(hopper_backward_tile.choose_tile(asked, FEW_SMS), **tile)
     return hopper_backward.plan_spec(asked, chosen, num_sms=132)
 
 
@@ -342,7 +342,7 @@ def test_preparation_by_length() -> None:
         assert [chosen(head_dim, n, **CAUSAL) for n in (4096, 4097)] == [True, False]
     # Few key tiles or few keys: the start of the kernel would be spent waiting for rows.
     waves = problem(64, seqlen_q=1024, seqlen_k=1024)
-    assert [hopper_backward.choose_tile(waves, n).fused for n in (31, 32)] == [True, False]
+    assert [hopper_backward_tile.choose_tile(waves, n).fused for n in (31, 32)] == [True, False]
     assert [chosen(64, 2048, seqlen_k=n) for n in (1024, 1000)] == [True, False]
     assert not chosen(128, 1024, seqlen_k=300)
     for head_dim in (64, 128):
@@ -378,7 +378,7 @@ def test_queries_of_a_tile_by_length() -> None:
 
 def test_few_key_heads_share_their_query_heads_among_blocks() -> None:
     def splits(**changes: Any) -> int:
-        return hopper_backward.choose_tile(problem(**changes), 132).splits
+        return hopper_backward_tile.choose_tile(problem(**changes), 132).splits
 
     grouped: dict[str, Any] = {"num_heads": 32, "num_heads_kv": 1, "seqlen_q": 4096, "seqlen_k": 4096}
     assert splits(**grouped) == 2  # 64 key tiles: one a multiprocessor
@@ -580,7 +580,10 @@ def test_plan_of_wide_heads() -> None:
     assert "__cluster_dims__(Traits::kCluster, 1, 1)" in entry_source(main.config)
     assert main.grid == 2 * 6 * 4 * 2
     many = problem(256, batch=64)
-    assert hopper_backward.plan_spec(many, hopper_backward.choose_tile(many, 131), num_sms=131).launches[1].grid == 130
+    assert (
+        hopper_backward.plan_spec(many, hopper_backward_tile.choose_tile(many, 131), num_sms=131).launches[1].grid
+        == 130
+    )
     boxes = {item.field: item.box for item in main.tensor_maps}
     # Keys of a block; half of the queries, which each block brings to both.
     rows = {"q": 32, "k": 64, "v": 64, "dout": 32}

@@ -10,7 +10,7 @@ import pytest
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
-from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.heuristics import hopper_forward, hopper_forward_config, hopper_forward_tile
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec
 from nvrtc_attn.jit.codegen import entry_source
 from nvrtc_attn.jit.compile import CompiledKernel, compile_source
@@ -43,7 +43,7 @@ def choose(asked: AttentionProblem, *, large: bool = False) -> HopperForwardConf
     """``large``: with the tile that longer sequences and more heads have."""
     spec: ForwardPlanSpec | list[str]
     if large:
-        spec = hopper_forward.plan_spec(asked, hopper_forward.large_tile(asked), num_sms=132)
+        spec = hopper_forward.plan_spec(asked, hopper_forward_tile.large_tile(asked), num_sms=132)
     else:
         spec = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=132, smem_limit=SMEM_LIMIT)
     assert not isinstance(spec, list), spec
@@ -331,4 +331,4 @@ def test_a_mask_brings_barriers_for_cleaned_values(name: str) -> None:
     """``clean_v``, one a slot of V, in the layout of ``forward_hopper.cuh``."""
     config = dataclasses.replace(choose(VARIANTS[name]), score_tiles=False)
     without = dataclasses.replace(config, features=dataclasses.replace(config.features, mask=False))
-    assert hopper_forward.smem_bytes(config) - hopper_forward.smem_bytes(without) == 8 * config.num_stages
+    assert hopper_forward_config.smem_bytes(config) - hopper_forward_config.smem_bytes(without) == 8 * config.num_stages

@@ -84,10 +84,10 @@ def _large_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if zlib.crc32(request.node.nodeid.encode()) % 2:
         from harness import forget_plans
 
-        from nvrtc_attn.heuristics import hopper_forward
+        from nvrtc_attn.heuristics import hopper_forward_tile
 
         forget_plans(monkeypatch)
-        monkeypatch.setattr(hopper_forward, "small_tile", lambda *_: None)
+        monkeypatch.setattr(hopper_forward_tile, "small_tile", lambda *_: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,7 @@ from harness import DEVICE, Run, backend, failures, forget_plans, oracle, torch
 import nvrtc_attn
 from nvrtc_attn import api
 from nvrtc_attn.front.problem import AttentionProblem
-from nvrtc_attn.heuristics import hopper_backward
+from nvrtc_attn.heuristics import hopper_backward, hopper_backward_config, hopper_backward_tile
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -30,13 +30,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the table answer with these switches, for plans made from here on."""
-    choose_tile = hopper_backward.choose_tile
+    choose_tile = hopper_backward_tile.choose_tile
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
 
     def forced(**switches: int) -> None:
-        def tile(problem: AttentionProblem, num_sms: int) -> hopper_backward.Tile:
-            assert hopper_backward.is_plain(problem) or not {"block_m", "fused"} & set(switches)
+        def tile(problem: AttentionProblem, num_sms: int) -> hopper_backward_config.Tile:
+            assert hopper_backward_config.is_plain(problem) or not {"block_m", "fused"} & set(switches)
             return dataclasses.replace(choose_tile(problem, num_sms), **switches)
 
         forget_plans(monkeypatch)

@@ -11,7 +11,7 @@ import pytest
 from harness import DEVICE, Run, failures, forget_plans, oracle, torch
 
 from nvrtc_attn.front.problem import AttentionProblem
-from nvrtc_attn.heuristics import hopper_backward
+from nvrtc_attn.heuristics import hopper_backward, hopper_backward_config, hopper_backward_tile
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Plans of the Hopper family with these changes of the table's tile, for plans made from here on."""
-    choose = hopper_backward.choose_tile
+    choose = hopper_backward_tile.choose_tile
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
 
-    def forced(**changes: Any) -> list[hopper_backward.Tile]:
+    def forced(**changes: Any) -> list[hopper_backward_config.Tile]:
         made = []
 
-        def chosen(problem: AttentionProblem, num_sms: int) -> hopper_backward.Tile:
+        def chosen(problem: AttentionProblem, num_sms: int) -> hopper_backward_config.Tile:
             made.append(dataclasses.replace(choose(problem, num_sms), **changes))
             return made[-1]
 

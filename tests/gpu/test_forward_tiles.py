@@ -14,7 +14,7 @@ from harness import Run, failures, forget_plans, oracle, torch
 import nvrtc_attn
 from nvrtc_attn.front.call import CallOptions, describe
 from nvrtc_attn.front.problem import AttentionProblem
-from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.heuristics import hopper_forward, hopper_forward_config, hopper_forward_tile
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -33,12 +33,12 @@ USED = (650, 5, 0, 0, 1000, 513, 100, 640)
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the table answer with these switches, for plans made from here on."""
-    choose_tile = hopper_forward.large_tile
+    choose_tile = hopper_forward_tile.large_tile
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
 
     def forced(**switches: Any) -> None:
-        def tile(problem: AttentionProblem, *num_sms: int) -> hopper_forward.Tile:
+        def tile(problem: AttentionProblem, *num_sms: int) -> hopper_forward_config.Tile:
             return dataclasses.replace(choose_tile(problem, *num_sms), **switches)
 
         forget_plans(monkeypatch)
@@ -144,7 +144,7 @@ def test_64_rows(blocks: str, head_dim: int, columns: int, options: Options, for
 @pytest.mark.parametrize(("head_dim", "columns"), [(64, 128), (128, 64)])
 def test_64_rows_of_a_mask_mod(mask: str, head_dim: int, columns: int, force: Any) -> None:
     """Two thread blocks with bits of undecided tiles, which the autotuner tries."""
-    large = hopper_forward.large_tile
+    large = hopper_forward_tile.large_tile
     sizes, heads_kv = (2, 4, 1900, 1700), 2
     rng = np.random.default_rng(3)
     case = next(x for x in modifiers.sparse_cases() if x.name == mask)

@@ -1,6 +1,6 @@
 """Query tiles that thread blocks of the Hopper forward kernel ask for: the results are those of a fixed order.
 
-Small problems, which have a fixed order by themselves, with the bounds of `hopper_forward.hands_out` taken away.
+Small problems, which have a fixed order by themselves, with the bounds of `hands_out` taken away.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import cases
 import pytest
 from harness import Run, failures, forget_plans, oracle, torch
 
-from nvrtc_attn.heuristics import hopper_forward
+from nvrtc_attn.heuristics import hopper_forward_schedule
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -27,12 +27,14 @@ def hand_out(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Whether plans made from here on have their tiles handed out."""
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
-    monkeypatch.setattr(hopper_forward, "MIN_TILES_HANDED_OUT", 0)
+    monkeypatch.setattr(hopper_forward_schedule, "MIN_TILES_HANDED_OUT", 0)
 
     def handed_out(answer: bool) -> None:
         forget_plans(monkeypatch)
         bound = 0.0 if answer else float("inf")
-        monkeypatch.setattr(hopper_forward, "HANDED_OUT_FLOPS", dict.fromkeys(hopper_forward.HANDED_OUT_FLOPS, bound))
+        monkeypatch.setattr(
+            hopper_forward_schedule, "HANDED_OUT_FLOPS", dict.fromkeys(hopper_forward_schedule.HANDED_OUT_FLOPS, bound)
+        )
 
     return handed_out
 

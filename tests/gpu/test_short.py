@@ -13,7 +13,13 @@ from harness import DEVICE, Run, failures, forget_plans, oracle, torch
 from nvrtc_attn.front.call import CallOptions, describe_shapes
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.front.tensors import Device
-from nvrtc_attn.heuristics import hopper_forward, portable_backward, portable_forward
+from nvrtc_attn.heuristics import (
+    hopper_forward,
+    hopper_forward_config,
+    hopper_forward_tile,
+    portable_backward,
+    portable_forward,
+)
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.plans import autotune
 from nvrtc_attn.runtime import driver, kernel
@@ -142,9 +148,9 @@ def test_key_tiles_of_which_less_stays_empty(
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     forget_plans(monkeypatch)
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
-    choose_tile, chosen = hopper_forward.large_tile, []
+    choose_tile, chosen = hopper_forward_tile.large_tile, []
 
-    def record(*arguments: Any) -> hopper_forward.Tile:
+    def record(*arguments: Any) -> hopper_forward_config.Tile:
         chosen.append(choose_tile(*arguments))
         return chosen[-1]
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import choose_backward, hopper_backward
+from nvrtc_attn.heuristics import choose_backward, hopper_backward, hopper_backward_schedule, hopper_backward_tile
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec
 from nvrtc_attn.jit.config import HopperBackwardConfig
 
@@ -87,7 +87,7 @@ def problem(
 
 
 def plan(asked: AttentionProblem, **changes: Any) -> BackwardPlanSpec:
-    tile = replace(hopper_backward.choose_tile(asked, NUM_SMS), splits=1, fused=False, block_m=80, **changes)
+    tile = replace(hopper_backward_tile.choose_tile(asked, NUM_SMS), splits=1, fused=False, block_m=80, **changes)
     return hopper_backward.plan_spec(asked, tile, num_sms=NUM_SMS)
 
 
@@ -201,7 +201,7 @@ def test_launches_and_workspace() -> None:
     ids=str,
 )
 def test_parts_of_a_key_tile(asked: AttentionProblem, parts: int) -> None:
-    tile = hopper_backward.choose_tile(asked, NUM_SMS)
+    tile = hopper_backward_tile.choose_tile(asked, NUM_SMS)
     assert (tile.parts, tile.whole) == (parts, 0)
     assert tile.splits == 1 or parts == 1
 
@@ -222,7 +222,7 @@ def test_parts_of_a_key_tile(asked: AttentionProblem, parts: int) -> None:
     ids=str,
 )
 def test_splits_that_keep_what_is_read_in_l2(asked: AttentionProblem, splits: int) -> None:
-    assert hopper_backward.choose_tile(asked, NUM_SMS).splits == splits
+    assert hopper_backward_tile.choose_tile(asked, NUM_SMS).splits == splits
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_splits_that_keep_what_is_read_in_l2(asked: AttentionProblem, splits: in
     ids=str,
 )
 def test_heads_whose_key_tiles_are_handed_out_together(asked: AttentionProblem, together: int) -> None:
-    spec = hopper_backward.plan_spec(asked, hopper_backward.choose_tile(asked, NUM_SMS), num_sms=NUM_SMS)
+    spec = hopper_backward.plan_spec(asked, hopper_backward_tile.choose_tile(asked, NUM_SMS), num_sms=NUM_SMS)
     params = dict(hopper_backward.kernel_of(spec).params)
     assert params["head_group"] == together
     heads = params["num_tiles"] // params["num_n_blocks"]
@@ -251,14 +251,14 @@ def test_heads_whose_key_tiles_are_handed_out_together(asked: AttentionProblem, 
 
 def test_key_tiles_of_one_head_read_the_same_rows() -> None:
     """Spread over all of a long head's rows they would find nothing in L2 that another has read."""
-    assert hopper_backward.query_step(410, 4) == hopper_backward.query_step(32, 3) == 2 << 12
-    assert hopper_backward.query_step(64, 64) == 1 << 12
-    assert hopper_backward.query_step(103, 64) == (103 << 12) // 64
+    assert hopper_backward_schedule.query_step(410, 4) == hopper_backward_schedule.query_step(32, 3) == 2 << 12
+    assert hopper_backward_schedule.query_step(64, 64) == 1 << 12
+    assert hopper_backward_schedule.query_step(103, 64) == (103 << 12) // 64
 
 
 def test_what_stays_in_registers() -> None:
     def chosen(head_dim: int, **more: Any) -> tuple[bool, bool]:
-        tile = hopper_backward.choose_tile(problem(4, 2048, 2048, 16, 16, True, head_dim, **more), NUM_SMS)
+        tile = hopper_backward_tile.choose_tile(problem(4, 2048, 2048, 16, 16, True, head_dim, **more), NUM_SMS)
         return tile.own_code, tile.values_in_registers
 
     assert [chosen(d) for d in (64, 72, 80, 96, 104, 128, 192)] == [
@@ -269,7 +269,7 @@ def test_what_stays_in_registers() -> None:
 
 def test_queries_of_a_tile_of_split_heads() -> None:
     def chosen(batch: int, heads: int, heads_kv: int) -> tuple[int, int]:
-        tile = hopper_backward.choose_tile(problem(batch, 8192, 8192, heads, heads_kv, True), NUM_SMS)
+        tile = hopper_backward_tile.choose_tile(problem(batch, 8192, 8192, heads, heads_kv, True), NUM_SMS)
         return tile.splits, tile.block_m
 
     assert chosen(2, 32, 8) == chosen(1, 40, 8) == (1, 80)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_backward
+from nvrtc_attn.heuristics import hopper_backward_config, hopper_backward_tile
 from nvrtc_attn.modifiers.trace import trace
 
 TABLE = np.zeros((2, 64), np.float32)
@@ -44,11 +44,11 @@ def added(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 )
 def test_products_begin_with_what_distances_add(changes: dict[str, Any]) -> None:
     asked = problem(added, **changes)
-    tile = hopper_backward.choose_tile(asked, 132)
+    tile = hopper_backward_tile.choose_tile(asked, 132)
     assert tile.begins_products
     assert tile.block_m == 128
     assert (tile.fused, tile.parts, tile.descending) == (False, 1, False)
-    assert hopper_backward.smem_bytes(hopper_backward.config_of(asked, tile)) <= 232448
+    assert hopper_backward_config.smem_bytes(hopper_backward_config.config_of(asked, tile)) <= 232448
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_products_begin_with_what_distances_add(changes: dict[str, Any]) -> None
     ],
 )
 def test_other_scores_do_not(score: Any, changes: dict[str, Any]) -> None:
-    assert not hopper_backward.choose_tile(problem(score, **changes), 132).begins_products
+    assert not hopper_backward_tile.choose_tile(problem(score, **changes), 132).begins_products

@@ -10,7 +10,7 @@ import pytest
 
 from nvrtc_attn.base import log
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
-from nvrtc_attn.heuristics import choose_forward, hopper_forward
+from nvrtc_attn.heuristics import choose_forward, hopper_forward_config, hopper_forward_tile
 from nvrtc_attn.modifiers.trace import trace
 
 
@@ -191,7 +191,7 @@ CAUSAL = {"window_right": 0}
     ],
 )
 def test_tiles_that_were_measured(asked: AttentionProblem, rows: int, columns: int, half_tile: bool) -> None:
-    tile = hopper_forward.choose_tile(asked, 132)
+    tile = hopper_forward_tile.choose_tile(asked, 132)
     assert (tile.block_m, tile.block_n, tile.half_tile) == (rows, columns, half_tile)
 
 
@@ -219,18 +219,18 @@ ADDED = np.zeros((2, 64), np.float32)
 )
 def test_products_begin_with_what_distances_add(score: Any, changes: dict[str, Any], begins: bool) -> None:
     asked = problem(**changes, modifier=trace(score).program)
-    tile = hopper_forward.choose_tile(asked, 132)
+    tile = hopper_forward_tile.choose_tile(asked, 132)
     assert tile.begins_products is begins
-    config = hopper_forward.config_of(asked, tile)
+    config = hopper_forward_config.config_of(asked, tile)
     assert ("kAddsDiagonal = true" in config.features.modifier) >= begins
-    assert hopper_forward.smem_bytes(config) <= 232448
+    assert hopper_forward_config.smem_bytes(config) <= 232448
 
 
 @pytest.mark.parametrize("changes", [{}, CAUSAL, {"window_left": 500, "window_right": 0}])
 def test_narrow_values_have_wide_key_tiles(changes: dict[str, Any]) -> None:
     """Multi-head latent attention: keys of 192, values of 128."""
     values = dense_layout((4, 2048, 16, 128), "bfloat16")
-    tile = hopper_forward.choose_tile(problem(head_dim=192, head_dim_v=128, v=values, **changes), 132)
+    tile = hopper_forward_tile.choose_tile(problem(head_dim=192, head_dim_v=128, v=values, **changes), 132)
     assert (tile.block_n, tile.lazy_max) == (128, True)
-    with_softcap = hopper_forward.choose_tile(problem(head_dim=192, head_dim_v=128, v=values, softcap=9.0), 132)
+    with_softcap = hopper_forward_tile.choose_tile(problem(head_dim=192, head_dim_v=128, v=values, softcap=9.0), 132)
     assert (with_softcap.block_n, with_softcap.lazy_max) == (112, False)

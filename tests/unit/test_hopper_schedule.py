@@ -18,7 +18,14 @@ import numpy as np
 import pytest
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_backward, hopper_forward
+from nvrtc_attn.heuristics import (
+    hopper_backward,
+    hopper_backward_schedule,
+    hopper_backward_tile,
+    hopper_forward,
+    hopper_forward_schedule,
+    hopper_forward_tile,
+)
 from nvrtc_attn.heuristics.spec import Launch
 
 NUM_SMS = 132
@@ -40,7 +47,7 @@ def launch_of(asked: AttentionProblem, hand_out: bool) -> Launch:
     """The launch of ``asked`` whose tiles are handed out, or have a fixed order, whatever is chosen."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_forward, "hands_out", lambda *_: hand_out)
-        spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
+        spec = hopper_forward.plan_spec(asked, hopper_forward_tile.choose_tile(asked), num_sms=NUM_SMS)
     (launch,) = spec.launches
     assert launch.config.tickets == hand_out
     return launch
@@ -195,7 +202,7 @@ SHAPES = [*GRID, (1, 2048, 8, 64), (3, 1000, 7, 64), (61, 200, 4, 64), (5, 3000,
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_tile_is_dealt_once(shape: tuple[int, int, int, int], causal: bool) -> None:
     asked = problem(*shape, causal)
-    blocks = -(-asked.seqlen_q // hopper_forward.choose_tile(asked).block_m)
+    blocks = -(-asked.seqlen_q // hopper_forward_tile.choose_tile(asked).block_m)
     count = Counter(tile for tiles in dealt(asked) for tile in tiles)
     heads = asked.batch * asked.num_heads
     assert count == Counter({(head, m): 1 for head in range(heads) for m in range(blocks)})
@@ -225,7 +232,7 @@ def test_the_kernel_hands_out_every_tile_once(
 def test_handed_out_work_is_even(shape: tuple[int, int, int, int]) -> None:
     """Also where multiprocessors are taken from the start: their share goes to the others."""
     asked = problem(*shape, True)
-    costs = hopper_forward.tile_costs(asked, hopper_forward.choose_tile(asked))
+    costs = hopper_forward_schedule.tile_costs(asked, hopper_forward_tile.choose_tile(asked))
     order = handed_out(asked)
     grid = launch_of(asked, True).grid
     for blocks in (grid, grid - grid // 8):
@@ -237,7 +244,7 @@ def test_handed_out_work_is_even(shape: tuple[int, int, int, int]) -> None:
 
 def chosen(asked: AttentionProblem) -> bool:
     """Whether its tiles are handed out."""
-    spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
+    spec = hopper_forward.plan_spec(asked, hopper_forward_tile.choose_tile(asked), num_sms=NUM_SMS)
     return spec.launches[-1].config.tickets  # type: ignore[union-attr, return-value]
 
 
@@ -271,10 +278,10 @@ def test_what_is_handed_out(asked: AttentionProblem, handed_out: bool) -> None:
 
 def test_what_is_handed_out_has_a_counter_of_zeros() -> None:
     asked = problem(8, 2048, 12, 64, True)
-    spec = hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=NUM_SMS)
+    spec = hopper_forward.plan_spec(asked, hopper_forward_tile.choose_tile(asked), num_sms=NUM_SMS)
     assert spec.ticket_bytes == 4
     fixed = dataclasses.replace(asked, batch=1)
-    assert hopper_forward.plan_spec(fixed, hopper_forward.choose_tile(fixed), num_sms=NUM_SMS).ticket_bytes == 0
+    assert hopper_forward.plan_spec(fixed, hopper_forward_tile.choose_tile(fixed), num_sms=NUM_SMS).ticket_bytes == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -282,7 +289,7 @@ def test_what_is_handed_out_has_a_counter_of_zeros() -> None:
 def test_work_is_even(shape: tuple[int, int, int, int], causal: bool) -> None:
     # 132 blocks are 12 times 11: where the query tiles of a head divide that, a block would always have the same one.
     asked = problem(*shape, causal)
-    costs = hopper_forward.tile_costs(asked, hopper_forward.choose_tile(asked))
+    costs = hopper_forward_schedule.tile_costs(asked, hopper_forward_tile.choose_tile(asked))
     sums = [sum(costs[m] for _, m in tiles) for tiles in dealt(asked)]
     # No block can have less than a whole number of full tiles.
     best = max(sum(sums) / len(sums), 0 if causal else costs.max() * (shape[0] * shape[2] * len(costs) // NUM_SMS))
@@ -294,7 +301,7 @@ def test_work_is_even(shape: tuple[int, int, int, int], causal: bool) -> None:
 @pytest.mark.parametrize(("rows", "keys"), [(16, 64), (8, 8), (32, 16), (48, 32), (1, 5), (5, 3), (410, 1024)])
 def test_key_tiles_begin_at_rows_of_their_own(rows: int, keys: int) -> None:
     """Evenly, also with fewer query than key tiles: the rule is in ``hopper/backward/schedule.cuh``."""
-    step = hopper_backward.query_step(rows, keys)
+    step = hopper_backward_schedule.query_step(rows, keys)
     starts = [min(n * step >> 12, rows - 1) for n in range(keys)]
     assert max(n * step for n in range(keys)) < 2**31
     together = [starts.count(row) for row in set(starts)]
@@ -306,8 +313,8 @@ def test_key_tiles_begin_at_rows_of_their_own(rows: int, keys: int) -> None:
 
 def test_first_rows_fit_in_32_bits() -> None:
     rows = (1 << 19) - 1
-    assert (rows - 1) * hopper_backward.query_step(rows, rows) < 2**31
-    assert hopper_backward.query_step(1 << 19, 1 << 19) == 0
+    assert (rows - 1) * hopper_backward_schedule.query_step(rows, rows) < 2**31
+    assert hopper_backward_schedule.query_step(1 << 19, 1 << 19) == 0
 
 
 def test_plan_hands_the_step_to_the_kernel() -> None:
@@ -315,18 +322,20 @@ def test_plan_hands_the_step_to_the_kernel() -> None:
         problem(1, 2048, 8, 128, False), seqlen_k=8192, k=dense_layout((1, 8192, 8, 128), "bfloat16"),
         v=dense_layout((1, 8192, 8, 128), "bfloat16"),
     )  # fmt: skip
-    spec = hopper_backward.plan_spec(few, hopper_backward.choose_tile(few, NUM_SMS), num_sms=NUM_SMS)
+    spec = hopper_backward.plan_spec(few, hopper_backward_tile.choose_tile(few, NUM_SMS), num_sms=NUM_SMS)
     main = hopper_backward.kernel_of(spec)
     params = dict(main.params)
     assert params["num_m_blocks"] < params["num_n_blocks"]
-    assert params["query_step"] == hopper_backward.query_step(params["num_m_blocks"], params["num_n_blocks"]) > 0
+    assert (
+        params["query_step"] == hopper_backward_schedule.query_step(params["num_m_blocks"], params["num_n_blocks"]) > 0
+    )
 
 
 @pytest.mark.parametrize(("num_sms", "rows"), [(132, 128), (114, 192), (78, 192)])
 def test_tile_follows_the_multiprocessors_of_the_gpu(num_sms: int, rows: int) -> None:
     """128 tiles of 128 rows: small tiles only where each has a multiprocessor to itself."""
     asked = problem(2, 1024, 8, 64, False)
-    assert hopper_forward.choose_tile(asked, num_sms).block_m == rows
+    assert hopper_forward_tile.choose_tile(asked, num_sms).block_m == rows
     found = hopper_forward.choose_forward(asked, arch="sm_90", num_sms=num_sms, smem_limit=232448)
     assert not isinstance(found, list)
     assert found.launches[0].config.block_m == rows
@@ -338,13 +347,13 @@ def test_key_tiles_of_which_less_stays_empty() -> None:
     """By the columns that are computed, and only where nothing else decides them."""
 
     def columns(seqlen: int, head_dim: int = 64, causal: bool = False) -> int:
-        return hopper_forward.large_tile(problem(64, seqlen, 12, head_dim, causal)).block_n
+        return hopper_forward_tile.large_tile(problem(64, seqlen, 12, head_dim, causal)).block_n
 
     lengths = (196, 197, 257, 577, 729, 1024, 4096)
     for head_dim in (64, 112):
         assert [columns(n, head_dim) for n in lengths] == [112, 112, 96, 128, 128, 128, 128]
     assert columns(197, causal=True) == 128
-    assert columns(197, 160) == hopper_forward.large_tile(problem(64, 4096, 12, 160, False)).block_n
+    assert columns(197, 160) == hopper_forward_tile.large_tile(problem(64, 4096, 12, 160, False)).block_n
     for n in range(129, 1200):
         width = columns(n)
         computed = -(-n // width) * width

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_backward, hopper_common, hopper_forward
+from nvrtc_attn.heuristics import hopper_backward, hopper_backward_schedule, hopper_common, hopper_forward
 from nvrtc_attn.heuristics.common import ceil_div, packed_slots
 
 BUCKETS = 2048
@@ -378,7 +378,7 @@ def test_work_is_even(headers: ctypes.CDLL, mix: str, head_dim: int, causal: boo
     """The multiprocessor with the most work has little more than its share when each takes the next tile."""
     lengths, heads = MIXES[mix], 16
     asked = problem(lengths, heads, head_dim, causal=causal)
-    tiles = hopper_backward.tile_list_of(asked, 1)
+    tiles = hopper_backward_schedule.tile_list_of(asked, 1)
     cu = np.cumsum([0, *lengths], dtype=np.int32)
     memory = np.zeros(tiles.nbytes // 4, np.int32)
     p = PARAMS()

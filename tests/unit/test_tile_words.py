@@ -16,7 +16,13 @@ from tile_words_twin import of_tiles, tile_words
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import hopper_backward, hopper_forward, portable_backward
+from nvrtc_attn.heuristics import (
+    hopper_backward,
+    hopper_backward_tile,
+    hopper_forward,
+    hopper_forward_tile,
+    portable_backward,
+)
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from nvrtc_attn.heuristics.tile_words import MIN_FLOPS, ORDERED_LINES, TileWords, line_order_of, pays, words_of
 from nvrtc_attn.jit.codegen import params_class
@@ -351,7 +357,7 @@ def test_candidates_and_the_families_comparison_see_past_the_plan() -> None:
     asked = problem()
     assert (
         hopper_forward.slower(
-            asked, hopper_forward.plan_spec(asked, hopper_forward.choose_tile(asked), num_sms=132), num_sms=132
+            asked, hopper_forward.plan_spec(asked, hopper_forward_tile.choose_tile(asked), num_sms=132), num_sms=132
         )
         == []
     )
@@ -401,6 +407,6 @@ def test_heads_go_together_where_key_tiles_have_an_order(seqlen: int, together: 
     asked = problem(
         (True, False, False, True), seqlen_q=seqlen, seqlen_k=seqlen, num_heads=12, num_heads_kv=12, batch=1
     )
-    main = main_of(hopper_backward.plan_spec(asked, hopper_backward.choose_tile(asked, 132), num_sms=132))
+    main = main_of(hopper_backward.plan_spec(asked, hopper_backward_tile.choose_tile(asked, 132), num_sms=132))
     assert main.config.features.tile_words
     assert dict(main.params)["head_group"] == together

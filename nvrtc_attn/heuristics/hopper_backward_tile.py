@@ -1,0 +1,206 @@
+"""The tile table of the Hopper backward kernel, and how many thread blocks share a key tile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Final
+
+from ..front.problem import AttentionProblem
+from ..modifiers.cuda import takes_registers
+from .common import ceil_div, is_float32
+from .hopper_backward_config import (
+    BLOCK_N,
+    Tile,
+    begins_in_products,
+    bias_as_tiles,
+    can_have_bits,
+    has_one_key_tile,
+    has_plain_scores,
+    hides_keys,
+    is_plain,
+    modifies_plainly,
+    stores_dbias,
+    uses_keep_words,
+    walks_words,
+)
+from .hopper_backward_schedule import L2_BYTES, head_bytes, is_causal
+from .hopper_backward_wide import is_wide
+from .hopper_common import product_width, score_operands
+from .tile_words import bits_pay
+
+TURNS_OF_TILE: Final = 2
+"""What a key tile takes beside its query tiles, in those."""
+TURNS_OF_PART: Final = 5
+"""What a part of one takes: it adds up three query tiles' worth of dk and dv."""
+MAX_PARTS: Final = 16
+MIN_GAIN_OF_PARTS: Final = 16
+"""In query tiles: some 45 microseconds, of which clearing and converting the sums take a part."""
+MIN_GAIN_OF_FEW: Final = 3
+"""The same where half of the multiprocessors are idle: 1 x 1024 x 77, 20 heads, D 64, 20 key tiles of 8 query tiles, in
+4 parts 26 us and whole 35; 8 x 1024 x 77, 8 heads, D 80, in 2 parts 52 and 54 (H100)."""
+MOST_OF_GROUP: Final = 200 << 20
+"""Bytes of Q, dO and dq of a group's heads that key tiles may read again and again."""
+MIN_WAVES_CAUSAL: Final = 3.5
+MIN_WAVES_PACKED: Final = 7.5
+FUSED_BAND: Final = 4096
+"""Queries up to which ``fused`` pays with a band, so that tiles have 64 and not 80 of them."""
+MOST_IN_FLIGHT: Final = 40 << 20
+"""Bytes of Q, dO and dq of the heads that causal key tiles in work read: more than that leaves L2 in between."""
+MOST_IN_FLIGHT_WHOLE: Final = 80 << 20
+"""The same where heads are not split yet, and dk and dv are not added up, and of wide heads, which gain 2 to 6 %."""
+MOST_IN_FLIGHT_LONG: Final = 92 << 20
+"""The same of more queries than ``fused`` is for, whose split tiles have 64 instead of 80. 1 x 8192, 64 heads on 8, of
+which 138 MB are in flight: in 2 or 4 blocks 0.81 of the time on an H100, 1.02 on an H200, whose memory is faster. 86 MB
+(40 on 8) are not worth it; 104 (48 on 1 in 8 blocks, 1 x 6144, 96 on 8 in 2) in twice as many 0.89 and 0.96 (H100)."""
+MIN_TURNS_OF_SPLIT: Final = 48
+"""Query tiles of a mean key tile below which adding up dk and dv costs more than that."""
+
+
+def choose_tile(problem: AttentionProblem, num_sms: int) -> Tile:
+    """The tile table; what lost is in docs/experiments.md, "Hopper backward: tiles" (H200, 2026-11-21).
+
+    128 queries fit in registers up to head dim 64 only. Beyond it 80 with plain scores read 7.5 % less shared memory
+    than 64 and are 1 to 4 % faster. ``fused`` saves a launch, 2 to 12 % up to 2048 queries (4096 with a band), but
+    with two key tiles a multiprocessor or fewer all of them wait for their rows at once. V in registers is 1 to 4 %
+    faster up to head dim 96, and at 72 and 80 columns dQ's products without padding 1 to 3 % more (2026-11-22).
+    """
+    if is_wide(problem):
+        # The figures of this one: hopper_backward_wide.py.
+        return Tile(block_m=64, wide=True, splits=choose_splits(problem, num_sms))
+    bits = can_have_bits(problem) and bits_pay(problem, BLOCK_N)
+    # What a score needs beside its product takes the registers of half of the queries.
+    plain = score_operands(problem) == 0 or uses_keep_words(problem) or bias_as_tiles(problem) or hides_keys(problem)
+    if problem.modifier is not None:
+        plain = modifies_plainly(problem) and not takes_registers(problem.modifier)
+        # What a mask_mod keeps takes two registers of 128 queries: 64 spare what asking takes.
+        plain = plain or (bits and problem.modifier.score is None)
+    begins = begins_in_products(problem)
+    block_m = most_queries(problem) if (plain or begins) and not problem.softcap else 64
+    tile = Tile(block_m=block_m, splits=choose_splits(problem, num_sms), tile_bits=bits, begins_products=begins)
+    if not is_plain(problem):
+        parts = choose_parts(problem, block_m, num_sms)
+        return replace(tile, parts=parts, splits=1) if parts > 1 else tile
+    longest = FUSED_BAND if problem.band else 2048
+    waves = tile.splits * key_tiles(problem) / num_sms
+    fused = waves > 2 and problem.seqlen_q <= min(longest, 2 * problem.seqlen_k)
+    widths = [product_width(x) for x in (problem.head_dim, problem.head_dim_v)]
+    # Blocks of dq of 80 queries are turned round in 16 bits.
+    transposed = min(widths) == 128 and not fused and not is_float32(problem, "dq")
+    parts = choose_parts(problem, 80 if transposed else block_m, num_sms)
+    splits = 1 if parts > 1 else tile.splits
+    # Rows from the last one down, where key tiles do not begin with preparing them: 2 to 4 % less time; whole heads of
+    # 80 to 128 columns gain nothing or lose 5 %. docs/experiments.md, "Hopper backward: who has which key tile, when".
+    descending = is_causal(problem) and not fused and (max(widths) <= 64 or splits > 1 or parts > 1)
+    tile = replace(tile, fused=fused, splits=splits, parts=parts, descending=descending, **registers_of(problem))
+    # Of heads that are split 64 are 5 % faster: 2 x 8192 and 1 x 16384 with a window, 32 heads on 8 in two.
+    return replace(tile, block_m=80) if transposed and splits == 1 else tile
+
+
+def most_queries(problem: AttentionProblem) -> int:
+    """Queries of the largest tile of plain scores that may be ``fused``."""
+    return 128 if max(problem.head_dim, problem.head_dim_v) <= 64 else 64
+
+
+def registers_of(problem: AttentionProblem) -> dict[str, bool]:
+    """What of a tile of plain scores stays in registers, and whether consumers have code of their own."""
+    widths = [product_width(x) for x in (problem.head_dim, problem.head_dim_v)]
+    # A scale that is not positive is one operand more: 8 bytes would spill at head dim 64.
+    return {"own_code": widths[0] == 80, "values_in_registers": max(widths) <= 96 and problem.softmax_scale > 0}
+
+
+def key_tiles(problem: AttentionProblem) -> int:
+    """Key tiles of all key heads and sequences; of packed ones what the tensor can hold."""
+    tiles = problem.batch * ceil_div(problem.seqlen_k, BLOCK_N)
+    if problem.varlen:
+        tiles = min(tiles, problem.k.shape[1] // BLOCK_N + problem.batch)
+    return problem.num_heads_kv * tiles
+
+
+def choose_splits(problem: AttentionProblem, num_sms: int) -> int:
+    """Thread blocks that share the query heads of a group: as few as keep multiprocessors busy and their rows in L2.
+
+    Causal tiles have unequal work: four a multiprocessor, of packed sequences, whose longest are not known, eight.
+    Time with as few over time with twice as many, 32 heads on 8: 0.93 (16 x 1024), 0.93 (2 x 8192), 0.83 (packed 16 x
+    1024). Where tiles drift over the heads of a group (`keep_in_l2`) 4 and 8 instead of 1 and 2 take 0.90 and 0.89
+    of the time; docs/experiments.md, "Hopper backward: who has which key tile, when".
+    """
+    if problem.deterministic or not problem.num_heads_kv:
+        return 1
+    if is_wide(problem):
+        # Of other scores clusters do not share the query heads of a tile.
+        return keep_in_l2(problem, 1, num_sms) if has_plain_scores(problem) else 1
+    if bias_as_tiles(problem) and stores_dbias(problem):
+        return 1  # the loading warp, which writes its zeros, has no register for both
+    group = problem.num_heads // problem.num_heads_kv
+    for splits in range(1, group):
+        waves = splits * key_tiles(problem) / num_sms
+        enough = MIN_WAVES_PACKED if problem.varlen else MIN_WAVES_CAUSAL
+        if group % splits == 0 and (waves >= enough or (not problem.band and waves >= 0.95 * math.ceil(waves))):
+            return keep_in_l2(problem, splits, num_sms)
+    return group
+
+
+def keep_in_l2(problem: AttentionProblem, splits: int, num_sms: int) -> int:
+    """``splits``, or more: until what key tiles in work read at a time stays in L2, or a split would have few tiles.
+
+    Causal key tiles of a head have different numbers of query tiles, so that blocks come to read different heads of
+    their groups. Longer sequences than ``fused`` is for gain less, and lose the tiles of 80 queries.
+    Query tiles are counted as those of plain scores, where others may have tiles of fewer queries.
+    """
+    bytes_of_head = head_bytes(problem)
+    if not is_causal(problem) or problem.varlen or bytes_of_head > L2_BYTES:
+        return splits
+    long = problem.seqlen_q > FUSED_BAND
+    group = problem.num_heads // problem.num_heads_kv
+    tiles_of_head = ceil_div(problem.seqlen_k, BLOCK_N)
+    turns = ceil_div(problem.seqlen_q, most_queries(problem)) / 2  # of a mean key tile and one query head
+    workers = num_sms // 2 if is_wide(problem) else num_sms
+    for more in range(splits, group + 1):
+        if group % more:
+            continue
+        heads = min(workers / tiles_of_head, problem.batch * problem.num_heads_kv * splits)
+        most = MOST_IN_FLIGHT_WHOLE if splits == 1 or is_wide(problem) else MOST_IN_FLIGHT
+        if long:
+            most = MOST_IN_FLIGHT_LONG
+        in_flight = heads * (group // splits) * bytes_of_head
+        if in_flight <= most or group // more * turns < MIN_TURNS_OF_SPLIT:
+            break
+        splits = more
+    return splits
+
+
+def can_share(problem: AttentionProblem) -> bool:
+    """Whether thread blocks can share the query tiles of a key tile: registers suffice, and lengths alone say which."""
+    on_device = problem.varlen or problem.seqused_k or problem.deterministic
+    scores = score_operands(problem) == 0 or (hides_keys(problem) and not walks_words(problem))
+    return scores and not (problem.softcap or on_device or is_wide(problem))
+
+
+def choose_parts(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
+    """Parts of a key tile's query tiles, each a thread block's: those with which the last wave ends first.
+
+    Few key tiles and many queries (text cross-attention): 160 key tiles of 410 query tiles in 1, 2, 3, 4, 9 parts take
+    2.68, 2.32, 2.15, 2.08, 2.09 ms on 132 multiprocessors (H200), 40 of 32 in 2, 3, 6 parts 83, 70, 75 us, the portable
+    family 137 (H100). Grouped heads far too large for L2 have a query head a part: 0.92 (1 x 16384, 64 on 4, causal).
+    """
+    group = problem.num_heads // max(problem.num_heads_kv, 1)
+    tiles = key_tiles(problem)
+    short = has_one_key_tile(problem) and has_plain_scores(problem) and not (problem.deterministic or problem.band)
+    if not (is_plain(problem) or short) or not tiles or is_float32(problem, "dk", "dv"):  # parts write the type of k
+        return 1
+    if problem.band:
+        bytes_of_head = head_bytes(problem)
+        drifts = is_causal(problem) and group * bytes_of_head > MOST_OF_GROUP and bytes_of_head <= L2_BYTES
+        return group if drifts and num_sms <= 2 * tiles <= 16 * num_sms else 1
+    turns = ceil_div(problem.seqlen_q, block_m)
+    if group > 1:  # heads are split
+        return 1
+
+    def time(parts: int) -> int:
+        beside = TURNS_OF_PART if parts > 1 else TURNS_OF_TILE
+        return ceil_div(tiles * parts, num_sms) * (ceil_div(turns, parts) + beside)
+
+    parts = min(range(1, MAX_PARTS + 1), key=time)
+    least = MIN_GAIN_OF_FEW if 2 * tiles <= num_sms else max(MIN_GAIN_OF_PARTS, time(1) // 8)
+    return parts if time(1) - time(parts) >= least else 1
