@@ -85,11 +85,14 @@ class TileWords:
     @property
     def strides(self) -> tuple[int, int, int]:
         """In words: of the batch, heads and lines of the scores; 0 where they share words."""
-        line = self.words
-        head = self.lines * line
-        batch = self.heads * head
-        shared = (self.batch == 1, self.heads == 1, self.one_row and not self.transposed)
-        return tuple(0 if same else step for same, step in zip(shared, (batch, head, line), strict=True))  # type: ignore[return-value]
+        return (
+            *self.strides_of_heads(self.lines * self.words),
+            0 if self.one_row and not self.transposed else self.words,
+        )
+
+    def strides_of_heads(self, words: int) -> tuple[int, int]:
+        """Of the batch and heads of the scores, where each that the mask tells apart has so many ``words``."""
+        return 0 if self.batch == 1 else self.heads * words, 0 if self.heads == 1 else words
 
     def params(self, offset: int = 0, name: str = "words") -> tuple[tuple[str, int], ...]:
         """What a kernel that reads them must know; ``offset`` is in bytes from the pointer of their workspace."""
@@ -125,11 +128,11 @@ class LineOrder:
 
     @property
     def params(self) -> tuple[tuple[str, int], ...]:
-        one, heads = self._list_words, self.words.heads
+        stride_b, stride_h = self.words.strides_of_heads(self._list_words)
         return (
             ("tile_order_offset", ceil_div(self.behind, WORD_BYTES)),
-            ("tile_order_stride_b", 0 if self.words.batch == 1 else heads * one),
-            ("tile_order_stride_h", 0 if heads == 1 else one),
+            ("tile_order_stride_b", stride_b),
+            ("tile_order_stride_h", stride_h),
         )
 
 
