@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -474,10 +474,12 @@ def breaches(
     low: dict[str, Array],
     arrays: dict[str, Array],
     allowed: Mapping[str, float] | None = None,
+    in_float32: Sequence[str] = (),
 ) -> list[str]:
     """What breaks the error rule (docs/guide/semantics.md, Precision): one line an array.
 
-    ``allowed``: what `summed_delta_error` is for dbias, for further results.
+    ``allowed``: what `summed_delta_error` is for dbias, for further results. ``in_float32``: results beside lse and
+    those of captured arrays whose own rounding is that of float32, in whatever dtype the inputs are.
     """
     lines = []
     for name, value in values.items():
@@ -492,8 +494,8 @@ def breaches(
         if not np.isfinite(error).all():
             lines.append(f"{name}: {int((~np.isfinite(error)).sum())} elements of {value.size} are NaN or infinite")
             continue
-        in_float32 = name == "lse" or name.startswith("daux")
-        bound = error_bound(truth, low[name], "float32" if in_float32 else case.dtype)
+        is_float32 = name == "lse" or name.startswith("daux") or name in in_float32
+        bound = error_bound(truth, low[name], "float32" if is_float32 else case.dtype)
         bound += (allowed or {}).get(name, 0.0)
         if name == "dbias":
             bound += summed_delta_error(case, arrays, exact)

@@ -225,49 +225,33 @@ def faults(case: Case, found: dict[str, torch.Tensor]) -> list[str]:
     """
     exact_in = cases.cast_inputs(case, cases.make_arrays(case))
     exact = cases.attention_dense(case, exact_in)
-    said = _breaches(case, found, exact_in, exact, cases.attention_low_precision(case, exact_in))
+    values: dict[str, Array] = {name: x.detach().cpu().double().numpy() for name, x in found.items() if name in exact}
+    said = [f"{name}: shape {x.shape}" for name, x in values.items() if x.shape != exact[name].shape]
+    if said:
+        return said
+    said = _breaches(case, values, exact_in, exact, cases.attention_low_precision(case, exact_in))
     dither = np.random.default_rng(case.seed)
     for _ in range(APPEALS):
         if not said:
             break
-        said = _breaches(case, found, exact_in, exact, cases.attention_dense(case, exact_in, case.dtype, dither))
+        said = _breaches(case, values, exact_in, exact, cases.attention_dense(case, exact_in, case.dtype, dither))
     return said
 
 
 def _breaches(
-    case: Case,
-    found: dict[str, torch.Tensor],
-    exact_in: dict[str, Array],
-    exact: dict[str, Array],
-    low: dict[str, Array],
+    case: Case, values: dict[str, Array], exact_in: dict[str, Array], exact: dict[str, Array], low: dict[str, Array]
 ) -> list[str]:
-    """Where results are further from ``exact`` than the rule allows by the yardstick ``low``."""
-    # Gradients take P as exp(s - lse). Parts may round scores of lse in one order and these in another, where a single
-    # call and the yardstick round both alike: then the error of a row's lse is in all that the row gives.
-    finite_lse = np.isfinite(exact["lse"]) & np.isfinite(low["lse"])
-    lse_error = np.abs(low["lse"][finite_lse] - exact["lse"][finite_lse]).max(initial=0)
-    said = []
-    for name, tensor in found.items():
-        if name not in exact:
-            continue
-        x: Array = tensor.detach().cpu().double().numpy()
-        finite = np.isfinite(exact[name])
-        if x.shape != exact[name].shape or not np.array_equal(np.isfinite(x), finite):
-            said.append(f"{name}: shape or infinities differ")
-            continue
-        error = np.abs(x[finite] - exact[name][finite]).max(initial=0)
-        dtype = (
-            "float32"
-            if name == "lse" or (name == "dbias" and case.bias_dtype == "float32") or name == "dsink"
-            else case.dtype
-        )
-        bound = cases.error_bound(exact[name], low[name], dtype)
-        if case.dtype == "float32" and name in ("dq", "dk", "dbias"):
-            bound += float(lse_error * np.abs(exact[name][finite]).max(initial=0))
-        if name == "dbias":
-            bound += cases.summed_delta_error(case, exact_in, exact)
-        if name == "dsink":
-            bound += cases.summed_rows_error(case, exact_in, exact)
-        if not error <= bound:
-            said.append(f"{name}: error {error:.3g}, allowed {bound:.3g}")
-    return said
+    """`cases.breaches` of what parts add up to, judged by the yardstick ``low``."""
+    allowed = {}
+    if case.dtype == "float32":
+        # Gradients take P as exp(s - lse). Parts may round scores of lse in one order and these in another, where a
+        # single call and the yardstick round both alike: then the error of a row's lse is in all that the row gives.
+        finite = np.isfinite(exact["lse"]) & np.isfinite(low["lse"])
+        lse_error = float(np.abs(low["lse"][finite] - exact["lse"][finite]).max(initial=0))
+        allowed = {
+            name: lse_error * float(np.abs(exact[name]).max(initial=0))
+            for name in ("dq", "dk", "dbias")
+            if name in values
+        }
+    in_float32 = ("dbias", "dsink") if case.bias_dtype == "float32" else ("dsink",)
+    return cases.breaches(case, values, exact, low, exact_in, allowed, in_float32)

@@ -296,7 +296,7 @@ def test_what_is_judged_again_and_wrong_stays_wrong(name: str) -> None:
     assert not parallel_problems.faults(shared.case, found)
     found[name] = 1.1 * found[name]
     (said,) = parallel_problems.faults(shared.case, found)
-    assert said.startswith(f"{name}: error")
+    assert said.startswith(f"{name}: max error")
 
 
 @pytest.mark.slow
