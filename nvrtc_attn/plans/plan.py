@@ -2,7 +2,7 @@
 
 Making a plan compiles its kernels side by side and loads them; running one takes the addresses of the operands in the
 order of their table, writes them into params and launches. Plans are cached per (problem, device) and immutable but for
-what they remember, so any number of threads may run the same one.
+what they remember, so any number of threads may run the same one. What a launch is made of is in `step`.
 
 A caching allocator hands out the same addresses step after step, and params follow from addresses alone. So the
 launches of addresses that come again are kept ready, with params that nobody writes any more: what is left of a run
@@ -13,39 +13,28 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import struct
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from ..base import env
 from ..base.forks import renew_in_child
 from ..base.log import log_once
-from ..front import philox
-from ..front.operands import BACKWARD, FORWARD, OPERANDS
+from ..front.operands import BACKWARD, FORWARD
 from ..front.philox import NO_RNG, RngState
-from ..front.problem import AttentionProblem, OperandLayout
+from ..front.problem import AttentionProblem
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec, Launch
-from ..jit.codegen import params_class
 from ..jit.compile import compile_kernels
 from ..jit.config import KernelConfig
-from ..jit.params import (
-    PART_FIELDS,
-    RNG_ADDRESSES,
-    RNG_WORDS,
-    START_FIELDS,
-    UNBOUNDED,
-    BackwardParams,
-    ForwardParams,
-)
+from ..jit.params import RNG_ADDRESSES, RNG_WORDS, START_FIELDS, BackwardParams, ForwardParams
 from ..modifiers.cuda_values import NO_MODIFIER, ModifierValues
 from ..runtime import device, driver
-from ..runtime.kernel import ClusterError, Kernel, ParamsBuffer, check_nvrtc, load_kernel, refused, what_to_launch
-from ..runtime.tensor_maps import TensorMapEncoder
+from ..runtime.kernel import ClusterError, Kernel, ParamsBuffer, check_nvrtc, load_kernel, refused
 from . import autotune
 from .measure import Captured
+from .step import Step, absent_operands, behind_params, params_of
 
 _Plan = TypeVar("_Plan", "ForwardPlan", "BackwardPlan")
 _WORKSPACE_ALIGNMENT: Final = 256
@@ -59,51 +48,6 @@ _MAX_READY: Final = 256
 """Sets of addresses whose launches a plan keeps ready, of 2 KB a launch: more than most models have layers."""
 _MAX_SEEN: Final = 4096
 """Sets of addresses that a plan has seen once."""
-
-
-class _Step:
-    """One launch with its own copy of the params."""
-
-    __slots__ = (
-        *("alone", "behind", "grid", "kernel", "modifier_at", "smem_bytes", "spare", "starts_at", "template"),
-        *("tensor_maps", "what"),
-    )
-
-    def __init__(
-        self,
-        spec: Launch,
-        kernel: Kernel,
-        params: ForwardParams | BackwardParams,
-        behind: Mapping[str, int],
-        problem: AttentionProblem,
-        pointers: Sequence[str],
-    ) -> None:
-        struct_type = params_class(spec.config)
-        values: Any = params
-        if struct_type is not type(params):  # a struct that begins with the pass's own
-            values = struct_type.from_buffer_copy(bytes(params).ljust(ctypes.sizeof(struct_type), b"\0"))
-        self.behind: tuple[struct.Struct, int] | None = None
-        if params.BEHIND and hasattr(values, params.BEHIND[0]):
-            self.behind = struct.Struct(f"<{len(params.BEHIND)}Q"), getattr(struct_type, params.BEHIND[0]).offset
-            for name, value in behind.items():
-                setattr(values, name, value)
-        # Where the address of the largest scores lies; 0 for a kernel that writes none.
-        self.alone = struct_type.max_logit.offset if spec.config.features.max_logit else 0
-        self.tensor_maps = TensorMapEncoder(spec.tensor_maps, struct_type, pointers) if spec.tensor_maps else None
-        # Where what a modifier captured begins; 0 for a kernel that has none.
-        self.modifier_at = struct_type.modifier.offset if spec.config.features.modifier else 0
-        of_part = (
-            zip(PART_FIELDS, problem.dropout_pitches or (0, 0, 0), strict=True) if spec.config.features.part else ()
-        )
-        # Where the addresses of a part's starts lie; 0 for a kernel that reads none.
-        self.starts_at = struct_type.row_start.offset if spec.config.features.device_starts else 0
-        for name, value in (*spec.params, *of_part):
-            setattr(values, name, value)
-        self.kernel, self.grid, self.smem_bytes = kernel, spec.grid, spec.smem_bytes
-        self.what = what_to_launch(kernel, spec.grid, spec.block, spec.smem_bytes)
-        self.template = bytes(values)
-        self.spare: list[ParamsBuffer] = []  # as many as threads have run this at once
-
 
 # Plans of many shapes share a kernel: a new shape must not pay for generating and hashing its source again.
 _kernels: dict[tuple[KernelConfig, int], Kernel] = {}
@@ -179,7 +123,7 @@ class _PlanBase:
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         _log_slow_path("backward" if self._BACKWARD else "forward", spec)
-        params = _params(problem, self._BACKWARD)
+        params = params_of(problem, self._BACKWARD)
         offsets, zeroed, end = {}, [], 0
         for buffer in spec.workspaces:
             offsets[buffer.field] = end
@@ -202,7 +146,7 @@ class _PlanBase:
         # others are 0. A word takes 40 ns to find and write.
         random = (*RNG_ADDRESSES, *RNG_WORDS) if self._dropout else ()
         known = (*self.OPERANDS, *offsets, *random)
-        absent = _absent(problem)
+        absent = absent_operands(problem)
         words = [name if name in known and name not in absent else "" for name in params.POINTERS]
         told = [name for name in words if name]
         self._pick = itemgetter(*map(known.index, told))
@@ -210,9 +154,9 @@ class _PlanBase:
         self._copy = struct.Struct(f"{self._words.size}s")
         launches = [launch_spec for launch_spec in spec.launches if launch_spec.grid]
         loaded = _load(launches, device_index, stream, meanwhile)
-        behind = _behind(problem, params.BEHIND)
+        behind = behind_params(problem, params.BEHIND)
         self._steps = tuple(
-            _Step(launch_spec, kernel, type(params).from_buffer_copy(params), behind, problem, told)
+            Step(launch_spec, kernel, type(params).from_buffer_copy(params), behind, problem, told)
             for launch_spec, kernel in zip(launches, loaded, strict=True)
         )
         self._device = self._steps[0].kernel.device if self._steps else device_index
@@ -468,63 +412,3 @@ def _cached(key: Hashable, make: Callable[[], _Plan]) -> _Plan:
                 del _plans[next(iter(_plans))]
             plan = _plans.setdefault(key, plan)
     return plan
-
-
-def _params(problem: AttentionProblem, backward: bool) -> ForwardParams | BackwardParams:
-    """The params of a pass, as far as they follow from the problem."""
-    params: Any = BackwardParams() if backward else ForwardParams()
-    for name in BACKWARD if backward else FORWARD:
-        row, operand = OPERANDS[name], problem.layout_of(name)
-        if operand is not None and row.strides and not row.behind:
-            strides = broadcast_strides(operand) if row.broadcast else operand.strides
-            for dim, stride in zip(row.strides, strides, strict=True):
-                setattr(params, f"{name}_stride_{dim}", stride)
-    for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v"):
-        setattr(params, name, getattr(problem, name))
-    params.total_q, params.total_k = problem.q.shape[1], problem.k.shape[1]
-    params.lse_packed = problem.varlen and not problem.lse_padded
-    params.window_left = UNBOUNDED if problem.window_left is None else problem.window_left
-    params.window_right = UNBOUNDED if problem.window_right is None else problem.window_right
-    params.bottom_right = problem.bottom_right
-    params.scale, params.softcap = problem.softmax_scale, problem.softcap
-    if problem.dropout_p > 0:
-        params.dropout_threshold = philox.threshold(problem.dropout_p)
-        params.dropout_multiplier = philox.multiplier(problem.dropout_p)
-    if not backward:
-        padded = problem.lse if problem.lse_padded else None
-        params.lse_rows = problem.seqlen_q if padded is None else padded.shape[-1]
-        params.lse_empty = 0.0 if problem.lse_padded else -math.inf
-        return params  # type: ignore[no-any-return]
-    if problem.dbias_layout is not None:
-        for dim, size in zip("bhmn", problem.dbias_layout.shape, strict=True):
-            setattr(params, f"dbias_size_{dim}", size)
-    params.num_splits = 1
-    return params  # type: ignore[no-any-return]
-
-
-def _absent(problem: AttentionProblem) -> set[str]:
-    """Operands that no kernel of this problem looks at, and whose addresses are 0 in its calls."""
-    found = set() if problem.varlen else {"cu_seqlens_q", "cu_seqlens_k"}
-    if not problem.seqused_k:
-        found.add("seqused_k")
-    if problem.mask is None:
-        found.add("mask")
-    return found if problem.bias is not None else found | {"bias", "dbias"}
-
-
-def _behind(problem: AttentionProblem, names: Sequence[str]) -> dict[str, int]:
-    """The params of the operands that lie behind, other than their addresses."""
-    found: dict[str, int] = {}
-    for name in names:
-        operand = problem.layout_of(name)
-        if operand is not None:
-            strides = zip(OPERANDS[name].strides, operand.strides, strict=True)
-            found |= {f"{name}_stride_{dim}": stride for dim, stride in strides}
-            if not OPERANDS[name].gradient_of:
-                found[f"{name}_float32"] = int(operand.dtype == "float32")
-    return found
-
-
-def broadcast_strides(operand: OperandLayout) -> tuple[int, ...]:
-    """Strides with which a kernel walks a broadcast operand: 0 on dims of size 1."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(operand.shape, operand.strides, strict=True))
