@@ -99,7 +99,7 @@ def check_tensors(
 def check_call_lengths(cp: Any, strategy: Strategy, lengths: tuple[Any, Any, Any], options: CallOptions) -> None:
     """Refuse lengths whose values the host sees, which no part could tell, and seqused_k that a ring cannot take.
 
-    Packed sequences whose tokens ranks share were looked at by `_packing`.
+    Packed sequences whose tokens ranks share were looked at by `call.shared_packing`.
     """
     starts_q, starts_k, used = lengths
     packed = starts_q is not None or starts_k is not None

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is sharded over ranks: the class, its tensors, and what a call is made of."""
+"""Attention over a sequence that is sharded over ranks: the class, what it is made from, and its tensors."""
 
 from __future__ import annotations
 
@@ -12,27 +12,22 @@ from ...base import env
 from ...base.errors import UnsupportedError, shown
 from ...base.version import __version__
 from ...front.call import CallOptions, plain_options
-from ...front.chunks import Chunks, band_of, chunks_of, length, places
-from ...front.documents import Packing, shared_documents
-from ...front.modified import banded_options
+from ...front.chunks import Chunks, chunks_of, length
+from ...front.documents import shared_documents
 from ...front.part import Part
-from ...front.philox import NO_RNG, RngState
 from ...front.problem import Causal, WindowSize
-from ...front.validation import Violations, check_flag, check_integer, check_window
-from ...modifiers.modifier import Modifier
-from ...modifiers.trace import no_functions, traced
+from ...front.validation import Violations, check_flag, check_integer
 from ..autocast import cast_for_autocast
-from ..random import checked_rng
-from ..tensors import captured_on, is_transformed, resolved
+from ..tensors import is_transformed, resolved
 from .autograd import Attention
-from .checks import NO_TRANSFORMATION, check_call_lengths, check_tensors, compare, ends_with_used_keys, refuse_others
-from .choice import make_strategy, margin_of
-from .documents import as_tensor, lengths_of, packing_of
-from .exchange import exchange, same_everywhere
-from .local import Whole
+from .call import begin_call, modifier_of
+from .checks import NO_TRANSFORMATION, refuse_others
+from .choice import make_strategy
+from .documents import as_tensor, lengths_of
+from .exchange import same_everywhere
 from .operators import attention as attention_in_graph
 from .operators import context_unshard, register
-from .strategies import Strategy, has_all_tokens
+from .strategies import Strategy
 
 _traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling
 _STRATEGIES: Final = ("auto", "all_gather", "ulysses", "ring")
@@ -247,29 +242,6 @@ class ContextParallel:
         found, _ = context_unshard(x, self._name, whole, dim % x.dim(), keys, None)
         return found
 
-    def _unsharded(self, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
-        if self._check == "always":
-            beside = tuple(_resized(x, dim, -1))
-            same_everywhere(
-                self._groups, "unshard", {"shape beside the tokens": beside, "dtype": str(x.dtype), "keys": keys}
-            )
-        chunks = self.chunks_k if keys else self.chunks_q
-        parts, ranks = [x], [(self.rank,)]
-        # Over the last dim of a mesh first: ranks are numbered along it.
-        for group, level in reversed(list(zip(self._groups, range(len(self._groups)), strict=True))):
-            count = dist.get_world_size(group)
-            step = 1 if level == len(self._groups) - 1 else dist.get_world_size(self._groups[-1])
-            first = ranks[0][0] - dist.get_rank(group) * step
-            theirs = [tuple(first + i * step + j for j in range(len(ranks[0]))) for i in range(count)]
-            received = [[x.new_empty(_resized(x, dim, length(chunks[r]))) for r in of_rank] for of_rank in theirs]
-            exchange(group, [parts] * count, received).wait()
-            parts, ranks = [y for of_rank in received for y in of_rank], [tuple(r for of in theirs for r in of)]
-        whole = x.new_empty(_resized(x, dim, self.seqlen_k if keys else self.seqlen))
-        for r, part in zip(ranks[0], parts, strict=True):
-            for (a, b), at in zip(chunks[r], places(chunks[r], chunks[r]), strict=True):
-                whole.narrow(dim, a, b - a).copy_(part.narrow(dim, at.start, b - a))
-        return whole
-
     # ------------------------------------------------------------------------------------------------- attention
 
     def attention(
@@ -361,7 +333,7 @@ class ContextParallel:
         q, k, v, bias, mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_k = map(
             resolved, (*cast_for_autocast(q, k, v, bias), mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_k)
         )
-        modifier, captures = _modifier_of(score_mod, mask_mod, aux, q)
+        modifier, captures = modifier_of(score_mod, mask_mod, aux, q)
         grad = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (q, k, v, bias, sink, *captures)
         )
@@ -381,95 +353,9 @@ class ContextParallel:
         cu_seqlens_k = cu_seqlens_q if same else as_tensor("cu_seqlens_k", cu_seqlens_k)
         given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
-        strategy, whole = self._begin(given, lengths, options, rng, part, modifier, grad, return_lse)
+        strategy, whole = begin_call(self, given, lengths, options, rng, part, modifier, grad, return_lse)
         out, lse = Attention.apply(strategy, whole, q, k, v, bias, mask, sink, *captures)
         return (out, lse) if return_lse else out
-
-    def _begin(
-        self,
-        given: dict[str, Any],
-        lengths: tuple[Any, Any, Any],
-        options: CallOptions,
-        rng: Any,
-        part: Part | None,
-        modifier: Modifier | None,
-        grad: bool,
-        return_lse: bool,
-    ) -> tuple[Strategy, Whole]:
-        """Who computes what of a call, whose tensors and options are checked and compared between the ranks.
-
-        Parameters
-        ----------
-        given
-            q, k, v, bias, mask and sink.
-        lengths
-            cu_seqlens_q, cu_seqlens_k and seqused_k.
-        """
-        q, k = given["q"], given["k"]
-        named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), lengths, strict=True))
-        check_tensors(self, given, named, options, part, modifier)
-        packed = lengths[0] is not None or lengths[1] is not None
-        strategy = self._strategy(q.shape[2], k.shape[2], q.is_cuda, packed)
-        packing = self._packing(strategy, lengths, options, k.shape[2])
-        check_call_lengths(self, strategy, lengths, options)
-        if self._asks():
-            compare(self, given, named, options, part, grad, rng, modifier)
-        self._calls += 1
-        state = self._draw(q, rng) if options.dropout_p > 0 else NO_RNG
-        whole = self._whole(strategy, lengths, packing, options, state, part, modifier, q.device)
-        return strategy, whole._replace(return_lse=return_lse, backward_follows=grad)
-
-    def _asks(self) -> bool:
-        """Whether the next call of `attention` is compared between the ranks."""
-        return self._check == "always" or (self._check == "first" and not self._calls)
-
-    def _packing(
-        self, strategy: Strategy, lengths: tuple[Any, Any, Any], options: CallOptions, heads_kv: int
-    ) -> Packing | None:
-        """The documents of a call whose tokens ranks share; None where there are none, or a rank has all tokens."""
-        starts_q, starts_k, used = lengths
-        if (starts_q is None and starts_k is None) or has_all_tokens(strategy):
-            return None
-        if self.chunks_q != self.chunks_k or self._plan_as or used is not None:
-            raise UnsupportedError(
-                "cu_seqlens_q, cu_seqlens_k: seqlen_k, seqused_k and plan_as are for packed sequences only with "
-                f"strategy 'ulysses', here is {self.strategy!r} with {heads_kv} key heads over {self.size} ranks."
-            )
-        return packing_of(starts_q, starts_k, options, self.seqlen)
-
-    def _whole(
-        self, strategy: Strategy, lengths: tuple[Any, Any, Any], packing: Packing | None, options: CallOptions,
-        state: RngState, part: Part | None, modifier: Modifier | None, device: torch.device,
-    ) -> Whole:  # fmt: skip
-        """What all ranks compute together."""
-        # The band of the whole: what a rank needs of the others follows from it.
-        packed = lengths[0] is not None or lengths[1] is not None
-        used = None if packed else lengths[2]
-        banded = options
-        if modifier is not None and not packed:
-            banded = banded_options(modifier, options, None if used is not None else (self.seqlen, self.seqlen_k))
-        left, right = check_window(Violations(), banded.causal, banded.window_size)
-        if used is not None and ends_with_used_keys(banded):
-            left = right = None  # where the diagonal is, the device alone knows: a part of these rows has all keys
-        bottom_right = banded.causal != "top_left"
-        return Whole(
-            options._replace(part=None),
-            state,
-            self.seqlen,
-            self.seqlen_k,
-            band_of(None if packed else left, None if packed else right, self.seqlen, self.seqlen_k, bottom_right),
-            None
-            if packing is not None or lengths[0] is None or lengths[1] is None
-            else (_moved(lengths[0], device), _moved(lengths[1], device), _moved(lengths[2], device)),
-            None if part is None else part.batch,
-            None if part is None else part.heads,
-            sm_margin=margin_of(self, strategy) if device.type == "cuda" and self.size > 1 else None,
-            plan_as=self._plan_as,
-            modifier=modifier,
-            packing=packing,
-            used=_moved(used, device),
-            tables=None if packing is None and used is None else {},
-        )
 
     def _strategy(self, heads: int, heads_kv: int, on_gpu: bool, packed: bool) -> Strategy:
         """Who computes what, of tensors with so many heads."""
@@ -478,36 +364,6 @@ class ContextParallel:
         if strategy is None:
             strategy = self._strategies[kind] = make_strategy(self, *kind)
         return strategy
-
-    def _draw(self, q: torch.Tensor, rng: Any) -> RngState:
-        """The random numbers of the whole: a seed of the first rank's generator, which stays on the GPU."""
-        if rng is not None:
-            return checked_rng(rng, q)
-        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=q.device)
-        self._share_seed(seed)
-        return checked_rng(seed, q)
-
-    def _share_seed(self, seed: torch.Tensor) -> None:
-        for group in reversed(self._groups):
-            dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
-
-
-def _moved(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Lengths where the kernels read them, in row-major order."""
-    return None if x is None else x.to(device).contiguous()
-
-
-def _modifier_of(
-    score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None, q: torch.Tensor
-) -> tuple[Modifier | None, tuple[torch.Tensor, ...]]:
-    """What the functions of a call mean, and the arrays that they captured, where q is."""
-    if score_mod is None and mask_mod is None:
-        if aux is not None:
-            raise no_functions()
-        return None, ()
-    modifier = traced(score_mod, mask_mod, aux=aux)
-    captures = captured_on(modifier.captures, q.device)
-    return modifier.with_captures(captures), captures
 
 
 def _groups_of(found: Violations, group: Any, dims: int) -> list[Any]:
@@ -537,7 +393,3 @@ def _groups_of(found: Violations, group: Any, dims: int) -> list[Any]:
         )
         return []
     return [group]
-
-
-def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
-    return (*x.shape[:dim], size, *x.shape[dim + 1 :])

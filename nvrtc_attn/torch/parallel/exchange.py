@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...front.chunks import length, places
+
 
 class Pending:
     """An exchange under way, or one that is done."""
@@ -147,3 +149,30 @@ def same_everywhere(groups: Sequence[Any], call: str, facts: dict[str, Any]) -> 
             faults.append(f"{name} differs between ranks: {said}")
     if faults:
         raise ValueError(". ".join(faults) + ". All ranks of a ContextParallel say the same.")
+
+
+def unsharded(cp: Any, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
+    """The whole tensor of the tokens that the ranks of a `ContextParallel` have on ``dim``, on every rank."""
+    if cp._check == "always":
+        beside = tuple(_resized(x, dim, -1))
+        same_everywhere(cp._groups, "unshard", {"shape beside the tokens": beside, "dtype": str(x.dtype), "keys": keys})
+    chunks = cp.chunks_k if keys else cp.chunks_q
+    parts, ranks = [x], [(cp.rank,)]
+    # Over the last dim of a mesh first: ranks are numbered along it.
+    for group, level in reversed(list(zip(cp._groups, range(len(cp._groups)), strict=True))):
+        count = dist.get_world_size(group)
+        step = 1 if level == len(cp._groups) - 1 else dist.get_world_size(cp._groups[-1])
+        first = ranks[0][0] - dist.get_rank(group) * step
+        theirs = [tuple(first + i * step + j for j in range(len(ranks[0]))) for i in range(count)]
+        received = [[x.new_empty(_resized(x, dim, length(chunks[r]))) for r in of_rank] for of_rank in theirs]
+        exchange(group, [parts] * count, received).wait()
+        parts, ranks = [y for of_rank in received for y in of_rank], [tuple(r for of in theirs for r in of)]
+    whole = x.new_empty(_resized(x, dim, cp.seqlen_k if keys else cp.seqlen))
+    for r, part in zip(ranks[0], parts, strict=True):
+        for (a, b), at in zip(chunks[r], places(chunks[r], chunks[r]), strict=True):
+            whole.narrow(dim, a, b - a).copy_(part.narrow(dim, at.start, b - a))
+    return whole
+
+
+def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])

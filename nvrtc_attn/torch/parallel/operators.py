@@ -28,7 +28,8 @@ from ..autocast import cast_for_autocast
 from ..derivatives import no_second_derivative, setup_nothing
 from ..flex_compiled import NamedArrays, traced
 from ..random import checked_rng
-from .exchange import same_everywhere
+from .call import begin_call, is_compared, share_seed, shared_packing, whole_of
+from .exchange import same_everywhere, unsharded
 from .strategies import Inputs, Saved, gradients_of, has_all_tokens
 
 _members: Final[weakref.WeakValueDictionary[str, Any]] = weakref.WeakValueDictionary()
@@ -311,7 +312,7 @@ class _Call:
         window = tuple(None if x is None else int(x) for x in (left, right))
         options = plain_options(CallOptions(causal=_CAUSAL.get(causal, causal), window_size=window))
         lengths = (None, None, None if self.packed else self.given_lengths[2])
-        whole = self.member._whole(strategy, lengths, None, options, NO_RNG, None, None, q.device)
+        whole = whole_of(self.member, strategy, lengths, None, options, NO_RNG, None, None, q.device)
         whole = whole._replace(may_keep=self.may_keep(strategy))
         found = strategy.like_kept(Inputs(q, k, v, self.bias, self.mask, 0, q.shape[2], self.sink), whole)
         starts = self.given_lengths[0]
@@ -335,8 +336,8 @@ def _run_forward(q: Any, k: Any, v: Any, *arguments: Any) -> tuple[Any, ...]:
         call = _Call(options)
         modifier, _ = call.modifier()
         given = {"q": q, "k": k, "v": v, "bias": call.bias, "mask": call.mask, "sink": call.sink}
-        strategy, whole = call.member._begin(
-            given, call.lengths, call.options, call.rng, call.part, modifier, grad, return_lse
+        strategy, whole = begin_call(
+            call.member, given, call.lengths, call.options, call.rng, call.part, modifier, grad, return_lse
         )
         whole = whole._replace(may_keep=call.may_keep(strategy))
         inputs = Inputs(q, k, v, call.bias, call.mask, 0, q.shape[2], call.sink)
@@ -368,9 +369,9 @@ def _run_backward(
         if kept and kept[-1].dtype == torch.int32:
             *kept, starts = kept
             lengths = starts, starts, None
-        packing = call.member._packing(strategy, lengths, call.options, heads_kv)
+        packing = shared_packing(call.member, strategy, lengths, call.options, heads_kv)
         state = checked_rng(call.rng, dout) if call.options.dropout_p > 0 else NO_RNG
-        whole = call.member._whole(strategy, lengths, packing, call.options, state, call.part, modifier, dout.device)
+        whole = whole_of(call.member, strategy, lengths, packing, call.options, state, call.part, modifier, dout.device)
         whole = whole._replace(may_keep=call.may_keep(strategy))
         saved = Saved(Inputs(q, k, v, call.bias, call.mask, 0, heads, call.sink), out, lse, heads_kv, kept)
         captures = () if modifier is None else modifier.captures
@@ -393,15 +394,15 @@ def _or_zeros(gradient: torch.Tensor | None, x: torch.Tensor, wanted: bool) -> t
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def _run_seed(seed: torch.Tensor, name: str, after: Any) -> list[torch.Tensor]:
     found, member = seed.clone(), _member(name)
-    if member._asks():  # ranks that were given numbers do not come here
+    if is_compared(member):  # ranks that were given numbers do not come here
         same_everywhere(member._groups, "attention, rng=None", {})
-    member._share_seed(found)
+    share_seed(member, found)
     return [found, _new_done(seed)]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def _run_unshard(x: torch.Tensor, name: str, whole: int, dim: int, keys: bool, after: Any) -> list[torch.Tensor]:
-    return [_member(name)._unsharded(x, dim, keys), _new_done(x)]
+    return [unsharded(_member(name), x, dim, keys), _new_done(x)]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
