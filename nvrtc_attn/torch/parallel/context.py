@@ -25,8 +25,9 @@ from .checks import NO_TRANSFORMATION, refuse_others
 from .choice import make_strategy
 from .documents import as_tensor, lengths_of
 from .exchange import same_everywhere
+from .operator_call import register
 from .operators import attention as attention_in_graph
-from .operators import context_unshard, register
+from .operators import context_unshard
 from .strategies import Strategy
 
 _traced_by_dynamo: Final = torch.compiler.is_dynamo_compiling

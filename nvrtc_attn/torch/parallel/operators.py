@@ -8,8 +8,6 @@ what differs between them: as plain calls.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -19,10 +17,9 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ...front.call import CallOptions, plain_options
-from ...front.part import AXES, Part
+from ...front.part import Part
 from ...front.philox import NO_RNG
 from ...modifiers.modifier import Modifier
-from ...modifiers.text import read_text
 from ..arguments import rng_operands
 from ..autocast import cast_for_autocast
 from ..derivatives import no_second_derivative, setup_nothing
@@ -30,36 +27,8 @@ from ..flex_compiled import NamedArrays, traced
 from ..random import checked_rng
 from .call import begin_call, is_compared, share_seed, shared_packing, whole_of
 from .exchange import same_everywhere, unsharded
-from .strategies import Inputs, Saved, gradients_of, has_all_tokens
-
-_members: Final[weakref.WeakValueDictionary[str, Any]] = weakref.WeakValueDictionary()
-_numbers: Final = itertools.count()
-
-
-def register(member: Any) -> str:
-    """The name of a `ContextParallel` in programs of this process.
-
-    The same in each run of a script, so that what compilers keep on disk is found again, and another one where layout
-    or strategy, by which the shapes of what is kept go, are others.
-    """
-    facts = (
-        member.rank, member.chunks_q, member.chunks_k, member.strategy, member._pipeline, member._keep, member._lanes,
-    )  # fmt: skip
-    digest = hashlib.sha256(repr(facts).encode(), usedforsecurity=False).hexdigest()[:16]
-    name = f"context{next(_numbers)}_{digest}"
-    _members[name] = member
-    return name
-
-
-def _member(name: str) -> Any:
-    found = _members.get(name)
-    if found is None:
-        raise RuntimeError(
-            f"{name}: no ContextParallel of this process has this name. A program belongs to the ContextParallel that "
-            "it was traced with: keep that, and trace anew in another process."
-        )
-    return found
-
+from .operator_call import CAPTURES, OPTIONAL, OPTIONS, TENSORS, OperatorCall, member_of
+from .strategies import Inputs, Saved, gradients_of
 
 # ------------------------------------------------------------------------------------------------------- the door
 
@@ -160,16 +129,6 @@ def _with_aux(function: Any, aux: Mapping[str, Any]) -> Any:
 
 # ------------------------------------------------------------------------------------------------------ the operators
 
-_OPTIONAL: Final = ("bias", "mask", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")
-_TENSORS: Final = 3 + len(_OPTIONAL)
-_CAPTURES: Final = len(_OPTIONAL)  # places among the arguments of `_OPTIONS`
-_CAUSAL: Final[dict[str, Any]] = {"": False, "bottom_right": True}
-_OPTIONS: Final = (
-    ", ".join(f"Tensor? {name}" for name in _OPTIONAL) + ", Tensor[] captures, SymInt seed_word, SymInt offset_word, "
-    "str context, str causal, SymInt? window_left, SymInt? window_right, float? softmax_scale, float softcap, "
-    "float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, SymInt[]? starts_q, "
-    "SymInt[]? starts_k, SymInt[] part, str program, SymInt[] ints, float[] floats, bool dbias, bool dsink"
-)
 _BACKWARD: Final = ("context_attention_backward", "context_reduce")
 _done: Final[weakref.WeakKeyDictionary[Any, dict[bool, torch.Tensor]]] = weakref.WeakKeyDictionary()
 """Graph that is made -> the last result of the operators of both passes in it."""
@@ -203,13 +162,13 @@ _LIBRARY: Final = _InOrder("nvrtc_attn", "FRAGMENT")
 _TAGS: Final = (torch.Tag.pt2_compliant_tag, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 """CUDA graphs leave these operators out: the first call of each asks all ranks, and waits for them."""
 _LIBRARY.define(
-    f"context_attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool grad, bool return_lse, Tensor? after) -> "
+    f"context_attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, bool grad, bool return_lse, Tensor? after) -> "
     "(Tensor out, Tensor lse, Tensor[] kept, Tensor done)",
     tags=_TAGS,
 )
 _LIBRARY.define(
     "context_attention_backward(Tensor dout, Tensor? dlse, Tensor? out, Tensor? lse, Tensor[] kept, SymInt keys, "
-    f"SymInt num_heads_kv, SymInt head_dim, bool[] wanted, Tensor? q, Tensor? k, Tensor? v, {_OPTIONS}, "
+    f"SymInt num_heads_kv, SymInt head_dim, bool[] wanted, Tensor? q, Tensor? k, Tensor? v, {OPTIONS}, "
     "Tensor? after) -> Tensor[]",
     tags=_TAGS,
 )
@@ -229,111 +188,11 @@ for _operator in (context_attention, context_attention_backward, context_seed, c
     torch.fx.node.has_side_effect(_operator)
 
 
-class _Call:
-    """The arguments behind ``q, k, v`` of `_OPTIONS`, as `ContextParallel` takes them."""
-
-    def __init__(self, arguments: Sequence[Any]) -> None:
-        bias, mask, sink, of_q, of_k, used, seed, offset, captures, *rest = arguments
-        seed_word, offset_word, name, causal, left, right, scale, softcap, dropout_p, longest_q, longest_k, *rest = rest
-        deterministic, starts_q, starts_k, part, self.program, ints, floats, dbias, dsink = rest
-        self.bias, self.mask, self.sink, self.captures = bias, mask, sink, captures
-        self.member = _member(name)
-        self.scalars = causal, left, right, scale, softcap, dropout_p, longest_q, longest_k, deterministic, dbias, dsink
-        self.given_lengths = of_q, of_k, used, starts_q, starts_k
-        self.random = seed, offset, seed_word, offset_word
-        self.extents, self.ints, self.floats = part, tuple(ints), tuple(floats)
-
-    @property
-    def options(self) -> CallOptions:
-        causal, left, right, scale, softcap, dropout_p, longest_q, longest_k, deterministic, *wanted = self.scalars
-        return plain_options(
-            CallOptions(
-                _CAUSAL.get(causal, causal), (left, right), scale, softcap, dropout_p, longest_q, longest_k, True,
-                deterministic, *wanted,
-            )
-        )  # fmt: skip
-
-    @property
-    def lengths(self) -> tuple[Any, Any, Any]:
-        """cu_seqlens_q, cu_seqlens_k, one tensor where they are the same, and seqused_k."""
-        of_q, of_k, used, starts_q, starts_k = self.given_lengths
-        same = of_k is of_q and starts_k == starts_q
-        first = of_q if starts_q is None else torch.tensor(starts_q, dtype=torch.int32, device="cpu")
-        if same:
-            return first, first, used
-        return first, of_k if starts_k is None else torch.tensor(starts_k, dtype=torch.int32, device="cpu"), used
-
-    @property
-    def rng(self) -> tuple[Any, Any]:
-        seed, offset, seed_word, offset_word = self.random
-        return (
-            seed_word & (2**64 - 1) if seed is None else seed,
-            offset_word & (2**64 - 1) if offset is None else offset,
-        )
-
-    @property
-    def part(self) -> Part | None:
-        if not self.extents:
-            return None
-        *pairs, (margin, plan_as) = (tuple(self.extents[i : i + 2]) for i in range(0, len(self.extents), 2))
-        extents: Any = {axis: None if x[0] < 0 else x for axis, x in zip(AXES, pairs, strict=True)}
-        return Part(**extents, sm_margin=None if margin < 0 else margin, plan_as=bool(plan_as))
-
-    @property
-    def packed(self) -> bool:
-        of_q, of_k, _, *starts = self.given_lengths
-        return any(x is not None for x in (of_q, of_k, *starts))
-
-    def may_keep(self, strategy: Any) -> bool:
-        """`Whole.may_keep`."""
-        return not self.program and (not self.packed or has_all_tokens(strategy))
-
-    def strategy(self, num_heads: int, num_heads_kv: int, on_gpu: bool) -> Any:
-        return self.member._strategy(num_heads, num_heads_kv, on_gpu, self.packed)
-
-    def check_shapes(self, q: Any, k: Any, v: Any) -> None:
-        """Whether tensors are of shapes that results can be told of: what is wrong is refused by name in a call."""
-        member = self.member
-        scores = [x for x in (self.bias, self.mask) if x is not None]
-        if not (
-            all(x.dim() == 4 for x in (q, k, v, *scores))
-            and q.shape[1] == member.local_seqlen
-            and k.shape[1] == v.shape[1] == member.local_seqlen_k
-            and k.shape[2] == v.shape[2]
-            and k.shape[2] > 0
-            and q.shape[2] % k.shape[2] == 0
-            and all(x.shape[1] in (1, q.shape[2]) and x.shape[2] in (1, q.shape[1]) for x in scores)
-        ):
-            raise ValueError("shapes")
-
-    def like_kept(self, strategy: Any, q: Any, k: Any, v: Any) -> list[torch.Tensor]:
-        """`Strategy.like_kept` of a forward pass, and what it keeps beside."""
-        causal, left, right, *_ = self.scalars
-        window = tuple(None if x is None else int(x) for x in (left, right))
-        options = plain_options(CallOptions(causal=_CAUSAL.get(causal, causal), window_size=window))
-        lengths = (None, None, None if self.packed else self.given_lengths[2])
-        whole = whole_of(self.member, strategy, lengths, None, options, NO_RNG, None, None, q.device)
-        whole = whole._replace(may_keep=self.may_keep(strategy))
-        found = strategy.like_kept(Inputs(q, k, v, self.bias, self.mask, 0, q.shape[2], self.sink), whole)
-        starts = self.given_lengths[0]
-        if self.packed and not has_all_tokens(strategy) and starts is not None and starts.is_cuda:
-            found.append(torch.empty(starts.shape, dtype=torch.int32, device="cpu"))
-        return list(found)
-
-    def modifier(self) -> tuple[Modifier | None, tuple[int, ...]]:
-        """Of its arrays, and where those are among the captured tensors."""
-        if not self.program:
-            return None, ()
-        facts = tuple((x.shape, x.dtype) for x in self.captures)
-        modifier, places = read_text(self.program, self.ints, self.floats, facts)
-        return modifier.with_captures(tuple(self.captures[i] for i in places)), places
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def _run_forward(q: Any, k: Any, v: Any, *arguments: Any) -> tuple[Any, ...]:
     *options, grad, return_lse, _ = arguments
     with torch.no_grad():
-        call = _Call(options)
+        call = OperatorCall(options)
         modifier, _ = call.modifier()
         given = {"q": q, "k": k, "v": v, "bias": call.bias, "mask": call.mask, "sink": call.sink}
         strategy, whole = begin_call(
@@ -361,7 +220,7 @@ def _run_backward(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Gradients of q, k, v, bias, sink, of each captured tensor: empty ones where there is none."""
     with torch.no_grad():
-        call = _Call(arguments[:-1])
+        call = OperatorCall(arguments[:-1])
         modifier, places = call.modifier()
         heads = dout.shape[2]
         strategy = call.strategy(heads, heads_kv, dout.is_cuda)
@@ -393,7 +252,7 @@ def _or_zeros(gradient: torch.Tensor | None, x: torch.Tensor, wanted: bool) -> t
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def _run_seed(seed: torch.Tensor, name: str, after: Any) -> list[torch.Tensor]:
-    found, member = seed.clone(), _member(name)
+    found, member = seed.clone(), member_of(name)
     if is_compared(member):  # ranks that were given numbers do not come here
         same_everywhere(member._groups, "attention, rng=None", {})
     share_seed(member, found)
@@ -402,13 +261,13 @@ def _run_seed(seed: torch.Tensor, name: str, after: Any) -> list[torch.Tensor]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def _run_unshard(x: torch.Tensor, name: str, whole: int, dim: int, keys: bool, after: Any) -> list[torch.Tensor]:
-    return [unsharded(_member(name), x, dim, keys), _new_done(x)]
+    return [unsharded(member_of(name), x, dim, keys), _new_done(x)]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def _run_reduce(x: torch.Tensor, name: str, local: int, dim: int, keys: bool, after: Any) -> list[torch.Tensor]:
     """The rank's tokens of the sum over all ranks."""
-    member = _member(name)
+    member = member_of(name)
     total = x.clone(memory_format=torch.contiguous_format)
     for group in member._groups:
         dist.all_reduce(total, group=group)
@@ -431,7 +290,7 @@ def _forward_fake(q: Any, k: Any, v: Any, *arguments: Any) -> tuple[Any, ...]:
     *options, grad, return_lse, _ = arguments
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse, kept = q.new_empty(0, dtype=torch.float32), list[torch.Tensor]()
-    call = _Call(options)
+    call = OperatorCall(options)
     with contextlib.suppress(ValueError):
         call.check_shapes(q, k, v)
         strategy = call.strategy(int(q.shape[2]), int(k.shape[2]), q.is_cuda)
@@ -454,7 +313,7 @@ def _backward_fake(
         dout.new_empty((*of_keys, head_dim)),
         dout.new_empty((*of_keys, dout.shape[3])),
     ]
-    both = [(bias, dbias), (sink, dsink), *zip(arguments[_CAPTURES], wanted, strict=True)]
+    both = [(bias, dbias), (sink, dsink), *zip(arguments[CAPTURES], wanted, strict=True)]
     for x, wants in both:
         found.append(torch.empty_like(x, memory_format=torch.contiguous_format) if wants else dout.new_empty(0))
     return [*found, _new_done(dout)]
@@ -480,13 +339,13 @@ for _name in ("context_unshard", "context_reduce"):
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v = inputs[:3]
     out, lse, kept, _ = output
-    optional, captures, scalars = inputs[3:_TENSORS], inputs[_TENSORS], inputs[_TENSORS + 1 :]
+    optional, captures, scalars = inputs[3:TENSORS], inputs[TENSORS], inputs[TENSORS + 1 :]
     ctx.grad = scalars[-3]
     if not ctx.grad:
         return
     own = (q, k, v, out, lse)
     with contextlib.suppress(ValueError):  # where the program runs
-        if not _Call(inputs[3:-3]).strategy(int(q.shape[2]), int(k.shape[2]), q.is_cuda).needs_own:
+        if not OperatorCall(inputs[3:-3]).strategy(int(q.shape[2]), int(k.shape[2]), q.is_cuda).needs_own:
             own = (None,) * 5
     ctx.save_for_backward(*own, *optional, *captures, *kept)
     ctx.rest, ctx.count, ctx.sizes = scalars, len(captures), (k.shape[1], k.shape[2], q.shape[3])
@@ -502,23 +361,23 @@ def _derivative(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     none = [None] * ctx.count
     no_more = [x if x == [] else None for x in ctx.rest]  # torch takes an empty list for one of tensors
     if dout is None and dlse is None:
-        return (*(None,) * _TENSORS, none, *no_more)
+        return (*(None,) * TENSORS, none, *no_more)
     q, k, v, out, lse, *others = ctx.saved_tensors
-    optional, others = others[: len(_OPTIONAL)], others[len(_OPTIONAL) :]
+    optional, others = others[: len(OPTIONAL)], others[len(OPTIONAL) :]
     captures, kept = others[: ctx.count], others[ctx.count :]
     if dout is None:
         shape, dtype, device = ctx.like_out
         dout = torch.zeros(shape, dtype=dtype, device=device)
     wanted = [
-        bool(wants) and x.is_floating_point() for x, wants in zip(captures, list(needed[_TENSORS] or none), strict=True)
+        bool(wants) and x.is_floating_point() for x, wants in zip(captures, list(needed[TENSORS] or none), strict=True)
     ]
-    flags = [bool(needed[3 + _OPTIONAL.index(name)]) for name in ("bias", "sink")]
+    flags = [bool(needed[3 + OPTIONAL.index(name)]) for name in ("bias", "sink")]
     dq, dk, dv, dbias, dsink, *found, _ = context_attention_backward(
         dout, dlse, out, lse, kept, *ctx.sizes, wanted, q, k, v, *optional, captures, *ctx.rest[:-5], *flags, None
     )
-    of_optional: list[Any] = [None] * len(_OPTIONAL)
+    of_optional: list[Any] = [None] * len(OPTIONAL)
     for name, gradient, wants in zip(("bias", "sink"), (dbias, dsink), flags, strict=True):
-        of_optional[_OPTIONAL.index(name)] = gradient if wants else None
+        of_optional[OPTIONAL.index(name)] = gradient if wants else None
     of_captures = [x if wants else None for x, wants in zip(found, wanted, strict=True)]
     return (dq, dk, dv, *of_optional, of_captures, *no_more)
 
