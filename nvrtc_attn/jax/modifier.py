@@ -13,7 +13,7 @@ from ..modifiers.draws import without_draws
 from ..modifiers.graph import POSITION_NODES, SCORE, Node
 from ..modifiers.jaxpr import expression
 from ..modifiers.modifier import Modifier
-from ..modifiers.proxy import Recording, followed
+from ..modifiers.recording import Recording, followed
 from ..modifiers.trace import literals, modifier_of, no_functions, trace
 
 

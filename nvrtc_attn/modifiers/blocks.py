@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .proxy import for_sizes
+from .recording import for_sizes
 
 
 def block_mask(

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..base.errors import TraceError, shown
 from .calls import Text, derivative_of, know_on_host
-from .proxy import called, recording_of
+from .proxy import called
+from .recording import recording_of
 
 _WORD: Final = r"[A-Za-z_]\w*"
 _SIGNATURE: Final = re.compile(rf"\s*(float|int|bool)\s+({_WORD})\s*\(([^()]*)\)\s*")

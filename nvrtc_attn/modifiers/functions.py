@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from ..base.errors import TraceError
 from .graph import ARITHMETIC, FLOAT32_MAX, FLOAT_UNARY, ROUNDING, SAME_UNARY, Node, constant, make, number
@@ -222,3 +222,37 @@ NEEDED: Final = {
 _WRAPPING: Final = ("add", "sub", "mul", "neg", "abs", "not", "pow", "shl", "square", "rsub", "addcmul", "lerp")
 WRAPPING: Final = frozenset((*_WRAPPING, *(name for name, op in _ALIASES.items() if op in _WRAPPING)))
 """Functions, and operations, whose result an integer of 8 or 16 bits may not hold."""
+
+
+def arguments_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of `PARAMETERS`, and those of torch's options that mean something.
+
+    Raises
+    ------
+    TraceError
+        There are too many, one is given twice or missing, or it is an option that would be left out.
+    """
+    names = PARAMETERS[name]
+    given = dict(zip(names, args, strict=False))
+    wrong = len(args) > len(names)
+    for key, x in kwargs.items():
+        place = key if key in names else KEYWORDS.get(key, key)
+        if place not in names:
+            if x is None or x is False:
+                continue  # out=None, inplace=False
+            if name.startswith("gelu") and key == "approximate" and x in ("none", "tanh"):
+                continue
+            known = (key == "alpha" and name in ("add", "sub", "subtract", "rsub")) or (
+                key == "rounding_mode" and name in ("div", "divide") and x in ("floor", "trunc")
+            )
+            wrong |= not known
+        elif given.get(place) is not None:
+            wrong = True
+        given[place] = x
+    given = {key: x for key, x in given.items() if x is not None}
+    if wrong or any(x not in given for x in NEEDED[name]):
+        raise TraceError(
+            f"{name!r} with {len(args)} arguments and {sorted(kwargs) or 'no'} options is not possible in a modifier; "
+            f"it takes {', '.join(names)}."
+        )
+    return given

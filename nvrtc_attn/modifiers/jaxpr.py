@@ -16,7 +16,7 @@ from typing import Any, Final
 from ..base.errors import TraceError
 from .functions import FUNCTIONS, NEEDED, WRAPPING, quotient_towards_zero
 from .graph import POSITIONS, Node, constant, detached, make, number
-from .proxy import Recording, is_array, kind_of_dtype
+from .recording import Recording, is_array, kind_of_dtype
 
 _PLAIN: Final = {
     "add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "max": "maximum", "min": "minimum", "lt": "lt",

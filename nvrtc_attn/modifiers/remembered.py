@@ -25,7 +25,7 @@ from ..base import tables
 from .cuda_function import CudaFunction
 from .graph import dtype_of
 from .modifier import Modifier
-from .proxy import is_array, is_host_scalar
+from .recording import is_array, is_host_scalar
 
 _MAX_TRACES: Final = 1024
 _MAX_DEPTH: Final = 16

@@ -17,7 +17,8 @@ from ..base.errors import TraceError
 from .functions import POWERS
 from .graph import INPUTS, Node, number
 from .modifier import Modifier, read_program
-from .proxy import Proxy, Recording, called_by_name
+from .proxy import Proxy, called_by_name
+from .recording import Recording
 from .trace import modifier_of
 
 _WHOLE: Final = {":": slice(None), "...": Ellipsis}

@@ -12,7 +12,8 @@ from ..base.errors import TraceError, shown
 from .draws import NO_RANDOM, draws, without_draws
 from .graph import INPUTS, Node, cast, number
 from .modifier import Modifier, written
-from .proxy import Captured, Proxy, Recording, is_array, names_element
+from .proxy import Captured, Proxy, indexed, torch_function
+from .recording import Recording, is_array, names_element, recording_of
 from .remembered import again, facts_of, find, is_plain_array, names_in, remember
 
 _MAX_DEPTH: Final = 16
@@ -249,7 +250,6 @@ _modes: dict[Any, Any] = {}
 
 def _mode_class(torch: Any) -> Any:
     if torch not in _modes:
-        from .proxy import recording_of, torch_function
 
         class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
             def __init__(self, recording: Recording) -> None:
@@ -260,7 +260,7 @@ def _mode_class(torch: Any) -> Any:
                 kwargs = kwargs or {}
                 if recording_of((*args, *kwargs.values())) is None:
                     if getattr(func, "__name__", "") == "__getitem__" and names_element(*args):
-                        return self._recording.index(args[0], (), args[1])
+                        return indexed(self._recording, args[0], (), args[1])
                     own = getattr(func, "__name__", "")
                     if draws(own, kwargs):
                         raise TraceError(f"{own!r} is not possible in a modifier: {NO_RANDOM}.")

@@ -138,7 +138,7 @@ class ScriptValue:
         return self.script.call(REPLAYED, (function, *args), {})
 
     def written_sizes(self, sizes: str) -> ScriptValue:
-        """`proxy.for_sizes`."""
+        """`recording.for_sizes`."""
         return self.script.call(SIZED, (self, sizes), {})
 
     @classmethod
@@ -208,7 +208,7 @@ class _Mode(torch.overrides.TorchFunctionMode):
 
 
 def _names_element(x: Any, index: Any) -> bool:
-    """As `proxy.names_element`: an element of plain indices is an operand, too."""
+    """As `recording.names_element`: an element of plain indices is an operand, too."""
     whole = index if isinstance(index, tuple) else (index,)
     return len(whole) == x.dim() and all(isinstance(i, int) and not isinstance(i, bool) for i in whole)
 

@@ -19,7 +19,7 @@ from nvrtc_attn.front.call import CallOptions  # noqa: E402
 from nvrtc_attn.jax import attention  # noqa: E402
 from nvrtc_attn.jax import custom_call as adapter  # noqa: E402
 from nvrtc_attn.jax.modifier import traced  # noqa: E402
-from nvrtc_attn.modifiers.proxy import _KINDS as KINDS  # noqa: E402
+from nvrtc_attn.modifiers.recording import _KINDS as KINDS  # noqa: E402
 
 if hasattr(jax, "enable_x64"):
     from jax import enable_x64
