@@ -26,19 +26,10 @@ from ..front.part import MAX_PLACED, ArrayStart, Part
 from ..front.problem import Causal, WindowSize
 from ..front.validation import Violations, check_window
 from ..modifiers.modifier import Modifier
-from .custom_call import (
-    ROW_START,
-    Kind,
-    as_varying,
-    captured,
-    check_call,
-    compute,
-    gradients_of_part,
-    rng_words,
-    varies,
-    with_modifier,
-)
+from .custom_call import compute, gradients_of_part
 from .modifier import traced
+from .partition import as_varying, varies
+from .passes import ROW_START, Kind, captured, check_call, rng_words, with_modifier
 
 STRATEGIES: Final = ("auto", "all_gather", "ulysses", "ring")
 PLACES: Final = ("auto", "branches", "device")

@@ -6,6 +6,8 @@ each device has a part of the gradient, and they are added up.
 
 Dropout numbers the scores of the whole (all heads of all batch entries, in this order). Those of some batch entries are
 again a whole, further on in the stream: the offset is moved. Those of some heads are not, so that heads are gathered.
+
+Inside `jax.shard_map` nothing is split, and `varies` says which arrays differ from device to device.
 """
 
 from __future__ import annotations
@@ -73,6 +75,29 @@ def of_types(run: Callable[[dict[str, Any]], Any], operands: dict[str, Any], res
     specs = [PartitionSpec(*(of_q.get(axis) for axis in OPERANDS[name].axes)) for name in results]
     axes = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
     return jax.sharding.auto_axes(run, axes=axes, out_sharding=[NamedSharding(mesh, x) for x in specs])(operands)
+
+
+def varies(*arrays: Any) -> frozenset[str]:
+    """The manual axes of ``jax.shard_map`` over which one of the arrays differs from device to device."""
+    types = [jax.typeof(x) for x in arrays if isinstance(x, jax.core.Tracer)]
+    # Since jax 0.10 in a type of its own.
+    return frozenset[str]().union(
+        *(x.manual_axis_type.varying if hasattr(x, "manual_axis_type") else getattr(x, "vma", ()) for x in types)
+    )
+
+
+def as_varying(x: Any, axes: frozenset[str]) -> Any:
+    """``x`` as an array that may differ over these axes as well."""
+    missing = tuple(axes - varies(x))
+    if not missing:
+        return x
+    return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+
+
+def equally_varying(operands: dict[str, Any]) -> dict[str, Any]:
+    """All operands as different as the most different one: the gradient of one that was the same is summed then."""
+    axes = varies(*operands.values())
+    return {name: as_varying(x, axes) for name, x in operands.items()} if axes else operands
 
 
 def partitioned(run: Callable[..., Any], operands: Operands, results: Operands, dropout: bool, functions: bool) -> Any:

@@ -24,7 +24,8 @@ from ..base.tables import remember
 from ..front.call import CallOptions
 from ..front.operands import INPUTS
 from ..front.signature import are_plain
-from .custom_call import attention, on_gpu
+from .custom_call import attention
+from .passes import on_gpu
 
 FIRST: Final = 64
 """Calls of one kind before there is a program of it."""

@@ -31,7 +31,7 @@ _PLANS = (
     ("torch.ops", "_backward_calls"), ("torch.packed_ops", "_backward_calls"), ("torch.parallel.local", "_plans"),
     ("torch.efficient", "_forward_calls"), ("torch.efficient", "_backward_calls"),
     ("torch.scaled_efficient", "_forward_plans"), ("torch.scaled_efficient", "_backward_plans"),
-    ("jax.custom_call", "_plans"), ("jax.custom_call", "_calls"), ("jax.custom_call", "_targets"),
+    ("jax.handlers", "_plans"), ("jax.handlers", "_calls"), ("jax.handlers", "_targets"),
 )  # fmt: skip
 _KERNELS_OF_PLANS = (("plans.plan", "_kernels"),)
 

@@ -20,7 +20,7 @@ OWNERS = {
     "torch.passes", "torch.scaled_efficient",
 }  # fmt: skip
 if importlib.util.find_spec("jax") is not None:
-    OWNERS.add("jax.custom_call")
+    OWNERS.add("jax.handlers")
 
 
 def tables() -> list[tuple[Any, str]]:

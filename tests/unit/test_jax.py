@@ -38,8 +38,7 @@ from nvrtc_attn.front.operands import FORWARD  # noqa: E402
 from nvrtc_attn.front.part import ArrayStart, Part  # noqa: E402
 from nvrtc_attn.front.philox import NO_RNG, RngState  # noqa: E402
 from nvrtc_attn.front.tensors import Device  # noqa: E402
-from nvrtc_attn.jax import attention, context_parallel_attention, host  # noqa: E402
-from nvrtc_attn.jax import custom_call as adapter  # noqa: E402
+from nvrtc_attn.jax import attention, context_parallel_attention, custom_call, handlers, host, passes  # noqa: E402
 from nvrtc_attn.jax.modifier import traced  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
 
@@ -109,14 +108,14 @@ def test_gradients_through_out_lse_and_bias() -> None:
 def test_gradient_of_the_bias_is_computed_only_when_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, bias = arrays()
     wanted = []
-    real = adapter._on_cpu
+    real = handlers._on_cpu
 
     def spy(bound: Any, *operands: Any, into: Any) -> Any:
         if bound.kind.backward:
             wanted.append((bound.kind.options.dbias, "dlse" in [name for name, _, _ in bound.operands]))
         return real(bound, *operands, into=into)
 
-    monkeypatch.setattr(adapter, "_on_cpu", spy)
+    monkeypatch.setattr(handlers, "_on_cpu", spy)
     jax.clear_caches()
     jax.grad(lambda q: attention(q, k, v, bias=bias).sum())(q)
     jax.grad(lambda b: attention(q, k, v, bias=b, return_lse=True)[0].sum())(bias)
@@ -155,13 +154,13 @@ def test_gradient_of_vmap_and_scan() -> None:
 def test_folding_the_mapped_axis_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, bias = arrays()
     seen = []
-    real = adapter._on_cpu
+    real = handlers._on_cpu
 
     def spy(bound: Any, *operands: Any, into: Any) -> Any:
         seen.extend(shape for name, shape, _ in bound.operands if name == "q")
         return real(bound, *operands, into=into)
 
-    monkeypatch.setattr(adapter, "_on_cpu", spy)
+    monkeypatch.setattr(handlers, "_on_cpu", spy)
     jax.clear_caches()
     stacked = jnp.stack([q, q, q])
     jax.vmap(lambda q: attention(q, k, v, bias=bias))(stacked)
@@ -187,11 +186,11 @@ def test_other_seeds_are_no_other_programs() -> None:
     q, k, v, _ = (np.asarray(x) for x in arrays())
     attention(q, k, v, dropout_p=0.3, rng=1)
     attention(q, k, v, dropout_p=0.3, rng=(1, 1))
-    forms, compiled = len(adapter._forms), adapter._jitted._cache_size()
+    forms, compiled = len(passes._forms), custom_call._jitted._cache_size()
     for rng in (2, 2**64 - 1, (5, 6), (0, 2**64 - 1)):
         expected = nvrtc_attn.attention(q, k, v, dropout_p=0.3, rng=rng)
         np.testing.assert_array_equal(attention(q, k, v, dropout_p=0.3, rng=rng), expected)
-    assert (len(adapter._forms), adapter._jitted._cache_size()) == (forms, compiled)
+    assert (len(passes._forms), custom_call._jitted._cache_size()) == (forms, compiled)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
@@ -299,10 +298,10 @@ def test_errors_come_while_tracing(change: dict[str, Any], error: Any, text: str
 
 
 def test_missing_bridge_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_registered", False)
+    monkeypatch.setattr(handlers, "_registered", False)
     monkeypatch.setitem(sys.modules, "jax_tvm_ffi", None)
     with pytest.raises(ImportError, match=r'pip install "nvrtc-attn\[jax\]"'):
-        adapter._register_target()
+        handlers.register_target()
 
 
 def test_import_leaves_the_bridge_and_torch_alone() -> None:
@@ -337,7 +336,7 @@ def cpu_target() -> str:
     """The real handler behind the real bridge, on the CPU. XLA registers a name once."""
     jax_tvm_ffi = pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
     name = "nvrtc_attn.test_launch"
-    jax_tvm_ffi.register_ffi_target(name, adapter._launch, ["args", "rets", "ctx.stream"], platform="cpu")
+    jax_tvm_ffi.register_ffi_target(name, handlers._launch, ["args", "rets", "ctx.stream"], platform="cpu")
     return name
 
 
@@ -345,17 +344,17 @@ def cpu_target() -> str:
 def bridge(cpu_target: str, monkeypatch: pytest.MonkeyPatch) -> FakePlan:
     """A plan that only looks."""
     fake = FakePlan()
-    monkeypatch.setattr(adapter, "_plan", lambda _bound, _index, _stream: fake)
-    monkeypatch.setattr(adapter, "_TARGET", cpu_target)
-    monkeypatch.setattr(adapter, "_targets", {})
+    monkeypatch.setattr(handlers, "_plan", lambda _bound, _index, _stream: fake)
+    monkeypatch.setattr(custom_call, "TARGET", cpu_target)
+    monkeypatch.setattr(handlers, "_targets", {})
     return fake
 
 
 def test_custom_call_reaches_the_plan(bridge: FakePlan) -> None:
     q, k, v, bias = arrays()
     operands = {"q": q, "k": k, "v": v, "bias": bias, "seed": jnp.zeros(2, np.uint32)}
-    bound = adapter._bind(adapter.Kind(CallOptions(return_lse=True, dropout_p=0.1)), operands)
-    call = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x))
+    bound = passes.bind(passes.Kind(CallOptions(return_lse=True, dropout_p=0.1)), operands)
+    call = jax.jit(lambda *x: custom_call._custom_call(bound, 256, *x))
     for _ in range(3):
         out, lse = call(*operands.values())
     assert (out == 3).all()
@@ -372,13 +371,13 @@ def test_a_program_that_ran_before_launches_with_the_addresses_of_its_run(
     """Operands in any order, those that are not there are 0; the pass is looked up once."""
     q, k, v, bias = arrays()
     asked: list[Any] = []
-    original = adapter._new_target
-    monkeypatch.setattr(adapter, "_new_target", lambda *x: (asked.append(x[0]), original(*x))[1])
+    original = handlers._new_target
+    monkeypatch.setattr(handlers, "_new_target", lambda *x: (asked.append(x[0]), original(*x))[1])
     for names in (("k", "bias", "q", "v"), ("q", "v", "k")):
         given = {"q": q, "k": k, "v": v, "bias": bias}
-        kind = adapter.Kind(CallOptions(return_lse=True))
-        bound = adapter._bind(kind, {name: given[name] for name in names})
-        call = jax.jit(lambda *x, bound=bound: adapter._custom_call(bound, 256, *x))
+        kind = passes.Kind(CallOptions(return_lse=True))
+        bound = passes.bind(kind, {name: given[name] for name in names})
+        call = jax.jit(lambda *x, bound=bound: custom_call._custom_call(bound, 256, *x))
         for _ in range(3):
             operands = {name: given[name] + 1 for name in names}  # elsewhere in memory
             out, lse = jax.block_until_ready(call(*operands.values()))
@@ -397,14 +396,15 @@ def test_where_rows_begin_is_told_to_a_launch_and_to_its_functions(
     """An address behind those of the operands, and the same of the array that moves their q."""
     seen: list[Any] = []
     monkeypatch.setattr(FakePlan, "run", lambda _self, *x: seen.append(x))
-    operands = {**dict(zip("qkv", arrays(), strict=False)), adapter.ROW_START: jnp.asarray([5], np.int32)}
-    here = operands[adapter.ROW_START].unsafe_buffer_pointer()
-    plain = adapter.Kind(CallOptions(causal=True, part=Part(rows=(ArrayStart(), 3 * M), keys=(0, N))))
+    operands = {**dict(zip("qkv", arrays(), strict=False)), passes.ROW_START: jnp.asarray([5], np.int32)}
+    here = operands[passes.ROW_START].unsafe_buffer_pointer()
+    plain = passes.Kind(CallOptions(causal=True, part=Part(rows=(ArrayStart(), 3 * M), keys=(0, N))))
     modifier = traced(lambda s, b, h, q, k: s + 0.5 * q, None, None)
     assert modifier is not None
-    for kind in (plain, adapter.with_modifier(plain, modifier)[0]):
-        bound = adapter._bind(kind, operands)
-        jax.block_until_ready(jax.jit(lambda *x, bound=bound: adapter._custom_call(bound, 256, *x))(*operands.values()))
+    for kind in (plain, passes.with_modifier(plain, modifier)[0]):
+        bound = passes.bind(kind, operands)
+        call = jax.jit(lambda *x, bound=bound: custom_call._custom_call(bound, 256, *x))
+        jax.block_until_ready(call(*operands.values()))
         _, addresses, _, *more = seen[-1]
         assert len(addresses) == len(FORWARD) + 2
         assert addresses[-2:] == (here, 0)
@@ -415,11 +415,11 @@ def test_where_rows_begin_is_told_to_a_launch_and_to_its_functions(
 
 
 def test_unknown_program_is_an_error_not_a_wrong_launch(bridge: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = adapter._bind(adapter.Kind(CallOptions()), dict(zip("qkv", arrays(), strict=False)))
-    call = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x))
+    bound = passes.bind(passes.Kind(CallOptions()), dict(zip("qkv", arrays(), strict=False)))
+    call = jax.jit(lambda *x: custom_call._custom_call(bound, 256, *x))
     compiled = call.lower(*arrays()[:3]).compile()
-    monkeypatch.setattr(adapter, "_passes", {})
-    monkeypatch.setattr(adapter, "_forms", {})
+    monkeypatch.setattr(passes, "_passes", {})
+    monkeypatch.setattr(passes, "_forms", {})
     with pytest.raises(Exception, match="compiled in another process"):
         jax.block_until_ready(compiled(*arrays()[:3]))
     assert not bridge.calls
@@ -429,17 +429,17 @@ def test_program_of_other_shapes_from_xlas_cache_is_told_by_its_operands(
     bridge: FakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a device's part of a sharded call, which only the partitioner sees."""
-    bound = adapter._bind(adapter.Kind(CallOptions()), dict(zip("qkv", arrays(), strict=False)))
-    compiled = jax.jit(lambda *x: adapter._custom_call(bound, 256, *x)).lower(*arrays()[:3]).compile()
-    monkeypatch.setattr(adapter, "_passes", {})
+    bound = passes.bind(passes.Kind(CallOptions()), dict(zip("qkv", arrays(), strict=False)))
+    compiled = jax.jit(lambda *x: custom_call._custom_call(bound, 256, *x)).lower(*arrays()[:3]).compile()
+    monkeypatch.setattr(passes, "_passes", {})
     jax.block_until_ready(compiled(*arrays()[:3]))
     assert bridge.calls
-    assert adapter._passes == {bound.key: bound}
+    assert passes._passes == {bound.key: bound}
 
 
 def test_workspace_of_other_settings_is_an_error_not_a_write_behind_it(bridge: FakePlan) -> None:
-    bound = adapter._bind(adapter.Kind(CallOptions()), dict(zip("qkv", arrays(), strict=False)))
-    call = jax.jit(lambda *x: adapter._custom_call(bound, FakePlan.workspace_bytes - 1, *x))
+    bound = passes.bind(passes.Kind(CallOptions()), dict(zip("qkv", arrays(), strict=False)))
+    call = jax.jit(lambda *x: custom_call._custom_call(bound, FakePlan.workspace_bytes - 1, *x))
     with pytest.raises(Exception, match="compiled with 255 bytes of workspace, and its kernels now need 256"):
         jax.block_until_ready(call(*arrays()[:3]))
     assert not bridge.calls
@@ -447,37 +447,37 @@ def test_workspace_of_other_settings_is_an_error_not_a_write_behind_it(bridge: F
 
 def test_tables_have_bounds_and_older_programs_run_on(bridge: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MAX_ENTRIES", 3)
-    monkeypatch.setattr(adapter, "_passes", {})
+    monkeypatch.setattr(passes, "_passes", {})
     calls = []
     for number in range(8):
-        kind = adapter.Kind(CallOptions(return_lse=True, softmax_scale=float(number)))
-        bound = adapter._bind(kind, dict(zip("qkv", arrays(), strict=False)))
-        calls.append(jax.jit(lambda *x, bound=bound: adapter._custom_call(bound, 256, *x)))
+        kind = passes.Kind(CallOptions(return_lse=True, softmax_scale=float(number)))
+        bound = passes.bind(kind, dict(zip("qkv", arrays(), strict=False)))
+        calls.append(jax.jit(lambda *x, bound=bound: custom_call._custom_call(bound, 256, *x)))
     for _ in range(2):
         for call in calls:
             _, lse = jax.block_until_ready(call(*arrays()[:3]))
             assert (lse == 4).all()
-            assert len(adapter._passes) <= 3
-            assert len(adapter._targets) <= 3
+            assert len(passes._passes) <= 3
+            assert len(handlers._targets) <= 3
     assert len(bridge.calls) == 16
 
 
 def test_tables_of_plans_and_of_calls_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MAX_ENTRIES", 3)
-    monkeypatch.setattr(adapter, "_plans", {})
-    monkeypatch.setattr(adapter, "_calls", {})
-    monkeypatch.setattr(adapter, "forward_plan", lambda problem, *_, **_named: problem)
+    monkeypatch.setattr(handlers, "_plans", {})
+    monkeypatch.setattr(handlers, "_calls", {})
+    monkeypatch.setattr(handlers, "forward_plan", lambda problem, *_, **_named: problem)
     operands = dict(zip("qkv", arrays(), strict=False))
     for factor in np.arange(8) + 0.3:
         modifier = traced(lambda s, b, h, q, k, factor=factor: s * s * factor, None, None)
         assert modifier is not None
-        kind, _ = adapter.with_modifier(adapter.Kind(CallOptions()), modifier)
-        bound = adapter._bind(kind, operands)
-        assert adapter._plan(bound, 0) is adapter._plan(bound, 0)
-        (value,) = struct.unpack("<f4x", adapter._values(bound, 0, {}, Device("cuda", 0)).block)
+        kind, _ = passes.with_modifier(passes.Kind(CallOptions()), modifier)
+        bound = passes.bind(kind, operands)
+        assert handlers._plan(bound, 0) is handlers._plan(bound, 0)
+        (value,) = struct.unpack("<f4x", handlers._values(bound, 0, {}, Device("cuda", 0)).block)
         assert value == pytest.approx(factor)
-        assert len(adapter._plans) <= 3
-        assert len(adapter._calls) <= 3
+        assert len(handlers._plans) <= 3
+        assert len(handlers._calls) <= 3
 
 
 def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,17 +491,17 @@ def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) ->
 
         return plan
 
-    monkeypatch.setattr(adapter, "forward_plan", spy(plan.forward_plan))
-    monkeypatch.setattr(adapter, "backward_plan", spy(plan.backward_plan))
-    monkeypatch.setattr(adapter, "_plans", {})
+    monkeypatch.setattr(handlers, "forward_plan", spy(plan.forward_plan))
+    monkeypatch.setattr(handlers, "backward_plan", spy(plan.backward_plan))
+    monkeypatch.setattr(handlers, "_plans", {})
     q, k, v, bias = arrays(np.float16)
     operands = {"bias": bias, "k": k, "q": q, "v": v}
-    kind = adapter.Kind(CallOptions(causal=True, return_lse=True, dbias=False))
-    assert adapter._plan(adapter._bind(kind, operands), 3, 77) == "plan"
+    kind = passes.Kind(CallOptions(causal=True, return_lse=True, dbias=False))
+    assert handlers._plan(passes.bind(kind, operands), 3, 77) == "plan"
     out, lse = jnp.zeros((B, M, H, KV), np.float16), jnp.zeros((B, H, M))
     operands |= {"dout": out, "out": out, "lse": lse, "dlse": lse}
-    kind = adapter.Kind(CallOptions(causal=True, return_lse=True, dbias=True), backward=True)
-    assert adapter._plan(adapter._bind(kind, operands), 3, 77) == "plan"
+    kind = passes.Kind(CallOptions(causal=True, return_lse=True, dbias=True), backward=True)
+    assert handlers._plan(passes.bind(kind, operands), 3, 77) == "plan"
     forward, backward = seen
     for asked in seen:
         assert asked["device_index"] == 3
@@ -519,17 +519,17 @@ def test_plans_are_those_of_row_major_arrays(monkeypatch: pytest.MonkeyPatch) ->
 def test_key_is_the_same_in_every_process_and_differs_in_every_detail() -> None:
     operands = dict(zip("qkv", arrays(), strict=False))
     kinds = [
-        adapter.Kind(CallOptions()),
-        adapter.Kind(CallOptions(causal=True)),
-        adapter.Kind(CallOptions(softmax_scale=0.5)),
-        adapter.Kind(CallOptions(), backward=True),
+        passes.Kind(CallOptions()),
+        passes.Kind(CallOptions(causal=True)),
+        passes.Kind(CallOptions(softmax_scale=0.5)),
+        passes.Kind(CallOptions(), backward=True),
     ]
-    keys = [adapter._bind(kind, operands).key for kind in kinds]
-    keys.append(adapter._bind(kinds[0], {**operands, "q": operands["q"][:1]}).key)
+    keys = [passes.bind(kind, operands).key for kind in kinds]
+    keys.append(passes.bind(kinds[0], {**operands, "q": operands["q"][:1]}).key)
     assert len(set(keys)) == len(keys)
     code = (
-        "from nvrtc_attn.jax.custom_call import Kind, _Pass; from nvrtc_attn.front.call import CallOptions;"
-        f"print(_Pass(Kind(CallOptions()), {adapter._bind(kinds[0], operands).operands!r}).key)"
+        "from nvrtc_attn.jax.passes import Kind, Pass; from nvrtc_attn.front.call import CallOptions;"
+        f"print(Pass(Kind(CallOptions()), {passes.bind(kinds[0], operands).operands!r}).key)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(keys[0])
@@ -542,7 +542,7 @@ def test_a_call_of_arrays_alone_goes_past_custom_vjp(monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> Any:
         raise AssertionError("traced")
 
-    monkeypatch.setattr(adapter, "_attention", refuse)
+    monkeypatch.setattr(custom_call, "_attention", refuse)
     for _ in range(2):
         close(attention(q, k, v, causal=True, return_lse=True), expected, 1e-6)
     close(attention(np.asarray(q), k, v, causal=True), expected[0], 1e-6)
@@ -557,11 +557,11 @@ def test_a_call_of_arrays_alone_goes_past_custom_vjp(monkeypatch: pytest.MonkeyP
 
 def test_a_call_is_described_once_and_refused_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = arrays()
-    monkeypatch.setattr(adapter, "_checked", {})
+    monkeypatch.setattr(passes, "_checked", {})
     monkeypatch.setattr(tables, "MAX_ENTRIES", 3)
     described: list[Any] = []
-    original = adapter._describe
-    monkeypatch.setattr(adapter, "_describe", lambda *x, **more: (described.append(x), original(*x, **more))[1])
+    original = passes.describe
+    monkeypatch.setattr(passes, "describe", lambda *x, **more: (described.append(x), original(*x, **more))[1])
     for _ in range(3):
         attention(q, k, v, causal=True, softmax_scale=0.5)
     assert len(described) == 1
@@ -579,7 +579,7 @@ def test_a_call_is_described_once_and_refused_every_time(monkeypatch: pytest.Mon
             attention(q, k[:1], v, causal=True, softmax_scale=0.5)
     for number in range(8):
         attention(q, k, v, softmax_scale=0.5 + number)
-        assert len(adapter._checked) <= 3
+        assert len(passes._checked) <= 3
 
 
 def test_kernels_of_a_backward_pass_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,18 +596,18 @@ def test_kernels_of_a_backward_pass_are_asked_for_once(monkeypatch: pytest.Monke
         def start(self) -> None:
             asked.append((self.problem, self.index))
 
-    original = adapter._compile_ahead
+    original = custom_call._compile_ahead
 
     def on_gpu(kind: Any, values: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(adapter, "on_gpu", lambda: True)
+            patch.setattr(custom_call, "on_gpu", lambda: True)
             original(kind, values)
 
-    monkeypatch.setattr(adapter, "_ahead", {})
-    monkeypatch.setattr(adapter, "_local_devices", lambda: [0, 2])
-    monkeypatch.setattr(adapter.device, "one_of_each_kind", list)
-    monkeypatch.setattr(adapter, "BackwardPrefetch", Prefetch)
-    monkeypatch.setattr(adapter, "_compile_ahead", on_gpu)
+    monkeypatch.setattr(custom_call, "_ahead", {})
+    monkeypatch.setattr(custom_call, "local_devices", lambda: [0, 2])
+    monkeypatch.setattr(custom_call.device, "one_of_each_kind", list)
+    monkeypatch.setattr(custom_call, "BackwardPrefetch", Prefetch)
+    monkeypatch.setattr(custom_call, "_compile_ahead", on_gpu)
     for _ in range(3):
         close(loss(q, k, v), expected, 1e-6)
     assert [index for _, index in asked] == [0, 2]
@@ -625,11 +625,12 @@ def test_kernels_are_on_every_gpu_before_the_program_begins(monkeypatch: pytest.
         loaded.append((bound.kind.backward, index))
         return SimpleNamespace(workspace_bytes=1000 + index)
 
-    monkeypatch.setattr(adapter, "on_gpu", lambda: True)
-    monkeypatch.setattr(adapter, "_local_devices", lambda: [0, 1, 2])
-    monkeypatch.setattr(adapter, "_compile_ahead", lambda *_: None)
-    monkeypatch.setattr(adapter, "_register_target", lambda: None)
-    monkeypatch.setattr(adapter, "_plan", plan)
+    for module in (custom_call, passes):
+        monkeypatch.setattr(module, "on_gpu", lambda: True)
+    monkeypatch.setattr(custom_call, "local_devices", lambda: [0, 1, 2])
+    monkeypatch.setattr(custom_call, "_compile_ahead", lambda *_: None)
+    monkeypatch.setattr(custom_call, "register_target", lambda: None)
+    monkeypatch.setattr(handlers, "_plan", plan)
     q = jnp.ones((1, 24, 3, 16), jnp.bfloat16)
     program = str(jax.make_jaxpr(jax.grad(lambda q: attention(q, q, q).astype(np.float32).sum()))(q))
     assert loaded == [(backward, index) for backward in (False, True) for index in (0, 1, 2)]
@@ -753,7 +754,7 @@ def test_an_error_in_the_numpy_path_is_the_programs(monkeypatch: pytest.MonkeyPa
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("not today")
 
-    monkeypatch.setattr(adapter, "_on_cpu", fail)
+    monkeypatch.setattr(handlers, "_on_cpu", fail)
     q, k, v, _ = arrays()
     # Which of the two depends on the version of JAX.
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="not today"):

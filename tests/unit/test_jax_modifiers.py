@@ -16,8 +16,7 @@ import jax.numpy as jnp  # noqa: E402 - after the skip
 
 import nvrtc_attn  # noqa: E402
 from nvrtc_attn.front.call import CallOptions  # noqa: E402
-from nvrtc_attn.jax import attention  # noqa: E402
-from nvrtc_attn.jax import custom_call as adapter  # noqa: E402
+from nvrtc_attn.jax import attention, passes  # noqa: E402
 from nvrtc_attn.jax.modifier import traced  # noqa: E402
 from nvrtc_attn.modifiers.recording import _KINDS as KINDS  # noqa: E402
 
@@ -254,9 +253,9 @@ def test_more_than_ten_arrays_keep_their_order() -> None:
 
     modifier = traced(score_mod, None, None)
     assert modifier is not None
-    kind, operands = adapter.with_modifier(adapter.Kind(CallOptions()), modifier)
+    kind, operands = passes.with_modifier(passes.Kind(CallOptions()), modifier)
     operands |= dict(zip("qkv", arrays(), strict=True))
-    bound = adapter._bind(kind, dict(sorted(operands.items())))
+    bound = passes.bind(kind, dict(sorted(operands.items())))
     assert bound.captures == [(x.shape, x.dtype.name) for x in captured]
     found = jax.jit(partial(attention, score_mod=score_mod))(*arrays())
     np.testing.assert_allclose(found, dense(*arrays()), atol=2e-5)
@@ -289,7 +288,7 @@ def test_every_element_type_with_64_bit_types_and_without(dtype: str) -> None:
         with enable_x64(wide):
             modifier = traced(score_mod, None, None)
             assert modifier is not None
-            kind, operands = adapter.with_modifier(adapter.Kind(CallOptions()), modifier)
+            kind, operands = passes.with_modifier(passes.Kind(CallOptions()), modifier)
             assert kind.program is not None
             assert kind.program.captures == ((operands["aux0"].dtype.name, 1),)
             assert (operands["aux0"].dtype.name == dtype) == (wide or "64" not in dtype)

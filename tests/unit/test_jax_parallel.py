@@ -138,21 +138,21 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.jax import attention, context_parallel_attention
-from nvrtc_attn.jax import custom_call as adapter
+from nvrtc_attn.jax import handlers, passes
 from nvrtc_attn.jax.parallel import zigzag
 
 def without_kernel():  # of a GPU, for one of the passes that were traced
     target = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448, "backend": "auto"}
     choices = {"forward_plan": choose_forward, "backward_plan": choose_backward}
     for name, choose in choices.items():
-        setattr(adapter, name, lambda problem, index, stream, captured, choose=choose: choose(problem, **target))
+        setattr(handlers, name, lambda problem, index, stream, captured, choose=choose: choose(problem, **target))
     found = []
-    for bound in list(adapter._passes.values()):
+    for bound in list(passes._passes.values()):
         try:
-            adapter._plan(bound, 0)
+            handlers._plan(bound, 0)
         except NotImplementedError as error:
             found.append(f"{bound}: {error}")
-    assert adapter._passes
+    assert passes._passes
     return found
 
 results = {}
