@@ -245,7 +245,12 @@ def _compute(kind: Kind, operands: dict[str, Any]) -> Any:
         name_form(bound.form)  # a program from XLA's cache is not partitioned here again
         for form in _forms_of_parts(kind, names):
             name_form(form)
-        return partitioned(part, bound.operands, bound.results, dropout, kind.program is not None)(*arrays)
+        needs: dict[str, Any] = {
+            "dropout": dropout,
+            "functions": kind.program is not None,
+            "part_of": kind.options.part,
+        }
+        return partitioned(part, bound.operands, bound.results, **needs)(*arrays)
 
     run = jax.custom_batching.custom_vmap(dispatch)
     run.def_vmap(partial(_vmap_rule, kind, names))

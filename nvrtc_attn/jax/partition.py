@@ -7,7 +7,8 @@ each device has a part of the gradient, and they are added up.
 Dropout numbers the scores of the whole (all heads of all batch entries, in this order). Those of some batch entries are
 again a whole, further on in the stream: the offset is moved. Those of some heads are not, so that heads are gathered.
 
-Inside `jax.shard_map` nothing is split, and `varies` says which arrays differ from device to device.
+Inside of a `jax.shard_map` nothing is split over its manual axes, and `varies` says which arrays differ from device to
+device. Axes that it leaves to XLA (``axis_names``) have no names there: `unnamed_axes`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ..base.log import log_once
 from ..front.operands import OPERANDS
+from ..front.part import Part
+from .unnamed_axes import Tiles
 
 Operands = Sequence[tuple[str, tuple[int, ...], str]]
 """(name, shape, dtype) of each."""
@@ -42,20 +46,38 @@ class _Sizes(NamedTuple):
     num_heads: int
     num_heads_kv: int
     scores: int
-    """Of one batch entry, all heads."""
+    """Of one batch entry of the whole, all heads."""
     packed: bool
 
     def name(self, operand: str, dim: int, size: int) -> str:
         """Which dim of the problem this is: empty if it is of size 1, where all share it or there is but one."""
-        if operand not in OPERANDS or size == 1:
+        if size == 1:
+            return ""
+        if operand in (_BATCH, "heads"):  # their numbers
+            return _BATCH if operand == _BATCH else "num_heads"
+        if operand not in OPERANDS:
             return ""
         axis = OPERANDS[operand].axes[dim]
         return _BATCH if axis in ("number of sequences", "sequences") and not self.packed else axis
+
+    def whole(self, dim: int) -> int:
+        return (self.batch, self.num_heads)[dim]
+
+    def can_split(self, batch: int, heads: int, dropout: bool) -> tuple[bool, bool]:
+        """Whether so many devices share each of them in equal parts, heads by whole groups."""
+        groups = self.num_heads_kv if self.num_heads_kv > 1 else self.num_heads
+        return self.batch % batch == 0, not dropout and groups % heads == 0
 
 
 def in_shard_map(operands: Mapping[str, Any]) -> bool:
     """Whether these are a device's own arrays."""
     return any(AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types for x in operands.values())
+
+
+def axes_are_left_to_xla() -> bool:
+    """Whether this is inside of a `jax.shard_map` that has made some axes of the mesh manual, and not all."""
+    kinds = {*jax.sharding.get_abstract_mesh().axis_types}
+    return AxisType.Manual in kinds and len(kinds) > 1
 
 
 def of_types(run: Callable[[dict[str, Any]], Any], operands: dict[str, Any], results: Sequence[str]) -> Any:
@@ -100,32 +122,53 @@ def equally_varying(operands: dict[str, Any]) -> dict[str, Any]:
     return {name: as_varying(x, axes) for name, x in operands.items()} if axes else operands
 
 
-def partitioned(run: Callable[..., Any], operands: Operands, results: Operands, dropout: bool, functions: bool) -> Any:
+def partitioned(
+    run: Callable[..., Any],
+    operands: Operands,
+    results: Operands,
+    *,
+    dropout: bool,
+    functions: bool,
+    part_of: Part | None,
+) -> Any:
     """``run({}, *operands)`` as XLA may split it.
 
     ``run`` gives ``results`` of whatever part its operands are. Its first argument has what a part needs to know of its
     place in the whole: ``offset``, in the dropout's stream, as words; with ``functions`` of the scores ``b`` and ``h``,
-    the first batch entry and the first head.
+    the first batch entry and the first head. ``part_of``: what the call itself is a part of, if it is.
     """
     names = [name for name, _, _ in operands]
     shapes = {name: shape for name, shape, _ in operands}
     (batch, rows, heads, _), columns = shapes["q"], shapes["k"][1]
-    sizes = _Sizes(batch, heads, shapes["k"][2], heads * rows * columns, "cu_seqlens_q" in shapes)
+    extents = (None,) * 3 if part_of is None else (part_of.heads, part_of.rows, part_of.keys)
+    scores = math.prod(size if x is None else x[1] for x, size in zip(extents, (heads, rows, columns), strict=True))
+    sizes = _Sizes(batch, heads, shapes["k"][2], scores, "cu_seqlens_q" in shapes)
     if 0 in (batch, heads):
         return lambda *arrays: run({}, *arrays)
+    # Where axes have no names, devices read in a part of these arrays which one is theirs.
+    asks = (dropout or functions) and axes_are_left_to_xla()
+    numbers: Operands = [(_BATCH, (batch,), "int32"), ("heads", (heads,), "int32")] if asks else []
+    given = [*operands, *numbers]
+
+    def split_of(mesh: Any, arguments: Sequence[Any]) -> _Split:
+        sharding = arguments[names.index("q")].sharding
+        if hasattr(sharding, "spec"):
+            return _Split.of_axes(mesh, sharding, sizes, dropout)
+        return _Split.of_tiles(Tiles.of(sharding), sizes, results, dropout, knows=asks or not (dropout or functions))
 
     def partition(mesh: Any, arguments: Sequence[Any], outcome: Any) -> Any:
-        axes = _split(mesh, arguments[names.index("q")].sharding, sizes, dropout)
+        split = split_of(mesh, arguments)
 
         def part(*arrays: Any) -> Any:
             place: dict[str, Any] = {}
-            if dropout and axes[0]:
+            firsts = [x[0] for x in arrays[len(operands) :]]
+            if dropout and split.counts[0] > 1:
                 start = arrays[names.index("offset")] if "offset" in shapes else jnp.zeros(2, np.uint32)
-                place["offset"] = _moved(start, mesh, axes[0], sizes)
-            if functions and any(axes):
-                place |= {"b": _first(mesh, axes[0], batch), "h": _first(mesh, axes[1], heads)}
-            found = run(place, *arrays)
-            return [_total(x, _shared_over(*result[:2], sizes, axes)) for x, result in zip(found, results, strict=True)]
+                place["offset"] = _moved(start, split.place(0, firsts), split.counts[0], sizes)
+            if functions and max(split.counts) > 1:
+                place = place | {name: split.first(dim, firsts) for dim, name in enumerate("bh")}
+            found = run(place, *arrays[: len(operands)])
+            return [split.total(x, *result[:2]) for x, result in zip(found, results, strict=True)]
 
         def apart(*arrays: Any) -> Any:
             # XLA asks while it compiles, under the mesh of `jax.set_mesh` if there is one. Operations on arrays of its
@@ -133,21 +176,84 @@ def partitioned(run: Callable[..., Any], operands: Operands, results: Operands, 
             with jax.sharding.use_abstract_mesh(_NO_MESH):
                 return part(*arrays)
 
-        def shardings(these: Operands) -> list[Any]:
-            return [NamedSharding(mesh, _spec(name, shape, sizes, axes)) for name, shape, _ in these]
-
-        return mesh, apart, shardings(results), tuple(shardings(operands))
+        return mesh, apart, split.shardings(results), tuple(split.shardings(given))
 
     def infer(mesh: Any, arguments: Sequence[Any], outcome: Any) -> Any:
-        axes = _split(mesh, arguments[names.index("q")].sharding, sizes, dropout)
-        return [NamedSharding(mesh, _spec(name, shape, sizes, axes)) for name, shape, _ in results]
+        return split_of(mesh, arguments).shardings(results)
 
     def whole(*arrays: Any) -> Any:
-        return run({}, *arrays)
+        return run({}, *arrays[: len(operands)])
 
     call = custom_partitioning(whole)
-    call.def_partition(partition, infer, sharding_rule=_rule(operands, results, sizes, dropout))
-    return call
+    call.def_partition(partition, infer, sharding_rule=_rule(given, results, sizes, dropout))
+    return lambda *arrays: call(*arrays, *(jnp.arange(shape[0], dtype=np.int32) for _, shape, _ in numbers))
+
+
+class _Split(NamedTuple):
+    """How many devices share batch and heads, and which ones: by names of axes or, where they have none, by tiles."""
+
+    sizes: _Sizes
+    counts: tuple[int, int]
+    mesh: Any = None
+    axes: tuple[_Axes, _Axes] = ((), ())
+    tiles: Tiles | None = None
+
+    @classmethod
+    def of_axes(cls, mesh: Any, sharding: Any, sizes: _Sizes, dropout: bool) -> _Split:
+        """The axes of the mesh over batch and over heads, of q's sharding; none where they do not divide."""
+        spec = (*sharding.spec, None, None, None)
+        batch, heads = _axes(spec[0]), _axes(spec[2])
+        divides = sizes.can_split(_count(mesh, batch), _count(mesh, heads), dropout)
+        axes = (batch if divides[0] else (), heads if divides[1] else ())
+        return cls(sizes, (_count(mesh, axes[0]), _count(mesh, axes[1])), mesh, axes)
+
+    @classmethod
+    def of_tiles(cls, tiles: Tiles, sizes: _Sizes, results: Operands, dropout: bool, *, knows: bool) -> _Split:
+        """Those that divide, and of which no result is a sum over devices: no device can ask for it without a name.
+
+        ``knows``: whether devices know their place, if they need to.
+        """
+        batch, heads = tiles.devices.shape[:2]
+        divides = sizes.can_split(batch, heads, dropout) if knows else (False, False)
+        own = [{sizes.name(name, dim, size) for dim, size in enumerate(shape)} for name, shape, _ in results]
+        kept = (divides[0] and all(_BATCH in x for x in own), divides[1] and all(x & {*_HEADS} for x in own))
+        if any(
+            count > 1 and may and not keeps for count, may, keeps in zip((batch, heads), divides, kept, strict=True)
+        ):
+            log_once(
+                "q is split over an axis of the mesh that jax.shard_map leaves to XLA, and gradients are sums over it: "
+                "it is gathered, and devices of that axis compute the same. Make the axis manual (axis_names)."
+            )
+        tiles = tiles.kept(*kept)
+        return cls(sizes, (tiles.devices.shape[0], tiles.devices.shape[1]), tiles=tiles)
+
+    def place(self, dim: int, firsts: Sequence[Any]) -> Any:
+        """Which part of batch (dim 0) or heads (1) this device has; ``firsts``: its first of each, without names."""
+        if self.tiles is None:
+            return jax.lax.axis_index(self.axes[dim])
+        return firsts[dim] // (self.sizes.whole(dim) // self.counts[dim])
+
+    def first(self, dim: int, firsts: Sequence[Any]) -> Any:
+        """The first index that a device has of batch or heads."""
+        count = self.counts[dim]
+        return jnp.asarray(self.place(dim, firsts) * (self.sizes.whole(dim) // count) if count > 1 else 0, np.int32)
+
+    def shardings(self, these: Operands) -> list[Any]:
+        return [self._sharding(name, shape) for name, shape, _ in these]
+
+    def _sharding(self, name: str, shape: Sequence[int]) -> Any:
+        dims = [self.sizes.name(name, dim, size) for dim, size in enumerate(shape)]
+        if self.tiles is None:
+            of_axes = [(self.axes[0] if x == _BATCH else self.axes[1] if x in _HEADS else ()) or None for x in dims]
+            return NamedSharding(self.mesh, PartitionSpec(*of_axes))
+        heads = next((dim for dim, x in enumerate(dims) if x in _HEADS), None)
+        return self.tiles.sharding(len(shape), dims.index(_BATCH) if _BATCH in dims else None, heads)
+
+    def total(self, x: Any, name: str, shape: Sequence[int]) -> Any:
+        """A result, over the devices that share it."""
+        dims = {self.sizes.name(name, dim, size) for dim, size in enumerate(shape)}
+        axes = (*(() if _BATCH in dims else self.axes[0]), *(() if dims & {*_HEADS} else self.axes[1]))
+        return jax.lax.psum(x.astype(np.float32), axes).astype(x.dtype) if axes else x
 
 
 def _rule(operands: Operands, results: Operands, sizes: _Sizes, dropout: bool) -> SdyShardingRule:
@@ -184,18 +290,6 @@ def _rule(operands: Operands, results: Operands, sizes: _Sizes, dropout: bool) -
     )
 
 
-def _split(mesh: Any, sharding: Any, sizes: _Sizes, dropout: bool) -> tuple[_Axes, _Axes]:
-    """The axes of the mesh over batch and over heads, of q's sharding; none where they do not divide."""
-    spec = (*getattr(sharding, "spec", ()), None, None, None)
-    batch, heads = _axes(spec[0]), _axes(spec[2])
-    if sizes.batch % _count(mesh, batch):
-        batch = ()
-    whole_groups = sizes.num_heads_kv if sizes.num_heads_kv > 1 else sizes.num_heads
-    if dropout or whole_groups % _count(mesh, heads):
-        heads = ()
-    return batch, heads
-
-
 def _axes(entry: Any) -> _Axes:
     if isinstance(entry, str):
         return (entry,)
@@ -206,39 +300,14 @@ def _count(mesh: Any, axes: _Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _spec(name: str, shape: Sequence[int], sizes: _Sizes, axes: tuple[_Axes, _Axes]) -> PartitionSpec:
-    entries: list[Any] = []
-    for dim, size in enumerate(shape):
-        axis = sizes.name(name, dim, size)
-        entries.append((axes[0] if axis == _BATCH else axes[1] if axis in _HEADS else ()) or None)
-    return PartitionSpec(*entries)
-
-
-def _shared_over(name: str, shape: Sequence[int], sizes: _Sizes, axes: tuple[_Axes, _Axes]) -> _Axes:
-    """The axes whose devices share this result."""
-    dims = {sizes.name(name, dim, size) for dim, size in enumerate(shape)}
-    return (*(() if _BATCH in dims else axes[0]), *(() if dims & set(_HEADS) else axes[1]))
-
-
-def _total(x: Any, axes: _Axes) -> Any:
-    return jax.lax.psum(x.astype(np.float32), axes).astype(x.dtype) if axes else x
-
-
-def _first(mesh: Any, axes: _Axes, size: int) -> Any:
-    """The first index that a device has of a dim of ``size`` that is split over these axes."""
-    first = jax.lax.axis_index(axes) * (size // _count(mesh, axes)) if axes else 0
-    return jnp.asarray(first, np.int32)
-
-
 def words_of(number: int) -> np.ndarray[Any, Any]:
     """``number`` modulo 2^64 as ``uint32[2]``, low word first."""
     return np.asarray([number % 2**32, number // 2**32 % 2**32], np.uint32)
 
 
-def _moved(start: Any, mesh: Any, axes: _Axes, sizes: _Sizes) -> Any:
-    """``start`` and the scores of the batch entries before those of this device, as words."""
-    devices = _count(mesh, axes)
-    before = np.stack([words_of(index * (sizes.batch // devices) * sizes.scores) for index in range(devices)])
-    low, high = jnp.asarray(before)[jax.lax.axis_index(axes)]
+def _moved(start: Any, index: Any, devices: int, sizes: _Sizes) -> Any:
+    """``start`` and the scores of the batch entries before those of part ``index`` of so many, as words."""
+    before = np.stack([words_of(part * (sizes.batch // devices) * sizes.scores) for part in range(devices)])
+    low, high = jnp.asarray(before)[index]
     total = start[0] + low
     return jnp.stack([total, start[1] + high + (total < low).astype(np.uint32)])

@@ -46,10 +46,10 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from nvrtc_attn.jax import attention
 
-shapes, cases, shardy, typed = json.loads(sys.argv[1])
+shapes, cases, shardy, typed, inside = json.loads(sys.argv[1])
 jax.config.update("jax_use_shardy_partitioner", shardy)
 kind = AxisType.Explicit if typed else AxisType.Auto
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"), axis_types=(kind,) * 2)
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 1), ("x", "y", "z"), axis_types=(kind,) * 3)
 
 def functions(x):
     if "table" not in x:
@@ -97,6 +97,9 @@ for case, (batch, heads, differ, options) in cases.items():
 
     gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
     expected = gradient(floats, rest)
+    if inside:  # of a shard_map that leaves x and y to XLA
+        of_all = dict(mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names={"z"})
+        gradient = jax.jit(jax.shard_map(jax.value_and_grad(loss, has_aux=True), **of_all))
     put = [{n: jax.device_put(x, spec(n, x.shape, batch, heads)) for n, x in g.items()} for g in (floats, rest)]
     with jax.set_mesh(mesh) if typed else contextlib.nullcontext():
         compiled = gradient.lower(*put).compile()
@@ -113,9 +116,9 @@ print(json.dumps(results))
 """
 
 
-def run(repository: Path, cases: Any, shardy: bool, typed: bool = False) -> dict[str, Any]:
+def run(repository: Path, cases: Any, shardy: bool, *, typed: bool = False, inside: bool = False) -> dict[str, Any]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
-    command = [sys.executable, "-c", PROGRAM, json.dumps([SHAPES, cases, shardy, typed])]
+    command = [sys.executable, "-c", PROGRAM, json.dumps([SHAPES, cases, shardy, typed, inside])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -139,11 +142,69 @@ def test_batch_and_heads_stay_split_and_the_numbers_are_the_same(case: str, foun
 
 def test_arrays_whose_types_say_how_they_are_split(repository: Path) -> None:
     """Results have q's types, gradients those of what they are gradients of; also inside of `jax.set_mesh`."""
-    for case, (moves, same, part, _) in run(repository, {x: CASES[x] for x in TYPED}, True, True).items():
+    for case, (moves, same, part, _) in run(repository, {x: CASES[x] for x in TYPED}, True, typed=True).items():
         assert same, case
         assert moves == [], case
         batch, heads = (1 if axes is None else 2 ** len(axes) for axes in CASES[case][:2])
         assert part == [4 // batch, 32, 4 // heads, 24], case
+
+
+def test_axes_that_a_shard_map_leaves_to_xla_split_batch_and_heads(repository: Path) -> None:
+    """They have no names there: what a device must know of its place it reads; sums over devices are gathered."""
+    cases = {
+        name: CASES[name] for name in ("grouped heads", "dropout of a key", "used keys", "bias of heads", "functions")
+    }
+    sums = ("bias of heads", "functions")
+    for case, (moves, same, part, _) in run(repository, cases, True, inside=True).items():
+        assert same, case
+        assert moves == (["all-gather"] if case in sums else []), case
+        batch, heads = (1 if axes is None else 2 ** len(axes) for axes in CASES[case][:2])
+        assert part == [4 // batch, 32, 4 // heads, 24], case
+
+
+OF_PARTS = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from nvrtc_attn.jax import attention, context_parallel_attention
+
+mesh = jax.make_mesh((2, 2), ("x", "s"), axis_types=(AxisType.Auto,) * 2)
+q, k, v = (jax.random.normal(key, (2, 32, 4, 16)) for key in jax.random.split(jax.random.key(0), 3))
+table = jax.random.normal(jax.random.key(1), (2, 4, 32))
+for strategy, options in (
+    ("ring", {"dropout_p": 0.3, "rng": (5, 2**32 - 17)}),
+    ("all_gather", {"dropout_p": 0.3, "rng": (5, 7), "score_mod": lambda s, b, h, q, k: s + table[b, h, q]}),
+):
+    def whole(q, k, v):
+        return (attention(q, k, v, causal=True, **options) ** 2).sum()
+
+    def part(q, k, v):
+        return context_parallel_attention(
+            q, k, v, axis_name="s", strategy=strategy, layout="contiguous", causal=True, **options
+        )
+
+    def parts(q, k, v):
+        mapped = jax.shard_map(part, mesh=mesh, in_specs=(P(None, "s"),) * 3, out_specs=P(None, "s"), axis_names={"s"})
+        return (mapped(q, k, v) ** 2).sum()
+
+    expected = jax.value_and_grad(whole, (0, 1, 2))(q, k, v)
+    found = jax.jit(jax.value_and_grad(parts, (0, 1, 2)))(
+        *(jax.device_put(x, NamedSharding(mesh, P("x", "s"))) for x in (q, k, v))
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, 1e-4, 1e-4)
+"""
+
+
+def test_parts_of_a_sequence_beside_a_batch_that_xla_splits(repository: Path) -> None:
+    """The dropout mask and the indices of functions are the whole's: a batch entry has the scores of the whole, not of
+    the part, before it."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
+    done = subprocess.run(
+        [sys.executable, "-c", OF_PARTS], capture_output=True, text=True, env=environment, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_cannot_be_split_is_gathered_and_right(repository: Path) -> None:
