@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from architectures import TWINS
+from architectures import ONE_OF_EACH_CLASS, TWINS
 
 from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.base.errors import UnsupportedError
@@ -168,7 +168,8 @@ def known_to_nvrtc(arch: str) -> bool:
 
 @pytest.mark.slow(
     sample=[
-        *("decode-sm_75", "decode-sm_120", "d128-causal-sm_80", "d256-sm_86", "f32-d64-sm_90"),
+        *(f"decode-{arch}" for arch in ONE_OF_EACH_CLASS),
+        *("d128-causal-sm_80", "d256-sm_86", "f32-d64-sm_90"),
         *(f"{name}-{OTHER_TARGETS[name][0]}" for name in ("d59", "everything", "gqa-rows-packed")),
     ]
 )
