@@ -213,6 +213,8 @@ class _Split(NamedTuple):
 
         ``knows``: whether devices know their place, if they need to.
         """
+        if tiles.partly_manual:
+            log_once("XLA names axes that jax.shard_map has made manual: batch and heads are gathered over all others.")
         batch, heads = tiles.devices.shape[:2]
         divides = sizes.can_split(batch, heads, dropout) if knows else (False, False)
         own = [{sizes.name(name, dim, size) for dim, size in enumerate(shape)} for name, shape, _ in results]

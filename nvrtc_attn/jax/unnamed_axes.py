@@ -21,13 +21,15 @@ class Tiles(NamedTuple):
     """XLA's sharding of q, whose axes have no names."""
     devices: np.ndarray[Any, Any]
     """``[batch, heads, others]``: tiles of batch and heads, and the devices that have the same."""
+    partly_manual: bool = False
+    """Whether ``given`` is of manual axes, too: it then says nothing of tiles, and all devices have the same."""
 
     @classmethod
     def of(cls, given: Any) -> Tiles:
         """Those of q: ``[batch, seqlen, heads, head_dim]``. What has parts of its other dims has the same tile."""
         tiles = given._to_xla_hlo_sharding(4)
         if given.is_fully_replicated or tiles.subgroup_types():
-            return cls(given, np.zeros((1, 1, 1), np.int64))
+            return cls(given, np.zeros((1, 1, 1), np.int64), bool(tiles.subgroup_types()))
         shape = (*tiles.tile_assignment_dimensions(), 1)[:5]  # its fifth dim, if any, is that of devices with the same
         devices = np.asarray(tiles.tile_assignment_devices(), np.int64).reshape(shape).transpose(0, 2, 1, 3, 4)
         return cls(given, devices.reshape(*devices.shape[:2], -1))

@@ -756,7 +756,7 @@ NVRTC_ATTN_DEVICE void backward_hopper(HopperBackwardParams const& params) {
     } else if (Traits::kOrdered && warp == 3) {
       if constexpr (Traits::kOrdered) order_additions<Traits>(params, helpers);
     } else if constexpr (Traits::kBeginsProducts) {
-      compute_diagonals<Traits>(params, barriers, helpers, smem);
+      compute_diagonals_beside_queries<Traits>(params, barriers, helpers, smem);
     } else if constexpr (Traits::kFused) {
       prepare_rows<Traits>(params, smem + Shape::kOffsetHelpers, int(threadIdx.x) & 31);
     } else if constexpr (Traits::kKeepWords) {

@@ -559,7 +559,7 @@ NVRTC_ATTN_DEVICE void forward_hopper(HopperForwardParams const& params) {
     if (threadIdx.x < 32) {
       ForwardLoader<Traits>(params, barriers, smem).run();
     } else if constexpr (Traits::kBeginsProducts) {
-      compute_diagonals<Traits>(params, barriers, smem);
+      compute_diagonals_beside_keys<Traits>(params, barriers, smem);
     } else if constexpr (Traits::kMask) {
       if (threadIdx.x < 64 && params.mask_stride_m == 0) zero_hidden_values<Traits>(params, barriers, smem);
     }

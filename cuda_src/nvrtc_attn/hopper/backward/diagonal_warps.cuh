@@ -9,8 +9,9 @@ namespace nvrtc_attn {
 
 // They fill slots of Q as the loading warp does, for the query tiles of every key tile in the order of the consumers.
 template <class Traits, class Shape>
-NVRTC_ATTN_DEVICE void compute_diagonals(HopperBackwardParams const& params, BackwardBarriers<Shape> const& barriers,
-                                         HelperBarriers<Traits> const& helpers, unsigned smem) {
+NVRTC_ATTN_DEVICE void compute_diagonals_beside_queries(HopperBackwardParams const& params,
+                                                        BackwardBarriers<Shape> const& barriers,
+                                                        HelperBarriers<Traits> const& helpers, unsigned smem) {
   using Begun = typename Shape::Begun;
   using Modifier = ModifierOf<Traits>;
   static_assert(Modifier::kAddsDiagonal, "nothing but the distance's value is added");

@@ -8,8 +8,8 @@ namespace nvrtc_attn {
 
 // They read which query tile it is, and give its slot back, as consumers do, and fill slots of K as the loading warp does.
 template <class Traits, class Shape>
-NVRTC_ATTN_DEVICE void compute_diagonals(HopperForwardParams const& params, ForwardBarriers<Shape> const& barriers,
-                                         unsigned smem) {
+NVRTC_ATTN_DEVICE void compute_diagonals_beside_keys(HopperForwardParams const& params,
+                                                     ForwardBarriers<Shape> const& barriers, unsigned smem) {
   using Begun = typename Shape::Begun;
   using Modifier = ModifierOf<Traits>;
   static_assert(Modifier::kAddsDiagonal, "nothing but the distance's value is added");
