@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_OLDEST: Final = (0, 1)
+"""The version of an XLA that asks for metadata without naming its own, as that of jaxlib 0.7.2 does."""
 _METADATA: Final = 1
 _EXECUTE: Final = 3
 _INTERNAL: Final = 13
@@ -95,8 +97,9 @@ def register(target: str, run: Callable[[Sequence[Memory], Sequence[Memory]], No
             if frame.contents.extension:
                 extension = ctypes.cast(frame.contents.extension, ctypes.POINTER(_Extension)).contents
                 if extension.type == _METADATA:
-                    metadata, version = extension.metadata.contents, frame.contents.api.contents.version
-                    metadata.version.major, metadata.version.minor = version.major, version.minor
+                    metadata, api = extension.metadata.contents, frame.contents.api
+                    version = (api.contents.version.major, api.contents.version.minor) if api else _OLDEST
+                    metadata.version.major, metadata.version.minor = version
                     metadata.traits = 0
                     return None
             if frame.contents.stage == _EXECUTE:

@@ -761,6 +761,26 @@ def test_an_error_in_the_numpy_path_is_the_programs(monkeypatch: pytest.MonkeyPa
         attention(q, k, v).block_until_ready()
 
 
+@pytest.mark.parametrize("named", [None, (0, 3)])
+def test_xla_is_told_its_own_version_of_the_interface(
+    named: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the oldest, where it asks without its own: jaxlib 0.7.2 does, and a handler that raised ended the process."""
+    monkeypatch.setattr(host, "_handlers", [])
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
+    host.register("nvrtc_attn.test", lambda *_: None)
+    (handler,) = host._handlers
+    metadata = host._Metadata(ctypes.sizeof(host._Metadata))
+    extension = host._Extension(ctypes.sizeof(host._Extension), host._METADATA, None, ctypes.pointer(metadata))
+    frame = host._Frame(ctypes.sizeof(host._Frame), ctypes.cast(ctypes.pointer(extension), ctypes.c_void_p))
+    if named is not None:
+        api = host._Api(ctypes.sizeof(host._Api))
+        api.version.major, api.version.minor = named
+        frame.api = ctypes.pointer(api)
+    assert handler(ctypes.pointer(frame)) is None
+    assert (metadata.version.major, metadata.version.minor) == (named or (0, 1))
+
+
 def test_an_element_type_that_is_not_known_is_named() -> None:
     buffer = host._Buffer(ctypes.sizeof(host._Buffer), None, 15, None, 0, None)  # of complex64
     pointers = (ctypes.POINTER(host._Buffer) * 1)(ctypes.pointer(buffer))
