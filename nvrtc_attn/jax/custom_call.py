@@ -241,16 +241,18 @@ def _compute(kind: Kind, operands: dict[str, Any]) -> Any:
 
     def dispatch(*arrays: Any) -> Any:
         bound = bind(kind, dict(zip(names, arrays, strict=True)))
-        dropout = kind.options.dropout_p > 0
         name_form(bound.form)  # a program from XLA's cache is not partitioned here again
         for form in _forms_of_parts(kind, names):
             name_form(form)
-        needs: dict[str, Any] = {
-            "dropout": dropout,
-            "functions": kind.program is not None,
-            "part_of": kind.options.part,
-        }
-        return partitioned(part, bound.operands, bound.results, **needs)(*arrays)
+        split = partitioned(
+            part,
+            bound.operands,
+            bound.results,
+            dropout=kind.options.dropout_p > 0,
+            functions=kind.program is not None,
+            part_of=kind.options.part,
+        )
+        return split(*arrays)
 
     run = jax.custom_batching.custom_vmap(dispatch)
     run.def_vmap(partial(_vmap_rule, kind, names))

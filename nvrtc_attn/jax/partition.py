@@ -60,6 +60,10 @@ class _Sizes(NamedTuple):
         axis = OPERANDS[operand].axes[dim]
         return _BATCH if axis in ("number of sequences", "sequences") and not self.packed else axis
 
+    def names(self, operand: str, shape: Sequence[int]) -> list[str]:
+        """Those of all dims of an operand or result."""
+        return [self.name(operand, dim, size) for dim, size in enumerate(shape)]
+
     def whole(self, dim: int) -> int:
         return (self.batch, self.num_heads)[dim]
 
@@ -217,7 +221,7 @@ class _Split(NamedTuple):
             log_once("XLA names axes that jax.shard_map has made manual: batch and heads are gathered over all others.")
         batch, heads = tiles.devices.shape[:2]
         divides = sizes.can_split(batch, heads, dropout) if knows else (False, False)
-        own = [{sizes.name(name, dim, size) for dim, size in enumerate(shape)} for name, shape, _ in results]
+        own = [{*sizes.names(name, shape)} for name, shape, _ in results]
         kept = (divides[0] and all(_BATCH in x for x in own), divides[1] and all(x & {*_HEADS} for x in own))
         if any(
             count > 1 and may and not keeps for count, may, keeps in zip((batch, heads), divides, kept, strict=True)
@@ -244,7 +248,7 @@ class _Split(NamedTuple):
         return [self._sharding(name, shape) for name, shape, _ in these]
 
     def _sharding(self, name: str, shape: Sequence[int]) -> Any:
-        dims = [self.sizes.name(name, dim, size) for dim, size in enumerate(shape)]
+        dims = self.sizes.names(name, shape)
         if self.tiles is None:
             of_axes = [(self.axes[0] if x == _BATCH else self.axes[1] if x in _HEADS else ()) or None for x in dims]
             return NamedSharding(self.mesh, PartitionSpec(*of_axes))
@@ -253,7 +257,7 @@ class _Split(NamedTuple):
 
     def total(self, x: Any, name: str, shape: Sequence[int]) -> Any:
         """A result, over the devices that share it."""
-        dims = {self.sizes.name(name, dim, size) for dim, size in enumerate(shape)}
+        dims = {*self.sizes.names(name, shape)}
         axes = (*(() if _BATCH in dims else self.axes[0]), *(() if dims & {*_HEADS} else self.axes[1]))
         return jax.lax.psum(x.astype(np.float32), axes).astype(x.dtype) if axes else x
 

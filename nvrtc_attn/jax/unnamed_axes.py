@@ -1,9 +1,10 @@
 """How XLA splits a pass inside of a `jax.shard_map` that leaves axes of the mesh to it (``axis_names``).
 
-Inside of it these axes have no names, so that a device cannot ask where it is, nor add up what devices share. XLA says
-only which device has which tile of q. A split that needs neither is made from these tiles: batch entries and heads
-whose results are the device's own. Dropout and functions of the scores need the place in the whole; the gradient of
-what a device shares with others (a bias with batch 1, a sink, the key head of all query heads) is a sum.
+Inside of it these axes have no names: a device cannot ask where it is, nor add up what devices share. XLA says which
+device has which tile of q, and from these tiles follow those of every operand and result. Where dropout or functions
+of the scores need the place in the whole, a device reads it from its part of an array of numbers (`partition`). The
+gradient of what devices share (a bias with batch 1, a sink, the key head of all query heads) is a sum over them: such a
+dim is not split.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Tiles(NamedTuple):
         order: Sequence[int] = (0, 1) if batch is None or heads is None or batch < heads else (1, 0)
         places = (batch, heads)
         split = [x for x in order if places[x] is not None and self.devices.shape[x] > 1]
-        proto = self.given._to_xla_hlo_sharding(rank).to_proto()
+        of_xla = self.given._to_xla_hlo_sharding(rank)
+        proto = of_xla.to_proto()
         proto.iota_reshape_dims, proto.iota_transpose_perm, proto.last_tile_dims = [], [], []
         proto.tile_assignment_dimensions, proto.tile_assignment_devices = [], []
         proto.replicate_on_last_tile_dim = False
@@ -65,5 +67,4 @@ class Tiles(NamedTuple):
             proto.tile_assignment_dimensions = [*shape, others] if others > 1 else shape
             proto.tile_assignment_devices = devices.tolist()
             proto.replicate_on_last_tile_dim = others > 1
-        tiles = type(self.given._to_xla_hlo_sharding(rank)).from_proto(proto)
-        return type(self.given)(self.given._device_assignment, tiles)
+        return type(self.given)(self.given._device_assignment, type(of_xla).from_proto(proto))

@@ -116,12 +116,18 @@ print(json.dumps(results))
 """
 
 
-def run(repository: Path, cases: Any, shardy: bool, *, typed: bool = False, inside: bool = False) -> dict[str, Any]:
+def printed(repository: Path, program: str, *arguments: str) -> str:
+    """What a program prints, in a process of its own."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
-    command = [sys.executable, "-c", PROGRAM, json.dumps([SHAPES, cases, shardy, typed, inside])]
+    command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    return done.stdout
+
+
+def run(repository: Path, cases: Any, shardy: bool, *, typed: bool = False, inside: bool = False) -> dict[str, Any]:
+    given = json.dumps([SHAPES, cases, shardy, typed, inside])
+    found: dict[str, Any] = json.loads(printed(repository, PROGRAM, given))
     return found
 
 
@@ -200,11 +206,7 @@ for strategy, options in (
 def test_parts_of_a_sequence_beside_a_batch_that_xla_splits(repository: Path) -> None:
     """The dropout mask and the indices of functions are the whole's: a batch entry has the scores of the whole, not of
     the part, before it."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": python_path(repository)}
-    done = subprocess.run(
-        [sys.executable, "-c", OF_PARTS], capture_output=True, text=True, env=environment, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
+    printed(repository, OF_PARTS)
 
 
 def test_what_cannot_be_split_is_gathered_and_right(repository: Path) -> None:
