@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,7 @@ def exchange(
         for x in tensors if r != rank else ():
             if x.numel():
                 if id(x) not in packed:
-                    packed[id(x)] = x.contiguous()
+                    packed[id(x)] = contiguous(group, x)
                 kept.append(packed[id(x)])
                 messages.append((True, kept[-1], r))
     for r, tensors in enumerate(receives):
@@ -96,8 +97,73 @@ def exchange(
                 messages.append((False, x, r))
     works = _start(group, messages) if messages else []
     for x, y in zip(receives[rank], sends[rank], strict=True):
-        x.copy_(y)  # beside it
+        copy(x, y)  # beside it
     return Pending(works, kept)
+
+
+def memory_of(group: Any, like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Uninitialised memory for what the ranks of the group send and receive, on the device of ``like``.
+
+    With NCCL it is registered with the group's communicator (torch does that for its pool of such memory): messages go
+    from one tensor to the other and not through buffers of NCCL's: 64 MiB each way between two H100 take 0.21 ms
+    instead of 0.30, and what is computed meanwhile 0.16 ms longer instead of 0.31.
+    """
+    dtype = dtype or like.dtype
+    if group is None or like.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return like.new_empty(shape, dtype=dtype)
+    backend: Any = group._get_backend(like.device) if hasattr(group, "_get_backend") else None
+    # torch 2.7 and newer, and NCCL. Without it memory is torch's own.
+    if not (hasattr(backend, "supports_tensor_alloc") and backend.supports_tensor_alloc(like.device)):
+        return like.new_empty(shape, dtype=dtype)
+    found: torch.Tensor = backend.allocate_tensor(math.prod(shape), dtype=dtype, device=like.device)
+    return found.view(tuple(shape))
+
+
+def contiguous(group: Any, x: torch.Tensor) -> torch.Tensor:
+    """x, or a contiguous copy in `memory_of` the group."""
+    if x.is_contiguous():
+        return x
+    found = memory_of(group, x, x.shape)
+    copy(found, x)
+    return found
+
+
+def copy(to: torch.Tensor, x: torch.Tensor) -> None:
+    """``to.copy_(x)``; on GPUs in elements of 16 bytes where both are made of such.
+
+    torch works out the place of every element of a strided tensor: of 16 bit each, that takes longer than memory does.
+    """
+    if to.is_cuda and x.is_cuda and to.dtype == x.dtype and not (to.data_ptr() | x.data_ptr()) % _WIDE.itemsize:
+        size = x.element_size()
+        # Strides of the last dim, of dims of one, and what is left of an expanded one: torch's to judge.
+        if all(n * size % _WIDE.itemsize == 0 for n in (x.shape[-1], *x.stride()[:-1], *to.stride()[:-1])):
+            with contextlib.suppress(RuntimeError):
+                to, x = to.view(_WIDE), x.view(_WIDE)
+    to.copy_(x)
+
+
+_WIDE: Final = torch.complex128
+
+
+def copy_slices(to: torch.Tensor, at: Sequence[slice], x: torch.Tensor, of: Sequence[slice]) -> None:
+    """`copy` slices of the first dim of x to those of ``to``: in one go where they lie evenly, as two always do."""
+    evenly = _in_one(to, at), _in_one(x, of)
+    if evenly[0] is not None and evenly[1] is not None:
+        copy(evenly[0], evenly[1])
+        return
+    for s, t in zip(at, of, strict=True):
+        copy(to[s], x[t])
+
+
+def _in_one(x: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor | None:
+    """x[s] of all slices, as one more dim, where all are of one length and one distance."""
+    if len(slices) < 2:
+        return x[slices[0]] if slices else None
+    size, step = slices[0].stop - slices[0].start, slices[1].start - slices[0].start
+    if any(s.start != slices[0].start + i * step or s.stop - s.start != size for i, s in enumerate(slices)):
+        return None
+    first = x[slices[0]]
+    return first.as_strided((len(slices), *first.shape), (step * x.stride(0), *first.stride()))
 
 
 def _start(group: Any, messages: Sequence[tuple[bool, torch.Tensor, int]]) -> list[Any]:
@@ -164,13 +230,13 @@ def unsharded(cp: Any, x: torch.Tensor, dim: int, keys: bool) -> torch.Tensor:
         step = 1 if level == len(cp._groups) - 1 else dist.get_world_size(cp._groups[-1])
         first = ranks[0][0] - dist.get_rank(group) * step
         theirs = [tuple(first + i * step + j for j in range(len(ranks[0]))) for i in range(count)]
-        received = [[x.new_empty(_resized(x, dim, length(chunks[r]))) for r in of_rank] for of_rank in theirs]
+        received = [[memory_of(group, x, _resized(x, dim, length(chunks[r]))) for r in of_rank] for of_rank in theirs]
         exchange(group, [parts] * count, received).wait()
         parts, ranks = [y for of_rank in received for y in of_rank], [tuple(r for of in theirs for r in of)]
     whole = x.new_empty(_resized(x, dim, cp.seqlen_k if keys else cp.seqlen))
     for r, part in zip(ranks[0], parts, strict=True):
         for (a, b), at in zip(chunks[r], places(chunks[r], chunks[r]), strict=True):
-            whole.narrow(dim, a, b - a).copy_(part.narrow(dim, at.start, b - a))
+            copy(whole.narrow(dim, a, b - a), part.narrow(dim, at.start, b - a))
     return whole
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ....front.chunks import Chunks, Interval, common, joined, length, places, together, without
 from ....front.documents import Piece
-from ..exchange import Lanes, Pending
+from ..exchange import Lanes, Pending, copy, memory_of
 from ..local import Whole, apply_sink, empty_key_gradients, hide_outside, slice_scores
 from ..local import backward as backward_here
 from ..local import forward as forward_here
@@ -61,6 +61,8 @@ class AllGather(Tokens):
 
     ``keep``: whether the backward pass has what the forward pass fetched; None: where that is at most half of what it
     has anyway.
+
+    ``results_go_to``: the group that sends out and gradients on, if any.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class AllGather(Tokens):
         *,
         keep: bool | None = None,
         lanes: int = 1,
+        results_go_to: Any = None,
     ) -> None:
         super().__init__(group, rank, chunks_q, chunks_k)
         self.pipeline, self.keep, self.lanes = pipeline, keep, lanes
+        self.results_go_to = results_go_to
         self._known: dict[Any, _Routes] = {}
 
     def _groups(self, x: Inputs) -> list[slice]:
@@ -146,10 +150,10 @@ class AllGather(Tokens):
         at, there = places(own, own), places(routes.have, own)
 
         def begin(heads: slice) -> list[Any]:
-            memory, tensors = side_by_side([y[:, :, heads] for y in (x.k, x.v)], length(routes.have))
+            memory, tensors = side_by_side([y[:, :, heads] for y in (x.k, x.v)], length(routes.have), group=self.group)
             for a, b in zip(at, there, strict=True):
                 for y, z in zip((x.k, x.v), tensors, strict=True):
-                    z[b].copy_(y[:, a, heads].transpose(0, 1))
+                    copy(z[b], y[:, a, heads].transpose(0, 1))
             # Later groups are on their way while others are computed: there is nothing to gain by halves.
             stages = (routes.first, routes.rest) if heads.start == groups[0].start else (routes.everything,)
             pending = [
@@ -179,7 +183,7 @@ class AllGather(Tokens):
 
     def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         groups, routes, per_head = self._groups(x), self._routes(whole), x.q.shape[2] // max(x.k.shape[2], 1)
-        out = x.q.new_empty((*x.q.shape[:3], x.v.shape[3]))
+        out = memory_of(self.results_go_to, x.q, (*x.q.shape[:3], x.v.shape[3]))
         lse = x.q.new_empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), dtype=torch.float32)
         kept: list[torch.Tensor] | None = [] if whole.backward_follows and self._keeps(x, whole) else None
         rows = [(piece, at, *_seen(piece, routes.have)) for piece, at in self.rows(whole)]
@@ -215,8 +219,12 @@ class AllGather(Tokens):
     def backward(self, saved: Saved, whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
         x, out, lse, _, kept = saved
         groups, routes, per_head = self._groups(x), self._routes(whole), x.q.shape[2] // max(x.k.shape[2], 1)
-        dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
-        dk, dv = empty_key_gradients(x.k, x.v, whole)
+        if self.results_go_to is not None and _are_joint(x, whole):
+            columns = side_by_side(x[:3], x.q.shape[1], group=self.results_go_to)[1]
+            dq, dk, dv = (y.transpose(0, 1) for y in columns)
+        else:
+            dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
+            dk, dv = empty_key_gradients(x.k, x.v, whole)
         dbias = zeros_of_bias(x.bias, whole)
         # Those that see the most keys first: what they write of dk and dv need not be zeroed before. See `_ordered`.
         rows = [(piece, at, *_seen(piece, routes.have)) for piece, at in self.rows(whole)]
@@ -235,7 +243,7 @@ class AllGather(Tokens):
             if self.size == 1 and len(rows) == 1:
                 memory, of_all = list[torch.Tensor](), [dk[:, :, heads], dv[:, :, heads]]
             else:
-                memory, tensors = side_by_side([k, v], length(routes.have), torch.float32)
+                memory, tensors = side_by_side([k, v], length(routes.have), torch.float32, self.group)
                 of_all = [y.transpose(0, 1) for y in tensors]
             if not rows or rows[0][2][0] == rows[0][2][1]:
                 for y in of_all:
@@ -292,7 +300,7 @@ class AllGather(Tokens):
         sent, kept = route
         sends = [[y[s] for s in slices for y in memory] if r != self.rank else [] for r, slices in enumerate(sent)]
         receives = [
-            [y.new_empty((s.stop - s.start, *y.shape[1:])) for s in slices for y in memory] if r != self.rank else []
+            [self.memory(y, (s.stop - s.start, *y.shape[1:])) for s in slices for y in memory] if r != self.rank else []
             for r, slices in enumerate(kept)
         ]
         pending = self.exchange(sends, receives)
@@ -303,6 +311,12 @@ class AllGather(Tokens):
             return [own if r == self.rank else receives[r] for r in range(self.size)]
 
         return finish
+
+
+def _are_joint(x: Inputs, whole: Whole) -> bool:
+    """Whether dq, dk and dv have the same tokens, type and head dim, so that one message is for all of them."""
+    q, k, v = x[:3]
+    return not whole.adds_up and q.shape[1] == k.shape[1] and q.shape[3] == v.shape[3] and q.dtype == k.dtype == v.dtype
 
 
 def _collect(

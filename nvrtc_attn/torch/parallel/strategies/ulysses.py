@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from ....front.chunks import Chunks, length, places, together
-from ..exchange import Pending
+from ..exchange import Pending, contiguous, copy, copy_slices
 from ..local import Whole
 from .strategy import (
     AHEAD,
@@ -19,6 +20,7 @@ from .strategy import (
     Tokens,
     begun_ahead,
     in_groups,
+    memory_of_columns,
     side_by_side,
     zeros_of_bias,
 )
@@ -53,6 +55,7 @@ class Ulysses(Tokens):
         super().__init__(group, rank, chunks_q, chunks_k)
         self.inside, self.pipeline = inside, pipeline
         self.all_q, self.all_k = together(self.chunks_q), together(self.chunks_k)
+        self._others = [r for r in range(self.size) if r != rank]
         self.has_one_query = any(length(chunks) == 1 for chunks in self.chunks_q)
 
     def _with_rows(self, x: Inputs) -> Inputs:
@@ -111,32 +114,37 @@ class Ulysses(Tokens):
         """
         sends: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         receives: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
-        found = []
+        beside: list[tuple[torch.Tensor, Chunks, torch.Tensor, Chunks]] = []  # what is copied meanwhile
+        found = list[torch.Tensor]()
         if joint:
             own = self.chunks_q[self.rank]
             mine = [heads[self.rank].of(x, 2, of_keys) for x, of_keys in joint]
-            memory, columns = side_by_side(mine, length(self.all_q))
-            for r in range(self.size):
-                if r == self.rank:
-                    sends[r] = [x.transpose(0, 1)[s] for s in places(own, own) for x in mine]
-                    receives[r] = [x[s] for s in places(self.all_q, own) for x in columns]
-                    continue
-                theirs = torch.cat([heads[r].of(x, 2, of_keys).transpose(0, 1) for x, of_keys in joint], 2)
+            memory, columns = side_by_side(mine, length(self.all_q), group=self.group)
+            beside += [(y, self.all_q, x.transpose(0, 1), own) for y, x in zip(columns, mine, strict=True)]
+            for r in self._others:
+                gone = [heads[r].of(x, 2, of_keys) for x, of_keys in joint]
+                (theirs,), parts = side_by_side(gone, length(own), group=self.group)
+                for part, x in zip(parts, gone, strict=True):
+                    copy(part, x.transpose(0, 1))
                 sends[r] = [theirs[s] for s in places(own, own)]
                 receives[r] = [memory[0][s] for s in places(self.all_q, self.chunks_q[r])]
             found = memory
         for x, dim, of_keys in given:
             chunks, both = (self.chunks_k, self.all_k) if of_keys else (self.chunks_q, self.all_q)
+            own = chunks[self.rank]
             part = heads[self.rank].of(x, 3 - dim, of_keys).movedim(dim, 0)
-            whole = part.new_empty((length(both), *part.shape[1:]))
-            for r in range(self.size):
+            whole = self.memory(part, (length(both), *part.shape[1:]))
+            beside.append((whole, both, part, own))
+            for r in self._others:
                 # One message a chunk, as many as the other side has.
-                theirs = heads[r].of(x, 3 - dim, of_keys).movedim(dim, 0)
-                own = chunks[self.rank]
+                theirs = contiguous(self.group, heads[r].of(x, 3 - dim, of_keys).movedim(dim, 0))
                 sends[r] += [theirs[s] for s in places(own, own)]
                 receives[r] += [whole[s] for s in places(both, chunks[r])]
             found.append(whole)
-        return self.exchange(sends, receives), found
+        pending = self.exchange(sends, receives)
+        for to, has, x, of_own in beside:
+            copy_slices(to, places(has, of_own), x, places(of_own, of_own))
+        return pending, found
 
     def _inputs(self, x: Inputs, heads: _Heads, memory: Sequence[torch.Tensor]) -> Inputs:
         """The tensors of this rank's heads of all tokens, in what `_to_heads` brought of q, k, v, bias and mask."""
@@ -194,44 +202,50 @@ class Ulysses(Tokens):
         receives: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         # Per rank: what comes from it, and where it goes.
         coming: list[list[tuple[torch.Tensor, torch.Tensor, bool]]] = [[] for _ in range(self.size)]
-        for r in range(self.size) if joint else ():
-            own, by_token = self.chunks_q[self.rank], [x.transpose(0, 1) for x, _, _ in joint]
-            results = [heads[r].of(result, 2, of_keys).transpose(0, 1) for _, result, of_keys in joint]
-            for s, at in zip(places(own, own), places(self.all_q, own), strict=True):
-                pieces = [x[at] for x in by_token]
-                if r != self.rank:
-                    like = [x[s].transpose(0, 1) for x in results]
-                    memory, pieces = side_by_side(like, s.stop - s.start, by_token[0].dtype)
-                    receives[r] += memory
-                coming[r] += [(x, y[s], False) for x, y in zip(pieces, results, strict=True)]
-            if r != self.rank:
-                sends[r] = [
-                    torch.cat([x[at] for x in by_token], 2) for at in places(self.all_q, self.chunks_q[r])
-                ]  # fmt: skip
+        beside: list[tuple[torch.Tensor, Chunks, torch.Tensor, Chunks]] = []  # what is copied meanwhile
+        if joint:
+            own = self.chunks_q[self.rank]
+            by_token = [x.transpose(0, 1) for x, _, _ in joint]
+            memory = memory_of_columns(by_token)
+            if memory is None:
+                (memory,), parts = side_by_side([x for x, _, _ in joint], length(self.all_q), group=self.group)
+                for part, x in zip(parts, by_token, strict=True):
+                    copy(part, x)
+            for r in range(self.size):
+                results = [heads[r].of(result, 2, of_keys) for _, result, of_keys in joint]
+                if r == self.rank:
+                    beside += [(y.transpose(0, 1), own, x, self.all_q) for x, y in zip(by_token, results, strict=True)]
+                    continue
+                (received,), parts = side_by_side(results, length(own), memory.dtype, self.group)
+                coming[r] += [(x, y.transpose(0, 1), False) for x, y in zip(parts, results, strict=True)]
+                receives[r] += [received[s] for s in places(own, own)]
+                sends[r] += [memory[at] for at in places(self.all_q, self.chunks_q[r])]
         for x, result, dim, of_keys, adds in given:
             chunks, both = (self.chunks_k, self.all_k) if of_keys else (self.chunks_q, self.all_q)
-            of_tokens = x.movedim(dim, 0)
+            of_tokens, own = x.movedim(dim, 0), chunks[self.rank]
             for r in range(self.size):
                 to = heads[r].of(result, 3 - dim, of_keys).movedim(dim, 0)
-                own = chunks[self.rank]
-                for s, at in zip(places(own, own), places(both, own), strict=True):
-                    from_me = r == self.rank
-                    piece = of_tokens[at] if from_me else x.new_empty((s.stop - s.start, *to.shape[1:]))
-                    coming[r].append((piece, to[s], adds))
-                    if not from_me:
-                        receives[r].append(piece)
                 if r != self.rank:
+                    piece = self.memory(x, (length(own), *to.shape[1:]))
+                    coming[r].append((piece, to, adds))
+                    receives[r] += [piece[s] for s in places(own, own)]
                     sends[r] += [of_tokens[at] for at in places(both, chunks[r])]
+                elif adds:
+                    both_places = zip(places(both, own), places(own, own), strict=True)
+                    coming[r] += [(of_tokens[at], to[s], True) for at, s in both_places]
+                else:
+                    beside.append((to, own, of_tokens, both))
         pending = self.exchange(sends, receives)
+        for to, own, x, has in beside:
+            copy_slices(to, places(own, own), x, places(has, own))
 
         def finish() -> None:
             pending.wait()
-            for of_rank in coming:
-                for piece, to, adds in of_rank:
-                    if adds:
-                        to += piece
-                    else:
-                        to.copy_(piece)
+            for piece, to, adds in chain(*coming):
+                if adds:
+                    to += piece
+                else:
+                    copy(to, piece)
 
         return finish
 
