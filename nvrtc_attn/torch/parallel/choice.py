@@ -28,7 +28,7 @@ def make_strategy(cp: Any, heads: int, heads_kv: int, on_gpu: bool, packed: bool
     """Who computes what for a `ContextParallel`, of tensors with so many heads."""
     name, groups, size, rank = cp.strategy, cp._groups, cp.size, cp.rank
     whole_q, whole_k = [together(cp.chunks_q)], [together(cp.chunks_k)]
-    everything = AllGather(None, 0, whole_q, whole_k, results_go_to=groups[-1] if size > 1 else None)
+    everything = AllGather(None, 0, whole_q, whole_k, joint=size > 1)
     if isinstance(name, tuple):
         outer, inner = groups
         width = dist.get_world_size(inner)
@@ -48,7 +48,7 @@ def make_strategy(cp: Any, heads: int, heads_kv: int, on_gpu: bool, packed: bool
                 _groups_for(cp, on_gpu, -(-heads_kv // width)),
                 keep=cp._keep,
                 lanes=cp._lanes or 1,
-                results_go_to=inner,
+                joint=True,
             )
         )
         mine = rows[rank // width]

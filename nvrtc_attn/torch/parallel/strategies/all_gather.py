@@ -11,7 +11,7 @@ import torch
 
 from ....front.chunks import Chunks, Interval, common, joined, length, places, together, without
 from ....front.documents import Piece
-from ..exchange import Lanes, Pending, copy, memory_of
+from ..exchange import Lanes, Pending, copy
 from ..local import Whole, apply_sink, empty_key_gradients, hide_outside, slice_scores
 from ..local import backward as backward_here
 from ..local import forward as forward_here
@@ -62,7 +62,7 @@ class AllGather(Tokens):
     ``keep``: whether the backward pass has what the forward pass fetched; None: where that is at most half of what it
     has anyway.
 
-    ``results_go_to``: the group that sends out and gradients on, if any.
+    ``joint``: whether dq, dk and dv lie `side_by_side` where they can, for who sends them on.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class AllGather(Tokens):
         *,
         keep: bool | None = None,
         lanes: int = 1,
-        results_go_to: Any = None,
+        joint: bool = False,
     ) -> None:
         super().__init__(group, rank, chunks_q, chunks_k)
         self.pipeline, self.keep, self.lanes = pipeline, keep, lanes
-        self.results_go_to = results_go_to
+        self.joint = joint
         self._known: dict[Any, _Routes] = {}
 
     def _groups(self, x: Inputs) -> list[slice]:
@@ -150,7 +150,7 @@ class AllGather(Tokens):
         at, there = places(own, own), places(routes.have, own)
 
         def begin(heads: slice) -> list[Any]:
-            memory, tensors = side_by_side([y[:, :, heads] for y in (x.k, x.v)], length(routes.have), group=self.group)
+            memory, tensors = side_by_side([y[:, :, heads] for y in (x.k, x.v)], length(routes.have))
             for a, b in zip(at, there, strict=True):
                 for y, z in zip((x.k, x.v), tensors, strict=True):
                     copy(z[b], y[:, a, heads].transpose(0, 1))
@@ -183,7 +183,7 @@ class AllGather(Tokens):
 
     def forward(self, x: Inputs, whole: Whole) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         groups, routes, per_head = self._groups(x), self._routes(whole), x.q.shape[2] // max(x.k.shape[2], 1)
-        out = memory_of(self.results_go_to, x.q, (*x.q.shape[:3], x.v.shape[3]))
+        out = x.q.new_empty((*x.q.shape[:3], x.v.shape[3]))
         lse = x.q.new_empty((x.q.shape[0], x.q.shape[2], x.q.shape[1]), dtype=torch.float32)
         kept: list[torch.Tensor] | None = [] if whole.backward_follows and self._keeps(x, whole) else None
         rows = [(piece, at, *_seen(piece, routes.have)) for piece, at in self.rows(whole)]
@@ -219,8 +219,8 @@ class AllGather(Tokens):
     def backward(self, saved: Saved, whole: Whole, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
         x, out, lse, _, kept = saved
         groups, routes, per_head = self._groups(x), self._routes(whole), x.q.shape[2] // max(x.k.shape[2], 1)
-        if self.results_go_to is not None and _are_joint(x, whole):
-            columns = side_by_side(x[:3], x.q.shape[1], group=self.results_go_to)[1]
+        if self.joint and _are_joint(x, whole):
+            columns = side_by_side(x[:3], x.q.shape[1])[1]
             dq, dk, dv = (y.transpose(0, 1) for y in columns)
         else:
             dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
@@ -243,7 +243,7 @@ class AllGather(Tokens):
             if self.size == 1 and len(rows) == 1:
                 memory, of_all = list[torch.Tensor](), [dk[:, :, heads], dv[:, :, heads]]
             else:
-                memory, tensors = side_by_side([k, v], length(routes.have), torch.float32, self.group)
+                memory, tensors = side_by_side([k, v], length(routes.have), torch.float32)
                 of_all = [y.transpose(0, 1) for y in tensors]
             if not rows or rows[0][2][0] == rows[0][2][1]:
                 for y in of_all:
@@ -300,7 +300,7 @@ class AllGather(Tokens):
         sent, kept = route
         sends = [[y[s] for s in slices for y in memory] if r != self.rank else [] for r, slices in enumerate(sent)]
         receives = [
-            [self.memory(y, (s.stop - s.start, *y.shape[1:])) for s in slices for y in memory] if r != self.rank else []
+            [y.new_empty((s.stop - s.start, *y.shape[1:])) for s in slices for y in memory] if r != self.rank else []
             for r, slices in enumerate(kept)
         ]
         pending = self.exchange(sends, receives)

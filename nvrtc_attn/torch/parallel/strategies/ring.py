@@ -48,7 +48,7 @@ class Ring(Tokens):
         sends: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         receives: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         tokens = length(self.chunks_k[(source - 1) % self.size])
-        coming = [self.memory(x, (x.shape[0], tokens, *x.shape[2:])) for x in tensors]
+        coming = [x.new_empty((x.shape[0], tokens, *x.shape[2:])) for x in tensors]
         sends[(self.rank + 1) % self.size] = list(tensors)
         receives[(self.rank - 1) % self.size] = coming
         return self.exchange(sends, receives), coming

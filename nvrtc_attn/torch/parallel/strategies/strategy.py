@@ -11,7 +11,7 @@ import torch
 from ....front.chunks import Chunks, Interval, places
 from ....front.documents import Piece
 from ...tensors import resolved
-from ..exchange import Pending, exchange, memory_of
+from ..exchange import Pending, exchange
 from ..local import Whole, sink_gradient, slice_scores, whole_with
 
 AHEAD = 2
@@ -81,10 +81,6 @@ class Tokens:
         """`exchange` with the other ranks of the group."""
         return exchange(self.group, sends, receives)
 
-    def memory(self, like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """`memory_of` the group."""
-        return memory_of(self.group, like, shape, dtype)
-
     def rows(self, whole: Whole) -> list[tuple[Piece, slice]]:
         """What this rank computes in one call each, and where its tensors have the queries."""
         mine = self.chunks_q[self.rank]
@@ -131,21 +127,18 @@ def moved(heads: slice, by: int) -> slice:
 
 
 def side_by_side(
-    like: Sequence[torch.Tensor],
-    tokens: int,
-    dtype: torch.dtype | None = None,
-    group: Any = None,
+    like: Sequence[torch.Tensor], tokens: int, dtype: torch.dtype | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Memory for tensors like these with their tokens first, `memory_of` a group if given, and the tensors in it.
+    """Memory for tensors like these with their tokens first, and the tensors in it.
 
     Those of one head dim are one tensor, so that a message or an addition is for all of them.
     """
     if any(y.shape[3] != like[0].shape[3] for y in like):
-        found = [memory_of(group, y, (tokens, y.shape[0], *y.shape[2:]), dtype) for y in like]
+        found = [y.new_empty((tokens, y.shape[0], *y.shape[2:]), dtype=dtype or y.dtype) for y in like]
         return found, found
     edges = [0, *accumulate(y.shape[2] for y in like)]
     first = like[0]
-    memory = memory_of(group, first, (tokens, first.shape[0], edges[-1], first.shape[3]), dtype)
+    memory = first.new_empty((tokens, first.shape[0], edges[-1], first.shape[3]), dtype=dtype or first.dtype)
     return [memory], [memory[:, :, a:b] for a, b in pairwise(edges)]
 
 

@@ -119,11 +119,11 @@ class Ulysses(Tokens):
         if joint:
             own = self.chunks_q[self.rank]
             mine = [heads[self.rank].of(x, 2, of_keys) for x, of_keys in joint]
-            memory, columns = side_by_side(mine, length(self.all_q), group=self.group)
+            memory, columns = side_by_side(mine, length(self.all_q))
             beside += [(y, self.all_q, x.transpose(0, 1), own) for y, x in zip(columns, mine, strict=True)]
             for r in self._others:
                 gone = [heads[r].of(x, 2, of_keys) for x, of_keys in joint]
-                (theirs,), parts = side_by_side(gone, length(own), group=self.group)
+                (theirs,), parts = side_by_side(gone, length(own))
                 for part, x in zip(parts, gone, strict=True):
                     copy(part, x.transpose(0, 1))
                 sends[r] = [theirs[s] for s in places(own, own)]
@@ -133,11 +133,11 @@ class Ulysses(Tokens):
             chunks, both = (self.chunks_k, self.all_k) if of_keys else (self.chunks_q, self.all_q)
             own = chunks[self.rank]
             part = heads[self.rank].of(x, 3 - dim, of_keys).movedim(dim, 0)
-            whole = self.memory(part, (length(both), *part.shape[1:]))
+            whole = part.new_empty((length(both), *part.shape[1:]))
             beside.append((whole, both, part, own))
             for r in self._others:
                 # One message a chunk, as many as the other side has.
-                theirs = contiguous(self.group, heads[r].of(x, 3 - dim, of_keys).movedim(dim, 0))
+                theirs = contiguous(heads[r].of(x, 3 - dim, of_keys).movedim(dim, 0))
                 sends[r] += [theirs[s] for s in places(own, own)]
                 receives[r] += [whole[s] for s in places(both, chunks[r])]
             found.append(whole)
@@ -208,7 +208,7 @@ class Ulysses(Tokens):
             by_token = [x.transpose(0, 1) for x, _, _ in joint]
             memory = memory_of_columns(by_token)
             if memory is None:
-                (memory,), parts = side_by_side([x for x, _, _ in joint], length(self.all_q), group=self.group)
+                (memory,), parts = side_by_side([x for x, _, _ in joint], length(self.all_q))
                 for part, x in zip(parts, by_token, strict=True):
                     copy(part, x)
             for r in range(self.size):
@@ -216,7 +216,7 @@ class Ulysses(Tokens):
                 if r == self.rank:
                     beside += [(y.transpose(0, 1), own, x, self.all_q) for x, y in zip(by_token, results, strict=True)]
                     continue
-                (received,), parts = side_by_side(results, length(own), memory.dtype, self.group)
+                (received,), parts = side_by_side(results, length(own), memory.dtype)
                 coming[r] += [(x, y.transpose(0, 1), False) for x, y in zip(parts, results, strict=True)]
                 receives[r] += [received[s] for s in places(own, own)]
                 sends[r] += [memory[at] for at in places(self.all_q, self.chunks_q[r])]
@@ -226,7 +226,7 @@ class Ulysses(Tokens):
             for r in range(self.size):
                 to = heads[r].of(result, 3 - dim, of_keys).movedim(dim, 0)
                 if r != self.rank:
-                    piece = self.memory(x, (length(own), *to.shape[1:]))
+                    piece = x.new_empty((length(own), *to.shape[1:]))
                     coming[r].append((piece, to, adds))
                     receives[r] += [piece[s] for s in places(own, own)]
                     sends[r] += [of_tokens[at] for at in places(both, chunks[r])]
