@@ -27,7 +27,8 @@ from nvrtc_attn.front.tensors import Device  # noqa: E402
 from nvrtc_attn.front.validation import Violations, check_window  # noqa: E402
 from nvrtc_attn.torch.parallel import local, merge_partials, strategies  # noqa: E402
 from nvrtc_attn.torch.parallel.choice import groups_of, swaps  # noqa: E402
-from nvrtc_attn.torch.parallel.exchange import Pending  # noqa: E402
+from nvrtc_attn.torch.parallel.exchange import Pending, contiguous, copy, copy_slices  # noqa: E402
+from nvrtc_attn.torch.parallel.strategies.strategy import memory_of_columns, side_by_side  # noqa: E402
 
 QUICK, FULL = 8, 2000
 
@@ -682,3 +683,52 @@ def test_partial_results_are_merged() -> None:
     torch.testing.assert_close(lse, whole_lse, atol=1e-6, rtol=0)
     assert (out[:, :8] == 0).all()
     assert torch.isneginf(lse[:, :, :8]).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 24, 5])  # elements of 16 bytes, of 16 bytes in half of the dtypes, and not
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool])
+def test_copies_are_exact_whatever_the_elements_are(dtype: torch.dtype, head_dim: int) -> None:
+    x = (torch.randn(2, 12, 6, head_dim) * 3).to(dtype)
+    for source in (x, x[:, :, 1:4], x[:, 3:], x.transpose(1, 3), x[..., 1:], x[:1].expand(2, -1, -1, -1)):
+        to = torch.zeros(2, 64, 8, 96).to(dtype)[:, : source.shape[1], : source.shape[2], : source.shape[3]]
+        copy(to, source)
+        assert torch.equal(to, source)
+        found = contiguous(source)
+        assert found.is_contiguous()
+        assert torch.equal(found, source)
+        assert (found is source) == source.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("at", "of"),
+    [
+        ([slice(0, 3), slice(9, 12)], [slice(0, 3), slice(3, 6)]),  # zigzag's two chunks
+        ([slice(2, 4), slice(5, 7), slice(8, 10)], [slice(0, 2), slice(2, 4), slice(10, 12)]),  # evenly on one side
+        ([slice(0, 1), slice(4, 9)], [slice(0, 1), slice(1, 6)]),  # of different lengths
+        ([slice(6, 9), slice(0, 3)], [slice(3, 6), slice(0, 3)]),  # backwards
+        ([slice(1, 5)], [slice(0, 4)]),
+        ([], []),
+    ],
+)
+def test_slices_are_copied_to_their_places(at: list[slice], of: list[slice]) -> None:
+    x = torch.randn(12, 2, 3, 8)
+    to = torch.zeros(12, 2, 5, 8)
+    expected = to.clone()
+    for s, t in zip(at, of, strict=True):
+        expected[s, :, 1:4] = x[t]
+    copy_slices(to[:, :, 1:4], at, x, of)
+    assert torch.equal(to, expected)
+
+
+def test_columns_of_one_tensor_are_told_from_others() -> None:
+    like = [torch.zeros(2, 7, heads, 16) for heads in (6, 2, 2)]
+    (memory,), columns = side_by_side(like, 7)
+    memory.normal_()
+    found = memory_of_columns(columns)
+    assert found is not None
+    assert found.data_ptr() == memory.data_ptr()
+    assert torch.equal(found, memory)
+    assert memory_of_columns(columns[:2]) is None  # not all of it
+    assert memory_of_columns([columns[0], columns[2], columns[1]]) is None
+    assert memory_of_columns([columns[0], columns[1], columns[2].clone()]) is None
+    assert memory_of_columns([x.transpose(0, 1) for x in like]) is None

@@ -110,15 +110,15 @@ def contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def copy(to: torch.Tensor, x: torch.Tensor) -> None:
-    """``to.copy_(x)``; on GPUs in elements of 16 bytes where both are made of such.
+    """``to.copy_(x)``, in elements of 16 bytes where both are made of such.
 
-    torch works out the place of every element of a strided tensor: of 16 bit each, that takes longer than memory does.
+    On a GPU torch works out the place of every element of a strided tensor: 32 MiB of 16-bit elements take 45
+    microseconds on an H100, 27 in elements of 16 bytes, which is what memory takes.
     """
-    if to.is_cuda and x.is_cuda and to.dtype == x.dtype and not (to.data_ptr() | x.data_ptr()) % _WIDE.itemsize:
+    if to.dtype == x.dtype and not (to.data_ptr() | x.data_ptr()) % _WIDE.itemsize:
         size = x.element_size()
-        # Strides of the last dim, of dims of one, and what is left of an expanded one: torch's to judge.
         if all(n * size % _WIDE.itemsize == 0 for n in (x.shape[-1], *x.stride()[:-1], *to.stride()[:-1])):
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # a last dim that is not dense
                 to, x = to.view(_WIDE), x.view(_WIDE)
     to.copy_(x)
 
@@ -127,7 +127,7 @@ _WIDE: Final = torch.complex128
 
 
 def copy_slices(to: torch.Tensor, at: Sequence[slice], x: torch.Tensor, of: Sequence[slice]) -> None:
-    """`copy` slices of the first dim of x to those of ``to``: in one go where they lie evenly, as two always do."""
+    """`copy` slices of the first dim of x to those of ``to``: in one go where both lie evenly, as zigzag's do."""
     evenly = _in_one(to, at), _in_one(x, of)
     if evenly[0] is not None and evenly[1] is not None:
         copy(evenly[0], evenly[1])
@@ -137,11 +137,11 @@ def copy_slices(to: torch.Tensor, at: Sequence[slice], x: torch.Tensor, of: Sequ
 
 
 def _in_one(x: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor | None:
-    """x[s] of all slices, as one more dim, where all are of one length and one distance."""
+    """x[s] of all slices, as one more dim, where all are of one length and one distance, forwards."""
     if len(slices) < 2:
         return x[slices[0]] if slices else None
     size, step = slices[0].stop - slices[0].start, slices[1].start - slices[0].start
-    if any(s.start != slices[0].start + i * step or s.stop - s.start != size for i, s in enumerate(slices)):
+    if step < 0 or any(s.start != slices[0].start + i * step or s.stop - s.start != size for i, s in enumerate(slices)):
         return None
     first = x[slices[0]]
     return first.as_strided((len(slices), *first.shape), (step * x.stride(0), *first.stride()))
