@@ -14,8 +14,17 @@ from ..base.errors import TraceError, shown
 from .calls import text_of
 from .draws import NO_RANDOM
 from .functions import FUNCTIONS, PARAMETERS, POWERS, WRAPPING, arguments_of, quotient_towards_zero
-from .graph import Node, detached, make
-from .recording import Recorded, Recording, dtype_of_kind, for_sizes, kind_of_dtype, names_element, recording_of
+from .graph import Kind, Node, detached, make
+from .recording import (
+    Recorded,
+    Recording,
+    dtype_of_kind,
+    for_sizes,
+    is_array,
+    kind_of_dtype,
+    names_element,
+    recording_of,
+)
 
 _OPEN: Final = slice(None)
 """In the index of a captured array: a dim that is not indexed yet."""
@@ -331,7 +340,10 @@ def _converted(recording: Recording, args: tuple[Any, ...], kwargs: Mapping[str,
     x, *rest = (*args, *kwargs.values())
     node = recording.node(x)
     for target in rest:
-        kind = target.node.kind if isinstance(target, Proxy) else kind_of_dtype(target)
+        if isinstance(target, Proxy):
+            kind: Kind | None = target.node.kind
+        else:  # of an array its dtype is meant
+            kind = kind_of_dtype(target.dtype if isinstance(target, Captured) or is_array(target) else target)
         if kind is not None:
             node = make(kind, node)
     return Proxy(recording, recording.widened(node) if rest else node)

@@ -289,3 +289,25 @@ def test_functions_of_cupy_are_those_of_numpy() -> None:
     rows = np.ones((4, 3), np.float32)
     with pytest.raises(nvrtc_attn.TraceError, match="indices of a captured array"):
         nvrtc_attn.trace(lambda s, b, h, q, k: tanh(rows[h]) * s)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_the_dtype_of_an_array_is_what_a_number_is_converted_to(framework: str) -> None:
+    whole: Any = np.arange(4)
+    fractions: Any = np.ones(4, np.float32)
+    if framework == "torch":
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        whole, fractions = torch.from_numpy(whole), torch.from_numpy(fractions)
+    for function in (
+        lambda x, b, h, q, k: (x * 2.5).to(whole) * 1.0,
+        lambda x, b, h, q, k: (x * 2.5).type_as(whole) * 1.0,
+        lambda x, b, h, q, k: (x * 2.5).type_as(whole[0]) * 1.0,
+        lambda x, b, h, q, k: (x * 2.5).type_as(whole[h]) * 1.0,
+        lambda x, b, h, q, k: (x * 2.5).to(k).to(fractions),
+    ):
+        traced = nvrtc_attn.trace(function).valued[0]
+        for x, b, h, q, k in PLACES:
+            values = Values({"score": np.array(x), "b": b, "h": h, "q": q, "k": k}, [whole], np.dtype(np.float64))
+            assert float(values(traced)) == int(x * 2.5)
+    with pytest.raises(TraceError, match="int16"):
+        nvrtc_attn.trace(lambda x, b, h, q, k: x.to(np.zeros(3, np.int16)))
