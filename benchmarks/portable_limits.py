@@ -33,7 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nvrtc_attn.front.operands import BACKWARD, FORWARD, addresses
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
-from nvrtc_attn.heuristics import portable_backward, portable_dq, portable_forward
+from nvrtc_attn.heuristics import (
+    portable_backward,
+    portable_backward_config,
+    portable_backward_tile,
+    portable_dq,
+    portable_forward,
+    portable_forward_config,
+    portable_forward_tile,
+)
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec, label
 from nvrtc_attn.jit.compile import CompiledKernel, compile_kernel
 from nvrtc_attn.jit.config import DqConfig, KernelConfig
@@ -45,16 +53,16 @@ MAIN_KERNELS = ("forward_portable", "backward_portable", "backward_dq")
 CHECKED_LENGTH = 1999
 
 
-def f(block_m: int, block_n: int, num_warps: int, blocks: int = 1, **more: Any) -> portable_forward.Tile:
-    return portable_forward.Tile(
+def f(block_m: int, block_n: int, num_warps: int, blocks: int = 1, **more: Any) -> portable_forward_config.Tile:
+    return portable_forward_config.Tile(
         block_m=block_m, block_n=block_n, num_warps=num_warps, min_blocks_per_sm=blocks, **more
     )
 
 
 def b(block_m: int, block_n: int, n: int, m: int, m_dq: int, stages: int = 1, stages_dout: int = 1, blocks: int = 1,
-      keep_v: bool = False, slices: int = 1) -> portable_backward.Tile:  # fmt: skip
+      keep_v: bool = False, slices: int = 1) -> portable_backward_config.Tile:  # fmt: skip
     """Warps are ``n`` along the keys by ``m`` along the queries."""
-    return portable_backward.Tile(
+    return portable_backward_config.Tile(
         width=512, block_m=block_m, block_n=block_n, num_warps=n * m, warps_n=n, warps_m_dq=m_dq, num_stages=stages,
         num_stages_dout=stages_dout, blocks_per_sm=blocks, v_in_smem=not keep_v, v_in_registers=keep_v,
         dim_slices=slices,
@@ -192,10 +200,10 @@ def problem_of(cell: Cell, causal: bool, batch: int, seqlen: int, heads: int) ->
 def only(cell: Cell, tile: Any) -> Iterator[None]:
     """The tables hold nothing but ``tile``."""
     if cell.which == "fwd":
-        patch = mock.patch.object(portable_forward, "_tiles_by_shape", return_value=[tile])
+        patch = mock.patch.object(portable_forward_tile, "_tiles_by_shape", return_value=[tile])
     elif cell.which == "bwd":
         never = mock.Mock(return_value=False)
-        patch = mock.patch.multiple(portable_backward, TILES_16BIT=(tile,), TILES_32BIT=(tile,), _spills=never)
+        patch = mock.patch.multiple(portable_backward_tile, TILES_16BIT=(tile,), TILES_32BIT=(tile,), _spills=never)
     else:
 
         def candidates(base: DqConfig) -> Iterator[DqConfig]:

@@ -41,14 +41,19 @@ from nvrtc_attn.heuristics import (
     hopper_forward_config,
     hopper_forward_tile,
     portable_backward,
+    portable_backward_config,
+    portable_backward_tile,
     portable_forward,
+    portable_forward_config,
+    portable_forward_splits,
+    portable_forward_tile,
 )
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec, label
 from nvrtc_attn.jit.config import KernelConfig
 
 TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
 Spec = ForwardPlanSpec | BackwardPlanSpec
-Tile = portable_backward.Tile
+Tile = portable_backward_config.Tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +159,7 @@ TILES: dict[str, Tile] = {
     "64x64b3dq2": replace(SMALL_DQ2, blocks_per_sm=3),
     "128x128b2": WIDE,
     "64x128b2": FLAT,
-    "64x256b1": portable_backward.TILES_256_KEYS[0],
+    "64x256b1": portable_backward_tile.TILES_256_KEYS[0],
 }
 WAYS: dict[str, dict[str, bool]] = {
     "atomic": {},
@@ -186,7 +191,7 @@ def backward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str,
 
 
 def portable_backward_plan(problem: AttentionProblem, tile: Tile, options: dict[str, bool]) -> Spec:
-    with mock.patch.multiple(portable_backward, TILES_16BIT=(tile,), TILES_SHORT=(), TILES_256_KEYS=()):
+    with mock.patch.multiple(portable_backward_tile, TILES_16BIT=(tile,), TILES_SHORT=(), TILES_256_KEYS=()):
         return portable_backward.choose_backward(problem, **TARGET, **options)
 
 
@@ -247,15 +252,15 @@ def forward_plans(kind: Kind, problem: AttentionProblem) -> Iterator[tuple[str, 
             narrow = replace(tile, block_n=columns, num_stages=2, half_tile=False)
             yield f"{columns} keys", lambda tile=narrow: hopper_forward.plan_spec(problem, tile, num_sms=132)
         return
-    tile = portable_forward.Tile(block_m=64, block_n=64, num_warps=4, min_blocks_per_sm=3)  # more of them spill
+    tile = portable_forward_config.Tile(block_m=64, block_n=64, num_warps=4, min_blocks_per_sm=3)  # more of them spill
     yield "64x64b3", lambda: portable_forward_plan(problem, tile, 1)
     yield "portable table", lambda: portable_forward.choose_forward(problem, **TARGET)
     yield "hopper", lambda: hopper_forward_plan(problem)
 
 
-def decode_tiles(rows: int, dim: int) -> dict[str, portable_forward.Tile]:
+def decode_tiles(rows: int, dim: int) -> dict[str, portable_forward_config.Tile]:
     """Tiles for so many query rows of a key head, by name: keys, warps where they are not four, stages."""
-    tile = portable_forward.Tile
+    tile = portable_forward_config.Tile
     if rows <= 16:
         base = {
             "": tile(block_m=16, block_n=64, num_warps=4, warps_n=4),
@@ -303,15 +308,15 @@ def decode_plans(problem: AttentionProblem) -> Iterator[tuple[str, Callable[[], 
             with_second = ("s2", "s3", "128 8w s2", "128 8w s3", "64 8w s3", "32 s3", "32 s4")
             if 100 <= blocks * splits <= (400 if tile.block_n == 32 else 280) and name in with_second:
                 yield f"{name} x{splits}", lambda t=tile, n=splits: portable_forward_plan(problem, t, n)
-        for splits in portable_forward.CLUSTERS:
+        for splits in portable_forward_splits.CLUSTERS:
             if 60 <= blocks * splits <= (280 if "w" in name or "q" in name else 530):
                 yield f"{name} c{splits}", lambda t=tile, n=splits: portable_forward_plan(problem, t, n, True)
 
 
 def portable_forward_plan(
-    problem: AttentionProblem, tile: portable_forward.Tile, splits: int, clustered: bool = False
+    problem: AttentionProblem, tile: portable_forward_config.Tile, splits: int, clustered: bool = False
 ) -> Spec:
-    with mock.patch.object(portable_forward, "_tiles_by_shape", return_value=[tile]):
+    with mock.patch.object(portable_forward_tile, "_tiles_by_shape", return_value=[tile]):
         return portable_forward.choose_forward(problem, **TARGET, num_splits=splits, clustered=clustered)
 
 

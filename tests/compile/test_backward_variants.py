@@ -13,8 +13,9 @@ from nvrtc_attn import heuristics
 from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout
-from nvrtc_attn.heuristics import portable_backward
-from nvrtc_attn.heuristics.portable_backward import choose_backward, smem_bytes
+from nvrtc_attn.heuristics import portable_backward, portable_backward_tile
+from nvrtc_attn.heuristics.portable_backward import choose_backward
+from nvrtc_attn.heuristics.portable_backward_config import smem_bytes
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.jit.config import BackwardConfig
@@ -373,8 +374,8 @@ def test_dq_of_several_blocks_is_added_up(changes: dict[str, Any]) -> None:
 def test_other_operands_have_the_kernels_that_their_gradients_read_from() -> None:
     """A sink's gradient comes from the statistics of ``delta``."""
     sizes: dict[str, Any] = {"batch": 64, "seqlen_q": 49, "seqlen_k": 49, "head_dim": 32}
-    assert portable_backward.may_store_dq(problem(**sizes))
-    assert not portable_backward.may_store_dq(problem(**sizes, further=(("sink", layout((16,), "float32")),)))
+    assert portable_backward_tile.may_store_dq(problem(**sizes))
+    assert not portable_backward_tile.may_store_dq(problem(**sizes, further=(("sink", layout((16,), "float32")),)))
 
 
 def test_plans_that_store_dq_are_candidates() -> None:

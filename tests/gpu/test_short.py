@@ -19,6 +19,7 @@ from nvrtc_attn.heuristics import (
     hopper_forward_tile,
     portable_backward,
     portable_forward,
+    portable_forward_config,
 )
 from nvrtc_attn.jit.compile import compile_kernel
 from nvrtc_attn.plans import autotune
@@ -168,14 +169,14 @@ def test_key_tiles_of_which_less_stays_empty(
 def test_more_stages_of_keys(keys: int, head_dim: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
     forget_plans(monkeypatch)
-    stream_keys, chosen = portable_forward._stream_keys, []
+    stream_keys, chosen = portable_forward.stream_keys, []
 
     def deeper(*arguments: Any, **options: Any) -> Any:
         config, splits = stream_keys(*arguments, **options)
         chosen.append(stages)
         return dataclasses.replace(config, num_stages=stages), splits
 
-    monkeypatch.setattr(portable_forward, "_stream_keys", deeper)
+    monkeypatch.setattr(portable_forward, "stream_keys", deeper)
     case = cases.make_case("short-stages", dtype="bfloat16", batch=70, seqlen_q=1, seqlen_k=keys, num_heads=8,
                            num_heads_kv=4, head_dim=head_dim)  # fmt: skip
     run = Run(case)
@@ -329,7 +330,7 @@ def test_the_driver_says_how_many_clusters_have_room() -> None:
             problem, arch="sm_90", num_sms=sms, smem_limit=232448, num_splits=count, clustered=True
         )
         config = dataclasses.replace(spec.main.config, num_stages=6)
-        loaded = kernel.load_kernel(compile_kernel(config), 0, smem_bytes=portable_forward.smem_bytes(config))
+        loaded = kernel.load_kernel(compile_kernel(config), 0, smem_bytes=portable_forward_config.smem_bytes(config))
         with driver.device_context(0):
             room = kernel.clusters_at_once(loaded.function, config, loaded.smem_bytes, 0)
         print(f"{room} clusters of {count} blocks")
