@@ -19,7 +19,8 @@ from cases import Case, Placement
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.base.architectures import ARCHITECTURES
-from nvrtc_attn.front.problem import AttentionProblem, build_problem, layout
+from nvrtc_attn.front.build import build_problem
+from nvrtc_attn.front.problem import AttentionProblem, layout
 from nvrtc_attn.front.tensors import Device, TensorView
 from nvrtc_attn.jit.config import KernelConfig
 

@@ -13,8 +13,7 @@ import torch
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 
 import nvrtc_attn
-from nvrtc_attn.front import call as front_call
-from nvrtc_attn.front import signature, tensors
+from nvrtc_attn.front import remembered, signature, tensors
 from nvrtc_attn.front.guards import guard
 from nvrtc_attn.jit.params import BackwardParams, ForwardParams
 from nvrtc_attn.plans import plan, repeats
@@ -94,7 +93,7 @@ KNOWN: list[dict[Any, Any]] = [
 
 def forget() -> None:
     """Empty every table of calls, problems, plans and kernels."""
-    for table in (*TABLES, *KNOWN, plan._plans, plan._kernels, front_call._problems):
+    for table in (*TABLES, *KNOWN, plan._plans, plan._kernels, remembered._problems):
         table.clear()
     passes._adopted.__dict__.clear()
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
-
-import numpy as np
+from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import DTYPES
 from ..base.errors import shown
-from ..base.tables import remember
 from ..modifiers.graph import dtype_of
-from ..modifiers.modifier import Modifier, Program
-from . import philox
+from ..modifiers.modifier import Modifier
 from .modified import Modified, gradient_views, simplify
 from .operands import INPUTS, OPERANDS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
 from .part import ARRAY_AXES, Part
 from .philox import NO_RNG, RngState
-from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, build_problem, dense_layout, layout
-from .tensors import Device, TensorView, as_numpy, current_stream, framework_of, may_overlap, stream_handle, view
+from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, dense_layout, layout
+from .remembered import NO_PROGRAM, TracedProgram, new_problem, problem_of
+from .rng import rng_state
+from .tensors import Device, TensorView, current_stream, framework_of, may_overlap, stream_handle, view
 from .validation import Violations, check_flag, check_integer, check_real, check_scale_and_softcap, check_window
 
 
@@ -245,11 +242,6 @@ def start_addresses(starts: Sequence[TensorView | None]) -> tuple[int, ...]:
     return tuple(0 if x is None else x.ptr for x in starts) if any(starts) else ()
 
 
-_Program: TypeAlias = tuple[Program | None, tuple[int, ...]]
-"""What was traced, and which of its arrays get gradients."""
-_NO_PROGRAM: Final[_Program] = (None, ())
-
-
 def describe(
     q: Any,
     k: Any,
@@ -306,13 +298,13 @@ def describe(
         if modified.bias is not None:
             tensors["bias"] = modified.bias
             options = options._replace(dbias=modified.bias_capture in trained)
-    program: _Program = _NO_PROGRAM
+    program: TracedProgram = NO_PROGRAM
     if modified is not None and modified.modifier is not None:
         program = modified.modifier.program, modified.trained(trained)
     return Call(
-        tensors=tensors, options=options, problem=_problem(tensors, options, program), producer_stream=producer_stream,
-        launch_stream=launch_stream, hold_owners=hold_owners, modified=modified, starts=starts,
-        owners=(q, k, v, *optional.values(), modifier),
+        tensors=tensors, options=options, problem=problem_of(tensors, options, program),
+        producer_stream=producer_stream, launch_stream=launch_stream, hold_owners=hold_owners,
+        modified=modified, starts=starts, owners=(q, k, v, *optional.values(), modifier),
     )  # fmt: skip
 
 
@@ -337,7 +329,7 @@ def describe_shapes(
         if name in operands
         for shape, dtype in (operands[name],)
     }
-    modified, program = None, _NO_PROGRAM
+    modified, program = None, NO_PROGRAM
     starts: tuple[TensorView | None, ...] = ()
     if isinstance(options.part, Part) and options.part.has_arrays:
         starts = tuple(TensorView(0, (), (), "int32", where) if x else None for x in options.part.are_arrays()[2:])
@@ -356,61 +348,9 @@ def describe_shapes(
         if modified.modifier is not None:
             program = modified.modifier.program, modified.trained(trained)
     return Call(
-        tensors=tensors, options=options, problem=_build(tensors, options, program), producer_stream=None,
+        tensors=tensors, options=options, problem=new_problem(tensors, options, program), producer_stream=None,
         launch_stream=stream, hold_owners=False, modified=modified, starts=starts,
     )  # fmt: skip
-
-
-_MAX_PROBLEMS: Final = 4096
-_problems: dict[Hashable, AttentionProblem] = {}
-
-
-def _problem(
-    tensors: Mapping[str, TensorView],
-    options: CallOptions,
-    program: _Program = _NO_PROGRAM,
-) -> AttentionProblem:
-    """`build_problem` of a call, remembered by what it looks at: validation takes as long as all else of a call."""
-    key = _problem_key(tensors, options, program)
-    problem = None if key is None else _problems.get(key)
-    if problem is None:
-        problem = _build(tensors, options, program)
-        if key is not None:
-            remember(_problems, key, problem, _MAX_PROBLEMS)
-    return problem
-
-
-def _build(
-    tensors: Mapping[str, TensorView],
-    options: CallOptions,
-    program: _Program = _NO_PROGRAM,
-) -> AttentionProblem:
-    arguments: dict[str, Any] = {**tensors, **options._asdict()}  # tensors and options have the names of its arguments
-    return build_problem(**arguments, modifier=program[0], trained=program[1])
-
-
-_LENGTHS: Final = frozenset(name for name in INPUTS if OPERANDS[name].is_lengths)
-
-
-def _problem_key(
-    tensors: Mapping[str, TensorView],
-    options: CallOptions,
-    program: _Program = _NO_PROGRAM,
-) -> Hashable:
-    """None where the outcome depends on more: on lengths in host memory, or on options that are not told by a hash.
-
-    Types of options are part of it, because 1 equals True and 1.0 and is accepted for neither.
-    """
-    window = options.window_size
-    kinds = tuple(map(type, options)), tuple(map(type, window)) if isinstance(window, tuple) else ()
-    if not hash_tells(*kinds):
-        return None
-    facts: list[Hashable] = []
-    for name, x in tensors.items():
-        if name in _LENGTHS and x.device.type == "cpu":
-            return None
-        facts.append((name, x.shape, x.strides, x.dtype, x.device, x.ptr & 15))
-    return (*facts, options, kinds, program)
 
 
 def plain_options(options: CallOptions) -> CallOptions:
@@ -444,59 +384,3 @@ def plain_options(options: CallOptions) -> CallOptions:
         **flags,
         part=options.part,
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def hash_tells(options: tuple[type, ...], bounds: tuple[type, ...]) -> bool:
-    """Whether values of these types, and of a window's bounds, can be hashed and are equal only if they mean the same.
-
-    A list cannot, and a tensor is hashed by its identity: a table would grow by an entry a call.
-    """
-    scalars = (bool, int, float, str, type(None), np.bool_, np.number)
-    return all(kind in (tuple, Part) or issubclass(kind, scalars) for kind in options) and all(
-        issubclass(kind, scalars) for kind in bounds
-    )
-
-
-def rng_state(rng: Any, where: Device, producer_stream: int | None) -> RngState:
-    """``rng`` of the public functions as the kernels take it.
-
-    Values on the CPU are read now, values on the GPU ``where`` by the kernel. Signed 64-bit holders are read as
-    unsigned. One value instead of a pair is the seed, of offset 0.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Anything but None, an int, a tensor that holds one int64 on the CPU or on ``where``, or a pair of these.
-    """
-    if isinstance(rng, RngState):
-        return rng
-    if rng is None:
-        return philox.normalise_rng(None)
-    if not isinstance(rng, (tuple, list)) or len(rng) != 2:
-        numbers: Any = rng if isinstance(rng, (int, np.integer, tuple, list)) else None
-        rng = (rng, 0) if numbers is None else philox.normalise_rng(numbers)[:2]
-    words, addresses = [0, 0], [0, 0]
-    owners: list[Any] = [None, None]
-    for index, (x, name) in enumerate(zip(rng, ("rng seed", "rng offset"), strict=True)):
-        if isinstance(x, (int, np.integer)):
-            words[index] = philox.check_word(name, x)
-            continue
-        if not hasattr(x, "__dlpack__"):
-            raise TypeError(
-                f"{name}: got {shown(x)} of type {type(x).__name__}. rng is None, a seed or a pair (seed, offset), "
-                f"each an int, or a tensor that holds one int64. Of a generator, pass a number that it draws."
-            )
-        word = view(x, name, stream=producer_stream)
-        if word.dtype not in ("int64", "uint64") or any(n != 1 for n in word.shape):
-            raise ValueError(
-                f"{name}: got {word.dtype} of shape {word.shape}. A tensor must hold one int64: pass that, or an int."
-            )
-        if word.device.type == "cpu":
-            words[index] = int(as_numpy(word).reshape(())) & (2**64 - 1)
-        elif word.device == where:
-            addresses[index] = word.ptr
-            owners[index] = word
-        else:
-            raise ValueError(f"{name}: on {word.device}, but q is on {where}. Pass it on {where}, or as an int.")
-    return RngState(words[0], words[1], addresses[0], addresses[1], tuple(owners))

@@ -1,6 +1,6 @@
 """The one table of operands: every tensor that a call reads or writes, in the order of the kernels' params.
 
-Validation (`validation`), the params structs (`jit.params`), the addresses of a launch (`plans.plan`), the scratch
+Validation (`operand_checks`), the params structs (`jit.params`), the addresses of a launch (`plans.plan`), the scratch
 memory of the autotuner and the adapters of the frameworks are derived from it. To add an optional input, write
 
 * a row here, after the last input, and its name in `FurtherInputs`,

@@ -9,9 +9,9 @@ import numpy as np
 from ..base.dtypes import DTYPES
 from ..cpu.attention import check_indices
 from ..front.call import Call
-from ..front.problem import check_lengths
 from ..front.tensors import TensorView
 from ..front.tensorview import span
+from ..front.validation import check_lengths
 from ..runtime import driver
 
 

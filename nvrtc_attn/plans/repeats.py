@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..base import env, tables
-from ..front.call import Call, CallOptions, rng_state
+from ..front.call import Call, CallOptions
 from ..front.dlpack import compact_strides
 from ..front.operands import BACKWARD, FORWARD, OPERANDS
 from ..front.philox import NO_RNG, RngState
+from ..front.rng import rng_state
 from ..front.signature import Signature
 from ..front.tensors import Device, TensorView, current_stream
 from ..front.tensorview import span

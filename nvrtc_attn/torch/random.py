@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..base.forks import renew_in_child
-from ..front.call import rng_state
 from ..front.philox import NO_RNG, RngState
+from ..front.rng import rng_state
 from ..front.tensors import CPU, Device, TensorView
 
 _generator_lock = threading.Lock()
@@ -38,7 +38,7 @@ def draw_rng(q: torch.Tensor, k: torch.Tensor, packed: tuple[int, int | None, in
 def checked_rng(rng: Any, q: torch.Tensor) -> RngState:
     """``rng`` as the kernels take it; int64 tensors on q's device are read by them.
 
-    Errors are those of `nvrtc_attn.front.call.rng_state`.
+    Errors are those of `nvrtc_attn.front.rng.rng_state`.
     """
     state = rng_state(rng, Device("cuda", q.get_device()) if q.is_cuda else CPU, None)
     owners = tuple([x.owner if isinstance(x, TensorView) else x for x in state.owners])

@@ -14,7 +14,7 @@ import torch
 from ..base.errors import NotReadyError, UnsupportedError
 from ..base.forks import renew_in_child
 from ..base.log import log_once
-from ..front.validation import MAX_HEAD_DIM
+from ..front.operand_checks import MAX_HEAD_DIM
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _lock = threading.Lock()

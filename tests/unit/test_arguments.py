@@ -158,12 +158,12 @@ def test_a_wrong_dtype_is_a_value_error_of_one_kind() -> None:
 
 
 def test_refused_calls_leave_nothing_behind() -> None:
-    from nvrtc_attn.front import call
+    from nvrtc_attn.front import remembered
 
-    before = len(call._problems)
+    before = len(remembered._problems)
     for value in (np.array(6), np.array(6), object()):
         check(nvrtc_attn.attention, packed(), "max_seqlen_k", value)
-    assert len(call._problems) == before
+    assert len(remembered._problems) == before
 
 
 def test_the_cupy_adapter_names_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

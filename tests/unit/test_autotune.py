@@ -22,10 +22,11 @@ from nvrtc_attn import collect_env, heuristics
 from nvrtc_attn.base import log
 from nvrtc_attn.base.errors import CompileError, CudaError, DeviceFaultError
 from nvrtc_attn.commands import main
+from nvrtc_attn.front.build import build_problem
 from nvrtc_attn.front.call import CallOptions, describe_shapes
 from nvrtc_attn.front.operands import BACKWARD
 from nvrtc_attn.front.philox import RngState
-from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, build_problem, dense_layout
+from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.front.tensors import Device, TensorView
 from nvrtc_attn.heuristics import (
     MAX_CANDIDATES,

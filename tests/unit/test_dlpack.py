@@ -15,7 +15,7 @@ from dlpack_producer import BOGUS_POINTER, Producer
 
 from nvrtc_attn import UnsupportedError
 from nvrtc_attn.front import dlpack, tensors
-from nvrtc_attn.front.problem import build_problem
+from nvrtc_attn.front.build import build_problem
 from nvrtc_attn.front.tensors import as_numpy, view
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from nvrtc_attn import UnsupportedError
+from nvrtc_attn.front.build import build_problem
 from nvrtc_attn.front.dlpack import compact_strides
-from nvrtc_attn.front.problem import AttentionProblem, build_problem
+from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.front.tensors import Device, TensorView, view
 from nvrtc_attn.heuristics.common import features_of
 
@@ -551,7 +552,7 @@ class TestReport:
         code = (
             "import sys; sys.path.insert(0, sys.argv[1])\n"
             "import numpy as np\n"
-            "from nvrtc_attn.front.problem import build_problem\n"
+            "from nvrtc_attn.front.build import build_problem\n"
             "from nvrtc_attn.front.tensors import view\n"
             "q = view(np.zeros((1, 2, 3, 4), np.float32), 'q')\n"
             "i = view(np.zeros((1, 2, 3, 4), np.int32), 'i')\n"

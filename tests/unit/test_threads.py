@@ -27,7 +27,7 @@ from fake_driver import FakeGpu, installed, instant_compiler
 
 from nvrtc_attn.base import log
 from nvrtc_attn.base.errors import CudaError, DeviceFaultError
-from nvrtc_attn.front import call, philox, tensors
+from nvrtc_attn.front import philox, remembered, tensors
 from nvrtc_attn.front.call import CallOptions, describe
 from nvrtc_attn.front.operands import FORWARD
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
@@ -100,7 +100,7 @@ def _many_switches() -> Iterator[None]:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setenv("NVRTC_ATTN_BACKEND", "hopper")
-    for owner, table in ((plan, "_plans"), (plan, "_kernels"), (autotune, "_choices"), (call, "_problems")):
+    for owner, table in ((plan, "_plans"), (plan, "_kernels"), (autotune, "_choices"), (remembered, "_problems")):
         monkeypatch.setattr(owner, table, {})
     with instant_compiler(tmp_path / "kernels"), installed(FakeDriver([FakeGpu(), FakeGpu()])) as driver:
         assert isinstance(driver, FakeDriver)
@@ -227,8 +227,8 @@ def test_one_key_is_compiled_once(fake: FakeDriver) -> None:
 
 
 def test_equal_calls_are_one_problem_and_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "_problems", {})
-    monkeypatch.setattr(call, "_MAX_PROBLEMS", 5)
+    monkeypatch.setattr(remembered, "_problems", {})
+    monkeypatch.setattr(remembered, "_MAX_PROBLEMS", 5)
     arrays = [np.zeros((1, 8 + i, 2, 16), np.float16) for i in range(9)]
 
     def work(number: int) -> None:
@@ -242,7 +242,7 @@ def test_equal_calls_are_one_problem_and_the_table_is_bounded(monkeypatch: pytes
             assert described.problem.window_right == (0 if i & 1 else None)
 
     hammer(work)
-    assert len(call._problems) <= 5
+    assert len(remembered._problems) <= 5
 
 
 def test_choices_are_bounded_and_the_first_stays(monkeypatch: pytest.MonkeyPatch) -> None:
