@@ -13,6 +13,7 @@ import host_cuda
 import no_network
 import pytest
 import selection
+import turns
 
 no_network.forbid()
 # Before NumPy is imported: oracles of 16 workers with 16 threads each keep each other waiting most of the time.
@@ -23,6 +24,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 REPOSITORY = Path(__file__).resolve().parent.parent
 LEFT_OUT = pytest.StashKey[int]()
 """Tests that only ``--full`` runs."""
+WAITING = pytest.StashKey[int]()
+"""Tests that ``--turn`` leaves to another turn."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -65,8 +68,9 @@ def repository() -> Path:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="Run the full matrix, also what is marked slow.")
     parser.addoption(
-        "--turn", type=int, metavar="N", help="Leave out tests of kernels that did not change: tests/fingerprints.py."
-    )
+        "--turn", type=int, metavar="N",
+        help="Leave out tests of kernels that did not change, and those that wait: tests/fingerprints.py, turns.py.",
+    )  # fmt: skip
     parser.addoption(
         "--record", action="store_true", help="Write which tests of kernels passed: tests/fingerprints.py."
     )
@@ -113,6 +117,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_out(config, items, out)
     if (plugin := config.pluginmanager.get_plugin("fingerprints")) is not None:
         leave_out(config, items, plugin.left(items))
+    if (turn := config.option.turn) is not None:
+        out = [item for item in items if turns.waits(item, turn)]
+        config.stash[WAITING] = len(out)
+        leave_out(config, items, out)
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], out: list[pytest.Item]) -> None:
@@ -133,13 +141,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+        output["waiting"] = session.config.stash.get(WAITING, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Every worker collects, and leaves out, the same tests."""
-    config = node.config
-    config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", config.stash.get(LEFT_OUT, 0))
+    output = getattr(node, "workeroutput", {})
+    for key, name in ((LEFT_OUT, "left_out"), (WAITING, "waiting")):
+        node.config.stash[key] = output.get(name, node.config.stash.get(key, 0))
 
 
 @pytest.hookimpl(trylast=True)
@@ -149,6 +159,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("differences")
         for line in differences.table(reports):
             terminalreporter.write_line(line)
-    count = config.stash.get(LEFT_OUT, 0)
-    if count:
-        terminalreporter.write_line(selection.summary(count))
+    for key, summary in ((LEFT_OUT, selection.summary), (WAITING, turns.summary)):
+        if count := config.stash.get(key, 0):
+            terminalreporter.write_line(summary(count))

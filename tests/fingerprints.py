@@ -19,12 +19,12 @@ from typing import Any, Final
 
 import golden
 import pytest
+from turns import is_in_turn
 
 from nvrtc_attn.jit import headers
 from nvrtc_attn.jit.compile import key_of
 
 PASSED: Final = Path(__file__).resolve().parent / "golden" / "passed.txt"
-TURNS: Final = 10
 _DIGITS: Final = 16
 _PROPERTY: Final = "fingerprint"
 _OUTPUT: Final = "fingerprints"
@@ -48,11 +48,6 @@ def fingerprint(item: Any, seen: headers.Snapshot) -> str | None:
         return None
     text = [item.nodeid, _of_file(item.path), *(key_of(config, seen) for config in configs)]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:_DIGITS]
-
-
-def is_in_turn(text: str, turn: int) -> bool:
-    """Whether a test runs although nothing of it has changed."""
-    return (int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) - turn) % TURNS == 0
 
 
 class Plugin:

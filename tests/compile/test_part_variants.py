@@ -123,7 +123,7 @@ def writers_of_float32(arch: str, changes: dict[str, Any]) -> list[KernelConfig]
 
 
 @pytest.mark.compiles(kernels=writers_of_float32, in_table=False)
-@pytest.mark.slow(sample=["sm_89-head_dim=64"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [
@@ -178,7 +178,7 @@ def with_modifier(name: str, head_dim: int) -> list[KernelConfig]:
 
 
 @pytest.mark.compiles(kernels=with_modifier, in_table=False)
-@pytest.mark.slow(sample=["64-documents"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alibi", "relative bias", "documents"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_with_modifiers_of_a_part_compile_and_do_not_spill(name: str, head_dim: int) -> None:

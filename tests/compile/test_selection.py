@@ -12,6 +12,7 @@ from typing import Any
 import golden
 import pytest
 import selection
+import turns
 from architectures import ONE_OF_EACH_CLASS, architecture_class
 from child_environment import python_path
 
@@ -132,22 +133,26 @@ def test_a_parallel_run_says_what_it_left_out(repository: Path) -> None:
 
 @pytest.mark.parametrize("turn", [4, 5])
 def test_a_parallel_run_says_what_it_leaves_to_fingerprints(turn: int, repository: Path, tmp_path: Path) -> None:
-    """Of a list that has every test, in a turn that none is in but the fifth."""
+    """Of a list that has every test, in a turn that none is in but the fifth; and a test that waits for its turn."""
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
     (tmp_path / "all_known.py").write_text(
-        "import fingerprints\n"
+        "import fingerprints, pytest, turns\n"
         "class Known(frozenset):\n"
         "    def __contains__(self, text): return True\n"
         "fingerprints.known = Known\n"
-        "fingerprints.is_in_turn = lambda text, turn: turn == 5\n"
+        "fingerprints.is_in_turn = turns.is_in_turn = lambda text, turn, *_: turn == 5\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    next(x for x in items if 'no_cache_directory' in x.nodeid).add_marker(pytest.mark.turns(3))\n"
     )
     kernels, others = "tests/compile/test_hopper_backward_variants.py", "tests/unit/test_env.py"
     output = pytest_run(
         repository, "-p", "all_known", "-p", "no:cacheprovider", "-n", "2", "--full", "--turn", str(turn), kernels,
-        others, "-k", "eight_columns and 32-2 or raw_backend", PYTHONPATH=python_path(repository / "tests", tmp_path),
+        others, "-k", "eight_columns and 32-2 or raw_backend or no_cache",
+        PYTHONPATH=python_path(repository / "tests", tmp_path),
     )  # fmt: skip
     assert ("1 tests of kernels that passed.txt knows were left out: --turn" in output) == (turn == 4)
-    assert f"{turn - 3} passed" in output
+    assert (turns.summary(1) in output) == (turn == 4)
+    assert f"{1 if turn == 4 else 3} passed" in output
 
 
 def run_of(directory: Path, *arguments: str, **options: Any) -> Any:

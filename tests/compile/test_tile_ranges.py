@@ -68,7 +68,7 @@ def kernels(
 
 
 @pytest.mark.compiles(kernels=kernels, in_table=False)
-@pytest.mark.slow(sample=["causal documents-64-hopper"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "head_dim", "backend"), VARIANTS)
 def test_kernels_do_not_spill(name: str, head_dim: int, backend: str) -> None:
     for config in kernels(name, head_dim, backend):

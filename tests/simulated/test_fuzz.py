@@ -62,11 +62,13 @@ def test_the_textbook_with_a_modifier_is_the_reference(name: str, softcap: float
             np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_problem_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = fuzz_simulated.run("9.0", 1, 1, 0, 1e9, with_modifiers=True)
     assert not wrong, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Scores, and with them the gradients, that are a hundredth larger than the oracle's."""
     own = fuzz_simulated.OnHost.__call__

@@ -133,12 +133,10 @@ MEASURED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "name", "known", "options"),
-    [
-        pytest.param(*x, marks=[] if i == 1 else [pytest.mark.slow], id=f"{x[0]}-{x[1]}-{i}")
-        for i, x in enumerate(MEASURED)
-    ],
+    [pytest.param(*x, id=f"{x[0]}-{x[1]}-{i}") for i, x in enumerate(MEASURED)],
 )
 def test_measured_plans(
     gpu: str, name: str, known: bool, options: dict[str, Any], machine: Any, monkeypatch: pytest.MonkeyPatch,
@@ -247,7 +245,8 @@ def test_warp_groups_pass_over_tiles_that_hide_their_rows(
     )
 
 
-@pytest.mark.parametrize("bits", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [True, False])
 def test_key_tiles_of_more_words_than_a_warp_reads_at_once(
     bits: bool, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_sections_that_the_heuristics_refer_to_exist(repository: Path) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.turns(3)
 def test_what_the_documents_show_runs(program: documents.Program, tmp_path: Path) -> None:
     """On the CPU, as far as it can; tests/gpu runs all of it."""
     reason = documents.run(program, on_gpu=False, cwd=tmp_path)

@@ -100,6 +100,7 @@ def test_numpy_attention(repository: Path, tmp_path: Path) -> None:
     assert "equal to one call each" in out
 
 
+@pytest.mark.turns(3)
 def test_jax_attention(repository: Path, tmp_path: Path) -> None:
     out = run(repository, "jax_attention.py", cwd=tmp_path)
     if not installed("jax"):
@@ -153,6 +154,7 @@ def test_sizes_of_a_gpt_that_there_cannot_be(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.turns(3)
 def test_train_gpt(repository: Path, tmp_path: Path) -> None:
     sizes = ("--steps", "6", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "2")
     out = run(repository, "train_gpt.py", "--compare", *sizes, cwd=tmp_path)
@@ -170,6 +172,7 @@ def test_train_gpt(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "all_gather"])
+@pytest.mark.turns(3)
 def test_training_in_two_processes_is_training_in_one(repository: Path, tmp_path: Path, strategy: str) -> None:
     """By one command on gloo, with dropout: every step's loss is that of a single process on whole sequences."""
     if not installed("torch"):
@@ -196,6 +199,7 @@ def test_numpy_modifiers(repository: Path, tmp_path: Path) -> None:
     assert_learned(run(repository, "numpy_modifiers.py", cwd=tmp_path), ["out", "gradient of the table"])
 
 
+@pytest.mark.turns(3)
 def test_torch_modifiers(repository: Path, tmp_path: Path) -> None:
     """The same by autograd, with sinks and dropout in packed documents."""
     out = run(repository, "torch_modifiers.py", cwd=tmp_path)
@@ -205,6 +209,7 @@ def test_torch_modifiers(repository: Path, tmp_path: Path) -> None:
     assert_learned(out, ["out", "gradient of the table", "gradient of the sinks"])
 
 
+@pytest.mark.turns(3)
 def test_jax_modifiers(repository: Path, tmp_path: Path) -> None:
     """The same under jax.jit, where the table is a tracer."""
     out = run(repository, "jax_modifiers.py", cwd=tmp_path)

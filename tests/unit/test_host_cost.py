@@ -207,6 +207,7 @@ CALLS = {"torch": torch_call, "packed": packed_call, "sdpa": sdpa_call, "core": 
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.turns(3)
 def test_a_repeated_call_launches_what_a_first_one_does(
     fake: Recorder, monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]
 ) -> None:
@@ -511,6 +512,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("door", [*DOORS, "operator"])
 @pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.turns(3)
 def test_no_other_call_is_taken_for_a_known_one(door: str, other: str) -> None:
     call = (DOORS | {"operator": operator})[door]
     q, k, v = tensors_of(door)

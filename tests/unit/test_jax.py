@@ -74,6 +74,7 @@ def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
 
 
 @pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.turns(3)
 def test_forward(jit: bool) -> None:
     q, k, v, bias = arrays()
     mask = jax.random.bernoulli(jax.random.key(9), 0.8, (B, 1, 1, N))
@@ -86,6 +87,7 @@ def test_forward(jit: bool) -> None:
     close((out, lse), dense(q, k, v, bias, True, mask))
 
 
+@pytest.mark.turns(3)
 def test_gradients_through_out_lse_and_bias() -> None:
     weight = jax.random.normal(jax.random.key(5), (B, M, H, KV))
 
@@ -125,6 +127,7 @@ def test_gradient_of_the_bias_is_computed_only_when_wanted(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
+@pytest.mark.turns(3)
 def test_vmap_of_gradients(axes: tuple[int | None, int | None]) -> None:
     q, k, v, bias = arrays()
     x = [jnp.stack([a, 2 * a, a - 1]) if axis == 0 else a for a, axis in zip((q, bias), axes, strict=True)]
@@ -136,6 +139,7 @@ def test_vmap_of_gradients(axes: tuple[int | None, int | None]) -> None:
     close(found, gradient(lambda q, b: dense(q, k, v, b, True)[0])(*x), 2e-4)
 
 
+@pytest.mark.turns(3)
 def test_gradient_of_vmap_and_scan() -> None:
     q, k, v, _ = arrays()
     stacked = jnp.stack([q, 2 * q])
@@ -212,6 +216,7 @@ def test_gradient_with_dropout_uses_the_forward_mask() -> None:
     assert slope == pytest.approx(float(loss(v + direction) - loss(v)), rel=1e-3, abs=1e-2)
 
 
+@pytest.mark.turns(3)
 def test_packed_sequences() -> None:
     x = arrays()[0][:1]
     offsets = jnp.asarray([0, 10, M], np.int32)

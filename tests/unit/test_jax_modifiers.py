@@ -98,6 +98,7 @@ MASKS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", SCORES)
+@pytest.mark.turns(3)
 def test_scores(name: str, jit: bool) -> None:
     call = lambda q, k, v: attention(q, k, v, score_mod=SCORES[name])  # noqa: E731
     found = (jax.jit(call) if jit else call)(*arrays())
@@ -125,6 +126,7 @@ def test_numbers_are_given_at_run_time() -> None:
 
 
 @pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.turns(3)
 def test_gradients_of_what_a_function_captured(jit: bool) -> None:
     """Of arrays that are tracers while the function is traced: a table, slopes read in both ways, a scalar."""
 

@@ -433,6 +433,7 @@ def run(cases: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
 
 @pytest.mark.slow(sample=[x for x in SAMPLE if x not in PLACED])
 @pytest.mark.parametrize("case", [*CASES, *TWO])
+@pytest.mark.turns(3)
 def test_devices_together_compute_the_whole(case: str, found: dict[str, Any]) -> None:
     """The loss, out, dq, dk, dv, dbias and of captured arrays, relative to their largest value."""
     check(case, found, 1e-2 if "bfloat16" in case else 2e-5)
@@ -464,6 +465,7 @@ def test_what_runs_without_full_has_every_feature_by_every_strategy() -> None:
 @pytest.mark.parametrize(
     ("program", "said"), [(EMPTY, "all alike"), (REFUSED, "all refused")], ids=["empty", "refused"]
 )
+@pytest.mark.turns(3)
 def test_small_programs_of_two_devices(program: str, said: str, repository: Path) -> None:
     """No rows and no keys, where a sink is all that rows see, by every strategy and layout; and what is refused by
     name, values of more tokens than keys among it, whose first tokens were taken."""

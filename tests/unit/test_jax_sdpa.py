@@ -60,6 +60,7 @@ def test_signature() -> None:
 @pytest.mark.parametrize("lengths", [(6, 6), (4, 7), (7, 4)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, 3, (4, 1), (0, 4), (6, 3)])
+@pytest.mark.turns(3)
 def test_causal_and_windows(lengths: tuple[int, int], is_causal: bool, window: Any) -> None:
     """Aligned to the first query and key, in every combination. Rows without a key: see below."""
     rows, columns = lengths
@@ -78,6 +79,7 @@ def test_causal_and_windows(lengths: tuple[int, int], is_causal: bool, window: A
 
 
 @pytest.mark.parametrize(("with_mask", "queries", "keys"), list(itertools.product((False, True), repeat=3)))
+@pytest.mark.turns(3)
 def test_masks_and_lengths(with_mask: bool, queries: bool, keys: bool) -> None:
     q, k, v, bias = arrays(5, 7)
     mask = jax.random.bernoulli(jax.random.key(2), 0.7, (2, 1, 5, 7)).at[..., 0].set(True) if with_mask else None

@@ -137,6 +137,7 @@ def found(repository: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.turns(3)
 def test_batch_and_heads_stay_split_and_the_numbers_are_the_same(case: str, found: dict[str, Any]) -> None:
     moves, same, part, apart = found[case]
     number("JAX, sharded", apart, "float32")

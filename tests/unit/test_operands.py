@@ -259,6 +259,7 @@ print("followed")
 """
 
 
+@pytest.mark.turns(3)
 def test_everything_but_the_kernel_follows_a_new_row(repository: Path, tmp_path: Path) -> None:
     """A copy of the package with one row more, and nothing else."""
     copied = tmp_path / "nvrtc_attn"

@@ -66,7 +66,9 @@ def run(size: int, directory: Path, *programs: str, device: str = "cpu") -> dict
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.turns(5, 0)), pytest.param(4, marks=pytest.mark.turns(5, 1))]
+)
 def test_ranks_together_compute_the_whole(size: int, tmp_path: Path) -> None:
     """Every strategy forward and backward, the dropout mask bit for bit, lengths that do not divide, faults."""
     programs = (
@@ -86,6 +88,7 @@ def test_ranks_together_compute_the_whole(size: int, tmp_path: Path) -> None:
     assert not any(found.values()), "\n".join(f"{name}: {fault}" for name, faults in found.items() for fault in faults)
 
 
+@pytest.mark.turns(5, 2)
 def test_programs_of_ranks_are_one_graph(tmp_path: Path) -> None:
     """By inductor, with dynamic shapes; faults, checkpoints, fakes; what one rank does not use the others still get."""
     found = run(2, tmp_path, "inductor", "programs")
@@ -93,25 +96,30 @@ def test_programs_of_ranks_are_one_graph(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="enable_sdpa needs torch 2.9.1")
+@pytest.mark.turns(3)
 def test_torchs_own_context_parallel_runs_these_kernels(tmp_path: Path) -> None:
     """Under `enable_sdpa` its ring calls them step by step; a call of sharded tokens is not taken as a whole."""
     assert run(2, tmp_path, "torchs_ring") == {"torchs_ring": []}
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("program", ["killed", "killed_backward"])
 def test_a_rank_that_is_gone_lets_the_others_fail(program: str, tmp_path: Path) -> None:
     assert run(2, tmp_path, program) == {program: []}
 
 
+@pytest.mark.turns(5, 4)
 def test_a_rank_without_memory_lets_the_others_fail(tmp_path: Path) -> None:
     assert run(2, tmp_path, "exhausted") == {"exhausted": []}
 
 
+@pytest.mark.turns(5, 4)
 def test_dtensors_are_refused_and_their_local_tensors_work(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.tensor", reason="torch.distributed.tensor needs torch 2.5")
     assert run(2, tmp_path, "distributed") == {"distributed": []}
 
 
+@pytest.mark.turns(5, 3)
 @pytest.mark.parametrize("size", [2, 4])
 def test_dtensors_of_sharded_batch_and_heads_are_the_whole(size: int, tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.tensor", reason="torch.distributed.tensor needs torch 2.5")

@@ -280,6 +280,7 @@ def test_many_random_problems_are_the_whole(name: str, size: int, monkeypatch: p
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
+@pytest.mark.turns(3)
 def test_packed_sequences_are_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents cut anywhere, with windows, dropout and sinks: empty ones, one token, more ranks than tokens."""
     faults = []
@@ -352,6 +353,7 @@ def check_modified(given: Modified, name: str, size: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
+@pytest.mark.turns(3)
 def test_modifiers_get_the_positions_of_the_whole(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zigzag chunks, fetched keys and shares of heads: indices, captured arrays and their gradients are the whole's."""
     faults = []

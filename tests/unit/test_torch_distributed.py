@@ -17,6 +17,7 @@ import nvrtc_attn.torch as na  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", train_ranks.KINDS)
+@pytest.mark.turns(3)
 def test_two_processes_train_as_one(kind: str, repository: Path, tmp_path: Path) -> None:
     """Half of the batch each, the gradient of a shared bias included."""
     train_ranks.check(kind, "cpu", repository, tmp_path / "store")

@@ -122,6 +122,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.turns(3)
 def test_functions_beside_other_arguments(name: str, way: str) -> None:
     """out, lse and all gradients, also of the captured tensors and through the lse."""
     x = inputs()

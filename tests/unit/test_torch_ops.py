@@ -76,6 +76,7 @@ def detached(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", problems())
+@pytest.mark.turns(3)
 def test_opcheck(name: str) -> None:
     given = problems()[name]
     torch.library.opcheck(FORWARD, (*given, True, name in ("sink", "packed")))
@@ -133,6 +134,7 @@ def fresh() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.turns(3)
 def test_compiled_whole(name: str, dynamic: bool) -> None:
     """F21: fullgraph died at ``is_neg``, and without it Dynamo walked into the NumPy reference."""
 
@@ -146,6 +148,7 @@ def test_compiled_whole(name: str, dynamic: bool) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
+@pytest.mark.turns(3)
 def test_one_dynamic_program_serves_all_lengths() -> None:
     def call(q: Any, k: Any, v: Any) -> Any:
         return na.attention(q, k, v, causal=True)
@@ -173,6 +176,7 @@ needs_compiler = pytest.mark.skipif(
         pytest.param(False, "max-autotune", id="max-autotune"),
     ],
 )
+@pytest.mark.turns(3)
 def test_inductor(dynamic: bool, mode: str | None) -> None:
     """Its code asserts the strides that the fake tensors had."""
 
@@ -240,6 +244,7 @@ def test_export(strict: bool) -> None:
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.turns(3)
 def test_aot_inductor_package_runs_in_python(tmp_path: Path) -> None:
     layer, x = Layer().eval(), torch.randn(2, 6, 16)
     with torch.no_grad():
@@ -347,6 +352,7 @@ def transformed(how: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("how", ["grad", "vmap of grad", "grad of vmap"])
+@pytest.mark.turns(3)
 def test_transformations_compile_whole(how: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     inputs = [x.detach() for x in with_bias(tensors())]
@@ -365,6 +371,7 @@ BATCHED = {
 
 @pytest.mark.parametrize("how", ["is_grads_batched", "jacobian", "vmap"])
 @pytest.mark.parametrize("name", [*BATCHED, "heads first"])
+@pytest.mark.turns(3)
 def test_a_batch_of_gradients(name: str, how: str) -> None:
     """Rows of it are those of one gradient after the other, from an output that eager calls made."""
     inputs = with_bias(tensors())

@@ -74,6 +74,7 @@ class Call:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("which", ["qkv", "kv"])
+@pytest.mark.turns(3)
 def test_results_and_gradients_are_those_of_views(which: str, name: str) -> None:
     call = Call(which, OPTIONS[name], batch=1 if OPTIONS[name] is PACKED else 2)
     call.compare(call.by_door)
@@ -99,6 +100,7 @@ def operators(inputs: list[Any], call: Callable[..., Any], gradients: Any = None
 
 
 @pytest.mark.parametrize("which", ["qkv", "kv"])
+@pytest.mark.turns(3)
 def test_no_program_puts_the_gradient_together(which: str) -> None:
     call = Call(which, {"causal": True})
     names = operators(call.inputs, call.by_door)
@@ -139,6 +141,7 @@ def test_no_copy_is_made_of_it_outside_of_programs_either() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "dropout", "bias", "sink", "sequences"])
 @pytest.mark.parametrize("which", ["qkv", "kv"])
+@pytest.mark.turns(3)
 def test_opcheck(which: str, name: str) -> None:
     call = Call(which, OPTIONS[name], batch=1 if OPTIONS[name] is PACKED else 2)
     parts = packed_ops.views(*((None, *call.inputs[:1]) if which == "qkv" else call.inputs[:2]))

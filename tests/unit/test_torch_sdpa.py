@@ -156,6 +156,7 @@ def test_dropout_and_autocast() -> None:
         assert na.scaled_dot_product_attention(q, k, v, torch.zeros(5, 7)).dtype is torch.bfloat16
 
 
+@pytest.mark.turns(3)
 def test_compiled_whole() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(na.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -431,6 +432,7 @@ TRANSFORMED: dict[str, Any] = {
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("how", TRANSFORMED)
+@pytest.mark.turns(3)
 def test_transformations_of_torchs_calls_are_taken(how: str, compiled: bool) -> None:
     torch._dynamo.reset()
     inputs = [x.float() for x in tensors((2, 2, 3, 8), *((2, 2, 4, 8),) * 2, (2, 1, 3, 4))]

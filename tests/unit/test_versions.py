@@ -122,6 +122,7 @@ for door in sys.argv[1:]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each door is opened in a fork of a process that has torch")
+@pytest.mark.turns(3)
 def test_every_door_of_torch_warns_once() -> None:
     """Whatever is imported first, and nothing but it: a line about torch, and no second one."""
     pytest.importorskip("torch", reason="torch is not installed")
