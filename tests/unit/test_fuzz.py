@@ -74,6 +74,7 @@ def test_kernels_are_known_without_a_gpu() -> None:
 
 @pytest.mark.slow(sample=["60"])
 @pytest.mark.parametrize("count", [60, 200])
+@pytest.mark.turns(3)
 def test_a_slice_on_the_cpu(count: int) -> None:
     outcome, indices = fuzz.cpu_campaign(SEED, 0, count, 4_000)
     assert outcome.done == len(indices) == count

@@ -122,6 +122,7 @@ def including(root: Path, name: str) -> set[str]:
 @pytest.mark.slow(sample=["4"])
 @pytest.mark.reliability(88)
 @pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.turns(3)
 def test_an_edit_of_our_code_changes_the_digest_of_the_kernels_that_include_it(step: int, install: Path) -> None:
     """Of every header, or of every fourth one and of those that are named below."""
     root = install / "_include"

@@ -25,6 +25,7 @@ from nvrtc_attn.front.tensors import Device
 Cuts = tuple[list[slice], list[slice], list[slice], list[slice]]
 PROBLEMS = 60
 FULL_PROBLEMS = 2000
+"""A tenth of them in every turn: all take six minutes of one core."""
 
 
 def pieces(rng: np.random.Generator, size: int, most: int, step: int = 1) -> list[slice]:
@@ -161,8 +162,10 @@ def test_random_problems_in_parts_are_the_whole() -> None:
 
 
 @pytest.mark.slow
-def test_many_random_problems_in_parts_are_the_whole() -> None:
-    faults = [fault for case, cuts in dense_cases(6, FULL_PROBLEMS) for fault in check(case, cuts)]
+@pytest.mark.parametrize("tenth", [pytest.param(i, marks=pytest.mark.turns(10, i)) for i in range(10)])
+def test_many_random_problems_in_parts_are_the_whole(tenth: int) -> None:
+    problems = itertools.islice(dense_cases(6, FULL_PROBLEMS), tenth, None, 10)
+    faults = [fault for case, cuts in problems for fault in check(case, cuts)]
     assert not faults, "\n".join(faults[:5])
 
 

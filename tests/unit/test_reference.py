@@ -168,6 +168,7 @@ def gradient_cases() -> Iterator[cases.Case]:
 )
 @pytest.mark.reliability(32)
 @pytest.mark.parametrize("case", list(gradient_cases()), ids=lambda case: case.name)
+@pytest.mark.turns(3)
 def test_gradients_equal_finite_differences(case: cases.Case) -> None:
     # d/dt loss(x + t u) at 0, central, with loss = <dout, out> + <dlse, lse>: error O(step^2) + O(eps / step).
     arrays = {name: x.astype(np.float64) if x.dtype == np.float32 else x for name, x in cases.make_arrays(case).items()}

@@ -166,6 +166,7 @@ def state_of(directory: Path) -> list[tuple[str, int, int, int]]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.slow(sample=["1000"])
 @pytest.mark.parametrize("pairs", [1_000, 5_000])
+@pytest.mark.turns(3)
 def test_ten_thousand_calls_leave_nothing_behind(pairs: int, fake: BusyDriver) -> None:
     """And the first 2,000 of them, which takes a second."""
     tensors = Tensors()
