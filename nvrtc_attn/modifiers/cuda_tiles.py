@@ -1,7 +1,7 @@
 """A mask as C++ that decides about whole tiles: the text of the kernel that finds those which it leaves nothing of.
 
-The rules are those of ``intervals``, spelled in ``cuda_src/nvrtc_attn/collective/tile_ranges.cuh``. The bytes that a
-launch passes are those of the attention kernel's own text (``cuda``), so that one block of them serves both.
+The rules are those of ``interval_rules``, spelled in ``cuda_src/nvrtc_attn/collective/tile_ranges.cuh``. The bytes that
+a launch passes are those of the attention kernel's own text (``cuda``), so that one block of them serves both.
 """
 
 from __future__ import annotations
