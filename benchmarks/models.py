@@ -6,10 +6,12 @@
 
 Cases are in `model_cases.py`, rivals in `peers.py` ($FA3_DIR for FlashAttention-3). For every case and direction the
 functions run in turn, with a rest before each; one that took 1.5 times the fastest's time in the first round is not
-run again. Outputs and gradients of every rival are compared with ours: one that computes something else is left out,
-and said so. NAME.json is written after every case, so that a run that is cut short is worth what it did, and
-``--resume`` goes on from it. Kernels are compiled first, by several processes. ``--dry-run`` runs tiny cases on the CPU
-beside the definition. Ratios are times of the other over ours: above 1, ours is faster.
+run again. Passes below 0.25 ms are then timed from CUDA graphs, everybody's: autograd's thread takes 0.06 to 0.25 ms of
+the host, whatever its kernels take, and that is the subject of `host.py`; times without a graph are kept as
+``NAME.DIRECTION.eager``. Outputs and gradients of every rival are compared with ours: one that computes something else
+is left out, and said so. NAME.json is written after every case, so that a run that is cut short is worth what it did,
+and ``--resume`` goes on from it. Kernels are compiled first, by several processes. ``--dry-run`` runs tiny cases on the
+CPU beside the definition. Ratios are times of the other over ours: above 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,8 @@ TOLERANCES = (0.02, 0.1)
 """Largest relative distance (Frobenius norm) of a rival's output and gradients from ours; both are in 16 bits."""
 HOPELESS = 1.5
 """Times the fastest, from which on one round is enough."""
+GRAPH_MS = 0.25
+"""A pass that somebody's kernels take less time for is timed from CUDA graphs."""
 QUICK_CASES = 45
 FA4_CACHE = {
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
@@ -52,6 +56,7 @@ class Running:
     """The calls of one provider on one case: forward without a graph, and backward of one graph."""
 
     def __init__(self, call: peers.Call, backward: bool) -> None:
+        self.call = call
         self.context = call.context
         self.functions: dict[str, Callable[[], Any]] = {}
 
@@ -72,6 +77,28 @@ class Running:
                 self.functions["bwd"] = gradients
                 self.results += [*map(call.view, (q, k, v)), *dbias]
 
+    def graph(self, which: str) -> Callable[[], Any]:
+        """Replays one pass of the direction ``which`` from a CUDA graph."""
+        call, stream, graph = self.call, torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        replay: Callable[[], Any] = graph.replay
+        stream.wait_stream(torch.cuda.current_stream())
+        with call.context(), torch.cuda.stream(stream):  # autograd runs a node on the stream of its forward pass
+            if which == "fwd":
+                run = self.functions["fwd"]
+            else:
+                out = call.run()
+
+                def run() -> Any:
+                    return torch.autograd.grad(out, call.leaves, call.dout, retain_graph=True)
+
+            for _ in range(3):
+                run()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                run()
+        torch.cuda.synchronize()
+        return replay
+
 
 def distances(found: Running, expected: Running, seen: torch.Tensor | None) -> tuple[float, float]:
     """Relative distance of outputs, and the largest of gradients; rows without a key do not count."""
@@ -85,7 +112,7 @@ def distances(found: Running, expected: Running, seen: torch.Tensor | None) -> t
     return most[0], most[1]
 
 
-def slow(times: dict[str, float]) -> Container[str]:
+def slow(times: dict[str, float]) -> set[str]:
     """Functions ``name.direction`` that took `HOPELESS` times the fastest of their direction; never one of ours."""
     best = {which: min((t for key, t in times.items() if key.endswith(which)), default=0.0) for which in DIRECTIONS}
     return {key for key, t in times.items() if not key.startswith("ours.") and t > HOPELESS * best[key[-3:]]}
@@ -117,6 +144,8 @@ def measure_case(case: Case, rivals: list[str], device: str, rounds: int, rep_ms
         times = {key: {"ms": wall_ms(function), "spread": 0.0} for key, function in functions.items()}
     else:
         times = in_turn(functions, rounds=rounds, rep_ms=rep_ms, contexts=contexts, hopeless=slow)
+        for which in running["ours"].functions:
+            row |= from_graphs(times, running, which, rounds, rep_ms)
     for key, value in times.items():
         row[key], row[f"{key}.spread"] = value["ms"], value["spread"]
     flops = case.flops()
@@ -131,6 +160,29 @@ def measure_case(case: Case, rivals: list[str], device: str, rounds: int, rep_ms
         read = 2 * case.b * case.seqlen_k * case.heads_kv * (case.d + case.head_dim_v)
         row["GB/s"] = 1e-6 * read / row["ours.fwd"]
     return row
+
+
+def from_graphs(
+    times: dict[str, dict[str, float]], running: dict[str, Running], which: str, rounds: int, rep_ms: int
+) -> dict[str, Any]:
+    """Put the times of graphs into ``times`` where a pass is short; times without one are returned, for the row.
+
+    A pass that cannot be captured keeps its time, and so does everybody else's of that direction: the row says why.
+    """
+    mine = {f"{name}.{which}": each for name, each in running.items() if which in each.functions}
+    if min(times[key]["ms"] for key in mine) >= GRAPH_MS:
+        return {}
+    kept = mine.keys() - set(slow({key: times[key]["ms"] for key in mine}))
+    graphs: dict[str, Callable[[], Any]] = {}
+    for key in sorted(kept):
+        try:
+            graphs[key] = mine[key].graph(which)
+        except Exception as error:
+            torch.cuda.synchronize()
+            return {f"{which}.eager": f"{key}: {type(error).__name__}: {str(error).splitlines()[0][:150]}"}
+    eager = {f"{key}.eager": times[key]["ms"] for key in kept}
+    times |= in_turn(graphs, rounds=rounds, rep_ms=rep_ms)
+    return eager
 
 
 def wall_ms(function: Callable[[], Any]) -> float:
