@@ -96,11 +96,13 @@ def run_passes(chosen: Iterable[Pair]) -> None:
 
 
 def profile(path: Path, only: str) -> None:
-    """Write `ncu`'s counters of every kernel to the CSV file ``path``."""
+    """Write `ncu`'s counters of every kernel to the CSV file ``path``; kernels are compiled before, without it."""
+    passes = [sys.executable, str(Path(__file__).resolve()), "--run", "--only", only]
+    subprocess.run(passes, check=True)
     sections = [word for name in SECTIONS for word in ("--section", name)]
     command = ["ncu", "--csv", "--page", "raw", "--profile-from-start", "off", "--nvtx", "--clock-control", "none",
                "--print-units", "base", *sections, "--metrics", ",".join(COUNTERS.values()), "--log-file", str(path),
-               sys.executable, str(Path(__file__).resolve()), "--run", "--only", only]  # fmt: skip
+               *passes]  # fmt: skip
     subprocess.run(command, check=True)
 
 

@@ -78,7 +78,13 @@ class Running:
                 self.results += [*map(call.view, (q, k, v)), *dbias]
 
     def graph(self, which: str) -> Callable[[], Any]:
-        """Replays one pass of the direction ``which`` from a CUDA graph."""
+        """Replays one pass of the direction ``which`` from a CUDA graph; its function without one is gone.
+
+        That one's graph of nodes is of the default stream, and would have the captured pass wait for it.
+        """
+        if which == "bwd":
+            self.functions[which] = lambda: None
+            gc.collect()
         call, stream, graph = self.call, torch.cuda.Stream(), torch.cuda.CUDAGraph()
         replay: Callable[[], Any] = graph.replay
         stream.wait_stream(torch.cuda.current_stream())
@@ -144,6 +150,7 @@ def measure_case(case: Case, rivals: list[str], device: str, rounds: int, rep_ms
         times = {key: {"ms": wall_ms(function), "spread": 0.0} for key, function in functions.items()}
     else:
         times = in_turn(functions, rounds=rounds, rep_ms=rep_ms, contexts=contexts, hopeless=slow)
+        functions.clear()
         for which in running["ours"].functions:
             row |= from_graphs(times, running, which, rounds, rep_ms)
     for key, value in times.items():
@@ -178,11 +185,18 @@ def from_graphs(
         try:
             graphs[key] = mine[key].graph(which)
         except Exception as error:
-            torch.cuda.synchronize()
+            after_a_failed_capture()
             return {f"{which}.eager": f"{key}: {type(error).__name__}: {str(error).splitlines()[0][:150]}"}
     eager = {f"{key}.eager": times[key]["ms"] for key in kept}
     times |= in_turn(graphs, rounds=rounds, rep_ms=rep_ms)
     return eager
+
+
+def after_a_failed_capture() -> None:
+    """The random number generator is told by the end of a capture, of one that succeeded, that there is none."""
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
 
 
 def wall_ms(function: Callable[[], Any]) -> float:
