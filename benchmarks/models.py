@@ -86,7 +86,6 @@ class Running:
             self.functions[which] = lambda: None
             gc.collect()
         call, stream, graph = self.call, torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        replay: Callable[[], Any] = graph.replay
         stream.wait_stream(torch.cuda.current_stream())
         with call.context(), torch.cuda.stream(stream):  # autograd runs a node on the stream of its forward pass
             if which == "fwd":
@@ -103,6 +102,10 @@ class Running:
             with torch.cuda.graph(graph, stream=stream):
                 run()
         torch.cuda.synchronize()
+
+        def replay(keep: Any = run) -> None:  # what the pass reads lives as long as its graph
+            graph.replay()
+
         return replay
 
 
