@@ -212,6 +212,7 @@ def faults(rank: int, size: int, device: Any) -> Found:
     x = torch.zeros(1, cp.local_seqlen, 2, 8, device=device)
     cp.attention(x, x, x)
     found += refused("options", "options differs", lambda: cp.attention(x, x, x, causal=rank == 0))
+    found += refused("lse", "return_lse differs", lambda: cp.attention(x, x, x, return_lse=rank == 0))
     kinds: tuple[Callable[[int], Any], ...] = (
         int, np.int64, torch.tensor, lambda n: (3, torch.tensor(n)), lambda n: 3 if n else None,
     )  # fmt: skip
@@ -242,6 +243,13 @@ def faults(rank: int, size: int, device: Any) -> Found:
         "score_mod", "score_mod, mask_mod differs",
         lambda: cp.attention(x, x, x, score_mod=lambda s, b, h, q, k: s + slope * (q - k)),
     )  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        table = torch.zeros(2, dtype=dtype, device=device)
+        table[1] = rank > 0
+        found += refused(
+            f"contents in {dtype}", "contents of captured arrays differs",
+            lambda t=table: cp.attention(x, x, x, score_mod=lambda s, b, h, q, k: s + t[h]),
+        )  # fmt: skip
     return found
 
 
@@ -480,6 +488,45 @@ def rows(rank: int, size: int, device: Any) -> Found:
                 error = float((x - y).abs().max())
                 if not error < 1e-4:
                     found.append(f"{strategy} {seqlen} {one_row} {list(keywords)}: {name} {error:.3g}")
+    return found
+
+
+def used_by_some(rank: int, size: int, device: Any) -> Found:
+    """Ranks whose loss has the lse, the out, both or neither of a call send the same messages, in programs too."""
+    found: Found = []
+    pairs = [("ulysses", "ring")] if size == 4 else []
+    generator = torch.Generator(device).manual_seed(1)
+    q, k, v = (torch.randn(1, 24, 4, 8, device=device, generator=generator) for _ in range(3))
+    weights = torch.randn(1, 24, 4, 8, device=device, generator=generator)
+    of_out, of_lse = ((1.0, 0.0, 0.0, 1.0)[:size], (0.0, 1.0, 0.0, 1.0)[:size])
+
+    def loss(out: Any, lse: Any, weight: Any, uses_out: float, uses_lse: float) -> Any:
+        total = 0.0 * out[:, :1].sum() if uses_out or not uses_lse else 0.0
+        if uses_out:
+            total = total + (out * weight).sum()
+        return total + lse.square().sum() if uses_lse else total
+
+    for strategy in ("all_gather", "ring", "ulysses", *pairs):
+        mesh = init_device_mesh(torch.device(device).type, (2, 2)) if isinstance(strategy, tuple) else None
+        for compiled in (False, True):
+            cp = ContextParallel(mesh, seqlen=24, strategy=strategy, layout="contiguous", check="always")
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out, lse = nvrtc_attn.torch.attention(*leaves, causal=True, return_lse=True)
+            shares = zip(out.chunk(size, 1), lse.chunk(size, 2), weights.chunk(size, 1), of_out, of_lse, strict=True)
+            expected = torch.autograd.grad(sum(loss(*share) for share in shares), leaves)
+            mine = [cp.shard(x).detach().requires_grad_() for x in (q, k, v)]
+
+            def call(*tensors: Any, cp: ContextParallel = cp) -> Any:
+                return cp.attention(*tensors, causal=True, return_lse=True)
+
+            if compiled:
+                call = torch.compile(call, backend="aot_eager", fullgraph=True)
+            out, lse = call(*mine)
+            loss(out, lse, cp.shard(weights), of_out[rank], of_lse[rank]).backward()
+            for name, x, y in zip("qkv", mine, expected, strict=True):
+                error = float((cp.unshard(x.grad) - y).abs().max())
+                if not error < 1e-4:
+                    found.append(f"{strategy}, compiled {compiled}: d{name} {error:.3g}")
     return found
 
 

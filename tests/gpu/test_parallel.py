@@ -37,6 +37,7 @@ ENDED = ("timing out", "timed out", "ncclRemoteError")
         ("inductor", "programs"),
         ("rows", "negated"),
         ("distributed", "dtensors"),
+        ("used_by_some",),
     ],
 )
 def test_ranks_together_compute_the_whole(size: int, programs: tuple[str, ...], tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_ranks_together_compute_the_whole(size: int, tmp_path: Path) -> None:
         "documents",
         "used",
         "rows",
+        "used_by_some",
         "negated",
         "faults",
         "problems",

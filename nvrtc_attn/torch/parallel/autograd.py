@@ -26,6 +26,8 @@ class Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         lengths = whole.lengths or (None, None, whole.used)
         ctx.save_for_backward(*own, bias, mask, sink, *lengths, *saved.kept, *captures)
         plain = whole_with(whole, None)._replace(lengths=None, used=None)
+        # Ranks send it if the call returned it, whether or not the rank's loss uses it.
+        ctx.like_lse = None if lse is None or not whole.return_lse else (lse.shape, lse.dtype, lse.device)
         ctx.call = strategy, plain, len(saved.kept), (q.shape[2], k.shape[2])
         ctx.like_out = out.shape, out.dtype, out.device
         ctx.set_materialize_grads(False)
@@ -50,6 +52,9 @@ class Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         if dout is None:
             shape, dtype, device = ctx.like_out
             dout = torch.zeros(shape, dtype=dtype, device=device)
+        if dlse is None and ctx.like_lse is not None:
+            shape, dtype, device = ctx.like_lse
+            dlse = torch.zeros(shape, dtype=dtype, device=device)
         saved = Saved(Inputs(q, k, v, bias, mask, 0, heads, sink), out, lse, heads_kv, rest[:kept])
         wanted = ctx.needs_input_grad[_CAPTURES:]
         gradients, daux = gradients_of(strategy, saved, whole, captures, wanted, dout, dlse)

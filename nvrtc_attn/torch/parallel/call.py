@@ -68,7 +68,7 @@ def begin_call(
     packing = shared_packing(cp, strategy, lengths, options, k.shape[2])
     check_call_lengths(cp, strategy, lengths, options)
     if is_compared(cp):
-        compare(cp, given, named, options, part, grad, rng, modifier)
+        compare(cp, given, named, options, part, grad, rng, modifier, return_lse)
     cp._calls += 1
     state = _draw(cp, q, rng) if options.dropout_p > 0 else NO_RNG
     whole = whole_of(cp, strategy, lengths, packing, options, state, part, modifier, q.device)

@@ -128,7 +128,7 @@ def ends_with_used_keys(options: CallOptions) -> bool:
 
 def compare(
     cp: Any, given: dict[str, Any], lengths: dict[str, Any], options: CallOptions, part: Part | None, grad: bool,
-    rng: Any, modifier: Modifier | None,
+    rng: Any, modifier: Modifier | None, return_lse: bool,
 ) -> None:  # fmt: skip
     """Ask all ranks whether they mean the same call."""
     q, k, v, bias, mask, sink = given.values()
@@ -151,11 +151,31 @@ def compare(
             "dtype": str(q.dtype), "device type": q.device.type, "batch": q.shape[0],
             "heads": (q.shape[2], k.shape[2]), "head dims": (q.shape[3], v.shape[3]),
             "bias": scores(bias), "mask": scores(mask), "sink": None if sink is None else str(sink.dtype),
-            "options": str(options), "gradient": grad,
+            "options": str(options), "gradient": grad, "return_lse": return_lse,
             **{name: None if x is None else tuple(x.tolist()) for name, x in lengths.items()},
             "part": None if part is None else (part.batch, part.heads), "rng": seed,
             "score_mod, mask_mod": None if modifier is None else (
                 repr(modifier.program), modifier.numbers, tuple(tuple(x.shape) for x in modifier.captures)
             ),
+            "contents of captured arrays": None if modifier is None else tuple(map(checksum, modifier.captures)),
         },
     )  # fmt: skip
+
+
+def checksum(x: torch.Tensor) -> int:
+    """A sum over the bits of ``x`` that tells one array from another: elements count by their places, modulo 2^64."""
+    bits = x.detach().contiguous().flatten().view(_INTEGERS[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for begin in range(0, bits.numel(), _CHUNK):
+        chunk = bits[begin : begin + _CHUNK].to(torch.int64)
+        places = torch.arange(begin, begin + chunk.numel(), device=x.device)
+        total += ((chunk + 1) * (places * _ODD + 1)).sum()
+    return int(total)
+
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""An integer type of each size of an element."""
+_CHUNK: Final = 1 << 22
+"""Elements whose 64-bit terms are in memory at a time."""
+_ODD: Final = 0x9E3779B97F4A7C15 - 2**64
+"""An odd number whose multiples are spread over 64 bits."""

@@ -350,6 +350,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*own, *optional, *captures, *kept)
     ctx.rest, ctx.count, ctx.sizes = scalars, len(captures), (k.shape[1], k.shape[2], q.shape[3])
     ctx.like_out = out.shape, out.dtype, out.device
+    ctx.like_lse = (lse.shape, lse.dtype, lse.device) if scalars[-2] else None
     ctx.set_materialize_grads(False)
 
 
@@ -368,6 +369,9 @@ def _derivative(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     if dout is None:
         shape, dtype, device = ctx.like_out
         dout = torch.zeros(shape, dtype=dtype, device=device)
+    if dlse is None and ctx.like_lse is not None:  # ranks send it, whether or not their losses use it
+        shape, dtype, device = ctx.like_lse
+        dlse = torch.zeros(shape, dtype=dtype, device=device)
     wanted = [
         bool(wants) and x.is_floating_point() for x, wants in zip(captures, list(needed[TENSORS] or none), strict=True)
     ]
