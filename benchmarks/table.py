@@ -136,9 +136,9 @@ SECTIONS = (
         "models_auto",
         "Shapes of published models",
         "Milliseconds and TFLOP/s of ours (of the scores that the masks keep), and the time of each peer over ours in "
-        "the same process. Backward is by itself; a dash is what a peer cannot do or the case does not have. Where "
-        "the kernels of a backward pass take less than 0.1 ms, everybody's time is that of autograd's thread on the "
-        "host: in this run 0.12 to 0.25 ms for kernels of 9 to 84 microseconds, on another host a third of that.",
+        "the same process. Backward is by itself; a dash is what a peer cannot do or the case does not have. Passes "
+        "below 0.25 ms are timed from CUDA graphs, everybody's: autograd's thread takes the host 0.06 to 0.25 ms, "
+        "which benchmarks/host.py measures, and models_auto.json keeps the times without graphs beside (`.eager`).",
         "![Time of each peer over ours, a line a case](../benchmarks/results/models_auto.png)",
     ),
     Section(
