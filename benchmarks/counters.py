@@ -85,10 +85,10 @@ def run_passes(chosen: Iterable[Pair]) -> None:
                     run()
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaProfilerStart()
-                torch.cuda.nvtx.range_push(f"pair|{n}|{who}")
+                named = torch.cuda.nvtx.range_start(f"pair|{n}|{who}")  # for autograd's thread, too
                 run()
                 torch.cuda.synchronize()
-                torch.cuda.nvtx.range_pop()
+                torch.cuda.nvtx.range_end(named)
                 torch.cuda.cudart().cudaProfilerStop()
             del running, run
         del inputs

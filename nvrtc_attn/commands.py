@@ -282,8 +282,9 @@ def _kernel_table(reports: Iterable[precompile.KernelReport]) -> Table:
             f"{report.code_bytes / 1024:.0f}",
             "failed" if report.error else f"{report.compile_ms:.0f}",
             " ".join(
-                ["cached"] * report.cached + [n if on is True else f"{n}:{on}" for n, on in switches.items() if on]
-            ),
+                ["cached"] * report.cached
+                + [n if on is True or "\n" in str(on) else f"{n}:{on}" for n, on in switches.items() if on]
+            ),  # of a modifier the name, not its text
         )
     return table
 

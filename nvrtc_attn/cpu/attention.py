@@ -60,7 +60,7 @@ def check_indices(call: Call, read: Callable[[TensorView], np.ndarray[Any, Any]]
     modifier = call.modifier
     if modifier is None:
         return
-    problem, captures = call.problem, [read(x) for x in call.captures]
+    problem, captures = call.problem, [checked_integers(read(x)) for x in call.captures]
     score, mask = modifier.valued
     sizes = problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
     loads = [x for x in walk([x for x in (score, mask) if x is not None]) if x.op == "load" and x.args]
@@ -78,10 +78,30 @@ def check_indices(call: Call, read: Callable[[TensorView], np.ndarray[Any, Any]]
     reference.attention_forward(q, k, k, **_settings(call), **options, modifier=HostModifier(probe, used))
 
 
+def checked_integers(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """``x``, a captured array. A kernel's integers are int32, and a wider one would be another number there.
+
+    Raises
+    ------
+    ValueError
+        An integer beyond int32.
+    """
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    if x.dtype.kind in "iu" and x.itemsize >= 4 and x.size and (x.max() > most or x.min() < least):
+        widest = x.max() if x.max() > most else x.min()
+        raise ValueError(
+            f"a captured array of {x.dtype} holds {widest}: integers of score_mod and mask_mod are int32. Number the "
+            "values before, as numpy.unique(x, return_inverse=True) and torch.unique do."
+        )
+    return x
+
+
 def _options(call: Call, rng: Any) -> dict[str, Any]:
     problem = call.problem
     state = call.rng_state(rng) if problem.dropout_p > 0 else NO_RNG
-    modifier = None if call.modifier is None else HostModifier(call.modifier, [_read(x) for x in call.captures])
+    modifier = None if call.modifier is None else HostModifier(
+        call.modifier, [checked_integers(_read(x)) for x in call.captures]
+    )  # fmt: skip
     return {
         **{name: _read(x) for name, x in call.tensors.items() if name in OPTIONAL_INPUTS},
         **_settings(call),

@@ -383,8 +383,8 @@ def called_by_name(recording: Recording, name: str, args: tuple[Any, ...], kwarg
     if name.startswith("__") and name.endswith("__"):
         plain = name[2:-2]
         if plain.startswith("r") and plain[1:] in _OPERATORS:
-            return _call(recording, _OPERATORS[plain[1:]], (args[1], args[0]), {})
-        name = _OPERATORS.get(plain, plain)
+            plain, args = plain[1:], (args[1], args[0])
+        name = plain if plain in FUNCTIONS else _OPERATORS.get(plain, plain)
     return _call(recording, name.rstrip("_") if name in ("where_", "clamp_") else name, args, kwargs)
 
 

@@ -72,6 +72,10 @@ class BlockMask:
         """The same, with another ``device``: it has no tensor of its own."""
         return replace(self, device=torch.device(device))
 
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The same ``mask_mod`` for other lengths, by the name that torch's has."""
+        return replace(self, seq_lengths=(new_q_len, new_kv_len))
+
     def to_torch(self) -> Any:
         """A BlockMask of torch's for the same ``mask_mod``, which `flex_attention` takes, too.
 

@@ -21,6 +21,7 @@ from ..modifiers.draws import NO_RANDOM, draws
 from ..modifiers.modifier import Modifier
 from ..modifiers.proxy import METHODS, REPLAYED, SIZED
 from ..modifiers.trace import numbers_of
+from .symbolic_comparisons import compared_by_their_class
 from .tensors import is_elsewhere
 
 
@@ -88,11 +89,31 @@ class _Script:
         self.lines.append(f'["{name}",[{",".join([self.operand(x) for x in args])}],{{{options}}}]')
         return ScriptValue(self, f"%{len(self.lines) - 1}")
 
+    def element(self, array: Any, sizes: tuple[int, ...], index: Any) -> ScriptValue:
+        """A line that indexes ``array``, whose dims without an index have ``sizes``."""
+        found = self.call("getitem", (array, index), {})
+        given = index if isinstance(index, tuple) else (index,)
+        left: list[int] = []
+        axis = 0
+        for x in given:
+            if x is Ellipsis:
+                skipped = len(sizes) - len(given) + 1
+                left.extend(sizes[axis : axis + skipped])
+                axis += skipped
+            else:
+                if isinstance(x, slice):
+                    left.append(sizes[axis])
+                axis += 1
+        found.sizes = (*left, *sizes[axis:])
+        return found
+
     def function(self, name: str, function: Any, inputs: tuple[int, ...], more: tuple[Any, ...] = ()) -> str:
         """What a function does, and what it returns."""
         self.lines = []
+        before = _modes_may_be_entered(True)
         with _Mode(self):
             result = function(*[ScriptValue(self, f"${i}") for i in inputs], *more)
+        _modes_may_be_entered(before)
         if result is None:
             self.refuse("returned None. It returns what it computes: is there a return statement?")
         end = self.operand(result)
@@ -102,20 +123,40 @@ class _Script:
 class ScriptValue:
     """A number that is known when the kernel runs, or a part of a captured tensor: `Proxy` and `Captured` as text."""
 
-    def __init__(self, script: _Script, word: str) -> None:
-        self.script, self.word = script, word
+    def __init__(self, script: _Script, word: str, sizes: tuple[int, ...] = ()) -> None:
+        self.script, self.word, self.sizes = script, word, sizes
+        """The script, the operand's word, and the dims of a captured tensor that are not indexed yet."""
 
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
             return _Method(self, name)
         if name == "device":
             return None
+        if name == "shape" and self.sizes:
+            return self.sizes
         if name == "dtype" and self.word[0] == "$":  # of other numbers the kind is known where the text is read
             return torch.float32 if self.word == "$0" else torch.int32
         return self.script.refuse(f"'{name}' is not possible in a modifier, which works on one score.")
 
     def __getitem__(self, index: Any) -> Any:
-        return self.script.call("getitem", (self, index), {})
+        return self.script.element(self, self.sizes, index)
+
+    def __len__(self) -> int:
+        if not self.sizes:
+            self.script.refuse("len() of a number: a modifier works on one score.")
+            return 0
+        return self.sizes[0]
+
+    def __iter__(self) -> Any:
+        if not self.sizes:
+            self.script.refuse("iteration over a number: a modifier works on one score.")
+        return iter([self[i] for i in range(self.sizes[0])] if self.sizes else [])
+
+    def __divmod__(self, other: Any) -> tuple[ScriptValue, ScriptValue]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[ScriptValue, ScriptValue]:
+        return other // self, other % self
 
     def __bool__(self) -> bool:
         self.script.refuse(
@@ -145,6 +186,8 @@ class ScriptValue:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         script = _script_of((args, tuple((kwargs or {}).values())))
         assert script is not None
+        if func.__name__ in ("__getitem__", "getitem"):
+            return script.element(args[0], args[0].shape, args[1])
         return script.call(func.__name__, args, kwargs or {})
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -185,6 +228,22 @@ def _script_of(args: Any) -> _Script | None:
     return None
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _modes_may_be_entered(allowed: bool) -> bool:
+    """In the body of an operator such as activation checkpointing's, where Dynamo lets none be. Returns what was so.
+
+    `_Mode` is left again before the body ends, so that nothing outside of it changes.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    tracer = output.current_tracer
+    before = getattr(tracer, "unsafe_allow_externally_visible_side_effects", True)
+    if not output.is_root_tracer():
+        tracer.unsafe_allow_externally_visible_side_effects = allowed
+    return bool(before)
+
+
 class _Mode(torch.overrides.TorchFunctionMode):
     """Sees the indexing of a tensor with what is no tensor."""
 
@@ -197,8 +256,9 @@ class _Mode(torch.overrides.TorchFunctionMode):
         if _script_of((args, tuple(kwargs.values()))) is not None:
             # Dynamo of torch 2.15 passes the operands of `array[number]` in reverse where the array is NumPy's.
             # `number[array]` never comes here: `ScriptValue.__getitem__` takes it.
-            if func.__name__ == "__getitem__" and isinstance(args[0], ScriptValue):
-                args = args[::-1]
+            if func.__name__ == "__getitem__":
+                array, index = args[::-1] if isinstance(args[0], ScriptValue) else args
+                return self.script.element(array, array.shape, index)
             return self.script.call(func.__name__, args, kwargs)
         if draws(func.__name__, kwargs):
             return self.script.refuse(f"'{func.__name__}' is not possible in a modifier: {NO_RANDOM}.")
@@ -256,6 +316,7 @@ def traced(
             if x is given and is_elsewhere(x, where):
                 return _refused(_elsewhere(x, where))
         return score_mod.text, [x if x.device == where else x.to(where) for x in arrays], ints, floats
+    compared_by_their_class(ScriptValue)
     script = _Script(where)
     more = () if aux is None else (NamedArrays(aux),)
     functions = []

@@ -64,6 +64,22 @@ def test_pairs_that_masks_hide_are_not_looked_at() -> None:
             check(near, **more)
 
 
+@pytest.mark.parametrize("value", [2**31, 2**40 + 1, -(2**31) - 1])
+def test_integers_beyond_those_of_kernels_are_refused(value: int) -> None:
+    """On the CPU always: its answer would not be the GPU's, which takes the lower half."""
+    ids = np.arange(N) // 4
+    check(mask_mod=lambda b, h, q, k: ids[q] == ids[k])
+    ids[3] = value
+
+    def same(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return ids[q] == ids[k]
+
+    with pytest.raises(ValueError, match=f"int64 holds {value}: integers .* are int32"):
+        check(mask_mod=same)
+    with pytest.raises(ValueError, match=f"int64 holds {value}: integers .* are int32"):
+        nvrtc_attn.attention(Q, K, K, mask_mod=same)
+
+
 def test_arrays_of_any_layout() -> None:
     turned, backwards = table(N, 5).T, table(9)[::-1]
     check(lambda s, b, h, q, k: s + turned[h, k] * backwards[q % 9])

@@ -118,6 +118,7 @@ def test_a_block_mask_has_nothing_else() -> None:
     assert mask.device is None
     assert mask.to("meta").device == torch.device("meta")
     assert copy.deepcopy(mask) == mask
+    assert mask._adjust(M - 1, N - 2) == create_block_mask(causal, None, None, M - 1, N - 2)
     with pytest.raises(
         AttributeError, match=r"'dq_write_order'.*torch\.nn\.attention\.flex_attention\.create_block_mask"
     ):

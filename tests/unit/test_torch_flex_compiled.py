@@ -308,6 +308,77 @@ def test_captured_numbers_may_change() -> None:
         same(program(*tensors(), make(factor, 3)), flex_attention(*tensors(), make(factor, 3)))
 
 
+COMPARED: dict[str, Any] = {
+    "==": lambda x, n: x == n, "!=": lambda x, n: x != n, "<": lambda x, n: x < n, "<=": lambda x, n: x <= n,
+    ">": lambda x, n: x > n, ">=": lambda x, n: x >= n, "== reflected": lambda x, n: n == x,
+    "!= reflected": lambda x, n: n != x, "< reflected": lambda x, n: n < x, ">= reflected": lambda x, n: n >= x,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_comparisons_with_integers_that_change(name: str) -> None:
+    """Dynamo takes an object for unequal to every integer that it made symbolic, unless it is told otherwise."""
+    compare = COMPARED[name]
+    program = torch.compile(lambda x, y: x * 2 if x.shape[0] > y else x, backend="eager")  # it has looked these up
+    for n in (3, 5, 8):
+        program(torch.zeros(n), n - 4)
+
+    def call(q: Any, k: Any, v: Any, n: int) -> Any:
+        def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return compare(j, n) | compare(i, k.shape[2] - 3) | (j == 0)
+
+        return flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(compare(h, n - 3), s, -s), mask_of(mask))
+
+    def mask_of(mask: Any) -> Any:
+        return create_block_mask(mask, None, None, M, N)
+
+    program = compiled(call)
+    for n in (3, 4, 5, 7):
+        same(program(*tensors(), n), call(*tensors(), n))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_inside_of_activation_checkpoints(backend: str) -> None:
+    """What Dynamo traces there may change nothing outside: the modes that see an indexed tensor are left again."""
+    if backend == "inductor" and shutil.which("c++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    table = torch.linspace(-1, 1, H * N).reshape(H, N).requires_grad_()
+
+    def call(q: Any, k: Any, v: Any, n: int) -> Any:
+        def layer(q: Any, k: Any, v: Any) -> Any:
+            mask = create_block_mask(lambda b, h, i, j: (i >= j - PAIRS[h, 1]) | (j == n), None, None, M, N)
+            return flex_attention(q, k, v, lambda s, b, h, i, j: s + table[h, j] + 0.1 * h, mask)
+
+        return torch.utils.checkpoint.checkpoint(layer, q, k, v, use_reentrant=False)
+
+    program = compiled(call, backend=backend)
+    for n in (3, 5):
+        found, expected = (
+            torch.autograd.grad(function(*tensors(), n).square().sum(), table)[0] for function in (program, call)
+        )
+        same(found, expected)
+
+
+PAIRS = torch.arange(2 * H).reshape(H, 2)
+IN_PARTS: dict[str, Any] = {
+    "iterated": lambda s, b, h, i, j: s + sum([torch.where(j == x, 1.0, 0.5) for x in PAIRS[h]]),
+    "unpacked": lambda s, b, h, i, j: (lambda x, y: torch.where(j > x, s, s * y))(*PAIRS[h]),
+    "sizes": lambda s, b, h, i, j: s * len(PAIRS[h]) + PAIRS[h].shape[0] * j,
+    "rows": lambda s, b, h, i, j: s + sum([row[h] for row in TABLE]) + sum([2 * x for x in TABLE[:, h]]),
+    "ellipsis": lambda s, b, h, i, j: s + sum([2 * x for x in TABLE[..., h]]),
+    "shifts": lambda s, b, h, i, j: s + (i >> 1) + (j << 2) + (1 << h) + (64 >> h),
+    "divmod": lambda s, b, h, i, j: s + divmod(i, 3)[0] - divmod(j, 3)[1] + divmod(7, j + 1)[0],
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_parts_of_tensors_and_operators_of_python(name: str) -> None:
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return flex_attention(q, k, v, IN_PARTS[name])
+
+    same(compiled(call)(*tensors()), call(*tensors()))
+
+
 def test_one_dynamic_program_serves_all_lengths() -> None:
     table = torch.randn(100, H)
 
@@ -446,6 +517,8 @@ def test_second_derivatives_are_refused() -> None:
         (lambda s, b, h, q, k: None, "return statement"),
         (lambda s, b, h, q, k: s + TABLE, "used as a whole"),
         (lambda s, b, h, q, k: s + SLOPES[9], "out of range"),
+        (lambda s, b, h, q, k: s + sum([2 * x for x in q]), "iteration over a number"),
+        (lambda s, b, h, q, k: s + len(PAIRS[h, 1]), "len.* of a number"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_by_name(function: Any, words: str) -> None:
