@@ -50,7 +50,7 @@ BEHIND = (
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats", "SchedulerStats",
             "LaunchStats", "Occupancy")  # fmt: skip
 COUNTERS = {
-    "tensor %": "sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active",
+    "tensor %": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "issue %": "smsp__issue_active.avg.pct_of_peak_sustained_active",
     "shared %": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
     "L2 %": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -130,7 +130,7 @@ def summary(kernels: Sequence[dict[str, str]]) -> dict[str, Any]:
         "us": 1e-3 * sum(number(kernel["gpu__time_duration.sum"]) for kernel in kernels),
         "longest": 1e-3 * number(longest["gpu__time_duration.sum"]),
         "kernels": len(kernels),
-        "instructions": 1e-6 * number(longest.get("smsp__inst_executed.sum", "")),
+        "M instr.": 1e-6 * number(longest.get("inst_executed", "")),
     }
     row |= {title: number(longest.get(counter, "")) for title, counter in COUNTERS.items()}
     stalls = {m[1]: number(text) for key, text in longest.items() if key and (m := STALL.fullmatch(key))}
@@ -141,14 +141,14 @@ def summary(kernels: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 def report(found: dict[tuple[int, str], list[dict[str, str]]], chosen: Sequence[Pair]) -> list[str]:
     lines = []
-    titles = ["us", "longest", "kernels", "instructions", *COUNTERS, "waits"]
+    titles = ["us", "longest", "kernels", "M instr.", *COUNTERS, "waits"]
     for n, pair in enumerate(chosen):
         lines.append(f"{pair.case.name} ({pair.case.shape}), {'forward' if pair.which == 'fwd' else 'backward'}")
-        lines.append(" " * 8 + "".join(title.rjust(13) for title in titles[:-1]) + "  waits (warps for each issue)")
+        lines.append(" " * 8 + "".join(title.rjust(10) for title in titles[:-1]) + "  waits (warps for each issue)")
         for who in ("ours", pair.rival):
             if (n, who) in found:
                 row = summary(found[n, who])
-                cells = [f"{row[title]:.4g}".rjust(13) for title in titles[:-1]]
+                cells = [f"{row[title]:.4g}".rjust(10) for title in titles[:-1]]
                 lines.append(who.ljust(8) + "".join(cells) + "  " + row["waits"])
         lines.append("")
     return lines
