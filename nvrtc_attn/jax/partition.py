@@ -84,6 +84,13 @@ def axes_are_left_to_xla() -> bool:
     return AxisType.Manual in kinds and len(kinds) > 1
 
 
+def manual_axes() -> frozenset[str]:
+    """The axes of the mesh that the `jax.shard_map` around here has made manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
+
+
 def of_types(run: Callable[[dict[str, Any]], Any], operands: dict[str, Any], results: Sequence[str]) -> Any:
     """``run(operands)``, also of arrays whose types say how they are split, as those of `jax.make_mesh` do.
 
@@ -110,6 +117,11 @@ def varies(*arrays: Any) -> frozenset[str]:
     return frozenset[str]().union(
         *(x.manual_axis_type.varying if hasattr(x, "manual_axis_type") else getattr(x, "vma", ()) for x in types)
     )
+
+
+def says_what_varies(axis: str) -> bool:
+    """Whether types say so here, inside of a `jax.shard_map` over this axis: with ``check_vma=False`` they do not."""
+    return axis in varies(jax.lax.axis_index(axis))
 
 
 def as_varying(x: Any, axes: frozenset[str]) -> Any:

@@ -210,6 +210,66 @@ def test_parts_of_a_sequence_beside_a_batch_that_xla_splits(repository: Path) ->
     printed(repository, OF_PARTS)
 
 
+UNCHECKED = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from nvrtc_attn.jax import attention, context_parallel_attention
+
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 1), ("d", "s", "one"))
+q, k, v = (
+    jax.random.normal(key, (2, 32, heads, 8)) for key, heads in zip(jax.random.split(jax.random.key(0), 3), (4, 2, 2))
+)
+dropout = {"dropout_p": 0.5, "rng": (1, 2)}
+of_b = {"score_mod": lambda s, b, h, q, k: s * (1 + b)}
+of_h = {"mask_mod": lambda b, h, q, k: q + h >= k}
+said = "check_vma=False) nothing says whether q, k or v are sharded over 'd'"
+for names, options, words in (
+    ({}, dropout, said),
+    ({}, dropout, "Pass batch_axis= and heads_axis=: the axes, or () where none shares it."),
+    ({"batch_axis": ()}, dropout, "Pass heads_axis=:"),
+    ({}, of_b, said),
+    ({"heads_axis": ()}, of_b, "Pass batch_axis=:"),
+    ({"batch_axis": ()}, of_h, "Pass heads_axis=:"),
+    ({}, {"causal": True}, None),
+    ({}, {"mask_mod": lambda b, h, q, k: q >= k}, None),
+    ({"batch_axis": "d"}, dropout, None),
+    ({"batch_axis": "d"}, of_b, None),
+    ({"heads_axis": ()}, of_h, None),
+    ({"heads_axis": "d"}, dropout, None),
+    ({"batch_axis": (), "heads_axis": ()}, dropout, None),
+):
+    axes = [None, "s", None]
+    if "heads_axis" not in names:
+        axes[0] = "d"
+    elif names["heads_axis"]:
+        axes[2] = "d"
+    def part(q, k, v):
+        return context_parallel_attention(q, k, v, axis_name="s", layout="contiguous", **names, **options)
+
+    def loss(run):
+        return jax.value_and_grad(lambda *x: (run(*x) ** 2).sum(), (0, 1, 2))
+
+    spec = P(*axes)
+    shared = jax.shard_map(part, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    try:
+        found = loss(shared)(q, k, v)
+    except ValueError as error:
+        assert words is not None and words in str(error), error
+        continue
+    assert words is None, (names, options, words)
+    for a, b in zip(*(jax.tree.leaves(x) for x in (found, loss(lambda *x: attention(*x, **options))(q, k, v)))):
+        np.testing.assert_allclose(a, b, 1e-4, 1e-4)
+print("the whole's")
+"""
+
+
+def test_what_no_type_says_has_to_be_said_by_name(repository: Path) -> None:
+    """With ``check_vma=False`` dropout and functions of b or h were those of the device, without a word."""
+    assert printed(repository, UNCHECKED).strip() == "the whole's"
+
+
 def test_what_cannot_be_split_is_gathered_and_right(repository: Path) -> None:
     """Heads with dropout; more devices than key heads."""
     cases = {

@@ -19,7 +19,7 @@ from ...front.problem import Causal, WindowSize
 from ...front.validation import Violations, check_window
 from ...modifiers.modifier import Modifier
 from ..modifier import traced
-from ..partition import as_varying, varies
+from ..partition import as_varying, manual_axes, says_what_varies, varies
 from ..passes import Kind, check_call, rng_words, with_modifier
 from .local import Whole
 from .strategies import gathered, ulysses
@@ -38,8 +38,8 @@ def context_parallel_attention(
     v: Any,
     *,
     axis_name: str,
-    batch_axis: AxisNames = (),
-    heads_axis: AxisNames = (),
+    batch_axis: AxisNames | None = None,
+    heads_axis: AxisNames | None = None,
     strategy: str = "auto",
     layout: str = "zigzag",
     places: str = "auto",
@@ -71,7 +71,8 @@ def context_parallel_attention(
     batch_axis, heads_axis
         The axis, or axes as in a `jax.sharding.PartitionSpec`, over which batch and heads are sharded: devices then
         have their own part of the dropout mask, and ``score_mod`` and ``mask_mod`` get the indices of the whole.
-        A mesh with such axes needs them for nothing else.
+        A mesh with such axes needs them for nothing else. ``()`` says that no axis shares it. `jax.shard_map` with
+        ``check_vma=False`` tells nobody how arrays are sharded: what is needed and not named has to be said so there.
     strategy
         ``"all_gather"``: each device gathers the keys. ``"ulysses"``: devices swap tokens for heads, whose number they
         divide. ``"ring"``: keys go around, and a device holds those of two devices at a time; a program has the calls
@@ -101,7 +102,8 @@ def context_parallel_attention(
     ------
     TypeError, ValueError, UnsupportedError
         While tracing, on all devices alike: they run one program. Among them tensors that are sharded over an axis
-        without a name here, with dropout or functions of the batch entry and head, which then cannot be told.
+        without a name here, or that may be where JAX does not tell (``check_vma=False``), with dropout or functions of
+        the batch entry or head, which then cannot be told.
     """
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}
     _check_names(axis_name, given)
@@ -214,17 +216,23 @@ class _Beside:
     named: frozenset[str]
     batch: tuple[str, ...]
     heads: tuple[str, ...]
+    unsaid: frozenset[str]
+    """Of ``"b"`` and ``"h"`` that of which the caller did not say which axes share it."""
+    hidden: frozenset[str]
+    """Other axes over which arrays may differ without that their types say so."""
 
     @classmethod
-    def of(cls, axis_name: str, batch_axis: AxisNames, heads_axis: AxisNames) -> _Beside:
-        batch, heads = ((x,) if isinstance(x, str) else tuple(x) for x in (batch_axis, heads_axis))
+    def of(cls, axis_name: str, batch_axis: AxisNames | None, heads_axis: AxisNames | None) -> _Beside:
+        batch, heads = ((x,) if isinstance(x, str) else tuple(x or ()) for x in (batch_axis, heads_axis))
         names = (axis_name, *batch, *heads)
         if len({*names}) < len(names):
             raise ValueError(
                 f"axis_name, batch_axis, heads_axis: got {axis_name!r}, {batch_axis!r} and {heads_axis!r}. An axis of "
                 f"the mesh shares one thing."
             )
-        return cls(frozenset(names), batch, heads)
+        unsaid = frozenset(x for x, axes in (("b", batch_axis), ("h", heads_axis)) if axes is None)
+        hidden = frozenset[str]() if says_what_varies(axis_name) else manual_axes() - {*names}
+        return cls(frozenset(names), batch, heads, unsaid, hidden)
 
     @property
     def heads_ranks(self) -> int:
@@ -262,14 +270,28 @@ class _Beside:
                 f"rng: q, k or v are sharded over {', '.join(unknown)}, and the dropout mask would be the same there. "
                 f"Pass batch_axis= or heads_axis=."
             )
+        self._check_hidden("rng", frozenset("bh"), "the dropout mask would be the same there")
 
     def check_functions(self, modifier: Modifier, varying: frozenset[str]) -> None:
         """Refuse functions of b or h where those are indices of the device, unless they captured what is, too."""
-        program, unknown = modifier.program, self._unnamed(varying - varies(*modifier.captures))
-        if unknown and any(x.depends & {"b", "h"} for x in (program.score, program.mask) if x is not None):
+        functions = [x for x in (modifier.program.score, modifier.program.mask) if x is not None]
+        read = frozenset("bh").intersection(frozenset[str]().union(*(x.depends for x in functions)))
+        unknown = self._unnamed(varying - varies(*modifier.captures))
+        if unknown and read:
             raise ValueError(
                 f"score_mod, mask_mod: q, k or v are sharded over {', '.join(unknown)}, and the functions would get "
                 f"indices of the device, where they read b or h. Pass batch_axis= or heads_axis=."
+            )
+        self._check_hidden("score_mod, mask_mod", read, "the functions would get indices of the device")
+
+    def _check_hidden(self, names: str, needed: frozenset[str], otherwise: str) -> None:
+        """Refuse what needs to know how batch or heads are shared, where neither the caller nor JAX says so."""
+        unsaid, axes = needed & self.unsaid, self._unnamed(self.hidden)
+        if unsaid and axes:
+            wanted = " and ".join(f"{x}_axis=" for x in ("batch", "heads") if x[0] in unsaid)
+            raise ValueError(
+                f"{names}: under jax.shard_map(check_vma=False) nothing says whether q, k or v are sharded over "
+                f"{', '.join(axes)}, and {otherwise}. Pass {wanted}: the axes, or () where none shares it."
             )
 
     def _unnamed(self, axes: frozenset[str]) -> list[str]:
