@@ -27,6 +27,7 @@ from ..front.operands import (
     check_further,
     takes_further_inputs,
 )
+from ..front.part import Part
 from ..front.problem import Causal, WindowSize
 from ..front.tensors import Device
 from ..modifiers.modifier import Modifier
@@ -105,8 +106,8 @@ def attention(
 
     ``jax.vmap`` folds its axis into the batch; packed sequences, dropout, and the gradient of a bias shared by a
     batch run one by one. Under automatic sharding (``jax.jit`` of arrays with a ``NamedSharding``) batch and heads stay
-    split without a gather; with dropout the batch alone, as its mask counts the heads of the whole. Under
-    ``jax.shard_map`` each device's part is a problem of its own.
+    split without a gather, and the dropout mask is the whole's; with dropout and a sink the batch alone stays split.
+    Under ``jax.shard_map`` each device's part is a problem of its own.
 
     Raises
     ------
@@ -236,22 +237,15 @@ def _compute(kind: Kind, operands: dict[str, Any]) -> Any:
         values = dict(zip(names, arrays, strict=True))
         if "offset" in place:
             values["offset"] = place["offset"]
-        of_part, values = _in_whole(kind, values, place)
+        of_part, values = _in_whole(kind if "heads" not in place else _of_heads(kind, place["heads"]), values, place)
         return _dispatch(bind(of_part, values), tuple(values.values()))
 
     def dispatch(*arrays: Any) -> Any:
         bound = bind(kind, dict(zip(names, arrays, strict=True)))
         name_form(bound.form)  # a program from XLA's cache is not partitioned here again
-        for form in _forms_of_parts(kind, names):
+        for form in _forms_of_parts(kind, names, arrays[names.index("q")].shape[2]):
             name_form(form)
-        split = partitioned(
-            part,
-            bound.operands,
-            bound.results,
-            dropout=kind.options.dropout_p > 0,
-            functions=kind.program is not None,
-            part_of=kind.options.part,
-        )
+        split = partitioned(part, bound.operands, bound.results, kind.options, functions=kind.program is not None)
         return split(*arrays)
 
     run = jax.custom_batching.custom_vmap(dispatch)
@@ -268,19 +262,24 @@ def _refuse_second_derivatives(*_: Any) -> Any:
     )
 
 
-def _forms_of_parts(kind: Kind, names: tuple[str, ...]) -> list[tuple[Kind, tuple[str, ...]]]:
-    """The forms, beside its own, of what devices compute of a pass that XLA splits."""
-    of_offsets = [names]
-    if kind.options.dropout_p > 0 and "offset" not in names:
-        of_offsets.append((*names, "offset"))
-    forms = [(kind, x) for x in of_offsets[1:]]
+def _forms_of_parts(kind: Kind, names: tuple[str, ...], heads: int) -> list[tuple[Kind, tuple[str, ...]]]:
+    """The forms, beside its own, of what devices compute of a pass of so many heads that XLA splits."""
+    found = [(kind, names)]
+    if kind.options.dropout_p > 0:
+        of_offset = names if "offset" in names else (*names, "offset")
+        found += [(kind, of_offset), (_of_heads(kind, heads), of_offset)]
     if kind.program is not None:
-        program = (
-            Modifier(kind.program, (None,) * len(kind.program.captures), ()).moved_on_device({"b": 0, "h": 0}).program
-        )
-        more = tuple(f"{AUX}{i}" for i in range(len(kind.program.captures), len(program.captures)))
-        forms += [(replace(kind, program=program), (*x, *more)) for x in of_offsets if more]
-    return forms
+        captures = len(kind.program.captures)
+        program = Modifier(kind.program, (None,) * captures, ()).moved_on_device({"b": 0, "h": 0}).program
+        more = tuple(f"{AUX}{i}" for i in range(captures, len(program.captures)))
+        found += [(replace(of_part, program=program), (*x, *more)) for of_part, x in found if more]
+    return found[1:]
+
+
+def _of_heads(kind: Kind, heads: int) -> Kind:
+    """A part with some of so many heads. It is the first ones': the dropout's offset says which they are."""
+    part = kind.options.part or Part()
+    return kind if part.heads is not None else kind.changed(part=replace(part, heads=(0, heads)))
 
 
 def _in_whole(kind: Kind, values: dict[str, Any], place: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:

@@ -5,7 +5,8 @@ other dim is gathered first. Of an operand that all devices share (a bias with b
 each device has a part of the gradient, and they are added up.
 
 Dropout numbers the scores of the whole (all heads of all batch entries, in this order). Those of some batch entries are
-again a whole, further on in the stream: the offset is moved. Those of some heads are not, so that heads are gathered.
+again a whole, further on in the stream: the offset is moved. Those of some heads are a part (`Part`) as well, which
+counts by the heads of the whole. No kernel reads a sink beside dropout of such a part: heads are gathered then.
 
 Inside of a `jax.shard_map` nothing is split over its manual axes, and `varies` says which arrays differ from device to
 device. Axes that it leaves to XLA (``axis_names``) have no names there: `unnamed_axes`.
@@ -29,6 +30,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..base.log import log_once
+from ..front.call import CallOptions
 from ..front.operands import OPERANDS
 from ..front.part import Part
 from .unnamed_axes import Tiles
@@ -45,9 +47,23 @@ class _Sizes(NamedTuple):
     batch: int
     num_heads: int
     num_heads_kv: int
+    heads_of_whole: int
+    """More than ``num_heads`` where the pass itself is of some heads."""
     scores: int
-    """Of one batch entry of the whole, all heads."""
+    """Of one head of the whole."""
     packed: bool
+    together: bool
+    """Whether heads are not split."""
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]], options: CallOptions) -> _Sizes:
+        (batch, rows, heads, _), (_, keys, heads_kv, _) = shapes["q"], shapes["k"]
+        part, packed = options.part or Part(), "cu_seqlens_q" in shapes
+        if packed:
+            rows, keys = options.max_seqlen_q or 0, options.max_seqlen_k or 0
+        _, of_whole, rows, keys = part.whole((batch, heads, rows, keys))
+        behind = any(name in OPERANDS and OPERANDS[name].behind for name in shapes)
+        return cls(batch, heads, heads_kv, of_whole, rows * keys, packed, behind and options.dropout_p > 0)
 
     def name(self, operand: str, dim: int, size: int) -> str:
         """Which dim of the problem this is: empty if it is of size 1, where all share it or there is but one."""
@@ -67,10 +83,10 @@ class _Sizes(NamedTuple):
     def whole(self, dim: int) -> int:
         return (self.batch, self.num_heads)[dim]
 
-    def can_split(self, batch: int, heads: int, dropout: bool) -> tuple[bool, bool]:
+    def can_split(self, batch: int, heads: int) -> tuple[bool, bool]:
         """Whether so many devices share each of them in equal parts, heads by whole groups."""
         groups = self.num_heads_kv if self.num_heads_kv > 1 else self.num_heads
-        return self.batch % batch == 0, not dropout and groups % heads == 0
+        return self.batch % batch == 0, not self.together and groups % heads == 0
 
 
 def in_shard_map(operands: Mapping[str, Any]) -> bool:
@@ -142,23 +158,19 @@ def partitioned(
     run: Callable[..., Any],
     operands: Operands,
     results: Operands,
+    options: CallOptions,
     *,
-    dropout: bool,
     functions: bool,
-    part_of: Part | None,
 ) -> Any:
     """``run({}, *operands)`` as XLA may split it.
 
     ``run`` gives ``results`` of whatever part its operands are. Its first argument has what a part needs to know of its
-    place in the whole: ``offset``, in the dropout's stream, as words; with ``functions`` of the scores ``b`` and ``h``,
-    the first batch entry and the first head. ``part_of``: what the call itself is a part of, if it is.
+    place in the whole: ``offset``, in the dropout's stream, as words, and of how many ``heads`` it has some, if it has
+    not all of them; with ``functions`` of the scores ``b`` and ``h``, the first batch entry and the first head.
     """
     names = [name for name, _, _ in operands]
-    shapes = {name: shape for name, shape, _ in operands}
-    (batch, rows, heads, _), columns = shapes["q"], shapes["k"][1]
-    extents = (None,) * 3 if part_of is None else (part_of.heads, part_of.rows, part_of.keys)
-    scores = math.prod(size if x is None else x[1] for x, size in zip(extents, (heads, rows, columns), strict=True))
-    sizes = _Sizes(batch, heads, shapes["k"][2], scores, "cu_seqlens_q" in shapes)
+    sizes = _Sizes.of({name: shape for name, shape, _ in operands}, options)
+    (batch, heads), dropout = (sizes.batch, sizes.num_heads), options.dropout_p > 0
     if 0 in (batch, heads):
         return lambda *arrays: run({}, *arrays)
     # Where axes have no names, devices read in a part of these arrays which one is theirs.
@@ -169,8 +181,8 @@ def partitioned(
     def split_of(mesh: Any, arguments: Sequence[Any]) -> _Split:
         sharding = arguments[names.index("q")].sharding
         if hasattr(sharding, "spec"):
-            return _Split.of_axes(mesh, sharding, sizes, dropout)
-        return _Split.of_tiles(Tiles.of(sharding), sizes, results, dropout, knows=asks or not (dropout or functions))
+            return _Split.of_axes(mesh, sharding, sizes)
+        return _Split.of_tiles(Tiles.of(sharding), sizes, results, knows=asks or not (dropout or functions))
 
     def partition(mesh: Any, arguments: Sequence[Any], outcome: Any) -> Any:
         split = split_of(mesh, arguments)
@@ -178,9 +190,11 @@ def partitioned(
         def part(*arrays: Any) -> Any:
             place: dict[str, Any] = {}
             firsts = [x[0] for x in arrays[len(operands) :]]
-            if dropout and split.counts[0] > 1:
-                start = arrays[names.index("offset")] if "offset" in shapes else jnp.zeros(2, np.uint32)
-                place["offset"] = _moved(start, split.place(0, firsts), split.counts[0], sizes)
+            if dropout and max(split.counts) > 1:
+                start = arrays[names.index("offset")] if "offset" in names else jnp.zeros(2, np.uint32)
+                place["offset"] = split.offset(start, firsts)
+            if dropout and split.counts[1] > 1:
+                place["heads"] = sizes.heads_of_whole
             if functions and max(split.counts) > 1:
                 place = place | {name: split.first(dim, firsts) for dim, name in enumerate("bh")}
             found = run(place, *arrays[: len(operands)])
@@ -201,7 +215,7 @@ def partitioned(
         return run({}, *arrays[: len(operands)])
 
     call = custom_partitioning(whole)
-    call.def_partition(partition, infer, sharding_rule=_rule(given, results, sizes, dropout))
+    call.def_partition(partition, infer, sharding_rule=_rule(given, results, sizes))
     return lambda *arrays: call(*arrays, *(jnp.arange(shape[0], dtype=np.int32) for _, shape, _ in numbers))
 
 
@@ -215,16 +229,16 @@ class _Split(NamedTuple):
     tiles: Tiles | None = None
 
     @classmethod
-    def of_axes(cls, mesh: Any, sharding: Any, sizes: _Sizes, dropout: bool) -> _Split:
+    def of_axes(cls, mesh: Any, sharding: Any, sizes: _Sizes) -> _Split:
         """The axes of the mesh over batch and over heads, of q's sharding; none where they do not divide."""
         spec = (*sharding.spec, None, None, None)
         batch, heads = _axes(spec[0]), _axes(spec[2])
-        divides = sizes.can_split(_count(mesh, batch), _count(mesh, heads), dropout)
+        divides = sizes.can_split(_count(mesh, batch), _count(mesh, heads))
         axes = (batch if divides[0] else (), heads if divides[1] else ())
         return cls(sizes, (_count(mesh, axes[0]), _count(mesh, axes[1])), mesh, axes)
 
     @classmethod
-    def of_tiles(cls, tiles: Tiles, sizes: _Sizes, results: Operands, dropout: bool, *, knows: bool) -> _Split:
+    def of_tiles(cls, tiles: Tiles, sizes: _Sizes, results: Operands, *, knows: bool) -> _Split:
         """Those that divide, and of which no result is a sum over devices: no device can ask for it without a name.
 
         ``knows``: whether devices know their place, if they need to.
@@ -232,7 +246,7 @@ class _Split(NamedTuple):
         if tiles.partly_manual:
             log_once("XLA names axes that jax.shard_map has made manual: batch and heads are gathered over all others.")
         batch, heads = tiles.devices.shape[:2]
-        divides = sizes.can_split(batch, heads, dropout) if knows else (False, False)
+        divides = sizes.can_split(batch, heads) if knows else (False, False)
         own = [{*sizes.names(name, shape)} for name, shape, _ in results]
         kept = (divides[0] and all(_BATCH in x for x in own), divides[1] and all(x & {*_HEADS} for x in own))
         if any(
@@ -247,14 +261,29 @@ class _Split(NamedTuple):
 
     def place(self, dim: int, firsts: Sequence[Any]) -> Any:
         """Which part of batch (dim 0) or heads (1) this device has; ``firsts``: its first of each, without names."""
+        if self.counts[dim] == 1:
+            return 0
         if self.tiles is None:
             return jax.lax.axis_index(self.axes[dim])
         return firsts[dim] // (self.sizes.whole(dim) // self.counts[dim])
 
     def first(self, dim: int, firsts: Sequence[Any]) -> Any:
         """The first index that a device has of batch or heads."""
-        count = self.counts[dim]
-        return jnp.asarray(self.place(dim, firsts) * (self.sizes.whole(dim) // count) if count > 1 else 0, np.int32)
+        return jnp.asarray(self.place(dim, firsts) * (self.sizes.whole(dim) // self.counts[dim]), np.int32)
+
+    def offset(self, start: Any, firsts: Sequence[Any]) -> Any:
+        """``start`` and the scores of the whole that lie before this device's first one, as words."""
+        sizes, (parts, parts_of_heads) = self.sizes, self.counts
+        entries, heads = sizes.batch // parts, sizes.num_heads // parts_of_heads
+        before = [
+            (b * entries * sizes.heads_of_whole + h * heads) * sizes.scores
+            for b in range(parts)
+            for h in range(parts_of_heads)
+        ]
+        index = self.place(0, firsts) * parts_of_heads + self.place(1, firsts)
+        low, high = jnp.asarray(np.stack([words_of(x) for x in before]))[index]
+        total = start[0] + low
+        return jnp.stack([total, start[1] + high + (total < low).astype(np.uint32)])
 
     def shardings(self, these: Operands) -> list[Any]:
         return [self._sharding(name, shape) for name, shape, _ in these]
@@ -274,7 +303,7 @@ class _Split(NamedTuple):
         return jax.lax.psum(x.astype(np.float32), axes).astype(x.dtype) if axes else x
 
 
-def _rule(operands: Operands, results: Operands, sizes: _Sizes, dropout: bool) -> SdyShardingRule:
+def _rule(operands: Operands, results: Operands, sizes: _Sizes) -> SdyShardingRule:
     """The same for Shardy: factors of the dims, and which of them must not be split."""
     group = sizes.num_heads // sizes.num_heads_kv
     kept: dict[str, None] = {}  # in the order of their first mention, which Shardy asks for
@@ -286,7 +315,7 @@ def _rule(operands: Operands, results: Operands, sizes: _Sizes, dropout: bool) -
         axis = sizes.name(name, dim, size)
         if axis == _BATCH:
             return "b"
-        if axis in _HEADS and not dropout:
+        if axis in _HEADS and not sizes.together:
             if sizes.num_heads_kv == 1 or group == 1 or axis == "num_heads_kv":
                 return "h"
             factors["g"] = group  # that of h is the whole dim of k
@@ -321,11 +350,3 @@ def _count(mesh: Any, axes: _Axes) -> int:
 def words_of(number: int) -> np.ndarray[Any, Any]:
     """``number`` modulo 2^64 as ``uint32[2]``, low word first."""
     return np.asarray([number % 2**32, number // 2**32 % 2**32], np.uint32)
-
-
-def _moved(start: Any, index: Any, devices: int, sizes: _Sizes) -> Any:
-    """``start`` and the scores of the batch entries before those of part ``index`` of so many, as words."""
-    before = np.stack([words_of(part * (sizes.batch // devices) * sizes.scores) for part in range(devices)])
-    low, high = jnp.asarray(before)[index]
-    total = start[0] + low
-    return jnp.stack([total, start[1] + high + (total < low).astype(np.uint32)])

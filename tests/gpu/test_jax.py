@@ -331,16 +331,17 @@ def test_exported_program_runs_and_has_its_gradients(bridge: None) -> None:
     np.testing.assert_allclose(numbers(gradient), numbers(slope), atol=2e-2)
 
 
-@pytest.mark.parametrize("case", ["plain", "shared bias", "one key head", "dropout"])
+@pytest.mark.parametrize("case", ["plain", "shared bias", "one key head", "dropout", "dropout of heads"])
 def test_two_gpus_split_batch_or_heads_without_a_gather(case: str, bridge: None) -> None:
     if len(jax.devices("gpu")) < 2:
         pytest.skip("needs two GPUs")
     (q, k, v, bias), _ = make()
     if case == "one key head":
         k, v = k[:, :, :1], v[:, :, :1]
-    options: dict[str, Any] = {"dropout_p": 0.2, "rng": (5, 2**32 - 17)} if case == "dropout" else {"causal": True}
+    dropout: dict[str, Any] = {"dropout_p": 0.2, "rng": (5, 2**32 - 17)}
+    options = dropout if case.startswith("dropout") else {"causal": True}
     mesh = jax.sharding.Mesh(np.array(jax.devices("gpu")[:2]), ("x",))
-    heads = case in ("one key head", "shared bias")
+    heads = case in ("one key head", "shared bias", "dropout of heads")
 
     def place(x: Any, dims: tuple[Any, ...]) -> Any:
         spec = jax.sharding.PartitionSpec(*(d if n > 1 else None for d, n in zip(dims, x.shape, strict=True)))
