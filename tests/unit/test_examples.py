@@ -71,6 +71,7 @@ DOORS = (
     "nvrtc_attn.torch",
     "nvrtc_attn.torch.parallel",
     "nvrtc_attn.jax",
+    "nvrtc_attn.jax.parallel",
     "nvrtc_attn.cupy",
     "nvrtc_attn.aten",
 )
@@ -109,6 +110,18 @@ def test_jax_attention(repository: Path, tmp_path: Path) -> None:
     first, last = map(float, re.findall(r"loss (\S+) -> (\S+) after", out)[0])
     assert last < 0.5 * first
     assert "equal to the batched call: True" in out
+
+
+@pytest.mark.turns(3)
+def test_jax_parallel(repository: Path, tmp_path: Path) -> None:
+    """Four devices of the CPU, with dropout: out and gradients of one device by every strategy."""
+    out = run(repository, "jax_parallel.py", cwd=tmp_path)
+    if not installed("jax"):
+        assert out.startswith("skipped: JAX is not installed")
+        return
+    found = re.findall(r"^(\w+) over 2 devices, batch over 2: largest difference (\S+) of", out, re.MULTILINE)
+    assert [strategy for strategy, _ in found] == ["all_gather", "ring", "auto"], out
+    assert max(float(difference) for _, difference in found) < 1e-5
 
 
 def test_cupy_attention_without_a_gpu(repository: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def context_parallel_attention(
         each with the keys that they reach. ``"device"``: one call for each of its pieces, whose place is a number on
         the device, which the kernels read. ``"auto"``: branches up to 8 devices, and without rows or keys.
     bias, mask : ``[1|B, 1|H, 1|tokens, 1|Mk]``, optional
-        This device's rows (or one), all keys of the whole. Only of ``"all_gather"``.
+        This device's rows (or one), all keys of the whole. Not of ``"ulysses"``.
     sink : float32 ``[H]``, optional
         Of this device's heads, as in `nvrtc_attn.jax.attention`: the same on all devices of ``axis_name``.
     rng
