@@ -124,6 +124,8 @@ def test_completion_offers_what_is_public() -> None:
     assert set(run_python(code).split()) == public
 
 
+@pytest.mark.slow
+@pytest.mark.turns(3)
 @pytest.mark.reliability(104)
 @pytest.mark.parametrize("options", [("-O",), ("-OO",), ("-W", "error")])
 def test_import_under_interpreter_options(options: tuple[str, ...]) -> None:

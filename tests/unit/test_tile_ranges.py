@@ -472,6 +472,8 @@ def unpacked(words: Array, rows: int, columns: int) -> Array:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.turns(3)
 def test_bits_of_undecided_tiles_are_where_the_attention_kernel_reads_them(
     tmp_path_factory: pytest.TempPathFactory, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
