@@ -106,7 +106,7 @@ def ours() -> list[Timed]:
         )
     ]  # fmt: skip
     none = (None,) * 5
-    more = (*(None,) * (len(INPUTS) - 1), 0, 0, "", None, None, None, 0.0, 0.0, None, None, False, True, False)
+    more = (*(None,) * (len(INPUTS) - 1), 0, 0, "", None, None, None, 0.0, 0.0, None, None, False, None, True, False)
     _, padded, seed, offset, *_ = aten.efficient_attention_forward(q, k, v, *none, 0.0, 0, True)
     return [
         *differentiable("nvrtc_attn.torch.attention", na.attention, leaves, dout),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import itertools
 import json
 import os
 import sys
@@ -1141,37 +1142,135 @@ def distributed(rank: int, size: int, device: Any) -> Found:
 
 def dtensors(rank: int, size: int, device: Any) -> Found:
     """nvrtc_attn.torch.attention of DTensors whose batch or heads are sharded: values and gradients of the unsharded
-    call, with the dropout mask of the whole, and results that are sharded alike where nothing was gathered."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    call, with the dropout mask of the whole, results that are sharded alike, and nothing that is sent."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
 
     found: Found = []
-    line, square = init_device_mesh(device, (size,)), None
-    meshes = [(line, [Shard(0)]), (line, [Shard(2)])]
+    line = init_device_mesh(device, (size,))
+    batch, heads, alike = Shard(0), Shard(2), Replicate()
+    across = 6 if size == 2 else 12  # query heads of a rank that read more than one of three key heads, not all of each
+    # Sizes of batch, heads and key heads, the mesh, placements of q, those of k and v, and what a pass sends.
+    cases: list[Any] = [
+        ((size, 2 * size, size), line, [batch], [batch], 0),
+        ((size, 2 * size, size), line, [heads], [heads], 0),
+        ((size + 1, 2, 1), line, [batch], [batch], 0),
+        ((1, 3, 3), line, [heads], [heads], 0),  # as many as ranks, more and fewer
+        ((2, 2 * size, 1), line, [heads], [alike], 0),
+        ((2, across, 3), line, [heads], [alike], 0),
+        ((2, across, 3), line, [heads], [heads], 2),  # k and v alone are gathered, and their gradients go back
+    ]
     if size == 4:
         square = init_device_mesh(device, (2, 2))
-        meshes.append((square, [Shard(0), Shard(2)]))
-    on_gpu = device == "cuda"
-    kind, bound = (torch.bfloat16, 2e-2) if on_gpu else (torch.float32, 1e-5)
+        cases += [
+            ((3, 4, 2), square, [batch, heads], [batch, heads], 0),
+            ((3, 4, 1), square, [batch, heads], [batch, alike], 0),
+            ((3, 5, 5), square, [heads, batch], [heads, batch], 0),
+            ((2, 8, 4), square, [heads, heads], [heads, heads], 0),
+        ]
+    rows = 16
+    kind, bound = (torch.bfloat16, 2e-2) if device == "cuda" else (torch.float32, 1e-5)
     generator = torch.Generator().manual_seed(0)
-    whole = [
-        torch.randn(size, 48, heads * size, 64, generator=generator).to(device, kind) for heads in (2, 1, 1, 2)
-    ]  # fmt: skip
-    whole[:3] = [x.requires_grad_() for x in whole[:3]]
-    for options in ({}, {"causal": True, "window_size": (9, None)}, {"causal": True, "dropout_p": 0.25, "rng": (3, 5)}):
-        expected = nvrtc_attn.torch.attention(*whole[:3], **options)
-        wanted = [expected, *torch.autograd.grad(expected, whole[:3], whole[3])]
-        for mesh, placements in meshes:
-            mine = [distribute_tensor(x.detach(), mesh, placements) for x in whole]
+    for (entries, of_q, of_k), mesh, placements, of_keys, sent in cases:
+        whole = [
+            torch.randn(entries, rows, n, 64, generator=generator).to(device, kind) for n in (of_q, of_k, of_k, of_q)
+        ]  # fmt: skip
+        whole[:3] = [x.requires_grad_() for x in whole[:3]]
+        lying = [placements, of_keys, of_keys, placements]
+        for options in ({}, {"causal": True, "window_size": (9, None), "dropout_p": 0.25, "rng": (3, 5)}):
+            what = f"{entries} {of_q} {of_k} {placements} {of_keys} {options}"
+            expected = nvrtc_attn.torch.attention(*whole[:3], **options)
+            wanted = [expected, *torch.autograd.grad(expected, whole[:3], whole[3])]
+            mine = [distribute_tensor(x.detach(), mesh, y) for x, y in zip(whole, lying, strict=True)]
             mine[:3] = [x.requires_grad_() for x in mine[:3]]
-            out = nvrtc_attn.torch.attention(*mine[:3], **options)
-            if "dropout_p" not in options and list(out.placements) != placements:
-                found.append(f"{placements} {options}: out is {out.placements}")
-            results = [out, *torch.autograd.grad(out, mine[:3], mine[3])]
+            with CommDebugMode() as communication:
+                out = nvrtc_attn.torch.attention(*mine[:3], **options)
+                counts = [communication.get_total_counts()]
+                results = [out, *torch.autograd.grad(out, mine[:3], mine[3])]
+                counts.append(communication.get_total_counts())
+            if counts != [sent, 3 * sent]:
+                found.append(f"{what}: {counts} times something was sent")
+            lies = [tuple(x.placements) for x in results]
+            keys = tuple(Partial() if x == alike else x for x in of_keys)
+            if lies != [tuple(placements)] * 2 + [keys] * 2:
+                found.append(f"{what}: results lie as {lies}")
             for name, x, y in zip(("out", "dq", "dk", "dv"), results, wanted, strict=True):
                 y = y.detach().float()
                 error = float((x.detach().full_tensor().float() - y).abs().max() / y.abs().max().clamp(min=1))
                 if not error < bound:
-                    found.append(f"{placements} {options}: {name} {error:.3g}")
+                    found.append(f"{what}: {name} {error:.3g}")
+        keep = nvrtc_attn.dropout_keep_mask((entries, of_q, rows, rows), 0.5, (5, 77))
+        nothing, eye = torch.zeros(entries, rows, of_q, 8), torch.eye(rows)[None, :, None]
+        q, k, v = (
+            distribute_tensor(x.contiguous().to(device, kind), mesh, y)
+            for x, y in (
+                (nothing, placements),
+                (nothing[:, :, :of_k], of_keys),
+                (eye.expand(entries, rows, of_k, rows), of_keys),
+            )
+        )
+        out = nvrtc_attn.torch.attention(q, k, v, dropout_p=0.5, rng=(5, 77)).full_tensor()
+        if not np.array_equal(out.transpose(1, 2).cpu().numpy() != 0, keep):
+            found.append(f"{entries} {of_q} {of_k} {placements}: the mask is not the whole's")
+    return found
+
+
+def dtensor_functions(rank: int, size: int, device: Any) -> Found:
+    """score_mod and mask_mod of DTensors see batch entries and heads of the whole; what they captured is the whole, and
+    its gradient the sum over the ranks."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    found: Found = []
+    line, rows = init_device_mesh(device, (size,)), 16
+    meshes = [(line, [Shard(0)]), (line, [Shard(2)])]
+    if size == 4:
+        meshes.append((init_device_mesh(device, (2, 2)), [Shard(0), Shard(2)]))
+    bound = 1e-5 if device == "cpu" else 1e-3
+    generator = torch.Generator().manual_seed(0)
+    # One batch entry more than ranks.
+    whole = [torch.randn(size + 1, rows, n * size, 16, generator=generator).to(device) for n in (2, 1, 1, 2)]
+    slopes = torch.randn(2 * size, generator=generator).to(device)
+    lengths = torch.randint(1, rows, (size + 1,), generator=generator, dtype=torch.int32).to(device)
+    whole[:3] = [x.requires_grad_() for x in whole[:3]]
+
+    def call(q: Any, k: Any, v: Any, learned: Any, used: Any, more: dict[str, Any], flex: bool) -> Any:
+        def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return score + learned[h] * (i - j)
+
+        def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (j < used[b]) | (h == 1)
+
+        if not flex:
+            return nvrtc_attn.torch.attention(q, k, v, score_mod=score_mod, mask_mod=mask_mod, **more)
+        flat = (x.transpose(1, 2) for x in (q, k, v))
+        mask = nvrtc_attn.torch.create_block_mask(mask_mod, None, None, rows, rows)
+        return nvrtc_attn.torch.flex_attention(*flat, score_mod, mask, enable_gqa=True).transpose(1, 2)
+
+    for flex, more in ((False, {}), (False, {"causal": True, "dropout_p": 0.25, "rng": (3, 5)}), (True, {})):
+        inputs = [*whole[:3], slopes.clone().requires_grad_()]
+        expected = call(*inputs, lengths, more, flex)
+        wanted = [expected, *torch.autograd.grad(expected, inputs, whole[3])]
+        for (mesh, placements), plain in itertools.product(meshes, (False, True)):
+            alike = [Replicate()] * mesh.ndim
+            mine = [distribute_tensor(x.detach(), mesh, placements) for x in whole]
+            dout = mine.pop()
+            mine.append(slopes.clone() if plain else distribute_tensor(slopes, mesh, alike))
+            mine = [x.requires_grad_() for x in mine]
+            used = lengths if plain else distribute_tensor(lengths, mesh, alike)
+            with CommDebugMode() as communication:
+                out = call(*mine, used, more, flex)
+                results = [out, *torch.autograd.grad(out, mine, dout)]
+            what = f"{placements} plain={plain} flex={flex} {more}"
+            if communication.get_total_counts() != (mesh.ndim if plain else 0):  # the sum of a plain one's gradient
+                found.append(f"{what}: {communication.get_total_counts()} times something was sent")
+            if not plain and list(results[-1].placements) != [Partial()] * mesh.ndim:
+                found.append(f"{what}: the gradient of the captured one lies as {results[-1].placements}")
+            for name, x, y in zip(("out", "dq", "dk", "dv", "dslopes"), results, wanted, strict=True):
+                x = x.detach() if plain and name == "dslopes" else x.detach().full_tensor()
+                error = float((x - y.detach()).abs().max() / y.abs().max().clamp(min=1))
+                if not error < bound:
+                    found.append(f"{what}: {name} {error:.3g}")
     return found
 
 

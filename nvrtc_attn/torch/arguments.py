@@ -22,7 +22,7 @@ from .random import checked_rng, rng_values
 from .tensors import as_plain, is_dtensor
 
 SEED: Final = len(INPUTS)  # positions in the signature: the inputs of the table of operands, then the random numbers
-SEED_WORD, DROPOUT = SEED + 2, SEED + 9
+SEED_WORD, DROPOUT, PART = SEED + 2, SEED + 9, SEED + 13
 BIAS: Final = INPUTS.index("bias")
 CU_SEQLENS_Q: Final = INPUTS.index("cu_seqlens_q")
 FLAGS: Final = 2  # behind the signature: return_lse and return_max_logit
@@ -33,8 +33,9 @@ SIGNATURE: Final = (
     ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in INPUTS)
     + ", Tensor? seed, Tensor? offset, SymInt seed_word, SymInt offset_word, str causal, "
     "SymInt? window_left, SymInt? window_right, float? softmax_scale, float softcap, float dropout_p, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic"
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, SymInt[]? part"
 )
+"""``part`` is (first batch entry, batch, first head, heads) of a whole that the tensors lie in: see `sharding`."""
 
 
 # ------------------------------------------------------------------------------------------------------ of a call
@@ -87,7 +88,7 @@ def operator_arguments(
     with_lse = return_lse or (torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, *more, *captures))
     arguments = (
         q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k, *more, seed, offset, *words, word, left, right,
-        softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic, with_lse, return_max_logit,
+        softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic, None, with_lse, return_max_logit,
     )  # fmt: skip
     return arguments, return_lse, return_max_logit
 
@@ -170,14 +171,25 @@ def causal_word(causal: Causal) -> str:
 # ------------------------------------------------------------------------------------------------------ to a call
 
 
+def part_of(part: Sequence[int] | None) -> Part | None:
+    """What the operators' argument ``part`` says."""
+    if part is None:
+        return None
+    entry, batch, head, heads = part
+    return Part(batch=(entry, batch), heads=(head, heads))
+
+
 def split(arguments: tuple[Any, ...], return_lse: bool, *gradients: bool) -> tuple[Any, CallOptions, Any]:
     """(tensors, options, state of the dropout) as the eager functions take them, of the arguments in `SIGNATURE`."""
     *tensors, seed, offset = map(as_plain, arguments[:SEED_WORD])
-    seed_word, offset_word, causal, left, right, scale, softcap, dropout_p, max_q, max_k = arguments[SEED_WORD:-1]
+    seed_word, offset_word, causal, left, right, scale, softcap, dropout_p, max_q, max_k = arguments[SEED_WORD:-2]
+    deterministic, part = arguments[-2:]
     wanted: Any = gradients
     options = CallOptions(
-        CAUSAL[causal], (left, right), scale, softcap, dropout_p, max_q, max_k, return_lse, arguments[-1], *wanted
+        CAUSAL[causal], (left, right), scale, softcap, dropout_p, max_q, max_k, return_lse, deterministic, *wanted
     )
+    if part is not None:
+        options = options._replace(part=part_of(part))
     state = NO_RNG
     if dropout_p > 0:
         words = (seed_word & (2**64 - 1), offset_word & (2**64 - 1))

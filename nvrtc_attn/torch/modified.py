@@ -29,7 +29,8 @@ from .modified_passes import dense_like, forward, gradients
 from .ops import forward_fake
 from .passes import DIFFERENTIABLE_PLACES
 from .random import random_state
-from .tensors import captured_on, detached
+from .sharding import register_sharding
+from .tensors import captured_on, detached, is_dtensor
 
 _in_dynamo: Final = torch.compiler.is_dynamo_compiling
 _transformed: Final = torch._C._functorch.maybe_current_level
@@ -81,6 +82,8 @@ def attend(
 def _outside_of_dynamo(given: Any, score_mod: Any, mask_mod: Any, aux: Any, asked: Any) -> Any:
     """Dynamo, where it gave a program up, must not follow the tracer."""
     if needs_operator((*given[:5], *given[-2].values())):
+        if is_dtensor(given[0]):
+            register_sharding()
         modifier = trace(score_mod, mask_mod, aux=aux)
         arguments, return_lse, return_max_logit = _with_functions(given, modifier, None, None)
         return results_of(modified_forward(*arguments), return_lse, return_max_logit)
@@ -218,7 +221,8 @@ def plain_arguments(q: Any, k: Any, v: Any, softmax_scale: float | None, determi
     """Those of `modified_forward` before the modifier's, of q, k and v alone, with an lse."""
     no_dropout = None, None, 0, 0
     return (
-        q, k, v, *_NONE, *no_dropout, "", None, None, softmax_scale, 0.0, 0.0, None, None, deterministic, True, False
+        q, k, v, *_NONE, *no_dropout, "", None, None, softmax_scale, 0.0, 0.0, None, None, deterministic, None, True,
+        False,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from .arguments import (
     causal_word,
     no_part,
     operator_arguments,
+    part_of,
     results_of,
     rng_operands,
     split,
@@ -96,7 +97,7 @@ def gradients_by_operator(
     gradients = attention_backward(
         dout, dlse, out, lse, *tensors, seed, offset, *words, causal_word(options.causal),
         *(options.window_size or (None, None)), options.softmax_scale, options.softcap, options.dropout_p,
-        options.max_seqlen_q, options.max_seqlen_k, options.deterministic, *wanted,
+        options.max_seqlen_q, options.max_seqlen_k, options.deterministic, None, *wanted,
     )  # fmt: skip
     given = dict(zip(OPTIONAL_GRADIENTS, wanted, strict=True))
     return [x if given.get(name, True) else None for name, x in zip(GRADIENTS, gradients, strict=True)]
@@ -208,7 +209,7 @@ for _key in ("CPU", "CUDA"):
 def forward_fake(*arguments: Any, modifier: Modifier | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, _, v = arguments[:3]
     *arguments_, return_lse, return_max_logit = arguments
-    _validate(tuple(arguments_), modifier)
+    validate(tuple(arguments_), modifier)
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3]))
     lse = q.new_empty((batch, heads, rows) if return_lse else (0,), dtype=torch.float32)
@@ -219,7 +220,7 @@ def forward_fake(*arguments: Any, modifier: Modifier | None = None) -> tuple[tor
 
 def backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> Any:
     wanted = dict(zip(OPTIONAL_GRADIENTS, arguments[-OPTIONS:], strict=True))
-    _validate(arguments[:-OPTIONS], None, **wanted)
+    validate(arguments[:-OPTIONS], None, **wanted)
     inputs = [arguments[place] for place in DIFFERENTIABLE_PLACES]
     return tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.get(name, True) else dout.new_empty(0)
@@ -231,7 +232,7 @@ torch.library.register_fake("nvrtc_attn::attention_forward", forward_fake, lib=_
 torch.library.register_fake("nvrtc_attn::attention_backward", backward_fake, lib=_LIBRARY)
 
 
-def _validate(arguments: tuple[Any, ...], modifier: Modifier | None, **gradients: bool) -> None:
+def validate(arguments: tuple[Any, ...], modifier: Modifier | None, **gradients: bool) -> None:
     """Refuse while tracing what the kernels would refuse later; sizes that are symbols must wait."""
     given = {name: x for name, x in zip(INPUTS, arguments, strict=False) if x is not None}
     for name in ("q", "k", "v"):
@@ -241,15 +242,16 @@ def _validate(arguments: tuple[Any, ...], modifier: Modifier | None, **gradients
     if len(set(places.values())) > 1:
         found = ", ".join(f"{name} on {place}" for name, place in places.items())
         raise ValueError(f"{found}: all tensors of a call are on one device. Move them to {places['q']}.")
-    scalars = arguments[SEED_WORD:]
+    *scalars, part = arguments[SEED_WORD:]
     sizes = [n for x in (*given.values(), *(modifier.captures if modifier else ())) for n in x.shape]
-    if not all(isinstance(n, (int, float, str, type(None))) for n in (*sizes, *scalars)):
+    if not all(isinstance(n, (int, float, str, type(None))) for n in (*sizes, *scalars, *(part or ()))):
         return
     causal, left, right, scale, softcap, dropout_p, max_q, max_k, deterministic = scalars[2:]
     wanted: dict[str, Any] = {**gradients}
     options = CallOptions(
         causal=CAUSAL[causal], window_size=(left, right), softmax_scale=scale, softcap=softcap, dropout_p=dropout_p,
-        max_seqlen_q=max_q, max_seqlen_k=max_k, deterministic=deterministic, return_lse=bool(gradients), **wanted,
+        max_seqlen_q=max_q, max_seqlen_k=max_k, deterministic=deterministic, return_lse=bool(gradients),
+        part=part_of(part), **wanted,
     )  # fmt: skip
     operands = {n: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for n, x in given.items()}
     describe_shapes(operands, options, Device("cuda" if given["q"].is_cuda else "meta", 0), modifier=modifier)

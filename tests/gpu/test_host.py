@@ -74,7 +74,7 @@ def aten_both(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
 def compiled_both(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
     """The operators, as programs of torch.compile call them."""
     no_tensors = (None,) * (len(INPUTS) - 1)
-    more = (*no_tensors, 0, 0, "bottom_right", None, None, None, 0.0, 0.0, None, None, True)
+    more = (*no_tensors, 0, 0, "bottom_right", None, None, None, 0.0, 0.0, None, None, True, None)
     with torch.no_grad():
         out, lse, _ = ops.attention_forward(q, k, v, *more, True, False)
         return [out, lse, *ops.attention_backward(dout, None, out, lse, q, k, v, *more, False, False)[:3]]

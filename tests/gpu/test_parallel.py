@@ -36,7 +36,7 @@ ENDED = ("timing out", "timed out", "ncclRemoteError")
         ("compiled",),
         ("inductor", "programs"),
         ("rows", "negated"),
-        ("distributed", "dtensors"),
+        ("distributed", "dtensors", "dtensor_functions"),
         ("used_by_some",),
     ],
 )

@@ -157,7 +157,7 @@ def test_opcheck(name: str) -> None:
     sink = torch.zeros(q.shape[2], device="cuda", requires_grad=True) if name == "sink" else None
     arguments = (
         q, k, v, bias if name == "bias" else None, None, *starts, None, sink, seed, None, 0, 3, "", None, None, None,
-        0.0, 0.3 if name == "dropout" else 0.0, *longest, True,
+        0.0, 0.3 if name == "dropout" else 0.0, *longest, True, None,
     )  # fmt: skip
     torch.library.opcheck(ops.attention_forward, (*arguments, True, name in ("plain", "packed")))
     detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]

@@ -464,7 +464,7 @@ def known(function: Callable[[], object]) -> int:
 
 DOORS = {"attention": na.attention, "sdpa": na.scaled_dot_product_attention}
 NO_TENSORS = (None,) * (len(INPUT_NAMES) - 3 + 2)
-SCALARS = (0, 0, "bottom_right", None, None, None, 0.0, 0.0, None, None, False)
+SCALARS = (0, 0, "bottom_right", None, None, None, 0.0, 0.0, None, None, False, None)
 
 
 def operator(*qkv: Any, scalars: tuple[Any, ...] = SCALARS, flags: tuple[bool, bool] = (True, False)) -> Any:

@@ -125,3 +125,10 @@ def test_dtensors_are_refused_and_their_local_tensors_work(tmp_path: Path) -> No
 def test_dtensors_of_sharded_batch_and_heads_are_the_whole(size: int, tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.tensor", reason="torch.distributed.tensor needs torch 2.5")
     assert run(size, tmp_path, "dtensors") == {"dtensors": []}
+
+
+@pytest.mark.turns(5, 3)
+@pytest.mark.parametrize("size", [2, 4])
+def test_functions_of_scores_of_dtensors_see_the_whole(size: int, tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed.tensor", reason="torch.distributed.tensor needs torch 2.5")
+    assert run(size, tmp_path, "dtensor_functions") == {"dtensor_functions": []}

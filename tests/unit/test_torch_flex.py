@@ -449,7 +449,7 @@ def test_shapes_without_memory(score_mod: Any) -> None:
 
 
 def test_tensors_of_a_mesh() -> None:
-    """Heads on devices of their own; functions of scores, which may ask for the head, are left to one device."""
+    """Heads on devices of their own, where functions of scores see which of all heads they are."""
     if not torch.distributed.is_available():
         pytest.skip("torch was built without torch.distributed")
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
@@ -464,7 +464,8 @@ def test_tensors_of_a_mesh() -> None:
         out = flex_attention(*placed)
         assert out.placements == (Shard(1),)
         torch.testing.assert_close(out.to_local(), flex_attention(*local))
-        with pytest.raises(NotImplementedError, match="modified_forward"):
-            flex_attention(*placed, relative)
+        out = flex_attention(*placed, relative)
+        assert out.placements == (Shard(1),)
+        torch.testing.assert_close(out.to_local(), flex_attention(q, k, v, relative).chunk(2, 1)[0])
     finally:
         torch.distributed.destroy_process_group()

@@ -49,7 +49,7 @@ def arguments(
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "sink")
     return (
         q, k, v, bias, mask, *map(more.get, names), seed, None, 7, 3, causal, None, None, None, 0.0, dropout_p,
-        more.get("max_seqlen_q"), more.get("max_seqlen_k"), deterministic,
+        more.get("max_seqlen_q"), more.get("max_seqlen_k"), deterministic, more.get("part"),
     )  # fmt: skip
 
 
@@ -68,6 +68,7 @@ def problems() -> dict[str, tuple[Any, ...]]:
         "half": arguments(*tensors(dtype=torch.bfloat16), torch.randn(1, 1, 1, 9)),
         "no rows": arguments(*tensors(m=0)),
         "sink": arguments(q, k, v, bias, sink=torch.randn(4, requires_grad=True)),
+        "part": arguments(q, k, v, bias, dropout_p=0.3, part=[1, 5, 4, 12]),
     }  # fmt: skip
 
 
@@ -690,24 +691,110 @@ def test_dtensors_shard_over_batch_and_heads(dim: int, bias_shape: tuple[int, ..
     assert isinstance(sink.grad.placements[0], Shard if dim == 2 else Partial)
 
 
-@pytest.mark.parametrize("case", ["too few key heads", "dropout"])
-def test_dtensors_are_gathered_where_a_part_is_not_the_whole(case: str, mesh: Any) -> None:
+@pytest.mark.parametrize("dim", [1, 3])
+def test_dtensors_that_are_sharded_otherwise_are_gathered(dim: int, mesh: Any) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
 
-    hkv = 2 if case == "too few key heads" else 4
-    options: dict[str, Any] = {"dropout_p": 0.5, "rng": (3, 0)} if case == "dropout" else {}
     devices = mesh(4)
-    q, k, v = (x.detach() for x in tensors(b=4, h=8, hkv=hkv))
-    split = [Shard(2)] if case == "too few key heads" else [Shard(0)]
-    q = DTensor.from_local(q.chunk(4, split[0].dim)[0], devices, split)
+    q, k, v = (x.detach()[:, :4] for x in tensors(b=4, h=8, hkv=4, m=4))
+    q = DTensor.from_local(q.chunk(4, dim)[0], devices, [Shard(dim)])
     k, v = (DTensor.from_local(x, devices, [Replicate()]) for x in (k, v))
-    out = na.attention(q, k, v, **options)
-    assert tuple(out.shape) == (4, 6, 8, 8)
-    assert not any(isinstance(x, Shard) and x.dim == 2 for x in out.placements)
-    if case == "dropout":
-        assert tuple(out.placements) == (Replicate(),)
-        with pytest.raises(ValueError, match="same on all ranks"):
-            na.attention(q, k, v, dropout_p=0.5)
+    with CommDebugMode() as communication:
+        out = na.attention(q, k, v, dropout_p=0.5, rng=(3, 0))
+    assert tuple(out.placements) == (Replicate(),)
+    assert tuple(out.shape) == (4, 4, 8, 8)
+    assert communication.get_total_counts() == 1
+    with pytest.raises(ValueError, match="same on all ranks"):
+        na.attention(q, k, v, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("more", [{}, {"dropout_p": 0.5, "rng": (3, 7)}])
+def test_dtensors_of_packed_sequences_shard_over_heads(more: dict[str, Any], mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    devices, whole = mesh(4), [x.detach()[:1].requires_grad_() for x in tensors(h=8, hkv=1)]
+    sink = torch.randn(8, requires_grad=True)
+    alike = [Replicate()]
+    q, of_heads = (
+        DTensor.from_local(x.detach().chunk(4, dim)[0], devices, [Shard(dim)]).requires_grad_()
+        for x, dim in ((whole[0], 2), (sink, 0))
+    )
+    k, v = (DTensor.from_local(x.detach(), devices, alike).requires_grad_() for x in whole[1:])
+    lengths = {
+        name: DTensor.from_local(x, devices, alike) if isinstance(x, torch.Tensor) else x
+        for name, x in packed().items()
+    }
+    with CommDebugMode() as communication:
+        out, largest = na.attention(q, k, v, sink=of_heads, return_max_logit=True, **lengths, **more)
+        gradients = torch.autograd.grad(out, (q, k, v, of_heads), torch.ones_like(out.detach()))
+    assert communication.get_total_counts() == 0
+    assert (out.placements, largest.placements) == ((Shard(2),), (Shard(1),))
+    assert [x.placements[0] for x in gradients] == [Shard(2), Partial(), Partial(), Shard(0)]
+    expected, of_whole = na.attention(*whole, sink=sink, return_max_logit=True, **packed(), **more)
+    torch.testing.assert_close(out.to_local(), expected[:, :, :2])
+    torch.testing.assert_close(largest.to_local(), of_whole[:, :2])
+    of_rank = torch.autograd.grad(expected[:, :, :2].sum(), (*whole, sink))
+    for x, y, dim in zip(gradients, of_rank, (2, None, None, 0), strict=True):
+        torch.testing.assert_close(x.to_local(), y if dim is None else y.narrow(dim, 0, 2))
+
+
+def test_dtensors_beside_what_does_not_fit_are_refused_before_anything_is_sent(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    devices, whole = mesh(4), [x.detach() for x in tensors(b=4, h=8, hkv=4, m=8)]
+    q, k, v = (DTensor.from_local(x.chunk(4, 1)[0], devices, [Shard(1)]) for x in whole)
+    bias = torch.randn(8, 1, 1)[None]
+    elsewhere = DTensor.from_local(bias, mesh(2, 2), [Replicate()] * 2)
+    few = DTensor.from_local(whole[1][:3], devices, [Replicate()])
+    with CommDebugMode() as communication:
+        with pytest.raises(ValueError, match="bias: a plain tensor beside DTensors"):
+            na.attention(q, k, v, bias=bias)
+        with pytest.raises(ValueError, match="q: a plain tensor beside DTensors"):
+            na.attention(whole[0], k, v)
+        with pytest.raises(ValueError, match="one mesh"):
+            na.attention(q, k, v, bias=elsewhere)
+        with pytest.raises(ValueError, match="batch"):
+            na.attention(q, few, few)
+    assert communication.get_total_counts() == 0
+    with implicit_replication():
+        assert na.attention(q, k, v, bias=bias).shape == whole[0].shape
+
+
+def test_ranks_that_are_none_of_the_mesh_take_part_in_no_call(mesh: Any) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh(4)
+    devices = DeviceMesh("cpu", [2, 3])
+    q, k, v = (DTensor.from_local(x.detach(), devices, [Shard(2)]).requires_grad_() for x in tensors(b=2, h=8, hkv=1))
+    out, lse = na.attention(q, k, v, dropout_p=0.5, rng=(3, 0), return_lse=True)
+    assert (out.placements, lse.placements) == ((Shard(2),), (Shard(1),))
+    assert (out.to_local().numel(), out.dtype, lse.dtype) == (0, q.dtype, torch.float32)
+    gradients = torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    assert [x.to_local().numel() for x in gradients] == [0] * 3
+
+
+def test_programs_shard_dtensors_as_eager_calls_do(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    devices, whole = mesh(4), [x.detach() for x in tensors(b=4, h=8, hkv=4)]
+    inputs = [DTensor.from_local(x.chunk(4, 2)[0], devices, [Shard(2)]).requires_grad_() for x in whole]
+    na.register_sharding()
+
+    def call(*inputs: Any) -> Any:
+        return na.attention(*inputs, causal=True, dropout_p=0.5, rng=(3, 0))
+
+    found = []
+    for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        out = function(*inputs)
+        assert out.placements == (Shard(2),)
+        found.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out.detach()))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours.to_local(), theirs.to_local())
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -238,7 +238,7 @@ def test_the_flop_counter_counts_them_as_attention(which: str) -> None:
     call = Call(which, {})
     inputs = [x.detach() for x in call.inputs]
     given = (None, *inputs) if which == "qkv" else tuple(inputs)
-    rest = (*(None,) * 8, 0, 0, "", None, None, None, 0.0, 0.0, None, None, False)
+    rest = (*(None,) * 8, 0, 0, "", None, None, None, 0.0, 0.0, None, None, False, None)
     counted = []
     for forward, backward, tensors, results in (
         (packed_ops.attention_packed_forward, packed_ops.attention_packed_backward, given, (True,)),
