@@ -778,21 +778,30 @@ def test_ranks_that_are_none_of_the_mesh_take_part_in_no_call(mesh: Any) -> None
     assert [x.to_local().numel() for x in gradients] == [0] * 3
 
 
-def test_programs_shard_dtensors_as_eager_calls_do(mesh: Any) -> None:
-    from torch.distributed.tensor import DTensor, Shard
+@pytest.mark.parametrize("with_functions", [False, True])
+@pytest.mark.parametrize("dim", [0, 2])
+def test_programs_shard_dtensors_as_eager_calls_do(dim: int, with_functions: bool, mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    devices, whole = mesh(4), [x.detach() for x in tensors(b=4, h=8, hkv=4)]
-    inputs = [DTensor.from_local(x.chunk(4, 2)[0], devices, [Shard(2)]).requires_grad_() for x in whole]
+    devices, whole = mesh(4), [x.detach() for x in tensors(b=5, h=8, hkv=4)]
+    inputs = [
+        DTensor.from_local(x.chunk(4, dim)[0], devices, [Shard(dim)], shape=x.shape, stride=x.stride()) for x in whole
+    ]
+    inputs.append(DTensor.from_local(torch.randn(8), devices, [Replicate()]))
+    inputs = [x.requires_grad_() for x in inputs[: 3 + with_functions]]
     na.register_sharding()
 
-    def call(*inputs: Any) -> Any:
-        return na.attention(*inputs, causal=True, dropout_p=0.5, rng=(3, 0))
+    def call(q: Any, k: Any, v: Any, slopes: Any = None) -> Any:
+        more = {"score_mod": lambda s, b, h, i, j: s + slopes[h] * (i - j) + b} if with_functions else {}
+        return na.attention(q, k, v, causal=True, dropout_p=0.5, rng=(3, 0), **more)
 
     found = []
     for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
         out = function(*inputs)
-        assert out.placements == (Shard(2),)
-        found.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out.detach()))])
+        gradients = torch.autograd.grad(out, inputs, torch.ones_like(out.detach()))
+        placements = [x.placements[0] for x in (out, *gradients)]
+        assert placements == [Shard(dim)] * 4 + [Partial()] * with_functions
+        found.append([out, *gradients])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours.to_local(), theirs.to_local())
 
