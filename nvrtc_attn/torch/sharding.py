@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import torch
 
+from ..base.tables import remember
 from ..front.dlpack import compact_strides
 from ..front.operands import GRADIENTS, INPUTS, OPERANDS
-from .arguments import CU_SEQLENS_Q, DROPOUT, FLAGS, OPTIONS, PART
+from .arguments import CU_SEQLENS_Q, DROPOUT, FLAGS, OPTIONS, PART, SEED_WORD
 from .ops import validate
 
 _LIBRARY: Final = torch.library.Library("nvrtc_attn", "FRAGMENT")
@@ -23,6 +24,7 @@ BATCH, HEADS = "batch", "heads"
 _NAMES: Final = (*INPUTS, "seed", "offset")
 _BEFORE: Final = ("dout", "dlse", "out", "lse")
 """What the backward operators take before the arguments of the forward ones."""
+_checked: dict[Any, bool] = {}
 _sharding_registered = False
 
 
@@ -68,28 +70,28 @@ def _nothing(is_forward: bool, given: Any, functions: Any) -> list[torch.Tensor]
 
 
 def _results(shards: _Shards, found: Any, given: Any, flags: Any, functions: Any) -> tuple[Any, ...]:
-    """out, lse and max_logit, of the forward pass of a rank."""
+    """out, lse and max_logit, of those of a rank; what nobody asks for is an empty plain tensor."""
     (batch, rows, heads, _), starts = given[0].shape, given[CU_SEQLENS_Q]
     shapes = {
         "out": (batch, rows, heads, given[2].shape[3]), "lse": (batch, heads, rows),
         "max_logit": (batch if starts is None else starts.shape[0] - 1, heads),
     }  # fmt: skip
     return tuple([
-        shards.whole(x, shape, shards.places(name, shape)) if wants else shards.whole(x)
+        shards.whole(x, shape, shards.places(name, shape)) if wants else x
         for (name, shape), x, wants in zip(shapes.items(), found, (True, *flags), strict=True)
     ])  # fmt: skip
 
 
 def _gradients(shards: _Shards, found: Any, given: Any, flags: Any, functions: Any) -> Any:
-    """What the backward operators return, of what they returned on a rank."""
+    """What the backward operators return, of what they returned on a rank; the same of what nobody asks for."""
     results = []
     for name, x, wants in zip(GRADIENTS, found, (True,) * (len(GRADIENTS) - OPTIONS) + flags, strict=False):
         of = OPERANDS[name].gradient_of
-        results.append(shards.gradient(of, given[INPUTS.index(of)], x) if wants else shards.whole(x))
+        results.append(shards.gradient(of, given[INPUTS.index(of)], x) if wants else x)
     if not functions:
         return tuple(results)
     for capture, x, wants in zip(functions[0], found[len(GRADIENTS) :], functions[-1], strict=True):
-        results.append(shards.gradient("", capture, x) if wants else shards.whole(x))
+        results.append(shards.gradient("", capture, x) if wants else x)
     return results
 
 
@@ -109,7 +111,7 @@ class _Shards:
         self._dtensor, self._shard, self._replicate, self._partial = DTensor, Shard, Replicate(), Partial()
         captures = functions[0] if functions else ()
         self._mesh = self._mesh_of(given, captures)
-        validate((*given, None), None)
+        _check(given)
         q, k, v = given[:3]
         self._packed = given[CU_SEQLENS_Q] is not None
         self._over = [self._role(of_ranks) for of_ranks in zip(q.placements, k.placements, v.placements, strict=True)]
@@ -250,10 +252,9 @@ class _Shards:
         whole.narrow(2, first, count).copy_(found)
         return whole
 
-    def whole(self, x: Any, shape: Any = None, placements: Any = None) -> Any:
-        """The DTensor that shares are of; without a shape, of one that is alike on all ranks."""
-        shape = tuple(x.shape if shape is None else shape)
-        placements = [self._replicate] * self._mesh.ndim if placements is None else placements
+    def whole(self, x: Any, shape: Any, placements: list[Any]) -> Any:
+        """The DTensor that a rank has the share ``x`` of."""
+        shape = tuple(shape)
         return self._dtensor.from_local(
             x, self._mesh, placements, run_check=False, shape=torch.Size(shape), stride=compact_strides(shape)
         )
@@ -265,6 +266,20 @@ def _dim(name: str, role: str) -> int | None:
     if role == HEADS:
         return next((i for i, axis in enumerate(axes) if axis.startswith("num_heads")), None)
     return 0 if role == BATCH and axes and not axes[0].startswith("num_heads") else None
+
+
+def _check(given: tuple[Any, ...]) -> None:
+    """Refuse what the call of the whole would be refused for, on all ranks alike: asked once of calls of a kind."""
+    try:
+        of_tensors = [x if x is None else (x.shape, x.dtype, x.device) for x in given[:SEED_WORD]]
+        key = (*of_tensors, *given[SEED_WORD + 2 :])  # not the seed's words, which differ from step to step
+        is_known = _checked.get(key, False)
+    except TypeError:  # symbols
+        validate((*given, None), None)
+        return
+    if not is_known:
+        validate((*given, None), None)
+        remember(_checked, key, True)
 
 
 def _takes_plain(dtensor: Any) -> bool:
