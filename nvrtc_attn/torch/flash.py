@@ -61,7 +61,7 @@ def _arguments(
     deterministic = refuses_nondeterminism()
     causal = "bottom_right" if is_causal else ""  # flash attention's; torch asks for it with equal lengths only
     inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_k": used}
-    return (*map(inputs.get, INPUTS), None, None, 0, 0, causal, *window, scale, 0.0, 0.0, *longest, deterministic)
+    return (*map(inputs.get, INPUTS), None, None, 0, 0, causal, *window, scale, 0.0, 0.0, *longest, deterministic, None)
 
 
 def _refuse(dropout_p: float, **others: Any) -> None:
