@@ -236,7 +236,10 @@ def _modes_may_be_entered(allowed: bool) -> bool:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    output = InstructionTranslator.current_tx().output
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:  # behind a graph break nothing is traced
+        return True
     tracer = output.current_tracer
     before = getattr(tracer, "unsafe_allow_externally_visible_side_effects", True)
     if not output.is_root_tracer():
