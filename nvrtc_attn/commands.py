@@ -283,8 +283,9 @@ def _kernel_table(reports: Iterable[precompile.KernelReport]) -> Table:
             "failed" if report.error else f"{report.compile_ms:.0f}",
             " ".join(
                 ["cached"] * report.cached
-                + [n if on is True or "\n" in str(on) else f"{n}:{on}" for n, on in switches.items() if on]
-            ),  # of a modifier the name, not its text
+                # Of a modifier the name: its text has lines.
+                + [n if on is True or n == "modifier" else f"{n}:{on}" for n, on in switches.items() if on]
+            ),
         )
     return table
 

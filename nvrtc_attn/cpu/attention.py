@@ -86,22 +86,23 @@ def checked_integers(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     ValueError
         An integer beyond int32.
     """
-    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    if x.dtype.kind in "iu" and x.itemsize >= 4 and x.size and (x.max() > most or x.min() < least):
-        widest = x.max() if x.max() > most else x.min()
-        raise ValueError(
-            f"a captured array of {x.dtype} holds {widest}: integers of score_mod and mask_mod are int32. Number the "
-            "values before, as numpy.unique(x, return_inverse=True) and torch.unique do."
-        )
+    if x.dtype.kind not in "iu" or np.can_cast(x.dtype, np.int32) or not x.size:
+        return x
+    limits = np.iinfo(np.int32)
+    for value in (x.max(), x.min()):
+        if not limits.min <= value <= limits.max:
+            raise ValueError(
+                f"a captured array of {x.dtype} holds {value}: integers of score_mod and mask_mod are int32. Number "
+                "the values before, as numpy.unique(x, return_inverse=True) and torch.unique do."
+            )
     return x
 
 
 def _options(call: Call, rng: Any) -> dict[str, Any]:
     problem = call.problem
     state = call.rng_state(rng) if problem.dropout_p > 0 else NO_RNG
-    modifier = None if call.modifier is None else HostModifier(
-        call.modifier, [checked_integers(_read(x)) for x in call.captures]
-    )  # fmt: skip
+    captures = [checked_integers(_read(x)) for x in call.captures]
+    modifier = None if call.modifier is None else HostModifier(call.modifier, captures)
     return {
         **{name: _read(x) for name, x in call.tensors.items() if name in OPTIONAL_INPUTS},
         **_settings(call),

@@ -91,7 +91,6 @@ class _Script:
 
     def element(self, array: Any, sizes: tuple[int, ...], index: Any) -> ScriptValue:
         """A line that indexes ``array``, whose dims without an index have ``sizes``."""
-        found = self.call("getitem", (array, index), {})
         given = index if isinstance(index, tuple) else (index,)
         left: list[int] = []
         axis = 0
@@ -104,8 +103,18 @@ class _Script:
                 if isinstance(x, slice):
                     left.append(sizes[axis])
                 axis += 1
+        found = self.call("getitem", (array, index), {})
         found.sizes = (*left, *sizes[axis:])
         return found
+
+    def of_function(self, name: str, args: Any, kwargs: Any) -> ScriptValue:
+        """A line for a function of torch's that has a `ScriptValue` among its arguments."""
+        if name not in ("__getitem__", "getitem"):
+            return self.call(name, args, kwargs)
+        # Dynamo of torch 2.15 passes the operands of `array[number]` in reverse where the array is NumPy's.
+        # `number[array]` never comes here: `ScriptValue.__getitem__` takes it.
+        array, index = args[::-1] if isinstance(args[0], ScriptValue) else args
+        return self.element(array, array.shape, index)
 
     def function(self, name: str, function: Any, inputs: tuple[int, ...], more: tuple[Any, ...] = ()) -> str:
         """What a function does, and what it returns."""
@@ -123,9 +132,10 @@ class _Script:
 class ScriptValue:
     """A number that is known when the kernel runs, or a part of a captured tensor: `Proxy` and `Captured` as text."""
 
-    def __init__(self, script: _Script, word: str, sizes: tuple[int, ...] = ()) -> None:
-        self.script, self.word, self.sizes = script, word, sizes
-        """The script, the operand's word, and the dims of a captured tensor that are not indexed yet."""
+    def __init__(self, script: _Script, word: str) -> None:
+        self.script, self.word = script, word
+        self.sizes: tuple[int, ...] = ()
+        """Of the dims of a captured tensor that are not indexed yet."""
 
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
@@ -186,9 +196,7 @@ class ScriptValue:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         script = _script_of((args, tuple((kwargs or {}).values())))
         assert script is not None
-        if func.__name__ in ("__getitem__", "getitem"):
-            return script.element(args[0], args[0].shape, args[1])
-        return script.call(func.__name__, args, kwargs or {})
+        return script.of_function(func.__name__, args, kwargs or {})
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Called behind a graph break: Dynamo follows no function of NumPy's."""
@@ -257,12 +265,7 @@ class _Mode(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _script_of((args, tuple(kwargs.values()))) is not None:
-            # Dynamo of torch 2.15 passes the operands of `array[number]` in reverse where the array is NumPy's.
-            # `number[array]` never comes here: `ScriptValue.__getitem__` takes it.
-            if func.__name__ == "__getitem__":
-                array, index = args[::-1] if isinstance(args[0], ScriptValue) else args
-                return self.script.element(array, array.shape, index)
-            return self.script.call(func.__name__, args, kwargs)
+            return self.script.of_function(func.__name__, args, kwargs)
         if draws(func.__name__, kwargs):
             return self.script.refuse(f"'{func.__name__}' is not possible in a modifier: {NO_RANDOM}.")
         if func.__name__ in ("__getitem__", "getitem") and _names_element(args[0], args[1]):

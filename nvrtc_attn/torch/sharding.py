@@ -270,15 +270,15 @@ def _dim(name: str, role: str) -> int | None:
 
 def _check(given: tuple[Any, ...]) -> None:
     """Refuse what the call of the whole would be refused for, on all ranks alike: asked once of calls of a kind."""
+    of_tensors = [x if x is None else (x.shape, x.dtype, x.device) for x in given[:SEED_WORD]]
+    key: Any = (*of_tensors, *given[SEED_WORD + 2 :])  # not the seed's words, which differ from step to step
     try:
-        of_tensors = [x if x is None else (x.shape, x.dtype, x.device) for x in given[:SEED_WORD]]
-        key = (*of_tensors, *given[SEED_WORD + 2 :])  # not the seed's words, which differ from step to step
-        is_known = _checked.get(key, False)
-    except TypeError:  # symbols
-        validate((*given, None), None)
-        return
-    if not is_known:
-        validate((*given, None), None)
+        if key in _checked:
+            return
+    except TypeError:  # symbols, which no table has
+        key = None
+    validate((*given, None), None)
+    if key is not None:
         remember(_checked, key, True)
 
 

@@ -26,11 +26,8 @@ class Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         lengths = whole.lengths or (None, None, whole.used)
         ctx.save_for_backward(*own, bias, mask, sink, *lengths, *saved.kept, *captures)
         plain = whole_with(whole, None)._replace(lengths=None, used=None)
-        # Ranks send it if the call returned it, whether or not the rank's loss uses it.
-        ctx.like_lse = None if lse is None or not whole.return_lse else (lse.shape, lse.dtype, lse.device)
         ctx.call = strategy, plain, len(saved.kept), (q.shape[2], k.shape[2])
-        ctx.like_out = out.shape, out.dtype, out.device
-        ctx.set_materialize_grads(False)
+        keep_outputs(ctx, out, lse if whole.return_lse else None)
         return out, lse
 
     @staticmethod
@@ -49,17 +46,26 @@ class Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         lengths, rest = tuple(rest[:3]), rest[3:]
         whole = whole._replace(used=lengths[2]) if lengths[0] is None else whole._replace(lengths=lengths)
         captures = tuple(rest[kept:])
-        if dout is None:
-            shape, dtype, device = ctx.like_out
-            dout = torch.zeros(shape, dtype=dtype, device=device)
-        if dlse is None and ctx.like_lse is not None:
-            shape, dtype, device = ctx.like_lse
-            dlse = torch.zeros(shape, dtype=dtype, device=device)
+        dout, dlse = with_zeros(ctx, dout, dlse)
         saved = Saved(Inputs(q, k, v, bias, mask, 0, heads, sink), out, lse, heads_kv, rest[:kept])
         wanted = ctx.needs_input_grad[_CAPTURES:]
         gradients, daux = gradients_of(strategy, saved, whole, captures, wanted, dout, dlse)
         *of_inputs, dsink = gradients
         return None, None, *of_inputs, None, dsink, *daux
+
+
+def keep_outputs(ctx: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Leave in ``ctx`` what `with_zeros` makes gradients of; ``lse`` is None where the call does not return it."""
+    ctx.like_outputs = [None if x is None else (x.shape, x.dtype, x.device) for x in (out, lse)]
+    ctx.set_materialize_grads(False)
+
+
+def with_zeros(ctx: Any, *gradients: torch.Tensor | None) -> list[Any]:
+    """The gradients of out and lse, zeros where the rank's loss uses none: ranks send them all the same."""
+    return [
+        torch.zeros(like[0], dtype=like[1], device=like[2]) if x is None and like is not None else x
+        for x, like in zip(gradients, ctx.like_outputs, strict=True)
+    ]
 
 
 _CAPTURES: Final = 8

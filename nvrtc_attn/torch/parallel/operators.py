@@ -25,6 +25,7 @@ from ..autocast import cast_for_autocast
 from ..derivatives import no_second_derivative, setup_nothing
 from ..flex_compiled import NamedArrays, traced
 from ..random import checked_rng
+from .autograd import keep_outputs, with_zeros
 from .call import begin_call, is_compared, share_seed, shared_packing, whole_of
 from .exchange import same_everywhere, unsharded
 from .operator_call import CAPTURES, OPTIONAL, OPTIONS, TENSORS, OperatorCall, member_of
@@ -349,9 +350,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             own = (None,) * 5
     ctx.save_for_backward(*own, *optional, *captures, *kept)
     ctx.rest, ctx.count, ctx.sizes = scalars, len(captures), (k.shape[1], k.shape[2], q.shape[3])
-    ctx.like_out = out.shape, out.dtype, out.device
-    ctx.like_lse = (lse.shape, lse.dtype, lse.device) if scalars[-2] else None
-    ctx.set_materialize_grads(False)
+    keep_outputs(ctx, out, lse if scalars[-2] else None)
 
 
 def _derivative(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
@@ -366,12 +365,7 @@ def _derivative(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, *others = ctx.saved_tensors
     optional, others = others[: len(OPTIONAL)], others[len(OPTIONAL) :]
     captures, kept = others[: ctx.count], others[ctx.count :]
-    if dout is None:
-        shape, dtype, device = ctx.like_out
-        dout = torch.zeros(shape, dtype=dtype, device=device)
-    if dlse is None and ctx.like_lse is not None:  # ranks send it, whether or not their losses use it
-        shape, dtype, device = ctx.like_lse
-        dlse = torch.zeros(shape, dtype=dtype, device=device)
+    dout, dlse = with_zeros(ctx, dout, dlse)
     wanted = [
         bool(wants) and x.is_floating_point() for x, wants in zip(captures, list(needed[TENSORS] or none), strict=True)
     ]
