@@ -4,8 +4,9 @@
 
 Cases: packed documents with and without a causal mask, prefix-LM, a window with attention sinks, NATTEN, chunks;
 bfloat16, 16 heads, through plans that run directly. ``kept`` is the part of 128 x 128 tiles that keep anything, ``plan
-us`` the time of the launches that find them and ask the mask about undecided ones, ``of dense`` the whole call's over
-that without a mask, ``of causal`` the speed per kept tile beside a causal call. ``--ways`` times all Hopper plans that
+us`` the time of the launches that find them and ask the mask about undecided ones, ``plan MB`` what they write, ``all
+MB`` the whole workspace (the backward pass adds up dq in float32), ``of dense`` the whole call's time over that without
+a mask, ``of causal`` the speed per kept tile beside a causal call. ``--ways`` times all Hopper plans that
 the autotuner would, one beside the other: with bits of undecided tiles (``tile_bits`` in the label) and without, of
 several tiles. About 20 seconds of an H200 with the kernels in the cache, with ``--ways`` a minute.
 
@@ -30,6 +31,7 @@ from nvrtc_attn.front.call import Call, CallOptions, describe, describe_shapes
 from nvrtc_attn.front.operands import BACKWARD, FORWARD, addresses
 from nvrtc_attn.front.tensors import Device
 from nvrtc_attn.heuristics import backward_candidates, choose_backward, choose_forward, forward_candidates
+from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from nvrtc_attn.modifiers.cuda_values import NO_MODIFIER, modifier_values
 from nvrtc_attn.modifiers.intervals import decide
 from nvrtc_attn.plans import autotune
@@ -42,7 +44,8 @@ LONG = 65536
 """From it on neither calls that keep all of the scores, nor a mask of all pairs."""
 LONG_CASE = "window 4096 and sinks"
 H100: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
-COLUMNS = ["case", "D", "pass", "kept", "ms", "dense ms", "causal ms", "of dense", "of causal", "plan us", "plan MB"]
+TIMES = ["ms", "dense ms", "causal ms", "of dense", "of causal", "plan us"]
+COLUMNS = ["case", "D", "pass", "kept", *TIMES, "plan MB", "all MB"]
 WAYS = ["case", "D", "pass", "plan", "ms", "of causal", "plan us"]
 
 
@@ -117,6 +120,15 @@ def kept_tiles(mask_mod: Callable[..., Any], length: int) -> float:
     return float(full.unflatten(0, (-1, TILE)).unflatten(2, (-1, TILE)).any(3).any(1).float().mean())
 
 
+def megabytes(spec: ForwardPlanSpec | BackwardPlanSpec) -> dict[str, float]:
+    """What the plan of tiles takes, and what all workspaces take."""
+    if isinstance(spec, ForwardPlanSpec):
+        words = spec.tile_words_bytes
+    else:  # the words of its tiles are in the workspace of its counters
+        words = sum(x.nbytes for x in spec.workspaces if x.field == "counters")
+    return {"plan MB": words / 1e6, "all MB": sum(x.nbytes for x in spec.workspaces) / 1e6}
+
+
 def measure(
     batch: int, length: int, head_dim: int, backward: bool, names: list[str], ways: bool = False
 ) -> list[dict[str, Any]]:
@@ -156,6 +168,7 @@ def measure(
             found += compared(f"{batch}x{length} {name}", mask_mod, length, candidates(modifier), of(None, causal=True))
             continue
         plan, _, call = of(modifier)
+        asked, target = described(modifier)[0], autotune._target(device.properties(0))
         calls = {"ours": runner(plan, given, call)}
         if length < LONG:
             calls |= {"dense": runner(*of(None)), "causal": runner(*of(None, causal=True))}
@@ -169,7 +182,8 @@ def measure(
             "kept": kept, "ms": times["ours"], "dense ms": times.get("dense"), "causal ms": times.get("causal"),
             "of dense": times["ours"] / times["dense"] if "dense" in times else None,
             "of causal": times["causal"] / causal * kept / times["ours"] if "causal" in times else None,
-            "plan us": 1e3 * times["plan"] if "plan" in times else None, "plan MB": plan.workspace_bytes / 1e6,
+            "plan us": 1e3 * times["plan"] if "plan" in times else None,
+            **megabytes(choose_backward(asked, **target) if backward else choose_forward(asked, **target)),
         })  # fmt: skip
     return found
 
@@ -198,7 +212,7 @@ def planned(batch: int, length: int, head_dim: int, backward: bool, names: list[
         spec: Any = choose_backward(problem, **H100) if backward else choose_forward(problem, **H100)
         found.append({
             "case": f"{batch}x{length} {name}", "D": head_dim, "pass": "backward" if backward else "forward",
-            "kept": _kept[name, length], "plan MB": sum(x.nbytes for x in spec.workspaces) / 1e6,
+            "kept": _kept[name, length], **megabytes(spec),
         })  # fmt: skip
     return found
 

@@ -154,7 +154,7 @@ def dropout(rank: int, size: int, device: Any) -> Found:
         mine = cp.shard(v, 1).contiguous()
         out = cp.unshard(cp.attention(q, q, mine, dropout_p=p, rng=(5, 77)), 1)
         keep = nvrtc_attn.dropout_keep_mask((1, heads, seqlen, seqlen), p, (5, 77))
-        if not np.array_equal(out.transpose(1, 2).cpu().numpy() != 0, keep):
+        if not np.array_equal(out.transpose(1, 2).float().cpu().numpy() != 0, keep):
             found.append(f"{strategy}: the mask is not the whole's")
         torch.manual_seed(rank)  # ranks disagree, and the first one is asked
         first = cp.unshard(cp.attention(q, q, mine, dropout_p=p), 1)
@@ -1210,7 +1210,7 @@ def dtensors(rank: int, size: int, device: Any) -> Found:
             )
         )
         out = nvrtc_attn.torch.attention(q, k, v, dropout_p=0.5, rng=(5, 77)).full_tensor()
-        if not np.array_equal(out.transpose(1, 2).cpu().numpy() != 0, keep):
+        if not np.array_equal(out.transpose(1, 2).float().cpu().numpy() != 0, keep):
             found.append(f"{entries} {of_q} {of_k} {placements}: the mask is not the whole's")
     return found
 
