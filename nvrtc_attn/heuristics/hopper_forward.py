@@ -308,8 +308,8 @@ def _other_rows(problem: AttentionProblem, tile: Tile) -> list[Tile]:
     if not 64 < widest <= 96 or score_operands(problem) or other:
         return []
     if tile.block_m == 192:
-        return [replace(tile, block_m=128, block_n=128)]
-    return [replace(tile, block_m=192, block_n=96, half_tile=False)]
+        return [replace(tile, block_m=128, block_n=128, num_stages=2)]
+    return [replace(tile, block_m=192, block_n=64, num_stages=4, half_tile=False)]
 
 
 def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit: int) -> list[ForwardPlanSpec]:

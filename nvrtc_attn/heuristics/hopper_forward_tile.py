@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -19,7 +20,9 @@ FITS_KEYS: Final = True
 """Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`): 112 keys take 8 to 9 % less
 time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
 LEAST_FIT: Final = 1.04
-"""What a narrower tile must gain by `fitted_columns`: it costs the third slot for K and V at head dim 64."""
+"""What a narrower tile must gain by `fitted_columns`, and one of a bias."""
+LEAST_GAIN_OF_SLOTS: Final = 1.01
+"""The same where narrower tiles have a third slot or more: 226 and 300 keys gain 5 and 1 %, 1000 and 4000 nothing."""
 
 
 def choose_tile(problem: AttentionProblem, num_sms: int = MEASURED_SMS) -> Tile:
@@ -44,7 +47,9 @@ def tile_with_bits(problem: AttentionProblem, num_sms: int) -> Tile:
     """The tile where the kernel reads what a mask keeps, so that what it computes does not matter."""
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest <= 64 and has_mask_alone(problem) and _rows_of_narrow(problem, num_sms) == 192:
-        return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages_q=2, lazy_max=True, tile_bits=True)
+        columns = fitted_columns(problem, 96)
+        # A third slot: documents 229 to 224 us, a neighbourhood 138 to 130, a prefix 651 to 655 (2 x 8192 x 16, H200).
+        return Tile(block_m=192, block_n=columns, num_stages=3, num_stages_q=2, lazy_max=True, tile_bits=True)
     return replace(tile_without_bits(problem, num_sms), half_tile=False, tile_bits=True)
 
 
@@ -66,13 +71,21 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
     begins = begins_products(problem)
     mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or (problem.modifier is not None and not begins)
     if widest <= 64 and has_light_mask(problem) and _rows_of_narrow(problem, num_sms) == 192:
-        return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages_q=2, lazy_max=True)
+        return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages=3, num_stages_q=2, lazy_max=True)
     if problem.modifier is not None and not begins and takes_registers(problem.modifier):
-        operands += 1  # what it reads waits in registers, too
+        lengths = problem.varlen or problem.seqused_k
+        fits = widest <= 64 and not operands and not lengths and _has_score(problem)
+        if fits and _rows_of_narrow(problem, num_sms) == 192:
+            # What it reads waits in registers: 64 columns leave room for it. Softcap and slopes: 632 to 606 us.
+            return Tile(block_m=192, block_n=64, num_stages=4, num_stages_q=2, lazy_max=True)
+        operands += 1
     if widest <= 64:
         if direct:
             wide = problem.bias is not None and problem.bias.dtype != "float32" and lazy
-            return Tile(block_m=128, block_n=128 if wide else 112 if lazy else 80, num_stages_q=2, lazy_max=lazy)
+            columns = 128 if wide else 112 if lazy else 80
+            if lazy:  # 49 keys with a bias take 26 % less time in a tile of 64, 197 in two of 112 6 % less
+                columns = _least_work(problem, range(columns, 63, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
+            return Tile(block_m=128, block_n=columns, num_stages_q=2, lazy_max=lazy)
         if operands:
             # Wider key tiles make more decisions beside each product: 128 columns take 8 % less time than 96.
             lengths = problem.varlen or problem.seqused_k
@@ -87,14 +100,14 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
         columns = 112 if rows == 192 and (lengths or mapped or begins) and not wide else 128
         if not lengths:
             columns = min(columns, max(32, ceil_div(problem.seqlen_k, 16) * 16))
-        # A third slot for K and V brings the keys of the next query tile in time, 3 to 6 % up to 2048. With it and a
-        # half tile ptxas serialises the products (C7511, 14 % slower), as it does with a half tile and mapped scores.
         columns = fitted_columns(problem, columns)
-        third = rows == 192 and columns == (112 if begins else 128) and not lengths and not problem.band
+        stages = 2
+        if rows == 192 and not lengths:
+            columns, stages = _narrow_columns(problem, columns, mapped=mapped, begins=begins)
         return Tile(
             block_m=rows,
             block_n=columns,
-            num_stages=3 if third else 2,
+            num_stages=stages,
             num_stages_q=2,
             half_tile=(diagonal and not mapped and problem.seqlen_q <= 2048 and columns == 128)
             or (wide and problem.band),
@@ -108,6 +121,8 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
         # A second slot for Q hides the load of the next query tile and still leaves room for 128 keys: 708 at 4096,
         # against 667 with 176 keys and one slot. A third slot for K and V in its place is 5 % slower at 1024.
         # With max_logit ptxas serialises the products of a half tile (C7511).
+        if not operands and (narrow := _narrow_tile(problem, num_sms)) is not None:
+            return narrow
         half = diagonal and problem.seqlen_q <= 1024 and not (operands or mapped or problem.return_max_logit)
         # With dropout and 80 columns of output, of all widths, ptxas spills 32 bytes at 128 keys.
         columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else fitted_columns(problem, 128)
@@ -131,6 +146,11 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
     # 512 keys are 6.4 tiles of 80, of which the last is mostly empty: 64 are 2 % faster. 1024 are 12.8: 3 % slower.
     fits = 1.06 * 64 * ceil_div(problem.seqlen_k, 64) < 80 * ceil_div(problem.seqlen_k, 80)
     return Tile(block_m=128, block_n=64 if short or fits else 80, ping_pong=False)
+
+
+def _has_score(problem: AttentionProblem) -> bool:
+    """Whether there is a score_mod."""
+    return problem.modifier is not None and problem.modifier.score is not None
 
 
 def has_light_mask(problem: AttentionProblem) -> bool:
@@ -169,6 +189,57 @@ def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = 
     return best if LEAST_FIT * cost(best) <= cost(columns) else columns
 
 
+def _least_work(problem: AttentionProblem, widths: Iterable[int], overhead: int, least: float = 1.0) -> int:
+    """The width of a key tile, of those that are given widest first, with the least work for all keys.
+
+    A tile costs its columns and ``overhead`` more; the first is left for one that has ``least`` times less work. The
+    first, too, where positions or lengths on the device decide.
+    """
+    first, *others = widths
+    if problem.band or problem.varlen or problem.seqused_k:
+        return first
+
+    def cost(width: int) -> int:
+        return ceil_div(problem.seqlen_k, width) * (width + overhead)
+
+    best = min((first, *others), key=cost)
+    return best if least * cost(best) <= cost(first) else first
+
+
+def _slots(problem: AttentionProblem, columns: int, most: int) -> int:
+    """Slots of K and V: no more than there are key tiles, two at least.
+
+    The keys of the next query tile come while the last ones of this one are computed. 2 x 4096 x 226 with 30 heads of
+    96 takes 57 us with three and 83 with two; 120 keys in two tiles of 64 take 3 % more time with four than with two.
+    """
+    if problem.varlen:
+        return most
+    return min(most, max(2, ceil_div(problem.seqlen_k, columns)))
+
+
+def _narrow_columns(problem: AttentionProblem, columns: int, *, mapped: bool, begins: bool) -> tuple[int, int]:
+    """Columns of a key tile and slots for K and V at head dim 64, with three consumers and lengths that are known.
+
+    Scores with arithmetic of their own take less time with 64 columns than with 112: softcap 11 % if causal, 5 % else
+    (4 x 2048 x 16), a scale of each head 5 %, slopes 18 % at 1024 and 1 % at 4096. Products that begin with a value
+    take 3 to 5 % less with a fourth slot. Causal, a third one saves 2 to 4 % up to 2048, 0.5 % later. Few keys: 226 are
+    three tiles of 80 rather than two of 128, 5 %.
+    """
+    if problem.softcap > 0 or (_has_score(problem) and not begins):
+        columns = min(columns, 64)
+        return columns, _slots(problem, columns, 4)
+    if problem.modifier is not None and not begins:
+        return columns, 2
+    if mapped:
+        return columns, 3
+    if begins:
+        return columns, 2 if problem.band else 4
+    if problem.band and problem.return_max_logit:
+        return columns, 2  # with a half tile ptxas would serialise the products (C7511)
+    columns = _least_work(problem, range(columns, min(columns, 80) - 1, -16), 12, LEAST_GAIN_OF_SLOTS)
+    return columns, _slots(problem, columns, 4 if columns <= 80 and not problem.band else 3)
+
+
 def _long_documents(problem: AttentionProblem) -> bool:
     """Whether packed sequences have key tiles as wide as dense ones, with a half tile if causal: 9 to 27 % less time.
 
@@ -182,29 +253,81 @@ def _long_documents(problem: AttentionProblem) -> bool:
     return problem.k.shape[1] >= 512 * problem.batch
 
 
-def _tile_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
-    """Three consumers at head dims 65 to 96 as well, with 96 or 80 keys; ``None`` where two are faster.
+def _gain_of_rows(problem: AttentionProblem, num_sms: int) -> float:
+    """What the slowest multiprocessor computes with tiles of 192 rows, over the same with 128: 1 where all fits."""
+    rows, heads = _mean_rows(problem), problem.batch * problem.num_heads
 
-    Without a band, 192 rows take 0.79 of the time of as many rows at head dim 72, whose rows begin amid a sector, and
-    0.91 to 0.93 at 80 and 96, unless they stay empty or need more waves. Causal they are slower (0.96 at head dim 80).
-    """
-    if max(problem.head_dim, problem.head_dim_v) > 96 or problem.band or problem.seqused_k or score_operands(problem):
-        return None
-    mapped = problem.softcap > 0 or problem.softmax_scale <= 0
-    if mapped or problem.further_inputs or problem.modifier is not None:
-        return None
-    rows, heads = problem.seqlen_q, problem.batch * problem.num_heads
-    if problem.varlen:
-        rows = min(rows, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
-
-    def time(block_m: int) -> int:
+    def most(block_m: int) -> int:
         return ceil_div(heads * ceil_div(rows, block_m), num_sms) * block_m
 
-    gain = 1.2 if problem.head_dim % 16 else 1.08
-    if time(192) > gain * time(128):
+    return most(192) / most(128)
+
+
+def _mean_rows(problem: AttentionProblem) -> int:
+    """Query rows of a sequence, of packed ones on average."""
+    if not problem.varlen:
+        return problem.seqlen_q
+    return min(problem.seqlen_q, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
+
+
+def _with_slots(problem: AttentionProblem, rows: int, columns: int, most: int) -> Tile:
+    """A tile with as many slots for K and V as there is room for, and use."""
+    for slots in range(_slots(problem, columns, most), 2, -1):
+        tile = Tile(block_m=rows, block_n=columns, num_stages=slots, num_stages_q=2, lazy_max=True)
+        if smem_bytes(config_of(problem, tile)) <= SMEM_LIMIT:
+            return tile
+    return Tile(block_m=rows, block_n=columns, num_stages_q=2, lazy_max=True)
+
+
+def _narrow_tile(problem: AttentionProblem, num_sms: int) -> Tile | None:
+    """Key tiles of 64 columns at head dims 97 to 128, where they are faster; ``None`` elsewhere.
+
+    Softcap: 0.94 of the time of 128 x 128 with 192 rows, 0.95 with 128 (2 x 4096 x 16, causal). Causal with up to 512
+    rows: 0.92 to 0.99, with 192 rows unless these stay empty (H200).
+    """
+    known = not (problem.varlen or problem.seqused_k or problem.further_inputs or problem.return_max_logit)
+    if not known or problem.modifier is not None or problem.softmax_scale <= 0:
         return None
-    columns = min((96, 80), key=lambda x: ceil_div(problem.seqlen_k, x) * (x + KEY_TILE_OVERHEAD_COLUMNS))
-    return Tile(block_m=192, block_n=columns, num_stages_q=2, lazy_max=True)
+    if problem.softcap > 0:
+        return _with_slots(problem, 192 if _gain_of_rows(problem, num_sms) <= 1.13 else 128, 64, 3)
+    if problem.window_right is None or problem.seqlen_q > 512:
+        return None
+    rows = 192 if 8 * 192 * ceil_div(problem.seqlen_q, 192) <= 9 * 128 * ceil_div(problem.seqlen_q, 128) else 128
+    return _with_slots(problem, rows, 64, 4)
+
+
+def _tile_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
+    """Head dims 65 to 96: mostly three consumers, and key tiles of 64 to 96 columns; ``None`` for the tile of 128.
+
+    192 rows take 0.79 of the time of as many rows at head dim 72, whose rows begin amid a sector, and 0.91 to 0.93 at
+    80 and 96, unless they stay empty or need more waves. More slots for narrower key tiles gain 3 to 7 % from 700 keys
+    on, 10 to 45 % with 200 to 500. Figures: docs/experiments.md, "Slots of K and V".
+    """
+    if max(problem.head_dim, problem.head_dim_v) > 96 or problem.seqused_k or score_operands(problem):
+        return None
+    if problem.softmax_scale <= 0 or problem.further_inputs or problem.modifier is not None:
+        return None
+    if problem.band or problem.softcap > 0:
+        return _band_between(problem, num_sms)
+    wide = max(problem.head_dim, problem.head_dim_v) > 88 and problem.seqlen_k >= 2048
+    if _gain_of_rows(problem, num_sms) > (1.25 if problem.head_dim % 16 else 1.08 if wide else 1.13):
+        return None
+    if wide:
+        return Tile(block_m=192, block_n=96, num_stages_q=2, lazy_max=True)
+    columns = 80 if problem.varlen else _least_work(problem, (80, 64), 4)
+    return _with_slots(problem, 192, columns, 4 if columns == 64 else 3)
+
+
+def _band_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
+    """Causal, windows and softcap at head dims 65 to 96, with 64 columns.
+
+    Over 128 x 128: head dim 72 1.13 to 1.4 with 192 rows; 80 and 96 from 1025 rows on 1.03 to 1.13, with softcap 1.03.
+    Up to 512 rows 128 of them: 1.05 to 1.08. Between, a half tile is as fast.
+    """
+    rows = _mean_rows(problem)
+    if _gain_of_rows(problem, num_sms) <= (1.3 if problem.head_dim % 16 else 1.1 if rows > 1024 else 0.0):
+        return _with_slots(problem, 192, 64, 4)
+    return _with_slots(problem, 128, 64, 4) if problem.varlen or rows <= 512 else None
 
 
 def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
@@ -212,9 +335,7 @@ def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
 
     Or unless every smaller tile has a multiprocessor to itself: 128 small tiles take 13 % less time than 88 large ones.
     """
-    rows = problem.seqlen_q
-    if problem.varlen:  # those of a sequence on average
-        rows = min(rows, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
+    rows = _mean_rows(problem)
     if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= num_sms:
         return 128
     # A half tile or a window and a sink: 128 registers a thread are too few, and ptxas serialises the products (C7511).
@@ -240,6 +361,9 @@ def _score_tile(problem: AttentionProblem, widest: int) -> Tile | None:
         # 128 columns, and one slot for the bias is the worst (docs/experiments.md).
         shared = Tile(block_m=128, block_n=64, num_stages_q=2, lazy_max=True, score_tiles=True)
         tiles = [replace(shared, block_n=128), replace(shared, block_n=128, num_stages_q=1), shared]
+        # 144 keys are two tiles of 128 or three of 64, which take 13 % less time with a third slot.
+        if widest <= 64 and _least_work(problem, (128, 64), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT) == 64:
+            tiles.insert(0, replace(shared, num_stages=3))
     return next((tile for tile in tiles if smem_bytes(config_of(problem, tile)) <= SMEM_LIMIT), None)
 
 

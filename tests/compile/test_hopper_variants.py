@@ -100,6 +100,16 @@ VARIANTS: dict[str, AttentionProblem] = {
     "d128_varlen_full": problem(128, varlen=True),
     "d64_varlen_causal_wide": problem(64, varlen=True, batch=1, **CAUSAL),
     "d72_many": problem(72, batch=64),
+    **{f"d{d}_causal_2048": problem(d, batch=64, seqlen_q=2048, seqlen_k=2048, **CAUSAL) for d in (72, 80, 96)},
+    **{
+        f"d{d}_window_2048": problem(d, batch=64, seqlen_q=2048, seqlen_k=2048, window_left=100, window_right=20)
+        for d in (72, 96)
+    },
+    **{f"d{d}_few_keys": problem(d, batch=64, seqlen_k=230) for d in (64, 80, 96)},
+    **{f"d{d}_softcap_many": problem(d, batch=64, softcap=30.0) for d in (72, 96, 128)},
+    **{f"d{d}_max_logit_many": problem(d, batch=64, return_max_logit=True) for d in (64, 72, 96)},
+    **{f"d{d}_causal_max_logit_many": problem(d, batch=64, return_max_logit=True, **CAUSAL) for d in (64, 72, 128)},
+    "d80_varlen_causal": problem(80, varlen=True, batch=1, **CAUSAL),
     "d96_many": problem(96, batch=16, seqlen_q=4096, seqlen_k=4096),
     **{f"d{d}_varlen_many": packed_problem(d) for d in (72, 96)},
     **{f"d192_dv128_{name}": problem(192, 128, **changes) for name, changes in NARROW_VALUES.items()},
@@ -300,7 +310,7 @@ def test_kernel_that_lists_tiles_compiles_clean(head_dim: int, changes: dict[str
 
 def test_lists_of_tiles_are_shared() -> None:
     """The kernel depends on the tile and the mask alone."""
-    assert tile_list(80, {}) == tile_list(96, {"dtype": "float16", "softcap": 30.0, "num_heads": 12})
+    assert tile_list(112, {}) == tile_list(128, {"dtype": "float16", "dropout_p": 0.1, "num_heads": 12})
     assert len({tile_list(128, changes) for changes in LISTS}) == len(LISTS)
 
 

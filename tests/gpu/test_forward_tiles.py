@@ -39,7 +39,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def forced(**switches: Any) -> None:
         def tile(problem: AttentionProblem, *num_sms: int) -> hopper_forward_config.Tile:
-            return dataclasses.replace(choose_tile(problem, *num_sms), **switches)
+            return dataclasses.replace(choose_tile(problem, *num_sms), **{"num_stages": 2, **switches})
 
         forget_plans(monkeypatch)
         monkeypatch.setattr(hopper_forward, "choose_tile", tile)
@@ -55,16 +55,61 @@ def check_forward(case: cases.Case) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("head_dim", "columns"), [(72, 112), (72, 96), (80, 112), (96, 96), (96, 80)])
+@pytest.mark.parametrize(
+    ("head_dim", "columns", "slots"),
+    [
+        (72, 112, 2),
+        (72, 96, 2),
+        (72, 64, 4),
+        (80, 112, 2),
+        (80, 80, 3),
+        (80, 64, 4),
+        (96, 96, 2),
+        (96, 80, 3),
+        (96, 64, 4),
+    ],
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"causal": True}, {"window_size": (200, 30), "dtype": "float16"}, {"softmax_scale": 5.0}],
     ids=str,
 )
-def test_192_rows_between_head_dims(head_dim: int, columns: int, options: Options, packed: bool, force: Any) -> None:
-    force(block_m=192, block_n=columns, half_tile=False)
+def test_192_rows_between_head_dims(
+    head_dim: int, columns: int, slots: int, options: Options, packed: bool, force: Any
+) -> None:
+    force(block_m=192, block_n=columns, num_stages=slots, num_stages_q=2, half_tile=False)
     shape = PACKED if packed else TAILS
     check_forward(cases.make_case("between", **{"dtype": "bfloat16", "head_dim": head_dim, **shape, **options}))
+
+
+@pytest.mark.parametrize("slots", [3, 4])
+@pytest.mark.parametrize("rows", [128, 192])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 128, "causal": True},
+        {"head_dim": 128, "causal": "top_left", "dtype": "float16"},
+        {"head_dim": 128, "causal": True, "softcap": 20.0},
+        {"head_dim": 96, "softcap": 20.0, "window_size": (100, 300)},
+        {"head_dim": 64, "causal": True, "softcap": 20.0},
+        {"head_dim": 64, "softmax_scale": -0.1},
+        {"head_dim": 48, "causal": True},
+    ],
+    ids=str,
+)
+def test_slots_of_narrow_key_tiles(rows: int, slots: int, options: Options, force: Any) -> None:
+    """More slots than a query tile has key tiles, and fewer."""
+    force(block_m=rows, block_n=64, num_stages=slots, num_stages_q=2, half_tile=False)
+    for shape in (TAILS, MANY, {**TAILS, "seqlen_k": 70}):
+        check_forward(cases.make_case("slots", **{"dtype": "bfloat16", **shape, **options}))
+
+
+@pytest.mark.parametrize("half_tile", [False, True])
+@pytest.mark.parametrize("slots", [3, 4])
+def test_slots_of_wide_causal_tiles(slots: int, half_tile: bool, force: Any) -> None:
+    force(block_m=192, block_n=128, num_stages=slots, num_stages_q=2, half_tile=half_tile)
+    for shape in (TAILS, MANY):
+        check_forward(cases.make_case("slots", dtype="bfloat16", head_dim=64, causal=True, **shape))
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -1,0 +1,320 @@
+"""How many slots the Hopper forward kernel has for K and V: today's tile beside others with more, of all features.
+
+    python benchmarks/slots.py [--part tuned,others] [--only REGEX] [--rep 6] [--compile-only] [--all] [--workers 16]
+
+A slot is one tile of K and V in shared memory; the loading warp fills those that consumers gave back. With more slots
+the first keys of the next query tile are on the way while the last ones of this tile are computed. A line is one
+problem: microseconds of today's choice, then today's time over each candidate's, best first: above 1 is faster.
+The part ``tuned`` has the problems by which the table was made, ``others`` those that were looked at afterwards.
+Candidates whose kernels spill, or whose products ptxas serialises, are left out (``--all`` keeps them). Every candidate
+writes over NaN, and its output must be today's but for rounding: ``WRONG`` and exit code 1 otherwise. Runs are replays
+of CUDA graphs in turn. ``--compile-only`` needs no GPU and prints what is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from measure import graph_of, in_turn
+from model_cases import spread
+from portable_limits import compile_all
+from sparse import masks
+
+import nvrtc_attn as na
+from nvrtc_attn.front.call import Call, CallOptions, describe, describe_shapes
+from nvrtc_attn.front.operands import addresses
+from nvrtc_attn.front.philox import RngState
+from nvrtc_attn.front.problem import AttentionProblem
+from nvrtc_attn.front.tensors import Device
+from nvrtc_attn.heuristics import hopper_forward, hopper_forward_config, hopper_forward_tile
+from nvrtc_attn.heuristics.hopper_forward_config import Tile
+from nvrtc_attn.heuristics.spec import ForwardPlanSpec, label
+from nvrtc_attn.jit.config import KernelConfig
+from nvrtc_attn.modifiers.cuda_values import NO_MODIFIER, modifier_values
+from nvrtc_attn.plans.plan import ForwardPlan
+
+NUM_SMS, SMEM_LIMIT = 132, 232448
+TOLERANCE = 0.01
+"""Relative to the norm: two orders of summation in bfloat16 differ by 0.003."""
+SKEWED = (64, 128, 4096, 256, 777, 2048, 512, 1024, 96, 3000, 1500)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One problem: [batch, rows, keys, heads, key heads, head dim], options, and what goes with the scores."""
+
+    name: str
+    shape: tuple[int, int, int, int, int, int]
+    options: dict[str, Any] = field(default_factory=dict)
+    bias: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    functions: Callable[[str], tuple[Any, Any]] | None = None
+    """score_mod and mask_mod over arrays on a device."""
+
+    def operands(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        b, m, n, h, hkv, d = self.shape
+        if self.lengths:
+            b, m, n = 1, sum(self.lengths), sum(self.lengths)
+        found: dict[str, tuple[tuple[int, ...], str]] = {"q": ((b, m, h, d), "bfloat16")}
+        found["k"] = found["v"] = (b, n, hkv, d), "bfloat16"
+        if self.bias:
+            found["bias"] = self.bias, "bfloat16"
+        if self.lengths:
+            found |= {x: ((len(self.lengths) + 1,), "int32") for x in ("cu_seqlens_q", "cu_seqlens_k")}
+        return found
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The inputs, on the GPU."""
+        ends = torch.tensor([0, *self.lengths]).cumsum(0).to(device="cuda", dtype=torch.int32)
+        return {
+            name: ends if dtype == "int32" else torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+            for name, (shape, dtype) in self.operands().items()
+        }
+
+    def call(self, tensors: dict[str, torch.Tensor] | None = None) -> tuple[Call, AttentionProblem]:
+        """Of these tensors, or of shapes alone; the problem has the layouts of its outputs, too."""
+        options = self.options
+        if self.lengths:
+            options = options | {"max_seqlen_q": max(self.lengths), "max_seqlen_k": max(self.lengths)}
+        asked = CallOptions(**options, return_lse=True)
+        where = "cuda" if tensors else "cpu"
+        modifier = None if self.functions is None else na.trace(*self.functions(where))
+        if tensors:
+            call = describe(**tensors, options=asked, stream=None, modifier=modifier)
+        else:
+            call = describe_shapes(self.operands(), asked, Device("cuda", 0), modifier=modifier)
+        return call, call.problem.with_layouts(out=call.problem.q, lse=call.problem.dense_layout_of("lse"))
+
+
+def score(of: Callable[[str], Callable[..., Any]]) -> Callable[[str], tuple[Any, Any]]:
+    return lambda where: (of(where), None)
+
+
+def t5(where: str) -> Callable[..., Any]:
+    buckets = torch.randn(32, 64, device=where)
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        distance = abs(k - q)
+        far = 8 + (torch.log(torch.clamp(distance, min=1) / 8.0) * (8 / 2.772588722239781)).to(torch.int32)
+        bucket = torch.where(distance < 8, distance, torch.clamp(far, max=15)) + torch.where(k > q, 16, 0)
+        return s + buckets[bucket, h]
+
+    return score_mod
+
+
+def table(where: str) -> Callable[..., Any]:
+    relative = torch.randn(64, 8192, device=where).mul_(0.1)
+    return lambda s, b, h, q, k: s + relative[h, q - k + 4096]
+
+
+def slopes(where: str) -> Callable[..., Any]:
+    of_head = torch.exp2(-torch.arange(1, 65) * 0.25).to(where)
+    return lambda s, b, h, q, k: s + of_head[h] * (k - q)
+
+
+def capped(where: str) -> Callable[..., Any]:
+    of_head = torch.exp2(-torch.arange(1, 65) * 0.25).to(where)
+    return lambda s, b, h, q, k: 30 * torch.tanh(s / 30) + of_head[h] * (k - q)
+
+
+def scaled(where: str) -> Callable[..., Any]:
+    of_head = torch.rand(64).to(where)
+    return lambda s, b, h, q, k: s * of_head[h]
+
+
+def of_mask(name: str, length: int) -> Callable[[str], tuple[Any, Any]]:
+    return lambda where: (None, masks(length, where)[name])
+
+
+def tuned() -> Iterator[Kind]:
+    causal = {"causal": True}
+    for b, s, h, d in ((16, 512, 16, 64), (16, 1024, 16, 64), (4, 2048, 16, 64), (4, 4096, 16, 64)):
+        yield Kind("causal", (b, s, s, h, h, d), causal)
+    yield Kind("window", (2, 8192, 8192, 16, 16, 64), causal | {"window_size": (511, 0)})
+    yield Kind("softcap", (4, 2048, 2048, 16, 16, 64), causal | {"softcap": 30.0})
+    yield Kind("softcap", (4, 2048, 2048, 16, 16, 64), {"softcap": 30.0})
+    yield Kind("dropout", (16, 1024, 1024, 12, 12, 64), causal | {"dropout_p": 0.1})
+    yield Kind("dropout", (16, 512, 512, 16, 16, 64), {"dropout_p": 0.1})
+    yield Kind("bias", (32, 512, 512, 12, 12, 64), bias=(1, 12, 512, 512))
+    yield Kind("bias", (4, 2048, 2048, 16, 16, 64), bias=(1, 16, 2048, 2048))
+    yield Kind("bias", (512, 144, 144, 6, 6, 32), bias=(1, 6, 144, 144))
+    yield Kind("t5", (4, 4096, 4096, 16, 16, 64), functions=score(t5))
+    yield Kind("t5", (8, 512, 512, 12, 12, 64), functions=score(t5))
+    yield Kind("table", (4, 4096, 4096, 16, 16, 64), functions=score(table))
+    for name in ("documents", "causal documents", "prefix", "natten 7 of 64"):
+        yield Kind(name, (2, 8192, 8192, 16, 16, 64), functions=of_mask(name, 8192))
+    yield Kind("skewed", (0, 0, 0, 16, 16, 64), causal, lengths=SKEWED)
+    yield Kind("short documents", (0, 0, 0, 16, 16, 80), lengths=spread(32, 512, 64))
+    # Head dims between.
+    for b, s, h, d in ((8, 1024, 16, 80), (4, 2048, 32, 80), (2, 4096, 32, 96), (16, 512, 12, 96), (2, 4096, 16, 72)):
+        yield Kind("causal", (b, s, s, h, h, d), causal)
+    for b, s, h, d in ((8, 1024, 16, 96), (4, 2048, 16, 96), (2, 8192, 16, 72), (64, 197, 16, 80), (2, 4096, 16, 88)):
+        yield Kind("dense", (b, s, s, h, h, d))
+    yield Kind("text", (4, 4096, 77, 10, 10, 80))
+    yield Kind("text", (8, 1024, 154, 16, 16, 64))
+    yield Kind("text", (2, 4096, 226, 48, 48, 64))
+    yield Kind("dense", (32, 400, 400, 12, 12, 64))
+    yield Kind("dense", (4, 1000, 1000, 16, 16, 64))
+    yield Kind("causal", (2, 8192, 8192, 12, 12, 64), causal)
+    yield Kind("bias", (2048, 49, 49, 6, 6, 32), bias=(1, 6, 49, 49))
+    yield Kind("bias", (128, 197, 197, 12, 12, 64), bias=(1, 12, 197, 197))
+    yield Kind("text", (2, 4096, 226, 30, 30, 96))
+    for s in (512, 1024, 2048):
+        yield Kind("causal", (16 * 512 // s, s, s, 16, 16, 128), causal)
+
+
+def others() -> Iterator[Kind]:
+    causal = {"causal": True}
+    for b, s, h, d in (
+        (16, 729, 16, 72), (8, 576, 16, 72), (4, 1500, 20, 80), (32, 257, 16, 88), (8, 768, 12, 96), (2, 3000, 16, 96),
+        (8, 700, 16, 64), (8, 900, 16, 64), (8, 1200, 16, 64),
+    ):  # fmt: skip
+        yield Kind("dense", (b, s, s, h, h, d))
+    for b, s, h, d in (
+        (4, 1024, 16, 72), (8, 512, 16, 72), (2, 2048, 16, 72), (1, 8192, 16, 72), (8, 1024, 32, 80), (4, 1500, 20, 80),
+        (4, 2048, 24, 96), (8, 1024, 12, 96), (32, 256, 12, 96), (1, 16384, 32, 80), (8, 1500, 16, 64),
+        (2, 6000, 16, 64), (32, 384, 16, 128), (64, 256, 16, 128),
+    ):  # fmt: skip
+        yield Kind("causal", (b, s, s, h, h, d), causal)
+    yield Kind("causal", (2, 2560, 2560, 32, 8, 80), causal)
+    yield Kind("causal", (16, 512, 512, 32, 8, 128), causal)
+    yield Kind("window", (2, 8192, 8192, 32, 8, 80), causal | {"window_size": (1023, 0)})
+    yield Kind("window", (2, 4096, 4096, 32, 32, 96), causal | {"window_size": (255, 0)})
+    for b, m, n, h, d in (
+        (8, 4096, 333, 16, 72), (4, 2048, 256, 16, 80), (2, 4096, 512, 16, 96), (8, 4096, 333, 10, 64),
+        (16, 1024, 300, 16, 64),
+    ):  # fmt: skip
+        yield Kind("text", (b, m, n, h, h, d))
+    for b, s, h, d in ((2, 4096, 16, 64), (2, 4096, 16, 96), (2, 4096, 16, 128)):
+        yield Kind("softcap", (b, s, s, h, h, d), causal | {"softcap": 20.0})
+    for b, s, h, d in ((1024, 100, 4, 32), (512, 196, 3, 32), (64, 129, 12, 64), (16, 300, 8, 64), (256, 160, 4, 32)):
+        yield Kind("bias", (b, s, s, h, h, d), bias=(1, h, s, s))
+    for b, s in ((4, 4096), (8, 1024)):
+        yield Kind("slopes", (b, s, s, 16, 16, 64), causal, functions=score(slopes))
+        yield Kind("slopes and softcap", (b, s, s, 16, 16, 64), causal, functions=score(capped))
+        yield Kind("scale of a head", (b, s, s, 16, 16, 64), causal, functions=score(scaled))
+    yield Kind("t5", (8, 2048, 2048, 12, 12, 64), functions=score(t5))
+    for name in ("window and sinks", "chunks of 1024"):
+        yield Kind(name, (2, 8192, 8192, 16, 16, 64), functions=of_mask(name, 8192))
+    yield Kind("short documents", (0, 0, 0, 16, 16, 80), causal, lengths=spread(64, 1024, 48))
+    yield Kind("short documents", (0, 0, 0, 16, 16, 72), lengths=spread(32, 512, 64))
+
+
+def candidates(tile: Tile) -> Iterator[Tile]:
+    """Wider and narrower tiles with fewer and more slots, of 128 and 192 rows."""
+    plain = replace(tile, half_tile=False)
+    for rows in (128, 192):
+        if tile.block_m == 64 or (rows == 192 and tile.score_tiles):
+            continue
+        for columns in (64, 80, 96, 112, 128):
+            if tile.score_tiles and columns % 64:
+                continue
+            for stages in (2, 3, 4):
+                for whole in (tile, plain) if tile.half_tile else (plain,):
+                    yield replace(whole, block_m=rows, block_n=columns, num_stages=stages)
+
+
+def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
+    _, problem = kind.call()
+    tile = hopper_forward_tile.choose_tile(problem, NUM_SMS)
+    found = {"today": hopper_forward.plan_spec(problem, tile, num_sms=NUM_SMS)}
+    for other in candidates(tile):
+        if hopper_forward_config.smem_bytes(hopper_forward_config.config_of(problem, other)) > SMEM_LIMIT:
+            continue
+        spec = hopper_forward.plan_spec(problem, other, num_sms=NUM_SMS)
+        if spec not in found.values():
+            found[f"{other.block_m}x{other.block_n} s{other.num_stages}{' half' * other.half_tile}"] = spec
+    return found
+
+
+class Runs:
+    """Tensors of one problem, and its plans as functions that run over them."""
+
+    def __init__(self, kind: Kind, specs: dict[str, ForwardPlanSpec]) -> None:
+        tensors = kind.tensors()
+        call, problem = kind.call(tensors)
+        tensors["out"] = torch.empty_like(tensors["q"])
+        tensors["lse"] = torch.empty(problem.shape_of("lse"), device="cuda")
+        self.tensors, self.workspaces, self.call = tensors, [], call
+        given = addresses(ForwardPlan.OPERANDS, {name: x.data_ptr() for name, x in tensors.items()})
+        values = NO_MODIFIER
+        if call.modifier is not None:
+            values = modifier_values(call.modifier.program, (), call.captures, [], call.modifier.numbers)
+        self.functions: dict[str, Callable[[], None]] = {}
+        for name, spec in specs.items():
+            plan = ForwardPlan(spec, problem, 0, torch.cuda.current_stream().cuda_stream)
+            workspace = torch.empty(max(plan.workspace_bytes, 1), device="cuda", dtype=torch.uint8)
+            self.workspaces.append(workspace)
+
+            def run(plan: ForwardPlan = plan, workspace: torch.Tensor = workspace) -> None:
+                stream = torch.cuda.current_stream().cuda_stream
+                plan.run(stream, given, workspace.data_ptr(), RngState(17, 40), modifier=values)
+
+            self.functions[name] = graph_of(run).replay
+
+    def result(self, name: str) -> torch.Tensor:
+        self.tensors["out"].fill_(torch.nan)
+        self.functions[name]()
+        return self.tensors["out"].double()
+
+    def wrong(self) -> list[str]:
+        """Names of candidates whose output is not today's."""
+        expected = self.result("today")
+        errors = {name: float((self.result(name) - expected).norm() / expected.norm()) for name in self.functions}
+        return [f"{name} {error:.2g}" for name, error in errors.items() if not error < TOLERANCE]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="tuned,others")
+    parser.add_argument("--only", default="", help="regular expression in a problem's name")
+    parser.add_argument("--rep", type=int, default=6, help="milliseconds of a measurement")
+    parser.add_argument("--compile-only", action="store_true", help="no GPU is needed")
+    parser.add_argument("--all", action="store_true", help="also candidates that spill or are serialised")
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 16))
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    chosen = [x for part in arguments.part.split(",") for x in {"tuned": tuned, "others": others}[part]()]
+    work = [(f"{x.name} {'x'.join(map(str, x.shape))}", x, specs_of(x)) for x in chosen]
+    work = [x for x in work if re.search(arguments.only, x[0])]
+    configs: dict[KernelConfig, None] = {}
+    for _, _, specs in work:
+        configs.update((launch.config, None) for spec in specs.values() for launch in spec.launches)
+    compiled = compile_all(list(configs), arguments.workers)
+    print(f"{len(configs)} kernels compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    failed = False
+    for name, kind, specs in work:
+        bad = {}
+        for what, spec in specs.items():
+            kernel = compiled[spec.main.config]
+            if kernel.spill_bytes or "C7511" in kernel.log:
+                bad[what] = f"spills {kernel.spill_bytes}" if kernel.spill_bytes else "serialised"
+        if arguments.compile_only:
+            print(f"{name} ({label(specs['today'])}): {len(specs) - len(bad)} candidates; left out: {bad}", flush=True)
+            continue
+        kept = {what: spec for what, spec in specs.items() if what == "today" or arguments.all or what not in bad}
+        runs = Runs(kind, kept)
+        wrong = runs.wrong()
+        times = {what: 1000 * t["ms"] for what, t in in_turn(runs.functions, rep_ms=arguments.rep).items()}
+        found = sorted(((times["today"] / us, what) for what, us in times.items() if what != "today"), reverse=True)
+        words = [f"{what} {ratio:.3f}" for ratio, what in found] + [f"WRONG {x}" for x in wrong]
+        failed |= bool(wrong)
+        print(f"{name}: {times['today']:.1f} us ({label(specs['today'])}) | {' | '.join(words)}", flush=True)
+        del runs
+    print(f"{time.perf_counter() - begin:.0f} s")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
