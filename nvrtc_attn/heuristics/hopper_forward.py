@@ -288,6 +288,8 @@ def plan_like(
 def narrower(problem: AttentionProblem, *, num_sms: int) -> list[ForwardPlanSpec]:
     """Plans with fewer keys a tile than the table's: fewer scores of a thread wait for what a modifier reads."""
     tile = choose_tile(problem, num_sms)
+    if tile.block_m == 192 and tile.block_n <= 64:  # fewer rows leave a thread 240 registers instead of 160
+        return [plan_spec(problem, replace(tile, block_m=128), num_sms=num_sms)]
     step = 64 if tile.score_tiles else 32  # scores come in slabs of 64 columns
     columns = [n for n in (tile.block_n - step, tile.block_n - 2 * step) if n >= 48]
     return [plan_spec(problem, replace(tile, block_n=n, half_tile=False), num_sms=num_sms) for n in columns]

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
-from ..modifiers.cuda import computes_little, takes_registers
+from ..modifiers.cuda import computes_little, computes_much, takes_registers
 from .common import MEASURED_SMS, ceil_div
 from .hopper_common import SMEM_LIMIT, begins_products, score_operands
 from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile, config_of, smem_bytes
@@ -74,9 +74,9 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
         return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages=3, num_stages_q=2, lazy_max=True)
     if problem.modifier is not None and not begins and takes_registers(problem.modifier):
         lengths = problem.varlen or problem.seqused_k
-        fits = widest <= 64 and not operands and not lengths and _has_score(problem)
+        fits = widest <= 64 and not operands and not lengths and computes_much(problem.modifier)
         if fits and _rows_of_narrow(problem, num_sms) == 192:
-            # What it reads waits in registers: 64 columns leave room for it. Softcap and slopes: 632 to 606 us.
+            # 64 columns leave registers for a function. Softcap and slopes: 632 to 606 us (4 x 4096 x 16, causal).
             return Tile(block_m=192, block_n=64, num_stages=4, num_stages_q=2, lazy_max=True)
         operands += 1
     if widest <= 64:

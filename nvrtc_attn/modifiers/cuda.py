@@ -302,6 +302,13 @@ def takes_registers(program: Program) -> bool:
     return len(own) > _MAX_LIGHT or any(x.op not in ARITHMETIC for x in own)
 
 
+def computes_much(program: Program) -> bool:
+    """Whether a score is a function, or many operations, that read no element for a query or key; no mask beside it."""
+    if program.mask is not None or program.score is None:
+        return False
+    return not any(x.op == "load" and x.depends & {"q", "k"} for x in walk([program.score]))
+
+
 @functools.lru_cache(maxsize=1024)
 def adds_distance(program: Program) -> bool:
     """Whether a score_mod adds what the distance of query and key decides, and does nothing else: ``kAddsDiagonal``."""

@@ -37,6 +37,16 @@ def test_narrower_tiles_are_of_the_same_kernel() -> None:
     assert heuristics.narrower_forward(asked, **TARGET | {"arch": "sm_80"}) == []
 
 
+@pytest.mark.parametrize("name", ["softcap and alibi", "head scale"])
+def test_narrow_tiles_of_many_rows_have_one_of_fewer(name: str) -> None:
+    asked = modified(name)
+    chosen = heuristics.choose_forward(asked, **TARGET).main.config
+    assert (chosen.block_m, chosen.block_n) == (192, 64)
+    assert [(x.main.config.block_m, x.main.config.block_n) for x in heuristics.narrower_forward(asked, **TARGET)] == [
+        (128, 64)
+    ]
+
+
 @pytest.mark.parametrize(
     ("spilled", "taken", "count"),
     [((24, 0, 8), 0, 2), ((48, 24), 24, 2), ((0, 8), 0, 1), ((40, 64), 40, 2), ((), 40, 0)],
@@ -58,13 +68,14 @@ def test_the_first_that_spills_least(spilled: tuple[int, ...], taken: int, count
 def test_light_modifiers_keep_the_widest_tile(bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three warp-groups of 64 rows have 160 registers a thread: beside 112 scores they read no element.
 
-    Tables of distances and T5's buckets are read by other warps. Beside 96 a mask is asked that reads none of a query
-    or key, or any one by a launch before.
+    Beside 64 functions are computed, too. Tables of distances and T5's buckets are read by other warps. Beside 96 a
+    mask is asked that reads none of a query or key, or any one by a launch before.
     """
     monkeypatch.setattr(tile_words, "KEEPS_BITS", bits)
     monkeypatch.setattr(tile_words, "MIN_FLOPS", 0)
     light = {"alibi", "alibi by formula", "head scale", "distance", "temperature", "prefix", "relative bias", "t5"}
-    heavy = {"softcap and alibi", "documents", "rows and columns"}
+    light |= {"softcap and alibi"}
+    heavy = {"documents", "rows and columns"}
     rows = {}
     for name in light | heavy:
         rows[name] = heuristics.choose_forward(modified(name), **TARGET).main.config.block_m
