@@ -290,7 +290,8 @@ def narrower(problem: AttentionProblem, *, num_sms: int) -> list[ForwardPlanSpec
     tile = choose_tile(problem, num_sms)
     if tile.block_m == 192 and tile.block_n <= 64:  # fewer rows leave a thread 240 registers instead of 160
         return [plan_spec(problem, replace(tile, block_m=128), num_sms=num_sms)]
-    step = 64 if tile.score_tiles else 32  # scores come in slabs of 64 columns
+    # Scores come in slabs of 64 columns. A learned table at head dim 64: 96 columns take 2 % less time than 80.
+    step = 64 if tile.score_tiles else 16 if tile.block_m == 192 else 32
     columns = [n for n in (tile.block_n - step, tile.block_n - 2 * step) if n >= 48]
     return [plan_spec(problem, replace(tile, block_n=n, half_tile=False), num_sms=num_sms) for n in columns]
 

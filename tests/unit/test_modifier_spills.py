@@ -34,6 +34,9 @@ def test_narrower_tiles_are_of_the_same_kernel() -> None:
     others = [x.main.config for x in heuristics.narrower_forward(asked, **TARGET)]
     assert [x.block_n for x in others] == [chosen.block_n - 32, chosen.block_n - 64]
     assert {x.kernel for x in others} == {"forward_hopper"}
+    asked = modified("relative bias")
+    others = [x.main.config for x in heuristics.narrower_forward(asked, **TARGET)]
+    assert [(x.block_m, x.block_n, x.num_stages) for x in others] == [(192, 96, 4), (192, 80, 4)]
     assert heuristics.narrower_forward(asked, **TARGET | {"arch": "sm_80"}) == []
 
 
