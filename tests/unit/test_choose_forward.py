@@ -135,6 +135,7 @@ def test_bias_comes_as_tiles_where_its_rows_allow_it() -> None:
         ((16, 512, 512, 12, 96), True, (128, 64, 4)),
         ((16, 512, 512, 32, 128), True, (192, 64, 4)),
         ((64, 256, 256, 16, 128), True, (128, 64, 4)),
+        ((16, 512, 49, 32, 128), True, (192, 64, 2)),  # fewer keys than a tile has
         ((1, 2048, 2048, 8, 64), False, (128, 128, 2)),  # 88 tiles of 192 rows would leave a third of the GPU idle
         ((32, 512, 512, 8, 256), False, (128, 64, 2)),  # 512 keys are 6.4 tiles of 80
         ((16, 1024, 1024, 8, 256), False, (128, 80, 2)),
