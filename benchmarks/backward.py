@@ -24,15 +24,14 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from portable_limits import compile_all
+from portable_limits import compile_plans
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.base.errors import UnsupportedError
 from nvrtc_attn.front.operands import BACKWARD, FORWARD, addresses
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics import hopper_backward, hopper_backward_tile
-from nvrtc_attn.heuristics.spec import BackwardPlanSpec, label
-from nvrtc_attn.jit.config import KernelConfig
+from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec, label
 
 TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
 MOST_APART = 4e-3
@@ -394,7 +393,7 @@ SLOTS: dict[str, dict[str, Any]] = {
     "q3 apart": {"num_stages": 3, "fused": False},
     "apart": {"fused": False},
 }
-"""Three slots of Q and dO instead of two: of all cases whose tile leaves room."""
+"""Three slots of Q and dO instead of two, where the tile leaves room; "apart": rows are prepared by a kernel before."""
 
 
 def plans_of(case: Case) -> dict[str, BackwardPlanSpec]:
@@ -490,14 +489,10 @@ def main() -> None:
         if re.search(arguments.only, case.name):
             specs = plans_of(case)
             work.append((case, {x: y for x, y in specs.items() if x == "today" or re.search(arguments.ways, x)}))
-    configs: dict[KernelConfig, None] = {}
-    for case, specs in work:
-        configs.update((launch.config, None) for spec in specs.values() for launch in spec.launches)
-        if not arguments.compile_only:
-            forward = heuristics.choose_forward(case.problem(), **TARGET)
-            configs.update((launch.config, None) for launch in forward.launches)
-    compiled = compile_all(list(configs), arguments.workers)
-    print(f"{len(configs)} kernels compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    plans: list[ForwardPlanSpec | BackwardPlanSpec] = [spec for _, specs in work for spec in specs.values()]
+    if not arguments.compile_only:
+        plans += [heuristics.choose_forward(case.problem(), **TARGET) for case, _ in work]
+    compiled = compile_plans(plans, arguments.workers)
     for config, kernel in compiled.items():
         if kernel.spill_bytes or re.search("C75[01]", kernel.log):
             print(f"{kernel.spill_bytes} bytes of spills: {config}\n{kernel.log}")

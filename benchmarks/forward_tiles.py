@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from measure import graph_of, in_turn, save
 from model_cases import spread
-from portable_limits import compile_all
+from portable_limits import compile_plans
 
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.heuristics import (
@@ -37,7 +37,6 @@ from nvrtc_attn.heuristics import (
     hopper_small,
 )
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec, label
-from nvrtc_attn.jit.config import KernelConfig
 
 NUM_SMS, SMEM_LIMIT = 132, 232448
 SKEWED = (64, 128, 4096, 256, 777, 2048, 512, 1024, 96, 3000, 1500)
@@ -285,11 +284,7 @@ def main() -> None:
         for kind in kinds()
         if kind.part in arguments.part.split(",") and re.search(arguments.only, kind.name)
     ]
-    configs: dict[KernelConfig, None] = {}
-    for _, specs in work:
-        configs.update((launch.config, None) for spec in specs.values() for launch in spec.launches)
-    compiled = compile_all(list(configs), arguments.workers)
-    print(f"{len(configs)} kernels compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    compiled = compile_plans((spec for _, specs in work for spec in specs.values()), arguments.workers)
     rows: list[dict[str, Any]] = []
     failed = False
     for kind, specs in work:

@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -258,6 +258,17 @@ def compile_all(configs: list[KernelConfig], workers: int) -> dict[KernelConfig,
         return dict(zip(configs, pool.map(compile_one, configs), strict=True))
 
 
+def compile_plans(
+    specs: Iterable[ForwardPlanSpec | BackwardPlanSpec], workers: int
+) -> dict[KernelConfig, CompiledKernel]:
+    """All kernels of these plans, each once; prints how many, and how long it took."""
+    begin = time.perf_counter()
+    configs = dict.fromkeys(launch.config for spec in specs for launch in spec.launches)
+    compiled = compile_all(list(configs), workers)
+    print(f"{len(configs)} kernels compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    return compiled
+
+
 def warps_per_sm(limit: int, config: KernelConfig, smem_bytes: int, num_regs: int) -> int:
     registers = 256 * math.ceil(32 * num_regs / 256)  # of a warp
     by_registers = 65536 // registers // config.num_warps
@@ -423,21 +434,19 @@ def main() -> None:
         if c.limit in limits and c.which in passes and (not head_dims or c.head_dims[0] in head_dims)
     ]  # fmt: skip
     start = time.perf_counter()
-    configs: dict[KernelConfig, None] = {}
+    plans: list[ForwardPlanSpec | BackwardPlanSpec] = []
     masks = (True,) if arguments.quick else (False, True)
     for cell in cells:
         for causal in (mask for mask in masks if mask in cell.masks):
             small = problem_of(cell, causal, 1, CHECKED_LENGTH, 16)
             large = problem_of(cell, causal, 1 if arguments.quick else 4, 4096, 16)
-            specs = [choose(replace(cell, which="fwd"), replace(small, deterministic=False), arguments.arch)]
+            plans.append(choose(replace(cell, which="fwd"), replace(small, deterministic=False), arguments.arch))
             for tile in cell.tiles:
                 of_both = [spec_of(cell, tile, p, arguments.arch) for p in (small, large)]
                 if main_config(cell, of_both[0]) != main_config(cell, of_both[1]):
                     raise SystemExit(f"not checked with the kernel that is timed: {cell}")
-                specs += of_both
-            configs.update((launch.config, None) for spec in specs for launch in spec.launches)
-    compiled = compile_all(list(configs), arguments.workers)
-    print(f"{len(configs)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)
+                plans += of_both
+    compiled = compile_plans(plans, arguments.workers)
     head = f" KB pass type       D mask   {'tile':58} wp reg spl   smem      ms ratio error"
     table = [head]
     for cell in cells:

@@ -27,7 +27,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from portable_limits import compile_all
+from portable_limits import compile_plans
 
 from nvrtc_attn import heuristics
 from nvrtc_attn.base.errors import UnsupportedError
@@ -49,7 +49,6 @@ from nvrtc_attn.heuristics import (
     portable_forward_tile,
 )
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec, label
-from nvrtc_attn.jit.config import KernelConfig
 
 TARGET: dict[str, Any] = {"arch": "sm_90", "num_sms": 132, "smem_limit": 232448}
 Spec = ForwardPlanSpec | BackwardPlanSpec
@@ -428,12 +427,8 @@ def main() -> None:
     begin = time.perf_counter()
     kinds = [x for x in KINDS if x.part in arguments.part.split(",") and re.search(arguments.only, x.name)]
     work = [(kind, backward, plans_of(kind, backward)) for kind in kinds for backward in kind.directions]
-    configs: dict[KernelConfig, None] = {}
-    for _, _, specs in work:
-        configs.update((launch.config, None) for spec in specs.values() for launch in spec.launches)
-    compiled = compile_all(list(configs), arguments.workers)
+    compiled = compile_plans((spec for _, _, specs in work for spec in specs.values()), arguments.workers)
     serialised = [config for config, kernel in compiled.items() if "C7511" in kernel.log]
-    print(f"{len(configs)} kernels compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     spilled = {config for config, kernel in compiled.items() if kernel.spill_bytes}
     for config in serialised:
         print(f"ptxas serialises the products of {config}")

@@ -26,28 +26,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from forward_tiles import NUM_SMS, SKEWED, SMEM_LIMIT, TOLERANCE
 from measure import graph_of, in_turn
 from model_cases import spread
-from portable_limits import compile_all
-from sparse import masks
+from portable_limits import compile_plans
+from sparse import masks, runner
 
 import nvrtc_attn as na
 from nvrtc_attn.front.call import Call, CallOptions, describe, describe_shapes
-from nvrtc_attn.front.operands import addresses
-from nvrtc_attn.front.philox import RngState
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.front.tensors import Device
 from nvrtc_attn.heuristics import hopper_forward, hopper_forward_config, hopper_forward_tile
 from nvrtc_attn.heuristics.hopper_forward_config import Tile
 from nvrtc_attn.heuristics.spec import ForwardPlanSpec, label
-from nvrtc_attn.jit.config import KernelConfig
-from nvrtc_attn.modifiers.cuda_values import NO_MODIFIER, modifier_values
 from nvrtc_attn.plans.plan import ForwardPlan
-
-NUM_SMS, SMEM_LIMIT = 132, 232448
-TOLERANCE = 0.01
-"""Relative to the norm: two orders of summation in bfloat16 differ by 0.003."""
-SKEWED = (64, 128, 4096, 256, 777, 2048, 512, 1024, 96, 3000, 1500)
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ class Kind:
     bias: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     functions: Callable[[str], tuple[Any, Any]] | None = None
-    """score_mod and mask_mod over arrays on a device."""
+    """Of a device: score_mod and mask_mod over arrays that lie there."""
 
     def operands(self) -> dict[str, tuple[tuple[int, ...], str]]:
         b, m, n, h, hkv, d = self.shape
@@ -246,22 +238,10 @@ class Runs:
         call, problem = kind.call(tensors)
         tensors["out"] = torch.empty_like(tensors["q"])
         tensors["lse"] = torch.empty(problem.shape_of("lse"), device="cuda")
-        self.tensors, self.workspaces, self.call = tensors, [], call
-        given = addresses(ForwardPlan.OPERANDS, {name: x.data_ptr() for name, x in tensors.items()})
-        values = NO_MODIFIER
-        if call.modifier is not None:
-            values = modifier_values(call.modifier.program, (), call.captures, [], call.modifier.numbers)
-        self.functions: dict[str, Callable[[], None]] = {}
-        for name, spec in specs.items():
-            plan = ForwardPlan(spec, problem, 0, torch.cuda.current_stream().cuda_stream)
-            workspace = torch.empty(max(plan.workspace_bytes, 1), device="cuda", dtype=torch.uint8)
-            self.workspaces.append(workspace)
-
-            def run(plan: ForwardPlan = plan, workspace: torch.Tensor = workspace) -> None:
-                stream = torch.cuda.current_stream().cuda_stream
-                plan.run(stream, given, workspace.data_ptr(), RngState(17, 40), modifier=values)
-
-            self.functions[name] = graph_of(run).replay
+        self.tensors, stream = tensors, torch.cuda.current_stream().cuda_stream
+        # Their workspaces live as long as they do, and graphs do not hold them.
+        self.runs = {name: runner(ForwardPlan(spec, problem, 0, stream), tensors, call) for name, spec in specs.items()}
+        self.functions: dict[str, Callable[[], None]] = {name: graph_of(x).replay for name, x in self.runs.items()}
 
     def result(self, name: str) -> torch.Tensor:
         self.tensors["out"].fill_(torch.nan)
@@ -288,11 +268,7 @@ def main() -> None:
     chosen = [x for part in arguments.part.split(",") for x in {"tuned": tuned, "others": others}[part]()]
     work = [(f"{x.name} {'x'.join(map(str, x.shape))}", x, specs_of(x)) for x in chosen]
     work = [x for x in work if re.search(arguments.only, x[0])]
-    configs: dict[KernelConfig, None] = {}
-    for _, _, specs in work:
-        configs.update((launch.config, None) for spec in specs.values() for launch in spec.launches)
-    compiled = compile_all(list(configs), arguments.workers)
-    print(f"{len(configs)} kernels compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    compiled = compile_plans((spec for _, _, specs in work for spec in specs.values()), arguments.workers)
     failed = False
     for name, kind, specs in work:
         bad = {}

@@ -29,6 +29,7 @@ from measure import in_turn, print_table, save
 import nvrtc_attn as na
 from nvrtc_attn.front.call import Call, CallOptions, describe, describe_shapes
 from nvrtc_attn.front.operands import BACKWARD, FORWARD, addresses
+from nvrtc_attn.front.philox import RngState
 from nvrtc_attn.front.tensors import Device
 from nvrtc_attn.heuristics import backward_candidates, choose_backward, choose_forward, forward_candidates
 from nvrtc_attn.heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
@@ -76,7 +77,8 @@ def runner(plan: Any, tensors: dict[str, torch.Tensor], call: Call) -> Callable[
     workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device="cuda")
 
     def run() -> None:
-        plan.run(torch.cuda.current_stream().cuda_stream, given, workspace.data_ptr(), modifier=values)
+        stream = torch.cuda.current_stream().cuda_stream
+        plan.run(stream, given, workspace.data_ptr(), RngState(17, 40), modifier=values)
 
     return run
 
@@ -137,7 +139,8 @@ def measure(
     tensors = dict(zip(("q", "k", "v", "out", "dout"), rows, strict=True))
     tensors |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     tensors["lse"] = torch.zeros(batch, HEADS, length, device="cuda")
-    make = backward_plan if backward else forward_plan
+    make, choose = (backward_plan, choose_backward) if backward else (forward_plan, choose_forward)
+    target, stream = autotune._target(device.properties(0)), torch.cuda.current_stream().cuda_stream
     names_of = BACKWARD if backward else FORWARD
     given = {name: x for name, x in tensors.items() if name in names_of}
 
@@ -148,11 +151,10 @@ def measure(
 
     def of(modifier: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor], Call]:
         asked, call = described(modifier, **options)
-        return make(asked, 0, torch.cuda.current_stream().cuda_stream, tune=False), given, call
+        return make(asked, 0, stream, tune=False), given, call
 
     def candidates(modifier: Any) -> dict[str, tuple[Any, dict[str, torch.Tensor], Call]]:
         asked, call = described(modifier)
-        target, stream = autotune._target(device.properties(0)), torch.cuda.current_stream().cuda_stream
         if backward:
             specs: Any = backward_candidates(asked, **target)
         else:
@@ -167,8 +169,8 @@ def measure(
         if ways:
             found += compared(f"{batch}x{length} {name}", mask_mod, length, candidates(modifier), of(None, causal=True))
             continue
-        plan, _, call = of(modifier)
-        asked, target = described(modifier)[0], autotune._target(device.properties(0))
+        asked, call = described(modifier)
+        plan = make(asked, 0, stream, tune=False)
         calls = {"ours": runner(plan, given, call)}
         if length < LONG:
             calls |= {"dense": runner(*of(None)), "causal": runner(*of(None, causal=True))}
@@ -183,7 +185,7 @@ def measure(
             "of dense": times["ours"] / times["dense"] if "dense" in times else None,
             "of causal": times["causal"] / causal * kept / times["ours"] if "causal" in times else None,
             "plan us": 1e3 * times["plan"] if "plan" in times else None,
-            **megabytes(choose_backward(asked, **target) if backward else choose_forward(asked, **target)),
+            **megabytes(choose(asked, **target)),
         })  # fmt: skip
     return found
 

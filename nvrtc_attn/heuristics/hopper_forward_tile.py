@@ -8,7 +8,7 @@ from typing import Final
 
 from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
-from ..modifiers.cuda import computes_little, computes_much, takes_registers
+from ..modifiers.cuda import computes_little, only_computes, takes_registers
 from .common import MEASURED_SMS, ceil_div
 from .hopper_common import SMEM_LIMIT, begins_products, score_operands
 from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile, config_of, smem_bytes
@@ -66,15 +66,15 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
     # Bias and mask that every thread reads for itself wait in registers, which come out of the tile.
     direct = problem.bias is not None or problem.mask is not None
     lazy = operands < 2
+    lengths = problem.varlen or problem.seqused_k
     # Half of a diagonal tile saved is 4 to 10 % up to 1024 rows; later its second product only costs registers.
-    diagonal = problem.window_right is not None and not (problem.varlen or problem.seqused_k)
+    diagonal = problem.window_right is not None and not lengths
     begins = begins_products(problem)
     mapped = problem.softcap > 0 or problem.softmax_scale <= 0 or (problem.modifier is not None and not begins)
     if widest <= 64 and has_light_mask(problem) and _rows_of_narrow(problem, num_sms) == 192:
         return Tile(block_m=192, block_n=fitted_columns(problem, 96), num_stages=3, num_stages_q=2, lazy_max=True)
     if problem.modifier is not None and not begins and takes_registers(problem.modifier):
-        lengths = problem.varlen or problem.seqused_k
-        fits = widest <= 64 and not operands and not lengths and computes_much(problem.modifier)
+        fits = widest <= 64 and not operands and not lengths and only_computes(problem.modifier)
         if fits and _rows_of_narrow(problem, num_sms) == 192:
             # 64 columns leave registers for a function. Softcap and slopes: 632 to 606 us (4 x 4096 x 16, causal).
             return Tile(block_m=192, block_n=64, num_stages=4, num_stages_q=2, lazy_max=True)
@@ -88,13 +88,11 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
             return Tile(block_m=128, block_n=columns, num_stages_q=2, lazy_max=lazy)
         if operands:
             # Wider key tiles make more decisions beside each product: 128 columns take 8 % less time than 96.
-            lengths = problem.varlen or problem.seqused_k
             return Tile(block_m=128, block_n=112 if lengths else 128, num_stages_q=2, lazy_max=True)
         # Three consumers of 64 rows read each key tile once: 573 at 4096, against 464 with two. Lengths on the device
         # take registers, and so do scores that are more than products. With few keys (cross-attention to 77 tokens) a
         # tile is no wider than they are, which saves a sixth of the time.
         rows = _rows_of_narrow(problem, num_sms)
-        lengths = problem.varlen or problem.seqused_k
         wide = rows == 192 and _long_documents(problem)
         # Products that begin with a value would spill 52 to 60 bytes of a thread with 128 columns.
         columns = 112 if rows == 192 and (lengths or mapped or begins) and not wide else 128
@@ -179,14 +177,9 @@ def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = 
     Where no mask of positions or lengths on the device decide what is in a tile.
     """
     fits = FITS_KEYS if fits is None else fits
-    if not fits or columns <= 80 or problem.band or problem.varlen or problem.seqused_k or score_operands(problem):
+    if not fits or columns <= 80 or score_operands(problem):
         return columns
-
-    def cost(width: int) -> int:
-        return ceil_div(problem.seqlen_k, width) * (width + KEY_TILE_OVERHEAD_COLUMNS)
-
-    best = min(range(columns, 79, -16), key=cost)
-    return best if LEAST_FIT * cost(best) <= cost(columns) else columns
+    return _least_work(problem, range(columns, 79, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
 
 
 def _least_work(problem: AttentionProblem, widths: Iterable[int], overhead: int, least: float = 1.0) -> int:

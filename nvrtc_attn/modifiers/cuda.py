@@ -302,8 +302,8 @@ def takes_registers(program: Program) -> bool:
     return len(own) > _MAX_LIGHT or any(x.op not in ARITHMETIC for x in own)
 
 
-def computes_much(program: Program) -> bool:
-    """Whether a score is a function, or many operations, that read no element for a query or key; no mask beside it."""
+def only_computes(program: Program) -> bool:
+    """Whether there is a score without a mask, and it reads no element for a query or key."""
     if program.mask is not None or program.score is None:
         return False
     return not any(x.op == "load" and x.depends & {"q", "k"} for x in walk([program.score]))
