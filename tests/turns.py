@@ -1,4 +1,4 @@
-"""Which tests wait for their turn in a run with ``--turn N``, as those of `.ci/run` are: N is 0 to 9, by the commit.
+"""Which tests wait for their turn in a run with ``--turn N``, as those of `.ci/run` are: N is 0 to 19, by the commit.
 
 A test marked ``turns(3)`` takes seconds and has passed for long: it runs at every third N, by its name. ``turns(5, 2)``
 runs at the second of every five and at the seventh: tests of a minute are dealt out by hand, so that no N has two.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Final
 
-TURNS: Final = 10
+TURNS: Final = 20
 
 
 def is_in_turn(text: str, turn: int, every: int = TURNS, at: int | None = None) -> bool:
