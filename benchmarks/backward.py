@@ -388,14 +388,6 @@ CASES = (
 )
 
 
-SLOTS: dict[str, dict[str, Any]] = {
-    "q3": {"num_stages": 3},
-    "q3 apart": {"num_stages": 3, "fused": False},
-    "apart": {"fused": False},
-}
-"""Three slots of Q and dO instead of two, where the tile leaves room; "apart": rows are prepared by a kernel before."""
-
-
 def plans_of(case: Case) -> dict[str, BackwardPlanSpec]:
     """Today's choice as ``today``, then the candidates that differ from it and from each other."""
     problem = case.problem()
@@ -403,10 +395,9 @@ def plans_of(case: Case) -> dict[str, BackwardPlanSpec]:
     tile = hopper_backward_tile.choose_tile(problem, TARGET["num_sms"])
     if case.name.startswith("few"):
         found["portable"] = heuristics.choose_backward(problem, **TARGET, backend="portable")
-    for name, changes in (case.ways if tile.wide else SLOTS | case.ways).items():
+    for name, changes in case.ways.items():
         spec = hopper_backward.plan_spec(problem, replace(tile, **changes), num_sms=TARGET["num_sms"])
-        fits = max(launch.smem_bytes for launch in spec.launches) <= TARGET["smem_limit"]
-        if fits and spec not in found.values():
+        if spec not in found.values():
             found[name] = spec
     return found
 

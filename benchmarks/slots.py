@@ -164,6 +164,15 @@ def tuned() -> Iterator[Kind]:
     yield Kind("text", (2, 4096, 226, 30, 30, 96))
     for s in (512, 1024, 2048):
         yield Kind("causal", (16 * 512 // s, s, s, 16, 16, 128), causal)
+    for b, s, h, d in ((2, 8192, 16, 64), (4, 2048, 32, 64), (8, 1024, 12, 64), (16, 512, 16, 64), (4, 2048, 16, 128)):
+        yield Kind("t5", (b, s, s, h, h, d), functions=score(t5))
+    yield Kind("table", (8, 1024, 1024, 12, 12, 64), functions=score(table))
+    # Rows of a bias that are no multiple of 16 bytes: threads read it.
+    for b, s, h, d in (
+        (32, 257, 16, 64), (8, 577, 12, 64), (4, 1001, 16, 64), (2, 2049, 16, 64), (256, 81, 8, 32), (64, 145, 8, 48),
+        (8, 577, 16, 80), (8, 577, 12, 128),
+    ):  # fmt: skip
+        yield Kind("bias", (b, s, s, h, h, d), bias=(1, h, s, s))
 
 
 def others() -> Iterator[Kind]:

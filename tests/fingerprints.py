@@ -2,8 +2,8 @@
 
 A test's fingerprint is of its file, its name and the cache keys of its kernels, which cover all that a compile reads:
 source, headers, options, build of NVRTC. A test whose fingerprint is in `PASSED` would see what it saw when it passed.
-``--turn N`` leaves such tests out but for a twentieth of them, another one at the next N; while all are known, it leaves
-out as many of the slow tests that execute kernels on the host.
+``--turn N`` leaves such tests out but for a twentieth of them, another one at the next N; while all are known, it
+leaves out as many of the slow tests that execute kernels on the host.
 
     python -m pytest --full --record tests/compile             run all, and write the fingerprints of what passed
     python -m pytest --full --record --turn 0 tests/compile    run those that have changed, and a twentieth

@@ -23,6 +23,7 @@ from .tile_words import bits_bytes, may_have_bits, with_words
 from .tile_words import pays as words_pay
 
 BLOCK_N: Final = 128
+NUM_STAGES: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,6 @@ class Tile:
 
     block_m: int
     """64; 128 with head dims up to 64; 80 beyond, of plain scores (``is_plain``) and without ``fused``."""
-    num_stages: int = 2
-    """Slots of Q and dO; three of tiles without a bias, where additions have no order and dS leaves room."""
     wide: bool = False
     """Two thread blocks share a key tile (``backward_hopper_wide``)."""
     fused: bool = False
@@ -188,7 +187,7 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperBackwardConfig:
         block_m=tile.block_m,
         block_n=BLOCK_N,
         num_warps=4 + BLOCK_N // 16 + 4 * keep_words,
-        num_stages=tile.num_stages,
+        num_stages=NUM_STAGES,
         features=features,
         log2_lse=reads_log2_lse(problem, features),
         one_key_tile=one_key_tile,

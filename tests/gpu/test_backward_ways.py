@@ -76,18 +76,6 @@ def test_key_tiles_in_parts(name: str, way: str, fused: bool, force: Any) -> Non
     assert made
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"softcap": 9.0}, {"mask": "b11k"}], ids=str)
-@pytest.mark.parametrize("name", SHAPES)
-def test_three_slots_of_queries(name: str, options: dict[str, Any], force: Any) -> None:
-    """Q and dO of two more query tiles are on the way, and dS has two slots still."""
-    case = cases.make_case(f"ways-{name}", **{"dtype": "bfloat16", "batch": 2, **SHAPES[name], **options})
-    run = Run(case)
-    exact, low = oracle(case, run.arrays)
-    made = force(num_stages=3, fused=False)
-    assert not failures(case, run.backward(run.forward()), exact, low, run.arrays)
-    assert made
-
-
 @pytest.mark.parametrize("parts", [2, 5])
 @pytest.mark.parametrize("mask", [None, "b11k"])
 @pytest.mark.parametrize(("head_dim", "seqlen_q", "causal"), [(64, 1000, False), (40, 777, False), (128, 300, True)])

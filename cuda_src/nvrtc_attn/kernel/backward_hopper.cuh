@@ -106,8 +106,8 @@ struct KeyTileConsumer {
   // Operands in shared memory: rows of this group's keys, rows of queries, and those whose rows are contracted.
   uint64_t const k_left, v_left, q_right, dout_right, q_rows, dout_rows, ds_operand, k_rows;
 
-  QueryTileSlots<Shape::kStages> slot;  // of Q, dO and dS, and of keep words
-  unsigned parity = 0;                  // of the key tile
+  RingPosition<Shape::kStages> slot;  // of Q, dO and dS, and of keep words
+  unsigned parity = 0;                // of the key tile
 
   NVRTC_ATTN_DEVICE KeyTileConsumer(HopperBackwardParams const& params_, unsigned char* smem_pointer_, unsigned smem_,
                                     int group_)
@@ -320,7 +320,7 @@ struct KeyTileConsumer {
       if constexpr (Shape::kEarlyDv) {
         named_barrier_sync(kAllConsumers, Shape::kConsumers);
       } else {
-        int const meeting = kDsOfGroup + 2 * slot.of_ds() + (tid >> 7);  // of `tid`: uniform registers are scarcer
+        int const meeting = kDsOfGroup + 2 * slot.stage + (tid >> 7);  // of `tid`: uniform registers are scarcer
         named_barrier_arrive(meeting, Shape::kConsumers);
         start_dv(dv, p);
         named_barrier_sync(meeting ^ 1, Shape::kConsumers);
@@ -427,7 +427,7 @@ struct KeyTileConsumer {
   NVRTC_ATTN_DEVICE void start_dq(DqTiles& dq) {
     pin_registers(dq);
     begin_products();
-    uint64_t const ds = ds_operand + slot.of_ds() * (Shape::kBytesDs >> 4);
+    uint64_t const ds = ds_operand + slot.stage * (Shape::kBytesDs >> 4);
     if constexpr (Shape::kTransposedDq) {
       start_product_atbt<Element, Shape::kSlabQ, Shape::kBlockN>(dq, k_rows, ds);
     } else {
@@ -529,7 +529,7 @@ struct KeyTileConsumer {
     fence_async_proxy();
   }
   NVRTC_ATTN_DEVICE unsigned ds_slab() const {
-    return smem + Shape::kOffsetDs + slot.of_ds() * Shape::kBytesDs + group * Shape::kSlabQ;
+    return smem + Shape::kOffsetDs + slot.stage * Shape::kBytesDs + group * Shape::kSlabQ;
   }
 
   // Of the query tile in the slot: its row_lse or delta.

@@ -11,21 +11,6 @@
 
 namespace nvrtc_attn {
 
-// Where a consumer is in the slots of Q and dO, and which of the two of dS has this tile's.
-template <int kStages>
-struct QueryTileSlots : RingPosition<kStages> {
-  int ds = 0;
-  NVRTC_ATTN_DEVICE int of_ds() const { return ds; }
-  NVRTC_ATTN_DEVICE void advance() {
-    RingPosition<kStages>::advance();
-    ds ^= 1;
-  }
-};
-template <>
-struct QueryTileSlots<2> : RingPosition<2> {
-  NVRTC_ATTN_DEVICE int of_ds() const { return stage; }
-};
-
 template <class Traits>
 struct HopperBackwardShape {
   using Element = typename Traits::Element;
@@ -106,8 +91,7 @@ struct HopperBackwardShape {
 
   static_assert(kGroups == 2 && Traits::kNumThreads == 128 + kConsumers + HelperShape<Traits>::kThreads,
                 "two groups share the products of dQ");
-  static_assert(kStages == 2 || (kStages == 3 && !kBiasTiles && !Traits::kOrdered),
-                "the slots of a bias, and whose turn it is, go with those of dS");
+  static_assert(kStages == 2, "slots of dS go with those of Q");
   static_assert(!(Traits::kOneKeyTile && Traits::kVarlen), "dq of tokens outside every sequence");
   static_assert(!(Traits::kOneKeyTile && Traits::kOrdered), "nothing to order");
   static_assert(!Traits::kTileWords || ((Traits::kMask || ModifierOf<Traits>::kMasks) && !Traits::kVarlen &&
