@@ -170,7 +170,7 @@ def tuned() -> Iterator[Kind]:
     # Rows of a bias that are no multiple of 16 bytes: threads read it.
     for b, s, h, d in (
         (32, 257, 16, 64), (8, 577, 12, 64), (4, 1001, 16, 64), (2, 2049, 16, 64), (256, 81, 8, 32), (64, 145, 8, 48),
-        (8, 577, 16, 80), (8, 577, 12, 128),
+        (8, 577, 16, 80), (8, 577, 12, 128), (301, 301, 4, 32), (16, 1001, 8, 32), (64, 250, 8, 40), (8, 1500, 12, 48),
     ):  # fmt: skip
         yield Kind("bias", (b, s, s, h, h, d), bias=(1, h, s, s))
 
@@ -200,6 +200,11 @@ def others() -> Iterator[Kind]:
     for b, s, h, d in ((2, 4096, 16, 64), (2, 4096, 16, 96), (2, 4096, 16, 128)):
         yield Kind("softcap", (b, s, s, h, h, d), causal | {"softcap": 20.0})
     for b, s, h, d in ((1024, 100, 4, 32), (512, 196, 3, 32), (64, 129, 12, 64), (16, 300, 8, 64), (256, 160, 4, 32)):
+        yield Kind("bias", (b, s, s, h, h, d), bias=(1, h, s, s))
+    for b, s, h, d in (
+        (385, 385, 4, 32), (8, 1501, 4, 32), (32, 500, 12, 64), (4, 1500, 16, 64), (1, 4100, 16, 64), (128, 150, 8, 64),
+        (32, 300, 8, 48),
+    ):  # fmt: skip
         yield Kind("bias", (b, s, s, h, h, d), bias=(1, h, s, s))
     for b, s in ((4, 4096), (8, 1024)):
         yield Kind("slopes", (b, s, s, 16, 16, 64), causal, functions=score(slopes))

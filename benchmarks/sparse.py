@@ -70,13 +70,14 @@ def masks(length: int, where: str = "cuda") -> dict[str, Callable[..., Any]]:
 
 
 def runner(plan: Any, tensors: dict[str, torch.Tensor], call: Call) -> Callable[[], None]:
+    """A run of the plan over these tensors and what the call's function captured, which live as long as it does."""
     values = NO_MODIFIER
     if call.modifier is not None:
         values = modifier_values(call.modifier.program, (), call.captures, [], call.modifier.numbers)
     given = addresses(plan.OPERANDS, {name: x.data_ptr() for name, x in tensors.items()})
     workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device="cuda")
 
-    def run() -> None:
+    def run(_alive: Any = (tensors, call)) -> None:
         stream = torch.cuda.current_stream().cuda_stream
         plan.run(stream, given, workspace.data_ptr(), RngState(17, 40), modifier=values)
 

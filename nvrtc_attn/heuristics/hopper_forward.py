@@ -20,7 +20,15 @@ from .hopper_forward_schedule import (
     tile_costs,
     tile_list_of,
 )
-from .hopper_forward_tile import choose_tile, fitted_columns, large_tile, tile_with_bits, tile_without_bits
+from .hopper_forward_tile import (
+    choose_tile,
+    fitted_columns,
+    has_bias_alone,
+    large_tile,
+    tile_of_bias,
+    tile_with_bits,
+    tile_without_bits,
+)
 from .hopper_small import moved_bytes, several_blocks, shared_width
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, packed_map, reasons_against, score_map, tensor_map
@@ -352,6 +360,8 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
     if tile.score_tiles and tile.num_stages_q == 2:
         tiles.append(replace(tile, num_stages_q=1))
     tiles += _other_rows(problem, tile)
+    if max(problem.head_dim, problem.head_dim_v) <= 64 and has_bias_alone(problem) and not tile.score_tiles:
+        tiles.append(tile_of_bias(problem, 128 if tile.block_m == 192 else 192))
     fitted = fitted_columns(problem, tile.block_n, fits=True) if max(problem.head_dim, problem.head_dim_v) <= 128 else 0
     if 0 < fitted < tile.block_n:
         tiles.append(replace(tile, block_n=fitted, num_stages=2))

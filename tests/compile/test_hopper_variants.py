@@ -65,6 +65,7 @@ MASK = dataclasses.replace(SCORES, dtype="bool")
 FLOAT = dataclasses.replace(SCORES, dtype="float32")
 UNALIGNED = dataclasses.replace(SCORES, offset_alignment=2)  # of which every thread reads its own elements
 UNALIGNED_MASK = dataclasses.replace(MASK, offset_alignment=1)
+ROWS_OF_300 = OperandLayout(shape=(1, 4, 300, 300), strides=(0, 300 * 300, 300, 1), dtype="bfloat16")
 CAUSAL = {"window_right": 0}
 NARROW_VALUES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -141,6 +142,11 @@ VARIANTS: dict[str, AttentionProblem] = {
     **{f"d{d}_everything": problem(d, **EVERYTHING) for d in (64, 128, 192)},
     **{f"d{d}_everything_unaligned": problem(d, **UNALIGNED_EVERYTHING) for d in (64, 128, 192)},
     "bias_unaligned": problem(64, bias=UNALIGNED),
+    # Three consumers read it.
+    **{
+        f"d{d}_dv{dv}_bias_unaligned_many": problem(d, dv, batch=64, seqlen_q=300, seqlen_k=300, bias=ROWS_OF_300)
+        for d, dv in ((16, 16), (32, 32), (64, 48), (64, 64))
+    },
     "bias_causal_unaligned": problem(128, bias=UNALIGNED, **CAUSAL),
     "mask_unaligned": problem(64, mask=UNALIGNED_MASK),
     "d256_bias": problem(256, bias=SCORES),

@@ -160,6 +160,7 @@ BEGUN: dict[str, dict[str, Any]] = {
     "sink": {"further": (("sink", dense_layout((16,), "float32")),), "window_right": 0},
     "largest": {"return_max_logit": True},
     "few keys": {"seqlen_k": 77},
+    "few tiles": {"batch": 1, "seqlen_q": 512, "seqlen_k": 512},
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from nvrtc_attn.base import log
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
-from nvrtc_attn.heuristics import choose_forward, hopper_forward_config, hopper_forward_tile
+from nvrtc_attn.heuristics import choose_forward, forward_candidates, hopper_forward_config, hopper_forward_tile
 from nvrtc_attn.modifiers.trace import trace
 
 
@@ -213,7 +213,60 @@ def test_tiles_that_were_measured(asked: AttentionProblem, rows: int, columns: i
     assert (tile.block_m, tile.block_n, tile.half_tile) == (rows, columns, half_tile)
 
 
+def biased(batch: int, rows: int, heads: int, head_dim: int, dtype: str = "bfloat16", **changes: Any) -> Any:
+    return problem(batch, rows, rows, heads, head_dim, bias=dense_layout((1, heads, rows, rows), dtype), **changes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        # Rows of no multiple of 16 bytes, which threads read: measured on an H200, benchmarks/results/slots.txt.
+        (biased(64, 129, 12, 64), (192, 80, 2)),
+        (biased(64, 145, 8, 48), (192, 64, 3)),
+        (biased(301, 301, 4, 32), (192, 80, 2)),
+        (biased(4, 1001, 16, 64), (192, 80, 2)),
+        (biased(2048, 49, 6, 32), (128, 64, 2)),
+        (biased(128, 197, 12, 64), (128, 112, 2)),
+        (biased(512, 196, 3, 32, "float32"), (128, 128, 2)),  # by the copy engine
+        # Not measured.
+        (biased(64, 129, 12, 64, **CAUSAL), (128, 128, 2)),
+        (biased(64, 129, 12, 64, softcap=9.0), (128, 80, 2)),
+        (biased(64, 129, 12, 64, "float32"), (128, 80, 2)),
+        (biased(64, 129, 12, 64, dropout_p=0.1), (128, 80, 2)),
+    ],
+)
+def test_tiles_of_a_bias(asked: AttentionProblem, expected: tuple[int, int, int]) -> None:
+    tile = hopper_forward_tile.choose_tile(asked, 132)
+    assert (tile.block_m, tile.block_n, tile.num_stages) == expected
+
+
+@pytest.mark.parametrize("rows", [129, 197])
+def test_the_autotuner_tries_a_bias_with_both_numbers_of_rows(rows: int) -> None:
+    found = forward_candidates(biased(64, rows, 12, 64), arch="sm_90", num_sms=132, smem_limit=232448).values()
+    hopper = [spec.main.config for spec in found if spec.main.config.kernel == "forward_hopper"]
+    assert {(128, 80 if rows == 129 else 112), (192, 80)} <= {(config.block_m, config.block_n) for config in hopper}
+
+
 ADDED = np.zeros((2, 64), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "heads", "causal", "expected"),
+    [
+        # Tiles of 128 rows where those of 192 need as many waves: measured on an H200.
+        (8, 512, 12, False, (128, 128, 4)),
+        (8, 1024, 12, False, (128, 128, 4)),
+        (16, 512, 16, False, (192, 112, 4)),
+        (8, 2048, 12, False, (192, 112, 4)),
+        (8, 1024, 12, True, (192, 112, 2)),
+    ],
+)
+def test_waves_of_products_that_begin_with_a_value(
+    batch: int, rows: int, heads: int, causal: bool, expected: tuple[int, int, int]
+) -> None:
+    changes = {"modifier": trace(lambda s, b, h, q, k: s + ADDED[h, q - k + 32]).program} | (CAUSAL if causal else {})
+    tile = hopper_forward_tile.choose_tile(problem(batch, rows, rows, heads, 64, **changes), 132)
+    assert (tile.block_m, tile.block_n, tile.num_stages) == expected
 
 
 @pytest.mark.parametrize(
