@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import faulthandler
 import itertools
 import json
 import os
@@ -1046,6 +1047,7 @@ def _without_the_last(name: str, rank: int, size: int, call: Callable[[], Any]) 
     if rank == size - 1:
         print("RESULT " + json.dumps({name: []}), flush=True)
         os._exit(0)
+    faulthandler.dump_traceback_later(3 * SECONDS)  # says where a rank hangs that the test will kill
     start = time.monotonic()
     said = ["nothing was raised"]
     try:

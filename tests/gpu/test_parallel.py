@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -61,7 +62,11 @@ def test_a_rank_that_is_gone_ends_the_others(program: str, environment: dict[str
     ranks = start(2, tmp_path, program, device="cuda", **environment)
     try:
         for process in ranks:
-            said, _ = process.communicate(timeout=max(LATEST - (time.monotonic() - begun), 1))  # a hang is an error
+            try:
+                said, _ = process.communicate(timeout=max(LATEST - (time.monotonic() - begun), 1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                pytest.fail(f"hangs, and has said:\n{process.communicate()[0][-3000:]}")
             ended = process.returncode != 0 and any(words in said for words in ENDED)
             assert ended or results_of(said).get(program) == [], said[-3000:]
     finally:
