@@ -28,7 +28,7 @@ from .front.signature import Signature, sign
 from .front.tensors import framework_of
 from .front.validation import Violations, check_real, check_shape
 from .modifiers.modifier import Modifier
-from .modifiers.remembered import again
+from .modifiers.remembered import look
 from .plans import repeats, run
 from .plans.plan import backward_plan, forward_plan
 from .plans.run import plan_backward as plan_backward
@@ -192,10 +192,11 @@ def attention(
         *check_further("attention", further),
     )  # fmt: skip
     modifier = signature = None
+    captures: tuple[Any, ...] = ()
     if score_mod is not None or mask_mod is not None or aux is not None:
-        modifier = _modifier(score_mod, mask_mod, aux)
+        modifier, captures = _modifier(score_mod, mask_mod, aux)
     if stream is None and part is None:
-        signature = sign(operands, options) if modifier is None else _sign(operands, options, modifier)
+        signature = sign(operands if modifier is None else (*operands, None, *captures), options, modifier)
     if signature is not None and (known := repeats.find(signature, operands)) is not None:
         return repeats.attention_again(known, signature, q, out, options, rng)
     if signature is None and modifier is None and stream is None and part is None and out is None:
@@ -204,7 +205,7 @@ def attention(
             return found
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream, modifier=modifier,
+        **further, options=options, stream=stream, modifier=modifier and modifier.with_captures(captures),
     )  # fmt: skip
     framework = framework_of(q)
 
@@ -289,15 +290,15 @@ def attention_forward(
         q, k, v, out, lse, max_logit, bias, mask, cu_seqlens_q, cu_seqlens_k, seqused_k,
         *check_further("attention_forward", further),
     )  # fmt: skip
-    modifier = _modifier(score_mod, mask_mod, aux)
+    modifier, captures = _modifier(score_mod, mask_mod, aux)
     signature = None
     if stream is None and part is None:
-        signature = _sign(operands, options, modifier, workspace)
+        signature = _sign(operands, options, modifier, captures, workspace)
     if signature is not None and repeats.ran_again(signature, operands, options, rng):
         return
     call = checked_call(
         q, k, v, bias=bias, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        **further, options=options, stream=stream, modifier=modifier,
+        **further, options=options, stream=stream, modifier=modifier and modifier.with_captures(captures),
     )  # fmt: skip
     run.forward(call, {"out": out, "lse": lse, "max_logit": max_logit}, rng, workspace, signature=signature)
 
@@ -400,12 +401,12 @@ def run_backward(
     new_workspace: Callable[[int], Any] | None = None,
 ) -> None:  # fmt: skip
     """`attention_backward` of ``operands`` in the order of `BACKWARD`; ``new_workspace(nbytes)`` makes a workspace."""
-    modifier = _modifier(score_mod, mask_mod, aux)
+    modifier, captures = _modifier(score_mod, mask_mod, aux)
     if daux is not None and modifier is None:
         raise ValueError("daux: given without score_mod and mask_mod, which capture the arrays.")
     signature = None
     if stream is None and options.part is None:
-        signature = _sign(operands, options, modifier, workspace, daux)
+        signature = _sign(operands, options, modifier, captures, workspace, daux)
     known_rng = rng is not None or options.dropout_p == 0
     if signature is not None and known_rng and repeats.ran_again(signature, operands, options, rng, new_workspace):
         return
@@ -414,7 +415,7 @@ def run_backward(
     q, k, v, *optional = (given.pop(name) for name in INPUTS)
     call = checked_call(
         q, k, v, **dict(zip(OPTIONAL_INPUTS, optional, strict=True)), options=options, stream=stream,
-        modifier=modifier, trained=trained,
+        modifier=modifier and modifier.with_captures(captures), trained=trained,
     )  # fmt: skip
     if options.dropout_p > 0 and rng is None:
         raise ValueError("rng: None, but dropout_p > 0. Pass the (seed, offset) that the forward pass used.")
@@ -528,7 +529,8 @@ def checked_call(q: Any, k: Any, v: Any, **arguments: Any) -> Call:
 
 def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str, Any], **gradients: Any) -> Call:
     arguments: dict[str, Any] = {name: options.pop(name, None) for name in OPTIONAL_INPUTS}
-    arguments["modifier"] = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
+    modifier, captures = _modifier(*(options.pop(name, None) for name in ("score_mod", "mask_mod", "aux")))
+    arguments["modifier"] = modifier and modifier.with_captures(captures)
     daux = options.pop("daux", None)
     arguments["trained"] = frozenset(i for i, x in enumerate(daux or ()) if x is not None)
     stream = options.pop("stream", None)
@@ -541,26 +543,29 @@ def _describe_for_query(function: str, q: Any, k: Any, v: Any, options: dict[str
 
 
 def _sign(
-    operands: tuple[Any, ...], options: CallOptions, modifier: Modifier | None, workspace: Any = None,
-    daux: Sequence[Any] | None = None,
+    operands: tuple[Any, ...], options: CallOptions, modifier: Modifier | None, captures: tuple[Any, ...],
+    workspace: Any = None, daux: Sequence[Any] | None = None,
 ) -> Signature | None:  # fmt: skip
     """The signature of a call with a workspace, or a modifier, as `repeats.RepeatedModifier` takes it apart."""
     if modifier is None:
         return sign((*operands, workspace), options)
-    return sign((*operands, workspace, *modifier.captures, *(daux or ())), options, modifier)
+    return sign((*operands, workspace, *captures, *(daux or ())), options, modifier)
 
 
-def _modifier(score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None) -> Modifier | None:
-    """What the functions of a call mean; None without them."""
+def _modifier(
+    score_mod: Any, mask_mod: Any, aux: Mapping[str, Any] | None
+) -> tuple[Modifier | None, tuple[Any, ...]]:  # fmt: skip
+    """What the functions of a call mean, None without them, and the arrays that it is over: its own may be others."""
     if score_mod is None and mask_mod is None:
         if aux is not None:
             from .modifiers.trace import no_functions
 
             raise no_functions()
-        return None
-    found = again(score_mod, mask_mod, aux)
+        return None, ()
+    found = look(score_mod, mask_mod, aux)
     if found is not None:
         return found
     from .modifiers.trace import traced
 
-    return traced(score_mod, mask_mod, aux=aux)
+    modifier = traced(score_mod, mask_mod, aux=aux)
+    return modifier, modifier.captures

@@ -47,10 +47,12 @@ def sign(tensors: Sequence[Any], options: CallOptions, modifier: Modifier | None
     if found is None:
         return None
     framework, facts, addresses, device = found
-    key: tuple[Any, ...] = options, env.raw_backend(), facts
-    if modifier is not None:
+    key: tuple[Any, ...]
+    if modifier is None:
+        key = options, env.raw_backend(), facts
+    else:
         numbers = modifier.numbers
-        key += modifier.program, numbers, 0 in numbers and repr(numbers)
+        key = options, env.raw_backend(), facts, modifier.program, numbers, 0 in numbers and repr(numbers)
     signature: Signature = _new_tuple(Signature, (key, addresses, framework, device))
     return signature
 

@@ -38,11 +38,12 @@ _UNTOLD: Final = frozenset(
 _traces: dict[Hashable, tuple[Modifier, tuple[int, ...]]] = {}
 _Check = Callable[[Any, list[Any]], bool]
 """Whether something is what it was, where arrays may be others alike: these are added to the list."""
-_Seen = tuple[_Check | None, _Check | None, _Check | None, Modifier, tuple[int, ...]]
-"""Of score_mod, mask_mod and aux, None where there was none; the trace, and which of the arrays it reads."""
+_Seen = tuple[_Check | None, _Check | None, _Check | None, Modifier, tuple[int, ...] | None]
+"""Of score_mod, mask_mod and aux, None where there was none; the trace, and which of the arrays it reads, None: all."""
 _RECENT: Final = 8
 _EVERY: Final = 16
 _MISSING: Final = object()
+_FUNCTION: Final = types.FunctionType
 # Of the codes of both functions, what was seen last.
 _recent: dict[Hashable, tuple[_Seen, ...]] = {}
 _refused = 0
@@ -225,10 +226,9 @@ def again(score_mod: Any, mask_mod: Any, aux: Any = None) -> Modifier | None:
 
 def look(score_mod: Any, mask_mod: Any, aux: Any = None) -> tuple[Modifier, tuple[Any, ...]] | None:
     """`again`, of whose result the arrays are beside the modifier: putting these together takes as long as finding."""
-    function = types.FunctionType
     codes = (
-        score_mod.__code__ if score_mod.__class__ is function else None,
-        mask_mod.__code__ if mask_mod.__class__ is function else None,
+        score_mod.__code__ if score_mod.__class__ is _FUNCTION else None,
+        mask_mod.__code__ if mask_mod.__class__ is _FUNCTION else None,
     )
     for score, mask, more, modifier, places in _recent.get(codes, ()):
         arrays: list[Any] = []
@@ -237,7 +237,7 @@ def look(score_mod: Any, mask_mod: Any, aux: Any = None) -> tuple[Modifier, tupl
             and (mask_mod is None if mask is None else mask(mask_mod, arrays))
             and (aux is None if more is None else more(aux, arrays))
         ):
-            return modifier, tuple([arrays[place] for place in places])
+            return modifier, tuple(arrays) if places is None else tuple([arrays[place] for place in places])
     return None
 
 
@@ -255,7 +255,8 @@ def _watch(facts: Facts, modifier: Modifier, places: tuple[int, ...]) -> None:
         score, mask, aux = (None if x is None else _check_of(x, arrays, ()) for x in facts.given)
     except UntoldError:
         return
-    tables.remember(_recent, key, ((score, mask, aux, modifier, places), *recent[: _RECENT - 1]), _MAX_TRACES)
+    read = None if places == tuple(range(len(arrays))) else places
+    tables.remember(_recent, key, ((score, mask, aux, modifier, read), *recent[: _RECENT - 1]), _MAX_TRACES)
 
 
 def _check_of(x: Any, arrays: list[Any], open_functions: tuple[Any, ...]) -> _Check:
@@ -338,10 +339,15 @@ def _check_of_function(x: types.FunctionType, arrays: list[Any], open_functions:
     names = [(name, x.__globals__.get(name, _MISSING)) for name in _names_of(code) or ()]
     others = [(name, _is_missing if y is _MISSING else _check_of(y, arrays, open_functions)) for name, y in names]
 
+    is_bare = attributes is None and defaults is None
+
     def is_like(y: Any, seen: list[Any]) -> bool:
-        if y.__class__ is not types.FunctionType or y.__code__ is not code or y.__kwdefaults__:
+        if y.__class__ is not _FUNCTION or y.__code__ is not code or y.__kwdefaults__:
             return False
-        if not (not y.__dict__ if attributes is None else attributes(y.__dict__, seen)):
+        if is_bare:
+            if y.__dict__ or y.__defaults__ is not None:
+                return False
+        elif not (not y.__dict__ if attributes is None else attributes(y.__dict__, seen)):
             return False
         if cells:
             try:
@@ -350,12 +356,13 @@ def _check_of_function(x: types.FunctionType, arrays: list[Any], open_functions:
                         return False
             except ValueError:  # a cell that is not filled
                 return False
-        if not (y.__defaults__ is None if defaults is None else defaults(y.__defaults__, seen)):
+        if not (is_bare or (y.__defaults__ is None if defaults is None else defaults(y.__defaults__, seen))):
             return False
-        known = y.__globals__
-        for name, check in others:  # noqa: SIM110 - a generator takes as long as all the rest
-            if not check(known.get(name, _MISSING), seen):
-                return False
+        if others:
+            known = y.__globals__
+            for name, check in others:
+                if not check(known.get(name, _MISSING), seen):
+                    return False
         return True
 
     return is_like

@@ -24,7 +24,7 @@ from ..front.signature import Signature
 from ..front.tensors import Device, TensorView, current_stream
 from ..front.tensorview import span
 from ..heuristics.common import orders_gradients
-from ..modifiers.cuda_values import ModifierValues
+from ..modifiers.cuda_values import NO_MODIFIER, ModifierValues
 from ..runtime.arrays import address_of, allocate_again
 from .plan import BackwardPlan, ForwardPlan
 
@@ -65,12 +65,17 @@ class RepeatedModifier(NamedTuple):
     """The block behind its addresses."""
     sums: tuple[int, ...]
     """Where sums without an order lie, behind the workspace of the plan, and their end; empty where atomics add."""
+    last: list[tuple[list[int], ModifierValues]]
+    """One: where the arrays were the last time that no gradient was asked for, and what that made. They rarely move."""
 
     def values(self, addresses: Sequence[int], workspace: int) -> ModifierValues:
         """As `modifier_values`; ``workspace`` is the end of that of the plan."""
         known = [addresses[place] for place in self.arrays]
         if not self.gradients:
-            values: ModifierValues = _new_tuple(ModifierValues, (self.pointers.pack(*known) + self.rest, ()))
+            before, values = self.last[0]
+            if before != known:
+                values = _new_tuple(ModifierValues, (self.pointers.pack(*known) + self.rest, ()))
+                self.last[0] = known, values
             return values
         results = [addresses[place] for place in self.gradients]
         if self.sums:
@@ -167,7 +172,7 @@ def repeated_modifier(
         if call.options.dbias:
             moved.append((gradients + modified.bias_capture, plan.OPERANDS.index("dbias")))
     if modified.modifier is None:
-        return RepeatedModifier(tuple(moved), (), (), (), struct.Struct("<"), b"", ())
+        return RepeatedModifier(tuple(moved), (), (), (), struct.Struct("<"), b"", (), [([], NO_MODIFIER)])
     trained = call.problem.trained if isinstance(plan, BackwardPlan) else ()
     sums: tuple[int, ...] = ()
     ordered = bool(trained) and orders_gradients(call.problem)
@@ -179,7 +184,7 @@ def repeated_modifier(
     return RepeatedModifier(
         tuple(moved), tuple([arrays + place for place in modified.kept]),
         tuple([gradients + modified.kept[i] for i in trained]), tuple(sizes), pointers,
-        values.block[pointers.size :], sums,
+        values.block[pointers.size :], sums, [([-1], NO_MODIFIER)],
     )  # fmt: skip
 
 
