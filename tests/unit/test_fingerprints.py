@@ -11,6 +11,7 @@ from typing import Any
 import fingerprints
 import golden
 import pytest
+from turns import TURNS
 
 from nvrtc_attn.jit import headers
 from nvrtc_attn.jit.config import DbiasConfig, Features, KernelConfig
@@ -89,21 +90,21 @@ def test_a_fingerprint_is_of_the_file_the_name_and_the_kernels(file: Path) -> No
     assert fingerprints.fingerprint(Item(file), seen) is None
 
 
-def test_what_passed_is_left_out_in_nine_turns_of_ten(plugin: Callable[..., fingerprints.Plugin], file: Path) -> None:
+def test_what_passed_is_left_out_in_all_turns_but_one(plugin: Callable[..., fingerprints.Plugin], file: Path) -> None:
     known, other, plain = Item(file, KERNEL), Item(file, OTHER), Item(file)
     record(plugin(record=True), [known])
-    left = [plugin(turn).left([known, other, plain]) for turn in range(20)]
-    assert sorted(map(len, left)) == [0] * 2 + [1] * 18
+    left = [plugin(turn).left([known, other, plain]) for turn in range(2 * TURNS)]
+    assert sorted(map(len, left)) == [0] * 2 + [1] * 2 * (TURNS - 1)
     assert all(items in ([], [known]) for items in left)
-    assert left[:10] == left[10:]
+    assert left[:TURNS] == left[TURNS:]
     assert plugin().left([known, other, plain]) == []
     file.write_text("assert 1\n")
-    assert [plugin(turn).left([known]) for turn in range(10)] == [[]] * 10
+    assert [plugin(turn).left([known]) for turn in range(TURNS)] == [[]] * TURNS
 
 
 def test_what_failed_is_not_known(plugin: Callable[..., fingerprints.Plugin], file: Path) -> None:
     record(plugin(record=True), [Item(file, KERNEL)], "failed")
-    assert [plugin(turn).left([Item(file, KERNEL)]) for turn in range(10)] == [[]] * 10
+    assert [plugin(turn).left([Item(file, KERNEL)]) for turn in range(TURNS)] == [[]] * TURNS
 
 
 def test_what_was_left_out_stays_known_and_what_is_gone_does_not(
@@ -112,7 +113,7 @@ def test_what_was_left_out_stays_known_and_what_is_gone_does_not(
     first, second = Item(file, KERNEL), Item(file, OTHER)
     record(plugin(record=True), [first, second])
     both = set(fingerprints.PASSED.read_text().split())
-    turn = next(n for n in range(10) if len(plugin(n).left([first, second])) == 2)
+    turn = next(n for n in range(TURNS) if len(plugin(n).left([first, second])) == 2)
     run = plugin(turn, record=True)
     run.left([first, second])
     run.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace()))  # type: ignore[arg-type]
@@ -124,14 +125,14 @@ def test_what_was_left_out_stays_known_and_what_is_gone_does_not(
 def test_slow_tests_that_execute_kernels_follow_the_kernels(
     plugin: Callable[..., fingerprints.Plugin], file: Path
 ) -> None:
-    """They are left out, nine in ten, only while no test of kernels has changed."""
+    """They are left out in all turns but one only while no test of kernels has changed."""
     known, changed = Item(file, KERNEL), Item(file, OTHER)
     slow = [Item(file, name=f"tests/simulated/test_y.py::test[{i}]", slow=True) for i in range(50)]
     always = Item(file, name="tests/simulated/test_y.py::test")
     record(plugin(record=True), [known])
     assert [x for x in plugin(0).left([known, changed, *slow, always]) if x is not known] == []
     assert plugin(0).left([*slow, always]) == [], "without the tests of kernels nobody knows whether they changed"
-    left = [{x.nodeid for x in plugin(turn).left([known, *slow, always]) if x is not known} for turn in range(10)]
+    left = [{x.nodeid for x in plugin(turn).left([known, *slow, always]) if x is not known} for turn in range(TURNS)]
     assert [sum(x.nodeid not in names for names in left) for x in slow] == [1] * 50
     assert not any(always.nodeid in names for names in left)
 
