@@ -196,7 +196,7 @@ def attention(
     if score_mod is not None or mask_mod is not None or aux is not None:
         modifier, captures = _modifier(score_mod, mask_mod, aux)
     if stream is None and part is None:
-        signature = sign(operands if modifier is None else (*operands, None, *captures), options, modifier)
+        signature = sign(operands, options) if modifier is None else _sign(operands, options, modifier, captures)
     if signature is not None and (known := repeats.find(signature, operands)) is not None:
         return repeats.attention_again(known, signature, q, out, options, rng)
     if signature is None and modifier is None and stream is None and part is None and out is None:

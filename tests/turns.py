@@ -1,7 +1,7 @@
 """Which tests wait for their turn in a run with ``--turn N``, as those of `.ci/run` are: N is 0 to 19, by the commit.
 
 A test marked ``turns(3)`` takes seconds and has passed for long: it runs at every third N, by its name. ``turns(5, 2)``
-runs at the second of every five and at the seventh: tests of a minute are dealt out by hand, so that no N has two.
+runs at N of 2, 7, 12 and 17: tests of a minute are dealt out by hand, so that no N has two.
 What is cheap has no mark and always runs, as all does without ``--turn``.
 """
 

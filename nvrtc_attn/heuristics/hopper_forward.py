@@ -22,10 +22,10 @@ from .hopper_forward_schedule import (
 )
 from .hopper_forward_tile import (
     choose_tile,
+    direct_tile,
     fitted_columns,
     has_bias_alone,
     large_tile,
-    tile_of_bias,
     tile_with_bits,
     tile_without_bits,
 )
@@ -361,7 +361,7 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
         tiles.append(replace(tile, num_stages_q=1))
     tiles += _other_rows(problem, tile)
     if max(problem.head_dim, problem.head_dim_v) <= 64 and has_bias_alone(problem) and not tile.score_tiles:
-        tiles.append(tile_of_bias(problem, 128 if tile.block_m == 192 else 192))
+        tiles.append(direct_tile(problem, 128 if tile.block_m == 192 else 192))
     fitted = fitted_columns(problem, tile.block_n, fits=True) if max(problem.head_dim, problem.head_dim_v) <= 128 else 0
     if 0 < fitted < tile.block_n:
         tiles.append(replace(tile, block_n=fitted, num_stages=2))

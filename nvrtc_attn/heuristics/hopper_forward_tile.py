@@ -81,13 +81,8 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
         operands += 1
     if widest <= 64:
         if direct:
-            if lazy and problem.bias is not None and problem.bias.dtype != "float32":
-                large = has_bias_alone(problem) and _gain_of_rows(problem, num_sms) <= 1.13
-                return tile_of_bias(problem, 192 if large else 128)
-            columns = 112 if lazy else 80
-            if lazy:
-                columns = _least_work(problem, range(columns, 63, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
-            return Tile(block_m=128, block_n=columns, num_stages_q=2, lazy_max=lazy)
+            large = has_bias_alone(problem) and _gain_of_rows(problem, num_sms) <= 1.13
+            return direct_tile(problem, 192 if large else 128)
         if operands:
             # Wider key tiles make more decisions beside each product: 128 columns take 8 % less time than 96.
             return Tile(block_m=128, block_n=112 if lengths else 128, num_stages_q=2, lazy_max=True)
@@ -186,18 +181,21 @@ def has_bias_alone(problem: AttentionProblem) -> bool:
     return narrow and score_operands(problem) == 1 and not (other or further)
 
 
-def tile_of_bias(problem: AttentionProblem, rows: int) -> Tile:
-    """The tile of 128 or 192 rows of a 16-bit bias that every thread reads for itself, up to head dim 64.
+def direct_tile(problem: AttentionProblem, rows: int) -> Tile:
+    """The tile where every thread reads its own bias and mask, up to head dim 64; of 192 rows for a bias alone.
 
-    Where as many rows are computed, 192 take 0.74 to 1.02 of the time (a tile for 129 to 192 rows 0.71 to 0.81; 257
-    keys are the loss); with an eighth more, 0.88 to 1.02. Of 128 rows 49 keys take 26 % less time in a tile of 64
-    columns, 197 in two of 112 6 % less (H200).
+    Where as many rows are computed, 192 take 0.84 to 1.02 of the time of 128 (257 keys are the loss), where fewer are,
+    for 129 to 192 rows, 0.71 to 0.81; with an eighth more 0.88 to 1.02. Of 128 rows 49 keys take 26 % less time in a
+    tile of 64 columns, 197 in two of 112 6 % less (H200).
     """
     if rows == 192:
         widths = (64,) if product_width(problem.head_dim_v) == 48 else (80, 64)  # there 80 columns spill 8 bytes
         columns = _least_work(problem, widths, KEY_TILE_OVERHEAD_COLUMNS)
         return _with_slots(problem, 192, columns, 3 if columns == 64 else 2)
-    columns = _least_work(problem, range(128, 63, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
+    if score_operands(problem) > 1:
+        return Tile(block_m=128, block_n=80, num_stages_q=2)
+    widest = 128 if problem.bias is not None and problem.bias.dtype != "float32" else 112
+    columns = _least_work(problem, range(widest, 63, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
     return Tile(block_m=128, block_n=columns, num_stages_q=2, lazy_max=True)
 
 

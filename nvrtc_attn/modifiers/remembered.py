@@ -339,15 +339,10 @@ def _check_of_function(x: types.FunctionType, arrays: list[Any], open_functions:
     names = [(name, x.__globals__.get(name, _MISSING)) for name in _names_of(code) or ()]
     others = [(name, _is_missing if y is _MISSING else _check_of(y, arrays, open_functions)) for name, y in names]
 
-    is_bare = attributes is None and defaults is None
-
     def is_like(y: Any, seen: list[Any]) -> bool:
         if y.__class__ is not _FUNCTION or y.__code__ is not code or y.__kwdefaults__:
             return False
-        if is_bare:
-            if y.__dict__ or y.__defaults__ is not None:
-                return False
-        elif not (not y.__dict__ if attributes is None else attributes(y.__dict__, seen)):
+        if not (not y.__dict__ if attributes is None else attributes(y.__dict__, seen)):
             return False
         if cells:
             try:
@@ -356,13 +351,12 @@ def _check_of_function(x: types.FunctionType, arrays: list[Any], open_functions:
                         return False
             except ValueError:  # a cell that is not filled
                 return False
-        if not (is_bare or (y.__defaults__ is None if defaults is None else defaults(y.__defaults__, seen))):
+        if not (y.__defaults__ is None if defaults is None else defaults(y.__defaults__, seen)):
             return False
-        if others:
-            known = y.__globals__
-            for name, check in others:
-                if not check(known.get(name, _MISSING), seen):
-                    return False
+        known = y.__globals__
+        for name, check in others:  # noqa: SIM110 - a generator takes as long as all the rest
+            if not check(known.get(name, _MISSING), seen):
+                return False
         return True
 
     return is_like

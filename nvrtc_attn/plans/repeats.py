@@ -65,8 +65,11 @@ class RepeatedModifier(NamedTuple):
     """The block behind its addresses."""
     sums: tuple[int, ...]
     """Where sums without an order lie, behind the workspace of the plan, and their end; empty where atomics add."""
-    last: list[tuple[list[int], ModifierValues]]
-    """One: where the arrays were the last time that no gradient was asked for, and what that made. They rarely move."""
+    last: list[tuple[list[int] | None, ModifierValues]]
+    """One pair: where the arrays were at the last call, None before the first, and what was packed of that.
+
+    Only of modifiers whose arrays have no gradient here. Arrays rarely move between calls.
+    """
 
     def values(self, addresses: Sequence[int], workspace: int) -> ModifierValues:
         """As `modifier_values`; ``workspace`` is the end of that of the plan."""
@@ -172,7 +175,7 @@ def repeated_modifier(
         if call.options.dbias:
             moved.append((gradients + modified.bias_capture, plan.OPERANDS.index("dbias")))
     if modified.modifier is None:
-        return RepeatedModifier(tuple(moved), (), (), (), struct.Struct("<"), b"", (), [([], NO_MODIFIER)])
+        return RepeatedModifier(tuple(moved), (), (), (), struct.Struct("<"), b"", (), [(None, NO_MODIFIER)])
     trained = call.problem.trained if isinstance(plan, BackwardPlan) else ()
     sums: tuple[int, ...] = ()
     ordered = bool(trained) and orders_gradients(call.problem)
@@ -184,7 +187,7 @@ def repeated_modifier(
     return RepeatedModifier(
         tuple(moved), tuple([arrays + place for place in modified.kept]),
         tuple([gradients + modified.kept[i] for i in trained]), tuple(sizes), pointers,
-        values.block[pointers.size :], sums, [([-1], NO_MODIFIER)],
+        values.block[pointers.size :], sums, [(None, NO_MODIFIER)],
     )  # fmt: skip
 
 

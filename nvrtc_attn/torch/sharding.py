@@ -201,7 +201,8 @@ class _Shards:
             return x
         placements = self.places(name, x.shape)
         if list(x.placements) != placements:
-            x = x.detach().redistribute(self._mesh, placements)  # else torch 2.11 asks for a strategy of `detach_`
+            # A result that wants a gradient would be detached in place, which torch 2.11 cannot do to a DTensor.
+            x = x.detach().redistribute(self._mesh, placements)
         x = x.to_local()
         if name in ("k", "v") and not self._splits_keys:
             first, count, group, skipped, heads = self._keys_of_rank()

@@ -1,4 +1,4 @@
-"""Whatever waits for its turn has one among all, as often as its mark says."""
+"""Whatever waits for its turn has as many turns as its mark says."""
 
 from __future__ import annotations
 
