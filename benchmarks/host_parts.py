@@ -30,7 +30,7 @@ from nvrtc_attn.front.philox import NO_RNG
 from nvrtc_attn.modifiers.cuda_values import NO_MODIFIER
 from nvrtc_attn.plans import plan as plans
 from nvrtc_attn.runtime import driver
-from nvrtc_attn.torch import passes, tensors
+from nvrtc_attn.torch import known, passes, tensors
 
 
 class Empty(torch.autograd.Function):
@@ -250,7 +250,7 @@ def runs_of(name: str, plan: Any, arguments: tuple[Any, ...]) -> dict[str, Calla
 def inside(leaves: Any, dout: Any) -> list[dict[str, Any]]:
     """The median time in the backward pass of a known call, from its tensors to its last launch."""
     times: list[int] = []
-    original = passes.KnownBackward.run
+    original = known.KnownBackward.run
 
     def timed_run(*arguments: Any) -> Any:
         start = time.perf_counter_ns()
@@ -271,7 +271,7 @@ def inside(leaves: Any, dout: Any) -> list[dict[str, Any]]:
         "both": lambda: torch.autograd.grad(na.attention(*leaves), leaves, dout),
     }
     found = []
-    passes.KnownBackward.run = timed_run  # type: ignore[method-assign]
+    known.KnownBackward.run = timed_run  # type: ignore[method-assign]
     try:
         for name, call in calls.items():
             row = {"what": f"inside of ours: {name}", "us": median_of(call)}
@@ -279,7 +279,7 @@ def inside(leaves: Any, dout: Any) -> list[dict[str, Any]]:
                 row["one thread"] = median_of(call)
             found.append(row)
     finally:
-        passes.KnownBackward.run = original  # type: ignore[method-assign]
+        known.KnownBackward.run = original  # type: ignore[method-assign]
     return found
 
 

@@ -18,7 +18,7 @@ from nvrtc_attn.front.guards import guard
 from nvrtc_attn.jit.params import BackwardParams, ForwardParams
 from nvrtc_attn.plans import plan, repeats
 from nvrtc_attn.runtime import arrays
-from nvrtc_attn.torch import efficient, modified_known, ops, packed_ops, passes
+from nvrtc_attn.torch import efficient, known, modified_known, ops, packed_ops, passes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PACKAGE = str(Path(nvrtc_attn.__file__).parent)
@@ -53,11 +53,11 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Record
     monkeypatch.delenv("NVRTC_ATTN_BACKEND", raising=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 1 if any(x is y for y in ELSEWHERE) else GIVEN["device"])
-    for module in (passes, efficient, modified_known):
+    for module in (passes, known, efficient, modified_known):
         monkeypatch.setattr(module, "raw_stream", lambda _: 7)
         monkeypatch.setattr(module, "empty_on_current", torch._C._dynamo.guards._empty_strided_cpu)
         monkeypatch.setattr(module, "current_device", lambda: GIVEN["device"])
-    for module in (passes, signature, modified_known):
+    for module in (known, signature, modified_known):
         monkeypatch.setattr(module, "guard", guard_of_devices)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(arrays, "_of_torch", lambda: (None, None))  # a torch with CUDA would look for its driver
@@ -82,7 +82,7 @@ TABLES: list[dict[Any, Any]] = [
 
 
 KNOWN: list[dict[Any, Any]] = [
-    passes._known_plans,
+    known._known_plans,
     modified_known._known,
     ops._backward_calls,
     packed_ops._backward_calls,
@@ -95,7 +95,7 @@ def forget() -> None:
     """Empty every table of calls, problems, plans and kernels."""
     for table in (*TABLES, *KNOWN, plan._plans, plan._kernels, remembered._problems):
         table.clear()
-    passes._adopted.__dict__.clear()
+    known._adopted.__dict__.clear()
 
 
 def tensor(*shape: int, dtype: Any = BF16, **more: Any) -> Any:

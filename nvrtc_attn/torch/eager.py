@@ -22,10 +22,11 @@ from ..front.problem import Causal, WindowSize
 from ..front.signature import are_plain
 from .autocast import cast_for_autocast, cast_further_for_autocast
 from .derivatives import apply_of, no_forward_derivative, once_only, refuse_tangents
+from .known import Known, known_calls
 from .modified import attend as attend_modified
 from .ops import attention as attention_by_operators
 from .ops import gradients_by_operator
-from .passes import DIFFERENTIABLE_PLACES, Known, LazyTensors, Tensors, backward, forward, known_calls
+from .passes import DIFFERENTIABLE_PLACES, LazyTensors, Tensors, backward, forward
 from .random import random_state
 from .sharding import register_sharding
 from .tensors import is_dtensor, is_transformed

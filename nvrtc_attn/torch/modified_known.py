@@ -1,6 +1,6 @@
 """Calls with functions that were made before: one question to torch's guards, the launches, a node of autograd.
 
-As `passes.Known` is for calls without functions; what a launch needs to know of one is in `plans.repeats`. Tensors are
+As `known.Known` is for calls without functions; what a launch needs to know of one is in `plans.repeats`. Tensors are
 ``[batch, heads, rows, head_dim]`` of `flex_attention`, ``[batch, rows, heads, head_dim]`` of `attention`.
 
 Concurrency: the table's entries are complete when they appear; `tables.remember` writes them.
@@ -24,8 +24,8 @@ from ..modifiers.modifier import Modifier
 from ..modifiers.remembered import look
 from ..plans import repeats
 from .derivatives import apply_of, once_only
+from .known import adopt
 from .modified_passes import gradients as gradients_of
-from .passes import adopt
 from .tensors import Made, allocator, current_device, dense, empty_on_current, raw_stream
 
 _autocast: Final = torch._C._is_any_autocast_enabled

@@ -35,7 +35,8 @@ from .arguments import (
     split,
 )
 from .derivatives import register_derivative
-from .passes import DIFFERENTIABLE_PLACES, BackwardCalls, backward, forward, known_calls
+from .known import BackwardCalls, known_calls
+from .passes import DIFFERENTIABLE_PLACES, backward, forward
 from .random import rng_values
 from .tensors import PLAIN, as_plain, is_transformed
 

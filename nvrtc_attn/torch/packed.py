@@ -20,9 +20,10 @@ from .arguments import operator_arguments
 from .autocast import cast_for_autocast, cast_further_for_autocast
 from .derivatives import apply_of, no_forward_derivative, once_only
 from .eager import attention, new_tuple
+from .known import Known, known_calls
 from .ops import gradients_by_operator
 from .packed_ops import attention_packed_forward, packed_together, views
-from .passes import Known, LazyTensors, backward, forward, known_calls
+from .passes import LazyTensors, backward, forward
 from .random import random_state
 from .tensors import PLAIN, is_dtensor, is_transformed
 

@@ -14,6 +14,7 @@ from ..base.tables import remember
 from ..front.operands import OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
 from .arguments import DROPOUT, SEED_WORD, SIGNATURE
 from .derivatives import register_derivative
+from .known import BackwardCalls
 from .ops import (
     SHORT_WAYS,
     Operators,
@@ -26,7 +27,6 @@ from .ops import (
     run_backward,
     run_forward,
 )
-from .passes import BackwardCalls
 
 _LIBRARY: Final = Operators("nvrtc_attn", "FRAGMENT")
 _BEHIND: Final = SIGNATURE.split(", ", 3)[3]

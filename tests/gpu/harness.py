@@ -27,7 +27,7 @@ OUTPUT_LAYOUTS = ("contiguous", "bhmk", "packed", "padded_rows", "last_strided",
 
 _PLANS = (
     ("plans.plan", "_plans"), ("plans.repeats", "_repeats"),
-    ("torch.passes", "_forward_plans"), ("torch.passes", "_backward_plans"), ("torch.passes", "_known_plans"),
+    ("torch.passes", "_forward_plans"), ("torch.passes", "_backward_plans"), ("torch.known", "_known_plans"),
     ("torch.ops", "_backward_calls"), ("torch.packed_ops", "_backward_calls"), ("torch.parallel.local", "_plans"),
     ("torch.efficient", "_forward_calls"), ("torch.efficient", "_backward_calls"),
     ("torch.scaled_efficient", "_forward_plans"), ("torch.scaled_efficient", "_backward_plans"),

@@ -15,7 +15,7 @@ import nvrtc_attn.torch as na  # noqa: E402
 from nvrtc_attn import aten  # noqa: E402
 from nvrtc_attn.front.operands import INPUTS  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
-from nvrtc_attn.torch import ops, passes, tensors  # noqa: E402
+from nvrtc_attn.torch import known, ops, tensors  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 NONE = (None,) * 5
@@ -140,7 +140,7 @@ def test_a_warm_call_is_known_whole(
     """The guards of this torch tell tensors of a GPU apart, in autograd's thread too."""
     forget_plans(monkeypatch)  # other tests have made calls of `fresh` strides
     ran: list[str] = []
-    for kind in (passes.Known, passes.KnownBackward):
+    for kind in (known.Known, known.KnownBackward):
         original = kind.run
         monkeypatch.setattr(kind, "run", lambda *x, _run=original: (ran.append(_run.__qualname__), _run(*x))[1])
     values = make()

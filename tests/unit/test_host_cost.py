@@ -39,6 +39,7 @@ from nvrtc_attn.front.guards import RECENT, guard, has_room, tell_apart  # noqa:
 from nvrtc_attn.front.operands import INPUTS as INPUT_NAMES  # noqa: E402
 from nvrtc_attn.runtime import arrays  # noqa: E402
 from nvrtc_attn.torch import efficient, ops, packed_ops, passes  # noqa: E402
+from nvrtc_attn.torch import known as torch_known  # noqa: E402
 
 fake = fake_gpu
 
@@ -234,7 +235,7 @@ def test_a_repeated_call_launches_what_a_first_one_does(
     sizes = [len(table) for table in TABLES]
     assert sum(sizes) > (len(INPUTS) if call is not packed_call else len(INPUTS) // 2)
     # Of more kinds of tensors than are known at once those are looked up that were remembered last.
-    assert bool(passes._known_plans) == (call in (torch_call, packed_call, sdpa_call))
+    assert bool(torch_known._known_plans) == (call in (torch_call, packed_call, sdpa_call))
     assert bool(signature._known) == (call in (core_call, aten_call))
     again = [run(case) for case in wanted]
     assert again == first
@@ -433,7 +434,7 @@ def test_a_warm_call_calls_few_functions(name: str, monkeypatch: pytest.MonkeyPa
         shape, strides, dtype = made
         return memory.setdefault(made, torch.empty_strided(shape, strides, dtype=dtype)).detach()
 
-    for module in (passes, efficient):
+    for module in (passes, torch_known, efficient):
         monkeypatch.setattr(module, "empty_on_current", again)
     monkeypatch.setattr(arrays, "_of_torch", lambda: (again, lambda: 0))
     function = timed()[name]
@@ -448,7 +449,7 @@ def test_a_warm_call_calls_few_functions(name: str, monkeypatch: pytest.MonkeyPa
 def known(function: Callable[[], object]) -> int:
     """How many of the calls and backward passes in ``function`` are answered by what is known."""
     count = 0
-    codes = {passes.Known.run.__code__, passes.KnownBackward.run.__code__}
+    codes = {torch_known.Known.run.__code__, torch_known.KnownBackward.run.__code__}
 
     def seen(frame: Any, event: str, result: Any) -> None:
         nonlocal count
@@ -520,7 +521,7 @@ def test_no_other_call_is_taken_for_a_known_one(door: str, other: str) -> None:
         call(q, k, v)
     assert known(lambda: call(k.clone(), q.clone(), v.clone())) == 1
     for name in "qkv":
-        passes._known_plans.clear()
+        torch_known._known_plans.clear()
         call(q, k, v)
         assert known(lambda: call(q, k, v)) == 1
         given = [OTHERS[other](x) if n == name else x for n, x in zip("qkv", (q, k, v), strict=True)]
@@ -730,7 +731,7 @@ def test_options_that_equal_those_of_a_known_call_are_asked_again(door: str) -> 
         assert known(lambda more=more: call(q, k, v, **more)) == 1
     for name, value in LIKE_DEFAULTS[door]:
         first = outcome(lambda name=name, value=value: call(q, k, v, **{name: value}))
-        passes._known_plans.clear()
+        torch_known._known_plans.clear()
         assert outcome(lambda name=name, value=value: call(q, k, v, **{name: value})) == first, (name, value)
         for _ in range(3):
             call(q, k, v)
@@ -806,7 +807,7 @@ def test_classes_of_nodes_go_with_the_calls_that_were_known() -> None:
     leaves = tensors_of("attention", "qkv")
     for _ in range(3):
         out = na.attention(*leaves)
-    ((first, *_),) = passes._known_plans.values()
+    ((first, *_),) = torch_known._known_plans.values()
     kind = weakref.ref(out.grad_fn._forward_cls)
     assert first.attach is not None
     torch.autograd.grad(out, leaves, torch.zeros_like(out))
@@ -819,12 +820,12 @@ def test_classes_of_nodes_go_with_the_calls_that_were_known() -> None:
 @pytest.mark.usefixtures("fake")
 def test_lengths_that_change_at_every_step_make_few_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    original = passes.guard
-    monkeypatch.setattr(passes, "guard", lambda *x: (made.append(x), original(*x))[1])
+    original = torch_known.guard
+    monkeypatch.setattr(torch_known, "guard", lambda *x: (made.append(x), original(*x))[1])
     for rows in [*range(1, 61)] * 2:
         na.attention(*qkv(rows=rows))
     assert len(made) <= 8 + 60 // 16 + 1
-    assert sum(map(len, passes._known_plans.values())) == 8
+    assert sum(map(len, torch_known._known_plans.values())) == 8
     for _ in range(20):
         na.attention(*qkv(rows=61))
     assert known(lambda: na.attention(*qkv(rows=61))) == 1, "what stays is known in the end"
@@ -839,12 +840,12 @@ def test_kinds_of_calls_that_take_turns_all_get_guards() -> None:
 
 
 def test_without_guards_of_torch_every_call_is_looked_up(fake: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "guard", lambda *_: None)
+    monkeypatch.setattr(torch_known, "guard", lambda *_: None)
     q, k, v = qkv()
     for _ in range(4):
         assert known(lambda: na.attention(q, k, v)) == 0
     assert len(fake.launches) == 4
-    assert not passes._known_plans
+    assert not torch_known._known_plans
 
 
 def test_a_guard_that_does_not_tell_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

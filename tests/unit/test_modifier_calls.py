@@ -27,6 +27,7 @@ from nvrtc_attn.modifiers.modifier import Modifier  # noqa: E402
 from nvrtc_attn.modifiers.trace import traced  # noqa: E402
 from nvrtc_attn.plans import plan  # noqa: E402
 from nvrtc_attn.runtime import arrays  # noqa: E402
+from nvrtc_attn.torch import known as torch_known  # noqa: E402
 from nvrtc_attn.torch import modified_known, passes  # noqa: E402
 
 fake = fake_gpu
@@ -755,7 +756,7 @@ def test_a_warm_call_with_a_modifier_calls_few_functions(name: str, monkeypatch:
         return memory.setdefault(made, torch.empty_strided(shape, strides, dtype=dtype)).detach()
 
     monkeypatch.setattr(arrays, "_of_torch", lambda: (again, lambda: 0))
-    for module in (passes, modified_known):
+    for module in (passes, torch_known, modified_known):
         monkeypatch.setattr(module, "empty_on_current", again)
     tensors, leaves = heads_first(dtype=torch.bfloat16), heads_first("qkv", torch.bfloat16)
     mask, gradient = mask_of({"mask_mod": same_document}), torch.zeros_like(leaves[0])
