@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from measure import print_table
+from measure import graph_of, print_table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nvrtc_attn
@@ -251,23 +251,16 @@ def models(only: str) -> list[dict[str, Any]]:
 
 def backward_on_gpu(call: Callable[..., Any], leaves: Any, dout: Any, around: Callable[[], Any]) -> float:
     """Microseconds that the kernels of the backward pass take, one after another."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with around(), torch.cuda.stream(stream):  # autograd runs a node on the stream of its forward pass
-        for _ in range(3):
-            out = call(*leaves)
-            torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(REPLAYED):
-                torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    with around():
+        graph = graph_of(
+            lambda out: torch.autograd.grad(out, leaves, dout, retain_graph=True), REPLAYED, lambda: call(*leaves)
+        )
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPLAYS):
         graph.replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
+    end.record()
     torch.cuda.synchronize()
     return 1e3 * float(start.elapsed_time(end)) / REPLAYS / REPLAYED
 

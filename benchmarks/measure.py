@@ -63,18 +63,26 @@ def steady(times: list[float], rounds: int) -> dict[str, float]:
     return {"ms": middle, "spread": (max(nearest) - min(nearest)) / middle}
 
 
-def graph_of(call: Callable[[], Any], number: int = 1) -> Any:
-    """A `torch.cuda.CUDAGraph` of ``number`` calls, captured after three on a stream of their own."""
+def graph_of(call: Callable[..., Any], number: int = 1, begin: Callable[[], Any] | None = None) -> Any:
+    """A `torch.cuda.CUDAGraph` of ``number`` calls, captured after three on a stream of their own.
+
+    ``begin`` runs once on that stream, and each call takes what it returned: a forward pass, whose nodes autograd runs
+    on the stream that they were made on.
+    """
     import torch
 
-    with torch.cuda.stream(torch.cuda.Stream()):
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        given = () if begin is None else (begin(),)
         for _ in range(3):
-            call()
+            call(*given)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(number):
+                call(*given)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(number):
-            call()
+    graph.given = given  # what the calls read lives as long as their graph
     return graph
 
 

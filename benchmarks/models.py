@@ -33,7 +33,7 @@ from typing import Any
 import measure as measure_module
 import peers
 import torch
-from measure import RESULTS, in_turn, provenance
+from measure import RESULTS, graph_of, in_turn, provenance
 from model_cases import CASES, KINDS, Case, in_turns, make_inputs
 from plot import plot_models
 
@@ -85,27 +85,15 @@ class Running:
         if which == "bwd":
             self.functions[which] = lambda: None
             gc.collect()
-        call, stream, graph = self.call, torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with call.context(), torch.cuda.stream(stream):  # autograd runs a node on the stream of its forward pass
+        call = self.call
+        with call.context():
             if which == "fwd":
-                run = self.functions["fwd"]
+                graph = graph_of(self.functions["fwd"])
             else:
-                out = call.run()
-
-                def run() -> Any:
-                    return torch.autograd.grad(out, call.leaves, call.dout, retain_graph=True)
-
-            for _ in range(3):
-                run()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                run()
-        torch.cuda.synchronize()
-
-        def replay(keep: Any = run) -> None:  # what the pass reads lives as long as its graph
-            graph.replay()
-
+                graph = graph_of(
+                    lambda out: torch.autograd.grad(out, call.leaves, call.dout, retain_graph=True), begin=call.run
+                )
+        replay: Callable[[], Any] = graph.replay
         return replay
 
 
