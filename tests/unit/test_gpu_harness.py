@@ -16,8 +16,8 @@ pytest.importorskip("torch", reason="torch is not installed")
 from harness import forget_plans
 
 OWNERS = {
-    "plans.plan", "plans.repeats", "torch.efficient", "torch.ops", "torch.packed_ops", "torch.parallel.local",
-    "torch.passes", "torch.scaled_efficient",
+    "plans.plan", "plans.repeats", "torch.efficient", "torch.known", "torch.ops", "torch.packed_ops",
+    "torch.parallel.local", "torch.passes", "torch.scaled_efficient",
 }  # fmt: skip
 if importlib.util.find_spec("jax") is not None:
     OWNERS.add("jax.handlers")
