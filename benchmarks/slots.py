@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,14 @@ def tuned() -> Iterator[Kind]:
         (8, 577, 16, 80), (8, 577, 12, 128), (301, 301, 4, 32), (16, 1001, 8, 32), (64, 250, 8, 40), (8, 1500, 12, 48),
     ):  # fmt: skip
         yield Kind("bias", (b, s, s, h, h, d), bias=(1, h, s, s))
+    for b, s, h, k, d in (
+        (1, 4096, 96, 8, 192),
+        (4, 2048, 16, 16, 192),
+        (2, 8192, 12, 12, 192),
+        (2, 4096, 16, 16, 160),
+    ):
+        yield Kind("wide causal", (b, s, s, h, k, d), causal)
+        yield Kind("wide", (b, s, s, h, k, d))
 
 
 def others() -> Iterator[Kind]:
@@ -209,6 +218,9 @@ def others() -> Iterator[Kind]:
         yield Kind("slopes", (b, s, s, 16, 16, 64), causal, functions=score(slopes))
         yield Kind("slopes and softcap", (b, s, s, 16, 16, 64), causal, functions=score(capped))
         yield Kind("scale of a head", (b, s, s, 16, 16, 64), causal, functions=score(scaled))
+    for b, s, h, d in ((8, 1024, 16, 192), (1, 16384, 8, 192), (3, 1500, 12, 176), (8, 1024, 16, 144)):
+        yield Kind("wide causal", (b, s, s, h, h, d), causal)
+        yield Kind("wide", (b, s, s, h, h, d))
     yield Kind("t5", (8, 2048, 2048, 12, 12, 64), functions=score(t5))
     for name in ("window and sinks", "chunks of 1024"):
         yield Kind(name, (2, 8192, 8192, 16, 16, 64), functions=of_mask(name, 8192))
@@ -216,9 +228,17 @@ def others() -> Iterator[Kind]:
     yield Kind("short documents", (0, 0, 0, 16, 16, 72), lengths=spread(32, 512, 64))
 
 
-def candidates(tile: Tile) -> Iterator[Tile]:
-    """Wider and narrower tiles with fewer and more slots, of 128 and 192 rows."""
+def candidates(tile: Tile, widest: int) -> Iterator[Tile]:
+    """Wider and narrower tiles with fewer and more slots, of 128 and 192 rows; of heads over 128 with and without turns
+    of the consumers and corrections of the output that wait.
+    """
     plain = replace(tile, half_tile=False)
+    if widest > 128:
+        for columns in (64, 80, 96, 112, 128):
+            for stages in (2, 3):
+                for lazy, turns in product((False, True), (False, True)):
+                    yield replace(plain, block_n=columns, num_stages=stages, lazy_max=lazy, ping_pong=turns)
+        return
     for rows in (128, 192):
         if tile.block_m == 64 or (rows == 192 and tile.score_tiles):
             continue
@@ -234,12 +254,15 @@ def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
     _, problem = kind.call()
     tile = hopper_forward_tile.choose_tile(problem, NUM_SMS)
     found = {"today": hopper_forward.plan_spec(problem, tile, num_sms=NUM_SMS)}
-    for other in candidates(tile):
+    for other in candidates(tile, max(problem.head_dim, problem.head_dim_v)):
         if hopper_forward_config.smem_bytes(hopper_forward_config.config_of(problem, other)) > SMEM_LIMIT:
             continue
         spec = hopper_forward.plan_spec(problem, other, num_sms=NUM_SMS)
         if spec not in found.values():
-            found[f"{other.block_m}x{other.block_n} s{other.num_stages}{' half' * other.half_tile}"] = spec
+            changed = " lazy" * (other.lazy_max > tile.lazy_max) + " not lazy" * (other.lazy_max < tile.lazy_max)
+            changed += " turns" * (other.ping_pong > tile.ping_pong) + " no turns" * (other.ping_pong < tile.ping_pong)
+            name = f"{other.block_m}x{other.block_n} s{other.num_stages}{' half' * other.half_tile}{changed}"
+            found[name] = spec
     return found
 
 

@@ -1030,6 +1030,15 @@ def killed(rank: int, size: int, device: Any) -> Found:
     return _without_the_last("killed", rank, size, lambda: float(cp.attention(x, x, x).sum()))
 
 
+def killed_later(rank: int, size: int, device: Any) -> Found:
+    """The last rank is gone before a call whose like was whole before: connections are made, kernels are loaded."""
+    cp = ContextParallel(seqlen=64, strategy="all_gather")
+    x = torch.zeros(1, cp.local_seqlen, 2, 8, device=device)
+    float(cp.attention(x, x, x).sum())
+    dist.barrier()
+    return _without_the_last("killed_later", rank, size, lambda: float(cp.attention(x, x, x).sum()))
+
+
 def killed_backward(rank: int, size: int, device: Any) -> Found:
     """The last rank is gone between the passes of a call whose like was whole before."""
     cp = ContextParallel(seqlen=64, strategy="all_gather")
@@ -1047,7 +1056,8 @@ def _without_the_last(name: str, rank: int, size: int, call: Callable[[], Any]) 
     if rank == size - 1:
         print("RESULT " + json.dumps({name: []}), flush=True)
         os._exit(0)
-    faulthandler.dump_traceback_later(3 * SECONDS)  # says where a rank hangs that the test will kill
+    # Says where a rank hangs, before the test kills it: that counts from when the ranks were started.
+    faulthandler.dump_traceback_later(2.25 * SECONDS)
     start = time.monotonic()
     said = ["nothing was raised"]
     try:

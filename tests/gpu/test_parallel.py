@@ -50,7 +50,7 @@ def test_ranks_together_compute_the_whole(size: int, programs: tuple[str, ...], 
 
 
 @pytest.mark.parametrize("environment", [{}, {"TORCH_NCCL_BLOCKING_WAIT": "1"}], ids=["watchdog", "blocking"])
-@pytest.mark.parametrize("program", ["killed", "killed_backward", "exhausted"])
+@pytest.mark.parametrize("program", ["killed", "killed_later", "killed_backward", "exhausted"])
 def test_a_rank_that_is_gone_ends_the_others(program: str, environment: dict[str, str], tmp_path: Path) -> None:
     """When the timeout of their group is over: NCCL's watchdog ends the processes of those that wait, where they do not
     wait on the host; those raise. In no case does a rank hang.

@@ -104,7 +104,7 @@ def test_torchs_own_context_parallel_runs_these_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.turns(3)
-@pytest.mark.parametrize("program", ["killed", "killed_backward"])
+@pytest.mark.parametrize("program", ["killed", "killed_later", "killed_backward"])
 def test_a_rank_that_is_gone_lets_the_others_fail(program: str, tmp_path: Path) -> None:
     assert run(2, tmp_path, program) == {program: []}
 
