@@ -12,6 +12,7 @@ from nvrtc_attn import UnsupportedError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 integration = pytest.importorskip("nvrtc_attn.integrations.flash_attn")
+alibi = pytest.importorskip("nvrtc_attn.integrations.alibi")
 
 POSITIONAL = [
     "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
@@ -130,7 +131,7 @@ def test_alibi(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Both directions, all alignments, in one call and in many; the slopes get gradients, too."""
-    monkeypatch.setitem(integration._ALIBI_ROWS, torch.float32, rows_a_call)
+    monkeypatch.setitem(alibi._ROWS, torch.float32, rows_a_call)
     q, k, v = inputs(*lengths)
     slopes = (torch.rand(2, 4) if batched else torch.rand(4)).requires_grad_()
     options = (None, causal, window, 2.0, slopes)
@@ -142,13 +143,13 @@ def test_alibi(
 def test_alibi_has_no_bias_of_all_scores(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every bias has one row, and sequences longer than a call keep float32's accuracy."""
     shapes = []
-    original = integration.attention
+    original = alibi.attention
 
     def recorded(*args: Any, **options: Any) -> Any:
         shapes.append(options["bias"].shape)
         return original(*args, **options)
 
-    monkeypatch.setattr(integration, "attention", recorded)
+    monkeypatch.setattr(alibi, "attention", recorded)
     q, k, v = (x[:, :, :1].detach() for x in inputs(700, 700, batch=1))
     slopes = torch.tensor([0.9])
     out, lse, _ = integration.flash_attn_func(q, k, v, causal=causal, alibi_slopes=slopes, return_attn_probs=True)
@@ -332,7 +333,7 @@ def test_alibi_of_packed_sequences(
     per_sequence: bool, causal: bool, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each sequence alone, gradients too; tokens of none at both ends, a sequence without queries, one without keys."""
-    monkeypatch.setattr(integration, "_ALIBI_ROWS", {torch.float32: 5})  # several parts
+    monkeypatch.setattr(alibi, "_ROWS", {torch.float32: 5})  # several parts
     torch.manual_seed(0)
     lengths = ((7, 9), (0, 4), (12, 12), (3, 0), (5, 2))  # of the last, without causal, dense calls take a score_mod
     starts_q, starts_k = ([2], [1])
