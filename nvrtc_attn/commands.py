@@ -7,6 +7,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -87,6 +88,12 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--config", "config_json", multiple=True, help="Exactly this kernel, as an error message quotes it. Repeatable."
 )
+@click.option(
+    "--from-cache",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The kernels of this directory of compiled ones, of whatever version. Repeatable.",
+)
 @click.option("--tune", is_flag=True, help="Then measure on this machine's GPUs which kernels are fastest.")
 @click.option("--jobs", "-j", type=click.IntRange(1), help="Processes.  [default: by cores and memory]")
 def warmup(
@@ -100,6 +107,7 @@ def warmup(
     seqlen: tuple[str, ...],
     sms: int | None,
     config_json: tuple[str, ...],
+    from_cache: tuple[Path, ...],
     tune: bool,
     jobs: int | None,
     modifier: str | None,
@@ -110,6 +118,9 @@ def warmup(
     Exit code 0: all of them are in the cache now.
 
     Options that describe a call which the library refuses are refused with its message.
+
+    --from-cache compiles what a cache has: that of a program which has run, for an image or another NVRTC, and behind
+    an upgrade that of the version before. With it, and with --config, calls are described where --arch is given.
 
     With --tune the kernels of every candidate plan are compiled, and for the lengths given (with the batch and the
     heads) the fastest plan is measured and remembered in the cache. That needs the GPU. It reads the arrays that a
@@ -122,10 +133,10 @@ def warmup(
     """
     requests: list[precompile.Request] = []
     try:
-        kernels = [config_from_json(text) for text in config_json]
+        kernels = [*map(config_from_json, config_json), *_kernels_of(from_cache)]
         if modifier is not None:
             features["modifier"] = _modifier_named(modifier)
-        if arch or not kernels:
+        if arch or not (config_json or from_cache):
             if tune:
                 _check_local(arch)
             requests = [
@@ -177,6 +188,27 @@ def warmup(
     if tune:
         _tune(requests)
     sys.exit(1 if failed or lost else 0)
+
+
+def _kernels_of(directories: tuple[Path, ...]) -> list[KernelConfig]:
+    """What these directories have; what this version cannot compile is named.
+
+    Raises
+    ------
+    ValueError
+        One of them has no kernel.
+    """
+    kernels: dict[KernelConfig, None] = {}
+    for directory in directories:
+        found, others = precompile.kernels_of(directory)
+        if not found and not others:
+            raise ValueError(f"--from-cache {directory}: there is no compiled kernel in it")
+        if others:
+            click.echo(
+                f"{others} of {len(found) + others} kernels in {directory} are of no kind of this version", err=True
+            )
+        kernels |= dict.fromkeys(found)
+    return list(kernels)
 
 
 def _tune(requests: list[precompile.Request]) -> None:

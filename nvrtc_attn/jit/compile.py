@@ -33,7 +33,7 @@ from .cache import kernel_cache
 from .cache_entry import SCHEMA
 from .codegen import entry_source
 from .config import KernelConfig
-from .config_text import described, warmup_command
+from .config_text import config_to_json, described, warmup_command
 from .dump import dump_kernel
 from .library_build import nvrtc_build
 from .worker_pool import Answer, Ticket, WorkerDiedError
@@ -355,7 +355,7 @@ def _compile(request: _Request, ticket: Ticket) -> CompiledKernel:
     metadata = {
         "arch": request.arch,
         "kernel": config.kernel if config is not None else "",
-        "config": repr(config) if config is not None else "",
+        "config": config_to_json(config) if config is not None else "",
         "nvrtc": nvrtc_build(),
         "options": list(request.options),
         "created": time.time(),

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from ..base import env
@@ -25,8 +26,10 @@ from ..heuristics import backward_candidates, choose_backward, choose_forward
 from ..heuristics.hopper_forward_schedule import either_order
 from ..heuristics.spec import BackwardPlanSpec, ForwardPlanSpec
 from ..jit import worker_pool
+from ..jit.cache import KernelCache
 from ..jit.compile import compile_kernel
 from ..jit.config import ForwardConfig, HopperForwardConfig, KernelConfig
+from ..jit.config_text import config_from_json
 from ..jit.worker_pool import COMPILE_MEMORY_BYTES, available_memory_bytes
 from ..modifiers.modifier import Modifier
 from ..runtime import device, driver
@@ -266,6 +269,22 @@ def _captured(request: Request, call: Call, device_index: int) -> Captured | Non
             if found.dtype == arrays[i].dtype and found.device in (CPU, Device("cuda", device_index)):
                 arrays[i] = found
     return Captured(tuple(arrays), call.modifier.numbers)
+
+
+def kernels_of(directory: Path) -> tuple[list[KernelConfig], int]:
+    """What a directory of compiled kernels has, of any version and NVRTC, the most recently used first.
+
+    And how many of its kernels say nothing that this version can compile.
+    """
+    found: dict[KernelConfig, None] = {}
+    others = 0
+    for entry in KernelCache(directory, 1, read_only=True).entries():
+        if not entry.tuned:
+            try:
+                found[config_from_json(entry.metadata.get("config", ""))] = None
+            except ValueError:
+                others += 1
+    return list(found), others
 
 
 def worker_count(num_kernels: int) -> int:

@@ -17,6 +17,7 @@ from child_environment import python_path
 
 from nvrtc_attn.jit import config_text
 from nvrtc_attn.jit.cache import KernelCache
+from nvrtc_attn.jit.cache_entry import TUNED
 from nvrtc_attn.jit.config import ForwardConfig
 from nvrtc_attn.plans import precompile
 
@@ -52,6 +53,28 @@ def test_what_warmup_compiles_is_found_elsewhere(tmp_path: Path) -> None:
     second = warmup(tmp_path / "there", *SMALL, NVRTC_ATTN_NO_COMPILE="1")
     assert second.returncode == 0, second.stderr
     assert second.stdout.count(" cached") == len(expected)
+
+
+def test_the_kernels_of_another_cache_are_compiled_again(tmp_path: Path) -> None:
+    """Those that this version knows, for the NVRTC that is there; of others and of damaged entries it says how many."""
+    kernels = precompile.configs([precompile.Request(arch="sm_80", head_dim=64, dtype="float16", backward=False)])[:1]
+    kernels += [dataclasses.replace(kernels[0], arch="sm_86")]
+    old = KernelCache(tmp_path / "old", 1 << 30)
+    said = [*map(config_text.config_to_json, kernels), '{"type":"OfAnotherVersion"}', repr(kernels[0])]
+    for number, text in enumerate(said):
+        assert old.put(f"{number:064x}", {"kernel": "forward", "arch": "sm_80", "config": text}, b"old code")
+    assert old.put(f"{9:064x}", {"kernel": TUNED, "problem": "one", "choice": "another"}, b"")
+
+    done = warmup(tmp_path / "new", "--from-cache", str(tmp_path / "old"), "--jobs", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 of 4 kernels in" in done.stderr
+    found, others = precompile.kernels_of(tmp_path / "new")
+    assert (set(found), others) == (set(kernels), 0)
+
+    (tmp_path / "empty").mkdir()
+    refused = warmup(tmp_path / "new", "--from-cache", str(tmp_path / "empty"))
+    assert refused.returncode == 1
+    assert "there is no compiled kernel in it" in refused.stderr
 
 
 @pytest.mark.slow
