@@ -91,7 +91,7 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--from-cache",
     multiple=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path),
     help="The kernels of this directory of compiled ones, of whatever version. Repeatable.",
 )
 @click.option("--tune", is_flag=True, help="Then measure on this machine's GPUs which kernels are fastest.")
