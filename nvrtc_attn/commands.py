@@ -120,7 +120,7 @@ def warmup(
     Options that describe a call which the library refuses are refused with its message.
 
     --from-cache compiles what a cache has: that of a program which has run, for an image or another NVRTC, and behind
-    an upgrade that of the version before. With it, and with --config, calls are described where --arch is given.
+    an upgrade that of the version before. Beside it, and beside --config, options describe calls only with --arch.
 
     With --tune the kernels of every candidate plan are compiled, and for the lengths given (with the batch and the
     heads) the fastest plan is measured and remembered in the cache. That needs the GPU. It reads the arrays that a
@@ -191,22 +191,21 @@ def warmup(
 
 
 def _kernels_of(directories: tuple[Path, ...]) -> list[KernelConfig]:
-    """What these directories have; what this version cannot compile is named.
+    """What these directories have. How many kernels are left out, because this version has none like them, is printed.
 
     Raises
     ------
     ValueError
-        One of them has no kernel.
+        One of them has no kernel that this version can compile.
     """
     kernels: dict[KernelConfig, None] = {}
     for directory in directories:
         found, others = precompile.kernels_of(directory)
-        if not found and not others:
-            raise ValueError(f"--from-cache {directory}: there is no compiled kernel in it")
-        if others:
-            click.echo(
-                f"{others} of {len(found) + others} kernels in {directory} are of no kind of this version", err=True
-            )
+        unknown = f"{others} of {len(found) + others} kernels are of no kind that this version has" if others else ""
+        if not found:
+            raise ValueError(f"--from-cache {directory}: {unknown or 'there is no compiled kernel in it'}")
+        if unknown:
+            click.echo(f"{directory}: {unknown}", err=True)
         kernels |= dict.fromkeys(found)
     return list(kernels)
 
