@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -101,6 +102,29 @@ def test_programs_of_ranks_are_one_graph(tmp_path: Path) -> None:
 def test_torchs_own_context_parallel_runs_these_kernels(tmp_path: Path) -> None:
     """Under `enable_sdpa` its ring calls them step by step; a call of sharded tokens is not taken as a whole."""
     assert run(2, tmp_path, "torchs_ring") == {"torchs_ring": []}
+
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "reduce",
+)
+
+
+def test_every_collective_is_one_that_a_timeout_ends(repository: Path) -> None:
+    """Only those begun with ``async_op=True`` have something to wait for: see `exchange.complete`."""
+    waited = 0
+    for path in (repository / "nvrtc_attn" / "torch" / "parallel").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="dist"), attr=name)) if name in COLLECTIVES:
+                    assert "async_op" in {keyword.arg for keyword in node.keywords}, f"{path.name}:{node.lineno} {name}"
+                    waited += 1
+    assert waited >= 3
 
 
 @pytest.mark.turns(3)

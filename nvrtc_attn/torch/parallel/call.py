@@ -23,6 +23,7 @@ from ..tensors import captured_on
 from .checks import check_call_lengths, check_tensors, compare, ends_with_used_keys
 from .choice import margin_of
 from .documents import packing_of
+from .exchange import complete
 from .local import Whole
 from .strategies import Strategy, has_all_tokens
 
@@ -142,7 +143,8 @@ def _draw(cp: Any, q: torch.Tensor, rng: Any) -> RngState:
 def share_seed(cp: Any, seed: torch.Tensor) -> None:
     """Write the seed of the first rank into that of every rank."""
     for group in reversed(cp._groups):
-        dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+        first = dist.get_global_rank(group, 0) if group is not None else 0
+        complete(dist.broadcast(seed, first, group=group, async_op=True))
 
 
 def _moved(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

@@ -171,6 +171,21 @@ def _start(group: Any, messages: Sequence[tuple[bool, torch.Tensor, int]]) -> li
     return [group._end_coalescing(device)] if together else works
 
 
+def complete(work: Any) -> None:
+    """Wait for a collective that was begun with ``async_op=True``, as long as the timeout of its group says.
+
+    Without ``async_op`` torch 2.8 and later have nothing to wait for: with ``TORCH_NCCL_BLOCKING_WAIT=1`` and a rank
+    that is gone, the host would wait for ever for what it reads next.
+    """
+    work.wait()
+
+
+def _device_of_objects(group: Any) -> str:
+    """Where torch puts the objects that ranks of this group send one another: in the CPU's memory if it can."""
+    types = [device.type for device in group._device_types]
+    return "cpu" if not types or "cpu" in types else types[0]
+
+
 def same_everywhere(groups: Sequence[Any], call: str, facts: dict[str, Any]) -> None:
     """Compare ``facts`` of all ranks: one ValueError on every rank that names what differs and where.
 
@@ -181,6 +196,9 @@ def same_everywhere(groups: Sequence[Any], call: str, facts: dict[str, Any]) -> 
     for group in groups:
         if group is None:
             continue
+        # Of objects torch completes nothing before the host reads their sizes, so the ranks meet first.
+        here = torch.zeros(1, device=_device_of_objects(group))
+        complete(dist.all_reduce(here, group=group, async_op=True))
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, known, group=group)
         known = [x for of_rank in gathered for x in of_rank]

@@ -27,7 +27,7 @@ from ..flex_compiled import NamedArrays, traced
 from ..random import checked_rng
 from .autograd import keep_outputs, with_zeros
 from .call import begin_call, is_compared, share_seed, shared_packing, whole_of
-from .exchange import same_everywhere, unsharded
+from .exchange import complete, same_everywhere, unsharded
 from .operator_call import CAPTURES, OPTIONAL, OPTIONS, TENSORS, OperatorCall, member_of
 from .strategies import Inputs, Saved, gradients_of
 
@@ -271,7 +271,7 @@ def _run_reduce(x: torch.Tensor, name: str, local: int, dim: int, keys: bool, af
     member = member_of(name)
     total = x.clone(memory_format=torch.contiguous_format)
     for group in member._groups:
-        dist.all_reduce(total, group=group)
+        complete(dist.all_reduce(total, group=group, async_op=True))
     return [member.shard(total, dim, keys=keys), _new_done(x)]
 
 
