@@ -17,6 +17,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist  # noqa: E402
 
+from nvrtc_attn.torch import parallel  # noqa: E402
+
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS = 1500
 """A limit for ranks that wait for ever, no measure of their work: other steps of CI run beside them."""
@@ -115,10 +117,10 @@ COLLECTIVES = (
 )
 
 
-def test_every_collective_is_one_that_a_timeout_ends(repository: Path) -> None:
+def test_every_collective_is_one_that_a_timeout_ends() -> None:
     """Only those begun with ``async_op=True`` have something to wait for: see `exchange.complete`."""
     waited = 0
-    for path in (repository / "nvrtc_attn" / "torch" / "parallel").rglob("*.py"):
+    for path in Path(parallel.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="dist"), attr=name)) if name in COLLECTIVES:
