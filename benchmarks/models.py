@@ -93,8 +93,7 @@ class Running:
                 graph = graph_of(
                     lambda out: torch.autograd.grad(out, call.leaves, call.dout, retain_graph=True), begin=call.run
                 )
-        replay: Callable[[], Any] = graph.replay
-        return replay
+        return graph.replay
 
 
 def distances(found: Running, expected: Running, seen: torch.Tensor | None) -> tuple[float, float]:

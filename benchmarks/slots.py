@@ -175,11 +175,8 @@ def tuned() -> Iterator[Kind]:
     ):  # fmt: skip
         yield Kind("bias", (b, s, s, h, h, d), bias=(1, h, s, s))
     for b, s, h, k, d in (
-        (1, 4096, 96, 8, 192),
-        (4, 2048, 16, 16, 192),
-        (2, 8192, 12, 12, 192),
-        (2, 4096, 16, 16, 160),
-    ):
+        (1, 4096, 96, 8, 192), (4, 2048, 16, 16, 192), (2, 8192, 12, 12, 192), (2, 4096, 16, 16, 160),
+    ):  # fmt: skip
         yield Kind("wide causal", (b, s, s, h, k, d), causal)
         yield Kind("wide", (b, s, s, h, k, d))
 
@@ -229,15 +226,15 @@ def others() -> Iterator[Kind]:
 
 
 def candidates(tile: Tile, widest: int) -> Iterator[Tile]:
-    """Wider and narrower tiles with fewer and more slots, of 128 and 192 rows; of heads over 128 with and without turns
-    of the consumers and corrections of the output that wait.
+    """Wider and narrower tiles with fewer and more slots, of 128 and 192 rows.
+
+    Of head dims over 128 with and without `Tile.lazy_max` and `Tile.ping_pong` instead.
     """
     plain = replace(tile, half_tile=False)
     if widest > 128:
-        for columns in (64, 80, 96, 112, 128):
-            for stages in (2, 3):
-                for lazy, turns in product((False, True), (False, True)):
-                    yield replace(plain, block_n=columns, num_stages=stages, lazy_max=lazy, ping_pong=turns)
+        either = (False, True)
+        for columns, stages, lazy, turns in product((64, 80, 96, 112, 128), (2, 3), either, either):
+            yield replace(plain, block_n=columns, num_stages=stages, lazy_max=lazy, ping_pong=turns)
         return
     for rows in (128, 192):
         if tile.block_m == 64 or (rows == 192 and tile.score_tiles):
@@ -259,9 +256,10 @@ def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
             continue
         spec = hopper_forward.plan_spec(problem, other, num_sms=NUM_SMS)
         if spec not in found.values():
-            changed = " lazy" * (other.lazy_max > tile.lazy_max) + " not lazy" * (other.lazy_max < tile.lazy_max)
-            changed += " turns" * (other.ping_pong > tile.ping_pong) + " no turns" * (other.ping_pong < tile.ping_pong)
-            name = f"{other.block_m}x{other.block_n} s{other.num_stages}{' half' * other.half_tile}{changed}"
+            name = f"{other.block_m}x{other.block_n} s{other.num_stages}{' half' * other.half_tile}"
+            for field_name in ("lazy_max", "ping_pong"):
+                if (is_on := getattr(other, field_name)) != getattr(tile, field_name):
+                    name += f" {'' if is_on else 'no '}{field_name}"
             found[name] = spec
     return found
 

@@ -119,8 +119,8 @@ def warmup(
 
     Options that describe a call which the library refuses are refused with its message.
 
-    --from-cache compiles what a cache has: that of a program which has run, for an image or another NVRTC, and behind
-    an upgrade that of the version before. Beside it, and beside --config, options describe calls only with --arch.
+    --from-cache compiles again what another cache has: that of a program that ran elsewhere, or after an upgrade that
+    of the version before. Together with it, or with --config, the other options count only where --arch is given.
 
     With --tune the kernels of every candidate plan are compiled, and for the lengths given (with the batch and the
     heads) the fastest plan is measured and remembered in the cache. That needs the GPU. It reads the arrays that a

@@ -1056,7 +1056,7 @@ def _without_the_last(name: str, rank: int, size: int, call: Callable[[], Any]) 
     if rank == size - 1:
         print("RESULT " + json.dumps({name: []}), flush=True)
         os._exit(0)
-    # Says where a rank hangs, before the test kills it: that counts from when the ranks were started.
+    # Says where this rank hangs. The test kills it four times SECONDS after its start, which takes a while itself.
     faulthandler.dump_traceback_later(2.25 * SECONDS)
     start = time.monotonic()
     said = ["nothing was raised"]

@@ -272,13 +272,13 @@ def _captured(request: Request, call: Call, device_index: int) -> Captured | Non
 
 
 def kernels_of(directory: Path) -> tuple[list[KernelConfig], int]:
-    """What a directory of compiled kernels has, of any version and NVRTC, the most recently used first.
+    """The kernels in a directory of compiled ones, of any version and NVRTC, the most recently used first.
 
-    And how many of its kernels say nothing that this version can compile.
+    And how many of them this version cannot compile, because it has none of their kind.
     """
     found: dict[KernelConfig, None] = {}
     others = 0
-    for entry in KernelCache(directory, 1, read_only=True).entries():
+    for entry in KernelCache(directory, env.cache_size_bytes(), read_only=True).entries():
         if not entry.tuned:
             try:
                 found[config_from_json(entry.metadata.get("config", ""))] = None

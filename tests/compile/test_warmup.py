@@ -56,7 +56,7 @@ def test_what_warmup_compiles_is_found_elsewhere(tmp_path: Path) -> None:
 
 
 def test_the_kernels_of_another_cache_are_compiled_again(tmp_path: Path) -> None:
-    """Those that this version knows, for the NVRTC that is there; of others and of damaged entries it says how many."""
+    """Those that this version knows. How many it does not know is said, and where that is all, nothing is compiled."""
     kernels = precompile.configs([precompile.Request(arch="sm_80", head_dim=64, dtype="float16", backward=False)])[:1]
     kernels += [dataclasses.replace(kernels[0], arch="sm_86")]
     old = KernelCache(tmp_path / "old", 1 << 30)

@@ -144,7 +144,7 @@ def share_seed(cp: Any, seed: torch.Tensor) -> None:
     """Write the seed of the first rank into that of every rank."""
     for group in reversed(cp._groups):
         first = dist.get_global_rank(group, 0) if group is not None else 0
-        complete(dist.broadcast(seed, first, group=group, async_op=True))
+        complete(dist.broadcast, seed, first, group=group)
 
 
 def _moved(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -171,13 +171,13 @@ def _start(group: Any, messages: Sequence[tuple[bool, torch.Tensor, int]]) -> li
     return [group._end_coalescing(device)] if together else works
 
 
-def complete(work: Any) -> None:
-    """Wait for a collective that was begun with ``async_op=True``, as long as the timeout of its group says.
+def complete(collective: Callable[..., Any], *arguments: Any, group: Any) -> None:
+    """Run a collective of `torch.distributed`, and wait for it as long as the timeout of its group says.
 
     Without ``async_op`` torch 2.8 and later have nothing to wait for: with ``TORCH_NCCL_BLOCKING_WAIT=1`` and a rank
     that is gone, the host would wait for ever for what it reads next.
     """
-    work.wait()
+    collective(*arguments, group=group, async_op=True).wait()
 
 
 def _device_of_objects(group: Any) -> str:
@@ -196,9 +196,8 @@ def same_everywhere(groups: Sequence[Any], call: str, facts: dict[str, Any]) -> 
     for group in groups:
         if group is None:
             continue
-        # Of objects torch completes nothing before the host reads their sizes, so the ranks meet first.
-        here = torch.zeros(1, device=_device_of_objects(group))
-        complete(dist.all_reduce(here, group=group, async_op=True))
+        # `all_gather_object` reads sizes on the host, and no timeout ends that. So the ranks meet where one does.
+        complete(dist.all_reduce, torch.zeros(1, device=_device_of_objects(group)), group=group)
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, known, group=group)
         known = [x for of_rank in gathered for x in of_rank]

@@ -271,7 +271,7 @@ def _run_reduce(x: torch.Tensor, name: str, local: int, dim: int, keys: bool, af
     member = member_of(name)
     total = x.clone(memory_format=torch.contiguous_format)
     for group in member._groups:
-        complete(dist.all_reduce(total, group=group, async_op=True))
+        complete(dist.all_reduce, total, group=group)
     return [member.shard(total, dim, keys=keys), _new_done(x)]
 
 
