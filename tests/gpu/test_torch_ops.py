@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,12 +211,21 @@ def test_export_runs_in_another_shape() -> None:
 
 
 @pytest.mark.slow
-def test_aot_inductor_package_runs_in_python(tmp_path: Any) -> None:
-    block, x = Block().cuda().eval(), torch.randn(2, 128, 256, device="cuda")
-    with torch.no_grad():
-        program = torch.export.export(block, (x,))
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "block.pt2"))
-        torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), block(x), atol=1e-4, rtol=1e-4)
+def test_aot_inductor_package_runs_in_python(tmp_path: Path) -> None:
+    """Skipped where torch's loader ends the process with a package of torch's own layers, too.
+
+    With attention it has done so on the second GPU of a host (torch 2.11, driver 580.159); torch alone was not tried.
+    """
+
+    def run_package(of: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(Path(__file__).with_name("aot_package.py")), str(tmp_path), of, "cuda"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+
+    done = run_package("attention")
+    if done.returncode == -signal.SIGSEGV and run_package("torch").returncode == -signal.SIGSEGV:
+        pytest.skip("torch's loader of packages crashes here with a layer that has no attention")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "equal" in done.stdout
 
 
 def test_selective_checkpointing_runs_the_forward_pass_once(monkeypatch: pytest.MonkeyPatch) -> None:
