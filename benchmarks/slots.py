@@ -218,6 +218,13 @@ def others() -> Iterator[Kind]:
     for b, s, h, d in ((8, 1024, 16, 192), (1, 16384, 8, 192), (3, 1500, 12, 176), (8, 1024, 16, 144)):
         yield Kind("wide causal", (b, s, s, h, h, d), causal)
         yield Kind("wide", (b, s, s, h, h, d))
+    yield Kind("wide window", (2, 8192, 8192, 16, 16, 192), causal | {"window_size": (1023, 0)})
+    yield Kind("wide window", (2, 4096, 4096, 16, 8, 160), causal | {"window_size": (255, 0)})
+    for b, m, n, h, d in ((8, 4096, 77, 8, 160), (4, 4096, 226, 16, 192), (4, 1024, 300, 16, 144)):
+        yield Kind("wide text", (b, m, n, h, h, d))
+    for lengths in (spread(64, 1024, 48), spread(512, 4096, 8)):
+        yield Kind("wide documents", (0, 0, 0, 16, 16, 192), causal, lengths=lengths)
+        yield Kind("wide documents", (0, 0, 0, 16, 16, 160), lengths=lengths)
     yield Kind("t5", (8, 2048, 2048, 12, 12, 64), functions=score(t5))
     for name in ("window and sinks", "chunks of 1024"):
         yield Kind(name, (2, 8192, 8192, 16, 16, 64), functions=of_mask(name, 8192))
