@@ -236,11 +236,9 @@ class Runs:
         self.functions: dict[str, Callable[[], None]] = {}
         if kind.lengths:
             specs = {**specs, "list": replace(specs["today"], launches=specs["today"].launches[:1])}
-        self.workspaces = []
         for name, spec in specs.items():
             plan = ForwardPlan(spec, problem, 0, torch.cuda.current_stream().cuda_stream)
             workspace = torch.empty(max(plan.workspace_bytes, 1), device="cuda", dtype=torch.uint8)
-            self.workspaces.append(workspace)
             self.functions[name] = graph_of(
                 lambda plan=plan, workspace=workspace: plan.run(
                     torch.cuda.current_stream().cuda_stream, addresses, workspace.data_ptr(), RngState(17, 40)

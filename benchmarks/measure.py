@@ -67,7 +67,7 @@ def graph_of(call: Callable[..., Any], number: int = 1, begin: Callable[[], Any]
     """A `torch.cuda.CUDAGraph` of ``number`` calls, captured after three on a stream of their own.
 
     ``begin`` runs once on that stream, and each call takes what it returned: a forward pass, whose nodes autograd runs
-    on the stream that they were made on.
+    on the stream that they were made on. The graph keeps both, and so the tensors and workspaces that a replay reads.
     """
     import torch
 
@@ -82,7 +82,7 @@ def graph_of(call: Callable[..., Any], number: int = 1, begin: Callable[[], Any]
             for _ in range(number):
                 call(*given)
     torch.cuda.synchronize()
-    graph.given = given  # what the calls read lives as long as their graph
+    graph.kept = call, given
     return graph
 
 

@@ -280,9 +280,10 @@ class Runs:
         tensors["out"] = torch.empty_like(tensors["q"])
         tensors["lse"] = torch.empty(problem.shape_of("lse"), device="cuda")
         self.tensors, stream = tensors, torch.cuda.current_stream().cuda_stream
-        # Their workspaces live as long as they do, and graphs do not hold them.
-        self.runs = {name: runner(ForwardPlan(spec, problem, 0, stream), tensors, call) for name, spec in specs.items()}
-        self.functions: dict[str, Callable[[], None]] = {name: graph_of(x).replay for name, x in self.runs.items()}
+        self.functions: dict[str, Callable[[], None]] = {
+            name: graph_of(runner(ForwardPlan(spec, problem, 0, stream), tensors, call)).replay
+            for name, spec in specs.items()
+        }
 
     def result(self, name: str) -> torch.Tensor:
         self.tensors["out"].fill_(torch.nan)

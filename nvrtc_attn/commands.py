@@ -165,7 +165,7 @@ def warmup(
                         f"nvrtc_attn.attention refuses the call that these options describe. {error}"
                     ) from error
             kernels += precompile.configs(requests, candidates=tune)
-        reports = _compile_with_progress(kernels, jobs)
+        reports = _compile_with_progress(list(dict.fromkeys(kernels)), jobs)
     except (UnsupportedError, ValueError, TraceError) as error:
         raise click.ClickException(str(error)) from error
     # rich would squeeze a table into 80 columns where the output is no terminal; a long row may wrap instead.
@@ -198,7 +198,7 @@ def _kernels_of(directories: tuple[Path, ...]) -> list[KernelConfig]:
     ValueError
         One of them has no kernel that this version can compile.
     """
-    kernels: dict[KernelConfig, None] = {}
+    kernels: list[KernelConfig] = []
     for directory in directories:
         found, others = precompile.kernels_of(directory)
         unknown = f"{others} of {len(found) + others} kernels are of no kind that this version has" if others else ""
@@ -206,8 +206,8 @@ def _kernels_of(directories: tuple[Path, ...]) -> list[KernelConfig]:
             raise ValueError(f"--from-cache {directory}: {unknown or 'there is no compiled kernel in it'}")
         if unknown:
             click.echo(f"{directory}: {unknown}", err=True)
-        kernels |= dict.fromkeys(found)
-    return list(kernels)
+        kernels += found
+    return kernels
 
 
 def _tune(requests: list[precompile.Request]) -> None:

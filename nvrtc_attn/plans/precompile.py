@@ -274,17 +274,16 @@ def _captured(request: Request, call: Call, device_index: int) -> Captured | Non
 def kernels_of(directory: Path) -> tuple[list[KernelConfig], int]:
     """The kernels in a directory of compiled ones, of any version and NVRTC, the most recently used first.
 
-    And how many of them this version cannot compile, because it has none of their kind.
+    One that two of these compiled is there twice. And how many this version cannot compile, having none of their kind.
     """
-    found: dict[KernelConfig, None] = {}
-    others = 0
+    found, others = list[KernelConfig](), 0
     for entry in KernelCache(directory, env.cache_size_bytes(), read_only=True).entries():
         if not entry.tuned:
             try:
-                found[config_from_json(entry.metadata.get("config", ""))] = None
+                found.append(config_from_json(entry.metadata.get("config", "")))
             except ValueError:
                 others += 1
-    return list(found), others
+    return found, others
 
 
 def worker_count(num_kernels: int) -> int:
