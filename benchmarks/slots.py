@@ -1,6 +1,6 @@
 """How many slots the Hopper forward kernel has for K and V: today's tile beside others with more, of all features.
 
-    python benchmarks/slots.py [--part tuned,others] [--only REGEX] [--rep 6] [--compile-only] [--all] [--workers 16]
+    python benchmarks/slots.py [--part tuned,others] [--only REGEX] [--tiles REGEX] [--rep 6] [--compile-only] [--all]
 
 A slot is one tile of K and V in shared memory; the loading warp fills those that consumers gave back. With more slots
 the first keys of the next query tile are on the way while the last ones of this tile are computed. A line is one
@@ -54,13 +54,20 @@ class Kind:
     lengths: tuple[int, ...] = ()
     functions: Callable[[str], tuple[Any, Any]] | None = None
     """Of a device: score_mod and mask_mod over arrays that lie there."""
+    used: tuple[int, ...] = ()
+    """Keys of each batch entry that take part, ``seqused_k``."""
+    head_dim_v: int = 0
+    """That of q where it is 0."""
 
     def operands(self) -> dict[str, tuple[tuple[int, ...], str]]:
         b, m, n, h, hkv, d = self.shape
         if self.lengths:
             b, m, n = 1, sum(self.lengths), sum(self.lengths)
         found: dict[str, tuple[tuple[int, ...], str]] = {"q": ((b, m, h, d), "bfloat16")}
-        found["k"] = found["v"] = (b, n, hkv, d), "bfloat16"
+        found["k"] = (b, n, hkv, d), "bfloat16"
+        found["v"] = (b, n, hkv, self.head_dim_v or d), "bfloat16"
+        if self.used:
+            found["seqused_k"] = (b,), "int32"
         if self.bias:
             found["bias"] = self.bias, "bfloat16"
         if self.lengths:
@@ -69,9 +76,12 @@ class Kind:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The inputs, on the GPU."""
-        ends = torch.tensor([0, *self.lengths]).cumsum(0).to(device="cuda", dtype=torch.int32)
+        ends = torch.tensor([0, *self.lengths]).cumsum(0)
+        known = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "seqused_k": torch.tensor(self.used)}
         return {
-            name: ends if dtype == "int32" else torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+            name: known[name].to(device="cuda", dtype=torch.int32)
+            if dtype == "int32"
+            else torch.randn(shape, device="cuda", dtype=torch.bfloat16)
             for name, (shape, dtype) in self.operands().items()
         }
 
@@ -87,7 +97,8 @@ class Kind:
             call = describe(**tensors, options=asked, stream=None, modifier=modifier)
         else:
             call = describe_shapes(self.operands(), asked, Device("cuda", 0), modifier=modifier)
-        return call, call.problem.with_layouts(out=call.problem.q, lse=call.problem.dense_layout_of("lse"))
+        problem = call.problem
+        return call, problem.with_layouts(out=problem.dense_layout_of("out"), lse=problem.dense_layout_of("lse"))
 
 
 def score(of: Callable[[str], Callable[..., Any]]) -> Callable[[str], tuple[Any, Any]]:
@@ -179,6 +190,9 @@ def tuned() -> Iterator[Kind]:
     ):  # fmt: skip
         yield Kind("wide causal", (b, s, s, h, k, d), causal)
         yield Kind("wide", (b, s, s, h, k, d))
+    for b, s, h, d in ((32, 512, 8, 256), (8, 2048, 8, 256), (4, 4096, 8, 256), (1, 16384, 8, 256)):
+        yield Kind("widest causal", (b, s, s, h, h, d), causal)
+        yield Kind("widest", (b, s, s, h, h, d))
 
 
 def others() -> Iterator[Kind]:
@@ -218,10 +232,59 @@ def others() -> Iterator[Kind]:
     for b, s, h, d in ((8, 1024, 16, 192), (1, 16384, 8, 192), (3, 1500, 12, 176), (8, 1024, 16, 144)):
         yield Kind("wide causal", (b, s, s, h, h, d), causal)
         yield Kind("wide", (b, s, s, h, h, d))
+    for d, name in ((192, "wide"), (160, "wide"), (256, "widest")):
+        shape = (4, 2048, 2048, 16, 16, d)
+        for options in ({}, causal):
+            yield Kind(f"{name} softcap{' causal' * bool(options)}", shape, options | {"softcap": 30.0})
+            yield Kind(f"{name} dropout{' causal' * bool(options)}", shape, options | {"dropout_p": 0.1})
+            yield Kind(f"{name} used keys{' causal' * bool(options)}", shape, options, used=(2048, 300, 1100, 1777))
+        yield Kind(f"{name} softcap causal", (1, 8192, 8192, 16, 8, d), causal | {"softcap": 30.0})
+        yield Kind(
+            f"{name} softcap window", (1, 8192, 8192, 16, 8, d), causal | {"softcap": 30.0, "window_size": (4095, 0)}
+        )
+        yield Kind(f"{name} slopes", shape, causal, functions=score(slopes))
+        yield Kind(f"{name} t5", shape, functions=score(t5))
+        yield Kind(f"{name} mask of documents", shape, functions=of_mask("causal documents", 2048))
+        yield Kind(
+            f"{name} sorted documents and softcap",
+            (0, 0, 0, 16, 16, d),
+            causal | {"softcap": 30.0},
+            lengths=spread(64, 1024, 48),
+        )
+    for b, s, h in ((1, 4096, 128), (2, 8192, 16), (8, 1024, 16), (4, 2048, 32)):
+        yield Kind("latent causal", (b, s, s, h, h, 192), causal, head_dim_v=128)
+        yield Kind("latent", (b, s, s, h, h, 192), head_dim_v=128)
+    yield Kind("latent documents", (0, 0, 0, 16, 16, 192), causal, lengths=spread(64, 1024, 48), head_dim_v=128)
+    yield Kind("latent documents", (0, 0, 0, 16, 16, 192), lengths=spread(512, 4096, 8), head_dim_v=128)
+    yield Kind("latent window", (2, 8192, 8192, 16, 16, 192), causal | {"window_size": (1023, 0)}, head_dim_v=128)
+    yield Kind("latent used keys", (4, 2048, 2048, 16, 16, 192), causal, used=(2048, 300, 1100, 1777), head_dim_v=128)
+    yield Kind("latent softcap", (4, 2048, 2048, 16, 16, 192), causal | {"softcap": 30.0}, head_dim_v=128)
+    for b, m, n in ((1, 512, 512), (1, 128, 4096)):
+        yield Kind("latent causal, few tiles", (b, m, n, 8, 8, 192), causal, head_dim_v=128)
+    for b, m, n, h, k, d in ((1, 512, 512, 8, 8, 256), (1, 1024, 1024, 8, 8, 256), (2, 128, 2048, 32, 8, 256)):
+        yield Kind("widest causal, few tiles", (b, m, n, h, k, d), causal)
+        yield Kind("widest, few tiles", (b, m, n, h, k, d))
+    yield Kind("widest causal, heads of a group as rows", (8, 16, 4096, 32, 4, 256), causal)
+    yield Kind("widest, heads of a group as rows", (16, 8, 2048, 16, 1, 256))
+    for b, s, h, k, d in ((16, 1024, 8, 8, 256), (2, 8192, 8, 8, 256), (4, 4096, 4, 1, 256), (4, 1500, 8, 8, 224)):
+        yield Kind("widest causal", (b, s, s, h, k, d), causal)
+        yield Kind("widest", (b, s, s, h, k, d))
+    yield Kind("widest window", (4, 4096, 4096, 4, 1, 256), causal | {"window_size": (511, 0)})
+    yield Kind("widest window", (2, 8192, 8192, 8, 4, 256), causal | {"window_size": (1023, 0)})
+    yield Kind("widest documents", (0, 0, 0, 8, 8, 256), causal, lengths=spread(64, 1024, 48))
+    yield Kind("widest documents", (0, 0, 0, 8, 8, 256), lengths=spread(512, 4096, 8))
     yield Kind("wide window", (2, 8192, 8192, 16, 16, 192), causal | {"window_size": (1023, 0)})
     yield Kind("wide window", (2, 4096, 4096, 16, 8, 160), causal | {"window_size": (255, 0)})
     for b, m, n, h, d in ((8, 4096, 77, 8, 160), (4, 4096, 226, 16, 192), (4, 1024, 300, 16, 144)):
         yield Kind("wide text", (b, m, n, h, h, d))
+    for b, m, n, h, k, d in (
+        (1, 512, 512, 8, 8, 192), (1, 1024, 1024, 8, 8, 192), (2, 512, 512, 6, 6, 160), (2, 128, 2048, 32, 4, 192),
+    ):  # fmt: skip
+        yield Kind("wide causal, few tiles", (b, m, n, h, k, d), causal)
+        yield Kind("wide, few tiles", (b, m, n, h, k, d))
+    for b, m, n, h, k, d in ((8, 16, 4096, 96, 8, 192), (16, 8, 2048, 64, 4, 160)):
+        yield Kind("wide causal, heads of a group as rows", (b, m, n, h, k, d), causal)
+        yield Kind("wide, heads of a group as rows", (b, m, n, h, k, d))
     for lengths in (spread(64, 1024, 48), spread(512, 4096, 8)):
         yield Kind("wide documents", (0, 0, 0, 16, 16, 192), causal, lengths=lengths)
         yield Kind("wide documents", (0, 0, 0, 16, 16, 160), lengths=lengths)
@@ -240,7 +303,7 @@ def candidates(tile: Tile, widest: int) -> Iterator[Tile]:
     plain = replace(tile, half_tile=False)
     if widest > 128:
         either = (False, True)
-        for columns, stages, lazy, turns in product((64, 80, 96, 112, 128), (2, 3), either, either):
+        for columns, stages, lazy, turns in product((48, 64, 80, 96, 112, 128), (2, 3, 4), either, either):
             yield replace(plain, block_n=columns, num_stages=stages, lazy_max=lazy, ping_pong=turns)
         return
     for rows in (128, 192):
@@ -256,7 +319,8 @@ def candidates(tile: Tile, widest: int) -> Iterator[Tile]:
 
 def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
     _, problem = kind.call()
-    tile = hopper_forward_tile.choose_tile(problem, NUM_SMS)
+    packed = hopper_forward.packs_heads(problem)
+    tile = (hopper_forward.packed_heads_tile if packed else hopper_forward_tile.choose_tile)(problem, NUM_SMS)
     found = {"today": hopper_forward.plan_spec(problem, tile, num_sms=NUM_SMS)}
     for other in candidates(tile, max(problem.head_dim, problem.head_dim_v)):
         if hopper_forward_config.smem_bytes(hopper_forward_config.config_of(problem, other)) > SMEM_LIMIT:
@@ -277,7 +341,7 @@ class Runs:
     def __init__(self, kind: Kind, specs: dict[str, ForwardPlanSpec]) -> None:
         tensors = kind.tensors()
         call, problem = kind.call(tensors)
-        tensors["out"] = torch.empty_like(tensors["q"])
+        tensors["out"] = tensors["q"].new_empty((*tensors["q"].shape[:3], problem.head_dim_v))
         tensors["lse"] = torch.empty(problem.shape_of("lse"), device="cuda")
         self.tensors, stream = tensors, torch.cuda.current_stream().cuda_stream
         self.functions: dict[str, Callable[[], None]] = {
@@ -301,6 +365,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="tuned,others")
     parser.add_argument("--only", default="", help="regular expression in a problem's name")
+    parser.add_argument("--tiles", default="", help="regular expression in a candidate's name")
     parser.add_argument("--rep", type=int, default=6, help="milliseconds of a measurement")
     parser.add_argument("--compile-only", action="store_true", help="no GPU is needed")
     parser.add_argument("--all", action="store_true", help="also candidates that spill or are serialised")
@@ -308,8 +373,11 @@ def main() -> None:
     arguments = parser.parse_args()
     begin = time.perf_counter()
     chosen = [x for part in arguments.part.split(",") for x in {"tuned": tuned, "others": others}[part]()]
-    work = [(f"{x.name} {'x'.join(map(str, x.shape))}", x, specs_of(x)) for x in chosen]
-    work = [x for x in work if re.search(arguments.only, x[0])]
+    named = [(f"{x.name} {'x'.join(map(str, x.shape))}", x) for x in chosen]
+    work = [(name, x, specs_of(x)) for name, x in named if re.search(arguments.only, name)]
+    for _, _, specs in work:
+        for what in [x for x in specs if x != "today" and not re.search(arguments.tiles, x)]:
+            del specs[what]
     compiled = compile_plans((spec for _, _, specs in work for spec in specs.values()), arguments.workers)
     failed = False
     for name, kind, specs in work:

@@ -29,6 +29,7 @@ from .hopper_forward_tile import (
     tile_with_bits,
     tile_without_bits,
 )
+from .hopper_forward_wide import candidates as wide_candidates
 from .hopper_small import moved_bytes, several_blocks, shared_width
 from .spec import ForwardPlanSpec, Launch
 from .tensor_map import TensorMap, packed_map, reasons_against, score_map, tensor_map
@@ -299,7 +300,8 @@ def narrower(problem: AttentionProblem, *, num_sms: int) -> list[ForwardPlanSpec
     if tile.block_m == 192 and tile.block_n <= 64:  # fewer rows leave a thread 240 registers instead of 160
         return [plan_spec(problem, replace(tile, block_m=128), num_sms=num_sms)]
     # Scores come in slabs of 64 columns. A learned table at head dim 64: 96 columns take 2 % less time than 80.
-    step = 64 if tile.score_tiles else 16 if tile.block_m == 192 else 32
+    small_steps = tile.block_m == 192 or max(problem.head_dim, problem.head_dim_v) > 192
+    step = 64 if tile.score_tiles else 16 if small_steps else 32
     columns = [n for n in (tile.block_n - step, tile.block_n - 2 * step) if n >= 48]
     return [plan_spec(problem, replace(tile, block_n=n, half_tile=False), num_sms=num_sms) for n in columns]
 
@@ -360,6 +362,7 @@ def candidates(problem: AttentionProblem, *, arch: str, num_sms: int, smem_limit
     if tile.score_tiles and tile.num_stages_q == 2:
         tiles.append(replace(tile, num_stages_q=1))
     tiles += _other_rows(problem, tile)
+    tiles += wide_candidates(problem, tile)
     if max(problem.head_dim, problem.head_dim_v) <= 64 and has_bias_alone(problem) and not tile.score_tiles:
         tiles.append(direct_tile(problem, 128 if tile.block_m == 192 else 192))
     fitted = fitted_columns(problem, tile.block_n, fits=True) if max(problem.head_dim, problem.head_dim_v) <= 128 else 0

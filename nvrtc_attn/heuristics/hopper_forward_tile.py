@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -11,7 +10,16 @@ from ..front.problem import AttentionProblem
 from ..modifiers.cuda import computes_little, only_computes, takes_registers
 from .common import MEASURED_SMS, ceil_div
 from .hopper_common import SMEM_LIMIT, begins_products, product_width, score_operands
-from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile, config_of, smem_bytes
+from .hopper_forward_config import (
+    KEY_TILE_OVERHEAD_COLUMNS,
+    LEAST_FIT,
+    Tile,
+    config_of,
+    least_work,
+    mean_rows,
+    smem_bytes,
+)
+from .hopper_forward_wide import wide_tile, widest_tile
 from .hopper_small import small_tile
 from .tensor_map import score_reasons_against
 from .tile_words import bits_pay
@@ -19,8 +27,6 @@ from .tile_words import bits_pay
 FITS_KEYS: Final = True
 """Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`): 112 keys take 8 to 9 % less
 time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
-LEAST_FIT: Final = 1.04
-"""What a narrower tile must gain by `fitted_columns`, and one of a bias."""
 LEAST_GAIN_OF_SLOTS: Final = 1.01
 """The same where narrower tiles have a third slot or more: 226 and 300 keys gain 5 and 1 %, 1000 and 4000 nothing."""
 
@@ -128,24 +134,8 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
         columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else fitted_columns(problem, 128)
         return Tile(block_m=128, block_n=columns, num_stages_q=2, half_tile=half, lazy_max=True)
     if widest <= 192:
-        if direct:
-            return Tile(block_m=128, block_n=64 if lazy else 48)
-        # Where values are narrow the output leaves the registers of head dim 128: 128 keys with `lazy_max` take 10 %
-        # less time than 96 or 112 without. With values of 192 columns wider causal tiles are 2 % faster at 4096.
-        plain = not (operands or mapped or problem.further_inputs or problem.modifier is not None)
-        if plain and problem.head_dim_v <= 128 and not problem.seqused_k:
-            return Tile(block_m=128, block_n=128, lazy_max=True)
-        short = problem.varlen or problem.seqused_k or problem.seqlen_q < 2048
-        return Tile(block_m=128, block_n=96 if operands or (problem.band and (short or not plain)) else 112)
-    # The 128 accumulator registers of the output leave none for lazy_max (3 % slower at 4096), and the products are
-    # long enough not to need turns. Shorter key tiles waste less on the diagonal, 8 % at 512.
-    short = problem.window_right is not None and problem.seqlen_q <= 1024
-    if operands:
-        # With dropout and softcap 48 columns spill four bytes.
-        return Tile(block_m=128, block_n=32 if problem.dropout_p > 0 and problem.softcap > 0 else 48, ping_pong=False)
-    # 512 keys are 6.4 tiles of 80, of which the last is mostly empty: 64 are 2 % faster. 1024 are 12.8: 3 % slower.
-    fits = 1.06 * 64 * ceil_div(problem.seqlen_k, 64) < 80 * ceil_div(problem.seqlen_k, 80)
-    return Tile(block_m=128, block_n=64 if short or fits else 80, ping_pong=False)
+        return wide_tile(problem, operands, direct=direct, lazy=lazy)
+    return widest_tile(problem, operands)
 
 
 def _has_score(problem: AttentionProblem) -> bool:
@@ -190,12 +180,12 @@ def direct_tile(problem: AttentionProblem, rows: int) -> Tile:
     """
     if rows == 192:
         widths = (64,) if product_width(problem.head_dim_v) == 48 else (80, 64)  # there 80 columns spill 8 bytes
-        columns = _least_work(problem, widths, KEY_TILE_OVERHEAD_COLUMNS)
+        columns = least_work(problem, widths, KEY_TILE_OVERHEAD_COLUMNS)
         return _with_slots(problem, 192, columns, 3 if columns == 64 else 2)
     if score_operands(problem) > 1:
         return Tile(block_m=128, block_n=80, num_stages_q=2)
     widest = 128 if problem.bias is not None and problem.bias.dtype != "float32" else 112
-    columns = _least_work(problem, range(widest, 63, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
+    columns = least_work(problem, range(widest, 63, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
     return Tile(block_m=128, block_n=columns, num_stages_q=2, lazy_max=True)
 
 
@@ -207,24 +197,7 @@ def fitted_columns(problem: AttentionProblem, columns: int, fits: bool | None = 
     fits = FITS_KEYS if fits is None else fits
     if not fits or columns <= 80 or score_operands(problem):
         return columns
-    return _least_work(problem, range(columns, 79, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
-
-
-def _least_work(problem: AttentionProblem, widths: Iterable[int], overhead: int, least: float = 1.0) -> int:
-    """The width of a key tile, of those that are given widest first, with the least work for all keys.
-
-    A tile costs its columns and ``overhead`` more; the first is left for one that has ``least`` times less work. The
-    first, too, where positions or lengths on the device decide.
-    """
-    first, *others = widths
-    if problem.band or problem.varlen or problem.seqused_k:
-        return first
-
-    def cost(width: int) -> int:
-        return ceil_div(problem.seqlen_k, width) * (width + overhead)
-
-    best = min((first, *others), key=cost)
-    return best if least * cost(best) <= cost(first) else first
+    return least_work(problem, range(columns, 79, -16), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT)
 
 
 def _slots(problem: AttentionProblem, columns: int, most: int) -> int:
@@ -257,7 +230,7 @@ def _narrow_columns(problem: AttentionProblem, columns: int, *, mapped: bool, be
         return columns, 2 if problem.band else 4
     if problem.band and problem.return_max_logit:
         return columns, 2  # with a half tile ptxas would serialise the products (C7511)
-    columns = _least_work(problem, range(columns, min(columns, 80) - 1, -16), 12, LEAST_GAIN_OF_SLOTS)
+    columns = least_work(problem, range(columns, min(columns, 80) - 1, -16), 12, LEAST_GAIN_OF_SLOTS)
     return columns, _slots(problem, columns, 4 if columns <= 80 and not problem.band else 3)
 
 
@@ -276,19 +249,12 @@ def _long_documents(problem: AttentionProblem) -> bool:
 
 def _gain_of_rows(problem: AttentionProblem, num_sms: int) -> float:
     """The rows that a multiprocessor has most with tiles of 192, over those with tiles of 128."""
-    rows, heads = _mean_rows(problem), problem.batch * problem.num_heads
+    rows, heads = mean_rows(problem), problem.batch * problem.num_heads
 
     def most(block_m: int) -> int:
         return ceil_div(heads * ceil_div(rows, block_m), num_sms) * block_m
 
     return most(192) / max(most(128), 1)  # 0 without rows
-
-
-def _mean_rows(problem: AttentionProblem) -> int:
-    """Query rows of a sequence, of packed ones on average."""
-    if not problem.varlen:
-        return problem.seqlen_q
-    return min(problem.seqlen_q, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
 
 
 def _with_slots(problem: AttentionProblem, rows: int, columns: int, most: int) -> Tile:
@@ -335,7 +301,7 @@ def _tile_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
         return None
     if wide:
         return Tile(block_m=192, block_n=96, num_stages_q=2, lazy_max=True)
-    columns = 80 if problem.varlen else _least_work(problem, (80, 64), 4)
+    columns = 80 if problem.varlen else least_work(problem, (80, 64), 4)
     return _with_slots(problem, 192, columns, 4 if columns == 64 else 3)
 
 
@@ -345,7 +311,7 @@ def _band_between(problem: AttentionProblem, num_sms: int) -> Tile | None:
     Over 128 x 128: head dim 72 1.13 to 1.4 with 192 rows; 80 and 96 from 1025 rows on 1.03 to 1.13, with softcap 1.03.
     Up to 512 rows 128 of them: 1.05 to 1.08. Between, a half tile is as fast.
     """
-    rows = _mean_rows(problem)
+    rows = mean_rows(problem)
     if _gain_of_rows(problem, num_sms) <= (1.3 if problem.head_dim % 16 else 1.1 if rows > 1024 else 0.0):
         return _with_slots(problem, 192, 64, 4)
     return _with_slots(problem, 128, 64, 4) if problem.varlen or rows <= 512 else None
@@ -356,7 +322,7 @@ def _rows_of_narrow(problem: AttentionProblem, num_sms: int) -> int:
 
     Or unless every smaller tile has a multiprocessor to itself: 128 small tiles take 13 % less time than 88 large ones.
     """
-    rows = _mean_rows(problem)
+    rows = mean_rows(problem)
     if not problem.varlen and problem.batch * problem.num_heads * ceil_div(rows, 128) <= num_sms:
         return 128
     # A half tile or a window and a sink: 128 registers a thread are too few, and ptxas serialises the products (C7511).
@@ -383,7 +349,7 @@ def _score_tile(problem: AttentionProblem, widest: int) -> Tile | None:
         shared = Tile(block_m=128, block_n=64, num_stages_q=2, lazy_max=True, score_tiles=True)
         tiles = [replace(shared, block_n=128), replace(shared, block_n=128, num_stages_q=1), shared]
         # 144 keys are two tiles of 128 or three of 64, which take 13 % less time with a third slot.
-        if widest <= 64 and _least_work(problem, (128, 64), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT) == 64:
+        if widest <= 64 and least_work(problem, (128, 64), KEY_TILE_OVERHEAD_COLUMNS, LEAST_FIT) == 64:
             tiles.insert(0, replace(shared, num_stages=3))
     return next((tile for tile in tiles if smem_bytes(config_of(problem, tile)) <= SMEM_LIMIT), None)
 

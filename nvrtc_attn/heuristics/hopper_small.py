@@ -19,6 +19,7 @@ from .common import ceil_div
 from .hopper_common import score_operands
 from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile
 from .hopper_forward_schedule import key_tiles_of_rows
+from .hopper_forward_wide import few_rows
 
 BLOCKS: Final = {64: 3, 128: 2}
 """On a multiprocessor, by head dim."""
@@ -48,7 +49,7 @@ def small_tile(problem: AttentionProblem, tile: Tile, num_sms: int) -> Tile | No
         return None  # not measured, and with dropout 20 bytes and more would spill
     tiles = problem.batch * problem.num_heads * ceil_div(problem.seqlen_q, 64)
     if not problem.varlen and tiles <= num_sms:
-        return replace(tile, block_m=64, half_tile=False, ping_pong=False)
+        return few_rows(problem, tile)
     widest = shared_width(problem)
     if not widest or tile.block_m == 64:
         return None

@@ -132,6 +132,47 @@ def test_wide_key_tiles_where_values_are_narrow(columns: int, lazy: bool, option
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {**TAILS},
+        {**MANY, "causal": True},
+        {**TAILS, "causal": "top_left", "dtype": "float16"},
+        {**TAILS, "softmax_scale": 4.0, "dtype": "float16"},
+        {**TAILS, "softmax_scale": 30.0, "causal": True},
+        {**MANY, "window_size": (127, 0), "softcap": 20.0},
+        {**TAILS, "softmax_scale": -0.3},
+        {**TAILS, "seqlen_k": 70},
+        {**PACKED, "causal": True},
+        {**PACKED, "seqused_k": USED},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "tile"),
+    [
+        (192, 192, {"block_n": 64, "num_stages": 3}),
+        (160, 160, {"block_n": 64, "num_stages": 3}),
+        (192, 192, {"block_n": 80}),
+        (144, 144, {"block_n": 96}),
+        (192, 128, {"block_n": 64, "num_stages": 4}),
+        (256, 256, {"block_n": 64, "ping_pong": False}),
+        (224, 224, {"block_n": 80, "ping_pong": False}),
+        (192, 192, {"block_m": 64, "block_n": 128, "ping_pong": False}),
+        (256, 256, {"block_m": 64, "block_n": 64, "num_stages": 3, "ping_pong": False}),
+    ],
+    ids=str,
+)
+def test_corrections_that_wait_beyond_head_dim_128(
+    head_dim: int, head_dim_v: int, tile: Options, options: Options, force: Any
+) -> None:
+    """With scales of 4 and 30 the largest score of a row grows far enough that tiles are computed again."""
+    force(**tile, lazy_max=True)
+    check_forward(
+        cases.make_case("wide", **{"dtype": "bfloat16", "head_dim": head_dim, "head_dim_v": head_dim_v, **options})
+    )
+
+
+@pytest.mark.parametrize(
     "tile",
     [
         {"block_m": 192, "block_n": 112, "num_stages": 3},
@@ -177,7 +218,7 @@ SEVERAL: dict[str, Options] = {
     ("blocks", "head_dim", "columns"),
     [
         ("three", 64, 64), ("three", 64, 48), ("three", 32, 64), ("three", 48, 64), ("three", 16, 64),
-        ("two", 128, 64), ("one", 64, 128), ("one", 80, 112), ("one", 128, 128), ("one", 160, 112), ("one", 256, 80),
+        ("two", 128, 64), ("one", 64, 128), ("one", 80, 112), ("one", 128, 128), ("one", 160, 128), ("one", 256, 64),
     ],
 )  # fmt: skip
 def test_64_rows(blocks: str, head_dim: int, columns: int, options: Options, force: Any) -> None:
@@ -221,6 +262,9 @@ def test_64_rows_of_a_mask_mod(mask: str, head_dim: int, columns: int, force: An
         ("packed-wide", {"block_m": 192, "block_n": 128}, {"head_dim": 64, "seqlens": ((700, 700), (513, 1030)) * 9}),
         ("rows", {"block_m": 64, "block_n": 64, "ping_pong": False, **SEVERAL["three"]}, {"head_dim": 64, **MANY}),
         ("between", {"block_m": 192, "block_n": 96, "half_tile": False}, {"head_dim": 80, **MANY}),
+        ("192", {"block_n": 64, "num_stages": 3}, {"head_dim": 192, **MANY}),
+        ("192-128", {"block_n": 64, "num_stages": 4}, {"head_dim": 192, "head_dim_v": 128, **MANY}),
+        ("256", {}, {"head_dim": 256, **MANY}),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

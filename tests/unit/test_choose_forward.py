@@ -137,8 +137,6 @@ def test_bias_comes_as_tiles_where_its_rows_allow_it() -> None:
         ((64, 256, 256, 16, 128), True, (128, 64, 4)),
         ((16, 512, 49, 32, 128), True, (192, 64, 2)),  # fewer keys than a tile has
         ((1, 2048, 2048, 8, 64), False, (128, 128, 2)),  # 88 tiles of 192 rows would leave a third of the GPU idle
-        ((32, 512, 512, 8, 256), False, (128, 64, 2)),  # 512 keys are 6.4 tiles of 80
-        ((16, 1024, 1024, 8, 256), False, (128, 80, 2)),
     ],
 )
 def test_tile_follows_the_lengths(
@@ -198,8 +196,6 @@ CAUSAL = {"window_right": 0}
         (problem(2, 4096, 4096, 16, 128, softcap=20.0, **CAUSAL), 192, 64, False),
         (problem(4, 4096, 4096, 16, 96), 192, 96, False),
         (problem(16, 64, 2048, 16, 96), 128, 128, False),
-        (problem(1, 4096, 4096, 96, 192, **CAUSAL), 128, 112, False),
-        (problem(1, 1024, 1024, 96, 192, **CAUSAL), 128, 96, False),
         # What was not measured keeps the tile that it had.
         (packed((1024,) * 64, 64, window_left=100, **CAUSAL), 64, 64, False),
         (packed((1024,) * 64, 64, seqused_k=True), 192, 112, False),
@@ -297,11 +293,97 @@ def test_products_begin_with_what_distances_add(score: Any, changes: dict[str, A
     assert hopper_forward_config.smem_bytes(config) <= 232448
 
 
-@pytest.mark.parametrize("changes", [{}, CAUSAL, {"window_left": 500, "window_right": 0}])
-def test_narrow_values_have_wide_key_tiles(changes: dict[str, Any]) -> None:
+SOFTCAP: dict[str, Any] = {"softcap": 9.0}
+WINDOW: dict[str, Any] = {"window_left": 500, "window_right": 0}
+
+
+def tile_of(rows: int, head_dim: int, head_dim_v: int, batch: int = 4, keys: int = 0, **changes: Any) -> Any:
+    """What of the chosen tile differs: rows, columns, slots, whether corrections wait."""
+    values = dense_layout((batch, keys or rows, 16, head_dim_v), "bfloat16")
+    asked = problem(batch, rows, keys or rows, head_dim=head_dim, head_dim_v=head_dim_v, v=values, **changes)
+    tile = hopper_forward_tile.choose_tile(asked, 132)
+    assert hopper_forward_config.smem_bytes(hopper_forward_config.config_of(asked, tile)) <= 232448
+    assert tile.ping_pong is (head_dim <= 192 and tile.block_m == 128)
+    return tile.block_m, tile.block_n, tile.num_stages, tile.lazy_max
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "expected"),
+    [
+        (2048, {}, (128, 128, 2, True)),
+        (2048, SOFTCAP, (128, 128, 2, True)),
+        (4096, CAUSAL, (128, 128, 2, True)),
+        (2048, CAUSAL, (128, 64, 4, True)),
+        (4096, WINDOW, (128, 64, 4, True)),
+        (4096, CAUSAL | {"seqused_k": True}, (128, 64, 4, True)),
+        (2048, {"seqused_k": True}, (128, 112, 2, False)),
+        (2048, {"dropout_p": 0.1}, (128, 96, 2, False)),
+        (512, {"batch": 1}, (64, 128, 2, True)),
+    ],
+    ids=str,
+)
+def test_tiles_of_narrow_values(rows: int, changes: dict[str, Any], expected: tuple[Any, ...]) -> None:
     """Multi-head latent attention: keys of 192, values of 128."""
-    values = dense_layout((4, 2048, 16, 128), "bfloat16")
-    tile = hopper_forward_tile.choose_tile(problem(head_dim=192, head_dim_v=128, v=values, **changes), 132)
-    assert (tile.block_n, tile.lazy_max) == (128, True)
-    with_softcap = hopper_forward_tile.choose_tile(problem(head_dim=192, head_dim_v=128, v=values, softcap=9.0), 132)
-    assert (with_softcap.block_n, with_softcap.lazy_max) == (112, False)
+    assert tile_of(rows, 192, 128, **changes) == expected
+
+
+@pytest.mark.parametrize("head_dim", [136, 160, 192])
+@pytest.mark.parametrize(
+    ("rows", "changes", "expected"),
+    [
+        (4096, CAUSAL, (128, 64, 3, True)),
+        (512, WINDOW, (128, 64, 3, True)),
+        (2048, {}, (128, 64, 3, True)),
+        (4096, {}, (128, 96, 2, True)),
+        (2048, {"keys": 226}, (128, 80, 2, True)),
+        (2048, {"keys": 300}, (128, 64, 3, True)),
+        (2048, {"keys": 77}, (128, 80, 2, False)),
+        (2048, {"keys": 10}, (128, 64, 2, False)),
+        (2048, {"seqused_k": True}, (128, 64, 3, True)),
+        (2048, {"varlen": True}, (128, 64, 3, True)),
+        (2048, {"dropout_p": 0.1}, (128, 96, 2, True)),
+        (2048, {"dropout_p": 0.1} | CAUSAL, (128, 64, 3, True)),
+        (2048, SOFTCAP, (128, 96, 2, True)),
+        (2048, SOFTCAP | CAUSAL, (128, 96, 2, False)),
+        (2048, SOFTCAP | CAUSAL | {"varlen": True}, (128, 64, 3, True)),
+        (512, {"batch": 1}, (64, 128, 2, True)),
+        (512, {"batch": 1} | CAUSAL, (64, 128, 2, True)),
+        (512, {"batch": 1} | SOFTCAP, (64, 96, 2, True)),
+    ],
+    ids=str,
+)
+def test_tiles_of_wide_heads(rows: int, changes: dict[str, Any], head_dim: int, expected: tuple[Any, ...]) -> None:
+    assert tile_of(rows, head_dim, head_dim, **changes) == expected
+
+
+@pytest.mark.parametrize("head_dim", [200, 256])
+@pytest.mark.parametrize(
+    ("rows", "changes", "expected"),
+    [
+        (4096, {}, (128, 64, 2, True)),
+        (4096, CAUSAL, (128, 64, 2, True)),
+        (4096, SOFTCAP | WINDOW, (128, 64, 2, True)),
+        (2048, {"varlen": True}, (128, 64, 2, True)),
+        (1500, {}, (128, 80, 2, True)),
+        (2048, {"keys": 77}, (128, 80, 2, False)),
+        (2048, {"seqused_k": True}, (128, 80, 2, False)),
+        (2048, {"dropout_p": 0.1}, (128, 48, 2, False)),
+        (2048, {"dropout_p": 0.1} | SOFTCAP, (128, 32, 2, False)),
+        (2048, {"return_max_logit": True}, (128, 64, 2, True)),
+        (2048, {"return_max_logit": True} | SOFTCAP, (128, 80, 2, False)),
+        (512, {"batch": 1} | CAUSAL, (64, 64, 3, True)),
+    ],
+    ids=str,
+)
+def test_tiles_of_the_widest_heads(
+    rows: int, changes: dict[str, Any], head_dim: int, expected: tuple[Any, ...]
+) -> None:
+    assert tile_of(rows, head_dim, head_dim, **changes) == expected
+
+
+def test_candidates_of_wide_heads() -> None:
+    """The autotuner tries what other lengths have."""
+    for head_dim, columns in ((192, {"64", "80", "96"}), (256, {"64", "80"})):
+        asked = problem(4, 4096, 4096, head_dim=head_dim, **CAUSAL)
+        found = forward_candidates(asked, arch="sm_90", num_sms=132, smem_limit=232448)
+        assert {x.split()[1].partition("x")[2] for x in found if x.startswith("hopper 128")} >= columns
