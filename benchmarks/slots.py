@@ -229,6 +229,16 @@ def others() -> Iterator[Kind]:
         yield Kind("slopes", (b, s, s, 16, 16, 64), causal, functions=score(slopes))
         yield Kind("slopes and softcap", (b, s, s, 16, 16, 64), causal, functions=score(capped))
         yield Kind("scale of a head", (b, s, s, 16, 16, 64), causal, functions=score(scaled))
+    yield Kind("t5", (8, 2048, 2048, 12, 12, 64), functions=score(t5))
+    for name in ("window and sinks", "chunks of 1024"):
+        yield Kind(name, (2, 8192, 8192, 16, 16, 64), functions=of_mask(name, 8192))
+    yield Kind("short documents", (0, 0, 0, 16, 16, 80), causal, lengths=spread(64, 1024, 48))
+    yield Kind("short documents", (0, 0, 0, 16, 16, 72), lengths=spread(32, 512, 64))
+
+
+def wide_others() -> Iterator[Kind]:
+    """Beyond head dim 128: wide up to 192, widest above, latent 192 with values of 128."""
+    causal = {"causal": True}
     for b, s, h, d in ((8, 1024, 16, 192), (1, 16384, 8, 192), (3, 1500, 12, 176), (8, 1024, 16, 144)):
         yield Kind("wide causal", (b, s, s, h, h, d), causal)
         yield Kind("wide", (b, s, s, h, h, d))
@@ -246,7 +256,7 @@ def others() -> Iterator[Kind]:
         yield Kind(f"{name} t5", shape, functions=score(t5))
         yield Kind(f"{name} mask of documents", shape, functions=of_mask("causal documents", 2048))
         yield Kind(
-            f"{name} sorted documents and softcap",
+            f"{name} packed documents and softcap",
             (0, 0, 0, 16, 16, d),
             causal | {"softcap": 30.0},
             lengths=spread(64, 1024, 48),
@@ -288,11 +298,6 @@ def others() -> Iterator[Kind]:
     for lengths in (spread(64, 1024, 48), spread(512, 4096, 8)):
         yield Kind("wide documents", (0, 0, 0, 16, 16, 192), causal, lengths=lengths)
         yield Kind("wide documents", (0, 0, 0, 16, 16, 160), lengths=lengths)
-    yield Kind("t5", (8, 2048, 2048, 12, 12, 64), functions=score(t5))
-    for name in ("window and sinks", "chunks of 1024"):
-        yield Kind(name, (2, 8192, 8192, 16, 16, 64), functions=of_mask(name, 8192))
-    yield Kind("short documents", (0, 0, 0, 16, 16, 80), causal, lengths=spread(64, 1024, 48))
-    yield Kind("short documents", (0, 0, 0, 16, 16, 72), lengths=spread(32, 512, 64))
 
 
 def candidates(tile: Tile, widest: int) -> Iterator[Tile]:
@@ -372,7 +377,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 16))
     arguments = parser.parse_args()
     begin = time.perf_counter()
-    chosen = [x for part in arguments.part.split(",") for x in {"tuned": tuned, "others": others}[part]()]
+    parts = {"tuned": (tuned,), "others": (others, wide_others)}
+    chosen = [x for part in arguments.part.split(",") for kinds in parts[part] for x in kinds()]
     named = [(f"{x.name} {'x'.join(map(str, x.shape))}", x) for x in chosen]
     work = [(name, x, specs_of(x)) for name, x in named if re.search(arguments.only, name)]
     for _, _, specs in work:

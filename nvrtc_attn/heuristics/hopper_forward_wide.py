@@ -19,7 +19,7 @@ OVERHEAD_COLUMNS: Final = 8
 """What a key tile of 64 or 80 columns costs beside these, in columns: 226 keys take 4 % less time in three tiles of 80
 than in four of 64, 300 keys 1 % more in four than in five."""
 LEAST_SAVED: Final = 1.03
-"""What 80 columns must save of that work."""
+"""How many times as much work 64 columns must be, or they are kept."""
 FEW_KEYS: Final = 112
 """Keys that one tile holds at head dims up to 192."""
 
@@ -51,8 +51,8 @@ def widest_tile(problem: AttentionProblem, operands: int) -> Tile:
     """The tile of head dims above 192; products are long enough not to need turns.
 
     64 columns with `Tile.lazy_max` over 80 without: causal 1.01 to 1.04, windows 1.05 and 1.10, packed 1.04 and 1.07,
-    softcap 1.07 to 1.09, T5 1.14; 80 with it are 0.83 to 1.01 of causal problems. Of those with ``seqused_k`` it is
-    0.95, and dropout, masks, and max_logit of other scores than products would spill.
+    softcap 1.07 to 1.09, T5 1.14, but causal with ``seqused_k`` 0.95; causal, 80 columns with it are 0.83 to 1.01. With
+    dropout, a mask_mod, or max_logit of scores that are not products alone, it would spill.
     """
     modifier = problem.modifier
     if score_operands(problem) or (modifier is not None and modifier.mask is not None):
