@@ -6,9 +6,10 @@ A slot is one tile of K and V in shared memory; the loading warp fills those tha
 the first keys of the next query tile are on the way while the last ones of this tile are computed. A line is one
 problem: microseconds of today's choice, then today's time over each candidate's, best first: above 1 is faster.
 The part ``tuned`` has the problems by which the table was made, ``others`` those that were looked at afterwards.
-Candidates whose kernels spill, or whose products ptxas serialises, are left out (``--all`` keeps them). Every candidate
-writes over NaN, and its output must be today's but for rounding: ``WRONG`` and exit code 1 otherwise. Runs are replays
-of CUDA graphs in turn. ``--compile-only`` needs no GPU and prints what is left out.
+Candidates whose kernels spill, or whose products ptxas serialises, are left out (``--all`` keeps them), and those whose
+name ``--tiles`` does not find: "128x64 s3 lazy_max" is a tile, its slots and how else it differs from today's. Every
+candidate writes over NaN, and its output must be today's but for rounding: ``WRONG`` and exit code 1 otherwise. Runs
+are replays of CUDA graphs in turn. ``--compile-only`` needs no GPU and prints what is left out.
 """
 
 from __future__ import annotations
