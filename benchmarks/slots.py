@@ -323,7 +323,8 @@ def candidates(tile: Tile, widest: int) -> Iterator[Tile]:
                     yield replace(whole, block_m=rows, block_n=columns, num_stages=stages)
 
 
-def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
+def specs_of(kind: Kind, tiles: str = "") -> dict[str, ForwardPlanSpec]:
+    """Today's plan, and those of candidates in whose name the regular expression ``tiles`` is found."""
     _, problem = kind.call()
     packed = hopper_forward.packs_heads(problem)
     tile = (hopper_forward.packed_heads_tile if packed else hopper_forward_tile.choose_tile)(problem, NUM_SMS)
@@ -338,7 +339,7 @@ def specs_of(kind: Kind) -> dict[str, ForwardPlanSpec]:
                 if (is_on := getattr(other, field_name)) != getattr(tile, field_name):
                     name += f" {'' if is_on else 'no '}{field_name}"
             found[name] = spec
-    return found
+    return {name: spec for name, spec in found.items() if name == "today" or re.search(tiles, name)}
 
 
 class Runs:
@@ -381,10 +382,7 @@ def main() -> None:
     parts = {"tuned": (tuned,), "others": (others, wide_others)}
     chosen = [x for part in arguments.part.split(",") for kinds in parts[part] for x in kinds()]
     named = [(f"{x.name} {'x'.join(map(str, x.shape))}", x) for x in chosen]
-    work = [(name, x, specs_of(x)) for name, x in named if re.search(arguments.only, name)]
-    for _, _, specs in work:
-        for what in [x for x in specs if x != "today" and not re.search(arguments.tiles, x)]:
-            del specs[what]
+    work = [(name, x, specs_of(x, arguments.tiles)) for name, x in named if re.search(arguments.only, name)]
     compiled = compile_plans((spec for _, _, specs in work for spec in specs.values()), arguments.workers)
     failed = False
     for name, kind, specs in work:

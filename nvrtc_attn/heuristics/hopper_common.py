@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,6 +32,30 @@ def product_width(head_dim: int) -> int:
 def score_operands(problem: AttentionProblem) -> int:
     """How many of bias, mask and dropout a score needs."""
     return (problem.bias is not None) + (problem.mask is not None) + (problem.dropout_p > 0)
+
+
+def mean_rows(problem: AttentionProblem) -> int:
+    """Query rows of a sequence, of packed ones on average."""
+    if not problem.varlen:
+        return problem.seqlen_q
+    return min(problem.seqlen_q, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
+
+
+def least_work(problem: AttentionProblem, widths: Iterable[int], overhead: int, least: float = 1.0) -> int:
+    """The width of a key tile, of ``widths``, with the least work for all keys.
+
+    A tile costs its columns and ``overhead`` more; the first width is left for one that has ``least`` times less work.
+    The first, too, where positions or lengths on the device decide.
+    """
+    first, *others = widths
+    if problem.band or problem.varlen or problem.seqused_k:
+        return first
+
+    def cost(width: int) -> int:
+        return ceil_div(problem.seqlen_k, width) * (width + overhead)
+
+    best = min((first, *others), key=cost)
+    return best if least * cost(best) <= cost(first) else first
 
 
 def begins_products(problem: AttentionProblem) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,9 +15,6 @@ from .tile_words import pays as words_pay
 
 KEY_TILE_OVERHEAD_COLUMNS: Final = 24
 """What a key tile costs beside its columns, in columns: no tile is worth being narrower than 80."""
-
-LEAST_FIT: Final = 1.04
-"""What a narrower tile must gain by `fitted_columns`, and one of a bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,27 +94,3 @@ def config_of(problem: AttentionProblem, tile: Tile) -> HopperForwardConfig:
 def may_hand_out(problem: AttentionProblem) -> bool:
     """Tiles of packed sequences are handed out anyway, and beside a byte mask a second warp follows the schedule."""
     return not (problem.varlen or problem.mask)
-
-
-def mean_rows(problem: AttentionProblem) -> int:
-    """Query rows of a sequence, of packed ones on average."""
-    if not problem.varlen:
-        return problem.seqlen_q
-    return min(problem.seqlen_q, max(ceil_div(problem.q.shape[1], max(problem.batch, 1)), 1))
-
-
-def least_work(problem: AttentionProblem, widths: Iterable[int], overhead: int, least: float = 1.0) -> int:
-    """The width of a key tile, of ``widths``, with the least work for all keys.
-
-    A tile costs its columns and ``overhead`` more; the first width is left for one that has ``least`` times less work.
-    The first, too, where positions or lengths on the device decide.
-    """
-    first, *others = widths
-    if problem.band or problem.varlen or problem.seqused_k:
-        return first
-
-    def cost(width: int) -> int:
-        return ceil_div(problem.seqlen_k, width) * (width + overhead)
-
-    best = min((first, *others), key=cost)
-    return best if least * cost(best) <= cost(first) else first

@@ -9,16 +9,8 @@ from ..base.dtypes import DTYPES
 from ..front.problem import AttentionProblem
 from ..modifiers.cuda import computes_little, only_computes, takes_registers
 from .common import MEASURED_SMS, ceil_div
-from .hopper_common import SMEM_LIMIT, begins_products, product_width, score_operands
-from .hopper_forward_config import (
-    KEY_TILE_OVERHEAD_COLUMNS,
-    LEAST_FIT,
-    Tile,
-    config_of,
-    least_work,
-    mean_rows,
-    smem_bytes,
-)
+from .hopper_common import SMEM_LIMIT, begins_products, least_work, mean_rows, product_width, score_operands
+from .hopper_forward_config import KEY_TILE_OVERHEAD_COLUMNS, Tile, config_of, smem_bytes
 from .hopper_forward_wide import wide_tile, widest_tile
 from .hopper_small import small_tile
 from .tensor_map import score_reasons_against
@@ -27,6 +19,8 @@ from .tile_words import bits_pay
 FITS_KEYS: Final = True
 """Whether plain scores of few keys get a tile of which less stays empty (`fitted_columns`): 112 keys take 8 to 9 % less
 time for 197 and 196 of them, 96 keys 14 % less for 257 (H200, 2026-11-22; part ``fit`` of ``benchmarks/short.py``)."""
+LEAST_FIT: Final = 1.04
+"""What a narrower tile must gain by `fitted_columns`, and one of a bias."""
 LEAST_GAIN_OF_SLOTS: Final = 1.01
 """The same where narrower tiles have a third slot or more: 226 and 300 keys gain 5 and 1 %, 1000 and 4000 nothing."""
 
@@ -134,7 +128,7 @@ def tile_without_bits(problem: AttentionProblem, num_sms: int) -> Tile:
         columns = 112 if operands and ceil_div(problem.head_dim_v, 16) == 5 else fitted_columns(problem, 128)
         return Tile(block_m=128, block_n=columns, num_stages_q=2, half_tile=half, lazy_max=True)
     if widest <= 192:
-        return wide_tile(problem, operands, direct=direct, lazy=lazy)
+        return Tile(block_m=128, block_n=64 if lazy else 48) if direct else wide_tile(problem, operands)
     return widest_tile(problem, operands)
 
 

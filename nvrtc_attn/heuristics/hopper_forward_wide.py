@@ -12,37 +12,36 @@ from typing import Final
 
 from ..front.problem import AttentionProblem
 from .common import ceil_div
-from .hopper_common import score_operands
-from .hopper_forward_config import Tile, least_work, mean_rows
+from .hopper_common import least_work, mean_rows, score_operands
+from .hopper_forward_config import Tile
 
 OVERHEAD_COLUMNS: Final = 8
 """What a key tile of 64 or 80 columns costs beside these, in columns: 226 keys take 4 % less time in three tiles of 80
 than in four of 64, 300 keys 1 % more in four than in five."""
 LEAST_SAVED: Final = 1.03
-"""How many times as much work 64 columns must be, or they are kept."""
+"""64 columns are kept unless they are so many times the work of 80."""
 FEW_KEYS: Final = 112
 """Keys that one tile holds at head dims up to 192."""
 
 
-def wide_tile(problem: AttentionProblem, operands: int, *, direct: bool, lazy: bool) -> Tile:
-    """The tile of head dims 129 to 192; ``operands`` counts what a score waits for in registers.
+def wide_tile(problem: AttentionProblem, operands: int) -> Tile:
+    """The tile of head dims 129 to 192 where no thread reads a bias or mask.
 
-    Over 96 and 112 columns without `Tile.lazy_max`: causal 1.03 to 1.07, windows 1.10 and 1.15, packed 1.08 to 1.11,
-    ``seqused_k`` 1.02 to 1.06, dropout 1.04 to 1.08, mask_mod 1.07, slopes 1.07, T5 1.06 and 1.09.
+    ``operands``: 1 for dropout and 1 for a function of scores that takes registers. Over 96 and 112 columns without
+    `Tile.lazy_max`: causal 1.03 to 1.07, windows 1.10 and 1.15, packed 1.08 to 1.11, ``seqused_k`` 1.02 to 1.06,
+    dropout 1.04 to 1.08, mask_mod 1.07, slopes 1.07, T5 1.06 and 1.09.
     """
-    if direct:
-        return Tile(block_m=128, block_n=64 if lazy else 48)
     if problem.head_dim_v <= 128:
         return _narrow_values(problem, operands)
     narrow = Tile(block_m=128, block_n=64, num_stages=3, lazy_max=True)
     if problem.softcap > 0 and problem.band and not (problem.varlen or problem.seqused_k):
-        return Tile(block_m=128, block_n=96)  # 64 columns: 0.97 to 1.00
+        return Tile(block_m=128, block_n=96)  # 64 columns with `lazy_max` are 0.97 to 1.00 times as fast
     if operands > 1 or not _sees_all(problem):
         return narrow
     if problem.seqlen_k <= FEW_KEYS:
         return _of_one_key_tile(problem)
     if problem.seqlen_k > 2048 or not _is_plain(problem):
-        # 16384 keys 1.04 and 1.02 with 64 columns, 4096 keys of 160 columns 1.07 and 1.05.
+        # Over 112 columns 1.04 at 16384 keys, where 64 gain 1.02, and 1.07 at 4096 of head dim 160, where 64 gain 1.05.
         return Tile(block_m=128, block_n=96, lazy_max=True)
     return narrow if _columns(problem) == 64 else Tile(block_m=128, block_n=80, lazy_max=True)
 
@@ -54,11 +53,10 @@ def widest_tile(problem: AttentionProblem, operands: int) -> Tile:
     softcap 1.07 to 1.09, T5 1.14, but causal with ``seqused_k`` 0.95; causal, 80 columns with it are 0.83 to 1.01. With
     dropout, a mask_mod, or max_logit of scores that are not products alone, it would spill.
     """
-    modifier = problem.modifier
-    if score_operands(problem) or (modifier is not None and modifier.mask is not None):
+    if score_operands(problem) or _has_mask_mod(problem):
         # With dropout and softcap 48 columns spill four bytes.
         return Tile(block_m=128, block_n=32 if problem.dropout_p > 0 and problem.softcap > 0 else 48, ping_pong=False)
-    mapped = problem.softcap > 0 or modifier is not None
+    mapped = problem.softcap > 0 or problem.modifier is not None
     if problem.seqused_k or (mapped and problem.return_max_logit):  # 4 to 20 bytes would spill
         # 512 keys are 6.4 tiles of 80, of which the last is mostly empty: 64 are 2 % faster. 1024 are 12.8: 3 % slower.
         short = problem.window_right is not None and problem.seqlen_q <= 1024
@@ -105,26 +103,29 @@ def _narrow_values(problem: AttentionProblem, operands: int) -> Tile:
     128 keys with `Tile.lazy_max` take 10 % less time than 96 or 112 without. Four slots of 64 take 4 to 6 % less than
     that up to 1024 causal rows, of packed ones too, 1 % with 2048 and with windows; dense 2 to 6 % more.
     """
-    plain = not (operands or problem.further_inputs or problem.modifier is not None or problem.softmax_scale <= 0)
+    plain, capped = _is_plain(problem), _is_plain(problem, or_capped=True)
     short = problem.window_left is not None or mean_rows(problem) <= 2048
-    if plain and problem.band and not problem.softcap and (short or problem.seqused_k):
+    if plain and problem.band and (short or problem.seqused_k):
         return Tile(block_m=128, block_n=64, num_stages=4, lazy_max=True)
-    if plain and not problem.seqused_k:
-        return Tile(block_m=128, block_n=128, lazy_max=True)  # softcap 1.08 over 96 columns
+    if capped and not problem.seqused_k:
+        return Tile(block_m=128, block_n=128, lazy_max=True)  # with softcap 1.08 times as fast as 96 columns
     known = not (problem.varlen or problem.seqused_k) and problem.seqlen_q >= 2048
-    return Tile(block_m=128, block_n=96 if operands or (problem.band and not (known and plain)) else 112)
+    return Tile(block_m=128, block_n=96 if operands or (problem.band and not (known and capped)) else 112)
 
 
-def _is_plain(problem: AttentionProblem) -> bool:
-    """Whether scores are products alone: nothing goes with them, and no function changes them."""
-    more = score_operands(problem) or problem.softcap > 0 or problem.softmax_scale <= 0
+def _is_plain(problem: AttentionProblem, *, or_capped: bool = False) -> bool:
+    """Whether scores are products alone: nothing goes with them or changes them but, ``or_capped``, a softcap."""
+    more = score_operands(problem) or problem.softmax_scale <= 0 or (problem.softcap > 0 and not or_capped)
     return not (more or problem.further_inputs or problem.modifier is not None)
 
 
 def _sees_all(problem: AttentionProblem) -> bool:
     """Whether every query sees every key, as far as is known without the device."""
-    masked = problem.modifier is not None and problem.modifier.mask is not None
-    return not (problem.band or problem.varlen or problem.seqused_k or masked)
+    return not (problem.band or problem.varlen or problem.seqused_k or _has_mask_mod(problem))
+
+
+def _has_mask_mod(problem: AttentionProblem) -> bool:
+    return problem.modifier is not None and problem.modifier.mask is not None
 
 
 def _columns(problem: AttentionProblem) -> int:
