@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from open_files import open_files
 
 from nvrtc_attn.base.errors import CacheWarning
 from nvrtc_attn.jit import cache as cache_module
@@ -298,12 +299,12 @@ def test_nothing_at_the_entry_path_leaks_a_descriptor(cache: KernelCache, direct
     directory.mkdir(mode=0o700)
     (directory / f"{KEY}.nvat").mkdir()
     make_fifo(directory / f"{OTHER}.nvat")
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     for _ in range(20):
         for key in (KEY, OTHER):
             assert cache.get(key) is None
         assert [bool(info.problem) for info in cache.entries()] == [True, True]
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 @pytest.mark.reliability(79)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import gc
-import os
 import resource
 import struct
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 from dlpack_producer import BOGUS_POINTER, Producer
 from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
+from open_files import open_files
 
 import nvrtc_attn
 from nvrtc_attn import heuristics
@@ -179,14 +179,14 @@ def test_ten_thousand_calls_leave_nothing_behind(pairs: int, fake: BusyDriver) -
 
     calls(200)
     gc.collect()
-    objects, memory, descriptors = len(gc.get_objects()), resident_kib(), len(os.listdir("/proc/self/fd"))
+    objects, memory, files = len(gc.get_objects()), resident_kib(), open_files()
     launched = next(fake.launched)
     calls(pairs)
     gc.collect()
     assert next(fake.launched) - launched >= 2 * pairs, "each call has launched"
     assert len(gc.get_objects()) <= objects + 50
     assert resident_kib() < memory + 4096, "at 10,000 calls 0.4 KB a call, less than any object that is forgotten"
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - files
     assert len(fake.events) <= 1, "the owners of the last call at the most are waiting for their event"
     assert len(plan._plans) == 2
     assert tensors.q.exported <= 2
