@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nvrtc_attn.front.problem import AttentionProblem
 from nvrtc_attn.heuristics import choose_backward, choose_forward
 from nvrtc_attn.jit import compile as compiler
-from nvrtc_attn.jit import headers
+from nvrtc_attn.jit import nvrtc_library
 from nvrtc_attn.jit.config import KernelConfig
 from nvrtc_attn.plans import measure, plan, precompile
 from nvrtc_attn.plans.plan import BackwardPlan, ForwardPlan
@@ -69,7 +69,7 @@ def instructions(code: bytes) -> bytes:
 
 
 def compile_grid(directory: Path) -> None:
-    version = ".".join(map(str, headers.nvrtc().version))
+    version = ".".join(map(str, nvrtc_library.nvrtc().version))
     target = directory / version
     target.mkdir(parents=True, exist_ok=True)
     configs = {

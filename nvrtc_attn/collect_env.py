@@ -20,10 +20,11 @@ from .base import env
 from .base.architectures import arch_of
 from .base.errors import CacheWarning, CudaError, UnsupportedError
 from .base.version import __version__
-from .jit import headers
+from .jit import headers, nvrtc_library
 from .jit.cache import KernelCache
-from .jit.library_build import supported_archs
-from .jit.worker_pool import Ticket, WorkerDiedError, pool
+from .jit.compiler_process import WorkerDiedError
+from .jit.nvrtc_library import supported_archs
+from .jit.worker_pool import Ticket, pool
 from .runtime import device, driver
 
 FRAMEWORKS: Final = {"torch": "torch", "jax": "jax", "cupy": "cupy", "ml_dtypes": "ml_dtypes", "tvm_ffi": "jax-tvm-ffi"}
@@ -137,7 +138,7 @@ def _gpus(report: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _nvrtc(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    library = headers.nvrtc()
+    library = nvrtc_library.nvrtc()
     section: dict[str, Any] = {"version": f"{library.version[0]}.{library.version[1]}", "path": library.path}
     installed = report.get("driver")
     have = installed["cuda_version"] if installed else section["version"]

@@ -24,6 +24,6 @@ def untuned_spill_bytes() -> int:
 
     Measured with 13.5: 8 bytes in the packed causal backward of shared key heads, 4 in the Hopper one with a mask.
     """
-    from nvrtc_attn.jit import headers
+    from nvrtc_attn.jit import nvrtc_library
 
-    return 8 if headers.nvrtc().version > (13, 0) else 0
+    return 8 if nvrtc_library.nvrtc().version > (13, 0) else 0

@@ -210,7 +210,7 @@ def instant_compiler(cache: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NVRTC_ATTN_CACHE_DIR", str(cache))
         patch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
-        patch.setattr(compiler, "_run_nvrtc", run)
+        patch.setattr(compiler, "run_nvrtc", run)
         compiler._memory.clear()
         yield
         compiler._memory.clear()

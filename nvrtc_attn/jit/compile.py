@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import struct
 import threading
 import time
@@ -28,18 +27,16 @@ from typing import Final
 from ..base import env
 from ..base.errors import CompileError
 from ..base.log import LOGGER
-from . import headers, nvrtc_worker, worker_pool
+from . import headers, nvrtc_library, worker_pool
 from .cache import kernel_cache
 from .cache_entry import SCHEMA
 from .codegen import entry_source
 from .config import KernelConfig
 from .config_text import config_to_json, described, warmup_command
 from .dump import dump_kernel
-from .library_build import nvrtc_build
-from .worker_pool import Answer, Ticket, WorkerDiedError
-
-PROGRAM_NAME: Final = "attention_entry.cu"
-"""Without a directory part, so that messages are the same everywhere and no directory is searched because of it."""
+from .nvrtc_call import PROGRAM_NAME, resources_of, run_nvrtc
+from .nvrtc_library import nvrtc_build
+from .worker_pool import Ticket
 
 COMMON_OPTIONS: Final = (
     "--std=c++17",
@@ -192,7 +189,7 @@ def _request(
 ) -> _Request:
     version, no_cache = _NO_CACHE
     options = (f"--gpu-architecture={arch}", *COMMON_OPTIONS, *extra_options)
-    if headers.nvrtc().version >= version:
+    if nvrtc_library.nvrtc().version >= version:
         options = (*options, no_cache)
     return _Request(kernel_key(source, options, seen), source, arch, options, config)
 
@@ -322,7 +319,7 @@ def _cached(request: _Request) -> CompiledKernel | None:
     log, milliseconds = str(entry.metadata.get("log", "")), float(entry.metadata.get("compile_ms", 0.0))
     with _lock:
         statistics.disk_hits += 1
-    return CompiledKernel(entry.code, request.key, log, milliseconds, True, request.config, **_resources(log))
+    return CompiledKernel(entry.code, request.key, log, milliseconds, True, request.config, **resources_of(log))
 
 
 def _refuse_if_forbidden(request: _Request) -> None:
@@ -342,7 +339,7 @@ def _refuse_if_forbidden(request: _Request) -> None:
 def _compile(request: _Request, ticket: Ticket) -> CompiledKernel:
     config = request.config
     try:
-        code, log = _run_nvrtc(request.source, request.arch, request.options, ticket)
+        code, log = run_nvrtc(request.source, request.arch, request.options, ticket)
     except CompileError as error:
         _dump(request, error.log or str(error), None)
         raise
@@ -363,7 +360,7 @@ def _compile(request: _Request, ticket: Ticket) -> CompiledKernel:
         "log": log,
     }
     kernel_cache().put(request.key, metadata, code)
-    return CompiledKernel(code, request.key, log, milliseconds, False, config, **_resources(log))
+    return CompiledKernel(code, request.key, log, milliseconds, False, config, **resources_of(log))
 
 
 def _dump(request: _Request, log: str, code: bytes | None) -> None:
@@ -371,70 +368,6 @@ def _dump(request: _Request, log: str, code: bytes | None) -> None:
     if directory is not None:
         kernel = request.config.kernel if request.config is not None else ""
         dump_kernel(directory, kernel, request.key, request.source, request.options, log, code)
-
-
-def _resources(log: str) -> dict[str, int | None]:
-    def number(pattern: str) -> int | None:
-        match = re.search(pattern, log)
-        return int(match[1]) if match else None
-
-    found = {
-        "num_regs": number(r"Used (\d+) registers"),
-        "spill_bytes": number(r"(\d+) bytes spill stores"),
-        "stack_bytes": number(r"(\d+) bytes stack frame"),
-        "static_smem_bytes": number(r"(\d+) bytes smem"),
-    }
-    if found["num_regs"] is not None and found["static_smem_bytes"] is None:
-        found["static_smem_bytes"] = 0  # ptxas does not mention what is not used
-    return found
-
-
-def _run_nvrtc(source: str, arch: str, options: tuple[str, ...], ticket: Ticket) -> tuple[bytes, str]:
-    """Compile in a worker, when it is the turn of ``ticket``; the cubin and the log."""
-    library = headers.nvrtc()
-    version = ".".join(map(str, library.version))
-    # Absolute: a worker has another working directory.
-    includes = (f"--include-path={os.path.abspath(root)}" for root in headers.include_roots())
-    arguments = (arch.encode(), PROGRAM_NAME.encode(), source.encode(), *(option.encode() for option in options))
-    message = [os.fsencode(os.path.abspath(library.path)), *arguments, *map(os.fsencode, includes)]
-    try:
-        answer = worker_pool.pool().compile(message, ticket)
-    except WorkerDiedError as death:
-        raise CompileError(
-            f"the compiler process {death} (NVRTC {version}, {arch}). The next call starts another one. To repeat it: "
-            "this exception's .source and .options under nvcc; `python -m nvrtc_attn doctor` tests NVRTC",
-            death.last_words,
-            source,
-            options,
-        ) from death
-    except OSError as error:  # the library, in the process itself
-        raise CompileError(
-            f"NVRTC {version} ({library.path}) cannot be loaded: {error}", "", source, options
-        ) from error
-    if answer.status == nvrtc_worker.UNKNOWN_ARCH:
-        raise CompileError(
-            f"NVRTC {version} does not know {arch}; it knows {', '.join(f'sm_{n}' for n in answer.archs)}. "
-            'Install a newer NVRTC: pip install -U "nvrtc-attn[cu13]" (PTX for another one is not substituted).',
-            "",
-            source,
-            options,
-        )
-    if answer.status != 0:
-        raise CompileError(_refusal(answer, arch, version), answer.log, source, options)
-    return answer.code, answer.log
-
-
-def _refusal(answer: Answer, arch: str, version: str) -> str:
-    log = answer.log
-    lines = [f"NVRTC {version} refused the kernel for {arch}: {answer.name}"]
-    if answer.status == 7 or "builtins" in log:  # NVRTC_ERROR_BUILTIN_OPERATION_FAILURE
-        directory = os.path.dirname(headers.nvrtc().path)
-        lines.append(
-            f"its library of builtins (libnvrtc-builtins.so.{version}) is missing or of another version; searched "
-            f'{directory}. Reinstall NVRTC: pip install --force-reinstall "nvrtc-attn[cu{version.split(".")[0]}]"'
-        )
-    errors = [line for line in log.splitlines() if re.search(r"\berror\b", line) and "errors detected" not in line]
-    return "\n".join([*lines, *(errors or log.splitlines())[:5]])
 
 
 def _copy(error: Exception) -> Exception:

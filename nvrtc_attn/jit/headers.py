@@ -17,15 +17,15 @@ import os
 import posixpath
 import re
 import site
-import sys
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..base import env
 from ..base.errors import CompileError
+from . import nvrtc_library
+from .nvrtc_library import Nvrtc, install_hint
 
 INCLUDE_DIR: Final = Path(__file__).resolve().parents[1] / "_include"
 """Bundled headers: written by ``hatch_build.py``, in a wheel and in an editable checkout."""
@@ -58,14 +58,6 @@ class _Stamp(NamedTuple):
     inode: int
 
 
-@dataclass(frozen=True, slots=True)
-class Nvrtc:
-    """The NVRTC library that kernels are compiled with."""
-
-    version: tuple[int, int]
-    path: str
-
-
 class _OwnHeader(NamedTuple):
     """A file of our device code: the digest of its content, and the names in its ``#include`` lines."""
 
@@ -81,74 +73,7 @@ _INCLUDE: Final = re.compile(r'#[ \t]*include\b[ \t]*(?:<([^>\n]+)>|"([^"\n]+)"|
 
 _file_digests: dict[str, tuple[_Stamp, str]] = {}
 _own_headers: dict[str, _OwnHeader] = {}
-_nvrtc: Nvrtc | None = None
 _cuda_roots: dict[tuple[object, ...], Root] = {}
-
-
-def nvrtc() -> Nvrtc:
-    """NVRTC's version and file. Loads it only where it is no pip package (no GPU, no driver needed).
-
-    Raises
-    ------
-    CompileError
-        NVRTC, or the Python binding of it, is not installed. The message has the searched places and the pip command.
-    """
-    global _nvrtc
-    if _nvrtc is None:
-        _nvrtc = _packaged_nvrtc()
-    if _nvrtc is None:
-        try:
-            from cuda.bindings import nvrtc as bindings
-            from cuda.pathfinder import load_nvidia_dynamic_lib
-
-            path = load_nvidia_dynamic_lib("nvrtc").abs_path or "loaded by another library"
-            result, major, minor = bindings.nvrtcVersion()
-        except Exception as error:  # the loader's exceptions differ between versions; all mean "no NVRTC"
-            raise CompileError(f"NVRTC is not usable: {_loader_message(error)}\n{_install_hint()}") from error
-        if int(result) != 0:
-            raise CompileError(f"NVRTC at {path} does not tell its version ({result!s})\n{_install_hint()}")
-        _nvrtc = Nvrtc((major, minor), path)
-    return _nvrtc
-
-
-def _packaged_nvrtc() -> Nvrtc | None:
-    """The pip package, in the order in which ``cuda.pathfinder`` looks, without loading 110 MB to learn its version.
-
-    The library of builtins beside it, which it can only be used with, has the version in its name.
-    """
-    if os.name != "posix":
-        return None
-    prefixes = list(site.getsitepackages())
-    if site.ENABLE_USER_SITE:
-        prefixes.insert(int(sys.prefix != sys.base_prefix), site.getusersitepackages())
-    for package in ("cu13", "cuda_nvrtc"):
-        for prefix in prefixes:
-            directory = os.path.join(prefix, "nvidia", package, "lib")
-            try:
-                names = os.listdir(directory)
-            except OSError:
-                continue
-            libraries = [name for name in names if re.fullmatch(r"libnvrtc\.so\.\d+", name)]
-            builtins = [re.fullmatch(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)", name) for name in names]
-            versions = [(int(match[1]), int(match[2])) for match in builtins if match]
-            if len(libraries) == len(versions) == 1 and libraries[0].endswith(f".{versions[0][0]}"):
-                return Nvrtc(versions[0], os.path.join(directory, libraries[0]))
-    return None
-
-
-def _loader_message(error: Exception) -> str:
-    """The loader's message without its directory listings and repetitions, with the places where it looked."""
-    first, *rest = str(error).splitlines() or [type(error).__name__]
-    places = re.findall(r'listdir\("([^"]+)"\)', "\n".join(rest))
-    first = ", ".join(dict.fromkeys(first.split(", ")))
-    searched = ["site-packages/nvidia", "the linker's path", "CUDA_PATH", "CUDA_HOME", "conda", *dict.fromkeys(places)]
-    return f"{first}\nSearched: {', '.join(searched)}."
-
-
-def _install_hint(major: int | None = None) -> str:
-    extras = [f"cu{major}"] if major else ["cu13", "cu12"]
-    commands = " or ".join(f'pip install "nvrtc-attn[{extra}]"' for extra in extras)
-    return f"Install it with {commands}, or set CUDA_HOME to an installed toolkit; see `python -m nvrtc_attn doctor`."
 
 
 def roots() -> tuple[Root, ...]:
@@ -159,7 +84,7 @@ def roots() -> tuple[Root, ...]:
     CompileError
         A source is missing. The message has the searched places and the pip command.
     """
-    return (_own_root(), *_bundled_roots(), cuda_root(nvrtc()))
+    return (_own_root(), *_bundled_roots(), cuda_root(nvrtc_library.nvrtc()))
 
 
 def include_roots() -> tuple[Path, ...]:
@@ -323,7 +248,7 @@ def _find_cuda_root(library: Nvrtc) -> Root:
         searched.append(f"\n  - {directory} ({origin}): {f'CUDA {actual}' if actual else 'no CUDA runtime headers'}")
     raise CompileError(
         f"CUDA runtime headers for NVRTC {major}.{library.version[1]} ({library.path}) are missing. Searched:"
-        f"{''.join(searched)}\n{_install_hint(major)}"
+        f"{''.join(searched)}\n{install_hint(major)}"
     )
 
 

@@ -1,7 +1,8 @@
 """What runs in a compiler process: NVRTC through ctypes, one request after another from a pipe.
 
-`worker_pool` starts this file with ``python -I -S``. It imports five small modules of the standard library and nothing
-of this package, so that a worker is ready after 30 ms of processor time (``cuda.bindings.nvrtc`` alone takes 60).
+`compiler_process` starts this file with ``python -I -S``. It imports five small modules of the standard library and
+nothing of this package, so that a worker is ready after 30 ms of processor time (``cuda.bindings.nvrtc`` alone takes
+60).
 
 A message is a number of byte strings, each after its length. The worker answers a request of (library, arch, name,
 source, option, ...) with (status, name of the status, log, cubin, known architectures); its first message is `HELLO`.

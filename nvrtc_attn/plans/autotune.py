@@ -58,7 +58,7 @@ from ..jit import headers
 from ..jit.cache import kernel_cache
 from ..jit.cache_entry import TUNED
 from ..jit.compile import request_kernels
-from ..jit.library_build import nvrtc_build
+from ..jit.nvrtc_library import nvrtc_build
 from ..modifiers.graph import walk
 from ..runtime import device, driver
 from ..runtime.kernel import check_nvrtc

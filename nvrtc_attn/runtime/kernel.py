@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from ..base.errors import CompileError, CudaError, UnsupportedError
 from ..jit import compile as compiler
-from ..jit import headers
+from ..jit import nvrtc_library
 from ..jit.codegen import ENTRY_NAME
 from ..jit.compile import CompiledKernel
 from ..jit.config import PORTABLE_CLUSTER, ForwardConfig
@@ -74,7 +74,7 @@ def check_nvrtc() -> None:
     CompileError
         NVRTC is missing, or of a later major version than the driver.
     """
-    needed, have = headers.nvrtc().version, driver.driver_version()
+    needed, have = nvrtc_library.nvrtc().version, driver.driver_version()
     if have[0] < needed[0]:
         raise CompileError(
             f"NVRTC {needed[0]}.{needed[1]} makes code for drivers of CUDA {needed[0]} or later, and the installed "
@@ -135,7 +135,7 @@ def _explained(error: CudaError) -> CudaError:
 
     Machine code runs on every driver of its CUDA major; only what a later minor adds to the file's format can stop it.
     """
-    made, have = headers.nvrtc().version, driver.driver_version()
+    made, have = nvrtc_library.nvrtc().version, driver.driver_version()
     if have >= made:
         return error
     supported = f"{have[0]}.{have[1]}"

@@ -214,7 +214,7 @@ def test_precompiled_headers_change_no_byte(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(worker_pool, "_pool", pool)
         try:
             texts = [source.format(number=number) for number in range(3)]
-            answers = [compiler._run_nvrtc(text, "sm_80", options, worker_pool.Ticket()) for text in texts]
+            answers = [compiler.run_nvrtc(text, "sm_80", options, worker_pool.Ticket()) for text in texts]
             return [(code, re.sub(r"[\d.]+ ms", "", log)) for code, log in answers]
         finally:
             seen.append(sorted(path.suffix for path in tmp_path.rglob("*") if path.is_file()))

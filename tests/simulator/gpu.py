@@ -34,7 +34,7 @@ from fake_driver import FakeDriver, FakeGpu
 
 from nvrtc_attn.base import env
 from nvrtc_attn.jit import compile as compiler
-from nvrtc_attn.jit import headers, nvrtc_worker
+from nvrtc_attn.jit import headers, nvrtc_call, nvrtc_library, nvrtc_worker
 
 from . import ptx
 
@@ -135,7 +135,8 @@ def compile_to_ptx(source: str, arch: str, options: tuple[str, ...], *_: Any) ->
     kept = [option for option in options if not option.startswith("--gpu-architecture")]
     roots = [f"--include-path={os.path.abspath(root)}" for root in headers.include_roots()]
     fields = [
-        os.path.abspath(headers.nvrtc().path), compiler.PROGRAM_NAME, source, f"--gpu-architecture={virtual}", *kept,
+        os.path.abspath(nvrtc_library.nvrtc().path), nvrtc_call.PROGRAM_NAME, source, f"--gpu-architecture={virtual}",
+        *kept,
         *roots,
     ]  # fmt: skip
     status, text = _ptx_worker.ask([os.fsencode(field) for field in fields])
@@ -334,7 +335,7 @@ def simulated(machine: Any, gpu: FakeGpu | None = None) -> Iterator[SimulatedGpu
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NVRTC_ATTN_CACHE_DIR", os.path.join(os.environ["NVRTC_ATTN_CACHE_DIR"], "ptx"))
         patch.setenv("NVRTC_ATTN_AUTOTUNE", "0")
-        patch.setattr(compiler, "_run_nvrtc", compile_to_ptx)
+        patch.setattr(compiler, "run_nvrtc", compile_to_ptx)
         patch.setattr("nvrtc_attn.plans.plan._plans", {})
         patch.setattr("nvrtc_attn.plans.plan._kernels", {})
         patch.setattr("nvrtc_attn.plans.repeats._repeats", {})

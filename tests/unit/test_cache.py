@@ -636,7 +636,7 @@ def fake_nvrtc(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(headers.Snapshot, "digest", lambda _self, _source: "0" * 64)
     patch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
     patch.setattr(compiler, "_memory", type(compiler._memory)())
-    patch.setattr(compiler, "_run_nvrtc", lambda source, arch, *_: (f"code of {source}".encode(), ""))
+    patch.setattr(compiler, "run_nvrtc", lambda source, arch, *_: (f"code of {source}".encode(), ""))
 
 
 def race(directory: str, index: int, rounds: int, barrier: Any, results: Any) -> None:

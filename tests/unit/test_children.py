@@ -243,7 +243,7 @@ FORK = """
         (module, name): lock
         for module in [x for name, x in sys.modules.items() if name.startswith("nvrtc_attn")]
         for name, lock in vars(module).items()
-        if isinstance(lock, kinds) and name != "_descriptors"  # which every fork waits for
+        if isinstance(lock, kinds) and name != "descriptors"  # which every fork waits for
     }
     print(len(locks) > 10)
     held, done = threading.Event(), threading.Event()

@@ -281,9 +281,9 @@ def test_doctor_shows_every_gpu_and_says_which_cannot_be_used() -> None:
 @pytest.mark.reliability(66)
 def test_doctor_compares_driver_and_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
-    from nvrtc_attn.jit import headers
+    from nvrtc_attn.jit import nvrtc_library
 
-    monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 0), "libnvrtc.so.13"))
+    monkeypatch.setattr(nvrtc_library, "_nvrtc", nvrtc_library.Nvrtc((13, 0), "libnvrtc.so.13"))
     monkeypatch.setattr(nvrtc, "nvrtcGetSupportedArchs", lambda: (0, [90]))
     monkeypatch.setattr(collect_env, "_compiles", lambda module, arch: True)
     problems: list[str] = []
@@ -308,12 +308,12 @@ def test_doctor_notices_an_nvrtc_that_cannot_compile(monkeypatch: pytest.MonkeyP
 def test_doctor_says_once_that_there_is_no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers are looked for beside it; their line was the same three lines again."""
     from nvrtc_attn.base.errors import CompileError
-    from nvrtc_attn.jit import headers
+    from nvrtc_attn.jit import nvrtc_library
 
     def missing() -> None:
         raise CompileError("NVRTC is not usable")
 
-    monkeypatch.setattr(headers, "nvrtc", missing)
+    monkeypatch.setattr(nvrtc_library, "nvrtc", missing)
     report = collect_env.collect()
     assert report["nvrtc"] is None
     assert report["headers"] is None

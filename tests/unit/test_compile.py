@@ -25,7 +25,7 @@ from fake_driver import FakeDriver, installed
 
 from nvrtc_attn.base.errors import CompileError
 from nvrtc_attn.jit import compile as compiler
-from nvrtc_attn.jit import headers, library_build
+from nvrtc_attn.jit import headers, nvrtc_library
 from nvrtc_attn.jit.cache import kernel_cache
 from nvrtc_attn.jit.codegen import entry_source
 from nvrtc_attn.jit.compile import (
@@ -137,7 +137,7 @@ def test_source_architecture_and_every_option_change_the_key(monkeypatch: pytest
 def test_the_options_that_reach_nvrtc_are_the_ones_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, tuple[str, ...]] = {}
     monkeypatch.setattr(
-        compiler, "_run_nvrtc", lambda source, arch, options, _ticket: seen.update({source: options}) or (b"code", "")
+        compiler, "run_nvrtc", lambda source, arch, options, _ticket: seen.update({source: options}) or (b"code", "")
     )
     compiled = compile_source(SOURCE, "sm_86", extra_options=("--maxrregcount=64",))
     assert compiled.key == kernel_key(SOURCE, seen[SOURCE])
@@ -147,7 +147,7 @@ def test_the_options_that_reach_nvrtc_are_the_ones_in_the_key(monkeypatch: pytes
 @pytest.mark.reliability(90)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kernel)
 def test_every_config_field_changes_the_key(config: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
+    monkeypatch.setattr(compiler, "run_nvrtc", lambda *_: (b"code", ""))
     keys = [compile_kernel(c).key for c in (config, *(changed for _, changed in config_variants(config)))]
     assert len(set(keys)) == len(keys) > 25
 
@@ -240,7 +240,7 @@ def test_a_patch_of_nvrtc_is_another_key(monkeypatch: pytest.MonkeyPatch, tmp_pa
         directory.mkdir()
         for name, build_id in files.items():
             (directory / name).write_bytes(elf(b"9" * 20 if name == changed else build_id))
-        monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 1), str(directory / "libnvrtc.so.13")))
+        monkeypatch.setattr(nvrtc_library, "_nvrtc", nvrtc_library.Nvrtc((13, 1), str(directory / "libnvrtc.so.13")))
         assert nvrtc_build().startswith("13.1 ")
         keys.append(kernel_key(SOURCE, COMMON_OPTIONS))
     assert len(set(keys)) == 3
@@ -252,11 +252,11 @@ def test_a_library_without_build_id_is_known_by_its_content(monkeypatch: pytest.
     builds = set()
     for content in (b"MZ one", b"MZ two", elf(b"")[:64]):
         path.write_bytes(content)
-        library_build._builds.pop(str(path), None)
-        monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 0), str(path)))
+        nvrtc_library._builds.pop(str(path), None)
+        monkeypatch.setattr(nvrtc_library, "_nvrtc", nvrtc_library.Nvrtc((13, 0), str(path)))
         builds.add(nvrtc_build())
     assert len(builds) == 3
-    library_build._builds.pop(str(path), None)
+    nvrtc_library._builds.pop(str(path), None)
 
 
 @pytest.mark.reliability(91)
@@ -270,7 +270,7 @@ def test_a_new_driver_is_a_hit() -> None:
 
 def test_the_build_of_the_real_library_is_known() -> None:
     version, *builds = nvrtc_build().split()
-    assert version == digits(headers.nvrtc().version)
+    assert version == digits(nvrtc_library.nvrtc().version)
     assert len(builds) >= 2, "the library and its builtins"
     assert all(len(build) >= 32 for build in builds)
 
@@ -308,7 +308,7 @@ def test_32_threads_one_compile(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.2)
         return b"code", ""
 
-    monkeypatch.setattr(compiler, "_run_nvrtc", slow)
+    monkeypatch.setattr(compiler, "run_nvrtc", slow)
     results = in_threads(32, lambda _: compile_source(SOURCE, "sm_80"))
     assert calls == [SOURCE]
     assert all(isinstance(r, CompiledKernel) and r.code == b"code" for r in results)
@@ -337,7 +337,7 @@ def test_a_compile_error_reaches_all_threads_and_may_be_retried(monkeypatch: pyt
         raise CompileError("refused", "the log", source, options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "_run_nvrtc", failing)
+        patch.setattr(compiler, "run_nvrtc", failing)
         patch.setattr(compiler, "_Flight", CountedFlight)
         results = in_threads(32, lambda _: compile_source(SOURCE, "sm_80"))
     assert len(calls) == 1
@@ -357,7 +357,7 @@ def test_an_interrupted_look_up_is_taken_over(monkeypatch: pytest.MonkeyPatch) -
             raise KeyboardInterrupt
 
     monkeypatch.setattr(compiler, "_cached", interrupted)
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
+    monkeypatch.setattr(compiler, "run_nvrtc", lambda *_: (b"code", ""))
     results = in_threads(8, lambda _: compile_source(SOURCE, "sm_80"))
     assert [type(r) for r in results].count(KeyboardInterrupt) == 1
     assert len(calls) == 2
@@ -374,7 +374,7 @@ def test_the_next_call_joins_the_compile_of_an_interrupted_one(monkeypatch: pyte
         assert proceed.wait(30)
         return b"code", ""
 
-    monkeypatch.setattr(compiler, "_run_nvrtc", compile_slowly)
+    monkeypatch.setattr(compiler, "run_nvrtc", compile_slowly)
     interrupt = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
     try:
@@ -393,7 +393,7 @@ def test_the_next_call_joins_the_compile_of_an_interrupted_one(monkeypatch: pyte
 
 @pytest.mark.reliability(75)
 def test_a_compile_that_nobody_began_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
+    monkeypatch.setattr(compiler, "run_nvrtc", lambda *_: (b"code", ""))
     monkeypatch.setattr(compiler, "_BEGIN_SECONDS", 0.05)
 
     def interrupted(*_: Any) -> None:
@@ -409,7 +409,7 @@ def test_a_compile_that_nobody_began_is_taken_over(monkeypatch: pytest.MonkeyPat
 
 def test_kernels_of_one_call_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(len(CONFIGS) + 1)
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda source, *_: (together.wait(30), (source.encode(), ""))[1])
+    monkeypatch.setattr(compiler, "run_nvrtc", lambda source, *_: (together.wait(30), (source.encode(), ""))[1])
     kernels = compile_kernels(CONFIGS, lambda: together.wait(30))  # passes only if all are inside meanwhile
     assert [kernel.config for kernel in kernels] == CONFIGS
     again = compile_kernels(CONFIGS, lambda: pytest.fail("there is nothing to wait for"))
@@ -420,7 +420,7 @@ def test_the_kernels_of_one_call_share_a_look_at_the_headers(monkeypatch: pytest
     looks = []
     real = headers.roots
     monkeypatch.setattr(headers, "roots", lambda: looks.append(1) or real())
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"code", ""))
+    monkeypatch.setattr(compiler, "run_nvrtc", lambda *_: (b"code", ""))
     keys = [kernel.key for kernel in compile_kernels(CONFIGS)]
     assert len(looks) == 1
     assert keys == [compile_kernel(config).key for config in CONFIGS]
@@ -432,7 +432,7 @@ def test_an_error_is_that_of_its_kernel_and_the_others_are_there(monkeypatch: py
             raise CompileError("refused", "", source, options)
         return b"code", ""
 
-    monkeypatch.setattr(compiler, "_run_nvrtc", run)
+    monkeypatch.setattr(compiler, "run_nvrtc", run)
     kernels = compile_kernels(CONFIGS[:3])
     assert next(kernels).config == CONFIGS[0]
     with pytest.raises(CompileError, match="refused"):
@@ -449,7 +449,7 @@ def test_what_fails_in_the_background_is_silent_until_it_is_asked_for(
         calls.append(ticket.urgent)
         raise CompileError("refused", "the log", source, options)
 
-    monkeypatch.setattr(compiler, "_run_nvrtc", failing)
+    monkeypatch.setattr(compiler, "run_nvrtc", failing)
     request_kernels([CONFIG])
     for flight in list(compiler._flights.values()):
         flight.done.wait(30)
@@ -468,7 +468,7 @@ def test_nothing_compiles_in_the_background_where_it_is_forbidden(
     variable: str, cache_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "1")
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(compiler, "run_nvrtc", lambda *_: pytest.fail("compiled"))
     request_kernels([CONFIG])
     assert compiler._flights == {}
     assert not cache_directory.exists()
@@ -485,7 +485,7 @@ def test_a_compile_that_somebody_waits_for_is_no_longer_in_the_background(monkey
         hurried.append(ticket.urgent)
         return b"code", ""
 
-    monkeypatch.setattr(compiler, "_run_nvrtc", run)
+    monkeypatch.setattr(compiler, "run_nvrtc", run)
     request_kernels([CONFIG])
     assert entered.wait(30)
     threading.Timer(0.2, proceed.set).start()
@@ -501,7 +501,7 @@ def test_different_keys_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPat
         together.wait(30)  # passes only if all eight are inside at once
         return source.encode(), ""
 
-    monkeypatch.setattr(compiler, "_run_nvrtc", compile_together)
+    monkeypatch.setattr(compiler, "run_nvrtc", compile_together)
     results = in_threads(8, lambda index: compile_source(f"// {index}", "sm_80"))
     assert [r.code for r in results] == [f"// {i}".encode() for i in range(8)]
 
@@ -534,7 +534,7 @@ def test_an_unknown_architecture_is_refused(arch: str) -> None:
     with pytest.raises(CompileError) as caught:
         compile_source(SOURCE, arch)
     assert arch in str(caught.value)
-    assert digits(headers.nvrtc().version) in str(caught.value)
+    assert digits(nvrtc_library.nvrtc().version) in str(caught.value)
     assert "sm_80, " in str(caught.value)
     assert "pip install" in str(caught.value)
 
@@ -548,7 +548,7 @@ def test_a_warm_read_only_cache_serves_without_compile_and_writes(
     os.utime(path, (1, 1))
     cache_directory.chmod(0o500)
     monkeypatch.setenv("NVRTC_ATTN_NO_COMPILE", "1")
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(compiler, "run_nvrtc", lambda *_: pytest.fail("compiled"))
     for name in ("utime", "mkdir", "replace", "unlink"):
         monkeypatch.setattr(os, name, lambda *_, **__: pytest.fail("written"))
     forget()
@@ -585,13 +585,13 @@ def test_a_copied_cache_is_a_hit_in_another_process(repository: Path, tmp_path: 
 
 @pytest.mark.reliability(96)
 def test_missing_builtins_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = headers.nvrtc()
+    library = nvrtc_library.nvrtc()
     roots = headers.include_roots()  # some are beside the real library
     copy = tmp_path / Path(library.path).name
     shutil.copyfile(library.path, copy)
     monkeypatch.setattr(headers, "include_roots", lambda: roots)
     monkeypatch.setattr(headers.Snapshot, "digest", lambda _self, _source: "0" * 64)
-    monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc(library.version, str(copy)))
+    monkeypatch.setattr(nvrtc_library, "_nvrtc", nvrtc_library.Nvrtc(library.version, str(copy)))
     with pytest.raises(CompileError) as caught:
         compile_source(SOURCE, "sm_80")
     for part in ("builtins", str(tmp_path), "pip install --force-reinstall"):
@@ -637,7 +637,7 @@ def test_a_compile_leaves_limits_and_environment_alone() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda source, *_: (source.encode(), ""))
+    monkeypatch.setattr(compiler, "run_nvrtc", lambda source, *_: (source.encode(), ""))
     monkeypatch.setattr(compiler, "_MEMORY_ENTRIES", 4)
     for index in range(10):
         compile_source(f"// {index}", "sm_80")

@@ -11,7 +11,7 @@ from fake_driver import FakeDriver, FakeGpu, installed
 
 from nvrtc_attn.base.architectures import ARCHITECTURES, PORTABLE_ARCHITECTURES, arch_of
 from nvrtc_attn.base.errors import CudaError, UnsupportedError
-from nvrtc_attn.jit import headers
+from nvrtc_attn.jit import nvrtc_library
 from nvrtc_attn.jit.compile import compile_source
 from nvrtc_attn.runtime import device
 
@@ -31,7 +31,7 @@ def test_the_table_holds_the_promised_architectures() -> None:
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
 def test_nvrtc_knows_every_architecture(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVRTC_ATTN_ASSERT_CACHED", raising=False)
-    if arch == "sm_110" and headers.nvrtc().version < (13, 0):
+    if arch == "sm_110" and nvrtc_library.nvrtc().version < (13, 0):
         pytest.skip("NVRTC 12 calls it sm_101")
     source = 'extern "C" __global__ void attention_entry(int* x) { x[0] = 1; }'
     assert compile_source(source, arch).code
@@ -101,7 +101,7 @@ def missing(name, *rest):
     return load(name, *rest)
 load, cuda.pathfinder.load_nvidia_dynamic_lib = cuda.pathfinder.load_nvidia_dynamic_lib, missing
 import nvrtc_attn
-from nvrtc_attn.jit import compile
+from nvrtc_attn.jit import compile, nvrtc_library
 from nvrtc_attn.runtime import device, driver, kernel
 from nvrtc_attn.base import errors
 import cuda.bindings.driver

@@ -23,7 +23,7 @@ def dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The directory, not made yet; NVRTC takes no time, and neither memory nor disk knows a kernel."""
     monkeypatch.setenv("NVRTC_ATTN_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setenv("NVRTC_ATTN_DUMP", str(tmp_path / "deep" / "dump"))
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: (b"\x7fELF code", "a log"))
+    monkeypatch.setattr(compiler, "run_nvrtc", lambda *_: (b"\x7fELF code", "a log"))
     compiler._memory.clear()
     yield tmp_path / "deep" / "dump"
     compiler._memory.clear()
@@ -55,7 +55,7 @@ def test_a_refused_kernel_leaves_source_and_log(dumped: Path, monkeypatch: pytes
     def refuse(source: str, arch: str, options: tuple[str, ...], *_: Any) -> tuple[bytes, str]:
         raise CompileError("NVRTC refused the kernel", "entry(1): error: no", source, options)
 
-    monkeypatch.setattr(compiler, "_run_nvrtc", refuse)
+    monkeypatch.setattr(compiler, "run_nvrtc", refuse)
     with pytest.raises(CompileError):
         compile_source(SOURCE, "sm_80")
     files = {path.suffix: path.read_text() for path in dumped.iterdir()}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nvrtc_attn.base.errors import CompileError
-from nvrtc_attn.jit import headers
+from nvrtc_attn.jit import headers, nvrtc_library
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import hatch_build
@@ -23,15 +23,15 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def library() -> headers.Nvrtc:
+def library() -> nvrtc_library.Nvrtc:
     try:
-        return headers.nvrtc()
+        return nvrtc_library.nvrtc()
     except CompileError as error:
         pytest.skip(f"no NVRTC: {error}")
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: headers.Nvrtc) -> Path:
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: nvrtc_library.Nvrtc) -> Path:
     """A private copy of all headers, laid out as in a wheel; `headers` uses it."""
     roots = {root.name: root.directories[0] for root in headers.roots()}
     shutil.copytree(headers.INCLUDE_DIR, tmp_path / "_include")
@@ -247,7 +247,7 @@ def test_modified_headers_are_found(install: Path) -> None:
     assert headers.modified_headers() == ["cutlass/cute/layout.hpp", "nvidia/cccl/nv/target"]
 
 
-def test_digest_is_fast(library: headers.Nvrtc) -> None:
+def test_digest_is_fast(library: nvrtc_library.Nvrtc) -> None:
     def measure() -> float:
         headers._file_digests.clear()
         headers._own_headers.clear()
@@ -274,7 +274,7 @@ def test_digest_is_fast(library: headers.Nvrtc) -> None:
     assert (time.process_time() - start) / 10 < 8 * min(read(contents=False) for _ in range(10))
 
 
-def test_cuda_headers_cover_what_the_bundle_may_include(library: headers.Nvrtc) -> None:
+def test_cuda_headers_cover_what_the_bundle_may_include(library: nvrtc_library.Nvrtc) -> None:
     """The hand-written list against the include closure of the installed CUDA headers."""
     bundle = [root.directories[0] for root in headers.roots()[:3]]
     sources = [path for root in bundle for path in root.rglob("*") if path.suffix in (".h", ".hpp", ".cuh", "")]
@@ -290,8 +290,8 @@ def test_cuda_headers_cover_what_the_bundle_may_include(library: headers.Nvrtc) 
 def test_missing_nvrtc_says_where_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
     pathfinder = pytest.importorskip("cuda.pathfinder")
     pytest.importorskip("cuda.bindings.nvrtc")  # keeps the function that it imports
-    monkeypatch.setattr(headers, "_nvrtc", None)
-    monkeypatch.setattr(headers, "_packaged_nvrtc", lambda: None)
+    monkeypatch.setattr(nvrtc_library, "_nvrtc", None)
+    monkeypatch.setattr(nvrtc_library, "_packaged_nvrtc", lambda: None)
 
     def not_found(name: str) -> None:
         raise RuntimeError("No such file: libnvrtc.so*; searched in: /somewhere/nvidia/cu13/lib")
@@ -344,7 +344,7 @@ def test_missing_bundled_headers_say_which_where_and_how(
 
 @pytest.mark.reliability(96)
 def test_missing_cuda_headers_list_the_searched_places_and_the_extra(nowhere: Path) -> None:
-    library = headers.Nvrtc((12, 9), str(nowhere / "site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"))
+    library = nvrtc_library.Nvrtc((12, 9), str(nowhere / "site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"))
     with pytest.raises(CompileError, match=r"NVRTC 12\.9") as caught:
         headers.cuda_root(library)
     message = str(caught.value)
@@ -358,10 +358,10 @@ def test_two_installed_majors_are_told_apart(nowhere: Path) -> None:
     packages = nowhere / "site" / "nvidia"
     thirteen = _fake_cuda(packages / "cu13" / "include", 13000)
     twelve = _fake_cuda(packages / "cuda_runtime" / "include", 12090)
-    assert headers.cuda_root(headers.Nvrtc((13, 0), f"{packages}/cu13/lib/libnvrtc.so.13")).directories == (thirteen,)
-    assert headers.cuda_root(headers.Nvrtc((12, 9), f"{packages}/cuda_nvrtc/lib/libnvrtc.so.12")).directories == (
-        twelve,
-    )
+    of_13 = nvrtc_library.Nvrtc((13, 0), f"{packages}/cu13/lib/libnvrtc.so.13")
+    of_12 = nvrtc_library.Nvrtc((12, 9), f"{packages}/cuda_nvrtc/lib/libnvrtc.so.12")
+    assert headers.cuda_root(of_13).directories == (thirteen,)
+    assert headers.cuda_root(of_12).directories == (twelve,)
 
 
 @pytest.mark.reliability(96)
@@ -369,16 +369,16 @@ def test_headers_of_the_wrong_major_are_refused_by_name(nowhere: Path, monkeypat
     toolkit = _fake_cuda(nowhere / "toolkit" / "include", 12090)
     monkeypatch.setenv("CUDA_HOME", str(toolkit.parent))
     with pytest.raises(CompileError, match="CUDA 12") as caught:
-        headers.cuda_root(headers.Nvrtc((13, 0), "/elsewhere/a/b/libnvrtc.so.13"))
+        headers.cuda_root(nvrtc_library.Nvrtc((13, 0), "/elsewhere/a/b/libnvrtc.so.13"))
     assert f"{toolkit} (CUDA_HOME): CUDA 12" in str(caught.value)
 
 
 def test_toolkit_of_the_system_is_found_through_cuda_home(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toolkit = _fake_cuda(nowhere / "toolkit" / "include", 13010)
-    library = headers.Nvrtc((13, 1), "/elsewhere/a/b/libnvrtc.so.13")
+    library = nvrtc_library.Nvrtc((13, 1), "/elsewhere/a/b/libnvrtc.so.13")
     monkeypatch.setenv("CUDA_PATH", str(toolkit.parent))
     assert headers.cuda_root(library) == headers.Root("cuda", (toolkit,), "CUDA_PATH")
-    beside = headers.Nvrtc((13, 1), str(toolkit.parent / "lib64" / "libnvrtc.so.13"))
+    beside = nvrtc_library.Nvrtc((13, 1), str(toolkit.parent / "lib64" / "libnvrtc.so.13"))
     assert headers.cuda_root(beside).origin == "beside NVRTC"
 
 

@@ -17,7 +17,7 @@ from fake_driver import FakeDriver, FakeGpu, installed, instant_compiler
 from nvrtc_attn.base.errors import CompileError, CudaError, DeviceFaultError, NotReadyError, UnsupportedError
 from nvrtc_attn.front.problem import AttentionProblem, dense_layout
 from nvrtc_attn.jit import compile as compiler
-from nvrtc_attn.jit import headers
+from nvrtc_attn.jit import nvrtc_library
 from nvrtc_attn.jit.cache import kernel_cache
 from nvrtc_attn.jit.compile import CompiledKernel, compile_kernel, compile_source
 from nvrtc_attn.jit.config import ForwardConfig
@@ -229,7 +229,7 @@ def test_a_refusal_says_when_nvrtc_is_newer_than_the_driver(
     cached: bool, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     compiled = request.getfixturevalue("from_disk") if cached else compile_kernel(CONFIG)
-    monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 5), headers.nvrtc().path))
+    monkeypatch.setattr(nvrtc_library, "_nvrtc", nvrtc_library.Nvrtc((13, 5), nvrtc_library.nvrtc().path))
     for version, advice in ((13000, 'pip install "nvidia-cuda-nvrtc==13.0.*"'), (13050, None)):
         fake.version = version
         fake.failures["cuLibraryLoadData"] = [200, 200]
@@ -247,7 +247,7 @@ def test_a_refusal_says_when_nvrtc_is_newer_than_the_driver(
 def test_a_driver_of_an_earlier_major_version_than_nvrtc_is_refused(
     nvrtc: tuple[int, int], version: int, fits: bool, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc(nvrtc, headers.nvrtc().path))
+    monkeypatch.setattr(nvrtc_library, "_nvrtc", nvrtc_library.Nvrtc(nvrtc, nvrtc_library.nvrtc().path))
     fake.version = version
     if fits:
         check_nvrtc()
@@ -268,13 +268,13 @@ def test_a_plan_refuses_such_a_driver_before_anything_is_compiled(
         dtype="bfloat16", batch=4, seqlen_q=1024, seqlen_k=1024, num_heads=16, num_heads_kv=16, head_dim=64,
         head_dim_v=64, q=rows, k=rows, v=rows, out=rows,
     )  # fmt: skip
-    monkeypatch.setattr(headers, "_nvrtc", headers.Nvrtc((13, 0), headers.nvrtc().path))
+    monkeypatch.setattr(nvrtc_library, "_nvrtc", nvrtc_library.Nvrtc((13, 0), nvrtc_library.nvrtc().path))
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "_kernels", {})
     fake.version = 12040
     for module in (compiler, autotune):
         monkeypatch.setattr(module, "request_kernels", lambda _: pytest.fail("compiles in the background"))
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: pytest.fail("compiles"))
+    monkeypatch.setattr(compiler, "run_nvrtc", lambda *_: pytest.fail("compiles"))
     with pytest.raises(CompileError, match=r"nvrtc-attn\[cu12\]"):
         plan.forward_plan(problem, 0, 0, tune=tune)
 

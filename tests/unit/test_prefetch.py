@@ -61,7 +61,7 @@ def fake_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[C
     for module, name, empty in ((plan, "_plans", {}), (plan, "_kernels", {}), (prefetch, "_done", set())):
         monkeypatch.setattr(module, name, empty)
     made = Compiler()
-    monkeypatch.setattr(compiler, "_run_nvrtc", made)
+    monkeypatch.setattr(compiler, "run_nvrtc", made)
     compiler._memory.clear()
     with installed(FakeDriver([FakeGpu()])):
         yield made

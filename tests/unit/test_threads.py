@@ -32,7 +32,7 @@ from nvrtc_attn.front.call import CallOptions, describe
 from nvrtc_attn.front.operands import FORWARD
 from nvrtc_attn.front.problem import AttentionProblem, OperandLayout, dense_layout
 from nvrtc_attn.heuristics import tensor_map as tma
-from nvrtc_attn.jit import cache, headers, library_build
+from nvrtc_attn.jit import cache, headers, nvrtc_library
 from nvrtc_attn.jit import compile as compiler
 from nvrtc_attn.jit.params import HopperForwardParams
 from nvrtc_attn.plans import autotune, plan
@@ -212,7 +212,7 @@ def test_tensor_maps_are_those_of_the_address(fake: FakeDriver, monkeypatch: pyt
 
 def test_one_key_is_compiled_once(fake: FakeDriver) -> None:
     compiled: list[str] = []
-    run = compiler._run_nvrtc  # the instant one, which is put away before `monkeypatch` would put it back
+    run = compiler.run_nvrtc  # the instant one, which is put away before `monkeypatch` would put it back
 
     def counted(source: str, *more: Any) -> Any:
         compiled.append(source)
@@ -220,7 +220,7 @@ def test_one_key_is_compiled_once(fake: FakeDriver) -> None:
 
     sources = [f"// kernel {i}" for i in range(10)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "_run_nvrtc", counted)
+        patch.setattr(compiler, "run_nvrtc", counted)
         found = hammer(lambda number: [compiler.compile_source(s, "sm_90").code for s in sources[number % 2 :]])
     assert Counter(compiled) == dict.fromkeys(sources, 1)
     assert all(codes[-9:] == found[0][-9:] for codes in found)
@@ -398,10 +398,10 @@ def test_headers_are_digested_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headers, "_file_digests", {})
     monkeypatch.setattr(headers, "_own_headers", {})
     monkeypatch.setattr(headers, "_cuda_roots", {})
-    monkeypatch.setattr(headers, "_nvrtc", None)
-    monkeypatch.setattr(library_build, "_builds", {})
-    build = library_build.nvrtc_build()
-    found = hammer(lambda _: (headers.header_digest(), headers.Snapshot().digest(source), library_build.nvrtc_build()))
+    monkeypatch.setattr(nvrtc_library, "_nvrtc", None)
+    monkeypatch.setattr(nvrtc_library, "_builds", {})
+    build = nvrtc_library.nvrtc_build()
+    found = hammer(lambda _: (headers.header_digest(), headers.Snapshot().digest(source), nvrtc_library.nvrtc_build()))
     assert set(found) == {(*expected, build)}
 
 

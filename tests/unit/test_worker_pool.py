@@ -20,9 +20,10 @@ import pytest
 from nvrtc_attn.base import log
 from nvrtc_attn.base.errors import CompileError
 from nvrtc_attn.jit import compile as compiler
-from nvrtc_attn.jit import nvrtc_worker, worker_pool
+from nvrtc_attn.jit import compiler_process, nvrtc_worker, worker_pool
 from nvrtc_attn.jit.compile import compile_source
-from nvrtc_attn.jit.worker_pool import Answer, Ticket, WorkerDiedError, WorkerPool, WorkerUnavailableError
+from nvrtc_attn.jit.compiler_process import Answer, WorkerDiedError, WorkerUnavailableError
+from nvrtc_attn.jit.worker_pool import Ticket, WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -50,7 +51,7 @@ def fake_script(tmp_path: Path) -> Path:
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch, fake_script: Path) -> Iterator[WorkerPool]:
     """A pool of its own whose workers execute their source."""
-    monkeypatch.setattr(worker_pool, "_script", lambda: str(fake_script))
+    monkeypatch.setattr(compiler_process, "_script", lambda: str(fake_script))
     made = WorkerPool()
     monkeypatch.setattr(worker_pool, "_pool", made)
     yield made
@@ -106,10 +107,10 @@ def test_an_idle_worker_is_ended_and_leaves_no_zombie(pool: WorkerPool, monkeypa
 
 
 def test_a_worker_that_gave_up_waiting_is_replaced(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "_SELF_IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(compiler_process, "_SELF_IDLE_SECONDS", 0.1)
     pid = pid_of(run(pool, REPORT_PID))
     wait_until(lambda: not is_alive(pid))  # while this process was stopped, say
-    monkeypatch.setattr(worker_pool, "_SELF_IDLE_SECONDS", 60.0)
+    monkeypatch.setattr(compiler_process, "_SELF_IDLE_SECONDS", 60.0)
     assert run(pool, "code = b'again'").code == b"again"
 
 
@@ -175,7 +176,7 @@ def test_a_worker_has_its_own_session_no_descriptor_and_a_small_environment(
         os.close(reader)
         os.close(writer)
     assert (own_session, directory, isolated) == (True, "/", 1)
-    assert set(environment) <= {"LC_ALL", "LC_CTYPE", *worker_pool._VARIABLES}
+    assert set(environment) <= {"LC_ALL", "LC_CTYPE", *compiler_process._VARIABLES}
     assert pipe not in facts
     assert count == 1, "the pipe of its answers"
 
@@ -340,8 +341,8 @@ def test_a_child_of_a_fork_starts_its_own_workers(pool: WorkerPool) -> None:
 PARENT = """
 import os, sys, threading, time
 sys.path.insert(0, {root!r})
-from nvrtc_attn.jit import worker_pool
-worker_pool._script = lambda: {script!r}
+from nvrtc_attn.jit import compiler_process, worker_pool
+compiler_process._script = lambda: {script!r}
 def run(source):
     return worker_pool.pool().compile([b"", b"", b"", source], worker_pool.Ticket())
 print(int(run(b"import os; code = b'%d' % os.getpid()").code), flush=True)
@@ -410,7 +411,7 @@ def test_without_a_worker_the_process_compiles_after_one_warning(
     else:
         script = tmp_path / "other.py"
         script.write_text("print('welcome to another program')")
-        monkeypatch.setattr(worker_pool, "_script", lambda: str(script))
+        monkeypatch.setattr(compiler_process, "_script", lambda: str(script))
     assert run(pool, "").code == b"here"
     assert run(pool, "").code == b"here"
     assert len(caplog.records) == 1
@@ -438,14 +439,14 @@ def test_only_a_python_interpreter_is_started(
     monkeypatch.setattr(sys, "frozen", frozen, raising=False)
     monkeypatch.delitem(sys.modules, "multiprocessing.spawn", raising=False)  # a runner may have set its interpreter
     if works:
-        assert worker_pool._interpreter() == executable
+        assert compiler_process._interpreter() == executable
     else:
         with pytest.raises(WorkerUnavailableError, match=re.escape(repr(executable))):
-            worker_pool._interpreter()
+            compiler_process._interpreter()
         beside = tmp_path / "bin" / "python{}.{}".format(*sys.version_info)
         beside.parent.mkdir()
         beside.symlink_to(PYTHON)
-        assert worker_pool._interpreter() == str(beside)
+        assert compiler_process._interpreter() == str(beside)
 
 
 def test_cores_and_memory_are_counted() -> None:
