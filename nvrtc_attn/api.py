@@ -172,10 +172,11 @@ def attention(
     -----
     The algorithm is FlashAttention-2's (T. Dao, 2023) on the interface of PyTorch's memory-efficient attention.
 
-    Where the exact result is finite, out is, for every score that float32 can hold. A NaN in a score that a row sees
-    makes its out and lse NaN. k and v of keys beyond ``seqused_k``, outside every sequence, or hidden by a mask of one
-    row for all queries contribute nothing, whatever they hold, and k of any hidden key nothing to out and lse. A NaN or
-    infinity in v of a key that causal, window_size or another mask hides may reach rows that do not see it.
+    Where the exact result is finite, out is, for every score and ``q . k`` that float32 can hold. A NaN in a score that
+    a row sees makes its out and lse NaN. k and v of keys beyond ``seqused_k``, outside every sequence, or hidden by a
+    mask of one row for all queries contribute nothing, whatever they hold, and k of any hidden key nothing to out and
+    lse. A NaN or infinity in v of a key that causal, window_size or another mask hides may reach rows that do not see
+    it.
 
     With a sink a row whose keys are all hidden has an lse, that of the sink alone, and no output either.
 
@@ -351,6 +352,7 @@ def attention_backward(
     Parameters
     ----------
     dout, out : ``[B, Mq, H, Kv]``
+        dtype of q: round an out that was written in float32.
     lse : float32 ``[B, H, Mq]`` (packed: ``[1, H, total_q]``)
         What the forward pass wrote.
     dq, dk, dv

@@ -40,6 +40,7 @@ REQUIREMENTS: Final = {
 """Distribution -> a module of it and a name in there. What pip leaves of a package may import, and be empty."""
 
 _READ_ONLY: Final = "read-only: what is in it is used, and kernels that are compiled stay in memory"
+_NOT_MADE: Final = "absent, and cannot be made here: kernels that are compiled stay in memory"
 _NOT_HERE: Final = (
     "the process that calls attention, which is not this one. There print nvrtc_attn.torch.sdpa.report(), or all of "
     "this report: from nvrtc_attn.doctor import show; show()"
@@ -201,8 +202,13 @@ def _cache(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
         section["state"] = str(caught[0].message)
     elif directory.is_dir():
         section["state"] = "ok" if os.access(directory, os.W_OK) else _READ_ONLY
+    else:
+        parent = next(path for path in directory.absolute().parents if os.path.exists(path))
+        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+            section["state"] = _NOT_MADE
     # Where nothing may be compiled nothing would be written: a warm cache that is mounted read-only is whole.
-    if section["state"] not in ("ok", "absent") and not (section["state"] == _READ_ONLY and env.no_compile()):
+    is_unwritable = section["state"] in (_READ_ONLY, _NOT_MADE)
+    if section["state"] not in ("ok", "absent") and not (is_unwritable and env.no_compile()):
         problems.append(f"cache: {directory}: {section['state']}")
     return section
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from . import collect_env
 from .base.dtypes import ATTENTION_DTYPES
-from .base.errors import CudaError, TraceError, UnsupportedError
+from .base.errors import CudaError, TraceError, UnsupportedError, shown
 from .base.log import LOGGER
 from .base.version import __version__
 from .doctor import accept_any_text, show
@@ -236,7 +236,9 @@ def _modifier_named(text: str) -> Modifier:
     Raises
     ------
     ValueError
-        There is no such function, or it has neither 5, 4 nor no parameters.
+        There is no such function, it has neither 5, 4 nor no parameters, or what it is asked for fails.
+    TraceError
+        It does what cannot be traced.
     """
     module, _, name = text.partition(":")
     sys.path.insert(0, "")
@@ -244,6 +246,8 @@ def _modifier_named(text: str) -> Modifier:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--modifier {text}: {error}. Write it as module:function.") from error
+    except Exception as error:
+        raise ValueError(f"--modifier {text}: its module ends with {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")
     if isinstance(found, Modifier):
@@ -253,14 +257,25 @@ def _modifier_named(text: str) -> Modifier:
         raise ValueError(f"--modifier {text}: it is no function of (score, b, h, q, k), (b, h, q, k) or nothing.")
     if count:
         return trace(found) if count == 5 else trace(None, found)
-    made = found()
-    return made if isinstance(made, Modifier) else trace(*made)
+    try:
+        made = found()
+    except TraceError:
+        raise
+    except Exception as error:
+        raise ValueError(f"--modifier {text}: it ends with {type(error).__name__}: {error}") from error
+    if isinstance(made, Modifier):
+        return made
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ValueError(
+            f"--modifier {text}: it returns {shown(made)}, not (score_mod, mask_mod) or what nvrtc_attn.trace makes."
+        )
+    return trace(*made)
 
 
 def _seqlens(text: str) -> tuple[int, int]:
-    query, _, key = text.partition("x")
+    query, pair, key = text.partition("x")
     try:
-        lengths = int(query), int(key or query)
+        lengths = int(query), int(key if pair else query)
     except ValueError:
         lengths = (0, 0)
     if min(lengths) < 1:

@@ -31,6 +31,9 @@ _BEHIND = {
     "nvrtc_attn.integrations.transformers": "transformers",
     "nvrtc_attn.integrations.diffusers": "diffusers",
 }
+# Seen once (jaxlib of JAX 0.10.2, 2026-11-29): a program was done, and its process waited for good in the destructor of
+# JAX's CPU client, for a thread of its pool that slept.
+_END = "\nimport os, sys\nsys.stdout.flush()\nsys.stderr.flush()\nos._exit(0)\n"
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>.*?) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -136,7 +139,10 @@ def run(program: Program, *, on_gpu: bool, cwd: Path) -> str:
     if not on_gpu:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     script = cwd / "program.py"
-    script.write_text(program.source(on_gpu=on_gpu, last=count), encoding="utf-8")
+    source = program.source(on_gpu=on_gpu, last=count)
+    if "jax" in program.libraries:
+        source += _END
+    script.write_text(source, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,

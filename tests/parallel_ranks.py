@@ -907,6 +907,19 @@ def programs(rank: int, size: int, device: Any) -> Found:
             found += refused(
                 "twice", "second", lambda gradient=gradient, y=y: torch.autograd.grad(gradient.sum(), y), RuntimeError
             )
+    # A penalty, whose dout needs no gradient: ulysses keeps none of q, k and v, and had no node to refuse it.
+    for strategy in ("all_gather", "ring", "ulysses"):
+        y = x.clone().requires_grad_()
+        out = ContextParallel(seqlen=32, strategy=strategy).attention(y, y, y, causal=True)
+        (gradient,) = torch.autograd.grad(out.sum(), y, create_graph=True)
+        found += refused(
+            f"penalty, {strategy}", "second", lambda out=out, g=gradient: (out.sum() + g.square().sum()).backward(),
+            RuntimeError,
+        )  # fmt: skip
+    for name, call in (
+        ("jvp", lambda: torch.func.jvp(cp.unshard, (x,), (x,))), ("grad", lambda: torch.func.grad(cp.unshard)(x)),
+    ):  # fmt: skip
+        found += refused(f"unshard, {name}", "torch.func", call, UnsupportedError)
     y = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(cp.unshard(y).pow(3).sum(), y, create_graph=True)
     (twice,) = torch.autograd.grad(gradient.sum(), y)

@@ -14,7 +14,7 @@ from ..modifiers.modifier import Program
 from . import philox
 from .operand_checks import check_devices, check_dtypes, check_optional, check_ranks, check_shapes, check_varlen
 from .operands import INPUTS, OPERANDS, OPTIONAL_INPUTS
-from .part import Part
+from .part import Part, check_part
 from .problem import LAYOUT_FIELDS, AttentionProblem, Causal, PlanAs, WindowSize, layout
 from .tensorview import TensorView
 from .validation import Violations, check_flag, check_real, check_scale_and_softcap, check_window
@@ -179,10 +179,8 @@ def _check_part(
     found: Violations, part: object, sizes: Sequence[int] | None, varlen: bool, seqused: bool, follows_used: bool
 ) -> None:
     """Whether a call of these sizes, None where its operands have wrong ranks, can be this part of a larger one."""
+    part = check_part(found, part)
     if part is None:
-        return
-    if not isinstance(part, Part):
-        found.kind(f"part: got {shown(part)} of type {type(part).__name__}. It is an nvrtc_attn.Part or None.")
         return
     if sizes is not None:
         part.check(found, sizes, varlen)

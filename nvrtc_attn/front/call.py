@@ -12,7 +12,7 @@ from ..modifiers.graph import dtype_of
 from ..modifiers.modifier import Modifier
 from .modified import Modified, gradient_views, simplify
 from .operands import INPUTS, OPERANDS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS
-from .part import ARRAY_AXES, Part
+from .part import ARRAY_AXES, Part, check_part
 from .philox import NO_RNG, RngState
 from .problem import AttentionProblem, Causal, OperandLayout, WindowSize, dense_layout, layout
 from .remembered import NO_PROGRAM, TracedProgram, new_problem, problem_of
@@ -371,6 +371,7 @@ def plain_options(options: CallOptions) -> CallOptions:
     longest_q = check_integer(found, "max_seqlen_q", options.max_seqlen_q)
     longest_k = check_integer(found, "max_seqlen_k", options.max_seqlen_k)
     flags = {name: check_flag(found, name, getattr(options, name)) for name in _FLAGS}
+    part = check_part(found, options.part)
     found.stop()
     causal = options.causal
     return CallOptions(
@@ -382,5 +383,5 @@ def plain_options(options: CallOptions) -> CallOptions:
         max_seqlen_q=longest_q,
         max_seqlen_k=longest_k,
         **flags,
-        part=options.part,
+        part=part,
     )

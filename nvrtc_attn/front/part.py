@@ -260,6 +260,14 @@ class Part:
             )
 
 
+def check_part(found: Violations, part: object) -> Part | None:
+    """``part`` where it is one; None where there is none, or something else, which is noted."""
+    if part is None or isinstance(part, Part):
+        return part
+    found.kind(f"part: got {shown(part)} of type {type(part).__name__}. It is an nvrtc_attn.Part or None.")
+    return None
+
+
 def _is_array(x: object) -> bool:
     """Whether ``x`` is an array of some library, and not one of NumPy's numbers."""
     return isinstance(x, ArrayStart) or (hasattr(x, "__dlpack__") and not isinstance(x, np.generic))

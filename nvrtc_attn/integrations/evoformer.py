@@ -40,7 +40,8 @@ def triangle_attention(
     ----------
     q, k, v : ``[B, N, H, Q, D]``, ``[B, N, H, K, D]``, ``[B, N, H, K, D]``, or without B
     bias : ``[B, 1, H, Q, K]``, or without B
-        Added to the scores of all N rows, gets its gradient. dtype of q or float32; another becomes float32.
+        Added to the scores of all N rows, gets its gradient. dtype of q or float32; another becomes float32. Under
+        ``torch.autocast`` it is cast as q is.
     mask : ``[B, N, 1, 1, K]``, or without B
         Non-zero keeps the key. A row without keys is 0 and gives no gradient (cuEquivariance: the mean of v).
     scale

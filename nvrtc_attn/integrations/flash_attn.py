@@ -10,14 +10,21 @@ differentiable in every floating-point input, in ``alibi_slopes`` and through th
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ..base.errors import shown
+from ..front.call import CallOptions
+from ..front.operands import INPUTS
 from ..torch import attention, attention_kvpacked, attention_qkvpacked
+from ..torch.modified import needs_operator
+from ..torch.passes import check_call
+from ..torch.tensors import is_transformed
 from . import refuse
-from .alibi import alibi_of_scores, check_slopes, dense_alibi, packed_alibi
+from .alibi import alibi_of_scores, check_slopes, dense_alibi, packed_alibi, without_autocast
 
 __all__ = [
     "flash_attn_func",
@@ -71,11 +78,14 @@ def flash_attn_func(
     check_slopes(alibi_slopes, q.shape[0], q.shape[2])
     refuse("call of flash_attn", reasons)
     slopes = alibi_slopes.float().reshape(-1, q.shape[2], 1)
-    if not causal and right != 0 and q.shape[1] > k.shape[1]:  # a query may be before every key: no diagonal to turn at
-        options.update(window_size=(left, right))
-        out, lse = alibi_of_scores(q, k, v, slopes[..., 0], k.shape[1] - q.shape[1], options)
-    else:
-        out, lse = dense_alibi(q, k, v, slopes, left, 0 if causal else right, options)
+    (q, k, v), outside = without_autocast(q, k, v)
+    with outside:
+        # A query may be before every key: no diagonal to turn at.
+        if not causal and right != 0 and q.shape[1] > k.shape[1]:
+            options.update(window_size=(left, right))
+            out, lse = alibi_of_scores(q, k, v, slopes[..., 0], k.shape[1] - q.shape[1], options)
+        else:
+            out, lse = dense_alibi(q, k, v, slopes, left, 0 if causal else right, options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
@@ -163,31 +173,53 @@ def flash_attn_varlen_func(
         if x.dim() != 3:
             raise ValueError(f"{name}: shape {tuple(x.shape)}. Packed sequences are [total tokens, heads, head_dim].")
     if alibi_slopes is not None:
-        check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1])
-        given: dict[str, Any] = {
-            "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic or None,
-        }  # fmt: skip
-        nothing = max_seqlen_q == 0 or cu_seqlens_q.shape[0] < 2  # no sequence, or none with queries
-        if (causal and not dropout_p) or nothing:
-            out, lse = packed_alibi(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes.float(), window_size,
-                given,
-            )  # fmt: skip
-        else:
-            given.update(
-                causal=causal, window_size=window_size, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-            )  # fmt: skip
-            shift = cu_seqlens_k.diff() - cu_seqlens_q.diff()
-            slopes = alibi_slopes.float().reshape(-1, q.shape[1])
-            out, lse = alibi_of_scores(q[None], k[None], v[None], slopes, shift, given)
-            out, lse = out[0], lse[0]
-        return (out, lse, q.new_empty(0)) if return_attn_probs else out
+        found = _sequences_with_slopes(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, deterministic,
+        )  # fmt: skip
+        return (*found, q.new_empty(0)) if return_attn_probs else found[0]
     return _sequences_without_slopes(
         functools.partial(attention, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)), cu_seqlens_q, cu_seqlens_k,
         max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
         return_attn_probs,
     )  # fmt: skip
+
+
+def _sequences_with_slopes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size: Sequence[int], softcap: float, alibi_slopes: torch.Tensor, deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) of packed sequences under ALiBi."""
+    (q, k, v), outside = without_autocast(q, k, v)
+    if _is_eager(q, k, v, cu_seqlens_q, cu_seqlens_k):  # the calls below are of other shapes, and name other arguments
+        options = CallOptions(causal, window_size, softmax_scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
+        named = {"q": q[None], "k": k[None], "v": v[None], "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        check_call(tuple(map(named.get, INPUTS)), options)
+    check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1])
+    given: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic or None,
+    }  # fmt: skip
+    with outside:
+        nothing = max_seqlen_q == 0 or cu_seqlens_q.shape[0] < 2  # no sequence, or none with queries
+        if (causal and not dropout_p) or nothing:
+            return packed_alibi(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes.float(), window_size,
+                given,
+            )  # fmt: skip
+        given.update(
+            causal=causal, window_size=window_size, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        )  # fmt: skip
+        shift = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+        slopes = alibi_slopes.float().reshape(-1, q.shape[1])
+        out, lse = alibi_of_scores(q[None], k[None], v[None], slopes, shift, given)
+        return out[0], lse[0]
+
+
+def _is_eager(*tensors: Any) -> bool:
+    """Whether a call can be checked before it is made: outside of programs, dispatch modes and transformations."""
+    return not (torch.compiler.is_dynamo_compiling() or needs_operator(tensors) or is_transformed())
 
 
 def _sequences_without_slopes(
@@ -287,9 +319,16 @@ def flash_attn_with_kvcache(
     refuse("call of flash_attn", [f"{name}: {why}" for name, (x, why) in given.items() if x is not None])
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
         raise ValueError("k, v: both are given or none, and cache_seqlens with them.")
-    used = cache_seqlens
-    if isinstance(used, int):
-        used = torch.full((q.shape[0],), used, dtype=torch.int32, device=q.device)
+    used = _lengths_of_cache(cache_seqlens, q, k_cache.shape[1] - (0 if k is None else k.shape[1]))
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if x is not None and (x.shape[:1], x.shape[2:]) != (cache.shape[:1], cache.shape[2:]):
+            raise ValueError(
+                f"{name}: shape {tuple(x.shape)}, {name}_cache has {tuple(cache.shape)}. All but the lengths are equal."
+            )
+    # Before anything is written. Under autocast the check would need the cache in another type.
+    if k is not None and _is_eager(q, k_cache, v_cache, used) and not torch.is_autocast_enabled(q.device.type):
+        named = {"q": q, "k": k_cache, "v": v_cache, "seqused_k": used}
+        check_call(tuple(map(named.get, INPUTS)), CallOptions(causal, window_size, softmax_scale, softcap))
     with torch.no_grad():
         if k is not None and v is not None and used is not None:
             places = used[:, None] + torch.arange(k.shape[1], device=q.device)
@@ -301,6 +340,36 @@ def flash_attn_with_kvcache(
             q, k_cache, v_cache, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
             seqused_k=used, return_lse=bool(return_softmax_lse),
         )  # fmt: skip
+
+
+def _lengths_of_cache(lengths: Any, q: torch.Tensor, most: int) -> torch.Tensor | None:
+    """int32 ``[B]`` of the argument ``cache_seqlens``: checked to be in [0, most] where the host has the values."""
+    batch = q.shape[0]
+    if lengths is None:
+        return None
+    if not isinstance(lengths, torch.Tensor):
+        try:
+            length = operator.index(lengths)
+        except TypeError:
+            raise TypeError(
+                f"cache_seqlens: got {shown(lengths)} of type {type(lengths).__name__}. It is an integer, or an int32 "
+                f"tensor of shape [{batch}]."
+            ) from None
+        if not 0 <= length <= most:
+            raise ValueError(f"cache_seqlens: got {length}. Keys before k fit into the cache with it: 0 to {most}.")
+        return torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    if lengths.dtype != torch.int32 or tuple(lengths.shape) != (batch,):
+        raise ValueError(
+            f"cache_seqlens: {lengths.dtype} of shape {tuple(lengths.shape)}. It is an integer, or an int32 tensor of "
+            f"shape [{batch}]."
+        )
+    if lengths.device.type == "cpu" and batch and _is_eager(lengths):
+        low, high = (int(x) for x in lengths.aminmax())
+        if low < 0 or high > most:
+            raise ValueError(
+                f"cache_seqlens: from {low} to {high}. Keys before k fit into the cache with it: 0 to {most}."
+            )
+    return lengths
 
 
 def _check_packed(packed: torch.Tensor, name: str, rank: int) -> None:

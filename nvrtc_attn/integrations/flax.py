@@ -28,6 +28,7 @@ def attention_fn(
     precision: Any = None,
     module: Any = None,
     force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any = None,
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
     is_causal: bool = False,
@@ -63,8 +64,10 @@ def attention_fn(
         )
     if module is not None:
         reasons.append("module: the attention weights that it should sow are never in memory.")
-    if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
-        reasons.append("qk_attn_weights_einsum, attn_weights_value_einsum: the products are the kernel's own.")
+    if any(x is not None for x in (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)):
+        reasons.append(
+            "einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: the products are the kernel's own."
+        )
     refuse("call of flax", reasons)
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))

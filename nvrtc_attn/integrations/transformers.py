@@ -110,6 +110,19 @@ class BandMask(torch.Tensor):  # type: ignore[misc, unused-ignore]
         shape = (*self.shape[:2], self.shape[2] - first, self.shape[3])
         return BandMask(shape, self.device, band, lambda: self.dense()[:, :, first:], self)
 
+    # What torch does not ask operations for.
+    def tolist(self) -> Any:
+        return self.dense().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.dense().numpy(force=force)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.dense().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten

@@ -308,6 +308,7 @@ def _operators() -> tuple[Any, Any]:
     for cls in (Forward, Backward):
         for name, value in shared.items():
             setattr(cls, name, value)
+    Backward.SUPPORTS_BMGHK = False  # xFormers' own function cannot take gradients of rank 5 apart
     return Forward, Backward
 
 

@@ -107,6 +107,17 @@ def no_forward_derivative(*_: Any) -> Any:
     )
 
 
+def refuse_transformed(*_: Any) -> Any:
+    """Refuse what the nodes and operators of calls with functions do not do."""
+    raise UnsupportedError(
+        "flex_attention, or attention with score_mod or mask_mod: transformations of torch.func (grad, vjp, vmap, jvp, "
+        "jacrev, hessian), batches of gradients (is_grads_batched, vectorize) and forward-mode derivatives are not "
+        "computed. Use backward() or torch.autograd.grad for one gradient at a time, put the dim that vmap maps into "
+        "the batch, or call nvrtc_attn.torch.attention without functions of scores, where all of these but "
+        "forward-mode derivatives work."
+    )
+
+
 def refuse_tangents(*tensors: Any) -> None:
     """Refuse dual tensors of `torch.autograd.forward_ad`: nothing here would carry their tangents on."""
     if _forward_ad._current_level < 0 or _functorch_level() is not None:  # the operators refuse it below those

@@ -178,6 +178,9 @@ def attend(
         or q.is_meta
         or not (bias is None or bias.__class__ in _PLAIN)
         or not (mask is None or mask.__class__ in _PLAIN)
+        or not (cu_seqlens_q is None or cu_seqlens_q.__class__ in _PLAIN)
+        or not (cu_seqlens_k is None or cu_seqlens_k.__class__ in _PLAIN)
+        or not (seqused_k is None or seqused_k.__class__ in _PLAIN)
         or not (not further or all(x is None or x.__class__ in _PLAIN for x in further.values()))
     ):
         if is_dtensor(q):
@@ -226,7 +229,9 @@ def attend(
         )
     state = NO_RNG
     if dropout_p > 0:
-        state = random_state(rng, part, q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        state = random_state(
+            rng, part, q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, backward_follows=grad
+        )  # fmt: skip
     heads_first = layout != ROWS_FIRST
     if not grad:
         if _forward_ad._current_level >= 0:

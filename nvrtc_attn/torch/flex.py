@@ -24,10 +24,12 @@ from ..front.validation import refuse_scale
 from ..modifiers.modifier import Modifier
 from ..modifiers.trace import literals, trace, traced
 from .autocast import cast_for_autocast
+from .derivatives import refuse_transformed
 from .flex_compiled import traced as written
-from .modified import attention, modified_forward, needs_operator, plain_arguments, refuse_transformed
+from .modified import attention, modified_forward, needs_operator, plain_arguments
 from .modified_known import again, know
 from .ops import attention_forward
+from .sdpa import check_sizes
 from .sharding import register_sharding
 from .tensors import is_dtensor
 
@@ -228,6 +230,8 @@ def flex_attention(
         if found is not None:
             return found
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: got {shown(x)} of type {type(x).__name__}. A torch tensor is needed.")
         if x.dim() != 4:
             raise ValueError(f"{name}: shape {tuple(x.shape)}, needed is [batch, heads, length, head_dim].")
         if x.shape[0] not in (1, query.shape[0]):
@@ -284,18 +288,20 @@ def _by_operator(q: Any, k: Any, v: Any, text: str, tensors: list[Any], numbers:
 def _eager(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, scale: float | None) -> Any:
     """(out, lse), of q, k and v in ``[B, L, H, E]``. Dynamo, where it gave a program up, must not follow the tracer."""
     has_functions = score_mod is not None or mask_mod is not None
-    if needs_operator((q, k, v)):
+    seen = needs_operator((q, k, v))
+    modifier = traced(score_mod, mask_mod) if has_functions and not seen else None
+    if seen or (modifier is not None and needs_operator(modifier.captures)):
         if is_dtensor(q):
             register_sharding()
         text, tensors, *numbers = written(trace(score_mod, mask_mod) if has_functions else None, None, q.device)
         return _by_operator(q, k, v, text, tensors, numbers, scale)
-    modifier = traced(score_mod, mask_mod) if has_functions else None
     deterministic = torch.are_deterministic_algorithms_enabled()
     options = CallOptions(softmax_scale=scale, return_lse=True, deterministic=deterministic)
     try:
         return attention((q, k, v, *(None,) * len(OPTIONAL_INPUTS)), modifier, options, NO_RNG)
     except (TypeError, ValueError):
         refuse_scale(scale)
+        check_sizes(*[x.transpose(1, 2) for x in (q, k, v)])
         raise
 
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 
-from ..base.errors import UnsupportedError
 from ..front.call import CallOptions, plain_options
 from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPTIONAL_GRADIENTS, OPTIONAL_INPUTS, check_further
 from ..front.philox import NO_RNG, RngState
@@ -22,7 +21,7 @@ from ..modifiers.text import read_text
 from ..modifiers.trace import no_functions, trace, traced
 from .arguments import SEED_WORD, SIGNATURE, operator_arguments, results_of, split
 from .autocast import cast_for_autocast, cast_further_for_autocast
-from .derivatives import once_only, register_derivative
+from .derivatives import once_only, refuse_transformed, register_derivative
 from .flex_compiled import traced as written
 from .modified_known import again, know
 from .modified_passes import dense_like, forward, gradients
@@ -30,7 +29,7 @@ from .ops import forward_fake
 from .passes import DIFFERENTIABLE_PLACES
 from .random import random_state
 from .sharding import register_sharding
-from .tensors import captured_on, detached, is_dtensor
+from .tensors import as_plain, captured_on, detached, is_dtensor, is_transformed
 
 _in_dynamo: Final = torch.compiler.is_dynamo_compiling
 _transformed: Final = torch._C._functorch.maybe_current_level
@@ -81,17 +80,24 @@ def attend(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _outside_of_dynamo(given: Any, score_mod: Any, mask_mod: Any, aux: Any, asked: Any) -> Any:
     """Dynamo, where it gave a program up, must not follow the tracer."""
-    if needs_operator((*given[:5], *given[-2].values())):
-        if is_dtensor(given[0]):
-            register_sharding()
-        modifier = trace(score_mod, mask_mod, aux=aux)
-        arguments, return_lse, return_max_logit = _with_functions(given, modifier, None, None)
-        return results_of(modified_forward(*arguments), return_lse, return_max_logit)
+    starts_q, starts_k, used = given[11], given[12], given[15]
+    if needs_operator((*given[:5], starts_q, starts_k, used, *given[-2].values())):
+        return _by_operator(given, trace(score_mod, mask_mod, aux=aux))
+    modifier = traced(score_mod, mask_mod, aux=aux)
+    if needs_operator(modifier.captures):
+        return _by_operator(given, trace(score_mod, mask_mod, aux=aux))
     q = given[0]
     if asked is not None and isinstance(q, torch.Tensor) and q.is_cuda:
         q, k, v, _ = cast_for_autocast(q, given[1], given[2], None)
         know(q, k, v, score_mod, mask_mod, aux, asked, asked.return_lse, asked, heads_first=False)
-    return _attend_plain(traced(score_mod, mask_mod, aux=aux), *given)
+    return _attend_plain(modifier, *given)
+
+
+def _by_operator(given: Any, modifier: Modifier) -> Any:
+    if is_dtensor(given[0]):
+        register_sharding()
+    arguments, return_lse, return_max_logit = _with_functions(given, modifier, None, None)
+    return results_of(modified_forward(*arguments), return_lse, return_max_logit)
 
 
 def needs_operator(tensors: Sequence[Any]) -> bool:
@@ -129,7 +135,12 @@ def _attend_plain(
         options = plain_options(options)
     state = NO_RNG
     if options.dropout_p > 0:
-        state = random_state(rng, part, q, k, cu_seqlens_q, options.max_seqlen_q, options.max_seqlen_k)
+        follows = torch.is_grad_enabled() and any(
+            getattr(x, "requires_grad", False) for x in (*tensors, *modifier.captures)
+        )
+        state = random_state(
+            rng, part, q, k, cu_seqlens_q, options.max_seqlen_q, options.max_seqlen_k, backward_follows=follows
+        )  # fmt: skip
     out, lse, *max_logit = attention(tensors, modifier, options, state)
     results = (out, *([lse] if options.return_lse else ()), *max_logit)
     return results if len(results) > 1 else out
@@ -166,6 +177,8 @@ class _Modified(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
+        if is_transformed():
+            refuse_transformed()
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         if dout is None and dlse is None:
             return (None,) * (3 + len(needed))
@@ -186,15 +199,6 @@ def _gradients_of_node(call: Any, saved: tuple[Any, ...], needed: Sequence[bool]
     places = dict(zip(DIFFERENTIABLE, found, strict=True))
     of_captures = [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]
     return None, None, None, *[places.get(name) for name in INPUTS], *of_captures
-
-
-def refuse_transformed(*_: Any) -> Any:
-    raise UnsupportedError(
-        "flex_attention, or attention with score_mod or mask_mod: transformations of torch.func (grad, vjp, vmap, jvp, "
-        "jacrev, hessian) and forward-mode derivatives are not computed. Use backward() or torch.autograd.grad, put "
-        "the dim that vmap maps into the batch, or call nvrtc_attn.torch.attention without functions of scores, whose "
-        "grad, vjp and vmap work."
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ the operators
@@ -229,6 +233,7 @@ def plain_arguments(q: Any, k: Any, v: Any, softmax_scale: float | None, determi
 def _modifier(captures: Any, program: str, ints: Any, floats: Any) -> tuple[Modifier | None, tuple[int, ...]]:
     if not program:
         return None, ()
+    captures = tuple(map(as_plain, captures))
     facts = tuple([(x.shape, x.dtype) for x in captures])
     modifier, places = read_text(program, tuple(ints), tuple(floats), facts)
     return modifier.with_captures(tuple([captures[i] for i in places])), places
@@ -270,8 +275,9 @@ def _run_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> 
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("modified_forward", _run_forward, _key)
     _LIBRARY.impl("modified_backward", _run_backward, _key)
-# The key that comes before any other while a transformation is on.
+# The key that comes before any other while a transformation is on, and that of a batch of gradients.
 _LIBRARY.impl("modified_forward", refuse_transformed, "FuncTorchDynamicLayerFrontMode")
+_LIBRARY.impl("modified_backward", refuse_transformed, "Batched")
 
 
 def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -23,10 +23,10 @@ from ..modifiers.cuda_values import NO_MODIFIER
 from ..modifiers.modifier import Modifier
 from ..modifiers.remembered import look
 from ..plans import repeats
-from .derivatives import apply_of, once_only
+from .derivatives import apply_of, once_only, refuse_transformed
 from .known import adopt
 from .modified_passes import gradients as gradients_of
-from .tensors import Made, allocator, current_device, dense, empty_on_current, raw_stream
+from .tensors import Made, allocator, current_device, dense, empty_on_current, is_transformed, raw_stream
 
 _autocast: Final = torch._C._is_any_autocast_enabled
 _autocast_dtype: Final = torch.get_autocast_dtype
@@ -279,6 +279,8 @@ def _gradients(
     known: _Known, saved: tuple[Any, ...], needed: tuple[bool, ...], dout: Any, dlse: Any
 ) -> tuple[Any, ...]:
     """The gradient of each argument of the node, by the core. It is known from its second time on."""
+    if is_transformed():
+        refuse_transformed()
     out, lse, *inputs = [x.detach() for x in saved]
     given = torch.zeros_like(out) if dout is None else dout
     captures, deterministic = tuple(inputs[3:]), _deterministic()

@@ -104,6 +104,8 @@ def attention_kvpacked(
     others
         As for `attention_qkvpacked`, which also says what is returned and raised.
     """
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q: got {type(q).__name__}. nvrtc_attn.torch takes torch tensors.")
     options = causal, window_size, softmax_scale, softcap, dropout_p, rng, return_lse, deterministic
     return _attend(q, kv, "kv", options, others)
 
@@ -138,10 +140,11 @@ def _attend(q: Any, packed: Any, name: str, options: tuple[Any, ...], others: di
 
 
 def _is_plain(q: Any, packed: torch.Tensor, others: dict[str, Any]) -> bool:
-    """Whether nothing has to see operators, and a gradient may be asked for."""
+    """Whether nothing has to see operators or to be refused by name, and a gradient may be asked for."""
     tensors = [x for x in (q, packed, *others.values()) if isinstance(x, torch.Tensor)]
     return (
         all(x.__class__ in PLAIN and not (x.is_meta or x.is_neg()) for x in tensors)
+        and all(others.get(name) is None or isinstance(others[name], torch.Tensor) for name in OPTIONAL_INPUTS)
         and any(x.requires_grad for x in tensors)
         and (q is None or isinstance(q, torch.Tensor))
         and not torch._C._len_torch_dispatch_stack()
@@ -234,8 +237,9 @@ def _attend_eagerly(q: Any, packed: Any, given: tuple[Any, ...], others: dict[st
     state = NO_RNG
     if options.dropout_p > 0:
         state = random_state(
-            rng, None, parts[0], parts[1], others.get("cu_seqlens_q"), options.max_seqlen_q, options.max_seqlen_k
-        )
+            rng, None, parts[0], parts[1], others.get("cu_seqlens_q"), options.max_seqlen_q, options.max_seqlen_k,
+            backward_follows=True,
+        )  # fmt: skip
     results = forward((*parts, *optional), options, state, backward_follows=True, known_key=key)
     return _attach((options, state, results, optional, return_lse), *_inputs(q, packed), bias, sink)
 

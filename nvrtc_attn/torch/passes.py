@@ -11,9 +11,10 @@ from .. import api
 from ..base import env
 from ..base.errors import shown
 from ..base.tables import remember
-from ..front.call import Call, CallOptions, start_addresses
+from ..front.call import Call, CallOptions, plain_options, start_addresses
 from ..front.operands import DIFFERENTIABLE, GRADIENTS, INPUTS, OPERANDS, OPTIONAL_INPUTS
 from ..front.philox import RngState
+from ..front.signature import are_plain
 from ..front.tensors import view
 from ..plans.plan import BackwardPlan, ForwardPlan, forward_plan
 from ..plans.prefetch import BackwardPrefetch
@@ -39,6 +40,8 @@ DIFFERENTIABLE_PLACES: Final = tuple(map(INPUTS.index, DIFFERENTIABLE))
 _forward_plans: dict[Any, tuple[ForwardPlan, Made, Made]] = {}
 # The same -> plan, and each gradient or None.
 _backward_plans: dict[Any, tuple[BackwardPlan, list[Made | None]]] = {}
+# Calls that `check_call` has let pass.
+_checked: dict[Any, bool] = {}
 # Of each gradient: the place of its input, and the option that asks for it where it may be missing.
 _GRADIENTS: Final = tuple(
     (place, name if OPERANDS[name].backward == "out?" else None)
@@ -329,6 +332,22 @@ def _describe(tensors: Tensors, options: CallOptions, heads_first: bool = False)
     q, k, v = _rows_first(tensors[:3], heads_first)
     others = map(detached, tensors[3:])
     return api.checked_call(q, k, v, **dict(zip(OPTIONAL_INPUTS, others, strict=True)), options=options, stream=None)
+
+
+def check_call(tensors: Tensors, options: CallOptions) -> None:
+    """Refuse what `forward` of the same arguments would refuse, and compute nothing. For who makes other calls of one.
+
+    Only of plain tensors outside of programs of torch.compile, dispatch modes and transformations.
+    """
+    _check_tensors(tensors)
+    key = None
+    if are_plain(options) and not env.debug() and tensors[0].is_cuda:  # type: ignore[union-attr]
+        key = (options, *map(signature, tensors))  # in memory of the host the values of lengths count, too
+        if key in _checked:
+            return
+    _describe(tuple(map(resolved, tensors)), plain_options(options))
+    if key is not None:
+        remember(_checked, key, True)
 
 
 def keywords(tensors: Tensors, options: CallOptions) -> dict[str, Any]:

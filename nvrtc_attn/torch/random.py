@@ -45,15 +45,30 @@ def checked_rng(rng: Any, q: torch.Tensor) -> RngState:
     return state._replace(owners=owners)
 
 
+def kept_rng(rng: Any, q: torch.Tensor) -> RngState:
+    """`checked_rng` for both passes: words on the GPU are copied, 8 bytes each.
+
+    The backward pass has to read what the forward pass read, and the offset of a caller steps on meanwhile.
+    """
+    state = checked_rng(rng, q)
+    given = state.owners or (None, None)
+    copies = [
+        x if x is None else (x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)).detach().clone() for x in given
+    ]
+    seed, offset = [0 if x is None else x.data_ptr() for x in copies]
+    return RngState(state.seed, state.offset, seed, offset, tuple(copies))
+
+
 def random_state(
-    rng: Any, part: Any, q: Any, k: Any, cu_seqlens_q: Any, max_seqlen_q: int | None, max_seqlen_k: int | None
-) -> RngState:
+    rng: Any, part: Any, q: Any, k: Any, cu_seqlens_q: Any, max_seqlen_q: int | None, max_seqlen_k: int | None, *,
+    backward_follows: bool,
+) -> RngState:  # fmt: skip
     """The random numbers of a call with dropout: what it passes, or drawn from torch's generator."""
     # What is no tensor, or of another rank, is refused later.
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4):
         return NO_RNG
     if rng is not None:
-        return checked_rng(rng, q)
+        return kept_rng(rng, q) if backward_follows else checked_rng(rng, q)
     if part is not None:
         raise ValueError("rng: None, but this is a part of a larger attention. Pass its (seed, offset).")
     if cu_seqlens_q is None:

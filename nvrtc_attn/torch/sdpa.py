@@ -89,7 +89,7 @@ def scaled_dot_product_attention(
             f"query, key, value: ranks {rank}, {key.dim()}, {value.dim()}. They must be equal, at least 2: "
             f"[..., heads, seqlen, head_dim]."
         )
-    if (fixed := _causal_variant(attn_mask)) is not None:
+    if (fixed := _causal_variant(attn_mask, query, key, is_causal)) is not None:
         causal, attn_mask = fixed, None
     lead = query.shape[:-3]
     if rank != 4 or key.shape[0] != lead[0] or value.shape[0] != lead[0]:
@@ -127,14 +127,14 @@ def scaled_dot_product_attention(
             out = attend(*call)
         except (TypeError, ValueError):
             refuse_scale(scale)
-            _check_sizes(query, key, value)
+            check_sizes(query, key, value)
             if attn_mask is not None:
                 _check_mask(given, attn_mask, query, key)
             raise
     return out if rank == 4 else out.reshape(*lead, *out.shape[4 - min(rank, 3) :])
 
 
-def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Refuse sizes by the dims of torch's layout; what a later check refuses has those of another."""
     heads, heads_kv, heads_v = query.shape[1], key.shape[1], value.shape[1]
     length, length_v = key.shape[2], value.shape[2]
@@ -177,11 +177,20 @@ def _check_mask(given: torch.Tensor, full: torch.Tensor, query: torch.Tensor, ke
     )
 
 
-def _causal_variant(attn_mask: Any) -> Causal | None:
+def _causal_variant(attn_mask: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> Causal | None:
+    """Where the diagonal of a `CausalBias` ends, beside ``is_causal``; None of other masks."""
     bias = sys.modules.get("torch.nn.attention.bias")
     if bias is None or not isinstance(attn_mask, bias.CausalBias):
         return None
-    return "bottom_right" if attn_mask.variant == bias.CausalVariant.LOWER_RIGHT else "top_left"
+    lengths = query.shape[-2], key.shape[-2]
+    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != lengths:
+        raise ValueError(
+            f"attn_mask: a causal bias for {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys, but query "
+            f"and key have {lengths[0]} and {lengths[1]} (dim -2). Make one for them."
+        )
+    if attn_mask.variant != bias.CausalVariant.LOWER_RIGHT or (is_causal and lengths[1] >= lengths[0]):
+        return "top_left"  # with fewer keys than queries the diagonal from the lower right hides more
+    return "bottom_right"
 
 
 def _rank_4(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:

@@ -151,6 +151,22 @@ def test_doctor_with_a_cache_that_is_mounted_read_only(tmp_path: Path, monkeypat
 
 
 @pytest.mark.reliability(101)
+def test_doctor_with_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVRTC_ATTN_CACHE_DIR", str(tmp_path / "not" / "there"))
+    monkeypatch.delenv("NVRTC_ATTN_NO_COMPILE", raising=False)
+    problems: list[str] = []
+    assert collect_env._cache({}, problems)["state"] == "absent"
+    assert problems == []
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))
+    assert collect_env._cache({}, problems)["state"].startswith("absent, and cannot be made")
+    assert len(problems) == 1
+    monkeypatch.setenv("NVRTC_ATTN_NO_COMPILE", "1")
+    problems.clear()
+    collect_env._cache({}, problems)
+    assert problems == []
+
+
+@pytest.mark.reliability(101)
 def test_doctor_with_a_cache_that_others_may_write(tmp_path: Path) -> None:
     opened = tmp_path / "open"
     opened.mkdir()
@@ -425,6 +441,7 @@ def test_worker_count_is_bounded_by_memory_and_cores(monkeypatch: pytest.MonkeyP
     [
         (["--arch", "sm_60"], "'sm_60' is not one of sm_75"),
         (["--arch", "sm_90", "--seqlen", "12y"], "--seqlen '12y'"),
+        (["--arch", "sm_90", "--seqlen", "1x"], "--seqlen '1x'"),
         (["--arch", "sm_90", "--seqlen", "0"], "--seqlen '0'"),
         (["--config", "{}"], "is not a kernel config"),
         (["--arch", "sm_90", "--dtype", "float64"], "float64"),

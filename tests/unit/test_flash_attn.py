@@ -327,6 +327,73 @@ def test_what_a_cache_cannot_have_is_refused() -> None:
         integration.flash_attn_with_kvcache(q, cache, cache, k=q, v=q)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cache_seqlens": torch.tensor([1])}, "cache_seqlens: torch.int64 of shape"),
+        ({"cache_seqlens": torch.tensor([1, 1], dtype=torch.int32)}, "cache_seqlens: torch.int32 of shape"),
+        ({"cache_seqlens": torch.tensor([-1], dtype=torch.int32)}, "cache_seqlens: from -1 to -1"),
+        ({"cache_seqlens": torch.tensor([8], dtype=torch.int32)}, "cache_seqlens: from 8 to 8.*0 to 7"),
+        ({"cache_seqlens": 8}, "cache_seqlens: got 8.*0 to 7"),
+        ({"cache_seqlens": 1.5}, "cache_seqlens: got 1.5"),
+        ({"softmax_scale": float("nan")}, "softmax_scale"),
+        ({"v": torch.randn(1, 1, 3, 16)}, r"v: shape .*v_cache has"),
+    ],
+)
+def test_nothing_is_written_to_a_cache_by_a_call_that_is_refused(options: dict[str, Any], words: str) -> None:
+    q, cache = torch.randn(1, 1, 2, 16), torch.zeros(1, 8, 2, 16)
+    new: dict[str, Any] = {"k": torch.randn(1, 1, 2, 16), "v": torch.randn(1, 1, 2, 16), "cache_seqlens": 1, **options}
+    with pytest.raises((TypeError, ValueError), match=words):
+        integration.flash_attn_with_kvcache(q, cache, cache, **new)
+    assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_seqlen_q": 2}, "max_seqlen_q: got 2, but sequence 1"),
+        ({"cu_seqlens_q": torch.tensor([0, 6, 4], dtype=torch.int32)}, "cu_seqlens_q: decreases"),
+        ({"cu_seqlens_k": torch.tensor([0, 3, 40], dtype=torch.int32)}, "cu_seqlens_k: its last element is 40"),
+        ({"cu_seqlens_q": torch.tensor([0, 4, 9])}, "cu_seqlens_q: dtype int64"),
+        ({"v": torch.randn(7, 4, 16)}, "k, v: lengths 11 and 7 differ"),
+    ],
+)
+def test_packed_sequences_with_slopes_are_checked_as_those_without(change: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "q": torch.randn(9, 4, 16), "k": torch.randn(11, 4, 16), "v": torch.randn(11, 4, 16), "max_seqlen_q": 5,
+        "cu_seqlens_q": torch.tensor([0, 4, 9], dtype=torch.int32), "max_seqlen_k": 8,
+        "cu_seqlens_k": torch.tensor([0, 3, 11], dtype=torch.int32), "causal": True, **change,
+    }  # fmt: skip
+    for slopes in (None, torch.rand(4)):
+        with pytest.raises((TypeError, ValueError), match=words):
+            integration.flash_attn_varlen_func(**given, alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_autocast_does_not_round_slopes(packed: bool) -> None:
+    """A bias of 2,000 rounded to bfloat16 is off by 4: lse was 30,000 times as wrong as without autocast."""
+    torch.manual_seed(0)
+    n = 600
+    q, k, v = (torch.randn(1, n, 2, 16) for _ in range(3))
+    slopes = torch.tensor([0.7, 0.35])
+
+    def call() -> Any:
+        if not packed:
+            return integration.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, return_attn_probs=True)[:2]
+        starts = torch.tensor([0, n], dtype=torch.int32)
+        return integration.flash_attn_varlen_func(
+            q[0], k[0], v[0], starts, starts, n, n, causal=True, alibi_slopes=slopes, return_attn_probs=True
+        )[:2]
+
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    plain = call()
+    q, k, v = (x.float() for x in (q, k, v))  # autocast casts them
+    with torch.autocast("cpu", torch.bfloat16):
+        found = call()
+    assert found[0].dtype is torch.bfloat16
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(("causal", "window"), [(True, (-1, -1)), (True, (4, 0)), (False, (-1, -1)), (False, (4, 2))])
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_alibi_of_packed_sequences(

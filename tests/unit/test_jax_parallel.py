@@ -386,6 +386,7 @@ wrongs = [
 ]
 wrongs += [
     ({"q": None}, TypeError, "q: got None"),
+    ({"bias": "x"}, TypeError, "bias: got 'x' of type str"),
     ({"bias": jnp.ones((4, 8))}, ValueError, "bias: shape (4, 8) has rank 2"),
     ({"mask": jnp.ones((4, 4, 8), bool)}, ValueError, "mask: shape (4, 4, 8) has rank 3"),
     ({"axis_name": ("s",)}, TypeError, "axis_name: got ('s',)"),

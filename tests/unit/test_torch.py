@@ -237,6 +237,13 @@ X = torch.ones(2, 8, 64, 16)
     [
         (lambda: adapter.attention(X.numpy(), X, X), ["q: got", "nvrtc_attn.attention takes those of any framework"]),
         (lambda: adapter.attention(X.to_sparse(), X, X), ["layout torch.sparse_coo", "storage. Pass a plain"]),
+        (lambda: adapter.attention(X, X, X, part=(1, 2)), ["part: got (1, 2) of type tuple", "nvrtc_attn.Part"]),
+        (lambda: adapter.flex_attention(X.numpy(), X, X), ["query: got", "of type ndarray. A torch tensor is needed"]),
+        (lambda: adapter.flex_attention(X, X, X[:, :, 1:]), ["key, value: lengths 64 and 63 differ (dim -2"]),
+        (
+            lambda: adapter.flex_attention(X, X[:, :3], X[:, :3], enable_gqa=True),
+            ["key, value: 3 heads do not divide the 8 heads of query (dim -3"],
+        ),
         (lambda: adapter.attention(X, X, X, softmax_scale=torch.tensor(0.5)), ["softmax_scale", "multiply q by it"]),
         (
             lambda: adapter.attention(

@@ -331,6 +331,24 @@ def test_a_graph_of_the_gradient_is_refused_where_it_is_used() -> None:
         torch.func.grad(lambda q: attention(q, x["k"], x["v"], **functions(x["slopes"], x["table"])).sum())(x["q"])
 
 
+@pytest.mark.parametrize("door", ["attention", "flex_attention", "flex_attention, alone", "compiled"])
+def test_batches_of_gradients_are_refused_by_name(door: str) -> None:
+    """They named dout, which nobody had passed, or a batching rule."""
+    x = inputs()
+
+    def call(q: Any) -> Any:
+        if "flex" in door:
+            given = () if "alone" in door else (lambda s, b, h, i, j: s + i - j,)
+            heads_first = [y.transpose(1, 2) for y in (q, x["k"], x["v"])]
+            return nvrtc_attn.torch.flex_attention(*heads_first, *given, enable_gqa=True)
+        return attention(q, x["k"], x["v"], **functions(x["slopes"], x["table"]))
+
+    torch._dynamo.reset()
+    out = (torch.compile(call, backend="aot_eager") if door == "compiled" else call)(x["q"])
+    with pytest.raises(nvrtc_attn.UnsupportedError, match="batches of gradients"):
+        torch.autograd.grad(out, x["q"], torch.ones(2, *out.shape), is_grads_batched=True)
+
+
 @pytest.mark.parametrize("door", ["attention", "flex_attention", "traced", "compiled", "compiled traced", "fake"])
 def test_captured_tensors_of_another_device_are_refused(door: str) -> None:
     """Where nothing of it is read: on a device without memory."""

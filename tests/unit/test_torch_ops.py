@@ -592,6 +592,20 @@ def test_subclasses_of_the_user_compute() -> None:
     assert type(out) is Named
     torch.testing.assert_close(out.as_subclass(torch.Tensor), na.attention(q, k, v))
 
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score * slopes[h]
+
+    slopes = torch.rand(q.shape[2])
+    expected = na.attention(q, k, k, score_mod=score_mod)
+    slopes = slopes.as_subclass(Named)
+    torch.testing.assert_close(na.attention(q, k, k, score_mod=score_mod).as_subclass(torch.Tensor), expected)
+    heads_first = [x.transpose(1, 2) for x in (q, k, k)]
+    out = na.flex_attention(*heads_first, score_mod, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), expected)
+    used = torch.full((q.shape[0],), 3, dtype=torch.int32)
+    out = na.attention(q, k, v, seqused_k=used.as_subclass(Named))
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), na.attention(q, k, v, seqused_k=used))
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compiled", [False, True])

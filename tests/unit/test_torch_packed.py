@@ -272,5 +272,11 @@ def test_wrong_shapes_are_refused_by_name(compiled: bool) -> None:
         run(na.attention_qkvpacked, torch.randn(2, 7, 3, 32))
     with pytest.raises(TypeError, match="qkv"):
         na.attention_qkvpacked([1.0])  # type: ignore[arg-type]
+    q, kv = torch.randn(2, 7, 4, 8), torch.randn(2, 7, 2, 4, 8, requires_grad=True)
+    with pytest.raises(TypeError, match=r"^q: got NoneType"):
+        na.attention_kvpacked(None, kv)  # type: ignore[arg-type]
+    for name, x in (("bias", [1]), ("bias", q.numpy()), ("sink", [0.0] * 4)):
+        with pytest.raises(TypeError, match=rf"^{name}: got .*takes torch tensors"):
+            na.attention_kvpacked(q, kv, **{name: x})
     with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
         na.attention_qkvpacked(torch.randn(2, 7, 3, 4, 8, requires_grad=True), window=3)

@@ -145,6 +145,22 @@ def test_causal_biases_of_torch() -> None:
         torch.testing.assert_close(ours.double(), F.scaled_dot_product_attention(q, k, v, keep), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(2, 5), (5, 2), (4, 4)])
+def test_causal_biases_beside_is_causal(rows: int, columns: int) -> None:
+    """Both hold: rows saw keys that is_causal hides."""
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    q, k, v = tensors((1, 2, rows, 8), (1, 2, columns, 8), (1, 2, columns, 8))
+    ones = torch.ones(rows, columns, dtype=torch.bool)
+    lower = ones.tril(columns - rows)
+    for bias, keep in ((causal_upper_left(rows, columns), ones), (causal_lower_right(rows, columns), lower)):
+        ours = na.scaled_dot_product_attention(q.float(), k.float(), v.float(), bias, is_causal=True)
+        seen = na.scaled_dot_product_attention(q.float(), k.float(), v.float(), keep & ones.tril())
+        torch.testing.assert_close(ours, seen, atol=1e-6, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"attn_mask: a causal bias for 9 queries and 9 keys, but query and key have"):
+        na.scaled_dot_product_attention(q, k, v, causal_lower_right(9, 9))
+
+
 def test_dropout_and_autocast() -> None:
     q, k, v = (x.float() for x in tensors((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)))
     torch.manual_seed(1)

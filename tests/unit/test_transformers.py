@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -355,6 +358,25 @@ def test_a_mask_of_other_lengths_is_refused() -> None:
         mask = integration.attention_mask(1, rows, columns, q_offset=columns - rows, allow_is_causal_skip=False)
         with pytest.raises(ValueError, match="mask: shape"):
             integration.attention_forward(torch.nn.Module(), q, q, q, mask)
+
+
+def test_a_mask_can_be_read_copied_and_kept() -> None:
+    keep = torch.ones(1, 6, dtype=torch.bool)
+    keep[:, :2] = False
+
+    def made() -> Any:
+        mask = integration.attention_mask(1, 6, 6, attention_mask=keep, allow_is_causal_skip=False)
+        assert isinstance(mask, integration.BandMask)
+        return mask
+
+    dense = made().dense()
+    assert made().tolist() == dense.tolist()
+    assert (made().numpy() == dense.numpy()).all()
+    file = io.BytesIO()
+    torch.save(made(), file)
+    file.seek(0)
+    for found in (copy.deepcopy(made()), pickle.loads(pickle.dumps(made())), torch.load(file)):
+        assert torch.equal(found, dense)
 
 
 def test_what_is_said_once_is_said_by_a_compiled_program(

@@ -37,6 +37,15 @@ traced = nvrtc_attn.trace(alibi, documents)
 
 def three(a, b, c):
     return a
+
+def one():
+    return alibi
+
+def nothing():
+    pass
+
+def fails():
+    raise ZeroDivisionError("nothing to divide by")
 """
 
 
@@ -51,7 +60,9 @@ def test_names() -> None:
     assert of("my_masks:alibi").program.mask is None
     assert of("my_masks:documents").program.score is None
     assert of("my_masks:both").program == of("my_masks:traced").program
-    for name in ("my_masks:three", "my_masks:none", "no_such_module:x", "my_masks", ":"):
+    Path("breaks.py").write_text("1 / 0")
+    wrong = ("three", "none", "one", "nothing", "fails")
+    for name in (*(f"my_masks:{x}" for x in wrong), "no_such_module:x", "breaks:x", "my_masks", ":"):
         with pytest.raises(ValueError, match="--modifier"):
             of(name)
 

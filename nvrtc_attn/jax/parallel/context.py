@@ -20,7 +20,7 @@ from ...front.validation import Violations, check_window
 from ...modifiers.modifier import Modifier
 from ..modifier import traced
 from ..partition import as_varying, manual_axes, says_what_varies, varies
-from ..passes import Kind, check_call, rng_words, with_modifier
+from ..passes import Kind, array_of, check_call, rng_words, with_modifier
 from .local import Whole
 from .strategies import gathered, ulysses
 
@@ -115,7 +115,8 @@ def context_parallel_attention(
         raise ValueError(f"places: got {shown(places)}. It is one of {PLACES}.")
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f"layout: got {shown(layout)}. It is 'zigzag' or 'contiguous'.")
-    operands = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    optional = ("bias", "mask", "sink")
+    operands = {name: array_of(name, x) for name, x in given.items() if x is not None or name not in optional}
     for name, x in operands.items():
         if name != "sink" and x.ndim != 4:
             raise ValueError(f"{name}: shape {x.shape} has rank {x.ndim}. Expected rank 4.")

@@ -33,7 +33,11 @@ class Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         every = ctx.saved_tensors
-        return once_only(lambda: Attention._gradients(ctx, every, dout, dlse), (*every, dout, dlse))
+        made_of = (*every, dout, dlse)
+        if torch.is_grad_enabled() and not ctx.call[0].needs_own:
+            # q, k and v are not among what was saved, but a graph of this pass depends on them.
+            made_of = (*made_of, torch.empty(0, requires_grad=True))
+        return once_only(lambda: Attention._gradients(ctx, every, dout, dlse), made_of)
 
     @staticmethod
     def _gradients(

@@ -18,6 +18,7 @@ from ...front.part import Part
 from ...front.problem import Causal, WindowSize
 from ...front.validation import Violations, check_flag, check_integer
 from ..autocast import cast_for_autocast
+from ..derivatives import refuse_tangents
 from ..tensors import is_transformed, resolved
 from .autograd import Attention
 from .call import begin_call, modifier_of
@@ -233,6 +234,10 @@ class ContextParallel:
     def unshard(self, x: torch.Tensor, dim: int = 1, *, keys: bool = False) -> torch.Tensor:
         """The whole tensor of the ranks' tokens, on every rank. Its gradient is added up over the ranks."""
         refuse_others(x, "x")
+        if not _traced_by_dynamo():
+            if is_transformed():
+                raise UnsupportedError(NO_TRANSFORMATION)
+            refuse_tangents(x)
         mine = length((self.chunks_k if keys else self.chunks_q)[self.rank])
         if x.shape[dim] != mine:
             raise ValueError(
