@@ -97,6 +97,10 @@ def test_dropout_is_the_exported_mask_in_both_directions() -> None:
     device_rng = (torch.tensor(77, device="cuda"), torch.tensor([5], device="cuda"))
     with torch.no_grad():
         assert torch.equal(na.attention(q, k, v, dropout_p=0.3, rng=device_rng), out)
+    again = na.attention(q, k, v, dropout_p=0.3, rng=device_rng)
+    device_rng[1].add_(1000)  # for the next layer: the gradient is of the mask that was drawn
+    for x, y in zip(torch.autograd.grad((again * w).sum(), (q, k, v)), mine, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.reliability(61)
