@@ -286,6 +286,12 @@ def wide_others() -> Iterator[Kind]:
     yield Kind("widest documents", (0, 0, 0, 8, 8, 256), lengths=spread(512, 4096, 8))
     yield Kind("wide window", (2, 8192, 8192, 16, 16, 192), causal | {"window_size": (1023, 0)})
     yield Kind("wide window", (2, 4096, 4096, 16, 8, 160), causal | {"window_size": (255, 0)})
+    for d, name in ((160, "wide"), (192, "wide"), (256, "widest")):
+        for b, s, h in ((4, 2048, 16), (1, 8192, 8)):
+            for options in ({}, causal):
+                yield Kind(f"{name} bias{' causal' * bool(options)}", (b, s, s, h, h, d), options, bias=(1, h, s, s))
+        yield Kind(f"{name} bias of keys", (8, 1024, 1024, 16, 16, d), bias=(8, 1, 1, 1024))
+        yield Kind(f"{name} bias of few keys", (8, 2048, 77, 8, 8, d), bias=(8, 1, 1, 77))
     for b, m, n, h, d in ((8, 4096, 77, 8, 160), (4, 4096, 226, 16, 192), (4, 1024, 300, 16, 144)):
         yield Kind("wide text", (b, m, n, h, h, d))
     for b, m, n, h, k, d in (
@@ -310,6 +316,8 @@ def candidates(tile: Tile, widest: int) -> Iterator[Tile]:
     if widest > 128:
         either = (False, True)
         for columns, stages, lazy, turns in product((48, 64, 80, 96, 112, 128), (2, 3, 4), either, either):
+            if tile.score_tiles and columns % 64:  # the copy engine brings a bias in slabs of 64 columns
+                continue
             yield replace(plain, block_n=columns, num_stages=stages, lazy_max=lazy, ping_pong=turns)
         return
     for rows in (128, 192):
